@@ -1,35 +1,42 @@
-"""Sparse attention against dense peers on one GPU: forward + backward in one process, JSON out.
+"""Attention on one GPU: sparse against dense peers, masks against theirs, patterns at equal recall.
 
     python -m scripts.benchmarks.attention --seq-lens 131072 262144 \\
-        --densities 0.05 0.2 --head-sets 16:2 32:8 --out benchmarks/results/attention_h200.json
-    python -m scripts.benchmarks.attention --seq-lens 65536 131072 --densities --backends triton \\
-        --peers cudnn "ours, cudnn" "ours, triton" --repeats 9
+        --densities 0.05 0.2 --heads 16:2 32:8 --out benchmarks/results/attention_h200.json
+    python -m scripts.benchmarks.attention masks patterns --repeats 3 --out masks.json
 
-The second compares dense attention alone.
-Pattern per query head: `--sinks` first verticals, `--columns` of the sequence as random verticals,
-two local block diagonals, and random ones up to each of `--densities`. Times of our backends
-include building the block tables, forward and backward, but not the selection, which is timed
-beside them. All times are medians.
+All in bf16, forward and backward, JSON out. Times are medians of --repeats after --warm-ups. In
+training the host runs ahead of the GPU, so that launches cost nothing. It is timed like that:
+before each call the GPU sleeps for some 20 ms, in which the host queues the call. TFLOP/s count the
+pairs computed (4 D forward and 10 D backward per pair and head). With --device cpu everything runs
+by plain PyTorch, to try it out at small sizes.
 
-In training the host runs ahead of the GPU, so that launches cost nothing. It is timed like that:
-before each call the GPU is told to sleep for some 10 ms, in which the host queues the call. A call
-that waits for the GPU gains nothing by it. `alone_ms` is the time without the sleep: what one call
-on an idle GPU takes.
+sparse    a random index beside dense peers: per query head the first --sinks, --columns of the
+          sequence as random verticals, two local slashes, and random ones up to each of
+          --densities. Our times include the block tables, but not the selection, which is timed
+          beside them. `alone_ms` is one call on an idle GPU. With --densities and no number: dense
+          attention alone. Before, everything is checked at 4096 tokens against fp32
+masks     causal inside packed documents, and a causal window of --window, by each of --backends and
+          by FlashAttention-4's own attention for that mask. `..._of_flash_attn_4`: its time / ours.
+          `tables_ms`: the share of our time that builds block tables. Each is checked as above.
+          Documents are those of synthetic.ragged_lengths: most under 1K tokens, the longest a
+          quarter of the sequence; rows are means over --packs such sequences
+patterns  our patterns on realistic q and k (patterns.py)
 
-Before anything is timed, everything that is timed with a causal mask is checked at 4096 tokens
-against fp32, and our backends over packed documents of ragged lengths too. A wrong one ends the
-run. TFLOP/s count the pairs visited: 4 D forward and 10 D backward per pair and head. The last
-lines say where sparse stops paying (scripts.benchmarks.break_even).
+A measurement that fails, or a peer that is missing, is a row with `error`, and the run goes on.
+Rows are written at once. Where sparse stops paying: scripts.benchmarks.plots.
 """
 
 import argparse
 import functools
-import json
+import itertools
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from scripts.benchmarks.attention_cases import (
     CUDNN,
@@ -37,16 +44,34 @@ from scripts.benchmarks.attention_cases import (
     OURS_DENSE,
     Attention,
     Shape,
+    by_document,
+    cases_to_check,
+    check,
+    chosen_backend,
     dense_peers,
     draw,
+    errors,
+    flash4,
     ours,
     random_index,
     ready_index,
+    sdpa,
+    too_large,
 )
-from scripts.benchmarks.attention_errors import cases_to_check, check
-from scripts.benchmarks.break_even import break_even, in_words
-from scripts.benchmarks.options import head_set, share
-from scripts.benchmarks.provenance import provenance
+from scripts.benchmarks.harness import (
+    Bench,
+    about,
+    attempt,
+    causal_pairs,
+    faster,
+    mean,
+    measure,
+    place,
+    rates,
+    timed,
+)
+from scripts.benchmarks.options import add_common_options, head_set, parser_of, positive, share
+from scripts.benchmarks.patterns import add_pattern_options, patterns
 from scripts.benchmarks.timing import (
     longest_kernels,
     peak_extra,
@@ -55,8 +80,12 @@ from scripts.benchmarks.timing import (
     visited_share,
 )
 from titan_sparse.attention import backends
-from titan_sparse.attention.masks.ranges import Causal, MaskRanges
-from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.attention.backends import flash
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.masks.reach import visible_pairs
+from titan_sparse.attention.patterns import Dense, Pattern
+from titan_sparse.attention.tiles.blocks import block_tiles
+from titan_sparse.estimate.synthetic import ragged_lengths
 
 PROGRAM = "scripts.benchmarks.attention"
 MATMUL_PEAK = 790.0
@@ -66,253 +95,310 @@ LONG = 262144
 CHECKED_LENGTH = 4096
 
 
-def main() -> None:
-    args = parse(sys.argv[1:])
-    errors = f"errors_at_{CHECKED_LENGTH}"
-    result = about_run(args) | {errors: {}, "rows": [], "break_even": []}
-
-    for heads, kv_heads in dict.fromkeys(args.head_sets):
-        shape = Shape(heads, kv_heads, args.head_dim, args.block_size, CHECKED_LENGTH)
-        checked = check(cases_to_check(shape, args.backends, args.peers), shape)
-        result[errors][f"{heads}:{kv_heads}"] = checked
-
-    for shape in shapes(args):
-        for measured in measure_length(shape, args):
-            report(measured)
-            result["rows"].append(measured)
-        result["break_even"] = break_even(result["rows"])
-        if args.out:
-            with open(args.out, "w") as file:
-                json.dump(result, file, indent=1)
-
-    for answer in result["break_even"]:
-        print(in_words(answer))
+def main(words: list[str]) -> int:
+    args = parse(words)
+    return measure([args], CASES, refusal(args), nodes=1)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line. Ends the program with one line and status 2 for what cannot run here."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PROGRAM}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = parser_of(PROGRAM, __doc__)
     add = parser.add_argument
-    add("--seq-lens", type=int, nargs="+", default=[131072])
-    sparse = [name for name in backends.BACKENDS if name != "cudnn"]
-    add("--backends", nargs="+", default=["flex", "triton"], choices=sparse)
-    add(
-        "--peers",
-        nargs="*",
-        choices=[CUDNN, FLASH4, *OURS_DENSE],
-        help="default: cudnn, 'ours, dense' and, if it can run here, flash-attn-4",
-    )
-    add(
-        "--head-sets",
-        type=head_set,
-        nargs="+",
-        default=[(16, 2)],
-        help="query heads:KV heads, as 16:2",
-    )
-    add("--head-dim", type=int, default=128)
-    add("--block-size", type=int, default=128)
-    add(
-        "--densities",
-        type=share,
-        nargs="*",
-        default=[0.05],
-        help="shares of the causal pairs; none: dense attention only",
-    )
+    add("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; default: sparse")
+    add("--seq-lens", type=positive, nargs="+", default=[], help="default: each case's own")
+    add("--heads", type=head_set, nargs="+", default=[], help="query heads:KV heads, as 16:2")
+    add("--backends", nargs="+", choices=list(backends.BACKENDS), help="ours, timed by name")
+    peers = [CUDNN, FLASH4, *OURS_DENSE]
+    add("--peers", nargs="*", choices=peers, help="dense, of sparse; default: all but two of ours")
+    add("--densities", type=share, nargs="*", default=[0.05], help="of the causal pairs, of sparse")
     add("--columns", type=share, default=0.005, help="share of the sequence that is verticals")
     add("--sinks", type=int, default=30)
-    add("--repeats", type=int, default=5)
-    add(
-        "--profile",
-        action="store_true",
-        help="also print the longest CUDA kernels of each of our rows",
-    )
-    add("--out", default="", help="JSON file, written anew after each length")
-    args = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.exit(2, f"{PROGRAM} times kernels on a CUDA GPU, and there is none here\n")
+    add("--profile", action="store_true", help="also list the longest CUDA kernels, of sparse")
+    add("--packs", type=positive, default=4, help="sequences of documents, of masks")
+    add("--window", type=positive, default=4096, help="tokens that a query sees, of masks")
+    add_pattern_options(parser)
+    add_common_options(parser)
+    args = parser.parse_args(words)
+    args.cases = args.cases or ["sparse"]
+    if not set(args.cases) <= CASES.keys():
+        parser.error(f"unknown case in {args.cases}. Write one of {', '.join(CASES)}")
+    on_cpu = args.device == "cpu"
+    args.backends = args.backends or (["eager"] if on_cpu else ["flex", "triton"])
     if args.peers is None:
-        args.peers = [CUDNN, "ours, dense"]
-        if backends.has_flash_attention_4():
-            args.peers.insert(1, FLASH4)
-    refused = refusal(args)
-    if refused:
-        parser.exit(2, f"{PROGRAM}: {refused}\n")
+        flash4s = [FLASH4] if backends.has_flash_attention_4() else []
+        args.peers = [] if on_cpu else [CUDNN, *flash4s, "ours, dense"]
     return args
 
 
 def refusal(args: argparse.Namespace) -> str | None:
-    """Why these options cannot run on this GPU, None if they can."""
-    if any(seq_len % args.block_size or seq_len < 4 * args.block_size for seq_len in args.seq_lens):
-        return (
-            f"--seq-lens: write multiples of --block-size ({args.block_size}), four blocks or more"
-        )
-    if args.repeats < 1 or args.sinks < 0:
-        return "--repeats is 1 or more, --sinks 0 or more"
+    """Why these options cannot run here, None if they can."""
+    if place()[1] > 1:
+        return f"{PROGRAM} is for one GPU; start it with python, not with torchrun"
+    if any(seq_len % args.block_size for seq_len in args.seq_lens):
+        return f"--seq-lens: write multiples of --block-size ({args.block_size})"
+    shortest = min(args.seq_lens, default=32768)
+    if "sparse" in args.cases and shortest < 4 * args.block_size:
+        return f"--seq-lens {shortest}: write four blocks or more"
+    if "patterns" in args.cases and shortest < 2048:
+        return f"--seq-lens {shortest}: realistic q and k need 2048 tokens or more"
+    if "masks" in args.cases and 4 * args.window > shortest:
+        return f"--window {args.window}: write a quarter of the sequence or less"
+    if "patterns" in args.cases and min(args.chunk_size) < args.block_size:
+        return f"--chunk-size: write --block-size ({args.block_size}) or more"
     if FLASH4 in args.peers and not backends.has_flash_attention_4():
-        return (
-            '--peers flash-attn-4 cannot run here; pip install -e ".[flash]" on a Hopper GPU, '
-            "or leave it out"
-        )
-    for name in backends_used(args):
-        refused = backends.BACKENDS[name].refusal(
-            "cuda", torch.bfloat16, args.head_dim, args.block_size
-        )
-        if refused:
-            return refused
+        return '--peers flash-attn-4 cannot run here; pip install -e ".[flash]" on a Hopper GPU'
+    if args.device == "cuda" and torch.cuda.is_available():
+        case = ("cuda", torch.bfloat16, args.head_dim, args.block_size)
+        used = [*args.backends, *[OURS_DENSE[name] for name in args.peers if name in OURS_DENSE]]
+        refusals = [backends.BACKENDS[name].refusal(*case) for name in used]
+        return next(filter(None, refusals), None)
     return None
 
 
-def backends_used(args: argparse.Namespace) -> list[str]:
-    """Our backends that are timed, sparse or dense, each once."""
-    used = list(args.backends)
-    for peer in args.peers:
-        if peer in OURS_DENSE:
-            used.append(OURS_DENSE[peer])
-    return list(dict.fromkeys(used))
+# sparse -------------------------------------------------------------------------------------------
 
 
-def about_run(args: argparse.Namespace) -> dict:
-    """The header of the result file: provenance, and the kernels behind each backend."""
-    described = {name: backends.BACKENDS[name].describe() for name in backends_used(args)}
-    return provenance(args) | {"backends": described}
-
-
-def shapes(args: argparse.Namespace) -> Iterator[Shape]:
-    """Head sets, and in each of them the lengths: each shape once, as flex compiles for each."""
-    for heads, kv_heads in dict.fromkeys(args.head_sets):
-        for seq_len in dict.fromkeys(args.seq_lens):
-            yield Shape(heads, kv_heads, args.head_dim, args.block_size, seq_len)
-
-
-def measure_length(shape: Shape, args: argparse.Namespace) -> Iterator[dict]:
+def sparse(bench: Bench) -> Iterator[dict]:
     """A row for each dense peer, then for each density and backend."""
-    tensors = draw(shape)
-    ranges = Causal().rows(shape.seq_len, shape.device)
-    repeats = 1 if shape.seq_len > LONG else args.repeats
+    args = bench.args
+    checked = set()
+    for shape in bench.shapes(131072, [(16, 2)]):
+        row = about("sparse", shape)
+        if (shape.heads, shape.kv_heads) not in checked:
+            checked.add((shape.heads, shape.kv_heads))
+            small = shape._replace(seq_len=min(CHECKED_LENGTH, shape.seq_len))
+            # Nothing that is wrong is timed: an error here ends the case.
+            found = check(cases_to_check(small, args.backends, args.peers), small)
+            yield about("errors", small) | {"errors": found}
+        tensors = draw(shape)
+        ranges = Causal().rows(shape.seq_len, shape.device)
+        dense = {}
+        for name, call in dense_peers(args.peers, ranges, shape.block_size).items():
+            repeats = 1 if shape.seq_len > LONG else args.repeats
+            time = functools.partial(_timed, bench, name, call, tensors, repeats)
+            dense[name] = attempt(bench, row | {"name": name, "target_density": None}, time)
+            yield dense[name] | _of_peers(shape, 1.0, dense[name], dense)
+        for target in args.densities:
+            pattern, index = random_index(shape, target, args.columns, args.sinks)
+            selection = _selection(bench, shape, pattern, tensors)
+            ready = ready_index(pattern, index)
+            density = None
+            for name in args.backends:
+                call = functools.partial(ours, name, ready, ranges, shape.block_size)
+                density = density or visited_share(call, tensors[:3])
+                time = functools.partial(_timed, bench, name, call, tensors, args.repeats)
+                measured = attempt(bench, row | {"name": name, "target_density": target}, time)
+                yield measured | selection | _of_peers(shape, density, measured, dense)
 
-    dense = {}
-    for name, call in dense_peers(args.peers, ranges, shape.block_size).items():
-        dense[name] = measure(name, call, tensors, repeats, args)
-    for name, measured in dense.items():
-        yield row(name, shape, None, 1.0, measured, dense)
 
-    for target in args.densities:
-        pattern, index = random_index(shape, target, args.columns, args.sinks)
-        ready = ready_index(pattern, index)
-        calls = {
-            backend: functools.partial(ours, backend, ready, ranges, shape.block_size)
-            for backend in args.backends
-        }
-        density = visited_share(calls[args.backends[0]], tensors[:3])
-        selection = measure_selection(tensors, pattern, ranges, shape.block_size, args)
-        for name, call in calls.items():
-            measured = measure(name, call, tensors, args.repeats, args) | selection
-            yield row(name, shape, target, density, measured, dense)
-
-
-def measure(
-    name: str, call: Attention, tensors: list[Tensor], repeats: int, args: argparse.Namespace
-) -> dict:
-    """Times and peak memory of one backend or peer; with --profile also our kernels.
-
-    tensors: q, k, v, d_out.
-    """
+def _timed(bench: Bench, name: str, call: Attention, tensors: list[Tensor], repeats: int) -> dict:
+    """Times and peak memory; with --profile also our kernels. tensors: q, k, v, d_out."""
     leaves = tensors[:3]
     d_out = tensors[3]
     steps = training_call(call, leaves, d_out)
-    # Two calls to warm up: this one, and that of peak_extra().
-    for step in steps:
-        step()
-    extra = peak_extra(call, leaves, d_out)
-    forward_ms, backward_ms = times(steps, repeats, lead=True)
-    measured = {
-        "peak_extra_of_qkvo": round(extra, 4),
-        "forward_ms": round(forward_ms, 3),
-        "backward_ms": round(backward_ms, 3),
-    }
-    if name in (*args.backends, *OURS_DENSE):
+    measured = timed(bench, steps, repeats)
+    if bench.device.type == "cuda":
+        measured["peak_extra_of_qkvo"] = round(peak_extra(call, leaves, d_out), 4)
+    if name in (*bench.args.backends, *OURS_DENSE):
         measured["alone_ms"] = round(sum(times(steps, repeats, lead=False)), 3)
-        if args.profile:
+        if bench.args.profile:
             measured["kernels"] = longest_kernels(steps)
     return measured
 
 
-def measure_selection(
-    tensors: list[Tensor],
-    pattern: VerticalSlash,
-    ranges: MaskRanges,
-    block_size: int,
-    args: argparse.Namespace,
-) -> dict:
-    """Median milliseconds of choosing an index with this pattern's caps; with --profile also its
-    kernels."""
-    step = functools.partial(pattern.select, tensors[0], tensors[1], ranges, block_size=block_size)
-    times([step], 2, lead=False)  # warms up
-    measured = {
-        "selection_ms": round(times([step], args.repeats, lead=True)[0], 3),
-        "selection_alone_ms": round(times([step], args.repeats, lead=False)[0], 3),
-    }
-    if args.profile:
+def _selection(bench: Bench, shape: Shape, pattern: Pattern, tensors: list[Tensor]) -> dict:
+    """Milliseconds of choosing an index with this pattern's caps."""
+    ranges = Causal().rows(shape.seq_len, shape.device)
+    q, k = (tensor.detach() for tensor in tensors[:2])
+    step = functools.partial(pattern.select, q, k, ranges, block_size=shape.block_size)
+    measured = {"selection_ms": timed(bench, [step])["total_ms"]}
+    if bench.args.profile:
         measured["selection_kernels"] = longest_kernels([step], most=25)
     return measured
 
 
-def row(
-    name: str,
-    shape: Shape,
-    target: float | None,
-    density: float,
-    measured: dict,
-    dense: dict[str, dict],
-) -> dict:
-    """What is written of one measurement.
-
-    target: the density asked for, None for dense rows. density: the one counted. dense: what was
-    measured of the dense peers, to whose forward + backward the ratios are; null for a peer that
-    was not timed.
-    """
-    causal_flops = 14 * shape.head_dim * shape.heads * shape.seq_len * (shape.seq_len + 1) / 2
-    flops = causal_flops * density
-    spent = _milliseconds(measured)
-    ratios: dict[str, float | None] = {CUDNN: None, FLASH4: None}
-    for peer in ratios:
-        if peer in dense:
-            ratios[peer] = round(spent / _milliseconds(dense[peer]), 4)
-    described = shape._asdict()
-    del described["device"]
-    return {
-        "name": name,
-        **described,
-        "target_density": target,
+def _of_peers(shape: Shape, density: float, measured: dict, dense: dict[str, dict]) -> dict:
+    """Density, rate, and the ratio to others' dense attention; null for one that was not timed."""
+    if "error" in measured:
+        return {}
+    spent = measured["forward_ms"] + measured["backward_ms"]
+    pairs = density * causal_pairs(shape.seq_len)
+    flops = 14 * shape.head_dim * shape.heads * pairs
+    found = {
         "density": round(density, 4),
-        "ratio_to_cudnn": ratios[CUDNN],
-        "ratio_to_flash_attn_4": ratios[FLASH4],
         "visited_tflops": round(flops / spent / 1e9, 1),
         "roofline_ms": round(flops / MATMUL_PEAK / 1e9, 3),
-        **measured,
     }
+    for key, peer in (("ratio_to_cudnn", CUDNN), ("ratio_to_flash_attn_4", FLASH4)):
+        row = dense.get(peer, {"error": "not timed"})
+        of_peer = None if "error" in row else row["forward_ms"] + row["backward_ms"]
+        found[key] = of_peer and round(spent / of_peer, 4)
+    return found
 
 
-def _milliseconds(measured: dict) -> float:
-    return measured["forward_ms"] + measured["backward_ms"]
+# masks --------------------------------------------------------------------------------------------
 
 
-def report(measured: dict) -> None:
-    """Print a row, and its kernels below it, a line each, then those of the selection."""
-    lists = ("kernels", "selection_kernels")
-    without_kernels = {key: value for key, value in measured.items() if key not in lists}
-    print(json.dumps(without_kernels), flush=True)
-    for key in lists:
-        for kernel in measured.get(key, []):
-            print(
-                f"    {kernel['ms']:10.3f} ms {kernel['launches']:5d} launches  {kernel['kernel']}",
-                flush=True,
-            )
+class Masked(NamedTuple):
+    """A mask, and others' attention under it.
+
+    yardstick: torch's flash kernel, and the mask that it computes with.
+    """
+
+    mask: Mask
+    peer: Attention
+    yardstick: tuple[Attention, Mask]
+
+
+torch_flash = functools.partial(sdpa, SDPBackend.FLASH_ATTENTION)
+
+
+def documents(shape: Shape, seed: int) -> Masked:
+    """Packed documents, causal inside each."""
+    lengths = ragged_lengths(shape.seq_len, seed)
+    mask = Documents(lengths)
+    ends = itertools.accumulate(lengths)
+    starts = torch.tensor([0, *ends], dtype=torch.int32, device=shape.device)
+    return Masked(
+        mask,
+        peer=functools.partial(flash4_varlen, starts, max(lengths)),
+        yardstick=(functools.partial(by_document, torch_flash, lengths), mask),
+    )
+
+
+def window(tokens: int, shape: Shape, seed: int) -> Masked:
+    """A causal window; at the checked length a smaller one, for it to be a window there too."""
+    tokens = min(tokens, shape.seq_len // 4)
+    return Masked(
+        SlidingWindow(tokens),
+        # Keys before the query's own, and after.
+        peer=functools.partial(flash4, window_size=(tokens - 1, 0)),
+        yardstick=(torch_flash, Causal()),
+    )
+
+
+def flash4_varlen(starts: Tensor, longest: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FlashAttention-4's own attention over packed documents, causal inside each.
+
+    starts: int32, with the end of the last document. longest: tokens of the longest document.
+    """
+    from flash_attn.cute import flash_attn_varlen_func
+
+    # [1, H, S, D] -> [S, H, D]
+    out = flash_attn_varlen_func(
+        q[0].transpose(0, 1),
+        k[0].transpose(0, 1),
+        v[0].transpose(0, 1),
+        cu_seqlens_q=starts,
+        cu_seqlens_k=starts,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        causal=True,
+    )
+    if isinstance(out, tuple):  # some versions return the LSE too
+        out = out[0]
+    return out.transpose(0, 1)[None]
+
+
+class MaskCase(NamedTuple):
+    """shape: timed. small: checked. make: (shape, seed) -> the mask and its peers.
+
+    packs: how many seeds are timed.
+    """
+
+    shape: Shape
+    small: Shape
+    make: Callable[[Shape, int], Masked]
+    packs: int
+
+
+def masks(bench: Bench) -> Iterator[dict]:
+    """Each of our backends, beside FlashAttention-4's own attention for the mask."""
+    args = bench.args
+    for shape in bench.shapes(32768, [(64, 8), (16, 2)]):
+        small = shape._replace(seq_len=min(CHECKED_LENGTH, shape.seq_len))
+        row = about("masks", shape) | {"mask": "documents", "packs": args.packs}
+        yield from _by_mask(bench, row, MaskCase(shape, small, documents, args.packs))
+        row = about("masks", shape) | {"mask": "window", "window": args.window}
+        make_window = functools.partial(window, args.window)
+        yield from _by_mask(bench, row, MaskCase(shape, small, make_window, packs=1))
+
+
+def _by_mask(bench: Bench, row: dict, case: MaskCase) -> Iterator[dict]:
+    """The yardstick's errors, then the peer and our backends."""
+    small = case.small
+    call, mask = case.make(small, 0).yardstick
+
+    def yardsticks() -> dict:
+        return {"errors": errors(call, small, _seen(mask, small))}
+
+    named = row | {"name": "torch's flash kernel", "checked_seq_len": small.seq_len}
+    yardstick = attempt(bench, named, yardsticks)
+    yield yardstick
+    # Without a yardstick only the absolute limit counts.
+    bounds = yardstick.get("errors", dict.fromkeys(("out", "dq", "dk", "dv"), math.inf))
+    auto = chosen_backend("auto", case.shape, dynamic=False)
+    peer = {}
+    for name in (FLASH4, *bench.args.backends):
+        time = functools.partial(_masked, bench, case, bounds, name)
+        found = attempt(bench, row | {"name": name, "auto": name == auto}, time)
+        peer = peer or found
+        yield found | ({} if found is peer else faster("of_flash_attn_4", found, peer))
+
+
+def _seen(mask: Mask, shape: Shape) -> Tensor:
+    """bool [Hq, S, S]: which keys each query sees."""
+    return mask.dense(shape.seq_len, shape.device)[0].expand(shape.heads, -1, -1)
+
+
+def _masked(bench: Bench, case: MaskCase, bounds: dict[str, float], name: str) -> dict:
+    """Errors at the small shape, then times at the other.
+
+    RuntimeError for a missing peer, and for errors that are too large.
+    """
+    if name == FLASH4 and flash.missing():
+        raise RuntimeError(f"not measured: {flash.missing()}")
+    shape = case.shape
+    small = case.small
+    masked = case.make(small, 0)
+    found = errors(_call(name, masked, small), small, _seen(masked.mask, small))
+    wrong = too_large(found, bounds)
+    if wrong:
+        raise RuntimeError(f"wrong at {small.seq_len} tokens: {wrong}")
+
+    tensors = draw(shape)
+    packs = []
+    for seed in range(case.packs):
+        masked = case.make(shape, seed)
+        pairs = visible_pairs(masked.mask.rows(shape.seq_len)).item()
+        steps = training_call(_call(name, masked, shape), tensors[:3], tensors[3])
+        measured = timed(bench, steps) | {"pairs": pairs}
+        if name != FLASH4:
+            measured |= _tables(bench, shape, name, masked.mask)
+        packs.append(measured)
+    average = mean(packs)
+    return average | rates(shape, average, average["pairs"]) | {"errors": found}
+
+
+def _call(name: str, masked: Masked, shape: Shape) -> Attention:
+    if name == FLASH4:
+        return masked.peer
+    ranges = masked.mask.rows(shape.seq_len, shape.device)
+    return functools.partial(ours, name, Dense(), ranges, shape.block_size)
+
+
+def _tables(bench: Bench, shape: Shape, backend: str, mask: Mask) -> dict:
+    """Milliseconds of the tables that the backend reads, made in every forward and backward."""
+    ranges = mask.rows(shape.seq_len, bench.device)
+    blocks = torch.arange(shape.seq_len // shape.block_size, device=bench.device)
+    index = Dense().index([], ranges, 1, shape.heads, shape.block_size)
+    make = functools.partial(block_tiles, ranges, index, blocks, blocks, 1)
+    forward = functools.partial(make, False)
+    backward = functools.partial(make, backends.BACKENDS[backend].READS_BY_KEY)
+    return {"tables_ms": timed(bench, [forward, backward])["total_ms"]}
+
+
+CASES = {"sparse": sparse, "masks": masks, "patterns": patterns}
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

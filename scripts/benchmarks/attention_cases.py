@@ -1,12 +1,12 @@
-"""What scripts.benchmarks.attention times, and on which tensors.
+"""What benchmarks of attention time, on which tensors, and whether it computes what it should.
 
-Random patterns, our attention, and its dense peers.
+Random patterns, our attention, its dense peers, and errors in bf16 against fp32.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_sparse.attention import attend, backends
-from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 from titan_sparse.estimate import synthetic
 
@@ -22,6 +22,8 @@ CUDNN, FLASH4 = "cudnn", "flash-attn-4"
 """Names of others' dense attention in rows and on the command line."""
 OURS_DENSE = {"ours, dense": "flex", "ours, cudnn": "cudnn", "ours, triton": "triton"}
 """{name in rows and on the command line: backend} of our own dense attention."""
+LIMIT = 5e-3
+"""The largest error of anything that is right."""
 _numbers = itertools.count(1)
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B, Hq, S, D], k and v [B, Hkv, S, D] -> out [B, Hq, S, D]."""
@@ -106,12 +108,13 @@ def sdpa(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         )
 
 
-def flash4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """FlashAttention-4 (CuTe) called directly, causal."""
+def flash4(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+    """FlashAttention-4 (CuTe) called directly, causal. options: its own, as window_size."""
     from flash_attn.cute import flash_attn_func
 
     # Its tensors are [B, S, H, D].
-    out = flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = flash_attn_func(q, k, v, causal=True, **options)
     if isinstance(out, tuple):  # some versions return the LSE too
         out = out[0]
     return out.transpose(1, 2)
@@ -126,3 +129,120 @@ def dense_peers(names: list[str], ranges: MaskRanges, block_size: int) -> dict[s
     for name, backend in OURS_DENSE.items():
         peers[name] = functools.partial(ours, backend, Dense(), ranges, block_size)
     return {name: call for name, call in peers.items() if name in names}
+
+
+# Errors -------------------------------------------------------------------------------------------
+
+
+def errors(call: Attention, shape: Shape, seen: Tensor) -> dict[str, float]:
+    """Relative Frobenius errors of out, dq, dk and dv against fp32 over bool `seen` [Hq, S, S]."""
+    q, k, v, d_out = draw(shape)
+    out = call(q, k, v)
+    computed = [out, *torch.autograd.grad(out, (q, k, v), d_out)]
+    exact = _reference([x.detach().float() for x in (q, k, v)], d_out.float(), seen)
+    found = {}
+    for name, value, reference in zip(("out", "dq", "dk", "dv"), computed, exact):
+        found[name] = ((value.float() - reference).norm() / reference.norm()).item()
+    return found
+
+
+def _reference(qkv: list[Tensor], d_out: Tensor, seen: Tensor) -> list[Tensor]:
+    """out, dq, dk, dv in the dtype of the inputs, head by head: the scores of one fit in memory."""
+    q, k, v = qkv
+    group = q.shape[1] // k.shape[1]  # query heads of a KV head
+    outs = []
+    dq, dk, dv = (torch.zeros_like(x) for x in qkv)
+    for head in range(q.shape[1]):
+        kv_head = head // group
+        q_head = q[:, head].clone().requires_grad_()  # [B, S, D]
+        k_head = k[:, kv_head].clone().requires_grad_()
+        v_head = v[:, kv_head].clone().requires_grad_()
+        scores = (q_head @ k_head.mT * q.shape[-1] ** -0.5).masked_fill(~seen[head], -torch.inf)
+        # Padding sees nothing: the softmax of its rows is NaN and has to be 0.
+        out = scores.softmax(-1).nan_to_num() @ v_head
+        gradients = torch.autograd.grad(out, (q_head, k_head, v_head), d_out[:, head])
+        outs.append(out.detach())
+        dq[:, head] = gradients[0]
+        dk[:, kv_head] += gradients[1]
+        dv[:, kv_head] += gradients[2]
+    return [torch.stack(outs, 1), dq, dk, dv]
+
+
+def ragged(seq_len: int) -> list[int]:
+    """Document lengths: two long ones, which a selection is made for, two short ones, and padding."""
+    return [3 * seq_len // 8 - 5, 9, 7 * seq_len // 16 + 3, seq_len // 8 + 1]
+
+
+def by_document(call: Attention, lengths: list[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Dense causal attention inside each document, one call a document; 0 for the padding."""
+    outs = []
+    start = 0
+    for length in lengths:
+        end = start + length
+        outs.append(call(q[:, :, start:end], k[:, :, start:end], v[:, :, start:end]))
+        start = end
+    outs.append(q[:, :, start:] * 0)
+    return torch.cat(outs, dim=2)
+
+
+def cases_to_check(
+    shape: Shape, names: list[str], peers: list[str]
+) -> Iterator[tuple[str, str, Attention, Tensor]]:
+    """(mask, name, attention, bool `seen` [Hq, S, S]) of everything that is timed.
+
+    For each mask the first is torch's flash kernel, named "yardstick". names: our backends. Their
+    index is chosen by our selection, with caps that make it sparse. Budgets are independent: prices of
+    random inputs are alike, and most would be left out under a cap.
+    """
+    # Documents and caps give tables and verticals of the same shapes for both masks, so that flex
+    # compiles once.
+    seq_len = shape.seq_len
+    block_size = shape.block_size
+    pattern = VerticalSlash(
+        recall=0.9,
+        max_verticals=seq_len * 3 // 100,
+        max_slashes=8,
+        dense_below=seq_len // 4,
+        budget="independent",
+        probe_rows="last",
+        count_sinks=True,
+    )
+    torch_flash = functools.partial(sdpa, SDPBackend.FLASH_ATTENTION)
+    for mask, lengths in ((Causal(), [seq_len]), (Documents(ragged(seq_len)), ragged(seq_len))):
+        kind = type(mask).__name__.lower()
+        ranges = mask.rows(seq_len, shape.device)
+        allowed = mask.dense(seq_len, shape.device)[0].expand(shape.heads, -1, -1)  # [Hq, S, S]
+        yield kind, "yardstick", functools.partial(by_document, torch_flash, lengths), allowed
+        for name, call in dense_peers(peers, ranges, block_size).items():
+            if kind == "causal" or name in OURS_DENSE:
+                yield kind, name, call, allowed
+        q, k, _, _ = draw(shape)
+        index = pattern.select(q, k, ranges, block_size=block_size)
+        ready = ready_index(pattern, index.tensors())
+        seen = index.dense(mask)[0]
+        for name in names:
+            yield kind, name, functools.partial(ours, name, ready, ranges, block_size), seen
+
+
+def check(cases: Iterator[tuple[str, str, Attention, Tensor]], shape: Shape) -> dict[str, dict]:
+    """{mask: {name: errors()}}.
+
+    RuntimeError if an error is above LIMIT, or above twice that of the yardstick before it.
+    """
+    results: dict[str, dict] = {}
+    for kind, name, call, seen in cases:
+        of_mask = results.setdefault(kind, {})
+        of_mask[name] = errors(call, shape, seen)
+        worse = too_large(of_mask[name], of_mask["yardstick"])
+        if worse and name != "yardstick":
+            raise RuntimeError(f"{name} is wrong at {shape.seq_len} tokens, {kind} mask: {worse}")
+    return results
+
+
+def too_large(found: dict[str, float], yardstick: dict[str, float]) -> dict[str, float]:
+    """Of errors(), those above LIMIT or above twice the yardstick's; NaN is too large."""
+    return {
+        name: error
+        for name, error in found.items()
+        if not (error <= LIMIT and error <= 2 * yardstick[name])
+    }

@@ -1,4 +1,4 @@
-"""Attention over several GPUs: scaling, dense peers, pretended nodes, balance, timelines, errors.
+"""Attention over several GPUs: scaling, peers, pretended nodes, documents, timelines, errors.
 
     torchrun --standalone --nproc-per-node 4 -m scripts.benchmarks.context_parallel \\
         scaling dense --out results.json
@@ -6,157 +6,145 @@
         nodes timeline --pretend-nodes 2 --out nodes.json
 
 All in bf16. Times are of the forward and the backward of attend(), medians of --repeats after
---warm-ups. GPUs start together, and their hosts run ahead by a sleep of some 20 ms, as in
-scripts.benchmarks.attention. `total_ms` is the slowest rank's, `per_rank_ms` every rank's. TFLOP/s
-are of one rank, count the visited pairs (4 D forward, 10 D backward per pair and head) and go by
-the slowest rank.
+--warm-ups. GPUs start together, and their hosts run ahead by a sleep of some 20 ms. `total_ms` is
+the slowest rank's, `per_rank_ms` every rank's. TFLOP/s are of one rank, count the pairs computed
+(4 D forward, 10 D backward per pair and head) and go by the slowest rank. "+" between two lists of
+options measures both in one process group, each with its --out.
 
 scaling   sparse attention with a random index of --density, striped, for every schedule and dtype
           of the gradients on the wire. `alone`: a sequence shorter by the root of the number of
           ranks, which is the same work for one GPU, on every rank at the same time. `of_alone` is
-          the ratio of their TFLOP/s. The index is given; choosing one with the same caps is timed
-          beside it, and in `..._with_selection` added. One rank: `alone` and nothing else
+          the ratio of their TFLOP/s. The index is given; choosing one is timed beside it. One
+          rank: `alone` and nothing else
 dense     zigzag and striped, ring and all_gather; torch's context_parallel over cuDNN attention,
           load balancing on. With --brief only zigzag with ring and torch's all-gather
 nodes     double_ring against ring over --pretend-nodes. `compute_alone`: the same kernels, nothing
-          sent; `outer_alone`: only the hops between nodes. `..._of_limit` is time / the larger of
-          these two
-balance   striped against zigzag, index selected from realistic q and k. `slowest_kernels_ms`: of
-          the slowest rank when nothing is sent. Imbalance degrees (observe/visits.py) of counted
-          pairs and of measured times of steps
-timeline  what the streams of rank 0 do, for scripts.benchmarks.plot_timeline
+          sent; `outer_alone`: only the hops between nodes. `..._of_limit` is time / the larger
+varlen    packed documents (synthetic.ragged_lengths), or a causal window, by layouts and schedules,
+          group_cast with each of --stages; means over --packs. `megabytes_needed_...`: keys and
+          values that ranks see and do not hold, again in the backward, and their gradients in fp32.
+          `worker_imbalance`: pairs of the busiest rank / mean. torch's context_parallel knows no
+          documents: it computes the causal mask, and its TFLOP/s count that
+timeline  what the streams of rank 0 do, for scripts.benchmarks.plots
 errors    relative errors against fp32, on one rank alone and by every schedule
 
 A measurement that fails is a row with `error`, and the run goes on; a rank that fails alone ends it
-after --timeout. Rows are written at once. --pretend-nodes tells NCCL that the ranks of this host
-are on several, so that it sends over sockets between them. With --device cpu everything runs over
-gloo, to try it out at small sizes.
+after --timeout. --pretend-nodes makes NCCL treat the ranks of this host as those of several, so
+that it sends over sockets between them. With --device cpu everything runs over gloo, to try it out.
 """
 
 import argparse
 import functools
-import json
+import itertools
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
 
-from scripts.benchmarks.context_parallel_cases import CASES, GRADIENT_DTYPES
-from scripts.benchmarks.context_parallel_timing import Bench, attempt
-from scripts.benchmarks.options import head_set, share
-from scripts.benchmarks.provenance import provenance
-from titan_sparse.attention import backends
+from scripts.benchmarks.attention_cases import (
+    Attention,
+    Shape,
+    chosen_backend,
+    draw,
+    errors,
+    random_index,
+    ready_index,
+    sdpa,
+)
+from scripts.benchmarks.harness import (
+    Bench,
+    about,
+    attempt,
+    causal_pairs,
+    cp_mesh,
+    faster,
+    gather,
+    mean,
+    measure,
+    place,
+    rates,
+    rounded,
+    timed,
+    traced,
+)
+from scripts.benchmarks.options import add_common_options, head_set, parser_of, positive, share
+from scripts.benchmarks.timing import Step, training_call, visited_share
+from titan_sparse.attention import ContextParallel
+from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.context_parallel.layouts import block_multiple
-from titan_sparse.training.distributed import choose_device, init_distributed, leave_distributed
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges, SlidingWindow
+from titan_sparse.attention.masks.reach import seen_blocks, visible_pairs
+from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.estimate.synthetic import ragged_lengths
 
 PROGRAM = "scripts.benchmarks.context_parallel"
-Cases = dict[str, Callable[[Bench], Iterator[dict]]]
-"""{name: a function that yields the rows of the case, on all ranks alike}."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Of the gradients on the wire, by the name in rows."""
+SCHEDULES = ("all_gather", "ring", "double_ring")
 
 
 def main(words: list[str]) -> int:
-    args = parse(words)
+    runs = [parse(list(of_run)) for is_plus, of_run in groups(words) if not is_plus]
     rank, world = place()
-    refused = refusal(args, world)
-    if refused is None and args.pretend_nodes > 1:
-        pretend(args.pretend_nodes, rank, world)
-    return measure(args, CASES, refused, PROGRAM, args.pretend_nodes)
+    refused = next(filter(None, (refusal(args, world) for args in runs)), None)
+    nodes = runs[0].pretend_nodes
+    if refused is None and nodes > 1:
+        pretend(nodes, rank, world)
+    return measure(runs, CASES, refused, nodes)
+
+
+def groups(words: list[str]) -> Iterator[tuple[bool, Iterator[str]]]:
+    """The words between "+", and these."""
+    return itertools.groupby(words, lambda word: word == "+")
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"torchrun -m {PROGRAM}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(PROGRAM, __doc__)
     add = parser.add_argument
     add("cases", nargs="+", choices=list(CASES), metavar="CASE", help=", ".join(CASES))
-    add(
-        "--seq-len",
-        type=int,
-        default=0,
-        help="tokens of all ranks together; default: each case's own",
-    )
-    add("--heads", type=head_set, default=(16, 2), help="query heads:KV heads, as 16:2")
+    add("--seq-lens", type=positive, nargs="+", default=[], help="of all ranks together")
+    add("--heads", type=head_set, nargs="+", default=[], help="query heads:KV heads, as 16:2")
     add("--density", type=share, default=0.05, help="share of the causal pairs, of random indexes")
-    add(
-        "--columns",
-        type=share,
-        default=0.005,
-        help="share of the sequence that is verticals, of random indexes",
-    )
+    add("--columns", type=share, default=0.005, help="share of the sequence that is verticals")
     add("--sinks", type=int, default=30)
-    add(
-        "--schedules",
-        nargs="+",
-        default=["all_gather", "ring"],
-        choices=["all_gather", "ring", "double_ring", "group_cast"],
-        help="of the case scaling",
-    )
-    add(
-        "--gradient-dtypes",
-        nargs="+",
-        default=list(GRADIENT_DTYPES),
-        choices=list(GRADIENT_DTYPES),
-        help="of gradients on the wire, of the case scaling",
-    )
-    add("--brief", action="store_true", help="of the case dense: one row of ours and one of torch")
-    add("--recall", type=share, default=0.9, help="of the case balance, as the next two")
-    add("--max-columns", type=int, default=2048)
-    add("--max-slashes", type=int, default=0, help="0: no cap")
-    add("--pretend-nodes", type=int, default=1, help="nodes that NCCL is told the ranks are on")
-    add_common_options(add)
+    add("--schedules", nargs="+", default=["all_gather", "ring"], choices=SCHEDULES)
+    add("--gradient-dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    add("--brief", action="store_true", help="of dense: one row of ours and one of torch")
+    add("--packs", type=positive, default=4, help="sequences of documents, of varlen")
+    add("--window", type=positive, default=4096, help="tokens that a query sees, of varlen")
+    add("--varlen-masks", nargs="+", choices=["documents", "window"], default=["documents"])
+    add("--stages", type=positive, nargs="+", default=[1, 2, 4], help="of group_cast, of varlen")
+    add("--pretend-nodes", type=positive, default=1, help="nodes that NCCL sees")
+    add_common_options(parser)
     return parser.parse_args(words)
-
-
-def add_common_options(add: Callable) -> None:
-    """Options of every benchmark that measure() carries out. add: a parser's add_argument."""
-    add("--head-dim", type=int, default=128)
-    add("--block-size", type=int, default=128)
-    add("--backend", default="auto", choices=["auto", *backends.BACKENDS])
-    add("--device", default="cuda", choices=["cuda", "cpu"])
-    add("--repeats", type=int, default=5)
-    add("--warm-ups", type=int, default=2, help="calls before the timed ones")
-    add(
-        "--timeout",
-        type=int,
-        default=180,
-        help="seconds until a collective that does not come ends the run",
-    )
-    add("--out", default="", help="JSON file, written anew after each row")
 
 
 def refusal(args: argparse.Namespace, world: int) -> str | None:
     """Why these options cannot run on `world` ranks, None if they can."""
+    nodes = args.pretend_nodes
     multiple = block_multiple("zigzag", world) * args.block_size
-    if args.pretend_nodes < 1 or world % args.pretend_nodes:
-        return (
-            f"--pretend-nodes {args.pretend_nodes} does not divide {world} ranks; write a divisor"
-        )
-    if "nodes" in args.cases and args.pretend_nodes == 1:
+    if world % nodes:
+        return f"--pretend-nodes {nodes} does not divide {world} ranks; write a divisor"
+    if "nodes" in args.cases and nodes == 1:
         return "the case nodes compares schedules across nodes; write --pretend-nodes 2"
     if world == 1 and not set(args.cases) <= {"errors", "scaling"}:
-        return (
-            "one rank shares nothing; start torchrun with --nproc-per-node 2 or more, "
-            "or write the cases errors and scaling"
-        )
+        return "one rank shares nothing; start torchrun with --nproc-per-node 2 or more"
     if args.backend == "cudnn" and set(args.cases) != {"dense"}:
         return "--backend cudnn computes dense attention; write the case dense alone, or auto"
-    scales_double_ring = "double_ring" in args.schedules and "scaling" in args.cases
-    if world > 1 and scales_double_ring and world % max(2, args.pretend_nodes):
-        return (
-            f"double_ring needs an even number of ranks, not {world}; leave it out of --schedules"
-        )
-    if args.seq_len % multiple:
-        return f"--seq-len {args.seq_len}: write a multiple of {multiple}"
-    if args.repeats < 1 or min(args.sinks, args.warm_ups) < 0:
-        return "--repeats is 1 or more, --sinks and --warm-ups 0 or more"
+    doubles = "double_ring" in args.schedules and "scaling" in args.cases
+    if world > 1 and doubles and world % max(2, nodes):
+        return f"double_ring needs an even number of ranks, not {world}; leave it out"
+    if any(seq_len % multiple for seq_len in args.seq_lens):
+        return f"--seq-lens: write multiples of {multiple}"
     return None
 
 
 def pretend(nodes: int, rank: int, world: int) -> None:
-    """Tell NCCL, before it starts, that this rank is on one of `nodes` nodes, joined by sockets."""
+    """Before NCCL starts: this rank is on one of `nodes` nodes, joined by sockets."""
     os.environ |= {
         "NCCL_HOSTID": f"node{rank * nodes // world}",
         "NCCL_SOCKET_IFNAME": "lo",
@@ -164,73 +152,418 @@ def pretend(nodes: int, rank: int, world: int) -> None:
     }
 
 
-def place() -> tuple[int, int]:
-    """This process's rank and the number of processes, as torchrun says."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+def sparse(
+    bench: Bench, shape: Shape, cp: ContextParallel | None
+) -> tuple[Attention, list[Tensor], Step]:
+    """Attention with a random index of --density.
 
-
-def measure(
-    args: argparse.Namespace, cases: Cases, refused: str | None, program: str, nodes: int = 1
-) -> int:
-    """Carry out args.cases over so many (pretended) nodes.
-
-    Returns the exit status: 0, or 2 with one line on stderr for what cannot run here.
+    Returns the attention, its q, k, v and d_out (this rank's), and a selection with the same caps.
     """
-    rank, world = place()
-    if refused is None and args.device == "cuda" and not torch.cuda.is_available():
-        refused = "there is no GPU here; write --device cpu and small sizes to try it out"
-    if refused:
-        if rank == 0:
-            print(f"{program}: {refused}", file=sys.stderr)
-        return 2
-    device = start(args)
-    result = provenance(args, device) | {"ranks": world, "rows": []}
-    run(Bench(args, device, rank, world, nodes), result, cases)
-    leave_distributed()
-    return 0
+    args = bench.args
+    pattern, index = random_index(shape, args.density, args.columns, args.sinks)
+    ranges = Causal().rows(shape.seq_len, bench.device)
+    tensors = draw(shape._replace(seq_len=shape.seq_len // (cp.size if cp else 1)))
+    q, k = (tensor.detach() for tensor in tensors[:2])
+    block_size = args.block_size if cp is None else None
+    select = functools.partial(pattern.select, q, k, ranges, cp, block_size=block_size)
+    return bench.attention(ready_index(pattern, index), ranges, cp), tensors, select
 
 
-def start(args: argparse.Namespace) -> torch.device:
-    """Join the other ranks; returns this rank's device."""
-    device = choose_device(args.device)
-    init_distributed(device, args.timeout)
-    if device.type == "cuda":
-        # torchrun says 1, but realistic inputs are made on the CPU.
-        torch.set_num_threads(max(1, os.cpu_count() // place()[1]))
-    return device
+# scaling ------------------------------------------------------------------------------------------
 
 
-def run(bench: Bench, result: dict, cases: Cases) -> None:
-    """All cases in the order asked for; rank 0 reports."""
-    os.makedirs(os.path.dirname(bench.args.out) or ".", exist_ok=True)
-    for case in bench.args.cases:
-        failed = attempt(
-            bench, {"case": case}, functools.partial(report_case, bench, result, cases[case])
-        )
-        if "error" in failed and bench.rank == 0:
-            report(result, failed, bench.args.out)
-        if bench.device.type == "cuda":
-            torch.cuda.empty_cache()
+def scaling(bench: Bench) -> Iterator[dict]:
+    """Sparse attention over all ranks, and on each rank alone over as many visited pairs.
+
+    One rank is alone, with the whole sequence.
+    """
+    for shape in bench.shapes(524288, [(16, 2)]):
+        # Pairs grow with the square of the length: a rank's share of them fits into this length.
+        blocks = round(shape.seq_len / bench.world**0.5 / shape.block_size)
+        short = shape._replace(seq_len=max(4, blocks) * shape.block_size)
+        backend = {"backend": chosen_backend(bench.args.backend, shape, dynamic=True)}
+        row = about("scaling", short) | {"schedule": "alone"} | backend
+        alone = attempt(bench, row, functools.partial(_scaled, bench, short, None))
+        yield alone
+        if bench.world == 1:
+            continue
+        ways = itertools.product(bench.args.schedules, bench.args.gradient_dtypes)
+        for schedule, dtype in ways:
+            row = about("scaling", shape) | {"schedule": schedule, "layout": "striped"} | backend
+            row["gradient_dtype"] = dtype
+            cp = bench.context("striped", schedule, gradient_dtype=DTYPES[dtype])
+            found = attempt(bench, row, functools.partial(_scaled, bench, shape, cp))
+            if "error" not in found and "error" not in alone:
+                found["of_alone"] = rounded(found["visited_tflops"] / alone["visited_tflops"])
+            yield found
 
 
-def report_case(bench: Bench, result: dict, case: Callable[[Bench], Iterator[dict]]) -> dict:
-    """Report a case's rows as they come; returns nothing to add to a row."""
-    for row in case(bench):
-        if bench.rank == 0:
-            report(result, row, bench.args.out)
-    return {}
+def _scaled(bench: Bench, shape: Shape, cp: ContextParallel | None) -> dict:
+    call, tensors, select = sparse(bench, shape, cp)
+    density = visited_share(call, tensors[:3])
+    measured = timed(bench, training_call(call, tensors[:3], tensors[3]))
+    pairs = density * causal_pairs(shape.seq_len)
+    return measured | {
+        "density": rounded(density),
+        "selection_ms": timed(bench, [select])["total_ms"],
+        "visited_tflops": rates(shape, measured, pairs, cp.size if cp else 1)["total_tflops"],
+    }
 
 
-def report(result: dict, row: dict, out: str) -> None:
-    """Print a row without its intervals, and write all rows so far."""
-    shown = {key: value for key, value in row.items() if key != "intervals"}
-    print(json.dumps(shown), flush=True)
-    result["rows"].append(row)
-    if out:
-        # All at once: a run that is killed leaves a whole file.
-        with open(out + ".part", "w") as file:
-            json.dump(result, file)
-        os.replace(out + ".part", out)
+# dense --------------------------------------------------------------------------------------------
+
+
+def dense(bench: Bench) -> Iterator[dict]:
+    """Dense causal attention: our layouts and schedules, and both of torch's rotations."""
+    for shape in bench.shapes(262144, [(16, 2)]):
+        backend = chosen_backend(bench.args.backend, shape, dynamic=False)
+        ways = list(itertools.product(("zigzag", "striped"), ("ring", "all_gather")))
+        methods = ["allgather", "alltoall"]
+        if bench.args.brief:
+            ways = ways[:1]
+            methods = methods[:1]
+        measurements = []
+        for layout, schedule in ways:
+            row = {"name": "ours", "layout": layout, "schedule": schedule, "backend": backend}
+            measurements.append(
+                (row, functools.partial(_our_dense, bench, shape, layout, schedule))
+            )
+        for method in methods:
+            row = {"name": "torch context_parallel", "rotate": method}
+            measurements.append((row, functools.partial(torch_dense, bench, shape, method)))
+        for row, measure_it in measurements:
+            found = attempt(bench, about("dense", shape) | row, measure_it)
+            if "error" not in found:
+                pairs = causal_pairs(shape.seq_len)
+                found["tflops"] = rates(shape, found, pairs, bench.world)["total_tflops"]
+            yield found
+
+
+def _our_dense(bench: Bench, shape: Shape, layout: str, schedule: str) -> dict:
+    ranges = Causal().rows(shape.seq_len, bench.device)
+    cp = bench.context(layout, schedule)
+    tensors = draw(shape._replace(seq_len=shape.seq_len // cp.size))
+    call = bench.attention(Dense(), ranges, cp)
+    return timed(bench, training_call(call, tensors[:3], tensors[3]))
+
+
+def torch_dense(bench: Bench, shape: Shape, method: str) -> dict:
+    """torch's context_parallel as it comes: cuDNN, load balancing on.
+
+    Where it refuses grouped heads, keys and values are repeated before.
+    """
+    try:
+        return _torch_timed(bench, shape, method) | {"repeated_heads": False}
+    except Exception:  # the versions of torch raise different ones
+        repeated = shape._replace(kv_heads=shape.heads)
+        return _torch_timed(bench, repeated, method) | {"repeated_heads": True}
+
+
+def _torch_timed(bench: Bench, shape: Shape, method: str) -> dict:
+    from torch.distributed.tensor.experimental import _attention, context_parallel
+
+    if not _attention._cp_options.enable_load_balance:
+        raise RuntimeError("torch's load balancer is off")
+    _attention.set_rotate_method(method)
+    tensors = [tensor.detach() for tensor in draw(shape)]
+    buffers = tensors[:3]
+    d_out = tensors[3]
+    mesh = cp_mesh(bench.device.type, 1, bench.world)
+    # Shards are made in place, and only outside of autograd; inside they are leaves.
+    with context_parallel(
+        mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2], no_restore_buffers=set(buffers)
+    ):
+        leaves = [buffer.requires_grad_() for buffer in buffers]
+        local = d_out[:, :, : buffers[0].shape[2]].contiguous()
+        call = functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION)
+        return timed(bench, training_call(call, leaves, local))
+
+
+# nodes --------------------------------------------------------------------------------------------
+
+
+class WithoutTransfers(ContextParallel):
+    """A ring that sends nothing: the chunk in hand takes the place of the one that would come.
+
+    Tiles and kernels are those of the schedule, so times are right and results are not.
+    """
+
+    def shift(
+        self, chunk: list[Tensor], axis: str, slot: str, sends: bool = True, receives: bool = True
+    ) -> "_Arrived":
+        return _Arrived(chunk if receives else [])
+
+    def start_all_reduce(self, x: Tensor) -> Pending:
+        return Pending(x)
+
+
+class _Arrived:
+    def __init__(self, chunk: list[Tensor]):
+        self.chunk = chunk
+
+    def wait(self) -> list[Tensor]:
+        return self.chunk
+
+
+def nodes(bench: Bench) -> Iterator[dict]:
+    """ring and double_ring over the same (pretended) nodes.
+
+    Beside them their computing alone, and the outer hops alone.
+    """
+    for shape in bench.shapes(524288, [(16, 2)]):
+        for dtype in DTYPES:
+            row = about("nodes", shape) | {"nodes": bench.nodes, "gradient_dtype": dtype}
+            rows = {}
+            for schedule in ("ring", "double_ring"):
+                across = functools.partial(_across, bench, shape, schedule, DTYPES[dtype])
+                rows[schedule] = attempt(bench, row | {"schedule": schedule}, across)
+                yield rows[schedule]
+            if not any("error" in found for found in rows.values()):
+                times_faster = rows["ring"]["total_ms"] / rows["double_ring"]["total_ms"]
+                named = {"name": "double_ring against ring", "times_faster": round(times_faster, 3)}
+                yield row | named
+
+
+def _across(bench: Bench, shape: Shape, schedule: str, gradient_dtype: torch.dtype) -> dict:
+    cp = bench.context("striped", schedule, ContextParallel, gradient_dtype)
+    silent = bench.context("striped", schedule, WithoutTransfers, gradient_dtype)
+    call, tensors, _ = sparse(bench, shape, cp)
+    leaves = tensors[:3]
+    d_out = tensors[3]
+    steps = training_call(call, leaves, d_out)
+    measured = timed(bench, steps)
+    forward, backward = sent_by_rank(bench, cp, steps).amax(0).tolist()
+    measured["megabytes_sent"] = {"forward": forward, "backward": backward}
+    alone, _, _ = sparse(bench, shape, silent)
+    limits = {"compute_alone": timed(bench, training_call(alone, leaves, d_out))}
+    if schedule == "double_ring":
+        limits["outer_alone"] = timed(bench, outer_transfers(cp, leaves[1], leaves[2]))
+        for key in ("forward_ms", "backward_ms", "total_ms"):
+            limit = max(times[key] for times in limits.values())
+            measured[key.replace("ms", "of_limit")] = round(measured[key] / limit, 3)
+    return measured | limits
+
+
+def outer_transfers(cp: ContextParallel, k: Tensor, v: Tensor) -> list[Step]:
+    """The outer hops of a double ring's forward and of its backward, with nothing to compute.
+
+    Keys and values go around to the last node; in the backward also their gradients, from the
+    second node back to the first.
+    """
+    chunk = torch.stack([k.detach(), v.detach()])  # [2, B, Hkv, S, D]
+    gradient = chunk.to(cp.gradient_dtype or torch.float32)
+
+    def forward() -> None:
+        for window in range(cp.inter - 1):
+            cp.shift([chunk], "outer", f"outer {window % 2}").wait()
+
+    def backward() -> None:
+        for window in range(cp.inter - 1):
+            hops = [
+                cp.shift([gradient], "outer_gradient", f"outer gradient {window % 2}"),
+                cp.shift([chunk], "outer", f"outer {window % 2}"),
+            ]
+            for hop in hops:
+                hop.wait()
+
+    return [forward, backward]
+
+
+def sent_by_rank(bench: Bench, cp: ContextParallel, steps: list[Step]) -> Tensor:
+    """1e6 bytes that each rank sends in each step, float64 [ranks, steps]."""
+    sent = []
+    for step in steps:
+        before = cp.bytes_sent
+        step()
+        sent.append((cp.bytes_sent - before) / 1e6)
+    return gather(bench, sent)
+
+
+# varlen -------------------------------------------------------------------------------------------
+
+
+def varlen(bench: Bench) -> Iterator[dict]:
+    """--varlen-masks by layouts and schedules, and torch's context_parallel, which knows neither."""
+    args = bench.args
+    ways: list[tuple[str, str, int]] = []  # layout, schedule, stages
+    for layout in ("balanced", "contiguous"):
+        ways += [(layout, "group_cast", stages) for stages in args.stages]
+    ways += [("balanced", "ring", 1), ("zigzag", "ring", 1), ("striped", "all_gather", 1)]
+
+    # 8,192 tokens a rank, as in MagiAttention's benchmarks.
+    for shape in bench.shapes(8192 * bench.world, [(64, 8)]):
+        row = about("varlen", shape) | {"ranks": bench.world}
+        peers = []
+        for method in ("allgather", "alltoall"):
+            named = {"name": "torch context_parallel", "rotate": method, "mask": "causal"}
+            time = functools.partial(_torch_causal, bench, shape, method)
+            peers.append(attempt(bench, row | named, time))
+            yield peers[-1]
+        best = min(peers, key=lambda peer: peer.get("total_ms", math.inf))
+        for mask, (layout, schedule, stages) in itertools.product(args.varlen_masks, ways):
+            masks = packs_of(mask, args, shape.seq_len)
+            named = row | {"name": "ours", "mask": mask, "packs": len(masks), "layout": layout}
+            named |= {"schedule": schedule}
+            if schedule == "group_cast":
+                named["overlap_stages"] = stages
+            make = functools.partial(bench.context, layout, schedule, overlap_stages=stages)
+            found = attempt(bench, named, functools.partial(_masked, bench, shape, make, masks))
+            yield found | faster("times_faster_than_torch", found, best)
+
+
+def packs_of(mask: str, args: argparse.Namespace, seq_len: int) -> list[Mask]:
+    """The masks of one row: --packs sequences of documents, or one window, which is always alike."""
+    if mask == "window":
+        return [SlidingWindow(args.window)]
+    return [Documents(ragged_lengths(seq_len, seed)) for seed in range(args.packs)]
+
+
+def _torch_causal(bench: Bench, shape: Shape, method: str) -> dict:
+    measured = torch_dense(bench, shape, method)
+    measured["pairs"] = causal_pairs(shape.seq_len)
+    return measured | rates(shape, measured, measured["pairs"], bench.world)
+
+
+def _masked(
+    bench: Bench, shape: Shape, make: Callable[[], ContextParallel], masks: list[Mask]
+) -> dict:
+    """Means over masks of times, bytes and imbalance."""
+    cp = make()
+    tensors = draw(shape._replace(seq_len=shape.seq_len // cp.size))
+    packs = []
+    for mask in masks:
+        ranges = cp.balance(mask.rows(shape.seq_len, bench.device))
+        steps = training_call(bench.attention(Dense(), ranges, cp), tensors[:3], tensors[3])
+        measured = timed(bench, steps)
+        pairs = visible_pairs(ranges).item()
+        measured |= {"pairs": pairs, "worker_imbalance": imbalance(cp, ranges)}
+        measured |= _megabytes(bench, shape, cp, ranges, steps)
+        packs.append(measured)
+    average = mean(packs)
+    needed = average["megabytes_needed_forward"] + average["megabytes_needed_backward"]
+    sent = average["megabytes_sent_forward"] + average["megabytes_sent_backward"]
+    return {
+        **average,
+        **rates(shape, average, average["pairs"], cp.size),
+        "sent_of_needed": rounded(sent / needed) if needed else None,
+        "backend": chosen_backend(bench.args.backend, shape, dynamic=False),
+    }
+
+
+def imbalance(cp: ContextParallel, ranges: MaskRanges) -> float:
+    """Visible pairs of the busiest rank / mean."""
+    of_token = (ranges.stop - ranges.start)[0].double()
+    of_block = of_token.unflatten(0, (-1, cp.block_size)).sum(-1)
+    of_rank = of_block[cp.table(ranges)].sum(-1)
+    return (of_rank.max() / of_rank.mean()).item()
+
+
+def _megabytes(
+    bench: Bench, shape: Shape, cp: ContextParallel, ranges: MaskRanges, steps: list[Step]
+) -> dict:
+    """1e6 bytes, all ranks together, that are sent and that would do."""
+    sent = sent_by_rank(bench, cp, steps).sum(0).tolist()
+    # Of K and V, and of their gradients.
+    elements = needed_blocks(cp, ranges) * 2 * shape.kv_heads * shape.block_size * shape.head_dim
+    keys = elements * torch.bfloat16.itemsize / 1e6
+    gradients = elements * torch.float32.itemsize / 1e6
+    return {
+        "megabytes_sent_forward": sent[0],
+        "megabytes_needed_forward": keys,
+        "megabytes_sent_backward": sent[1],
+        "megabytes_needed_backward": keys + gradients,
+    }
+
+
+def needed_blocks(cp: ContextParallel, ranges: MaskRanges) -> int:
+    """Blocks of keys that the mask lets ranks see and that others hold, summed over ranks."""
+    table = cp.table(ranges)  # [ranks, n]
+    seen = seen_blocks(ranges, table, cp.block_size)
+    return int(seen.sum() - seen.gather(1, table).sum())
+
+
+# timeline and errors ------------------------------------------------------------------------------
+
+
+def timeline(bench: Bench) -> Iterator[dict]:
+    """What rank 0's streams do in one forward and backward of sparse attention, by schedule."""
+    schedules = ["ring", "all_gather"]
+    if bench.nodes > 1:
+        schedules.append("double_ring")
+    for shape in bench.shapes(262144, [(16, 2)]):
+        for schedule in schedules:
+            row = about("timeline", shape) | {"schedule": schedule, "layout": "striped"}
+            time = functools.partial(_timeline, bench, shape, schedule)
+            yield attempt(bench, row | {"nodes": bench.nodes}, time)
+
+
+def _timeline(bench: Bench, shape: Shape, schedule: str) -> dict:
+    call, tensors, _ = sparse(bench, shape, bench.context("striped", schedule))
+    return {"intervals": traced(bench, training_call(call, tensors[:3], tensors[3]))}
+
+
+def accuracy(bench: Bench) -> Iterator[dict]:
+    """Relative Frobenius errors in bf16 against fp32: one rank alone, then every schedule."""
+    [shape] = bench.shapes(8192, [(16, 2)])
+    ranges = Causal().rows(shape.seq_len, bench.device)
+    # Prices of random inputs are alike: budgets by prices would leave out most under a cap.
+    pattern = VerticalSlash(
+        recall=0.9,
+        max_verticals=shape.seq_len * 3 // 100,
+        max_slashes=8,
+        budget="independent",
+        probe_rows="last",
+        count_sinks=True,
+    )
+    q, k, _, _ = draw(shape)
+    index = pattern.select(q.detach(), k.detach(), ranges, block_size=bench.args.block_size)
+    ready = ready_index(pattern, index.tensors())
+    seen = index.dense(Causal())[0]  # [Hq, S, S]
+
+    def largest(call: Attention) -> dict:
+        """Of any rank; ranks get the same whole tensors."""
+        here = errors(call, shape, seen)
+        return dict(zip(here, gather(bench, list(here.values())).amax(0).tolist()))
+
+    row = about("errors", shape) | {"ranks": bench.world}
+    alone = bench.attention(ready, ranges)
+    yield attempt(bench, row | {"schedule": "alone"}, lambda: largest(alone))
+    schedules = [name for name in SCHEDULES if name != "double_ring" or bench.world % 2 == 0]
+    for schedule, dtype in itertools.product(schedules if bench.world > 1 else ["local"], DTYPES):
+        cp = bench.context("striped", schedule, gradient_dtype=DTYPES[dtype])
+        call = functools.partial(_Sharded.apply, cp, bench.attention(ready, ranges, cp))
+        named = row | {"schedule": schedule, "layout": "striped", "gradient_dtype": dtype}
+        yield attempt(bench, named, functools.partial(largest, call))
+
+
+class _Sharded(torch.autograd.Function):
+    """Attention of whole tensors by way of shards."""
+
+    @staticmethod
+    def forward(
+        ctx, cp: ContextParallel, call: Attention, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        ctx.cp = cp
+        ctx.leaves = [cp.shard(whole.detach(), 2).requires_grad_() for whole in (q, k, v)]
+        with torch.enable_grad():
+            ctx.out = call(*ctx.leaves)
+        return cp.unshard(ctx.out.detach(), 2)
+
+    @staticmethod
+    def backward(ctx, d_out: Tensor) -> tuple:
+        gradients = torch.autograd.grad(ctx.out, ctx.leaves, ctx.cp.shard(d_out, 2))
+        dq, dk, dv = (ctx.cp.unshard(gradient, 2) for gradient in gradients)
+        return None, None, dq, dk, dv
+
+
+CASES: dict[str, Callable[[Bench], Iterator[dict]]] = {
+    "scaling": scaling,
+    "dense": dense,
+    "nodes": nodes,
+    "varlen": varlen,
+    "timeline": timeline,
+    "errors": accuracy,
+}
 
 
 if __name__ == "__main__":

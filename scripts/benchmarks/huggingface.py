@@ -2,17 +2,21 @@
 
     python -m scripts.benchmarks.huggingface --shapes 0.6b 1.7b --tokens 32768 65536 131072 \\
         --out huggingface_h200.json
+    torchrun --nproc-per-node 2 -m scripts.benchmarks.huggingface --packed --shapes 0.6b \\
+        --tokens 65536 131072 --out huggingface_packed_2xh200.json
 
-Qwen3's shapes with random weights, one sequence a step, bf16, activation checkpointing, AdamW. Arms
-differ in attention alone: sdpa with the kernel that torch picks, and with its FlashAttention-2,
-flash_attention_2 where flash-attn is installed, ours dense, and ours with vertical_slash. "kept"
-arms are ours with keep_attention(): checkpointing keeps attention's output, where the others compute
-attention again.
+Qwen3's shapes with random weights, one sequence a step, bf16, activation checkpointing, AdamW, the
+head and its loss in chunks for all, since full logits of 131,072 tokens do not fit beside the
+model. Arms differ in attention alone: sdpa with the kernel that torch picks, and with its
+FlashAttention-2, flash_attention_2 where flash-attn is installed, ours dense, and ours with
+vertical_slash. "kept" arms are ours with keep_attention(): checkpointing keeps attention's output,
+where the others compute attention again.
 
-Full logits of 131,072 tokens do not fit beside the model, so that all arms share a head in chunks
-(titan_sparse.loss). Random weights attend to nearly everything, so that sparse rows have fixed
-budgets, and say which density and recall their times belong to. One GPU is used; on a machine with
-several, set CUDA_VISIBLE_DEVICES.
+With --packed the sequence is packed documents, under FSDP2, and all processes share it. Nothing
+else runs packed documents under context parallelism: sdpa's arms run on one process alone.
+
+Random weights attend to nearly everything, so that sparse rows have fixed budgets, and say which
+density and recall their times belong to (recall without --packed). Times are medians of --steps.
 """
 
 import argparse
@@ -25,28 +29,35 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
-from transformers.modeling_outputs import CausalLMOutput
+from transformers import (
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-from scripts.benchmarks.options import positive, share
+from scripts.benchmarks.harness import place, write
+from scripts.benchmarks.options import parser_of, positive, share
 from scripts.benchmarks.provenance import provenance
 from titan_sparse import recording
-from titan_sparse.attention.patterns import Pattern, VerticalSlash
+from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 from titan_sparse.integrations.transformers import AttentionSettings, keep_attention, register
-from titan_sparse.loss import IGNORE_INDEX, count_valid, linear_cross_entropy
+from titan_sparse.integrations.transformers.context_parallel import (
+    ContextParallelConfig,
+    ContextParallelTrainer,
+    chunk_loss,
+)
 
-LOSS_CHUNK_TOKENS = 4096
 RECALL_ROWS = 256
-BLOCK_SIZE = 128
-"""Of our attention, as it is by default."""
 OURS = "titan_sparse"
 
 _QWEN3 = {
@@ -78,42 +89,43 @@ SHAPES = {
 class Arm:
     """A row: the attention, and how activations are checkpointed.
 
-    pattern: of our attention; None for dense. kernel: which sdpa has to take; None for torch's
-    choice.
+    pattern: of our attention. kernel: which sdpa has to take; None for torch's choice.
     """
 
     name: str
     implementation: str
-    pattern: Pattern | None = None
+    pattern: Pattern = Dense()
     keeps_attention: bool = False
     kernel: SDPBackend | None = None
 
-    def checkpointing(self) -> dict[str, object]:
-        """gradient_checkpointing_kwargs."""
-        return keep_attention() if self.keeps_attention else {"use_reentrant": False}
 
-    def kernels(self) -> AbstractContextManager[None]:
-        """Inside, sdpa takes the arm's kernel or raises."""
-        return sdpa_kernel(self.kernel) if self.kernel else contextlib.nullcontext()
+def arms(density: float, seq_len: int, block_size: int) -> list[Arm]:
+    """All rows of one shape and length.
+
+    Random weights attend to nearly everything, so that no recall makes them sparse. Half of the
+    density is a number of verticals, half one of slashes, as they are spread.
+    """
+    verticals = round(density / 2 * seq_len)
+    slashes = max(1, round(density / 2 * seq_len / block_size))
+    sparse = VerticalSlash(
+        min_verticals=verticals,
+        max_verticals=verticals,
+        min_slashes=slashes,
+        max_slashes=slashes,
+    )
+    return [
+        Arm("sdpa", "sdpa"),
+        Arm("sdpa, flash", "sdpa", kernel=SDPBackend.FLASH_ATTENTION),
+        Arm("flash_attention_2", "flash_attention_2"),
+        Arm("ours, dense", OURS),
+        Arm("ours, dense, kept", OURS, keeps_attention=True),
+        Arm("ours, vertical_slash", OURS, sparse),
+        Arm("ours, vertical_slash, kept", OURS, sparse, keeps_attention=True),
+    ]
 
 
-class ModelWithChunkedHead(Qwen3ForCausalLM):
-    """Qwen3 whose logits exist in chunks only. Trainer gives it num_items_in_batch."""
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        labels: Tensor,
-        num_items_in_batch: Tensor | None = None,
-        **kwargs,
-    ) -> CausalLMOutput:
-        """The mean loss of the labels [B, S], each of which the token before predicts."""
-        hidden = self.model(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-        total = linear_cross_entropy(hidden, self.lm_head.weight, targets, LOSS_CHUNK_TOKENS)
-        if num_items_in_batch is None:
-            num_items_in_batch = count_valid(targets)
-        return CausalLMOutput(loss=total / num_items_in_batch)
+class PackedTrainer(ContextParallelTrainer, Trainer):
+    pass
 
 
 class StepTimes(TrainerCallback):
@@ -140,35 +152,42 @@ class StepTimes(TrainerCallback):
 
 def main(words: list[str]) -> int:
     args = parse(words)
+    rank, world = place()
+    if world > 1 and not args.packed:
+        print("several processes share packed documents; write --packed", file=sys.stderr)
+        return 2
     result = provenance(args, args.device)
     for package in ("transformers", "accelerate", "flash-attn"):
         result["versions"][package] = version(package)
-    result["rows"] = []
+    result |= {"ranks": world, "rows": []}
     for shape in args.shapes:
-        for seq_len in args.tokens:
-            for arm in arms(args.density, seq_len):
-                result["rows"].append(row(shape, seq_len, arm, args))
-                print(json.dumps(result["rows"][-1]), flush=True)
-                if args.out:
-                    Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+        for tokens in args.tokens:
+            for arm in arms(args.density, tokens, args.block_size):
+                found = row(shape, tokens, arm, args, world)
+                result["rows"].append(found)
+                if rank == 0:
+                    print(json.dumps(found), flush=True)
+                if rank == 0 and args.out:
+                    write(Path(args.out), result)
     return 0
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks.huggingface",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["0.6b", "1.7b"])
-    parser.add_argument("--tokens", nargs="+", type=positive, default=[32768, 65536, 131072])
-    parser.add_argument("--layers", type=positive, help="instead of the shape's 28")
-    parser.add_argument("--density", type=share, default=0.1, help="about, of vertical_slash")
-    parser.add_argument("--steps", type=positive, default=4, help="timed, after one untimed")
-    parser.add_argument("--arms", nargs="+", help="names of rows; all by default")
-    parser.add_argument("--out", default="", help="JSON file, written anew after each row")
+    parser = parser_of("scripts.benchmarks.huggingface", __doc__)
+    add = parser.add_argument
+    add("--shapes", nargs="+", choices=list(SHAPES), default=["0.6b", "1.7b"])
+    add("--tokens", nargs="+", type=positive, default=[32768, 65536, 131072])
+    add("--layers", type=positive, help="instead of the shape's 28")
+    add("--density", type=share, default=0.1, help="about, of vertical_slash")
+    add("--steps", type=positive, default=4, help="timed, after one untimed")
+    add("--arms", nargs="+", help="names of rows; all by default")
+    add("--packed", action="store_true", help="packed documents, shared by all processes")
+    add("--layout", default="balanced", help="of packed documents")
+    add("--shortest", type=positive, default=512, help="tokens of a packed document")
+    add("--block-size", type=positive, default=128)
+    add("--out", default="", help="JSON file, written anew after each row")
     args = parser.parse_args(words)
-    known = [arm.name for arm in arms(args.density, args.tokens[0])]
+    known = [arm.name for arm in arms(args.density, args.tokens[0], args.block_size)]
     args.arms = args.arms or known
     for name in set(args.arms) - set(known):
         parser.error(f'--arms "{name}" is unknown; write of {", ".join(known)}')
@@ -184,40 +203,15 @@ def version(package: str) -> str | None:
         return None
 
 
-def arms(density: float, seq_len: int) -> list[Arm]:
-    """All rows of one shape and length.
-
-    Random weights attend to nearly everything, so that no recall makes them sparse. Half of the
-    density is a number of verticals, half one of diagonals, as they are spread.
-    """
-    columns = round(density / 2 * seq_len)
-    diagonals = max(1, round(density / 2 * seq_len / BLOCK_SIZE))
-    sparse = VerticalSlash(
-        min_verticals=columns,
-        max_verticals=columns,
-        min_slashes=diagonals,
-        max_slashes=diagonals,
-    )
-    return [
-        Arm("sdpa", "sdpa"),
-        Arm("sdpa, flash", "sdpa", kernel=SDPBackend.FLASH_ATTENTION),
-        Arm("flash_attention_2", "flash_attention_2"),
-        Arm("ours, dense", OURS),
-        Arm("ours, dense, kept", OURS, keeps_attention=True),
-        Arm("ours, vertical_slash", OURS, sparse),
-        Arm("ours, vertical_slash, kept", OURS, sparse, keeps_attention=True),
-    ]
-
-
-def row(shape: str, seq_len: int, arm: Arm, args: argparse.Namespace) -> dict:
+def row(shape: str, tokens: int, arm: Arm, args: argparse.Namespace, world: int) -> dict:
     """One training run's numbers, or why there are none."""
-    found: dict = {"shape": shape, "tokens": seq_len, "arm": arm.name, "status": "ran"}
-    if arm.name not in args.arms:
+    found: dict = {"shape": shape, "tokens": tokens, "arm": arm.name, "status": "ran"}
+    if arm.name not in args.arms or (world > 1 and arm.implementation != OURS):
         return found | {"status": "left out"}
     if arm.implementation.startswith("flash") and not importlib.util.find_spec("flash_attn"):
         return found | {"status": "not installed"}
     try:
-        found |= measure(shape, seq_len, arm, args)
+        found |= measure(shape, tokens, arm, args)
     except torch.OutOfMemoryError:
         found["status"] = "out of memory"
     gc.collect()
@@ -226,24 +220,13 @@ def row(shape: str, seq_len: int, arm: Arm, args: argparse.Namespace) -> dict:
     return found
 
 
-def measure(shape: str, seq_len: int, arm: Arm, args: argparse.Namespace) -> dict:
-    """Trains for some steps. Times are medians; peak memory is all that torch has allocated."""
-    if arm.implementation == OURS:
-        pattern = {} if arm.pattern is None else {"pattern": arm.pattern}
-        register(AttentionSettings(**pattern), name=OURS)
-    model = build_model(shape, seq_len, arm, args)
-    generator = torch.Generator().manual_seed(0)
-    size = (args.steps + 1, seq_len)
-    texts = torch.randint(model.config.vocab_size, size, generator=generator)
+def measure(shape: str, tokens: int, arm: Arm, args: argparse.Namespace) -> dict:
+    """Trains for some steps. Times are medians; peak memory is that of the busiest process."""
     times = StepTimes(args.device)
+    kernel = sdpa_kernel(arm.kernel) if arm.kernel else contextlib.nullcontext()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
-            model,
-            training_arguments(folder, arm, args),
-            train_dataset=[{"input_ids": text, "labels": text} for text in texts],
-            callbacks=[times],
-        )
-        with arm.kernels():
+        trainer = make_trainer(folder, shape, tokens, arm, args, times)
+        with kernel:
             trained = trainer.train()
     timed = times.seconds[1:]
     seconds = statistics.median(timed)
@@ -251,40 +234,47 @@ def measure(shape: str, seq_len: int, arm: Arm, args: argparse.Namespace) -> dic
         "step_ms": 1e3 * seconds,
         "step_ms_least": 1e3 * min(timed),
         "step_ms_most": 1e3 * max(timed),
-        "tokens_per_second": seq_len / seconds,
-        "peak_bytes": torch.cuda.max_memory_allocated() if args.device == "cuda" else None,
+        "tokens_per_second": tokens / seconds,
+        "peak_bytes": peak_bytes(args.device),
         "loss": trained.training_loss,
     }
     if arm.implementation == OURS:
-        found |= what_was_kept(model, texts[:1].to(model.device))
+        text = {key: value[None] for key, value in trainer.train_dataset[0].items()}
+        found |= what_was_kept(trainer, text)
+    trainer.accelerator.free_memory()
     return found
 
 
-def build_model(
-    shape: str, seq_len: int, arm: Arm, args: argparse.Namespace
-) -> ModelWithChunkedHead:
-    """Random weights in bf16, the same for all arms, ready to be trained."""
-    sizes = dict(SHAPES[shape], max_position_embeddings=seq_len)
-    if args.layers:
-        sizes["num_hidden_layers"] = args.layers
-    config = Qwen3Config(**sizes)
-    torch.manual_seed(0)
-    with torch.device(args.device):
-        model = ModelWithChunkedHead._from_config(
-            config, attn_implementation=arm.implementation, dtype=torch.bfloat16
+def peak_bytes(device: str) -> int | None:
+    """All that torch has allocated; None on a CPU, where it does not count."""
+    if device == "cpu":
+        return None
+    peak = torch.tensor(torch.cuda.max_memory_allocated(), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return int(peak)
+
+
+def make_trainer(
+    folder: str, shape: str, tokens: int, arm: Arm, args: argparse.Namespace, times: StepTimes
+) -> Trainer:
+    """A trainer of random weights on random tokens, the same for all arms."""
+    on_gpu = args.device == "cuda"
+    options: dict[str, Any] = {}
+    shares = args.packed and arm.implementation == OURS
+    if shares:
+        options["parallelism_config"] = ContextParallelConfig(
+            layout=args.layout,
+            schedule="group_cast" if args.layout == "balanced" else "auto",
+            block_size=args.block_size,
         )
-    # Not by Trainer's arguments, which would have to be written as JSON.
-    model.gradient_checkpointing_enable(arm.checkpointing())
-    return model
-
-
-def training_arguments(folder: str, arm: Arm, args: argparse.Namespace) -> TrainingArguments:
-    return TrainingArguments(
+    training = TrainingArguments(
         folder,
         max_steps=args.steps + 1,
         per_device_train_batch_size=1,
-        bf16=True,
-        use_cpu=args.device == "cpu",
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+        fsdp=args.packed and on_gpu,
         learning_rate=1e-5,
         logging_strategy="no",
         save_strategy="no",
@@ -292,19 +282,65 @@ def training_arguments(folder: str, arm: Arm, args: argparse.Namespace) -> Train
         disable_tqdm=True,
         dataloader_pin_memory=False,
         remove_unused_columns=False,
+        **options,
     )
+    if arm.implementation == OURS:
+        group = training.parallelism_config.group() if shares else None
+        register(AttentionSettings(arm.pattern, group), name=OURS)
+    model = build_model(shape, tokens, arm, args)
+    generator = torch.Generator().manual_seed(0)
+    size = (args.steps + 1, tokens)
+    dataset = []
+    for text in torch.randint(model.config.vocab_size, size, generator=generator):
+        dataset.append({"input_ids": text, "labels": text})
+        if args.packed:
+            lengths = document_lengths(tokens, args.shortest, tokens // 4)
+            position = torch.cat([torch.arange(length) for length in lengths])
+            labels = text.masked_fill(position == 0, -100)
+            dataset[-1] |= {"position_ids": position, "labels": labels}
+    kind = PackedTrainer if shares else Trainer
+    return kind(model, training, train_dataset=dataset, callbacks=[times])
 
 
-@torch.no_grad()
-def what_was_kept(model: ModelWithChunkedHead, text: Tensor) -> dict:
-    """Density and recall of our attention, means over layers and heads, and the number of layers."""
-    with recording(recall_rows=RECALL_ROWS) as seen:
-        model(input_ids=text, labels=text)
-    return {
-        "density": seen.density().mean().item(),
-        "recall": torch.stack(seen.recall).mean().item(),
-        "recorded_layers": len(seen.recall),
-    }
+def document_lengths(tokens: int, shortest: int, longest: int) -> list[int]:
+    """Lengths of documents that fill `tokens`, drawn evenly by their logarithm. The last is cut."""
+    generator = torch.Generator().manual_seed(0)
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        drawn = torch.rand(1, generator=generator).item()
+        length = round(shortest * (longest / shortest) ** drawn)
+        lengths.append(min(length, tokens - sum(lengths)))
+    return lengths
+
+
+def build_model(shape: str, tokens: int, arm: Arm, args: argparse.Namespace) -> PreTrainedModel:
+    """Random weights, the same for all arms, with checkpointed layers and a loss in chunks."""
+    sizes = dict(SHAPES[shape], max_position_embeddings=tokens)
+    if args.layers:
+        sizes["num_hidden_layers"] = args.layers
+    torch.manual_seed(0)
+    # FSDP keeps fp32 weights and computes in bf16.
+    dtype = torch.float32 if args.packed else torch.bfloat16
+    with torch.device(args.device):
+        model = Qwen3ForCausalLM._from_config(
+            Qwen3Config(**sizes), attn_implementation=arm.implementation, dtype=dtype
+        )
+    chunk_loss(model)
+    # Not by Trainer's arguments, which would have to be written as JSON.
+    checkpointing = keep_attention() if arm.keeps_attention else {"use_reentrant": False}
+    model.gradient_checkpointing_enable(checkpointing)
+    return model
+
+
+def what_was_kept(trainer: Trainer, text: dict[str, torch.Tensor]) -> dict:
+    """Density of our attention in one more step, and without context parallelism its recall."""
+    packed = "position_ids" in text
+    with recording(recall_rows=0 if packed else RECALL_ROWS) as seen:
+        trainer.training_step(trainer.model_wrapped, trainer._prepare_inputs(text))
+    found = {"density": seen.density().mean().item()}
+    if not packed:
+        found["recall"] = torch.stack(seen.recall).mean().item()
+    return found
 
 
 if __name__ == "__main__":

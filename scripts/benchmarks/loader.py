@@ -8,10 +8,10 @@ Other options are taken as train.py takes them. One process is what one rank has
 13,000 tokens a second each, in 512K sequences.
 """
 
-import argparse
 import sys
 import time
 
+from scripts.benchmarks.options import parser_of
 from titan_sparse.config import Config, ConfigError, Flags, load_and_check, padding_multiple
 from titan_sparse.config.reading import require
 from titan_sparse.data import build_loader
@@ -47,12 +47,7 @@ def tokens_per_second(config: Config, seconds: float) -> float:
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks.loader",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of("scripts.benchmarks.loader", __doc__)
     parser.add_argument("--seconds", type=float, default=10.0)
     args, rest = parser.parse_known_args(words)
     try:

@@ -19,17 +19,18 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.benchmarks.provenance import device_name, provenance
-from scripts.benchmarks.timing import longest_kernels, times
+from scripts.benchmarks.harness import write
+from scripts.benchmarks.options import parser_of, positive
+from scripts.benchmarks.provenance import provenance
+from scripts.benchmarks.timing import Step, longest_kernels, peak_bytes, times
 from titan_sparse.loss import IGNORE_INDEX, count_valid, linear_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -51,7 +52,6 @@ def main(arguments: list[str]) -> None:
     inputs = draw(args.tokens, args.hidden, args.vocab, args.device)
 
     result = provenance(args, args.device)
-    result["device"] = device_name(args.device) if args.device == "cuda" else "cpu"
     result["versions"] |= peers()
     result["errors_by_chunks"] = errors_by_chunks(small)
     result["rows"] = []
@@ -61,28 +61,19 @@ def main(arguments: list[str]) -> None:
         result["rows"].append(row(name, loss, small, inputs, args))
         print(json.dumps(result["rows"][-1]), flush=True)
         if args.out:
-            with open(args.out, "w") as file:
-                json.dump(result, file, indent=1)
+            write(Path(args.out), result)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line; ends the program with status 2 for sizes below 1."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks.loss",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("scripts.benchmarks.loss", __doc__)
     sizes = {"tokens": 131072, "hidden": 896, "vocab": 151936, "chunk-tokens": 8192, "repeats": 5}
     for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name}", type=positive, default=default)
     parser.add_argument(
         "--profile", action="store_true", help="also list the longest CUDA kernels of each row"
     )
     parser.add_argument("--out", default="", help="JSON file, written anew after each row")
     args = parser.parse_args(arguments)
-    for name in sizes:
-        if getattr(args, name.replace("-", "_")) < 1:
-            parser.error(f"--{name} is 1 or more")
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     return args
 
@@ -192,7 +183,7 @@ def draw(tokens: int, hidden: int, vocab: int, device: str) -> Inputs:
     return x.requires_grad_(), weight.requires_grad_(), labels
 
 
-def steps_of(loss: Loss, inputs: Inputs) -> list[Callable[[], None]]:
+def steps_of(loss: Loss, inputs: Inputs) -> list[Step]:
     """The two steps of one call: forward, and backward of the mean over labels."""
     valid = count_valid(inputs[2])
     kept = {}
@@ -206,41 +197,16 @@ def steps_of(loss: Loss, inputs: Inputs) -> list[Callable[[], None]]:
     return [forward, backward]
 
 
-def milliseconds(steps: list[Callable[[], None]], repeats: int, device: str) -> float:
-    """Median time of all steps together."""
-    if device == "cuda":
-        return sum(times(steps, repeats, lead=True))
-    spent = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        for step in steps:
-            step()
-        spent.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(spent)
-
-
-def peak_bytes(steps: list[Callable[[], None]]) -> int | None:
-    """Most memory allocated above what is held now; None on a CPU, where torch does not count it."""
-    if not torch.cuda.is_available():
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    for step in steps:
-        step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def measure(loss: Loss, inputs: Inputs, args: argparse.Namespace) -> dict:
     """Time and memory, after two calls to warm up; "status" alone if the GPU's memory is short."""
     steps = steps_of(loss, inputs)
     try:
         for step in steps * 2:
             step()
+        on_gpu = args.device == "cuda"
         measured = {
-            "peak_bytes": peak_bytes(steps),
-            "ms": round(milliseconds(steps, args.repeats, args.device), 3),
+            "peak_bytes": peak_bytes(steps) if on_gpu else None,
+            "ms": round(sum(times(steps, args.repeats, lead=on_gpu)), 3),
         }
     except torch.cuda.OutOfMemoryError:
         return {"status": "out of memory"}

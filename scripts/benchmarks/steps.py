@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 
+from scripts.benchmarks.options import parser_of
 from scripts.benchmarks.provenance import of_start
 from titan_sparse.training.metrics_output import read_metrics
 
@@ -28,11 +29,7 @@ def main(words: list[str]) -> int:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks.steps",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("scripts.benchmarks.steps", __doc__)
     parser.add_argument("runs", nargs="+", type=named_run, metavar="NAME=FOLDER")
     parser.add_argument("--out", required=True, help="JSON file to write")
     return parser.parse_args(words)

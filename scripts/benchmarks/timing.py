@@ -1,6 +1,7 @@
-"""Clocks, memory and kernels of calls on one GPU."""
+"""Clocks, memory and kernels of calls on one device."""
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -11,14 +12,16 @@ from torch.autograd import DeviceType
 from scripts.benchmarks.attention_cases import Attention
 from titan_sparse.attention.observe.statistics import recording
 
-LEAD_CYCLES = 20_000_000
-"""GPU cycles of sleep before a timed call, about 10 ms.
+LEAD_CYCLES = 40_000_000
+"""GPU cycles of sleep before a timed call, about 20 ms.
 
-This is more than the host takes to queue a forward and a backward.
+The host queues the call meanwhile, as it runs ahead in training.
 """
 
+Step = Callable[[], object]
 
-def training_call(call: Attention, leaves: list[Tensor], d_out: Tensor) -> list[Callable[[], None]]:
+
+def training_call(call: Attention, leaves: list[Tensor], d_out: Tensor) -> list[Step]:
     """The two steps of one call: the forward, and the backward from its output and d_out."""
     kept = {}
 
@@ -31,37 +34,75 @@ def training_call(call: Attention, leaves: list[Tensor], d_out: Tensor) -> list[
     return [forward, backward]
 
 
-def times(steps: Sequence[Callable[[], object]], repeats: int, lead: bool) -> list[float]:
-    """Median milliseconds of each step over `repeats` rounds of all of them.
+def mark(on_gpu: bool) -> torch.cuda.Event | float:
+    """Now: an event on the current stream, or the host's clock in seconds."""
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(marks: Sequence) -> list[float]:
+    """Between each mark and the next."""
+    if isinstance(marks[0], float):
+        return [(end - start) * 1e3 for start, end in pairwise(marks)]
+    marks[-1].synchronize()
+    return [start.elapsed_time(end) for start, end in pairwise(marks)]
+
+
+def rounds(steps: Sequence[Step], repeats: int, on_gpu: bool, begin: Step) -> list[list[float]]:
+    """Milliseconds of each step, for each round of all of them. begin: called before a round."""
+    spent = []
+    for _ in range(repeats):
+        begin()
+        marks = [mark(on_gpu)]
+        for step in steps:
+            step()
+            marks.append(mark(on_gpu))
+        spent.append(milliseconds(marks))
+    return spent
+
+
+def times(steps: Sequence[Step], repeats: int, lead: bool) -> list[float]:
+    """Median milliseconds of each step over `repeats` rounds.
 
     lead: the host runs ahead of the GPU, as in training. It queues the round while the GPU sleeps.
     """
-    rounds = []
-    for _ in range(repeats):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
-        torch.cuda.synchronize()
-        if lead:
-            torch.cuda._sleep(LEAD_CYCLES)
-        events[0].record()
-        for step, event in zip(steps, events[1:]):
-            step()
-            event.record()
-        events[-1].synchronize()
-        rounds.append([start.elapsed_time(end) for start, end in pairwise(events)])
-    return [statistics.median(spent[place] for spent in rounds) for place in range(len(steps))]
+    on_gpu = torch.cuda.is_available()
+
+    def begin() -> None:
+        if on_gpu:
+            torch.cuda.synchronize()
+            if lead:
+                torch.cuda._sleep(LEAD_CYCLES)
+
+    spent = rounds(steps, repeats, on_gpu, begin)
+    return [statistics.median(of_step) for of_step in zip(*spent)]
+
+
+def peak_bytes(steps: Sequence[Step]) -> int:
+    """Most bytes that the GPU holds above what it holds now."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for step in steps:
+        step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def peak_extra(call: Attention, leaves: list[Tensor], d_out: Tensor) -> float:
     """Peak bytes above inputs, outputs and gradients, as a share of q + k + v + out."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    out = call(*leaves)
-    gradients = torch.autograd.grad(out, leaves, d_out)
-    torch.cuda.synchronize()
-    held = out.nbytes + sum(gradient.nbytes for gradient in gradients)
-    extra = torch.cuda.max_memory_allocated() - before - held
-    return extra / (out.nbytes + sum(leaf.nbytes for leaf in leaves))
+    inputs = sum(leaf.nbytes for leaf in leaves)
+    held = d_out.nbytes + inputs  # out is as large as its gradient
+    kept = []
+
+    def step() -> None:
+        out = call(*leaves)
+        kept.extend([out, *torch.autograd.grad(out, leaves, d_out)])
+
+    return (peak_bytes([step]) - held) / held
 
 
 def visited_share(call: Attention, leaves: list[Tensor]) -> float:
@@ -71,20 +112,15 @@ def visited_share(call: Attention, leaves: list[Tensor]) -> float:
     return seen.density().mean().item()
 
 
-def longest_kernels(steps: Sequence[Callable[[], object]], most: int = 15) -> list[dict]:
+def longest_kernels(steps: Sequence[Step], most: int = 15) -> list[dict]:
     """The CUDA kernels of one call, by their total time: name, number of launches, milliseconds."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as trace:
         for step in steps:
             step()
         torch.cuda.synchronize()
-    return by_total_time(trace.key_averages(), most)
-
-
-def by_total_time(events: Sequence, most: int) -> list[dict]:
-    """The longest CUDA kernels among the profiler's averaged events, at most `most`."""
     kernels = []
-    for event in events:
+    for event in trace.key_averages():
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
             kernels.append((event.self_device_time_total / 1e3, event.count, event.key[:100]))
     kernels.sort(reverse=True)

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.summarize_trace import summary
-from scripts.trace_parts import PARTS
+from scripts.summarize_trace import PARTS, summary
 from tests.runs import TINY, metrics_of, tiny_config, train, write_texts
 from titan_sparse.estimate import dry_run
 from titan_sparse.models import flavours

@@ -1,15 +1,268 @@
-"""Shares of a traced step."""
+"""What the work of a trace was for, and what share of a step it took."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from scripts.summarize_trace import summary
+from scripts import summarize_trace
+from scripts.summarize_trace import PARTS, enclosing, part_of, summary, work_of
+from tests.distributed import run_processes
+from tests.runs import tiny_config, train, write_texts
 
-ROOT = Path(__file__).parents[2]
+MAIN, AUTOGRAD, STREAM, OTHER_STREAM = 1, 2, 7, 20
+
+
+class Trace:
+    """Events of a step, in ms: ops and ranges of a CPU thread, and kernels launched inside them."""
+
+    def __init__(self):
+        self.events: list[dict] = []
+        self.launches = 0
+
+    def add(self, name: str, start: float, end: float, cat: str, tid: int, **args) -> None:
+        event = {"ph": "X", "name": name, "cat": cat, "pid": 0, "tid": tid, "args": args}
+        self.events.append(event | {"ts": 1e3 * start, "dur": 1e3 * (end - start)})
+
+    def inside(self, *names: str, start: float, end: float, tid: int = MAIN) -> None:
+        """CPU frames, each around the next."""
+        for depth, name in enumerate(names):
+            cat = "cpu_op" if "::" in name and not name.startswith("FSDP") else "user_annotation"
+            self.add(name, start + 0.001 * depth, end - 0.001 * depth, cat, tid)
+
+    def launch(
+        self,
+        kernel: str,
+        at: float,
+        start: float,
+        end: float,
+        *,
+        tid: int = MAIN,
+        cat: str = "kernel",
+        by: str = "cuda_runtime",
+    ) -> None:
+        """A launch of `tid` at a time, and what it ran on the GPU, whenever that was."""
+        self.launches += 1
+        stream = OTHER_STREAM if "nccl" in kernel else STREAM
+        self.add("cudaLaunchKernel", at, at + 0.002, by, tid, correlation=self.launches)
+        self.add(kernel, start, end, cat, stream, correlation=self.launches)
+
+
+def a_step() -> list[dict]:
+    """A step whose kernels run 100 ms after their launches, so that times alone tell nothing."""
+    trace = Trace()
+    trace.inside("ProfilerStep#5", start=0, end=50)
+    trace.inside("FSDP::pre_forward (layers.0)", "FSDP::all_gather (layers.0)", start=1, end=2)
+    trace.launch("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs)", 1.2, 100, 104)
+    trace.inside("FSDP::pre_forward (layers.0)", "FSDP::all_gather_copy_out", start=2, end=3)
+    trace.launch("void at::native::split_with_sizes_copy", 2.5, 104, 105)
+    # A compiled block, as inductor calls it.
+    trace.inside("Torch-Compiled Region: 0/0", "## Call CompiledFxGraph x ##", start=4, end=10)
+    trace.launch("triton_red_fused_mean_0", 4.1, 105, 106, by="cuda_driver")
+    trace.inside("aten::mm", start=4.2, end=4.4)
+    trace.launch("nvjet_tst_128x256", 4.3, 106, 110)
+    trace.inside("titan_sparse::select", start=5, end=6)
+    trace.launch("triton_poi_fused_probe", 5.1, 110, 112, by="cuda_driver")
+    trace.launch("ncclDevKernel_AllReduce_Sum_f32", 5.2, 112, 113)
+    # Its own matmuls, copies and transfers are attention.
+    trace.inside("titan_sparse::attend_forward", "aten::bmm", start=6, end=8)
+    trace.launch("cutlass_flash_forward", 6.1, 113, 120)
+    trace.launch("Memset (Device)", 6.2, 120, 121, cat="gpu_memset")
+    trace.launch("ncclDevKernel_SendRecv", 6.3, 116, 123)
+    trace.inside("_LinearCrossEntropy::", "aten::mm", start=11, end=12)
+    trace.launch("nvjet_tst_64x64", 11.5, 123, 126)
+    # The backward, in autograd's thread, while the main thread waits in a range of its own.
+    trace.inside("Optimizer.is_not_here::", start=13, end=14)
+    node = "GeneratedBackwardFor_titan_sparse_attend_forward_defaultBackward"
+    evaluate = "autograd::engine::evaluate_function: "
+    trace.inside(evaluate + node, node + "::", start=13, end=14, tid=AUTOGRAD)
+    trace.launch("void contiguous_copy", 13.1, 126, 127, tid=AUTOGRAD)
+    trace.inside("titan_sparse::attend_backward", start=13.2, end=13.6, tid=AUTOGRAD)
+    trace.launch("flash_backward", 13.3, 127, 137, tid=AUTOGRAD)
+    # FSDP's hook runs inside the node of the loss, and is not the loss.
+    loss_node = evaluate + "_LinearCrossEntropyBackward"
+    gather = "FSDP::all_gather (layers.0)"
+    trace.inside(loss_node, "FSDP::pre_backward", gather, start=15, end=16, tid=AUTOGRAD)
+    trace.launch("ncclDevKernel_Generic", 15.1, 137, 139, tid=AUTOGRAD)
+    trace.inside(
+        "RegisterPostBackwardFunctionBackward::",
+        "FSDP::post_backward_reduce (layers.0)",
+        start=17,
+        end=18,
+        tid=AUTOGRAD,
+    )
+    trace.launch("ncclDevKernel_ReduceScatter_Sum_f32", 17.1, 139, 144, tid=AUTOGRAD)
+    trace.inside("Optimizer.update", start=19, end=20)
+    trace.launch("multi_tensor_apply_kernel", 19.1, 146, 148)
+    trace.inside("aten::to", start=21, end=22)
+    trace.launch("Memcpy HtoD (Pinned -> Device)", 21.5, 148, 149, cat="gpu_memcpy")
+    trace.inside("c10d::allreduce_", start=23, end=24)
+    trace.launch("ncclDevKernel_AllReduce_Sum_f64", 23.5, 149, 150)
+    trace.add("nobody launched this", 150, 150.5, "kernel", STREAM, correlation=999)
+    return trace.events
+
+
+WANTED = {
+    "attention, forward": 8,
+    "attention, backward": 11,
+    "selection": 2,
+    "linear layers": 4,
+    "norms, rope, elementwise": 1,
+    "loss": 3,
+    "optimizer": 2,
+    "not attributed": 0.5,
+    "FSDP copies": 1,
+    "other copies": 1,
+    "FSDP all-gather": 6,
+    "FSDP reduce-scatter": 5,
+    # 1 for the selection; of 7 the last 2 are beside nothing.
+    "context-parallel transfers": 3,
+    "other collectives": 1,
+    "idle": 2,
+}
+
+
+def test_parts_of_a_step_by_hand():
+    found = summary(a_step())
+    assert found["device"] == "gpu" and found["steps"] == 1 and found["launches"] == 18
+    assert found["span_ms"] == pytest.approx(50.5) == sum(WANTED.values())
+    assert found["part_ms"] == pytest.approx(WANTED)
+    # With what ran beside attention.
+    assert found["ran_ms"]["context-parallel transfers"] == pytest.approx(8)
+    assert found["launches_of_part"]["attention, forward"] == 2
+    assert sum(found["share_ms"].values()) == pytest.approx(50.5)
+    assert found["share_ms"]["collective"] == pytest.approx(4 + 1 + 2 + 5 + 1)
+
+
+def test_numbers_are_those_of_a_step():
+    once = a_step()
+    again = [event | {"ts": event["ts"] + 60e3} for event in once]
+    for event in again:
+        event["name"] = event["name"].replace("ProfilerStep#5", "ProfilerStep#6")
+        if "correlation" in event["args"]:
+            event["args"] = {"correlation": event["args"]["correlation"] + 1000}
+    found = summary(once + again)
+    assert found["steps"] == 2
+    # Between the steps nothing runs for 9.5 ms.
+    wanted = WANTED | {"idle": 2 + 9.5 / 2}
+    assert found["part_ms"] == pytest.approx(wanted)
+    assert found["span_ms"] == pytest.approx(sum(wanted.values()))
+    assert found["kernels"][0] == {"name": "flash_backward", "calls": 1, "total_ms": 10}
+    whole = summary(once + again, steps=1)
+    assert whole["part_ms"]["attention, backward"] == pytest.approx(22)
+
+
+@pytest.mark.parametrize("launch_thread", [None, 12345], ids=["no launch", "unknown thread"])
+def test_an_op_stands_for_a_launch_that_cannot_be_placed(launch_thread):
+    frame = {"name": "titan_sparse::attend_forward", "cat": "cpu_op", "ts": 0, "dur": 9, "tid": 1}
+    op = {"name": "aten::mm", "cat": "cpu_op", "ts": 1, "dur": 2, "tid": 1}
+    op["args"] = {"External id": 5}
+    kernel = {"name": "x", "cat": "kernel", "ts": 50, "dur": 2, "tid": 7}
+    events = [frame, op, kernel | {"args": {"External id": 5, "correlation": 3}}]
+    if launch_thread:
+        launch = {"name": "cudaLaunchKernel", "cat": "cuda_runtime", "ts": 1.5, "dur": 0.1}
+        events.append(launch | {"tid": launch_thread, "args": {"correlation": 3}})
+    works = work_of(events)
+    assert [(work.around[-1], part_of(work)) for work in works] == [
+        ("aten::mm", "attention, forward")
+    ]
+
+
+@pytest.mark.parametrize(
+    "kernel, part",
+    [
+        ("ncclDevKernel_SendRecv", "context-parallel transfers"),
+        ("ncclDevKernel_AllGather_RING", "FSDP all-gather"),
+        ("ncclDevKernel_ReduceScatter_Sum", "FSDP reduce-scatter"),
+        ("ncclDevKernel_AllReduce_Sum", "other collectives"),
+        ("sm90_xmma_gemm_bf16", "linear layers"),
+        ("triton_tem_fused_mm_3", "linear layers"),
+        ("triton_per_fused_1", "norms, rope, elementwise"),
+        ("mystery", "not attributed"),
+    ],
+)
+def test_names_of_kernels_tell_what_they_can(kernel, part):
+    [work] = work_of([{"name": kernel, "cat": "kernel", "ts": 0, "dur": 2, "tid": 7}])
+    assert part_of(work) == part
+
+
+def test_enclosing_frames():
+    """A range of a transfer outlasts the op that began it."""
+    spans = {"a": (0, 10), "b": (2, 4), "sending": (3, 8), "c": (6, 7)}
+    frames = [{"name": n, "ts": start, "dur": end - start} for n, (start, end) in spans.items()]
+    found = enclosing(frames, [6.5, 1, 3.5, 5, 11, 4])
+    names = [[frame["name"] for frame in inside] for inside in found]
+    assert names == [
+        ["a", "sending", "c"],
+        ["a"],
+        ["a", "b", "sending"],
+        ["a", "sending"],
+        [],
+        [
+            "a",
+            "sending",
+        ],
+    ]
+
+
+def _trace(folder: Path, name: str, settings: dict) -> None:
+    config = tiny_config(
+        folder,
+        name,
+        training__steps=2,
+        training__dtype="float32",
+        training__seq_len=64,
+        metrics__log_every=5,
+        profiling__enable=True,
+        profiling__first_step=2,
+        profiling__steps=1,
+        **settings,
+    )
+    train(config)
+
+
+def _traced(folder: Path, ranks: int, **settings) -> tuple[list[dict], dict]:
+    """Events of the second step of a run on the CPU, and their summary."""
+    write_texts(folder / "texts")
+    run_processes(ranks, _trace, folder, "run", settings)
+    events = json.loads((folder / "run/profile/rank0.json").read_text())["traceEvents"]
+    found = summary(events)
+    assert found["device"] == "cpu" and found["steps"] == 1
+    assert sum(found["part_ms"].values()) == pytest.approx(found["span_ms"])
+    assert sum(found["share_ms"].values()) == pytest.approx(found["span_ms"])
+    assert found["part_ms"]["not attributed"] == 0
+    return events, found
+
+
+def test_parts_of_a_run_on_two_ranks(tmp_path):
+    events, found = _traced(
+        tmp_path, 2, parallelism__cp=2, attention__schedule="ring", optimizer__name="AdamW"
+    )
+    # The CPU copies by ops, which are elementwise work.
+    absent = {part for part in PARTS if found["launches_of_part"][part] == 0}
+    assert absent == {"not attributed", "other copies"}
+    parts = {}
+    for work in work_of(events):
+        parts.setdefault(work.name, set()).add(part_of(work))
+    # Clipping and the norm are the optimizer's, by the trainer's range.
+    assert parts["aten::_foreach_norm"] == {"optimizer"}
+    assert parts["c10d::recv_"] == {"context-parallel transfers"}
+    assert parts["c10d::_reduce_scatter_base_"] == {"FSDP reduce-scatter"}
+    assert parts["titan_sparse::attend_backward"] == {"attention, backward"}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_parts_of_a_compiled_run(tmp_path, backend):
+    """Custom ops keep their names inside of compiled blocks."""
+    events, found = _traced(tmp_path, 1, compile__enable=True, compile__backend=backend)
+    for part in PARTS[:7]:
+        assert found["part_ms"][part] > 0, part
+    for work in work_of(events):
+        if work.name == "aten::mm" and any("Compiled" in name for name in work.around):
+            assert part_of(work) == "linear layers"
+
+
+# The command --------------------------------------------------------------------------------------
 
 
 def _event(name: str, start: float, end: float, cat: str = "kernel") -> dict:
@@ -37,35 +290,18 @@ def test_shares_add_up_and_hidden_work_counts_nothing():
     assert len(found["kernels"]) == 2
 
 
-def test_script(tmp_path):
-    def run(events: list[dict], *words: str) -> subprocess.CompletedProcess:
-        (tmp_path / "rank0.json").write_text(json.dumps({"traceEvents": events}))
-        return subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "scripts.summarize_trace",
-                tmp_path / "rank0.json",
-                "--json",
-                tmp_path / "out.json",
-                *words,
-            ],
-            cwd=ROOT,
-            check=False,
-            capture_output=True,
-            text=True,
-        )
+def test_script(tmp_path, capsys):
+    def run(events: list[dict], *words: str) -> str:
+        trace = tmp_path / "rank0.json"
+        trace.write_text(json.dumps({"traceEvents": events}))
+        summarize_trace.main([str(trace), "--json", str(tmp_path / "out.json"), *words])
+        return capsys.readouterr().out
 
-    result = run(EVENTS)
-    assert result.returncode == 0 and "14.0 ms, 6 launches" in result.stdout, result.stderr
+    assert "14.0 ms, 6 launches" in run(EVENTS)
     assert json.loads((tmp_path / "out.json").read_text()) == summary(EVENTS)
-    assert "norms, rope, elementwise" in result.stdout
-    on_cpu = run(EVENTS[:1])
-    assert on_cpu.returncode == 0 and "100.0 ms, 1 pieces of CPU ops" in on_cpu.stdout
-    halved = run(EVENTS, "--steps", "2")
-    assert "7.0 ms a step, 3 launches (mean of 2 steps)" in halved.stdout
-    none = run(EVENTS, "--steps", "0")
-    assert none.returncode == 1 and "--steps 0: write 1 or more" in none.stderr
-    empty = run([])
-    assert empty.returncode == 1
-    assert "no work of a GPU, nor ops of a CPU; write profiling.enable = true" in empty.stderr
+    assert "100.0 ms, 1 pieces of CPU ops" in run(EVENTS[:1])
+    assert "7.0 ms a step, 3 launches (mean of 2 steps)" in run(EVENTS, "--steps", "2")
+    with pytest.raises(SystemExit, match="--steps 0: write 1 or more"):
+        run(EVENTS, "--steps", "0")
+    with pytest.raises(SystemExit, match="no work of a GPU.*profiling.enable = true"):
+        run([])

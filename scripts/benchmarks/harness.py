@@ -1,0 +1,303 @@
+"""What all benchmarks of attention share: cases that yield rows, on one rank or several.
+
+A benchmark is a table {name: case}. A case takes a Bench and yields rows, on all ranks alike. A
+measurement that fails on any rank is a row with `error`, and the run goes on.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from scripts.benchmarks.attention_cases import Attention, Shape
+from scripts.benchmarks.provenance import provenance
+from scripts.benchmarks.timing import LEAD_CYCLES, Step, rounds
+from scripts.benchmarks.traces import after_start, intervals
+from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.patterns import Pattern
+from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
+from titan_sparse.training.distributed import choose_device, init_distributed, leave_distributed
+
+
+class Bench(NamedTuple):
+    """The run: its options, and this process among all others. nodes: the pretended ones count."""
+
+    args: argparse.Namespace
+    device: torch.device
+    rank: int
+    world: int
+    nodes: int = 1
+
+    def shapes(self, seq_len: int, heads: list[tuple[int, int]]) -> Iterator[Shape]:
+        """What attention is timed on, all ranks together. --heads and --seq-lens win over these."""
+        args = self.args
+        for query_heads, kv_heads in dict.fromkeys(args.heads or heads):
+            for tokens in dict.fromkeys(args.seq_lens or [seq_len]):
+                sizes = (args.head_dim, args.block_size, tokens, self.device.type)
+                yield Shape(query_heads, kv_heads, *sizes)
+
+    def context(
+        self,
+        layout: str,
+        schedule: str,
+        kind: type[ContextParallel] = ContextParallel,
+        gradient_dtype: torch.dtype | None = None,
+        overlap_stages: int = 2,
+    ) -> ContextParallel:
+        """A context-parallel group of all ranks, or what looks like one."""
+        # double_ring needs two axes even where all ranks are on one node.
+        axes = {"double_ring": max(2, self.nodes), "group_cast": self.nodes}
+        return kind(
+            cp_mesh(self.device.type, axes.get(schedule, 1), self.world),
+            layout,
+            schedule,
+            self.args.block_size,
+            gradient_dtype=gradient_dtype,
+            overlap_stages=(overlap_stages, overlap_stages),
+        )
+
+    def attention(
+        self, pattern: Pattern, ranges: MaskRanges, cp: ContextParallel | None = None
+    ) -> Attention:
+        """attend() as a function of q, k, v: this rank's with cp, all tokens without."""
+        block_size = self.args.block_size if cp is None else None
+        options = {"cp": cp, "backend": self.args.backend, "block_size": block_size}
+        return functools.partial(attend, mask=ranges, pattern=pattern, **options)
+
+
+Cases = dict[str, Callable[[Bench], Iterator[dict]]]
+
+
+@functools.cache
+def cp_mesh(device_type: str, nodes: int, world: int) -> DeviceMesh:
+    """Axes ("cp_inter", "cp_intra") for several nodes, ("cp",) for one."""
+    if nodes == 1:
+        return init_device_mesh(device_type, (world,), mesh_dim_names=("cp",))
+    return init_device_mesh(
+        device_type, (nodes, world // nodes), mesh_dim_names=("cp_inter", "cp_intra")
+    )
+
+
+# Rows ---------------------------------------------------------------------------------------------
+
+
+def place() -> tuple[int, int]:
+    """This process's rank and the number of processes, as torchrun sets them."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def measure(runs: list[argparse.Namespace], cases: Cases, refused: str | None, nodes: int) -> int:
+    """Measure args.cases of each run in one process group.
+
+    refused: why these options cannot run, None if they can. Returns the exit status: 0, or 2 with
+    one line on stderr.
+    """
+    rank, world = place()
+    if refused is None and runs[0].device == "cuda" and not torch.cuda.is_available():
+        refused = "there is no GPU here; write --device cpu and small sizes to try it out"
+    if refused:
+        if rank == 0:
+            print(refused, file=sys.stderr)
+        return 2
+    device = choose_device(runs[0].device)
+    init_distributed(device, runs[0].timeout)
+    if device.type == "cuda":
+        # torchrun sets 1, but realistic inputs are made on the CPU.
+        torch.set_num_threads(max(1, os.cpu_count() // world))
+    for args in runs:
+        result = provenance(args, device) | {"ranks": world, "rows": []}
+        run(Bench(args, device, rank, world, nodes), result, cases)
+        if rank == 0 and args.out:
+            write(Path(args.out), result | {"complete": True})
+    leave_distributed()
+    return 0
+
+
+def run(bench: Bench, result: dict, cases: Cases) -> None:
+    """All cases in the order asked for. Rank 0 reports their rows as they come."""
+
+    def report_case(case: Callable[[Bench], Iterator[dict]]) -> dict:
+        for row in case(bench):
+            if bench.rank == 0:
+                report(result, row, bench.args.out)
+        return {}
+
+    for name in bench.args.cases:
+        failed = attempt(bench, {"case": name}, functools.partial(report_case, cases[name]))
+        if "error" in failed and bench.rank == 0:
+            report(result, failed, bench.args.out)
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def report(result: dict, row: dict, out: str) -> None:
+    """Print a row without its intervals, and write all rows so far."""
+    shown = {key: value for key, value in row.items() if key != "intervals"}
+    print(json.dumps(shown), flush=True)
+    result["rows"].append(row)
+    if out:
+        write(Path(out), result)
+
+
+def write(path: Path, result: dict) -> None:
+    """All at once: a run that is killed leaves a whole file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(result, indent=1) + "\n")
+    unfinished.replace(path)
+
+
+def attempt(bench: Bench, row: dict, measure: Callable[[], dict]) -> dict:
+    """row with what was measured; with "error" if any rank failed.
+
+    All ranks have to fail at the same place, or none: a rank that fails alone leaves the others in
+    a collective.
+    """
+    try:
+        measured = measure()
+    except Exception as error:  # whatever goes wrong, the run goes on
+        measured = {"error": f"{type(error).__name__}: {str(error).strip()[:500]}"}
+    every = [None] * bench.world
+    dist.all_gather_object(every, measured.get("error"))
+    failed = [f"rank {rank}: {error}" for rank, error in enumerate(every) if error]
+    if failed:
+        return row | {"error": failed[0]}
+    return row | measured
+
+
+def about(case: str, shape: Shape) -> dict:
+    """The first fields of a row."""
+    return {"case": case, **shape._asdict()}
+
+
+# Times --------------------------------------------------------------------------------------------
+
+
+def start_together(bench: Bench) -> None:
+    """Let all ranks go on from here at the same time.
+
+    On GPUs the GPUs wait for each other, while the hosts already queue what follows.
+    """
+    if bench.device.type == "cpu":
+        dist.barrier()
+        return
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LEAD_CYCLES)
+    if bench.world > 1:
+        dist.all_reduce(torch.zeros(1, device=bench.device))
+
+
+def gather(bench: Bench, numbers: Sequence) -> Tensor:
+    """[ranks, ...] of every rank's numbers, float64 on the CPU."""
+    here = torch.tensor(numbers, dtype=torch.float64)
+    every = [torch.empty_like(here) for _ in range(bench.world)]
+    dist.all_gather(every, here)
+    return torch.stack(every)
+
+
+def timed(bench: Bench, steps: Sequence[Step], repeats: int = 0) -> dict:
+    """Milliseconds of a forward and a backward: medians of the slowest rank, and of each rank.
+
+    Each step's slowest rank may be another one: total_ms, the slowest rank's sum, can be less than
+    both together. repeats: 0 takes --repeats.
+    """
+    warm_ups = bench.args.warm_ups
+    repeats = warm_ups + (repeats or bench.args.repeats)
+    begin = functools.partial(start_together, bench)
+    spent = rounds(steps, repeats, bench.device.type == "cuda", begin)
+    every = gather(bench, spent[warm_ups:])  # [ranks, repeats, steps]
+    measured = {}
+    if len(steps) == 2:
+        slowest = every.amax(0)  # [repeats, steps]
+        measured["forward_ms"] = _median(slowest[:, 0])
+        measured["backward_ms"] = _median(slowest[:, 1])
+    total = every.sum(-1)  # [ranks, repeats]
+    measured["total_ms"] = _median(total.amax(0))
+    if bench.world > 1:
+        measured["per_rank_ms"] = [_median(of_rank) for of_rank in total]
+    return measured
+
+
+def _median(numbers: Tensor) -> float:
+    return round(statistics.median(numbers.tolist()), 3)
+
+
+def traced(bench: Bench, steps: Sequence[Step]) -> list[dict]:
+    """intervals() of rank 0 in one call of the steps, after one to warm up.
+
+    The other ranks take part and return [].
+    """
+    for step in steps:
+        step()
+    on_gpu = bench.device.type == "cuda"
+    profile = contextlib.nullcontext()
+    if bench.rank == 0:
+        kinds = torch.profiler.ProfilerActivity
+        profile = torch.profiler.profile(activities=[kinds.CUDA if on_gpu else kinds.CPU])
+    with profile:
+        start_together(bench)
+        for step in steps:
+            step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    if bench.rank != 0:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return intervals(after_start(events), on_gpu)
+
+
+# Numbers ------------------------------------------------------------------------------------------
+
+
+def rounded(number: float) -> float:
+    """To five digits."""
+    return float(f"{number:.5g}")
+
+
+def mean(rows: list[dict]) -> dict:
+    """Of rows with the same numbers or lists of numbers."""
+    averages = {}
+    for key in rows[0]:
+        average = torch.tensor([row[key] for row in rows], dtype=torch.float64).mean(0)
+        values = [rounded(number) for number in average.flatten().tolist()]
+        averages[key] = values if average.ndim else values[0]
+    return averages
+
+
+def causal_pairs(seq_len: int) -> float:
+    return seq_len * (seq_len + 1) / 2
+
+
+def rates(shape: Shape, measured: dict, pairs: float, ranks: int = 1) -> dict:
+    """TFLOP/s of a rank, by the milliseconds measured and the pairs that each head computes."""
+    work = shape.heads * shape.head_dim * pairs / ranks / 1e9
+    flops = {"forward": FORWARD_FLOPS, "backward": BACKWARD_FLOPS}
+    flops["total"] = FORWARD_FLOPS + BACKWARD_FLOPS
+    return {
+        f"{step}_tflops": rounded(of_pair * work / measured[f"{step}_ms"])
+        for step, of_pair in flops.items()
+    }
+
+
+def faster(name: str, row: dict, peer: dict) -> dict:
+    """How many times faster than the peer a row is, by step; nothing where one of them failed."""
+    if "error" in row or "error" in peer:
+        return {}
+    steps = ("forward", "backward", "total")
+    return {f"{step}_{name}": rounded(peer[f"{step}_ms"] / row[f"{step}_ms"]) for step in steps}
