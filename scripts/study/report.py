@@ -173,8 +173,8 @@ def _attention(
 def scores_of(answers: dict[str, Any]) -> dict[str, float]:
     """Each number by what it measures.
 
-    "loss, KIND" and "loss, KIND, last positions" (natural log); in percent "needle forced, LENGTH",
-    "needle generated, LENGTH", and of RULER "TASK forced, LENGTH" and "TASK generated, LENGTH".
+    "loss, KIND" and "loss, KIND, last positions" (natural log); in percent "needle forced, LENGTH"
+    and "needle generated, LENGTH".
     Forced: the share of the answer's tokens that are the most likely. Their text would not do: a
     model that repeats each token of the answer that it reads writes the answer too.
     """
@@ -188,12 +188,6 @@ def scores_of(answers: dict[str, Any]) -> dict[str, float]:
             by_length.setdefault(cell["length"], []).append(100 * cell[kind])
         for length, values in sorted(by_length.items()):
             scores[f"needle {way}, {length}"] = statistics.fmean(values)
-        for name in sorted(answers):
-            if name.startswith(f"ruler_{way}"):
-                for cell in answers[name]["cells"]:
-                    # RULER's score is in percent already.
-                    value = cell["score"] if kind == "score" else 100 * cell[kind]
-                    scores[f"{cell['task']} {way}, {cell['length']}"] = value
     return scores
 
 

@@ -15,32 +15,15 @@ from titan_sparse.config import Config, load_and_check
 from titan_sparse.config.reading import show
 from titan_sparse.estimate.flops import causal_pairs
 
-RULER = (
-    "niah_single_1",
-    "niah_single_2@own",
-    "niah_single_3@own",
-    "niah_multikey_1@own",
-    "niah_multikey_2",
-    "niah_multikey_3",
-    "niah_multivalue@own",
-    "niah_multiquery@own",
-    "vt",
-    "cwe",
-    "fwe",
-)
-"""All tasks of titan_sparse.evaluation.ruler_tasks."""
-
 
 @dataclass(frozen=True)
 class Asked:
     """Prompts. lengths: tokens. depths: of needles, evenly spaced. needles: of each length and
-    depth. samples: prompts of each task of RULER and length."""
+    depth."""
 
     lengths: tuple[int, ...]
     depths: int
     needles: int
-    tasks: tuple[str, ...]
-    samples: int
 
 
 @dataclass(frozen=True)
@@ -66,9 +49,8 @@ class Size:
 
     original: the model's context in tokens, which is extended to text.context. A step is one
     sequence of that. common: keys that all runs share. asked: of text.asked the part that is asked.
-    windows: held-out contexts of each kind, for the loss by position. generates_ruler: whether
-    RULER's tasks are also answered by generation. reserve_seconds: with less time left than that
-    nothing is begun.
+    windows: held-out contexts of each kind, for the loss by position. reserve_seconds:
+    with less time left than that nothing is begun.
     """
 
     name: str
@@ -78,7 +60,6 @@ class Size:
     compile: bool
     windows: int
     asked: Asked
-    generates_ruler: bool
     moba_chunk: int
     fixed_verticals: int
     fixed_slashes: int
@@ -95,7 +76,7 @@ REAL_TEXT = TextSize(
     held_out=16,
     most_characters=4_000_000,
     has_sdists=True,
-    asked=Asked((4096, 8192, 16384, 32768, 65536), depths=5, needles=4, tasks=RULER, samples=5),
+    asked=Asked((4096, 8192, 16384, 32768, 65536), depths=5, needles=4),
 )
 FULL = Size(
     "full",
@@ -105,7 +86,6 @@ FULL = Size(
     compile=True,
     windows=12,
     asked=REAL_TEXT.asked,
-    generates_ruler=True,
     # MoBA: chunks as large a share of the context as published (4096 of 524288). Fixed budgets as
     # published. The window visits an eighth of the pairs.
     moba_chunk=512,
@@ -131,14 +111,11 @@ SHORT = dataclasses.replace(
     asked=dataclasses.replace(
         REAL_TEXT.asked,
         needles=1,
-        tasks=("niah_multikey_1@own", "niah_multiquery@own", "vt"),
-        samples=2,
     ),
-    generates_ruler=False,
     common=FULL.common | {"metrics.recall_every": 8},
     reserve_seconds=40,
 )
-TOY_ASKED = Asked((512, 1024), depths=2, needles=1, tasks=("fwe",), samples=1)
+TOY_ASKED = Asked((512, 1024), depths=2, needles=1)
 TOY = Size(
     "toy",
     TextSize(
@@ -154,7 +131,6 @@ TOY = Size(
     compile=False,
     windows=2,
     asked=TOY_ASKED,
-    generates_ruler=True,
     moba_chunk=32,
     fixed_verticals=32,
     fixed_slashes=6,

@@ -38,7 +38,6 @@ from titan_sparse.data.tokenizer import load_tokenizer
 from titan_sparse.evaluation.answers import Sample
 from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.needle import depths, needle_samples
-from titan_sparse.evaluation.ruler import ruler_samples
 
 Packages = dict[str, list[str]]
 """The texts of each package, in order."""
@@ -310,8 +309,7 @@ def _hash(name: str) -> str:
 def write_prompts(folder: Path, asked: Asked) -> None:
     """Write folder/prompts.json and prompts.npy, hidden in the prose that is held out.
 
-    Made once, as that takes minutes, and words that another machine may not have installed. Raises
-    ValueError for a length that does not hold a task.
+    Raises ValueError for a length that does not hold a needle and its question.
     """
     tokenizer = load_tokenizer(str(folder / "prose"))
     config = Config()
@@ -320,9 +318,6 @@ def write_prompts(folder: Path, asked: Asked) -> None:
     haystack = Haystack(open_documents(config.data, tokenizer), tokenizer)
     lengths = list(asked.lengths)
     samples = needle_samples(haystack, lengths, depths(asked.depths), asked.needles, _SEED)
-    for task in asked.tasks:
-        samples += ruler_samples(haystack, [task], lengths, asked.samples, _SEED)
-        print(f"prompts: {task}", flush=True)
     records = []
     for sample in samples:
         records.append(asdict(sample) | {"prompt": len(sample.prompt), "answer": sample.answer})
@@ -334,7 +329,7 @@ def write_prompts(folder: Path, asked: Asked) -> None:
 
 
 def read_prompts(folder: Path) -> list[Sample]:
-    """All that write_prompts() wrote; a needle's `about` has a depth, a task's of RULER its name."""
+    """All that write_prompts() wrote."""
     tokens = np.load(folder / "prompts.npy").astype(np.int64)
     samples = []
     start = 0

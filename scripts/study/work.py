@@ -42,7 +42,6 @@ from titan_sparse.config import ConfigError
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.tokenizer import load_tokenizer
 from titan_sparse.evaluation import needle, position
-from titan_sparse.evaluation import ruler as ruler_tasks
 from titan_sparse.evaluation.answers import Sample, score_samples
 from titan_sparse.evaluation.load import build_scorer, find_checkpoint
 from titan_sparse.evaluation.scorer import Scorer, Sequence
@@ -54,7 +53,7 @@ BUCKETS = 16
 """Ranges of positions at the longest length."""
 TIMED_STEPS = 3
 EXTRA_TOKENS = 8
-"""Generated beyond the answer's length. RULER has up to 128 in all, most of them after the end."""
+"""Generated beyond the answer's length."""
 
 
 def train(study: Study, run: Run, deadline: float) -> None:
@@ -158,23 +157,11 @@ def questions(study: Study, mode: str) -> dict[str, Callable[[Scorer], Any]]:
     needles = first_of_each(
         [sample for sample in samples if "depth" in sample.about], size.asked.needles
     )
-    by_task = {}
-    for task in size.asked.tasks:
-        of_task = [sample for sample in samples if sample.about.get("task") == task]
-        by_task[task] = first_of_each(of_task, size.asked.samples)
-    ruler = [sample for of_task in by_task.values() for sample in of_task]
-    found = {
+    return {
         "position": functools.partial(position_losses, study, most),
         "needle_forced": functools.partial(ask, needles, False, needle.by_cell),
         "needle_generated": functools.partial(ask, needles, True, needle.by_cell),
-        "ruler_forced": functools.partial(ask, ruler, False, ruler_tasks.by_task),
     }
-    if size.generates_ruler:
-        # By task, as all prompts that are answered together generate as many tokens.
-        for task, of_task in by_task.items():
-            name = f"ruler_generated_{task.replace('@', '_')}"
-            found[name] = functools.partial(ask, of_task, True, ruler_tasks.by_task)
-    return found
 
 
 @functools.cache

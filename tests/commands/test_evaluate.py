@@ -110,9 +110,9 @@ def test_dense_and_generated(folder, one):
                 "--attention",
                 "dense",
                 "--tasks",
-                "position,niah_multikey_3",
-                "--lengths",
-                "1100",
+                "position,needle",
+                "--depths",
+                "1",
                 "--samples",
                 "1",
                 "--answers",
@@ -127,13 +127,10 @@ def test_dense_and_generated(folder, one):
         dense["about"]["pattern"] == "dense"
         and abs(dense["position"][0]["loss"] / one["position"][0]["loss"] - 1) > 1e-7
     )
-    (row,) = dense["ruler"]["scores"]
-    assert (row["task"], row["length"], row["samples"]) == (
-        "niah_multikey_3",
-        1100,
-        1,
-    ) and 0 <= row["score"] <= 100
-    assert (folder / "dense/ruler.csv").is_file() and len(dense["ruler"]["records"]) == 1
+    (cell,) = dense["needle"]["cells"]
+    assert (cell["length"], cell["samples"]) == (440, 1)
+    # It was generated: there is no loss of the answer's tokens.
+    assert "loss" not in cell
 
 
 def _evaluate(words: list[str]) -> None:
@@ -230,7 +227,11 @@ def test_from_the_command_line(folder, one):
 @pytest.mark.parametrize(
     "words, reason",
     [
-        (["--tasks", "needles"], "--tasks needles is unknown; write some of position, needle"),
+        (["--tasks", "needles"], "--tasks needles is not one of position, needle."),
+        (
+            ["--tasks", "ruler"],
+            "lm_eval --model titan_sparse --tasks ruler --model_args checkpoint=",
+        ),
         (["--lengths", "4kb"], '--lengths = "4kb" are no lengths'),
         (["--stride", "500"], r"--stride 500 is not in [0, 440]"),
         (["--training.sede", "1"], "training.sede"),

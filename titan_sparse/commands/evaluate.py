@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint: loss by position, Needle In A Haystack, RULER.
+"""Evaluates a checkpoint: loss by position, Needle In A Haystack.
 
     titan-sparse evaluate --config outputs/run/config.toml --checkpoint outputs/run \\
         --tasks position,needle --lengths 4096
@@ -24,7 +24,7 @@ from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import lengths_of, require, tokens
 from titan_sparse.data import Tokenizer, load_tokenizer
 from titan_sparse.data.documents import open_documents
-from titan_sparse.evaluation import needle, pictures, position, ruler
+from titan_sparse.evaluation import needle, pictures, position
 from titan_sparse.evaluation.answers import Sample, score_samples
 from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.load import build_scorer, find_checkpoint
@@ -33,7 +33,9 @@ from titan_sparse.evaluation.settings import load_for_evaluation
 from titan_sparse.training.distributed import leave_distributed
 from titan_sparse.training.metrics import json_ready
 
-TASKS = ("position", "needle", "ruler")
+TASKS = ("position", "needle")
+LM_EVAL = "python -m titan_sparse.integrations.lm_eval --model titan_sparse"
+"""The command that evaluates with published tasks."""
 
 
 def main(words: list[str]) -> int:
@@ -89,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tasks",
         default="position,needle",
-        help=f"of {', '.join(TASKS)}, or tasks of RULER by name",
+        help=f"of {', '.join(TASKS)}; RULER and other published tasks run through {LM_EVAL}",
     )
     parser.add_argument(
         "--lengths", default="", help="tokens, with commas between; default: training.seq_len"
@@ -101,8 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         "--samples",
         type=int,
         default=10,
-        help="windows of a length; needles of a length and depth; "
-        "prompts of a RULER task and length",
+        help="windows of a length; needles of a length and depth",
     )
     parser.add_argument(
         "--stride", type=tokens, default=0, help="tokens between windows; 0: windows do not overlap"
@@ -134,9 +135,12 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
 def _resolve(args: argparse.Namespace, config: Config) -> None:
     """Put lists in place of the words of --tasks and --lengths, and check all options."""
     args.tasks = [name.strip() for name in args.tasks.split(",")]
-    known = (*TASKS, *ruler.TASKS)
     for name in args.tasks:
-        require(name in known, f"--tasks {name} is unknown; write some of {', '.join(known)}")
+        require(
+            name in TASKS,
+            f"--tasks {name} is not one of {', '.join(TASKS)}. RULER and other published tasks run "
+            f"through {LM_EVAL} --tasks {name} --model_args checkpoint=RUN,tokenizer=FOLDER",
+        )
     args.lengths = lengths_of(args.lengths or str(config.training.seq_len), "--lengths")
     for name in ("samples", "depths", "buckets"):
         require(
@@ -156,8 +160,8 @@ def _resolve(args: argparse.Namespace, config: Config) -> None:
         "stride": ("position",),
         "buckets": ("position",),
         "depths": ("needle",),
-        "answers": known[1:],
-        "seed": known[1:],
+        "answers": ("needle",),
+        "seed": ("needle",),
     }
     parser = _parser()
     for name, tasks in needs.items():
@@ -176,7 +180,6 @@ class Work(NamedTuple):
 
     windows: dict[int, list[Sequence]]
     needles: list[Sample]
-    ruler: list[Sample]
 
 
 def read(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) -> Work:
@@ -197,9 +200,7 @@ def read(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) -> Work
     if "needle" in args.tasks:
         depths = needle.depths(args.depths)
         needles = needle.needle_samples(haystack, args.lengths, depths, args.samples, args.seed)
-    tasks = [name for name in ruler.TASKS if name in args.tasks or "ruler" in args.tasks]
-    prompts = ruler.ruler_samples(haystack, tasks, args.lengths, args.samples, args.seed)
-    return Work(windows, needles, prompts)
+    return Work(windows, needles)
 
 
 def evaluate(work: Work, scorer: Scorer, buckets: int, generate: bool) -> dict[str, Any]:
@@ -213,9 +214,6 @@ def evaluate(work: Work, scorer: Scorer, buckets: int, generate: bool) -> dict[s
     if work.needles:
         records = score_samples(scorer, work.needles, generate)
         results["needle"] = {"cells": needle.by_cell(records), "records": records}
-    if work.ruler:
-        records = score_samples(scorer, work.ruler, generate)
-        results["ruler"] = {"scores": ruler.by_task(records), "records": records}
     return results
 
 
@@ -237,8 +235,6 @@ def write(results: dict[str, Any], about: dict[str, Any], out: str) -> list[str]
                 tables["position"].append({"length": of_length["length"], **bucket})
     if "needle" in results:
         tables["needle"] = results["needle"]["cells"]
-    if "ruler" in results:
-        tables["ruler"] = results["ruler"]["scores"]
     for task, rows in tables.items():
         with open(folder / f"{task}.csv", "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, rows[0])
@@ -251,10 +247,8 @@ def write(results: dict[str, Any], about: dict[str, Any], out: str) -> list[str]
     for task, rows in tables.items():
         if task == "position":
             figure = pictures.position_figure(results["position"])
-        elif task == "needle":
-            figure = pictures.needle_figure(rows)
         else:
-            figure = pictures.ruler_figure(rows)
+            figure = pictures.needle_figure(rows)
         figure.savefig(folder / f"{task}.png", dpi=120)
         files.append(f"{task}.png")
     return files
@@ -274,8 +268,6 @@ def summary(results: dict[str, Any]) -> str:
             f"needle   {cell['length']:>9,}, depth {100 * cell['depth']:3.0f} %: "
             f"score {100 * cell['score']:.1f} %"
         )
-    for row in results.get("ruler", {}).get("scores", []):
-        lines.append(f"{row['task']:<16} {row['length']:>9,}: {row['score']:.2f}")
     return "\n".join(lines)
 
 

@@ -1,7 +1,6 @@
 """Text to hide things in, as tokens; and the words that keys are made of."""
 
 import random
-import re
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +34,6 @@ class Haystack:
         self.tokenizer = tokenizer
         self._tokens = np.empty(0, dtype=np.int64)
         self._documents_read = 0
-        self._sentences: list[str] = []
-        self._documents_split = 0
 
     def tokens(self, start: int, count: int) -> NDArray[np.int64]:
         """int64 [count], from token `start` on, a line break between documents.
@@ -46,21 +43,6 @@ class Haystack:
         if len(self._tokens) < start + count:
             self._read(start + count)
         return self._tokens[start : start + count]
-
-    def sentences(self, count: int) -> list[str]:
-        """`count` sentences or lines from the first document on.
-
-        Raises ValueError if no document holds any text.
-        """
-        while len(self._sentences) < count:
-            if self._documents_split >= len(self.documents) and not self._sentences:
-                raise ValueError(_EMPTY)
-            text = self.tokenizer.decode(self._document(self._documents_split))
-            for sentence in re.split(r"(?<=[.!?])\s+|\n+", text):
-                if sentence.strip():
-                    self._sentences.append(sentence.strip())
-            self._documents_split += 1
-        return self._sentences[:count]
 
     def _read(self, count: int) -> None:
         line_break = self.tokenizer.encode("\n")

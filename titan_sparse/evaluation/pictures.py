@@ -48,17 +48,3 @@ def position_figure(results: list[dict[str, Any]]) -> Any:
     axes.set(xlabel="position in the window (tokens)", ylabel="cross-entropy (nats)")
     axes.legend()
     return figure
-
-
-def ruler_figure(rows: list[dict[str, Any]]) -> Any:
-    """Score against length, a curve for each task."""
-    figure, axes = _figure("RULER")
-    for task in dict.fromkeys(row["task"] for row in rows):
-        points = sorted((row["length"], row["score"]) for row in rows if row["task"] == task)
-        lengths = [length for length, _ in points]
-        scores = [score for _, score in points]
-        axes.plot(lengths, scores, marker="o", label=task)
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="length (tokens)", ylabel="score (%)", ylim=(-2, 102))
-    axes.legend(fontsize="small")
-    return figure

@@ -117,8 +117,6 @@ def test_questions_go_up_to_the_length_that_the_model_reads(toy):
     assert "loss" in of_base[0] and "loss" not in cells[0]
     losses = answers(toy, START, PUBLISHED, "position")["losses"]["code"]
     assert losses["length"] == TOY.original and losses["tokens"] <= TOY.windows * TOY.original
-    tasks = answers(toy, DENSE, DENSE, "ruler_generated_fwe")["cells"]
-    assert {(cell["task"], cell["length"]) for cell in tasks} == {("fwe", 512), ("fwe", 1024)}
 
 
 @pytest.mark.slow
@@ -270,20 +268,15 @@ def row(method: str, seed: int, scores: dict[str, float]) -> dict:
 def test_forced_answers_count_by_token_and_generated_ones_by_text():
     needles = [{"length": 512, "depth": depth, "score": 1.0} for depth in (0.0, 1.0)]
     forced = [cell | {"correct": share} for cell, share in zip(needles, (0.25, 0.75))]
-    task = {"task": "vt", "length": 512, "score": 60.0}
     found = scores_of(
         {
             "needle_forced": {"cells": forced},
             "needle_generated": {"cells": needles},
-            "ruler_forced": {"cells": [task | {"correct": 0.2}]},
-            "ruler_generated_vt": {"cells": [task]},
         }
     )
     assert found == {
         "needle forced, 512": 50.0,
         "needle generated, 512": 100.0,
-        "vt forced, 512": pytest.approx(20.0),
-        "vt generated, 512": 60.0,
     }
 
 

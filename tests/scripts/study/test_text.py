@@ -16,7 +16,7 @@ from scripts.study.work import first_of_each
 from titan_sparse.data.preparing import Recipe, prepare
 from titan_sparse.data.tokenizer import load_tokenizer
 
-ASKED = Asked((768, 1024), depths=3, needles=2, tasks=("fwe",), samples=2)
+ASKED = Asked((768, 1024), depths=3, needles=2)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_prompts_are_read_as_they_were_made(tmp_path, tokenizer_folder):
     prepare(recipe, str(tmp_path / "prose"), 1, lambda done, shards: None)
     write_prompts(tmp_path, ASKED)
     samples = read_prompts(tmp_path)
-    assert len(samples) == 2 * 3 * 2 + 2 * 2
+    assert len(samples) == 2 * 3 * 2
     tokenizer = load_tokenizer(str(tokenizer_folder))
     for sample in samples:
         shown = tokenizer.decode(sample.prompt)
@@ -157,5 +157,5 @@ def test_prompts_are_read_as_they_were_made(tmp_path, tokenizer_folder):
         assert len(sample.prompt) + len(sample.answer) <= sample.length
     one = first_of_each(samples, 1)
     about = [(sample.about["length"], sample.about.get("depth")) for sample in one]
-    assert len(about) == len(set(about)) == 2 * 3 + 2
+    assert len(about) == len(set(about)) == 2 * 3
     assert len(first_of_each(samples, 9)) == len(samples)
