@@ -330,14 +330,14 @@ def _sharded_equals_whole(tied: bool) -> None:
 
 def _option_z_loss(folder: Path) -> None:
     first = []
-    for z_loss in (0.0, 0.1, 0.2):
+    for z_loss in (0.0, 0.1):
         config = tiny_config(folder, f"z{z_loss}", training__z_loss=z_loss, training__steps=1)
         train(config)
         dist.barrier()  # rank 0 writes
         first.append(metrics_of(config)[0])
-    plain, one, two = (line["loss"] for line in first)
+    plain, one = (line["loss"] for line in first)
     # lse of logits near 0 is the log of the vocabulary, about 5.6
-    assert 1.0 < one - plain < 10.0 and two - plain == pytest.approx(2 * (one - plain), rel=1e-9)
+    assert 1.0 < one - plain < 10.0
     assert first[0]["grad_norm"] != first[1]["grad_norm"]
 
 

@@ -145,13 +145,6 @@ def test_settings_that_cannot_be_trained_are_refused(tmp_path, settings, message
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_gpt_oss_of_four_bits_is_refused(tmp_path):
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    settings = experts | {"quantization_config": {"quant_method": "mxfp4"}}
-    with pytest.raises(ValueError, match="only weights of floating point"):
-        resolve("debug", initial_hf=write_config(tmp_path, "gpt_oss", **settings))
-
-
 # Whose code
 
 

@@ -36,7 +36,6 @@ from titan_sparse.integrations.transformers import (
 from titan_sparse.integrations.transformers import (
     masks as masks_of_layers,
 )
-from titan_sparse.integrations.transformers.masks import LayerMask, MaskRule
 
 eager = BACKENDS["eager"]
 
@@ -215,42 +214,6 @@ def test_a_mask_is_built_once_a_forward_for_each_kind_of_layer(name, monkeypatch
     input_ids = tokens(1, SEQ_LEN)
     model(input_ids, labels=input_ids, position_ids=positions(*LENGTHS)).loss.backward()
     assert len(built) == (2 if kinds else 1)
-
-
-def test_rows_of_a_mask_in_a_dict_are_worked_out_once():
-    class Counted(Documents):
-        calls = 0
-
-        def rows(self, *args):
-            Counted.calls += 1
-            return super().rows(*args)
-
-    mask = Counted(LENGTHS)
-    model = family("qwen3", num_hidden_layers=4)
-    model.set_attn_implementation("titan_sparse")
-    masks = {"full_attention": mask}
-    model(tokens(1, SEQ_LEN), attention_mask=masks)
-    assert Counted.calls == 1
-    model(tokens(1, SEQ_LEN + 10), attention_mask=masks)
-    assert Counted.calls == 2
-
-
-def test_a_mask_of_ours_on_one_token():
-    model = family("llama")
-    model.set_attn_implementation("titan_sparse")
-    input_ids = tokens(1, 1)
-    with_mask = model(input_ids, attention_mask=AttentionMask(Causal()), use_cache=False).logits
-    assert_close([with_mask], [model(input_ids).logits])
-
-
-def test_positions_are_looked_at_anew():
-    mask = LayerMask(MaskRule(), None, None, SEQ_LEN)
-    q = torch.zeros(1, 1, SEQ_LEN, 16)
-    settings = AttentionSettings()
-    packed, plain = positions(*LENGTHS), positions(SEQ_LEN)
-    assert mask.ranges(packed, q, settings).document_start is not None
-    assert mask.ranges(plain, q, settings).plain
-    assert mask.ranges(packed, q, settings) is not mask.ranges(plain, q, settings)
 
 
 def test_patterns_are_for_layers_without_chunks():

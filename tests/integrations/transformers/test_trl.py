@@ -17,7 +17,6 @@ from trl.experimental import gkd, orpo  # noqa: E402
 
 from tests.distributed import run_processes  # noqa: E402
 from tests.integrations.transformers.trainer_runs import (  # noqa: E402
-    BLOCK,
     VOCAB,
     arguments,
     assert_same,
@@ -29,7 +28,6 @@ from tests.integrations.transformers.trainer_runs import (  # noqa: E402
 )
 from titan_sparse.integrations.transformers import AttentionSettings, register  # noqa: E402
 from titan_sparse.integrations.transformers.context_parallel import (  # noqa: E402
-    ContextParallelConfig,
     ContextParallelTrainer,
 )
 
@@ -174,13 +172,3 @@ def test_losses_of_whole_sequences_are_refused(other):
 
         class Wrong(ContextParallelTrainer, other):
             pass
-
-
-def test_trl_alone_refuses():
-    """What this is for. Should TRL pack under context parallelism some day, say so in the docs."""
-    import inspect
-
-    assert "Packing is not compatible with context parallelism" in inspect.getsource(
-        trl.SFTTrainer.__init__
-    )
-    assert not ContextParallelConfig(block_size=BLOCK).cp_enabled

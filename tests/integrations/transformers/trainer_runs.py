@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ from titan_sparse.attention.patterns import Pattern, VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed
 from titan_sparse.integrations.transformers import (
     AttentionSettings,
-    context_parallel,
     keep_attention,
     register,
 )
@@ -35,7 +33,6 @@ from titan_sparse.integrations.transformers.context_parallel import (
     ContextParallelConfig,
     ContextParallelTrainer,
     chunk_loss,
-    shard_batch,
 )
 
 BLOCK = 16
@@ -268,57 +265,6 @@ def noisy(folder: Path) -> list[dict[str, float]]:
     return [{"noise": round(noise / bound, 2)}]
 
 
-# Faults planted in plain(), which must show.
-
-
-def labels_shifted_late(folder: Path) -> list[dict[str, float]]:
-    """Each rank shifts the labels of its own tokens."""
-
-    def faulty(batch: Any, cp: Any) -> dict[str, Any]:
-        unshifted = shard_batch(batch | {"shift_labels": batch["labels"]}, cp)["shift_labels"]
-        shifted = torch.nn.functional.pad(unshifted[:, 1:], (0, 1), value=-100)
-        return shard_batch(batch, cp) | {"shift_labels": shifted}
-
-    with patch.object(context_parallel, "shard_batch", faulty):
-        return plain(folder)
-
-
-def labels_counted_late(folder: Path) -> list[dict[str, float]]:
-    """Each rank counts the labels of its own tokens, as if the others had the same."""
-
-    class Faulty(LongTrainer):
-        def _get_num_items_in_batch(self, batch_samples, device):
-            local = [shard_batch(batch, self.cp) for batch in batch_samples]
-            return super()._get_num_items_in_batch(local, device)
-
-    with patch(f"{__name__}.LongTrainer", Faulty):
-        return plain(folder)
-
-
-def positions_local(folder: Path) -> list[dict[str, float]]:
-    """Each rank numbers its own tokens."""
-
-    def faulty(batch: Any, cp: Any) -> dict[str, Any]:
-        local = shard_batch(batch, cp)
-        positions = torch.arange(local["input_ids"].shape[1])[None]
-        return local | {"position_ids": positions}
-
-    with patch.object(context_parallel, "shard_batch", faulty):
-        return plain(folder)
-
-
-def documents_lost(folder: Path) -> list[dict[str, float]]:
-    """No documents: attention sees across them."""
-
-    def faulty(batch: Any, cp: Any) -> dict[str, Any]:
-        whole = {key: value for key, value in batch.items() if key != "position_ids"}
-        return shard_batch(batch, cp) | {"attention_mask": shard_batch(whole, cp)["attention_mask"]}
-
-    with patch.object(context_parallel, "shard_batch", faulty):
-        return plain(folder)
-
-
-FAULTS = (labels_shifted_late, labels_counted_late, positions_local, documents_lost)
 # On four processes, two to a sequence: batches of half the documents.
 
 
@@ -363,7 +309,7 @@ def run_all(folder: str, names: list[str]) -> None:
     # Earlier tests of this process may have drawn the probe's rows anew.
     set_probe_seed(0)
     for name in names:
-        [run] = [run for run in RUNS + MORE + FAULTS + WIDE if run.__name__ == name]
+        [run] = [run for run in RUNS + MORE + WIDE if run.__name__ == name]
         found = run(Path(folder, f"{name}-{os.environ.get('WORLD_SIZE', '1')}"))
         write(folder, name, found)
 
