@@ -56,7 +56,7 @@ class Rule(NamedTuple):
 PARSED = Rule(stop_when_parsed=True)
 EVALUATED = ("--lengths", "2048", "--samples", "1", "--depths", "2")
 INSPECTED = ("--length", "150", "--rows", "8", "--layers", "0")
-FEW_RANKS = ("--ranks", "4", "--nodes", "2", "--seq-len", "16384", "--layers", "1")
+FEW_RANKS = ("--ranks", "4", "--nodes", "2", "--seq-len", "16384")
 MANY_LISTED = ("--gpus", "8", "--list")
 SMALL_LOSS = ("--tokens=64", "--hidden=16", "--vocab=100", "--chunk-tokens=32", "--repeats=1")
 

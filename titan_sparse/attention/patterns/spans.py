@@ -25,7 +25,7 @@ class Spans(NamedTuple):
 
     start, stop: [B, n], global tokens.
     first_block, last_block: [B, n].
-    offset: [B, n], where the span's block diagonals begin in the list of all diagonals (see
+    offset: [B, n], where the span's block diagonals begin in the list of all slashes (see
         `entries`).
     dense_from: [B, blocks], the first block that a query block sees whole because of short
         documents; `blocks` if none.

@@ -1,4 +1,4 @@
-"""How many verticals or diagonals are enough: the smallest sets that reach the recall.
+"""How many verticals or slashes are enough: the smallest sets that reach the recall.
 
 On a GPU, fp32 masses go to the kernels of titan_sparse/kernels/budget, which sort nothing. All
 others go to their plain-torch twin there.

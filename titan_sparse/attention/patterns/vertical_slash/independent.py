@@ -1,4 +1,4 @@
-"""budget = "independent": verticals reach the recall alone, and so do diagonals.
+"""budget = "independent": verticals reach the recall alone, and so do slashes.
 
 MTraining, appendix B.1. Each rank gets all keys' masses for its share of the heads, and chooses for
 them; then the choices are gathered. Besides those of look() that takes two collectives.
@@ -28,8 +28,8 @@ class Pairs(NamedTuple):
     """What a rank chooses for: N = ceil(B Hq / ranks) pairs of a sequence and a head.
 
     segments: what is chosen from in a row of masses [S + E], in 2 n segments: each span's
-        verticals, then each span's diagonals.
-    tile: int64 [N, E U], the tiles that make up each diagonal (tiles_of_diagonals).
+        verticals, then each span's slashes.
+    tile: int64 [N, E U], the tiles that make up each slash (tiles_of_diagonals).
     """
 
     segments: Segments
@@ -46,7 +46,7 @@ def choose_independent(
     recall: float,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Verticals int32 [B, Hq, capacity], diagonals bool [B, Hq, E], and capped bool [B, Hq, 2].
+    """Verticals int32 [B, Hq, capacity], slashes bool [B, Hq, E], and capped bool [B, Hq, 2].
 
     Collective over cp. q, k: [B, Hq, S_local, D] and [B, Hkv, S_local, D], whole blocks.
     """
@@ -112,7 +112,7 @@ def _masses(
 
     # [N, K T U + 1]: the last entry is the tile that stands for none.
     tile_masses = F.pad(tile_masses.flatten(1), (0, 1))
-    # [N, E U]. Gathered, not scattered: with atomic additions a diagonal's mass would depend on
+    # [N, E U]. Gathered, not scattered: with atomic additions a slash's mass would depend on
     # their order.
     diagonal_tiles = tile_masses.gather(1, tile)
     # [N, E, U] -> [N, E]
@@ -130,9 +130,9 @@ def sequences_of_pairs(batch: int, heads: int, cp: ContextParallel, device: torc
 
 
 def tiles_of_diagonals(spans: Spans, rows: ProbedRows, blocks: int, block_size: int) -> Tensor:
-    """int64 [B, E U]: the tiles that make up each diagonal.
+    """int64 [B, E U]: the tiles that make up each slash.
 
-    Entry e of the list of all spans' diagonals is the sum of tiles U e .. U e + U - 1 of these.
+    Entry e of the list of all spans' slashes is the sum of tiles U e .. U e + U - 1 of these.
     Tiles are numbered (key block, span touching it, group of rows); the one behind the last stands
     for none. blocks: K, of the sequence.
     """
@@ -141,7 +141,7 @@ def tiles_of_diagonals(spans: Spans, rows: ProbedRows, blocks: int, block_size: 
     span, distance = diagonals_of_entries(spans, blocks, block_size)
     known = span.clamp(max=spans.start.shape[1] - 1)
     first_block = lookup(spans.first_block, known)
-    # [B, E, U]: the block of keys that each group of rows meets on the diagonal.
+    # [B, E, U]: the block of keys that each group of rows meets on the slash.
     group_block = rows.group_block.gather(1, known[..., None].expand(-1, -1, groups))
     block = group_block - distance[..., None]
 

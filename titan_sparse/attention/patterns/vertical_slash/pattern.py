@@ -54,7 +54,7 @@ T = TypeVar("T")
 class VerticalSlashIndex(BlockIndex):
     """Block diagonals per span (slashes) and single keys (verticals), for every query head.
 
-    slashes: bool [B, Hq, E]; entry spans.offset[d] + delta is the diagonal of block pairs delta
+    slashes: bool [B, Hq, E]; entry spans.offset[d] + delta is the slash of block pairs delta
         apart in span d.
     verticals: int32 [B, Hq, C].
     capped: bool [B, Hq, 2], whether the cap on verticals, and the cap on slashes, kept a budget
@@ -101,7 +101,7 @@ class VerticalSlashIndex(BlockIndex):
             offset = spans.offset.gather(1, known)[..., None]
             # [B, nq, nk]
             inside = (slot >= 0)[..., None] & past & (k_blocks >= first_block)
-            # [B, nq, nk] -> [B, Hq, nq * nk]: the diagonal of each pair of blocks.
+            # [B, nq, nk] -> [B, Hq, nq * nk]: the slash of each pair of blocks.
             entry = torch.where(inside, offset + delta, 0)
             entry = entry.view(batch, 1, -1).expand(-1, heads, -1)
             # [B, Hq, nq, nk]
@@ -299,14 +299,14 @@ class VerticalSlash(Pattern, VerticalSlashOptions):
     def _segments(self, spans: Spans, seq_len: int, diagonals: int, sequence: Tensor) -> Segments:
         """What is chosen from in a row of masses [S + E], in 2 n segments.
 
-        These are each span's verticals, then each span's diagonals.
+        These are each span's verticals, then each span's slashes.
         diagonals: E. sequence: int64 [N], of each row.
         """
         n = spans.start.shape[1]
         # [B, S]: the segment of each vertical is its span.
         vertical_segment = span_of_tokens(spans.start, spans.stop, seq_len)
         vertical_segment = vertical_segment.where(vertical_segment < n, 2 * n)
-        # [B, E]: those of the diagonals come after them.
+        # [B, E]: those of the slashes come after them.
         entry = torch.arange(diagonals, device=spans.start.device)
         entry = entry.expand(len(vertical_segment), -1).contiguous()
         first_behind = spans.offset + spans.diagonals
@@ -316,7 +316,7 @@ class VerticalSlash(Pattern, VerticalSlashOptions):
         if self.max_slashes:
             most_slashes = _share(self.max_slashes, self.min_slashes, spans)
         else:
-            # No cap must not be shared out: a short span can touch more diagonals than its part of
+            # No cap must not be shared out: a short span can touch more slashes than its part of
             # the list's length.
             most_slashes = spans.diagonals
         first_diagonal = seq_len + spans.offset

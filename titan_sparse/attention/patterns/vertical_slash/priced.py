@@ -4,7 +4,7 @@ The price of an element is the attention mass of one more pair of tokens, for th
 (titan_sparse/kernels/prices). Each head has a limit of its own, at which it reaches the recall.
 
 Masses stay where their keys are. Besides those of look() there are two collectives: the gains of
-diagonals are added up, and what each rank would choose is gathered, one byte a key.
+slashes are added up, and what each rank would choose is gathered, one byte a key.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from titan_sparse.kernels.probe import KeyBlocks
 
 
 class Limits(NamedTuple):
-    """What a budget must keep to, sinks and local diagonals not counted.
+    """What a budget must keep to, sinks and local slashes not counted.
 
     allowed: float64 [B, n], the mass of the probe's rows that need not be reached.
     least_verticals, least_diagonals: of a head in a span.
@@ -51,11 +51,11 @@ class Priced(NamedTuple):
     is_sink: bool [B, S].
     span_tokens: where spans begin and end.
     spans_of_slots: fp32 [B, n, n_local T], 1 where a local block's slot holds a span, else 0.
-    offset: int32 [B, n], where each span's diagonals begin.
-    tile, rows: int32 [B, U, E], the rank's tiles that make up each diagonal, -1 for none, and how
+    offset: int32 [B, n], where each span's slashes begin.
+    tile, rows: int32 [B, U, E], the rank's tiles that make up each slash, -1 for none, and how
         many of the probe's rows see each.
-    cost: fp32 [B, E], pairs of the probe's rows on each diagonal.
-    is_local: bool [B, E], the diagonals that are always on.
+    cost: fp32 [B, E], pairs of the probe's rows on each slash.
+    is_local: bool [B, E], the slashes that are always on.
     span_of_entry, span_of_token: int64 [B, E] and [B, S], n for none.
     """
 
@@ -85,7 +85,7 @@ def priced_geometry(
 ) -> Priced:
     """The Priced of a probe's Geometry.
 
-    sinks, local: tokens of each span, and nearest diagonals, that are always on. count_sinks:
+    sinks, local: tokens of each span, and nearest slashes, that are always on. count_sinks:
     whether the sinks' mass counts.
     """
     device = spans.start.device
@@ -103,7 +103,7 @@ def priced_geometry(
 
     # [B, n]
     sink_stop = torch.minimum(spans.start + sinks, spans.stop)
-    # [B, n, P]: a row's nearest diagonals are all keys from some block's first on.
+    # [B, n, P]: a row's nearest slashes are all keys from some block's first on.
     first_local = (geometry.row_block - local + 1) * block_size
     behind_sinks = torch.maximum(geometry.start, sink_stop[..., None]).int()
     # [B, S]
@@ -134,7 +134,7 @@ def priced_geometry(
 def _blocks_and_rows(
     spans: Spans, rows: ProbedRows, span: Tensor, distance: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The block of keys that each group of rows meets on a diagonal, and how many rows do.
+    """The block of keys that each group of rows meets on a slash, and how many rows do.
 
     span, distance: int64 [B, E], of diagonals_of_entries(). Returns int64 [B, U, E] each, with no
     rows where there is no such block.
@@ -183,7 +183,7 @@ def choose_priced(
     scale: float,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Verticals int32 [B, Hq, capacity], diagonals bool [B, Hq, E], and capped bool [B, Hq, 2].
+    """Verticals int32 [B, Hq, capacity], slashes bool [B, Hq, E], and capped bool [B, Hq, 2].
 
     Collective over cp. q, k: [B, Hq, S_local, D] and [B, Hkv, S_local, D], whole blocks.
     """
@@ -215,7 +215,7 @@ def choose_priced(
 
 
 class Diagonals(NamedTuple):
-    """Codes of all diagonals, uint8 [B, Hq, E]; and how many have each, [B, Hq, n, CODES]."""
+    """Codes of all slashes, uint8 [B, Hq, E]; and how many have each, [B, Hq, n, CODES]."""
 
     codes: Tensor
     count: Tensor
@@ -224,7 +224,7 @@ class Diagonals(NamedTuple):
 def _codes(
     q: Tensor, k: Tensor, geometry: Geometry, priced: Priced, cp: ContextParallel, scale: float
 ) -> tuple[Diagonals, Tensor, Tensor, Tensor]:
-    """All diagonals; and of this rank's keys codes, masses and counts.
+    """All slashes; and of this rank's keys codes, masses and counts.
 
     The codes are uint8 [B, Hq, n_local, b]. Masses that are held from each code down, and counts of
     verticals, are [B, Hq, n, CODES].
@@ -255,7 +255,7 @@ def _codes(
     of_spans = priced.spans_of_slots[:, None].to(by_code.dtype)
     of_verticals, count = of_spans @ by_code.flatten(3, 4)
     add = kernels.add_diagonals if has_kernels else kernels.add_diagonals_naive
-    # Local diagonals hold no mass here.
+    # Local slashes hold no mass here.
     mass, diagonal_count = add(
         of_verticals, on_diagonals, diagonal_codes, priced.span_of_entry, priced.offset
     )

@@ -102,7 +102,7 @@ def _runs(slot: Tensor, n: int) -> Tensor:
 
 
 def diagonals_of_entries(spans: Spans, blocks: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """The span and the distance in blocks of each entry of the list of all spans' diagonals.
+    """The span and the distance in blocks of each entry of the list of all spans' slashes.
 
     blocks: K, of the sequence. Returns int64 [N, E] each; the span is n for none.
     """
