@@ -1,15 +1,12 @@
-"""A training run: Trainer.__init__ builds the parts, Trainer.train runs the steps.
+"""The loop of a training run. build.py makes the parts that it works with.
 
 No parallelism details and no kernels are here. What each part does is in the file that it is
 imported from.
 """
 
 import contextlib
-import dataclasses
-import functools
 import gc
 import logging
-import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -19,72 +16,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_sparse.attention import backends
 from titan_sparse.attention.observe.statistics import Recording, recording
 from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed
-from titan_sparse.config import Config, resolve_cp_intra, save, to_toml
-from titan_sparse.config.changes import (
-    ORIGIN_FILE,
-    Origin,
-    origin_text,
-    read_saved,
-    refuse_changes,
-)
+from titan_sparse.build import Parts, build
+from titan_sparse.config import Config, save
+from titan_sparse.config.changes import read_saved, refuse_changes
 from titan_sparse.data import Batch
-from titan_sparse.estimate.constants import costs_of_run
-from titan_sparse.estimate.memory import Step, estimate, peak_phase
-from titan_sparse.evaluation.scorer import Scorer
-from titan_sparse.evaluation.validation import Validation
-from titan_sparse.from_config import (
-    backend_case,
-    block_table,
-    build_attends,
-    build_context_parallel,
-    build_layer_masks,
-)
+from titan_sparse.estimate.memory import estimate, peak_phase
+from titan_sparse.from_config import build_layer_masks
 from titan_sparse.loss import count_valid
-from titan_sparse.models.flavours import resolve
 from titan_sparse.models.initialization import stable_seed
 from titan_sparse.training.banner import Resolved, banner
-from titan_sparse.training.build_model import build_model, check_float8
-from titan_sparse.training.checkpoint import (
-    Checkpointer,
-    Progress,
-    check_async_mode,
-    check_lock,
-    lock_run,
-    unlock_run,
-)
-from titan_sparse.training.distributed import (
-    barrier,
-    build_meshes,
-    choose_device,
-    init_distributed,
-    set_timeout,
-)
-from titan_sparse.training.guard import Guard, Recovery, decides_on_device, refuse_bad_weights
+from titan_sparse.training.checkpoint import check_lock, unlock_run
+from titan_sparse.training.distributed import barrier, set_timeout
+from titan_sparse.training.guard import refuse_bad_weights
 from titan_sparse.training.heartbeat import Watch
 from titan_sparse.training.launcher import StopSignals, ignore_signals_in_children
-from titan_sparse.training.metrics import MetricsLog
-from titan_sparse.training.metrics_output import open_tracker
-from titan_sparse.training.optimizer import (
-    build_optimizer,
-    build_schedule,
-    clip_gradients,
-    resume_schedule,
-)
-from titan_sparse.training.run_folder import begin_start, profiler, step_done
+from titan_sparse.training.optimizer import clip_gradients, resume_schedule
+from titan_sparse.training.run_folder import profiler, step_done
 from titan_sparse.training.setup import (
-    alike,
-    alike_in_files,
-    base_digest,
-    check_initial_weights,
-    checkpoint_to_resume,
-    find_adapters,
-    local_world_size,
-    open_data,
     read_initial_hf,
-    recomputed_share,
     report_changes,
     source_of_weights,
     step_path,
@@ -97,127 +48,24 @@ _STEPS_APART = 1_000_003
 """Steps after which a run would look at the rows of a run with the next training.seed."""
 
 
-class Trainer:
+class Trainer(Parts):
     """A training run. The config has passed config.check().
 
     Raises ValueError, naming the key, for data, tokenizers and checkpoints that cannot be used.
     """
 
     def __init__(self, config: Config):
-        self.config = config
-        training = config.training
-
-        # First whatever may be refused, before any process group exists.
-        self.device = choose_device(training.device)
-        check_async_mode(config.checkpoint, self.device)
-        self.dtype = getattr(torch, training.dtype)
-        self.model_config = resolve(**dataclasses.asdict(config.model))
-        self.adapters = find_adapters(config, self.model_config)
-        if config.float8.enable:
-            check_float8(self.device)
-        check_initial_weights(config, self.model_config)
-        self.loader = open_data(config, self.model_config)
-        self.origin = Origin(
-            self.model_config,
-            self.loader.tokenizer.digest,
-            self.device.type,
-            base_digest(config),
-            self.loader.mixture.fingerprint(),
-        )
-        saved = read_saved(checkpoint_to_resume(config))
-        if saved is not None:
-            refuse_changes(saved, config, self.origin)
-        self.validation = Validation(config, self.loader.tokenizer)
-        # A backend may be refused for it.
-        if training.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-        case = backend_case(
-            config.attention, self.device.type, self.dtype, self.model_config.head_dim
-        )
-        self.backend = backends.choose(**case)
-        self.kernel = backends.explain(**case)
-        costs = costs_of_run(config, self.model_config)
-
-        if os.environ.get("RANK", "0") == "0":
-            lock_run(training.output_dir)
-        tracker = open_tracker(config)
-        torch.manual_seed(training.seed)
-
-        # Who works together, and on the same.
-        init_distributed(
-            self.device,
-            config.parallelism.first_step_timeout_seconds,
-            alike(config)
-            | {"the chosen attention.backend": self.backend}
-            | alike_in_files(config, self.origin)
-            | {"the digest of documents of data.source": self.loader.content_digest()}
-            | {"the digest of validation.source": self.validation.content_digest()},
-        )
-        self.start_folder = begin_start(config, self.device)
-        cp_intra = resolve_cp_intra(config.parallelism, local_world_size())
-        self.meshes = build_meshes(config.parallelism, cp_intra, self.device.type)
-        self.cp = build_context_parallel(config.attention, self.meshes.cp, costs)
-        table_of_batch = None
-        if self.cp.depends_on_mask:
-            table_of_batch = functools.partial(block_table, config.attention, self.cp)
-        self.loader.use_layout(self.cp.shard, table_of_batch)
-
-        # What is trained.
-        self.recomputed = recomputed_share(config, self._step_size, self.device)
-        attends = build_attends(config.attention, self.cp, self.recomputed)
-        self.model = build_model(config, self.model_config, attends, self.meshes.fsdp, self.device)
-        self.optimizers = build_optimizer(self.model, config.optimizer, self.device.type)
-        self.schedule = build_schedule(self.optimizers, config.lr_scheduler, training.steps)
-
-        # What is kept and told of it.
-        self.progress = Progress(self.device)
-        self.guard = Guard(
-            config.guard, self.device, decides_on_device(self.optimizers, self.device)
-        )
-        self.checkpointer = Checkpointer(
-            config.checkpoint,
-            training.output_dir,
-            self.model,
-            self.optimizers,
-            self.loader,
-            self.progress,
-            states={"guard": self.guard},
-            texts={"config.toml": to_toml(config), ORIGIN_FILE: origin_text(self.origin)},
-        )
-        self.recovery = Recovery(
-            config,
-            self.guard,
-            self.checkpointer,
-            self.model,
-            self.optimizers,
-            self.schedule,
-            self.progress,
-        )
-        writes = dist.get_rank() == 0
-        self.metrics = MetricsLog(config, self.model_config, self.device, writes, tracker)
-        self.scorer = Scorer(
-            self.model,
-            self.model_config,
-            config,
-            self.cp,
-            self.device,
-            self.loader.tokenizer,
-            self.meshes.dp_rank,
-            self.meshes.dp_size,
-        )
+        super().__init__(**vars(build(config)))
         self.signals = StopSignals()
         self.watch = Watch(
-            config.parallelism.first_step_timeout_seconds,
-            self.signals,
-            self.start_folder,
+            config.parallelism.first_step_timeout_seconds, self.signals, self.start_folder
         )
-        # Seconds of the last step: what a stop in mid-step has to reckon with.
+        # Seconds of the last step: a stop in the middle of a step estimates the rest with it.
         self.step_seconds = 0.0
         # The step whose state is on disk.
         self.saved_step = 0
         # Groups made after the world's have torch's own timeout so far, 10 minutes for NCCL.
-        self._set_timeout(config.parallelism.first_step_timeout_seconds)
+        self._use_long_timeout()
 
     def train(self) -> None:
         """Train from the newest checkpoint to training.steps.
@@ -297,7 +145,8 @@ class Trainer:
         batches = [next(self.loader) for _ in range(accumulated)]
         valid, tokens, asked = self._totals(batches)
         if asked:
-            return self._leave_step_out(*before)
+            self._leave_step_out(*before)
+            return True
         step = self.progress.step + 1
         is_logged = self.metrics.should_log(step)
         draw_probe_rows(self.config.training.seed, step)
@@ -308,13 +157,14 @@ class Trainer:
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(batches):
             if number > 0 and self._lacks_time(began, number, accumulated):
-                return self._leave_step_out(*before)
+                self._leave_step_out(*before)
+                return True
             is_recorded = is_logged and number == accumulated - 1
             with self.metrics.caps.counting(), self._recording(step, is_recorded) as recorded:
                 loss += self._forward_backward(batch, valid)
 
         with torch.profiler.record_function("Optimizer.update"):
-            grad_norm = self._clip()
+            grad_norm = clip_gradients(self.model, self.config.training.max_norm)
             learning_rate = self.schedule.schedulers[0].get_last_lr()[0]
             self.checkpointer.before_update()
             self.guard.update(step, loss, grad_norm, self.optimizers)
@@ -350,16 +200,12 @@ class Trainer:
             (time.monotonic() - began) / done, self.step_seconds / accumulated
         )
         grace = self.config.training.stop_grace_seconds
-        needed = (accumulated - done) * micro_batch_seconds + self._save_seconds(grace)
+        # Until it is on disk, in the background too.
+        save_seconds = self.checkpointer.last_save_seconds
+        if save_seconds is None:
+            save_seconds = grace / 2
+        needed = (accumulated - done) * micro_batch_seconds + save_seconds
         return self._any_rank(not self.signals.has_time_for(needed, grace))
-
-    def _save_seconds(self, grace_seconds: float) -> float:
-        """What a save takes until it is on disk, in the background too; half the grace if there was
-        none yet."""
-        if not self.config.checkpoint.enable:
-            return 0.0
-        last = self.checkpointer.last_save_seconds
-        return grace_seconds / 2 if last is None else last
 
     def _any_rank(self, condition: bool) -> bool:
         """Whether it holds on any rank. Collective, on the CPU."""
@@ -367,12 +213,11 @@ class Trainer:
         dist.all_reduce(ranks)
         return ranks.item() > 0
 
-    def _leave_step_out(self, loader: dict[str, Any], progress: dict[str, Any]) -> bool:
-        """Back to these states, those before the step. Returns True."""
+    def _leave_step_out(self, loader: dict[str, Any], progress: dict[str, Any]) -> None:
+        """Go back to these states, which are from before the step."""
         self.optimizers.zero_grad()
         self.loader.load_state_dict(loader)
         self.progress.load_state_dict(progress)
-        return True
 
     def _totals(self, batches: list[Batch]) -> tuple[int, int, bool]:
         """Over the world: labels that count, tokens consumed (each once), and whether any rank was
@@ -424,14 +269,10 @@ class Trainer:
         loss.backward()
         return loss.detach()
 
-    def _clip(self) -> Tensor:
-        """Scale gradients down to training.max_norm. Returns their norm before that."""
-        return clip_gradients(self.model, self.config.training.max_norm)
-
     def _after_step(self, stopped: bool, is_first: bool) -> None:
         """What is due after a step: going back, saving, validation, collecting garbage."""
         step = self.progress.step
-        training, parallelism = self.config.training, self.config.parallelism
+        training = self.config.training
         if dist.get_rank() == 0:
             check_lock(training.output_dir)
         is_last = stopped or step == training.steps
@@ -446,15 +287,14 @@ class Trainer:
         validates = self.validation.is_due(step) and not self._any_rank(self.signals.asked)
         if saves or validates:
             # Disks may be slow, and not alike. The first validation compiles what training has not.
-            self._set_timeout(parallelism.first_step_timeout_seconds)
+            self._use_long_timeout()
         self.checkpointer.raise_failure()
         if is_first:
             with ignore_signals_in_children():
                 self.checkpointer.prepare()
         if saves:
             self.loader.check_unchanged()
-            self.checkpointer.save(step)
-            self.metrics.leave_out(self.checkpointer.last_held_seconds)
+            self.metrics.leave_out(self.checkpointer.save(step))
             self.saved_step = step
             self.recovery.has_saved()
         if validates:
@@ -462,8 +302,7 @@ class Trainer:
                 self.validation.run(self.scorer, step, self.metrics, writes=dist.get_rank() == 0)
             self.metrics.start_interval()
         if saves or validates or is_first:
-            barrier()
-            self._set_timeout(parallelism.timeout_seconds)
+            self._use_short_timeout()
         if step % training.gc_interval == 0:
             gc.collect(1)
 
@@ -472,35 +311,43 @@ class Trainer:
 
         Raises Poisoned if that is not possible.
         """
-        self._set_timeout(self.config.parallelism.first_step_timeout_seconds)
+        self._use_long_timeout()
         self.recovery.go_back(problem)
         self.saved_step = self.progress.step
         self.metrics.start_interval()
-        barrier()
-        self._set_timeout(self.config.parallelism.timeout_seconds)
+        self._use_short_timeout()
 
     def _save_in_hf(self) -> None:
         # The other ranks wait for rank 0.
-        self._set_timeout(self.config.parallelism.first_step_timeout_seconds)
+        self._use_long_timeout()
         if dist.get_rank() == 0:
+            dtype = getattr(torch, self.config.training.dtype)
             initial_hf = self.config.model.initial_hf
             self.checkpointer.save_in_hf(
-                self.progress.step, self.model_config, self.dtype, initial_hf, self.adapters
+                self.progress.step, self.model_config, dtype, initial_hf, self.adapters
             )
         barrier()
 
-    def _set_timeout(self, seconds: int) -> None:
+    def _use_long_timeout(self) -> None:
+        """Before what may take long, and not the same time on all ranks: compilation, disks."""
+        seconds = self.config.parallelism.first_step_timeout_seconds
+        set_timeout(seconds)
+        self.watch.timeout_seconds = seconds
+
+    def _use_short_timeout(self) -> None:
+        """Once all ranks are here. Collective."""
+        barrier()
+        seconds = self.config.parallelism.timeout_seconds
         # Checkpoints are written in the background through many steps: that group keeps the long
         # timeout.
-        is_short = seconds == self.config.parallelism.timeout_seconds
-        set_timeout(seconds, without=self.checkpointer.background_groups() if is_short else [])
+        set_timeout(seconds, without=self.checkpointer.background_groups())
         self.watch.timeout_seconds = seconds
 
     def _announce(self) -> None:
         """Rank 0: the banner, and the resolved config in the run's folder."""
         if dist.get_rank() > 0:
             return
-        step = self._step_size(self.recomputed)
+        step = step_size(self.config, self.model_config, self.backend, self.recomputed)
         phases = estimate(step)
         resolved = Resolved(
             model=self.model_config,
@@ -514,10 +361,6 @@ class Trainer:
         )
         print(banner(self.config, resolved), flush=True)
         save(self.config, self.config.training.output_dir)
-
-    def _step_size(self, recomputed: float) -> Step:
-        """What a step's memory depends on, with this share of attention recomputed."""
-        return step_size(self.config, self.model_config, self.backend, recomputed)
 
 
 def draw_probe_rows(training_seed: int, step: int) -> None:

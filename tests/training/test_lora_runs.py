@@ -33,7 +33,7 @@ from titan_sparse.models.lora import add_adapters
 from titan_sparse.models.lora_config import is_adapter
 from titan_sparse.trainer import Trainer
 from titan_sparse.training.checkpoint import read_metadata
-from titan_sparse.training.checkpoint.disk import expected_bytes
+from titan_sparse.training.checkpoint.saver import expected_bytes
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

@@ -64,8 +64,9 @@ def _train_dawdling(config: Config, seconds: float) -> tuple[dict, list[str]]:
 
     def late_save(*args):
         seen[f"save {trainer.progress.step}"] = _timeouts()
-        save(*args)
+        seconds = save(*args)
         time.sleep(late if trainer.progress.step == 2 else 0)
+        return seconds
 
     trainer.model.forward, trainer.checkpointer.save = late_forward, late_save
     trainer.train()

@@ -7,7 +7,7 @@ import torch
 
 from tests.training.checkpoint.helpers import Run, names_in, open_files
 from titan_sparse.config import Refusal
-from titan_sparse.training.checkpoint import disk
+from titan_sparse.training.checkpoint import saver
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -21,7 +21,7 @@ def leave_free(tmp_path, monkeypatch):
 
     def leave(size: int) -> None:
         """The disk has so many bytes left."""
-        monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage._replace(free=size))
+        monkeypatch.setattr(saver.shutil, "disk_usage", lambda _: usage._replace(free=size))
 
     return leave
 
@@ -76,8 +76,8 @@ def test_what_optimizers_will_have(tmp_path):
     model = Run(tmp_path).model
     sgd = torch.optim.SGD(model.parameters())
     adam = torch.optim.AdamW(model.parameters())
-    assert disk.expected_bytes(model, [sgd]) == ONE_SAVE // 3
-    assert disk.expected_bytes(model, [sgd, adam]) == ONE_SAVE
+    assert saver.expected_bytes(model, [sgd]) == ONE_SAVE // 3
+    assert saver.expected_bytes(model, [sgd, adam]) == ONE_SAVE
 
 
 def test_a_folder_that_is_not_there_is_made(tmp_path):

@@ -13,11 +13,11 @@ import pytest
 
 from tests.training.checkpoint.helpers import open_files
 from titan_sparse.config import Refusal
-from titan_sparse.training.checkpoint.lock import check_lock, lock_run, unlock_run
+from titan_sparse.training.checkpoint.folders import check_lock, lock_run, unlock_run
 
 HOLD = """
 import os, sys, time
-from titan_sparse.training.checkpoint.lock import lock_run
+from titan_sparse.training.checkpoint.folders import lock_run
 lock_run(sys.argv[1])
 if sys.argv[2] == "fork" and os.fork() == 0:
     time.sleep(60)

@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from titan_sparse.training.checkpoint import process
-from titan_sparse.training.checkpoint.process import WriterProcess
-from titan_sparse.training.checkpoint.staging import Staging
-from titan_sparse.training.checkpoint.writer import Save, begin
+from titan_sparse.training.checkpoint import writer as writer_module
+from titan_sparse.training.checkpoint.writer import Save, Staging, WriterProcess, begin
 
 CPU = torch.device("cpu")
 
@@ -60,7 +58,7 @@ def test_it_writes_answers_and_ends(tmp_path):
 
 
 def test_a_dead_one_is_told_at_once(monkeypatch):
-    monkeypatch.setattr(process, "_PROGRAM", "raise SystemExit(3)")
+    monkeypatch.setattr(writer_module, "_PROGRAM", "raise SystemExit(3)")
     writer = WriterProcess()
     writer.process.wait()
     staging = Staging({}, CPU, pinned=False)

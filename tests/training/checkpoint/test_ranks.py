@@ -15,7 +15,6 @@ from titan_sparse.training.checkpoint import (
     Broken,
     SaveError,
     checkpointer,
-    disk,
     read_into,
     saver,
     verify,
@@ -34,7 +33,7 @@ def _refuse(*_, **__) -> None:
 
 def _save(folder: Path) -> None:
     rank = dist.get_rank()
-    assert disk.save_bytes([torch.zeros(rank + 1)]) == 3 * 4
+    assert saver.save_bytes([torch.zeros(rank + 1)]) == 3 * 4
     done = []
 
     def work() -> str:

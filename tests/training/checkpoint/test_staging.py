@@ -1,8 +1,6 @@
 """Copies for a save in the background: the optimizer waits until they are there."""
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from tests.runs import tiny_config, train, write_texts
 from tests.training.checkpoint.helpers import Run, same
 from titan_sparse.training.checkpoint import read_into
-from titan_sparse.training.checkpoint.staging import Staging, lay_out
+from titan_sparse.training.checkpoint.writer import Staging
 from titan_sparse.training.guard import Guard
 
 LONG_ENOUGH_SECONDS = 0.3
@@ -112,13 +110,6 @@ def index_of(tensors: list[Tensor]) -> dict[MetadataIndex, Tensor]:
     return {MetadataIndex(str(number)): tensor for number, tensor in enumerate(tensors)}
 
 
-def test_slots_begin_where_the_copy_engine_wants_them():
-    tensors = [torch.zeros(3), torch.zeros(0, 3), torch.zeros(200), torch.zeros(128)]
-    slots, size = lay_out(index_of(tensors))
-    assert [slot.offset for slot in slots.values()] == [0, 512, 512, 1536]
-    assert size == 2048
-
-
 def test_copies_are_like_the_tensors_the_empty_ones_too():
     sources = [torch.arange(6.0).view(2, 3), torch.zeros(0, 3, dtype=torch.bfloat16)]
     sources.append(torch.tensor(5))
@@ -139,123 +130,3 @@ def test_a_rank_without_a_part_copies_nothing():
     staging.before_update()
     assert staging.copies == {}
     staging.close()
-
-
-class Gpu:
-    """Stands in for torch.cuda: notes what it is asked for, in order."""
-
-    def __init__(self, monkeypatch, register_result: int = 0):
-        self.calls: list[str] = []
-        self.stream_now = "training"
-        self.register_result = register_result
-        self.pinned: dict[int, int] = {}
-        for name in ("Stream", "Event", "current_stream", "stream", "cudart", "synchronize"):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
-        copy = torch._foreach_copy_
-
-        def noted_copy(copies: list[Tensor], sources: list[Tensor], **settings) -> None:
-            self.calls.append(f"copy on {self.stream_now}, {settings}")
-            copy(copies, sources, **settings)
-
-        monkeypatch.setattr(torch, "_foreach_copy_", noted_copy)
-
-    def Stream(self, device: torch.device) -> "Stream":
-        return Stream(self, "copies")
-
-    def current_stream(self, device: torch.device) -> "Stream":
-        return Stream(self, self.stream_now)
-
-    def Event(self) -> "Event":
-        return Event(self)
-
-    @contextlib.contextmanager
-    def stream(self, stream: "Stream") -> Iterator[None]:
-        before, self.stream_now = self.stream_now, stream.name
-        yield
-        self.stream_now = before
-
-    def synchronize(self, device: torch.device) -> None:
-        self.calls.append("the host waits for the device")
-
-    def cudart(self) -> "Gpu":
-        return self
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        assert flags == 0
-        self.pinned[address] = size
-        return self.register_result
-
-    def cudaHostUnregister(self, address: int) -> None:
-        self.calls.append(f"{self.pinned.pop(address)} bytes are not pinned any more")
-
-
-class Stream:
-    def __init__(self, gpu: Gpu, name: str):
-        self.gpu = gpu
-        self.name = name
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.gpu.calls.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event: "Event") -> None:
-        self.gpu.calls.append(f"{self.name} waits for the event on {event.stream}")
-
-
-class Event:
-    def __init__(self, gpu: Gpu):
-        self.gpu = gpu
-        self.stream = "no stream"
-
-    def record(self, stream: Stream) -> None:
-        self.stream = stream.name
-
-    def synchronize(self) -> None:
-        self.gpu.calls.append(f"the host waits for the event on {self.stream}")
-
-
-@pytest.mark.parametrize("pinned", [True, False])
-def test_a_gpu_copies_on_a_stream_of_its_own(monkeypatch, pinned):
-    """Training's stream waits for it, the host's thread of training does not."""
-    gpu = Gpu(monkeypatch)
-    staging = Staging(index_of([torch.ones(200)]), torch.device("cuda"), pinned=pinned)
-    address = staging.copies[MetadataIndex("0")].data_ptr()
-    assert gpu.pinned == ({address: 1024} if pinned else {})
-    staging.begin()
-    assert gpu.calls == ["copies waits for training"]
-    gpu.calls.clear()
-    staging.copy()
-    assert gpu.calls == [
-        f"copy on copies, {{'non_blocking': {pinned}}}",
-        "the host waits for the event on copies",
-    ]
-    gpu.calls.clear()
-    staging.before_update()
-    assert gpu.calls == ["training waits for the event on copies"]
-    gpu.calls.clear()
-    staging.close()
-    ended = ["the host waits for the device", "1024 bytes are not pinned any more"]
-    assert gpu.calls == (ended if pinned else [])
-
-
-def test_a_rank_without_a_part_can_pin_its_memory(monkeypatch):
-    gpu = Gpu(monkeypatch)
-    staging = Staging({}, torch.device("cuda"), pinned=True)
-    assert len(gpu.pinned) == 1
-    staging.close()
-
-
-def test_memory_that_cannot_be_pinned_is_refused(monkeypatch):
-    Gpu(monkeypatch, register_result=1)
-    with pytest.raises(ValueError, match=r'can\'t be pinned \(1\); write "async", or raise'):
-        Staging(index_of([torch.ones(200)]), torch.device("cuda"), pinned=True)
-
-
-def test_on_the_cpu_no_gpu_is_asked_for_anything(monkeypatch):
-    """It may be there, and another's."""
-    gpu = Gpu(monkeypatch)
-    staging = Staging(index_of([torch.ones(200)]), torch.device("cpu"), pinned=True)
-    staging.begin()
-    staging.copy()
-    staging.before_update()
-    staging.close()
-    assert gpu.calls == ["copy on training, {'non_blocking': False}"] and gpu.pinned == {}

@@ -15,6 +15,7 @@ from titan_sparse.training.checkpoint.writer import (
     Save,
     begin,
     publish_save,
+    share_out,
     write_share,
 )
 
@@ -95,3 +96,13 @@ def test_a_hashed_file_keeps_nothing_back(tmp_path):
         assert path.read_bytes() == b"abc"
     assert file.file.closed
     assert file.sum.hexdigest() == hashlib.sha256(b"abc").hexdigest()
+
+
+def test_files_get_about_as_many_bytes():
+    sizes = {MetadataIndex(name): size for name, size in [("a", 3), ("b", 5), ("c", 4), ("d", 3)]}
+    parts = share_out(sizes, 2)
+    assert sorted(sum(sizes[index] for index in part) for part in parts) == [7, 8]
+    assert sorted(index.fqn for part in parts for index in part) == ["a", "b", "c", "d"]
+    # No file is empty.
+    assert sorted(len(part) for part in share_out(sizes, 6)) == [1, 1, 1, 1]
+    assert share_out({}, 2) == []

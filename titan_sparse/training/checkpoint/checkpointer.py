@@ -1,24 +1,33 @@
-"""A run's checkpoints: finding the newest whole one, resuming, going back, saving."""
+"""A run's checkpoints: finding the newest whole one, resuming, going back, saving.
+
+The names on disk: tensors of the model as in the model, without frozen weights;
+optimizer.state.<parameter>.<key>, without settings (learning rate, betas), which are the config's;
+dataloader.*; train_state.*. Whatever else has a state is saved under its own name.
+"""
 
 import json
 import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 from torch.optim import Optimizer
 
 from titan_sparse.config import Checkpoint, Refusal
 from titan_sparse.data import PackedLoader
 from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.models.initialization import canonical_name
 from titan_sparse.models.lora_config import Adapters
 from titan_sparse.training.checkpoint import folders
-from titan_sparse.training.checkpoint.disk import check_disk, expected_bytes
-from titan_sparse.training.checkpoint.progress import Progress
 from titan_sparse.training.checkpoint.reader import (
     Broken,
     has_checksums,
@@ -27,16 +36,128 @@ from titan_sparse.training.checkpoint.reader import (
     read_metadata,
     verify,
 )
-from titan_sparse.training.checkpoint.saver import Saver
-from titan_sparse.training.checkpoint.state import LOADER, PROGRESS, Stateful, Tensors
+from titan_sparse.training.checkpoint.saver import Saver, check_disk, expected_bytes
+
+LOADER = "dataloader"
+
+PROGRESS = "train_state"
 
 logger = logging.getLogger("titan_sparse")
 
+_ROLLED_BACK = "rolled-back.json"
+"""In the folder of checkpoints: the last load_step, and the job that went back to it."""
 
-class Checkpointer:
+
+class Progress:
+    """Step and counters of the run, saved with the random-number states. The same on every rank."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.step = 0
+        self.tokens_seen = 0
+        self.skipped_updates = 0
+        """updates that the guard left out"""
+        self.times_gone_back = 0
+        """times that the guard went back to a checkpoint"""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, and the generators' states as tensors on the CPU."""
+        state = {
+            "step": self.step,
+            "tokens_seen": self.tokens_seen,
+            "skipped_updates": self.skipped_updates,
+            "times_gone_back": self.times_gone_back,
+            "cpu_generator": torch.get_rng_state(),
+        }
+        if self.device.type == "cuda":
+            state["cuda_generator"] = torch.cuda.get_rng_state(self.device)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a saved state."""
+        self.step = state["step"]
+        self.tokens_seen = state["tokens_seen"]
+        self.skipped_updates = state["skipped_updates"]
+        self.times_gone_back = state["times_gone_back"]
+        torch.set_rng_state(state["cpu_generator"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_generator"], self.device)
+
+
+class Stateful(Protocol):
+    """What can be saved and taken up again. Its state is made of plain values and CPU tensors."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Tensors:
+    """The tensors of model and optimizer by name: the very ones, so that reading into them loads them."""
+
+    def __init__(self, model: nn.Module, optimizers: list[Optimizer]):
+        self.model = model
+        self.optimizers = optimizers
+        self.of_model: dict[str, Tensor] = get_model_state_dict(
+            model, options=StateDictOptions(ignore_frozen_params=True)
+        )
+        self.parameter_names = {
+            parameter: canonical_name(name) for name, parameter in model.named_parameters()
+        }
+
+    def all(self) -> dict[str, Tensor]:
+        """Everything that the model and the optimizer have now."""
+        tensors = dict(self.of_model)
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                name = self.parameter_names[parameter]
+                for key, value in state.items():
+                    tensors[f"optimizer.state.{name}.{key}"] = value
+        return tensors
+
+    def make_optimizer_state(self) -> None:
+        """Let an optimizer that has made no step yet have the tensors that are read into."""
+        for optimizer in self.optimizers:
+            get_optimizer_state_dict(self.model, optimizer)
+
+
+class NoCheckpoints:
+    """What takes the Checkpointer's place where checkpoint.enable is false: it does nothing."""
+
+    last_save_seconds: float | None = 0.0
+
+    def load(self) -> bool:
+        return False
+
+    def check_disk(self, steps: int) -> None:
+        pass
+
+    def go_back(self, before: int) -> int | None:
+        return None
+
+    def is_due(self, step: int, last: bool) -> bool:
+        return False
+
+    def background_groups(self) -> list[dist.ProcessGroup]:
+        return []
+
+    def prepare(self) -> None:
+        pass
+
+    def before_update(self) -> None:
+        pass
+
+    def raise_failure(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Checkpointer(NoCheckpoints):
     """The run's checkpoints, in <output_dir>/checkpoint/step-N.
 
-    Does nothing where checkpoint.enable is false. All but raise_failure() is collective.
+    All but raise_failure() is collective.
     """
 
     def __init__(
@@ -59,20 +180,13 @@ class Checkpointer:
         self.states = states
         self.last_saved: int | None = None
         """the step whose save this start of the run has begun last"""
-        if not section.enable:
-            return
         self.tensors = Tensors(model, list(optimizers))
         self.saver = Saver(section, self.folder, progress.device, texts)
 
     @property
     def last_save_seconds(self) -> float | None:
         """From save() to the name step-N, of the last save that got it; None before the first."""
-        return self.saver.last_seconds if self.section.enable else None
-
-    @property
-    def last_held_seconds(self) -> float | None:
-        """How long the last save held up training, in save(); None before the first."""
-        return self.saver.last_held_seconds if self.section.enable else None
+        return self.saver.last_seconds
 
     def load(self) -> bool:
         """Resume from checkpoint.load_step, or the newest whole checkpoint. True if there was one.
@@ -83,8 +197,6 @@ class Checkpointer:
         Raises Refusal on all ranks: if there are checkpoints and none is whole, if load_step or the
         path has none, or if one does not fit the model.
         """
-        if not self.section.enable:
-            return False
         deleted = _on_first_rank(lambda: folders.delete_incomplete(self.folder))
         if deleted:
             logger.info("deleted saves that were cut short: %s", ", ".join(deleted))
@@ -102,10 +214,9 @@ class Checkpointer:
 
         Raises Refusal on all ranks.
         """
-        if self.section.enable:
-            saves_left = -(-max(steps - self.progress.step, 1) // self.section.interval)
-            needed_bytes = expected_bytes(self.tensors.model, self.tensors.optimizers)
-            check_disk(self.folder, self.section, needed_bytes, saves_left)
+        saves_left = -(-max(steps - self.progress.step, 1) // self.section.interval)
+        needed_bytes = expected_bytes(self.tensors.model, self.tensors.optimizers)
+        check_disk(self.folder, self.section, needed_bytes, saves_left)
 
     def go_back(self, before: int) -> int | None:
         """Return to the newest whole checkpoint of a step < `before`, and move newer ones aside.
@@ -113,8 +224,6 @@ class Checkpointer:
         Everything is as it was then, but for the loader, which goes on where it is. Returns the
         step, None if there is no such checkpoint: then nothing has changed.
         """
-        if not self.section.enable:
-            return None
         self.saver.wait()
         try:
             step = self._load_newest(before, with_loader=False)
@@ -127,49 +236,43 @@ class Checkpointer:
 
     def is_due(self, step: int, last: bool) -> bool:
         """Whether save() would save: at every interval, and at the run's last step."""
-        if not self.section.enable:
-            return False
         return last or step % self.section.interval == 0
 
     def background_groups(self) -> list[dist.ProcessGroup]:
         """Groups over which saves in the background communicate."""
-        if not self.section.enable or self.saver.group is None:
-            return []
-        return [self.saver.group]
+        return [] if self.saver.group is None else [self.saver.group]
 
     def prepare(self) -> None:
         """Do what only the first save would have to: plan it, take (and pin) memory for it.
 
         Call it after a step, when the optimizer has its tensors.
         """
-        if self.section.enable:
-            self.saver.prepare(self.tensors.all(), self._values())
+        self.saver.prepare(self.tensors.all(), self._values())
 
-    def save(self, step: int) -> None:
-        """Save now, due or not. Not where checkpoint.enable is false.
+    def save(self, step: int) -> float:
+        """Save now, due or not. Returns the seconds for which this held up training.
 
         Raises SaveError, one line, on all ranks, if this save failed, or one in the background.
         """
-        self.saver.save(step, self.tensors.all(), self._values())
+        seconds = self.saver.save(step, self.tensors.all(), self._values())
         self.last_saved = step
+        return seconds
 
     def before_update(self) -> None:
         """Let a save in the background copy what the optimizer is about to change.
 
         On a GPU this waits on the device only.
         """
-        if self.section.enable:
-            self.saver.before_update()
+        if self.saver.staging is not None:
+            self.saver.staging.before_update()
 
     def raise_failure(self) -> None:
         """Raises SaveError, one line, if a save in the background has failed. Does not wait."""
-        if self.section.enable:
-            self.saver.raise_failure()
+        self.saver.raise_failure()
 
     def close(self) -> None:
         """Wait for the save still being written. Raises SaveError if it failed."""
-        if self.section.enable:
-            self.saver.close()
+        self.saver.close()
 
     def save_in_hf(
         self,
@@ -314,10 +417,6 @@ class Checkpointer:
 
 class NoneWhole(Refusal):
     """There are checkpoints, and all are broken."""
-
-
-_ROLLED_BACK = "rolled-back.json"
-"""In the folder of checkpoints: the last load_step, and the job that went back to it."""
 
 
 def _is_saved(name: str, saved: Iterable[str]) -> bool:

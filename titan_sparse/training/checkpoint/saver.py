@@ -1,7 +1,8 @@
 """Saving: in the foreground, on a thread, or in a process of its own, with the same files.
 
-Ranks tell each other only whether they could write, and how their share can be recognized. What
-they wrote goes through the folder, so that a save costs training little however many ranks it has.
+DCP's plan of who writes what is made once, and used for all saves of the same tensors. Ranks only
+exchange whether they could write, and the checksum of their list of files. The list itself goes
+through the folder, so that a save costs training little however many ranks it has.
 """
 
 import errno
@@ -9,25 +10,28 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.optim import Optimizer
 
 from titan_sparse.config import Checkpoint, Refusal
-from titan_sparse.training.checkpoint.disk import save_bytes
-from titan_sparse.training.checkpoint.folders import incomplete_folder, step_folder
-from titan_sparse.training.checkpoint.planning import Plan, make_plan
-from titan_sparse.training.checkpoint.process import WriterProcess
-from titan_sparse.training.checkpoint.staging import Staging
+from titan_sparse.training.checkpoint.folders import complete_steps, incomplete_folder, step_folder
 from titan_sparse.training.checkpoint.writer import (
     Save,
+    Staging,
+    WriterProcess,
     as_bytes,
     begin,
     publish_save,
@@ -42,6 +46,134 @@ _FILES_PER_RANK = 4
 """At most; so many threads hash and write."""
 
 _LONG_WAIT_SECONDS = 0.5
+
+
+def save_bytes(own: Iterable[Tensor]) -> int:
+    """Bytes of a save's tensors over all ranks. own: those that this rank writes. Collective."""
+    total = torch.tensor(sum(tensor.nbytes for tensor in own))
+    dist.all_reduce(total)
+    return int(total)
+
+
+def expected_bytes(model: nn.Module, optimizers: list[Optimizer]) -> int:
+    """Bytes of a save's tensors over all ranks, before the optimizer has made its own.
+
+    Replicas are written once, frozen weights not at all. Adam has two tensors of each parameter's size.
+    """
+    total = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            total += parameter.numel() * parameter.element_size()
+    moments = 0 if all(isinstance(o, torch.optim.SGD) for o in optimizers) else 2
+    return total * (1 + moments)
+
+
+def check_disk(folder: Path, section: Checkpoint, needed_bytes: int, saves_left: int) -> None:
+    """Refuse, in one line on all ranks, a folder that can't be written or is too small. Collective.
+
+    needed_bytes: of one save. saves_left: what the run will do at most. Rotation deletes the oldest
+    only when the new one is whole, so that for a moment there is one more than keep_latest_k.
+    Raises Refusal.
+    """
+    problem = _write_problem(folder)
+    if not problem and dist.get_rank() == 0:
+        problem = _space_problem(folder, section, needed_bytes, saves_left)
+    problems: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for text in problems:
+        if text:
+            raise Refusal(text)
+
+
+def _write_problem(folder: Path) -> str:
+    probe = folder / f".probe-{dist.get_rank()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(probe, os.O_CREAT | os.O_WRONLY)
+        os.close(descriptor)
+        probe.unlink()
+    except OSError as error:
+        return (
+            f"checkpoints can't be written to {folder} ({error.strerror}); "
+            "write another training.output_dir, or checkpoint.enable = false"
+        )
+    return ""
+
+
+def _space_problem(folder: Path, section: Checkpoint, needed_bytes: int, saves_left: int) -> str:
+    saves = 1
+    if section.keep_latest_k:
+        room_for = section.keep_latest_k + 1 - len(complete_steps(folder))
+        saves = max(1, min(saves_left, room_for))
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes >= saves * needed_bytes:
+        return ""
+    return (
+        f"{folder} has {_gib(free_bytes)} GiB free, a save needs {_gib(needed_bytes)} GiB and up to "
+        f"{saves} more will be there at once; free some, lower checkpoint.keep_latest_k = "
+        f"{section.keep_latest_k}, or write another training.output_dir"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.3g}"
+
+
+@dataclass
+class Plan:
+    """What this rank writes."""
+
+    sources: dict[str, Tensor]
+    """the tensors of model and optimizer that it was made for, by name"""
+    value_names: tuple[str, ...]
+    """of everything else that is saved, by any rank"""
+    tensors: dict[MetadataIndex, Tensor]
+    """parts of model and optimizer that this rank writes: its shards, on their devices"""
+    values: list[MetadataIndex]
+    """everything else that this rank writes"""
+    metadata: Metadata | None
+    """of the whole save, on rank 0; the places in files are still missing"""
+
+    def fits(self, tensors: dict[str, Tensor], value_names: tuple[str, ...]) -> bool:
+        """Whether it is the plan of a save of these, the very same tensors."""
+        return (
+            self.sources.keys() == tensors.keys()
+            and all(tensors[name] is source for name, source in self.sources.items())
+            and self.value_names == value_names
+        )
+
+
+def make_plan(tensors: dict[str, Tensor], values: dict[str, Any]) -> Plan:
+    """Share the work out among the ranks, each part to one of those that have it.
+
+    Collective. tensors: of model and optimizer. values: name of a part -> its state.
+    """
+    planner = DefaultSavePlanner()
+    rank = dist.get_rank()
+    planner.set_up_planner({**tensors, **values}, is_coordinator=rank == 0)
+    gathered: list[SavePlan | None] | None = None
+    if rank == 0:
+        gathered = [None] * dist.get_world_size()
+    dist.gather_object(planner.create_local_plan(), gathered, dst=0)
+    metadata = None
+    if gathered is not None:
+        gathered, metadata = planner.create_global_plan(gathered)
+    received: list[SavePlan | None] = [None]
+    dist.scatter_object_list(received, gathered, src=0)
+    own = planner.finish_plan(received[0])
+
+    indices = [item.index for item in own.items]
+    return Plan(
+        sources=dict(tensors),
+        value_names=tuple(name for name in planner.state_dict if name not in tensors),
+        tensors={
+            index: find_state_dict_object(tensors, index).detach()
+            for index in indices
+            if index.fqn in tensors
+        },
+        values=[index for index in indices if index.fqn not in tensors],
+        metadata=metadata,
+    )
 
 
 class SaveError(OSError):
@@ -61,7 +193,6 @@ class Saver:
     """Saves `folder`/step-N. Every method but wait() is called on all ranks alike.
 
     last_seconds: from the call of save() to the name step-N, of the last save that got it.
-    last_held_seconds: of these, how long training was held up on the host.
     """
 
     def __init__(
@@ -73,7 +204,6 @@ class Saver:
         self.texts = texts
         self.rank = dist.get_rank()
         self.last_seconds: float | None = None
-        self.last_held_seconds: float | None = None
         self.plan: Plan | None = None
         self.save_bytes = 0
         self.staging: Staging | None = None
@@ -104,11 +234,11 @@ class Saver:
         if self.process is not None:
             self.process.use_memory(self.staging)
 
-    def save(self, step: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Save, or begin to. Collective.
+    def save(self, step: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> float:
+        """Save, or begin to. Returns the seconds for which this held up training. Collective.
 
         tensors: of model and optimizer; they are copied, and must not change between this and the
-        return of before_update(). values: name of a part -> its state, which is taken now.
+        return of Staging.before_update(). values: name of a part -> its state, which is taken now.
         Raises SaveError if this save failed, or in the background the one before.
         """
         began = time.perf_counter()
@@ -134,12 +264,7 @@ class Saver:
         else:
             self.staging.begin()
             self.pending = self.thread.submit(self._write, save, own_values, began)
-        self.last_held_seconds = time.perf_counter() - began
-
-    def before_update(self) -> None:
-        """Call it before the optimizer changes what was given to save()."""
-        if self.staging is not None:
-            self.staging.before_update()
+        return time.perf_counter() - began
 
     def raise_failure(self) -> None:
         """Raises SaveError if the save in the background has failed. Does not wait."""

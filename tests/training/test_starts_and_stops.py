@@ -1,22 +1,18 @@
 """How a run begins and ends: what is refused before anything is made, what is resumed and told, and a
 stop signal in one process."""
 
+import fcntl
+import gc
 import logging
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from tests.runs import tiny_config, write_texts
-from titan_sparse import trainer
-from titan_sparse.attention.context_parallel import ContextParallel
 from titan_sparse.config import Config, Refusal
-from titan_sparse.data import PackedLoader
 from titan_sparse.trainer import Trainer
-from titan_sparse.training.setup import source_of_weights
 
 SETTINGS = {
     "training__steps": 2,
@@ -51,9 +47,9 @@ def _run(monkeypatch, config: Config, **hooks) -> tuple[Trainer, list]:
     run, events = Trainer(config), []
     save, after_step = run.checkpointer.save, run._after_step
 
-    def noted_save(step: int) -> None:
+    def noted_save(step: int) -> float:
         events.append(f"save {step}")
-        save(step)
+        return save(step)
 
     def noted_after_step(stopped: bool, is_first: bool) -> None:
         if is_first:
@@ -146,73 +142,12 @@ def test_a_run_whose_folder_is_deleted_ends(folder, monkeypatch):
     assert not (folder / "deleted").exists()
 
 
-def test_first_weights_that_do_not_fit_are_refused(folder, monkeypatch):
-    def check(config: Config, model) -> None:
-        raise Refusal("does not fit")
-
-    monkeypatch.setattr(trainer, "check_initial_weights", check)
-    with pytest.raises(Refusal, match="does not fit"):
-        Trainer(tiny_config(folder, "refused", **SETTINGS))
-    assert not (folder / "refused").exists()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_locks_the_folder_before_the_ranks_meet(folder, monkeypatch, rank):
-    locked = []
-
-    def meet(config: Config, device: torch.device) -> None:
-        raise RuntimeError("all are here")
-
-    monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(trainer.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(trainer, "begin_start", meet)
-    monkeypatch.setattr(trainer, "lock_run", locked.append)
-    with pytest.raises(RuntimeError, match="all are here"):
-        Trainer(tiny_config(folder, "locked", **SETTINGS))
-    assert locked == ([str(folder / "locked")] if rank == 0 else [])
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_deterministic_algorithms(folder, deterministic):
-    config = tiny_config(folder, "set_up", **SETTINGS, training__deterministic=deterministic)
-    Trainer(config)
-    assert torch.are_deterministic_algorithms_enabled() == deterministic
-    assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == deterministic
-    if deterministic:
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-
-
-def test_a_run_is_scored_by_its_own_model(folder):
-    config = tiny_config(folder, "set_up", **SETTINGS)
-    run = Trainer(config)
-    assert run.scorer.model is run.model and run.scorer.cp is run.cp
-    assert run.scorer.tokenizer is run.loader.tokenizer
-    assert (run.scorer.dp_rank, run.scorer.dp_size) == (0, 1)
-
-
-@pytest.mark.parametrize("depends", [True, False])
-def test_a_layout_by_the_mask_is_made_for_each_batch(folder, monkeypatch, depends):
-    layouts = []
-    monkeypatch.setattr(ContextParallel, "depends_on_mask", depends)
-    monkeypatch.setattr(PackedLoader, "use_layout", lambda _, *layout: layouts.append(layout))
-    config = tiny_config(folder, "set_up", **SETTINGS)
-    run = Trainer(config)
-    [(shard, table)] = layouts
-    assert shard == run.cp.shard
-    if depends:
-        assert (table.func, table.args) == (trainer.block_table, (config.attention, run.cp))
-    else:
-        assert table is None
-
-
-@pytest.mark.parametrize("rank, announces", [(0, True), (1, False)])
-def test_rank_0_announces_the_run(folder, monkeypatch, capsys, rank, announces):
-    run = Trainer(tiny_config(folder, f"rank_{rank}", **SETTINGS))
-    monkeypatch.setattr(trainer.dist, "get_rank", lambda: rank)
-    run._announce()
-    assert ("attention" in capsys.readouterr().out) == announces
-    assert (folder / f"rank_{rank}/config.toml").exists() == announces
+def test_what_a_run_leaves(folder):
+    """No lock, the garbage collector as it was, the resolved config."""
+    with open(folder / "saved/.lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert gc.isenabled()
+    assert (folder / "saved/config.toml").exists()
 
 
 def test_a_run_that_goes_on(folder, monkeypatch, caplog):
@@ -228,92 +163,6 @@ def test_a_run_that_goes_on(folder, monkeypatch, caplog):
     changed = [message for message in messages if message.startswith("changed since")]
     assert any("optimizer.lr" in message for message in changed)
     assert run.optimizers.optimizers[0].param_groups[0]["initial_lr"] == 0.1
-
-
-def _loading(**parts) -> SimpleNamespace:
-    """A trainer before its weights are read, with `parts` in place of those of a start."""
-    config = Config()
-    config.training.steps = 10
-    run = SimpleNamespace(
-        config=config,
-        progress=SimpleNamespace(step=6),
-        model="model",
-        model_config="shape",
-        device="device",
-        events=[],
-        adapters=None,
-    )
-    run.checkpointer = SimpleNamespace(
-        load=lambda: parts["resumes"], check_disk=lambda n: run.events.append(f"disk for {n}")
-    )
-    run._take_up_settings = lambda: run.events.append("settings")
-    return run
-
-
-@pytest.mark.parametrize("resumes", [True, False])
-@pytest.mark.parametrize("initial_hf", ["", "weights"])
-def test_where_the_first_weights_come_from(monkeypatch, caplog, resumes, initial_hf):
-    from titan_sparse.models import huggingface
-
-    caplog.set_level(logging.INFO, "titan_sparse")
-    run = _loading(resumes=resumes)
-    note = run.events.append
-    run.config.model.initial_hf = initial_hf
-    monkeypatch.setattr(trainer, "refuse_bad_weights", lambda *args: note(args))
-    monkeypatch.setattr(trainer, "source_of_weights", lambda config, step: f"source at {step}")
-    monkeypatch.setattr(huggingface, "load_weights", lambda *args: note(args))
-    Trainer._load(run)
-    read = [("model", "weights", "shape")] if initial_hf else []
-    begin = ["settings"] if resumes else read
-    assert run.events == [*begin, "disk for 10", ("model", "source at 6", "device")]
-    not_from = ", from the run's own checkpoint and not from model.initial_hf = weights"
-    if resumes:
-        wanted = ["resumed at step 6" + (not_from if initial_hf else "")]
-    else:
-        wanted = ["read the weights of weights"] if initial_hf else []
-    assert _messages(caplog) == wanted
-
-
-@pytest.mark.parametrize("saved, rank", [("saved", 0), ("saved", 1), (None, 0), (None, 1)])
-def test_settings_of_this_start_count(monkeypatch, saved, rank):
-    """Checkpoints of old versions say nothing of theirs. Rank 0 tells what has changed."""
-    events = []
-    monkeypatch.setattr(trainer.dist, "get_rank", lambda: rank)
-    monkeypatch.setattr(trainer, "read_saved", lambda path: saved)
-    for name in ("refuse_changes", "report_changes", "resume_schedule"):
-        monkeypatch.setattr(trainer, name, lambda *args, name=name: events.append((name, *args)))
-    config = Config()
-    run = SimpleNamespace(
-        config=config,
-        progress=SimpleNamespace(step=6),
-        origin="origin",
-        optimizers="optimizers",
-        schedule="schedule",
-    )
-    Trainer._take_up_settings(run)
-    wanted = [("resume_schedule", "optimizers", "schedule", config.optimizer, 6)]
-    if saved:
-        wanted.insert(0, ("refuse_changes", saved, config, "origin"))
-    if saved and rank == 0:
-        wanted.append(("report_changes", saved, config, 6))
-    assert events == wanted
-
-
-@pytest.mark.parametrize(
-    "step, initial_load_path, initial_hf, source",
-    [
-        (6, "path", "weights", "the checkpoint of step 6"),
-        (0, "path", "weights", "checkpoint.initial_load_path = path"),
-        (0, "", "weights", "model.initial_hf = weights"),
-        (0, "", "", "the first weights (training.seed = 3)"),
-    ],
-)
-def test_bad_weights_are_told_by_their_source(step, initial_load_path, initial_hf, source):
-    config = Config()
-    config.training.seed = 3
-    config.checkpoint.initial_load_path = initial_load_path
-    config.model.initial_hf = initial_hf
-    assert source_of_weights(config, step) == source
 
 
 def test_a_stop_between_micro_batches(folder, monkeypatch, caplog):
