@@ -164,7 +164,7 @@ class Trainer(Parts):
                 loss += self._forward_backward(batch, valid)
 
         with torch.profiler.record_function("Optimizer.update"):
-            grad_norm = clip_gradients(self.model, self.config.training.max_norm)
+            grad_norm = self._clip()
             learning_rate = self.schedule.schedulers[0].get_last_lr()[0]
             self.checkpointer.before_update()
             self.guard.update(step, loss, grad_norm, self.optimizers)
@@ -268,6 +268,9 @@ class Trainer(Parts):
         loss = total / valid
         loss.backward()
         return loss.detach()
+
+    def _clip(self) -> Tensor:
+        return clip_gradients(self.model, self.config.training.max_norm)
 
     def _after_step(self, stopped: bool, is_first: bool) -> None:
         """What is due after a step: going back, saving, validation, collecting garbage."""
