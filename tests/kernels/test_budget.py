@@ -11,8 +11,8 @@ from tests.reference import structured_qkv
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns.vertical_slash import independent
 from titan_sparse.kernels import budget, compact
+from titan_sparse.kernels import budget as budget_kernel
 from titan_sparse.kernels.budget import Segments
-from titan_sparse.kernels.budget import kernel as budget_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MOST_MASS, SEQ_LEN = 128, 384
