@@ -26,7 +26,7 @@ from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
 from titan_sparse.attention.masks.packed import sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges, SlidingWindow
 from titan_sparse.attention.observe import visits as imbalance
-from titan_sparse.attention.observe.statistics import worker_imbalance
+from titan_sparse.attention.observe.visits import worker_imbalance
 from titan_sparse.attention.patterns import BlockIndex, VerticalSlash
 from titan_sparse.config import (
     Config,
