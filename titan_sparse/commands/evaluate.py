@@ -24,12 +24,13 @@ from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import lengths_of, require, tokens
 from titan_sparse.data import Tokenizer, load_tokenizer
 from titan_sparse.data.documents import open_documents
-from titan_sparse.evaluation import needle, pictures, position
+from titan_sparse.evaluation import needle, position
 from titan_sparse.evaluation.answers import Sample, score_samples
 from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.load import build_scorer, find_checkpoint
 from titan_sparse.evaluation.scorer import Scorer, Sequence
 from titan_sparse.evaluation.settings import load_for_evaluation
+from titan_sparse.training import pictures
 from titan_sparse.training.distributed import leave_distributed
 from titan_sparse.training.metrics import json_ready
 
