@@ -44,7 +44,7 @@ def main(words: list[str]) -> int:
         args, config = parse(words)
         checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
-        # Texts are read before any process group: what cannot be used is told at once.
+        # Texts are read before any process group: what cannot be used is reported at once.
         work = read(args, config, tokenizer)
         Path(args.out).mkdir(parents=True, exist_ok=True)
         scorer = build_scorer(config, checkpoint, tokenizer)

@@ -113,8 +113,8 @@ def _layers(text: str, count: int) -> list[int]:
     words = [word.strip() for word in text.split(",")]
     require(
         all(word.isdecimal() and int(word) < count for word in words),
-        f"--layers {text} are no layers of this model; "
-        f"write some of 0 to {count - 1}, with commas between",
+        f"--layers {text} are not layers of this model. "
+        f"Write some of 0 to {count - 1}, separated by commas",
     )
     return [int(word) for word in words]
 
