@@ -88,18 +88,14 @@ SCHEDULES = ("all_gather", "ring", "double_ring")
 
 
 def main(words: list[str]) -> int:
-    runs = [parse(list(of_run)) for is_plus, of_run in groups(words) if not is_plus]
+    by_plus = itertools.groupby(words, lambda word: word == "+")
+    runs = [parse(list(of_run)) for is_plus, of_run in by_plus if not is_plus]
     rank, world = place()
     refused = next(filter(None, (refusal(args, world) for args in runs)), None)
     nodes = runs[0].pretend_nodes
     if refused is None and nodes > 1:
         pretend(nodes, rank, world)
     return measure(runs, CASES, refused, nodes)
-
-
-def groups(words: list[str]) -> Iterator[tuple[bool, Iterator[str]]]:
-    """The words between "+", and these."""
-    return itertools.groupby(words, lambda word: word == "+")
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -109,7 +105,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--seq-lens", type=positive, nargs="+", default=[], help="of all ranks together")
     add("--heads", type=head_set, nargs="+", default=[], help="query heads:KV heads, as 16:2")
     add("--density", type=share, default=0.05, help="share of the causal pairs, of random indexes")
-    add("--columns", type=share, default=0.005, help="share of the sequence that is verticals")
+    add("--verticals", type=share, default=0.005, help="share of the sequence that is verticals")
     add("--sinks", type=int, default=30)
     add("--schedules", nargs="+", default=["all_gather", "ring"], choices=SCHEDULES)
     add("--gradient-dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))

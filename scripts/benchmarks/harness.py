@@ -102,7 +102,7 @@ def sparse(
     Returns the attention, its q, k, v and d_out (this rank's), and a selection with the same caps.
     """
     args = bench.args
-    pattern, index = random_index(shape, args.density, args.columns, args.sinks)
+    pattern, index = random_index(shape, args.density, args.verticals, args.sinks)
     ranges = Causal().rows(shape.seq_len, bench.device)
     tensors = draw(shape._replace(seq_len=shape.seq_len // (cp.size if cp else 1)))
     q, k = (tensor.detach() for tensor in tensors[:2])
