@@ -22,6 +22,7 @@ from titan_sparse.build import Parts, build
 from titan_sparse.config import Config, save
 from titan_sparse.config.changes import read_saved, refuse_changes
 from titan_sparse.data import Batch
+from titan_sparse.data.chat_template import exported_files
 from titan_sparse.estimate.memory import estimate, peak_phase
 from titan_sparse.from_config import build_layer_masks
 from titan_sparse.loss import count_valid
@@ -327,7 +328,12 @@ class Trainer(Parts):
             dtype = getattr(torch, self.config.training.dtype)
             initial_hf = self.config.model.initial_hf
             self.checkpointer.save_in_hf(
-                self.progress.step, self.model_config, dtype, initial_hf, self.adapters
+                self.progress.step,
+                self.model_config,
+                dtype,
+                initial_hf,
+                self.adapters,
+                exported_files(self.config.data, initial_hf),
             )
         barrier()
 

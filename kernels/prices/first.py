@@ -5,11 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_sparse.kernels.prices.shared import (
+from titan_sparse.kernels.prices.inputs import (
     LEVELS,
     OCTAVES_BETWEEN_LEVELS,
     SEEN_ONCE,
     VERTICAL_COST,
+)
+from titan_sparse.kernels.prices.shared import (
     by_group,
     keys_at,
     lse_at,

@@ -9,10 +9,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from titan_sparse.config import Data
-from titan_sparse.data.chat_rows import sample_text
 from titan_sparse.data.chats import ChatEncoder
-from titan_sparse.data.formats import Encoded
-from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
+from titan_sparse.data.rows import sample_text
+from titan_sparse.data.tokenizer import Encoded, Tokenizer, load_tokenizer
 
 CHATML = """\
 {%- for message in messages %}

@@ -11,7 +11,8 @@ import zstandard
 from titan_sparse.config import Data
 from titan_sparse.data.documents import TokenizedTexts
 from titan_sparse.data.loader import Batch, PackedLoader, build_loader
-from titan_sparse.data.preparing import Recipe, prepare
+from titan_sparse.data.preparing import prepare
+from titan_sparse.data.recipe import Recipe
 from titan_sparse.data.shards import TokenShards
 from titan_sparse.data.stream import Mixture, PackedStream
 from titan_sparse.data.tokenizer import ByteTokenizer

@@ -1,4 +1,4 @@
-"""titan_sparse.data.chat_rows: what is taken from a file of chats, and what is refused by its row."""
+"""titan_sparse.data.rows: what is taken from a file of chats, and what is refused by its row."""
 
 import json
 
@@ -8,8 +8,8 @@ from tests.data.chat_helpers import CALL, CHAT, CHATML, TOOLS, write_tokenizer
 from tests.data.helpers import write_rows
 from titan_sparse.config import Data
 from titan_sparse.data import sources
-from titan_sparse.data.chat_rows import sample_text, without_nulls
 from titan_sparse.data.documents import open_documents
+from titan_sparse.data.rows import sample_text, without_nulls
 from titan_sparse.data.sources import open_source
 from titan_sparse.data.tokenizer import load_tokenizer
 

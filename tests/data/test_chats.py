@@ -25,8 +25,7 @@ from tests.data.chat_helpers import (
 from titan_sparse.config import Data
 from titan_sparse.data import chat_template
 from titan_sparse.data.chats import ChatEncoder
-from titan_sparse.data.formats import Encoded
-from titan_sparse.data.tokenizer import load_tokenizer
+from titan_sparse.data.tokenizer import Encoded, load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,4 +1,4 @@
-"""titan_sparse.data.mds: shards of mosaicml-streaming."""
+"""titan_sparse.data.recipe: shards of mosaicml-streaming."""
 
 import re
 import sys
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.data.helpers import no_progress, read_shards, train_tokenizer
-from titan_sparse.data.mds import MDSRows
-from titan_sparse.data.preparing import Recipe, prepare
+from titan_sparse.data.preparing import prepare
+from titan_sparse.data.recipe import MDSRows, Recipe
 from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
 
 

@@ -21,7 +21,8 @@ from tests.data.helpers import (
     write_texts,
 )
 from titan_sparse.commands.prepare_data import main, show_histogram
-from titan_sparse.data.preparing import Recipe, histogram, prepare
+from titan_sparse.data.preparing import histogram, prepare
+from titan_sparse.data.recipe import Recipe
 from titan_sparse.data.shards import TokenShards
 from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
 

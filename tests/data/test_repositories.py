@@ -1,11 +1,12 @@
-"""titan_sparse.data.repositories: folders of source code as documents."""
+"""titan_sparse.data.recipe: folders of source code as documents."""
 
 import logging
 
 import pytest
 
 from tests.data.helpers import no_progress, read_shards
-from titan_sparse.data.preparing import Recipe, prepare
+from titan_sparse.data.preparing import prepare
+from titan_sparse.data.recipe import Recipe
 from titan_sparse.data.tokenizer import ByteTokenizer
 
 

@@ -18,7 +18,7 @@ import zstandard
 
 from titan_sparse.config import Data
 from titan_sparse.data import rows, sources
-from titan_sparse.data.repositories import open_folder
+from titan_sparse.data.recipe import open_folder
 from titan_sparse.data.rows import file_rows
 from titan_sparse.data.sources import open_source
 

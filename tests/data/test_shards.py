@@ -16,9 +16,8 @@ from tests.data.helpers import (
     train_tokenizer,
 )
 from titan_sparse.config import Data
-from titan_sparse.data.formats import closed
 from titan_sparse.data.shards import DataError, TokenShards, token_dtype, write_shard
-from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
+from titan_sparse.data.tokenizer import ByteTokenizer, closed, load_tokenizer
 
 
 def test_large_vocabularies_take_uint32(tmp_path):

@@ -7,7 +7,8 @@ import pytest
 from tests.data.chat_helpers import ANSWER, CHAT, CHATML, write_tokenizer
 from tests.data.helpers import no_progress, write_rows
 from titan_sparse.commands.show_data import main
-from titan_sparse.data.preparing import Recipe, prepare
+from titan_sparse.data.preparing import prepare
+from titan_sparse.data.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 

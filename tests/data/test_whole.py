@@ -14,10 +14,11 @@ from titan_sparse.config import Config, Data, check
 from titan_sparse.data import whole
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.loader import PackedLoader, build_loader
-from titan_sparse.data.preparing import Recipe, prepare
+from titan_sparse.data.packing import first_fit, kept_shares
+from titan_sparse.data.preparing import prepare
+from titan_sparse.data.recipe import Recipe
 from titan_sparse.data.shards import TokenShards
 from titan_sparse.data.tokenizer import load_tokenizer
-from titan_sparse.data.whole import first_fit, kept_shares
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 

@@ -12,9 +12,9 @@ from tests.evaluation.helpers import plain_decoder, plain_logits, scorer_of
 from tests.runs import tiny_config, write_texts
 from titan_sparse.config import Data
 from titan_sparse.data.documents import open_documents
-from titan_sparse.data.formats import Encoded
-from titan_sparse.data.preparing import Recipe, prepare
-from titan_sparse.data.tokenizer import ByteTokenizer
+from titan_sparse.data.preparing import prepare
+from titan_sparse.data.recipe import Recipe
+from titan_sparse.data.tokenizer import ByteTokenizer, Encoded
 from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.position import first_windows, position_loss, windows
 from titan_sparse.training.metrics import json_ready

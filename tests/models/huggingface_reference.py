@@ -10,6 +10,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from tests.models.helpers import causal, dense_attend
+from titan_sparse.config import Data
+from titan_sparse.data.chat_template import exported_files
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import export_weights, load_weights
@@ -99,8 +101,10 @@ def save_checkpoint(model: Decoder, folder: Path) -> str:
     return str(folder)
 
 
-def export(checkpoint: str, *args) -> None:
-    export_weights(checkpoint, partial(read_into, checkpoint=checkpoint), *args)
+def export(checkpoint: str, out: str, config, dtype, source: str = "", *rest) -> None:
+    read = partial(read_into, checkpoint=checkpoint)
+    files = exported_files(Data(), source)
+    export_weights(checkpoint, read, out, config, dtype, source, *rest, files=files)
 
 
 def write_config(folder: Path, **changes) -> None:

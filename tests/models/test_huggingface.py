@@ -1,5 +1,6 @@
 """Hugging Face checkpoints in and out: transformers is the reference for logits, for config.json and for the files."""
 
+import json
 import logging
 import shutil
 from dataclasses import replace
@@ -12,10 +13,12 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.data.chat_helpers import CHAT, CHATML, GLM, write_tokenizer
 from tests.distributed import run_processes
-from tests.models.helpers import dense_attend, pretended_rank
+from tests.models.helpers import causal, dense_attend, pretended_rank
 from tests.models.huggingface_reference import (
     FAMILIES,
+    LENGTH,
     LLAMA3,
     PLAIN,
     YARN,
@@ -25,14 +28,20 @@ from tests.models.huggingface_reference import (
     export,
     save_checkpoint,
     save_reference,
+    tokens_and_positions,
+    write_config,
 )
 from tests.runs import tiny_config, train, write_texts
 from titan_sparse.commands.export_hf import main as export_hf
+from titan_sparse.config import ActivationCheckpoint, Compile, Model, save
+from titan_sparse.data.preparing import prepare
+from titan_sparse.data.recipe import Recipe
 from titan_sparse.models.decoder import Decoder
-from titan_sparse.models.flavours import DecoderConfig, resolve
+from titan_sparse.models.flavours import DecoderConfig, RopeConfig, resolve
 from titan_sparse.models.huggingface import check_weights, load_weights
 from titan_sparse.models.huggingface_config import config_json, read_config
 from titan_sparse.trainer import Trainer
+from titan_sparse.training.build_model import parallelize
 
 transformers = pytest.importorskip("transformers")
 
@@ -92,6 +101,49 @@ def test_yarn_on_top_of_an_unscaled_checkpoint(tmp_path):
     assert (values["bos_token_id"], values["eos_token_id"]) == (3, 4)
 
 
+@pytest.mark.parametrize(
+    "rope, expected",
+    [
+        ({"rope_theta": 1e6}, RopeConfig(1e6, "none", 1.0, 256)),
+        ({"rope_theta": 1e6, "rope_scaling": None}, RopeConfig(1e6, "none", 1.0, 256)),
+        (
+            {
+                "rope_theta": 1e6,
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
+            },
+            RopeConfig(1e6, "yarn", 4.0, 64),
+        ),
+        (
+            {
+                "rope_theta": 1e6,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4,
+                    "beta_fast": 16,
+                    "beta_slow": 2,
+                    "attention_factor": 1.138629436,
+                },
+            },
+            RopeConfig(1e6, "yarn", 4.0, 256, beta_fast=16.0, beta_slow=2.0),
+        ),
+        (
+            {
+                "rope_theta": 5e5,
+                "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"},
+            },
+            RopeConfig(5e5, "llama3", 8.0, 32),
+        ),
+    ],
+)
+def test_config_as_transformers_4_writes_it(tmp_path, rope, expected):
+    write_config(tmp_path, rope_parameters=None, **rope)
+    assert read_config(str(tmp_path)).rope == expected
+
+
 # Files
 
 
@@ -143,6 +195,32 @@ def test_export_overwrites_nothing(tmp_path):
 
 
 # Sharded
+
+
+def _load_sharded(folder: Path) -> None:
+    config, (tokens, positions) = read_config(str(folder)), tokens_and_positions()
+    with torch.device("meta"):
+        model = Decoder(config, dense_attend).to(torch.float32)
+    parallelize(
+        model,
+        init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard_cp",)),
+        torch.float32,
+        True,
+        ActivationCheckpoint(mode="full"),
+        Compile(),
+    )
+    model.to_empty(device="cpu")
+    load_weights(model, str(folder), config)
+    with torch.no_grad():
+        logits = model(tokens, positions, causal(LENGTH))
+    torch.testing.assert_close(logits, torch.load(folder / "logits.pt"), atol=1e-4, rtol=0)
+
+
+def test_logits_over_two_processes(tmp_path):
+    theirs = save_reference(tmp_path, "Qwen3ForCausalLM", num_key_value_heads=1)
+    with torch.no_grad():
+        torch.save(theirs(tokens_and_positions()[0]).logits, tmp_path / "logits.pt")
+    run_processes(2, _load_sharded, tmp_path)
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (1, 70)], ids=str)
@@ -216,6 +294,63 @@ def _run(folder: Path) -> None:
     out = load_file(folder / "run/huggingface/step-4/model.safetensors")
     assert all(torch.equal(x, out["model." + name]) for name, x in trained.items())
     assert not all(torch.equal(x, weights[name]) for name, x in trained.items())
+
+
+def _same_chats(found: Path, tokenizer: str, template: str) -> None:
+    """transformers makes the same tokens of a chat by the export as by the run's own files."""
+    wanted = transformers.PreTrainedTokenizerFast.from_pretrained(tokenizer)
+    wanted.chat_template = template
+    read = transformers.AutoTokenizer.from_pretrained(found)
+    assert read.apply_chat_template(CHAT) == wanted.apply_chat_template(CHAT)
+    assert read.chat_template == template and read.eos_token == wanted.eos_token
+
+
+def test_an_export_has_the_tokenizer_and_template_of_its_run(tmp_path):
+    """From random weights, from a model with other ones, and of prepared tokens."""
+    own = write_tokenizer(tmp_path / "own", CHATML)
+    other = write_tokenizer(tmp_path / "other", GLM)
+    for folder, end in ((own, "<|endoftext|>"), (other, "<|end|>")):
+        (Path(folder) / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    other_end = CHATML.replace("<|im_end|>", "<|end|>")
+    (tmp_path / "other_end.jinja").write_text(other_end)
+    recipe = Recipe(
+        str(tmp_path / "chats.jsonl"),
+        tokenizer=own,
+        row_format="messages",
+        chat_template=str(tmp_path / "other_end.jinja"),
+    )
+    prepare(recipe, str(tmp_path / "prepared"), 1, lambda *_: None)
+    run = tiny_config(
+        tmp_path,
+        "run",
+        data__source=str(tmp_path / "chats.jsonl"),
+        data__format="messages",
+        data__tokenizer=own,
+        training__steps=1,
+        checkpoint__enable=True,
+        checkpoint__last_save_in_hf=True,
+        model__flavour="debug",
+        model__vocab_size=1024,
+    )
+    train(run)
+    dist.destroy_process_group()
+    first = tmp_path / "run/huggingface/step-1"
+    _same_chats(first, own, CHATML)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(Path(other) / name, first)
+    _same_chats(first, other, GLM)
+    run.model = Model(initial_hf=str(first))
+    cases = {
+        "other": ({"tokenizer": other}, other, GLM),
+        "template": ({"chat_template": str(tmp_path / "other_end.jinja")}, own, other_end),
+        "prepared": ({"source": str(tmp_path / "prepared"), "format": "text"}, own, other_end),
+    }
+    for name, (changes, tokenizer, template) in cases.items():
+        config = replace(run, data=replace(run.data, **changes))
+        save(config, run.training.output_dir)
+        assert export_hf([run.training.output_dir, str(tmp_path / f"out-{name}")]) == 0
+        _same_chats(tmp_path / f"out-{name}", tokenizer, template)
 
 
 def _files(folder: Path) -> dict[Path, bytes]:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from titan_sparse.config import load_and_check
-from titan_sparse.data.preparing import Recipe, prepare
+from titan_sparse.data.preparing import prepare
+from titan_sparse.data.recipe import Recipe
 from titan_sparse.trainer import Trainer
 from titan_sparse.training.metrics_output import read_lines
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from titan_sparse.config import Config, load, trains_random_base
+from titan_sparse.data.chat_template import exported_files
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import export_weights
 from titan_sparse.models.lora import export_adapter, merged
@@ -67,6 +68,7 @@ def export(source: str, out: str, dtype: torch.dtype | None = None, merge: bool 
             f"{checkpoint} has lm_head.weight, but {model.initial_hf}/config.json says "
             "tie_word_embeddings = true; write false there"
         )
+    files = exported_files(config.data, model.initial_hf)
     read = functools.partial(read_into, checkpoint=checkpoint)
     trained = getattr(torch, config.training.dtype)
     adapters = resolve_adapters(shape, **vars(config.lora))
@@ -77,10 +79,10 @@ def export(source: str, out: str, dtype: torch.dtype | None = None, merge: bool 
         _check_base(config, checkpoint)
         if not merge:
             dtype = dtype or torch.promote_types(trained, torch.float32)
-            export_adapter(checkpoint, read, out, shape, adapters, dtype, model.initial_hf)
+            export_adapter(checkpoint, read, out, shape, adapters, dtype, model.initial_hf, files)
             return checkpoint
         read = merged(read, shape, adapters, model.initial_hf)
-    export_weights(checkpoint, read, out, shape, dtype or trained, model.initial_hf)
+    export_weights(checkpoint, read, out, shape, dtype or trained, model.initial_hf, files=files)
     return checkpoint
 
 

@@ -22,8 +22,9 @@ from typing import Any
 from tqdm import tqdm
 
 from titan_sparse.config.sources import FORMATS
-from titan_sparse.data.preparing import Recipe, prepare
-from titan_sparse.data.whole import LENGTHS
+from titan_sparse.data.packing import LENGTHS
+from titan_sparse.data.preparing import prepare
+from titan_sparse.data.recipe import Recipe
 
 
 def main(words: list[str]) -> int:

@@ -20,7 +20,7 @@ from titan_sparse.config.reading import require
 from titan_sparse.config.sources import source_formats
 from titan_sparse.data import Tokenizer, load_tokenizer
 from titan_sparse.data.documents import Documents, open_documents
-from titan_sparse.data.whole import kept_shares
+from titan_sparse.data.packing import kept_shares
 
 LEARNED = "\033[32m"
 NOT_LEARNED = "\033[2m"

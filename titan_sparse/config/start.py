@@ -146,6 +146,8 @@ def check_start(config: Config) -> None:
     _check_first_checkpoint(config.checkpoint, Path(config.training.output_dir))
     if config.checkpoint.last_save_in_hf:
         files_to_copy(config.model.initial_hf)
+        if config.data.tokenizer != "bytes":
+            files_to_copy(str(tokenizer_file(config.data.tokenizer).parent), "data.tokenizer")
 
 
 def _check_output_dir(name: str) -> None:

@@ -1,5 +1,10 @@
-"""The Jinja template that makes one text of a chat's messages: found, and rendered as transformers
-does."""
+"""The Jinja template that makes one text of a chat's messages: found, and rendered as transformers does.
+
+Published templates of some families are replaced by forms of them for training, with {% generation %}
+blocks, which begin behind the header of an answer and end with the token that ends the answer. No
+answer loses its reasoning when another one follows. Templates are known by their structure rather
+than by their whole text, as their revisions differ in other places.
+"""
 
 import datetime
 import hashlib
@@ -7,12 +12,14 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_sparse.config.checking import chat_template_kwargs
 from titan_sparse.config.sections import Data
-from titan_sparse.data.chat_rows import BadSample, Message
-from titan_sparse.data.training_templates import TrainingForm, training_form
+from titan_sparse.config.sources import source_weights, tokenizer_file
+from titan_sparse.data.rows import BadSample, Message
+from titan_sparse.data.shards import is_prepared
+from titan_sparse.models.huggingface_files import files_to_copy
 
 FILE = "chat_template.jinja"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -71,7 +78,7 @@ class ChatTemplate:
         """Whether the template has {% generation %} around what the assistant writes."""
         return _GENERATION.search(self._texts[self._name(tools)]) is not None
 
-    def for_training(self) -> tuple["ChatTemplate", TrainingForm] | None:
+    def for_training(self) -> "tuple[ChatTemplate, TrainingForm] | None":
         """The template that marks answers in place of this one, if it is of a known family."""
         forms = {name: training_form(text) for name, text in self._texts.items()}
         if forms["default"] is None:
@@ -183,30 +190,64 @@ def load_template(data: Data, model_folder: str) -> ChatTemplate:
     data.chat_template is a file or a folder. Raises ValueError, naming the key, if there is none, or
     it cannot be read.
     """
-    tokenizer = data.tokenizer
-    folder = Path(tokenizer).expanduser()
-    if not folder.is_dir():
-        folder = folder.parent
-    is_file = tokenizer != "bytes"
+    folder = _tokenizer_folder(data)
     # Bytes have no tokens for these: a template that writes them writes nothing.
-    special_tokens = _special_tokens(folder) if is_file else {"bos_token": "", "eos_token": ""}
-    if data.chat_template:
-        path = Path(data.chat_template).expanduser()
-        texts = find_template(path) if path.is_dir() else {"default": _read(path)}
-        if not texts:
-            raise ValueError(
-                f'data.chat_template = "{data.chat_template}" does not hold {FILE}; write a file'
-            )
-    else:
-        texts = find_template(folder) if is_file else {}
-        if not texts and model_folder:
-            texts = find_template(Path(model_folder).expanduser())
+    special_tokens = _special_tokens(folder) if folder else {"bos_token": "", "eos_token": ""}
+    texts = _find_texts(data, [folder, _model_folder(model_folder)])
     if not texts:
         raise ValueError(
-            f'neither data.tokenizer = "{tokenizer}" nor model.initial_hf = "{model_folder}" has a '
-            f'chat template; write data.chat_template = "{FILE}"'
+            f'neither data.tokenizer = "{data.tokenizer}" nor model.initial_hf = "{model_folder}" '
+            f'has a chat template; write data.chat_template = "{FILE}"'
         )
     return ChatTemplate(texts, special_tokens, chat_template_kwargs(data))
+
+
+def exported_files(data: Data, model_folder: str) -> dict[str, bytes]:
+    """Name -> content of the files that go beside a trained model: the tokenizer and the chat
+    template of its run, and generation_config.json of model.initial_hf.
+
+    Bytes are no tokenizer that transformers knows: the model's goes along. Raises ValueError,
+    naming the key, for a file that cannot be read, and for a link that leaves its folder.
+    """
+    files = files_to_copy(model_folder)
+    folder = _tokenizer_folder(data)
+    if folder:
+        beside = {name: path for name, path in files.items() if name == "generation_config.json"}
+        files = {**files_to_copy(str(folder), "data.tokenizer"), **beside}
+        files["tokenizer.json"] = tokenizer_file(data.tokenizer)
+    contents = {name: path.read_bytes() for name, path in files.items()}
+    # Prepared tokens hold the template that they were made with.
+    prepared = [Path(source).expanduser() for source in source_weights(data.source)]
+    prepared = [path for path in prepared if is_prepared(str(path))]
+    texts = _find_texts(data, [*prepared, folder, _model_folder(model_folder)])
+    if texts:
+        contents.pop("chat_template.json", None)
+    for name, text in texts.items():
+        place = FILE if name == "default" else f"additional_chat_templates/{name}.jinja"
+        contents[place] = text.encode()
+    return contents
+
+
+def _tokenizer_folder(data: Data) -> Path | None:
+    return None if data.tokenizer == "bytes" else tokenizer_file(data.tokenizer).parent
+
+
+def _model_folder(name: str) -> Path | None:
+    return Path(name).expanduser() if name else None
+
+
+def _find_texts(data: Data, folders: list[Path | None]) -> dict[str, str]:
+    """The templates of data.chat_template by name, else of the first folder that has some."""
+    if not data.chat_template:
+        found = [find_template(folder) for folder in folders if folder]
+        return next((texts for texts in found if texts), {})
+    path = Path(data.chat_template).expanduser()
+    texts = find_template(path) if path.is_dir() else {"default": _read(path)}
+    if not texts:
+        raise ValueError(
+            f'data.chat_template = "{data.chat_template}" does not hold {FILE}; write a file'
+        )
+    return texts
 
 
 def find_template(folder: Path) -> dict[str, str]:
@@ -251,3 +292,114 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ValueError(f'data.chat_template = "{path}" cannot be read: {error}') from error
+
+
+class TrainingForm(NamedTuple):
+    """A template for training."""
+
+    family: str
+    text: str
+    only_marks: bool
+    """whether it writes chats without reasoning as the published template does"""
+
+
+class _Family(NamedTuple):
+    name: str
+    only_marks: bool
+    sign: str
+    """of a template of this family"""
+    edits: tuple[tuple[str, str], ...]
+    """regular expressions and what replaces each match"""
+
+
+_END = "<｜end▁of▁sentence｜>"
+
+_FAMILIES = (
+    _Family(
+        "Qwen3",
+        False,
+        r"loop\.index0 > ns\.last_query_index",
+        (
+            # Answers before the last question lost their <think>: all have it.
+            (
+                r"\{%- if [^%]*loop\.index0 > ns\.last_query_index[^%]*%\}.*?"
+                r"\{\{- '<\|im_start\|>' \+ message\.role \+ '\\n(<think>.*?) \}\}"
+                r".*?(?=\{%- if message\.tool_calls)",
+                r"{{- '<|im_start|>assistant\\n' }}{%- generation %}{{- '\1 }}",
+            ),
+            (
+                r"""\{\{- '<\|im_end\|>\\n' \}\}(\s*\{%- elif message\.role == "tool" %\})""",
+                r"{{- '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}\1",
+            ),
+        ),
+    ),
+    _Family(
+        "Nemotron 3",
+        True,
+        r"truncate_history_thinking and loop\.index0 < ns\.last_user_idx",
+        (
+            (
+                r"\{\{- '<\|im_start\|>assistant\\n' ~ (.+?) ~ '<\|im_end\|>\\n' \}\}",
+                r"{{- '<|im_start|>assistant\\n' }}{%- generation %}"
+                r"{{- \1 ~ '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}",
+            ),
+            (
+                r"\{\{- '<\|im_start\|>assistant\\n<\|im_end\|>\\n' \}\}",
+                r"{{- '<|im_start|>assistant\\n' }}{%- generation %}"
+                r"{{- '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}",
+            ),
+            (r"(?<=truncate_history_thinking is defined else )True", "False"),
+            # An answer with tool calls.
+            (
+                r"(\{%- if message\.tool_calls is defined[^%]*%\}\s*(?:\{#[^#]*#\}\s*)?"
+                r"\{\{- '<\|im_start\|>assistant\\n' \}\})",
+                r"\1{%- generation %}",
+            ),
+            (
+                r"(</tool_call>\\n' -?\}\}\s*\{%- endfor %\}\s*)\{\{- '<\|im_end\|>\\n' \}\}",
+                r"\1{{- '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}",
+            ),
+        ),
+    ),
+    _Family(
+        "DeepSeek-V3",
+        True,
+        r"'<｜Assistant｜>' \+ content \+ '<｜end▁of▁sentence｜>'",
+        (
+            # Reasoning within the content was dropped.
+            (r"\{% if '</think>' in content %\}.*?\{% endif %\}", ""),
+            (
+                r"\{\{'(<｜Assistant｜>|<｜tool▁outputs▁end｜>)' \+ (content|message\['content'\]) "
+                rf"\+ '{_END}'\}}\}}",
+                rf"{{{{'\1'}}}}{{% generation %}}{{{{\2 + '{_END}'}}}}{{% endgeneration %}}",
+            ),
+            # An answer with tool calls; what is before its loop is written once in a chat.
+            (
+                r"\{%- for tool in message\['tool_calls'\] ?%\}(?=.*?\{%- endfor %\}\{\{)",
+                r"{%- if not ns.is_first %}{{'<｜Assistant｜>'}}{%- endif %}{% generation %}\g<0>",
+            ),
+            (r"\{\{'<｜Assistant｜>' \+ (?=message)", "{{"),
+            (r"'<｜Assistant｜>(?=<｜tool▁calls▁begin｜>)", "'"),
+            (
+                rf"\{{%- endfor %\}}\{{\{{'<｜tool▁calls▁end｜>{_END}'\}}\}}",
+                r"\g<0>{% endgeneration %}",
+            ),
+            # Chats have no content in place of none, and objects as arguments.
+            (r"message\['content'\] is not none", "message['content'] is string"),
+            (r"message\['content'\] is none", "message['content'] is not string"),
+            (r"tool\['function'\]\['arguments'\] \+", r"tool['function']['arguments'] | tojson +"),
+        ),
+    ),
+)
+
+
+def training_form(text: str) -> TrainingForm | None:
+    """The form of a template for training; None if it is of no known family, or marks answers."""
+    if re.search(r"\{%-?\s*generation\s*-?%\}", text):
+        return None
+    for family in _FAMILIES:
+        if re.search(family.sign, text):
+            for pattern, replacement in family.edits:
+                text = re.sub(pattern, replacement, text, flags=re.DOTALL)
+            return TrainingForm(family.name, text, family.only_marks)
+    return None

@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan_sparse.config.sections import Data
-from titan_sparse.data.chat_rows import BadSample, Message
 from titan_sparse.data.chat_template import ChatTemplate, load_template
-from titan_sparse.data.formats import Encoded, SampleFormat
-from titan_sparse.data.tokenizer import Tokenizer
+from titan_sparse.data.rows import BadSample, Message
+from titan_sparse.data.tokenizer import Encoded, SampleFormat, Tokenizer
 
 Letters = tuple[int, int]
 """[start, stop) in a text."""
@@ -60,7 +59,7 @@ class ChatEncoder:
         self.sample_format = SampleFormat(data.format, data.loss_on, "+".join(digests))
 
     def encode(self, text: str) -> Encoded:
-        """The tokens of a sample (JSON of chat_rows), closed by the end-of-document token.
+        """The tokens of a sample (JSON of rows.py), closed by the end-of-document token.
 
         An empty text is a row that was skipped. Where the template refuses the sample, or does not
         show what is learned, the sample is skipped too, or, by data.bad_rows, ValueError is raised,

@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 
 from titan_sparse.config.sections import Data
 from titan_sparse.data.chats import ChatEncoder
-from titan_sparse.data.formats import Encoded, SampleFormat, closed
 from titan_sparse.data.shards import TokenShards, is_prepared
 from titan_sparse.data.sources import Source, open_source
-from titan_sparse.data.tokenizer import Tokenizer
+from titan_sparse.data.tokenizer import Encoded, SampleFormat, Tokenizer, closed
 
 logger = logging.getLogger("titan_sparse")
 

@@ -21,7 +21,6 @@ from titan_sparse.config.reading import Refusal
 from titan_sparse.config.sections import Data
 from titan_sparse.config.sources import source_formats, source_weights
 from titan_sparse.data.documents import open_documents
-from titan_sparse.data.formats import SampleFormat
 from titan_sparse.data.packing import Packed, pad_to_multiple
 from titan_sparse.data.shards import DataError, TokenShards
 from titan_sparse.data.stream import (
@@ -32,7 +31,7 @@ from titan_sparse.data.stream import (
     Stream,
     TextSampleStream,
 )
-from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
+from titan_sparse.data.tokenizer import SampleFormat, Tokenizer, load_tokenizer
 from titan_sparse.data.whole import WholeStream
 
 logger = logging.getLogger("titan_sparse")

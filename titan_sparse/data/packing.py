@@ -86,3 +86,41 @@ def _padding(seq_len: int, padding_id: int) -> Packed:
         positions=np.zeros(seq_len, dtype=np.int64),
         lengths=[],
     )
+
+
+LENGTHS = (1 << 15, 1 << 16, 1 << 17)
+"""Sequence lengths that the share of documents kept is told for, besides the run's own."""
+
+
+def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Numbers of the documents in each sequence of `room` tokens: the longest first, each into the
+    first sequence that it fits in.
+
+    Documents stay in order within a sequence, and sequences by their first one. Every length must
+    be at most `room`.
+    """
+    order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
+    sequences: list[list[int]] = []
+    left: list[int] = []
+    for number in order:
+        place = next((i for i, free in enumerate(left) if free >= lengths[number]), len(left))
+        if place == len(left):
+            sequences.append([])
+            left.append(room)
+        sequences[place].append(number)
+        left[place] -= lengths[number]
+    return sorted(sorted(numbers) for numbers in sequences)
+
+
+def kept_shares(lengths: NDArray[np.integer], seq_len: int) -> str:
+    """The share of documents of at most so many tokens, for LENGTHS and for `seq_len`.
+
+    lengths: int [documents], the end-of-document token included.
+    """
+    shares = []
+    for length in sorted({*LENGTHS, seq_len}):
+        share = float(np.mean(lengths <= length))
+        name = f"{length >> 10}K" if length in LENGTHS else f"{length:,}"
+        mark = " (training.seq_len)" if length == seq_len else ""
+        shares.append(f"{name} {share:.1%}{mark}")
+    return ", ".join(shares)

@@ -8,18 +8,22 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
-from titan_sparse.config.checking import check_formats
 from titan_sparse.config.sections import Data
-from titan_sparse.data.chat_template import FILE as TEMPLATE
-from titan_sparse.data.chats import ChatEncoder
-from titan_sparse.data.formats import Encoded, SampleFormat, closed
-from titan_sparse.data.mds import MDSRows, is_mds, unpack
-from titan_sparse.data.repositories import open_folder
+from titan_sparse.data.chat_template import exported_files
+from titan_sparse.data.recipe import (
+    ChatRows,
+    Recipe,
+    Rows,
+    TextRows,
+    is_mds,
+    open_rows,
+    unpack,
+)
 from titan_sparse.data.shards import (
     FORMAT,
     FORMAT_OF_CHATS,
@@ -31,87 +35,14 @@ from titan_sparse.data.shards import (
     write_json,
     write_shard,
 )
-from titan_sparse.data.sources import LazyTexts, open_source
-from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
+from titan_sparse.data.sources import LazyTexts
+from titan_sparse.data.tokenizer import Encoded, SampleFormat, load_tokenizer
+from titan_sparse.models.huggingface_files import write_files
 
 logger = logging.getLogger("titan_sparse")
 
 SHARD_LETTERS = 1 << 20
 """Of a small source, in a shard; a tokenizer has them in a second."""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What fixes the shards, whatever the number of processes."""
-
-    source: str
-    """as data.source, or a folder of repositories or of MDS shards"""
-    tokenizer: str = "bytes"
-    source_tokenizer: str = ""
-    """the tokenizer that made the token ids of MDS shards; empty: they hold text"""
-    document: str = "row"
-    """row: a row, or a file; folder: a folder directly in `source`, its files joined; source: all
-    of it"""
-    row_format: str = "text"
-    """as data.format, of one source"""
-    text_field: str = "text"
-    messages_field: str = "messages"
-    loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    chat_template: str = ""
-    chat_template_kwargs: str = ""
-    """as in [data]"""
-    subset: str = ""
-    split: str = "train"
-    bad_rows: Literal["refuse", "skip"] = "refuse"
-    """as data.bad_rows"""
-    split_special_tokens: bool = False
-    """as data.split_special_tokens"""
-    min_length: int = 0
-    """shorter documents are left out; tokens, the end-of-document token not counted, as in
-    max_length"""
-    max_length: int = 0
-    """longer documents are left out; tokens; 0: none are"""
-    shard_rows: int = 0
-    """rows of the source that go to one shard; 0: such that there are about 256 shards, but at most
-    16384 rows to each, and of texts at least SHARD_LETTERS"""
-
-
-class Rows(Protocol):
-    """A source's rows, each of them one document or several."""
-
-    def __len__(self) -> int: ...
-
-    def documents(self, row: int) -> Iterator[Encoded]: ...
-
-
-class TextRows:
-    """Rows that are one text each."""
-
-    def __init__(self, texts: LazyTexts, tokenizer: Tokenizer) -> None:
-        self.texts = texts
-        self.tokenizer = tokenizer
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def documents(self, row: int) -> Iterator[Encoded]:
-        """The text, closed by the end-of-document token."""
-        yield closed(self.tokenizer.encode(self.texts[row]), self.tokenizer.end_of_document)
-
-
-class ChatRows:
-    """Rows that are one chat each."""
-
-    def __init__(self, texts: LazyTexts, encoder: ChatEncoder) -> None:
-        self.texts = texts
-        self.encoder = encoder
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def documents(self, row: int) -> Iterator[Encoded]:
-        """The chat and its mask, closed by the end-of-document token; empty if it is skipped."""
-        yield self.encoder.encode(self.texts[row])
 
 
 class Writer:
@@ -212,62 +143,6 @@ def histogram(lengths: list[int]) -> dict[str, list[int]]:
     return {str(bucket): [documents[bucket], tokens[bucket]] for bucket in sorted(documents)}
 
 
-_ONLY_ROWS = (
-    "row_format",
-    "text_field",
-    "messages_field",
-    "loss_on",
-    "chat_template",
-    "chat_template_kwargs",
-    "subset",
-    "split",
-    "bad_rows",
-)
-"""Options for sources whose documents are rows."""
-
-
-def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> Rows:
-    """Open the source of a recipe.
-
-    Raises ValueError if that is impossible or an option would be ignored.
-    """
-    reads_mds = recipe.document == "row" and is_mds(recipe.source)
-    _refuse_unused(recipe, reads_mds)
-    if reads_mds:
-        source_tokenizer = None
-        if recipe.source_tokenizer:
-            source_tokenizer = load_tokenizer(recipe.source_tokenizer)
-        return MDSRows(recipe.source, recipe.text_field, tokenizer, source_tokenizer)
-    if recipe.document != "row":
-        texts = open_folder(recipe.source, whole=recipe.document == "source")
-        return TextRows(texts, tokenizer)
-
-    data = Data(source=recipe.source, format=recipe.row_format, tokenizer=recipe.tokenizer)
-    for name in _ONLY_ROWS[1:]:
-        setattr(data, name, getattr(recipe, name))
-    data.split_special_tokens = recipe.split_special_tokens
-    check_formats(data)
-    if data.format == "text":
-        return TextRows(open_source(data), tokenizer)
-    encoder = ChatEncoder(data, tokenizer)
-    return ChatRows(open_source(data), encoder)
-
-
-def _refuse_unused(recipe: Recipe, reads_mds: bool) -> None:
-    """Raises ValueError for an option that the source does not use."""
-    if reads_mds:
-        unused = [name for name in _ONLY_ROWS if name != "text_field"]
-    elif recipe.document == "row":
-        unused = ["source_tokenizer"]
-    else:
-        unused = ["source_tokenizer", *_ONLY_ROWS]
-    defaults = {field.name: field.default for field in fields(Recipe)}
-    for name in unused:
-        if getattr(recipe, name) != defaults[name]:
-            option = "format" if name == "row_format" else name.replace("_", "-")
-            raise ValueError(f"--{option} would be ignored with this source; leave it out")
-
-
 def prepare(
     recipe: Recipe, out: str, processes: int, progress: Callable[[int, int], None]
 ) -> dict[str, Any]:
@@ -282,6 +157,9 @@ def prepare(
     if recipe.document == "row" and is_mds(recipe.source):
         unpack(recipe.source)
     writer = Writer(recipe, folder)
+    # With them the folder can be data.tokenizer too.
+    lent = Data(tokenizer=recipe.tokenizer, chat_template=recipe.chat_template)
+    beside = exported_files(lent, "")
     if isinstance(writer.rows, ChatRows) and writer.rows.encoder.notice:
         logger.warning(writer.rows.encoder.notice)
     _check_plan(folder, out, _plan(writer))
@@ -295,7 +173,7 @@ def prepare(
     for _ in _write_shards(writer, missing, processes):
         done += 1
         progress(done, writer.shards)
-    return _finish(writer, out)
+    return _finish(writer, out, beside)
 
 
 _writer: Writer | None = None
@@ -409,8 +287,8 @@ def _check_plan(folder: Path, out: str, plan: dict[str, Any]) -> None:
         )
 
 
-def _finish(writer: Writer, out: str) -> dict[str, Any]:
-    """Write meta.json and the tokenizer's files, which makes the folder whole."""
+def _finish(writer: Writer, out: str, beside: dict[str, bytes]) -> dict[str, Any]:
+    """Write meta.json and the files `beside` it, which makes the folder whole."""
     folder = writer.folder
     dtype = token_dtype(writer.tokenizer.vocab_size)
     shards = []
@@ -452,7 +330,7 @@ def _finish(writer: Writer, out: str) -> dict[str, Any]:
     if writer.sample_format.is_chat:
         meta["learned"] = sum(shard["learned"] for shard in shards)
         meta["skipped"] = dict(skipped.most_common())
-    _copy_tokenizer(writer.recipe.tokenizer, writer.recipe.chat_template, folder)
+    write_files(beside, folder)
     write_json(folder / META, meta)
     return meta
 
@@ -476,22 +354,6 @@ def _check_rows(writer: Writer, shards: list[dict[str, Any]]) -> None:
             f"{writer.recipe.source} has {len(writer.rows)} rows, but {read} were read into "
             f"{writer.folder}; delete it and run again"
         )
-
-
-def _copy_tokenizer(name: str, template: str, folder: Path) -> None:
-    """Put the tokenizer's files and the chat template's, if it is another one, beside the shards, so
-    that the folder can be data.tokenizer too."""
-    if name == "bytes":
-        return
-    path = Path(name).expanduser()
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    (folder / "tokenizer.json").write_bytes(path.read_bytes())
-    for beside in ("tokenizer_config.json", TEMPLATE):
-        if path.with_name(beside).is_file():
-            (folder / beside).write_bytes(path.with_name(beside).read_bytes())
-    if template and Path(template).expanduser().is_file():
-        (folder / TEMPLATE).write_bytes(Path(template).expanduser().read_bytes())
 
 
 def _add_histograms(histograms: list[dict[str, list[int]]]) -> dict[str, list[int]]:

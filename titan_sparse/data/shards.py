@@ -21,8 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from titan_sparse.data.formats import Encoded, SampleFormat
-from titan_sparse.data.tokenizer import Tokenizer
+from titan_sparse.data.tokenizer import Encoded, SampleFormat, Tokenizer
 
 FORMAT = "titan_sparse tokens 1"
 FORMAT_OF_CHATS = "titan_sparse chats 1"

@@ -16,8 +16,7 @@ from tqdm import tqdm
 
 from titan_sparse.config.sections import Data
 from titan_sparse.config.sources import data_files, is_path
-from titan_sparse.data.chat_rows import columns, without_nulls
-from titan_sparse.data.rows import Row, file_rows, sample_row
+from titan_sparse.data.rows import Row, columns, file_rows, sample_row, without_nulls
 
 Dataset = Any
 """A datasets.Dataset; that library is imported only for a source of the hub, as it takes a

@@ -4,13 +4,12 @@ An answer that is cut teaches never to stop, so a document longer than a sequenc
 """
 
 import logging
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from titan_sparse.data.documents import Documents
+from titan_sparse.data.packing import first_fit, kept_shares
 from titan_sparse.data.shards import TokenShards
 from titan_sparse.data.stream import Span, Stream
 from titan_sparse.data.tokenizer import Tokenizer
@@ -20,8 +19,6 @@ logger = logging.getLogger("titan_sparse")
 WINDOW = 32
 """Sequences that documents are packed into at one time. A quarter of one is left free: documents
 never fit exactly, and what is over would have a sequence almost to itself."""
-LENGTHS = (1 << 15, 1 << 16, 1 << 17)
-"""Sequence lengths that the share of documents kept is told for, besides the run's own."""
 
 
 class Window(NamedTuple):
@@ -31,26 +28,6 @@ class Window(NamedTuple):
     """place behind the last of them"""
     sequences: list[list[int]]
     """indices of the documents of each"""
-
-
-def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Numbers of the documents in each sequence of `room` tokens: the longest first, each into the
-    first sequence that it fits in.
-
-    Documents stay in order within a sequence, and sequences by their first one. Every length must
-    be at most `room`.
-    """
-    order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
-    sequences: list[list[int]] = []
-    left: list[int] = []
-    for number in order:
-        place = next((i for i, free in enumerate(left) if free >= lengths[number]), len(left))
-        if place == len(left):
-            sequences.append([])
-            left.append(room)
-        sequences[place].append(number)
-        left[place] -= lengths[number]
-    return sorted(sorted(numbers) for numbers in sequences)
 
 
 class WholeStream(Stream):
@@ -188,17 +165,3 @@ class WholeStream(Stream):
             kept_shares(lengths, self.seq_len),
             100 * learned,
         )
-
-
-def kept_shares(lengths: NDArray[np.integer], seq_len: int) -> str:
-    """The share of documents of at most so many tokens, for LENGTHS and for `seq_len`.
-
-    lengths: int [documents], the end-of-document token included.
-    """
-    shares = []
-    for length in sorted({*LENGTHS, seq_len}):
-        share = float(np.mean(lengths <= length))
-        name = f"{length >> 10}K" if length in LENGTHS else f"{length:,}"
-        mark = " (training.seq_len)" if length == seq_len else ""
-        shares.append(f"{name} {share:.1%}{mark}")
-    return ", ".join(shares)

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from titan_sparse.data.documents import Documents
-from titan_sparse.data.formats import Encoded
 from titan_sparse.data.packing import IGNORED_LABEL
+from titan_sparse.data.tokenizer import Encoded
 from titan_sparse.evaluation.scorer import Scorer, Sequence
 
 

@@ -28,8 +28,8 @@ from titan_sparse.models.huggingface_config import config_json, read_json
 from titan_sparse.models.huggingface_files import (
     INDEX_FILE,
     SINGLE_FILE,
-    files_to_copy,
     weight_files,
+    write_files,
 )
 from titan_sparse.models.initialization import canonical_name
 from titan_sparse.models.lora_config import is_adapter
@@ -37,7 +37,6 @@ from titan_sparse.models.transformers_config import TransformersConfig
 
 __all__ = [
     "check_weights",
-    "copy_tokenizer",
     "export_weights",
     "huggingface_name",
     "load_weights",
@@ -128,6 +127,7 @@ def export_weights(
     dtype: torch.dtype,
     source: str = "",
     max_file_bytes: int = MAX_FILE_BYTES,
+    files: dict[str, bytes] | None = None,
 ) -> None:
     """Write the model of a checkpoint of this project to a new `folder`, in `dtype`, so that
     transformers loads it.
@@ -135,8 +135,9 @@ def export_weights(
     checkpoint: a folder step-N. It is only read. One process suffices, however many wrote it, and
     it holds one file's weights at a time.
     read: fills tensors of these names from it, whatever their dtype.
-    source: a folder of Hugging Face that lends its tokenizer, generation_config.json and what else
-    config.json says; empty: none.
+    source: the folder of Hugging Face that training began from, for what else config.json says;
+    empty: none.
+    files: name -> content of the tokenizer and what else goes beside the weights.
     Raises ValueError of one line if `folder` already exists, or lies among the run's checkpoints,
     where old ones are deleted.
     """
@@ -145,16 +146,7 @@ def export_weights(
         _write_tensors(read, incomplete, config, dtype, max_file_bytes)
         config_text = json.dumps(values, indent=2) + "\n"
         (incomplete / "config.json").write_text(config_text, encoding="utf-8")
-        copy_tokenizer(source, incomplete)
-
-
-def copy_tokenizer(source: str, folder: Path) -> None:
-    """Copy the tokenizer, the chat template and generation_config.json of the folder `source`, if any.
-
-    Raises ValueError as files_to_copy() does.
-    """
-    for name, target in files_to_copy(source).items():
-        shutil.copy(target, folder / name)
+        write_files(files or {}, incomplete)
 
 
 @contextmanager
@@ -234,6 +226,7 @@ def _write_tensors(
 
 
 def _as_stored(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
+    """Tensors by the decoder's names -> the tensors of a folder."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in state.items():
         for stored in stored_tensors(name, tensor.shape, config):

@@ -73,11 +73,11 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(folder / name for name in set(names))
 
 
-def files_to_copy(source: str) -> dict[str, Path]:
+def files_to_copy(source: str, key: str = "model.initial_hf") -> dict[str, Path]:
     """Name -> file of what an export copies from the folder `source`; empty for no folder.
 
-    Raises ValueError of one line for a link that leaves `source`. Those of Hugging Face's cache stay
-    in the model's own folder there.
+    Raises ValueError of one line, naming `key`, for a link that leaves `source`. Those of Hugging
+    Face's cache stay in the model's own folder there.
     """
     if not source:
         return {}
@@ -92,11 +92,18 @@ def files_to_copy(source: str) -> dict[str, Path]:
         # A download may come from anyone: the export may go to anyone.
         if not target.is_relative_to(inside):
             raise ValueError(
-                f"model.initial_hf: {root / name} is a link to {target}, outside of its folder, and "
+                f"{key}: {root / name} is a link to {target}, outside of its folder, and "
                 "is not copied; write the file itself there, or remove the link"
             )
         files[name] = target
     return files
+
+
+def write_files(files: dict[str, bytes], folder: Path) -> None:
+    """Write files, named by their paths within `folder`."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 def weights_digest(folder: str) -> str:
@@ -160,6 +167,7 @@ def _find(paths: list[Path], name: str) -> _Stored | None:
 
 
 def _same_bytes(first: _Stored, second: _Stored) -> bool:
+    """Whether two tensors of one dtype and shape hold the same values."""
     with first.path.open("rb") as file, second.path.open("rb") as other:
         file.seek(first.begin)
         other.seek(second.begin)

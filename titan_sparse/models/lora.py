@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.huggingface import (
     check_weights,
-    copy_tokenizer,
     huggingface_name,
     new_folder,
     open_tensors,
     stored_tensors,
     tensor_shapes,
 )
+from titan_sparse.models.huggingface_files import write_files
 from titan_sparse.models.initialization import assign, canonical_name, stable_seed
 from titan_sparse.models.lora_config import Adapters, is_adapter, linear_sizes
 
@@ -122,11 +122,12 @@ def export_adapter(
     adapters: Adapters,
     dtype: torch.dtype,
     source: str,
+    files: dict[str, bytes],
 ) -> None:
     """Write the adapters of a checkpoint to a new `folder`, in `dtype`, so that
     PeftModel.from_pretrained() loads them on the model of `source`.
 
-    checkpoint: a folder step-N. Raises ValueError as export_weights() does.
+    checkpoint: a folder step-N. files: as in export_weights(). Raises ValueError as export_weights() does.
     """
     state = {}
     for layer in _adapted_layers(config, adapters):
@@ -138,7 +139,7 @@ def export_adapter(
         settings = peft_config(adapters, source)
         settings.inference_mode = True
         settings.save_pretrained(incomplete)
-        copy_tokenizer(source, incomplete)
+        write_files(files, incomplete)
 
 
 def merged(read: Read, config: DecoderConfig, adapters: Adapters, source: str) -> Read:
@@ -175,6 +176,7 @@ def adapter_shapes(config: DecoderConfig, adapters: Adapters) -> dict[str, torch
 
 
 def _adapted_layers(config: DecoderConfig, adapters: Adapters) -> list[str]:
+    """Names of the linear layers that have adapters."""
     names = []
     for name in tensor_shapes(config):
         layer, _, kind = name.rpartition(".")

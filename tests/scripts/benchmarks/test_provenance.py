@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.benchmarks.provenance import KEYS, UNKNOWN, of_start, problems, provenance
+from scripts.benchmarks.provenance import KEYS, UNKNOWN, commit, of_start, problems, provenance
 
 ROOT = Path(__file__).parents[3]
 RESULTS = sorted((ROOT / "benchmarks/results").glob("*.json"))
@@ -98,6 +98,11 @@ def test_what_is_missing_is_named(change, words):
     about = provenance(argparse.Namespace(), "cpu") | {"commit": 40 * "0"}
     [problem] = problems(about | change)
     assert words in problem
+
+
+def test_the_commit_is_one_of_this_checkout():
+    found = commit()
+    assert found is None or len(found.removesuffix("-dirty")) == 40
 
 
 def test_the_command_is_a_module_and_has_no_path_of_this_machine():

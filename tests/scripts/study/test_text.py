@@ -13,7 +13,8 @@ from scripts.study.real_model import fetch, train_tokenizer
 from scripts.study.settings import Asked, TextSize
 from scripts.study.text import read_prompts, write_prompts
 from scripts.study.work import first_of_each
-from titan_sparse.data.preparing import Recipe, prepare
+from titan_sparse.data.preparing import prepare
+from titan_sparse.data.recipe import Recipe
 from titan_sparse.data.tokenizer import load_tokenizer
 
 ASKED = Asked((768, 1024), depths=3, needles=2)

@@ -84,7 +84,7 @@ def _read(folder: Path) -> None:
     _fails(lambda: read_into({"weight": weight}, checkpoint), Broken, "this is rank 0's")
     torch.load = load
 
-    def export_weights(_, read: Callable[[dict], None], *__) -> None:
+    def export_weights(_, read: Callable[[dict], None], *__, **___) -> None:
         read({"weight": weight})
 
     huggingface.export_weights = export_weights

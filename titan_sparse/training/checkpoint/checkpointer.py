@@ -281,6 +281,7 @@ class Checkpointer(NoCheckpoints):
         dtype: torch.dtype,
         source: str,
         adapters: Adapters | None = None,
+        files: dict[str, bytes] | None = None,
     ) -> None:
         """Write step's checkpoint once more, for transformers, as export_weights() does; adapters
         for PEFT, in float32.
@@ -302,9 +303,13 @@ class Checkpointer(NoCheckpoints):
 
             if adapters:
                 wide = torch.promote_types(dtype, torch.float32)
-                export_adapter(str(checkpoint), read, str(folder), config, adapters, wide, source)
+                export_adapter(
+                    str(checkpoint), read, str(folder), config, adapters, wide, source, files or {}
+                )
             else:
-                export_weights(str(checkpoint), read, str(folder), config, dtype, source)
+                export_weights(
+                    str(checkpoint), read, str(folder), config, dtype, source, files=files
+                )
             logger.info("saved %s for transformers", folder)
 
     def _values(self) -> dict[str, dict[str, Any]]:

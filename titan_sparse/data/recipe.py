@@ -1,0 +1,325 @@
+"""What titan-sparse prepare_data reads: rows of data.source, a folder of source files as long documents,
+or MDS shards.
+
+MDS (mosaicml-streaming) is the format in which ProLong's data are released. A row holds text, or the
+token ids of some tokenizer as `input_ids`. Where several documents share a row, `indices` holds their
+[start, stop). (ProLong, princeton-nlp/prolong-data-512K, holds Llama-3 tokens.)
+"""
+
+import logging
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan_sparse.config.checking import check_formats
+from titan_sparse.config.sections import Data
+from titan_sparse.data.chats import ChatEncoder
+from titan_sparse.data.sources import LazyTexts, join_files, open_source
+from titan_sparse.data.tokenizer import Encoded, Tokenizer, closed, load_tokenizer
+
+logger = logging.getLogger("titan_sparse")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What fixes the shards, whatever the number of processes."""
+
+    source: str
+    """as data.source, or a folder of repositories or of MDS shards"""
+    tokenizer: str = "bytes"
+    source_tokenizer: str = ""
+    """the tokenizer that made the token ids of MDS shards; empty: they hold text"""
+    document: str = "row"
+    """row: a row, or a file; folder: a folder directly in `source`, its files joined; source: all
+    of it"""
+    row_format: str = "text"
+    """as data.format, of one source"""
+    text_field: str = "text"
+    messages_field: str = "messages"
+    loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
+    chat_template: str = ""
+    chat_template_kwargs: str = ""
+    """as in [data]"""
+    subset: str = ""
+    split: str = "train"
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """as data.bad_rows"""
+    split_special_tokens: bool = False
+    """as data.split_special_tokens"""
+    min_length: int = 0
+    """shorter documents are left out; tokens, the end-of-document token not counted, as in
+    max_length"""
+    max_length: int = 0
+    """longer documents are left out; tokens; 0: none are"""
+    shard_rows: int = 0
+    """rows of the source that go to one shard; 0: such that there are about 256 shards, but at most
+    16384 rows to each, and of texts at least SHARD_LETTERS"""
+
+
+class Rows(Protocol):
+    """A source's rows, each of them one document or several."""
+
+    def __len__(self) -> int: ...
+
+    def documents(self, row: int) -> Iterator[Encoded]: ...
+
+
+class TextRows:
+    """Rows that are one text each."""
+
+    def __init__(self, texts: LazyTexts, tokenizer: Tokenizer) -> None:
+        self.texts = texts
+        self.tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def documents(self, row: int) -> Iterator[Encoded]:
+        """The text, closed by the end-of-document token."""
+        yield closed(self.tokenizer.encode(self.texts[row]), self.tokenizer.end_of_document)
+
+
+class ChatRows:
+    """Rows that are one chat each."""
+
+    def __init__(self, texts: LazyTexts, encoder: ChatEncoder) -> None:
+        self.texts = texts
+        self.encoder = encoder
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def documents(self, row: int) -> Iterator[Encoded]:
+        """The chat and its mask, closed by the end-of-document token; empty if it is skipped."""
+        yield self.encoder.encode(self.texts[row])
+
+
+_ONLY_ROWS = (
+    "row_format",
+    "text_field",
+    "messages_field",
+    "loss_on",
+    "chat_template",
+    "chat_template_kwargs",
+    "subset",
+    "split",
+    "bad_rows",
+)
+"""Options for sources whose documents are rows."""
+
+
+def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> Rows:
+    """Open the source of a recipe.
+
+    Raises ValueError if that is impossible or an option would be ignored.
+    """
+    reads_mds = recipe.document == "row" and is_mds(recipe.source)
+    _refuse_unused(recipe, reads_mds)
+    if reads_mds:
+        source_tokenizer = None
+        if recipe.source_tokenizer:
+            source_tokenizer = load_tokenizer(recipe.source_tokenizer)
+        return MDSRows(recipe.source, recipe.text_field, tokenizer, source_tokenizer)
+    if recipe.document != "row":
+        texts = open_folder(recipe.source, whole=recipe.document == "source")
+        return TextRows(texts, tokenizer)
+
+    data = Data(source=recipe.source, format=recipe.row_format, tokenizer=recipe.tokenizer)
+    for name in _ONLY_ROWS[1:]:
+        setattr(data, name, getattr(recipe, name))
+    data.split_special_tokens = recipe.split_special_tokens
+    check_formats(data)
+    if data.format == "text":
+        return TextRows(open_source(data), tokenizer)
+    encoder = ChatEncoder(data, tokenizer)
+    return ChatRows(open_source(data), encoder)
+
+
+def _refuse_unused(recipe: Recipe, reads_mds: bool) -> None:
+    """Raises ValueError for an option that the source does not use."""
+    if reads_mds:
+        unused = [name for name in _ONLY_ROWS if name != "text_field"]
+    elif recipe.document == "row":
+        unused = ["source_tokenizer"]
+    else:
+        unused = ["source_tokenizer", *_ONLY_ROWS]
+    defaults = {field.name: field.default for field in fields(Recipe)}
+    for name in unused:
+        if getattr(recipe, name) != defaults[name]:
+            option = "format" if name == "row_format" else name.replace("_", "-")
+            raise ValueError(f"--{option} would be ignored with this source; leave it out")
+
+
+def is_mds(source: str) -> bool:
+    """Whether `source` is a folder of MDS shards."""
+    return (Path(source).expanduser() / "index.json").is_file()
+
+
+class MDSRows:
+    """Rows of MDS shards as documents in `tokenizer`'s tokens.
+
+    Token ids are decoded by `source_tokenizer`, without its special tokens, and encoded anew. If
+    both are the same tokenizer, the ids are taken as they are. Raises ValueError without the
+    mosaicml-streaming package, without a source tokenizer where rows are token ids, or if a row has
+    neither text nor ids or is no UTF-8.
+    """
+
+    def __init__(
+        self, source: str, text_field: str, tokenizer: Tokenizer, source_tokenizer: Tokenizer | None
+    ) -> None:
+        self.source = source
+        self.text_field = text_field
+        self.tokenizer = tokenizer
+        self.source_tokenizer = source_tokenizer
+        self.rows = _open(str(Path(source).expanduser()))
+        columns = set(self.rows.shards[0].column_names)
+        if text_field not in columns and "input_ids" not in columns:
+            raise ValueError(
+                f"{source} has neither the column {text_field} (--text-field) nor input_ids; "
+                f"write one of: {', '.join(sorted(columns))}"
+            )
+        if text_field not in columns and source_tokenizer is None:
+            raise ValueError(
+                f"{source} holds token ids; write --source-tokenizer with the tokenizer.json that "
+                "made them (Llama-3's for ProLong)"
+            )
+        if text_field in columns and source_tokenizer is not None:
+            raise ValueError(
+                f"--source-tokenizer would be ignored, as {source} holds text in the column "
+                f"{text_field}; leave it out"
+            )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def documents(self, row: int) -> Iterator[Encoded]:
+        """Each document of a row, closed by the end-of-document token."""
+        for ids in self._ids(row):
+            yield closed(ids, self.tokenizer.end_of_document)
+
+    def _ids(self, row: int) -> Iterator[NDArray[np.int32]]:
+        """Tokens of each document of a row, int32 [length], without the end-of-document token."""
+        try:
+            columns = self.rows[row]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.source}, row {row + 1}: no UTF-8 ({error.reason})") from error
+        if self.text_field in columns:
+            yield self.tokenizer.encode(columns[self.text_field])
+            return
+        ids = np.asarray(columns["input_ids"]).astype(np.int32).ravel()
+        # [documents, 2]: [start, stop) of each; without indices, the row is one document.
+        bounds = np.asarray(columns.get("indices", [[0, len(ids)]])).reshape(-1, 2)
+        for start, stop in bounds.tolist():
+            yield self._convert(ids[start:stop])
+
+    def _convert(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        source = self.source_tokenizer
+        if source.digest != self.tokenizer.digest:
+            return self.tokenizer.encode(source.decode(ids))
+        # documents() closes them.
+        if len(ids) and ids[-1] == source.end_of_document:
+            return ids[:-1]
+        return ids
+
+
+def unpack(source: str) -> None:
+    """Decompress all shards beside their compressed files; once, before several processes read
+    them.
+
+    Raises ValueError without the mosaicml-streaming package.
+    """
+    streaming = _library()
+    folder = Path(source).expanduser()
+    compressed_files = folder.glob("*.mds.*")
+    if all(path.with_suffix("").is_file() for path in compressed_files):
+        return
+    dataset = streaming.StreamingDataset(local=str(folder), batch_size=1)
+    for shard in range(len(dataset.shards)):
+        dataset.prepare_shard(shard)
+
+
+def _open(folder: str) -> Any:
+    return _library().LocalDataset(folder)
+
+
+def _library() -> Any:
+    try:
+        import streaming
+    except ImportError as error:
+        raise ValueError(
+            "MDS shards need the package mosaicml-streaming, which is missing or incomplete here "
+            f'({error}); pip install "titan-sparse[mds]", in an environment of its own'
+        ) from error
+    return streaming
+
+
+def open_folder(source: str, whole: bool) -> LazyTexts:
+    """Documents of all text files below `source`, joined in the order of their names, each after a
+    line with its name.
+
+    Each folder directly in `source` is a document, and the files that lie loose in `source` are one
+    more. With `whole`, everything is one document. Names that begin with a dot (.git), links, empty
+    files, and files with a zero byte near their beginning, which are no text, are left out. Raises
+    ValueError if there is no such folder or no such file.
+    """
+    root = Path(source).expanduser()
+    if not root.is_dir():
+        raise ValueError(f"{source} is no folder; with --document folder or source write one")
+    files_by_document: dict[str, list[tuple[str, Path]]] = defaultdict(list)
+    for path in _text_files(root):
+        name = path.relative_to(root).as_posix()
+        if whole:
+            document = root.name
+        elif "/" in name:
+            document = name.partition("/")[0]
+        else:
+            document = ""
+        files_by_document[document].append((name, path))
+    if not files_by_document:
+        raise ValueError(f"{source} holds no text files")
+    documents = [files_by_document[document] for document in sorted(files_by_document)]
+    return LazyTexts(documents, join_files)
+
+
+def _text_files(root: Path) -> Iterator[Path]:
+    left_out: Counter[str] = Counter()
+    for folder, folders, files in os.walk(root, onerror=_refuse):
+        below = [Path(folder, name) for name in sorted(folders)]
+        # In place: os.walk goes on by this list, so whole hidden folders are never entered.
+        folders[:] = [path.name for path in below if not _reason(path)]
+        for path in [*below, *(Path(folder, name) for name in sorted(files))]:
+            reason = _reason(path)
+            if reason:
+                left_out[reason] += 1
+            elif not path.is_dir():
+                yield path
+    if left_out:
+        counts = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
+        logger.info("%s: these were not read: %s", root, counts)
+
+
+def _reason(path: Path) -> str:
+    """Why a file or folder is left out, empty for one that is read."""
+    if path.name.startswith("."):
+        return "hidden"
+    if path.is_symlink():
+        return "links"
+    if path.is_dir():
+        return ""
+    if not path.is_file():
+        return "neither file nor folder"
+    with path.open("rb") as file:
+        beginning = file.read(8192)
+    if not beginning:
+        return "empty"
+    return "binary" if b"\0" in beginning else ""
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise ValueError(f"{error.filename} cannot be listed: {error.strerror}")
