@@ -69,8 +69,8 @@ def row(file: str, /, **wanted: object) -> dict:
 def lines(heads: str, rows: Iterable[list[str]]) -> list[str]:
     """A Markdown table. heads: separated by "|"."""
     names = [head.strip() for head in heads.split("|")]
-    cells = [names, ["---"] * len(names), *rows]
-    return ["| " + " | ".join(of_row) + " |" for of_row in cells]
+    table = ["| " + " | ".join(cells) + " |" for cells in [names, *rows]]
+    return [table[0], "|---" * len(names) + "|", *table[1:]]
 
 
 def ms(found: dict, digits: int) -> str:
