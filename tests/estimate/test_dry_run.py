@@ -46,17 +46,8 @@ def test_every_configuration_is_accepted_and_fits(monkeypatch, capsys, tmp_path,
     """On the GPUs that its first lines speak of: H200s, 139.8 GiB."""
     in_a_folder_with_the_model(monkeypatch, tmp_path)
     ranks = load(["--config", str(path)])[0].parallelism.cp
-    status, printed = _main(
-        monkeypatch,
-        capsys,
-        "--config",
-        str(path),
-        "--dry-run",
-        "--ranks",
-        str(ranks),
-        "--device-memory",
-        "139.8",
-    )
+    words = f"--config {path} --dry-run --ranks {ranks} --device-memory 139.8"
+    status, printed = _main(monkeypatch, capsys, *words.split())
     assert status == 0 and "fits" in printed and "PFLOP dense" in printed
     assert len(CONFIGS) >= 6
 
@@ -102,16 +93,8 @@ def test_report(monkeypatch, capsys):
 
 
 def test_report_of_the_docs_is_what_is_printed(monkeypatch, capsys):
-    _, printed = _main(
-        monkeypatch,
-        capsys,
-        *SMALL,
-        "--attention.backend",
-        "flex",
-        "--dry-run",
-        "--device-memory",
-        "139.8",
-    )
+    words = "--attention.backend flex --dry-run --device-memory 139.8"
+    _, printed = _main(monkeypatch, capsys, *SMALL, *words.split())
     shown = (ROOT / "docs/training.md").read_text().split("### How to read")[1].split("```\n")[1]
     assert printed.startswith(shown)
 
@@ -303,14 +286,8 @@ def _script(name: str, *words: str, **environment: str) -> subprocess.CompletedP
 
 
 def test_launch_on_one_node():
-    result = _script(
-        "launch_node",
-        "train_configs/demo_cpu.toml",
-        "--parallelism.cp",
-        "1",
-        "--print-config",
-        GPUS="1",
-    )
+    words = "train_configs/demo_cpu.toml --parallelism.cp 1 --print-config"
+    result = _script("launch_node", *words.split(), GPUS="1")
     assert result.returncode == 0 and result.stdout.startswith('[model]\nflavour = "debug"'), (
         result.stderr
     )

@@ -134,21 +134,15 @@ def _slash_strengths(
     frequency: Tensor, heads: int, seq_len: int, generator: torch.Generator
 ) -> Tensor:
     """a[h, i] of the module's formula, float64 [Hq, D / 2]."""
-    pairs = len(frequency)
     # [Hq, D / 2]: log-normal weights of the pairs of dims.
     spread = _uniform(_SPREAD, (heads, 1), generator)
-    normal = torch.randn(heads, pairs, generator=generator, dtype=torch.float64)
-    log_weight = spread * normal
-    weight = torch.exp(log_weight)
+    normal = torch.randn(heads, len(frequency), generator=generator, dtype=torch.float64)
+    weight = torch.exp(spread * normal)
     # [D / 2]: tokens in which a pair turns once. Only pairs in this range make slashes.
     period = 2 * math.pi / frequency
-    long_enough = period > 256
-    short_enough = period < seq_len / 2
-    weight *= long_enough & short_enough
-    # [Hq, 1]
+    weight *= (period > 256) & (period < seq_len / 2)
     strength = _uniform(_STRENGTH, (heads, 1), generator)
-    total = weight.sum(-1, keepdim=True)
-    return strength * weight / total
+    return strength * weight / weight.sum(-1, keepdim=True)
 
 
 def _uniform(
@@ -156,9 +150,7 @@ def _uniform(
 ) -> Tensor:
     """Drawn evenly between two bounds, float64."""
     low, high = bounds
-    # Even between 0 and 1.
-    drawn = torch.rand(shape, generator=generator, dtype=torch.float64)
-    return low + (high - low) * drawn
+    return low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)
 
 
 def _vertical_strengths(heads: Heads, generator: torch.Generator) -> Tensor:
@@ -166,17 +158,13 @@ def _vertical_strengths(heads: Heads, generator: torch.Generator) -> Tensor:
 
     share / (1 - share) = m exp(v) / sum over all distances of exp(logit of slashes).
     """
-    q_heads = len(heads.query_mean)
-    share = _uniform(_VERTICAL_SHARE, (q_heads,), generator)
+    share = _uniform(_VERTICAL_SHARE, (len(heads.query_mean),), generator)
     # The sum over distances is taken from at most 65,536 of them.
     stride = max(1, heads.seq_len // 65536)
-    distances = torch.arange(0, heads.seq_len, stride)
-    logits = expected_logits(heads, distances)
-    # [Hq]: logs of both sides of the equation above.
+    logits = expected_logits(heads, torch.arange(0, heads.seq_len, stride))
     slashes = logits.logsumexp(-1) + math.log(stride)
     odds = share / (1 - share)
-    outliers = heads.outliers.shape[1]
-    return odds.log() + slashes - math.log(outliers)
+    return odds.log() + slashes - math.log(heads.outliers.shape[1])
 
 
 def expected_logits(heads: Heads, distance: Tensor) -> Tensor:
@@ -274,16 +262,10 @@ def queries(heads: Heads, start: int, stop: int, dtype: torch.dtype = torch.floa
 
     A token's query is the same whatever range is asked for.
     """
-    q_heads = len(heads.query_mean)
     # Queries take the even seeds, keys the odd ones.
-    seed = 2 * heads.seed
-    # [Hq, n, D]
-    noise = _noise(heads, q_heads, start, stop, seed)
-    # [Hq, D]
-    mean = _real_dims(heads.query_mean)
-    q = mean[:, None] + _QUERY_NOISE * noise
-    rotated = _rotated(q, heads, start)
-    return rotated.to(dtype)
+    noise = _noise(heads, len(heads.query_mean), start, stop, 2 * heads.seed)
+    q = _real_dims(heads.query_mean)[:, None] + _QUERY_NOISE * noise
+    return _rotated(q, heads, start).to(dtype)
 
 
 def keys(heads: Heads, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -291,54 +273,38 @@ def keys(heads: Heads, start: int, stop: int, dtype: torch.dtype = torch.float32
 
     A token's key is the same whatever range is asked for.
     """
-    kv_heads = len(heads.key_mean)
-    seed = 2 * heads.seed + 1
-    # [Hkv, n, D]
-    noise = _noise(heads, kv_heads, start, stop, seed)
-    # [Hkv, D]
-    mean = _real_dims(heads.key_mean)
-    k = mean[:, None] + _KEY_NOISE * noise
+    noise = _noise(heads, len(heads.key_mean), start, stop, 2 * heads.seed + 1)
+    k = _real_dims(heads.key_mean)[:, None] + _KEY_NOISE * noise
     # [Hkv, D]: what makes an ordinary key an outlier.
     to_outlier = _real_dims(heads.outlier - heads.key_mean)
     for head, positions in enumerate(heads.outliers):
         in_range = (positions >= start) & (positions < stop)
-        rows = positions[in_range] - start
-        k[head, rows] += to_outlier[head]
-    rotated = _rotated(k, heads, start)
-    return rotated.to(dtype)
+        k[head, positions[in_range] - start] += to_outlier[head]
+    return _rotated(k, heads, start).to(dtype)
 
 
 def _noise(heads: Heads, count: int, start: int, stop: int, seed: int) -> Tensor:
     """Normal noise of `count` heads for the tokens start .. stop - 1, [count, stop - start, D]."""
     first_run = start // _RUN
-    last_run = -(-stop // _RUN)
     drawn = []
-    for run in range(first_run, last_run):
+    for run in range(first_run, -(-stop // _RUN)):
         # Each run has a seed of its own.
-        run_seed = (seed << 32) + run
-        generator = torch.Generator().manual_seed(run_seed)
+        generator = torch.Generator().manual_seed((seed << 32) + run)
         drawn.append(torch.randn(count, _RUN, heads.head_dim, generator=generator))
     # Whole runs were drawn: cut out the tokens that are asked for.
     offset = first_run * _RUN
-    noise = torch.cat(drawn, dim=1)
-    return noise[:, start - offset : stop - offset]
+    return torch.cat(drawn, dim=1)[:, start - offset : stop - offset]
 
 
 def _real_dims(mean: Tensor) -> Tensor:
     """Complex pairs [H, D / 2] as dims, fp32 [H, D]: pair i is dims i and i + D / 2."""
-    halves = [mean.real, mean.imag]
-    dims = torch.cat(halves, dim=-1)
-    return dims.float()
+    return torch.cat([mean.real, mean.imag], dim=-1).float()
 
 
 def _rotated(x: Tensor, heads: Heads, start: int) -> Tensor:
     """x [H, n, D] of the tokens from `start` on, rotated, [1, H, n, D]."""
     # float64 angles: in float32 a position beyond 2^20 tokens is already off by a tenth of a radian.
-    stop = start + x.shape[1]
-    # [1, n]
-    position = torch.arange(start, stop)[None]
+    position = torch.arange(start, start + x.shape[1])[None]
     cos, sin = rope_tables(heads.frequency, 1.0, position, torch.float64)
     # The tables themselves need no more than fp32.
-    cos = cos.float()
-    sin = sin.float()
-    return apply_rope(x[None], cos, sin)
+    return apply_rope(x[None], cos.float(), sin.float())
