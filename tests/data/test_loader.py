@@ -25,8 +25,7 @@ from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
 RAGGED = random_documents([5, 40, 1, 15, 16, 17, 3, 90])
 
 
-@pytest.mark.parametrize("dp_size", [2, 3])
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize(("dp_size", "batch_size"), [(2, 1), (3, 2)])
 def test_the_global_stream_is_the_same_on_any_number_of_ranks(dp_size, batch_size):
     ranks = [
         make_loader(RAGGED, dp_rank=r, dp_size=dp_size, batch_size=batch_size)
@@ -40,8 +39,8 @@ def test_the_global_stream_is_the_same_on_any_number_of_ranks(dp_size, batch_siz
     assert all(rank.state_dict() == ranks[0].state_dict() for rank in ranks)
 
 
-@pytest.mark.parametrize("consumed", [0, 1, 5, 13])
-@pytest.mark.parametrize(("dp_size", "batch_size"), [(2, 1), (1, 1), (3, 2), (4, 1)])
+@pytest.mark.parametrize("consumed", [1, 13])
+@pytest.mark.parametrize(("dp_size", "batch_size"), [(1, 1), (3, 2)])
 def test_resume_equals_uninterrupted_also_on_other_ranks(consumed, dp_size, batch_size):
     saved = [make_loader(RAGGED, dp_rank=r, dp_size=2) for r in range(2)]
     start = global_stream(saved, consumed)
@@ -122,10 +121,6 @@ def test_shard_is_applied_alike_and_lengths_stay_global():
             )
         assert part.lengths == whole.lengths and all(sum(lengths) == 13 for lengths in part.lengths)
     assert calls == [((3, 16), 1, None)] * 15
-
-
-def test_nothing_is_padded_unless_asked():
-    assert next(make_loader(RAGGED, seq_len=13)).tokens.shape == (1, 13)
 
 
 def test_a_layout_may_depend_on_the_batch():

@@ -350,8 +350,9 @@ def test_a_small_file_that_unpacks_to_a_huge_row_is_refused_in_little_memory(
 ):
     monkeypatch.setattr(rows, "MOST_BYTES", 1 << 24)
     pack = zstandard.compress if name.endswith("zst") else gzip.compress
+    size = 1 << (28 if name.endswith("zst") else 27)
     start = b'[{"text": "' if ".json." in name else b""
-    (tmp_path / name).write_bytes(pack(start + bytes(1 << 28)))
+    (tmp_path / name).write_bytes(pack(start + bytes(size)))
     tracemalloc.start()
     try:
         assert "has more than 16 MiB" in refusal(tmp_path / name)

@@ -14,7 +14,7 @@ from titan_sparse.config import Config, Data, check
 from titan_sparse.data import whole
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.loader import PackedLoader, build_loader
-from titan_sparse.data.packing import first_fit, kept_shares
+from titan_sparse.data.packing import first_fit
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
 from titan_sparse.data.shards import TokenShards
@@ -57,12 +57,6 @@ def test_first_fit_by_hand():
     assert first_fit([], 10) == [] and first_fit([10, 10], 10) == [[0], [1]]
 
 
-def test_kept_shares():
-    told = kept_shares(np.array([100, 1 << 15, (1 << 15) + 1, 1 << 20]), 100)
-    assert told == "100 25.0% (training.seq_len), 32K 50.0%, 64K 75.0%, 128K 75.0%"
-    assert kept_shares(np.array([1]), 1 << 16).count("64K") == 1
-
-
 @pytest.mark.parametrize(("shuffle", "window"), [(True, 32), (True, 2), (False, 2)])
 def test_an_epoch_holds_each_chat_once_and_whole(
     tmp_path, tokenizer_folder, shuffle, window, caplog, monkeypatch
@@ -100,7 +94,7 @@ def test_an_epoch_holds_each_chat_once_and_whole(
 def test_packing_wastes_little(tmp_path, tokenizer_folder):
     """Of chats of up to a third of a sequence."""
     rows = []
-    for number in range(1200):
+    for number in range(400):
         size = np.random.default_rng(number).integers(1, 25)
         answer = {"role": "assistant", "content": "ab" * int(size)}
         rows.append({"messages": [{"role": "user", "content": "?"}, answer]})
@@ -112,8 +106,8 @@ def test_packing_wastes_little(tmp_path, tokenizer_folder):
     assert np.mean(filled) > 0.96
 
 
-@pytest.mark.parametrize("consumed", [0, 1, 3, 7, 12])
-@pytest.mark.parametrize(("ranks", "batch_size"), [(2, 1), (1, 1), (3, 2)])
+@pytest.mark.parametrize("consumed", [1, 7])
+@pytest.mark.parametrize(("ranks", "batch_size"), [(1, 1), (3, 2)])
 def test_resume_equals_uninterrupted_on_any_ranks(
     tmp_path, tokenizer_folder, consumed, ranks, batch_size, monkeypatch
 ):
