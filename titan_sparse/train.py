@@ -69,7 +69,7 @@ def _run(words: list[str]) -> int:
     if flags.dry_run or flags.find_max_length:
         return estimate(config, flags)
 
-    # Imported here: a mistake in the config is told before torch has even been loaded.
+    # Imported here: a mistake in the config is reported before torch is loaded.
     from titan_sparse.trainer import Trainer
     from titan_sparse.training.distributed import leave_distributed
 
@@ -85,7 +85,7 @@ def report(error: BaseException) -> int:
     """Say what has ended the program, to the user and to torchrun. Returns the exit status.
 
     One line for what the user has to change, for disks and files, and where another rank has failed
-    first; a traceback for what nobody expected.
+    first; a traceback for anything unexpected.
     """
     where = ""
     failures = getattr(error, "failures", None)

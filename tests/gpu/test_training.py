@@ -16,8 +16,7 @@ from titan_sparse.estimate import dry_run
 from titan_sparse.models import flavours
 from titan_sparse.training import metrics
 from titan_sparse.training.build_model import check_float8
-from titan_sparse.training.distributed import choose_device
-from titan_sparse.training.heartbeat import write_stacks
+from titan_sparse.training.distributed import choose_device, write_stacks
 
 pytestmark = [
     pytest.mark.gpu,

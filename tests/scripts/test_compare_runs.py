@@ -58,7 +58,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
         ([a, str(tmp_path)], "neither a run's output_dir"),
         ([a, a, "--plot", str(tmp_path / "none/p.png")], "No such file"),
         ([a, a, "--field", "recall"], "recall was not logged"),
-        ([empty, empty], "line 1 is no JSON object"),
+        ([empty, empty], "line 1 is not a JSON object"),
     ):
         assert main(words) == 2
         error = capsys.readouterr().err

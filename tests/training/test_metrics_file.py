@@ -103,9 +103,9 @@ def test_the_later_line_of_a_step_counts(tmp_path):
 @pytest.mark.parametrize(
     "text, reason",
     [
-        ('{"step": 1}\n{"st\n{"step": 3}\n', "line 2 is no JSON object"),
-        ('{"step": 1}\n[2]\n', "line 2 is no JSON object"),
-        ('{"loss": 1}\n', "line 1 is no step's metrics"),
+        ('{"step": 1}\n{"st\n{"step": 3}\n', "line 2 is not a JSON object"),
+        ('{"step": 1}\n[2]\n', "line 2 is not a JSON object"),
+        ('{"loss": 1}\n', "line 1 does not hold a step's metrics"),
         (None, "neither a run's output_dir"),
     ],
 )

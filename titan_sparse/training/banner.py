@@ -23,7 +23,7 @@ _REACHES_RECALL = {
 
 @dataclass(frozen=True)
 class Resolved:
-    """What the banner tells besides the configuration: what it came to on these devices."""
+    """What the banner reports in addition to the configuration: what it means on these devices."""
 
     model: DecoderConfig
     meshes: Meshes

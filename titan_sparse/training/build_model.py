@@ -139,7 +139,7 @@ def checkpointed(block: nn.Module, mode: str) -> nn.Module:
     """The block under `mode`. Parameter names in state dicts stay as they are.
 
     mode: "none" keeps all activations, "full" attention's results and the block's input, "selective"
-    every second matmul besides.
+    also every second matmul.
     """
     if mode == "none":
         return block

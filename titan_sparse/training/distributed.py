@@ -8,6 +8,7 @@ Timeouts are long while the first step compiles and while a checkpoint is writte
 otherwise. A collective has the timeout that its process group had when the collective began.
 """
 
+import faulthandler
 import json
 import os
 import socket
@@ -15,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from titan_sparse.config import Parallelism, Refusal
 
 _POLL_SECONDS = 0.05
+
+_MAX_TRACE_BYTES = 64 * 2**20
+"""Of NCCL's flight recorder, which keeps a few thousand entries: a bound for the disk."""
 
 _MOST_NAMED = 8
 """Ranks that a message lists."""
@@ -136,6 +141,22 @@ def record_collectives() -> None:
     """
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+
+
+def write_stacks(folder: Path, rank: int) -> None:
+    """Into folder: stacks_rank_N.txt, the stacks of all threads of this process; and on GPUs
+    nccl_trace_rank_N, for `torchfrtrace --prefix nccl_trace_rank_ FOLDER`.
+
+    Raises OSError if they cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"stacks_rank_{rank}.txt", "w") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+    if torch.cuda.is_available():
+        # Pickled by torch. Without stacks: they would make it many times longer.
+        trace = torch._C._distributed_c10d._dump_nccl_trace(includeStackTraces=False)
+        if len(trace) <= _MAX_TRACE_BYTES:
+            (folder / f"nccl_trace_rank_{rank}").write_bytes(trace)
 
 
 def set_timeout(seconds: float, without: Collection[dist.ProcessGroup] = ()) -> None:

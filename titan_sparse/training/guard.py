@@ -64,7 +64,7 @@ class Report(NamedTuple):
 def decides_on_device(optimizers: OptimizersContainer, device: torch.device) -> bool:
     """Whether the optimizers can obey a verdict that only the device knows.
 
-    The fused kernels can. Others are told by the host, which on a GPU has to wait for it.
+    The fused kernels can. For others the host decides, which on a GPU has to wait for it.
     """
     for optimizer in optimizers.optimizers:
         on_device = all(p.device.type == device.type for p in optimizer.param_groups[0]["params"])
@@ -112,7 +112,7 @@ class Guard:
         return {"statistics": self.statistics.cpu(), "in_a_row": self.in_a_row.cpu()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a saved state. Reports that nobody has read are dropped."""
+        """Take up a saved state. Unread reports are dropped."""
         self.statistics.copy_(state["statistics"])
         self.in_a_row.copy_(state["in_a_row"])
         self.pending.clear()

@@ -8,7 +8,6 @@ nothing moves, when a collective has failed, or when this rank is asked to stop.
 every rank also writes its stacks, and NCCL's records, to files.
 """
 
-import faulthandler
 import functools
 import json
 import logging
@@ -20,7 +19,6 @@ import time
 import traceback
 from collections.abc import Iterable
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from types import CodeType, TracebackType
 
@@ -28,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from titan_sparse.config import Refusal
+from titan_sparse.training.distributed import write_stacks
 from titan_sparse.training.launcher import OtherRankFailed, StopSignals, end_now, report_to_launcher
 
 logger = logging.getLogger("titan_sparse")
@@ -49,9 +48,6 @@ _COLLECTIVES = (
     "_fsdp_param_group.py",
 )
 """Files of torch.distributed in which a main thread is while it waits for other ranks."""
-
-_MAX_TRACE_BYTES = 64 * 2**20
-"""Of NCCL's flight recorder, which keeps a few thousand entries: a bound for the disk."""
 
 
 class Watch:
@@ -84,10 +80,10 @@ class Watch:
         self.wake = threading.Event()
         self.beat = 0
         self._step = 0
-        # The main thread has left the `with`; and this rank looks after nobody any more.
+        # The main thread has left the `with`; and this rank does not look after another one any more.
         self.left = False
         self.closed = False
-        # Where the main thread has failed, as place_of() tells.
+        # Where the main thread has failed, as place_of() returns it.
         self.frozen: tuple[str, bool] | None = None
         # The step in which a collective of this rank has timed out.
         self.overdue_in = -1
@@ -111,7 +107,7 @@ class Watch:
     @step.setter
     def step(self, step: int) -> None:
         self._step = step
-        self.wake.set()  # told at once, by the thread
+        self.wake.set()  # the thread writes it at once
 
     def __enter__(self) -> "Watch":
         if self.size > 1:
@@ -173,7 +169,6 @@ class Watch:
         return {rank: json.loads(value) for rank, value in zip(present, values)}
 
     def _watch(self) -> None:
-        """The thread: one sign of life and one look a beat."""
         progress = _Unchanged()
         try:
             self._watch_through_store(progress)
@@ -228,8 +223,8 @@ class Watch:
 
     def _say_that_store_is_gone(self, broken: RuntimeError) -> None:
         logger.error(
-            "rank %d looks after nobody from here on, as it cannot reach the job's store, which the first node "
-            "or rank 0 keeps: %s",
+            "rank %d does not look after other ranks from here on. It cannot reach the job's store, which "
+            "the first node or rank 0 keeps: %s",
             self.rank,
             " ".join(str(broken).split())[:100],
         )
@@ -260,7 +255,6 @@ class Watch:
             logger.error("%s", self.stuck_line)
 
     def _write_stacks(self) -> str:
-        """Returns where they are, as the end of a line; empty if they are nowhere."""
         if self.folder is None or self.stacks_written == _MAX_STACKS:
             return ""
         self.stacks_written += 1
@@ -275,7 +269,7 @@ class Watch:
     def _note_timeout(self) -> None:
         """Count a failure if this rank waits for another: a collective has failed by now.
 
-        NCCL does not tell the main thread, and takes a minute to end the processes. Gloo raises an
+        NCCL does not inform the main thread, and takes a minute to end the processes. Gloo raises an
         exception there, which counts as a failure too.
         """
         self.overdue_in = self.step
@@ -310,7 +304,7 @@ class Watch:
         return after, silent
 
     def _claim(self, what: str) -> bool:
-        """Whether this rank is the first to say it: one line per job, not one per rank."""
+        # One line per job, not one per rank.
         return self.store.add(what, 1) == 1
 
     def _explain(self, error: BaseException, frames: TracebackType | None) -> bool:
@@ -341,7 +335,6 @@ class Watch:
         return bool(silent)
 
     def _end(self, why: str) -> None:
-        """The job is lost. This rank is stuck and would outlive it."""
         if self.left:
             return
         place, _ = place_of_thread(self.main)
@@ -351,14 +344,11 @@ class Watch:
         end_now(1)
 
     def _log(self, line: str) -> None:
-        """Also for torchrun's last lines."""
         logger.error("%s", line)
         report_to_launcher(line)
 
 
 class _Unchanged:
-    """For how long a value has been the same."""
-
     def __init__(self):
         self.value: object = None
         self.since = time.monotonic()
@@ -381,7 +371,7 @@ def _connection(store: dist.Store) -> dist.Store:
     return connection
 
 
-@cache
+@functools.cache
 def machine() -> str:
     """Where process numbers mean the same: the host, and in it the namespace of the numbers."""
     try:
@@ -404,7 +394,7 @@ def has_ended(status: dict) -> bool:
 
 
 def culprits(statuses: dict[int, dict], silent: set[int]) -> list[int]:
-    """The ranks that the others wait for, as far as statuses tell.
+    """The ranks that the others wait for, as far as the statuses show.
 
     The silent ones, if any. Else those that do not wait in a collective or a transfer themselves: of
     the ranks that have begun fewer collectives than others of a group, or if those all wait (in
@@ -508,19 +498,3 @@ def place_of(frames: list[tuple[CodeType, int]]) -> tuple[str, bool]:
         if not is_torch and not is_waiting:
             return f"{file}:{line} in {code.co_name}", waits
     return "an unknown place", waits
-
-
-def write_stacks(folder: Path, rank: int) -> None:
-    """Into folder: stacks_rank_N.txt, the stacks of all threads of this process; and on GPUs
-    nccl_trace_rank_N, for `torchfrtrace --prefix nccl_trace_rank_ FOLDER`.
-
-    Raises OSError if they cannot be written.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"stacks_rank_{rank}.txt", "w") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-    if torch.cuda.is_available():
-        # Pickled by torch. Without stacks: they would make it many times longer.
-        trace = torch._C._distributed_c10d._dump_nccl_trace(includeStackTraces=False)
-        if len(trace) <= _MAX_TRACE_BYTES:
-            (folder / f"nccl_trace_rank_{rank}").write_bytes(trace)

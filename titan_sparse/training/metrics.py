@@ -30,7 +30,7 @@ THUMBNAIL_CELLS = 48
 """Cells on a side of a TensorBoard picture of one head's selection."""
 
 _PACE_STEPS = 10
-"""Steps that the ETA is reckoned from."""
+"""Steps that the ETA is computed from."""
 
 
 class Pace:
@@ -357,7 +357,7 @@ def progress_line(record: dict[str, Any], steps: int, step_seconds: float | None
 
 
 def eta(steps_left: int, step_seconds: float | None) -> str:
-    """Hours, minutes and seconds that are left, with the days before them; ? where nobody knows."""
+    """Hours, minutes and seconds that are left, with the days before them; ? where that is not known."""
     if steps_left <= 0:
         return "00:00:00"
     if step_seconds is None:

@@ -52,7 +52,7 @@ _SPEED = (
 )
 
 _COMMUNICATION = ("cp_", "exposed_communication")
-"""How names of context parallelism begin, besides its degrees of imbalance."""
+"""How names of context parallelism begin, apart from its degrees of imbalance."""
 
 RUN_ID = "wandb_run_id"
 """File in the run folder. A resumed run goes on under the same name there."""
@@ -117,14 +117,14 @@ class JsonLines:
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
     """The objects of a file, one a line. A last line that is cut short is left out.
 
-    Raises ValueError, one line, for another line that is no object, OSError for the file.
+    Raises ValueError, one line, for another line that is not an object, OSError for the file.
     """
     # What follows the end of the last line: nothing, or a line whose writer was killed or writes it.
     *lines, rest = Path(path).read_bytes().split(b"\n")
     objects = [_parsed(line) for line in lines]
     last = _parsed(rest)
     if None in objects:
-        raise ValueError(f"{path}: line {objects.index(None) + 1} is no JSON object")
+        raise ValueError(f"{path}: line {objects.index(None) + 1} is not a JSON object")
     return objects if last is None else [*objects, last]
 
 
@@ -133,7 +133,7 @@ def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
 
     Of a step that is there twice, after resuming, the later line counts. A last line that is cut
     short is left out. run: an output_dir or the file. Raises ValueError, one line, if there is no
-    such file or a line is no step's metrics.
+    such file or a line is not a step's metrics.
     """
     path = Path(run)
     if path.is_dir():
@@ -146,7 +146,7 @@ def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
     lines = read_lines(path)
     for number, line in enumerate(lines, 1):
         if type(line.get("step")) is not int:
-            raise ValueError(f"{path}: line {number} is no step's metrics")
+            raise ValueError(f"{path}: line {number} does not hold a step's metrics")
     return {line["step"]: line for line in lines}
 
 

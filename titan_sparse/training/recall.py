@@ -1,4 +1,4 @@
-"""What a run tells of recall: how much was asked for, and what kept selection below it."""
+"""Report the requested recall, the measured recall, and which cap caused the difference."""
 
 import contextlib
 from collections.abc import Iterator
@@ -177,7 +177,7 @@ class RecallWarnings:
         )
 
     def _is_news(self, reason: str, badness: float) -> bool:
-        """Whether to tell it. If so, it counts as told."""
+        """Whether to report it. If so, it counts as reported."""
         is_news = badness > _WORSE * self.said.get(reason, 0.0)
         if is_news:
             self.said[reason] = badness

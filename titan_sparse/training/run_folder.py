@@ -71,7 +71,7 @@ def begin_start(config: Config, device: torch.device) -> Path:
 def log_error(error: BaseException) -> None:
     """Write an error's traceback to this rank's log, and only there.
 
-    For errors that are caught and told otherwise. What ends the process uncaught is written anyway.
+    For errors that are caught and reported in another way. What ends the process uncaught is written anyway.
     """
     record = logging.LogRecord(
         "titan_sparse",
@@ -242,23 +242,23 @@ def _stop_logging_to(log: RankLog) -> None:
 
 
 def _log_uncaught_errors() -> None:
-    """What ends the process, or a thread of it, is in the log before it is told on the terminal."""
+    """What ends the process, or a thread of it, is in the log before it is printed on the terminal."""
     if getattr(sys.excepthook, "__module__", "") == __name__:
         return
-    tell = sys.excepthook
-    tell_of_thread = threading.excepthook
+    print_error = sys.excepthook
+    print_of_thread = threading.excepthook
 
-    def log_and_tell(kind, error, traceback) -> None:
+    def log_and_print(kind, error, traceback) -> None:
         log_error(error)
-        tell(kind, error, traceback)
+        print_error(kind, error, traceback)
 
-    def log_and_tell_of_thread(args: threading.ExceptHookArgs) -> None:
+    def log_and_print_of_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is not None:
             log_error(args.exc_value)
-        tell_of_thread(args)
+        print_of_thread(args)
 
-    sys.excepthook = log_and_tell
-    threading.excepthook = log_and_tell_of_thread
+    sys.excepthook = log_and_print
+    threading.excepthook = log_and_print_of_thread
 
 
 def profiler(

@@ -57,7 +57,7 @@ _SCHEDULE_KEYS = (
     "lr_scheduler.decay_type",
     "lr_scheduler.min_lr_factor",
 )
-"""What decides over the learning rate besides the number of steps."""
+"""What the learning rate depends on, apart from the number of steps."""
 
 
 def local_world_size() -> int:
@@ -246,7 +246,7 @@ def find_adapters(config: Config, model: DecoderConfig) -> Adapters | None:
 
 
 def base_digest(config: Config) -> str:
-    """What tells frozen weights from others; "" where all weights are trained.
+    """What identifies the frozen weights; "" where all weights are trained.
 
     Checkpoints hold adapters alone, which mean nothing with another base.
     """

@@ -149,7 +149,7 @@ def test_the_damaged_file_is_named_with_what_is_wrong(checkpoint):
     with pytest.raises(Broken, match=r"step-1/config\.toml is not what was written"):
         verify(checkpoint)
     sums.write_bytes(b"\xff" + sums.read_bytes())
-    with pytest.raises(Broken, match=r"checksums\.sha256 has a line that is no checksum"):
+    with pytest.raises(Broken, match=r"checksums\.sha256 has a line that is not a checksum"):
         verify(checkpoint)
     sums.unlink()
     data = max(checkpoint.glob("*.distcp"))

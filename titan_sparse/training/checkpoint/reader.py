@@ -211,7 +211,7 @@ def _read_sums(path: Path) -> dict[str, str]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         match = _SUM_LINE.fullmatch(line)
         if match is None:
-            raise Broken(f"{path} has a line that is no checksum")
+            raise Broken(f"{path} has a line that is not a checksum")
         sums[match[2]] = match[1]
     return sums
 

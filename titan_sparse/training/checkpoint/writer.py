@@ -55,7 +55,7 @@ _PROGRAM = f"import sys; from {__name__} import serve; serve(int(sys.argv[1]))"
 class HashedFile:
     """A new file to write to, which knows the sha256 of what was written. Durable once closed.
 
-    The sum is taken of what is handed to the system, so that it tells of anything that goes wrong
+    The sum is taken of what is handed to the system, so that it shows anything that goes wrong
     from there to the disk and back.
     """
 
