@@ -8,22 +8,24 @@ Queries and keys are cut into cells of `stride` tokens. The twins have the same 
 no tiles.
 """
 
-from titan_sparse.kernels.antidiagonals.choice import MOST_BLOCKS, chosen_blocks
-from titan_sparse.kernels.antidiagonals.inputs import BlockSums, QueryBlocks
+from titan_sparse.kernels.antidiagonals.kernel import (
+    HOPPER,
+    MOST_BLOCKS,
+    SMALLER,
+    BlockSums,
+    QueryBlocks,
+    Shape,
+    Tiles,
+    block_sums,
+    chosen_blocks,
+    shape_for,
+    visible_tiles,
+)
 from titan_sparse.kernels.antidiagonals.naive import (
     block_sums_naive,
     chosen_blocks_naive,
     document_masses,
     fewest,
-)
-from titan_sparse.kernels.antidiagonals.sums import (
-    HOPPER,
-    SMALLER,
-    Shape,
-    Tiles,
-    block_sums,
-    shape_for,
-    visible_tiles,
 )
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The plain-torch twins of sums.py and choice.py, for any floating dtype."""
+"""The plain-torch twins of kernel.py, for any floating dtype."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_sparse.kernels.antidiagonals.inputs import BlockSums, QueryBlocks
+from titan_sparse.kernels.antidiagonals.kernel import BlockSums, QueryBlocks
 from titan_sparse.kernels.bits import pack
 
 

@@ -20,25 +20,13 @@ Prices become codes, a byte each with steps of 7 %. The twins (naive.py, and tho
 last three in limits.py) have the same signatures.
 """
 
-from titan_sparse.kernels.prices.by_code import mass_by_code
 from titan_sparse.kernels.prices.diagonals import (
     diagonal_gains,
     diagonal_masses,
     diagonal_prices,
 )
-from titan_sparse.kernels.prices.final import final_prices
+from titan_sparse.kernels.prices.final import final_prices, mass_by_code
 from titan_sparse.kernels.prices.first import first_prices
-from titan_sparse.kernels.prices.inputs import (
-    ALWAYS,
-    CODES,
-    CODES_PER_OCTAVE,
-    LEVELS,
-    PSEUDO_ROWS,
-    VERTICAL_COST,
-    FinalPrices,
-    SpanTokens,
-    codes_of,
-)
 from titan_sparse.kernels.prices.limits import (
     Counted,
     Elements,
@@ -61,6 +49,17 @@ from titan_sparse.kernels.prices.naive import (
     final_prices_naive,
     first_prices_naive,
     mass_by_code_naive,
+)
+from titan_sparse.kernels.prices.shared import (
+    ALWAYS,
+    CODES,
+    CODES_PER_OCTAVE,
+    LEVELS,
+    PSEUDO_ROWS,
+    VERTICAL_COST,
+    FinalPrices,
+    SpanTokens,
+    codes_of,
 )
 
 __all__ = [

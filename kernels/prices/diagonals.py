@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_sparse.kernels.prices.inputs import ALWAYS, LEVELS, OCTAVES_BETWEEN_LEVELS
-from titan_sparse.kernels.prices.shared import code_of
+from titan_sparse.kernels.prices.shared import ALWAYS, LEVELS, OCTAVES_BETWEEN_LEVELS, code_of
 
 _ALWAYS = tl.constexpr(ALWAYS)
 _LEVELS = tl.constexpr(LEVELS)

@@ -5,13 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_sparse.kernels.prices.inputs import (
+from titan_sparse.kernels.prices.shared import (
     LEVELS,
     OCTAVES_BETWEEN_LEVELS,
     SEEN_ONCE,
     VERTICAL_COST,
-)
-from titan_sparse.kernels.prices.shared import (
     by_group,
     keys_at,
     lse_at,

@@ -1,6 +1,6 @@
 """From masses and counts by code to the codes from which on up a head takes elements, and to these.
 
-The price of an element is known by its code (inputs.py). All inputs are contiguous. In the kernels
+The price of an element is known by its code (shared.py). All inputs are contiguous. In the kernels
 i_bh is a query head of a sequence i_b.
 """
 
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_sparse.kernels.prices.inputs import ALWAYS, CODES
+from titan_sparse.kernels.prices.shared import ALWAYS, CODES
 
 _ALWAYS = tl.constexpr(ALWAYS)
 _CODES = tl.constexpr(CODES)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_sparse.kernels.prices.inputs import (
+from titan_sparse.kernels.prices.shared import (
     ALWAYS,
     CODES,
     HELD_OUT,

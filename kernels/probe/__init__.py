@@ -9,10 +9,9 @@ The normalizer of a row is known only after all of the keys, so that the softmax
 and the masses by vertical and by tile in a second pass. The twins have the same signatures.
 """
 
-from titan_sparse.kernels.probe.inputs import KeyBlocks, Probe
 from titan_sparse.kernels.probe.kernel import block_lse, block_masses, span_lse
 from titan_sparse.kernels.probe.naive import block_lse_naive, block_masses_naive, span_lse_naive
-from titan_sparse.kernels.probe.rows import held_rows, held_rows_naive
+from titan_sparse.kernels.probe.rows import KeyBlocks, Probe, held_rows, held_rows_naive
 
 __all__ = [
     "KeyBlocks",

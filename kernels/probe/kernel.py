@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_sparse.kernels.block_sparse.piece import INTERPRETED
-from titan_sparse.kernels.probe.inputs import KeyBlocks, Probe
+from titan_sparse.kernels.probe.rows import KeyBlocks, Probe
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_sparse.kernels.probe.inputs import KeyBlocks, Probe
+from titan_sparse.kernels.probe.rows import KeyBlocks, Probe
 
 _CHUNK_ELEMENTS = 1 << 26
 """Scores held at a time: 256 MiB in fp32."""

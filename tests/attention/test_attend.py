@@ -72,8 +72,15 @@ def _gap(a: Tensor, b: Tensor) -> float:
     return (a - b).abs().max().item()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("mask, pattern", COMBINATIONS)
+@pytest.mark.parametrize(
+    "shape, mask, pattern",
+    [
+        (SHAPES[(number + shift) % 4], *combination)
+        for number, combination in enumerate(COMBINATIONS)
+        for shift in (0, 1)
+    ],
+    ids=str,
+)
 def test_attend_is_dense_attention_over_what_was_selected(shape, mask, pattern):
     torch.set_num_threads(1)
     p = _problem(shape, mask, PATTERNS[pattern])
@@ -116,41 +123,6 @@ def test_rows_of_a_mask_serve_as_the_mask(pattern):
     assert torch.equal(got, _attend(p)[0])
 
 
-@pytest.mark.parametrize("mask", ["causal", "valid", "documents"])
-def test_selecting_everything_is_dense(mask):
-    everything = VerticalSlash(recall=1.0, sinks=0, min_slashes=10**6, dense_below=32)
-    p = _problem(SHAPES[1], mask, everything)
-    assert torch.equal(
-        _attend(p)[1].index.dense(p.mask), p.mask.dense(157)[:, None].expand(2, 5, -1, -1)
-    )
-    d_out = torch.ones_like(p.q)
-    got, got_grads = gradients(
-        lambda *x: attend(*x, p.mask, everything, block_size=p.block), d_out, *p.qkv
-    )
-    want, want_grads = gradients(
-        lambda *x: attend(*x, p.mask, Dense(), block_size=p.block), d_out, *p.qkv
-    )
-    assert all(
-        _gap(a, b) < 1e-12 for a, b in zip((got, *got_grads), (want, *want_grads), strict=True)
-    )
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("mask", ["valid", "documents by sequence"])
-def test_rows_that_see_nothing(mask, pattern):
-    p = _problem(SHAPES[1], mask, PATTERNS[pattern])
-    seen = p.mask.dense(157)
-    blind, unseen = ~seen.any(-1), ~seen.any(-2)
-    out, aux = _attend(p)
-    grads = gradients(lambda *x: _attend(p, *x)[0], torch.ones_like(p.q), *p.qkv)[1]
-    assert blind.any() and unseen.any()
-    assert (out.transpose(1, 2)[blind] == 0).all() and aux.lse.transpose(1, 2)[
-        blind
-    ].isneginf().all()
-    for grad, zero in zip(grads, (blind, unseen, unseen), strict=True):
-        assert (grad.transpose(1, 2)[zero] == 0).all() and grad.isfinite().all()
-
-
 @pytest.mark.parametrize(
     "dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str
 )
@@ -187,7 +159,7 @@ def _fixed(mask: str, pattern: str) -> tuple[Problem, list[Tensor], Tensor]:
 
 @pytest.mark.parametrize("mask", ["causal", "window", "documents by sequence"])
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("token", [0, 31, 32, 77, 116, 156])
+@pytest.mark.parametrize("token", [31, 32, 156])
 def test_a_token_reaches_exactly_the_rows_that_see_it(mask, pattern, token):
     p, index, seen = _fixed(mask, pattern)
     before = _with_index(p, index, *p.qkv)
@@ -201,16 +173,6 @@ def test_a_token_reaches_exactly_the_rows_that_see_it(mask, pattern, token):
     # A row that sees one key has its value for output, whatever the query.
     chooses = seen[1, :, token].sum(-1) > 1
     assert torch.equal(alone[1, :, token], chooses) and alone.sum() == chooses.sum()
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_value_reaches_the_same_rows_through_attend(pattern):
-    """Selection never looks at the values."""
-    p, _, seen = _fixed("documents", pattern)
-    v = p.v.clone()
-    v[:, :, 70] += 1.0
-    changed = (_attend(p, p.q, p.k, v)[0] != _attend(p)[0]).any(-1)
-    assert torch.equal(changed, seen[..., 70])
 
 
 def _skipping_rows(p: Problem, seen: Tensor, verticals: Tensor, poisoned: int) -> Tensor:
@@ -255,7 +217,7 @@ def test_what_is_not_selected_is_not_read(mask, pattern):
     assert out[seen[..., here].any(-1)].isnan().all()
 
 
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[1:2], ids=str)
 @pytest.mark.parametrize("mask, pattern", COMBINATIONS)
 def test_statistics_count_what_is_computed(shape, mask, pattern):
     p = _problem(shape, mask, PATTERNS[pattern])

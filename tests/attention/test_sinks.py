@@ -7,7 +7,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from tests.attention.calls import op_arguments
@@ -113,8 +112,11 @@ def _assert_equal(got: list[Tensor], want: list[Tensor], note: object = None) ->
         assert (a - b).abs().max() < 1e-9, (name, note)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("mask, pattern", COMBINATIONS)
+@pytest.mark.parametrize(
+    "shape, mask, pattern",
+    [(SHAPES[i % len(SHAPES)], *combination) for i, combination in enumerate(COMBINATIONS)],
+    ids=str,
+)
 def test_is_a_softmax_with_one_more_column(mask, pattern, shape):
     p = _problem(mask, pattern, shape)
     _assert_equal(_results(p), _wanted(p))
@@ -138,41 +140,6 @@ def test_scale_does_not_apply_to_sinks():
     assert (got - attention_with_sinks(*p.inputs, seen, 0.7)[0]).abs().max() < 1e-9
 
 
-def test_gradcheck():
-    q, k, v = structured_qkv(1, 3, 1, 11, 4)
-    sinks = torch.tensor([0.3, -1.0, 4.0], dtype=torch.float64)
-    leaves = [x.requires_grad_() for x in (q, k, v, sinks)]
-    mask = Documents([5, 4])  # and two tokens of padding
-
-    def function(q, k, v, sinks):
-        return attend(q, k, v, mask, block_size=4, sinks=sinks)
-
-    assert torch.autograd.gradcheck(function, leaves)
-
-
-@pytest.mark.parametrize("pattern", ["dense", "vertical_slash"])
-def test_rows_that_see_nothing_leave_all_to_the_sink(pattern):
-    """Padding, and a sequence of nothing else: out 0, lse the sink, no share in any gradient."""
-    p = _problem("valid", pattern)
-    out, lse, dq, dk, dv, d_sinks = _results(p)
-    blind = ~p.mask.dense(117).any(-1)
-    assert blind[1].all() and blind[0].any() and not blind[0].all()
-    rows = out.transpose(1, 2)[blind]
-    assert (rows == 0).all()
-    assert torch.equal(lse.transpose(1, 2)[blind], p.sinks.expand(len(rows), -1))
-    for gradient in (dq, dk, dv):
-        assert (gradient.transpose(1, 2)[blind] == 0).all()
-    assert d_sinks.isfinite().all()
-
-
-def test_padding_adds_nothing_to_the_gradient_of_the_sinks():
-    p = _problem("valid")
-    d_sinks = _results(p)[5]
-    alone = p._replace(q=p.q[:1, :, :101], k=p.k[:1, :, :101], v=p.v[:1, :, :101], mask=Causal())
-    _, grads = gradients(alone.attend, p.d_out[:1, :, :101], *alone.inputs)
-    assert (d_sinks - grads[3]).abs().max() < 1e-12
-
-
 @pytest.mark.parametrize("mask", ["causal", "valid"])
 def test_a_sink_of_minus_infinity_is_none(mask):
     """Also where a row sees no key either."""
@@ -183,17 +150,6 @@ def test_a_sink_of_minus_infinity_is_none(mask):
     out, grads = gradients(lambda *x: p.attend(*x, None), p.d_out, p.q, p.k, p.v)
     for name, a, b in zip(NAMES, got, [out, aux.lse, *grads, torch.zeros(3).double()]):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=name)
-
-
-def test_the_inputs_that_need_no_gradient():
-    p = _problem()
-    want = _wanted(p)
-    sinks = p.sinks.clone().requires_grad_()
-    p.attend(p.q, p.k, p.v, sinks).backward(p.d_out)
-    assert (sinks.grad - want[5]).abs().max() < 1e-9
-    q = p.q.clone().requires_grad_()
-    p.attend(q, p.k, p.v, p.sinks).backward(p.d_out)
-    assert (q.grad - want[2]).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -232,14 +188,14 @@ CHECKPOINTS = {
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
-    "how, compiled", [*((how, False) for how in CHECKPOINTS), ("selective", True), ("plain", True)]
+    "how, compiled", [("selective", False), ("plain", False), ("selective", True)]
 )
 @pytest.mark.parametrize("pattern", ["dense", "vertical_slash"])
 def test_recomputed_in_part_or_whole(pattern, how, compiled):
     p = _problem("documents", pattern)
     want = _wanted(p)
     ranges = p.mask.rows(117)
-    for share in (0.0, 0.4, 1.0):
+    for share in (0.4, 1.0):
 
         def block(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, share: float = share) -> Tensor:
             """Something before and behind the attention that is recomputed too."""
@@ -265,36 +221,6 @@ def test_recomputed_in_part_or_whole(pattern, how, compiled):
         _, aux = p.attend(*p.inputs, recomputed=share, return_aux=True)
         got = [out.detach(), aux.lse, *(x.grad for x in leaves)]
         _assert_equal(got, want, share)
-
-
-class Layer(nn.Module):
-    """Attention with sinks that are a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sinks = nn.Parameter(torch.tensor([0.5, -1.0, 3.0], dtype=torch.float64))
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, ranges) -> Tensor:
-        return attend(q, k, v, ranges, PATTERNS["vertical_slash"], block_size=16, sinks=self.sinks)
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_once_for_all_documents():
-    layer = Layer()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(layer, fullgraph=True, backend=counter)
-    p = _problem()
-    for lengths in ([117], [50, 67], [7, 90]):
-        ranges = Documents(lengths).rows(117)
-        results = []
-        for function in (layer, compiled):
-            leaves = [x.clone().requires_grad_() for x in (p.q, p.k, p.v)]
-            out = function(*leaves, ranges)
-            grads = torch.autograd.grad(out, [*leaves, layer.sinks], p.d_out)
-            results.append([out.detach(), *grads])
-        for a, b in zip(*results, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize(

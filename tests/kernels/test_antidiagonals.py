@@ -118,13 +118,6 @@ def test_weights_that_vanish_beside_the_largest():
     assert want.top.max() > 1000
 
 
-def test_rows_that_see_nothing_of_a_tile():
-    """Row 32 sees key cells from 14 on, row 63 from 45 on; they share a tile with the first 32."""
-    sums = sums_of(problem("window", group=1))
-    assert (sums.weight[0, 0, 32, :8] > 0).any()
-    assert (sums.weight[0, 0, 63, :8] == 0).all()
-
-
 @pytest.mark.parametrize(
     "mask, threshold",
     [("causal", 0.3), ("padding", 0.9), ("documents", 0.9), ("documents, window", 1.0)],
@@ -192,18 +185,6 @@ def test_tiles():
     row_pairs = [[0, 3], [6, 9, 7, 10], [12, 13, 14]]
     first = [tile for tiles in row_pairs for tile in tiles]
     assert seen == first + [tile + 15 for tile in first]
-
-
-def test_a_tile_ends_where_the_next_begins():
-    """One row of tiles sees key cells 8 to 15, the second of four tiles; the other sees nothing."""
-    _, blocks = _one_row([1.0], (0, 0))
-    blocks = blocks._replace(
-        first=torch.tensor([[[8], [0]]], dtype=torch.int32, device=DEVICE),
-        stop=torch.tensor([[[16], [0]]], dtype=torch.int32, device=DEVICE),
-    )
-    number, count, _ = kernels.visible_tiles(blocks, 32, 1, Shape(query_cells=1, key_cells=8))
-    assert count.tolist() == 1
-    assert number[0] == 1
 
 
 def test_tiles_of_windows_and_documents():

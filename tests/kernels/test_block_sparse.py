@@ -377,3 +377,16 @@ def test_tiles_fit_small_gpus(memory, share, monkeypatch):
     assert launch.forward_tile(128, 128, 2) == (128, 128)
     # tl.dot() takes no less.
     assert launch.key_tile(256, 128, 4) == (16, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(2, 1, 1, 1, 1), (5, 2, 3, 33, 24), (16, 1, 2, 64, 16)])
+def test_sum_splits(shape, dtype):
+    g = torch.Generator().manual_seed(shape[0])
+    dk_parts, dv_parts = (torch.randn(shape, generator=g).to(DEVICE) for _ in range(2))
+    got = launch.sum_splits(dk_parts, dv_parts, dtype)
+    want = [parts.double().sum(0).to(dtype) for parts in (dk_parts, dv_parts)]
+    rounding = torch.finfo(dtype).eps
+    for one, wanted in zip(got, want, strict=True):
+        assert one.shape == shape[1:] and one.dtype == dtype and one.is_contiguous()
+        torch.testing.assert_close(one, wanted, atol=8 * rounding, rtol=2 * rounding)

@@ -17,7 +17,6 @@ from titan_sparse.kernels.gathered import (
     Choices,
     chosen_pairs,
     gather_queries,
-    launch,
     tile_table,
 )
 from titan_sparse.kernels.gathered.backward import add_key_gradient, add_query_gradient
@@ -254,31 +253,10 @@ def _covered(shares: list[Share], batch: int, heads: int, kv_heads: int) -> None
     assert (seen == 1).all()
 
 
-@pytest.mark.parametrize("heads", [(16, 2), (15, 5), (14, 2), (7, 7), (9, 1)])
+@pytest.mark.parametrize("heads", [(16, 2), (15, 5), (9, 1)])
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("seq_len", [128, 1 << 14, 1 << 16, 1 << 20])
+@pytest.mark.parametrize("seq_len", [128, 1 << 16, 1 << 20])
 def test_shares(heads, batch, seq_len):
     heads, kv_heads = heads
     _covered(total_shares((batch, heads, seq_len, 128), kv_heads), batch, heads, kv_heads)
     _covered(list_shares((batch, heads, seq_len), kv_heads, 128, 11), batch, heads, kv_heads)
-
-
-def test_sums_of_a_million_tokens_are_kept_head_by_head():
-    shares = total_shares((1, 16, 1 << 20, 128), 2)
-    assert len(shares) == 16
-    assert total_shares((2, 16, 1024, 128), 2) == [Share(slice(0, 2), slice(0, 16), slice(0, 2))]
-
-
-def test_short_chunks_leave_room_for_a_second_program(monkeypatch):
-    """At head_dim 128, where a chunk's products take little longer than gathering its queries."""
-    monkeypatch.setattr(launch, "INTERPRETED", False)
-    short = row_tile(128, 64, 2, chunk=512)
-    long = row_tile(128, 64, 2, chunk=4096)
-    device = torch.device(DEVICE)
-    assert short == (128, 32) and long == (128, 64)
-    assert launch.forward_keys(short, 128) == 32 and launch.forward_keys(long, 128) == 128
-    assert launch.row_options(*short, 128, device)["maxnreg"] == 128
-    assert "maxnreg" not in launch.row_options(*long, 128, device)
-    # Other sizes have one way for all chunks.
-    for dim in (64, 256):
-        assert row_tile(dim, 128, 2, 512) == row_tile(dim, 128, 2, 4096)

@@ -14,8 +14,13 @@ from tests.reference import structured_qkv
 from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.attention import ContextParallel, attend, call_tiles, recorder
 from titan_sparse.attention.masks.ranges import Causal, Documents
-from titan_sparse.attention.observe.statistics import recording, worker_imbalance
-from titan_sparse.attention.observe.visits import by_step, count_visits, step_sources
+from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.observe.visits import (
+    by_step,
+    count_visits,
+    step_sources,
+    worker_imbalance,
+)
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.schedules import verticals
 from titan_sparse.attention.schedules.needs import needed_chunks_of

@@ -25,8 +25,11 @@ from titan_sparse.attention.context_parallel.balanced import DEFAULT_COSTS, Cost
 from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
 from titan_sparse.attention.masks.packed import sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges, SlidingWindow
-from titan_sparse.attention.observe import visits as imbalance
-from titan_sparse.attention.observe.statistics import worker_imbalance
+from titan_sparse.attention.observe.visits import (
+    step_imbalance,
+    worker_imbalance,
+    worker_imbalance_per_step,
+)
 from titan_sparse.attention.patterns import BlockIndex, VerticalSlash
 from titan_sparse.config import (
     Config,
@@ -324,8 +327,8 @@ def summary(p: LayerPlan) -> dict[str, float]:
     numbers = {
         "density": p.density,
         "worker_imbalance": worker_imbalance(p.work.sum(-1)).item(),
-        "worker_imbalance_per_step": imbalance.worker_imbalance_per_step(p.work).item(),
-        "step_imbalance": imbalance.step_imbalance(p.work).item(),
+        "worker_imbalance_per_step": worker_imbalance_per_step(p.work).item(),
+        "step_imbalance": step_imbalance(p.work).item(),
         "computation_ratio": computing / p.forward.seconds(),
     }
     for name, of_pass in (("forward", p.forward), ("backward", p.backward)):

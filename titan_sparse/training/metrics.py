@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from titan_sparse.attention.observe.statistics import Recording, worker_imbalance
+from titan_sparse.attention.observe.statistics import Recording
+from titan_sparse.attention.observe.visits import worker_imbalance
 from titan_sparse.config import Config
 from titan_sparse.estimate.flops import flops_per_token, peak_flops, utilization
 from titan_sparse.models.flavours import DecoderConfig

@@ -14,7 +14,7 @@ from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.tiles.blocks import block_tiles, vertical_tiles
 from titan_sparse.kernels.bits import pack
-from titan_sparse.kernels.block_sparse import BlockLists, Piece, Tiles
+from titan_sparse.kernels.block_sparse import Piece, Tiles
 
 eager = BACKENDS["eager"]
 flex = BACKENDS["flex"]
@@ -211,25 +211,6 @@ def test_shared_positions_uncompiled(compiled):
 
 
 @pytest.mark.parametrize(
-    "width, blocks, want", [(1, 1, 1), (3, 7, 7), (3, 500, 32), (33, 500, 64), (65, 100, 100)]
-)
-def test_table_widths(width, blocks, want):
-    """Few widths, so that lists of other lengths do not compile anew; the numbers stay."""
-    g = torch.Generator().manual_seed(width)
-    numbers = torch.randint(blocks, (2, 1, 3, 4, width), generator=g, dtype=torch.int32)
-    count = torch.full((1, 3, 4), width, dtype=torch.int32)
-    lists = BlockLists(count, numbers[0], count + 1, numbers[1])
-    partial_count, partial, full_count, full = module._tables(lists, blocks)
-    assert (full_count == width).all()
-    assert (partial_count == width + 1).all()
-    for got, given in ((full, numbers[0]), (partial, numbers[1])):
-        assert got.shape == (1, 3, 4, want)
-        assert got.dtype == torch.int32
-        assert torch.equal(got[..., :width], given)
-        assert (got[..., width:] == 0).all()
-
-
-@pytest.mark.parametrize(
     "case, word",
     [
         (("cpu", torch.bfloat16, 128, 128), "CUDA"),
@@ -241,23 +222,6 @@ def test_table_widths(width, blocks, want):
 )
 def test_refusals(case, word):
     assert word in flex.refusal(*case)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_served(dtype, head_dim):
-    assert flex.refusal("cuda", dtype, head_dim, 128) is None
-
-
-@pytest.mark.parametrize("reason", [None, "no CUDA GPU"])
-def test_describe_names_the_kernels(monkeypatch, reason):
-    monkeypatch.setattr(flash, "missing", lambda: reason)
-    kernel = module._kernel(torch.empty(1, 1, 1, 64, dtype=torch.bfloat16))
-    assert kernel == ("TRITON" if reason else "FLASH")
-    assert ("FlashAttention-4" in flex.describe()) == (kernel == "FLASH")
-    assert reason is None or reason in flex.describe()
-    for dtype, head_dim in ((torch.float32, 64), (torch.float16, 80)):
-        assert module._kernel(torch.empty(1, 1, 1, head_dim, dtype=dtype)) == "TRITON"
 
 
 SHAPES = [

@@ -8,10 +8,7 @@ from titan_sparse.attention.context_parallel.layouts import (
     block_ids,
     block_multiple,
     restore_blocks,
-    striped,
     take_blocks,
-    token_positions,
-    zigzag,
 )
 from titan_sparse.attention.context_parallel.schedule import (
     SCHEDULES,
@@ -53,10 +50,6 @@ def test_eight_blocks(layout, cp, table):
     assert block_ids(layout, cp, 8 * 16, 16).tolist() == table
 
 
-def test_three_ranks_in_zigzag():
-    assert zigzag(3, 6).tolist() == [[0, 5], [1, 4], [2, 3]]
-
-
 def test_twelve_tokens_are_taken_and_restored():
     tokens = torch.arange(12)
     table = block_ids("striped", 2, 12, 2)
@@ -76,30 +69,6 @@ def test_a_layout_is_a_permutation_in_equal_shares(layout, size, runs):
     assert sorted(table.flatten().tolist()) == list(range(blocks))
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_contiguous_ranks_follow_each_other(size):
-    assert block_ids("contiguous", size, size * 3 * 4, 4).flatten().tolist() == list(
-        range(size * 3)
-    )
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_striped_puts_block_g_on_rank_g_modulo_ranks(size):
-    table = striped(size, 5 * size)
-    for rank, owned in enumerate(table.tolist()):
-        assert [block % size for block in owned] == [rank] * 5
-        assert owned == sorted(owned)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_zigzag_owns_a_run_and_its_mirror_image(size):
-    blocks = 2 * size * 3
-    for rank, owned in enumerate(zigzag(size, blocks).tolist()):
-        first, second = owned[:3], owned[3:]
-        assert first == list(range(3 * rank, 3 * rank + 3))
-        assert second == sorted(blocks - 1 - block for block in first)
-
-
 @pytest.mark.parametrize(
     "layout, size, seq_len, multiple",
     [
@@ -113,11 +82,6 @@ def test_zigzag_owns_a_run_and_its_mirror_image(size):
 def test_a_length_that_does_not_divide_is_refused(layout, size, seq_len, multiple):
     with pytest.raises(ValueError, match=f"multiple of {multiple}$"):
         block_ids(layout, size, seq_len, 8)
-
-
-def test_token_positions_keep_the_local_order():
-    assert token_positions(torch.tensor([3, 0, 5]), 2).tolist() == [6, 7, 0, 1, 10, 11]
-    assert token_positions(torch.tensor([1], dtype=torch.int32), 3).dtype == torch.int64
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -48,10 +48,6 @@ def test_sees_the_definition(window, rate):
         assert torch.equal(mask.dense(SEQ_LEN), SlidingWindow(window).dense(SEQ_LEN))
 
 
-def test_an_empty_sequence():
-    assert Dilated(4, 2).dense(0).shape == (1, 0, 0)
-
-
 @pytest.mark.parametrize("lengths", [[61], [20, 41], [30, 2, 17], [5, 1, 1, 8], [1] * 40, []])
 @pytest.mark.parametrize("window, rate", [(1, 1), (9, 2), (40, 3)])
 def test_with_documents_it_is_the_function(lengths, window, rate):
@@ -63,16 +59,6 @@ def test_with_documents_it_is_the_function(lengths, window, rate):
         assert torch.equal(mask.dense(SEQ_LEN), want.dense(SEQ_LEN))
         assert torch.equal(mask.rows(SEQ_LEN).start, want.rows(SEQ_LEN).start)
         assert mask.rows(SEQ_LEN).causal
-
-
-def test_with_documents_it_has_the_slices_of_the_function():
-    """The very same numbers, so that every tile is computed alike."""
-    lengths = [20, 2, 30]
-    both = (Documents(lengths) & Dilated(9, 4)).rows(SEQ_LEN)
-    function = dilated(lengths, 9, 4).rows(SEQ_LEN)
-    assert torch.equal(both.slices, function.slices)
-    assert torch.equal(both.start, function.start)
-    assert torch.equal(both.stop, function.stop)
 
 
 @pytest.mark.parametrize(
@@ -102,12 +88,6 @@ def test_refusals(window, rate):
     ) as error:
         Dilated(window, rate)
     assert "\n" not in str(error.value)
-
-
-def test_equal_masks_are_equal():
-    assert Dilated(8, 2) == Dilated(window=8, rate=2)
-    assert Dilated(8, 2) != Dilated(8, 4)
-    assert len({Dilated(8, 2), Dilated(8, 2)}) == 1
 
 
 @pytest.mark.parametrize(

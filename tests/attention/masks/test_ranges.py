@@ -2,11 +2,9 @@
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 
-from titan_sparse.attention import masks
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
 
 SEQ_LEN = 37
@@ -112,25 +110,6 @@ def test_intersection_sees_what_both_see(names):
     assert both.rows(SEQ_LEN).causal == (first.rows(SEQ_LEN).causal or second.rows(SEQ_LEN).causal)
 
 
-def test_intersection_of_three():
-    mask = Full() & Documents([[20, 10], [30]]) & SlidingWindow(4)
-    window = _brute("window 8").triu(-3)
-    want = (
-        torch.stack(
-            [
-                torch.tensor(
-                    [[_documents_see(d, i, j) for j in range(SEQ_LEN)] for i in range(SEQ_LEN)]
-                )
-                for d in ([20, 10], [30])
-            ]
-        )
-        & window
-    )
-    _check_rows(mask)
-    assert torch.equal(mask.dense(SEQ_LEN), want)
-    assert mask.rows(SEQ_LEN).document_start.shape == (2, SEQ_LEN)
-
-
 def test_document_starts():
     documents = Documents([[2, 3], [4]]).rows(7).document_start
     assert documents.tolist() == [[0, 0, 2, 2, 2, -1, -1], [0, 0, 0, 0, -1, -1, -1]]
@@ -165,27 +144,6 @@ def test_refusals(make, words):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("other", [3, None, "causal", torch.ones(2, 2), Causal().rows(4)])
-def test_only_masks_intersect(other):
-    with pytest.raises(TypeError, match="unsupported operand"):
-        Causal() & other
-    with pytest.raises(TypeError, match="unsupported operand"):
-        other & Causal()
-
-
-def test_whole_numbers_of_other_libraries_are_lengths():
-    want = Documents([3, 2])
-    for lengths in (np.array([3, 2]), torch.tensor([3, 2]), [np.int32(3), torch.tensor(2)]):
-        assert Documents(lengths).lengths == want.lengths
-    window = SlidingWindow(np.int64(4)).dense(SEQ_LEN)
-    assert torch.equal(window, SlidingWindow(4).dense(SEQ_LEN))
-
-
 def test_masks_for_other_batches_do_not_intersect():
     with pytest.raises(ValueError, match="sequences"):
         (Causal(valid=(1, 2, 3)) & Causal(valid=(1, 2))).rows(SEQ_LEN)
-
-
-def test_the_older_name_of_mask_ranges():
-    assert masks.Rows is masks.MaskRanges
-    assert isinstance(Causal().rows(4), masks.Rows)

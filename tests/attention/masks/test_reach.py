@@ -8,7 +8,6 @@ from tests.attention.masks.dense_cases import MASKS, RANGES
 from tests.reference import tiles_of
 from tests.slice_cases import SEQ_LEN
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
-from titan_sparse.attention.masks import Causal, Documents
 from titan_sparse.attention.masks.reach import (
     block_reach,
     queries_seeing,
@@ -26,14 +25,6 @@ BLOCKS = SEQ_LEN // SIZE
 def _tiles(dense: Tensor) -> Tensor:
     """bool [Bm, blocks, blocks]: some pair of the tile is seen, from bool [Bm, S, S]."""
     return tiles_of(dense, SIZE).any(-1).any(-1)
-
-
-def test_reach_of_blocks_of_documents():
-    reach = block_reach(Documents([5, 9]).rows(16), torch.arange(16), 4)
-    assert reach.first.tolist() == [[0, 0, 5, 5]]
-    assert reach.last.tolist() == [[4, 8, 12, 14]]
-    assert reach.all_first.tolist() == [[0, 5, 5, 16]]
-    assert reach.all_last.tolist() == [[1, 5, 9, 0]]
 
 
 @pytest.mark.parametrize("name", RANGES)
@@ -76,19 +67,6 @@ def test_blocks_and_chunks_that_ranks_see(name, layout):
     assert torch.equal(seen_blocks(ranges, some_blocks, SIZE), tiles[some_blocks].any(1))
 
 
-def test_chunks_of_two_documents():
-    table = block_ids("contiguous", 4, 16, 2)
-    chunks = seen_chunks(Documents([8, 8]).rows(16), table, 2).int()
-    assert chunks.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
-
-
-def test_queries_that_see_keys_of_documents():
-    keys = torch.tensor([[[0, 4, 5, 9]]], dtype=torch.int32)
-    first, last = queries_seeing(Documents([5, 4]).rows(10), keys)
-    assert first.tolist() == [[[0, 4, 5, 9]]]
-    assert last.tolist() == [[[5, 5, 9, 9]]]  # 9 is padding, which nobody sees
-
-
 @pytest.mark.parametrize("name", RANGES)
 def test_queries_that_see_a_key(name):
     ranges = RANGES[name].rows(SEQ_LEN)
@@ -102,12 +80,6 @@ def test_queries_that_see_a_key(name):
     got = (query >= first[..., None]) & (query < last[..., None])  # [B, H, n, S]
     for sequence in range(2):
         assert torch.equal(got[sequence], dense[sequence].T[keys[sequence]])
-
-
-def test_a_place_behind_the_sequence_is_seen_by_nobody():
-    keys = torch.tensor([[SEQ_LEN]], dtype=torch.int32)
-    first, last = queries_seeing(Causal().rows(SEQ_LEN), keys)
-    assert (first >= last).all()
 
 
 @pytest.mark.parametrize("name", MASKS)

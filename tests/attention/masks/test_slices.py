@@ -1,8 +1,6 @@
 """Masks of slices: what they see, how tiles are classified, and attention over them, against dense masks."""
 
 import functools
-import itertools
-import time
 
 import pytest
 import torch
@@ -101,14 +99,6 @@ def test_a_pair_covered_twice_is_refused_and_nothing_else(drawn):
             Slices.of(written)
 
 
-def test_the_two_slices_are_named():
-    with pytest.raises(
-        ValueError, match=r": 0 \(queries 0\.\.8, .* and 2 \(.* both hold query 0, key 0;"
-    ) as error:
-        Slices.of([(0, 8, 0, 8, "causal"), (8, 20, 0, 8, "full"), (0, 8, 0, 8, "inv_causal")])
-    assert "\n" not in str(error.value)
-
-
 ROWS = [
     Full(),
     Causal(),
@@ -172,58 +162,6 @@ def test_attend_refuses(options, words):
     q = torch.zeros(1, 1, 64, 16)
     with pytest.raises(ValueError, match=words):
         attend(q, q, q, mask=documents([64]), **options)
-
-
-def _many(kind: str) -> Slices:
-    """2,500 slices of ragged lengths over 1M tokens."""
-    inner = (
-        torch.randperm((1 << 20) - 1, generator=torch.Generator().manual_seed(0))[:2499]
-        .sort()
-        .values
-        + 1
-    )
-    edges = [0, *inner.tolist(), 1 << 20]
-    ranges = list(itertools.pairwise(edges))
-    if kind == "documents":
-        return Slices.of((a, b, a, b, "causal") for a, b in ranges)
-    if kind == "stripes":
-        return Slices.of((0, 1 << 20, a, b, "full") for a, b in ranges)
-    return Slices.of((a, b, 0, b, "causal") for a, b in ranges)
-
-
-@pytest.mark.parametrize("kind", ["documents", "stripes", "causal"])
-def test_a_million_tokens_and_2500_slices_in_under_a_second(kind):
-    torch.set_num_threads(1)
-    start = time.process_time()
-    mask = _many(kind)
-    made = time.process_time()
-    found = classification.classify(mask.rows(1 << 20).slices, 128)
-    assert made - start < 1 and time.process_time() - made < 1
-
-    def tiles(runs) -> int:
-        return int((runs.last - runs.first).sum())
-
-    if kind == "documents":
-        lengths = mask.sequences[0][:, 1] - mask.sequences[0][:, 0]
-        pairs = (
-            classification.cut_tiles(mask.rows(1 << 20), 128).pairs.sum()
-            + tiles(found.whole) * 128**2
-        )
-        assert pairs == (lengths * (lengths + 1) // 2).sum()
-    else:  # joined they are a plain mask
-        blocks = 1 << 13
-        assert tiles(found.whole) == (
-            blocks**2 if kind == "stripes" else blocks * (blocks - 1) // 2
-        )
-
-
-def test_attention_over_2500_slices():
-    lengths = [(i, i + 1, max(0, i - i % 7), i + 1, "full") for i in range(2500)]
-    mask, (q, k, v) = Slices.of(lengths), structured_qkv(1, 1, 1, 2500, 8)
-    seen = counts(lengths, 2500)[None, None] > 0
-    out, aux = attend(q, k, v, mask, block_size=32, return_aux=True)
-    want, lse = dense_attention(q, k, v, seen)
-    assert (out - want).abs().max() < 1e-9 and (aux.lse - lse).abs().max() < 1e-9
 
 
 def _check_attention(mask: Mask, truth: Tensor) -> None:

@@ -148,14 +148,6 @@ def test_work_by_step_follows_the_schedule(schedule, inter, intra):
             assert torch.equal(backward[:, :, rank, -1], pairs_backward[..., -1])
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_sources_of_steps_are_those_of_the_record(schedule):
-    inter, intra = (1, 1) if schedule == "local" else (2, 3)
-    sources = step_sources(schedule, inter, intra)
-    assert sources.dtype == torch.int64
-    assert sources.tolist() == SCHEDULES[schedule].step_sources(inter, intra)
-
-
 def test_verticals_come_with_chunks_that_a_rank_computes_on():
     """Rank 0 computes at one step, rank 1 at two, rank 2 at three; three blocks of verticals."""
     pairs = torch.tensor([[[[4, 0, 0], [5, 6, 0], [1, 2, 7]]]])

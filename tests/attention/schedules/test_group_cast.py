@@ -28,7 +28,6 @@ from tests.slice_cases import NAMES, mask_and_truth
 from titan_sparse.attention import SAVED_OPS, ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.group_cast_plan import (
-    assign_stages,
     blocks_before_others,
     plan,
     traffic,
@@ -148,18 +147,6 @@ def test_every_block_reaches_those_who_need_it_once(world, n, stages, density, s
     needed = torch.rand(size, size * n, generator=g) < density
     own = torch.zeros_like(needed).scatter_(1, table, True)
     assert _play(needed, table, *world, stages) == (needed & ~own).sum()
-
-
-def test_stages_are_even_and_those_of_the_own_node_come_first():
-    wanted = wanted_blocks(
-        torch.ones(8, 96, dtype=torch.bool), block_ids("striped", 8, 96 * BLOCK, BLOCK), 2, 4
-    )
-    stage = assign_stages(wanted, 4)
-    for node, other in ((0, 1), (1, 0)):
-        assert torch.bincount(stage[node].flatten()).tolist() == [24] * 4
-        assert stage[node, node].max() < stage[node, other].min()
-        for owner in stage[node].flatten(0, 1):  # each rank gives evenly
-            assert torch.bincount(owner)[owner.min() :].tolist() == [6, 6]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -45,18 +45,6 @@ class ByRank(NamedTuple):
     elapsed: Tensor
 
 
-def worker_imbalance(work: Tensor) -> Tensor:
-    """Work of the busiest rank / mean over ranks, float64 [...] (MTraining, figure 7).
-
-    work: [..., ranks]. 1 is perfect, and the degree where there is no work at all.
-    """
-    work = work.double()
-    mean = work.mean(-1)
-    has_work = mean > 0
-    # The divisor keeps a division by zero out of the branch that torch.where() drops.
-    return torch.where(has_work, work.amax(-1) / mean.where(has_work, 1.0), 1.0)
-
-
 @dataclass
 class Recording:
     """One tensor [Hq] a layer, averaged over sequences, the same on all context-parallel ranks.

@@ -291,8 +291,16 @@ def computed_chunks(visits: Visits) -> Tensor:
     return tiles.any(0)
 
 
-_TINY = 1e-300
-"""Smallest divisor: keeps a division by zero out of the branch that torch.where() drops."""
+def worker_imbalance(work: Tensor) -> Tensor:
+    """Work of the busiest rank / mean over ranks, float64 [...] (MTraining, figure 7).
+
+    work: [..., ranks]. 1 is perfect, and the degree where there is no work at all.
+    """
+    work = work.double()
+    mean = work.mean(-1)
+    has_work = mean > 0
+    # The divisor keeps a division by zero out of the branch that torch.where() drops.
+    return torch.where(has_work, work.amax(-1) / mean.where(has_work, 1.0), 1.0)
 
 
 def worker_imbalance_per_step(work: Tensor) -> Tensor:
@@ -304,7 +312,7 @@ def worker_imbalance_per_step(work: Tensor) -> Tensor:
     # [..., steps, ranks]
     ranks_of_step = work.double().transpose(-1, -2)
     # [..., steps]
-    imbalance = _max_over_mean(ranks_of_step)
+    imbalance = worker_imbalance(ranks_of_step)
     return imbalance.mean(-1)
 
 
@@ -315,32 +323,5 @@ def step_imbalance(work: Tensor) -> Tensor:
     figures 12 and 13, right; table 3). work: [..., ranks, steps].
     """
     # [..., ranks]
-    imbalance = _max_over_mean(work.double())
+    imbalance = worker_imbalance(work)
     return imbalance.mean(-1)
-
-
-def computation_ratio(compute: Tensor, elapsed: Tensor) -> Tensor:
-    """Mean over ranks and steps of computing time / time of the step, float64 [...].
-
-    compute, elapsed: times [..., ranks, steps]. MTraining's table 3 gives this ratio without a
-    formula. This is the one that its figure 3 draws: what is not computing is bubble. Steps that
-    took no time are left out.
-    """
-    compute = compute.double()
-    elapsed = elapsed.double()
-    took_time = elapsed > 0
-    ratio = compute / elapsed.clamp(min=_TINY)
-    # nanmean() leaves the other steps out.
-    ratio = torch.where(took_time, ratio, torch.nan)
-    # [..., ranks * steps]
-    ratio = ratio.flatten(-2)
-    return ratio.nanmean(-1)
-
-
-def _max_over_mean(work: Tensor) -> Tensor:
-    """max / mean over the last dim; 1 where there is no work."""
-    mean = work.mean(-1)
-    largest = work.amax(-1)
-    has_work = mean > 0
-    ratio = largest / mean.clamp(min=_TINY)
-    return torch.where(has_work, ratio, 1.0)
