@@ -134,16 +134,6 @@ def test_jvp_is_refused(compiled, fresh_compiler):
         tangent(x)
 
 
-def test_a_tangent_of_an_outer_jvp_is_refused():
-    x = _x(1, 2, SEQ_LEN, 8)
-
-    def outer(x: Tensor) -> Tensor:
-        return torch.func.jvp(lambda y: _attend(x) * y, (x,), (x,))[1]
-
-    with pytest.raises(ValueError, match="jvp"):
-        torch.func.jvp(outer, (x,), (x,))
-
-
 def test_attention_of_constants_inside_of_jvp():
     x = _x(1, 2, SEQ_LEN, 8)
     tangent = torch.func.jvp(lambda y: _attend(x) * y, (x,), (x,))[1]

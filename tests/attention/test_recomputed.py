@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import gc
 import itertools
 from collections.abc import Callable
 
@@ -258,21 +257,6 @@ def test_only_the_first_part_runs_twice(calls, compiled):
         assert calls == ["select", *parts, *again], share
 
 
-def _kept_in_python(function: Callable, leaves: list[Tensor]) -> int:
-    """Bytes of tensors that are alive after a forward and not before."""
-
-    def alive() -> dict[int, int]:
-        gc.collect()
-        tensors = [x for x in gc.get_objects() if type(x) is Tensor]
-        return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-
-    before = alive()
-    out = function(*leaves)
-    kept = alive()
-    del kept[out.untyped_storage().data_ptr()]
-    return sum(size for pointer, size in kept.items() if pointer not in before)
-
-
 def _kept_by_hooks(function: Callable, leaves: list[Tensor]) -> int:
     """Bytes of what a compiled forward saves besides its inputs."""
     saved = {}
@@ -285,15 +269,10 @@ def _kept_by_hooks(function: Callable, leaves: list[Tensor]) -> int:
     return sum(saved.values())
 
 
-@pytest.mark.parametrize(
-    "compiled",
-    [pytest.param(False, marks=pytest.mark.slow), True],
-    ids=["eager", "compiled"],
-)
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_what_is_kept_shrinks_as_promised(pattern, compiled):
+def test_what_is_kept_shrinks_as_promised(pattern):
     """By out and lse of the rows before the boundary, and by nothing else; at 1 also by the gathered verticals."""
-    if compiled and torch.__version__ < "2.12":
+    if torch.__version__ < "2.12":
         pytest.skip(
             "with aot_eager torch 2.11 saves other tensors too; "
             "tests/gpu/test_attention.py measures the memory itself, on 2.11 as well"
@@ -301,11 +280,10 @@ def test_what_is_kept_shrinks_as_promised(pattern, compiled):
     ranges, leaves, kept = Documents([100, 60]).rows(160), _problem(seq_len=160), {}
     for share in (0.0, 0.3, 1.0):
         function = functools.partial(SELECTIVE, _block(ranges, PATTERNS[pattern], share))
-        if compiled:
-            torch._dynamo.reset()  # its guards don't look at a function's defaults
-            function = torch.compile(function, fullgraph=True, backend="aot_eager")
+        torch._dynamo.reset()  # its guards don't look at a function's defaults
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
         function(*leaves)  # what is remembered for the mask is not kept for the backward
-        kept[share] = (_kept_by_hooks if compiled else _kept_in_python)(function, leaves)
+        kept[share] = _kept_by_hooks(function, leaves)
     whole = attention_bytes(
         dataclasses.replace(FLAVOURS["debug"], heads=4, kv_heads=2, head_dim=8),
         2 * 160,

@@ -85,13 +85,11 @@ CASES = [
     ("causal", {"dtype": torch.float16}),
     # Three heads, tiles of which lie beside each other; a head dimension that K does not divide.
     ("padding", {"group": 3, "dim": 24}),
-    ("window", {"group": 1}),
     ("documents", {"ranks": 2}),
     ("documents, window", {"stride": 8}),
     # A cell is a block; and it is a token.
     ("documents", {"stride": 16}),
     ("window", {"stride": 1, "group": 1}),
-    ("causal", {"ranks": 4, "stride": 8}),
 ]
 
 

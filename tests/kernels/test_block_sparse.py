@@ -354,31 +354,6 @@ def test_refusal(arguments, word):
     assert word in triton.refusal(*arguments)
 
 
-def test_accepted(monkeypatch):
-    assert all(
-        triton.refusal(DEVICE, torch.float16, dim, size) is None
-        for dim in (64, 96, 128, 256)
-        for size in (64, 128)
-    )
-    monkeypatch.setattr(block_sparse, "INTERPRETED", False)
-    assert triton.refusal("cuda", torch.bfloat16, 128, 128) is None
-    assert "CUDA" in triton.refusal("cpu", torch.float32, 64, 64)
-    assert "block_size" in triton.refusal("cuda", torch.bfloat16, 128, 32)
-
-
-@pytest.mark.parametrize("memory, share", [(232448, 1), (166912, 1), (101376, 2)])
-def test_tiles_fit_small_gpus(memory, share, monkeypatch):
-    """At head_dim 256 they are half as large there; test_compile_only.py sees that they fit."""
-    monkeypatch.setattr(launch, "INTERPRETED", False)
-    monkeypatch.setattr(launch, "_shared_memory", lambda device=None: memory)
-    assert launch.forward_tile(256, 128, 2) == (128 // share, 64 // share)
-    assert launch.query_tile(256, 128, 2) == (64 // share, 32 // share)
-    assert launch.key_tile(256, 128, 2) == (32 // share, 64 // share)
-    assert launch.forward_tile(128, 128, 2) == (128, 128)
-    # tl.dot() takes no less.
-    assert launch.key_tile(256, 128, 4) == (16, 16)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", [(2, 1, 1, 1, 1), (5, 2, 3, 33, 24), (16, 1, 2, 64, 16)])
 def test_sum_splits(shape, dtype):

@@ -49,15 +49,6 @@ SETTINGS = {"open": (PATTERNS[0], "striped"), "capped": (PATTERNS[1], "zigzag")}
         ("window", "open"),
         ("documents", "open"),
         ("long and short", "capped"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("causal", "open"),
-                ("window", "capped"),
-                ("documents", "capped"),
-                ("long and short", "open"),
-            )
-        ),
     ],
 )
 def test_lists(mask, setting):

@@ -1,8 +1,9 @@
-"""Positions of set flags: the kernel against its plain-torch twin, and against nonzero()."""
+"""Flags as bits of words, and the positions of those that are set: against nonzero() and the twin."""
 
 import pytest
 import torch
 
+from titan_sparse.kernels.bits import pack, unpack
 from titan_sparse.kernels.compact import compact, compact_naive
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,3 +44,15 @@ def test_positions_in_a_transposed_table():
     view = on.mT.flatten(0, 2)
     assert not view.is_contiguous()
     assert torch.equal(compact(view, 70, 0), compact_naive(view, 70, 0))
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 144])
+def test_bits(n):
+    flags = torch.rand(2, 3, n, generator=torch.Generator().manual_seed(n)) < 0.5
+    words = pack(flags)
+    assert (
+        words.dtype == torch.int32
+        and words.shape == (2, 3, -(-n // 32))
+        and torch.equal(unpack(words, n), flags)
+    )
+    assert all(bool(words[1, 2, i // 32] >> (i % 32) & 1) == bool(flags[1, 2, i]) for i in range(n))

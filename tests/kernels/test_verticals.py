@@ -41,8 +41,10 @@ def held_row(position: int, size: int) -> int | None:
     return BLOCKS.index(block) * size + in_block
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("heads, dim, size", SHAPES)
+@pytest.mark.parametrize(
+    "heads, dim, size, dtype",
+    [(*shape, dtype) for shape, dtype in zip(SHAPES, [torch.float32, torch.float16] * 2)],
+)
 def test_verticals_are_gathered(heads, dim, size, dtype):
     """Each row is a copy of the key or value that the rank holds, or zeros; also from strided memory."""
     q_heads, kv_heads = heads
@@ -74,8 +76,10 @@ def test_verticals_are_gathered(heads, dim, size, dtype):
         torch.testing.assert_close(got, want, atol=0, rtol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("heads, dim, size", SHAPES)
+@pytest.mark.parametrize(
+    "heads, dim, size, dtype",
+    [(*shape, dtype) for shape, dtype in zip(SHAPES, [torch.float32, torch.float16] * 2)],
+)
 def test_verticals_go_home(heads, dim, size, dtype):
     """Each row is added where its key is, if the rank has it; several heads of a group in one place too."""
     q_heads, kv_heads = heads

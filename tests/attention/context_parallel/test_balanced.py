@@ -25,7 +25,6 @@ from titan_sparse.attention.masks.ranges import (
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.visits import count_visits
 from titan_sparse.attention.patterns import Dense
-from titan_sparse.commands import plan as script
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS, load_constants
 from titan_sparse.estimate.synthetic import ragged_lengths
 
@@ -259,28 +258,3 @@ def test_costs_are_those_of_the_constants():
 def test_a_length_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="pad it to a multiple of 256"):
         block_table(Causal().rows(300), 4, 64)
-
-
-def test_the_planner_compares_it(tmp_path, capsys):
-    """On plain causal attention, where striped is uneven by the last blocks."""
-    (tmp_path / "c.toml").write_text(
-        '[training]\nseq_len = 8000\n[attention]\nblock_size = 64\npattern = "dense"\n'
-    )
-    words = [
-        str(tmp_path / "c.toml"),
-        "--ranks",
-        "4",
-        "--layout",
-        "striped",
-        "balanced",
-        "--schedule",
-        "ring",
-        "--out",
-        str(tmp_path / "p.json"),
-    ]
-    assert script.main(words) == 0, capsys.readouterr().err
-    striped, even = json.loads((tmp_path / "p.json").read_text())["plans"]
-    assert (
-        even["layout"] == "balanced"
-        and even["worker_imbalance"] < 1.005 < striped["worker_imbalance"]
-    )

@@ -33,21 +33,18 @@ from titan_sparse.attention.context_parallel.group_cast_plan import (
     traffic,
     wanted_blocks,
 )
-from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
+from titan_sparse.attention.context_parallel.layouts import LAYOUTS
 from titan_sparse.attention.masks.ranges import (
     Causal,
     Documents,
     Full,
     Mask,
-    MaskRanges,
     SlidingWindow,
 )
-from titan_sparse.attention.masks.reach import seen_blocks
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.attention.schedules import group_cast
-from titan_sparse.attention.schedules.needs import met_blocks
 
 eager = BACKENDS["eager"]
 
@@ -147,30 +144,6 @@ def test_every_block_reaches_those_who_need_it_once(world, n, stages, density, s
     needed = torch.rand(size, size * n, generator=g) < density
     own = torch.zeros_like(needed).scatter_(1, table, True)
     assert _play(needed, table, *world, stages) == (needed & ~own).sum()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_blocks_that_ranks_need_by_ranges_of_keys(layout):
-    """Of any start and stop, also where a mask lets queries see later keys, or some of them nothing."""
-    g = torch.Generator().manual_seed(5)
-    start, stop = (
-        torch.randint(0, SEQ_LEN, (2, 2, SEQ_LEN), generator=g, dtype=torch.int32)
-        .sort(dim=-1)
-        .values
-    )
-    ranges = MaskRanges(
-        start, torch.maximum(start, (stop + 6).clamp(max=SEQ_LEN)), None, causal=False
-    )
-    keys, table = torch.arange(SEQ_LEN), block_ids(layout, 3, SEQ_LEN, BLOCK)
-    seen = (keys >= ranges.start[..., None]) & (keys < ranges.stop[..., None])
-    # [blocks, blocks], of any sequence, then [W, blocks]
-    needs = tiles_of(seen, BLOCK).any(-1).any(-1).any(0)
-    want = needs[table].any(1)
-    assert want.any()
-    assert layout == "striped" or not want.all()
-    assert torch.equal(seen_blocks(ranges, table, BLOCK), want)
-    met = met_blocks(ranges, Dense().index([], ranges, 2, 1, BLOCK), table)
-    assert (want <= met).all()  # a tile may have a hole that the mask empties
 
 
 MASKS: dict[str, Mask] = {name: mask_and_truth(name)[0] for name in NAMES} | {
