@@ -10,7 +10,7 @@ before each call the GPU sleeps for some 20 ms, in which the host queues the cal
 pairs computed (4 D forward and 10 D backward per pair and head). With --device cpu everything runs
 by plain PyTorch, to try it out at small sizes.
 
-sparse    a random index beside dense peers: per query head the first --sinks, --columns of the
+sparse    a random index beside dense peers: per query head the first --sinks, --verticals of the
           sequence as random verticals, two local slashes, and random ones up to each of
           --densities. Our times include the block tables, but not the selection, which is timed
           beside them. `alone_ms` is one call on an idle GPU. With --densities and no number: dense
@@ -73,7 +73,6 @@ from scripts.benchmarks.harness import (
 from scripts.benchmarks.options import add_common_options, head_set, parser_of, positive, share
 from scripts.benchmarks.patterns import add_pattern_options, patterns
 from scripts.benchmarks.timing import (
-    longest_kernels,
     peak_extra,
     times,
     training_call,
@@ -110,9 +109,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     peers = [CUDNN, FLASH4, *OURS_DENSE]
     add("--peers", nargs="*", choices=peers, help="dense, of sparse; default: all but two of ours")
     add("--densities", type=share, nargs="*", default=[0.05], help="of the causal pairs, of sparse")
-    add("--columns", type=share, default=0.005, help="share of the sequence that is verticals")
+    add("--verticals", type=share, default=0.005, help="share of the sequence that is verticals")
     add("--sinks", type=int, default=30)
-    add("--profile", action="store_true", help="also list the longest CUDA kernels, of sparse")
     add("--packs", type=positive, default=4, help="sequences of documents, of masks")
     add("--window", type=positive, default=4096, help="tokens that a query sees, of masks")
     add_pattern_options(parser)
@@ -178,7 +176,7 @@ def sparse(bench: Bench) -> Iterator[dict]:
             dense[name] = attempt(bench, row | {"name": name, "target_density": None}, time)
             yield dense[name] | _of_peers(shape, 1.0, dense[name], dense)
         for target in args.densities:
-            pattern, index = random_index(shape, target, args.columns, args.sinks)
+            pattern, index = random_index(shape, target, args.verticals, args.sinks)
             selection = _selection(bench, shape, pattern, tensors)
             ready = ready_index(pattern, index)
             density = None
@@ -191,7 +189,7 @@ def sparse(bench: Bench) -> Iterator[dict]:
 
 
 def _timed(bench: Bench, name: str, call: Attention, tensors: list[Tensor], repeats: int) -> dict:
-    """Times and peak memory; with --profile also our kernels. tensors: q, k, v, d_out."""
+    """Times and peak memory. tensors: q, k, v, d_out."""
     leaves = tensors[:3]
     d_out = tensors[3]
     steps = training_call(call, leaves, d_out)
@@ -200,8 +198,6 @@ def _timed(bench: Bench, name: str, call: Attention, tensors: list[Tensor], repe
         measured["peak_extra_of_qkvo"] = round(peak_extra(call, leaves, d_out), 4)
     if name in (*bench.args.backends, *OURS_DENSE):
         measured["alone_ms"] = round(sum(times(steps, repeats, lead=False)), 3)
-        if bench.args.profile:
-            measured["kernels"] = longest_kernels(steps)
     return measured
 
 
@@ -210,10 +206,7 @@ def _selection(bench: Bench, shape: Shape, pattern: Pattern, tensors: list[Tenso
     ranges = Causal().rows(shape.seq_len, shape.device)
     q, k = (tensor.detach() for tensor in tensors[:2])
     step = functools.partial(pattern.select, q, k, ranges, block_size=shape.block_size)
-    measured = {"selection_ms": timed(bench, [step])["total_ms"]}
-    if bench.args.profile:
-        measured["selection_kernels"] = longest_kernels([step], most=25)
-    return measured
+    return {"selection_ms": timed(bench, [step])["total_ms"]}
 
 
 def _of_peers(shape: Shape, density: float, measured: dict, dense: dict[str, dict]) -> dict:

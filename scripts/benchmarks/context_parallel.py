@@ -51,11 +51,11 @@ from scripts.benchmarks.attention_cases import (
     chosen_backend,
     draw,
     errors,
-    random_index,
     ready_index,
     sdpa,
 )
 from scripts.benchmarks.harness import (
+    DTYPES,
     Bench,
     about,
     attempt,
@@ -68,13 +68,15 @@ from scripts.benchmarks.harness import (
     place,
     rates,
     rounded,
+    sent_by_rank,
+    sparse,
     timed,
     traced,
 )
+from scripts.benchmarks.nodes import nodes
 from scripts.benchmarks.options import add_common_options, head_set, parser_of, positive, share
 from scripts.benchmarks.timing import Step, training_call, visited_share
 from titan_sparse.attention import ContextParallel
-from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.context_parallel.layouts import block_multiple
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges, SlidingWindow
 from titan_sparse.attention.masks.reach import seen_blocks, visible_pairs
@@ -82,24 +84,18 @@ from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.estimate.synthetic import ragged_lengths
 
 PROGRAM = "scripts.benchmarks.context_parallel"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Of the gradients on the wire, by the name in rows."""
 SCHEDULES = ("all_gather", "ring", "double_ring")
 
 
 def main(words: list[str]) -> int:
-    runs = [parse(list(of_run)) for is_plus, of_run in groups(words) if not is_plus]
+    by_plus = itertools.groupby(words, lambda word: word == "+")
+    runs = [parse(list(of_run)) for is_plus, of_run in by_plus if not is_plus]
     rank, world = place()
     refused = next(filter(None, (refusal(args, world) for args in runs)), None)
     nodes = runs[0].pretend_nodes
     if refused is None and nodes > 1:
         pretend(nodes, rank, world)
     return measure(runs, CASES, refused, nodes)
-
-
-def groups(words: list[str]) -> Iterator[tuple[bool, Iterator[str]]]:
-    """The words between "+", and these."""
-    return itertools.groupby(words, lambda word: word == "+")
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -109,7 +105,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--seq-lens", type=positive, nargs="+", default=[], help="of all ranks together")
     add("--heads", type=head_set, nargs="+", default=[], help="query heads:KV heads, as 16:2")
     add("--density", type=share, default=0.05, help="share of the causal pairs, of random indexes")
-    add("--columns", type=share, default=0.005, help="share of the sequence that is verticals")
+    add("--verticals", type=share, default=0.005, help="share of the sequence that is verticals")
     add("--sinks", type=int, default=30)
     add("--schedules", nargs="+", default=["all_gather", "ring"], choices=SCHEDULES)
     add("--gradient-dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
@@ -150,23 +146,6 @@ def pretend(nodes: int, rank: int, world: int) -> None:
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_IB_DISABLE": "1",
     }
-
-
-def sparse(
-    bench: Bench, shape: Shape, cp: ContextParallel | None
-) -> tuple[Attention, list[Tensor], Step]:
-    """Attention with a random index of --density.
-
-    Returns the attention, its q, k, v and d_out (this rank's), and a selection with the same caps.
-    """
-    args = bench.args
-    pattern, index = random_index(shape, args.density, args.columns, args.sinks)
-    ranges = Causal().rows(shape.seq_len, bench.device)
-    tensors = draw(shape._replace(seq_len=shape.seq_len // (cp.size if cp else 1)))
-    q, k = (tensor.detach() for tensor in tensors[:2])
-    block_size = args.block_size if cp is None else None
-    select = functools.partial(pattern.select, q, k, ranges, cp, block_size=block_size)
-    return bench.attention(ready_index(pattern, index), ranges, cp), tensors, select
 
 
 # scaling ------------------------------------------------------------------------------------------
@@ -277,106 +256,6 @@ def _torch_timed(bench: Bench, shape: Shape, method: str) -> dict:
         local = d_out[:, :, : buffers[0].shape[2]].contiguous()
         call = functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION)
         return timed(bench, training_call(call, leaves, local))
-
-
-# nodes --------------------------------------------------------------------------------------------
-
-
-class WithoutTransfers(ContextParallel):
-    """A ring that sends nothing: the chunk in hand takes the place of the one that would come.
-
-    Tiles and kernels are those of the schedule, so times are right and results are not.
-    """
-
-    def shift(
-        self, chunk: list[Tensor], axis: str, slot: str, sends: bool = True, receives: bool = True
-    ) -> "_Arrived":
-        return _Arrived(chunk if receives else [])
-
-    def start_all_reduce(self, x: Tensor) -> Pending:
-        return Pending(x)
-
-
-class _Arrived:
-    def __init__(self, chunk: list[Tensor]):
-        self.chunk = chunk
-
-    def wait(self) -> list[Tensor]:
-        return self.chunk
-
-
-def nodes(bench: Bench) -> Iterator[dict]:
-    """ring and double_ring over the same (pretended) nodes.
-
-    Beside them their computing alone, and the outer hops alone.
-    """
-    for shape in bench.shapes(524288, [(16, 2)]):
-        for dtype in DTYPES:
-            row = about("nodes", shape) | {"nodes": bench.nodes, "gradient_dtype": dtype}
-            rows = {}
-            for schedule in ("ring", "double_ring"):
-                across = functools.partial(_across, bench, shape, schedule, DTYPES[dtype])
-                rows[schedule] = attempt(bench, row | {"schedule": schedule}, across)
-                yield rows[schedule]
-            if not any("error" in found for found in rows.values()):
-                times_faster = rows["ring"]["total_ms"] / rows["double_ring"]["total_ms"]
-                named = {"name": "double_ring against ring", "times_faster": round(times_faster, 3)}
-                yield row | named
-
-
-def _across(bench: Bench, shape: Shape, schedule: str, gradient_dtype: torch.dtype) -> dict:
-    cp = bench.context("striped", schedule, ContextParallel, gradient_dtype)
-    silent = bench.context("striped", schedule, WithoutTransfers, gradient_dtype)
-    call, tensors, _ = sparse(bench, shape, cp)
-    leaves = tensors[:3]
-    d_out = tensors[3]
-    steps = training_call(call, leaves, d_out)
-    measured = timed(bench, steps)
-    forward, backward = sent_by_rank(bench, cp, steps).amax(0).tolist()
-    measured["megabytes_sent"] = {"forward": forward, "backward": backward}
-    alone, _, _ = sparse(bench, shape, silent)
-    limits = {"compute_alone": timed(bench, training_call(alone, leaves, d_out))}
-    if schedule == "double_ring":
-        limits["outer_alone"] = timed(bench, outer_transfers(cp, leaves[1], leaves[2]))
-        for key in ("forward_ms", "backward_ms", "total_ms"):
-            limit = max(times[key] for times in limits.values())
-            measured[key.replace("ms", "of_limit")] = round(measured[key] / limit, 3)
-    return measured | limits
-
-
-def outer_transfers(cp: ContextParallel, k: Tensor, v: Tensor) -> list[Step]:
-    """The outer hops of a double ring's forward and of its backward, with nothing to compute.
-
-    Keys and values go around to the last node; in the backward also their gradients, from the
-    second node back to the first.
-    """
-    chunk = torch.stack([k.detach(), v.detach()])  # [2, B, Hkv, S, D]
-    gradient = chunk.to(cp.gradient_dtype or torch.float32)
-
-    def forward() -> None:
-        for window in range(cp.inter - 1):
-            cp.shift([chunk], "outer", f"outer {window % 2}").wait()
-
-    def backward() -> None:
-        for window in range(cp.inter - 1):
-            hops = [
-                cp.shift([gradient], "outer_gradient", f"outer gradient {window % 2}"),
-                cp.shift([chunk], "outer", f"outer {window % 2}"),
-            ]
-            for hop in hops:
-                hop.wait()
-
-    return [forward, backward]
-
-
-def sent_by_rank(bench: Bench, cp: ContextParallel, steps: list[Step]) -> Tensor:
-    """1e6 bytes that each rank sends in each step, float64 [ranks, steps]."""
-    sent = []
-    for step in steps:
-        before = cp.bytes_sent
-        step()
-        sent.append((cp.bytes_sent - before) / 1e6)
-    return gather(bench, sent)
 
 
 # varlen -------------------------------------------------------------------------------------------

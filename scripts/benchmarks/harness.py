@@ -21,15 +21,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from scripts.benchmarks.attention_cases import Attention, Shape
+from scripts.benchmarks.attention_cases import Attention, Shape, draw, random_index, ready_index
 from scripts.benchmarks.provenance import provenance
 from scripts.benchmarks.timing import LEAD_CYCLES, Step, rounds
 from scripts.benchmarks.traces import after_start, intervals
 from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.masks.ranges import Causal, MaskRanges
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
 from titan_sparse.training.distributed import choose_device, init_distributed, leave_distributed
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Of the gradients on the wire, by the name in rows."""
 
 
 class Bench(NamedTuple):
@@ -89,6 +92,23 @@ def cp_mesh(device_type: str, nodes: int, world: int) -> DeviceMesh:
     return init_device_mesh(
         device_type, (nodes, world // nodes), mesh_dim_names=("cp_inter", "cp_intra")
     )
+
+
+def sparse(
+    bench: Bench, shape: Shape, cp: ContextParallel | None
+) -> tuple[Attention, list[Tensor], Step]:
+    """Attention with a random index of --density.
+
+    Returns the attention, its q, k, v and d_out (this rank's), and a selection with the same caps.
+    """
+    args = bench.args
+    pattern, index = random_index(shape, args.density, args.verticals, args.sinks)
+    ranges = Causal().rows(shape.seq_len, bench.device)
+    tensors = draw(shape._replace(seq_len=shape.seq_len // (cp.size if cp else 1)))
+    q, k = (tensor.detach() for tensor in tensors[:2])
+    block_size = args.block_size if cp is None else None
+    select = functools.partial(pattern.select, q, k, ranges, cp, block_size=block_size)
+    return bench.attention(ready_index(pattern, index), ranges, cp), tensors, select
 
 
 # Rows ---------------------------------------------------------------------------------------------
@@ -233,6 +253,16 @@ def timed(bench: Bench, steps: Sequence[Step], repeats: int = 0) -> dict:
 
 def _median(numbers: Tensor) -> float:
     return round(statistics.median(numbers.tolist()), 3)
+
+
+def sent_by_rank(bench: Bench, cp: ContextParallel, steps: list[Step]) -> Tensor:
+    """1e6 bytes that each rank sends in each step, float64 [ranks, steps]."""
+    sent = []
+    for step in steps:
+        before = cp.bytes_sent
+        step()
+        sent.append((cp.bytes_sent - before) / 1e6)
+    return gather(bench, sent)
 
 
 def traced(bench: Bench, steps: Sequence[Step]) -> list[dict]:

@@ -22,7 +22,6 @@ density and recall their times belong to (recall without --packed). Times are me
 import argparse
 import contextlib
 import gc
-import importlib.metadata
 import importlib.util
 import json
 import statistics
@@ -47,7 +46,7 @@ from transformers import (
 
 from scripts.benchmarks.harness import place, write
 from scripts.benchmarks.options import parser_of, positive, share
-from scripts.benchmarks.provenance import provenance
+from scripts.benchmarks.provenance import provenance, version
 from titan_sparse import recording
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 from titan_sparse.integrations.transformers import AttentionSettings, keep_attention, register
@@ -193,14 +192,6 @@ def parse(words: list[str]) -> argparse.Namespace:
         parser.error(f'--arms "{name}" is unknown; write of {", ".join(known)}')
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     return args
-
-
-def version(package: str) -> str | None:
-    """None for what is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def row(shape: str, tokens: int, arm: Arm, args: argparse.Namespace, world: int) -> dict:

@@ -16,7 +16,6 @@ fewer tokens and rows of the vocabulary.
 
 import argparse
 import functools
-import importlib.metadata
 import importlib.util
 import json
 import sys
@@ -29,8 +28,8 @@ from torch import Tensor
 
 from scripts.benchmarks.harness import write
 from scripts.benchmarks.options import parser_of, positive
-from scripts.benchmarks.provenance import provenance
-from scripts.benchmarks.timing import Step, longest_kernels, peak_bytes, times
+from scripts.benchmarks.provenance import provenance, version
+from scripts.benchmarks.timing import Step, peak_bytes, times
 from titan_sparse.loss import IGNORE_INDEX, count_valid, linear_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -52,10 +51,9 @@ def main(arguments: list[str]) -> None:
     inputs = draw(args.tokens, args.hidden, args.vocab, args.device)
 
     result = provenance(args, args.device)
-    result["versions"] |= peers()
-    result["errors_by_chunks"] = errors_by_chunks(small)
+    for package in PACKAGES.values():
+        result["versions"][package] = version(package.replace("_", "-"))
     result["rows"] = []
-    print(json.dumps({"errors_by_chunks": result["errors_by_chunks"]}), flush=True)
 
     for name, loss in losses(args.chunk_tokens).items():
         result["rows"].append(row(name, loss, small, inputs, args))
@@ -69,9 +67,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     sizes = {"tokens": 131072, "hidden": 896, "vocab": 151936, "chunk-tokens": 8192, "repeats": 5}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=positive, default=default)
-    parser.add_argument(
-        "--profile", action="store_true", help="also list the longest CUDA kernels of each row"
-    )
     parser.add_argument("--out", default="", help="JSON file, written anew after each row")
     args = parser.parse_args(arguments)
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -139,15 +134,6 @@ def cut(filter_eps: str | None, hidden: Tensor, weight: Tensor, labels: Tensor) 
     )
 
 
-def peers() -> dict[str, str | None]:
-    """Versions of the peers' packages; null for what is not installed."""
-    found: dict[str, str | None] = {}
-    for name in PACKAGES.values():
-        installed = importlib.util.find_spec(name) is not None
-        found[name] = importlib.metadata.version(name.replace("_", "-")) if installed else None
-    return found
-
-
 def losses(chunk_tokens: int) -> dict[str, Loss | str]:
     """Name -> the loss, or why it is not compared here."""
     cases: dict[str, Loss | str] = {
@@ -213,8 +199,6 @@ def measure(loss: Loss, inputs: Inputs, args: argparse.Namespace) -> dict:
     flops = 6 * args.tokens * args.hidden * args.vocab
     measured["tflops"] = round(flops / measured["ms"] / 1e9, 1)
     measured["gradient_bytes"] = inputs[0].nbytes + inputs[1].nbytes
-    if args.profile and args.device == "cuda":
-        measured["kernels"] = longest_kernels(steps)
     return measured
 
 
@@ -262,16 +246,6 @@ def row(
     finally:
         if args.device == "cuda":
             torch.cuda.empty_cache()
-
-
-def errors_by_chunks(small: Inputs) -> dict[int, dict[str, float]]:
-    """Our errors for 1, 8 and 64 chunks: they must not grow."""
-    tokens = small[0].shape[1]
-    found = {}
-    for chunks in (1, 8, 64):
-        loss = functools.partial(linear_cross_entropy, chunk_tokens=-(-tokens // chunks))
-        found[chunks] = errors(loss, small)
-    return found
 
 
 if __name__ == "__main__":

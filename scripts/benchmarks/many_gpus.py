@@ -91,7 +91,7 @@ SOAK = "tests.faults.soak"
 FULL = ["--repeats", "3", "--warm-ups", "1"]
 TOY = ["--device", "cpu", "--repeats", "1", "--warm-ups", "0", "--head-dim", "16"]
 TOY += ["--block-size", "64", "--heads", "2:1"]
-TOY_SPARSE = ["--density", "0.4", "--columns", "0.04"]
+TOY_SPARSE = ["--density", "0.4", "--verticals", "0.04"]
 
 
 def runs(gpus: int, toy: bool) -> list[Run]:

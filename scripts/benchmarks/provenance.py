@@ -118,15 +118,16 @@ def versions() -> dict[str, str | None]:
     drivers = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return {
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        "flash-attn-4": _version("flash-attn-4"),
+        "triton": version("triton"),
+        "flash-attn-4": version("flash-attn-4"),
         "cuda": torch.version.cuda,
         "cudnn": str(torch.backends.cudnn.version()),
         "driver": drivers.partition("\n")[0] or None,
     }
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """None for what is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Clocks, memory and kernels of calls on one device."""
+"""Clocks and memory of calls on one device."""
 
 import statistics
 import time
@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType
 
 from scripts.benchmarks.attention_cases import Attention
 from titan_sparse.attention.observe.statistics import recording
@@ -110,21 +109,3 @@ def visited_share(call: Attention, leaves: list[Tensor]) -> float:
     with recording() as seen, torch.no_grad():
         call(*leaves)
     return seen.density().mean().item()
-
-
-def longest_kernels(steps: Sequence[Step], most: int = 15) -> list[dict]:
-    """The CUDA kernels of one call, by their total time: name, number of launches, milliseconds."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as trace:
-        for step in steps:
-            step()
-        torch.cuda.synchronize()
-    kernels = []
-    for event in trace.key_averages():
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
-            kernels.append((event.self_device_time_total / 1e3, event.count, event.key[:100]))
-    kernels.sort(reverse=True)
-    return [
-        {"kernel": name, "launches": count, "ms": round(ms, 3)}
-        for ms, count, name in kernels[:most]
-    ]

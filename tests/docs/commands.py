@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -210,7 +211,7 @@ def try_training(invocation: Invocation, words: tuple[str, ...]) -> None:
 
 def run_training(words: list[str], processes: int = 0) -> int:
     """The status of train.py, run in this process. With `processes`: as torchrun starts each of them."""
-    with command_line("train.py", words), without_ranks():
+    with alone("train.py", words):
         if processes:
             os.environ |= {"RANK": "0", "WORLD_SIZE": str(processes)}
             os.environ |= {"LOCAL_WORLD_SIZE": str(processes)}
@@ -221,7 +222,7 @@ def run_module(module: str, words: list[str], folder: Path) -> int:
     """The status of `python -m module words`, run in this process in `folder`."""
     if module.startswith(COMMANDS):
         module, words = "titan_sparse", [module.removeprefix(COMMANDS), *words]
-    with command_line(module, words), contextlib.chdir(folder), without_ranks():
+    with alone(module, words), contextlib.chdir(folder):
         status = status_of(lambda: runpy.run_module(module, run_name="__main__") and 0)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -236,13 +237,11 @@ def is_parsed(module: str, words: list[str], folder: Path) -> bool:
         parse_args(parser, *arguments)
         raise Parsed
 
-    argparse.ArgumentParser.parse_args = parse_and_stop
-    try:
-        run_module(module, words, folder)
-    except Parsed:
-        return True
-    finally:
-        argparse.ArgumentParser.parse_args = parse_args
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop):
+        try:
+            run_module(module, words, folder)
+        except Parsed:
+            return True
     return False
 
 
@@ -256,26 +255,13 @@ def status_of(program: Callable[[], int | None]) -> int:
 
 
 @contextlib.contextmanager
-def command_line(program: str, words: list[str]) -> Iterator[None]:
-    before = sys.argv
-    sys.argv = [program, *words]
-    try:
-        yield
-    finally:
-        sys.argv = before
-
-
-@contextlib.contextmanager
-def without_ranks() -> Iterator[None]:
+def alone(program: str, words: list[str]) -> Iterator[None]:
     """One process: torchrun's variables and what train.py sets do not outlive the program."""
-    before = dict(os.environ)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTORCH_ALLOC_CONF"):
-        os.environ.pop(name, None)
-    try:
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTORCH_ALLOC_CONF")
+    with mock.patch.object(sys, "argv", [program, *words]), mock.patch.dict(os.environ):
+        for name in ranks:
+            os.environ.pop(name, None)
         yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def make(words: list[str]) -> None:

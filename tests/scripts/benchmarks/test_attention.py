@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scripts.benchmarks import attention as benchmark
-from scripts.benchmarks import options, patterns, plots, timing
+from scripts.benchmarks import patterns, plots, timing
 from scripts.benchmarks.attention_cases import (
     FLASH4,
     Shape,
@@ -21,6 +21,7 @@ from scripts.benchmarks.attention_cases import (
     random_index,
     ready_index,
 )
+from tests.distributed import run_program
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns import XAttention
 from titan_sparse.estimate.synthetic import ragged_lengths
@@ -28,7 +29,7 @@ from titan_sparse.estimate.synthetic import ragged_lengths
 SHAPE = Shape(heads=4, kv_heads=2, head_dim=32, block_size=32, seq_len=512, device="cpu")
 SMALL = (
     "sparse masks patterns --device cpu --heads 2:1 --head-dim 32 --repeats 1 --warm-ups 0 --packs 2 "
-    "--seq-lens 2048 --window 512 --densities 0.3 --columns 0.03 --chunk-size 256 "
+    "--seq-lens 2048 --window 512 --densities 0.3 --verticals 0.03 --chunk-size 256 "
     "--independent-recalls --joint-recalls 0.9 --thresholds 0.5 0.95 --top-ks 2 "
     "--recall-rows 2048 --at-recalls 0.8"
 )
@@ -234,14 +235,19 @@ def test_refusals(text, words):
     assert words in benchmark.refusal(benchmark.parse([*text.split(), "--device", "cpu"]))
 
 
-def test_types_of_options():
-    assert options.head_set("32:8") == (32, 8)
-    for kind, wrong in (
-        (options.head_set, "8:32"),
-        (options.share, "1.5"),
-        (options.positive, "0"),
-    ):
-        with pytest.raises(Exception, match="write"):
-            kind(wrong)
-    with pytest.raises(SystemExit):
-        benchmark.parse(["no_such_case"])
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_small_run_on_a_gpu(tmp_path):
+    out = tmp_path / "result.json"
+    words = "sparse masks patterns --heads 4:2 --seq-lens 8192 --densities 0.2 0.5 --repeats 2 "
+    words += "--window 1024 --packs 2 --backends triton --peers cudnn --chunk-size 512 "
+    words += "--independent-recalls 0.9 --joint-recalls 0.9 --thresholds 0.9 --top-ks 4"
+    run_program(1, benchmark.main, [*words.split(), "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    failed = [row for row in rows if "error" in row and "at_recall" not in row]
+    assert all("not measured" in row["error"] for row in failed), failed
+    dense, *sparse = _rows(rows, case="sparse")
+    assert dense["name"] == "cudnn" and dense["ratio_to_cudnn"] == 1
+    for row in sparse:
+        assert abs(row["density"] - row["target_density"]) < 0.05
+        assert row["alone_ms"] > 0 and row["ratio_to_cudnn"] > 0 and row["peak_extra_of_qkvo"] > 0

@@ -18,7 +18,7 @@ from titan_sparse.estimate.synthetic import ragged_lengths
 SMALL = (
     "--device cpu --heads 4:2 --head-dim 32 --block-size 64 --repeats 1 --warm-ups 0 --density 0.3 "
 )
-SMALL += "--columns 0.03 --backend eager --seq-lens 1024 --packs 2 --stages 1"
+SMALL += "--verticals 0.03 --backend eager --seq-lens 1024 --packs 2 --stages 1"
 
 
 def _run(ranks, out, *runs):

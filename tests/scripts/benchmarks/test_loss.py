@@ -21,8 +21,6 @@ def test_every_row_is_measured_or_says_why_not(tmp_path):
     # Full logits are rounded to bf16, ours are not.
     for name, error in rows["ours"]["errors"].items():
         assert 0 < error < 0.9 * rows["torch, full logits"]["errors"][name] < 0.01
-    by_chunks = [errors["d_weight"] for errors in result["errors_by_chunks"].values()]
-    assert len(by_chunks) == 3 and max(by_chunks) < 1.1 * min(by_chunks)
 
 
 def test_a_peer_that_fails_is_a_row_and_ours_is_fatal():

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -109,14 +108,6 @@ def test_words_for_gpus_are_taken(gpus):
         if run.module == many_gpus.SOAK:
             settings = SETTINGS | ON_GPU | {"parallelism.cp": run.ranks}
             load_and_check(words_of(settings), run.ranks, run.ranks)
-
-
-def test_several_results_in_one_process_group():
-    run = many_gpus.Run(1, "a", 2, 1, many_gpus.ATTENTION, {"a": ["scaling"], "b": ["dense"]})
-    words = run.command(Path("out"), ["a", "b"])
-    place = words.index(many_gpus.ATTENTION) + 1
-    outs = ["--out", "out/a.json", "+", "dense", "--out", "out/b.json"]
-    assert words[place:] == ["scaling", *outs]
 
 
 def test_tables_have_the_goals(tmp_path):

@@ -3,16 +3,14 @@
 import argparse
 import datetime
 import json
-import re
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from scripts.benchmarks.provenance import KEYS, UNKNOWN, commit, of_start, problems, provenance
+from scripts.benchmarks.provenance import KEYS, UNKNOWN, command, of_start, problems, provenance
 
 ROOT = Path(__file__).parents[3]
 RESULTS = sorted((ROOT / "benchmarks/results").glob("*.json"))
@@ -28,7 +26,7 @@ def test_keys_that_every_result_has():
 
 
 @pytest.mark.parametrize(
-    "command, told",
+    "started, told",
     [
         (
             "python -u train.py --config a.toml",
@@ -38,9 +36,9 @@ def test_keys_that_every_result_has():
         ("python -u -c 'import sys'", "unknown: the run was no program of its own"),
     ],
 )
-def test_the_command_of_a_start(command, told):
+def test_the_command_of_a_start(started, told):
     start = {
-        "command": command,
+        "command": started,
         "world_size": 2,
         "git": None,
         "date": "2026-11-22T14:55:53+00:00",
@@ -51,36 +49,9 @@ def test_the_command_of_a_start(command, told):
     assert problems(of_start(start)) == []
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
-def test_every_result_says_where_it_comes_from(path):
-    assert problems(json.loads(path.read_text())) == []
-
-
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
-def test_every_result_names_files_that_exist(path):
-    """Wherever it cites one. Commands name scripts of their time, and files that they wrote."""
-    missing = []
-    for text in _texts(json.loads(path.read_text())):
-        for name in re.findall(
-            r"[\w/.-]+/[\w.-]+\.(?:json|md|py|toml)\b|\w+h[12]00\w*\.json", text
-        ):
-            places = (ROOT / name, path.parent / name)
-            if not any(place.exists() for place in places):
-                missing.append(name)
-    assert missing == []
-
-
-def _texts(value: object) -> Iterator[str]:
-    """All strings in a result, but commands and options."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for each in value:
-            yield from _texts(each)
-    elif isinstance(value, dict):
-        for key, each in value.items():
-            if key not in ("command", "options"):
-                yield from _texts(each)
+def test_every_result_says_where_it_comes_from():
+    found = {path.name: problems(json.loads(path.read_text())) for path in RESULTS}
+    assert len(found) > 30 and {name: why for name, why in found.items() if why} == {}
 
 
 @pytest.mark.parametrize(
@@ -100,18 +71,9 @@ def test_what_is_missing_is_named(change, words):
     assert words in problem
 
 
-def test_the_commit_is_one_of_this_checkout():
-    found = commit()
-    assert found is None or len(found.removesuffix("-dirty")) == 40
-
-
-def test_the_command_is_a_module_and_has_no_path_of_this_machine():
-    program = "from scripts.benchmarks.provenance import command; print(command())"
-    result = subprocess.run(
-        [sys.executable, "-c", program, "--out", "x.json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert result.stdout.strip().endswith("--out x.json") and str(ROOT) not in result.stdout
+def test_the_command_is_a_module_and_has_no_path_of_this_machine(monkeypatch):
+    spec = SimpleNamespace(name="scripts.benchmarks.loss.__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "loss.py"), "--out", "x.json"])
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert command() == "python -m scripts.benchmarks.loss --out x.json"
