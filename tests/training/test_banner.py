@@ -75,27 +75,3 @@ def test_every_line():
         "timeouts": "collectives fail after 1,800 s in the first step and in saves, else after 300 s",
         "output": "outputs/run",
     }
-
-
-def test_patterns():
-    config = Config()
-    attention = config.attention
-    attention.pattern = "vertical_slash"
-    attention.vertical_slash.recall = 0.9
-    attention.vertical_slash.max_verticals = 128
-    reaches_recall = {
-        "joint": "a head",
-        "independent": "of verticals and of slashes",
-    }
-    for budget, who in reaches_recall.items():
-        attention.vertical_slash.budget = budget
-        wanted = f"vertical_slash (recall 0.9 {who}, at most 128 verticals)"
-        assert wanted in _lines(config)["attention"]
-    attention.pattern = "xattention"
-    attention.xattention.threshold = 0.8
-    attention.xattention.stride = 16
-    assert "xattention (threshold 0.8, stride 16)" in _lines(config)["attention"]
-    attention.pattern = "moba"
-    attention.moba.chunk_size = 4096
-    attention.moba.top_k = 12
-    assert "moba (chunks of 4096, top 12)" in _lines(config)["attention"]

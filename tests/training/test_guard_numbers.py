@@ -17,8 +17,6 @@ from titan_sparse.config import Guard as GuardSection
 from titan_sparse.training.guard import (
     Guard,
     Report,
-    _not_finite,
-    decides_on_device,
     optimizer_states,
     refuse_bad_weights,
 )
@@ -118,81 +116,6 @@ def test_a_resumed_guard_goes_on_to_the_last_digit():
     second.update(6, torch.tensor(math.inf), torch.ones(()), _Optimizers())
     [report] = second.reports(all_of_them=True)
     assert report.in_a_row == 3
-
-
-def test_reports_from_before_a_resume_are_dropped():
-    guard = Guard(SECTION, CPU, False)
-    state = copy.deepcopy(guard.state_dict())
-    guard.update(1, torch.zeros(()), torch.ones(()), _Optimizers())
-    guard.load_state_dict(state)
-    assert guard.reports(all_of_them=True) == []
-
-
-def test_all_of_it_is_on_the_device(monkeypatch):
-    """The host would wait otherwise."""
-    monkeypatch.setattr(dist, "all_reduce", lambda x, op: None)
-    device = torch.device("meta")
-    state = Guard(SECTION, device, True)
-    assert state.statistics.device == state.in_a_row.device == device
-    assert _not_finite([torch.ones(2)], device).device == device
-
-
-def _with_parameters(fused: bool, *devices: str) -> SimpleNamespace:
-    """Optimizers of one optimizer, whose parameters are on these devices."""
-    parameters = [SimpleNamespace(device=torch.device(device)) for device in devices]
-    optimizer = SimpleNamespace(
-        param_groups=[{"params": parameters}], defaults={"fused": fused, "foreach": not fused}
-    )
-    return SimpleNamespace(optimizers=[optimizer])
-
-
-@pytest.mark.parametrize(
-    "fused, devices, wanted",
-    [
-        (True, ["cuda:0", "cuda:0"], True),
-        (False, ["cuda:0", "cuda:0"], False),
-        (True, ["cpu", "cpu"], False),
-        (True, ["cuda:0", "cpu"], False),
-    ],
-)
-def test_a_verdict_on_the_gpu_needs_fused_kernels_there(fused, devices, wanted):
-    optimizers = _with_parameters(fused, *devices)
-    assert decides_on_device(optimizers, torch.device("cuda", 0)) is wanted
-
-
-def test_on_the_cpu_the_host_decides():
-    assert decides_on_device(_with_parameters(True, "cpu"), CPU) is False
-
-
-def test_a_report_leaves_the_gpu_without_a_wait(monkeypatch):
-    """Into pinned memory, read after the copy is done."""
-    calls = []
-
-    def empty(shape: torch.Size, **options) -> SimpleNamespace:
-        assert shape == (6,)
-        calls.append(("empty", options))
-        return SimpleNamespace(copy_=copy_, tolist=tolist)
-
-    def copy_(report: torch.Tensor, non_blocking: bool = False) -> None:
-        calls.append(("copy", report.tolist(), non_blocking))
-
-    def tolist() -> list[float]:
-        calls.append(("read",))
-        return [1.0, 0.0, 1.0, 0.0, 4.0, 2.0]
-
-    event = SimpleNamespace(synchronize=lambda: calls.append(("wait",)))
-    stream = SimpleNamespace(record_event=lambda: event)
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(torch.cuda, "current_stream", {gpu: stream}.get)
-    guard = Guard(SECTION, CPU, True)
-    guard.device = gpu
-    values = [1.0, 0.0, 1.0, 0.0, 4.0, 2.0]
-    pending = guard._send(5, torch.tensor(values, dtype=torch.float64))
-    options = {"dtype": torch.float64, "pin_memory": True}
-    assert calls == [("empty", options), ("copy", values, True)]
-    assert pending.read() == Report(5, True, False, True, 0.0, 4.0, 2)
-    assert calls[2:] == [("wait",), ("read",)]
 
 
 def test_states_as_large_as_parameters():

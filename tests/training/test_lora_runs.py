@@ -25,8 +25,6 @@ from tests.training.wired_run import (
 from titan_sparse.commands.evaluate import main as evaluate
 from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.config import ConfigError
-from titan_sparse.estimate.flops import flops_per_token
-from titan_sparse.evaluation.validation import Validation
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.initialization import canonical_name
 from titan_sparse.models.lora import add_adapters
@@ -149,34 +147,6 @@ def test_resuming_is_exact(folder):
     train(folder, "undropped", "Qwen3", drops | {"lora.dropout": 0.0})
     losses = [line["loss"] for line in lines_of(folder / "undropped")]
     assert losses[1:] != [line["loss"] for line in lines_of(folder / "whole")][1:]
-
-
-def test_logged_flops_are_fewer(folder):
-    """Without attention, which sees the same pairs, they are those of the estimate."""
-    pairs = []
-    for output, adapters in (("flops", {}), ("flops-of-all", {"lora.rank": 0, "lora.alpha": 16})):
-        settings = {"training.steps": 1, "metrics.peak_tflops": 1000.0, **adapters}
-        trainer = train(folder, output, "Llama", settings)
-        (line,) = lines_of(folder / output)
-        flops = line["dense_equivalent_tflops"] * 1e12 / line["tokens_per_second_per_device"]
-        assert line["mfu"] * 1e3 == pytest.approx(line["dense_equivalent_tflops"])
-        without_attention = flops_per_token(trainer.model_config, 0.0, trainer.adapters)
-        pairs.append(flops - without_attention)
-    assert pairs[0] == pytest.approx(pairs[1], rel=1e-6) and pairs[0] > 0
-
-
-def test_validation_drops_nothing(folder, monkeypatch):
-    seen = []
-
-    def spy(self, scorer, step, board, writes) -> None:
-        dropouts = [m for m in scorer.model.modules() if isinstance(m, nn.Dropout)]
-        seen.append([module.training for module in dropouts])
-
-    monkeypatch.setattr(Validation, "run", spy)
-    settings = {"validation.enable": True, "training.steps": 1, "lora.dropout": 0.5}
-    trainer = train(folder, "validated", "Qwen3", settings)
-    assert seen == [[False] * 14]
-    assert all(module.training for module in trainer.model.modules())
 
 
 def test_checkpoints_hold_adapters_alone(folder, trained):

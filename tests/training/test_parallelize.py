@@ -4,27 +4,14 @@ GPUs and other ranks are stand-ins. What sharding does to numbers is in test_tra
 test_wiring.py.
 """
 
-from datetime import timedelta
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch._inductor import config as inductor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
 
 from tests.fake_step import fake_world
 from tests.runs import TINY
-from titan_sparse.config import ActivationCheckpoint, Compile, Parallelism
-from titan_sparse.models.decoder import Decoder
-from titan_sparse.training import build_model, distributed
+from titan_sparse.config import Parallelism
+from titan_sparse.training import distributed
 
 BLOCKS = TINY.layers
 
@@ -67,24 +54,6 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, gpus, local_rank, re
         distributed.choose_device("cuda")
 
 
-@pytest.fixture
-def calls(monkeypatch) -> list[tuple]:
-    """What joining a process group calls. Nothing is joined."""
-    calls: list[tuple] = []
-
-    def join(backend: str, **options) -> None:
-        calls.append(("join", backend, options))
-
-    monkeypatch.setattr(dist, "init_process_group", join)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("device", device)))
-    monkeypatch.setattr(distributed, "record_collectives", lambda: calls.append(("record",)))
-    monkeypatch.setattr(distributed, "refuse_differences", lambda *_: None)
-    monkeypatch.setattr(
-        distributed, "store_of_this_start", lambda seconds: (f"store for {seconds} s", 3, 8)
-    )
-    return calls
-
-
 def test_a_process_alone_needs_no_launcher(monkeypatch):
     """And leaves no process group."""
     monkeypatch.delenv("RANK", raising=False)
@@ -92,27 +61,6 @@ def test_a_process_alone_needs_no_launcher(monkeypatch):
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
     distributed.leave_distributed()
     assert not dist.is_initialized()
-
-
-def test_a_process_of_torchrun_joins_on_its_gpu(monkeypatch, calls):
-    """Its device is set first, and NCCL writes down what it does."""
-    monkeypatch.setenv("RANK", "3")
-    gpu = torch.device("cuda", 1)
-    distributed.init_distributed(gpu, 90)
-    assert calls == [
-        ("device", gpu),
-        ("record",),
-        (
-            "join",
-            "cpu:gloo,cuda:nccl",
-            {
-                "timeout": timedelta(seconds=90),
-                "store": "store for 90 s",
-                "rank": 3,
-                "world_size": 8,
-            },
-        ),
-    ]
 
 
 def test_meshes_of_replicas():
@@ -134,76 +82,3 @@ def test_meshes_without_replicas():
         assert meshes.fsdp.mesh.tolist() == list(range(8))
         assert meshes.cp.mesh.tolist() == [[4, 5], [6, 7]]
         assert (meshes.dp_size, meshes.dp_rank) == (2, 1)
-
-
-def _decoder() -> Decoder:
-    with torch.device("meta"):
-        return Decoder(TINY, lambda q, k, v, mask: q)
-
-
-@pytest.mark.parametrize(
-    "dtype, sums", [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
-)
-@pytest.mark.parametrize("reshards", [True, False])
-def test_what_is_sharded_and_how(monkeypatch, dtype, sums, reshards):
-    """Every block by itself, then the rest. Gradients are summed, in float32 at least."""
-    asked, factors, plain_sums, compiled = [], [], [], []
-    shard = build_model.fully_shard
-
-    def fully_shard(module: nn.Module, **options) -> nn.Module:
-        asked.append(options)
-        return shard(module, **options)
-
-    monkeypatch.setattr(build_model, "fully_shard", fully_shard)
-    monkeypatch.setattr(
-        FSDPModule, "set_gradient_divide_factor", lambda _, factor: factors.append(factor)
-    )
-    monkeypatch.setattr(
-        FSDPModule, "set_force_sum_reduction_for_comms", lambda _, plain: plain_sums.append(plain)
-    )
-    monkeypatch.setattr(nn.Module, "compile", lambda _, **options: compiled.append(options))
-    model = _decoder()
-    with fake_world(2):
-        mesh = init_device_mesh("cpu", (2,))
-        build_model.parallelize(
-            model, mesh, dtype, reshards, ActivationCheckpoint("none"), Compile()
-        )
-    rest = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=dtype, reduce_dtype=sums, cast_forward_inputs=False
-        ),
-        "offload_policy": OffloadPolicy(),
-    }
-    block = rest | {"reshard_after_forward": reshards}
-    assert asked == [block] * BLOCKS + [rest]
-    assert compiled == []
-    assert all(isinstance(module, FSDPModule) for module in [*model.layers.values(), model])
-    assert factors == [1.0] * (BLOCKS + 1)
-    # gloo has no sum that is multiplied first.
-    assert plain_sums == [True] * (BLOCKS + 1)
-
-
-@pytest.mark.parametrize("device_type, pinned", [("cuda", True), ("cpu", False)])
-def test_weights_on_the_cpu_are_pinned_for_a_gpu(monkeypatch, device_type, pinned):
-    policies, compiled = [], []
-    inductor.triton.mix_order_reduction = True
-
-    def fully_shard(module: nn.Module, offload_policy: OffloadPolicy, **_) -> nn.Module:
-        policies.append(offload_policy)
-        return module
-
-    monkeypatch.setattr(build_model, "fully_shard", fully_shard)
-    monkeypatch.setattr(nn.Module, "compile", lambda _, **options: compiled.append(options))
-    build_model.parallelize(
-        _decoder(),
-        SimpleNamespace(device_type=device_type),
-        torch.bfloat16,
-        True,
-        ActivationCheckpoint("none"),
-        Compile(enable=True, backend="aot_eager"),
-        offload=True,
-    )
-    assert policies == [CPUOffloadPolicy(pin_memory=pinned)] * (BLOCKS + 1)
-    assert compiled == [{"backend": "aot_eager", "fullgraph": True}] * BLOCKS
-    assert not inductor.triton.mix_order_reduction, "its gradients can be wrong: compiling.py"

@@ -301,13 +301,6 @@ def test_the_recall_that_was_asked_for(pattern, budgets, wanted):
     assert asked_recall(attention) == wanted
 
 
-@pytest.mark.parametrize(
-    "share, wanted", [(0.0, "0.0 %"), (1e-9, "< 0.1 %"), (0.031, "3.1 %"), (1.0, "100.0 %")]
-)
-def test_percent(share, wanted):
-    assert percent(share) == wanted
-
-
 def _capped(verticals: list[float], slashes: list[float] | None = None) -> Capped:
     """As much as possible is capped in both."""
     of_verticals = torch.tensor(verticals, dtype=torch.float64)

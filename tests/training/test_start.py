@@ -15,7 +15,7 @@ from titan_sparse.from_config import build_pattern
 from titan_sparse.models.flavours import resolve
 from titan_sparse.trainer import Trainer
 from titan_sparse.training import setup
-from titan_sparse.training.setup import free_gib, recomputed_share
+from titan_sparse.training.setup import recomputed_share
 
 eager = BACKENDS["eager"]
 
@@ -94,9 +94,3 @@ def test_all_ranks_do_what_the_fullest_needs(monkeypatch):
     for all_reduce, expected in ((lambda *_: None, 0.5), (with_a_fuller_rank, 0.75)):
         monkeypatch.setattr(dist, "all_reduce", all_reduce)
         assert recomputed_share(config, lambda share: share, torch.device("cpu")) == expected
-
-
-def test_free_memory_is_the_devices(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**30, 80 * 2**30))
-    assert free_gib(torch.device("cuda", 1)) == 3.0
-    assert free_gib(torch.device("cpu")) is None

@@ -117,18 +117,6 @@ def test_fewer_layers_are_exported_as_such(folder: Path) -> None:
     assert len(model.model.layers) == 1 and not any(report.values()), report
 
 
-@pytest.mark.parametrize(
-    "name, said",
-    [
-        ("mistral", "transformers code (our decoder does not have the family)"),
-        ("qwen3", "native code (our decoder has the family)"),
-    ],
-)
-def test_the_banner_says_whose_code_and_why(folder: Path, capsys, name: str, said: str) -> None:
-    train(folder, name, "auto", {"model.implementation": "auto", "training.steps": 1})
-    assert said in capsys.readouterr().out
-
-
 def _tensors_on_disk(folder: Path) -> dict[str, list[int]]:
     from safetensors import safe_open
 

@@ -15,16 +15,12 @@ torch.set_num_threads(1)
 
 CP = {"parallelism.cp": 2, "parallelism.dp_shard": 1}
 SPREAD: dict[str, dict[str, object]] = {
-    "llama": {**CP, "attention.layout": "zigzag", "attention.schedule": "ring"},
-    "qwen2": {**CP, "attention.layout": "contiguous"},
-    "qwen3": {**CP, "attention.layout": "balanced"},
+    "llama": {**CP, "attention.layout": "contiguous"},
     "mistral": {**CP, "attention.layout": "balanced", "attention.schedule": "group_cast"},
     "smollm3": CP,
-    "olmo2": CP,
     "olmo3": {**CP, "attention.layout": "balanced", "attention.schedule": "ring"},
     "gemma3": {**CP, "attention.layout": "zigzag"},
     "phi3": CP,
-    "granite": CP,
     "mixtral": CP,
     "qwen3_moe": CP,
     "gpt_oss": {**CP, "attention.layout": "balanced"},

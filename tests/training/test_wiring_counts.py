@@ -18,9 +18,7 @@ import titan_sparse.trainer
 from tests.data.helpers import train_tokenizer, write_rows
 from tests.training import reference_loop as by_hand
 from tests.training.wired_run import SEQ_LEN, lines_of, read_model, run, write_model, write_shard
-from titan_sparse.config import Optimizer
 from titan_sparse.trainer import Trainer
-from titan_sparse.training.optimizer import build_optimizer
 
 pytest.importorskip("transformers")
 
@@ -276,17 +274,6 @@ def test_mlp_chunks(folder, monkeypatch):
     assert set(lengths) == {24, 16} and lengths[:3] == [24, 24, 16]
 
 
-@pytest.mark.parametrize("enable", [False, True])
-def test_compiled_blocks(folder, monkeypatch, enable):
-    """Each block, by the backend that is named."""
-    compiled = []
-    monkeypatch.setattr(nn.Module, "compile", lambda _, **options: compiled.append(options))
-    settings = {"compile__enable": True, "compile__backend": "aot_eager"} if enable else {}
-    _run(folder, f"compiled_{enable}", training__steps=1, **settings)
-    wanted = [{"backend": "aot_eager", "fullgraph": True}] * LAYERS
-    assert compiled == (wanted if enable else [])
-
-
 @pytest.mark.parametrize("reshards", [True, False])
 def test_blocks_that_free_their_weights_after_the_forward(folder, reshards):
     trainer = _run(
@@ -324,25 +311,6 @@ def test_traced_steps(folder):
     names = {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
     assert names == {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"}
     assert any("trainer.py" in event["name"] for event in events)  # with_stack
-
-
-@pytest.mark.parametrize(
-    "name, implementation, offload, wanted",
-    [
-        ("AdamW", "auto", False, "foreach"),
-        ("AdamW", "auto", True, "fused"),
-        ("SGD", "auto", True, "foreach"),
-        ("AdamW", "fused", False, "fused"),
-        ("AdamW", "foreach", True, "foreach"),
-        ("AdamW", "for-loop", False, "for-loop"),
-    ],
-)
-def test_how_the_update_is_run(name, implementation, offload, wanted):
-    section = Optimizer(name=name, implementation=implementation, offload=offload)
-    optimizer = build_optimizer(nn.Linear(3, 3), section, "cpu").optimizers[0]
-    assert type(optimizer) is getattr(torch.optim, name)
-    assert optimizer.defaults["fused"] == (wanted == "fused")
-    assert optimizer.defaults["foreach"] == (wanted == "foreach")
 
 
 def test_random_weights_are_the_seeds(folder):

@@ -1,6 +1,5 @@
 """Which checkpoint a run goes on from: damage, look-alikes, rollbacks, restarts. One process."""
 
-import json
 import logging
 import shutil
 import time
@@ -301,23 +300,10 @@ def test_a_rollback_to_the_newest_moves_nothing(tmp_path, log):
     assert "newer than" not in log.text
 
 
-def test_record_of_a_rollback_is_readable(tmp_path):
-    Run(tmp_path).train(2)
-    run = Run(tmp_path, load_step=1)
-    run.checkpointer.load()
-    assert json.loads((run.folder / "rolled-back.json").read_text())["load_step"] == 1
-
-
 def test_a_folder_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "checkpoint").write_text("a file")
     with pytest.raises(Refusal, match=r"folder of checkpoints: .*/checkpoint: Not a directory"):
         Run(tmp_path).checkpointer.load()
-
-
-def test_saves_are_due_at_every_interval_and_at_the_end(tmp_path):
-    checkpointer = Run(tmp_path, interval=3).checkpointer
-    assert [step for step in range(1, 8) if checkpointer.is_due(step, last=False)] == [3, 6]
-    assert checkpointer.is_due(7, last=True)
 
 
 def test_a_checkpoint_is_written_for_transformers_once(tmp_path, monkeypatch):

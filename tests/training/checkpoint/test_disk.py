@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from tests.training.checkpoint.helpers import Run, names_in, open_files
+from tests.training.checkpoint.helpers import Run
 from titan_sparse.config import Refusal
 from titan_sparse.training.checkpoint import saver
 
@@ -78,12 +78,6 @@ def test_what_optimizers_will_have(tmp_path):
     adam = torch.optim.AdamW(model.parameters())
     assert saver.expected_bytes(model, [sgd]) == ONE_SAVE // 3
     assert saver.expected_bytes(model, [sgd, adam]) == ONE_SAVE
-
-
-def test_a_folder_that_is_not_there_is_made(tmp_path):
-    run = Run(tmp_path / "runs/first")
-    run.checkpointer.check_disk(10)
-    assert names_in(run.folder) == set() and open_files(str(tmp_path)) == 0
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
