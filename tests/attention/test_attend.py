@@ -346,8 +346,8 @@ COUNTS_AND_CHOICES = [f.name for f in dataclasses.fields(VerticalSlash) if f.nam
         ({"recall": 0.0}, "recall"),
         ({"recall": 1.1}, "recall"),
         ({"local_slashes": 0}, "local_slashes"),
-        ({"min_verticals": 5, "max_verticals": 4}, "minimum"),
-        ({"min_slashes": 3, "max_slashes": 2}, "minimum"),
+        ({"min_verticals": 5, "max_verticals": 4}, "min_verticals = 4 or less"),
+        ({"min_slashes": 3, "max_slashes": 2}, "min_slashes = 2 or less"),
         *[({name: -1}, name) for name in COUNTS_AND_CHOICES],
     ],
 )
