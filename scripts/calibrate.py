@@ -109,7 +109,7 @@ def refusal(args: argparse.Namespace, world: int, ranks_of_node: int) -> str | N
     """Why this cannot be measured here, None if it can."""
     if ranks_of_node < 2:
         return (
-            "one rank on a node has nobody to send to; "
+            "one rank on a node has no other rank to send to; "
             "start torchrun with --nproc-per-node 2 or more"
         )
     if world == ranks_of_node and not args.across_gb_s:
@@ -119,7 +119,7 @@ def refusal(args: argparse.Namespace, world: int, ranks_of_node: int) -> str | N
         )
     if args.seq_len % (4 * BLOCK_SIZE) or args.seq_len < 4096:
         return (
-            f"--seq-len {args.seq_len} is no multiple of {4 * BLOCK_SIZE} of at least 4096; "
+            f"--seq-len {args.seq_len} is not a multiple of {4 * BLOCK_SIZE} of at least 4096; "
             "write 131072"
         )
     return None
@@ -238,7 +238,7 @@ def tile_seconds(runs: list[TiledRun]) -> tuple[float, float]:
     _, whole, partial = (fit.solution[:, 0] / largest).tolist()
     if whole <= 0:
         raise ValueError(
-            f"{whole} s is no time of a tile: these timings are noise; "
+            f"{whole} s is not the time of a tile: these timings are noise; "
             "write a larger --seq-len or --repeats"
         )
     return whole, max(whole, partial)
@@ -350,7 +350,7 @@ def line(work: tuple[float, float], took: tuple[float, float]) -> tuple[float, f
     """
     if took[0] <= 0:
         raise ValueError(
-            f"{took[0]} s is no time: these timings are noise; "
+            f"{took[0]} s is not a time: these timings are noise; "
             "write a larger --seq-len or --repeats"
         )
     if work[0] > work[1] and took[0] > took[1]:

@@ -22,9 +22,9 @@ from scripts.study.settings import (
     is_done,
     runs,
 )
-from titan_sparse.evaluation.pictures import has_matplotlib
 from titan_sparse.training.metrics import json_ready
 from titan_sparse.training.metrics_output import read_metrics
+from titan_sparse.training.pictures import has_matplotlib
 
 STUDENT_95 = {2: 12.71, 3: 4.303}
 """A mean of so many values this many standard errors away from 0 is more than noise: Student's t

@@ -55,7 +55,7 @@ def test_masses_against_the_table_of_all_pairs():
     last_ones = torch.stack(
         [(last * (distance[-BLOCK:] == d)).sum((1, 2)) for d in range(10)], dim=1
     )
-    torch.testing.assert_close(layer.diagonal_mass, (by_distance + last_ones) / (TOKENS + BLOCK))
+    torch.testing.assert_close(layer.slash_mass, (by_distance + last_ones) / (TOKENS + BLOCK))
     ranked = dense.sort(-1, descending=True).values
     for k_largest, got in zip(TOP_K, layer.top_k.T):
         torch.testing.assert_close(got, ranked[..., :k_largest].sum(-1).mean(-1))
@@ -71,7 +71,7 @@ def test_masses_against_the_table_of_all_pairs():
         for row in last.mean(1)
     ]
     assert layer.verticals.tolist() == verticals
-    assert (layer.blocks >= 1).all() and (layer.diagonals <= 10).all()
+    assert (layer.blocks >= 1).all() and (layer.slashes <= 10).all()
     assert list(dict.fromkeys(point["pattern"] for point in layer.curves)) == [
         "vertical_slash joint",
         "vertical_slash independent",
@@ -106,7 +106,7 @@ def test_curves_against_the_table_of_all_pairs(pattern):
     point = curve(("name", 1.0, pattern), q, k, rows, cp, at, mass)
     assert point["density"] == pytest.approx((pairs.sum((1, 2)) / (at + 1).sum()).tolist())
     assert point["recall"] == pytest.approx((mass * pairs).sum(-1).mean(-1).tolist())
-    assert ("columns" in point) == isinstance(pattern, VerticalSlash)
+    assert ("verticals" in point) == isinstance(pattern, VerticalSlash)
 
 
 def test_independent_budgets_are_the_published_ones():
@@ -186,7 +186,7 @@ def test_a_checkpoint_is_inspected(tmp_path):
 @pytest.mark.parametrize(
     "words, reason",
     [
-        (["--layers", "0,99"], "--layers 0,99 are no layers"),
+        (["--layers", "0,99"], "--layers 0,99 are not layers"),
         (["--rows", "0"], "--rows 0 is too small"),
         (["--length", "20"], "--length 20 is below two blocks"),
         (["--parallelism.cp", "2"], "one process looks at the whole"),
@@ -202,7 +202,7 @@ def test_what_cannot_be_inspected_is_refused(tmp_path, capsys, words, reason):
 
 
 def test_matplotlib_is_asked_for(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("titan_sparse.evaluation.pictures.has_matplotlib", lambda: False)
+    monkeypatch.setattr("titan_sparse.training.pictures.has_matplotlib", lambda: False)
     (tmp_path / "config.toml").write_text('[training]\ndevice = "cpu"\n')
     assert main(["--config", str(tmp_path / "config.toml"), "--checkpoint", str(tmp_path)]) == 2
     assert (

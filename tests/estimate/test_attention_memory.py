@@ -88,24 +88,6 @@ def test_buffers_with_queries_circulating(schedule, axes, kv_heads):
     assert cp.buffers.nbytes <= cp_buffers(step) <= 1.35 * cp.buffers.nbytes
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_one_rank_keeps_no_buffers(schedule):
-    step = Step(model=MODEL, sequences=2, seq_len=1024, schedule=SCHEDULES[schedule])
-    assert cp_buffers(step) == 0
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_has_a_workspace(schedule):
-    """Several ranks hold sums, or what they send, besides what one rank needs."""
-    alone = Step(model=MODEL, sequences=2, seq_len=1024, backend="triton")
-    step = dataclasses.replace(alone, seq_len=4096, cp=4, schedule=SCHEDULES[schedule])
-    assert step.tokens == alone.tokens
-    if step.schedule.moves is Moves.NOTHING:
-        assert attention_workspace(step) == attention_workspace(alone)
-    else:
-        assert attention_workspace(step) > attention_workspace(alone)
-
-
 TOKENS = 1024
 """Of a rank."""
 QUERY = TOKENS * 4 * 8

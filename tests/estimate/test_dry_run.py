@@ -4,6 +4,7 @@ Also the allocator's default, the ready configurations and the launch scripts.
 """
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -15,15 +16,27 @@ import torch
 
 from tests.demo_model import in_a_folder_with_the_model
 from titan_sparse import train
-from titan_sparse.config import ConfigError, Parallelism, load, load_and_check, world_of
+from titan_sparse.config import (
+    Checkpoint,
+    Config,
+    ConfigError,
+    Parallelism,
+    load,
+    load_and_check,
+    world_of,
+)
 from titan_sparse.config.sections import Flags
 from titan_sparse.estimate.dry_run import (
     World,
     _backend,
     dry_run,
     find_max_length,
+    host_gib,
     outside_gib,
 )
+from titan_sparse.estimate.flops import causal_pairs, flops_per_token
+from titan_sparse.estimate.memory import GIB, step_of
+from titan_sparse.from_config import build_pattern
 from titan_sparse.models.flavours import resolve
 from titan_sparse.training.setup import open_data
 
@@ -46,8 +59,17 @@ def test_every_configuration_is_accepted_and_fits(monkeypatch, capsys, tmp_path,
     """On the GPUs that its first lines speak of: H200s, 139.8 GiB."""
     in_a_folder_with_the_model(monkeypatch, tmp_path)
     ranks = load(["--config", str(path)])[0].parallelism.cp
-    words = f"--config {path} --dry-run --ranks {ranks} --device-memory 139.8"
-    status, printed = _main(monkeypatch, capsys, *words.split())
+    status, printed = _main(
+        monkeypatch,
+        capsys,
+        "--config",
+        str(path),
+        "--dry-run",
+        "--ranks",
+        str(ranks),
+        "--device-memory",
+        "139.8",
+    )
     assert status == 0 and "fits" in printed and "PFLOP dense" in printed
     assert len(CONFIGS) >= 6
 
@@ -93,8 +115,16 @@ def test_report(monkeypatch, capsys):
 
 
 def test_report_of_the_docs_is_what_is_printed(monkeypatch, capsys):
-    words = "--attention.backend flex --dry-run --device-memory 139.8"
-    _, printed = _main(monkeypatch, capsys, *SMALL, *words.split())
+    _, printed = _main(
+        monkeypatch,
+        capsys,
+        *SMALL,
+        "--attention.backend",
+        "flex",
+        "--dry-run",
+        "--device-memory",
+        "139.8",
+    )
     shown = (ROOT / "docs/training.md").read_text().split("### How to read")[1].split("```\n")[1]
     assert printed.startswith(shown)
 
@@ -286,8 +316,14 @@ def _script(name: str, *words: str, **environment: str) -> subprocess.CompletedP
 
 
 def test_launch_on_one_node():
-    words = "train_configs/demo_cpu.toml --parallelism.cp 1 --print-config"
-    result = _script("launch_node", *words.split(), GPUS="1")
+    result = _script(
+        "launch_node",
+        "train_configs/demo_cpu.toml",
+        "--parallelism.cp",
+        "1",
+        "--print-config",
+        GPUS="1",
+    )
     assert result.returncode == 0 and result.stdout.startswith('[model]\nflavour = "debug"'), (
         result.stderr
     )
@@ -306,3 +342,166 @@ def test_what_is_usable_of_a_device():
     assert World(1, 1, 100.0).usable == 97.0 - 1.5
     assert World(8, 8, 100.0).usable == 97.0 - 3.5
     assert World(8, 8, None).usable is None
+
+
+# CPU memory -----------------------------------------------------------------------------------
+
+PARAMETERS = 3_085_938_688
+"""of Qwen2.5-3B, as Hugging Face counts them: the embedding is the head"""
+
+OFFLOADED = [
+    *("--model.flavour", "qwen2.5-3b", "--training.seq_len", "524288", "--parallelism.cp", "4"),
+    *("--training.mlp_chunk_tokens", "16384", "--attention.pattern", "dense"),
+    *("--activation_checkpoint.offload", "--optimizer.offload", "--compile.enable"),
+    *("--checkpoint.enable", "--checkpoint.async_mode", "async_with_pinned_mem"),
+]
+
+
+def _parts(words: list[str], ranks: int) -> dict[str, float]:
+    config, _ = load_and_check(words, ranks, ranks)
+    model = resolve(**vars(config.model))
+    pattern = build_pattern(config.attention)
+    step = step_of(config, model, pattern, "triton", world_size=ranks, local_world_size=ranks)
+    return host_gib(step, config.checkpoint)
+
+
+def test_a_case_counted_by_hand():
+    """Qwen2.5-3B: hidden 2048, 16 heads of 128, 36 layers; four ranks share 524,288 tokens."""
+    tokens = 524288 // 4
+    of_token = 2 * 2048 + 2 * 16 * 128 + 4 * 16  # input and out in bf16, LSE in fp32
+    by_hand = {
+        "optimizer.offload": 16 * PARAMETERS / 4,  # weights, gradients, two states, in fp32
+        "activation_checkpoint.offload": 35 * tokens * of_token,
+        "copy for a save": 12 * PARAMETERS / 4,  # weights and two states
+    }
+    found = _parts(OFFLOADED, 4)
+    assert found.keys() == by_hand.keys()
+    for part, size in by_hand.items():
+        assert found[part] == pytest.approx(size / GIB, rel=1e-9)
+
+
+def test_what_is_recomputed_is_not_offloaded():
+    tokens = 524288 // 4
+    found = _parts([*OFFLOADED, "--activation_checkpoint.attention_recompute", "1"], 4)
+    by_hand = 35 * tokens * 2 * 2048
+    assert found["activation_checkpoint.offload"] == pytest.approx(by_hand / GIB)
+
+
+def test_a_run_that_keeps_all_on_its_gpu_needs_none():
+    assert _parts(["--model.flavour", "qwen2.5-3b"], 1) == {}
+    config, _ = load_and_check(["--model.flavour", "qwen2.5-3b"], 1, 1)
+    text, fits = dry_run(config, World(1, 1, 139.8, host_memory=1.0))
+    assert fits and "CPU memory" not in text
+
+
+def test_saves_that_stop_the_run_need_no_copy():
+    words = ["--model.flavour", "qwen2.5-3b", "--checkpoint.enable"]
+    assert _parts(words, 1) == {}
+    found = _parts([*words, "--checkpoint.async_mode", "async"], 1)
+    assert found == {"copy for a save": pytest.approx(12 * PARAMETERS / GIB)}
+    assert Checkpoint().async_mode == "disabled"
+
+
+def test_a_node_needs_what_its_ranks_need():
+    """11.5 + 35.3 + 8.6 GiB a rank, four ranks: 221.6 GiB, and a tenth of the node stays free."""
+    config, _ = load_and_check(OFFLOADED, 4, 4)
+    for host_memory, verdict in ((247.0, "fits"), (246.0, "does NOT fit")):
+        text, fits = dry_run(config, World(4, 4, 139.8, host_memory))
+        assert fits == (verdict == "fits")
+        [line] = [line for line in text.splitlines() if line.startswith("CPU memory")]
+        assert "55.39 GiB a rank" in line and "221.57 a node" in line and line.endswith(verdict)
+    text, fits = dry_run(config, World(4, 4, 139.8))
+    assert fits and "write --host-memory GIB of a node" in text
+
+
+def test_the_longest_sequence_fits_both_memories():
+    config, _ = load_and_check(OFFLOADED, 4, 4)
+    lengths = []
+    for host_memory in (400.0, 200.0):
+        text, found = find_max_length(config, World(4, 4, 139.8, host_memory))
+        assert found and "CPU memory" in text
+        lengths.append(int(text.split()[2]))
+    assert lengths[0] > 1.5 * lengths[1]
+    # 80.4 GiB are there whatever the length; what is left holds 35 blocks of the tokens.
+    left = (0.9 * 200 - 28 * PARAMETERS / GIB) * GIB
+    of_token = 35 * (4 * 2048 + 4 * 16)
+    assert lengths[1] == int(left / of_token) // 512 * 512
+    text, found = find_max_length(config, World(4, 4, 139.8, 50.0))
+    assert not found and text.startswith("nothing fits") and "does NOT fit" in text
+
+
+def test_host_memory_without_a_report_is_refused():
+    with pytest.raises(ConfigError, match="--host-memory would be ignored"):
+        load_and_check(["--host-memory", "100"], 1, 1)
+
+
+# Models that run through transformers' own code -------------------------------------------------
+
+ONE_GPU = World(1, 1, 139.8)
+SIZES = {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 65536,
+}
+
+
+def _olmo3(folder: Path, **settings) -> Config:
+    folder.mkdir(exist_ok=True)
+    values = SIZES | {"model_type": "olmo3"} | settings
+    (folder / "config.json").write_text(json.dumps(values))
+    config = Config()
+    config.model.initial_hf = str(folder)
+    config.training.seq_len = 65536
+    config.attention.pattern = "dense"
+    return config
+
+
+def _petaflop(report: str) -> float:
+    return float(re.search(r"([\d.,]+) PFLOP dense", report).group(1).replace(",", ""))
+
+
+def test_windows_are_counted_layer_by_layer(tmp_path):
+    config = _olmo3(tmp_path, sliding_window=4096)
+    report, fits = dry_run(config, ONE_GPU)
+    assert "a window of 4,096 in 6 of 8 layers" in report and fits
+    assert "estimated as if they were our own, and was not measured" in report
+    model = resolve(**vars(config.model))
+    pairs = model.heads * (6 * causal_pairs(65536, 4096) + 2 * causal_pairs(65536)) / 65536
+    assert _petaflop(report) == pytest.approx(
+        65536 * flops_per_token(model, pairs) / 1e15, abs=5e-3
+    )
+
+
+@pytest.mark.parametrize("full_layers", [0, 2])
+def test_a_pattern_saves_nothing_in_windows(tmp_path, full_layers):
+    types = ["full_attention"] * full_layers + ["sliding_attention"] * (8 - full_layers)
+    config = _olmo3(tmp_path, sliding_window=512, layer_types=types)
+    config.attention.pattern = "vertical_slash"
+    config.attention.vertical_slash.max_verticals = 512
+    config.attention.vertical_slash.max_slashes = 16
+    report, _ = dry_run(config, ONE_GPU)
+    most = float(re.search(r"at most ([\d.,]+) PFLOP", report).group(1))
+    dense = _petaflop(report)
+    density = float(re.search(r"density ([\d.]+) %", report).group(1))
+    if full_layers:
+        assert most < dense and density < 20
+    else:
+        assert most == dense and density == 100
+
+
+def test_active_parameters_of_a_mixture_of_experts():
+    path = ROOT / "train_configs/qwen3_30b_a3b_64k.toml"
+    config = load(["--config", str(path)])[0]
+    report, _ = dry_run(config, World(8, 8, 139.8))
+    assert "30,532.1 M parameters" in report
+    assert "8 of 128 experts a token" in report
+    active = float(re.search(r"([\d.,]+) M active", report).group(1).replace(",", ""))
+    # The card's 3.3 B count the embedding too.
+    assert active == pytest.approx(3042, abs=5)
+    config.attention.sliding_window = 1
+    without_attention = _petaflop(dry_run(config, World(8, 8, 139.8))[0])
+    assert without_attention == pytest.approx(6 * active * 1e6 * 65536 / 1e15, abs=0.02)

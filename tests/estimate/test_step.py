@@ -1,12 +1,9 @@
 """A checked configuration becomes what memory depends on."""
 
-import dataclasses
-
 import pytest
 
 from tests.estimate.steps import step_of_words
 from titan_sparse.attention.context_parallel.schedule import ALL_GATHER, RING
-from titan_sparse.estimate.step import LEVERS, Step
 
 
 def test_options_become_a_step():
@@ -75,7 +72,3 @@ def test_cudnns_memory_counts_where_it_computes(words, backend):
     words = ["--attention.pattern", "dense", *words.split()]
     assert step_of_words("qwen3_8b_1m", "cudnn", 8, *words).backend == backend
     assert step_of_words("qwen3_8b_1m", "flex", 8, *words).backend == "flex"
-
-
-def test_levers_are_fields_of_the_step():
-    assert set(LEVERS) <= {field.name for field in dataclasses.fields(Step)}

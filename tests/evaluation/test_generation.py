@@ -140,7 +140,7 @@ def test_draws_follow_the_softmax():
 def test_what_cannot_be_drawn_is_refused():
     for wrong, reason in (
         ({"temperature": -1.0}, "temperature = -1.0 is negative; write 0 or more"),
-        ({"top_p": 0.0}, r"top_p = 0.0 is no probability; write one in \(0, 1\]"),
+        ({"top_p": 0.0}, r"top_p = 0.0 is not in \(0, 1\]"),
     ):
         with pytest.raises(ValueError, match=reason):
             Sampling(**wrong)

@@ -66,13 +66,13 @@ def test_samples_have_exact_length_and_depth():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="do not fit in 100 tokens; write 3.. or more"):
         needle_samples(HAYSTACK, [100], [0.5], 1, 0)
-    with pytest.raises(ValueError, match="a depth of 50 is no share"):
+    with pytest.raises(ValueError, match="a depth of 50 is not a share"):
         needle_samples(HAYSTACK, [400], [50], 1, 0)
     with pytest.raises(ValueError, match="empty"):
         Haystack(TokenizedTexts(["", ""], TOKENIZER), TOKENIZER).tokens(0, 10)
 
 
-def test_scorer_of_ruler():
+def test_scores_are_shares_of_the_references():
     references = ("Alpha", "beta", "gamma", "delta")
     assert string_match_all("the ALPHA, and betas", references) == 0.5
     assert string_match_all("none", references) == 0
@@ -100,29 +100,14 @@ def test_an_answer_that_comes_a_token_late_scores_nothing(monkeypatch):
 
 
 def test_cells_are_means():
+    rest = {"exact": 0.0, "correct": 0.5, "loss": 2.0}
     records = [
-        {"length": 8, "depth": depth, "score": score, "exact": 0.0, "correct": 0.5, "loss": 2.0}
+        {"length": 8, "depth": depth, "score": score, **rest}
         for depth, score in ((1.0, 1.0), (0.0, 0.0), (1.0, 0.0))
     ]
     assert by_cell(records) == [
-        {
-            "length": 8,
-            "depth": 0.0,
-            "samples": 1,
-            "score": 0.0,
-            "exact": 0.0,
-            "correct": 0.5,
-            "loss": 2.0,
-        },
-        {
-            "length": 8,
-            "depth": 1.0,
-            "samples": 2,
-            "score": 0.5,
-            "exact": 0.0,
-            "correct": 0.5,
-            "loss": 2.0,
-        },
+        {"length": 8, "depth": 0.0, "samples": 1, "score": 0.0, **rest},
+        {"length": 8, "depth": 1.0, "samples": 2, "score": 0.5, **rest},
     ]
 
 

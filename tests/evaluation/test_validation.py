@@ -16,6 +16,7 @@ from titan_sparse.data.documents import TokenizedTexts
 from titan_sparse.data.tokenizer import ByteTokenizer
 from titan_sparse.evaluation import validation
 from titan_sparse.evaluation.position import first_windows, position_loss
+from titan_sparse.evaluation.settings import load_for_evaluation
 from titan_sparse.trainer import Trainer
 
 SETTINGS = {
@@ -223,3 +224,14 @@ def test_of_chats_only_what_is_learned_is_scored(tmp_path, monkeypatch, format_o
     config.validation.source = f"{tmp_path}/c.jsonl"
     with pytest.raises(ValueError, match="is no part of data.source, whose formats differ"):
         validation.Validation(config, ByteTokenizer())
+
+
+def test_what_only_training_has_is_reset(tmp_path):
+    """A file of costs may be gone, and one rank has nothing to balance: it must not be refused."""
+    (tmp_path / "c.toml").write_text(
+        '[attention]\nlayout = "balanced"\nbalance_costs = "gone.json"\ngradient_dtype = "bfloat16"\n'
+        "[parallelism]\ncp = 2\n"
+    )
+    config = load_for_evaluation(["--config", str(tmp_path / "c.toml")], hf=None, dense=False)
+    assert config.attention.balance_costs == ""
+    check(config, 1, 1)

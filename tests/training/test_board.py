@@ -13,8 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.distributed import run_processes
 from tests.runs import metrics_of, tiny_config, train, write_texts
-from titan_sparse.training.heat_maps import contact_sheet, heat_map
 from titan_sparse.training.metrics_output import tag
+from titan_sparse.training.pictures import contact_sheet, heat_map
 
 DARK, MIDDLE, BRIGHT = (68, 1, 84), (32, 144, 140), (253, 231, 36)
 """viridis at 0, 1/2 and 1"""

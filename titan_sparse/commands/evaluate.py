@@ -24,12 +24,13 @@ from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import lengths_of, require, tokens
 from titan_sparse.data import Tokenizer, load_tokenizer
 from titan_sparse.data.documents import open_documents
-from titan_sparse.evaluation import needle, pictures, position
+from titan_sparse.evaluation import needle, position
 from titan_sparse.evaluation.answers import Sample, score_samples
 from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.load import build_scorer, find_checkpoint
 from titan_sparse.evaluation.scorer import Scorer, Sequence
 from titan_sparse.evaluation.settings import load_for_evaluation
+from titan_sparse.training import pictures
 from titan_sparse.training.distributed import leave_distributed
 from titan_sparse.training.metrics import json_ready
 
@@ -43,7 +44,7 @@ def main(words: list[str]) -> int:
         args, config = parse(words)
         checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
-        # Texts are read before any process group: what cannot be used is told at once.
+        # Texts are read before any process group: what cannot be used is reported at once.
         work = read(args, config, tokenizer)
         Path(args.out).mkdir(parents=True, exist_ok=True)
         scorer = build_scorer(config, checkpoint, tokenizer)

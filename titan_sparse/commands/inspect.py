@@ -20,13 +20,13 @@ from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import require, tokens
 from titan_sparse.data import Tokenizer, load_tokenizer
 from titan_sparse.data.documents import open_documents
-from titan_sparse.evaluation import pictures
-from titan_sparse.evaluation.inspection import Layer, inspect_layers, summary
+from titan_sparse.evaluation.inspection import Layer, figures, inspect_layers, summary
 from titan_sparse.evaluation.load import build_scorer, find_checkpoint
 from titan_sparse.evaluation.position import long_documents, windows
 from titan_sparse.evaluation.scorer import Sequence
 from titan_sparse.evaluation.settings import load_for_evaluation
 from titan_sparse.models.flavours import TransformersConfig, resolve
+from titan_sparse.training import pictures
 
 
 def main(words: list[str]) -> int:
@@ -113,8 +113,8 @@ def _layers(text: str, count: int) -> list[int]:
     words = [word.strip() for word in text.split(",")]
     require(
         all(word.isdecimal() and int(word) < count for word in words),
-        f"--layers {text} are no layers of this model; "
-        f"write some of 0 to {count - 1}, with commas between",
+        f"--layers {text} are not layers of this model. "
+        f"Write some of 0 to {count - 1}, separated by commas",
     )
     return [int(word) for word in words]
 
@@ -135,20 +135,14 @@ def read(config: Config, tokenizer: Tokenizer, length: int) -> Sequence:
 
 def write(layers: dict[int, Layer], about: dict, length: int, out: str) -> list[str]:
     """Write inspection.json and the pictures; returns the names of the files."""
-    from titan_sparse.evaluation import inspection_pictures  # needs matplotlib
-
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"about": about, **summary(layers)})
     (folder / "inspection.json").write_text(text + "\n", encoding="utf-8")
-    figures = {}
-    for number, layer in layers.items():
-        figures[f"layer-{number}.png"] = inspection_pictures.layer_figure(number, layer, length)
-    figures["curves.png"] = inspection_pictures.curves_figure(list(layers.values()))
-    figures["top_k.png"] = inspection_pictures.top_k_figure(layers)
-    for name, figure in figures.items():
+    pictures_by_name = figures(layers, length)
+    for name, figure in pictures_by_name.items():
         figure.savefig(folder / name, dpi=110)
-    return ["inspection.json", *figures]
+    return ["inspection.json", *pictures_by_name]
 
 
 if __name__ == "__main__":

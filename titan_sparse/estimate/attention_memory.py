@@ -1,4 +1,4 @@
-"""Memory that attention takes besides its inputs and results.
+"""Memory that attention takes in addition to its inputs and results.
 
 What depends on the schedule is a small table, keyed by what moves between ranks.
 """
@@ -27,7 +27,7 @@ def _kv_elements(step: Step) -> int:
 
 
 def attention_workspace(step: Step) -> float:
-    """What attention's backward takes besides its inputs and results.
+    """What attention's backward takes in addition to its inputs and results.
 
     See docs/benchmarks.md, "Attention on one GPU".
     """

@@ -5,7 +5,9 @@ There is no GPU, no data and no process group. memory.py and flops.py do the cou
 
 import copy
 import dataclasses
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -13,11 +15,20 @@ from titan_sparse.attention import backends
 from titan_sparse.attention.backends import cudnn, flash
 from titan_sparse.attention.context_parallel.schedule import ALL_GATHER, Moves
 from titan_sparse.attention.patterns import Pattern
-from titan_sparse.config import Config, padding_multiple
+from titan_sparse.config import Checkpoint, Config, padding_multiple
 from titan_sparse.config.reading import KINDS
 from titan_sparse.estimate.flops import causal_pairs, flops_per_token, windows_of
-from titan_sparse.estimate.host_memory import HOST_RESERVE, host_gib, host_of_this_machine
-from titan_sparse.estimate.memory import GIB, LEVERS, Step, estimate, peak_gib, peak_phase, step_of
+from titan_sparse.estimate.memory import (
+    GIB,
+    LEVERS,
+    Step,
+    estimate,
+    kept_by_block,
+    master_bytes,
+    peak_gib,
+    peak_phase,
+    step_of,
+)
 from titan_sparse.from_config import backend_case, build_pattern, has_slices
 from titan_sparse.models.flavours import (
     DecoderConfig,
@@ -32,6 +43,11 @@ OUTSIDE_GIB = 1.5
 """Device memory that PyTorch's allocator does not hand out: CUDA context, libraries and gaps."""
 COMMUNICATORS_GIB = 2.0
 """The same for NCCL, with several ranks."""
+
+HOST_RESERVE = 0.1
+"""Share of a machine's memory that stays free, for what is not counted."""
+
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 RESERVE = 0.03
 """Share of a device's memory that stays free: the estimate is up to so much too low
@@ -244,7 +260,9 @@ def _of_transformers(config: Config, model: DecoderConfig) -> list[str]:
         line += f", a window of {model.window:,} in {with_window} of {model.layers} layers"
     if model.sinks:
         line += ", learned sinks"
-    not_known = "; GiB of its layers are reckoned as of ours, and not measured"
+    not_known = (
+        "; the memory of its layers is estimated as if they were our own, and was not measured"
+    )
     return [line + not_known]
 
 
@@ -421,3 +439,35 @@ def _flops(config: Config, model: DecoderConfig, pattern: Pattern, where: World)
         f"(density {density_percent:.1f} %)"
     )
     return ["", dense_line, sparse_line]
+
+
+def host_gib(step: Step, checkpoint: Checkpoint) -> dict[str, float]:
+    """GiB of CPU memory that a rank takes for what is not on its GPU, by part.
+
+    A part that takes nothing is left out. Python, libraries, the loader and the disk cache come on top.
+
+    Of data-parallel replicas each is counted with a whole save, though they share it out.
+    """
+    parameters = master_bytes(step)
+    states = parameters * step.optimizer_states
+    parts: dict[str, float] = {}
+    if step.offload_optimizer:
+        # Weights, their gradients, and what the optimizer keeps.
+        parts["optimizer.offload"] = 2 * parameters + states
+    if step.offload:
+        # All blocks but the last, whose backward comes at once.
+        blocks = step.model.layers - 1
+        parts["activation_checkpoint.offload"] = blocks * kept_by_block(step)
+    if checkpoint.enable and checkpoint.async_mode != "disabled":
+        parts["copy for a save"] = parameters + states
+    return {part: size / GIB for part, size in parts.items() if size}
+
+
+def host_of_this_machine() -> float:
+    """GiB: its memory, or what a container may have of it."""
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if _CGROUP_LIMIT.is_file():
+        limit = _CGROUP_LIMIT.read_text().strip()
+        if limit.isdecimal():
+            size = min(size, int(limit))
+    return size / GIB

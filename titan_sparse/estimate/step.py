@@ -171,7 +171,7 @@ def step_of(
 
 
 def _computing_backend(config: Config, backend: str, schedule: Schedule) -> str:
-    """The backend whose memory counts: cudnn leaves to triton what is no square or rectangle."""
+    """The backend whose memory counts: cudnn leaves everything but squares and rectangles to triton."""
     if backend != "cudnn":
         return backend
     attention = config.attention

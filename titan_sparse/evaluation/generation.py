@@ -38,7 +38,9 @@ class Sampling:
         if self.temperature < 0:
             raise ValueError(f"temperature = {self.temperature} is negative; write 0 or more")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p = {self.top_p} is no probability; write one in (0, 1]")
+            raise ValueError(
+                f"top_p = {self.top_p} is not in (0, 1]. Write 1 to draw from all tokens"
+            )
 
 
 def generate(
@@ -51,7 +53,7 @@ def generate(
     """What the model writes after each prompt: up to `new_tokens` tokens, int64 [n] each.
 
     prompts: int64 [n] each, of any lengths above 0; they go through the model together. stop: ends
-    a text, with the token that it is told last. Greedy without `sampling`.
+    a text, with its last token. Greedy without `sampling`.
 
     Collective over the world: each data-parallel rank brings prompts of its own, the ranks of a
     context-parallel group the same ones. Raises ValueError for an empty prompt, or none.

@@ -1,11 +1,13 @@
-"""Where one layer's attention mass lies, and what selections of several sizes keep of it.
+"""Where one layer's attention mass lies, what selections of several sizes keep of it, and pictures.
 
-From sampled rows, so that no table of all pairs of tokens is made.
+Rows are sampled, so that no table of all pairs of tokens is made. matplotlib is loaded by the first
+picture, so its types are Any here.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +19,11 @@ from titan_sparse.attention.patterns import BlockIndex, MoBA, Pattern, VerticalS
 from titan_sparse.config import Attention
 from titan_sparse.kernels.chunks import chosen_keys
 from titan_sparse.models.decoder import Decoder
+from titan_sparse.training.pictures import new_figure
 
 SHARES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
-"""Shares of attention mass: the recall targets of the patterns that have one, and those of which it
-is told how many verticals, diagonals and blocks hold them."""
+"""Shares of attention mass: the recall targets of the patterns that have one, and the shares for which
+the verticals, slashes and blocks that hold them are counted."""
 TOP_K = (16, 64, 256, 1024, 4096)
 """Keys per row; MTraining's figure 2b has 1024."""
 _BINS = 256
@@ -30,36 +33,25 @@ _BINS = 256
 class Layer(NamedTuple):
     """What was measured of one layer, float64 on the CPU, for each of Hq query heads.
 
-    verticals, diagonals, blocks: how many of the largest hold each of SHARES.
+    verticals, slashes, blocks: how many of the largest hold each of SHARES.
     """
 
     vertical_mass: Tensor
     """[Hq, bins], share of the last rows' mass by position of the key"""
-    diagonal_mass: Tensor
+    slash_mass: Tensor
     """[Hq, K], share of all sampled rows' mass by distance in blocks"""
     top_k: Tensor
     """[Hq, len(TOP_K)], mean share that a row's k largest keys hold"""
-    top_k_density: Tensor
-    """[len(TOP_K)], these keys as a share of all that the random rows may see"""
     verticals: Tensor
     """[Hq, len(SHARES)], of the last rows' verticals"""
-    diagonals: Tensor
-    """[Hq, len(SHARES)], of the last rows' diagonals"""
+    slashes: Tensor
+    """[Hq, len(SHARES)], of the last rows' slashes"""
     blocks: Tensor
     """[Hq, len(SHARES)], of a random row's blocks (mean)"""
+    top_k_density: Tensor
+    """[len(TOP_K)], these keys as a share of all that the random rows may see"""
     curves: list[dict[str, Any]]
     """what curve() returns for each pattern and setting"""
-
-
-class _Head(NamedTuple):
-    """Of one query head what Layer holds of all."""
-
-    vertical_mass: Tensor
-    diagonal_mass: Tensor
-    top_k: Tensor
-    verticals: Tensor
-    diagonals: Tensor
-    blocks: Tensor
 
 
 def inspect_layers(
@@ -114,7 +106,7 @@ def inspect_layer(
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
     chosen = order[:samples].sort().values.to(q.device)
 
-    heads = []
+    of_heads = []
     chosen_mass = []
     for head in range(q.shape[1]):
         # [S, D], of one head
@@ -124,10 +116,7 @@ def inspect_layer(
         mass_of_last = probabilities(head_q, head_k, ranges, last)
         mass = probabilities(head_q, head_k, ranges, chosen)
         chosen_mass.append(mass)
-        heads.append(_inspect_head(mass_of_last, last, mass, chosen, block_size))
-
-    def stacked(name: str) -> Tensor:
-        return torch.stack([getattr(head, name) for head in heads])
+        of_heads.append(_inspect_head(mass_of_last, last, mass, chosen, block_size))
 
     allowed = (ranges.stop - ranges.start)[0, chosen, None].cpu().double()
     curves = [
@@ -135,36 +124,39 @@ def inspect_layer(
         for pattern in patterns(attention, tokens)
     ]
     return Layer(
-        vertical_mass=stacked("vertical_mass"),
-        diagonal_mass=stacked("diagonal_mass"),
-        top_k=stacked("top_k"),
+        *(torch.stack(measured) for measured in zip(*of_heads)),
         top_k_density=allowed.minimum(torch.tensor(TOP_K)).mean(0) / allowed.mean(),
-        verticals=stacked("verticals"),
-        diagonals=stacked("diagonals"),
-        blocks=stacked("blocks"),
         curves=curves,
     )
 
 
 def _inspect_head(
     mass_of_last: Tensor, last: Tensor, mass: Tensor, chosen: Tensor, block_size: int
-) -> _Head:
-    """mass_of_last, mass: [n, S], softmax of the rows at `last` and at `chosen`, int64 [n]."""
-    shares = torch.tensor(SHARES, dtype=torch.float64)
+) -> tuple[Tensor, ...]:
+    """Of one head what Layer holds of all, in its order.
+
+    mass_of_last, mass: [n, S], softmax of the rows at `last` and at `chosen`, int64 [n].
+    """
     # [S], [S / block_size]
     verticals = mass_of_last.mean(0)
-    diagonals = by_distance(mass_of_last, last, block_size) / len(last)
-    diagonal_sums = diagonals * len(last) + by_distance(mass, chosen, block_size)
-    diagonal_mass = diagonal_sums / (len(last) + len(chosen))
+    slashes = by_distance(mass_of_last, last, block_size)
+    slash_mass = (slashes + by_distance(mass, chosen, block_size)) / (len(last) + len(chosen))
+    # Sums over at most _BINS neighborhoods of equal size.
+    bins = min(_BINS, len(verticals))
+    bin_of_key = torch.arange(len(verticals), device=mass.device) * bins // len(verticals)
+    # [n, most]: what the 1, 2, ... largest keys of a row hold
+    most = min(max(TOP_K), mass.shape[1])
+    held = mass.topk(most, dim=-1).values.cumsum(-1).cpu().double()
     # [n, S / block_size]
     blocks = mass.unflatten(1, (-1, block_size)).sum(-1)
-    return _Head(
-        vertical_mass=_pooled(verticals),
-        diagonal_mass=diagonal_mass.cpu().double(),
-        top_k=_top_k(mass),
-        verticals=count_to_hold(verticals[None], shares)[0],
-        diagonals=count_to_hold(diagonals[None], shares)[0],
-        blocks=count_to_hold(blocks, shares).mean(0),
+    shares = torch.tensor(SHARES, dtype=torch.float64)
+    return (
+        verticals.new_zeros(bins).index_add_(0, bin_of_key, verticals).cpu().double(),
+        slash_mass.cpu().double(),
+        torch.stack([held[:, min(k, most) - 1].mean() for k in TOP_K]),
+        count_to_hold(verticals[None], shares)[0],
+        count_to_hold(slashes[None], shares)[0],
+        count_to_hold(blocks, shares).mean(0),
     )
 
 
@@ -202,27 +194,10 @@ def count_to_hold(mass: Tensor, shares: Tensor) -> Tensor:
     return count.clamp(max=mass.shape[1]).double()
 
 
-def _top_k(mass: Tensor) -> Tensor:
-    """The mean share of [n, S] that each row's k largest keys hold: [len(TOP_K)]."""
-    most = min(max(TOP_K), mass.shape[1])
-    # [n, most]: what the 1, 2, ... largest keys hold
-    held = mass.topk(most, dim=-1).values.cumsum(-1).cpu().double()
-    means = [held[:, min(k, most) - 1].mean() for k in TOP_K]
-    return torch.stack(means)
-
-
-def _pooled(mass: Tensor) -> Tensor:
-    """Sums of [S] over at most _BINS neighborhoods of equal size."""
-    count = min(_BINS, len(mass))
-    bins = torch.arange(len(mass), device=mass.device) * count // len(mass)
-    sums = mass.new_zeros(int(bins[-1]) + 1)
-    return sums.index_add_(0, bins, mass).cpu().double()
-
-
 def patterns(attention: Attention, tokens: int) -> Iterator[tuple[str, float, Pattern]]:
     """(name, setting, pattern) of what is compared: the choices of `attention`, but other targets.
 
-    vertical_slash has no caps and floors; with independent budgets its probe, sinks and local diagonals
+    vertical_slash has no caps and floors; with independent budgets its probe, sinks and local slashes
     are the published ones. MoBA's chunks have its chunk_size or a 32nd of the
     sequence, whichever is shorter.
     """
@@ -271,7 +246,7 @@ def curve(
     """What a pattern selects of the rows at `at`, int64 [n]; lists over heads.
 
     mass: [Hq, n, S], the dense softmax of these rows. Returns density, the selected share of the
-    pairs allowed; recall, the mean share of a row's mass; and verticals and diagonals, how many, where
+    pairs allowed; recall, the mean share of a row's mass; and verticals and slashes, how many, where
     the pattern has such.
     """
     name, setting, pattern = named
@@ -286,8 +261,8 @@ def curve(
         recall.append((mass[head] * is_selected).sum(-1).mean().item())
     point = {"pattern": name, "setting": setting, "density": density, "recall": recall}
     if isinstance(pattern, VerticalSlash):
-        point["columns"] = (index.verticals[0] < index.seq_len).sum(-1).tolist()
-        point["diagonals"] = index.slashes[0].sum(-1).tolist()
+        point["verticals"] = (index.verticals[0] < index.seq_len).sum(-1).tolist()
+        point["slashes"] = index.slashes[0].sum(-1).tolist()
     return point
 
 
@@ -316,14 +291,108 @@ def summary(layers: dict[int, Layer]) -> dict[str, Any]:
     """Everything but the masses, for JSON."""
     records = []
     for number, layer in layers.items():
-        record = {
-            "layer": number,
-            "top_k": layer.top_k.tolist(),
-            "top_k_density": layer.top_k_density.tolist(),
-            "columns": layer.verticals.tolist(),
-            "diagonals": layer.diagonals.tolist(),
-            "blocks": layer.blocks.tolist(),
-            "curves": layer.curves,
-        }
+        record: dict[str, Any] = {"layer": number, "curves": layer.curves}
+        for name in ("top_k", "top_k_density", "verticals", "slashes", "blocks"):
+            record[name] = getattr(layer, name).tolist()
         records.append(record)
     return {"shares": SHARES, "top_k": TOP_K, "layers": records}
+
+
+def figures(layers: dict[int, Layer], seq_len: int) -> dict[str, Any]:
+    """matplotlib figures by the names of their files; needs pip install -e ".[eval]"."""
+    found = {}
+    for number, layer in layers.items():
+        found[f"layer-{number}.png"] = _layer_figure(number, layer, seq_len)
+    found["curves.png"] = _curves_figure(list(layers.values()))
+    found["top_k.png"] = _top_k_figure(layers)
+    return found
+
+
+def _layer_figure(number: int, layer: Layer, seq_len: int) -> Any:
+    """Heads down; mass by position of the key, and by distance in blocks. Colors are logarithmic."""
+    from matplotlib.colors import LogNorm
+
+    heads, blocks = layer.slash_mass.shape
+    figure, panels = new_figure((12, 1.6 + 0.2 * heads), 2)
+    for axes, mass, title, label, right in (
+        (
+            panels[0],
+            layer.vertical_mass,
+            f"layer {number}: share of the last queries' mass",
+            "position of the key (tokens)",
+            seq_len,
+        ),
+        (
+            panels[1],
+            layer.slash_mass,
+            "share of all sampled queries' mass",
+            "distance (blocks)",
+            blocks,
+        ),
+    ):
+        image = axes.imshow(
+            mass.clamp(min=1e-6),
+            norm=LogNorm(1e-6, 1),
+            aspect="auto",
+            interpolation="nearest",
+            extent=(0, right, heads - 0.5, -0.5),
+        )
+        axes.set(xlabel=label, ylabel="head")
+        axes.set_title(title, fontsize=9)
+    figure.colorbar(image, ax=panels)
+    return figure
+
+
+def _curves_figure(layers: list[Layer]) -> Any:
+    """Recall against density, means over layers and heads.
+
+    A curve for each pattern, and the largest keys of each row to compare with.
+    """
+    figure, axes = new_figure((7, 5))
+    points: dict[str, list[tuple[float, float]]] = {}
+    for of_layers in zip(*(layer.curves for layer in layers)):
+        density = fmean(x for point in of_layers for x in point["density"])
+        recall = fmean(x for point in of_layers for x in point["recall"])
+        points.setdefault(of_layers[0]["pattern"], []).append((density, recall))
+    for name, of_pattern in points.items():
+        axes.plot(*zip(*of_pattern), marker="o", markersize=3, label=name)
+    axes.plot(
+        layers[0].top_k_density,
+        _mean_top_k(layers),
+        "k--",
+        marker=".",
+        label="largest keys, as many in each row",
+    )
+    axes.set_xscale("log")
+    axes.set(
+        xlabel="density (share of the pairs allowed)",
+        ylabel="recall (share of the mass)",
+        ylim=(0, 1.02),
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    return figure
+
+
+def _top_k_figure(layers: dict[int, Layer]) -> Any:
+    """Recall of a row's 64 and 1024 largest keys, layers down and heads to the right; means over k."""
+    figure, panels = new_figure((13, 2 + 0.18 * len(layers)), 3)
+    for axes, count in zip(panels, (64, 1024)):
+        # [layers, Hq]
+        table = torch.stack([layer.top_k[:, TOP_K.index(count)] for layer in layers.values()])
+        image = axes.imshow(table, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+        axes.set(title=f"recall of the {count} largest keys", xlabel="head", ylabel="layer")
+        axes.set_yticks(range(len(layers)), list(layers))
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.colorbar(image, ax=panels[:2])
+    panels[2].plot(TOP_K, _mean_top_k(list(layers.values())), marker="o")
+    panels[2].set_xscale("log", base=2)
+    panels[2].set(
+        title="mean over layers and heads", xlabel="keys a row", ylabel="recall", ylim=(0, 1.02)
+    )
+    return figure
+
+
+def _mean_top_k(layers: list[Layer]) -> list[float]:
+    """Over layers and heads, for each of TOP_K."""
+    return torch.stack([layer.top_k for layer in layers]).mean((0, 1)).tolist()

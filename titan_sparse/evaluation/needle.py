@@ -45,7 +45,7 @@ def needle_samples(
     """
     for depth in depths:
         if not 0 <= depth <= 1:
-            raise ValueError(f"a depth of {depth} is no share of the text; write 0 to 1")
+            raise ValueError(f"a depth of {depth} is not a share of the text. Write 0 to 1")
     prompts = []
     for length, depth, repeat in itertools.product(lengths, depths, range(samples)):
         draw = random.Random(f"needle {seed} {length} {depth} {repeat}")

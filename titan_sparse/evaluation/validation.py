@@ -16,10 +16,11 @@ from titan_sparse.config.sources import format_of, single_source
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.shards import is_prepared
 from titan_sparse.data.tokenizer import Tokenizer
-from titan_sparse.evaluation import needle, pictures, position
+from titan_sparse.evaluation import needle, position
 from titan_sparse.evaluation.answers import Sample, score_samples
 from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.scorer import Scorer, Sequence
+from titan_sparse.training import pictures
 from titan_sparse.training.metrics import MetricsLog, json_ready
 from titan_sparse.training.metrics_output import JsonLines
 

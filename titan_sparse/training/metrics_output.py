@@ -201,7 +201,7 @@ def _draw(board: "SummaryWriter", recorded: "Recording", step: int) -> None:
     import torch
 
     # Only where asked for: it loads matplotlib.
-    from titan_sparse.training.heat_maps import contact_sheet, heat_map
+    from titan_sparse.training.pictures import contact_sheet, heat_map
 
     figures = {
         "density_heat_map": heat_map(recorded.density(), "share of allowed pairs that are visited"),

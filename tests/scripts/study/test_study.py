@@ -30,9 +30,9 @@ from scripts.study.settings import (
 )
 from titan_sparse.config import load
 from titan_sparse.data.tokenizer import load_tokenizer
-from titan_sparse.evaluation.pictures import has_matplotlib
 from titan_sparse.training.checkpoint import newest_checkpoint
 from titan_sparse.training.metrics_output import read_metrics
+from titan_sparse.training.pictures import has_matplotlib
 
 CHOSEN = (DENSE, SPARSE, "window")
 
