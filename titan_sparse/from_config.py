@@ -75,15 +75,18 @@ def backend_case(
     }
 
 
+_PATTERNS = {
+    "dense": Dense,
+    "vertical_slash": VerticalSlash,
+    "xattention": XAttention,
+    "moba": MoBA,
+}
+
+
 def build_pattern(attention: Attention) -> Pattern:
-    """The pattern that the section names, with the parameters of its sub-table."""
-    if attention.pattern == "dense":
-        return Dense()
-    if attention.pattern == "moba":
-        return MoBA(**dataclasses.asdict(attention.moba))
-    if attention.pattern == "xattention":
-        return XAttention(**dataclasses.asdict(attention.xattention))
-    return VerticalSlash(**dataclasses.asdict(attention.vertical_slash))
+    """The pattern that the section names, with the options of its sub-table."""
+    options = getattr(attention, attention.pattern)
+    return _PATTERNS[attention.pattern](**dataclasses.asdict(options))
 
 
 def schedule_named(attention: Attention, inter: int, intra: int) -> str:

@@ -35,10 +35,9 @@ class Range:
         return above and below
 
     def __str__(self) -> str:
-        """What to write, such as "a number above 0, at most 1"."""
-        low = f"above {self.least}" if self.open_left else f"{self.least} or more"
-        words = [*map(str, self.also), f"a number {low}"]
-        text = ", or ".join(words)
+        """What to write, such as "more than 0, at most 1"."""
+        low = f"more than {self.least}" if self.open_left else f"{self.least} or more"
+        text = ", or ".join([*map(str, self.also), low])
         if self.most < math.inf:
             text += f", {'below' if self.open_right else 'at most'} {self.most}"
         return text

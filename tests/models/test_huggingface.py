@@ -15,10 +15,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.data.chat_helpers import CHAT, CHATML, GLM, write_tokenizer
 from tests.distributed import run_processes
-from tests.models.helpers import causal, dense_attend, pretended_rank
+from tests.models.helpers import dense_attend, pretended_rank
 from tests.models.huggingface_reference import (
     FAMILIES,
-    LENGTH,
     LLAMA3,
     PLAIN,
     YARN,
@@ -28,20 +27,17 @@ from tests.models.huggingface_reference import (
     export,
     save_checkpoint,
     save_reference,
-    tokens_and_positions,
-    write_config,
 )
 from tests.runs import tiny_config, train, write_texts
 from titan_sparse.commands.export_hf import main as export_hf
-from titan_sparse.config import ActivationCheckpoint, Compile, Model, save
+from titan_sparse.config import Model, save
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
 from titan_sparse.models.decoder import Decoder
-from titan_sparse.models.flavours import DecoderConfig, RopeConfig, resolve
+from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.models.huggingface import check_weights, load_weights
 from titan_sparse.models.huggingface_config import config_json, read_config
 from titan_sparse.trainer import Trainer
-from titan_sparse.training.build_model import parallelize
 
 transformers = pytest.importorskip("transformers")
 
@@ -101,49 +97,6 @@ def test_yarn_on_top_of_an_unscaled_checkpoint(tmp_path):
     assert (values["bos_token_id"], values["eos_token_id"]) == (3, 4)
 
 
-@pytest.mark.parametrize(
-    "rope, expected",
-    [
-        ({"rope_theta": 1e6}, RopeConfig(1e6, "none", 1.0, 256)),
-        ({"rope_theta": 1e6, "rope_scaling": None}, RopeConfig(1e6, "none", 1.0, 256)),
-        (
-            {
-                "rope_theta": 1e6,
-                "rope_scaling": {
-                    "type": "yarn",
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 64,
-                },
-            },
-            RopeConfig(1e6, "yarn", 4.0, 64),
-        ),
-        (
-            {
-                "rope_theta": 1e6,
-                "rope_scaling": {
-                    "rope_type": "yarn",
-                    "factor": 4,
-                    "beta_fast": 16,
-                    "beta_slow": 2,
-                    "attention_factor": 1.138629436,
-                },
-            },
-            RopeConfig(1e6, "yarn", 4.0, 256, beta_fast=16.0, beta_slow=2.0),
-        ),
-        (
-            {
-                "rope_theta": 5e5,
-                "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"},
-            },
-            RopeConfig(5e5, "llama3", 8.0, 32),
-        ),
-    ],
-)
-def test_config_as_transformers_4_writes_it(tmp_path, rope, expected):
-    write_config(tmp_path, rope_parameters=None, **rope)
-    assert read_config(str(tmp_path)).rope == expected
-
-
 # Files
 
 
@@ -195,32 +148,6 @@ def test_export_overwrites_nothing(tmp_path):
 
 
 # Sharded
-
-
-def _load_sharded(folder: Path) -> None:
-    config, (tokens, positions) = read_config(str(folder)), tokens_and_positions()
-    with torch.device("meta"):
-        model = Decoder(config, dense_attend).to(torch.float32)
-    parallelize(
-        model,
-        init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard_cp",)),
-        torch.float32,
-        True,
-        ActivationCheckpoint(mode="full"),
-        Compile(),
-    )
-    model.to_empty(device="cpu")
-    load_weights(model, str(folder), config)
-    with torch.no_grad():
-        logits = model(tokens, positions, causal(LENGTH))
-    torch.testing.assert_close(logits, torch.load(folder / "logits.pt"), atol=1e-4, rtol=0)
-
-
-def test_logits_over_two_processes(tmp_path):
-    theirs = save_reference(tmp_path, "Qwen3ForCausalLM", num_key_value_heads=1)
-    with torch.no_grad():
-        torch.save(theirs(tokens_and_positions()[0]).logits, tmp_path / "logits.pt")
-    run_processes(2, _load_sharded, tmp_path)
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (1, 70)], ids=str)

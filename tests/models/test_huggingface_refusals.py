@@ -159,13 +159,6 @@ def test_model_section_that_agrees(tmp_path):
     )
 
 
-def test_checkpoint_section_is_checked():
-    config = Config()
-    config.checkpoint.last_save_in_hf = True
-    with pytest.raises(ConfigError, match="checkpoint.last_save_in_hf = true would be ignored"):
-        check(config, 1, 1)
-
-
 def test_a_shape_without_a_family():
     both = replace(resolve("debug"), qk_norm=True)
     with pytest.raises(ValueError, match="hidden_size = 64 to be a multiple of heads = 6"):

@@ -183,7 +183,11 @@ def test_options_that_would_be_ignored_are_refused(tmp_path, settings, message):
     "model_type, settings, message",
     [
         ("mistral", {"training.mlp_chunk_tokens": 8}, "training.mlp_chunk_tokens = 8, but"),
-        ("mistral", {"attention.window_sinks": 4}, "have windows of their own"),
+        (
+            "mistral",
+            {"attention.window_sinks": 4, "attention.sliding_window": 64},
+            "have windows of their own",
+        ),
         ("mixtral", {"float8.enable": True}, "its experts are no linear layers"),
     ],
 )

@@ -8,184 +8,98 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from titan_sparse.config.reading import ConfigError, require, show
-from titan_sparse.config.sections import Attention, Config, Lora, Validation
+from titan_sparse.config.sections import Attention, Config
 from titan_sparse.config.sources import source_formats, source_weights
 
 
 class Rule(NamedTuple):
-    """Keys that have to keep their defaults where they would do nothing.
+    """Options that have to keep their defaults where they would do nothing.
 
-    section: of the keys, which are names in it. used: whether they do something. because: the keys
-    whose values are the reason. instead: what to write if they should do something.
+    keys: names in one section, such as "optimizer.beta1 beta2". Nothing after the dot: all of it.
+    because: the key that is the reason. idle: its values with which they do nothing, or whether
+    they do nothing with a configuration. instead: the value of `because` with which they would do
+    something; None: "another" one.
     """
 
-    section: str
-    keys: tuple[str, ...]
-    used: Callable[[Config], bool]
-    because: tuple[str, ...]
-    instead: str
+    keys: str
+    because: str
+    idle: tuple[object, ...] | Callable[[Config], bool]
+    instead: object = None
+
+    def is_idle(self, config: Config) -> bool:
+        if callable(self.idle):
+            return self.idle(config)
+        return attrgetter(self.because)(config) in self.idle
 
 
-def _has_format(*formats: str) -> Callable[[Config], bool]:
-    return lambda config: bool(set(formats) & set(source_formats(config.data).values()))
+def _sources(config: Config) -> set[str]:
+    return set(source_weights(config.data.source))
 
 
-def _has_cp(config: Config) -> bool:
-    return config.parallelism.cp > 1
+def _formats(config: Config) -> set[str]:
+    return set(source_formats(config.data).values())
 
 
-def _has_python(config: Config) -> bool:
-    return "python" in source_weights(config.data.source)
+def _validates_python(config: Config) -> bool:
+    return (config.validation.source or config.data.source) == "python"
 
 
-_CHATS = ("messages", "prompt_completion")
-_CP = "parallelism.cp = 2 or more"
-_RING = 'attention.schedule = "ring"'
-_MEASURES = "validation.enable = true"
-
+_ACROSS_RANKS = (
+    "attention.balance_costs backward_circulates gradient_dtype route_by overlap_stages "
+    "overlap_stages_backward"
+)
 _RULES = (
     Rule(
-        "model",
-        ("rope_factor", "rope_original_length"),
-        lambda config: config.model.rope_scaling in ("yarn", "llama3"),
-        ("model.rope_scaling",),
-        'model.rope_scaling = "yarn" or "llama3"',
+        "model.rope_factor rope_original_length", "model.rope_scaling", ("flavour", "none"), "yarn"
     ),
-    Rule("data", ("join_packages",), _has_python, ("data.source",), 'data.source = "python"'),
+    Rule("data.join_packages", "data.source", lambda config: "python" not in _sources(config)),
     Rule(
-        "data",
-        ("text_field", "bad_rows", "subset", "split"),
-        lambda config: set(source_weights(config.data.source)) != {"python"},
-        ("data.source",),
-        "another data.source",
+        "data.text_field bad_rows subset split",
+        "data.source",
+        lambda config: _sources(config) == {"python"},
     ),
-    Rule("data", ("text_field",), _has_format("text"), ("data.format",), 'data.format = "text"'),
+    Rule("data.text_field", "data.format", lambda config: "text" not in _formats(config)),
+    Rule("data.messages_field", "data.format", lambda config: "messages" not in _formats(config)),
     Rule(
-        "data",
-        ("messages_field",),
-        _has_format("messages"),
-        ("data.format",),
-        'data.format = "messages"',
+        "data.loss_on chat_template chat_template_kwargs",
+        "data.format",
+        lambda config: _formats(config) == {"text"},
+        "messages",
     ),
+    Rule("attention.balance_costs", "attention.layout", ("contiguous", "zigzag", "striped")),
+    Rule("attention.window_sinks", "attention.sliding_window", (0,), 4096),
+    Rule(_ACROSS_RANKS, "parallelism.cp", (1,), 2),
     Rule(
-        "data",
-        ("loss_on", "chat_template", "chat_template_kwargs"),
-        _has_format(*_CHATS),
-        ("data.format",),
-        'data.format = "messages" or "prompt_completion"',
+        "attention.route_by",
+        "attention.schedule",
+        ("auto", "local", "all_gather", "group_cast"),
+        "ring",
     ),
     Rule(
-        "attention",
-        ("balance_costs",),
-        lambda config: config.attention.layout == "balanced",
-        ("attention.layout",),
-        'attention.layout = "balanced"',
+        "attention.backward_circulates", "attention.schedule", ("all_gather", "group_cast"), "ring"
     ),
     Rule(
-        "attention",
-        ("window_sinks",),
-        lambda config: config.attention.sliding_window > 0,
-        ("attention.sliding_window",),
-        "attention.sliding_window = 4096",
+        "attention.overlap_stages overlap_stages_backward",
+        "attention.schedule",
+        ("auto", "local", "all_gather", "ring", "double_ring"),
+        "group_cast",
     ),
     Rule(
-        "attention",
-        (
-            "balance_costs",
-            "backward_circulates",
-            "gradient_dtype",
-            "route_by",
-            "overlap_stages",
-            "overlap_stages_backward",
-        ),
-        _has_cp,
-        ("parallelism.cp",),
-        _CP,
+        "activation_checkpoint.attention_recompute", "activation_checkpoint.mode", ("none",), "full"
     ),
+    Rule("optimizer.beta1 beta2 eps", "optimizer.name", ("SGD",), "AdamW"),
+    Rule("float8.recipe filter", "float8.enable", (False,), True),
+    Rule("lora.", "lora.rank", (0,), 16),
     Rule(
-        "attention",
-        ("route_by",),
-        lambda config: config.attention.schedule in ("ring", "double_ring"),
-        ("attention.schedule",),
-        _RING,
+        "checkpoint.load_step initial_load_path last_save_in_hf",
+        "checkpoint.enable",
+        (False,),
+        True,
     ),
-    Rule(
-        "attention",
-        ("backward_circulates",),
-        lambda config: config.attention.schedule not in ("all_gather", "group_cast"),
-        ("attention.schedule",),
-        _RING,
-    ),
-    Rule(
-        "attention",
-        ("overlap_stages", "overlap_stages_backward"),
-        lambda config: config.attention.schedule == "group_cast",
-        ("attention.schedule",),
-        'attention.schedule = "group_cast"',
-    ),
-    Rule(
-        "activation_checkpoint",
-        ("attention_recompute",),
-        lambda config: config.activation_checkpoint.mode != "none",
-        ("activation_checkpoint.mode",),
-        'activation_checkpoint.mode = "full"',
-    ),
-    Rule(
-        "optimizer",
-        ("beta1", "beta2", "eps"),
-        lambda config: config.optimizer.name != "SGD",
-        ("optimizer.name",),
-        "another optimizer.name",
-    ),
-    Rule(
-        "float8",
-        ("recipe", "filter"),
-        lambda config: config.float8.enable,
-        ("float8.enable",),
-        "float8.enable = true",
-    ),
-    Rule(
-        "lora",
-        tuple(vars(Lora())),
-        lambda config: config.lora.rank > 0,
-        ("lora.rank",),
-        "a rank, such as lora.rank = 16",
-    ),
-    Rule(
-        "checkpoint",
-        ("load_step", "initial_load_path", "last_save_in_hf"),
-        lambda config: config.checkpoint.enable,
-        ("checkpoint.enable",),
-        "checkpoint.enable = true",
-    ),
-    Rule(
-        "metrics",
-        ("pictures_every",),
-        lambda config: config.metrics.tensorboard,
-        ("metrics.tensorboard",),
-        "metrics.tensorboard = true",
-    ),
-    Rule(
-        "validation",
-        tuple(vars(Validation())),
-        lambda config: config.validation.enable,
-        ("validation.enable",),
-        _MEASURES,
-    ),
-    Rule(
-        "validation",
-        ("needle_depths", "needle_samples"),
-        lambda config: config.validation.needle_lengths != "",
-        ("validation.needle_lengths",),
-        'lengths, such as validation.needle_lengths = "4096"',
-    ),
-    Rule(
-        "validation",
-        ("split",),
-        lambda config: (config.validation.source or config.data.source) != "python",
-        ("validation.source", "data.source"),
-        "another validation.source",
-    ),
+    Rule("metrics.pictures_every", "metrics.tensorboard", (False,), True),
+    Rule("validation.", "validation.enable", (False,), True),
+    Rule("validation.needle_depths needle_samples", "validation.needle_lengths", ("",), "4096"),
+    Rule("validation.split", "validation.source", _validates_python),
 )
 
 
@@ -193,17 +107,21 @@ def check_ignored(config: Config, section: str | None = None) -> None:
     """Refuses options that would be ignored (of one section, or of all). Raises ConfigError."""
     default = Config()
     for rule in _RULES:
-        if section not in (None, rule.section) or rule.used(config):
+        of_section, _, names = rule.keys.partition(".")
+        if section not in (None, of_section) or not rule.is_idle(config):
             continue
-        reasons = [f"{key} = {show(attrgetter(key)(config))}" for key in rule.because]
-        for name in rule.keys:
-            key = f"{rule.section}.{name}"
+        reason = f"{rule.because} = {show(attrgetter(rule.because)(config))}"
+        instead = f"another {rule.because}"
+        if rule.instead is not None:
+            instead = f"{rule.because} = {show(rule.instead)}"
+        for name in names.split() or vars(getattr(default, of_section)):
+            key = f"{of_section}.{name}"
             value = attrgetter(key)(config)
             unset = attrgetter(key)(default)
             require(
                 value == unset,
-                f"{key} = {show(value)} would be ignored with {' and '.join(reasons)}; write "
-                f"{key} = {show(unset)} or {rule.instead}",
+                f"{key} = {show(value)} would be ignored with {reason}; write "
+                f"{key} = {show(unset)} or {instead}",
             )
 
 

@@ -226,7 +226,7 @@ def random_index(
     pattern = VerticalSlash(
         sinks=sinks, max_verticals=verticals, max_slashes=int(slashes.sum(-1).max())
     )
-    # Unused places hold seq_len, which is no token.
+    # Unused places hold seq_len, which is beyond the last token.
     capacity = pattern.vertical_capacity(seq_len, block_size, False)
     padded = torch.full((heads, capacity), seq_len, dtype=torch.int32)
     padded[:, :verticals] = torch.stack(picked)

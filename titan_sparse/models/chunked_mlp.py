@@ -96,7 +96,6 @@ class _Linear(NamedTuple):
 
 
 def _linears(weights: list[Tensor], adapters: list[Tensor], scales: list[float]) -> list[_Linear]:
-    """Gate, up and down."""
     if not adapters:
         return [_Linear(weight) for weight in weights]
     return [

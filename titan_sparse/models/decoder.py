@@ -166,7 +166,6 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """[B, S, H * D] -> [B, S, H, D]."""
         return x.unflatten(-1, (-1, self.head_dim))
 
 

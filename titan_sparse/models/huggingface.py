@@ -226,7 +226,6 @@ def _write_tensors(
 
 
 def _as_stored(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    """Tensors by the decoder's names -> the tensors of a folder."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in state.items():
         for stored in stored_tensors(name, tensor.shape, config):

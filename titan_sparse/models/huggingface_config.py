@@ -193,7 +193,6 @@ def read_json(folder: str) -> dict[str, Any]:
 
 
 def _check_values(path: Path, values: dict[str, Any]) -> None:
-    """Refuses sizes that are no positive integers, and other values of the wrong type."""
     others = ("num_key_value_heads", "head_dim", "rope_theta", "original_max_position_embeddings")
     for key in (*_SIZES.values(), *others):
         value = values.get(key)

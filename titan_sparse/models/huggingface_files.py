@@ -167,7 +167,6 @@ def _find(paths: list[Path], name: str) -> _Stored | None:
 
 
 def _same_bytes(first: _Stored, second: _Stored) -> bool:
-    """Whether two tensors of one dtype and shape hold the same values."""
     with first.path.open("rb") as file, second.path.open("rb") as other:
         file.seek(first.begin)
         other.seek(second.begin)

@@ -176,7 +176,6 @@ def adapter_shapes(config: DecoderConfig, adapters: Adapters) -> dict[str, torch
 
 
 def _adapted_layers(config: DecoderConfig, adapters: Adapters) -> list[str]:
-    """Names of the linear layers that have adapters."""
     names = []
     for name in tensor_shapes(config):
         layer, _, kind = name.rpartition(".")

@@ -178,7 +178,6 @@ def _with_defaults(given: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _check_sizes(path: Path, values: dict[str, Any], family: Family) -> None:
-    """Refuses sizes that are missing or no positive integers."""
     needed = list(_SIZES)
     if family.experts:
         needed += ["num_local_experts", family.experts.size, "num_experts_per_tok"]
@@ -211,7 +210,6 @@ def _refuse_settings(path: Path, values: dict[str, Any], family: Family) -> None
 
 
 def _rope_types(values: dict[str, Any]) -> list[str]:
-    """The types of all rotary tables that the file names."""
     types = []
     for key in ("rope_scaling", "rope_parameters"):
         table = values.get(key)
@@ -268,7 +266,6 @@ _SWITCHED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Smo
 
 
 def _default_layer_types(values: dict[str, Any], family: Family) -> list[str]:
-    """What transformers takes where the file has none."""
     layers = range(values["num_hidden_layers"])
     if family.full_every:
         every = values.get("sliding_window_pattern", family.full_every)

@@ -234,7 +234,6 @@ def _windows_of(config: PreTrainedConfig) -> tuple[int, ...]:
 
 
 def _build(shape: TransformersConfig) -> nn.Module:
-    """transformers' model of `shape.folder`, with our attention."""
     path = str(Path(shape.folder).expanduser())
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     config.num_hidden_layers = shape.layers

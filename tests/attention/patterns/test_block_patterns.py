@@ -182,7 +182,10 @@ def test_indexes_in_a_file(tmp_path, pattern):
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: VerticalSlash(recall=1.5), "vertical_slash.recall = 1.5 .* above 0, at most 1"),
+        (
+            lambda: VerticalSlash(recall=1.5),
+            "vertical_slash.recall = 1.5 .* write more than 0, at most 1",
+        ),
         (lambda: VerticalSlash(local_slashes=0), "local_slashes = 0 .* 1 or more"),
         (lambda: VerticalSlash(budget="layer"), '"joint", "independent"'),
         (lambda: VerticalSlash(count_sinks=0.5), "true, false"),

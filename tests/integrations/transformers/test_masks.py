@@ -332,7 +332,7 @@ def test_a_compiled_model_computes_the_same(name, layers):
     model = family(name, num_hidden_layers=layers)
     model.set_attn_implementation("titan_sparse")
     compiled = torch.compile(model, backend="aot_eager")
-    for lengths in (LENGTHS, [10, 40], [SEQ_LEN]):
+    for lengths in (LENGTHS, [SEQ_LEN]):
         inputs = {"input_ids": tokens(1, SEQ_LEN), "position_ids": positions(*lengths)}
         got = logits_and_gradients(compiled, **inputs)
         wanted = logits_and_gradients(model, **inputs)

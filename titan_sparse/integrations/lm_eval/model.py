@@ -30,8 +30,12 @@ from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.evaluation.generation import Sampling, Stop, generate
 from titan_sparse.evaluation.load import build_scorer
 from titan_sparse.evaluation.scorer import Sequence
-from titan_sparse.integrations.lm_eval.settings import settings_of
-from titan_sparse.integrations.lm_eval.text import encode, end_tokens, open_text
+from titan_sparse.integrations.lm_eval.settings import (
+    encode,
+    end_tokens,
+    open_text,
+    settings_of,
+)
 
 logger = logging.getLogger("titan_sparse")
 

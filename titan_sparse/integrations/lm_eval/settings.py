@@ -1,10 +1,17 @@
-"""lm_eval's model_args -> a configuration, and the checkpoint to read."""
+"""What lm_eval's arguments mean: a configuration, the checkpoint to read, and its tokenizer.
 
+Tokens are as lm_eval's tasks want them: with the begin-of-text token once, and never twice.
+"""
+
+import json
 import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import require
+from titan_sparse.config.sources import tokenizer_file
+from titan_sparse.data.tokenizer import ByteTokenizer, Tokenizer
 from titan_sparse.evaluation.load import find_checkpoint
 from titan_sparse.evaluation.settings import load_for_evaluation
 
@@ -67,3 +74,82 @@ def _config_of(step: str) -> str:
         f"model_args: there is no {path}; write config=FILE.toml of the run",
     )
     return path
+
+
+class ByteText:
+    """data.tokenizer = "bytes", with the methods of transformers' tokenizers that are called here."""
+
+    name_or_path = "bytes"
+    bos_token_id = None
+    eos_token_id = ByteTokenizer.end_of_document
+    chat_template = None
+
+    def __init__(self) -> None:
+        self._tokenizer = ByteTokenizer()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """There are no special tokens to add."""
+        return self._tokenizer.encode(text).tolist()
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        """The end of a document is no text in any case."""
+        return self._tokenizer.decode(tokens)
+
+    def apply_chat_template(self, *_: Any, **__: Any) -> str:
+        """Raises ValueError: bytes have no template."""
+        raise ValueError(
+            'data.tokenizer = "bytes" has no chat template; leave --apply_chat_template out, or '
+            "write tokenizer=FOLDER of the checkpoint's own"
+        )
+
+
+def open_text(name: str, tokenizer: Tokenizer) -> Any:
+    """transformers' tokenizer of data.tokenizer = `name`, or ByteText.
+
+    tokenizer: ours of the same name; it knows the end of a document where no file names it.
+    """
+    if name == "bytes":
+        return ByteText()
+    # Only where needed: it loads slowly.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    path = tokenizer_file(name)
+    if path.with_name("tokenizer_config.json").is_file():
+        try:
+            return AutoTokenizer.from_pretrained(
+                str(path.parent), local_files_only=True, trust_remote_code=False
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"transformers cannot read the tokenizer of {path.parent}, where code of its own is not "
+                "run; write tokenizer=FOLDER with its tokenizer.json alone"
+            ) from error
+    text = PreTrainedTokenizerFast(tokenizer_file=str(path), name_or_path=str(path.parent))
+    text.eos_token = text.convert_ids_to_tokens(tokenizer.end_of_document)
+    return text
+
+
+def encode(text: Any, string: str, prefix: int, adds: bool) -> list[int]:
+    """Token ids of a string, with the special tokens that the tokenizer adds.
+
+    A string that begins with the token `prefix` already, as chat templates write it, gets no second
+    one. adds: whether the others get any.
+    """
+    plain = text.encode(string, add_special_tokens=False)
+    if not adds or plain[:1] == [prefix]:
+        return plain
+    return text.encode(string, add_special_tokens=True)
+
+
+def end_tokens(text: Any, folders: list[str]) -> frozenset[int]:
+    """Tokens that end a text: the tokenizer's, and those of the folders' generation_config.json, as
+    chat models have several."""
+    found = set()
+    if text.eos_token_id is not None:
+        found.add(text.eos_token_id)
+    for folder in folders:
+        path = Path(folder).expanduser() / "generation_config.json"
+        if path.is_file():
+            ids = json.loads(path.read_text(encoding="utf-8-sig")).get("eos_token_id")
+            found |= set(ids) if isinstance(ids, list) else {ids} - {None}
+    return frozenset(found)

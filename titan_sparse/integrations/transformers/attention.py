@@ -108,7 +108,6 @@ def _check_models_given_a_name() -> None:
 
 
 def _check_name(name: str) -> None:
-    """Raises ValueError for names that mean something else to transformers."""
     is_taken = name in AttentionInterface().valid_keys() and settings_of(name) is None
     if is_taken or name == "eager":
         raise ValueError(

@@ -92,7 +92,6 @@ def _name(function: Callable) -> str:
 
 
 def _closure(function: Callable) -> dict[str, object]:
-    """The variables that an inner function has from the function that made it."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     cells = getattr(function, "__closure__", None) or ()
     return {name: cell.cell_contents for name, cell in zip(names, cells)}
@@ -211,7 +210,6 @@ def _rows(mask: Mask, seq_len: int, device: torch.device) -> MaskRanges:
 
 
 def _ranges_on(ranges: MaskRanges, device: torch.device) -> MaskRanges:
-    """The same mask on `device`; itself if it is there."""
     if ranges.start.device == device:
         return ranges
     moved = [x.to(device) if isinstance(x, Tensor) else x for x in ranges]

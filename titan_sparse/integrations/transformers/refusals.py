@@ -191,7 +191,6 @@ def check_rope(config: PreTrainedConfig | None, ranks: int) -> None:
 
 
 def _rope_types(config: PreTrainedConfig) -> set[str]:
-    """The kinds of RoPE of all layers."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [parameters]
     # Some models have one for each kind of layer.
