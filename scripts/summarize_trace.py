@@ -210,7 +210,6 @@ def _marked_steps(events: list[dict]) -> int:
 
 
 def table(found: dict) -> str:
-    """The summary as text."""
     span = found["span_ms"]
     steps = found["steps"]
     unit = "launches" if found["device"] == "gpu" else "pieces of CPU ops"

@@ -108,7 +108,6 @@ def commit() -> str | None:
 
 
 def device_name(device: str | torch.device) -> str:
-    """The GPU's name, or CPU."""
     device = torch.device(device)
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 

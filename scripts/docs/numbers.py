@@ -54,7 +54,6 @@ def with_tables(text: str) -> str:
 
 @functools.cache
 def result(name: str) -> dict:
-    """A file of benchmarks/results."""
     return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
 
 

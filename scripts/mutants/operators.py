@@ -67,12 +67,11 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """Names it as well, and stays when lines are added elsewhere."""
+        """Identify the mutant by a name that does not change when lines are added elsewhere."""
         key = f"{self.file}::{self.function}: {self.shown}"
         return key if self.number == 1 else f"{key} (no. {self.number})"
 
     def applied(self, source: str) -> str:
-        """The source of the mutated file."""
         return source[: self.start] + self.after + source[self.end :]
 
 

@@ -243,7 +243,6 @@ def tables(found: dict[str, Any]) -> str:
 
 
 def training_table(found: dict[str, Any]) -> str:
-    """A row for each run."""
     columns = ["run", "loss", "to dense", "density", "recall", "tokens/s", "minutes", "peak GiB"]
     rows = []
     for name, run in found["runs"].items():
@@ -291,7 +290,6 @@ def evaluation_table(found: dict[str, Any]) -> str:
 
 
 def costs_table(found: dict[str, Any]) -> str:
-    """Dense against sparse over all seeds, for each measure."""
     rows = []
     for measured in found["costs"]:
         beyond = {True: "no", False: "yes", None: "one seed"}[measured["is_noise"]]

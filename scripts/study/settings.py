@@ -261,7 +261,6 @@ def evaluations(size: Size) -> dict[str, list[Evaluation]]:
 
 
 def parts(size: Size) -> list[str]:
-    """Their names in order."""
     return ["text", START, *runs(size)]
 
 

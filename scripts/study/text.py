@@ -330,7 +330,6 @@ def write_prompts(folder: Path, asked: Asked) -> None:
 
 
 def read_prompts(folder: Path) -> list[Sample]:
-    """All that write_prompts() wrote."""
     tokens = np.load(folder / "prompts.npy").astype(np.int64)
     samples = []
     start = 0

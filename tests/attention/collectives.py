@@ -1,4 +1,4 @@
-"""What a process says to others: every call of a process group, whoever makes it."""
+"""Record every call of a process group, whoever makes it."""
 
 import contextlib
 import functools
@@ -39,7 +39,7 @@ KINDS = {
 
 
 class Said(NamedTuple):
-    """A call. ranks: global, of the group that it is made over."""
+    """One call. ranks: global ranks of its group."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -52,7 +52,7 @@ def counts(said: list[Said]) -> Counter[str]:
 
 @contextlib.contextmanager
 def collectives() -> Iterator[list[Said]]:
-    """All that is said inside. It wraps process groups, below all of torch.distributed."""
+    """Record all calls inside. It wraps process groups, below all of torch.distributed."""
     said: list[Said] = []
 
     def recorded(method: Callable, kind: str) -> Callable:

@@ -1,4 +1,4 @@
-"""attend() on one rank against dense masked attention in fp64, and what must hold whatever is selected."""
+"""attend() on one rank against dense masked attention in fp64, and invariants of every selection."""
 
 import dataclasses
 import weakref
@@ -43,8 +43,6 @@ COMBINATIONS = [
 
 
 class Problem(NamedTuple):
-    """Inputs of one attention over two sequences."""
-
     q: Tensor
     k: Tensor
     v: Tensor
@@ -64,7 +62,6 @@ def _problem(shape: tuple[int, int, int, int], mask: str, pattern: Pattern) -> P
 
 
 def _attend(p: Problem, *qkv: Tensor):
-    """out, and Auxiliary."""
     return attend(*(qkv or p.qkv), p.mask, p.pattern, block_size=p.block, return_aux=True)
 
 
@@ -143,7 +140,7 @@ def test_lower_precision(dtype, bound, pattern):
 
 
 def _with_index(p: Problem, tensors: list[Tensor], *qkv: Tensor) -> Tensor:
-    """The forward op alone, on an index made before."""
+    """The forward op alone, with a given index."""
     ranges = p.mask.rows(p.q.shape[2])._replace(plain=False)
     arguments = op_arguments(tensors, ranges, p.pattern, one_rank(p.block))
     return torch.ops.titan_sparse.attend_forward(*qkv, *arguments)[0]
@@ -176,7 +173,7 @@ def test_a_token_reaches_exactly_the_rows_that_see_it(mask, pattern, token):
 
 
 def _skipping_rows(p: Problem, seen: Tensor, verticals: Tensor, poisoned: int) -> Tensor:
-    """bool [B, Hq, S]: rows whose block meets nothing of a KV block, in heads without verticals there."""
+    """bool [B, Hq, S]: rows whose block skips some KV block, in heads without verticals there."""
     size, seq_len = p.block, p.q.shape[2]
     here = slice(poisoned * size, (poisoned + 1) * size)
     padded = torch.nn.functional.pad(seen, (0, 0, 0, -seq_len % size))
@@ -188,7 +185,7 @@ def _skipping_rows(p: Problem, seen: Tensor, verticals: Tensor, poisoned: int) -
 @pytest.mark.parametrize("mask", ["causal", "documents"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_what_is_not_selected_is_not_read(mask, pattern):
-    """NaN in a KV block would come through as 0 * NaN wherever the block is read and only masked."""
+    """A NaN in a KV block would become 0 * NaN if the block were read and only masked."""
     p = _problem((4, 2, 157, 16), mask, PATTERNS[pattern])
     index = p.pattern.select(p.q, p.k, p.mask, block_size=p.block)
     seen = index.dense(p.mask)
@@ -384,7 +381,7 @@ def test_masks_and_patterns_of_another_type_are_refused(options, words):
 
 
 def test_a_context_parallel_lives_until_the_backward():
-    """No longer: only the graph holds what nobody else does."""
+    """It must not live longer. Only the graph holds a reference."""
     cp = ContextParallel(None, "contiguous", "local", block_size=16)
     reference = weakref.ref(cp)
     q = _x(1, 2, 32, 8).requires_grad_()

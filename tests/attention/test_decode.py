@@ -68,7 +68,7 @@ def test_keys_in_parts_and_chunks(monkeypatch, dtype, tolerance):
 
 
 def test_nothing_is_seen():
-    """Zeros, as attend() has them, and no NaN."""
+    """The output is zero, as from attend(), and has no NaN."""
     q, cached = _inputs(torch.float32)
     blind = cached._replace(seen=torch.zeros_like(cached.seen))
     for parts in ([], [blind]):

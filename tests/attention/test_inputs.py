@@ -95,7 +95,7 @@ def test_meta_tensors_give_meta_tensors(mask, pattern):
 @pytest.mark.parametrize("number, name", enumerate("qkv"))
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_tangent_is_refused(number, name, compiled, fresh_compiler):
-    """It would be dropped, and the derivative be 0."""
+    """Otherwise the tangent would be dropped, and the derivative would be 0."""
     qkv = [_x(1, 2, SEQ_LEN, 8) for _ in range(3)]
     function = attend
     if compiled:

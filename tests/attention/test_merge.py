@@ -30,9 +30,9 @@ PATTERNS = {
 
 
 class Rounding(Eager):
-    """The eager backend as flex is: a piece comes rounded, verticals go on from it.
+    """The eager backend with flex's rounding: a piece is rounded, and verticals continue from it.
 
-    Keeps the dtypes of out and of dq that it returned.
+    Records the dtypes of the out and dq that it returned.
     """
 
     def __init__(self):
@@ -123,7 +123,9 @@ def _check(schedule: str, pattern: str, **options) -> dict[str, list[torch.dtype
 
 
 def _check_sums(dtypes: list[torch.dtype], steps: int, case: tuple) -> None:
-    """The first piece as it came, or continued by verticals; a sum in fp32; and the last one as the result is to be."""
+    """The first piece as computed or continued by verticals, a sum in fp32, and the last piece in
+    the result's dtype.
+    """
     assert len(dtypes) == steps and dtypes[-1] == torch.bfloat16, (dtypes, case)
     assert set(dtypes[1:-1]) <= {torch.float32} and (
         case[1] != "dense" or dtypes[0] == torch.bfloat16

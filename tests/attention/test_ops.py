@@ -161,7 +161,7 @@ def _recomputing(layer: nn.Module) -> Callable:
 
 @pytest.fixture
 def calls(monkeypatch) -> dict[str, int]:
-    """How often the attention forward and the selection really ran."""
+    """Count how often the attention forward and the selection ran."""
     count = {"forward": 0, "select": 0}
 
     def counting(name: str, function: Callable) -> Callable:
@@ -195,7 +195,7 @@ def test_saved_ops_run_once_a_step(calls, pattern, compiled):
 
 
 def test_plain_checkpointing_would_run_them_twice(calls):
-    """What the policy above saves; otherwise the counts prove nothing."""
+    """This is what the policy above saves. Without it the counts prove nothing."""
     layer = Layer(PATTERNS["vertical_slash"])
     ranges = Documents(LENGTHS[1]).rows(SEQ_LEN)
     want = _step(layer, layer, _input(0), ranges)

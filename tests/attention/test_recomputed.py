@@ -1,4 +1,6 @@
-"""attend(recomputed=...): out, gradients and statistics as without it, less memory, and only the first part twice."""
+"""attend(recomputed=...): same out, gradients and statistics with less memory, and only the first
+part runs twice.
+"""
 
 import dataclasses
 import functools
@@ -84,7 +86,6 @@ def _problem(seed: int = 0, seq_len: int = SEQ_LEN) -> list[Tensor]:
 
 
 def _step(function: Callable, leaves: list[Tensor]) -> list[Tensor]:
-    """Output and gradients."""
     out = function(*leaves)
     return [out.detach(), *_gradients(out, leaves)]
 
@@ -130,7 +131,7 @@ def test_equals_keeping_everything(pattern, how, compiled):
 
 @pytest.mark.parametrize("how", CHECKPOINTS)
 def test_forwards_and_backwards_in_any_order(how):
-    """Nothing but autograd's context remembers: two forwards, an evaluation between them, the first backward last."""
+    """Only autograd's context holds state: two forwards, an evaluation between them, the first backward last."""
     pattern, problems = PATTERNS["vertical_slash"], [_problem(seed) for seed in (1, 2)]
     blocks = [
         _block(mask.rows(SEQ_LEN), pattern, 0.5) for mask in (MASKS["causal"], MASKS["documents"])
@@ -223,7 +224,7 @@ def test_opcheck():
 
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple[int, int] | str]:
-    """Blocks of queries and of keys of each attention forward that really ran, and selections."""
+    """Record query and key blocks of each attention forward that ran, and the selections."""
     seen = []
 
     def counting(call, q, k, v, forward=single.forward):
@@ -271,7 +272,7 @@ def _kept_by_hooks(function: Callable, leaves: list[Tensor]) -> int:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_what_is_kept_shrinks_as_promised(pattern):
-    """By out and lse of the rows before the boundary, and by nothing else; at 1 also by the gathered verticals."""
+    """It shrinks by out and lse of the rows before the boundary, and at 1 also by the gathered verticals."""
     if torch.__version__ < "2.12":
         pytest.skip(
             "with aot_eager torch 2.11 saves other tensors too; "

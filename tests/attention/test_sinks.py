@@ -49,8 +49,6 @@ SHAPES = [(8, 2, 128, 16), (5, 1, 157, 32), (3, 3, 117, 16)]
 
 
 class Problem(NamedTuple):
-    """Inputs of one attention over two sequences."""
-
     q: Tensor
     k: Tensor
     v: Tensor
@@ -80,7 +78,7 @@ class Problem(NamedTuple):
 
 
 def sink_logits(heads: int) -> Tensor:
-    """From one that hardly counts to one that takes nearly all."""
+    """They range from sinks with almost no weight to sinks with almost all of it."""
     return torch.linspace(-6, 12, heads, dtype=torch.float64)
 
 
@@ -198,7 +196,7 @@ def test_recomputed_in_part_or_whole(pattern, how, compiled):
     for share in (0.4, 1.0):
 
         def block(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, share: float = share) -> Tensor:
-            """Something before and behind the attention that is recomputed too."""
+            """Functions before and after the attention are also recomputed."""
             out = attend(
                 q * 1.0,
                 k,
@@ -265,7 +263,7 @@ def test_meta_tensors():
 @pytest.mark.parametrize("batch, tokens", [(0, 32), (2, 0)])
 @pytest.mark.parametrize("pattern", ["dense", "vertical_slash"])
 def test_nothing_to_attend_to(pattern, batch, tokens):
-    """The sinks have a gradient all the same: zeros."""
+    """The sinks still have a gradient, of zeros."""
     sinks = torch.ones(4, requires_grad=True)
     q = torch.zeros(batch, 4, tokens, 8, requires_grad=True)
     out = attend(q, q, q, pattern=PATTERNS[pattern], block_size=16, sinks=sinks)
@@ -311,7 +309,7 @@ def test_lower_precision(pattern, dtype, sink_dtype, bound):
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("share", [0.0, 0.4])
 def test_selection_and_statistics_are_of_the_keys_alone(pattern, share):
-    """Even beside sinks that leave next to nothing to the keys."""
+    """This holds even with sinks that leave almost no mass to the keys."""
     p = _problem("causal", pattern, (4, 2, 128, 16))
     with recording(recall_rows=128) as want:
         _, plain = p.attend(p.q, p.k, p.v, None, recomputed=share, return_aux=True)

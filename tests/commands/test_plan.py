@@ -28,7 +28,6 @@ def config(tmp_path):
 
 
 def _plans(tmp_path, *words) -> dict:
-    """What the script writes into its JSON file."""
     out = tmp_path / "plan.json"
     assert script.main([*words, "--out", str(out)]) == 0
     return json.loads(out.read_text())

@@ -97,7 +97,6 @@ def _owners(tokens: np.ndarray) -> np.ndarray:
 
 
 def _batches(small: Config, count: int) -> list[Batch]:
-    """The first batches of the real loader."""
     loader = open_data(small, resolve(**vars(small.model)))
     return list(itertools.islice(loader, count))
 

@@ -142,5 +142,4 @@ def marked(encoded: Encoded, tokenizer: Tokenizer | str) -> str:
 
 
 def learned_texts(encoded: Encoded, tokenizer: Tokenizer | str) -> list[str]:
-    """Each stretch of what is learned."""
     return re.findall(r"\[\[(.*?)\]\]", marked(encoded, tokenizer), re.DOTALL)

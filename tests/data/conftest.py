@@ -1,5 +1,3 @@
-"""Fixtures of the data tests."""
-
 from pathlib import Path
 
 import pytest

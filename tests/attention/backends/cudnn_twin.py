@@ -12,7 +12,7 @@ class Calls(list):
 
 
 def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float | None) -> Tensor:
-    """[B, Hq, Sq, Sk]; -inf for pairs that are not seen, counted from the first query and key."""
+    """[B, Hq, Sq, Sk]. Unseen pairs are -inf. Positions count from the first query and the first key."""
     group = q.shape[1] // k.shape[1]
     if scale is None:
         scale = q.shape[-1] ** -0.5
@@ -24,7 +24,7 @@ def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float | None) -> Tenso
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """As cuDNN does: four dims, elements of a head side by side."""
+    """Check what cuDNN requires: four dimensions, and a contiguous last one."""
     for x in (q, k, v):
         assert x.ndim == 4 and x.stride(-1) == 1
     assert k.shape == v.shape and q.shape[1] % k.shape[1] == 0

@@ -30,7 +30,7 @@ FULL = DenseShape(causal=False, is_whole=False)
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What cuDNN is asked for. Its ops run here, and eager takes the place of the Triton kernels."""
+    """Record the calls to cuDNN. Its ops run here, and eager takes the place of the Triton kernels."""
     with on_the_cpu() as calls:
         _make_room(monkeypatch)
         yield calls
@@ -91,7 +91,7 @@ def test_squares_and_rectangles(calls, shape, q_len, k_len, pieces, heads):
 
 @pytest.mark.parametrize("layout", ["q", "k and v", "all", "part"])
 def test_layouts(calls, layout):
-    """out and d_out come as [B, H, S, D]; q, k and v as the model has them, or as parts of more."""
+    """out and d_out come as [B, H, S, D]. q, k and v have the model's layout or are slices of a larger tensor."""
     qkv, d_out = _problem(16, 16)
     want = _dense(eager, qkv, d_out, CAUSAL)
     q, k, v = qkv
@@ -105,7 +105,7 @@ def test_layouts(calls, layout):
 
 
 def test_gradients_of_pieces_add_up(calls):
-    """The backward of each piece takes out and lse over all keys."""
+    """The backward of each piece receives out and lse over all keys."""
     qkv, d_out = _problem(20, 20)
     out, lse, *want = _dense(eager, qkv, d_out, CAUSAL)
     q, k, v = qkv
@@ -124,7 +124,7 @@ def test_gradients_of_pieces_add_up(calls):
 
 @pytest.mark.parametrize("nothing", [torch.inf, -torch.inf])
 def test_rows_that_see_nothing(calls, nothing):
-    """Their lse may be infinite to either side: no gradient comes from them, and no NaN."""
+    """Their lse may be plus or minus infinity. They contribute no gradient and no NaN."""
     (q, k, v), d_out = _problem(12, 12)
     out, lse, *_ = _dense(eager, [q, k, v], d_out, CAUSAL)
     hidden_lse = lse.index_fill(2, torch.arange(8, 12), nothing)
@@ -161,7 +161,7 @@ MASKS = {
 
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name, calls):
-    """Plain causal attention of any length is one square, whatever has more holes goes by tiles."""
+    """Plain causal attention of any length is one square. All other masks are computed by tiles."""
     mask, tokens, square = MASKS[name]
     qkv = list(structured_qkv(2, 6, 2, tokens, 8, seed=1))
     got = _everything("cudnn", mask, qkv)
@@ -172,7 +172,7 @@ def test_masks(name, calls):
 
 
 def test_sinks(calls):
-    """Learned sinks are added behind: the backward reads an lse that counts them."""
+    """Learned sinks are added after the kernel, so the backward reads an lse that includes them."""
     qkv = list(structured_qkv(1, 4, 2, 64, 8, seed=1))
     sinks = torch.tensor([0.5, -torch.inf, 2.0, 0.0], dtype=torch.float64)
     got = _everything("cudnn", Causal(), qkv, sinks=sinks)
@@ -183,7 +183,7 @@ def test_sinks(calls):
 
 
 def test_second_share_of_a_sequence(calls):
-    """attend(recomputed=0.5): the later queries meet all keys."""
+    """With attend(recomputed=0.5) the later queries attend to all keys."""
     qkv = list(structured_qkv(1, 4, 2, 64, 8, seed=1))
     got = _everything("cudnn", Causal(), qkv, recomputed=0.5)
     _assert_close(got, _everything("eager", Causal(), qkv))
@@ -194,7 +194,7 @@ def test_second_share_of_a_sequence(calls):
 
 
 def test_compiled_and_checkpointed(calls):
-    """torch.compile sees one op, and its result is not computed again in the backward."""
+    """torch.compile sees one op, and the backward does not recompute its result."""
     q, k, v = structured_qkv(1, 4, 2, 64, 8, seed=1)
     d_out = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(2))
 
@@ -327,7 +327,7 @@ def test_where_cudnn_does_not_run(gpu, monkeypatch, target, name, value, words):
 
 
 def test_a_small_problem_is_tried(monkeypatch):
-    """What cuDNN raises becomes one line; it is tried once."""
+    """An error that cuDNN raises becomes one line. The trial runs once."""
     tried = []
 
     def fails(*inputs, **options):

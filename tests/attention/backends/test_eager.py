@@ -55,7 +55,7 @@ def _dense(qkv: list[Tensor], d_out: Tensor, shape: DenseShape) -> list[Tensor]:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
 def test_causal_square_equals_tiles_to_the_bit(name, size):
-    """Where it takes as many queries at once as a block of the tiles has."""
+    """This holds where eager takes as many queries at a time as a block of the tiles has."""
     torch.set_num_threads(1)
     qkv, d_out = _problem(*CASES[name])
     if qkv[0].shape[2] % size:

@@ -1,4 +1,4 @@
-"""A flash-attn-4 of which a part is missing is neither chosen nor taken when asked for by name."""
+"""A flash-attn-4 installation with missing parts is not chosen, and is refused when asked for by name."""
 
 import importlib.util
 import sys
@@ -21,7 +21,7 @@ def _forget() -> None:
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A GPU for which FlashAttention-4 is made, as far as the choice can see."""
+    """A GPU that FlashAttention-4 supports, as far as the choice of a backend can see."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     # Whether Triton itself is installed is another question.
@@ -81,7 +81,7 @@ def test_nothing_installed(hopper, monkeypatch):
 
 
 def test_head_dim_256_does_without_it(hopper, tmp_path, monkeypatch):
-    """Triton computes, installed or not, and nobody is told to install what would not help."""
+    """Triton computes whether or not it is installed, and the user is not asked to install it."""
     case = ("cuda", torch.bfloat16, 256, 128)
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -56,7 +56,7 @@ def _ragged(seq_len: int) -> list[Mask]:
 
 
 def _pieces(mask: Mask, index: Chosen) -> list[Tiles]:
-    """A rank's tiles with another rank's chunk, and with the verticals. Tiles of blocks, then of verticals."""
+    """A rank's tiles against another rank's chunk, and against the verticals."""
     device = index.verticals.device
     ranges = mask.rows(index.seq_len, device)
     numbers = torch.arange(index.seq_len // index.block_size, device=device)
@@ -152,7 +152,7 @@ def _check(
 
 
 def _unlisted(tiles: Tiles) -> Tensor:
-    """Bits of [B, Hq, nq, Sk]: keys outside the listed tiles, which the uncompiled ops do not know of."""
+    """Bits of [B, Hq, nq, Sk]: keys outside the listed tiles, which the uncompiled ops ignore."""
     met = torch.zeros(*tiles.by_query.full.shape[:3], tiles.by_key.full.shape[2], dtype=torch.bool)
     for count, table in zip(tiles.by_query[::2], tiles.by_query[1::2]):
         real = torch.arange(table.shape[-1]) < count[..., None]
@@ -163,7 +163,7 @@ def _unlisted(tiles: Tiles) -> Tensor:
 
 @pytest.fixture
 def compiled(monkeypatch) -> list:
-    """Runs the traced ops as they are; the list grows by one for each that would have been compiled."""
+    """Run the traced ops uncompiled. The list grows by one for each op that would have been compiled."""
     graphs = []
     monkeypatch.setattr(module, "_compiled", {})
     monkeypatch.setattr(module, "_compile", lambda graph, operands: graphs.append(graph) or graph)
@@ -237,7 +237,7 @@ SHAPES = [
 
 @pytest.fixture(params=["FLASH", "TRITON"])
 def kernel(request, monkeypatch) -> str:
-    """Each kind of kernel that this GPU has."""
+    """Run with each kind of kernel that this GPU has."""
     missing = flash.missing()
     if request.param == "FLASH" and missing:
         pytest.skip(missing)
@@ -271,7 +271,7 @@ def test_pieces(kernel, heads, kv_heads, head_dim):
 @needs_gpu
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(8, 2, 64), (3, 3, 128)])
 def test_verticals_by_our_kernels(kernel, heads, kv_heads, head_dim):
-    """Blocks by flex, verticals by the Triton kernels on top: forward, dq and both pieces' dk and dv."""
+    """Flex computes the blocks, and the Triton kernels add the verticals: forward, dq, and dk and dv of both."""
     index = Chosen(2, heads, 2048, 128, 105, "cuda")
     q, d_out, kv = _inputs(
         2, heads, kv_heads, 2048, index.verticals.shape[-1], head_dim, torch.bfloat16, "cuda"
@@ -298,7 +298,7 @@ def test_verticals_by_our_kernels(kernel, heads, kv_heads, head_dim):
 @needs_gpu
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_dense_causal_as_a_whole(head_dim):
-    """FlashAttention-4 called directly where the mask is causal and nothing else, and only there."""
+    """FlashAttention-4 is called directly only where the mask is plain causal."""
     if flash.missing():
         pytest.skip(flash.missing())
     q, k, v, d_out = (
@@ -323,7 +323,7 @@ def _with_gradients(
 @needs_gpu
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_long_pieces(kernel, head_dim):
-    """Errors that grow with the length: FlashAttention-4 has had such in its gradients for head_dim 64."""
+    """FlashAttention-4 had errors in its head_dim 64 gradients that grew with the length."""
     _check_on_gpu(16, 2, head_dim, 16384, torch.bfloat16, 5e-3)
 
 
@@ -346,7 +346,7 @@ def test_other_shapes(kernel, head_dim, dtype, tolerance):
 @pytest.mark.gpu
 @needs_gpu
 def test_inside_a_compiled_attend(kernel):
-    """The ops compile inside attend()'s own, below an outer torch.compile and on autograd's thread, and only once."""
+    """The ops compile once inside attend(), also under an outer torch.compile and on autograd's thread."""
     pattern = VerticalSlash(recall=0.8, sinks=4, max_verticals=100, dense_below=256)
     q, k, v, d_out = (
         torch.randn(1, h, 2048, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8)

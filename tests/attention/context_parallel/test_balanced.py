@@ -1,4 +1,6 @@
-"""The layout "balanced" on integers: what it knows of a mask, how it deals, what that saves, how long it takes."""
+"""The layout "balanced" on integers: its view of a mask, its assignment of blocks, the savings, and
+its run time.
+"""
 
 import json
 from pathlib import Path
@@ -179,7 +181,7 @@ def test_any_slices_are_dealt_in_equal_shares(seed, wanted, ranks):
 
 
 def test_a_table_is_that_of_the_numbers():
-    """Not of how the mask is written; sequences of a batch share one."""
+    """It depends on the mask and not on how the mask is written. Sequences of a batch can share one."""
     lengths = ragged_lengths(8000, 3)
     alone = Documents(lengths).rows(8192)
     assert torch.equal(
@@ -211,7 +213,7 @@ def test_ragged_documents_are_balanced_with_few_bytes(monkeypatch, seed):
 
 
 def test_slow_links_outweigh_work():
-    """Where a key block costs as much as hundreds of tiles, ranks that fetch are dealt less work."""
+    """Where a key block costs as much as hundreds of tiles, ranks that fetch blocks get less work."""
     ranges = Documents([1 << 15] + [512] * 64).rows(1 << 16)
     few, many = (
         incoming_blocks(ranges, block_table(ranges, 4, BLOCK, Costs(transfer=x)), BLOCK).max()
@@ -221,8 +223,9 @@ def test_slow_links_outweigh_work():
 
 
 def test_dear_partial_tiles_are_shared_out():
-    """Long documents are mostly whole tiles, short ones only partial ones. What costs anything is
-    dealt out evenly, and the other kind of tile falls as it may."""
+    """Long documents have mostly whole tiles, short ones only partial tiles. The kind of tile that
+    costs anything is spread evenly.
+    """
     ranges = Documents([1 << 14, 1 << 13] + [200] * 40).rows(1 << 15)
     index = Dense().index([], ranges, 1, 1, BLOCK)
     degrees = {}

@@ -45,7 +45,6 @@ CASES: list[tuple[Mask, Pattern]] = [
 
 @functools.cache
 def _inputs() -> list[Tensor]:
-    """q, k, v and the gradient of the output, of the whole sequences."""
     qkv = structured_qkv(2, 4, 2, SEQ_LEN, 8, seed=3)
     return [
         *qkv,
@@ -171,7 +170,7 @@ def test_backward_has_the_table_of_its_forward():
 
 
 def _check_costs() -> None:
-    """All ranks deal by the costs that they are given, and tell when those differ."""
+    """All ranks use the given costs, and report an error when those differ."""
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     ranges = Documents([1 << 12] + [64] * 64).rows(3 << 12)

@@ -1,4 +1,4 @@
-"""What a rank says: how many collectives, over which ranks, and by which communicators."""
+"""What a rank sends: how many collectives, over which ranks, and by which communicators."""
 
 import itertools
 import weakref
@@ -32,7 +32,6 @@ def _context(axes: tuple[int, int], schedule: str) -> ContextParallel:
 
 
 def _inputs(cp: ContextParallel) -> list[Tensor]:
-    """q, k and v of this rank."""
     whole = structured_qkv(1, 4, KV_HEADS, SEQ_LEN, 8, dtype=torch.float32)
     return [cp.shard(x, 2).requires_grad_() for x in whole]
 
@@ -84,7 +83,7 @@ SELECTION = {
 
 @pytest.mark.parametrize("schedule", FORWARD)
 def test_verticals_take_one_sum_each_way(schedule):
-    """Besides the schedule's own: theirs, and in the forward the four of the selection."""
+    """The schedule's collectives, plus those of the verticals, and in the forward the four of the selection."""
     with fake_world(4):
         cp = _context(AXES[schedule], schedule)
         q, k, v = _inputs(cp)
@@ -135,7 +134,7 @@ def test_collectives_of_a_selection(pattern: Pattern, mask: Mask):
 @pytest.mark.parametrize("schedule", ["ring", "all_gather", "group_cast"])
 @pytest.mark.parametrize("pattern", [Dense(), *PATTERNS], ids=lambda pattern: pattern.key)
 def test_nobody_outside_the_group_is_spoken_to(schedule, pattern):
-    """Ranks 0 and 1 of four share a sequence; the others have data of their own."""
+    """Ranks 0 and 1 of four share a sequence. The others have data of their own."""
     with fake_world(4):
         mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", *MESH_AXES))
         cp = ContextParallel(mesh[MESH_AXES], "striped", schedule, BLOCK)
@@ -185,7 +184,7 @@ def test_bytes_are_counted_by_hand():
 
 @pytest.mark.parametrize("collective", ["reduce_scatter", "exchange", "shift"])
 def test_what_is_sent_lives_until_it_is_there(collective):
-    """Not longer: it is as large as a chunk."""
+    """It must not live longer, since it is as large as a chunk."""
     with fake_world(4):
         cp = _context((1, 4), "ring")
         x = torch.zeros(4, 6)
@@ -226,7 +225,7 @@ CODES = 4 * (64 + 256 * (4 + 4)) * 3
 
 @pytest.mark.parametrize("schedule", BYTES)
 def test_bytes_of_a_bf16_layer_by_hand(schedule):
-    """Nothing is wider on the wire than it has to be, and sums are in fp32."""
+    """Nothing is wider on the wire than necessary, and sums are in fp32."""
     with fake_world(4):
         cp = _context((1, 4), schedule)
         q, k, v = [x.detach().bfloat16().requires_grad_() for x in _inputs(cp)]

@@ -35,10 +35,10 @@ PATTERNS = [
 def check_everything(
     axes: tuple[int, ...], masks=MASKS, patterns=PATTERNS, heads=(5, 1), every: int = 1
 ) -> None:
-    """All layouts and schedules of a cp mesh against one rank; collective over its processes.
+    """Compare all layouts and schedules of a cp mesh with one rank. Collective over its processes.
 
-    every: of the combinations of mask, pattern and context, every second for 2. Any two of the
-    three still meet.
+    every: with 2, every second combination of mask, pattern and context. Any two of the three still
+    occur together.
     """
     names = ("cp_inter", "cp_intra") if len(axes) == 2 else ("cp",)
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=names)
@@ -71,7 +71,7 @@ def check_everything(
 
 
 def _check_rectangles(axes: tuple[int, ...]) -> None:
-    """Dense causal attention as the backend with a kernel for it computes it: no tiles where the layout allows."""
+    """Dense causal attention by a backend with a kernel for it, without tiles where the layout allows."""
     monkeypatch = pytest.MonkeyPatch()
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
     full = structured_qkv(2, 6, 2, SEQ_LEN, 8, seed=5)

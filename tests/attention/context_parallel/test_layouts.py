@@ -128,7 +128,7 @@ def _previous(rank: int, first: int, size: int, stride: int) -> int:
 
 
 def _simulate(inter: int, intra: int, windows: int, steps: int) -> list[list[list[int]]]:
-    """Chunk at hand [rank][window][step] when chunks move one inner hop a step and one outer hop a window."""
+    """Chunk held at [rank][window][step] when chunks move one inner hop per step and one outer hop per window."""
     world = range(inter * intra)
     at_window, seen = list(world), [[[] for _ in range(windows)] for _ in world]
     for window in range(windows):
@@ -199,9 +199,10 @@ def test_auto_moves_nothing_needless(inter, intra):
     [(1, 1, "local"), (1, 4, "all_gather"), (2, 4, "double_ring"), (4, 1, "ring")],
 )
 def test_auto_casts_where_few_blocks_are_needed(inter, intra, usual):
-    """group_cast for documents or a window under a static pattern, in the layout made for it.
+    """auto picks group_cast for documents or a window under a static pattern, in the layout made
+    for it.
 
-    Everywhere else the mesh decides.
+    Otherwise the mesh decides.
     """
 
     def named(**keys) -> str:

@@ -57,7 +57,7 @@ def test_hops_of_a_ring_by_hand():
 
 
 def _walk_keys(hops, inter: int, intra: int) -> tuple[set, int]:
-    """(rank, source) that meet when every rank sends what sends() tells it, and how many messages that takes."""
+    """The pairs (rank, source) that occur when every rank follows sends(), and the number of messages."""
     size, met, messages = inter * intra, set(), 0
     holds = {rank: rank for rank in range(size)}  # rank -> chunk that it got from the node before
     outer = [

@@ -1,4 +1,4 @@
-"""Context parallelism under stress: late ranks, calls in between each other, kept buffers, bytes on the wire."""
+"""Context parallelism under stress: late ranks, interleaved calls, kept buffers, bytes on the wire."""
 
 import functools
 import gc
@@ -52,7 +52,9 @@ def _context(*arguments, **options) -> ContextParallel:
 
 
 def _inject_delays() -> None:
-    """From here on this process dawdles, a little differently at every call: computing, sending, waiting, gathering."""
+    """Delay this process from here on, by a different time at every call: computing, sending,
+    waiting, gathering.
+    """
     delays = random.Random(dist.get_rank())
 
     def delayed(function):
@@ -91,7 +93,9 @@ def layers(
     backend: str = "eager",
     block_size: int | None = None,
 ) -> list[Tensor]:
-    """Three attention layers, each the queries of the next: out, dq, and dk and dv of each; the whole tensors."""
+    """Three attention layers, each feeding the queries of the next: whole tensors of out, dq, and
+    each dk and dv.
+    """
     shard, unshard = (cp.shard, cp.unshard) if cp else (lambda x, dim: x,) * 2
     *inputs, d_out = inputs
     leaves = [shard(x, 2).clone().requires_grad_() for x in inputs]
@@ -153,7 +157,7 @@ def test_late_ranks_do_not_change_a_bit(world_size, cases):
 
 
 class _Call:
-    """One attention call, forward and backward at times of the caller's choosing."""
+    """One attention call whose forward and backward run when the caller chooses."""
 
     def __init__(
         self,
@@ -177,7 +181,7 @@ class _Call:
         return [self.out.detach(), *gradients]
 
     def alone(self) -> list[Tensor]:
-        """Out and gradients, copied out of whatever memory they are in."""
+        """Out and gradients, copied because their buffers may be reused."""
         self.forward()
         return [x.clone() for x in self.backward()]
 
@@ -230,8 +234,10 @@ def test_steps_allocate_no_new_buffers():
 
 
 def _check_no_new_buffers_for_blocks(axes: tuple[int, int]) -> None:
-    """How many blocks come depends on the batch: a slot grows until it has held the most of them.
-    Batches that come again find all the memory that they need."""
+    """How many blocks arrive depends on the batch: a slot grows to the largest number seen.
+
+    Batches that repeat need no new memory.
+    """
     for layout, pattern in (("striped", Dense()), ("zigzag", VERTICAL)):
         cp = _context(_mesh(axes), layout, "group_cast", BLOCK)
         calls = []
@@ -261,7 +267,7 @@ def test_batches_that_come_again_allocate_no_new_buffers(axes):
 def _check_bytes(
     dtype: torch.dtype, circulates: str, gradient_dtype: str, gradient_bytes: int
 ) -> None:
-    """A window of one block over contiguous chunks: a chunk is needed by its own rank and the next one."""
+    """A window of one block over contiguous chunks: only its own rank and the next one need a chunk."""
     rank, size = dist.get_rank(), dist.get_world_size()
     attention = Attention(
         layout="contiguous",
@@ -319,7 +325,7 @@ def test_bytes_of_a_sliding_window_are_those_counted_by_hand():
 
 
 def _check_nothing_is_held() -> None:
-    """What outlives the process groups may abort the process when Python ends."""
+    """Objects that outlive the process groups may abort the process when Python exits."""
     held = []
     for schedule in ("ring", "all_gather", "group_cast"):
         cp = build_context_parallel(
@@ -337,7 +343,7 @@ def _check_nothing_is_held() -> None:
 
 
 def test_a_program_that_says_nothing_lets_go_too():
-    """Before Python tears itself down: what was registered first is called last."""
+    """This happens before the interpreter shuts down: handlers registered first run last."""
     script = (
         "import atexit; atexit.register(lambda: print('left', cp.groups))\n"
         "from titan_sparse.attention import ContextParallel\n"

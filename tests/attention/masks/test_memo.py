@@ -1,4 +1,4 @@
-"""What is remembered for a mask is forgotten with it, or when it changes."""
+"""What is cached for a mask is dropped when the mask is freed or changes."""
 
 import gc
 
@@ -61,7 +61,7 @@ def test_nothing_outlives_its_mask():
 
 
 def test_inference_mode():
-    """Tensors made there have no version counter; attention remembers for their mask all the same."""
+    """Tensors made in inference mode have no version counter. Attention still caches data for their mask."""
     with torch.inference_mode():
         q = torch.randn(1, 2, 64, 16, generator=torch.Generator().manual_seed(0))
         pattern = VerticalSlash(recall=0.6, sinks=1, dense_below=16)

@@ -1,4 +1,4 @@
-"""Who sees whom, by block, by rank and by key, against the dense mask."""
+"""Which queries reach which keys, by block, by rank and by key, against the dense mask."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def _tiles(dense: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", RANGES)
 def test_reached_tiles_hold_all_that_is_seen(name):
-    """And nothing before or behind them; in between a mask may empty a tile."""
+    """The tiles end exactly where the visible keys do. A mask may empty a tile in between."""
     ranges = RANGES[name].rows(SEQ_LEN)
     tiles = _tiles(RANGES[name].dense(SEQ_LEN))
     q_blocks = torch.tensor([3, 17, 0])

@@ -1,8 +1,9 @@
-"""Attention over masks of slices on 2, 3 and 4 ranks against dense attention in fp64: layouts x schedules x what
-circulates.
+"""Attention over masks of slices on 2, 3 and 4 ranks against dense attention in fp64: layouts x
+schedules x what circulates.
 
-Runs are picked so that every mask meets every layout, every schedule and every number of ranks, and those each other.
-The fast test takes a share of the masks; all of them: pytest -m slow tests/attention/masks/test_slices_processes.py
+Runs are chosen so that every mask meets every layout, schedule and number of ranks. The fast test
+takes a share of the masks. For all of them: pytest -m slow
+tests/attention/masks/test_slices_processes.py
 """
 
 import functools
@@ -110,7 +111,7 @@ def test_all_masks(world):
 
 
 def _check_bytes() -> None:
-    """Chunks that the mask lets nobody else see stay at home; a batch has a mask for each sequence."""
+    """Chunks that the mask hides from all other ranks are not sent. A batch has one mask per sequence."""
     cp = ContextParallel(
         init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), "contiguous", "ring", BLOCK
     )

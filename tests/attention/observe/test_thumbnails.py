@@ -1,4 +1,4 @@
-"""Pictures and counts of what was selected: against the mask of all pairs, and what a run writes for TensorBoard."""
+"""Pictures and counts of the selection: against the mask of all pairs, and what a run writes to TensorBoard."""
 
 import pytest
 import torch

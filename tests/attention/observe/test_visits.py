@@ -1,4 +1,4 @@
-"""Work per rank and step, counted from integers, is what the dense mask says."""
+"""Work per rank and step, counted from integers, matches the dense mask."""
 
 import pytest
 import torch
@@ -149,7 +149,7 @@ def test_work_by_step_follows_the_schedule(schedule, inter, intra):
 
 
 def test_verticals_come_with_chunks_that_a_rank_computes_on():
-    """Rank 0 computes at one step, rank 1 at two, rank 2 at three; three blocks of verticals."""
+    """Rank 0 computes in one step, rank 1 in two, rank 2 in three. There are three blocks of verticals."""
     pairs = torch.tensor([[[[4, 0, 0], [5, 6, 0], [1, 2, 7]]]])
     verticals = torch.tensor([[[[10, 20, 40]] * 3]])
     visits = Visits(pairs, pairs, pairs, verticals)

@@ -19,7 +19,7 @@ MOBA = MoBA(chunk_size=32, top_k=2)
 
 
 def published(**parameters) -> VerticalSlash:
-    """VerticalSlash as the paper has it, but for `parameters`."""
+    """VerticalSlash as published, except for `parameters`."""
     paper = dict(
         budget="independent", probe_rows="last", sinks=30, count_sinks=True, local_slashes=2
     )
@@ -77,10 +77,10 @@ def cases_of_masks(pattern: Pattern) -> dict[str, Case]:
 def check_selection(
     case: Case, reference: Callable[[Case, Tensor, Tensor, int, Tensor], Tensor]
 ) -> None:
-    """The selection is that of the specification, head by head.
+    """The selection matches the specification, head by head.
 
-    reference: of a case, q and k of a head [S, D], the number of the sequence and what the mask
-    lets be seen, bool [S, S], it gives the pairs of tokens to be computed, bool [S, S].
+    reference: takes a case, q and k of a head [S, D], the number of the sequence and the visible
+    pairs, bool [S, S]. Returns the pairs to compute, bool [S, S].
     """
     q, k, _ = case.inputs()
     heads, kv_heads = case.heads

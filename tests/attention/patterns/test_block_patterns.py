@@ -1,5 +1,5 @@
-"""What holds for both patterns of explicit blocks, XAttention and MoBA: attention over what they
-select, ranks, files.
+"""What holds for both patterns of explicit blocks, XAttention and MoBA: attention over the
+selection, ranks, files.
 """
 
 from dataclasses import FrozenInstanceError, replace
@@ -25,7 +25,7 @@ BOTH = [XATTENTION, MOBA]
 
 @pytest.mark.parametrize("pattern", BOTH, ids=str)
 def test_pieces_of_a_selection_are_the_whole(pattern, monkeypatch):
-    """Long sequences are selected for a few query blocks at a time."""
+    """Long sequences are selected a few query blocks at a time."""
     case = cases_of_masks(pattern)["packed"]
     q, k, _ = case.inputs()
     whole = pattern.select(q, k, case.mask, block_size=BLOCK).tensors()
@@ -38,7 +38,7 @@ def test_pieces_of_a_selection_are_the_whole(pattern, monkeypatch):
 
 @pytest.mark.parametrize("pattern", BOTH, ids=str)
 def test_a_packed_document_selects_as_it_does_alone(pattern):
-    """Documents that begin with a block: chunks and cells fall alike."""
+    """The documents start at block boundaries, so that chunks and cells are the same."""
     q, k, _ = structured_qkv(1, 2, 1, 176, 8, seed=5)
     mask = Documents([80, 96])
     packed = pattern.select(q, k, mask, block_size=BLOCK).dense(mask)
@@ -87,9 +87,7 @@ def test_attention_is_dense_attention_over_what_was_selected(pattern, name):
     "mask", [Causal(), Documents([700, 100, 1000])], ids=["causal", "documents"]
 )
 def test_on_a_gpu_in_bf16(pattern, mask):
-    """Exact over what was selected, which is nearly what a CPU selects, and the host waits for
-    nothing.
-    """
+    """Attention is exact over the selection, the selection is nearly the CPU's, and the host never waits."""
     q, k, v = (x.to("cuda", torch.bfloat16) for x in structured_qkv(1, 4, 2, 2048, 64, seed=3))
     ranges = mask.rows(2048, "cuda")
     d_out = torch.randn_like(q)
@@ -207,7 +205,7 @@ def test_parameters_that_do_not_fit(make, words):
 
 
 def test_a_pattern_cannot_be_changed():
-    """Its key names it for good."""
+    """Its cache key identifies it permanently."""
     pattern = VerticalSlash(recall=0.8, min_slashes=9)
     with pytest.raises(FrozenInstanceError):
         pattern.recall = 0.7

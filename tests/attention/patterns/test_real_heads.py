@@ -1,7 +1,8 @@
-"""How much VerticalSlash computes for a recall, on heads of a real model; and that it keeps it.
+"""How much VerticalSlash computes for a given recall, on heads of a real model, and that it reaches
+it.
 
-The heads are in data/ (README.md there). Densities may fall. A rise of more than 3 % is a fault.
-The best static choice is printed beside (pytest -s): it knows all rows.
+The heads are in data/ (README.md there). Densities may fall. A rise of more than 3 % is a bug. The
+best static choice, which knows all rows, is also printed (pytest -s).
 """
 
 from pathlib import Path
@@ -34,15 +35,16 @@ PRICES = torch.logspace(-1, -4, 25, dtype=torch.float64).tolist()
 
 
 class Known(NamedTuple):
-    """All rows. by_key: [H, S / BLOCK, S]. masses: [S, S / BLOCK] of each head, by key and block
-    diagonal. pairs: likewise."""
+    """Statistics of all rows. by_key: [H, S / BLOCK, S]. masses: [S, S / BLOCK] of each head, by
+    key and slash. pairs: likewise.
+    """
 
     by_key: Tensor
     masses: list[Tensor]
     pairs: Tensor
 
     def point(self, kept: list[Tensor]) -> Point:
-        """kept: bool [S, S / BLOCK] of each head, on which diagonals a key is computed."""
+        """kept: bool [S, S / BLOCK] of each head, on which slashes a key is computed."""
         heads = len(self.masses)
         held = sum(float(mass[chosen].sum()) for mass, chosen in zip(self.masses, kept))
         computed = sum(float(self.pairs[chosen].sum()) for chosen in kept)
@@ -145,7 +147,7 @@ def test_a_recall_needs_no_more_than_it_did(heads, known, best, budget):
 
 @pytest.mark.parametrize("probe_rows", ["spread", "both"])
 def test_what_lies_behind_the_sinks_is_kept(heads, probe_rows):
-    """By default sinks do not count: a mean over rows of what each of them keeps of the rest."""
+    """By default sinks do not count. The recall is the mean over rows of the share of the remaining mass."""
     behind = _known(heads, sinks=VerticalSlash().sinks)
     points = []
     for recall in (0.85, 0.9):

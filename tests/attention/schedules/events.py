@@ -1,6 +1,6 @@
-"""What one rank of several does, in order: transfers begin, transfers are waited for, work is done.
+"""What one of several ranks does, in order: start transfers, wait for transfers, compute.
 
-The process group is one whose collectives bring nothing, so nothing depends on timing.
+The process group's collectives transfer nothing, so nothing depends on timing.
 """
 
 import functools

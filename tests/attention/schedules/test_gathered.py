@@ -79,7 +79,7 @@ def brute_force(case: Case, q: Tensor, k: Tensor) -> Tensor:
 
 @pytest.fixture
 def taken(monkeypatch) -> list[str]:
-    """Which passes were computed by the kernels over gathered queries."""
+    """Record which passes the kernels over gathered queries computed."""
     steps: list[str] = []
 
     def counted(name: str):
@@ -97,7 +97,6 @@ def taken(monkeypatch) -> list[str]:
 
 
 def _run(case: Case, **options) -> list[Tensor]:
-    """out and the gradients of q, k and v."""
     options = dict(mask=case.its_mask, pattern=case.pattern, block_size=SIZE) | options
     out, grads = gradients(lambda *qkv: attend(*qkv, **options), *case.tensors())
     return [out, *grads]
@@ -137,7 +136,7 @@ def test_normalizer_and_rows_that_see_nothing():
 
 
 def test_other_ways_stay_as_they_are(taken):
-    """Another backend, another pattern, and a share of the sequence."""
+    """This covers another backend, another pattern, and a part of the sequence."""
     case = CASES["group of 5"]
     _run(case, backend="eager")
     _run(case, backend="triton", pattern=Dense())
@@ -149,9 +148,9 @@ def test_other_ways_stay_as_they_are(taken):
 
 
 def test_any_number_of_heads_at_a_time(monkeypatch):
-    """Heads whose lists are made together, and those whose sums are kept together.
+    """Lists are made, and sums kept, for any number of heads at a time.
 
-    The same bits, but for dk and dv, which are sums over heads.
+    Results are equal to the bit, except dk and dv, which are sums over heads.
     """
     case = Case(MoBA(64, 2), [[128], [128]], Causal(), seq_len=128)
     want = _run(case, backend="triton")
@@ -167,7 +166,7 @@ def test_any_number_of_heads_at_a_time(monkeypatch):
 
 
 def test_the_mask_is_looked_at_once(monkeypatch):
-    """The host waits for a packed mask once, not in every layer; for a plain one never."""
+    """The host waits for a packed mask once and not in every layer. It never waits for a plain mask."""
     looked = []
     real = schedule.shows_the_past
 

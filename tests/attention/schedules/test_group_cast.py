@@ -74,7 +74,7 @@ def _exchange(plans, kind: str, stage: int, members: list[int], memory: list) ->
 
 
 def _play(needed: Tensor, table: Tensor, inter: int, intra: int, stages: int) -> int:
-    """Carry out the plans of all ranks, and check what goes where. Returns the blocks received.
+    """Carry out the plans of all ranks and check the destinations. Returns the blocks received.
 
     needed: bool [W, blocks]. table: [W, n_local], each rank's own blocks.
     """
@@ -267,7 +267,7 @@ def _needed(cp: ContextParallel, index, mask: Mask) -> Tensor:
 
 
 def _check_bytes(cp: ContextParallel, needed: Tensor, forward: dict[str, int], case: str) -> None:
-    """Sent is what is needed, and to another node once, counted from pairs of blocks without the plan."""
+    """Each rank sends only what is needed, once per other node, counted from pairs of blocks without the plan."""
     owner = torch.empty(SEQ_LEN // BLOCK, dtype=torch.int64)
     node = cp.rank // cp.intra
     for rank, own in enumerate(cp.block_table(SEQ_LEN)):
@@ -302,7 +302,7 @@ def _check_bytes(cp: ContextParallel, needed: Tensor, forward: dict[str, int], c
 
 
 def _check_some(world: int) -> None:
-    """Half of the cases on each mesh, the layouts in turn."""
+    """Half of the cases on each mesh, with layouts in rotation."""
     for which, axes in enumerate(MESHES[world]):
         contexts = [_context(axes, layout, stages) for layout, stages in zip(LAYOUTS, STAGES)]
         for number, case in enumerate(CASES[which % 2 :: 2]):
@@ -317,7 +317,7 @@ def _check_some(world: int) -> None:
 
 
 def _check_plans_are_made_once_a_mask() -> None:
-    """One for the forward and one for the backward, for all layers; where the pattern chooses, for each layer."""
+    """One for the forward and one for the backward of all layers, or of each layer where the pattern chooses."""
     monkeypatch, made = pytest.MonkeyPatch(), []
     monkeypatch.setattr(
         group_cast, "plan", lambda *args, real=group_cast.plan: made.append(args[-1]) or real(*args)
@@ -332,7 +332,7 @@ def _check_plans_are_made_once_a_mask() -> None:
 
 
 def _check_lengths_that_are_compiled_for() -> None:
-    """A backend that compiles for each number of keys, as flex does, sees powers of two blocks.
+    """A backend that compiles for each number of keys, as flex does, sees powers of two of blocks.
 
     The result is the same.
     """
@@ -365,9 +365,8 @@ def _check_lengths_that_are_compiled_for() -> None:
 
 
 def _check_calls_with_other_heads() -> None:
-    """Backwards under one mask that begin with other parts of the own blocks.
-
-    They do, since gradients of more heads go home.
+    """Backwards under one mask may begin with different parts of the own blocks, as gradients of
+    more heads are returned.
     """
     cp = _context((1, 1, 3), "contiguous", (1, 1))
     ranges = MASKS["window"].rows(SEQ_LEN)
@@ -391,7 +390,7 @@ def _stage_blocks(cp: ContextParallel, mask: str) -> list[Tensor]:
 
 
 def _check_compiled_and_recomputed() -> None:
-    """As training calls it: compiled without graph breaks, checkpointed, partly recomputed."""
+    """As in training: compiled without graph breaks, checkpointed, partly recomputed."""
     cp = _context((1, 2, 2), "striped")
     qkv, d_out = _inputs()
 
@@ -414,9 +413,9 @@ def _check_compiled_and_recomputed() -> None:
 
 
 def _check_half_precision() -> None:
-    """bf16, and gradients on the wire in bf16.
+    """bf16, with gradients on the wire in bf16.
 
-    They are half the bytes, and the same up to a rounding at each hop.
+    They take half the bytes and match up to a rounding at each hop.
     """
     qkv, d_out = _inputs()
     qkv = [x.bfloat16() for x in qkv]

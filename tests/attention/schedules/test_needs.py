@@ -1,4 +1,4 @@
-"""Which ranks need which chunks: by the mask and by the index, against looking at every pair."""
+"""Which ranks need which chunks, by the mask and by the index, against a check of every pair."""
 
 import itertools
 
@@ -38,7 +38,7 @@ MASKS = {
 
 
 def _inputs_that_look_at_themselves() -> list[Tensor]:
-    """q, k and v. Each query attends to its own key, so that no diagonal far away is chosen."""
+    """q, k and v. Each query attends to its own key, so that no distant slash is chosen."""
     generator = torch.Generator().manual_seed(0)
     k = 6 * torch.randn(1, 1, SEQ_LEN, 32, dtype=torch.float64, generator=generator)
     q = k.repeat(1, 2, 1, 1)
@@ -70,7 +70,7 @@ def _met(index: BlockIndex, ranges: MaskRanges, layout: str) -> Tensor:
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("name", MASKS)
 def test_chunks_that_no_diagonal_meets_are_not_needed(name, layout):
-    """A chunk too many may be sent where a diagonal is on in one document and not in the next."""
+    """An unneeded chunk may be sent where a slash is selected in one document and not in the next."""
     ranges = MASKS[name].rows(SEQ_LEN)
     q, k, _ = structured_qkv(1, 2, 1, SEQ_LEN, 8)
     for seed in range(4):

@@ -1,4 +1,4 @@
-"""Of out only its product with d_out travels with queries; any out with that product serves."""
+"""Only the product of out and d_out travels with queries. Any out with that product works."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Transfers hide behind work: what begins before it, and what is waited for only after it."""
+"""Transfers overlap with work: what work runs between the start of a transfer and its wait."""
 
 from collections import deque
 
@@ -12,7 +12,7 @@ VERTICAL = VerticalSlash(recall=0.8, sinks=2, max_verticals=64, min_slashes=10**
 
 
 def work_behind(events: list[str], name: str) -> list[int]:
-    """Of each transfer of this name: steps of work between its begin and the wait for it."""
+    """For each transfer of this name: units of work between its start and the wait for it."""
     begun: deque[int] = deque()
     work = []
     computed = 0
@@ -88,7 +88,7 @@ def test_order_by_hand(monkeypatch, schedule, axes, kv_heads, forward, backward)
 @pytest.mark.parametrize("inter, intra", [(2, 3), (3, 2), (4, 1)])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_a_hop_between_nodes_has_the_work_of_a_window(monkeypatch, inter, intra, kv_heads):
-    """Each KV head travels on its own: the work on the others is something to hide behind too."""
+    """Each KV head travels alone, so the work on the other heads also hides its transfer."""
     axes = (inter, intra)
     forward, backward = events_of_attention(monkeypatch, "double_ring", axes, Dense(), kv_heads)
     window = intra * kv_heads
@@ -116,7 +116,7 @@ def test_a_hop_of_a_ring_has_the_work_of_a_step(monkeypatch, ranks):
 
 @pytest.mark.parametrize("heads", [1, 2, 5])
 def test_a_gather_has_the_work_of_a_head(monkeypatch, heads):
-    """The first one cannot hide, nor can the last of the gradients."""
+    """The first gather and the last one of the gradients cannot be hidden."""
     forward, backward = events_of_attention(monkeypatch, "all_gather", (1, 3), Dense(), heads)
     assert work_behind(forward, "k") == work_behind(forward, "v") == [0] + [1] * (heads - 1)
     assert work_behind(backward, "k") == [0] + [1] * (heads - 1)
@@ -144,7 +144,7 @@ def test_a_stage_has_the_work_of_the_one_before(monkeypatch, stages):
     ],
 )
 def test_the_exchange_of_verticals_hides(monkeypatch, schedule, axes, kv_heads):
-    """It begins before everything else, and its gradients leave before the last work."""
+    """It starts before everything else, and its gradients leave before the last unit of work."""
     forward, backward = events_of_attention(monkeypatch, schedule, axes, VERTICAL, kv_heads)
     assert forward[0] == "start verticals"
     [behind] = work_behind(forward, "verticals")

@@ -1,6 +1,6 @@
-"""attend() with the kernels that gather verticals and bring their gradients home.
+"""attend() with the kernels that gather verticals and return their gradients.
 
-A GPU runs them in every call. Here Triton's interpreter runs them, under a schedule as it is.
+A GPU runs them in every call. Here Triton's interpreter runs them under an unchanged schedule.
 """
 
 import pytest

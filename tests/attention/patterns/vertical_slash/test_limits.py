@@ -61,7 +61,7 @@ def test_a_head_of_its_own(recall, limit):
 
 
 def test_heads_and_spans_of_their_own():
-    """Each of its own rows; a span without rows loses nothing."""
+    """Each uses its own rows. A span without rows loses nothing."""
     first_head = [STEPS, {40: 1.0}]
     second_head = [{5: 0.5, 200: 9.0}, {}]
     mass = _mass(first_head, second_head)
@@ -75,7 +75,7 @@ def test_heads_and_spans_of_their_own():
 
 
 def test_a_recall_of_one_takes_everything():
-    """Also what holds no mass in the rows that were looked at."""
+    """This includes keys with no mass in the probed rows."""
     mass = _mass({0: 0.1, 30: 1.0}, {77: 1.0})
     assert _limits(mass, [10], 1.0) == [[0], [0]]
 
@@ -127,7 +127,7 @@ def test_bounds(limit, least, most, want, capped):
 
 
 def test_bounds_are_those_of_each_span():
-    """Two heads, two spans: whichever cap cuts, the head is said to be capped."""
+    """Two heads, two spans: the head counts as capped whichever cap cuts."""
     count = torch.cat([_count(COUNT, COUNT), _count({50: 1}, {50: 9})], dim=2)
     limit = torch.full((1, 2, 2), 20)
     got, cut = limited(limit, count, 0, torch.tensor([[9, 5]]))
@@ -136,7 +136,7 @@ def test_bounds_are_those_of_each_span():
 
 
 def test_codes_of_prices():
-    """255 - 10 for each halving, rounded down; and nothing lies outside 0 to 254 but inf."""
+    """255 - 10 per halving, rounded down. Only inf lies outside 0 to 254."""
     code_of_price = {
         3.0: 254,
         1.0: 254,

@@ -43,7 +43,7 @@ class Case(NamedTuple):
     valid: list[int] | None = None
 
     def spans(self, sequence: int) -> list[Span]:
-        """(start, stop) of every document; an unpacked sequence is one."""
+        """(start, stop) of every document. An unpacked sequence is one."""
         if self.documents is None:
             return [(0, self.shape[3] if self.valid is None else self.valid[sequence])]
         spans = []
@@ -55,7 +55,7 @@ class Case(NamedTuple):
 
 
 def _smallest(mass: list[float], recall: float, least: int, most: int) -> tuple[set[int], bool]:
-    """Fewest elements that reach the recall, crossing one included; whether the cap cut them."""
+    """Fewest elements that reach the recall, including the one that crosses it, and whether the cap cut them."""
     exact = [Fraction(m) for m in mass]
     order = sorted(range(len(mass)), key=lambda element: (-mass[element], element))
     target = Fraction(recall) * sum(exact)
@@ -71,7 +71,7 @@ def _smallest(mass: list[float], recall: float, least: int, most: int) -> tuple[
 def _masses(
     q: Tensor, k: Tensor, seen: Tensor, span: Span, probe: int, block: int
 ) -> tuple[list[float], list[float]]:
-    """Attention mass per token, and per block diagonal, of the span's last queries.
+    """Attention mass per token, and per slash, of the span's last queries.
 
     By a dense softmax, pair by pair.
     """
@@ -340,8 +340,8 @@ def test_selection_is_the_specification_for_any_lengths(
 
 
 def test_equal_bounds_are_fixed_budgets():
-    """MInference's budgets: so many verticals and diagonals whatever they hold, beside the sinks
-    and the local diagonals.
+    """MInference's budgets: fixed numbers of verticals and slashes, in addition to the sinks and
+    the local slashes.
     """
     q, k, _ = structured_qkv(1, 4, 2, 320, 8, seed=3)
     pattern = published(
@@ -377,7 +377,7 @@ def test_selection_has_no_gradient():
 
 
 def test_padding_known_from_another_mask_ends_the_span():
-    """Documents & Causal(valid): the probe is the last queries that see something."""
+    """Documents & Causal(valid): the probe is the last queries that see a key."""
     q, k, _ = structured_qkv(1, 2, 1, 128, 8)
     pattern = published(recall=0.7, sinks=2, local_slashes=1, dense_below=16)
     padded = Documents([128]) & Causal(valid=(100,))
@@ -388,7 +388,7 @@ def test_padding_known_from_another_mask_ends_the_span():
 
 
 def test_patterns_on_one_mask_do_not_share_what_is_remembered():
-    """Two patterns with other spans, on the very same ranges: each as on ranges of its own."""
+    """Two patterns with different spans on the same ranges give the same results as on separate ranges."""
     q, k, _ = structured_qkv(1, 2, 1, 192, 8)
     mask = Documents([70, 50, 72])
     shared = mask.rows(192)

@@ -1,4 +1,4 @@
-"""Prices of verticals and diagonals against a brute force: a dense softmax, then plain loops."""
+"""Prices of verticals and slashes against a brute force: a dense softmax, then plain loops."""
 
 import math
 from collections import Counter
@@ -48,8 +48,8 @@ CASES = {
 class Known(NamedTuple):
     """What the brute force knows of a span of a head.
 
-    start, stop: of the span. rows: {number in the probe: position}.
-    free: {row: [S]}, whether it sees a key that is not on in any case. held: {row: [S]}, its mass.
+    start, stop: of the span. rows: {number in the probe: position}. free: {row: [S]}, whether it
+    sees a key that is not always selected. held: {row: [S]}, its mass.
     """
 
     case: Case
@@ -60,13 +60,13 @@ class Known(NamedTuple):
     held: dict[int, list[float]]
 
     def distance(self, row: int, key: int) -> int:
-        """Which diagonal a row meets a key on: the blocks from the key's to the row's."""
+        """The slash on which a row meets a key: the number of blocks between them."""
         row_block = self.rows[row] // BLOCK
         key_block = key // BLOCK
         return row_block - key_block
 
     def meets(self, row: int, key: int) -> bool:
-        """Whether a row sees anything of the key's block: it counts for all of it."""
+        """Whether a row sees any of the key's block. If so, it counts for the whole block."""
         first = key // BLOCK * BLOCK
         return any(self.free[row][first : first + BLOCK])
 
@@ -85,7 +85,7 @@ class Known(NamedTuple):
 
 
 def _code(price: float) -> int:
-    """A byte: 255 - 10 a halving, down to 0."""
+    """A byte: 255 - 10 per halving, at least 0."""
     if price <= 0:
         return 0
     code = 255 + math.floor(10 * math.log2(price))
@@ -94,13 +94,14 @@ def _code(price: float) -> int:
 
 
 def _per_pair(mass: float, rows: int) -> float:
-    """What a pair of a vertical holds for its cost; some rows without mass see it besides."""
+    """Mass per pair of a vertical over its cost, with a pseudo-count of rows without mass."""
     return mass / (prices.VERTICAL_COST * (rows + prices.PSEUDO_ROWS))
 
 
 def _first_prices(known: Known) -> dict[int, float]:
-    """What the even and the odd rows would pay, as their geometric mean; an eighth of what all
-    would, if that is more."""
+    """Geometric mean of the prices by the even and the odd rows, and at least an eighth of the
+    price by all rows.
+    """
     prices = {}
     for key in known.keys():
         of_halves = []
@@ -118,7 +119,7 @@ LEVEL_PRICES = [2 ** (-1 - 1.6 * level) for level in range(16)]
 
 
 def _gain(known: Known, distance: int, level: float, first: dict[int, float]) -> float:
-    """The mass that a diagonal has besides the verticals of this price, and their cost on it."""
+    """The mass of a slash outside the verticals of this price, and the cost of the verticals on it."""
     first_block = known.start // BLOCK
     gain = 0.0
     for row, position in known.rows.items():
@@ -137,7 +138,7 @@ def _gain(known: Known, distance: int, level: float, first: dict[int, float]) ->
 
 
 def _diagonal_price(known: Known, distance: int, first: dict[int, float]) -> float:
-    """The first level at which a diagonal is worth its cost, and a part of the step to it."""
+    """The first level at which a slash is worth its cost, interpolated within the step."""
     if distance < known.case.local:
         return 0.0
     # A row meets the diagonal if its block is that far behind the span's first one.
@@ -167,7 +168,7 @@ class Final(NamedTuple):
 
 
 def _final(known: Known, first: dict[int, float], diagonals: list[float]) -> Final:
-    """A mass is 2/3 where the other half of the rows puts it, and 1/3 where all rows do."""
+    """A mass is 2/3 the estimate of the other half of the rows plus 1/3 that of all rows."""
     codes = {}
     mass = Counter()
     count = Counter()
@@ -321,7 +322,7 @@ def _check_span(made: Made, known: Known, at: Place) -> None:
 
 
 def _check_diagonals(made: Made, known: Known, at: Place, first: dict[int, float]) -> list[float]:
-    """Gains, prices and codes of a span's diagonals. Returns the prices."""
+    """Gains, prices and codes of a span's slashes. Returns the prices."""
     offset = int(made.spans.offset[at.sequence, at.span])
     count = int(made.spans.diagonals[at.sequence, at.span])
     assert count == (known.stop - 1) // BLOCK - known.start // BLOCK + 1

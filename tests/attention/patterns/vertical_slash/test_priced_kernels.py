@@ -57,7 +57,7 @@ def the_same_rows() -> Iterator[None]:
     ],
 )
 def test_selection_by_kernels_is_that_of_the_twins(pattern: str, mask: str, monkeypatch):
-    """Up to elements that rounding moves over a limit, which are more in a GPU's arithmetic."""
+    """They match except for elements that rounding moves over a limit. A GPU's arithmetic moves more."""
     allowed = 0.01 if DEVICE == "cuda" else 0.001
     of_twins = _select(PATTERNS[pattern], MASKS[mask])
     for module in (probe, priced):

@@ -1,6 +1,4 @@
-"""What budget "joint" selects: the recall that was asked for, within bounds, and nothing that is
-masked.
-"""
+"""What budget "joint" selects: the requested recall, within bounds, and nothing that is masked."""
 
 import itertools
 
@@ -56,9 +54,9 @@ def _generated(kind: str, seq_len: int) -> tuple[Tensor, Tensor]:
 )
 @pytest.mark.parametrize("kind", ["bands and outliers", "noisy"])
 def test_all_rows_keep_the_recall_that_was_asked_for(kind, mask):
-    """Means over seeds of the probe and heads, of all rows of long documents.
+    """Means over probe seeds and heads, of all rows of long documents.
 
-    Each head reaches it, and one slash more is a large step for these heads.
+    Each head reaches it. One more slash is a large step for these heads.
     """
     seq_len, block = 2048, 32
     q, k = _generated(kind, seq_len)
@@ -82,8 +80,9 @@ def test_all_rows_keep_the_recall_that_was_asked_for(kind, mask):
 
 
 def test_recall_of_what_lies_behind_the_sinks():
-    """Keys that take most of the mass say little about the rest: count_sinks = False leaves them
-    out, and the mean over all rows of the rest reaches the recall."""
+    """Keys with most of the mass say little about the rest. count_sinks = False excludes them, and
+    the mean over all rows of the rest reaches the recall.
+    """
     seq_len, block, sinks = 2048, 32, 3
     q, k = _generated("noisy", seq_len)
     # Each query points a little toward the first tokens.
@@ -119,7 +118,7 @@ def test_recall_of_what_lies_behind_the_sinks():
 
 @pytest.mark.parametrize("probe_rows", ["both", "spread", "last"])
 def test_a_narrow_diagonal_is_a_diagonal(probe_rows):
-    """Each row of the probe looks at a key that no other row looks at: it is no vertical."""
+    """Each probe row looks at a key that no other row looks at, so it is not a vertical."""
     seq_len, size = 1024, 32
     generator = torch.Generator().manual_seed(0)
     k = 6 * torch.randn(1, 1, seq_len, 32, generator=generator)
@@ -172,7 +171,7 @@ def test_bounds_on_what_comes_besides_sinks_and_local_slashes():
 
 
 def test_documents_have_their_shares_of_a_cap():
-    """Of 7 verticals for 252 tokens 128 tokens have 4, and 64 tokens 2."""
+    """Of 7 verticals for 252 tokens, 128 tokens get 4 and 64 tokens get 2."""
     mask = Documents([[128, 64, 40, 20]] * 2)
     index = _select(_pattern(sinks=0, max_verticals=7), mask)
     assert index.capped[..., 0].all()
@@ -198,7 +197,7 @@ def test_sinks_and_local_slashes_are_always_on():
 
 
 def test_a_recall_of_one_takes_all_that_is_seen_and_nothing_else():
-    """Not padding, and no verticals of short documents, which are computed whole."""
+    """Padding is excluded, and so are verticals of short documents, which are computed in full."""
     mask = Documents([[100, 30, 90], [60, 150]])
     index = _select(_pattern(recall=1.0), mask)
     chosen, seen = index.dense(mask), mask.dense(SEQ_LEN)[:, None].expand(-1, 4, -1, -1)
@@ -220,7 +219,7 @@ def test_a_sequence_without_tokens_selects_nothing():
 
 
 def test_a_window_hides_mass():
-    """Keys behind it hold none, whatever they would hold without it."""
+    """Keys behind it hold no mass, whatever they would hold without it."""
     mask = Causal() & SlidingWindow(100)
     q, k, _ = structured_qkv(2, 4, 2, SEQ_LEN, 8)
     # Seen from everywhere, were it not for the window.
@@ -235,7 +234,7 @@ def test_a_window_hides_mass():
 
 @pytest.mark.parametrize("probe_rows", ["spread", "last"])
 def test_what_lies_outside_the_span_changes_nothing(probe_rows):
-    """Padding and other documents may hold anything finite, if each head is for itself."""
+    """Padding and other documents may hold any finite values if each head has its own budget."""
     mask = Documents([[70, 60]])
     pattern = _pattern(recall=0.8, probe_rows=probe_rows)
     q, k, _ = structured_qkv(1, 2, 1, 144, 8)

@@ -26,7 +26,7 @@ BLOCK = 4
 
 @pytest.fixture(autouse=True)
 def seed_of_zero():
-    """Each test begins with the first seed, and leaves it."""
+    """Each test starts with the first seed and restores it."""
     set_probe_seed(0)
     yield
     set_probe_seed(0)
@@ -37,7 +37,6 @@ def _spans(mask: Mask, seq_len: int, dense_below: int = 8, batch: int = 1) -> Sp
 
 
 def _positions(rows: ProbedRows, sequence: int, span: int) -> list[int]:
-    """Of the rows that exist."""
     # [P]
     position = rows.position[sequence, span]
     exists = rows.exists[sequence, span]
@@ -45,7 +44,7 @@ def _positions(rows: ProbedRows, sequence: int, span: int) -> list[int]:
 
 
 def test_last_rows_by_hand():
-    """A span that ends at 10: the last block holds two of six rows, the one before it four."""
+    """The span ends at 10: the last block holds two of six rows, the block before it four."""
     rows = last_rows(_spans(Causal(valid=(10,)), 16), 6, 16, BLOCK)
     assert rows.position.tolist() == [[[4, 5, 6, 7, 8, 9]]]
     assert rows.exists.all()
@@ -56,7 +55,7 @@ def test_last_rows_by_hand():
 
 
 def test_last_rows_of_documents_by_hand():
-    """From 9 to 18 the one span: the documents of 3 and 6 tokens are short. A slot is left."""
+    """Only 9 to 18 is a span: the documents of 3 and 6 tokens are short. One slot is unused."""
     rows = last_rows(_spans(Documents([[3, 6, 9]]), 20), 5, 20, BLOCK)
     (last_document, unused) = rows.position[0].tolist()
     assert last_document == [13, 14, 15, 16, 17]
@@ -78,9 +77,9 @@ def test_last_rows_of_a_short_span():
 
 
 def test_spread_rows_by_hand():
-    """One row of each four tokens from 4 on, as the hash of seed 0 and seed 1 draws them.
+    """One row per four tokens from 4 on, as the hash of seeds 0 and 1 draws them.
 
-    A run that is resumed has to draw the same.
+    A resumed run has to draw the same rows.
     """
     spans = _spans(Documents([[4, 16]]), 24)
     rows = spread_rows(spans, 4, 24, BLOCK, seed=0)
@@ -96,7 +95,7 @@ def test_spread_rows_by_hand():
 
 
 def test_last_rows_and_one_of_each_part_before_them_by_hand():
-    """With one last row of 4: three parts of 4 tokens from 4 on, drawn as without it, and 16."""
+    """With one last row out of 4: three parts of 4 tokens from 4 on, drawn as without it, and row 16."""
     spans = _spans(Documents([[4, 13]]), 24)
     rows = spread_rows(spans, 4, 24, BLOCK, seed=0, last=1)
     [first, second, third, last] = _positions(rows, 0, 0)
@@ -117,7 +116,7 @@ def test_last_rows_and_one_of_each_part_before_them_by_hand():
     seed=st.integers(0, 2**40),
 )
 def test_one_row_of_each_equal_part(lengths, queries, seed):
-    """Every document gets as many; a part that begins between two tokens rounds down."""
+    """Every document gets the same number. A part that begins between two tokens rounds down."""
     seq_len = sum(lengths) + 5
     spans = _spans(Documents([lengths]), seq_len)
     rows = spread_rows(spans, queries, seq_len, BLOCK, seed)
@@ -139,7 +138,7 @@ def test_one_row_of_each_equal_part(lengths, queries, seed):
 
 
 def test_offsets_are_even_over_seeds_and_parts():
-    """Of 64 tokens a part each is drawn about equally often, whatever the part, span and seed."""
+    """Each of 64 tokens of a part is drawn about equally often, for any part, span and seed."""
     spans = _spans(Documents([[1024] * 2]), 2048)
     drawn = [spread_rows(spans, 16, 2048, BLOCK, seed).position[0] for seed in range(400)]
     # [seeds, spans, parts]
@@ -167,7 +166,7 @@ def test_other_seeds_draw_other_rows():
 
 
 def test_a_selection_follows_the_seed():
-    """What is remembered for a mask holds for one seed; the last rows know none."""
+    """What is cached for a mask holds for one seed. The last rows do not depend on it."""
     q, k, _ = structured_qkv(1, 4, 2, 320, 8, seed=2)
     ranges = Causal().rows(320)
 
@@ -195,7 +194,7 @@ def test_a_selection_follows_the_seed():
 
 
 def test_compiled_attention_follows_the_seed():
-    """It is read as the graph runs, not as it is made."""
+    """The graph reads the seed when it runs and not when it is traced."""
     q, k, v = structured_qkv(1, 4, 2, 320, 8, seed=2)
     pattern = VerticalSlash(recall=0.6, dense_below=16, probe_rows="spread")
 
