@@ -1,10 +1,10 @@
-"""Block lists of a set of block diagonals, made on the GPU.
+"""Block lists of a set of slashes (block diagonals), made on the GPU.
 
 They take no dense block mask, and the host does not wait for them.
 
 A query block a and a KV block c meet if the diagonal a - c is on in one of the (at most two) spans
 that a touches, or if c lies in a's dense range. A tile that the mask empties is left out; one that
-it leaves whole is listed apart.
+it leaves whole is listed separately.
 
 kind_lists_naive() is here. The twins of slash_lists() and vertical_lists() take any pattern's
 index and any mask: block_tiles() and vertical_tiles() of titan_sparse/attention/tiles/blocks.py.
@@ -159,7 +159,7 @@ def slash_lists(
 ) -> list[FourLists]:
     """Lists for each query block, then for each KV block too if key_capacity is given.
 
-    slashes: bool [B, H, E], which block diagonals are on.
+    slashes: bool [B, H, E], which slashes are selected.
     spans: int32 [B, nq, 5], for both spans that a query block touches where its diagonals begin in
         slashes (-1: no span) and its first block, then the first block of the dense range.
     reach: int32 [B, nq, 4], keys seen by any query of the block from..to, by all from..to.
@@ -252,7 +252,7 @@ def _verticals_kernel(
     """Which verticals a query block covers, and its full and its partial tiles of them.
 
     halves: int16 words of a query block in `covered`; a tile of 16 verticals fills one of them.
-    kind: None where nobody asks for the tiles' kinds.
+    kind: None if the tiles' kinds are not needed.
     """
     i_q = tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)

@@ -3,7 +3,7 @@
 Elements are ordered by mass descending, then position ascending. As masses are not negative, their
 float bits order them: 31 bits, looked at in digits from the highest. At each digit the elements
 that may hold the cut are counted and weighed by their digit, and the digit that holds the cut is
-found in that histogram. Elements of exactly the mass at the cut are then told apart by position.
+found in that histogram. Ties at the cut are then broken by position.
 
 Masses are summed as integers, so that no order of additions shows: every run chooses the same, to
 the bit.
@@ -153,7 +153,7 @@ def _digit_kernel(
     """Find the digit of a segment's cut in its histogram, and empty the histogram for the next.
 
     spare: int64 [N, n], the mass that may be missing, or None: what the recall leaves.
-    FIRST: whether this is the first digit, when only `bounds` tell about the segment.
+    FIRST: whether this is the first digit, when only `bounds` describe the segment.
     """
     i_segment = tl.program_id(0).to(tl.int64)
     i_b = tl.load(sequence + i_segment // n).to(tl.int64)
@@ -233,7 +233,7 @@ def _tie_kernel(mass, sequence, bounds, state, cut, capped, length, n, scale, CH
     is_capped = (above + taken >= most) & (units_above + taken * units < target)
     tl.store(capped + i_segment, is_capped.to(tl.int8))
 
-    # Where all are taken, or none, nobody has to look for the position.
+    # Where all are taken, or none, the position does not matter.
     position = tl.where(taken == ties, stop, begin)
     left = tl.where(taken == ties, 0, taken)
     start = begin

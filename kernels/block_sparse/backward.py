@@ -38,7 +38,7 @@ from titan_sparse.kernels.block_sparse.piece import (
 )
 from titan_sparse.kernels.chunks import chosen_range
 
-_DELTA_ROWS = 16  # divides every block, hence every number of queries
+_DELTA_ROWS = 16  # divides every block, so also every number of queries
 
 
 @triton.jit

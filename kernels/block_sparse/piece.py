@@ -42,7 +42,7 @@ class Tiles(NamedTuple):
     This is the contract between masks and patterns on one side and backends on the other.
 
     by_query: KV blocks of each query block.
-    by_key: query blocks of each KV block, where asked for (backward).
+    by_key: query blocks of each KV block, if requested (for the backward).
     start, stop: int32 [B, Sq], contiguous; the query sees keys at positions start <= p < stop.
     k_positions: int32 [B, Hq, Sk] where every head has keys of its own, else [1, 1, Sk].
     covered: int32 [B, Hq, nq, ceil(Sk / 32)] or None: a bit (bits.py) for each key that the query
@@ -268,7 +268,7 @@ def slice_numbers(piece, batch, head, block):
 def query_positions(piece, rows, start):
     """Positions of the queries `rows` where the piece has slices.
 
-    Without slices nobody reads them, and any vector of that shape will do.
+    Without slices they are never read, so any vector of that shape will do.
     """
     if piece.q_positions is not None:
         return tl.load(piece.q_positions + rows)

@@ -159,7 +159,7 @@ def _parts(q: Tensor, work: Work) -> Iterator[Work]:
 
 
 def _within(outer: slice, inner: slice) -> slice:
-    """What `inner` is of the whole, if it counts from the beginning of `outer`."""
+    """Shift `inner`, which counts from the beginning of `outer`, to count in the whole."""
     return slice(outer.start + inner.start, outer.start + inner.stop)
 
 

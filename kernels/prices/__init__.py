@@ -14,7 +14,7 @@ A price is the attention mass that one more pair of tokens holds, among the rows
 of a vertical costs VERTICAL_COST, one of a diagonal 1, as that is the time that they take. What has
 a price above a limit is chosen, so that all heads get the most mass for their time. Rows are even
 and odd in turns. What one half would choose is tried on the other, so that the recall that a limit
-gives is known for rows that nobody looked at.
+gives is known for rows outside the probe.
 
 Prices become codes, a byte each with steps of 7 %. The twins (naive.py, and those of the
 last three in limits.py) have the same signatures.

@@ -24,14 +24,14 @@ At 131,072 tokens on an H200 (docs/benchmarks.md, where the time goes): 1.5 with
 """
 
 PSEUDO_ROWS = 4.0
-"""Rows without mass that are counted for each element besides those that see it. Few rows see the
+"""Pseudo-count of each element: extra rows assumed to put no mass on it. Few rows see the
 last keys of a span, and a single one may give a key much mass by chance."""
 
 HELD_OUT = 2 / 3
 """Weight of what half of the rows choose, tried on the other half. The rest is the weight of what
 all rows choose, tried on themselves.
 
-The loss that is wanted is that of all rows' choice on rows that nobody looked at. Say it is L + d,
+We want the mass that the choice by all rows loses on rows outside the probe. Say it is L + d,
 where the best choice loses L. Half of the rows, tried on the others, lose about L + 2 d. All rows,
 tried on themselves, lose about L - d. Two thirds of the one and one third of the other are L + d.
 """

@@ -21,7 +21,7 @@ from titan_sparse.attention.patterns.selection import pattern_of
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What an attention op is told besides tensors. It reaches the op by a key (registry.py).
+    """Options of an attention op. It looks them up by a key (registry.py).
 
     cp: a weak reference, as the ContextParallel owns this object.
     mask: names of the mask's tensors (inputs.mask_tensors).
@@ -105,7 +105,7 @@ def options_key(
 class AttentionCall:
     """One call of attend(). mask and index are global: the same on every rank.
 
-    make_index: makes the index when somebody asks for it; dense kernels never do.
+    make_index: makes the index on first use; dense kernels never use it.
     plain: the mask is causal and nothing else, and the pattern dense.
     first, last: on every rank the queries are the local blocks from `first` to before `last` (None
     for the end), and the keys are those before `last`. Between ranks that is a range of the
@@ -182,7 +182,7 @@ class AttentionCall:
         if backward:
             gradient_dtype = self.cp.gradient_dtype or self.sum_dtype(k)
             element_bytes += gradient_dtype.itemsize
-        # Keys and values, hence 2.
+        # 2: keys and values.
         chunk_bytes = 2 * k.numel() * element_bytes
         hops = self.cp.size - 1
         self.cp.plain_ring_bytes += chunk_bytes * hops

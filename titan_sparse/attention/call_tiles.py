@@ -1,4 +1,4 @@
-"""The tiles of an attention call: which blocks of keys its queries meet, and what of them they see."""
+"""The tiles of an attention call: which key blocks its queries meet, and what they see in them."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -156,7 +156,6 @@ def _block_tiles(
 
 
 def _once_if_static(call: AttentionCall, name: tuple, make: Callable[[], Tiles]) -> Tiles:
-    """make(), remembered with the mask if the pattern is static."""
     if call.pattern.dynamic:
         return make()
     key = (

@@ -1,7 +1,7 @@
 """One new query a sequence, by all keys that are kept: on this rank, and on the others of its group.
 
 Each rank attends to the keys that it holds, in any layout. What the ranks find is merged by its
-log-sum-exp, on every rank in the same order: all come to the same bits.
+log-sum-exp, on every rank in the same order, so all ranks get bitwise equal results.
 """
 
 from collections.abc import Sequence
@@ -87,7 +87,6 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _nothing(q: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse of q over no keys."""
     dtype = accumulation_dtype(q.dtype)
     out = torch.zeros_like(q, dtype=dtype)
     return out, q.new_full(q.shape[:3], -torch.inf, dtype=dtype)

@@ -115,7 +115,6 @@ def check_tangents(**tensors: Tensor) -> None:
 
 
 def _shapes(*tensors: Tensor) -> str:
-    """The shapes of tensors, for an error message."""
     shapes = [str(list(x.shape)) for x in tensors]
     return ", ".join(shapes)
 
@@ -123,7 +122,7 @@ def _shapes(*tensors: Tensor) -> str:
 def resolve_mask(mask: Mask | MaskRanges, q: Tensor, ranks: Ranks) -> MaskRanges:
     """The mask for the whole sequence of which q [B, Hq, S_local, D] is this rank's share.
 
-    Raises ValueError for what is no mask, and for a mask of another length or batch, on another
+    Raises ValueError for what is not a mask, and for a mask of another length or batch, on another
     device, or of another layout.
     """
     seq_len = q.shape[2] * ranks.size

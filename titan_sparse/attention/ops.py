@@ -40,7 +40,7 @@ def _forward(
     # A graph that torch.compile made without tangents may be called with them.
     check_tangents(q=q, k=k, v=v)
     if q.numel() == 0:
-        # No batch or no tokens: nothing to compute, and nobody reads the verticals.
+        # No batch or no tokens: nothing to compute, and the verticals are never read.
         return _fake_forward(q, k, v, sinks, index, mask, call)
     bound = bind(call, q, index, mask)
     size = bound.cp.block_size
@@ -51,7 +51,7 @@ def _forward(
     q_share, k_share, v_share = bound.take(q_padded, k_padded, v_padded)
     executor = EXECUTORS[bound.cp.moves]
     out, lse, vertical_kv = executor.forward(bound, q_share, k_share, v_share)
-    # Asked only while somebody records, so that other calls do not enter recorder.py.
+    # Read only while a recorder is active, so that other calls do not enter recorder.py.
     observer = None
     if recorder.listening:
         observer = recorder.observer()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Observer(Protocol):
-    """What a listener is told. `call` is an AttentionCall (attention/call.py)."""
+    """What a listener receives. `call` is an AttentionCall (attention/call.py)."""
 
     def selection(self, bytes_sent: int) -> None:
         """After a selection, with the bytes that this rank sent for it."""
@@ -29,7 +29,7 @@ class Observer(Protocol):
 
 
 listening: Observer | None = None
-"""Who records at present, if anybody does."""
+"""The active recorder, or none."""
 
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ def counting_caps() -> Iterator[list[Tensor]]:
 
 
 def capped_shares() -> list[Tensor] | None:
-    """Where a selection that runs now leaves what its caps cut; None while nobody counts.
+    """Where a selection that runs now leaves what its caps cut; None outside counting_caps().
 
     What activation checkpointing repeats is not counted again.
     """
@@ -73,9 +73,9 @@ def capped_shares() -> list[Tensor] | None:
 
 
 def observer() -> Observer | None:
-    """Who wants to be told of what runs now; None while nobody records.
+    """The listener of what runs now; None while nothing is recorded.
 
-    What activation checkpointing repeats is not told again.
+    What activation checkpointing repeats is not reported again.
     """
     if listening is None or recomputing():
         return None

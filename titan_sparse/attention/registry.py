@@ -15,7 +15,7 @@ OBJECTS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def register(key: str, value: Any) -> None:
-    """Let lookup(key) find `value` for as long as somebody holds it."""
+    """Let lookup(key) find `value` as long as other references to it exist."""
     OBJECTS[key] = value
 
 

@@ -115,7 +115,6 @@ def _by_speed(case: _Case) -> tuple[str, ...]:
 
 
 def _refusal(name: str, case: _Case) -> str | None:
-    """Why a backend cannot serve these inputs, in one sentence; None if it can."""
     backend = BACKENDS[name]
     if case.slices and not backend.SERVES_SLICES:
         serving = [other for other in BACKENDS if BACKENDS[other].SERVES_SLICES]

@@ -1,4 +1,4 @@
-"""Dense attention by cuDNN, which torch brings; everything else by our own Triton kernels.
+"""Dense attention by cuDNN, which torch includes; everything else by our own Triton kernels.
 
 cuDNN computes causal squares and full rectangles: plain causal attention on one rank, and its
 pieces around a ring. Masks that are more than that go by tiles, as in triton.py. So do packed
@@ -65,7 +65,7 @@ class Cudnn(Triton):
     def serves_dense(self, q: Tensor, shape: DenseShape) -> bool:
         """Whether cuDNN computes this shape: causal or full, without windows and documents.
 
-        Padding is no hindrance. Its rows are computed like all others, and the caller drops them.
+        Padding is allowed. Its rows are computed like all others, and the caller drops them.
         """
         return not shape.has_documents and shape.window is None
 
@@ -100,7 +100,7 @@ class Cudnn(Triton):
 
 
 def missing() -> str | None:
-    """Why cuDNN's attention cannot be used here, in words; None if it can."""
+    """Why cuDNN's attention cannot be used here; None if it can."""
     if not torch.cuda.is_available():
         return "no CUDA GPU"
     if torch.version.cuda is None or not torch.backends.cudnn.is_available():
@@ -148,13 +148,12 @@ def _square_or_rectangle(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: f
 def _gradients(
     queries: Queries, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of one call of cuDNN."""
     batch, heads, q_len, _ = queries.q.shape
     kv_heads, k_len = k.shape[1:3]
     q, d_out, out = _laid_out_alike(queries.q, queries.d_out, queries.out)
     lse = queries.lse.contiguous()
     lse = torch.nan_to_num(lse, nan=torch.nan, posinf=_NOTHING_SEEN, neginf=_NOTHING_SEEN)
-    # Nothing is dropped, so nobody reads the seed and the offset of dropout.
+    # Without dropout its seed and offset are never read.
     seed = torch.empty((), dtype=torch.int64, device=q.device)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         _one_sequence(d_out),
@@ -197,7 +196,7 @@ def _one_sequence(x: Tensor) -> Tensor:
 
 
 def _with_plans_of_its_own(q: Tensor) -> Tensor:
-    """q [1, H, S, D] with a stride between sequences, of which there is one, that nobody else has.
+    """q [1, H, S, D] with a unique stride between sequences (there is only one sequence).
 
     So no plan is shared with torch's own attention, whose d_out may be laid out in another way.
     """

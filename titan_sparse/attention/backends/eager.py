@@ -230,7 +230,6 @@ def _piece_backward(queries: Queries, piece: Piece, scale: float) -> tuple[Tenso
 
 
 def _busy_query_blocks(tiles: Tiles) -> list[int]:
-    """The query blocks that meet anything, for any sequence and head."""
     lists = tiles.by_query
     count = lists.full_count + lists.partial_count
     most = count.amax(dim=(0, 1))
@@ -357,7 +356,6 @@ def _finite(lse: Tensor) -> Tensor:
 
 
 def _dense_steps(q: Tensor, k: Tensor, shape: DenseShape) -> Iterator[tuple[slice, slice]]:
-    """A block of queries at a time, and the keys that the last of them may see."""
     q_len = q.shape[2]
     k_len = k.shape[2]
     for first in range(0, q_len, shape.block_size):
@@ -396,6 +394,5 @@ def _one_sequence(x: Tensor) -> Tensor:
 
 
 def _many_sequences(x: Tensor, batch: int) -> Tensor:
-    """The inverse of _one_sequence()."""
     by_head = x[0].unflatten(1, (batch, -1))
     return by_head.transpose(0, 1)

@@ -1,6 +1,6 @@
 """FlashAttention-4 called directly, for dense attention without holes.
 
-Going through tables of blocks would cost 10 % there. This is no backend: flex.py calls it.
+Going through tables of blocks would cost 10 % there. This is not a backend: flex.py calls it.
 """
 
 import functools
@@ -16,7 +16,7 @@ HEAD_DIMS = (64, 96, 128)
 
 
 def missing() -> str | None:
-    """Why FlashAttention-4 cannot be used here, in words; None if it can."""
+    """Why FlashAttention-4 cannot be used here; None if it can."""
     wrong_gpu = _wrong_gpu()
     if wrong_gpu:
         return wrong_gpu
@@ -31,7 +31,7 @@ def missing() -> str | None:
 
 
 def broken() -> str | None:
-    """Why an installed FlashAttention-4 fails on a GPU that it is for, in words; None otherwise."""
+    """Why an installed FlashAttention-4 fails on a GPU that it supports; None otherwise."""
     if _wrong_gpu() or not _installed():
         return None
     return _import_failure()
@@ -122,7 +122,6 @@ def dense_backward(
 
 
 def _packed_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float) -> Partial:
-    """Causal attention inside documents, as dense_forward()."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
     batch, heads, length, dim = q.shape
@@ -146,7 +145,6 @@ def _packed_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: f
 def _packed_backward(
     queries: Queries, k: Tensor, v: Tensor, shape: DenseShape, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of causal attention inside documents."""
     from flash_attn.cute.interface import _flash_attn_bwd
 
     batch, _, length, _ = queries.q.shape
@@ -170,7 +168,6 @@ def _packed_backward(
 
 
 def _documents(offsets: Tensor, longest: int, window: int | None) -> dict[str, Any]:
-    """FlashAttention-4's arguments for packed documents, as DenseShape has them."""
     arguments = {
         "cu_seqlens_q": offsets,
         "cu_seqlens_k": offsets,

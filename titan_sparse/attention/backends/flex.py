@@ -177,7 +177,6 @@ class Flex(Triton):
         dtype: torch.dtype | None,
         into: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv of backward() through the blocks of one chunk of keys."""
         tiles = piece.tiles
         if tiles.chosen is not None:
             dq, [(dk, dv)] = super().backward(queries, [piece], dq, scale, dtype, into)
@@ -238,7 +237,6 @@ class Flex(Triton):
 
 
 def _kernel(q: Tensor) -> str:
-    """ "FLASH" or "TRITON", as FlexAttention names its kernels."""
     head_dim = q.shape[-1]
     if flash.serves(q.dtype, head_dim):
         return "FLASH"
@@ -341,7 +339,7 @@ def _block_mask(
 def _score_graphs(q: Tensor) -> tuple[Callable, Callable]:
     """The forward and the joint graph of the score function, which the backward op wants.
 
-    Scores are left as they are.
+    The score function changes nothing.
     """
     score = q.new_zeros((), requires_grad=True)
     # b, h, i, j

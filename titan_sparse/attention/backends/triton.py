@@ -68,7 +68,7 @@ class Triton(Backend):
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         if dtype is None:
             dtype = queries.q.dtype
-        # The gradients of verticals are yet to be summed over heads and ranks, hence fp32.
+        # fp32, because the gradients of verticals are still to be summed over heads and ranks.
         kv_dtypes = [dtype, torch.float32][: len(pieces)]
         return block_sparse.backward(
             queries.d_out,

@@ -1,4 +1,4 @@
-"""Layout "balanced": which rank owns which blocks, worked out from the mask. No process groups.
+"""Layout "balanced": compute from the mask which rank owns which blocks. No process groups.
 
 1. The sequence is cut into chunks of a few blocks (cut_into_chunks). For each chunk we know how
    long its queries take to compute and which chunks' keys they see.
@@ -12,7 +12,7 @@
 MagiAttention deals out chunks by their areas alone (its blog, "dispatch"). Here it is by time, and
 keys count.
 
-All numbers are integers, so every rank comes to the same table without asking the others.
+All numbers are integers, so every rank computes the same table without communication.
 """
 
 from typing import NamedTuple
@@ -62,7 +62,7 @@ DEFAULT_COSTS = Costs()
 
 
 class Chunks(NamedTuple):
-    """What dealing has to know of the C chunks of a sequence, or of several that share a table.
+    """What dealing needs to know about the C chunks of one sequence, or of several with one table.
 
     bounds: int64 [C + 1], the first block of each chunk, and the number of blocks.
     work: int64 [C], time to compute the chunk's queries, as in Costs.
@@ -129,7 +129,6 @@ def cut_into_chunks(ranges: MaskRanges, ranks: int, block_size: int, costs: Cost
 
 
 def _tiles_of_ranges(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
-    """The tiles of a mask that gives each query one range of keys, in blocks of `size` tokens."""
     # [Bm, blocks, size]
     batch = len(ranges.start)
     start = ranges.start.cpu().numpy().reshape(batch, -1, size)
@@ -168,13 +167,11 @@ def _tiles_of_ranges(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
 
 
 def _flat_tensor(numbers: NDArray) -> Tensor:
-    """The numbers of an array in a row, int64."""
     flat = numbers.astype(np.int64).ravel()
     return torch.from_numpy(flat)
 
 
 def _tiles_of_slices(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
-    """The tiles of a mask of slices, in blocks of `size` tokens."""
     ranges = ranges._replace(
         start=ranges.start.cpu(),
         stop=ranges.stop.cpu(),

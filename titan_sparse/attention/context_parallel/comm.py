@@ -1,4 +1,4 @@
-"""Everything that the ranks of one sequence say to each other inside attention.
+"""All communication between the ranks of one sequence inside attention.
 
 No other file of the attention package communicates. Inner, outer and gradient transfers each have
 a communicator of their own: on a shared one a fast inner hop queues behind the slow outer one.
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _ALIGNMENT = 256
-"""Bytes. Every tensor begins at a multiple of it, as kernels and copies like it best."""
+"""Bytes. Every tensor begins at a multiple of it, for fast kernels and copies."""
 
 Kind = tuple[Sequence[int], torch.dtype]
 """The shape and dtype of a tensor."""
@@ -24,7 +24,7 @@ class Buffers:
     """One piece of memory for each slot, as large as the most that the slot has held.
 
     A run that sees many lengths, such as an evaluation, keeps room for the longest of them and not
-    for each. What lies in a slot is lost when the slot is asked for again.
+    for each. Taking a slot again overwrites what it held.
     """
 
     def __init__(self):
@@ -323,9 +323,9 @@ class Communicator:
 
 
 def _group(ranks: list[int], description: str, transfers: bool = False) -> dist.ProcessGroup | None:
-    """A communicator for these ranks; None for a single one, which has nobody to talk to.
+    """A communicator for these ranks; None for a single rank.
 
-    transfers: it moves data beside compute kernels, on NCCL. Its kernels get multiprocessors as
+    transfers: it moves data while compute kernels run, on NCCL. Its kernels get multiprocessors as
     soon as any are free, not when the kernels that fill the GPU are done.
     """
     if len(ranks) == 1:

@@ -1,4 +1,4 @@
-"""One sequence over several ranks: who they are, who owns which blocks, and the schedule."""
+"""The group of ranks that share one sequence, with its layout and its schedule."""
 
 import itertools
 from typing import Any
@@ -115,14 +115,14 @@ class ContextParallel(Communicator):
             self._refuse_different_costs(device_type)
         self._tables: dict[tuple, Tensor] = {}
         self.calls: dict[str, Any] = {}
-        """What ops are told about attention calls over this group, by key (registry.py)."""
+        """The options of attention calls over this group, by key (registry.py)."""
         self.key = f"cp{next(_numbers)}:{layout}:{self.schedule}:{block_size}:{self.ranks}"
         registry.register(self.key, self)
 
     def _refuse_different_costs(self, device_type: str) -> None:
         """Raises ValueError unless all ranks were given the same costs. Collective.
 
-        Ranks with other costs come to another table, and nobody would notice.
+        Ranks with different costs would compute different tables, without an error.
         """
         costs = torch.tensor(self.costs, device=device_type)
         costs_of_ranks = self.all_gather(costs)
@@ -167,7 +167,7 @@ class ContextParallel(Communicator):
     def balance(self, ranges: MaskRanges) -> MaskRanges:
         """The same mask with its table in the layout "balanced"; unchanged for other layouts.
 
-        Not collective: all ranks come to the same table. The host waits for a mask on a GPU.
+        Not collective: all ranks compute the same table. The host waits for a mask on a GPU.
         """
         if not self.depends_on_mask:
             return ranges

@@ -3,7 +3,7 @@
 A rank needs some of the other ranks' blocks of keys. Each block goes once to every node that needs
 it, to the rank there with its owner's local number (`outer`). From that rank it goes to those
 ranks of the node that need it (`inner`). A node's own blocks make the second hop alone. Gradients
-go the same way back. All ranks know the needs, so all of them work this out alike.
+go the same way back. All ranks know the needs, so all of them compute the same plan.
 """
 
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ from torch import Tensor
 from titan_sparse.attention.context_parallel.routing import Traffic
 
 LINK = 12
-"""Bytes that a GPU's memory moves while a link inside a node moves one.
+"""Memory bandwidth of a GPU divided by the bandwidth of a link inside a node.
 
-Some 3.5 TB/s against 0.28 (H200, NVLink).
+About 3.5 TB/s and 0.28 TB/s (H200, NVLink).
 """
 
 
@@ -75,7 +75,6 @@ class Plan(NamedTuple):
 
 
 def _with_next_rows(exchange: Exchange | None, moved: Iterator[Tensor]) -> Exchange | None:
-    """The exchange with the next of the moved tensors as its rows."""
     if exchange is None:
         return None
     rows = next(moved)

@@ -1,8 +1,8 @@
 """Which hops a KV chunk and its gradient have to make. Pure integers, no process groups.
 
-A chunk that nobody further along needs is not passed on, and a gradient travels only once there is
-one. All ranks know the index, so all of them work this out alike. No message tells another rank
-what to expect.
+A rank does not pass on a chunk that no later rank needs, and a gradient travels only once it
+exists. All ranks know the index and compute the same hops, so they need no messages about what to
+expect.
 
 Ranks count [inter][intra]. A plain ring is inter = 1. In window o a chunk is o nodes from home. At
 step t of a window it is t inner hops further.
@@ -94,8 +94,8 @@ def gradient_hops(needed: Tensor, inter: int, intra: int) -> Hops:
 
     Inside a node a gradient begins at the first user away from where the chunk entered the node. It
     goes on around the ring, past the furthest user, to the rank where the chunk entered, whose own
-    share waits there. From node to node it goes likewise, and home. Nothing travels for a chunk
-    without such users.
+    share waits there. It travels between nodes in the same way, and then home. Nothing travels
+    for a chunk that is used only where it entered.
     """
     used = users(needed, inter, intra)
     inner = _first_used(used)

@@ -29,11 +29,11 @@ class Moves(enum.Enum):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the rest of the program has to know about a schedule.
+    """What other modules need to know about a schedule.
 
     windows: (inter, intra, rank) -> the windows of that rank, on `inter` nodes of `intra` ranks.
     moves: what travels between ranks.
-    has_node_axis: it talks inside nodes and between them apart, by communicators of their own.
+    has_node_axis: it uses separate communicators inside nodes and between them.
     needs_node_axis: it makes no sense on a mesh without the axes ("cp_inter", "cp_intra").
     """
 
@@ -118,7 +118,7 @@ def choose(
 ) -> Schedule:
     """The schedule that "auto" means on `inter` nodes of `intra` ranks (docs/benchmarks.md).
 
-    One rank has nothing to move. Where the mask lets a rank need only a few blocks of the others
+    One rank has nothing to move. Where the mask makes a rank need only a few blocks of the others
     (`needs_few_blocks`: documents or a window over the layout "balanced"), group_cast sends just
     those. Inside a node all_gather is the fastest; where the user says what circulates in the
     backward it is a ring. Across nodes it is two rings, or one if nodes have one rank each.

@@ -108,7 +108,6 @@ def intersect(a: MaskRanges, b: MaskRanges) -> MaskRanges:
 
 
 def _intersected_slices(a: MaskRanges, b: MaskRanges) -> MaskRanges:
-    """What two masks both see, if one of them or both have slices."""
     batch = max(len(a.start), len(b.start))
     a_sequences = _slices_of_sequences(a, batch)
     b_sequences = _slices_of_sequences(b, batch)
@@ -216,7 +215,7 @@ T = TypeVar("T")
 
 
 class _Entry(NamedTuple):
-    """Results for one mask, and what tells whether it is still the same mask."""
+    """Cached results for one mask, and what shows whether the mask has changed."""
 
     versions: list[int]
     others: tuple[Tensor | None, ...]
@@ -232,13 +231,13 @@ def once_per_mask(
 ) -> T:
     """compute(), remembered under `key` while this mask's `start` lives and the mask is unchanged.
 
-    `key` and `version` have to name everything besides `ranges` that the result depends on. Only
+    `key` and `version` must name everything except `ranges` that the result depends on. Only
     the last version is kept.
     """
     others = (ranges.stop, ranges.document_start, ranges.slices, ranges.table)
     versions = []
     for tensor in (ranges.start, *others):
-        # Tensors made under inference_mode have no version, and nobody writes to them.
+        # Tensors made under inference_mode have no version, and no code writes to them.
         if tensor is not None and not tensor.is_inference():
             versions.append(tensor._version)
     entry = _entries.get(ranges.start)

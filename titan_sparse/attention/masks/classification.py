@@ -293,7 +293,6 @@ def _edges(slices: Tensor, bands: _Bands, size: int) -> tuple[Runs, Tensor]:
 
 
 def _single_tiles(runs: Runs) -> Runs:
-    """The same tiles, as runs of one tile each."""
     count = runs.last - runs.first
     first = torch.repeat_interleave(runs.first, count) + within_runs(count)
     return Runs(
@@ -383,7 +382,7 @@ def whole_tiles(ranges: MaskRanges, q_blocks: Tensor, k_blocks: Tensor, size: in
     else:
         lines = q_blocks
         others = k_blocks
-    # Keep the runs in lines that are asked for.
+    # Keep the runs in the requested lines.
     row_of_line = _places_in(lines, blocks)
     listed = row_of_line[classification.whole.line] >= 0
     runs = _selected(classification.whole, listed)
@@ -489,6 +488,5 @@ def _places_in(listed: Tensor, blocks: int) -> Tensor:
 
 
 def _count_blocks(ranges: MaskRanges, size: int) -> int:
-    """Blocks of the sequence, the last one of which may be short."""
     seq_len = ranges.start.shape[1]
     return (seq_len + size - 1) // size

@@ -45,7 +45,7 @@ class Full(Mask):
 class Causal(Mask):
     """Query i sees keys 0..i.
 
-    valid: one number per sequence. Tokens from there on are padding, which nobody sees and which
+    valid: one number per sequence. Tokens from there on are padding, which no query sees and which
     sees nothing. rows() raises ValueError for a number that does not fit the sequence.
     """
 
@@ -106,7 +106,7 @@ class Documents(Mask):
 
     lengths: tokens of each document in order, one list for all sequences of the batch or one list
     per sequence. What is left of the sequence after the last document is padding: it sees nothing
-    and nobody sees it.
+    and no query sees it.
     Raises ValueError for a length that is not a whole number of 1 or more and, in rows(), for
     documents that together are longer than the sequence.
     """

@@ -1,4 +1,4 @@
-"""Who sees whom: by query, by block of queries, by rank; and how many pairs that are."""
+"""Which keys each query, block of queries, or rank sees, and how many pairs there are."""
 
 from collections.abc import Callable
 from typing import NamedTuple

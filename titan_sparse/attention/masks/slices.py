@@ -158,7 +158,7 @@ class Dilated(Mask):
 
 
 def _range_table(ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """int64 [N, 2]. ValueError for a pair that is no range."""
+    """int64 [N, 2]. ValueError for a pair that is not a range."""
     table = torch.as_tensor(ranges, dtype=torch.int64).reshape(-1, 2)
     wrong = (table[:, 0] < 0) | (table[:, 0] > table[:, 1])
     if wrong.any():

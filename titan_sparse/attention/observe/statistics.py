@@ -67,7 +67,7 @@ class Recording:
     whose first share is recomputed has two calls.
     bytes_sent, plain_ring_bytes: keys, values and gradients, forward and backward, from the first
     call until the recording ended; and what a ring would have sent in which each chunk visits every
-    rank. bytes_of_verticals, bytes_of_selection: sent besides, for the gathered verticals and their
+    rank. bytes_of_verticals, bytes_of_selection: sent in addition, for the gathered verticals and their
     gradients, and to choose.
     """
 

@@ -103,7 +103,6 @@ def _count(index: BlockIndex, ranges: MaskRanges, table: Tensor, sum_heads: bool
 
 
 def _over_heads(counts: Tensor, sum_heads: bool) -> Tensor:
-    """Counts [B, Hq, ...] as Visits holds them: of each head, or summed with H = 1."""
     if sum_heads:
         return counts.sum(1, keepdim=True)
     return counts

@@ -1,4 +1,4 @@
-"""What a pattern and its index are: the seam between choosing blocks and computing them."""
+"""Define patterns and their indices: the interface between choosing blocks and computing them."""
 
 import copy
 import dataclasses
@@ -19,9 +19,9 @@ from titan_sparse.options import PatternOptions
 class BlockIndex:
     """What one selection chose, for all heads and the whole (global) sequence.
 
-    It is the same on every rank, and has two halves: a set of block pairs, which selects() tells,
-    and `verticals`, single keys that every query of their document sees besides. A pair of tokens
-    in a selected block pair is not counted again through its vertical.
+    It is the same on every rank and has two parts: a set of block pairs, which selects() returns,
+    and `verticals`, single keys that every query of their document sees in addition. A pair of
+    tokens in a selected block pair is not counted again through its vertical.
     """
 
     by_head: ClassVar[tuple[str, ...]] = ("verticals",)
@@ -63,8 +63,8 @@ class BlockIndex:
     def selects_for_all(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         """bool, broadcastable to selects(): pairs of blocks that all queries of the block chose.
 
-        The mask may still hide keys. Only patterns with chosen_chunks() tell queries of a block
-        apart.
+        The mask may still hide keys. Only patterns with chosen_chunks() distinguish
+        the queries of a block.
         """
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q_blocks.device)
 

@@ -348,7 +348,6 @@ def document_origin(ranges: MaskRanges) -> Tensor:
 
 
 def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: int) -> Chunks:
-    """chunk: tokens of a chunk."""
     seq_len = ranges.start.shape[1]
     size = cp.block_size
     device = ranges.start.device

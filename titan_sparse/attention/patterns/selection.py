@@ -58,7 +58,7 @@ def pattern_of(key: str) -> Any:
 
 @dataclass(frozen=True)
 class Selection:
-    """What the select op is told. mask: names of the mask's tensors (inputs.mask_tensors)."""
+    """The options of the select op. mask: names of the mask's tensors (inputs.mask_tensors)."""
 
     pattern: Selects
     cp: weakref.ref

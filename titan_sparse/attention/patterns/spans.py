@@ -25,7 +25,7 @@ class Spans(NamedTuple):
 
     start, stop: [B, n], global tokens.
     first_block, last_block: [B, n].
-    offset: [B, n], where the span's block diagonals begin in the list of all slashes (see
+    offset: [B, n], where the span's slashes begin in the list of all slashes (see
         `entries`).
     dense_from: [B, blocks], the first block that a query block sees whole because of short
         documents; `blocks` if none.
@@ -42,7 +42,7 @@ class Spans(NamedTuple):
 
     @property
     def diagonals(self) -> Tensor:
-        """int64 [B, n]: block diagonals of each span, 0 for an unused slot."""
+        """int64 [B, n]: number of slashes of each span, 0 for an unused slot."""
         # The blocks that a span touches.
         count = self.last_block - self.first_block + 1
         return torch.where(self.start < self.stop, count, 0)
@@ -60,7 +60,7 @@ def slots(seq_len: int, dense_below: int, packed: bool) -> int:
 
 
 def entries(seq_len: int, block_size: int, n: int) -> int:
-    """Length of the list of all spans' block diagonals.
+    """Length of the list of all spans' slashes.
 
     Neighboring spans share at most one block.
     """
@@ -94,8 +94,8 @@ def once_per_selection(
     """compute(), remembered for the mask: geometry that is the same in every layer.
 
     It may depend on the mask, on the pattern's parameters, on cp's ranks, layout and block size,
-    and on `shape`: the batch size and, where it matters, the number of heads. `name` tells the
-    results of one selection apart. The result of another version is forgotten.
+    and on `shape`: the batch size and, where it matters, the number of heads. `name`
+    distinguishes the results of one selection. The result of another version is dropped.
     """
     # cp.key stands for the ranks, the layout and the block size.
     key = (name, pattern, cp.key, shape)

@@ -184,7 +184,6 @@ def _by_kernels(q: Tensor, cp: ContextParallel, stride: int) -> bool:
 
 
 def _where_counted(x: Tensor, counted: Tensor) -> Tensor:
-    """x where its tokens count in their cell, 0 elsewhere; contiguous."""
     return torch.mul(x, counted, out=x.new_empty(x.shape))
 
 
@@ -210,7 +209,6 @@ def _counted(
 def _query_blocks(
     ranges: MaskRanges, spans: Spans, own_blocks: Tensor, block_size: int, stride: int
 ) -> QueryBlocks:
-    """What the cells of this rank's query blocks see and choose from."""
     batch, span_count = spans.start.shape
     seq_len = ranges.start.shape[1]
     per_block = block_size // stride

@@ -145,7 +145,6 @@ def backward(
 
 
 def _goes_by_rectangles(call: AttentionCall, q: Tensor) -> bool:
-    """Whether each rank's keys are a rectangle for a dense kernel."""
     own = rectangles.rectangle_of(call, q, call.cp.rank)
     return own is not None and call.backend.DENSE_BY_CHUNK
 
@@ -179,7 +178,7 @@ def _dense_backward(
     """dq of the query heads of one KV head, and dk and dv of all ranks' keys, as a backend's."""
     steps = _rectangles(call, queries.q)
     dtype = call.sum_dtype(queries.q)
-    # Keys that nobody here sees keep gradients of 0.
+    # Keys that no query here sees keep gradients of 0.
     dk = torch.zeros(head.k.shape, dtype=dtype, device=head.k.device)
     dv = torch.zeros(head.v.shape, dtype=dtype, device=head.v.device)
     dq = None
@@ -226,7 +225,6 @@ def _gathered_heads(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Ite
 
 
 def _query_heads(q: Tensor, k: Tensor) -> list[slice]:
-    """The query heads of each KV head."""
     query_heads = q.shape[1]
     kv_heads = k.shape[1]
     group_size = query_heads // kv_heads
@@ -247,7 +245,6 @@ def _one_rank_after_the_other(gathered: Pending) -> Tensor:
 def _pieces(
     head: KVHead, tiles: Tiles, vertical_kv: Tensor | None, tiles_of_verticals: Tiles | None
 ) -> list[Piece]:
-    """What the query heads of one KV head meet: its keys, and the verticals if there are tiles."""
     heads = head.query_heads
     pieces = [Piece(head.k, head.v, _tiles_of_heads(tiles, heads))]
     if tiles_of_verticals is not None:
@@ -272,7 +269,6 @@ def _start_scatter(call: AttentionCall, gradient: Tensor, dtype: torch.dtype) ->
 
 
 def _tiles_of_heads(tiles: Tiles, heads: slice) -> Tiles:
-    """The tiles of some query heads."""
     chosen = tiles.chosen
     if chosen is not None:
         words = _take_heads(chosen.words, heads)

@@ -94,7 +94,7 @@ def _start(
     axis: str,
     out: Tensor,
 ) -> Pending | None:
-    """Start an exchange of the blocks take(rows), which come into `out`. None: nobody sends."""
+    """Start an exchange of the blocks take(rows), received in `out`; None if no rank sends."""
     if exchange is None:
         return None
     blocks = take(exchange.rows)
@@ -300,7 +300,6 @@ def _in_order(blocks: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _stream(name: str, device: torch.device) -> torch.cuda.Stream:
-    """A side stream of high priority, by name."""
     return torch.cuda.Stream(device, priority=-1)
 
 

@@ -79,7 +79,7 @@ def backward(
 
 
 def _slots(call: AttentionCall) -> int:
-    """The most chunks that a query can see besides its own one."""
+    """The most chunks that a query can see in addition to its own."""
     most_earlier = (call.seq_len - 1) // call.pattern.chunk_size
     return min(call.pattern.top_k - 1, most_earlier)
 

@@ -193,7 +193,7 @@ def _piece(
     name: tuple,
     transpose: bool,
 ) -> Piece:
-    """A step's keys and values with their tiles. name: tells this step's blocks from others."""
+    """A step's keys and values with their tiles. name: identifies this step's blocks."""
     k, v = kv
     tiles = call_tiles.tiles_of_blocks(
         call,

@@ -120,7 +120,7 @@ def backward(
         rectangle.shape,
         call.scale,
     )
-    # Keys that nobody sees get gradients of 0.
+    # Keys that no query sees get gradients of 0.
     unseen_keys = k.shape[2] - rectangle.k_stop
     padding = (0, 0, 0, unseen_keys)
     dk = torch.nn.functional.pad(dk.to(dtype), padding)

@@ -106,7 +106,6 @@ def _route(windows: tuple[tuple[int, ...], ...], rank: int, needed_bytes: bytes)
 
 
 def _own_hops(windows: tuple[tuple[int, ...], ...], hops: routing.Hops) -> Hops:
-    """This rank's share of the hops of all ranks."""
     # The chunk that comes next in a window, and with the next window. After the last window a
     # chunk's gradient comes home, to the rank that had it in the first.
     next_in_window = [window[1:] + window[:1] for window in windows]

@@ -122,7 +122,6 @@ def vertical_tiles(side: QuerySide, index: VerticalSlashIndex, transpose: bool) 
 def _both_sides(
     lists: list[block_tables.FourLists],
 ) -> tuple[BlockLists, BlockLists | None]:
-    """Lists by query and, where there are any, by key."""
     by_query = BlockLists(*lists[0])
     if len(lists) == 1:
         return by_query, None

@@ -80,7 +80,7 @@ def _masses(
     cp: ContextParallel,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Masses that the probe gives to verticals [N, S] and to block diagonals [N, E] of N pairs."""
+    """Masses that the probe gives to verticals [N, S] and to slashes [N, E] of N pairs."""
     batch, heads = q.shape[:2]
     probe, keys, lse = look(q, k, geometry, cp, scale)
     # Of this rank's keys, for all heads: [B, Hq, n_local, b] and [B, Hq, n_local, T, U].

@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class VerticalSlashIndex(BlockIndex):
-    """Block diagonals per span (slashes) and single keys (verticals), for every query head.
+    """Slashes (block diagonals) per span and single keys (verticals), for every query head.
 
     slashes: bool [B, Hq, E]; entry spans.offset[d] + delta is the slash of block pairs delta
         apart in span d.

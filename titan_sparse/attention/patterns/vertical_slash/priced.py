@@ -43,7 +43,7 @@ class Limits(NamedTuple):
 
 
 class Priced(NamedTuple):
-    """What prices need to know besides the Geometry, the same for every layer.
+    """What prices need in addition to the Geometry. It is the same for every layer.
 
     counted_start: int32 [B, n, P], the first key of each row whose mass counts in recall.
     free_start, free_stop: int32 [B, n, P], the keys that each row sees and that are not on in any

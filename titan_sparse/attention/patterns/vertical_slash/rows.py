@@ -22,7 +22,7 @@ def set_probe_seed(seed: int) -> None:
 
 
 def probe_seed() -> int:
-    """What set_probe_seed() was told last; 0 at first."""
+    """The seed last given to set_probe_seed(); 0 at first."""
     return _seed
 
 
