@@ -1,9 +1,9 @@
-"""The Jinja template that makes one text of a chat's messages: found, and rendered as transformers does.
+"""Find the Jinja template of a chat, and render the messages of a chat as transformers does.
 
-Published templates of some families are replaced by forms of them for training, with {% generation %}
-blocks, which begin behind the header of an answer and end with the token that ends the answer. No
-answer loses its reasoning when another one follows. Templates are known by their structure rather
-than by their whole text, as their revisions differ in other places.
+For some families, the published template is replaced by a form for training. This form has
+{% generation %} blocks that begin after the header of an answer and end with the token that ends
+the answer. No answer loses its reasoning when another one follows. We recognize templates by their
+structure and not by their whole text, because revisions of a template differ in other places.
 """
 
 import datetime
@@ -24,18 +24,20 @@ from titan_sparse.models.huggingface_files import files_to_copy
 FILE = "chat_template.jinja"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DAY = datetime.datetime(2024, 7, 26)
-"""Some templates write today's date: samples must be the same on each day. This is Llama 3.1's."""
+"""Some templates write today's date, but samples must be the same on every day. This is Llama 3.1's
+date."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 _SECONDS = 10
-"""that a template may take for one chat; milliseconds are usual"""
+"""Time limit of a template for one chat. Milliseconds are usual."""
 
 
 class ChatTemplate:
     """A template with the special tokens that it may name.
 
-    texts: by name, "default" and perhaps "tool_use", which is for chats with tools. kwargs: values of
-    the template's own variables, such as enable_thinking. Raises ValueError without transformers, for
-    a text that is not a template, and for a variable that it does not read.
+    texts: templates by name: "default", and optionally "tool_use" for chats with tools. kwargs:
+    values of the template's own variables, such as enable_thinking. Raises ValueError if
+    transformers is missing, if a text is not a template, and for a variable that the template does
+    not read.
     """
 
     def __init__(
@@ -124,7 +126,8 @@ class ChatTemplate:
         return "tool_use" if tools and "tool_use" in self._texts else "default"
 
     def _forbid_chance_and_endless_loops(self) -> None:
-        """What a template writes depends on the chat alone, on each rank and each day."""
+        """Make the template's output depend on the chat alone, so that it is equal on all ranks and
+        days."""
 
         def check_time(*_: Any) -> str:
             if time.monotonic() > self._deadline:
@@ -145,7 +148,8 @@ class ChatTemplate:
         self._environment.binop_table |= {"**": _refuse_power, "*": _product}
 
     def _compile(self, text: str) -> Any:
-        """The template, which looks at the clock in each pass of a loop and each call of a macro."""
+        """Compile a template that checks the clock in each pass of a loop and each call of a
+        macro."""
         import jinja2
 
         tree = self._environment.parse(text)
@@ -185,13 +189,14 @@ def _product(left: Any, right: Any) -> Any:
 
 
 def load_template(data: Data, model_folder: str) -> ChatTemplate:
-    """The template that data.chat_template names, else that of the tokenizer, else of the model.
+    """Load the template that data.chat_template names, else that of the tokenizer, else of the
+    model.
 
-    data.chat_template is a file or a folder. Raises ValueError, naming the key, if there is none, or
-    it cannot be read.
+    data.chat_template is a file or a folder. Raises ValueError, naming the key, if there is no
+    template or it cannot be read.
     """
     folder = _tokenizer_folder(data)
-    # Bytes have no tokens for these: a template that writes them writes nothing.
+    # The byte tokenizer has no such tokens, so a template that writes them writes nothing.
     special_tokens = _special_tokens(folder) if folder else {"bos_token": "", "eos_token": ""}
     texts = _find_texts(data, [folder, _model_folder(model_folder)])
     if not texts:
@@ -203,11 +208,12 @@ def load_template(data: Data, model_folder: str) -> ChatTemplate:
 
 
 def exported_files(data: Data, model_folder: str) -> dict[str, bytes]:
-    """Name -> content of the files that go beside a trained model: the tokenizer and the chat
-    template of its run, and generation_config.json of model.initial_hf.
+    """Name -> content of the files that are saved next to a trained model: the tokenizer and the
+    chat template of its run, and generation_config.json of model.initial_hf.
 
-    Bytes are no tokenizer that transformers knows: the model's goes along. Raises ValueError,
-    naming the key, for a file that cannot be read, and for a link that leaves its folder.
+    transformers has no byte tokenizer, so a run on bytes exports the model's own tokenizer. Raises
+    ValueError, naming the key, for a file that cannot be read, and for a link that leaves its
+    folder.
     """
     files = files_to_copy(model_folder)
     folder = _tokenizer_folder(data)
@@ -216,7 +222,7 @@ def exported_files(data: Data, model_folder: str) -> dict[str, bytes]:
         files = {**files_to_copy(str(folder), "data.tokenizer"), **beside}
         files["tokenizer.json"] = tokenizer_file(data.tokenizer)
     contents = {name: path.read_bytes() for name, path in files.items()}
-    # Prepared tokens hold the template that they were made with.
+    # Prepared tokens hold the template that was used to make them.
     prepared = [Path(source).expanduser() for source in source_weights(data.source)]
     prepared = [path for path in prepared if is_prepared(str(path))]
     texts = _find_texts(data, [*prepared, folder, _model_folder(model_folder)])
@@ -251,7 +257,7 @@ def _find_texts(data: Data, folders: list[Path | None]) -> dict[str, str]:
 
 
 def find_template(folder: Path) -> dict[str, str]:
-    """The templates of a Hugging Face folder by name; none: empty."""
+    """The templates of a Hugging Face folder by name; empty if it has none."""
     if (folder / FILE).is_file():
         return {"default": _read(folder / FILE)}
     template = _read_config(folder).get("chat_template")
@@ -264,7 +270,6 @@ def find_template(folder: Path) -> dict[str, str]:
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """The tokens that tokenizer_config.json names, as templates know them: bos_token, ..."""
     config = _read_config(folder)
     tokens = {}
     for key in _SPECIAL:
@@ -320,7 +325,7 @@ _FAMILIES = (
         False,
         r"loop\.index0 > ns\.last_query_index",
         (
-            # Answers before the last question lost their <think>: all have it.
+            # Answers before the last question lost their <think>. Here all answers have it.
             (
                 r"\{%- if [^%]*loop\.index0 > ns\.last_query_index[^%]*%\}.*?"
                 r"\{\{- '<\|im_start\|>' \+ message\.role \+ '\\n(<think>.*?) \}\}"
@@ -384,7 +389,7 @@ _FAMILIES = (
                 rf"\{{%- endfor %\}}\{{\{{'<｜tool▁calls▁end｜>{_END}'\}}\}}",
                 r"\g<0>{% endgeneration %}",
             ),
-            # Chats have no content in place of none, and objects as arguments.
+            # In our chats, missing content is an absent key and arguments are objects.
             (r"message\['content'\] is not none", "message['content'] is string"),
             (r"message\['content'\] is none", "message['content'] is not string"),
             (r"tool\['function'\]\['arguments'\] \+", r"tool['function']['arguments'] | tojson +"),
@@ -394,7 +399,7 @@ _FAMILIES = (
 
 
 def training_form(text: str) -> TrainingForm | None:
-    """The form of a template for training; None if it is of no known family, or marks answers."""
+    """The form of a template for training; None if its family is not known or it marks answers."""
     if re.search(r"\{%-?\s*generation\s*-?%\}", text):
         return None
     for family in _FAMILIES:

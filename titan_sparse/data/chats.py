@@ -1,9 +1,10 @@
-"""Samples of chats -> tokens, and which of them are learned.
+"""Turn samples of chats into tokens, and mark which of them are learned.
 
-What the assistant writes lies in {% generation %} blocks of the template. Where it marks none, it
-is what the rendering of the messages up to an answer has beyond the generation prompt before it.
-That holds if both are prefixes of the whole chat: checked for each answer. A token with letters of
-both the prompt and the answer is learned, as transformers and TRL do.
+What the assistant writes is in {% generation %} blocks of the template. If the template has none,
+we render the messages up to an answer, and separately the messages before it with the generation
+prompt. The difference is the answer. This is correct if both texts are prefixes of the whole chat,
+which is checked for each answer. A token with letters of both the prompt and the answer is learned,
+as in transformers and TRL.
 """
 
 import json
@@ -30,14 +31,15 @@ class Turn(NamedTuple):
     start: int
     stop: int
     written: int
-    """where its content begins: special tokens before it do not end the turn"""
+    """where its content begins; special tokens before this place do not end the turn"""
 
 
 class ChatEncoder:
     """Encodes the samples of one part of data.source; `data` is the [data] section of that part.
 
-    model_folder: model.initial_hf. Raises ValueError, naming the key, for a template that is not
-    there. prompt_completion needs one only for a sample of messages: then encode() raises it.
+    model_folder: model.initial_hf. Raises ValueError, naming the key, if there is no template.
+    prompt_completion needs a template only for samples of messages, so encode() raises the error
+    then.
     """
 
     def __init__(self, data: Data, tokenizer: Tokenizer, model_folder: str = "") -> None:
@@ -61,9 +63,9 @@ class ChatEncoder:
     def encode(self, text: str) -> Encoded:
         """The tokens of a sample (JSON of rows.py), closed by the end-of-document token.
 
-        An empty text is a row that was skipped. Where the template refuses the sample, or does not
-        show what is learned, the sample is skipped too, or, by data.bad_rows, ValueError is raised,
-        naming file and row.
+        An empty text is a row that was skipped. If the template refuses the sample or does not show
+        what is learned, data.bad_rows decides: the sample is skipped, or ValueError is raised that
+        names the file and the row.
         """
         sample = json.loads(text) if text else {}
         try:
@@ -100,22 +102,22 @@ class ChatEncoder:
         )
 
     def _template_for(self, taught: list[bool]) -> ChatTemplate:
-        """The template of a chat: as published, where only the last message is learned."""
+        """The template of a chat. The published one is used if only the last message is learned."""
         if self._template is None:
             self._load()
         return self._training if self._training and any(taught[:-1]) else self._template
 
     def _strings(self, prompt: str, completion: str) -> Encoded:
-        """The prompt is tokenized as it is when a model is asked; the completion is what follows."""
+        """Tokenize the prompt alone, as it is at inference. The completion is what follows."""
         head = self.tokenizer.encode(prompt)
         whole = self.tokenizer.encode(prompt + completion)
         if not np.array_equal(whole[: len(head)], head):
-            # A token goes over the seam.
+            # A token crosses the boundary between prompt and completion.
             whole = np.concatenate([head, self.tokenizer.encode(completion)])
         learned = np.arange(len(whole)) >= len(head)
         if self.data.loss_on == "all":
             learned[:] = True
-        # Not _closed(): a completion that spells the end-of-document token is not its end.
+        # Not _closed(): a completion that spells out the end-of-document token does not end there.
         tokens = np.append(whole, np.int32(self.tokenizer.end_of_document))
         return Encoded(tokens, np.append(learned, True))
 
@@ -138,7 +140,6 @@ class ChatEncoder:
         return self._closed(rendered.ids, learned, ends_open)
 
     def _taught(self, sample: dict[str, Any]) -> tuple[list[Message], list[bool]]:
-        """All messages of a sample, and whether each is learned."""
         prompt = sample.get("prompt", [])
         messages = prompt + (sample["completion"] if "completion" in sample else sample["messages"])
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -155,7 +156,7 @@ class ChatEncoder:
     def _closed(
         self, ids: NDArray[np.int32], learned: NDArray[np.bool_], learns_end: bool
     ) -> Encoded:
-        """With the end-of-document token behind, unless the template has written it."""
+        """Append the end-of-document token, unless the template has written it."""
         end = self.tokenizer.end_of_document
         if len(ids) and ids[-1] == end:
             return Encoded(ids, learned)
@@ -163,8 +164,6 @@ class ChatEncoder:
 
 
 class _Chat:
-    """A chat's text, and where its messages lie in it."""
-
     def __init__(self, template: ChatTemplate, messages: list[Message], tools: list[Any]) -> None:
         self.template = template
         self.messages = messages
@@ -176,7 +175,7 @@ class _Chat:
             self.text = template.render(messages, tools)
 
     def turns(self, taught: list[bool]) -> list[Turn]:
-        """What is learned of the messages that are `taught`."""
+        """The parts to learn of the messages that are `taught`."""
         turns = []
         marked = self._marked_answers(taught) if self.is_marked else {}
         for number, is_taught in enumerate(taught):
@@ -216,20 +215,20 @@ class _Chat:
     def _prefix(self, count: int, asks: bool) -> int:
         """Letters of the first `count` messages, with the generation prompt where the chat `asks`.
 
-        Raises BadSample if they are no prefix of the whole.
+        Raises BadSample if they are not a prefix of the whole chat.
         """
         if count == len(self.messages) and not asks:
             return len(self.text)
         part = self.template.render(self.messages[:count], self.tools, add_generation_prompt=asks)
         if not self.text.startswith(part):
-            # Some close a chat, wherever it ends (Phi-3).
+            # Some templates (Phi-3) close a chat wherever it ends.
             part = part.removesuffix(self.template.special_tokens.get("eos_token", ""))
         if not self.text.startswith(part):
             raise _no_prefix(count if asks else count - 1)
         return len(part)
 
     def _check_answer(self, number: int, turns: list[Letters]) -> None:
-        """Raises BadSample where what is learned lacks a part of an answer."""
+        """Raises BadSample if the learned part does not contain the whole answer."""
         message = self.messages[number]
         written = "".join(self.text[start:stop] for start, stop in turns)
         # Some templates take reasoning out of the content and write it anew.
@@ -248,7 +247,6 @@ class _Chat:
                 )
 
     def _marked_answers(self, taught: list[bool]) -> dict[int, list[Letters]]:
-        """The {% generation %} blocks of each answer."""
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
         if len(self.marks) == len(answers):
             return {answer: [mark] for answer, mark in zip(answers, self.marks, strict=True)}
@@ -257,7 +255,7 @@ class _Chat:
                 "the chat template has {% generation %}, but marks nothing in it; write another "
                 "data.chat_template"
             )
-        # Which block is whose does not matter where all are learned.
+        # If all answers are learned, it does not matter which block belongs to which answer.
         if all(taught[answer] for answer in answers):
             return dict.fromkeys(answers, self.marks)
         raise BadSample(
@@ -268,8 +266,6 @@ class _Chat:
 
 
 class _Rendered:
-    """The tokens of a chat's text and their letters."""
-
     def __init__(self, text: str, tokenizer: Tokenizer) -> None:
         self.text = text
         self.tokenizer = tokenizer
@@ -286,10 +282,10 @@ class _Rendered:
     def learn(self, turn: Turn, learned: NDArray[np.bool_], trims: bool) -> bool:
         """Set `learned` [n] for a turn and for the token that ends it.
 
-        What follows that token within the turn, such as a line break, is not learned if `trims`. A
-        turn without one ends with the next special token, even if the template writes that as the
-        beginning of the next message (GLM does). Returns whether the turn is the chat's last and
-        nothing ends it: the end-of-document token does then.
+        With `trims`, what follows that token within the turn (such as a line break) is not learned.
+        A turn without an end token ends with the next special token, even if the template writes
+        that token as the beginning of the next message (as GLM does). Returns whether the turn is
+        the last one of the chat and nothing ends it. Then the end-of-document token ends it.
         """
         tokens = self.tokens_of((turn.start, turn.stop))
         end = self.turn_end(self.tokens_of((turn.written, turn.stop)))
@@ -304,9 +300,9 @@ class _Rendered:
         return False
 
     def turn_end(self, tokens: slice) -> int | None:
-        """The place behind the special tokens that end a turn; None where it has none at its end.
+        """The place after the special tokens that end a turn; None if it does not end with any.
 
-        They follow what is written last, and are several in a row for DeepSeek's tool calls.
+        There can be several of them in a row, as in DeepSeek's tool calls.
         """
         place = tokens.stop
         while place > tokens.start and (self.is_special[place - 1] or self._is_blank(place - 1)):

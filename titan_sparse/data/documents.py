@@ -1,4 +1,4 @@
-"""Documents of tokens, from texts that are tokenized when first needed, or from prepared shards."""
+"""Documents of tokens: from texts that are tokenized when first needed, or from prepared shards."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -17,10 +17,10 @@ logger = logging.getLogger("titan_sparse")
 
 
 class Documents(Protocol):
-    """What a stream cuts into sequences; lengths and tokens include the end-of-document token."""
+    """What a stream cuts into sequences. Lengths and tokens include the end-of-document token."""
 
     total_tokens: int
-    """of all documents; 0: not known before reading them"""
+    """of all documents; 0 if not known before reading them"""
     sample_format: SampleFormat
 
     def __len__(self) -> int: ...
@@ -43,14 +43,14 @@ class Documents(Protocol):
 
 
 class _Tokenized(ABC):
-    """Rows, encoded when a length or tokens are asked for. Lengths are remembered for good."""
+    """Rows that are encoded when a length or tokens are asked for. Lengths are kept in memory."""
 
     total_tokens = 0
 
     def __init__(self, source: Source, sample_format: SampleFormat) -> None:
         self.source = source
         self.sample_format = sample_format
-        # With the end-of-document token, so 0 can stand for "not known yet".
+        # Lengths include the end-of-document token, so 0 means "not known yet".
         self._lengths = np.zeros(len(source), dtype=np.int64)
         self._encoded: dict[int, Encoded] = {}
 
@@ -126,14 +126,14 @@ _NOT_FOR_SHARDS = (
     "bad_rows",
     "split_special_tokens",
 )
-"""Keys of [data] that prepare_data has used up."""
+"""Keys of [data] that prepare_data has already applied."""
 
 
 def open_documents(data: Data, tokenizer: Tokenizer, model_folder: str = "") -> Documents:
     """Open one part of data.source, whose format is data.format.
 
-    model_folder: model.initial_hf, for its chat template. Raises ValueError, naming the key, if
-    that is impossible or an option would be ignored.
+    model_folder: model.initial_hf, for its chat template. Raises ValueError, naming the key, if the
+    part cannot be opened or an option would be ignored.
     """
     if is_prepared(data.source):
         for name in _NOT_FOR_SHARDS:

@@ -1,7 +1,7 @@
-"""The loader: batches of packed sequences for one rank, deterministic and resumable.
+"""The loader makes batches of packed sequences for one rank. It is deterministic and resumable.
 
-There is one endless global stream of sequences (stream.py). The data-parallel ranks share it out,
-and the context-parallel ranks cut each sequence into blocks.
+There is one endless global stream of sequences (stream.py). It is divided among the data-parallel
+ranks, and the context-parallel ranks cut each sequence into blocks.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ from titan_sparse.data.whole import WholeStream
 logger = logging.getLogger("titan_sparse")
 
 _SAMPLES = 16
-"""Documents of a part that tell its content from another's."""
+"""Number of documents of a part that content_digest() samples."""
 
 _CURSOR_FIELDS = {field.name for field in fields(Cursor)}
 
@@ -51,7 +51,8 @@ batch."""
 
 @dataclass
 class Batch:
-    """The b sequences of one data-parallel rank; of each, this context-parallel rank's blocks."""
+    """The b sequences of one data-parallel rank, cut to the blocks of this context-parallel
+    rank."""
 
     tokens: Tensor
     """int64 [b, S_local]"""
@@ -60,7 +61,7 @@ class Batch:
     positions: Tensor
     """int64 [b, S_local], position in the piece, or in the sequence (restart_positions)"""
     lengths: list[list[int]]
-    """per sequence the tokens of each piece in global order; the rest of S is padding"""
+    """tokens of each piece per sequence, in global order; the rest of S is padding"""
     table: Tensor | None = None
     """int64 [ranks, n], the blocks of every context-parallel rank, where the layout depends on the
     batch"""
@@ -72,8 +73,9 @@ class PackedLoader:
 
     With R = `dp_size` data-parallel ranks and b = `batch_size`, a micro-batch is the next R * b
     sequences, and rank r takes number r * b ... r * b + b - 1 of them. S is training.seq_len padded
-    up to `padding_multiple`. `restart_positions`: positions count from 0 in each piece; without it,
-    from 0 to S - 1 in each sequence. Raises ValueError when no document is long enough.
+    up to `padding_multiple`. With `restart_positions`, positions count from 0 in each piece.
+    Without it, they count from 0 to S - 1 in each sequence. Raises ValueError if no document is
+    long enough.
     """
 
     def __init__(
@@ -95,12 +97,13 @@ class PackedLoader:
         self._block_table: BlockTable | None = None
 
     def use_layout(self, shard: Shard, block_table: BlockTable | None = None) -> None:
-        """From now on hand out only this context-parallel rank's blocks, as `shard` cuts them.
+        """From now on return only this context-parallel rank's blocks, as `shard` cuts them.
 
-        `block_table` is for a layout that depends on the batch. It is made from Batch.lengths, so
-        it is the same on every rank, and is handed to `shard` and out with the batch. Without it,
-        `shard` gets None. A method, not an argument of the constructor, because data is opened
-        before any process group exists, so that its mistakes are told at once.
+        `block_table` is for a layout that depends on the batch. It is computed from Batch.lengths,
+        so it is the same on every rank. `shard` and the batch both receive it. Without
+        `block_table`, `shard` receives None. This is a method and not an argument of the
+        constructor, because data is opened before any process group exists, so that mistakes in it
+        are reported at once.
         """
         self._shard = shard
         self._block_table = block_table
@@ -112,8 +115,8 @@ class PackedLoader:
 
     @property
     def epoch(self) -> int:
-        """Whole passes over the source, all ranks together; in a mixture those over the part that
-        is passed most."""
+        """Whole passes over the source, all ranks together. In a mixture, those over the part that
+        has had the most passes."""
         return max(stream.cursor.epoch for stream in self.mixture.streams)
 
     @property
@@ -127,8 +130,8 @@ class PackedLoader:
         return sum(stream.documents_left_out for stream in self.mixture.streams)
 
     def content_digest(self) -> str:
-        """Tells the documents from others: of each part a sample, evenly spaced, as reading all
-        would take hours."""
+        """A digest of the content: of each part a sample of documents, evenly spaced, because
+        reading all of them would take hours."""
         digest = hashlib.sha256()
         for stream in self.mixture.streams:
             count = len(stream.documents)
@@ -143,7 +146,7 @@ class PackedLoader:
         """The next batch. Raises DataError for a document that cannot be trained on."""
         try:
             return self._batch(self._own_sequences())
-        # Before training a ValueError is a refusal. Now other ranks may be waiting for this one.
+        # Before training, a ValueError is a refusal. Now other ranks may be waiting for this one.
         except ValueError as error:
             raise DataError(str(error)) from error
 
@@ -157,8 +160,8 @@ class PackedLoader:
         first = self.dp_rank * self.batch_size
         own_numbers = range(first, first + self.batch_size)
         own_sequences = []
-        # To the end of the micro-batch, not only to the end of the own sequences: so the cursor is
-        # the same on all ranks.
+        # Go to the end of the micro-batch, and not only of this rank's sequences, so that the cursor
+        # is the same on all ranks.
         for number in range(self.dp_size * self.batch_size):
             stream = self.mixture.next_stream()
             spans = stream.next_sequence()
@@ -170,26 +173,26 @@ class PackedLoader:
         return own_sequences
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been handed out, the same on all ranks: a cursor and a fingerprint for each part
-        of the mixture."""
+        """The state of what has been returned so far, the same on all ranks: a cursor and a
+        fingerprint for each part of the mixture."""
         cursors = [asdict(stream.cursor) for stream in self.mixture.streams]
         return {
             "sequence": self.mixture.sequence,
             "dp_size": self.dp_size,
             "batch_size": self.batch_size,
-            # As text: a checkpoint is read into a state of the same shape, and another mixture has
-            # another number of cursors.
+            # As text, because a checkpoint is read into a state of the same shape, and another mixture
+            # has a different number of cursors.
             "cursors": json.dumps(cursors),
             "fingerprint": json.dumps(self.mixture.fingerprint()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the first sequence that was not handed out. The number of ranks and the batch
+        """Continue at the first sequence that was not returned. The number of ranks and the batch
         size may differ.
 
-        Raises Refusal, saying what differs, if the saved stream was another one.
+        Raises Refusal, saying what differs, if the saved state belongs to another stream.
         """
-        # An older checkpoint does not know these options, and had these values.
+        # An older checkpoint does not have these options, and was written with these values.
         older = {"split_special_tokens": 0, **asdict(SampleFormat())}
         saved = [older | part for part in json.loads(state["fingerprint"])]
         cursors = json.loads(state["cursors"])

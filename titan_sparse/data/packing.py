@@ -1,7 +1,7 @@
-"""Pieces of documents -> one packed sequence. Pure numpy functions.
+"""Put pieces of documents into one packed sequence. Pure numpy functions.
 
-Documents lie one after the other, each closed by its end-of-document token. A document that does
-not fit is cut at the sequence's end and goes on in the next sequence as a new piece.
+Documents follow each other, each closed by its end-of-document token. A document that does not fit
+is cut at the end of the sequence and continues in the next sequence as a new piece.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ class Piece(NamedTuple):
     start: int
     stop: int
     learned: NDArray[np.bool_] | None = None
-    """[length] of the document, which of its tokens are labels; None: all"""
+    """[length] of the document: which of its tokens are labels; None means all"""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One packed sequence of S tokens; what `lengths` leaves of it is padding."""
+    """One packed sequence of S tokens. What is not in `lengths` is padding."""
 
     tokens: NDArray[np.int64]
     """[S]"""
@@ -54,21 +54,21 @@ def pack(pieces: Sequence[Piece], seq_len: int, padding_id: int) -> Packed:
     for piece, length in zip(pieces, lengths, strict=True):
         end = begin + length
         packed.tokens[begin:end] = piece.document[piece.start : piece.stop]
-        # The last piece of a document has one label fewer than tokens: its last token keeps the
-        # ignored label.
+        # The last piece of a document has one label fewer than tokens, because its last token keeps
+        # the ignored label.
         next_tokens = piece.document[piece.start + 1 : piece.stop + 1]
         labels = packed.labels[begin : begin + len(next_tokens)]
         labels[:] = next_tokens
         if piece.learned is not None:
             labels[~piece.learned[piece.start + 1 : piece.stop + 1]] = IGNORED_LABEL
-        # From 0 in each piece: attention cannot see earlier ones, which are in another sequence.
+        # From 0 in each piece: attention cannot see earlier pieces, which are in another sequence.
         packed.positions[begin:end] = np.arange(length)
         begin = end
     return replace(packed, lengths=lengths)
 
 
 def pad_to_multiple(packed: Packed, multiple: int, padding_id: int) -> Packed:
-    """Add padding tokens until S is a multiple of `multiple`; the lengths stay."""
+    """Add padding tokens until S is a multiple of `multiple`. The lengths do not change."""
     missing = -len(packed.tokens) % multiple
     padding = _padding(missing, padding_id)
     return Packed(
@@ -89,15 +89,16 @@ def _padding(seq_len: int, padding_id: int) -> Packed:
 
 
 LENGTHS = (1 << 15, 1 << 16, 1 << 17)
-"""Sequence lengths that the share of documents kept is told for, besides the run's own."""
+"""Sequence lengths for which the share of documents kept is logged, in addition to the run's
+own."""
 
 
 def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Numbers of the documents in each sequence of `room` tokens: the longest first, each into the
-    first sequence that it fits in.
+    """Numbers of the documents in each sequence of `room` tokens. The longest document comes first,
+    and each goes into the first sequence that has room for it.
 
-    Documents stay in order within a sequence, and sequences by their first one. Every length must
-    be at most `room`.
+    Documents stay in order within a sequence, and sequences are ordered by their first document.
+    Every length must be at most `room`.
     """
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
     sequences: list[list[int]] = []
@@ -113,7 +114,7 @@ def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def kept_shares(lengths: NDArray[np.integer], seq_len: int) -> str:
-    """The share of documents of at most so many tokens, for LENGTHS and for `seq_len`.
+    """The share of documents that have at most this many tokens, for LENGTHS and for `seq_len`.
 
     lengths: int [documents], the end-of-document token included.
     """

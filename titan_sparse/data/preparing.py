@@ -1,5 +1,5 @@
-"""Text -> shards of tokens (shards.py), by parallel processes. After an interruption, finished
-shards are kept."""
+"""Turn text into shards of tokens (shards.py) with parallel processes. After an interruption,
+finished shards are kept."""
 
 import hashlib
 import json
@@ -42,7 +42,7 @@ from titan_sparse.models.huggingface_files import write_files
 logger = logging.getLogger("titan_sparse")
 
 SHARD_LETTERS = 1 << 20
-"""Of a small source, in a shard; a tokenizer has them in a second."""
+"""Letters of a small source in one shard. A tokenizer needs about a second for them."""
 
 
 class Writer:
@@ -70,7 +70,7 @@ class Writer:
 
         The shard's .json holds what was kept, and the lengths of all documents.
         """
-        # Filled while write_shard() goes through the documents.
+        # write_shard() fills these lists as it goes through the documents.
         lengths: list[int] = []
         kept_lengths: list[int] = []
         learned: list[int] = []
@@ -94,17 +94,17 @@ class Writer:
         if self.sample_format.is_chat:
             counts["learned"] = sum(learned)
             counts["skipped"] = dict(self.rows.encoder.skipped)
-        # Last: a shard with this file is whole.
+        # Written last: a shard with this file is complete.
         write_json(shard_path(self.folder, number, "json"), counts)
         return number
 
     def _kept_documents(
         self, number: int, lengths: list[int], kept_lengths: list[int], learned: list[int]
     ) -> Iterator[Encoded]:
-        """The documents of a shard within the limits.
+        """The documents of a shard that are within the limits.
 
-        Notes the length of each document, and of each that is kept, and the learned tokens of the
-        latter.
+        Notes the length of every document in `lengths`, the length of every document that is kept
+        in `kept_lengths`, and its number of learned tokens in `learned`.
         """
         first = number * self.shard_rows
         stop = min(first + self.shard_rows, len(self.rows))
@@ -124,7 +124,7 @@ class Writer:
 
 
 def _letters_of_a_row(texts: LazyTexts) -> int:
-    """The mean of 64 rows from all over the source, at least 1."""
+    """The mean number of letters of about 64 rows, evenly spaced over the source, at least 1."""
     rows = range(0, len(texts), -(-len(texts) // 64))
     return max(sum(len(texts[row]) for row in rows) // len(rows), 1)
 
@@ -146,7 +146,7 @@ def histogram(lengths: list[int]) -> dict[str, list[int]]:
 def prepare(
     recipe: Recipe, out: str, processes: int, progress: Callable[[int, int], None]
 ) -> dict[str, Any]:
-    """Write the folder `out`, or what is missing of it; returns what meta.json holds.
+    """Write the folder `out`, or what is missing of it. Returns the content of meta.json.
 
     `progress(done, shards)` is called at the beginning and after every shard. Raises ValueError for
     a source or options that cannot be used, for an `out` that was begun with another source,
@@ -157,7 +157,7 @@ def prepare(
     if recipe.document == "row" and is_mds(recipe.source):
         unpack(recipe.source)
     writer = Writer(recipe, folder)
-    # With them the folder can be data.tokenizer too.
+    # With these files, the folder can also be used as data.tokenizer.
     lent = Data(tokenizer=recipe.tokenizer, chat_template=recipe.chat_template)
     beside = exported_files(lent, "")
     if isinstance(writer.rows, ChatRows) and writer.rows.encoder.notice:
@@ -177,12 +177,12 @@ def prepare(
 
 
 _writer: Writer | None = None
-"""Of a worker process: what it writes with."""
+"""The writer of a worker process."""
 
 
 def _start_worker(recipe: Recipe, folder: Path) -> None:
     global _writer
-    # Ctrl-C is the parent's to deal with.
+    # The parent process handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _writer = Writer(recipe, folder)
 
@@ -192,14 +192,14 @@ def _write(number: int) -> int:
 
 
 def _write_shards(writer: Writer, missing: list[int], processes: int) -> Iterator[int]:
-    """Write the missing shards; yields the number of each when it is whole."""
+    """Write the missing shards; yields the number of each when it is complete."""
     processes = min(processes, len(missing))
     if processes <= 1:
         for number in missing:
             yield writer.write(number)
         return
-    # Not forked from here, as the libraries that read and tokenize have threads by now. Forked from
-    # a server that has only imported them.
+    # Do not fork this process, because the libraries that read and tokenize have started threads.
+    # The fork server has only imported them.
     context = get_context("forkserver")
     context.set_forkserver_preload(["datasets", __name__])
     pool = ProcessPoolExecutor(processes, context, _start_worker, (writer.recipe, writer.folder))
@@ -219,7 +219,7 @@ def _check_out(folder: Path, out: str) -> None:
 
 
 def _plan(writer: Writer) -> dict[str, Any]:
-    """What fixes the shards of `writer`, as plan.json holds it."""
+    """The content of plan.json: everything that decides what the shards of `writer` hold."""
     tokenizer = writer.tokenizer
     is_chat = writer.sample_format.is_chat
     template = {"template_digest": writer.sample_format.template} if is_chat else {}
@@ -243,7 +243,7 @@ def _absolute(source: str) -> str:
 
 
 def _source_digest(writer: Writer) -> str:
-    """A digest of names, sizes and times of change of the source's files; empty for a dataset of
+    """A digest of names, sizes and modification times of the source's files; empty for a dataset of
     the hub."""
     root = Path(writer.recipe.source).expanduser()
     texts = getattr(writer.rows, "texts", None)
@@ -269,11 +269,11 @@ def _check_plan(folder: Path, out: str, plan: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(path, plan)
         return
-    # A folder of an older version does not know every option, and had the default.
+    # A folder of an older version lacks newer options, and was written with their defaults.
     saved = {**asdict(Recipe("")), **_read_counts(path)}
     differences = []
     for key, value in plan.items():
-        # A path that is written differently is the same file if its digest is.
+        # Two paths that are written differently name the same file if the digests are equal.
         if key in ("tokenizer", "chat_template") or saved.get(key) == value:
             continue
         if key == "source_files":
@@ -288,13 +288,13 @@ def _check_plan(folder: Path, out: str, plan: dict[str, Any]) -> None:
 
 
 def _finish(writer: Writer, out: str, beside: dict[str, bytes]) -> dict[str, Any]:
-    """Write meta.json and the files `beside` it, which makes the folder whole."""
+    """Write the files `beside` and meta.json, which makes the folder complete."""
     folder = writer.folder
     dtype = token_dtype(writer.tokenizer.vocab_size)
     shards = []
     for number in range(writer.shards):
         shard = _read_counts(shard_path(folder, number, "json"))
-        # Those of an interrupted run too: what is on disk is what was counted.
+        # Also check shards of an interrupted run: the files must match what was counted.
         read_offsets(out, folder, shard, dtype, writer.sample_format.is_chat)
         shards.append(shard)
     _check_rows(writer, shards)
@@ -347,7 +347,7 @@ def _skipped(rows: Rows) -> int:
 
 
 def _check_rows(writer: Writer, shards: list[dict[str, Any]]) -> None:
-    """Refuses shards that were not made of all rows of texts."""
+    """Refuse shards that were not made from all rows of texts."""
     read = sum(shard["read"] for shard in shards)
     if isinstance(writer.rows, TextRows | ChatRows) and read != len(writer.rows):
         raise ValueError(
@@ -363,5 +363,5 @@ def _add_histograms(histograms: list[dict[str, list[int]]]) -> dict[str, list[in
             sums = total.setdefault(bucket, [0, 0])
             sums[0] += documents
             sums[1] += tokens
-    # As numbers: as texts, "16" would come before "2".
+    # Sort as numbers, because as text "16" would come before "2".
     return {bucket: total[bucket] for bucket in sorted(total, key=int)}

@@ -1,9 +1,9 @@
-"""What titan-sparse prepare_data reads: rows of data.source, a folder of source files as long documents,
-or MDS shards.
+"""What titan-sparse prepare_data reads: rows of data.source, a folder of source files as long
+documents, or MDS shards.
 
-MDS (mosaicml-streaming) is the format in which ProLong's data are released. A row holds text, or the
-token ids of some tokenizer as `input_ids`. Where several documents share a row, `indices` holds their
-[start, stop). (ProLong, princeton-nlp/prolong-data-512K, holds Llama-3 tokens.)
+MDS (mosaicml-streaming) is the format in which ProLong's data are released. A row holds text, or
+the token ids of some tokenizer as `input_ids`. If several documents share a row, `indices` holds
+their [start, stop). (ProLong, princeton-nlp/prolong-data-512K, holds Llama-3 tokens.)
 """
 
 import logging
@@ -28,7 +28,7 @@ logger = logging.getLogger("titan_sparse")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What fixes the shards, whatever the number of processes."""
+    """Everything that decides what the shards hold. The number of processes does not."""
 
     source: str
     """as data.source, or a folder of repositories or of MDS shards"""
@@ -63,7 +63,7 @@ class Recipe:
 
 
 class Rows(Protocol):
-    """A source's rows, each of them one document or several."""
+    """The rows of a source. Each row is one document or several."""
 
     def __len__(self) -> int: ...
 
@@ -117,7 +117,7 @@ _ONLY_ROWS = (
 def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> Rows:
     """Open the source of a recipe.
 
-    Raises ValueError if that is impossible or an option would be ignored.
+    Raises ValueError if it cannot be opened or an option would be ignored.
     """
     reads_mds = recipe.document == "row" and is_mds(recipe.source)
     _refuse_unused(recipe, reads_mds)
@@ -142,7 +142,6 @@ def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> Rows:
 
 
 def _refuse_unused(recipe: Recipe, reads_mds: bool) -> None:
-    """Raises ValueError for an option that the source does not use."""
     if reads_mds:
         unused = [name for name in _ONLY_ROWS if name != "text_field"]
     elif recipe.document == "row":
@@ -165,9 +164,9 @@ class MDSRows:
     """Rows of MDS shards as documents in `tokenizer`'s tokens.
 
     Token ids are decoded by `source_tokenizer`, without its special tokens, and encoded anew. If
-    both are the same tokenizer, the ids are taken as they are. Raises ValueError without the
-    mosaicml-streaming package, without a source tokenizer where rows are token ids, or if a row has
-    neither text nor ids or is no UTF-8.
+    both are the same tokenizer, the ids are used unchanged. Raises ValueError if the
+    mosaicml-streaming package is missing, if rows are token ids but there is no source tokenizer,
+    or if a row has neither text nor ids or is not UTF-8.
     """
 
     def __init__(
@@ -222,17 +221,17 @@ class MDSRows:
         source = self.source_tokenizer
         if source.digest != self.tokenizer.digest:
             return self.tokenizer.encode(source.decode(ids))
-        # documents() closes them.
+        # documents() appends this token.
         if len(ids) and ids[-1] == source.end_of_document:
             return ids[:-1]
         return ids
 
 
 def unpack(source: str) -> None:
-    """Decompress all shards beside their compressed files; once, before several processes read
-    them.
+    """Decompress all shards next to their compressed files. Call this once, before several
+    processes read them.
 
-    Raises ValueError without the mosaicml-streaming package.
+    Raises ValueError if the mosaicml-streaming package is missing.
     """
     streaming = _library()
     folder = Path(source).expanduser()
@@ -263,10 +262,10 @@ def open_folder(source: str, whole: bool) -> LazyTexts:
     """Documents of all text files below `source`, joined in the order of their names, each after a
     line with its name.
 
-    Each folder directly in `source` is a document, and the files that lie loose in `source` are one
-    more. With `whole`, everything is one document. Names that begin with a dot (.git), links, empty
-    files, and files with a zero byte near their beginning, which are no text, are left out. Raises
-    ValueError if there is no such folder or no such file.
+    Each folder directly in `source` is a document, and the files directly in `source` are one more.
+    With `whole`, everything is one document. Names that begin with a dot (.git), links, empty
+    files, and files with a zero byte near their beginning (which are not text) are left out. Raises
+    ValueError if there is no such folder or it has no such file.
     """
     root = Path(source).expanduser()
     if not root.is_dir():
@@ -291,7 +290,7 @@ def _text_files(root: Path) -> Iterator[Path]:
     left_out: Counter[str] = Counter()
     for folder, folders, files in os.walk(root, onerror=_refuse):
         below = [Path(folder, name) for name in sorted(folders)]
-        # In place: os.walk goes on by this list, so whole hidden folders are never entered.
+        # In place: os.walk continues with this list, so it never enters hidden folders.
         folders[:] = [path.name for path in below if not _reason(path)]
         for path in [*below, *(Path(folder, name) for name in sorted(files))]:
             reason = _reason(path)

@@ -1,9 +1,10 @@
-"""The rows of data files as texts, a chat as JSON. A file is read to its end, or refused: none is
-taken in part.
+"""The rows of data files as texts; a chat is JSON. A file is read completely, or refused. It is
+never used in part.
 
-A few KB of a compressed file may unpack to any size, so no more than a row of MOST_BYTES is held.
-Rows of chats become samples of one shape, checked before any of them is rendered: {"where": file and
-row, "messages": [...], "tools": [...]}, or with "prompt" and "completion" in place of "messages".
+A few KB of a compressed file may unpack to any size, so at most one row of MOST_BYTES is held in
+memory. Rows of chats become samples of one shape, which are checked before any of them is rendered:
+{"where": file and row, "messages": [...], "tools": [...]}, or with "prompt" and "completion" in
+place of "messages".
 """
 
 import codecs
@@ -18,29 +19,31 @@ from typing import Any, NamedTuple
 from titan_sparse.config.sources import data_ending
 
 CHUNK = 1 << 17
-"""Bytes of a file that are read at one time."""
+"""Bytes of a file that are read at a time."""
 ZSTD_CHUNK = 1 << 10
-"""The same of a .zst file. They unpack to 32 MiB at the most."""
+"""The same for a .zst file. These bytes unpack to at most 32 MiB."""
 MOST_BYTES = 1 << 28
-"""Of a row of JSON, or of a text that is compressed."""
+"""The largest row of JSON, and the largest text in a compressed file."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BETWEEN_ELEMENTS = re.compile(r"[\s,]*")
 
 
 class Row(NamedTuple):
-    """A text, or "" and what is wrong with the row, beginning with its file and number."""
+    """A text. For a bad row, the text is "" and `problem` names the file, the row number, and what
+    is wrong."""
 
     text: str
     problem: str = ""
 
 
 def file_rows(path: Path, field: str, row_format: str = "text") -> Iterator[Row]:
-    """The rows of a file, told by its ending; `field` is the column of the text or the messages.
+    """The rows of a file, whose ending names its type. `field` is the column of the text or
+    messages.
 
-    row_format: of data.format; a row of another than text becomes JSON. A row of .txt
-    is the file, one of .jsonl a line, one of .json a line or an element of the array. Rows count
-    from 1; blank lines count, but give no row. Raises ValueError, naming the file, if it is damaged
-    or cut off, or has no such column.
+    row_format: of data.format. A row of a format other than text becomes JSON. A row of .txt is the
+    file, one of .jsonl a line, one of .json a line or an element of the array. Rows count from 1.
+    Blank lines count, but give no row. Raises ValueError, naming the file, if it is damaged or cut
+    off, or has no such column.
     """
     ending, compression = data_ending(path.name)
     try:
@@ -56,7 +59,7 @@ def file_rows(path: Path, field: str, row_format: str = "text") -> Iterator[Row]
             yield from read(path, field, row_format)
         else:
             yield from _json_rows(path, ending, field, row_format)
-    # zstandard's error, pyarrow's, the operating system's; not all of them name the file.
+    # Errors of zstandard, pyarrow and the operating system; not all of them name the file.
     except Exception as error:
         if isinstance(error, ValueError) and str(path) in str(error):
             raise
@@ -71,7 +74,7 @@ def _text_row(where: str, raw: bytes) -> Row:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    """The content of a file, unpacked, 32 MiB at a time at the most."""
+    """The unpacked content of a file, at most 32 MiB at a time."""
     _, compression = data_ending(path.name)
     if compression == ".zst":
         yield from _unpacked(path)
@@ -84,9 +87,9 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def _unpacked(path: Path) -> Iterator[bytes]:
-    """The content of a .zst file, all frames of it.
+    """The content of all frames of a .zst file.
 
-    Frame by frame, because zstandard's reader takes the end of the file for the end of a frame.
+    We read frame by frame, because zstandard's reader accepts a file that ends within a frame.
     """
     import zstandard
 
@@ -156,12 +159,12 @@ def _json_rows(path: Path, ending: str, field: str, row_format: str) -> Iterator
 
 
 def _elements(path: Path, pieces: Iterator[bytes]) -> Iterator[Any]:
-    """The elements of the array that a file holds, of which one is in memory at a time."""
+    """The elements of the array in a file. Only one of them is in memory at a time."""
     decoder = json.JSONDecoder()
     to_text = codecs.getincrementaldecoder("utf-8")()
     text = ""
     number = 0
-    # An element that had no end is tried again when there is twice as much of it.
+    # An incomplete element is parsed again when twice as much of it has been read.
     needed = 0
     for piece in chain(pieces, [b""]):
         text += to_text.decode(piece, final=not piece)
@@ -212,7 +215,6 @@ def _value_row(where: str, row: Any, field: str, row_format: str) -> Row:
 
 
 def sample_row(where: str, row: dict[str, Any], field: str, row_format: str) -> Row:
-    """The sample of a row of chats, as JSON."""
     try:
         return Row(sample_text(where, row, row_format, field))
     except BadSample as error:
@@ -247,7 +249,7 @@ def _parquet_rows(path: Path, field: str, row_format: str) -> Iterator[Row]:
             raise ValueError(f"{path}: {_no_text(field)}")
         number = 0
         for batch in file.iter_batches(batch_size=64, columns=[field]):
-            # As bytes: pyarrow does not look whether a string is UTF-8.
+            # As bytes, because pyarrow does not check whether a string is UTF-8.
             for raw in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
                 number += 1
                 yield _text_row(f"{path}, row {number}", raw or b"")
@@ -285,7 +287,7 @@ def _no_text(field: str) -> str:
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning; templates read the first two."""
+"""Keys that hold a message's reasoning. Templates read the first two."""
 
 Message = dict[str, Any]
 
@@ -328,7 +330,7 @@ def sample_text(where: str, row: dict[str, Any], row_format: str, messages_field
 
 
 def without_nulls(value: Any) -> Any:
-    """Tables fill the fields that a struct lacks with nulls: they are left out again, at any depth."""
+    """Leave out nulls at any depth. Tables fill the fields that a struct lacks with them."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -363,10 +365,9 @@ def _messages(value: Any, name: str) -> list[Message]:
 
 
 def _message(message: Any, name: str) -> Message:
-    """The message in the shape that templates read."""
     if not isinstance(message, dict):
         raise BadSample(f"{name} is no object with a role and content")
-    # As transformers does: templates ask whether a key is there.
+    # As transformers does, because templates ask whether a key exists.
     message = {key: value for key, value in message.items() if value is not None}
     role = message.get("role")
     if role not in ROLES:
@@ -381,7 +382,7 @@ def _message(message: Any, name: str) -> Message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], name)
     for key in REASONING:
         if isinstance(message.get(key), str):
-            # Templates differ in the name that they read.
+            # Templates differ in which key they read.
             message = {"thinking": message[key], **message, "reasoning_content": message[key]}
             break
     if not {"content", "tool_calls", "reasoning_content"} & message.keys():
@@ -402,7 +403,8 @@ def _content(content: Any, name: str) -> str:
 
 
 def _tool_calls(calls: Any, name: str) -> list[dict[str, Any]]:
-    """The calls with their arguments as objects: servers hand them to templates so."""
+    """The calls with their arguments as objects, the form in which servers pass them to
+    templates."""
     if not isinstance(calls, list):
         raise BadSample(f'{name} has "tool_calls" that are no list')
     read = []

@@ -1,14 +1,14 @@
-"""Prepared tokens on disk: shards with document offsets. Written by preparing.py, read by the
-loader, document by document.
+"""Prepared tokens on disk: shards with document offsets. preparing.py writes them, and the loader
+reads them document by document.
 
 A folder holds, for every shard k,
   shard_k.bin      the tokens of its documents one after the other, uint16 or uint32
                    (little-endian), each document closed by the end-of-document token
   shard_k.idx.npy  int64 [documents + 1]: where each document begins in shard_k.bin, in tokens, and
                    where the last ends
-  shard_k.json     its counts; written last, so that a shard with it is whole
-and, once all shards are whole, meta.json: FORMAT or FORMAT_OF_CHATS, dtype, the tokenizer's digest and end-of-document
-token, and all counts.
+  shard_k.json     its counts; written last, so that a shard with this file is complete
+Once all shards are complete, it also holds meta.json: FORMAT or FORMAT_OF_CHATS, dtype, the
+tokenizer's digest and end-of-document token, and all counts.
 """
 
 import bisect
@@ -25,26 +25,27 @@ from titan_sparse.data.tokenizer import Encoded, SampleFormat, Tokenizer
 
 FORMAT = "titan_sparse tokens 1"
 FORMAT_OF_CHATS = "titan_sparse chats 1"
-"""With masks. Another name, as a reader without masks would learn every token."""
+"""The format with masks. It has its own name because a reader without masks would learn every
+token."""
 FORMATS = (FORMAT, FORMAT_OF_CHATS)
 CHECKED_AT_ONCE = 1 << 25
-"""A folder of so many tokens is looked through when it is opened; of a larger one, each document
-when it is read."""
+"""A folder of at most this many tokens is checked when it is opened. In a larger folder, each
+document is checked when it is read."""
 MAPPED_ABOVE = 1 << 20
-"""Tokens. A longer document is mapped, as a sequence needs only a part of it; a shorter one is read,
-which takes a quarter of the time. No map is kept: a process may have 65530."""
+"""Tokens. A longer document is memory-mapped, because a sequence needs only a part of it. A shorter
+one is read, which takes a quarter of the time. Maps are not kept: a process may have only 65530."""
 META = "meta.json"
 PLAN = "plan.json"
 SHARD_COUNTS = ("number", "documents", "tokens")
-"""Of each shard in meta.json."""
+"""Counts of each shard in meta.json."""
 
 
 FileState = tuple[int, int]
-"""Size and time of change."""
+"""Size and modification time."""
 
 
 class DataError(OSError):
-    """Data that a running job cannot go on with; it ends in one line, with status 1."""
+    """Data that a running job cannot continue with. The job ends with one line and status 1."""
 
 
 def shard_path(folder: Path, number: int, ending: str) -> Path:
@@ -58,7 +59,7 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write whole or not at all: a file of that name is never half-written."""
+    """Write the file completely or not at all, so that it is never half-written."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
     os.replace(temporary, path)
@@ -68,7 +69,7 @@ def write_shard(folder: Path, number: int, documents: Iterable[Encoded], dtype: 
     """Write documents as a shard, with a mask if they have one.
 
     Returns the number of its tokens, end-of-document tokens included. Only one document is in
-    memory at a time. The caller writes the shard's .json, which makes it whole.
+    memory at a time. The caller writes the shard's .json, which makes it complete.
     """
     little_endian = np.dtype(dtype).newbyteorder("<")
     offsets = [0]
@@ -92,8 +93,8 @@ def is_prepared(source: str) -> bool:
 
 
 class TokenShards:
-    """Documents of a folder of shards, in the order of the source. No tokens of a large folder are
-    read before they are asked for.
+    """Documents of a folder of shards, in the order of the source. The tokens of a large folder are
+    not read before they are asked for.
 
     Raises ValueError, naming data.source or data.tokenizer, for a folder that is unfinished or
     damaged, or that was made with another tokenizer.
@@ -116,13 +117,13 @@ class TokenShards:
         self.total_learned: int = meta.get("learned", self.total_tokens)
         self.folder = folder
         self.dtype = np.dtype(meta["dtype"]).newbyteorder("<")
-        # Of each shard: where its documents begin, which of them were looked at, its number, and the
-        # index of its first document.
+        # Of each shard: where its documents begin, which of them have been checked, its number, and
+        # the index of its first document.
         self._offsets: list[NDArray[np.int64]] = []
         self._checked: list[NDArray[np.bool_]] = []
         self._numbers: list[int] = []
         self._first = [0]
-        # The files of tokens and masks of each shard by their endings, and their states
+        # The files of tokens and masks of each shard by their endings, and the files' states.
         self._files: list[dict[str, tuple[Path, FileState]]] = []
         for shard in meta["shards"]:
             offsets = read_offsets(source, folder, shard, meta["dtype"], self.sample_format.is_chat)
@@ -157,9 +158,9 @@ class TokenShards:
     def tokens(self, index: int) -> NDArray[np.integer]:
         """Tokens of a document, its end-of-document token included; uint16 or uint32 [length].
 
-        Raises DataError if the file has changed since it was opened. Raises ValueError, when the
-        document is read for the first time, if it holds an id beyond the vocabulary or is not closed
-        by the one end-of-document token.
+        Raises DataError if the file has changed since it was opened. When the document is read for
+        the first time, raises ValueError if it holds an id beyond the vocabulary or is not closed
+        by exactly one end-of-document token.
         """
         shard, row = self._find(index)
         tokens = self._part(shard, row, "bin", self.dtype)
@@ -181,15 +182,15 @@ class TokenShards:
                 self._check_file(path, state)
 
     def forget(self, index: int) -> None:
-        """Nothing to drop: the operating system decides which pages of a file stay in memory."""
+        """Do nothing: the operating system decides which pages of a file stay in memory."""
 
     def raw(self, index: int) -> bytes:
-        """The tokens of a document, and which of them are learned where that is given."""
+        """The tokens of a document and, if it has one, its mask of learned tokens."""
         learned = self.learned(index)
         return self.tokens(index).tobytes() + (b"" if learned is None else learned.tobytes())
 
     def _part(self, shard: int, row: int, ending: str, dtype: np.dtype) -> NDArray[Any]:
-        """The part of a shard's file that is of one document."""
+        """One document's part of a shard's file."""
         path, state = self._files[shard][ending]
         # Reading a map of a file that was cut off gives zeros, or kills the process.
         self._check_file(path, state)
@@ -217,7 +218,6 @@ class TokenShards:
             _refuse(self.source, f"{where} does not end with the end-of-document token")
 
     def _find(self, index: int) -> tuple[int, int]:
-        """The shard of a document, and its row in that shard."""
         shard = bisect.bisect_right(self._first, index) - 1
         return shard, index - self._first[shard]
 
@@ -230,7 +230,7 @@ def _has_format(path: Path) -> bool:
 
 
 def _check_counts(source: str, meta: dict[str, Any]) -> None:
-    """Refuses a meta.json that lacks what it was written with, or contradicts itself."""
+    """Refuse a meta.json that lacks an entry or contradicts itself."""
     kinds = {
         "dtype": str,
         "tokenizer": str,
@@ -288,7 +288,7 @@ def read_offsets(
             source,
             f"{name} goes from {offsets[0]} to {offsets[-1]} instead of 0 to {counts['tokens']}",
         )
-    # Each document has a token and the one that closes it.
+    # Each document has at least one token and the token that closes it.
     short = np.flatnonzero(np.diff(offsets) < 2)
     if len(short):
         _refuse(source, f"{name}: document {short[0] + 1} has fewer than 2 tokens")
@@ -296,7 +296,7 @@ def read_offsets(
 
 
 def _state(path: Path) -> FileState:
-    """The state of a file; a size of -1 if it is gone."""
+    """The state of a file; the size is -1 if the file is gone."""
     try:
         stat = path.stat()
     except FileNotFoundError:
@@ -316,7 +316,7 @@ def _sample_format(source: str, meta: dict[str, Any]) -> SampleFormat:
 def _load_offsets(source: str, path: Path) -> NDArray[np.int64]:
     try:
         return np.load(path)
-    # A file that is missing, empty, cut short, or none of NumPy's.
+    # The file is missing, empty, cut short, or not a NumPy file.
     except (OSError, EOFError, ValueError, MemoryError) as error:
         _refuse(source, f"{path.name} cannot be read: {error}", error)
 

@@ -1,4 +1,4 @@
-"""Where the text comes from: Python files of this machine, local data files, or a Hugging Face
+"""The sources of text: Python files of this machine, local data files, or a Hugging Face
 dataset."""
 
 import hashlib
@@ -19,22 +19,22 @@ from titan_sparse.config.sources import data_files, is_path
 from titan_sparse.data.rows import Row, columns, file_rows, sample_row, without_nulls
 
 Dataset = Any
-"""A datasets.Dataset; that library is imported only for a source of the hub, as it takes a
-second."""
+"""A datasets.Dataset. That library is imported only for a source of the hub, because the import
+takes a second."""
 
 logger = logging.getLogger("titan_sparse")
 
 READER = 2
-"""A cache of another reader is not used: to be counted up when rows.py reads something else."""
+"""Version of rows.py in the cache's name. Increase it when rows.py reads something differently."""
 CACHED_AT_ONCE = 1 << 20
-"""Letters of rows that are held while a cache is written."""
+"""Letters of rows that are held in memory while a cache is written."""
 NOT_STDLIB = {"site-packages", "dist-packages"}
 STRING_DTYPES = {"string", "large_string", "string_view"}
 
 
 class Source(Protocol):
-    """The texts of all documents, in an order that is the same in each run; a list of str is
-    one."""
+    """The texts of all documents, in an order that is the same in each run. A list of str is a
+    Source."""
 
     def __len__(self) -> int: ...
 
@@ -60,7 +60,7 @@ class LazyTexts:
 
 
 def open_source(data: Data) -> LazyTexts:
-    """Open the documents that the [data] section names; only the list of them is read here.
+    """Open the documents that the [data] section names.
 
     Raises ValueError, naming the key, for a source, column, subset or split that does not exist or
     has no documents.
@@ -93,7 +93,7 @@ def _open_python(join_packages: bool) -> LazyTexts:
 
 
 def _python_files() -> Iterator[tuple[str, Path]]:
-    """Yield (name, path) of each file; the name, unlike the path, is equal on all machines."""
+    """Yield (name, path) of each file. The name is equal on all machines, and the path is not."""
     for root_name, root in _python_roots():
         for path in root.rglob("*.py"):
             relative = path.relative_to(root)
@@ -105,14 +105,14 @@ def _python_files() -> Iterator[tuple[str, Path]]:
 
 def _python_roots() -> Iterator[tuple[str, Path]]:
     yield "stdlib", Path(sysconfig.get_paths()["stdlib"])
-    # find_spec locates a top-level package without running it.
+    # find_spec finds a top-level package without running it.
     spec = importlib.util.find_spec("torch")
     if spec is not None and spec.origin is not None:
         yield "torch", Path(spec.origin).parent
 
 
 def _read(path: Path) -> str:
-    # As bytes: read_text() would turn CRLF into LF.
+    # As bytes, because read_text() would turn CRLF into LF.
     return path.read_bytes().decode("utf-8-sig", errors="replace")
 
 
@@ -124,7 +124,7 @@ def _read_named(file: tuple[str, Path]) -> str:
 def join_files(files: list[tuple[str, Path]]) -> str:
     """One text of (name, path) pairs: each file after a line with its name.
 
-    Bytes that are no UTF-8 are replaced.
+    Bytes that are not UTF-8 are replaced.
     """
     texts = []
     for name, path in files:
@@ -161,7 +161,7 @@ def _cached_rows(files: list[str], data: Data) -> Any:
     """The rows of the files as a pyarrow.Table with the columns text and problem, mapped from a
     cache.
 
-    All of them are read here, or have been for the cache: what is wrong is told before training.
+    All rows are read now, or were read for the cache, so errors are reported before training.
     """
     import filelock
     import pyarrow
@@ -173,7 +173,7 @@ def _cached_rows(files: list[str], data: Data) -> Any:
     try:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            # One rank of a node reads, the others wait.
+            # One rank of a node reads, and the others wait.
             with filelock.FileLock(path.with_suffix(".lock"), poll_interval=0.01):
                 if not path.exists():
                     _write_cache(path, states, field, data)
@@ -187,7 +187,8 @@ def _cached_rows(files: list[str], data: Data) -> Any:
 
 
 def _cache_folder() -> Path:
-    """Beside the cache of the `datasets` library, which takes a second to import."""
+    """A folder next to the cache of the `datasets` library, without importing it, which takes a
+    second."""
     home = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = os.environ.get("HF_HOME", f"{home}/huggingface")
     folder = os.environ.get("HF_DATASETS_CACHE", f"{home}/datasets")
@@ -198,9 +199,9 @@ FileState = tuple[str, int, int, int, int]
 
 
 def _file_states(files: Sequence[str]) -> list[FileState]:
-    """Name, inode, size and times of change: no file is written anew without changing one.
+    """Path, inode, size and both times of every file. Writing a file changes at least one of them.
 
-    The time of the last change of contents alone can be set, and copies keep it.
+    The modification time alone is not enough, because it can be set, and copies keep it.
     """
     states = []
     for file in files:
@@ -211,7 +212,7 @@ def _file_states(files: Sequence[str]) -> list[FileState]:
 
 
 def _write_cache(path: Path, states: list[FileState], field: str, data: Data) -> None:
-    """Write the rows of the files, whole or not at all.
+    """Write the rows of the files, completely or not at all.
 
     Raises ValueError, naming file and row, for a damaged file, for a bad row to refuse, and if
     there is no row.

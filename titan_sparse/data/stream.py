@@ -1,7 +1,7 @@
-"""Endless streams of sequences out of documents, and the mixture of several; deterministic and
-resumable.
+"""Endless streams of sequences made from documents, and mixtures of several streams. They are
+deterministic and resumable.
 
-A stream gives a sequence as spans of documents first, which is cheap. Only the rank that needs the
+A stream first gives a sequence as spans of documents, which is cheap. Only the rank that needs the
 sequence reads its tokens.
 """
 
@@ -30,7 +30,7 @@ class Cursor:
     """number of the stream's next sequence"""
     epoch: int = 0
     document: int = 0
-    """place in the epoch's order: of documents, or of the samples of prepared tokens"""
+    """place in the order of the epoch, which counts documents, or samples for prepared tokens"""
     offset: int = 0
     """tokens of that document already taken"""
     documents_seen: int = 0
@@ -59,7 +59,7 @@ class Order:
         self.count = count
         self.seed = seed
         self.shuffle = shuffle
-        # Only the order of the epoch asked for last is kept.
+        # Only the most recently used epoch's order is kept.
         self._epoch = -1
         self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
@@ -68,8 +68,8 @@ class Order:
         if not self.shuffle:
             return place
         if self._epoch != epoch:
-            # The pair, not the sum: else seed 0 in epoch 1 and seed 1 in epoch 0 would read in the
-            # same order.
+            # The pair, and not the sum. Otherwise seed 0 in epoch 1 and seed 1 in epoch 0 would read
+            # in the same order.
             generator = np.random.default_rng([self.seed, epoch])
             self._order = generator.permutation(self.count)
             self._epoch = epoch
@@ -101,7 +101,7 @@ class Stream(ABC):
 
     @abstractmethod
     def next_sequence(self) -> list[Span]:
-        """Take the next sequence; to pass over one, drop it.
+        """Take the next sequence. To skip a sequence, take it and drop it.
 
         Raises ValueError if no document is long enough.
         """
@@ -112,7 +112,7 @@ class Stream(ABC):
         """Documents passed over as too short, over all epochs and ranks."""
 
     def fingerprint(self) -> dict[str, int | str]:
-        """What fixes the stream: with another fingerprint a cursor points to other tokens."""
+        """What decides the stream. With another fingerprint, a cursor points to other tokens."""
         return {
             "documents": len(self.documents),
             "tokens": self.documents.total_tokens,
@@ -129,7 +129,7 @@ class Stream(ABC):
     def pack(self, spans: list[Span]) -> Packed:
         """Read the tokens of a sequence just taken by `next_sequence`, padded to `seq_len`.
 
-        Raises ValueError if one is beyond the vocabulary, which a GPU would answer with a crash.
+        Raises ValueError if a token is beyond the vocabulary, because a GPU would crash.
         """
         pieces = []
         for span in spans:
@@ -146,8 +146,8 @@ class Stream(ABC):
         return packed
 
     def release(self, spans: list[Span]) -> None:
-        """Forget the tokens of a sequence, except those of its last document where the next
-        sequence goes on with it."""
+        """Forget the tokens of a sequence, except those of its last document if the next sequence
+        continues it."""
         finished = {span.index for span in spans}
         if self.cursor.offset:
             finished.discard(spans[-1].index)
@@ -164,10 +164,11 @@ class Stream(ABC):
 
 
 class WalkedStream(Stream):
-    """Goes through the documents in the order of each epoch; none is read before its turn.
+    """Goes through the documents in the order of each epoch. A document is not read before its
+    turn.
 
     Documents of fewer than `shortest` tokens, their end-of-document token not counted, are left
-    out. Raises ValueError if all are.
+    out. Raises ValueError if this leaves none.
     """
 
     def __init__(
@@ -183,20 +184,20 @@ class WalkedStream(Stream):
         count = len(documents)
         super().__init__(documents, tokenizer, seq_len, count, seed, shuffle, min_document_length)
         self.shortest = shortest
-        # Now, rather than in the first step, when other ranks would wait for this one.
+        # Fail here, before the first step. Later, the other ranks would hang waiting for this one.
         self._find_document()
 
     @property
     def documents_left_out(self) -> int:
         """Documents passed over as too short, over all epochs and ranks."""
         cursor = self.cursor
-        # All places before the cursor's, and its own if that document is begun.
+        # All places before the cursor's, and its own if that document has been begun.
         passed = cursor.epoch * self.order.count + cursor.document + (cursor.offset > 0)
         return passed - cursor.documents_seen
 
     @abstractmethod
     def _no_document(self, longest: int) -> ValueError:
-        """What to raise where the longest document, of `longest` tokens, is too short.
+        """The error for a longest document of `longest` tokens that is too short.
 
         The end-of-document token is not counted.
         """
@@ -204,8 +205,8 @@ class WalkedStream(Stream):
     def _find_document(self) -> tuple[int, int]:
         """Index and length (end-of-document token included) of the cursor's document, skipping
         those that are too short."""
-        # Wherever the cursor stands, two passes hold one whole epoch: after that, no document is
-        # long enough.
+        # Wherever the cursor is, two passes contain one whole epoch. After that we know that no
+        # document is long enough.
         longest = 0
         for _ in range(2 * self.order.count):
             index = self.order.at(self.cursor.epoch, self.cursor.document)
@@ -222,13 +223,13 @@ class WalkedStream(Stream):
     def _go_to_next_place(self) -> None:
         super()._go_to_next_place()
         cursor = self.cursor
-        # A pass that began no document is the search of one that fails.
+        # A pass that began no document is part of a search that fails.
         if (cursor.epoch, cursor.document) == (1, 0) and cursor.documents_seen:
             tell_left_out(self.documents_left_out, self.order.count, self.shortest)
 
 
 class PackedStream(WalkedStream):
-    """data.sequences = packed: documents one after the other, cut where a sequence is full.
+    """data.sequences = packed: documents follow each other and are cut where a sequence is full.
 
     Raises ValueError if no document is long enough.
     """
@@ -276,12 +277,13 @@ class PackedStream(WalkedStream):
 
 
 class TextSampleStream(WalkedStream):
-    """data.sequences = fixed, of texts: every sequence is `seq_len` tokens of one document.
+    """data.sequences = fixed, for texts: every sequence is `seq_len` tokens of one document.
 
-    A document is cut from its beginning on, and its samples follow each other, as the lengths of
-    texts are not known before they are tokenized. A document's rest is dropped. With `keep_rest` it
-    is a shorter sequence instead, if it has two tokens: one has no label. Raises ValueError if
-    there is no sample.
+    A document is cut from its beginning. Its samples follow each other, because the lengths of
+    texts are not known before they are tokenized. The rest of a document is dropped. With
+    `keep_rest`, it becomes a shorter sequence if it has at least two tokens, because a single token
+    has no label.
+    Raises ValueError if there is no sample.
     """
 
     def __init__(
@@ -295,7 +297,7 @@ class TextSampleStream(WalkedStream):
         keep_rest: bool,
     ) -> None:
         self.kind = sample_kind(keep_rest)
-        # The least that is left of a document, its end-of-document token included, for a sample.
+        # The fewest tokens of a document, its end-of-document token included, that give a sample.
         self._least = 2 if keep_rest else seq_len
         shortest = max(min_document_length, self._least - 1, 1)
         super().__init__(
@@ -320,9 +322,9 @@ class TextSampleStream(WalkedStream):
 
 
 class SampleStream(Stream):
-    """data.sequences = fixed, of prepared tokens: as TextSampleStream, but samples are permuted.
+    """data.sequences = fixed, for prepared tokens: like TextSampleStream, but samples are permuted.
 
-    Their lengths are known at once, so that the samples of a document need not follow each other.
+    All lengths are known at once, so the samples of a document need not follow each other.
     (MTraining trains this way, on rows of exactly 524288 tokens.) Raises ValueError if there is no
     sample.
     """
@@ -344,8 +346,8 @@ class SampleStream(Stream):
         if keep_rest:
             samples += lengths % seq_len >= 2
         samples[lengths <= min_document_length] = 0
-        # Of the documents that give samples: their index, and the number of samples up to and
-        # including theirs.
+        # The documents that give samples: their indices, and for each the number of samples up to
+        # and including its own.
         self._index = np.flatnonzero(samples)
         self._stop = np.cumsum(samples[self._index])
         if len(self._index) == 0:
@@ -358,8 +360,8 @@ class SampleStream(Stream):
 
     @property
     def documents_left_out(self) -> int:
-        """Documents passed over as too short, over all epochs and ranks: at the beginning of
-        each."""
+        """Documents passed over as too short, over all epochs and ranks. They are counted at the
+        beginning of each epoch."""
         return self._left_out * (self.cursor.epoch + 1)
 
     def next_sequence(self) -> list[Span]:
@@ -384,7 +386,7 @@ def sample_kind(keep_rest: bool) -> str:
 
 
 def no_sample(kind: str, seq_len: int, min_document_length: int, longest: int) -> ValueError:
-    """What to raise where no document gives a sample.
+    """The error for documents that give no sample.
 
     longest: tokens of the longest document, its end-of-document token included.
     """
@@ -408,11 +410,11 @@ def tell_left_out(left_out: int, documents: int, shortest: int) -> None:
 
 
 class Mixture:
-    """Streams, each with its share of the sequences; one stream alone is a mixture too.
+    """Streams, each with its share of the sequences. A single stream is also a mixture.
 
-    The counts so far say which stream gives sequence n: the one that is furthest behind its share.
+    The next sequence comes from the stream that is furthest behind its share, by the counts so far.
     So the first n sequences hold n * share of each stream to within about one, on any number of
-    ranks, and there is nothing random to save.
+    ranks, and there is no random state to save.
     """
 
     def __init__(self, streams: Sequence[Stream], shares: Sequence[float]) -> None:
@@ -425,7 +427,7 @@ class Mixture:
         return sum(stream.cursor.sequence for stream in self.streams)
 
     def next_stream(self) -> Stream:
-        """The stream that the next sequence has to be taken from."""
+        """The stream that gives the next sequence."""
         due = self.sequence + 1
         behind = []
         for stream, share in zip(self.streams, self.shares, strict=True):
@@ -433,7 +435,7 @@ class Mixture:
         return self.streams[behind.index(max(behind))]
 
     def fingerprint(self) -> list[dict[str, Any]]:
-        """What fixes the stream of sequences, a dict for each part."""
+        """What decides the stream of sequences, a dict for each part."""
         parts = []
         for stream, share in zip(self.streams, self.shares, strict=True):
             parts.append({**stream.fingerprint(), "share": round(share, 9)})

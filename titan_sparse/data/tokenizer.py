@@ -1,5 +1,5 @@
-"""Text <-> token ids by raw bytes or a local tokenizer.json, and what a row of a source becomes: tokens,
-and which of them are learned."""
+"""Convert between text and token ids, by raw bytes or a local tokenizer.json. Also defines what a
+row of a source becomes: tokens, and which of them are learned."""
 
 import hashlib
 import json
@@ -24,19 +24,19 @@ class Tokenizer(Protocol):
     end_of_document: int
     padding: int
     digest: str
-    """tells tokenizers apart: "bytes", or the SHA-256 of tokenizer.json"""
+    """identifies the tokenizer: "bytes", or the SHA-256 of tokenizer.json"""
     split_special_tokens: bool
-    """whether special tokens that are spelled out in a text are read as letters"""
+    """whether special tokens that are spelled out in a text are split like other text"""
     special_ids: frozenset[int]
-    """ids that no letters stand for: ends of documents and turns, roles, padding"""
+    """ids of tokens that are not text: ends of documents and turns, roles, padding"""
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids of a text, int32 [length]."""
         ...
 
     def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Token ids as encode(), int32 [length], and the letters [start, stop) of each in the text,
-        int64 [length, 2]."""
+        """Token ids as in encode(), int32 [length], and the letters [start, stop) of each in the
+        text, int64 [length, 2]."""
         ...
 
     def decode(self, ids: ArrayLike) -> str:
@@ -89,8 +89,8 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer.json. The tokenizer_config.json beside it names the special tokens, else they are
-    found by well-known names.
+    """A tokenizer.json. The tokenizer_config.json next to it names the special tokens. Without it,
+    they are found by well-known names.
 
     Raises ValueError, naming data.tokenizer, if the file cannot be read or has no end-of-document
     token.
@@ -147,8 +147,8 @@ def load_tokenizer(name: str, split_special_tokens: bool = False) -> Tokenizer:
     """Return the tokenizer named "bytes", or that of a tokenizer.json (the path of the file or of
     its folder).
 
-    Raises ValueError, naming data.tokenizer, if there is no such file or it cannot be used, and for
-    special tokens to be split where there are none.
+    Raises ValueError, naming data.tokenizer, if there is no such file or it cannot be used, and if
+    special tokens are to be split but the tokenizer has none.
     """
     if name != "bytes":
         return FileTokenizer(tokenizer_file(name), split_special_tokens)
@@ -163,16 +163,16 @@ def load_tokenizer(name: str, split_special_tokens: bool = False) -> Tokenizer:
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    # The library raises nothing more special than Exception.
+    # The library raises plain Exception.
     except Exception as error:
         raise ValueError(
             f'data.tokenizer = "{path}" is no readable tokenizer.json: {error}'
         ) from error
-    # Files saved from fine-tuning often cut or pad to a fixed length, which would silently damage
+    # Files saved after fine-tuning often cut or pad to a fixed length, which would silently damage
     # long documents.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    # What it would add is not asked for; and it cuts blanks off the letters of a token.
+    # We do not want the tokens that it adds, and it removes blanks from the letters of a token.
     tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
     return tokenizer
 
@@ -201,7 +201,7 @@ def _special_token(
             if token_id is not None:
                 return token_id
         return None
-    # Hugging Face writes the token itself, or a table about it.
+    # Hugging Face writes the token itself, or a dict that describes it.
     token = named.get("content") if isinstance(named, dict) else named
     if not isinstance(token, str):
         raise ValueError(
@@ -218,7 +218,7 @@ def _special_token(
 
 @dataclass(frozen=True)
 class SampleFormat:
-    """How rows became tokens; of text, everything is learned."""
+    """How rows became tokens. For text, everything is learned."""
 
     format: str = "text"
     """data.format"""
@@ -243,5 +243,6 @@ class Encoded(NamedTuple):
 
 
 def closed(ids: NDArray[np.integer], end: int) -> Encoded:
-    """The tokens of a text, int [length], with the end-of-document token behind; all are learned."""
+    """The tokens of a text, int [length], followed by the end-of-document token. All are
+    learned."""
     return Encoded(np.append(ids, np.asarray(end, dtype=ids.dtype)))

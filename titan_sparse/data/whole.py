@@ -1,6 +1,7 @@
-"""data.sequences = packed, of chats: whole documents in a sequence, none of them cut.
+"""data.sequences = packed, for chats: sequences hold whole documents, which are never cut.
 
-An answer that is cut teaches never to stop, so a document longer than a sequence is dropped.
+Training on an answer that is cut teaches the model not to stop, so documents that are longer than a
+sequence are dropped.
 """
 
 import logging
@@ -17,25 +18,26 @@ from titan_sparse.data.tokenizer import Tokenizer
 logger = logging.getLogger("titan_sparse")
 
 WINDOW = 32
-"""Sequences that documents are packed into at one time. A quarter of one is left free: documents
-never fit exactly, and what is over would have a sequence almost to itself."""
+"""Number of sequences that documents are packed into at a time. A quarter of one sequence is left
+free, because documents never fit exactly. Leftover documents would each fill a sequence of their
+own, mostly with padding."""
 
 
 class Window(NamedTuple):
     """Documents that follow each other in an epoch's order, packed into sequences."""
 
     stop: int
-    """place behind the last of them"""
+    """place after the last of them"""
     sequences: list[list[int]]
-    """indices of the documents of each"""
+    """indices of the documents in each sequence"""
 
 
 class WholeStream(Stream):
-    """Packs windows of documents in the order of each epoch; what is left of a sequence is padding.
+    """Packs windows of documents in the order of each epoch. The rest of a sequence is padding.
 
-    cursor.document is the place of the window in hand, cursor.offset the sequences taken of it.
-    Documents of fewer than `min_document_length` tokens are left out, and those that are longer than
-    a sequence. Raises ValueError if all are.
+    cursor.document is the place of the current window, cursor.offset the number of sequences taken
+    from it. Documents of fewer than `min_document_length` tokens, and documents that are longer
+    than a sequence, are left out. Raises ValueError if this leaves none.
     """
 
     kind = "packed"
@@ -53,7 +55,7 @@ class WholeStream(Stream):
         super().__init__(documents, tokenizer, seq_len, count, seed, shuffle, min_document_length)
         self._window_at = (-1, -1)
         self._window = Window(0, [])
-        # Now, rather than in the first step, when other ranks would wait for this one.
+        # Fail here, before the first step. Later, the other ranks would hang waiting for this one.
         self._current()
         self._tell_kept()
 
@@ -85,9 +87,9 @@ class WholeStream(Stream):
             self.documents.forget(span.index)
 
     def _current(self) -> Window:
-        """The window at the cursor; the cursor moves over windows without a sequence."""
+        """The window at the cursor. The cursor skips windows without a sequence."""
         cursor = self.cursor
-        # Wherever the cursor stands, two passes hold one whole epoch.
+        # Wherever the cursor is, two passes contain one whole epoch.
         for _ in range(2 * self.order.count):
             if self._window_at != (cursor.epoch, cursor.document):
                 self._window = self._pack_window()
@@ -102,7 +104,7 @@ class WholeStream(Stream):
         )
 
     def _pack_window(self) -> Window:
-        """Read documents from the cursor's place on, as many as fill WINDOW sequences."""
+        """Read as many documents from the cursor on as fill WINDOW sequences."""
         cursor = self.cursor
         place = cursor.document
         indices: list[int] = []
@@ -132,7 +134,7 @@ class WholeStream(Stream):
         if cursor.document == self.order.count:
             cursor.epoch += 1
             cursor.document = 0
-        # A pass that began no document is the search of one that fails.
+        # A pass that began no document is part of a search that fails.
         if (cursor.epoch, cursor.document) == (1, 0) and cursor.documents_seen:
             logger.info(
                 "data: %d of %d samples are left out: longer than training.seq_len = %d tokens, or "
@@ -144,13 +146,14 @@ class WholeStream(Stream):
             )
 
     def _tell_kept(self) -> None:
-        """Log the share of samples that a sequence of some lengths keeps, as far as it is known."""
+        """Log the share of samples that fit a sequence, for some lengths, by the lengths known so
+        far."""
         documents = self.documents
         if isinstance(documents, TokenShards):
             lengths = documents.lengths()
             learned = documents.total_learned / documents.total_tokens
         else:
-            # Those of the first window, which has just been read: lengths are remembered.
+            # Use the first window, which has just been read. Its lengths are in memory.
             places = range(self.cursor.document, self._window.stop)
             indices = [self.order.at(self.cursor.epoch, place) for place in places]
             lengths = np.array([documents.length(index) for index in indices])
