@@ -184,8 +184,9 @@ def wrong_paths() -> list[BadStart]:
 
 
 def wrong_texts() -> list[BadStart]:
-    """Files that only reading shows to be of no use: told after torch is loaded, before the first
-    step."""
+    """Files that turn out to be unusable when they are read: refused after torch is loaded, before
+    the first step.
+    """
     files = ("garbage.jsonl.zst", "garbage.jsonl", "garbage.parquet", "blank.jsonl", "prepared")
     starts = [BadStart([f"--data.source={{folder}}/{name}"], "data.source") for name in files]
     return [
@@ -224,7 +225,7 @@ def wrong_toml() -> list[BadStart]:
 
 
 def wrong_launches() -> list[BadStart]:
-    """Environments that torchrun would not make."""
+    """Environments that torchrun would not create."""
     starts = [
         BadStart([], "RANK", environment={"WORLD_SIZE": "2"}),
         BadStart([], "LOCAL_WORLD_SIZE", environment={"LOCAL_WORLD_SIZE": "2"}),

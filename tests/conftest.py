@@ -1,6 +1,7 @@
-"""Without a GPU, kernels run in Triton's interpreter: it must be switched on before the first kernel is imported.
+"""Without a GPU, kernels run in Triton's interpreter, which must be switched on before the first
+kernel is imported.
 
-One thread a process: several processes of tests share the cores.
+Each process uses one thread, since test processes share the cores.
 """
 
 import gc
@@ -66,7 +67,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_process_group_for_the_next_file() -> Iterator[None]:
-    """A training run in the tests' own process leaves one behind, which the next file's would meet."""
+    """A training run in the tests' own process leaves a process group behind, which the next file's
+    tests would use.
+    """
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -74,7 +77,7 @@ def _no_process_group_for_the_next_file() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _logging_as_before() -> Iterator[None]:
-    """A training run in the tests' own process, or in a fixture of a file, sets up logging."""
+    """A training run in the tests' own process, or in a module fixture, configures logging."""
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("titan_sparse").setLevel(logging.NOTSET)
     for handler in logging.getLogger().handlers:
@@ -84,7 +87,7 @@ def _logging_as_before() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _process_as_before() -> Iterator[None]:
-    """A training run changes settings of its process, in which other tests follow."""
+    """A training run changes settings of its process, which later tests share."""
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     yield
     torch.set_num_threads(1)
@@ -99,7 +102,7 @@ def _process_as_before() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _gpu_as_before(request: pytest.FixtureRequest) -> None:
-    """What earlier tests left on the GPU is freed now, and not while this one measures memory."""
+    """Free now what earlier tests left on the GPU, and not while this test measures memory."""
     if request.node.get_closest_marker("gpu") is None or not torch.cuda.is_available():
         return
     dynamo = sys.modules.get("torch._dynamo")
@@ -111,7 +114,7 @@ def _gpu_as_before(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """Nothing that another test compiled counts, and nothing of this one for the next."""
+    """Compilations of other tests do not count in this one, nor those of this test in the next one."""
     torch.set_num_threads(1)
     torch._dynamo.reset()
     yield

@@ -30,7 +30,7 @@ def run_processes(world_size: int, function: Callable, *args) -> None:
 def on_one_rank(function: Callable, *args) -> Any:
     """function(*args), computed by rank 0 and sent to all. Collective.
 
-    For what is the same on all ranks: each of them would take a core for it.
+    It saves the cores of the other ranks where all results are equal.
     """
     results = [function(*args) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(results)

@@ -36,9 +36,9 @@ _DENSE = Dense()
 
 
 class LiveBytes(TorchDispatchMode):
-    """now: bytes of the storages that operations have made and somebody still holds.
+    """now: bytes of the live storages that operations have made.
 
-    peak: the most that `now` has been.
+    peak: the largest value of `now`.
     """
 
     def __init__(self) -> None:

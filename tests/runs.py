@@ -92,5 +92,4 @@ def weights_of(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def metrics_of(config: Config) -> list[dict]:
-    """The lines of the run's metrics.jsonl."""
     return read_lines(Path(config.training.output_dir) / "metrics.jsonl")

@@ -27,7 +27,6 @@ LENGTHS = [[30, 20], [60]]
 
 
 def _assert_same(mask, wanted) -> None:
-    """Both allow the same pairs of 64 tokens."""
     assert type(mask) is type(wanted)
     assert torch.equal(mask.dense(64), wanted.dense(64))
 

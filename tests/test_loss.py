@@ -220,7 +220,7 @@ def test_non_contiguous_hidden() -> None:
 
 
 def test_the_gradient_of_a_hidden_that_lies_by_columns_lies_by_rows() -> None:
-    """As the kernels of the layer below read it."""
+    """This is the layout that the kernels of the layer below read."""
     hidden, weight, labels = _inputs(3, 8, 6, 11, torch.float64)
     by_columns = hidden.detach().flatten(0, 1).T.contiguous().T.view(hidden.shape).requires_grad_()
     loss = linear_cross_entropy(by_columns, weight, labels, 5)

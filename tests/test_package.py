@@ -54,7 +54,7 @@ def test_offers_nothing_before_it_is_asked_for():
 
 
 def test_torchao_starts_in_silence(tmp_path):
-    """PEFT and transformers load it; torch 2.13 then warns of its enums too."""
+    """PEFT and transformers load it. torch 2.13 then also warns about its enums."""
     assert _run(tmp_path, "-c", "import titan_sparse, torchao.float8").stderr == ""
 
 

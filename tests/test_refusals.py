@@ -1,4 +1,5 @@
-"""Whatever is wrong with a start is told in one line that names it, with status 2, before torch is loaded.
+"""Every problem with a start is reported in one line that names it, with status 2, before torch is
+loaded.
 
 The starts are in bad_starts.py.
 """
@@ -153,7 +154,7 @@ def checkpoint_folder(folder: Path, *steps: int) -> list[str]:
 
 
 def test_load_step_of_an_existing_or_an_older_checkpoint(tmp_path):
-    """A run that went on from step 5 has rotated it out: the same command still starts."""
+    """A run that continued from step 5 has deleted that checkpoint. The same command still starts."""
     words = checkpoint_folder(tmp_path, 10, 20)
     (tmp_path / "checkpoint" / "step-30").write_text("a file")
     for step in (5, 20):

@@ -112,7 +112,7 @@ def test_refusal_comes_before_anything_starts(tmp_path):
 
 @pytest.mark.parametrize("is_run", [False, True], ids=["help", "run"])
 def test_reader_of_the_output_may_leave(is_run, tmp_path):
-    """As in `train.py ... | head`: status 0, no traceback, and a run trains on."""
+    """As in `train.py ... | head`: status 0, no traceback, and training continues."""
     (tmp_path / "text.txt").write_text("some words " * 100)
     run = "--training.steps 2 --training.seq_len 128 --training.dtype float32 --model.layers 1"
     run += " --training.device cpu --lr_scheduler.warmup_steps 1 --metrics.log_every 1"

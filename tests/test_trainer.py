@@ -86,7 +86,7 @@ def _cases(world_size: int) -> list[dict]:
 
 
 def _half(cases: list[dict]) -> list[dict]:
-    """Of all combinations of patterns, layouts and schedules, half: any two of the three still meet."""
+    """Half of all combinations of patterns, layouts and schedules. Any two of the three still occur together."""
 
     def is_taken(case: dict) -> bool:
         places = [PATTERNS.index(case["attention__pattern"])]

@@ -1,4 +1,4 @@
-"""titan-sparse evaluate: from a run's checkpoint and from its export, dense and as trained, on one rank and two."""
+"""titan-sparse evaluate: from a run's checkpoint and its export, dense and as trained, on one rank and on two."""
 
 import csv
 import json
@@ -22,7 +22,7 @@ NEEDLES = ["--depths", "2"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A run of the flavour debug, which another process knows too, in float32, with a checkpoint after two steps."""
+    """A float32 run of the flavour debug, which other processes also know, with a checkpoint after two steps."""
     folder = tmp_path_factory.mktemp("runs")
     write_texts(folder / "texts")
     config = tiny_config(
@@ -262,7 +262,7 @@ def test_what_cannot_be_evaluated_is_refused(tmp_path, capsys, words, reason):
 def test_ranks_of_this_launch_take_the_place_of_training_s(
     trained, ranks, shared, tmp_path, monkeypatch
 ):
-    """A run over several ranks is evaluated on others: as many as there are share a sequence."""
+    """A run over several ranks is evaluated on the ranks of this launch, which share a sequence."""
     config = tiny_config(tmp_path, "run", model__flavour="debug", parallelism__cp=trained)
     config.parallelism.dp_replicate = 3
     save(config, tmp_path / "run")

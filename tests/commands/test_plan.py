@@ -62,7 +62,7 @@ def test_the_script_compares_layouts_and_schedules(config, tmp_path, capsys):
     [(["6000", "500", "1"], [6000, 500, 1]), (["ragged"], ragged_lengths(8000, 0))],
 )
 def test_packed_documents_are_planned(config, tmp_path, documents, lengths):
-    """Pairs are those of the documents, and the layout that is made for them is even."""
+    """The pairs are those of the documents, and the layout made for documents is balanced."""
     words = "--attention.pattern dense --ranks 4 --nodes 1 --layout contiguous balanced"
     words += " --schedule group_cast --model.flavour debug --documents"
     contiguous, balanced = _plans(tmp_path, config, *words.split(), *documents)["plans"]
@@ -77,7 +77,7 @@ def test_packed_documents_are_planned(config, tmp_path, documents, lengths):
     [(["--documents", "ragged"], ["all_gather", "group_cast"]), ([], ["all_gather"] * 2)],
 )
 def test_auto_goes_by_the_mask_that_is_planned(config, tmp_path, documents, schedules):
-    """Whatever attention.mask says: without --documents it is one long document."""
+    """The value of attention.mask does not matter: without --documents it plans one long document."""
     words = "--attention.pattern dense --attention.mask documents --ranks 4 --nodes 1"
     words += " --layout contiguous balanced --schedule auto"
     found = _plans(tmp_path, config, *words.split(), *documents)
@@ -132,8 +132,9 @@ def test_the_script_refuses_in_one_line(config, capsys, words, message):
 
 
 def test_balanced_is_dealt_by_the_costs_of_the_machine(config, tmp_path):
-    """Of --constants, and before those of the file that the run would read. Where key blocks cost
-    as much as thousands of tiles, ranks fetch fewer of them."""
+    """The costs come from --constants, otherwise from the file that the run would read. Where key
+    blocks cost as much as thousands of tiles, ranks fetch fewer of them.
+    """
     built_in = json.loads(script.DEFAULT_CONSTANTS.read_text())
     for name, gb_s in (("slow.json", 1e-4), ("fast.json", 1e6)):
         constants = built_in["constants"] | {
@@ -233,7 +234,7 @@ def test_times_of_tiles_that_cannot_be():
 
 
 def test_windows_differ_in_their_tiles(monkeypatch):
-    """Of 32 blocks of queries: the first windows cut two tiles, or three, and see none whole."""
+    """Of 32 blocks of queries: the first windows cut two or three tiles each and see none whole."""
     monkeypatch.setattr(calibrate, "slowest", lambda seconds: seconds)
     monkeypatch.setattr(calibrate, "seconds", lambda call, device, repeats: call() or 1.0)
     words = ["--out", "x", "--seq-len", "4096", "--heads", "1", "1", "--head-dim", "8"]

@@ -1,4 +1,4 @@
-"""What a start may not change on resuming, and what it is told to write instead."""
+"""What a start may not change when it resumes, and what its message says to write instead."""
 
 import dataclasses
 import json
@@ -156,7 +156,9 @@ def test_a_tokenizer_counts_by_its_content(tmp_path):
 
 
 def test_a_model_counts_by_what_it_is(tmp_path):
-    """A model.initial_hf that has moved or gone is no other model; another config.json in it is."""
+    """A model.initial_hf that was moved or deleted is the same model. Another config.json in it is
+    another model.
+    """
     before = _config(model__initial_hf="old/folder")
     checkpoint = tmp_path / "run/checkpoint/step-3"
     save(before, checkpoint)

@@ -1,4 +1,5 @@
-"""train_configs/: in every file no query sees another document, and what its comments say is so.
+"""train_configs/: in every file no query sees another document, and the claims of the comments
+hold.
 
 A file may let documents see each other only by attention.mask = "causal_across_documents".
 """
@@ -87,7 +88,7 @@ def _small(config: Config, letters: Path) -> Config:
 def _owners(tokens: np.ndarray) -> np.ndarray:
     """The letter of each token's document, int [S]; OF_NOBODY on padding.
 
-    The token that ends a document is the document's, also where it lies alone in the next sequence.
+    The token that ends a document belongs to it, even where it is alone in the next sequence.
     """
     owners = tokens.copy()
     for place in np.flatnonzero(tokens == END):
@@ -102,7 +103,7 @@ def _batches(small: Config, count: int) -> list[Batch]:
 
 
 def _pairs(small: Config, batch: Batch) -> dict[str, int]:
-    """All (query, key) pairs of a batch by what the mask says to them."""
+    """All (query, key) pairs of a batch that the mask allows."""
     seen = build_mask(small.attention, batch.lengths).dense(batch.tokens.shape[1])[0]
     owners = _owners(batch.tokens[0].numpy())
     counts = {"own, seen": 0, "own, not seen": 0, "later, seen": 0, "other, seen": 0}
@@ -152,7 +153,7 @@ def test_a_sequence_of_one_document_takes_the_causal_mask():
 
 
 def _shares(path: Path) -> tuple[list[str], list[str]]:
-    """The percentages of columns and of pairs that the comments of a file claim."""
+    """The percentages of verticals and of pairs that the comments of a file claim."""
     text = path.read_text().replace("\n# ", " ")
     columns = re.findall(r"([\d.]+) % of the columns", text)
     return columns, re.findall(r"([\d.]+) % of the causal pairs", text)

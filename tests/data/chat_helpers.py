@@ -70,7 +70,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 
 def trl_template(name: str) -> str:
-    """A template as published, or patched for training, that TRL comes with."""
+    """A template of TRL, as published or patched for training."""
     folder = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
     return (folder / f"{name}.jinja").read_text(encoding="utf-8")
 
@@ -127,7 +127,7 @@ def encode(folder: str, row: dict | list, **options) -> Encoded:
 
 
 def marked(encoded: Encoded, tokenizer: Tokenizer | str) -> str:
-    """The text of a document; what is learned stands between [[ and ]]."""
+    """The text of a document, with the learned parts between [[ and ]]."""
     if isinstance(tokenizer, str):
         tokenizer = load_tokenizer(tokenizer)
     runs = []

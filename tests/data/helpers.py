@@ -75,7 +75,7 @@ def random_documents(lengths: list[int]) -> list[str]:
 
 
 def lettered_texts(letter: str, lengths: list[int] = LENGTHS) -> list[str]:
-    """Documents that are told apart by their first letter and their length."""
+    """Documents that can be identified by their first letter and their length."""
     return [letter * length for length in lengths]
 
 
@@ -127,7 +127,7 @@ def open_loader(
 
 
 def rows(batch: Batch) -> Iterator[tuple]:
-    """Each sequence of a batch as something that can be compared with ==."""
+    """Each sequence of a batch as a value that can be compared with ==."""
     fields = (batch.tokens.tolist(), batch.labels.tolist(), batch.positions.tolist(), batch.lengths)
     return zip(*fields, strict=True)
 

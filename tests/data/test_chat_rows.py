@@ -24,7 +24,7 @@ def read(row: dict, row_format: str = "messages") -> dict:
 @pytest.mark.usefixtures("datasets_cache")
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.zst", ".parquet"])
 def test_files_give_the_same_samples(tmp_path, ending):
-    """Parquet fills the fields of a message that others have with nulls, which go again."""
+    """Parquet adds nulls for the message fields that other messages have. They are removed again."""
     called = {"role": "assistant", "tool_calls": [CALL]}
     path = tmp_path / f"chats{ending}"
     rows = [{"messages": CHAT, "tools": json.dumps(TOOLS)}, {"messages": [HI, called]}]

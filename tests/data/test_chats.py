@@ -72,8 +72,9 @@ def with_objects(chat: list[dict]) -> list[dict]:
 
 
 def trl_masks(folder: str, name: str, messages: list[dict], tools=None) -> Encoded:
-    """A chat with the masks of TRL's template for training, less what no model is asked for: the
-    header of an answer, and a line break behind its end."""
+    """A chat with the masks of TRL's training template, without what a model never writes: the
+    header of an answer, and a line break after its end.
+    """
     wanted = reference(folder, trl_template(f"{name}_training"), messages, tools)
     ids, mask = np.array(wanted["input_ids"]), np.array(wanted["assistant_masks"], dtype=bool)
     encode_text = load_tokenizer(folder).encode
@@ -139,7 +140,7 @@ def test_the_token_that_ends_an_answer_is_learned(tmp_path, template, wanted):
 
 
 def test_a_document_is_closed_once(tmp_path):
-    """Llama 3's last token of a chat is its end-of-document token already."""
+    """The last token of a chat of Llama 3 already is its end-of-document token."""
     folder = write_tokenizer(tmp_path, trl_template("llama3"), end="<|eot_id|>", adds_bos=True)
     text = marked(encode(folder, CHAT), folder)
     assert text.endswith("yes<|eot_id|>]]") and text.count("<|eot_id|>") == len(CHAT)
@@ -161,7 +162,7 @@ def test_a_template_that_marks_an_answer_without_its_end_still_teaches_it(tmp_pa
 
 
 def test_tool_calls_and_results(tmp_path):
-    """Arguments that are a string reach the template as an object, as servers do it."""
+    """Arguments given as a string reach the template as an object, as servers do it."""
     template = trl_template("qwen2_5")
     folder = write_tokenizer(tmp_path, template)
     got = encode(folder, {"messages": TOOL_CHAT, "tools": TOOLS})
@@ -200,8 +201,10 @@ def test_what_a_template_leaves_out_is_refused(tmp_path, name, extra, lost):
 
 
 def test_a_template_that_drops_earlier_reasoning(tmp_path):
-    """Stock Qwen3 writes another first answer when a second follows; where only the last is learned,
-    it is taken as published. A template of no known family is refused."""
+    """Stock Qwen3 writes a different first answer when a second one follows. Where only the last
+    answer is learned, the template is used as published. A template of an unknown family is
+    refused.
+    """
     folder = write_tokenizer(tmp_path, trl_template("qwen3"))
     last = encode(folder, CHAT, loss_on="last_assistant")
     assert learned_texts(last, folder) == ["<think>\n\n</think>\n\nyes<|im_end|>"]
@@ -239,7 +242,7 @@ MARKED = """\
 def test_a_token_of_prompt_and_answer_is_learned(
     tmp_path, template, header, end, line_break, answer
 ):
-    """As transformers does, and TRL with it."""
+    """transformers and TRL do the same."""
     folder = write_tokenizer(tmp_path, template, trims=False)
     user = {"role": "user", "content": "hi"}
     chat = [user, {"role": "assistant", "content": answer}] * 2
@@ -252,7 +255,7 @@ def test_a_token_of_prompt_and_answer_is_learned(
 
 
 def test_a_template_that_closes_every_chat_is_taken(tmp_path):
-    """Phi-3 ends what it is given with the end-of-document token, which no earlier turn has."""
+    """Phi-3 ends every chat with the end-of-document token, which earlier turns do not have."""
     folder = write_tokenizer(tmp_path, trl_template("phi3"))
     texts = learned_texts(encode(folder, CHAT[1:]), folder)
     assert texts == ["the answer\n\nis \U0001f600 4<|end|>", "yes<|end|>"]
@@ -315,7 +318,7 @@ def test_prompt_and_completion(tmp_path, prompt, completion, learned):
 
 
 def test_prompt_and_completion_of_messages(tmp_path):
-    """An answer within the prompt is not learned; stock Qwen3 does not matter for one turn."""
+    """An answer within the prompt is not learned. Stock Qwen3 makes no difference for one turn."""
     folder = write_tokenizer(tmp_path, trl_template("qwen3"))
     got = encode(folder, {"prompt": CHAT[:4], "completion": CHAT[4:]})
     assert learned_texts(got, folder) == ["<think>\n\n</think>\n\nyes<|im_end|>"]

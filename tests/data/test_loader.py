@@ -124,7 +124,7 @@ def test_shard_is_applied_alike_and_lengths_stay_global():
 
 
 def test_a_layout_may_depend_on_the_batch():
-    """The block table made from a batch's lengths shards this batch, and comes with it."""
+    """The block table made from a batch's lengths shards this batch and is returned with it."""
     seen = []
 
     def block_table(lengths: list[list[int]], seq_len: int) -> torch.Tensor:

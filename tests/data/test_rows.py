@@ -1,5 +1,4 @@
-"""titan_sparse.data.rows, and what open_source() makes of it: a file is read whole, or refused with
-its name."""
+"""titan_sparse.data.rows and open_source(): a file is read whole, or refused with its name."""
 
 import gzip
 import json
@@ -30,7 +29,7 @@ def lines_of(texts: list[str]) -> bytes:
 
 
 def many_texts(count: int) -> list[str]:
-    """Lines that do not compress to nothing."""
+    """Lines that barely compress."""
     generator = random.Random(0)
     return [f"{i} {generator.getrandbits(400):x}" for i in range(count)]
 
@@ -55,7 +54,7 @@ def two_frames(texts: list[str], **options) -> tuple[bytes, bytes]:
 
 
 def test_all_frames_of_a_zst_are_read(tmp_path):
-    """Frames, frames to be skipped, and a frame written without its size in between."""
+    """Frames, frames to skip, and a frame written without its size in between."""
     texts = many_texts(3000)
     first, second = two_frames(texts)
     skipped = struct.pack("<II", 0x184D2A50, 4) + b"note"
@@ -103,7 +102,7 @@ def test_damaged_zst_files_are_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["part[1].jsonl", "a*.jsonl", "a?.jsonl", "{a,b}.jsonl", "**"])
 def test_file_names_are_no_patterns(tmp_path, name):
-    """A file is read once, and no other in its place."""
+    """A file name with special characters names only that file, which is read once."""
     for other in ("part1.jsonl", "ab.jsonl", "a.jsonl", "b.jsonl"):
         (tmp_path / other).write_bytes(lines_of([other]))
     if name == "**":

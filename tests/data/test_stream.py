@@ -141,7 +141,7 @@ def test_counters_by_hand():
 
 
 def test_documents_left_out_are_logged_when_the_first_epoch_ends(caplog):
-    """Not later: the first document of the next epoch is left out again."""
+    """They are logged only once: the first document of the next epoch is left out again."""
     loader = make_loader(["b", "aaa"], seq_len=2, shuffle=False, min_document_length=2)
     with caplog.at_level(logging.INFO, logger="titan_sparse"):
         for _ in range(6):
@@ -162,7 +162,7 @@ def test_only_the_document_that_goes_on_is_kept_in_memory():
 
 
 def test_the_order_of_an_epoch_is_shuffled_once(monkeypatch):
-    """With many documents it takes seconds. A run that resumes asks for a later epoch first."""
+    """A shuffle of many documents takes seconds. A resumed run asks for a later epoch first."""
     shuffles = []
     generator = np.random.default_rng
 
@@ -254,7 +254,7 @@ def mixed(*parts: tuple[str, float]) -> PackedLoader:
 
 
 def test_the_part_furthest_behind_its_share_is_next():
-    """By hand, ties to the first: another version must go on alike from a checkpoint."""
+    """By hand, with ties to the first part: other versions must continue a checkpoint in the same order."""
     loader = mixed(("a", 0.5), ("b", 0.3), ("c", 0.2))
     taken = "".join(chr(next(loader).tokens[0, 0]) for _ in range(10))
     assert taken == "abcaabacba"
@@ -271,7 +271,7 @@ def test_the_epoch_of_a_mixture_is_that_of_its_most_passed_part():
 
 
 def test_shares_are_compared_to_nine_digits():
-    """0.1 / (0.1 + 0.2) is not 1 / 3 to the last one."""
+    """0.1 / (0.1 + 0.2) differs from 1 / 3 in the last digit."""
     parts = mixed(("a", 1 / 3), ("b", 2 / 3)).mixture.fingerprint()
     assert [part["share"] for part in parts] == [0.333333333, 0.666666667]
 

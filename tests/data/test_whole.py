@@ -217,7 +217,7 @@ def test_the_command_prepares_chats(tmp_path, tokenizer_folder, capsys):
 
 
 def test_chats_that_the_template_refuses_are_skipped_and_counted(tmp_path, capsys, caplog):
-    """Gemma has no system messages in the middle, and no tools."""
+    """Gemma's template refuses tools, and system messages in the middle."""
     folder = write_tokenizer(tmp_path / "gemma", trl_template("gemma3"))
     user, answer = CHAT[1], {"role": "assistant", "content": "\nyes"}
     good, doubled = [user, answer], [user, user, answer]
@@ -262,7 +262,7 @@ def test_a_damaged_mask_is_refused(tmp_path, tokenizer_folder, damage):
 
 
 def test_formats_mix(tmp_path, tokenizer_folder):
-    """Rows of chats, prepared chats and text: each part is as if it were alone."""
+    """Rows of chats, prepared chats and text: each part yields what it yields alone."""
     write_rows(tmp_path / "text.jsonl", [{"text": "the answer " * 200}])
     other = write_chats(tmp_path / "b.jsonl", "b")
     prepared = prepare_chats(Data(source=other, tokenizer=tokenizer_folder), tmp_path / "out")

@@ -45,8 +45,8 @@ class Parsed(Exception):
 
 
 class Rule(NamedTuple):
-    """How a program is tried. `stop_when_parsed`: no more than its command line. `shrink`: options appended to it.
-    `needs`: an optional package, without which the program is not tried.
+    """How a program is tried. `stop_when_parsed`: parse only the command line. `shrink`: options
+    appended to it. `needs`: an optional package, without which the program is not tried.
     """
 
     shrink: tuple[str, ...] = ()
@@ -256,7 +256,6 @@ def status_of(program: Callable[[], int | None]) -> int:
 
 @contextlib.contextmanager
 def alone(program: str, words: list[str]) -> Iterator[None]:
-    """One process: torchrun's variables and what train.py sets do not outlive the program."""
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTORCH_ALLOC_CONF")
     with mock.patch.object(sys, "argv", [program, *words]), mock.patch.dict(os.environ):
         for name in ranks:

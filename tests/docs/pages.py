@@ -12,8 +12,6 @@ _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 class Block(NamedTuple):
-    """A fenced block: its language ("" where the fence names none) and its text."""
-
     language: str
     text: str
 

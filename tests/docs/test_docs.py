@@ -100,7 +100,7 @@ def test_commands_are_read_as_a_shell_reads_them():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_blocks_are_named(page):
-    """A command cannot hide in a block whose fence does not say bash."""
+    """Commands must not hide in a block whose fence does not say bash."""
     for block in fenced_blocks(page.read_text()):
         assert block.language in LANGUAGES
         if block.language in ("", "text"):

@@ -35,7 +35,7 @@ MODEL = dataclasses.replace(FLAVOURS["debug"], heads=4, kv_heads=2, head_dim=8)
     ],
 )
 def test_buffers_are_those_that_are_kept(schedule, axes):
-    """Rank 0, whose collectives bring nothing: what is received has its place all the same."""
+    """Rank 0, with collectives that transfer nothing. Received tensors still occupy memory."""
     ranks = axes[0] * axes[1]
     moves_blocks = SCHEDULES[schedule].moves is Moves.BLOCKS
     mask = Full() if moves_blocks else Causal()
@@ -123,7 +123,7 @@ def test_workspace_of_a_schedule_by_hand(schedule, inter, kv_heads, expected):
 
 @pytest.mark.parametrize("schedule", ["ring", "all_gather", "group_cast"])
 def test_the_estimate_counts_workspace_and_buffers(monkeypatch, schedule):
-    """Workspace in the backward of blocks, buffers in every phase, the loss among them."""
+    """Workspace counts in the backward of blocks, buffers in every phase, including the loss."""
     # Without an MLP to speak of, attention's backward is the worst point of a block's.
     model = dataclasses.replace(MODEL, intermediate_size=1)
     record = SCHEDULES[schedule]
@@ -166,7 +166,7 @@ def test_eager_holds_scores_of_a_query_block():
 @pytest.mark.parametrize("kv_heads, rounded", [(2, 2 * QUERY), (4, 0)])
 @pytest.mark.parametrize("schedule, share", [("local", 1), ("ring", 1), ("all_gather", None)])
 def test_cudnn_sums_in_fp32_and_by_query_head(kv_heads, rounded, schedule, share):
-    """dq; where query heads share keys also dk and dv of each, rounded. all_gather: a head a time."""
+    """dq, and where query heads share keys also rounded dk and dv of each head. all_gather: one head at a time."""
     model = dataclasses.replace(MODEL, kv_heads=kv_heads)
     ranks = 1 if schedule == "local" else 4
     triton = Step(

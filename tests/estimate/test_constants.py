@@ -67,7 +67,7 @@ def test_costs_follow_the_run():
 
 
 def test_the_built_in_costs_are_those_of_the_built_in_constants():
-    """Its sparse kernels took 14 / (4 / 445 + 10 / 374) = 393 TFLOP/s."""
+    """Its sparse kernels ran at 14 / (4 / 445 + 10 / 374) = 393 TFLOP/s."""
     constants = dataclasses.replace(BUILT_IN, dense_tflops=392.6, partial_tile=1.2)
     costs = costs_of(constants, Shape(2, 128, 2, 4), heads=16, block_size=128)
     assert costs.partial == Costs().partial

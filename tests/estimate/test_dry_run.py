@@ -56,7 +56,7 @@ def _main(monkeypatch, capsys, *words: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_configuration_is_accepted_and_fits(monkeypatch, capsys, tmp_path, path):
-    """On the GPUs that its first lines speak of: H200s, 139.8 GiB."""
+    """The GPUs are those named in its first lines: H200s, 139.8 GiB."""
     in_a_folder_with_the_model(monkeypatch, tmp_path)
     ranks = load(["--config", str(path)])[0].parallelism.cp
     status, printed = _main(
@@ -85,7 +85,9 @@ def test_every_configuration_is_accepted_and_fits(monkeypatch, capsys, tmp_path,
     ],
 )
 def test_data_that_is_not_there_is_named(words, expected):
-    """The placeholders of the ready configurations; train.py tells it in one line, before any process group."""
+    """These are the placeholders of the ready configurations. train.py refuses them in one line,
+    before any process group.
+    """
     config, _ = load_and_check(
         ["--config", str(ROOT / "train_configs/qwen2_5_3b_512k.toml"), *words], 8, 8
     )
@@ -143,7 +145,7 @@ def test_window_with_sinks(monkeypatch, capsys):
 
 
 def test_head_dim_256_is_cudnns_where_attention_is_dense(monkeypatch):
-    """Without a GPU to ask: what "auto" means on a Hopper GPU."""
+    """ "auto" is resolved as on a Hopper GPU, without a GPU to query."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
     def backend(head_dim: int, *words: str) -> str:
@@ -239,7 +241,7 @@ def test_ranks_take_the_place_of_the_world():
 
 
 def test_what_starts_nothing_needs_no_ranks():
-    """A configuration of several ranks is shown for the fewest that it can run on."""
+    """A configuration of several ranks is shown for the smallest number of ranks that can run it."""
     wide = Parallelism(dp_replicate=2, cp=8)
     for flags in (
         Flags(print_config=True),
@@ -337,7 +339,7 @@ def test_launch_refuses_what_it_cannot_start():
 
 
 def test_what_is_usable_of_a_device():
-    """97 %, less what lies outside of PyTorch's allocator: with several ranks NCCL's memory too."""
+    """97 %, less the memory outside of PyTorch's allocator, which includes NCCL's with several ranks."""
     assert (outside_gib(1), outside_gib(2)) == (1.5, 3.5)
     assert World(1, 1, 100.0).usable == 97.0 - 1.5
     assert World(8, 8, 100.0).usable == 97.0 - 3.5

@@ -36,7 +36,9 @@ def test_matmul_flops_are_six_a_weight_of_a_matrix(model):
 
 
 def test_attention_flops_are_those_of_torchs_counter():
-    """Forward: torch counts 4 D a pair of a full square; forward and backward are three times as much."""
+    """Forward: torch counts 4 D per pair of a full square. Forward and backward together are three
+    times as much.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     q = torch.randn(1, 2, 32, 16)
@@ -95,7 +97,7 @@ def test_peak_is_half_of_what_nvidia_publishes(device, sparse):
 
 @pytest.mark.parametrize("float8", [False, True])
 def test_utilization_is_one_at_the_peak_and_never_more(float8):
-    """A device that does every matmul at its own peak, and nothing else, is used fully."""
+    """A device that does every matmul at its own peak, and nothing else, has a utilization of 1."""
     model, pairs, peak = FLAVOURS["qwen2.5-3b"], 5e6, peak_flops("NVIDIA H200", 0.0)
     linear = linear_flops_per_token(model) / (2 * peak if float8 else peak)
     rest = (head_flops_per_token(model) + attention_flops(model, pairs)) / peak

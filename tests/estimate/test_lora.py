@@ -165,7 +165,7 @@ def test_nothing_frozen_has_a_gradient():
 
 @pytest.mark.parametrize("targets", ["all-linear", "o_proj,up_proj"])
 def test_flops_are_those_of_torchs_counter(targets):
-    """Of linear layers, without what nobody needs: gradients of what the first adapters read."""
+    """Of linear layers, without gradients that are not needed: those of the first adapters' inputs."""
     model = dataclasses.replace(FLAVOURS["debug"], layers=2)
     adapters = _adapters(model, targets, rank=4)
     with torch.device("meta"):

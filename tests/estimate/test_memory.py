@@ -83,7 +83,9 @@ LONG = Step(
 
 
 def test_levers_take_what_they_are_known_to_take():
-    """Qwen2.5-3B, 524,288 tokens: by hand, in GiB. An intermediate tensor is 10.75, a hidden or a query one 2."""
+    """Qwen2.5-3B, 524,288 tokens, by hand in GiB. An intermediate tensor is 10.75, a hidden or
+    query tensor is 2.
+    """
     hidden = 2.0
     query = 2.0
     intermediate = 10.75
@@ -187,7 +189,6 @@ BACKWARD = "backward of the last block"
 
 
 def part(step: Step, phase: str, name: str) -> float:
-    """Bytes."""
     return estimate(step)[phase][name] * GIB
 
 
@@ -210,7 +211,7 @@ def test_float8_keeps_operands():
 
 
 def test_a_chunked_mlp_sums_its_weights_gradients():
-    """In fp32. One chunk of all tokens saves nothing else."""
+    """The sum is in fp32. A single chunk of all tokens saves nothing else."""
     more = added(BACKWARD, "block and attention", mlp_chunk_tokens=TOKENS)
     assert more == exactly(3 * HIDDEN * INTERMEDIATE * 4)
 

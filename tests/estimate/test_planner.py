@@ -66,7 +66,8 @@ def half_a_million():
 )
 def test_measured_runs_are_predicted(half_a_million, name, constants, schedules, tolerance):
     """Forward and backward of every row. A plain ring across two nodes on one host is left out: it
-    has the host's whole link to itself, where the constants have each rank's share of it."""
+    has the host's whole link to itself, where the constants assume each rank's share.
+    """
     index, ranges, visits = half_a_million
     measured = json.loads((RESULTS / f"{name}.json").read_text())
     rates = load_constants(constants)

@@ -73,7 +73,7 @@ def test_ranks_write_what_one_writes(tmp_path, ranks):
 
 
 def _prompts_do_not_meet(folder: Path) -> None:
-    """Each prompt of a batch gets what it gets alone; data-parallel ranks have prompts of their own."""
+    """Each prompt of a batch gets the tokens that it gets alone. Data-parallel ranks have prompts of their own."""
     scorer = _scorer(folder, 1, attention__pattern="dense")
     prompts = _prompts(90, 1, 33)
     together = generate(scorer, prompts, NEW)
@@ -90,7 +90,7 @@ def _prompts_do_not_meet(folder: Path) -> None:
 
 
 def _drawn(folder: Path) -> None:
-    """A seed draws the same tokens on any ranks, another one others; a small top_p is greedy."""
+    """A seed draws the same tokens on any ranks, and different seeds differ. A small top_p is greedy."""
     prompts = _prompts(40, 70)
     texts = {}
     for cp in (1, 2):
@@ -174,7 +174,7 @@ def _as_transformers(folder: Path, prompts: list[np.ndarray], expected: dict) ->
 
 @torch.no_grad()
 def _weigh_sinks(model: torch.nn.Module) -> None:
-    """So that they take most of the softmax: else tokens are the same without them."""
+    """Give the sinks most of the softmax. Otherwise tokens would be the same without them."""
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             parameter.add_(6)

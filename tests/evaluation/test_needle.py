@@ -80,7 +80,7 @@ def test_scores_are_shares_of_the_references():
 
 
 def test_an_answer_that_comes_a_token_late_scores_nothing(monkeypatch):
-    """A model that repeats what it reads says the number, but no token in its place."""
+    """A model that repeats what it reads says the number, but with every token one place late."""
     alone = Mock()
     alone.get_world_size.return_value = 1
     alone.all_gather_object.side_effect = lambda gathered, own: gathered.__setitem__(0, own)
@@ -167,8 +167,7 @@ def _sharpen(model: Decoder) -> None:
 
 
 def _windowed(folder) -> None:
-    """With a sliding window and sinks, the generated answer is the most likely one by a forward with that
-    mask too."""
+    """With a sliding window and sinks, the generated answer is the most likely one by a forward with that mask."""
     scorer, _ = scorer_of(
         tiny_config(
             folder,
@@ -207,7 +206,7 @@ def _memorised(folder) -> None:
 
 
 def _teach(model: Decoder, sample: Sample) -> None:
-    """Until the answer comes by dense attention, in the plain twin: that is faster."""
+    """Train until the answer comes by dense attention, in the plain twin, which is faster."""
     weights = on_one_rank(_taught, plain_decoder(model), sample)
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
 

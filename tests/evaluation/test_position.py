@@ -38,7 +38,7 @@ def test_windows_score_each_token_once_with_context(stride):
 
 
 def test_windows_score_only_what_is_learned_of_a_chat():
-    """Of tokens 0 to 19, those from 8 to 11 and token 19: the window between has nothing to score."""
+    """Of tokens 0 to 19, only 8 to 11 and 19 are scored. The window in between has nothing to score."""
     learned = np.isin(np.arange(20), [8, 9, 10, 11, 19])
     found = list(windows([Encoded(np.arange(20), learned)], 5, 5))
     assert [window.tokens.tolist() for window in found] == [
@@ -118,7 +118,7 @@ def _compare(folder, cp: int, layout: str, schedule: str) -> None:
 
 
 def _uneven(folder) -> None:
-    """Fewer windows than ranks, and a position range that nothing reaches."""
+    """Fewer windows than ranks, and a position range without tokens."""
     scorer, documents = scorer_of(tiny_config(folder, "run"))
     text = documents.tokens(0)[:30].astype(np.int64)
     got = position_loss(scorer, windows([Encoded(text)], LENGTH, LENGTH), LENGTH, BUCKETS)

@@ -1,4 +1,4 @@
-"""[validation] in the loop: what it writes, and that training goes on as if it had not been."""
+"""[validation] in the loop: what it writes, and that training continues as without it."""
 
 import json
 from collections import Counter
@@ -58,7 +58,7 @@ def _same(trainer: Trainer, other: Trainer) -> None:
 
 
 def _leaves_no_trace(folder: Path) -> None:
-    """Weights, losses, place in the data and random numbers: bit for bit, resumed too."""
+    """Weights, losses, data position and random numbers stay equal to the bit, also after resuming."""
     states = []
     plain = train(tiny_config(folder, "plain", **SETTINGS))
     states.append(torch.get_rng_state())
@@ -165,7 +165,7 @@ def test_what_is_read(monkeypatch, section, source, subset, split):
 
 
 def test_needles_are_counted(tmp_path):
-    """For each length and depth as many as were asked for, each another one."""
+    """Each length and depth has the requested number of needles, all different."""
     write_texts(tmp_path / "texts")
     config = tiny_config(
         tmp_path,
@@ -227,7 +227,7 @@ def test_of_chats_only_what_is_learned_is_scored(tmp_path, monkeypatch, format_o
 
 
 def test_what_only_training_has_is_reset(tmp_path):
-    """A file of costs may be gone, and one rank has nothing to balance: it must not be refused."""
+    """A file of costs may be gone, and one rank has nothing to balance. Neither is refused."""
     (tmp_path / "c.toml").write_text(
         '[attention]\nlayout = "balanced"\nbalance_costs = "gone.json"\ngradient_dtype = "bfloat16"\n'
         "[parallelism]\ncp = 2\n"

@@ -59,7 +59,7 @@ class ForkedJob:
         file_bytes: int = 0,
         forks: bool = True,
     ):
-        """forks: from a process that has all modules loaded, which is fast; CUDA can't be forked."""
+        """forks: from a process with all modules loaded, which is fast. CUDA cannot be forked."""
         self.output = output
         output.parent.mkdir(parents=True, exist_ok=True)
         # torchtitan asks for GPUs when it is imported, which must not start CUDA before the fork.
@@ -79,7 +79,6 @@ class ForkedJob:
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 
     def steps(self) -> list[int]:
-        """The steps whose lines it has printed, in order."""
         return [int(step) for step in re.findall(r"^step (\d+)/", self.text(), re.MULTILINE)]
 
     def is_running(self) -> bool:

@@ -115,7 +115,6 @@ class Chain:
         self.words = words_of(settings | {"training.output_dir": self.run})
 
     def start(self) -> ForkedJob:
-        """The run begins, or goes on."""
         self.starts += 1
         output = self.folder / f"output-{self.starts}"
         return ForkedJob(self.words, output, self.case.ranks, forks=self.case.device == "cpu")
@@ -195,7 +194,7 @@ class Chain:
         return []
 
     def _problems_of_start(self, job: ForkedJob) -> list[str]:
-        """Whether the start resumed from the newest checkpoint, and with which losses."""
+        """Whether the start resumed from the newest checkpoint and repeated its losses."""
         problems = []
         resumed = re.findall(r"^resumed at step (\d+)", job.text(), re.MULTILINE)
         steps = job.steps()
@@ -220,7 +219,6 @@ class Chain:
         return problems
 
     def _found(self, job: ForkedJob) -> str:
-        """Which part of a save was cut short, by what it has left behind."""
         if not job.steps():
             return "before the first step"
         incomplete = list(self.checkpoints.glob("*.incomplete"))
@@ -299,7 +297,7 @@ def undisturbed(case: Case, folder: Path, steps: int) -> dict[int, float]:
 def kill_many(
     cases: list[Case], kills: int, seed: int, folder: Path, jobs: int = 1
 ) -> list[tuple[Case, Kill]]:
-    """So many kills, shared out over the cases, `jobs` runs at a time. All files are in `folder`."""
+    """Run this many kills, split over the cases, with `jobs` runs at a time. All files are in `folder`."""
     write_texts(folder / "texts")
     # Runs of at most KILLS_OF_A_RUN kills, the cases in turn.
     runs: list[tuple[Case, int]] = []
@@ -379,7 +377,6 @@ def _name(case: Case) -> str:
 
 
 def main() -> int:
-    """The program. Status 1 if a kill has lost something."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=200)
     modes = ["disabled", "async", "async_with_pinned_mem"]

@@ -28,7 +28,6 @@ class Faults:
 
 
 def plant(faults: Faults) -> None:
-    """Let them happen in this process."""
     import torch
     import torch.distributed as dist
 

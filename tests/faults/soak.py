@@ -128,15 +128,15 @@ def ranks_of(torchrun_process: int) -> list[int]:
 
 
 def differences(disturbed: Run, undisturbed: Run) -> list[float]:
-    """|loss - loss of the undisturbed job|, of every line. A step that was done again counts twice."""
+    """|loss - loss of the undisturbed job| of every line. A repeated step counts twice."""
     wanted = {line["step"]: line["loss"] for line in undisturbed.lines}
     return [abs(line["loss"] - wanted[line["step"]]) for line in disturbed.lines]
 
 
 def memory_growth_gib(run: Run, first_steps: int) -> float:
-    """By what the peak of a process rose after its first steps, most of all processes of the run.
+    """The growth of a process's peak after its first steps, at most over the run's processes.
 
-    A process begins where steps go back.
+    A new process begins where the step number goes back.
     """
     growth = 0.0
     early = 0.0
@@ -227,7 +227,6 @@ def soak(
 
 
 def main() -> int:
-    """The program. Status 1 if something is not as it must be."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--kill-every", type=int, default=50)

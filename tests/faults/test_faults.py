@@ -44,7 +44,6 @@ class Run:
         return words_of(SETTINGS | own | settings)
 
     def begin(self, settings: dict | None = None, **options: object) -> ForkedJob:
-        """Start it. options: of ForkedJob."""
         self.starts += 1
         return ForkedJob(self.words(settings or {}), self.outputs / f"out-{self.starts}", **options)
 
@@ -199,7 +198,7 @@ def test_a_second_run_in_the_folder_is_refused(run):
 
 @pytest.mark.faults
 def test_a_stop_signal_in_a_long_accumulation(run):
-    """The step would take 20 times 0.5 s more; it is left out, and done when the run goes on."""
+    """The step would take 20 times 0.5 s more. It is dropped, and done when the run resumes."""
     accumulated = {"training.gradient_accumulation_steps": 20, "training.steps": 2}
     settings = accumulated | {"training.stop_grace_seconds": 2}
     with run.begin(settings, faults=Faults(seconds=0.5)) as job:
@@ -247,7 +246,7 @@ class Hostile:
 
 @pytest.mark.faults
 def test_a_hostile_checkpoint_runs_no_code(run, tmp_path):
-    """As the run's own, and as another's from which the weights are taken."""
+    """Neither as the run's own checkpoint nor as another run's from which weights are taken."""
     assert run.train({"training.steps": 2})[0] == 0
     mark = tmp_path / "mark"
     for path in run.checkpoints.glob("step-*"):

@@ -133,7 +133,7 @@ except ValueError as error:
 
 
 def test_half_of_flash_attention_4(tmp_path):
-    """Its CUDA part is missing: cuDNN computes and the banner says why; flex by name is refused."""
+    """Without its CUDA part cuDNN computes and the banner says why. Asking for flex by name is refused."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("FlashAttention-4 is chosen on Hopper only")
     package = tmp_path / "flash_attn" / "cute"

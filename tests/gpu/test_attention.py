@@ -107,7 +107,7 @@ def test_bf16_on_one_gpu(mask, pattern):
 @pytest.mark.parametrize("backend", ["triton", "flex"])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.name)
 def test_recomputed_attention(pattern, backend, compiled):
-    """The first part of a sequence computed again: out, gradients and memory.
+    """Recompute the first part of a sequence: out, gradients and memory.
 
     Plain causal, so flex takes its fastest path.
     """
@@ -191,7 +191,6 @@ def test_training_run(tmp_path):
 
 
 def _main(folder: str) -> None:
-    """What each process of test_bf16_over_nccl runs."""
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl")

@@ -259,8 +259,10 @@ def _delays(case: Case, device: str, four: dict[str, ContextParallel]) -> dict:
 
 
 def _inject_delays(case: Case, device: str) -> Counter:
-    """From here on this process dawdles, a little differently at every call: the host, the compute stream before work,
-    waits and collectives, and transfers alone, while the compute stream goes on. Returns how often, by kind."""
+    """Delay this process from here on, by a different time at every call: the host, the compute
+    stream before work, waits and collectives, and transfers alone. Returns the number of delays by
+    kind.
+    """
     delays, count = random.Random(dist.get_rank()), Counter()
     beside = torch.cuda.Stream() if device == "cuda" else None
 
@@ -294,7 +296,7 @@ def _inject_delays(case: Case, device: str) -> Counter:
 
 @contextlib.contextmanager
 def _started_on(stream: "torch.cuda.Stream | None"):
-    """What is started inside follows what has been started so far, and holds up nothing that comes after."""
+    """Work started inside waits for all earlier work, and later work does not wait for it."""
     if stream is None:
         yield
         return

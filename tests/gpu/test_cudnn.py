@@ -122,7 +122,9 @@ def of_attend(
 @needs_cudnn
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_it_is_chosen(dim):
-    """By auto, wherever FlashAttention-4 does not come first. Says why where it is not."""
+    """auto chooses it wherever FlashAttention-4 does not come first. Where it is not chosen, the
+    reason is given.
+    """
     banner = backends.explain("auto", "cuda", torch.bfloat16, dim, 128)
     print(banner)
     chosen = backends.choose("auto", "cuda", torch.bfloat16, dim, 128)
@@ -162,7 +164,7 @@ def test_pieces(name, dim):
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_attend(dim, heads):
-    """Of a length that is no whole number of blocks, two sequences."""
+    """The length is not a multiple of the block size. There are two sequences."""
     qkv, d_out = problem(2001, 2001, heads, dim, batch=2)
     got, lse = of_attend(qkv, d_out)
     want, want_lse = exact(qkv, d_out, seen_pairs(qkv[0], qkv[1], True))
@@ -298,7 +300,7 @@ def test_layouts(which):
 @needs_cudnn
 @pytest.mark.parametrize("batch", [1, 2])
 def test_after_torchs_own_calls(batch):
-    """torch keeps plans by the layout of q, k and v: here it has one for another layout of d_out."""
+    """torch caches plans by the layout of q, k and v: here it has one for another layout of d_out."""
     qkv, d_out = problem(1152, 1152, (6, 2), 128, batch)
     want, _ = exact(qkv, d_out, seen_pairs(qkv[0], qkv[1], True))
     by_token = d_out.transpose(1, 2).contiguous().transpose(1, 2)
@@ -378,7 +380,6 @@ def test_over_nccl(tmp_path):
 
 
 def _main(folder: str) -> None:
-    """What each process of test_over_nccl runs."""
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl")

@@ -44,7 +44,6 @@ CASES = {
 
 
 def _draw(heads: tuple[int, int], seq_len: int) -> list[Tensor]:
-    """d_out, q, k, v in bf16."""
     torch.manual_seed(0)
     counts = (heads[0], heads[0], heads[1], heads[1])
     return [

@@ -121,7 +121,7 @@ def _run(folder: Path, name: str, **overrides) -> tuple[_Result, Trainer]:
 
 
 def _distances(a: _Result, b: _Result) -> dict[str, float]:
-    """Relative distance of each step's gradients that are not equal to the bit."""
+    """Relative distance between each step's gradients, where they are not equal to the bit."""
     names = a.names * len(a.losses)
     return {
         f"{place}: {name}": ((x - y).norm() / y.norm()).item()

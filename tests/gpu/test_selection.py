@@ -64,7 +64,7 @@ def _by_twins(q: Tensor, k: Tensor, pattern: VerticalSlash, mask: Mask):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_kernels_choose_what_the_twins_do(pattern, mask, dtype, seq_len):
-    """Up to elements that rounding moves over a limit; each is worth about as much as any other."""
+    """They match except for elements that rounding moves over a limit, which are worth about as much as others."""
     q, k = _generated(seq_len, dtype)
     of_length = MASKS[mask](seq_len)
     got = PATTERNS[pattern].select(q, k, of_length)
@@ -84,7 +84,7 @@ def test_kernels_choose_what_the_twins_do(pattern, mask, dtype, seq_len):
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_all_rows_keep_the_recall_that_was_asked_for(mask):
-    """And little more: one diagonal may hold 0.02 of the mass of four heads."""
+    """They keep little more: one slash may hold 0.02 of the mass of four heads."""
     seq_len = 8192
     q, k = _generated(seq_len)
     of_length = MASKS[mask](seq_len)
@@ -125,7 +125,7 @@ def test_it_is_the_same_each_time(pattern):
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_selection_waits_for_nothing(pattern):
-    """Also where rows are drawn anew for another step."""
+    """This includes rows that are drawn anew for another step."""
     q, k = _generated(4096)
     ranges = MASKS["documents"](4096).rows(4096, "cuda")
     set_probe_seed(1)
@@ -146,7 +146,7 @@ def test_a_selection_waits_for_nothing(pattern):
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_compiled_attention_draws_other_rows_for_another_seed(pattern):
-    """The seed is read as the graph runs, not as it is made."""
+    """The graph reads the seed when it runs and not when it is traced."""
     q, k = _generated(4096)
 
     def function(q: Tensor, k: Tensor) -> Tensor:

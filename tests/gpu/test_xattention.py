@@ -40,7 +40,6 @@ def _generated(head_dim: int, heads: int = 4, dtype: torch.dtype = torch.bfloat1
 
 
 def _chosen(q: Tensor, k: Tensor, pattern: XAttention, mask: Mask, by_kernels: bool) -> Tensor:
-    """bool [B, Hq, blocks, blocks]"""
     if not by_kernels:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(xattention, "_by_kernels", lambda q, cp, stride: False)
@@ -50,7 +49,7 @@ def _chosen(q: Tensor, k: Tensor, pattern: XAttention, mask: Mask, by_kernels: b
 
 
 def _is_the_twins(q: Tensor, k: Tensor, pattern: XAttention, mask: Mask) -> None:
-    """Up to blocks that rounding moves over the limit, which are worth as much as any other."""
+    """They match except for blocks that rounding moves over the limit, which are worth about as much as others."""
     got = _chosen(q, k, pattern, mask, by_kernels=True)
     want = _chosen(q, k, pattern, mask, by_kernels=False)
     share = want.double().mean()

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 
 class GPU(NamedTuple):
-    """capability: as Triton counts it. shared_memory: bytes that a program can have."""
+    """H200 or another GPU. capability: in Triton's notation. shared_memory: bytes available to a program."""
 
     capability: int
     shared_memory: int
@@ -50,7 +50,8 @@ class Driver:
 
 
 def compile_only(gpu: GPU) -> dict[tuple[str, str], int]:
-    """From now on kernels are compiled instead of launched, and CPU tensors say they are on a GPU.
+    """From now on compile kernels without launching them, and let CPU tensors appear to be on a
+    GPU.
 
     Returns the most shared memory by module and name, which grows with each kernel.
     """

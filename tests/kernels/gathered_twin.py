@@ -8,7 +8,6 @@ from titan_sparse.kernels.gathered.lists import Choices, Gathered
 
 
 def chosen_pairs(choices: Choices) -> Tensor:
-    """As chosen_pairs() of the kernels."""
     words = choices.words
     chunks = choices.begin.shape[1]
     slots = choices.slots
@@ -30,7 +29,6 @@ def chosen_pairs(choices: Choices) -> Tensor:
 
 
 def gather_queries(pairs: Tensor, chunks: int) -> Gathered:
-    """As gather_queries() of the kernels."""
     slots, q_len = pairs.shape[2:]
     # [B, Hq, slots * S]
     keys, order = pairs.flatten(2).sort(dim=-1, stable=True)

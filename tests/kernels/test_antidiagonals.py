@@ -107,7 +107,7 @@ def test_sums(mask, options):
 
 
 def test_weights_that_vanish_beside_the_largest():
-    """A tile's sums are relative to its own maxima: scores of -1000 are no zeros, nor NaN."""
+    """A tile's sums are relative to its own maxima: scores of -1000 become neither zeros nor NaN."""
     given = problem("causal")
     given = given._replace(q=given.q * 300)
     want = twin_of(given)
@@ -186,7 +186,7 @@ def test_tiles():
 
 
 def test_tiles_of_windows_and_documents():
-    """Nothing is left out that any cell sees, and much is that none does."""
+    """All tiles that any cell sees are included, and many that no cell sees are left out."""
     for mask in ("window", "documents, window"):
         blocks = problem(mask).blocks
         shape = Shape(query_cells=16, key_cells=8)

@@ -53,7 +53,9 @@ class RandomIndex(BlockIndex):
 
 
 class Case:
-    """Inputs of one rank: it has every second query block and the KV chunk of the others, or all if `whole`."""
+    """Inputs of one rank: every second query block and the KV chunk of the other blocks, or
+    everything if `whole`.
+    """
 
     def __init__(
         self,
@@ -182,9 +184,9 @@ def test_pieces_alone(name):
 
 @pytest.mark.parametrize("name", ["window", "head_dim 96", "head_dim 256", "fp16"])
 def test_going_on_from_a_total(name):
-    """Piece after piece into one total is both pieces at once.
+    """Adding piece after piece to one total equals both pieces at once.
 
-    out and dq of the total are fp32, and its memory is used.
+    out and dq of the total are fp32, and its memory is reused.
     """
     case = Case(**CASES[name])
     out, lse, dq, *rest = case.truth(case.pieces())
@@ -252,7 +254,7 @@ def test_twin_is_eager(name):
 
 
 def test_nothing_listed():
-    """Empty lists: out 0, lse -inf, gradients 0, and entries behind the counts are never looked at."""
+    """Empty lists give out 0, lse -inf and gradients 0. Entries behind the counts are never read."""
     case = Case(Causal(), heads=(2, 1), blocks=2, batch=1)
     for tiles in (case.tiles, case.vertical_tiles):
         for lists in (tiles.by_query, tiles.by_key):
@@ -269,7 +271,7 @@ def test_nothing_listed():
 
 @pytest.mark.parametrize("parts", [(1, 3), (2, 1), (2, 3), (3, 2)], ids=str)
 def test_splits_of_dk_and_dv(monkeypatch, parts):
-    """Cutting a KV block's heads and their query lists changes nothing but the order of the sum."""
+    """Splitting a KV block's heads and their query lists changes only the order of the sum."""
     module = sys.modules["titan_sparse.kernels.block_sparse.backward"]
     monkeypatch.setattr(module, "key_splits", lambda *_: parts)
     case = Case(Causal(), heads=(3, 1), blocks=4, batch=1, whole=True)

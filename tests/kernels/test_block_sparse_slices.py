@@ -38,7 +38,6 @@ WRITTEN: dict[str, list[Slice]] = {
 
 
 def _problem(batch: int, seq_len: int = S) -> tuple[list[Tensor], Tensor]:
-    """q, k, v of two heads in one group, and the upstream gradient."""
     qkv = [x.to(DEVICE, DTYPE) for x in structured_qkv(batch, 2, 1, seq_len, 16)]
     generator = torch.Generator().manual_seed(2)
     d_out = torch.randn(qkv[0].shape, generator=generator)

@@ -208,14 +208,14 @@ def test_kernels_are_their_twins(name):
 
 
 def test_lists_cut_into_parts(monkeypatch):
-    """The queries of a chunk are dealt out to several programs, whose sums are added up."""
+    """The queries of a chunk are split over several programs, whose sums are added."""
     module = sys.modules["titan_sparse.kernels.gathered.backward"]
     monkeypatch.setattr(module, "list_splits", lambda programs: 3)
     _check(CASES["packed, a chunk of no tile"])
 
 
 def test_logits_far_below_zero():
-    """Keys behind a chunk's end have logit 0, far above all others: no infinity comes from them."""
+    """Keys behind a chunk's end have logit 0, far above all others, and must not cause infinities."""
     case = Case(dict(documents=[[144]], chunk=72, slots=1, heads=2), 1, 16, 64)
     case.q = 10 + case.q
     case.k = -30 + case.k
@@ -239,7 +239,7 @@ def test_nobody_chose():
 
 
 def _covered(shares: list[Share], batch: int, heads: int, kv_heads: int) -> None:
-    """Every head is in one share, beside its KV head, and a share is contiguous."""
+    """Every head is in one share, together with its KV head, and a share is contiguous."""
     seen = torch.zeros(batch, heads)
     for share in shares:
         some = torch.arange(heads)[share.heads]

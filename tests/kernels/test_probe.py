@@ -29,8 +29,6 @@ MASKS = {
 
 
 class Seen(NamedTuple):
-    """What a probe sees, and where."""
-
     spans: Spans
     geometry: vertical_slash_probe.Geometry
     probe: Probe
@@ -106,7 +104,7 @@ def test_held_rows(dtype, by_token):
 
 @pytest.mark.parametrize("groups, entries", [(33, 5), (70, 9)])
 def test_gains_of_many_groups(groups, entries):
-    """More groups of rows, and more diagonals, than a program takes at a time."""
+    """More groups of rows, and more slashes, than a program processes at a time."""
     # [B, Hq, n_local, T, U]
     tiles = torch.rand(2, 3, 4, 1, groups).to(DEVICE)
     # [B, Hq, n_local, T, L]
@@ -124,7 +122,6 @@ def test_gains_of_many_groups(groups, entries):
 
 @CASES
 def test_prices(mask, kind, queries):
-    """Each kernel and its twin on the same inputs."""
     spans, geometry, probe, keys = look(mask, kind, queries)
     lse = kernels.span_lse_naive(kernels.block_lse_naive(probe, keys), geometry.slot, geometry.run)
     priced = priced_geometry(spans, geometry, SEQ_LEN, SIZE, sinks=3, local=2)

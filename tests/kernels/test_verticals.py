@@ -81,7 +81,7 @@ def test_verticals_are_gathered(heads, dim, size, dtype):
     [(*shape, dtype) for shape, dtype in zip(SHAPES, [torch.float32, torch.float16] * 2)],
 )
 def test_verticals_go_home(heads, dim, size, dtype):
-    """Each row is added where its key is, if the rank has it; several heads of a group in one place too."""
+    """Each row is added where its key is, if the rank holds it, also for several heads of a group."""
     q_heads, kv_heads = heads
     g = torch.Generator().manual_seed(dim)
     verticals = ascending_verticals(q_heads, size, g)

@@ -35,7 +35,6 @@ def _gradients(module: nn.Module, x: Tensor, *args) -> list[Tensor]:
 def _pair(
     dtype: torch.dtype, chunk_tokens: int, compile_backend: str = "", targets: str = ""
 ) -> tuple[MLP, ChunkedMLP]:
-    """Of the same weights. targets: layers with adapters beside frozen weights; "none": frozen alone."""
     torch.manual_seed(0)
     whole = MLP(CONFIG)
     chunked = ChunkedMLP(CONFIG, chunk_tokens, compile_backend)
@@ -57,7 +56,7 @@ def _pair(
     "compile_backend, chunk_tokens", [("", 1), ("", 7), ("", 58), ("", 1000), ("aot_eager", 16)]
 )
 def test_equals_the_whole_mlp(compile_backend, chunk_tokens, targets):
-    """2 x 29 rows: ragged last chunks, and chunks over the seam of two sequences."""
+    """2 x 29 rows: ragged last chunks, and chunks across the boundary of two sequences."""
     whole, chunked = _pair(torch.float64, chunk_tokens, compile_backend, targets)
     x = torch.randn(2, 29, 32, dtype=torch.float64)
     for strided in (x, x.transpose(0, 1).contiguous().transpose(0, 1)):
@@ -81,7 +80,7 @@ def test_error_of_gradients_does_not_grow_with_chunks(targets):
 
 
 def test_the_activation_is_rounded_once():
-    """In bfloat16, as if it was computed in float64. A rounding is at most 2^-8 of the value."""
+    """In bfloat16 the result is as if computed in float64. A rounding is at most 2^-8 of the value."""
     torch.manual_seed(0)
     gate, up, d_hidden = torch.randn(3, 64, 48).bfloat16()
     exact = [gate.double().requires_grad_(), up.double().requires_grad_()]

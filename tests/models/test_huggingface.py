@@ -169,7 +169,7 @@ def test_every_rank_reads_its_shard(tmp_path, shape):
 
 
 def decoder_of_shards(mesh: DeviceMesh, config: DecoderConfig) -> Decoder:
-    """NaN everywhere, so that whatever is not read shows."""
+    """Weights are NaN everywhere, so that anything that is not read shows."""
     model, placements = Decoder(config, dense_attend), (Replicate(), Shard(0))[-mesh.ndim :]
     for module in list(model.modules()):
         for name, p in list(module.named_parameters(recurse=False)):

@@ -1,5 +1,6 @@
-"""Folders that transformers reads in a way one does not expect: it is the reference, always by
-reload from disk."""
+"""Folders that transformers reads in unexpected ways. transformers is the reference, always by a
+reload from disk.
+"""
 
 import json
 from pathlib import Path
@@ -215,7 +216,7 @@ def test_broken_weights_leave_the_shape_readable(tmp_path, header):
 
 
 def test_an_export_drops_no_head_of_a_checkpoint(tmp_path, capsys):
-    """The weights, which showed that the head is not tied, have gone since."""
+    """The weights that showed that the head is not tied have since been deleted."""
     save_reference(tmp_path / "in")
     set_values(tmp_path / "in", tie_word_embeddings=True)
     checkpoint = Path(save_checkpoint(decoder(tmp_path / "in"), tmp_path / "run/checkpoint/step-1"))
@@ -233,7 +234,7 @@ def test_an_export_drops_no_head_of_a_checkpoint(tmp_path, capsys):
 
 
 def test_links_out_of_the_folder_are_not_followed(tmp_path):
-    """Those of Hugging Face's cache are: snapshots/COMMIT/FILE -> ../../blobs/DIGEST."""
+    """Links of Hugging Face's cache are followed: snapshots/COMMIT/FILE -> ../../blobs/DIGEST."""
     (tmp_path / "secret").write_text("a private key")
     save_reference(tmp_path / "in")
     (tmp_path / "in/vocab.json").symlink_to(tmp_path / "secret")

@@ -230,7 +230,7 @@ def test_files_that_are_missing_or_broken(tmp_path):
     ["../model.safetensors", "/model.safetensors", "a/model.safetensors", "..", "", "a.pt", 5],
 )
 def test_an_index_that_leaves_its_folder_is_refused(tmp_path, name):
-    """The file exists and holds every tensor: only its place is wrong."""
+    """The file exists and holds every tensor. Only its location is wrong."""
     save_reference(tmp_path)
     config = read_config(str(tmp_path))
     folder = tmp_path / "download"

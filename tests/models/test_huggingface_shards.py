@@ -72,7 +72,7 @@ def _counted(tensor: Tensor) -> Tensor:
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Tensor]]:
-    """The weights that lie in tmp_path, by the decoder's names; what is read is counted."""
+    """The weights in tmp_path by the decoder's names, with a count of what is read."""
     torch.manual_seed(0)
     weights = Decoder(TINY, dense_attend).state_dict()
     by_name = {huggingface_name(name): weight for name, weight in weights.items()}

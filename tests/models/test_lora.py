@@ -123,7 +123,7 @@ def test_first_adapters():
 
 
 def test_first_adapters_are_those_of_any_rank():
-    """Those of the whole tensor, cut, without communication; another seed draws others."""
+    """They are slices of the whole tensor, without communication. Another seed draws others."""
     adapters = _adapters()
     whole = _decoder(adapters, dtype=torch.float32)
     initialize_adapters(whole, 5, adapters)

@@ -188,7 +188,7 @@ def test_offloaded_layers_are_the_same_to_the_bit(tmp_path: Path, monkeypatch) -
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_angles_are_not_rounded(tmp_path: Path, name: str) -> None:
-    """bf16 models have tables of fp32, of frequencies that nothing has cast."""
+    """bf16 models have fp32 tables, of frequencies that were never cast."""
     save_model(tmp_path, name)
     model, _ = decoder_of(tmp_path)
     positions = torch.tensor([[200_001]])
@@ -214,7 +214,7 @@ def test_half_precision_is_near(tmp_path: Path, name: str) -> None:
 
 
 def test_layers_are_compiled_once_for_each_kind(tmp_path: Path) -> None:
-    """Windows and full layers are two kinds, however many layers there are."""
+    """Windows and full layers are two kinds, whatever the number of layers."""
     save_model(tmp_path, "olmo3", num_hidden_layers=10, layer_types=None)
     model, config = decoder_of(tmp_path)
     counter = CompileCounterWithBackend("eager")

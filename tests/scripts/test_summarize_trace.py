@@ -41,7 +41,6 @@ class Trace:
         cat: str = "kernel",
         by: str = "cuda_runtime",
     ) -> None:
-        """A launch of `tid` at a time, and what it ran on the GPU, whenever that was."""
         self.launches += 1
         stream = OTHER_STREAM if "nccl" in kernel else STREAM
         self.add("cudaLaunchKernel", at, at + 0.002, by, tid, correlation=self.launches)
@@ -49,7 +48,7 @@ class Trace:
 
 
 def a_step() -> list[dict]:
-    """A step whose kernels run 100 ms after their launches, so that times alone tell nothing."""
+    """A step whose kernels run 100 ms after their launches, so that times alone do not identify them."""
     trace = Trace()
     trace.inside("ProfilerStep#5", start=0, end=50)
     trace.inside("FSDP::pre_forward (layers.0)", "FSDP::all_gather (layers.0)", start=1, end=2)

@@ -31,7 +31,6 @@ CODE = {"phi3": "transformers", "qwen3_moe": "transformers"}
 
 
 def train(folder: Path, output: str, model: str, settings: dict[str, object]) -> Trainer:
-    """A run in folder/output on the model folder/<model>."""
     alone = not dist.is_initialized()
     settings = {
         **SETTINGS,

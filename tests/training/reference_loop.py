@@ -26,8 +26,6 @@ class Piece(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What is logged of a step."""
-
     loss: float
     grad_norm: float
     lr: float
@@ -87,7 +85,6 @@ def loss_sum(model: nn.Module, piece: Piece, z_loss: float) -> Tensor:
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Matrices decay. Norms and biases do not."""
     is_vector = {
         name: name.endswith(("norm.weight", "bias")) for name, _ in model.named_parameters()
     }

@@ -1,4 +1,4 @@
-"""Ranks that differ do not begin: each of them ends with status 2, and one line says what differs."""
+"""Ranks that differ do not start: each ends with status 2, and one line says what differs."""
 
 import contextlib
 import io

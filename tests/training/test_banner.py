@@ -10,7 +10,6 @@ from titan_sparse.training.distributed import Meshes
 
 
 def _lines(config: Config, recomputed: float = 0.0) -> dict[str, str]:
-    """The banner's lines by name, of one rank."""
     resolved = Resolved(
         model=FLAVOURS["debug"],
         meshes=Meshes(fsdp=None, cp=None, dp_size=4, dp_rank=0),

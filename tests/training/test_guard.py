@@ -120,7 +120,7 @@ def _plainly(norms: list[float], section: GuardSection) -> list[bool]:
 
 @pytest.mark.parametrize("enable, updates", [(False, 3), (True, 1)])
 def test_a_guard_that_is_off_lets_every_update_happen(alone, enable, updates):
-    """One good step, one with a loss that is no number, one with an infinite norm."""
+    """One good step, one with a NaN loss, one with an infinite norm."""
     model = nn.Linear(2, 2)
     optimizers = _container(model, fused=False)
     guard = Guard(GuardSection(enable=enable), CPU, on_device=False)
@@ -177,7 +177,7 @@ def test_statistics_come_back(alone):
 
 
 def _one_rank_is_poisoned() -> None:
-    """Replicas hold the same parameters: what one finds bad, none may apply."""
+    """Replicas hold the same parameters: if one finds a bad step, none may apply it."""
     model = nn.Linear(2, 2)
     optimizers = _container(model, fused=True)
     before = model.weight.detach().clone()

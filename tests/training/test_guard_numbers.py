@@ -88,7 +88,7 @@ def test_a_norm_that_is_not_finite_is_reported_as_0(norm):
 
 
 def test_fused_kernels_are_told_and_the_host_asks_nothing():
-    """The update is called in bad steps too: the kernels leave everything as it was."""
+    """The update is also called in bad steps, where the kernels leave everything unchanged."""
     guard, optimizers = Guard(SECTION, CPU, on_device=True), _Optimizers()
     [optimizer] = optimizers.optimizers
     for count, (norm, found) in enumerate([(1.0, 0.0), (math.nan, 1.0), (1.0, 0.0)], start=1):

@@ -104,7 +104,6 @@ def test_levers_change_nothing(folder, name):
 
 
 def test_blocks_are_compiled_twice_however_many_there_are():
-    """The first one's input needs no gradient. PEFT's layers hold nothing that differs by layer."""
     shape = dataclasses.replace(TINY, layers=10)
     adapters = resolve_adapters(shape, 3, 6, 0.1, "all-linear", "default")
     counter = CompileCounterWithBackend("aot_eager")

@@ -265,7 +265,6 @@ def test_peft_loads_what_is_exported(folder, trained):
 
 
 def _evaluate(folder: Path, out: str, *words: str) -> list[dict]:
-    """The losses by position of titan-sparse evaluate."""
     common = ["--config", str(folder / "evaluated/config.toml"), "--lengths", "96"]
     rest = ["--tasks", "position", "--buckets", "2", "--samples", "2", "--out", str(folder / out)]
     assert evaluate([*common, *words, *rest]) == 0

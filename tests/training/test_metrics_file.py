@@ -1,5 +1,3 @@
-"""Lines of metrics.jsonl are whole: on a full disk, after a kill, and for whoever reads them."""
-
 import json
 import subprocess
 import sys

@@ -55,7 +55,6 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, gpus, local_rank, re
 
 
 def test_a_process_alone_needs_no_launcher(monkeypatch):
-    """And leaves no process group."""
     monkeypatch.delenv("RANK", raising=False)
     distributed.init_distributed(torch.device("cpu"), 90)
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1)

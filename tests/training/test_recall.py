@@ -1,5 +1,4 @@
-"""What a run tells of recall: what caps cut, against counts by hand of what was selected, and what
-was asked for."""
+"""What a run reports about recall: how much the caps cut, counted by hand, and what was requested."""
 
 import logging
 from pathlib import Path

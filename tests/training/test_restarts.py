@@ -190,7 +190,7 @@ ENDS = {
     ("name", "ranks"), [(name, ranks) for name in ENDS for ranks in ("01", "1")]
 )
 def test_an_end_is_told_in_one_line(tmp_path, name, ranks):
-    """By all ranks alike, or by the second alone; after there is a process group."""
+    """All ranks report the same line, or only the second does, once there is a process group."""
     action, status = ENDS[name]
     job = start(tmp_path, {}, {("0", rank, 2, 1): action for rank in ranks})
     output = finish(job, status=1)  # torchrun's own

@@ -30,7 +30,6 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Texts, and a run of two steps: saved."""
     folder = tmp_path_factory.mktemp("starts")
     write_texts(folder / "texts")
     write_texts(folder / "grown", documents=13)
@@ -151,7 +150,7 @@ def test_what_a_run_leaves(folder):
 
 
 def test_a_run_that_goes_on(folder, monkeypatch, caplog):
-    """The first step of this start is the third of the run. What has changed is told."""
+    """The first step of this start is the third of the run. Changed settings are reported."""
     caplog.set_level(logging.INFO, "titan_sparse")
     settings = SETTINGS | {"training__steps": 4, "optimizer__lr": 0.1}
     _run(monkeypatch, tiny_config(folder, "goes_on", **SETTINGS))
@@ -166,7 +165,7 @@ def test_a_run_that_goes_on(folder, monkeypatch, caplog):
 
 
 def test_a_stop_between_micro_batches(folder, monkeypatch, caplog):
-    """Of step 2, which has no time left: it is left out, and the first one is saved."""
+    """Step 2 has no time left: it is dropped, and the first step is saved."""
     caplog.set_level(logging.INFO, "titan_sparse")
 
     def ask(run: Trainer) -> None:
@@ -189,7 +188,7 @@ def test_a_stop_in_a_step_that_has_time_left(folder, monkeypatch):
 
 
 def test_a_stop_after_the_last_step(folder, monkeypatch, caplog):
-    """The weights are not exported: who asked does not want to wait."""
+    """The weights are not exported, since whoever sent the signal does not want to wait."""
     caplog.set_level(logging.INFO, "titan_sparse")
     config = tiny_config(folder, "after", **SETTINGS | {"training__steps": 1})
     _, events = _run(monkeypatch, config, _after_step=lambda run: run.signals.ask())

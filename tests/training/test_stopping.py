@@ -84,7 +84,7 @@ def test_a_step_is_left_out_or_finished_and_a_resume_loses_nothing(tmp_path, gra
 
 
 def _stop_at_once(folder: Path) -> None:
-    """Nothing was finished since the start: nothing is saved, also not over the checkpoint."""
+    """Nothing was finished since the start: nothing is saved, and the checkpoint is not replaced."""
     config = _config(folder, "run", 0)
     assert _train(config, stop_in=1)[0] == 0
     assert not list((folder / "run/checkpoint").glob("step-*"))

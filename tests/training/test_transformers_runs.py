@@ -136,7 +136,6 @@ def test_files_hold_what_save_pretrained_writes(folder: Path) -> None:
 
 
 def _evaluate(folder: Path, out: str, *words: str) -> list[dict]:
-    """The losses by position of titan-sparse evaluate."""
     common = ["--config", str(folder / "gemma3-evaluated/config.toml"), "--lengths", "96"]
     rest = ["--buckets", "2", "--samples", "2", "--out", str(folder / out)]
     assert evaluate([*common, *words, *rest]) == 0
@@ -155,7 +154,7 @@ def test_a_run_and_its_export_are_evaluated_alike(folder: Path) -> None:
 
 
 def test_sparse_patterns_leave_windows_dense(folder: Path, caplog) -> None:
-    """Of Gemma's two layers, the second sees everything, and is the one that selects."""
+    """Of Gemma's two layers, the second has full attention and selects."""
     sparse = {
         "attention.pattern": "vertical_slash",
         "attention.vertical_slash.max_verticals": 1,

@@ -156,8 +156,9 @@ def _check_failure_with_short_timeout() -> None:
 
 
 def _check_timeout() -> None:
-    """As with NCCL, where the timeout raises nothing on the ranks that wait: all end. As long as nobody waits for
-    another, a long step is no failure."""
+    """As with NCCL, where the timeout raises nothing on the waiting ranks: all end. A long step is
+    not a failure while no rank waits for another.
+    """
     ended: list[int] = []
 
     def note_end(watch: Watch, why: str) -> None:
@@ -178,7 +179,9 @@ def test_a_collective_that_times_out_silently_ends_all():
 
 
 def _check_quiet() -> None:
-    """Late, but not too late: nobody is accused; a second watch does not read the keys of the first."""
+    """A rank is late, but within the limit: no rank is blamed. A second watch does not read the
+    keys of the first.
+    """
     log = _Lines()
     for _ in range(2):
         with Watch(timeout_seconds=8) as watch:

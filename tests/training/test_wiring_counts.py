@@ -237,8 +237,7 @@ class _Products(TorchDispatchMode):
 
 
 def test_what_is_computed_again(folder):
-    """Of a block's seven products the backward wants all but the last again, or half of these, or
-    none."""
+    """Of a block's seven products the backward recomputes all but the last, half of these, or none."""
     products = {}
     for mode in ("none", "selective", "full"):
         with _Products() as counted:
@@ -251,7 +250,6 @@ def test_what_is_computed_again(folder):
 
 
 def test_attention_that_is_computed_again(folder):
-    """The share that is asked for, in every layer."""
     trainer = _run(
         folder, "recomputed", training__steps=1, activation_checkpoint__attention_recompute=0.25
     )

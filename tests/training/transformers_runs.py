@@ -33,7 +33,6 @@ def prepare(folder: Path, names: Iterable[str]) -> None:
 
 
 def train(folder: Path, name: str, run_name: str, settings: dict[str, object]) -> None:
-    """A run in folder/<name>-<run_name>."""
     alone = not dist.is_initialized()
     run(
         folder,

@@ -1,4 +1,4 @@
-"""Our answers to lm_eval's requests beside those of its own HFLM, on the same weights."""
+"""Our answers to lm_eval's requests against those of its own HFLM, on the same weights."""
 
 import json
 from pathlib import Path
@@ -166,7 +166,7 @@ def test_generation(pair):
 
 
 def test_stops_at_once(pair):
-    """Not only cut afterwards: with the token that completes a stop string, however long the text."""
+    """Generation stops with the token that completes a stop string, however long the text is."""
     ours, _ = pair
     stop = ours._stop(["a dog"])
     tokens = np.array(ours.tokenizer.encode("x" * 50 + "a dog", add_special_tokens=False))

@@ -58,7 +58,7 @@ def _same(found: list, expected: list) -> bool:
 
 
 def _several_ranks_answer_as_one(folder: Path) -> None:
-    """Sharing a sequence, and each with requests of its own: three questions for two."""
+    """They share a sequence, or each has requests of its own: three questions for two ranks."""
     expected = json.loads((folder / "one.json").read_text())
     for ranks in (
         "parallelism.cp=2,attention.layout=balanced,attention.schedule=group_cast",

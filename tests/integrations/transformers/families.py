@@ -125,7 +125,6 @@ def family(name: str, **changes) -> nn.Module:
 
 
 def tokens(batch: int, seq_len: int, seed: int = 0) -> Tensor:
-    """int64 [batch, seq_len], none of them padding."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, VOCAB, (batch, seq_len), generator=generator)
 

@@ -52,8 +52,9 @@ def test_two_processes_train_like_one(folder, name):
 
 @pytest.mark.slow
 def test_sparse_attention(folder, tmp_path, monkeypatch):
-    """It is another than dense. Random weights attend nearly evenly, so that rounding moves some
-    keys over the edge of the choice: two processes are near one, not equal to it."""
+    """The results differ from dense attention. Random weights attend nearly evenly, so rounding
+    changes some selected keys, and two processes are only close to one.
+    """
     monkeypatch.setattr(sys, "argv", sys.argv)
     sparse = {"sparse": ["trainer", "--tiny", "--sparse", "--layout", "zigzag"]}
     run_all(str(tmp_path), sparse)

@@ -33,9 +33,10 @@ def registered() -> None:
 @pytest.mark.parametrize("chunks", [[1] * 20, [20, 1, 1, 20, 8], [1, 49], [9, 9, 9, 23]], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_text_in_any_chunks_is_the_text_at_once(name, chunks):
-    """Shorter and longer than the window, one token and several, after a cache of either.
+    """Chunks are shorter and longer than the window, of one token and of several, after either
+    cache.
 
-    All have fewer heads of keys than of queries, and scores scaled unlike the default.
+    All models have fewer key heads than query heads, and a scale other than the default.
     """
     model = family(name).eval()
     for layer in model.model.layers:
@@ -85,7 +86,7 @@ def test_a_cache_that_holds_more_than_it_says_is_refused():
 
 
 def test_one_token_beside_a_static_cache_waits_for_nothing():
-    """Where the cache counts on the device, its count is not read."""
+    """Where the cache keeps its count on the device, the count is not read."""
 
     class OnDevice:
         def __int__(self):

@@ -93,7 +93,7 @@ def test_layers_with_a_window_see_what_mask_and_window_allow(mask, resolved):
 @pytest.mark.parametrize("wrap", [lambda x: x, AttentionMask, lambda x: x.rows(SEQ_LEN)])
 @pytest.mark.parametrize("name", ["qwen3", "olmo3", "gpt_oss"])
 def test_masks_of_ours_for_each_kind_of_layer(name, wrap):
-    """Taken as they are: the sliding layers' one is wider than the model's window."""
+    """They are used unchanged: the sliding layers' mask is wider than the model's window."""
     masks = {
         "full_attention": Documents(LENGTHS),
         "sliding_attention": Documents(LENGTHS) & SlidingWindow(WINDOW + 5),

@@ -200,7 +200,7 @@ def test_attention_without_a_mask_is_refused():
 
 
 def causal_mask_function(batch, head, query, key):
-    """Not transformers', for all its name."""
+    """This is not transformers' function, despite its name."""
     return key <= query + 1
 
 

@@ -49,7 +49,7 @@ def registered() -> None:
 
 
 def two_ranks() -> ContextParallel:
-    """Pretended: what is refused is refused before anything is sent."""
+    """Simulated: unsupported input is refused before anything is sent."""
     cp = ContextParallel(None, block_size=BLOCK)
     cp.size = 2
     register(AttentionSettings(cp=cp), name="two_ranks")

@@ -152,7 +152,8 @@ def test_a_model_without_a_loss_of_next_tokens():
 @pytest.mark.parametrize("own_loss", [False, True])
 def test_a_loss_that_ignores_shifted_labels(own_loss, tmp_path):
     """Old models call loss_function(logits, labels, vocab_size) without further arguments, or
-    compute a mean of their own, of no labels at all."""
+    compute a mean of their own, without labels.
+    """
     made = parts(arguments(tmp_path))
     forward = made["model"].forward
 
@@ -193,7 +194,7 @@ def test_sizes(monkeypatch):
 
 
 def test_processes_that_accelerate_does_not_see(tmp_path, monkeypatch):
-    """torchrun's processes on CPUs train each for itself unless use_cpu is set."""
+    """torchrun's processes on CPUs train independently unless use_cpu is set."""
     made = parts(arguments(tmp_path))
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = ContextParallelConfig(block_size=BLOCK)
@@ -205,7 +206,7 @@ def test_processes_that_accelerate_does_not_see(tmp_path, monkeypatch):
 
 
 def test_a_trainer_alone_is_as_it_was(tmp_path):
-    """On one process: the losses of a Trainer with transformers' own attention and loss."""
+    """On one process the losses equal those of a Trainer with transformers' own attention and loss."""
     made = parts(arguments(tmp_path))
     trainer = LongTrainer(**made)
     trainer.train()

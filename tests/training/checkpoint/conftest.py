@@ -14,7 +14,6 @@ def alone() -> None:
 
 @pytest.fixture
 def events(monkeypatch) -> list[str]:
-    """What is made durable, by name, and what is renamed ("old > new"), in this order."""
     noted = []
     fsync, rename = os.fsync, os.rename
 

@@ -1,6 +1,6 @@
-"""What a save takes of training, and gives back: seconds, a thread, memory, a process, a group.
+"""The resources that a save takes and returns: seconds, a thread, memory, a process, a group.
 
-Also what is told of one that is slow or fails.
+Also what is logged about a save that is slow or fails.
 """
 
 import errno
@@ -66,7 +66,7 @@ def test_close_gives_thread_and_memory_back(alone, tmp_path):
     "error", [OSError(errno.EIO, "Input/output error"), ValueError("where\nodd")]
 )
 def test_a_bug_is_logged_with_its_place(alone, tmp_path, monkeypatch, caplog, error):
-    """A disk's failure is not: its line says all."""
+    """A disk's failure is logged without it, since its message is enough."""
 
     def fail(*_):
         raise error

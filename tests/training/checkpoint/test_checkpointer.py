@@ -106,7 +106,7 @@ def test_without_checksums_it_loads_with_a_warning(tmp_path, log):
 
 
 def test_torchtitans_checkpoints_load(tmp_path, log):
-    """What runs of before have saved: other values beside, fewer counters, no checksums."""
+    """Earlier versions saved additional values, fewer counters, and no checksums."""
     run = Run(tmp_path)
     for _ in range(2):
         run.step()

@@ -1,4 +1,4 @@
-"""Whether the disk takes what a run will save, told before the first step."""
+"""Whether the disk has room for what a run will save, checked before the first step."""
 
 import shutil
 
@@ -20,7 +20,6 @@ def leave_free(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
 
     def leave(size: int) -> None:
-        """The disk has so many bytes left."""
         monkeypatch.setattr(saver.shutil, "disk_usage", lambda _: usage._replace(free=size))
 
     return leave
@@ -61,7 +60,7 @@ def test_checkpoints_that_are_there_have_their_room(tmp_path, leave_free):
 
 
 def test_all_that_are_kept_need_room_for_the_next_only(tmp_path, leave_free):
-    """A disk that holds all of them can't be asked for."""
+    """A disk need not hold all of them at once."""
     run = Run(tmp_path, keep_latest_k=0)
     leave_free(ONE_SAVE)
     run.checkpointer.check_disk(100)

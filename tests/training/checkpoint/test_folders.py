@@ -9,7 +9,6 @@ from titan_sparse.training.checkpoint import folders
 
 
 def make(folder: Path, *names: str) -> None:
-    """Complete checkpoints, as far as names go."""
     for name in names:
         (folder / name).mkdir(parents=True)
         (folder / name / folders.METADATA).write_text(name)

@@ -1,4 +1,4 @@
-"""One run per folder: another process is told who is there, and a dead one holds nothing."""
+"""One run per folder: another process learns who holds the lock, and a dead process holds nothing."""
 
 import errno
 import fcntl
@@ -39,7 +39,7 @@ def hold(folder, how: str) -> subprocess.Popen:
 
 
 def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
-    """The child that it has forked lives on, and does not count."""
+    """A child that it forked lives on and does not count."""
     holder = hold(tmp_path, "fork")
     try:
         with pytest.raises(

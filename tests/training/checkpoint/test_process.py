@@ -1,4 +1,4 @@
-"""The process that writes saves: what it is sent, what it answers, and how it ends."""
+"""The process that writes saves: its requests, its answers, and how it ends."""
 
 import errno
 import hashlib
@@ -68,7 +68,7 @@ def test_a_dead_one_is_told_at_once(monkeypatch):
 
 
 def _train_and_be_killed(answer: int) -> None:
-    """Training that dies while its writing process does not listen: that one is stopped."""
+    """Training dies while its writing process does not respond. That process is stopped."""
     try:
         writer = WriterProcess()
         writer.use_memory(Staging({}, CPU, pinned=False))
@@ -79,7 +79,7 @@ def _train_and_be_killed(answer: int) -> None:
 
 
 def test_it_ends_with_training():
-    """At once, also in the middle of a save, which it would still write into the next run's."""
+    """It ends at once, even during a save, which would otherwise be written into the next run's folder."""
     reading, writing = os.pipe()
     training = os.fork()
     if training == 0:

@@ -91,7 +91,7 @@ def test_another_world_size(tmp_path, world_size, overrides):
 
 
 def _other_data_parallel_degree(folder: Path) -> None:
-    """Saved by one data-parallel rank, gone on with by two: the stream goes on, no sequence twice."""
+    """Saved with one data-parallel rank, resumed with two: the stream continues and repeats no sequence."""
     settings = SETTINGS | {"parallelism__cp": 1, "training__dtype": "float64"}
     config = tiny_config(folder, "run", **settings)
     trainer = Trainer(config)
@@ -109,7 +109,7 @@ def test_another_data_parallel_degree(tmp_path):
 
 
 def _interrupted(folder: Path, number: int) -> None:
-    """One rank alone is told to stop, in the middle of step 2: all finish it, save, and return."""
+    """One rank alone receives the stop, in the middle of step 2. All ranks finish it, save, and return."""
     config = tiny_config(folder, "run", **SETTINGS | {"training__steps": 50})
     trainer = Trainer(config)
     forward = trainer.model.forward

@@ -32,7 +32,7 @@ def test_every_mode_saves_the_state_of_its_step(alone, tmp_path, mode):
 
 
 def test_a_step_waits_for_the_copies_only(alone, tmp_path, monkeypatch):
-    """However long the disk takes, training goes on, and the save is of the step that it names."""
+    """Training continues however slow the disk is, and the save holds the step that it names."""
     write_share = writer.write_share
 
     def slow(*args):
