@@ -327,7 +327,9 @@ def link(
 
 
 def hop_seconds(group: dist.ProcessGroup, size: float, repeats: int, device: torch.device) -> float:
-    """Of sending `size` bytes to the next rank of the group, and receiving as many from the last."""
+    """Seconds of sending `size` bytes to the next rank of the group, and receiving as many from the
+    previous one.
+    """
     ranks = dist.get_world_size(group)
     rank = dist.get_rank(group)
     sent = torch.zeros(max(1, int(size)), dtype=torch.uint8, device=device)

@@ -60,7 +60,7 @@ def _threshold(text: str) -> float:
 
 
 class Difference(NamedTuple):
-    """Of one step: the values of both runs, |b - a|, and that as a share of |a|.
+    """One step: the values of both runs, |b - a|, and that as a share of |a|.
 
     absolute and relative are infinite where a value is not finite.
     """
@@ -144,7 +144,7 @@ def table(steps: list[Difference], rows: int = 10) -> str:
 
 
 def plot(steps: list[Difference], names: tuple[str, str], field: str, path: str) -> None:
-    """A picture: both curves above, their difference below.
+    """A plot with both curves above and their difference below.
 
     Raises ValueError without matplotlib, OSError for the path.
     """

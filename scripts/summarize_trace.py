@@ -244,7 +244,7 @@ def work_of(events: list[dict]) -> list[Work]:
 
 
 def part_of(work: Work) -> str:
-    """Which of PARTS the work is for."""
+    """Which of PARTS the work belongs to."""
     owner = _owner(work.around)
     if work.kind in ("send-receive", "collective"):
         return _part_of_transfer(work, owner)
@@ -278,7 +278,7 @@ def _owner(around: tuple[str, ...]) -> str | None:
 
 
 def _part_of_transfer(work: Work, owner: str | None) -> str:
-    """As part_of(), for what goes between ranks. owner: of _owner()."""
+    """As part_of(), for transfers between ranks. owner: of _owner()."""
     if owner == "FSDP":
         if any("allgather" in _plain(name) for name in (work.name, *work.around)):
             return "FSDP all-gather"
@@ -338,7 +338,7 @@ def _work_of_gpu(ran: list[dict], events: list[dict], frames: list[dict]) -> lis
 
 
 def _work_of_cpu(frames: list[dict]) -> list[Work]:
-    """Each op while no other runs inside it. Ranges are no work; threads of gloo have no ops."""
+    """Each op while no other runs inside it. Ranges are not work, and threads of gloo have no ops."""
     works = []
     for of_thread in _by_thread(frames).values():
         edges = set()
@@ -373,8 +373,7 @@ def enclosing(frames: list[dict], moments: list[float]) -> list[list[dict]]:
 
 
 def _close(is_open: list[dict], moment: float) -> None:
-    """Take away the frames that have ended. Ranges of transfers that run on outlast what is around
-    them."""
+    """Remove the frames that have ended. Ranges of transfers may outlast the frames around them."""
     is_open[:] = [frame for frame in is_open if frame["ts"] + frame["dur"] > moment]
 
 

@@ -232,9 +232,9 @@ def _of_peers(shape: Shape, density: float, measured: dict, dense: dict[str, dic
 
 
 class Masked(NamedTuple):
-    """A mask, and others' attention under it.
+    """A mask, and other libraries' attention under it.
 
-    yardstick: torch's flash kernel, and the mask that it computes with.
+    yardstick: torch's flash kernel with the same mask.
     """
 
     mask: Mask
@@ -259,7 +259,7 @@ def documents(shape: Shape, seed: int) -> Masked:
 
 
 def window(tokens: int, shape: Shape, seed: int) -> Masked:
-    """A causal window; at the checked length a smaller one, for it to be a window there too."""
+    """A causal window, smaller at the checked length so that it is still a window there."""
     tokens = min(tokens, shape.seq_len // 4)
     return Masked(
         SlidingWindow(tokens),
@@ -305,7 +305,7 @@ class MaskCase(NamedTuple):
 
 
 def masks(bench: Bench) -> Iterator[dict]:
-    """Each of our backends, beside FlashAttention-4's own attention for the mask."""
+    """Each of our backends, and FlashAttention-4's own attention for the mask."""
     args = bench.args
     for shape in bench.shapes(32768, [(64, 8), (16, 2)]):
         small = shape._replace(seq_len=min(CHECKED_LENGTH, shape.seq_len))

@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
 
 def chosen_backend(backend: str, shape: Shape, dynamic: bool) -> str:
-    """What "auto" means for this shape; another name means itself.
+    """The backend that "auto" selects for this shape. Any other name is returned unchanged.
 
     dynamic: whether the pattern is sparse.
     """
@@ -73,7 +73,7 @@ def random_index(
 
 
 def draw(shape: Shape) -> list[Tensor]:
-    """q, k, v that want a gradient, and the upstream gradient, all bf16."""
+    """q, k, v that require gradients, and the upstream gradient, all bf16."""
     torch.manual_seed(1)
 
     def normal(heads: int) -> Tensor:  # [1, heads, S, D]
@@ -96,7 +96,7 @@ def ours(
     k: Tensor,
     v: Tensor,
 ) -> Tensor:
-    """attend(); with a ready_index() all of it but the selection."""
+    """attend(). With a ready_index() it leaves out the selection."""
     return attend(q, k, v, ranges, pattern, backend=backend, block_size=block_size)
 
 
@@ -240,7 +240,7 @@ def check(cases: Iterator[tuple[str, str, Attention, Tensor]], shape: Shape) -> 
 
 
 def too_large(found: dict[str, float], yardstick: dict[str, float]) -> dict[str, float]:
-    """Of errors(), those above LIMIT or above twice the yardstick's; NaN is too large."""
+    """The entries of errors() above LIMIT or above twice the yardstick's. NaN counts as too large."""
     return {
         name: error
         for name, error in found.items()

@@ -140,7 +140,7 @@ def refusal(args: argparse.Namespace, world: int) -> str | None:
 
 
 def pretend(nodes: int, rank: int, world: int) -> None:
-    """Before NCCL starts: this rank is on one of `nodes` nodes, joined by sockets."""
+    """Simulate `nodes` nodes, joined by sockets. Call it before NCCL starts."""
     os.environ |= {
         "NCCL_HOSTID": f"node{rank * nodes // world}",
         "NCCL_SOCKET_IFNAME": "lo",
@@ -152,9 +152,9 @@ def pretend(nodes: int, rank: int, world: int) -> None:
 
 
 def scaling(bench: Bench) -> Iterator[dict]:
-    """Sparse attention over all ranks, and on each rank alone over as many visited pairs.
+    """Sparse attention over all ranks, and on each rank alone with as many visited pairs.
 
-    One rank is alone, with the whole sequence.
+    A single rank computes the whole sequence.
     """
     for shape in bench.shapes(524288, [(16, 2)]):
         # Pairs grow with the square of the length: a rank's share of them fits into this length.
@@ -227,9 +227,9 @@ def _our_dense(bench: Bench, shape: Shape, layout: str, schedule: str) -> dict:
 
 
 def torch_dense(bench: Bench, shape: Shape, method: str) -> dict:
-    """torch's context_parallel as it comes: cuDNN, load balancing on.
+    """torch's context_parallel with its defaults: cuDNN, load balancing on.
 
-    Where it refuses grouped heads, keys and values are repeated before.
+    Where it refuses grouped heads, keys and values are repeated first.
     """
     try:
         return _torch_timed(bench, shape, method) | {"repeated_heads": False}
@@ -262,7 +262,7 @@ def _torch_timed(bench: Bench, shape: Shape, method: str) -> dict:
 
 
 def varlen(bench: Bench) -> Iterator[dict]:
-    """--varlen-masks by layouts and schedules, and torch's context_parallel, which knows neither."""
+    """--varlen-masks by layouts and schedules, and torch's context_parallel, which supports neither."""
     args = bench.args
     ways: list[tuple[str, str, int]] = []  # layout, schedule, stages
     for layout in ("balanced", "contiguous"):
@@ -291,7 +291,7 @@ def varlen(bench: Bench) -> Iterator[dict]:
 
 
 def packs_of(mask: str, args: argparse.Namespace, seq_len: int) -> list[Mask]:
-    """The masks of one row: --packs sequences of documents, or one window, which is always alike."""
+    """The masks of one row: --packs sequences of documents, or one window, which is always the same."""
     if mask == "window":
         return [SlidingWindow(args.window)]
     return [Documents(ragged_lengths(seq_len, seed)) for seed in range(args.packs)]
@@ -340,7 +340,7 @@ def imbalance(cp: ContextParallel, ranges: MaskRanges) -> float:
 def _megabytes(
     bench: Bench, shape: Shape, cp: ContextParallel, ranges: MaskRanges, steps: list[Step]
 ) -> dict:
-    """1e6 bytes, all ranks together, that are sent and that would do."""
+    """1e6 bytes, summed over ranks: what is sent, and what would be enough."""
     sent = sent_by_rank(bench, cp, steps).sum(0).tolist()
     # Of K and V, and of their gradients.
     elements = needed_blocks(cp, ranges) * 2 * shape.kv_heads * shape.block_size * shape.head_dim

@@ -36,7 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Bench(NamedTuple):
-    """The run: its options, and this process among all others. nodes: the pretended ones count."""
+    """The run: its options, and this process among all others. nodes: simulated nodes count."""
 
     args: argparse.Namespace
     device: torch.device
@@ -45,7 +45,7 @@ class Bench(NamedTuple):
     nodes: int = 1
 
     def shapes(self, seq_len: int, heads: list[tuple[int, int]]) -> Iterator[Shape]:
-        """What attention is timed on, all ranks together. --heads and --seq-lens win over these."""
+        """The shapes to time, for all ranks together. --heads and --seq-lens override them."""
         args = self.args
         for query_heads, kv_heads in dict.fromkeys(args.heads or heads):
             for tokens in dict.fromkeys(args.seq_lens or [seq_len]):
@@ -60,7 +60,7 @@ class Bench(NamedTuple):
         gradient_dtype: torch.dtype | None = None,
         overlap_stages: int = 2,
     ) -> ContextParallel:
-        """A context-parallel group of all ranks, or what looks like one."""
+        """A context-parallel group of all ranks, or a stand-in for one."""
         # double_ring needs two axes even where all ranks are on one node.
         axes = {"double_ring": max(2, self.nodes), "group_cast": self.nodes}
         return kind(
@@ -173,7 +173,7 @@ def report(result: dict, row: dict, out: str) -> None:
 
 
 def write(path: Path, result: dict) -> None:
-    """All at once: a run that is killed leaves a whole file."""
+    """Write everything at once, so that a killed run leaves a complete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
     unfinished.write_text(json.dumps(result, indent=1) + "\n")
@@ -181,7 +181,7 @@ def write(path: Path, result: dict) -> None:
 
 
 def attempt(bench: Bench, row: dict, measure: Callable[[], dict]) -> dict:
-    """row with what was measured; with "error" if any rank failed.
+    """row with the measurements, or with "error" if any rank failed.
 
     All ranks have to fail at the same place, or none: a rank that fails alone leaves the others in
     a collective.
@@ -207,7 +207,7 @@ def about(case: str, shape: Shape) -> dict:
 
 
 def start_together(bench: Bench) -> None:
-    """Let all ranks go on from here at the same time.
+    """Let all ranks continue from here at the same time.
 
     On GPUs the GPUs wait for each other, while the hosts already queue what follows.
     """
@@ -326,7 +326,7 @@ def rates(shape: Shape, measured: dict, pairs: float, ranks: int = 1) -> dict:
 
 
 def faster(name: str, row: dict, peer: dict) -> dict:
-    """How many times faster than the peer a row is, by step; nothing where one of them failed."""
+    """How many times faster than the peer a row is, by step. Empty where one of them failed."""
     if "error" in row or "error" in peer:
         return {}
     steps = ("forward", "backward", "total")

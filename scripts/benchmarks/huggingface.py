@@ -88,7 +88,7 @@ SHAPES = {
 class Arm:
     """A row: the attention, and how activations are checkpointed.
 
-    pattern: of our attention. kernel: which sdpa has to take; None for torch's choice.
+    pattern: of our attention. kernel: the one that sdpa has to use, or None for torch's choice.
     """
 
     name: str

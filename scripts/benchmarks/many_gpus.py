@@ -67,7 +67,7 @@ class Run(NamedTuple):
     files: dict[str, list[str]]
 
     def command(self, out: Path, names: list[str]) -> list[str]:
-        """What makes these files in the folder `out`."""
+        """The command that writes these files into the folder `out`."""
         python = [sys.executable, "-m"]
         torchrun = [*python, "torch.distributed.run", "--standalone"]
         torchrun += ["--nproc-per-node", str(self.ranks), "-m", self.module]
@@ -95,7 +95,7 @@ TOY_SPARSE = ["--density", "0.4", "--verticals", "0.04"]
 
 
 def runs(gpus: int, toy: bool) -> list[Run]:
-    """All parts in order. What needs more GPUs than there are is among them."""
+    """All parts in order, including runs that need more GPUs than there are."""
     largest = max(ranks for ranks in (1, 2, 4, 8) if ranks <= gpus)
     # Everything is asked for on 8; what is here is measured too.
     here_and_8 = [ranks for ranks in dict.fromkeys((largest, 8)) if ranks > 1]
@@ -329,7 +329,7 @@ def carry_out(run: Run, args: argparse.Namespace, gpus: int, ends: float) -> str
 
 
 def header(args: argparse.Namespace) -> dict:
-    """provenance(), by a process that leaves GPUs to others: torch makes a context to ask a name."""
+    """provenance(), computed in a child process: asking for a GPU's name creates a CUDA context."""
     about = provenance(args, "cpu")
     if args.device == "cuda":
         names = output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
@@ -425,7 +425,7 @@ TABLES = {
 
 
 def tables(out: Path) -> str:
-    """All tables of the results in the folder `out`, and a line for each that is not whole."""
+    """All tables of the results in the folder `out`, and a line for each incomplete one."""
     lines = ["# Several GPUs"]
     unfinished = []
     for kind, (title, keys) in TABLES.items():
@@ -444,7 +444,7 @@ def tables(out: Path) -> str:
 
 
 def rows_of(result: dict) -> Iterator[dict]:
-    """Rows as the tables show them. A soak is a row, and so is each step of a run."""
+    """Rows as the tables show them. A soak is one row. A training run has a row per step."""
     for row in result.get("rows", []):
         found = {"ranks": result.get("ranks")} | row
         if "forward_ms" in row:

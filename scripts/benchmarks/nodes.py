@@ -14,7 +14,7 @@ from titan_sparse.attention.context_parallel.comm import Pending
 
 
 class WithoutTransfers(ContextParallel):
-    """A ring that sends nothing: the chunk in hand takes the place of the one that would come.
+    """A ring that sends nothing: the current chunk takes the place of the received one.
 
     Tiles and kernels are those of the schedule, so times are right and results are not.
     """
@@ -37,9 +37,9 @@ class _Arrived:
 
 
 def nodes(bench: Bench) -> Iterator[dict]:
-    """ring and double_ring over the same (pretended) nodes.
+    """ring and double_ring over the same (simulated) nodes.
 
-    Beside them their computing alone, and the outer hops alone.
+    Also the computation alone, and the outer hops alone.
     """
     for shape in bench.shapes(524288, [(16, 2)]):
         for dtype in DTYPES:

@@ -160,7 +160,7 @@ def _pattern(bench: Bench, shape: Shape, pattern: Pattern, tensors: list[Tensor]
 def at_recall(measured: list[dict], recall: float) -> Iterator[dict]:
     """A row for each pattern: READ_OFF at this recall, linear between the measurements around it.
 
-    "error" where there are none. measured: rows of _pattern(), in any order, failed ones too.
+    "error" where there are none. measured: rows of _pattern(), in any order, including failed ones.
     """
     for name in dict.fromkeys(row["name"] for row in measured):
         of_pattern = [row for row in measured if row["name"] == name and "error" not in row]

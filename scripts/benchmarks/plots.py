@@ -171,7 +171,7 @@ def draw_attention(rows: list[dict], args: argparse.Namespace) -> None:
 
 
 def lanes(intervals: list[dict]) -> dict[str, list[dict]]:
-    """The intervals of each stream under the name of what it is mostly for, the kernels' first."""
+    """The intervals of each stream under the name of its main use, the kernels' stream first."""
     streams: dict[object, list[dict]] = {}
     for interval in intervals:
         streams.setdefault(interval["stream"], []).append(interval)

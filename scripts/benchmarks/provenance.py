@@ -40,7 +40,7 @@ def provenance(args: argparse.Namespace, device: str | torch.device = "cuda") ->
 
 
 def of_start(start: dict) -> dict:
-    """The same for a training run, but the options. start: the content of its start.json."""
+    """The same for a training run, without the options. start: the content of its start.json."""
     words = shlex.split(start["command"])
     # Without the interpreter and its own options: python -u train.py, python -m titan_sparse.train.
     places = [i for i, word in enumerate(words) if word.endswith(".py") or word == "-m"]
@@ -64,7 +64,7 @@ def of_start(start: dict) -> dict:
 
 
 def problems(result: dict) -> list[str]:
-    """What a result file says wrongly about its origin, or does not say; empty where all is there."""
+    """What is wrong or missing in a result file's origin. Empty if it is complete."""
     found = [f"{key} is missing" for key in KEYS if not result.get(key)]
     if found:
         return found

@@ -41,7 +41,7 @@ def main(words: list[str]) -> int:
 
 
 def with_tables(text: str) -> str:
-    """The page with the tables of today. ValueError for a table that does not exist."""
+    """The page with up-to-date tables. Raises ValueError for an unknown table."""
 
     def table(match: re.Match) -> str:
         begin, name, _, end = match.groups()
@@ -81,7 +81,7 @@ def ms(found: dict, digits: int) -> str:
 
 
 def headlines() -> list[str]:
-    """Three measurements beside dense ones."""
+    """Three measurements next to dense ones."""
     times = []
     for name in ("flex", "cudnn"):
         found = row("attention_h200", name=name, seq_len=131072)

@@ -50,7 +50,7 @@ def main(words: list[str]) -> int:
 
 
 def equivalents() -> dict[str, str]:
-    """Keys of mutants that do nothing else than the program -> why. Checked by hand."""
+    """Keys of mutants that behave like the program -> why. Checked by hand."""
     reasons = {}
     key = ""
     for line in EQUIVALENT.read_text().splitlines():

@@ -178,10 +178,10 @@ class _Finder(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        """Messages."""
+        """Skip error messages."""
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """Messages, mostly."""
+        """Skip f-strings, which are mostly messages."""
 
     def visit_Import(self, node: ast.Import) -> None:
         """Nothing to change."""

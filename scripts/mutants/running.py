@@ -83,7 +83,7 @@ def run(asked: Run, mutants: list[Mutant], workers: int, seconds: float) -> None
 
 
 def _copies(root: Path, temporary: Path, number: int) -> Iterator[Path]:
-    """Copies of the tree with compiled Python files, each in a folder with what runs in it needs."""
+    """Copies of the tree with compiled Python files, each in a folder with the files that its runs need."""
     import compileall
 
     first = temporary / "0"
@@ -119,7 +119,7 @@ def _loop(
 
 
 def _has_ended(asked: Run, pid: int, folder: Path, job: Job) -> bool:
-    """Notes the result if the process is over, or ends it if it has taken too long."""
+    """Note the result if the process has ended. End it if it has taken too long."""
     ended, status = os.waitpid(pid, os.WNOHANG)
     if not ended and time.monotonic() < job.deadline:
         return False

@@ -179,7 +179,7 @@ def do_part(study: Study, name: str, deadline: float) -> None:
 
 @contextlib.contextmanager
 def noted(folder: Path, name: str) -> Iterator[None]:
-    """Add the seconds that a part took to OUT/seconds/NAME.json, those of earlier calls too."""
+    """Add the seconds that a part took to OUT/seconds/NAME.json, which includes those of earlier calls."""
     path = folder / "seconds" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else 0
@@ -193,10 +193,10 @@ def noted(folder: Path, name: str) -> Iterator[None]:
 
 
 def claim(study: Study) -> None:
-    """Say in OUT/study.json what it holds.
+    """Record the study's size in OUT/study.json.
 
-    Raises ConfigError if that is a study of another size, or something else. Text that was carried
-    here may be there before.
+    Raises ConfigError if the folder holds a study of another size, or something else. Text copied
+    from another machine may already be there.
     """
     folder = study.folder
     path = folder / "study.json"

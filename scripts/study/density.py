@@ -351,7 +351,7 @@ def _curves(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def table(title: str, texts: list[dict[str, Any]]) -> str:
-    """Means over texts, at equal recall and at equal density. A dash: not in all of the texts."""
+    """Means over texts, at equal recall and at equal density. A dash: missing in some texts."""
     lines = [f"| {title} | at | density or loss above dense | ms or needles |", "|---|---|---|---|"]
     for key, first, second in (
         ("at_recall", "density", "kernel_ms"),

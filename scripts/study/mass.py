@@ -1,5 +1,6 @@
-"""Exact attention of one layer, summed up so that any choice of keys can be weighed, and the best
-choices that know all rows."""
+"""Exact attention of one layer, summed up so that any choice of keys can be measured, and the best
+choices given all rows.
+"""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -156,7 +157,7 @@ def prices(seq_len: int) -> list[float]:
 
 
 def best_keys(q: Tensor, k: Tensor, at: Sequence[float]) -> list[Point]:
-    """Single keys of single rows, which no kernel computes alone.
+    """Single keys of single rows, a choice that no kernel computes.
 
     q: [Hq, S, D], k: [Hkv, S, D]. at: prices.
     """
@@ -176,7 +177,7 @@ def best_keys(q: Tensor, k: Tensor, at: Sequence[float]) -> list[Point]:
 
 
 def best_static(by_key: Tensor, at: Sequence[float]) -> list[Point]:
-    """Verticals and block diagonals. by_key: [H, Q, S] of Mass. at: prices."""
+    """Verticals and slashes. by_key: [H, Q, S] of Mass. at: prices."""
     heads, _, seq_len = by_key.shape
     pairs = by_diagonal(pairs_by_key(seq_len, by_key.device))
     mass = by_diagonal(by_key)
@@ -191,7 +192,7 @@ def best_static(by_key: Tensor, at: Sequence[float]) -> list[Point]:
 
 
 def by_diagonal(x: Tensor) -> Tensor:
-    """From [..., Q, S], by block of queries and key, to [..., S, E]: by key and block diagonal."""
+    """From [..., Q, S], by block of queries and key, to [..., S, E]: by key and slash."""
     blocks, seq_len = x.shape[-2:]
     # [S, E]
     key_block = torch.arange(seq_len, device=x.device)[:, None] // BLOCK
@@ -202,7 +203,7 @@ def by_diagonal(x: Tensor) -> Tensor:
 
 
 def _verticals_and_diagonals(gain: Tensor) -> Tensor:
-    """bool, like gain [H, S, E]: the union of verticals and diagonals of most gain, nearly."""
+    """bool, like gain [H, S, E]: approximately the union of verticals and slashes with the most gain."""
     # [H, 1, E]
     diagonals = torch.zeros_like(gain[:, :1], dtype=torch.bool)
     for _ in range(_ROUNDS):
@@ -225,8 +226,8 @@ ORACLES: dict[str, Callable[[Tensor, Tensor, Mass, Sequence[float]], list[Point]
 def value_at(x: float, xs: Sequence[float], ys: Sequence[float]) -> float | None:
     """y where x is reached, linear between the two measurements around it.
 
-    The y of the least x where all are larger: what is always on may do that. None where all are
-    smaller.
+    The y of the least x where all are larger, since what is always selected may be enough. None
+    where all are smaller.
     """
     if not len(xs) or x > max(xs):
         return None

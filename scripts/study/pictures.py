@@ -130,7 +130,7 @@ def draw(out: Path, found: dict[str, Any]) -> None:
 
 
 def loss_figure(runs: dict[str, Any], differences: dict[str, Any]) -> Figure:
-    """Loss against steps and against time, and what it differs from dense on the same data."""
+    """Loss against steps and against time, and its difference from dense training on the same data."""
     figure = Figure(figsize=(14, 4.5), layout="constrained")
     by_step, by_time, below = figure.subplots(1, 3)
     for name, run in runs.items():

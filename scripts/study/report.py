@@ -192,11 +192,12 @@ def scores_of(answers: dict[str, Any]) -> dict[str, float]:
 
 
 def costs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Where sparse costs something: for each measure DENSE weights read densely, SPARSE ones sparsely.
+    """Where sparse attention costs quality: for each measure DENSE weights read densely, SPARSE
+    ones sparsely.
 
-    By seed: runs of one seed have the same data, so that differences are far smaller than what
-    lies between seeds. worse: the differences, positive where sparse is worse. is_noise: whether
-    their mean is 0 with a confidence of 95 %, None with one seed.
+    By seed: runs of one seed have the same data, so that differences are far smaller than those
+    between seeds. worse: the differences, positive where sparse is worse. is_noise: whether their
+    mean is 0 with a confidence of 95 %, None with one seed.
     """
     sides = []
     for method in (DENSE, SPARSE):

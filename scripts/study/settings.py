@@ -234,7 +234,7 @@ def methods(size: Size) -> dict[str, dict[str, Any]]:
 
 
 def runs(size: Size) -> dict[str, Run]:
-    """All runs by name, ordered by worth: the question, its noise, the other methods."""
+    """All runs by name, ordered by importance: the main question, its noise, the other methods."""
     both = [Run(name, name, 0) for name in (DENSE, SPARSE)]
     seeds = []
     for seed in range(1, SEEDS):
@@ -331,14 +331,14 @@ def _checked(keys: dict[str, Any]) -> Config:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """All at once: a file of this name is never half-written, and other processes may read it."""
+    """Write atomically: the file is never half-written, and other processes may read it."""
     unfinished = path.with_suffix(f".{os.getpid()}")
     unfinished.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     unfinished.replace(path)
 
 
 class OutOfTime(Exception):
-    """The time of this call is over, or a signal has come; what was begun is saved."""
+    """The time of this call is over, or a signal came. Work in progress was saved."""
 
 
 def check_time(size: Size, deadline: float) -> None:
@@ -357,7 +357,7 @@ def is_done(study: Study, name: str) -> bool:
 
 
 def causal_share(size: Size, method: str) -> float:
-    """Of all causal pairs the share that a method's mask allows: 1, but for a window.
+    """The share of all causal pairs that a method's mask allows: 1, except for a window.
 
     Density and recall are logged as shares of what the mask allows.
     """

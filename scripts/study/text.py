@@ -246,7 +246,7 @@ def sdist_texts(path: Path, kind: str) -> list[str]:
 def interleave(first: list[str], second: list[str]) -> list[str]:
     """Texts of two lists in turns, so that both have as many characters at each place.
 
-    Ends where one of them does.
+    Ends with the shorter list.
     """
     mixed: list[str] = []
     lead = 0  # characters of `first` that `second` is behind

@@ -86,7 +86,8 @@ def train(study: Study, run: Run, deadline: float) -> None:
 
 
 def time_steps(trainer: Trainer) -> float:
-    """Seconds of a step that is not logged: the median of a few more, whose weights nobody keeps.
+    """Seconds of a step that is not logged: the median of a few more steps, whose weights are
+    discarded.
 
     Each step of a run is logged, and records its attention, which takes longer.
     """
@@ -105,7 +106,7 @@ def time_steps(trainer: Trainer) -> float:
 
 @contextlib.contextmanager
 def stopped_in_time(trainer: Trainer, deadline: float) -> Iterator[None]:
-    """When the time is over the run ends its step and saves, as after a signal."""
+    """When the time is over, the run finishes its step and saves, as after a signal."""
     seconds = min(max(deadline - time.monotonic(), 0), threading.TIMEOUT_MAX)
     timer = threading.Timer(seconds, trainer.signals.ask)
     timer.daemon = True

@@ -259,7 +259,7 @@ def test_only_the_first_part_runs_twice(calls, compiled):
 
 
 def _kept_by_hooks(function: Callable, leaves: list[Tensor]) -> int:
-    """Bytes of what a compiled forward saves besides its inputs."""
+    """Bytes of what a compiled forward saves in addition to its inputs."""
     saved = {}
     with torch.autograd.graph.saved_tensors_hooks(
         lambda x: saved.update({x.data_ptr(): x.nbytes}) or x, lambda x: x

@@ -1,4 +1,4 @@
-"""Learned sinks on one rank, against a softmax with one more column: out, lse and every gradient."""
+"""Learned sinks on one rank, against a softmax with one more logit per row: out, lse and every gradient."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""The documents tell the truth: their examples and commands run, and what they name exists."""
+"""The docs are correct: their examples and commands run, and what they name exists."""
 
 import re
 import tomllib

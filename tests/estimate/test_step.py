@@ -40,7 +40,7 @@ def test_further_options_change_the_step():
 
 
 def test_a_cap_on_slashes_bounds_the_lists_of_blocks():
-    """The cap, the diagonals that are always on, and one more."""
+    """The cap, the slashes that are always selected, and one more."""
     capped = "--attention.vertical_slash.max_slashes 100 --attention.vertical_slash.local_slashes 2"
     words = ["--attention.mask", "causal", *capped.split()]
     assert step_of_words("qwen3_8b_1m", "flex", 8, *words).most_blocks == 103

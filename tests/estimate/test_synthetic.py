@@ -76,7 +76,7 @@ def test_selection_finds_slashes_and_planted_verticals():
     blocks = SEQ_LEN // BLOCK
     length_of_diagonal = torch.arange(blocks, 0, -1.0)
     density = slashes.float() @ length_of_diagonal / length_of_diagonal.sum()
-    # Few diagonals carry the recall,
+    # Few slashes carry the recall,
     assert (density < 0.5).all()
     assert density.mean() < 0.25
     # near ones, and runs of far ones.

@@ -134,7 +134,7 @@ def differences(disturbed: Run, undisturbed: Run) -> list[float]:
 
 
 def memory_growth_gib(run: Run, first_steps: int) -> float:
-    """The growth of a process's peak after its first steps, at most over the run's processes.
+    """The largest growth of a process's peak after its first steps, in GiB.
 
     A new process begins where the step number goes back.
     """

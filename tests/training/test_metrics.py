@@ -221,7 +221,7 @@ def _check_nothing_is_timed() -> None:
     attend(*local, cp=cp).sum().backward()
     with recording(), pytest.raises(AssertionError, match="an event was made"):
         attend(*local, cp=cp)
-    with recording() as single:  # one rank has nobody to wait for
+    with recording() as single:  # one rank waits for no other
         attend(*local, block_size=BLOCK)
     assert single.calls == single.work == [] and context_parallel_averages(single) == {}
     with pytest.raises(ValueError, match="by_rank"):

@@ -163,7 +163,7 @@ def test_the_run_gives_up(tmp_path):
 
 
 def _spoilt_weights(folder: Path) -> None:
-    """Weights that became NaN after the guard, as by a flipped bit, never enter a checkpoint."""
+    """Weights that went bad after the guard, as by a flipped bit, never enter a checkpoint."""
     config = tiny_config(folder, "spoilt", **SETTINGS | {"guard__max_skips_in_a_row": 50})
     trainer = Trainer(config)
     after_step = trainer._after_step

@@ -1,4 +1,4 @@
-"""metrics.trackers = "wandb", offline: one run of theirs for one of ours."""
+"""metrics.trackers = "wandb", offline: one wandb run for each of our runs."""
 
 import json
 import os

@@ -21,7 +21,7 @@ BLOCK = 16
 SEQ_LEN = 16 * BLOCK
 KV_HEADS = 2
 VERTICAL = VerticalSlash(recall=0.8, sinks=2, max_verticals=16, min_slashes=16, dense_below=16)
-"""All diagonals are on, so that every rank needs every chunk."""
+"""All slashes are selected, so that every rank needs every chunk."""
 MESH_AXES = ("cp_inter", "cp_intra")
 PACKED = Documents([150, 106])
 
@@ -69,7 +69,7 @@ def test_dense_attention_says_no_more_than_its_schedule(schedule):
 
 
 SELECTION = {
-    # The probe's queries and the gains of diagonals; normalizers, and the codes of verticals.
+    # The probe's queries and the gains of slashes; normalizers, and the codes of verticals.
     "joint": {"all_reduce": 2, "all_gather": 2},
     # The probe's queries, its normalizers, the masses and the choices.
     "independent": {"all_reduce": 1, "all_gather": 2, "all_to_all": 1},
@@ -215,7 +215,7 @@ BYTES = {
 # Keys and values of 48 verticals (16 and two sinks, in whole blocks: 32) for four heads.
 VERTICALS = 2 * 4 * 32 * 8
 # Of four heads 16 queries of the probe, summed, and their fp32 normalizers. Summed in fp32, the
-# gains of 16 diagonals at 16 levels. A byte for each of 64 keys that a rank has, and by code the
+# gains of 16 slashes at 16 levels. A byte for each of 64 keys that a rank has, and by code the
 # fp32 masses and counts.
 PROBE = 4 * 16 * 8 * 2 * 3 // 2
 NORMALIZERS = 4 * 16 * 4 * 3

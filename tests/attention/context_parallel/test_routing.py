@@ -79,7 +79,7 @@ def _walk_keys(hops, inter: int, intra: int) -> tuple[set, int]:
                 sent = {
                     (place + 1) % intra: at[place] for place in range(intra) if passes[place, step]
                 }
-                assert None not in sent.values()  # nobody sends what did not come
+                assert None not in sent.values()  # a rank cannot send what it did not receive
                 messages += len(sent)
                 at = {place: sent.get(place) for place in range(intra)}
         moved = {}

@@ -1,4 +1,4 @@
-"""Saves in the foreground, on a thread and in a process: the same files; failures are told."""
+"""Saves in the foreground, on a thread and in a process: the same files, and failures are reported."""
 
 import os
 import resource

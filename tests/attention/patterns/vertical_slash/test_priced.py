@@ -141,7 +141,7 @@ def _diagonal_price(known: Known, distance: int, first: dict[int, float]) -> flo
     """The first level at which a slash is worth its cost, interpolated within the step."""
     if distance < known.case.local:
         return 0.0
-    # A row meets the diagonal if its block is that far behind the span's first one.
+    # A row meets the slash if its block is that far behind the span's first one.
     nearest = known.start // BLOCK + distance
     rows = sum(position // BLOCK >= nearest for position in known.rows.values())
     cost = (rows + prices.PSEUDO_ROWS) * BLOCK
@@ -255,7 +255,7 @@ def _known(case: Case, made: Made, b: int, h: int, span: int) -> Known:
     positions = made.geometry.rows.position[b, span].tolist()
     exists = made.geometry.rows.exists[b, span].tolist()
 
-    # What lies between the sinks and the local diagonals may be chosen.
+    # What lies between the sinks and the local slashes may be chosen.
     first_free = start + case.sinks
     rows = {}
     free = {}

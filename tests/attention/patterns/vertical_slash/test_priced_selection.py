@@ -188,7 +188,7 @@ def test_sinks_and_local_slashes_are_always_on():
     index = _select(_pattern(recall=0.01, sinks=5, local_slashes=3), mask)
     for head in itertools.chain(*_verticals(index)):
         assert set(head) >= {*range(5), *range(100, 105), *range(160, 165)}
-    # Seven, four and six diagonals.
+    # Seven, four and six slashes.
     assert index.slashes[..., [0, 1, 2, 7, 8, 9, 11, 12, 13]].all()
     assert not index.slashes.all()
 
