@@ -80,7 +80,6 @@ def wrong_values() -> list[BadStart]:
 
 
 def prepare(folder: Path) -> None:
-    """The files and folders that the words name."""
     (folder / "texts").mkdir(parents=True)
     (folder / "texts" / "a.txt").write_text("Words of a text, one after the other. " * 40)
     for name in ("empty_folder", "x.jsonl", "mixed", "empty_step", "occupied/config.toml"):
@@ -200,7 +199,6 @@ def wrong_texts() -> list[BadStart]:
 
 
 def wrong_toml() -> list[BadStart]:
-    """Contents of the file of --config."""
     contents = {
         b"\xff\xfe": "TOML",
         b"[training\nsteps = 5": "TOML",

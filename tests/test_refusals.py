@@ -31,7 +31,6 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The odd files, and good.toml."""
     path = tmp_path_factory.mktemp("starts")
     prepare(path)
     (path / "good.toml").write_text(GOOD.replace("{folder}", str(path)))

@@ -135,7 +135,6 @@ def test_reader_of_the_output_may_leave(is_run, tmp_path):
 
 @pytest.mark.parametrize("name", ["demo_cpu", "qwen3_8b_1m", "variants/mtraining"])
 def test_print_config_of_any_number_of_ranks(name):
-    """Without torchrun."""
     config = f"train_configs/{name}.toml"
     result = _run(sys.executable, "train.py", "--config", config, "--print-config")
     assert result.returncode == 0, result.stderr

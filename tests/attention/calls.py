@@ -40,6 +40,5 @@ def select_arguments(
 def bound_call(
     q: Tensor, ranges: MaskRanges, pattern: Pattern, cp: ContextParallel
 ) -> AttentionCall:
-    """The call of a static pattern, as ops bind it."""
     _, index, tensors, key = op_arguments([], ranges, pattern, cp)
     return bind(key, q, index, tensors)

@@ -46,7 +46,6 @@ class Said(NamedTuple):
 
 
 def counts(said: list[Said]) -> Counter[str]:
-    """How often each kind was said."""
     return Counter(call.kind for call in said)
 
 

@@ -38,7 +38,6 @@ def _x(*shape: int, device: str = "cpu") -> Tensor:
 
 
 def _refused(words: str, *qkv: Tensor, **options) -> None:
-    """attend() refuses, in one line."""
     with pytest.raises(ValueError, match=words) as error:
         attend(*qkv, block_size=BLOCK, **options)
     assert "\n" not in str(error.value)

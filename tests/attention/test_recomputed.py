@@ -81,7 +81,6 @@ def _block(
 
 
 def _problem(seed: int = 0, seq_len: int = SEQ_LEN) -> list[Tensor]:
-    """Leaves q, k, v of two sequences."""
     return [x.requires_grad_() for x in structured_qkv(2, 4, 2, seq_len, 8, seed)]
 
 

@@ -98,7 +98,6 @@ def _results(p: Problem, **options) -> list[Tensor]:
 
 
 def _wanted(p: Problem) -> list[Tensor]:
-    """The same by brute force."""
     seen = p.seen()
     out, grads = gradients(lambda *x: attention_with_sinks(*x, seen)[0], p.d_out, *p.inputs)
     return [out, attention_with_sinks(*p.inputs, seen)[1], *grads]

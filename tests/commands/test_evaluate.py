@@ -58,7 +58,6 @@ def _results(folder: Path, out: str) -> dict:
 
 @pytest.fixture(scope="module")
 def one(folder) -> dict:
-    """What one rank finds."""
     assert main(_words(folder, "one", *NEEDLES)) == 0
     return _results(folder, "one")
 

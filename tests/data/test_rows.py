@@ -39,7 +39,6 @@ def texts_of(path: Path, **options) -> list[str]:
 
 
 def refusal(path: Path, **options) -> str:
-    """The one line that refuses a source."""
     with pytest.raises(ValueError) as raised:
         open_source(Data(source=str(path), **options))
     assert "\n" not in str(raised.value)

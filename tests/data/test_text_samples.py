@@ -35,7 +35,6 @@ def texts(folder: Path, ending: str = ".jsonl", letter: str = "a") -> str:
 
 
 def loaders(data: Data, dp_size: int, batch_size: int = 1) -> list[PackedLoader]:
-    """A loader for each of `dp_size` ranks."""
     return [open_loader(data, 16, rank, dp_size, batch_size) for rank in range(dp_size)]
 
 

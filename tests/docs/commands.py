@@ -33,8 +33,6 @@ COMMANDS = "titan_sparse.commands."
 
 
 class Invocation(NamedTuple):
-    """A Python program as a command starts it."""
-
     program: str  # a module, or a file such as train.py
     words: list[str]
     processes: int

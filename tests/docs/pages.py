@@ -46,7 +46,6 @@ def commands_of(text: str, page: str) -> list[Command]:
 
 
 def all_commands() -> list[Command]:
-    """Every command of README and docs, each once."""
     commands: dict[tuple[str, ...], Command] = {}
     for page in PAGES:
         for command in commands_of(page.read_text(), page.name):

@@ -64,7 +64,6 @@ def _run_block(words: list[str]) -> int:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
-    """A folder that holds all that the commands name."""
     folder = tmp_path_factory.mktemp("workspace")
     workspace(folder)
     return folder

@@ -193,7 +193,6 @@ def part(step: Step, phase: str, name: str) -> float:
 
 
 def added(phase: str, name: str, **changes) -> float:
-    """Bytes that a part has more with these changes."""
     return part(dataclasses.replace(STEP, **changes), phase, name) - part(STEP, phase, name)
 
 

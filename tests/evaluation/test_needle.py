@@ -212,7 +212,6 @@ def _teach(model: Decoder, sample: Sample) -> None:
 
 
 def _taught(plain: Decoder, sample: Sample) -> dict[str, Tensor]:
-    """The weights."""
     prompt, answer = map(torch.from_numpy, (sample.prompt, sample.answer))
     tokens = torch.cat([prompt, answer])[None]
     optimizer = torch.optim.Adam(plain.parameters(), 1e-2)

@@ -39,7 +39,6 @@ SETTINGS = {
 
 
 def words_of(settings: dict[str, object]) -> list[str]:
-    """The words of the command line for these keys."""
     return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
@@ -75,14 +74,12 @@ class ForkedJob:
             process.start()
 
     def text(self) -> str:
-        """What it has printed so far."""
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 
     def steps(self) -> list[int]:
         return [int(step) for step in re.findall(r"^step (\d+)/", self.text(), re.MULTILINE)]
 
     def is_running(self) -> bool:
-        """Whether all of its processes are there."""
         return all(process.is_alive() for process in self.processes)
 
     def wait(self, seconds: float = 60) -> int:

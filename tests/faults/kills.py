@@ -43,8 +43,6 @@ END_SECONDS = 15
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is killed."""
-
     async_mode: str
     ranks: int
     victims: str
@@ -82,8 +80,6 @@ class Case:
 
 @dataclasses.dataclass
 class Kill:
-    """One of them, and what came of it."""
-
     moment: str
     """what was waited for, one of MOMENTS"""
     found: str
@@ -120,7 +116,6 @@ class Chain:
         return ForkedJob(self.words, output, self.case.ranks, forks=self.case.device == "cpu")
 
     def kill(self, moment: str) -> Kill:
-        """Start the run and kill it at about this moment."""
         with self.start() as job:
             self._wait_for(job, moment)
             ended = not job.is_running()
@@ -267,7 +262,6 @@ def _broken(checkpoint: Path) -> str:
 
 
 def _wait(job: ForkedJob, condition: Callable[[], bool], seconds: float = 90) -> None:
-    """Until it holds, the job has ended, or so long."""
     deadline = time.monotonic() + seconds
     while job.is_running() and time.monotonic() < deadline and not condition():
         time.sleep(0.0005)
@@ -348,7 +342,6 @@ def cases_of(async_modes: list[str], ranks: list[int], device: str) -> list[Case
 
 
 def options_of(words: list[str]) -> tuple[tuple[str, str], ...]:
-    """Keys and values of --key value --key value."""
     return tuple(zip([word.removeprefix("--") for word in words[::2]], words[1::2], strict=True))
 
 

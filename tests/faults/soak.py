@@ -50,8 +50,6 @@ MEMORY_GROWTH = 0.02
 
 @dataclass
 class Run:
-    """What a job has left."""
-
     status: int
     output: str
     lines: list[dict]
@@ -156,7 +154,6 @@ def memory_growth_gib(run: Run, first_steps: int) -> float:
 def problems_of(
     disturbed: Run, undisturbed: Run, steps: int, kill_at: list[int], tolerance: float
 ) -> list[str]:
-    """What is not as it must be, in words."""
     problems = []
     for name, run in (("disturbed", disturbed), ("undisturbed", undisturbed)):
         if run.status != 0:
@@ -193,7 +190,6 @@ def soak(
     kill_every: int,
     tolerance: float = 0.0,
 ) -> dict[str, object]:
-    """Both jobs, and what came of them."""
     write_texts(folder / "texts", documents=200)
     steps = int(settings["training.steps"])
     settings = settings | {"data.source": folder / "texts", "parallelism.cp": ranks}

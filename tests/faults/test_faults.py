@@ -73,7 +73,6 @@ def run(tmp_path) -> Run:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> dict[int, float]:
-    """The losses of the 8 steps."""
     alone = Run(tmp_path_factory.mktemp("undisturbed"))
     status, text = alone.train({"checkpoint.enable": "false"})
     assert status == 0, text
@@ -235,8 +234,6 @@ def test_poison_without_end_ends_with_status_3(run):
 
 
 class Hostile:
-    """Unpickled, it runs a command."""
-
     def __init__(self, mark: Path):
         self.mark = mark
 
@@ -263,7 +260,6 @@ def test_a_hostile_checkpoint_runs_no_code(run, tmp_path):
 
 
 def wait_for_step(job: ForkedJob, count: int, seconds: float = 60) -> None:
-    """Until the job has printed so many steps."""
     deadline = time.monotonic() + seconds
     while len(job.steps()) < count:
         assert job.is_running() and time.monotonic() < deadline, job.text()

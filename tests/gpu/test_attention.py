@@ -38,7 +38,6 @@ needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two 
 
 
 def inputs(seq_len: int = SEQ_LEN, device: str = "cuda", seed: int = 0) -> list[torch.Tensor]:
-    """q, k, v and d_out in bf16."""
     q, k, v = structured_qkv(1, 8, 2, seq_len, 64, seed, torch.bfloat16)
     d_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(seed + 1)).bfloat16()
     return [x.to(device) for x in (q, k, v, d_out)]

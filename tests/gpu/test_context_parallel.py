@@ -97,7 +97,6 @@ def _succeeds(process: subprocess.Popen) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict]:
-    """What each rank found."""
     folder = tmp_path_factory.mktemp("found")
     _succeeds(_torchrun(4, "-m", "tests.gpu.test_context_parallel", folder, "cuda"))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]

@@ -47,7 +47,6 @@ LSE_LIMIT = 1e-3
 def problem(
     q_len: int, k_len: int, heads: tuple[int, int], dim: int, batch: int = 1
 ) -> tuple[list[Tensor], Tensor]:
-    """q, k, v and d_out in bf16."""
     g = torch.Generator().manual_seed(q_len + dim)
 
     def normal(heads: int, length: int) -> Tensor:

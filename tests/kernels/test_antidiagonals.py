@@ -69,13 +69,11 @@ def sums_of(given: Problem, shape: Shape = SMALL) -> BlockSums:
 
 
 def twin_of(given: Problem) -> BlockSums:
-    """In fp64."""
     q, k, blocks, stride = given
     return kernels.block_sums_naive(q.double(), k.double(), blocks, stride, 0.1)
 
 
 def masses(sums: BlockSums, blocks: QueryBlocks) -> Tensor:
-    """In fp64."""
     exact = BlockSums(sums.weight.double(), sums.top.double(), sums.run)
     return kernels.document_masses(exact, blocks, BLOCKS)
 

@@ -144,7 +144,6 @@ class Case:
         return gathered, tile_table(gathered, rows)
 
     def kernels(self) -> list[Tensor]:
-        """out, lse, dq, dk and dv."""
         lists = self.lists()
         out, lse = self.out.clone(), self.lse.clone()
         add_attention(
@@ -230,7 +229,6 @@ def test_logits_far_below_zero():
 
 
 def test_nobody_chose():
-    """Sums and gradients stay as they are."""
     case = Case(dict(documents=[[128]], chunk=64, slots=1, heads=1), 1, 16, 64)
     case.choices.earlier.zero_()
     out, lse, *gradients = case.kernels()

@@ -160,7 +160,6 @@ def test_prices(mask, kind, queries):
 
 
 def _check_first(free: Probe, keys: KeyBlocks, lse: Tensor) -> tuple[Tensor, ...]:
-    """Returns the twin's."""
     wanted = prices.first_prices_naive(free, keys, lse)
     first, tiles, left, saved = wanted
     got_first, got_tiles, got_left, got_saved = prices.first_prices(free, keys, lse)

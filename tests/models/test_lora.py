@@ -38,7 +38,6 @@ def _adapters(targets: str = ALL_LINEAR, init: str = "default", rank: int = 3) -
 
 
 def _decoder(adapters: Adapters, dtype: torch.dtype = torch.float64) -> Decoder:
-    """With adapters that are not zero."""
     with torch.device("meta"):
         model = Decoder(TINY, dense_attend).to(dtype)
         add_adapters(model, adapters)

@@ -53,7 +53,6 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def assert_alike(folder: Path, output: str, wanted_output: str) -> None:
-    """Loss and gradient norm of every step."""
     wanted_lines = lines_of(folder / wanted_output)
     for line, wanted in zip(lines_of(folder / output), wanted_lines, strict=True):
         for field in ("loss", "grad_norm"):

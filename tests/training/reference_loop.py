@@ -72,7 +72,6 @@ def pack(documents: list[np.ndarray], seq_len: int, joined: bool = False) -> lis
 
 
 def count_labels(pieces: Iterable[Piece]) -> int:
-    """How many labels count in the loss."""
     return sum(int((piece.labels != IGNORED).sum()) for piece in pieces)
 
 

@@ -12,8 +12,6 @@ LAYERS = 4
 
 
 class _Matmuls(TorchDispatchMode):
-    """Counts matrix products."""
-
     def __init__(self) -> None:
         super().__init__()
         self.count = 0

@@ -120,7 +120,6 @@ def _refused(words: list[str]) -> str:
 
 
 def _table(words: list[str]) -> int:
-    """Every case, in the processes of one job."""
     folder, is_second = Path(words[0]), os.environ["RANK"] == "1"
     os.chdir(folder / "files")
     with pytest.MonkeyPatch.context() as patch:

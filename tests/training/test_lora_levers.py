@@ -32,7 +32,6 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A shard, and a model."""
     folder = tmp_path_factory.mktemp("lora-levers")
     write_shard(folder)
     write_model(folder, "Qwen3")

@@ -42,8 +42,6 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Case(NamedTuple):
-    """A model, and adapters of some of its layers."""
-
     model: str
     settings: dict[str, object]
     layers: int
@@ -70,7 +68,6 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A shard, and the models."""
     folder = tmp_path_factory.mktemp("lora")
     write_shard(folder)
     for case in CASES.values():
@@ -230,7 +227,6 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """With a chat template, as transformers saves it."""
     words = tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")
     template = (
         "{% for message in messages %}<{{ message.role }}>{{ message.content }}<end>{% endfor %}"

@@ -301,7 +301,6 @@ def test_the_recall_that_was_asked_for(pattern, budgets, wanted):
 
 
 def _capped(verticals: list[float], slashes: list[float] | None = None) -> Capped:
-    """As much as possible is capped in both."""
     of_verticals = torch.tensor(verticals, dtype=torch.float64)
     of_slashes = torch.tensor(slashes or [0.0] * len(verticals), dtype=torch.float64)
     return Capped(of_verticals, of_slashes, torch.minimum(of_verticals, of_slashes))

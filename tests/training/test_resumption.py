@@ -183,7 +183,6 @@ def test_settings_take_effect(tmp_path):
 
 
 def _run(folder: Path, **options) -> subprocess.CompletedProcess:
-    """train.py for the tiny run in `folder`."""
     words = {
         "data.source": folder / "texts",
         "training.output_dir": folder / "run",

@@ -50,7 +50,6 @@ def _train_spread(folder: Path) -> None:
 
 
 def _names(ranks: int) -> tuple[str, ...]:
-    """What is run over so many."""
     return tuple(SPREAD) if ranks == 2 else OVER_THREE
 
 

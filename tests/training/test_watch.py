@@ -118,8 +118,6 @@ def test_a_rank_that_sleeps_is_named_before_the_timeout(tmp_path):
 
 
 class _Lines(logging.Handler):
-    """What the package logs in this process."""
-
     def __init__(self):
         super().__init__()
         self.lines: list[str] = []

@@ -31,8 +31,6 @@ LR = 0.01
 
 
 class Case(NamedTuple):
-    """A run, and what it has to do in words of torch."""
-
     family: str
     settings: dict[str, object]
     factors: list[float]
@@ -136,7 +134,6 @@ CASES = {"AdamW": ADAMW, "Adam": ADAM, "SGD": SGD}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A shard, and a model of each family."""
     folder = tmp_path_factory.mktemp("wiring")
     write_shard(folder)
     for case in CASES.values():
@@ -145,7 +142,6 @@ def folder(tmp_path_factory) -> Path:
 
 
 def _reference(folder: Path, case: Case) -> tuple[list[Line], dict[str, torch.Tensor]]:
-    """What the steps log, and the weights after them."""
     model = read_model(folder / case.family)
     groups = by_hand.decay_groups(model, case.weight_decay)
     if case.adam is None:
@@ -166,7 +162,6 @@ def _reference(folder: Path, case: Case) -> tuple[list[Line], dict[str, torch.Te
 
 
 def _compare(folder: Path, output: str, case: Case) -> None:
-    """The run in folder/output against the loop."""
     lines, weights = _reference(folder, case)
     logged = lines_of(folder / output)
     assert [line["step"] for line in logged] == [1, 2, 3, 4, 5, 6]

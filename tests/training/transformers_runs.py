@@ -26,7 +26,6 @@ ALIKE = 1e-5
 
 
 def prepare(folder: Path, names: Iterable[str]) -> None:
-    """A shard, and these models."""
     write_shard(folder)
     for name in names:
         save_model(folder / name, name, **(ROUTED if name in ("mixtral", "gpt_oss") else {}))
@@ -44,7 +43,6 @@ def train(folder: Path, name: str, run_name: str, settings: dict[str, object]) -
 
 
 def assert_alike(folder: Path, name: str, run_name: str, other: str = "one") -> None:
-    """Loss and gradient norm of every step."""
     found = lines_of(folder / f"{name}-{run_name}")
     expected = lines_of(folder / f"{name}-{other}")
     assert len(found) == len(expected) == STEPS

@@ -107,5 +107,4 @@ def run(folder: Path, output: str, settings: dict[str, object]) -> Trainer:
 
 
 def lines_of(output: Path) -> list[dict]:
-    """metrics.jsonl."""
     return read_lines(output / "metrics.jsonl")

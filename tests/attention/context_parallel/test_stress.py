@@ -288,7 +288,6 @@ def _check_bytes(
     rows = q.shape[1] * q.shape[2]
 
     def sources(steps: Iterable[int]) -> list[int]:
-        """Whose chunks this rank sends on."""
         return [(rank - step) % size for step in steps]
 
     if circulates == "kv":

@@ -53,7 +53,6 @@ class Known(NamedTuple):
 
 @pytest.fixture(scope="module")
 def heads() -> tuple[Tensor, Tensor]:
-    """q and k [1, H, S, D]."""
     tensors = load_file(FILE)
     q = tensors["q"] * tensors["q_scale"]
     k = tensors["k"] * tensors["k_scale"]

@@ -46,7 +46,6 @@ class Events:
         monkeypatch.setattr(call_tiles, "tiles_of_all_ranks", tables)
 
     def take(self) -> list[str]:
-        """The events since the last call."""
         lines = self.lines
         self.lines = []
         return lines

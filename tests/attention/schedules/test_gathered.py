@@ -35,7 +35,6 @@ class Case(NamedTuple):
         return self.mask or Documents(self.documents)
 
     def tensors(self) -> list[Tensor]:
-        """d_out, q, k, v."""
         heads, kv_heads = self.heads
         drawn = structured_qkv(len(self.documents), heads, kv_heads, self.seq_len, 16, seed=5)
         d_out = torch.randn(drawn[0].shape, generator=torch.Generator().manual_seed(0))

@@ -17,8 +17,6 @@ S = 96
 
 
 def masks(scale: int = 1) -> dict:
-    """By name, for S * scale tokens."""
-
     def documents(*lengths):
         return Documents([[scale * n for n in row] for row in lengths])
 

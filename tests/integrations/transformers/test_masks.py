@@ -177,7 +177,6 @@ def test_all_ones_are_no_padding():
 
 
 def plain_masks(inputs: dict) -> list[bool]:
-    """Whether each layer's mask was plain."""
     seen = []
     attend = attention.attend
 

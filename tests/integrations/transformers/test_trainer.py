@@ -17,7 +17,6 @@ NAMES = [run.__name__ for run in RUNS]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The files of one process and of two."""
     folder = str(tmp_path_factory.mktemp("runs"))
     run_all(folder, NAMES)
     run_processes(2, run_all, folder, NAMES)

@@ -37,7 +37,6 @@ class LongSFTTrainer(ContextParallelTrainer, trl.SFTTrainer):
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each word."""
     vocabulary = {f"w{i}": i for i in range(VOCAB - 1)} | {"<eos>": VOCAB - 1}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

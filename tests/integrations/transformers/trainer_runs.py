@@ -77,14 +77,11 @@ class Documents(Dataset):
 
 
 class Stream(IterableDataset):
-    """The same documents, one after the other."""
-
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
         yield from Documents(37, seed=1).rows
 
 
 def tiny_model(tied: bool = False) -> PreTrainedModel:
-    """Two layers, one of them with a window."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,

@@ -31,8 +31,6 @@ def test_toy_runs(tmp_path):
 
 
 class Planned(many_gpus.Run):
-    """A run whose module is a Python program."""
-
     def command(self, out, names):
         return [sys.executable, "-c", self.module, str(out / f"{names[0]}.json")]
 

@@ -72,15 +72,12 @@ class Run:
         return self
 
     def state(self) -> dict[str, Any]:
-        """Everything, to compare to the bit."""
         tensors = {name: x.clone() for name, x in self.checkpointer.tensors.all().items()}
         counts = {"sequence": self.loader.sequence, **self.progress.state_dict()}
         return tensors | counts
 
 
 class FullFile(writer.HashedFile):
-    """A disk that is full after the first bytes."""
-
     def write(self, data) -> int:
         if self.position > 0:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -88,7 +85,6 @@ class FullFile(writer.HashedFile):
 
 
 def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    """Equal to the bit, names and all."""
     return left.keys() == right.keys() and all(
         torch.equal(x, right[name]) if isinstance(x, torch.Tensor) else x == right[name]
         for name, x in left.items()
@@ -112,7 +108,6 @@ def open_files(name: str) -> int:
 
 
 def flip_bit(path: Path) -> None:
-    """One bit in the middle of the file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)

@@ -20,8 +20,6 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 
 class Command:
-    """Unpickled, it makes a file."""
-
     def __init__(self, path: Path):
         self.path = path
 

@@ -71,13 +71,11 @@ class Known(NamedTuple):
         return any(self.free[row][first : first + BLOCK])
 
     def column(self, key: int, rows: list[int] | None = None) -> float:
-        """The mass of a key, in all rows or in these."""
         if rows is None:
             rows = list(self.rows)
         return sum(self.held[row][key] for row in rows)
 
     def keys(self, block: int | None = None) -> range:
-        """Those of the span, or of a block of it."""
         if block is None:
             return range(self.start, self.stop)
         first = block * BLOCK
