@@ -5,8 +5,8 @@ float bits order them: 31 bits, looked at in digits from the highest. At each di
 that may hold the cut are counted and weighed by their digit, and the digit that holds the cut is
 found in that histogram. Ties at the cut are then broken by position.
 
-Masses are summed as integers, so that no order of additions shows: every run chooses the same, to
-the bit.
+Masses are summed as integers, so the order of additions does not matter, and every run makes
+exactly the same choice.
 
 In the kernels a row's number is i_row, its sequence's i_b. `bounds` are those of Segments, five
 numbers a segment: 0 its first position, 1 the one behind its last, 2 the least and 3 the most

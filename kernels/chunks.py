@@ -1,8 +1,8 @@
 """Keys that single queries choose: chunks of the query's document, one bit a query and chunk (MoBA).
 
-A tile of keys that is no longer than a chunk touches two chunks of a document at most. So the
-choice only narrows the range start <= p < stop that the mask gives a query, tile by tile; in a tile
-nothing but that range is compared.
+A tile of keys that is no longer than a chunk touches at most two chunks of a document. So in each
+tile the choice only narrows the range start <= p < stop that the mask gives a query, and kernels
+compare nothing but that range.
 """
 
 from typing import NamedTuple

@@ -4,8 +4,8 @@ Sums along antidiagonals of q k: softmax sums by block of keys; scores stay in r
 cells scores one dot product: all tokens of the key cell, with those of the query cell in reverse
 order. So tiles of the query cells are read backwards, and nothing is turned around in memory. A
 tile is M query cells x N key cells. Sums over its blocks of keys are relative to each row's maximum
-in the tile; whoever reads them brings the maxima together. That takes one pass, where normalizers
-first would take the product twice.
+in the tile; the reader combines the maxima. This takes one pass. Computing normalizers first
+would compute the product twice.
 
 With 16 query heads of 128 at 524,288 tokens and stride 16, the product takes 35 TFLOP: S^2 D heads /
 stride. Tiles of 128 x 256 take 85 FLOP for each byte from the L2 cache, those of 128 x 128 take 64.
@@ -95,14 +95,14 @@ SMALLER = Shape(key_cells=128)
 
 _HOPPER_SHARED_MEMORY = 232448
 _HEADS_TOGETHER = 8
-"""Tiles of query cells that go along the keys side by side, and share what they read of them."""
+"""Tiles of query cells that go along the keys together, so that they share the keys they read."""
 
 
 class Tiles(NamedTuple):
     """The tiles in which anything is seen.
 
-    number: int32 [n], their numbers in [B, M tiles, N tiles], and then any others.
-    count: int32 [1], how many they are.
+    number: int32 [n], their indices in [B, M tiles, N tiles], followed by any others.
+    count: int32 [1], their number.
     """
 
     number: Tensor

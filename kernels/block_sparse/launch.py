@@ -1,8 +1,8 @@
 """Tile sizes, launch options and splits, measured on an H200 at 128K tokens.
 
 Every shape has a fixed choice, and nothing is tuned at run time. So sums are taken in the same
-order in every run and results are equal to the bit; besides, a short search on a cold GPU was seen
-to pick slower options.
+order in every run, and results are bitwise equal. Also, a short search on a cold GPU was seen to
+pick slower options.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Forward over gathered queries: a dense tile of a chunk's queries goes over the chunk's keys.
 
-A launch is one slot of the choices, in which no query is twice. So a program reads the sums of its
-queries, goes on from them, and writes them back.
+A launch computes one slot of the choices, in which no query appears twice. So a program reads the
+sums of its queries, continues from them, and writes them back.
 """
 
 import triton

@@ -1,6 +1,6 @@
 """Tile sizes and launch options of the gathered kernels.
 
-They are fixed, as those of block_sparse are, so that results are equal to the bit in every run.
+They are fixed, like those of block_sparse, so that results are bitwise equal in every run.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ SORTED_ROWS = 64
 with fewer the counts of all programs."""
 
 _PROGRAMS = 2048
-"""So many programs fill a GPU, though the queries of a chunk are many or few."""
+"""Number of programs that fill a GPU, whether a chunk has many queries or few."""
 
 _MOST_SPLITS = 8
 

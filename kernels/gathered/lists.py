@@ -1,8 +1,8 @@
-"""Lists of the queries that chose each chunk, sorted by counting; the host waits for nothing.
+"""Lists of the queries that chose each chunk, sorted by counting. The host does not wait.
 
-Every query deals out the chunks that it chose over slots: its first one to slot 0, its next one to
-slot 1. So a chunk's queries of one slot are no other chunk's of that slot. What is computed slot by
-slot may add to memory of its queries without atomics.
+Every query assigns the chunks that it chose to slots: the first one to slot 0, the next one to
+slot 1. So within one slot each query belongs to at most one chunk. A kernel that computes slot by
+slot can add to the memory of its queries without atomics.
 """
 
 from typing import NamedTuple

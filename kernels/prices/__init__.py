@@ -1,4 +1,4 @@
-"""Prices: at which marginal mass for a pair of tokens each vertical and diagonal is worth it.
+"""Prices: the marginal mass per pair of tokens at which each vertical and slash is worth its cost.
 
 first_prices(free, keys, lse) -> prices of verticals, masses of tiles, levels
 diagonal_gains(tiles, left, saved, tile, rows) -> worth of diagonals at each level
@@ -11,12 +11,12 @@ head_limits(mass, allowed, verticals, diagonals) -> codes from which on up heads
 taken(elements, vertical_limit, diagonal_limit) -> which these are
 
 A price is the attention mass that one more pair of tokens holds, among the rows of a probe. A pair
-of a vertical costs VERTICAL_COST, one of a diagonal 1, as that is the time that they take. What has
-a price above a limit is chosen, so that all heads get the most mass for their time. Rows are even
-and odd in turns. What one half would choose is tried on the other, so that the recall that a limit
-gives is known for rows outside the probe.
+of a vertical costs VERTICAL_COST and a pair of a slash costs 1, which is the time that they take.
+Elements with a price above a limit are chosen, so that all heads get the most mass for their time. Rows are
+split into even and odd ones. The choice of one half is tested on the other half, which gives the
+recall of a limit for rows outside the probe.
 
-Prices become codes, a byte each with steps of 7 %. The twins (naive.py, and those of the
+Prices become codes of one byte each, in steps of 7 %. The twins (naive.py, and those of the
 last three in limits.py) have the same signatures.
 """
 

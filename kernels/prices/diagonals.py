@@ -1,4 +1,4 @@
-"""Worth, prices and masses of diagonals, from tiles: a block of keys and a group of rows each."""
+"""Worth, prices and masses of slashes, from tiles of a block of keys and a group of rows."""
 
 import torch
 import triton
@@ -15,7 +15,7 @@ _OCTAVES = tl.constexpr(OCTAVES_BETWEEN_LEVELS)
 def diagonal_gains(
     tiles: Tensor, left: Tensor, saved: Tensor, tile: Tensor, rows: Tensor
 ) -> Tensor:
-    """What each diagonal is worth beside the verticals that are taken at each level.
+    """What each slash is worth in addition to the verticals that are taken at each level.
 
     That is the mass that they leave of it, and what it saves of their cost. A block's verticals are
     taken to hold the same share of each row's mass.

@@ -1,4 +1,4 @@
-"""Prices of verticals beside the diagonals. shared.py names what the kernel takes."""
+"""Prices of verticals in addition to the slashes. shared.py names the kernel's arguments."""
 
 import torch
 import triton
@@ -31,11 +31,11 @@ _IN_SAMPLE = tl.constexpr(1 - HELD_OUT)
 def final_prices(
     free: Probe, keys: KeyBlocks, lse: Tensor, first: Tensor, diagonal: Tensor, offset: Tensor
 ) -> FinalPrices:
-    """Prices of verticals beside the diagonals, and the mass that is held from each price down.
+    """Prices of verticals in addition to the slashes, and the mass held from each price down.
 
     A row's mass at a key counts for the diagonal, if that has the higher price, else for the
-    vertical. Most of it is of rows that did not choose: the probe's even rows are asked what its odd
-    ones hold, and the other way round. Some is of all rows and their own choice (HELD_OUT). A row
+    vertical. Most of the weight is on held-out rows: the choice of the probe's even rows is tested on the
+    odd ones, and the reverse. The rest is on all rows with their own choice (HELD_OUT). A row
     counts for all keys of a block of which it sees some.
     first: of first_prices(). diagonal: fp32 [B, Hq, E], of diagonal_prices(). offset: int32 [B, n],
     where each span's diagonals begin.

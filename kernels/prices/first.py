@@ -1,4 +1,4 @@
-"""Prices of verticals as if there were no diagonals. shared.py names what the kernel takes."""
+"""Prices of verticals as if there were no slashes. shared.py names the kernel's arguments."""
 
 import torch
 import triton
@@ -37,7 +37,7 @@ def first_prices(
     A price is the geometric mean of what the even and the odd rows of the probe would pay, and at
     least SEEN_ONCE of what all of them would.
 
-    free: the probe; its rows see only what is not selected in any case. lse: fp32 [B, Hq, n, P],
+    free: the probe; its rows see only what is not always selected. lse: fp32 [B, Hq, n, P],
     over all keys.
     Returns, in fp32, prices [B, Hq, n_local, b]; masses of tiles by group of rows [B, Hq, n_local,
     T, U]; and at each level the share of a block's mass that its verticals leave, and the price

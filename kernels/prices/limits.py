@@ -17,8 +17,8 @@ from titan_sparse.kernels.prices.shared import ALWAYS, CODES
 _ALWAYS = tl.constexpr(ALWAYS)
 _CODES = tl.constexpr(CODES)
 _MASS_UNITS = 2.0**40
-"""Masses of diagonals are added up as integers, so that no order of additions shows. These many are
-a mass of 1."""
+"""Masses of slashes are summed as integers, so the order of additions does not matter. This many
+units are a mass of 1."""
 _UNITS = tl.constexpr(_MASS_UNITS)
 _ENTRIES = 128
 """Diagonals that a program looks at together."""
@@ -309,7 +309,7 @@ class Elements(NamedTuple):
     """Codes of all verticals and diagonals, and which spans these are of, n for none.
 
     verticals: uint8 [B, Hq, blocks, b], in any order of blocks. order: int64 [blocks], where each
-    block of the sequence is in it. is_sink: bool [B, S], verticals that are on in any case.
+    block of the sequence is in it. is_sink: bool [B, S], verticals that are always selected.
     diagonals: uint8 [B, Hq, E].
     span_of_token, span_of_entry: int64 [B, S] and [B, E].
     """

@@ -37,10 +37,10 @@ tried on themselves, lose about L - d. Two thirds of the one and one third of th
 """
 
 SEEN_ONCE = 1 / 8
-"""What the price of a vertical that half of the rows know nothing of is worth beside a diagonal.
+"""Factor on the price of a vertical whose mass was seen by only one half of the rows.
 
-On a narrow diagonal each row looks at a key of its own. As verticals, those keys cost less than the
-diagonal, and none of them is of any use to the rows that the probe does not have.
+On a narrow slash each row looks at a different key. As verticals, those keys cost less than the
+slash, but they do not help rows outside the probe.
 """
 
 LEVELS = 16
@@ -52,7 +52,7 @@ CODES = 256
 CODES_PER_OCTAVE = 10
 """Steps of 7 %. Codes 1 to 254 are prices of 2**-25.4 to 1."""
 ALWAYS = CODES - 1
-"""The code of what is on in any case."""
+"""The code of what is always selected."""
 
 
 class SpanTokens(NamedTuple):

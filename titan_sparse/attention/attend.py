@@ -1,4 +1,4 @@
-"""attend(): mask, pattern, layout, schedule and backend put together."""
+"""attend() combines mask, pattern, layout, schedule and backend."""
 
 import operator
 from typing import NamedTuple

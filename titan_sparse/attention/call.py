@@ -126,7 +126,6 @@ class AttentionCall:
 
     @functools.cached_property
     def index(self) -> BlockIndex:
-        """What the pattern selected."""
         return self.make_index()
 
     @property
@@ -157,7 +156,7 @@ class AttentionCall:
         return replace(self, make_index=lambda: index)
 
     def sum_dtype(self, q: Tensor) -> torch.dtype:
-        """The dtype that sums over chunks are kept in: q's own where there is one chunk only."""
+        """The dtype of sums over chunks: q's own if there is only one chunk."""
         if self.cp.size == 1:
             return q.dtype
         return accumulation_dtype(q.dtype)
@@ -189,7 +188,7 @@ class AttentionCall:
 
 
 def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> AttentionCall:
-    """The call that an op was given by its key and its tensors.
+    """Rebuild the call from the key and the tensors that an op receives.
 
     q: [B, Hq, S_local, D]. index, mask: the tensors of the index and of the mask. For the first of
     two shares the keys and values of the verticals are the last tensor of `index`.

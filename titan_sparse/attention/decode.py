@@ -1,6 +1,6 @@
-"""One new query a sequence, by all keys that are kept: on this rank, and on the others of its group.
+"""Attention of one new query per sequence to all cached keys, on this rank and the others of its group.
 
-Each rank attends to the keys that it holds, in any layout. What the ranks find is merged by its
+Each rank attends to the keys that it holds, in any layout. The results of the ranks are merged by
 log-sum-exp, on every rank in the same order, so all ranks get bitwise equal results.
 """
 
@@ -15,7 +15,7 @@ from titan_sparse.attention.merge import accumulation_dtype, merge
 from titan_sparse.kernels.sinks import add_sinks
 
 _CHUNK = 32768
-"""Keys whose scores exist at one time."""
+"""Number of keys whose scores are in memory at a time."""
 
 
 class Cached(NamedTuple):
@@ -35,7 +35,7 @@ def attend_cached(
 ) -> Tensor:
     """Dense attention of q over the cached keys of all ranks of `cp`: [B, Hq, 1, D], as q.
 
-    q: [B, Hq, 1, D], the same on all ranks. cached: of this rank, all of it may be unseen. scale:
+    q: [B, Hq, 1, D], the same on all ranks. cached: this rank's, of which all may be hidden. scale:
     of the scores; default D ** -0.5. sinks: [Hq], as attend() has them. Collective over `cp`.
     """
     if scale is None:

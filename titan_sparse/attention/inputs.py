@@ -1,4 +1,4 @@
-"""What attend() and pattern.select() are given: checked, padded, and packed for the custom ops."""
+"""Check the inputs of attend() and pattern.select(), pad them, and pack them for the custom ops."""
 
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ def constant(x: float) -> float:
 
 
 class Ranks(NamedTuple):
-    """What torch.compile may know of a ContextParallel, or of its absence.
+    """What torch.compile may know about a ContextParallel, or about its absence.
 
     key: names the ContextParallel in custom ops (context_parallel/group.py).
     """

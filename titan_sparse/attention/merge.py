@@ -90,7 +90,6 @@ class Results(NamedTuple):
     parts: list[Tensor | None]
 
     def joined(self, by_group: Sequence[Tensor]) -> Tensor:
-        """The whole result, from the results of the groups."""
         if len(by_group) == 1:
             return by_group[0]
         if self.whole is not None:
@@ -102,7 +101,7 @@ class Results(NamedTuple):
 def results(q: Tensor, heads: Sequence[slice], steps: int) -> Results:
     """Memory for a result like q [B, H, S, D].
 
-    heads: the groups of heads that are computed apart. steps: how many pieces are summed for each.
+    heads: the groups of heads that are computed separately. steps: how many pieces are summed for each.
     """
     if len(heads) == 1 and steps == 1:
         # Nothing is summed or joined: the backend's own output is the result.

@@ -1,4 +1,4 @@
-"""Attention of which activation checkpointing keeps a part and computes the other part again
+"""Attention in two parts: activation checkpointing keeps one part and recomputes the other
 (BurstEngine's sequence-level selective checkpointing).
 
 The first blocks of each sequence are recomputed: under a causal mask they see the fewest keys. Two

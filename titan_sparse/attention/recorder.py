@@ -1,4 +1,4 @@
-"""What attention calls report to whoever records, and how long their forwards compute.
+"""What attention calls report to a recording, and how long their forwards compute.
 
 The ops and schedules report here, and observe/ listens. Without a recording this costs nothing.
 What caps cut can be counted without a recording: it costs one small kernel a selection.
@@ -34,7 +34,7 @@ listening: Observer | None = None
 
 @contextlib.contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """Report to this observer inside."""
+    """Report all attention calls in this context to the observer."""
     global listening
     listening = observer
     try:
@@ -48,7 +48,7 @@ _capped_shares: list[Tensor] | None = None
 
 @contextlib.contextmanager
 def counting_caps() -> Iterator[list[Tensor]]:
-    """What caps cut in the selections inside, in their order: a list that fills.
+    """Collect in a list what caps cut in the selections in this context, in order.
 
     Each selection of a pattern with budgets adds float64 [3]: the shares of heads, over sequences,
     in which a cap kept the verticals below the recall, the slashes, and both. Nothing waits for the
@@ -189,7 +189,7 @@ def computing() -> contextlib.AbstractContextManager[None]:
 
 
 def mark(device: torch.device) -> Moment:
-    """This moment on the compute stream of a GPU, or by the clock in seconds."""
+    """The current time, as an event on a GPU's compute stream, or in seconds by the clock."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

@@ -1,4 +1,4 @@
-"""How objects reach custom ops, which take tensors and strings: by a key.
+"""Pass objects by a key to custom ops, which take only tensors and strings.
 
 Torch's own way, opaque types, is private in the versions that we support, and torch.compile wants
 such an object rebuilt from text or as an input of every graph. Here a key is a constant of the graph.
@@ -34,7 +34,7 @@ def lookup(key: str) -> Any:
     """What was registered under this key.
 
     Raises RuntimeError if it is gone: a backward, or a compiled call, of a ContextParallel that
-    nobody holds any more.
+    no longer exists.
     """
     value = OBJECTS.get(key)
     if value is None:

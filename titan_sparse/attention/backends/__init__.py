@@ -1,4 +1,4 @@
-"""Which backend computes attention: the table of backends, the choice among them, and the reason.
+"""The table of backends, the choice among them, and the reason for the choice.
 
 What a backend offers is in base.py.
 """

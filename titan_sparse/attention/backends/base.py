@@ -1,4 +1,4 @@
-"""What a backend is: the kernels that compute attention over pieces of keys.
+"""Define a backend: the kernels that compute attention over pieces of keys.
 
 The schedules call it once a step, with one piece (the blocks of a chunk of keys) or two (those, and
 a share of the gathered verticals).
@@ -64,7 +64,7 @@ class DenseShape(NamedTuple):
 
 
 class Backend(ABC):
-    """Kernels, by default those that go by tiles alone."""
+    """The kernels of a backend. By default they use only tiles."""
 
     READS_BY_KEY = True
     """Whether backward() reads Tiles.by_key."""

@@ -14,7 +14,7 @@ from titan_sparse.kernels.block_sparse import Piece
 
 
 class Triton(Backend):
-    """Blocks and verticals in one launch; a total is carried on by the same kernel."""
+    """Blocks and verticals in one launch. The same kernel continues from a total."""
 
     SERVES_SLICES = True
     GATHERS_QUERIES = True

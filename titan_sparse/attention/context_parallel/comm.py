@@ -21,7 +21,7 @@ Kind = tuple[Sequence[int], torch.dtype]
 
 
 class Buffers:
-    """One piece of memory for each slot, as large as the most that the slot has held.
+    """One piece of memory for each slot, as large as the largest request so far.
 
     A run that sees many lengths, such as an evaluation, keeps room for the longest of them and not
     for each. Taking a slot again overwrites what it held.
@@ -48,12 +48,10 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
         return sum(memory.nbytes for memory in self._memory.values())
 
     @property
     def addresses(self) -> dict[tuple[str, torch.device], int]:
-        """Where the memory of each slot is."""
         return {key: memory.data_ptr() for key, memory in self._memory.items()}
 
     def _at_least(self, nbytes: int, slot: str, device: torch.device) -> Tensor:
@@ -87,7 +85,6 @@ class Pending:
         self.input_kept = input_kept
 
     def wait(self) -> Tensor:
-        """The result."""
         if self.work is not None:
             self.work.wait()
             self.work = None

@@ -1,4 +1,4 @@
-"""Who owns which blocks: pure integers, no process groups.
+"""Layouts define which rank owns which blocks. Pure integers, no process groups.
 
 A layout is a table block_ids[cp, n]: local block i of rank r is global block block_ids[r, i]. Every
 layout is a permutation of whole blocks. Tokens, labels, positions and document ids are sharded by

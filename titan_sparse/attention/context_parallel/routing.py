@@ -1,10 +1,10 @@
-"""Which hops a KV chunk and its gradient have to make. Pure integers, no process groups.
+"""Compute which hops a KV chunk and its gradient must make. Pure integers, no process groups.
 
 A rank does not pass on a chunk that no later rank needs, and a gradient travels only once it
 exists. All ranks know the index and compute the same hops, so they need no messages about what to
 expect.
 
-Ranks count [inter][intra]. A plain ring is inter = 1. In window o a chunk is o nodes from home. At
+Ranks are numbered [inter][intra]. A plain ring is inter = 1. In window o a chunk is o nodes from home. At
 step t of a window it is t inner hops further.
 """
 

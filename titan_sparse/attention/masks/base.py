@@ -1,4 +1,4 @@
-"""What every mask is: a rule of who sees whom that resolves to ranges of keys, or to slices."""
+"""The base of all masks: rules for which query sees which key. They resolve to ranges or to slices."""
 
 import operator
 from collections.abc import Callable, Hashable

@@ -1,4 +1,4 @@
-"""Which tiles a mask of slices sees whole, in part or not at all, worked out from integers.
+"""Compute from integers which tiles a mask of slices sees whole, in part or not at all.
 
 A tile is a pair of a query block and a KV block. Cut each slice to one block of rows, a *band*. A
 band touches one run of blocks of the other side. Except for at most four blocks, where the slice's

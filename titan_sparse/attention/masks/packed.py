@@ -1,7 +1,7 @@
 """Masks of packed sequences that one range of keys a query cannot express. All return Slices.
 
-Each function takes what the sequence is packed of, one item after the other, in tokens. What is
-left of the sequence is padding. For a batch, make one mask for each sequence:
+Each function takes the lengths of the packed items in order, in tokens. The rest of the sequence
+is padding. For a batch, make one mask for each sequence:
 Slices.batch([prefix_lm(...), prefix_lm(...)]).
 """
 

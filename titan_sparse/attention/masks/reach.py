@@ -158,7 +158,7 @@ def seen_by(ranges: MaskRanges, queries: Tensor) -> Callable[[Tensor], Tensor]:
 def _keys_seen_by(ranges: MaskRanges, queries: Tensor) -> Tensor:
     """What each query of a mask with slices sees, bool [Bm, n, S + 1].
 
-    The last place means nothing.
+    The last entry has no meaning.
     """
     batch = len(ranges.slices)
     n = len(queries)

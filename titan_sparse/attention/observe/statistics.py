@@ -87,8 +87,8 @@ class Recording:
     bytes_of_verticals: int = 0
     bytes_of_selection: int = 0
     visited_by_call: list[Tensor] = field(default_factory=list, repr=False)
-    """[2, Hq]: visited pairs, and those of them in blocks, of each call that the attention in
-    hand has made so far."""
+    """[2, Hq]: visited pairs, and those of them in blocks, of each call that the current attention
+    has made so far."""
 
     def density(self) -> Tensor:
         """visited / visible, [layers, Hq]."""

@@ -1,8 +1,8 @@
-"""Counts what each rank computes, exactly and from integers alone.
+"""Count exactly what each rank computes, using only integers.
 
 There are no process groups here and no S x S tensor. count_visits() says what the queries of each
 rank compute on the keys of each rank. by_step() puts that in the order of a schedule.
-The degrees of imbalance judge the result.
+The degrees of imbalance summarize the result.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""What is worth seeing: one file a pattern."""
+"""What is worth seeing: one file per pattern."""
 
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern
 from titan_sparse.attention.patterns.dense import Dense

@@ -47,7 +47,6 @@ class BlockIndex:
         raise NotImplementedError
 
     def of_heads(self, heads: slice) -> "BlockIndex":
-        """The index of some of the query heads."""
         index = copy.copy(self)
         for name in self.by_head:
             setattr(index, name, getattr(self, name)[:, heads].contiguous())
@@ -55,7 +54,6 @@ class BlockIndex:
         return index
 
     def with_verticals(self, verticals: Tensor) -> "BlockIndex":
-        """The same index with other verticals."""
         index = copy.copy(self)
         index.verticals = verticals
         return index

@@ -40,7 +40,7 @@ class MoBAIndex(BlockIndex):
     """Chunks chosen by every query, and by blocks of queries; bits as in kernels/bits.py.
 
     words: int32 [B, Hq, S, W]; bit c: the query sees chunk c of its document.
-    any_words: int32 [B, Hq, blocks, T, W], the chunks chosen by any query of the block, apart for
+    any_words: int32 [B, Hq, blocks, T, W], the chunks chosen by any query of the block, one set for
         each of the (at most two) long documents that it touches.
     all_words: int32 [B, Hq, blocks, W], the chunks chosen by all queries of the block.
     origin: int32 [B, S], where each query's chunks are counted from.

@@ -1,4 +1,4 @@
-"""What carries schedules out: one file each, all of the same form (`Executor`).
+"""Execute the schedules: one file each, all with the same functions (`Executor`).
 
 The table of schedules, as integers, is context_parallel/schedule.py.
 """

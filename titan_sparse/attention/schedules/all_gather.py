@@ -1,4 +1,4 @@
-"""Attention by the schedule all_gather: all keys and values come to every rank, head by head.
+"""Attention by the schedule all_gather: every rank receives all keys and values, head by head.
 
 The next KV head is gathered while this one is computed, in one launch over all ranks' blocks. In
 the backward the gradients of the last head are summed and scattered meanwhile. Only two heads' keys

@@ -1,4 +1,4 @@
-"""The transfers of group_cast: blocks to the ranks that need them, and their gradients home."""
+"""The transfers of group_cast: send blocks to the ranks that need them, and their gradients home."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ def keys_and_values(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """k and v [B, Hkv, n, D] of the first own blocks, of each stage, and of the other own blocks.
 
-    While the caller computes on one stage the next is on its way.
+    The next stage is transferred while the caller computes on one.
     """
     device = k.device
     split = first * call.cp.block_size

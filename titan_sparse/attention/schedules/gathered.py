@@ -1,7 +1,7 @@
 """Attention over chunks that single queries chose (MoBA) on one rank, with queries gathered.
 
-Lists of blocks know blocks of queries: a block computes the union of what its queries chose. Here
-each chunk's queries are gathered instead, and tiles of them meet whole chunks. The queries' own
+With lists of blocks, a block of queries computes the union of what its queries chose. Here the
+queries of each chunk are gathered instead, and tiles of them meet whole chunks. The queries' own
 chunks, which causality cuts, and short documents go by lists of blocks; these follow from the mask
 alone.
 """
@@ -23,7 +23,7 @@ from titan_sparse.kernels.block_sparse import BlockLists, Piece, Tiles
 
 
 class Geometry(NamedTuple):
-    """What the mask says, and no choice: the same in every layer.
+    """What follows from the mask alone. It is the same in every layer.
 
     tiles: of every query and its own chunk. n chunks a sequence, of all its documents.
     earlier, offset: int32 [B, S]. begin: int32 [B, n]. As in kernels.gathered.Choices.

@@ -2,8 +2,8 @@
 
 They come in stages. A rank computes on its own blocks while the first stage comes, on the first
 stage while the second comes, and so on. The backward fetches them again and sends their gradients
-back, summed in each node on the way. Where it pays, half of the own blocks are left to the end, for
-the last gradients to hide behind. context_parallel/group_cast_plan.py says who sends what.
+back, summed in each node on the way. Where it pays, half of the own blocks are left to the end to
+hide the last gradients. context_parallel/group_cast_plan.py defines who sends what.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Which ranks need which chunks and blocks.
 
-All ranks work this out alike without asking: from the mask, and from the index where that helps.
+All ranks compute the same answer without communication, from the mask and, where it helps, the index.
 """
 
 import functools
@@ -22,7 +22,7 @@ from titan_sparse.attention.patterns.vertical_slash.pattern import (
 from titan_sparse.attention.tiles.blocks import all_blocks
 
 _LARGEST_TABLE = 1 << 27
-"""If the table of block distances between ranks had more entries, the index is not looked at."""
+"""The index is ignored if the table of block distances between ranks would have more entries."""
 _TILES_AT_ONCE = 1 << 26
 """How many tiles of all heads are looked at together, which bounds the memory."""
 
@@ -36,8 +36,8 @@ def needed_chunks(
     """For each group of query heads bool [W, W], on the host: some query of rank r meets a block of
     rank s outside the verticals.
 
-    None for one rank. It may say yes too often, never too seldom. The mask is looked at once a
-    batch. The block diagonals of a vertical-slash index are looked at too where
+    None for one rank. The result may contain chunks that are not needed, but misses none. The mask is looked at once a
+    batch. The slashes of a vertical-slash index are looked at too where
     looks_at_index() says so: that makes the host wait for the selection, once for all groups.
     """
     if call.cp.size == 1:
@@ -84,7 +84,7 @@ def needed_chunks_of(
 def _without_unmet(
     by_mask: Tensor, index: BlockIndex, layout: str, groups: Sequence[slice]
 ) -> list[Tensor]:
-    """Of the chunks that the mask lets ranks see, those that block diagonals of each group of heads
+    """Of the chunks that the mask lets ranks see, those that slashes of each group of heads
     meet: bool [W, W] each.
 
     by_mask: bool [W, W]. It is returned unchanged where there is nothing to look at. In a packed
@@ -179,7 +179,7 @@ def block_distances(
 
 
 def distances_on(index: VerticalSlashIndex) -> Tensor:
-    """bool [blocks]: whether any head of any sequence computes a pair of blocks so far apart."""
+    """bool [blocks]: whether any head of any sequence computes a pair of blocks at this distance."""
     spans = index.spans
     device = index.slashes.device
     blocks = -(-index.seq_len // index.block_size)

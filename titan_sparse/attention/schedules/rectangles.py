@@ -1,8 +1,8 @@
 """Dense causal attention around a ring by kernels that know no block lists.
 
 In the layouts contiguous and zigzag the queries of one rank and the keys of another make one
-rectangle without holes, or a causal square. Block lists would take FlashAttention-4 some 10 %
-longer (docs/benchmarks.md).
+rectangle without holes, or a causal square. With block lists FlashAttention-4 would take about
+10 % longer (docs/benchmarks.md).
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class Rectangle(NamedTuple):
 def rectangle_of(call: AttentionCall, q: Tensor, source: int) -> Rectangle | None:
     """The rectangle of this rank's queries and the keys of rank `source`.
 
-    None if they make none, or if no kernel serves it.
+    None if they do not make a rectangle, or if no kernel serves it.
 
     Zigzag: rank r has runs r and 2 W - 1 - r. All of its queries see the first run of an earlier
     rank and nothing else of it. Those of its second run see all keys of a later rank.

@@ -1,8 +1,8 @@
 """Attention by the schedules that move chunks from rank to rank: ring and double_ring.
 
 Block pairs follow the schedule, chunk by chunk. Verticals do not: they are gathered once and dealt
-out over the steps, but for the first of the forward and the last of the backward, so that their
-exchanges have work to hide behind. Partial results merge in fp32 by log-sum-exp. The backward of
+out over the steps, but for the first of the forward and the last of the backward, so that work
+hides their exchanges. Partial results merge in fp32 by log-sum-exp. The backward of
 every chunk takes the global out and lse, which makes the sum exact.
 """
 
@@ -48,8 +48,8 @@ class HeadGroup(NamedTuple):
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the gathered verticals [2, B, Hq, C, D].
 
-    The running sum over chunks is fp32 (fp64 for fp64): rounding it at every step would add up.
-    The last step rounds.
+    The running sum over chunks is fp32 (fp64 for fp64), because errors of rounding at every step
+    would add up. Only the last step rounds.
     """
     call.count_plain_ring(k)
     gathered = verticals.gather(call, k, v)

@@ -1,9 +1,9 @@
 """Chunks on their way around the ranks of a ring while the caller computes, forward and backward.
 
-Inside a window a chunk moves one inner hop a step. From one window to the next it moves one outer
-hop, which has the whole window to take place. Gradients follow one step behind. A hop that serves
-nobody is not made (context_parallel/routing.py). What is received lies in buffers that are kept
-from call to call.
+Inside a window a chunk moves one inner hop per step. From one window to the next it moves one outer
+hop, which can take the whole window. Gradients follow one step behind. Hops that no rank needs are
+not made (context_parallel/routing.py). Received data goes to buffers that are kept from call to
+call.
 """
 
 import functools
@@ -23,8 +23,8 @@ Chunk = list[Tensor]
 class Hops(NamedTuple):
     """Which hops this rank takes part in.
 
-    inner_sends, inner_receives: by [window][step], of the chunk in hand and of the one to come.
-    outer_sends, outer_receives: by [window], likewise.
+    inner_sends, inner_receives: by [window][step], of the current chunk and of the next one.
+    outer_sends, outer_receives: the same, by [window].
     """
 
     inner_sends: list[list[bool]]
@@ -69,8 +69,8 @@ class Step(NamedTuple):
 def route_of(cp: ContextParallel, needed: Tensor | None) -> Route:
     """The route of this rank.
 
-    needed: bool [W, W] on the host, rank r computes on the chunk of rank s; None for everybody on
-    every chunk.
+    needed: bool [W, W] on the host, rank r computes on the chunk of rank s; None if every rank
+    computes on every chunk.
     """
     if needed is None:
         needed = torch.ones(cp.size, cp.size, dtype=torch.bool)
@@ -111,7 +111,7 @@ def _own_hops(windows: tuple[tuple[int, ...], ...], hops: routing.Hops) -> Hops:
     next_in_window = [window[1:] + window[:1] for window in windows]
     first = [window[0] for window in windows]
     next_first = first[1:] + first[:1]
-    # This rank sends the chunk in hand, and receives the one that comes next.
+    # This rank sends the current chunk and receives the next one.
     return Hops(
         inner_sends=_inner_hops_made(hops, windows),
         inner_receives=_inner_hops_made(hops, next_in_window),
@@ -174,10 +174,10 @@ def circulate(cp: ContextParallel, routes: list[Route], chunks: list[Chunk]) -> 
 def circulate_backward(
     cp: ContextParallel, routes: list[Route], chunks: list[Chunk]
 ) -> Iterator[Step]:
-    """As circulate(), in the order in which gradients can hide.
+    """Like circulate(), in the order that lets compute hide the transfers of gradients.
 
-    Of the first window only its first step, then the other windows, then the rest of the first
-    one, during which the last gradients come home from other nodes.
+    It takes only the first step of the first window, then the other windows, then the rest of the
+    first one, while the last gradients come home from other nodes.
     """
     outer = []
     for group, own_chunk in enumerate(chunks):
@@ -320,7 +320,7 @@ class _Homeward:
     own: this rank's share of the gradient of its own chunk.
     node: of the chunk that entered the node here, the window and this rank's share.
     like: any gradient, for its shape and dtype.
-    inner: the transfer that follows the chunk in hand.
+    inner: the transfer that follows the current chunk.
     outer: the transfer that brings the sums of other nodes.
     """
 

@@ -1,6 +1,6 @@
-"""The gathered verticals of an index: their keys and values to every rank, their gradients home.
+"""Gather the verticals of an index: send keys and values to every rank, and gradients home.
 
-Both exchanges run beside the work on blocks. A ring needs the keys and values after the first step
+Both exchanges run during the work on blocks. A ring needs the keys and values after the first step
 of its forward, and the gradients leave before the last step of its backward. In between the
 verticals are dealt out over the steps, block by block.
 """
@@ -19,9 +19,9 @@ from titan_sparse.kernels import verticals as kernel
 
 
 def gather(call: AttentionCall, k: Tensor, v: Tensor) -> Pending:
-    """Start to bring keys and values of all verticals to every rank: [2, B, Hq, C, D].
+    """Start to send keys and values of all verticals to every rank: [2, B, Hq, C, D].
 
-    k, v: [B, Hkv, S_local, D]. It is one exchange of a size known from the shapes.
+    k, v: [B, Hkv, S_local, D]. This is one exchange, and its size follows from the shapes.
     """
     if call.vertical_kv is not None:
         return Pending(call.vertical_kv)

@@ -144,7 +144,7 @@ def list_width(most: int, blocks: int) -> int:
     """Width of lists of at most `most` out of `blocks`.
 
     A power of two, or all blocks where that is less.
-    Widths that followed the data would compile kernels again and again.
+    Widths that depend on the data would recompile kernels again and again.
     """
     # At least 32, so that short lists do not come in many widths either.
     power_of_two = 1 << (most - 1).bit_length()

@@ -1,7 +1,7 @@
-"""Tiles of a vertical-slash index made by kernels: the GPU's way to what blocks.py says.
+"""Tiles of a vertical-slash index, made by kernels on a GPU. They equal those of blocks.py.
 
-No [blocks, blocks] mask is made and the host waits for nothing: the lists are as wide as the
-index's bound says.
+No [blocks, blocks] mask is made and the host does not wait: the bound of the index gives the width
+of the lists.
 """
 
 from typing import NamedTuple

@@ -69,7 +69,7 @@ def _lists(
 
     The other side has m blocks.
     whole: bool [B or 1, Hq or 1, n, m], tiles that the mask sees whole and the index selects.
-    selected: likewise, all tiles that the index selects. line, other, slice_number: int64 [cuts],
+    selected: the same for all tiles that the index selects. line, other, slice_number: int64 [cuts],
     the two blocks of each cut and the slice that cuts them. sequence: int64 [cuts], of each cut;
     None where all sequences have them.
     """

@@ -1,7 +1,7 @@
-"""budget = "independent": verticals reach the recall alone, and so do slashes.
+"""budget = "independent": verticals alone reach the recall, and slashes alone reach it too.
 
 MTraining, appendix B.1. Each rank gets all keys' masses for its share of the heads, and chooses for
-them; then the choices are gathered. Besides those of look() that takes two collectives.
+them; then the choices are gathered. This takes two collectives in addition to those of look().
 """
 
 from typing import NamedTuple

@@ -54,8 +54,8 @@ T = TypeVar("T")
 class VerticalSlashIndex(BlockIndex):
     """Slashes (block diagonals) per span and single keys (verticals), for every query head.
 
-    slashes: bool [B, Hq, E]; entry spans.offset[d] + delta is the slash of block pairs delta
-        apart in span d.
+    slashes: bool [B, Hq, E]; entry spans.offset[d] + delta is the slash of block pairs at
+        distance delta in span d.
     verticals: int32 [B, Hq, C].
     capped: bool [B, Hq, 2], whether the cap on verticals, and the cap on slashes, kept a budget
         short.
@@ -363,7 +363,7 @@ class VerticalSlash(Pattern, VerticalSlashOptions):
         )
 
     def most_blocks(self, seq_len: int, block_size: int, packed: bool) -> int:
-        """Bound, known without looking, on the KV blocks that a query block can meet by slashes.
+        """Upper bound, independent of the data, on the KV blocks that a query block meets by slashes.
 
         It counts the cap of each span that the block may touch (two in a packed sequence) and short
         documents. All blocks where there is no cap.

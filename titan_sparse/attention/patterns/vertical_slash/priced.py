@@ -1,9 +1,9 @@
 """budget = "joint": verticals and slashes above a price, which reach the recall in the least time.
 
 The price of an element is the attention mass of one more pair of tokens, for the pair's time
-(titan_sparse/kernels/prices). Each head has a limit of its own, at which it reaches the recall.
+(titan_sparse/kernels/prices). Each head has its own limit, at which it reaches the recall.
 
-Masses stay where their keys are. Besides those of look() there are two collectives: the gains of
+Masses stay where their keys are. In addition to those of look() there are two collectives: the gains of
 slashes are added up, and what each rank would choose is gathered, one byte a key.
 """
 
@@ -46,8 +46,8 @@ class Priced(NamedTuple):
     """What prices need in addition to the Geometry. It is the same for every layer.
 
     counted_start: int32 [B, n, P], the first key of each row whose mass counts in recall.
-    free_start, free_stop: int32 [B, n, P], the keys that each row sees and that are not on in any
-        case.
+    free_start, free_stop: int32 [B, n, P], the keys that each row sees and that are not always
+        selected.
     is_sink: bool [B, S].
     span_tokens: where spans begin and end.
     spans_of_slots: fp32 [B, n, n_local T], 1 where a local block's slot holds a span, else 0.
@@ -136,8 +136,8 @@ def _blocks_and_rows(
 ) -> tuple[Tensor, Tensor]:
     """The block of keys that each group of rows meets on a slash, and how many rows do.
 
-    span, distance: int64 [B, E], of diagonals_of_entries(). Returns int64 [B, U, E] each, with no
-    rows where there is no such block.
+    span, distance: int64 [B, E], of diagonals_of_entries(). Returns int64 [B, U, E] each, with 0
+    rows where the block does not exist.
     """
     n, groups = rows.group_rows.shape[1:]
     known = span.clamp(max=n - 1)

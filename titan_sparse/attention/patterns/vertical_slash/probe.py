@@ -1,7 +1,7 @@
 """What the probe sees: scores of some of a span's rows with all of its keys.
 
 MTraining, section 4 and appendix B.1, where these are the last rows. No collective waits for the
-host. Two come here: the probe's queries go to all ranks, and the softmax normalizers are gathered.
+host. There are two: the probe's queries are sent to all ranks, and the normalizers are gathered.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from titan_sparse.kernels.probe import KeyBlocks, Probe
 
 
 class Geometry(NamedTuple):
-    """What a probe needs to know of rows, spans and layout, the same for every layer.
+    """What a probe needs to know about rows, spans and layout. It is the same for every layer.
 
     int32 where a kernel reads it.
     rows: the probe's.

@@ -13,9 +13,9 @@ _seed = 0
 
 
 def set_probe_seed(seed: int) -> None:
-    """Offsets of spread rows follow from this number, until it is set anew.
+    """Set the number that determines the offsets of spread rows.
 
-    A trainer sets another one before each step. All ranks have to set the same.
+    A trainer sets a new one before each step. All ranks must set the same one.
     """
     global _seed
     _seed = seed
@@ -29,7 +29,7 @@ def probe_seed() -> int:
 class ProbedRows(NamedTuple):
     """P rows of each of n spans, in U groups. The rows of a group lie in one block.
 
-    position: int64 [B, n, P], global; legal also for rows that do not exist.
+    position: int64 [B, n, P], global; also valid for rows that do not exist.
     exists: bool [B, n, P].
     group: int64 [B, n, P]. Where U = P, row i is group i.
     group_block: int64 [B, n, U], each group's block, which may lie before the span.
