@@ -12,6 +12,8 @@ _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 class Block(NamedTuple):
+    """A fenced block. language: "" where the fence names none."""
+
     language: str
     text: str
 

@@ -214,6 +214,7 @@ class Chain:
         return problems
 
     def _found(self, job: ForkedJob) -> str:
+        """Which part of a save was cut short, judged by the files it left."""
         if not job.steps():
             return "before the first step"
         incomplete = list(self.checkpoints.glob("*.incomplete"))
