@@ -1,7 +1,7 @@
-"""From the [attention] section of a configuration to attention's objects. The only bridge between the two.
+"""Build attention's objects from the [attention] section of a configuration.
 
-The configuration knows no torch, and attention knows no configuration. Whoever needs a mask, a
-pattern, a schedule or a context-parallel group that "the run" uses builds it here.
+This is the only bridge between the two: the configuration does not import torch, and attention does
+not know the configuration. Build a run's mask, pattern, schedule and context-parallel group here.
 """
 
 import dataclasses
@@ -118,7 +118,8 @@ def gradient_dtype(attention: Attention) -> torch.dtype | None:
 def build_context_parallel(
     attention: Attention, mesh: DeviceMesh, costs: Costs | None = None
 ) -> ContextParallel:
-    """What the section says about the ranks of `mesh`, which share a sequence.
+    """The context parallelism that the section describes for the ranks of `mesh`, which share a
+    sequence.
 
     mesh: axes ("cp_inter", "cp_intra") or ("cp",). Collective over it.
     costs: what attention.balance_costs holds (estimate/constants.py).

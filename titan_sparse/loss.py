@@ -125,8 +125,6 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) ->
 
 
 class _Wanted(NamedTuple):
-    """Which gradients _loss_by_chunks() computes."""
-
     d_hidden: bool
     d_weight: bool
 
@@ -209,7 +207,7 @@ def _loss_by_chunks(
         d_weight = torch.zeros_like(weight, dtype=logits_dtype)
     gradient_dtype = hidden.dtype if any(wanted) else None
 
-    # One buffer for the logits of all chunks, in turn: this is the largest tensor of the step.
+    # All chunks use one buffer for logits in turn. It is the largest tensor of the step.
     padded_vocab = -(-vocab_size // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     buffer = torch.empty(
         min(chunk_tokens, len(rows)), padded_vocab, dtype=logits_dtype, device=hidden.device
@@ -261,6 +259,6 @@ def _matmul(a: Tensor, b: Tensor, out: Tensor, beta: int = 0) -> Tensor:
 
 def _scaled(gradient: Tensor, d_loss: Tensor, dtype: torch.dtype) -> Tensor:
     """gradient * d_loss, rounded once to dtype."""
-    # As a vector of one element: d_loss would be rounded to bf16 before the product as a scalar.
+    # As a vector of one element. A scalar d_loss would be rounded to bf16 before the product.
     factor = d_loss.view(1)
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))

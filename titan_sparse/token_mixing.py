@@ -1,9 +1,9 @@
-"""Which modules of a transformers model look at one token at a time, attention aside.
+"""Which modules of a transformers model work on one token at a time, apart from attention.
 
-A rank of several holds some blocks of a sequence, and a packed row holds several documents. Our
-attention accounts for both. A convolution or a recurrence along the sequence does not, and the loss
-hardly shows it. So this is a list of what is allowed: a model is let through if every one of its
-modules is known here, by its type, or by the name that transformers gives to parts with its role.
+With several ranks, each holds some blocks of a sequence, and a packed row holds several documents.
+Our attention handles both. A convolution or a recurrence along the sequence does not, and the loss
+hardly shows it. So this is an allow list: a model is accepted if every one of its modules is known
+here, by its type, or by the name that transformers gives to parts with its role.
 """
 
 import functools
@@ -68,12 +68,12 @@ def calls_interface(module: nn.Module) -> bool:
 
 
 def chooses_keys(module: nn.Module) -> bool:
-    """Whether this attention makes masks of its own from what the tokens hold."""
+    """Whether this attention makes its own masks from the content of the tokens."""
     return calls_interface(module) and not _names(type(module)).isdisjoint({"topk", "scatter"})
 
 
 def numbers_tokens(module: nn.Module) -> bool:
-    """Whether this module numbers the tokens in other ways than by position_ids from 0 on."""
+    """Whether this module numbers the tokens other than by position_ids starting at 0."""
     if calls_interface(module):
         names = _names(type(module))
         return "arange" in names and "position_ids" not in names

@@ -1,8 +1,8 @@
-"""What a start changes in the run that it resumes: said, or refused where the saved state would
-mean nothing.
+"""What a start changes in the run that it resumes. A change is reported, or it is refused if the
+saved state would become meaningless.
 
-A checkpoint holds the configuration that it was saved with (config.toml) and what came of it with
-the files that it names (origin.json).
+A checkpoint holds the configuration with which it was saved (config.toml), and what this
+configuration meant with the files that it names (origin.json).
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ DATA_KEYS = {
 
 @dataclass(frozen=True)
 class Origin:
-    """What a configuration comes to on this machine, as far as a saved state depends on it."""
+    """The parts of a configuration's meaning on this machine that a saved state depends on."""
 
     model: DecoderConfig
     tokenizer: str
@@ -52,9 +52,9 @@ class Origin:
     device: str
     """cpu or cuda"""
     base: str = ""
-    """what tells the frozen weights from others; empty where all weights are trained"""
+    """identifies the frozen weights; empty if all weights are trained"""
     data: list[dict[str, Any]] = field(default_factory=list)
-    """what fixes the stream of sequences, a dict for each part of data.source"""
+    """what decides the stream of sequences, a dict for each part of data.source"""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _refuse_other_data(saved: Saved, found: dict[str, Change], origin: Origin) -
 
 
 def data_differences(saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> str:
-    """What two streams of sequences differ in, for a message; empty if they are the same.
+    """The differences of two streams of sequences, for a message; empty if they are the same.
 
     saved, now: Origin.data.
     """
@@ -204,7 +204,7 @@ def data_differences(saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> 
 def _refuse_other_adapters(
     saved: Saved, found: dict[str, Change], config: Config, origin: Origin
 ) -> None:
-    """Adapters belong to their frozen weights, and to what they count."""
+    """Refuse other frozen weights or another scale, because adapters depend on both."""
     new_run = "another training.output_dir for a new run"
     for key in ("lora.rank", "lora.alpha", "lora.targets"):
         if key in found:
@@ -235,7 +235,6 @@ def _refuse(saved: Saved, change: Change, reason: str) -> None:
 
 
 def _new_run(saved: Saved) -> str:
-    """What to write for a run of its own that begins with the saved weights."""
     return (
         "for a new run from these weights another training.output_dir and "
         f"checkpoint.initial_load_path = {show(saved.checkpoint)}"
@@ -296,7 +295,7 @@ def _saved_model(saved: Saved) -> dict[str, Any]:
 
 def model_functions(model: dict[str, Any]) -> dict[str, Any]:
     """What decides over a model's shape and functions, by dotted names."""
-    # How far positions may go is asked of data, not of weights.
+    # The largest position limits the data. The weights do not depend on it.
     elsewhere = ("max_positions", "rope", "folder", "settings")
     fields = {name: model[name] for name in model if name not in elsewhere}
     # Tuples, which have become lists in origin.json.

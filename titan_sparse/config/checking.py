@@ -55,20 +55,20 @@ def resolve_overlap_stages(attention: Attention, nodes: int) -> tuple[int, int]:
 
 
 def padding_multiple(config: Config) -> int:
-    """Tokens that a padded sequence is a multiple of: a whole block for each rank, two of them for
-    zigzag's mirrored chunks.
+    """A padded sequence is a multiple of this many tokens: one whole block for each rank, or two
+    for zigzag's mirrored chunks.
 
-    The same as layouts.block_multiple(), which imports torch; a test holds the two together.
+    This equals layouts.block_multiple(), which imports torch. A test checks that they agree.
     """
     blocks_per_rank = 2 if config.attention.layout == "zigzag" else 1
     return config.attention.block_size * config.parallelism.cp * blocks_per_rank
 
 
 def check(config: Config, world_size: int, local_world_size: int) -> None:
-    """Refuses what cannot run on `world_size` ranks with `local_world_size` on a node.
+    """Refuse what cannot run on `world_size` ranks with `local_world_size` per node.
 
     Raises ConfigError, one line that names the keys and what to write instead. Types are checked
-    once more, for a configuration made in Python.
+    again, for configurations made in Python.
     """
     for key in KINDS:
         typed(key, attrgetter(key)(config), "")
@@ -90,7 +90,7 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
 
 
 def _check_ranges(config: Config) -> None:
-    """Refuses numbers out of range, and texts that no file can be named by."""
+    """Refuse numbers out of range, and texts that cannot be file names."""
     default = Config()
     for key, kind in ANNOTATED.items():
         value = attrgetter(key)(config)
@@ -108,7 +108,7 @@ def _check_text(key: str, text: str, default: str) -> None:
     """default: what to write in place of an empty text; empty where that is allowed."""
     require(text != "" or default == "", f"{key} is empty; write {show(default)} or another")
     require("\0" not in text, f"{key} = {show(text)} holds a zero byte; leave it out")
-    # Bytes of the command line that are no UTF-8 arrive as lone surrogates.
+    # Bytes of the command line that are not UTF-8 arrive as lone surrogates.
     is_utf8 = not any("\ud800" <= letter <= "\udfff" for letter in text)
     require(is_utf8, f"{key} = {ascii(text)} is no UTF-8; write other letters")
 
@@ -171,7 +171,6 @@ def _check_huggingface(config: Config) -> None:
 
 
 def _check_transformers(config: Config, model: TransformersConfig) -> None:
-    """What transformers' own code cannot do."""
     name = f"{config.model.initial_hf} runs through transformers' own code"
     require(
         config.training.mlp_chunk_tokens == 0,
@@ -334,7 +333,6 @@ def _check_float8(config: Config) -> None:
 
 
 def _check_lora(config: Config) -> None:
-    """What adapters (the [lora] section) cannot be combined with."""
     lora = config.lora
     if lora.rank == 0:
         return
@@ -347,12 +345,13 @@ def _check_lora(config: Config) -> None:
 
 
 def trains_random_base(config: Config) -> bool:
-    """Whether the frozen weights are drawn from training.seed, and not read from model.initial_hf."""
+    """Whether the frozen weights are drawn from training.seed, and not read from
+    model.initial_hf."""
     return config.model.random_weights or not config.model.initial_hf
 
 
 def _check_first_weights(config: Config) -> None:
-    """Where frozen weights come from: checkpoints hold adapters alone."""
+    """Check where frozen weights come from, because checkpoints hold only adapters."""
     checkpoint = config.checkpoint
     require(
         not checkpoint.initial_load_path,
@@ -405,7 +404,6 @@ def _check_lr_scheduler(scheduler: LRScheduler, steps: int) -> None:
 
 
 def _check_run(config: Config) -> None:
-    """The sections about the run itself: compile, optimizer, profiling."""
     one_of("compile.backend", config.compile.backend, ("inductor", "aot_eager", "eager"))
     optimizer = config.optimizer
     require(

@@ -1,4 +1,5 @@
-"""Which options go together: the table of those that would be ignored, and what attention cannot run.
+"""Which options go together: the table of those that would be ignored, and what attention cannot
+run.
 
 check() of checking.py calls both.
 """
@@ -195,7 +196,8 @@ def _check_cudnn(attention: Attention, deterministic: bool) -> None:
 
 
 def _check_pattern(config: Config) -> None:
-    """The options of the pattern that is used. The others may hold anything in their ranges."""
+    """Check the options of the pattern in use. Those of other patterns may have any value in
+    range."""
     attention = config.attention
     options = getattr(attention, attention.pattern)
     try:

@@ -1,8 +1,8 @@
-"""Text to configuration and back: the command line wins over the TOML file, the file over the
-defaults.
+"""Convert text to a configuration and back. The command line wins over the TOML file, and the file
+over the defaults.
 
-load() reads, to_toml() and save() write, usage() explains. The dotted keys (KINDS), and helpers for
-types and messages, are here as well.
+load() reads, to_toml() and save() write, usage() explains. The dotted keys (KINDS) and helpers for
+types and messages are also here.
 """
 
 import ast
@@ -65,7 +65,7 @@ _FLAGS = {item.name.replace("_", "-"): item for item in fields(Flags)}
 """Name of a flag on the command line -> field of Flags."""
 
 _OPTIONS = ("config", "help", *_FLAGS)
-"""Names on the command line that are no dotted keys."""
+"""Names on the command line that are not dotted keys."""
 
 _RENAMED = {
     "attention.vertical_slash.local_diagonals": "attention.vertical_slash.local_slashes",
@@ -88,9 +88,9 @@ _KIND_NAMES = {int: "an integer", float: "a finite number", bool: "true or false
 
 
 class Refusal(ValueError):
-    """What the user has to change; the message is always one line.
+    """Something that the user has to change. The message is always one line.
 
-    After there is a process group, all ranks raise it alike, and it is told once.
+    Once there is a process group, all ranks raise it together, and it is reported once.
     """
 
     def __init__(self, message: str) -> None:
@@ -155,7 +155,7 @@ def _read_flags(options: list[tuple[str, str | None]]) -> Flags:
 
 
 def _flag_value(name: str, text: str | None) -> Any:
-    """The value of a flag; a number has to be positive."""
+    """The value of a flag. A number must be positive."""
     kind = _FLAGS[name].type
     if kind is bool:
         return True
@@ -219,8 +219,8 @@ def _apply_option(config: Config, key: str, text: str | None) -> None:
 
 
 def _from_text(text: str, kind: Any) -> Any:
-    """The text as a value of the field's type, or unchanged where it is none: typed() refuses
-    it."""
+    """The text as a value of the field's type, or unchanged if it is not one, which typed()
+    refuses."""
     if kind is bool:
         return {"true": True, "false": False}.get(text, text)
     if kind not in (int, float):
@@ -292,7 +292,6 @@ def _assign(config: Config, key: str, value: Any, where: str) -> None:
 
 
 def _say_once(line: str) -> None:
-    """Prints a line to stderr on the first process of torchrun."""
     if os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr)
 
@@ -343,7 +342,7 @@ def one_of(key: str, value: Any, choices: Collection[str], where: str = "") -> s
 
 
 def _unknown(key: str) -> str:
-    """What to say about a key that does not exist: the key that was probably meant."""
+    """The message for a key that does not exist: it suggests the most likely key."""
     if key in SECTIONS:
         keys = [other for other in KINDS if other.startswith(key + ".")]
         return f"{key} is a section, not a key; it has {', '.join(keys) or 'no keys'}"

@@ -60,8 +60,8 @@ def world_of(
 
 
 def check_launch() -> None:
-    """Refuses an environment in which this process would train alone, or on another's data, though
-    it was meant as one of several.
+    """Refuse an environment in which this process would train alone, or on another's data, although
+    it was meant to be one of several.
 
     Either torchrun has set all of its variables, or none of them names a world of several ranks.
     Raises ConfigError.
@@ -190,7 +190,6 @@ def _nearest_folder(path: Path) -> Path:
 
 
 def _check_lengths(path: Path, folder: Path) -> None:
-    """Raises OSError for names that the file system of `folder` does not take."""
     longest_name = max(len(os.fsencode(part)) for part in path.parts)
     name_limit = os.pathconf(folder, "PC_NAME_MAX")
     path_limit = os.pathconf(folder, "PC_PATH_MAX") - _LONGEST_BELOW
@@ -232,7 +231,7 @@ def _check_balance_costs(path: str) -> None:
 
 
 def _check_first_checkpoint(section: Checkpoint, output_dir: Path) -> None:
-    """Refuses a checkpoint to begin with that is not there. Whether it is whole is seen later."""
+    """Refuse a first checkpoint that does not exist. Whether it is complete is checked later."""
     path = section.initial_load_path
     require(
         not path or os.path.isfile(os.path.join(path, ".metadata")),

@@ -160,7 +160,7 @@ class PackedLoader:
         first = self.dp_rank * self.batch_size
         own_numbers = range(first, first + self.batch_size)
         own_sequences = []
-        # Go to the end of the micro-batch, and not only of this rank's sequences, so that the cursor
+        # Go to the end of the micro-batch, not only of this rank's sequences, so that the cursor
         # is the same on all ranks.
         for number in range(self.dp_size * self.batch_size):
             stream = self.mixture.next_stream()
@@ -180,7 +180,7 @@ class PackedLoader:
             "sequence": self.mixture.sequence,
             "dp_size": self.dp_size,
             "batch_size": self.batch_size,
-            # As text, because a checkpoint is read into a state of the same shape, and another mixture
+            # As text, because a checkpoint is read into a state of equal shape, and another mixture
             # has a different number of cursors.
             "cursors": json.dumps(cursors),
             "fingerprint": json.dumps(self.mixture.fingerprint()),

@@ -68,7 +68,7 @@ class Order:
         if not self.shuffle:
             return place
         if self._epoch != epoch:
-            # The pair, and not the sum. Otherwise seed 0 in epoch 1 and seed 1 in epoch 0 would read
+            # The pair, not the sum. Otherwise seed 0 in epoch 1 and seed 1 in epoch 0 would read
             # in the same order.
             generator = np.random.default_rng([self.seed, epoch])
             self._order = generator.permutation(self.count)

@@ -1,1 +1,1 @@
-"""Attention inside other people's models and trainers. Each package needs one library of theirs."""
+"""Attention inside other projects' models and trainers. Each package needs one other library."""

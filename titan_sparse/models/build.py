@@ -1,4 +1,4 @@
-"""A decoder from its shape: ours, or one of transformers."""
+"""Build a decoder from its shape: our own, or one made of transformers' modules."""
 
 from collections.abc import Callable
 
@@ -14,16 +14,17 @@ def build_decoder(
     attends: Attends | None = None,
     mlp: Callable[[DecoderConfig], nn.Module] = MLP,
 ) -> nn.Module:
-    """A module with the interface of models.decoder.Decoder. Call it on the "meta" device.
+    """Build a module with the interface of models.decoder.Decoder. Call it on the "meta" device.
 
-    attends: None for a model that is only looked at. mlp: for ours only.
-    Raises ValueError where transformers is missing, or builds something else than `config` says.
+    attends: None for a model that never runs. mlp: for our own decoder only.
+    Raises ValueError if transformers is missing, or if it builds a model that differs from
+    `config`.
     """
     attends = attends or Attends(None, None)
     if not isinstance(config, TransformersConfig):
         return Decoder(config, attends.full, mlp)
     try:
-        # Only where asked for: it is optional, and loads slowly.
+        # Imported only when needed: it is optional, and loads slowly.
         from titan_sparse.models.transformers_decoder import TransformersDecoder
     except ImportError as error:
         raise ValueError(

@@ -1,9 +1,10 @@
 """The MLP over chunks of tokens, forward and backward (ALST's tiled MLP, arXiv 2506.13996, section
 3.3.1), with trained weights, or with frozen weights and LoRA adapters.
 
-The intermediate results of one chunk exist at a time, and the backward computes them again.
-Forward and backward are a custom op each. So a compiled block holds one node, however many chunks
-there are, and recomputation skips the forward, because nothing needs its result.
+Only one chunk's intermediate results exist at a time, and the backward computes them again. The
+forward and the backward are one custom op each. So a compiled block has one node for the MLP,
+however many chunks there are, and recomputation skips the forward, because nothing needs its
+result.
 """
 
 import functools
@@ -37,7 +38,7 @@ class ChunkedMLP(MLP):
         layers = (self.gate_proj, self.up_proj, self.down_proj)
         adapters: list[Tensor] = []
         scales = [0.0, 0.0, 0.0]
-        # Of a layer without adapter, among others that have one, A and B have rank 0.
+        # If only some layers have adapters, A and B of the others have rank 0.
         if any(hasattr(layer, "lora_A") for layer in layers):
             for number, layer in enumerate(layers):
                 a, b, scales[number] = _adapter(layer)
@@ -54,7 +55,8 @@ class ChunkedMLP(MLP):
 
 
 def _adapter(layer: nn.Module) -> tuple[Tensor, Tensor, float]:
-    """A and B of PEFT's linear layer, and what B (A x) counts; of rank 0 for other layers."""
+    """A and B of PEFT's linear layer, and the factor of B (A x). A layer without adapter has rank
+    0."""
     if not hasattr(layer, "lora_A"):
         outputs, inputs = layer.weight.shape
         return layer.weight.new_empty(0, inputs), layer.weight.new_empty(outputs, 0), 0.0
@@ -105,7 +107,7 @@ def _linears(weights: list[Tensor], adapters: list[Tensor], scales: list[float])
 
 
 def _chunks(rows: int, chunk_tokens: int) -> list[slice]:
-    """The parts of so many rows, each of chunk_tokens, the last one of what is left."""
+    """Slices of chunk_tokens rows. The last one may be shorter."""
     return [slice(start, start + chunk_tokens) for start in range(0, rows, chunk_tokens)]
 
 
@@ -117,7 +119,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_backward(gate: Tensor, up: Tensor, d_hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """swiglu(gate, up) once more, then the gradients of gate and up."""
+    """Compute swiglu(gate, up) again, then the gradients of gate and up."""
     dtype = gate.dtype
     wide = torch.promote_types(dtype, torch.float32)
     gate = gate.to(wide)
@@ -131,10 +133,9 @@ def swiglu_backward(gate: Tensor, up: Tensor, d_hidden: Tensor) -> tuple[Tensor,
 
 @functools.cache
 def _compiled(function: Callable, backend: str) -> Callable:
-    """The function under torch.compile; as it is with the backend ""."""
     if not backend:
         return function
-    # dynamic=False: there are two shapes at most, that of a whole chunk and that of the last one.
+    # dynamic=False: there are at most two shapes, that of a full chunk and that of the last one.
     return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
 
 
@@ -164,11 +165,10 @@ def _forward(
     # [B * S, hidden_size] each
     rows = x.reshape(-1, x.shape[-1])
     out_rows = out.view(-1, x.shape[-1])
-    # A custom op runs without gradients anyway, but what is compiled looks at the grad mode.
+    # A custom op runs without gradients anyway, but compiled code checks the grad mode.
     with torch.no_grad():
         for chunk in _chunks(len(rows), chunk_tokens):
-            # [chunk_tokens, intermediate_size]. What goes in has no name, so that it is freed at
-            # once.
+            # [chunk_tokens, intermediate_size]. Unnamed inputs are freed at once.
             hidden = _compiled(swiglu, compile_backend)(
                 gate.forward(rows[chunk]), up.forward(rows[chunk])
             )
@@ -192,7 +192,7 @@ def _backward(
     chunk_tokens: int,
     compile_backend: str,
 ) -> list[Tensor]:
-    """The gradients of x, then of the weights or, where they are frozen, of the adapters."""
+    """The gradients of x and then of the weights or, if these are frozen, of the adapters."""
     gate, up, down = _linears(weights, adapters, scales)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     # [B * S, hidden_size] each
@@ -200,7 +200,7 @@ def _backward(
     d_rows = dx.view(-1, x.shape[-1])
     d_out_rows = d_out.reshape(-1, x.shape[-1])
     trained = weights if trains_weights else adapters
-    # Sums over all chunks: in fp32, so that each chunk rounds nothing.
+    # Sums over all chunks are in fp32, so that adding a chunk does not round.
     wide = torch.promote_types(x.dtype, torch.float32)
     totals = [torch.zeros_like(parameter, dtype=wide) for parameter in trained]
     of_layer = len(totals) // 3

@@ -1,4 +1,4 @@
-"""The shape of a decoder. Imports no torch, so that configurations are checked without it."""
+"""The shape of a decoder. Imports no torch, so that configurations can be checked without it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,11 +8,11 @@ Scaling = Literal["none", "llama3", "yarn"]
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding, with the fields of Hugging Face's `rope_scaling`; lengths in
+    """Rotary position embedding, with the fields of Hugging Face's `rope_scaling`. Lengths are in
     tokens.
 
-    `original_length` is the length the model was trained at before any scaling. With scaling "none"
-    it is not used, but a later "yarn" or "llama3" starts from it.
+    `original_length` is the length at which the model was trained before any scaling. It is not
+    used with scaling "none", but a later "yarn" or "llama3" starts from it.
     """
 
     theta: float
@@ -60,14 +60,14 @@ class DecoderConfig:
 
 def number_of_parameters(config: DecoderConfig) -> int:
     """Number of trainable parameters; a tied embedding counts once."""
-    # A TransformersConfig has counted them in its own way.
+    # A TransformersConfig has its own count.
     counted = getattr(config, "parameters", None)
     if counted is not None:
         return counted
     query_size = config.heads * config.head_dim
     kv_size = config.kv_heads * config.head_dim
 
-    # q_proj and o_proj have the queries' size, k_proj and v_proj that of keys and values.
+    # q_proj and o_proj have the size of the queries, k_proj and v_proj that of keys and values.
     attention = 2 * config.hidden_size * (query_size + kv_size)
     if config.qkv_bias:
         attention += query_size + 2 * kv_size

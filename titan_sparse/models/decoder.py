@@ -1,8 +1,8 @@
-"""The decoder. Module names are those of Hugging Face, so that weights map by name.
+"""The decoder. Its modules have the names that Hugging Face uses, so that weights map by name.
 
 A token goes through Decoder.forward: embedding, then each Block (attention, MLP), then the final
-norm and the head. The model knows no parallelism and no kernels: attention is a function that it is
-given, training/parallelize.py shards it from outside.
+norm and the head. The model does not know about parallelism or kernels. It receives attention as a
+function, and training/parallelize.py shards it from outside.
 """
 
 import math
@@ -18,10 +18,11 @@ from titan_sparse.models.config import DecoderConfig, RopeConfig
 
 
 class LayerMasks(NamedTuple):
-    """What a model hands to attention, by kind of layer; opaque to it, as one mask is.
+    """The masks that a model passes to attention, by kind of layer. The model does not look into
+    them.
 
-    full: of layers that see everything. window: of layers with a window. tokens: bool [B, S], false
-    for padding; None counts all.
+    full: for layers that see everything. window: for layers with a window. tokens: bool [B, S],
+    false for padding; None if no token is padding.
     """
 
     full: Any
@@ -30,8 +31,8 @@ class LayerMasks(NamedTuple):
 
 
 class Attends(NamedTuple):
-    """Attention by kind of layer, each called as models.decoder.Attend; models of transformers give
-    scale= besides, and sinks= where they have them."""
+    """Attention functions by kind of layer, each called like models.decoder.Attend. Models of
+    transformers also pass scale=, and sinks= if they have them."""
 
     full: Callable[..., Tensor]
     window: Callable[..., Tensor]
@@ -42,7 +43,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
 
     The frequencies are fp32 [head_dim / 2] on the CPU. Raises ValueError for an unknown scaling.
     """
-    # The device is named so that a surrounding torch.device("meta") does not swallow the numbers.
+    # Name the device, because under torch.device("meta") there would be no numbers.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     inv_freq = 1.0 / (rope.theta**exponents)
     if rope.scaling == "none":
@@ -69,11 +70,12 @@ def _llama3(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
 
 def _yarn(inv_freq: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
     """YaRN's scaling: pairs that turn more than beta_fast times in the training length are kept,
-    those below beta_slow divided by `factor`, and those in between blended linearly by index."""
+    those that turn less than beta_slow times are divided by `factor`, and those in between are
+    blended linearly by index."""
     low = max(math.floor(_pair_with_rotations(rope.beta_fast, rope, head_dim)), 0)
     high = min(math.ceil(_pair_with_rotations(rope.beta_slow, rope, head_dim)), head_dim - 1)
-    # The reference widens an empty ramp by this much; the published checkpoints were trained with
-    # it.
+    # The reference widens an empty ramp by this much, and published checkpoints were trained
+    # with it.
     width = (high - low) if high != low else 0.001
     pairs = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
     kept = 1 - ((pairs - low) / width).clamp(0, 1)
@@ -106,8 +108,8 @@ def rope_tables(
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [B, H, S, D] by the tables [B, 1, S, D].
 
-    Computed in the tables' precision or better, returned as x.dtype. Raises ValueError when the
-    tables are in half precision, which cannot tell distant positions apart.
+    Computed in the tables' precision or better, and returned as x.dtype. Raises ValueError for
+    tables in half precision, which cannot distinguish distant positions.
     """
     if cos.dtype not in (torch.float32, torch.float64):
         raise ValueError(
@@ -124,7 +126,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 """attend(q [B, Hq, S, D], k [B, Hkv, S, D], v [B, Hkv, S, D], mask) -> [B, Hq, S, D].
 
-The mask is opaque to the model.
+The model passes the mask on without looking into it.
 """
 
 
@@ -150,12 +152,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
         """x [B, S, hidden_size], cos and sin [B, 1, S, D] fp32 or fp64 -> [B, S, hidden_size]."""
-        # [B, S, Hq, D] and twice [B, S, Hkv, D]. Qwen3 norms each head of q and k by itself.
+        # [B, S, Hq, D] and twice [B, S, Hkv, D]. Qwen3 normalizes each head of q and k separately.
         q = self.q_norm(self._split_heads(self.q_proj(x)))
         k = self.k_norm(self._split_heads(self.k_proj(x)))
         v = self._split_heads(self.v_proj(x))
 
-        # [B, H, S, D], as attend and the rope tables want it.
+        # [B, H, S, D], as attend and the rope tables expect it.
         q = apply_rope(q.transpose(1, 2), cos, sin)
         k = apply_rope(k.transpose(1, 2), cos, sin)
         v = v.transpose(1, 2)
@@ -184,7 +186,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm decoder layer; traces with torch.compile(fullgraph=True) when `attend` does."""
+    """One pre-norm decoder layer. It traces with torch.compile(fullgraph=True) if `attend` does."""
 
     def __init__(
         self, config: DecoderConfig, attend: Attend, mlp: Callable[[DecoderConfig], nn.Module] = MLP
@@ -202,7 +204,7 @@ class Block(nn.Module):
 
 
 def run_blocks(blocks: Iterable[Callable[..., Tensor]], x: Tensor, *shared: Any) -> Tensor:
-    """x [B, S, hidden_size] through all blocks, one after the other, each called with (x, *shared)."""
+    """Pass x [B, S, hidden_size] through all blocks in order. Each is called with (x, *shared)."""
     for block in blocks:
         x = block(x, *shared)
     return x
@@ -224,7 +226,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict()
         for layer in range(config.layers):
             self.layers[str(layer)] = Block(config, attend, mlp)
-        # training.offload.OffloadedBlocks takes this place where activations move to the CPU.
+        # With activation offloading, training.offload.OffloadedBlocks replaces this function.
         self.run_blocks = run_blocks
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = None
@@ -244,13 +246,13 @@ class Decoder(nn.Module):
         z_loss: float = 0.0,
         loss: Callable[..., Tensor] = linear_cross_entropy,
     ) -> Tensor:
-        """Loss sum over labels != -100, scalar fp32 (fp64 for fp64 weights); without labels, logits
+        """Loss sum over labels != -100, scalar fp32 (fp64 for fp64 weights). Without labels, logits
         [B, S, V].
 
-        tokens, positions and labels are int [B, S], labels already shifted. `mask` is handed to
-        attend unchanged. The loss never holds more than `loss_chunk_tokens` rows of logits; z_loss
-        is the weight of their lse^2 in it. `loss` may be another function of titan_sparse.loss that
-        is called alike; its result is returned.
+        tokens, positions and labels are int [B, S], and labels are already shifted. `mask` is
+        passed to attend unchanged. The loss never holds more than `loss_chunk_tokens` rows of
+        logits. z_loss is the weight of lse^2 in the loss. `loss` may be another function of
+        titan_sparse.loss with the same arguments. Its result is returned.
         """
         # [B, S, hidden_size]
         x = self.embed_tokens(tokens)
@@ -263,8 +265,8 @@ class Decoder(nn.Module):
         x = self.run_blocks(self.layers.values(), x, cos, sin, mask)
         hidden = self.norm(x)
 
-        # The head is no module call because the loss consumes its weight chunk by chunk. The weight
-        # is read inside forward because a sharded head is unsharded only here.
+        # The head is not called as a module, because the loss reads its weight chunk by chunk. The
+        # weight is read inside forward because a sharded head is unsharded only here.
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         if labels is None:
             return F.linear(hidden, head.weight)

@@ -133,11 +133,12 @@ def resolve(
     """The flavour's config with the overrides of the [model] section applied.
 
     0 (and "flavour" for rope_scaling) keeps the flavour's value. `initial_hf` is a folder of
-    Hugging Face: its config.json takes the flavour's place. Rope scaling may be added where it has
-    none; everything else must agree with it. The flavour "debug" is the default, so it says nothing
-    then. A model that runs through transformers' own code gives a TransformersConfig, and takes no
-    override but `layers`. Raises ValueError for an unknown flavour, a negative value, and an
-    override that would have no effect or does not agree.
+    Hugging Face whose config.json replaces the flavour. Rope scaling may be added if it has none.
+    Everything else must agree with it. The flavour "debug" is the default, so it is ignored then. A
+    model that runs through transformers' own code gives a TransformersConfig, and allows no
+    override but `layers`.
+    Raises ValueError for an unknown flavour, a negative value, and an override that would have no
+    effect or does not agree.
     """
     if flavour not in FLAVOURS:
         nearest = get_close_matches(flavour, FLAVOURS, n=1, cutoff=0.0)[0]
@@ -211,7 +212,7 @@ def choose_implementation(initial_hf: str, implementation: str) -> tuple[str, st
 def _refuse_overrides(
     flavour: str, vocab_size: int, rope_scaling: str, rope_factor: float, rope_theta: float
 ) -> None:
-    """transformers reads config.json, and nothing else."""
+    """Refuse overrides of a transformers model, because transformers reads only config.json."""
     for key, value, unset in (
         ("flavour", flavour, "debug"),
         ("vocab_size", vocab_size, 0),
@@ -234,7 +235,7 @@ def _check_agreement(
     layers: int,
     rope_theta: float,
 ) -> None:
-    """Refuses a [model] section that says something else than config.json, read as `published`."""
+    """Refuse a [model] section that contradicts config.json, read as `published`."""
     said_and_published = {}
     if vocab_size:
         said_and_published["model.vocab_size"] = (vocab_size, published.vocab_size)
@@ -244,7 +245,7 @@ def _check_agreement(
         said_and_published["model.rope_theta"] = (rope_theta, published.rope.theta)
     if flavour != "debug":
         for field in fields(DecoderConfig):
-            # Checkpoints of one shape are published with different lengths and rope scalings.
+            # The same shape is published with different lengths and rope scalings.
             if field.name in ("max_positions", "rope"):
                 continue
             said_and_published[f'model.flavour = "{flavour}": {field.name}'] = (

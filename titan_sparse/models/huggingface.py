@@ -1,9 +1,9 @@
-"""Weights in safetensors, as Hugging Face keeps them.
+"""Weights in safetensors, in the format of Hugging Face.
 
 load_weights() reads them into a decoder, sharded or not. export_weights() writes them from a
-checkpoint of a run. In most models a parameter is one tensor of the files. Mixtral and Qwen3-MoE keep
-each matrix of each expert as a tensor of its own, and transformers holds those of all experts of a
-layer as one: gate_up_proj [E, 2 I, H] and down_proj [E, H, I].
+checkpoint of a run. In most models a parameter is one tensor of the files. Mixtral and Qwen3-MoE
+store each matrix of each expert as its own tensor, but in memory transformers holds all experts of
+a layer together: gate_up_proj [E, 2 I, H] and down_proj [E, H, I].
 """
 
 import json
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 MAX_FILE_BYTES = 5 * 10**9
-"""Above this the weights are split over several files, as transformers does."""
+"""Weights larger than this are split over several files, as in transformers."""
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -96,10 +96,10 @@ def _refuse_names(problem: str, names: set[str], folder: str) -> None:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str, config: DecoderConfig) -> None:
-    """Fill every parameter of a materialized Decoder but adapters, plain or DTensor, in place, in
-    the parameter's dtype.
+    """Fill every parameter of a materialized Decoder except adapters in place, in the parameter's
+    dtype. Parameters are plain or DTensor.
 
-    Each rank reads its own shard of each tensor and nothing else; nothing is sent. Raises what
+    Each rank reads only its own shard of each tensor, without communication. Raises what
     check_weights() raises.
     """
     check_weights(folder, config)
@@ -132,12 +132,12 @@ def export_weights(
     """Write the model of a checkpoint of this project to a new `folder`, in `dtype`, so that
     transformers loads it.
 
-    checkpoint: a folder step-N. It is only read. One process suffices, however many wrote it, and
-    it holds one file's weights at a time.
-    read: fills tensors of these names from it, whatever their dtype.
-    source: the folder of Hugging Face that training began from, for what else config.json says;
-    empty: none.
-    files: name -> content of the tokenizer and what else goes beside the weights.
+    checkpoint: a folder step-N, which is only read. One process is enough, however many wrote it.
+    It holds one file's weights at a time.
+    read: fills tensors of these names from the checkpoint, whatever their dtype.
+    source: the Hugging Face folder that training began from, whose config.json gives all other
+    entries; empty: none.
+    files: name -> content of the tokenizer and other files to write next to the weights.
     Raises ValueError of one line if `folder` already exists, or lies among the run's checkpoints,
     where old ones are deleted.
     """
@@ -151,10 +151,10 @@ def export_weights(
 
 @contextmanager
 def new_folder(folder: str, checkpoint: str) -> Iterator[Path]:
-    """A folder to write to, which gets the name `folder` when all is written.
+    """A folder to write to, which is renamed to `folder` when everything is written.
 
     Raises ValueError of one line if `folder` already exists, or lies among the run's checkpoints
-    (beside `checkpoint`), where old ones are deleted.
+    (next to `checkpoint`), where old ones are deleted.
     """
     path = Path(folder)
     incomplete = Path(f"{folder}.incomplete")
@@ -173,13 +173,13 @@ def new_folder(folder: str, checkpoint: str) -> Iterator[Path]:
 
 
 def _config_to_write(config: DecoderConfig, dtype: str, source: str) -> dict[str, Any]:
-    """The content of config.json; that of transformers' own models as it was."""
+    """The content of config.json. For transformers' own models, it starts from the source's."""
     if not isinstance(config, TransformersConfig):
         return config_json(config, dtype, source)
     values = read_json(config.folder)
-    # Two names of one thing, of transformers 4 and 5: the newer one wins.
+    # transformers 4 and 5 have different names for this. The newer one wins.
     values.pop("torch_dtype", None)
-    # model.layers may have left some out.
+    # model.layers may have left out some layers.
     if values.get("layer_types"):
         values["layer_types"] = values["layer_types"][: config.layers]
     return values | {
@@ -190,7 +190,6 @@ def _config_to_write(config: DecoderConfig, dtype: str, source: str) -> dict[str
 
 
 def _looks_like_checkpoint(folder: Path, checkpoints: Path) -> bool:
-    """Whether `folder` is in the folder `checkpoints` and named like one of them."""
     folder = folder.resolve()
     if not folder.is_relative_to(checkpoints):
         return False
@@ -215,7 +214,7 @@ def _write_tensors(
         state = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
         read(state)
         state = _as_stored(state, config)
-        # transformers asks for the format.
+        # transformers requires the format.
         save_file(state, folder / file, metadata={"format": "pt"})
         file_of_tensor |= dict.fromkeys(state, file)
         total_bytes += sum(tensor.nbytes for tensor in state.values())
@@ -232,7 +231,7 @@ def _as_stored(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Ten
             part = tensor
             for dim, (first, count) in enumerate(zip(stored.begin, stored.size, strict=True)):
                 part = part.narrow(dim, first, count)
-            # A part of a tensor may not share its memory with another file entry.
+            # Copy a part of a tensor, because two entries of a file may not share memory.
             is_whole = part.shape == tensor.shape
             tensors[stored.name] = tensor if is_whole else part.reshape(stored.shape).clone()
     return tensors
@@ -255,7 +254,7 @@ def _split_over_files(
 
 
 def open_tensors(folder: str, stack: ExitStack) -> dict[str, safe_open]:
-    """The open file that holds each tensor; files stay open until `stack` is left."""
+    """The open file that holds each tensor. Files stay open until `stack` is left."""
     file_of_tensor: dict[str, safe_open] = {}
     for path in weight_files(Path(folder).expanduser()):
         try:
@@ -267,7 +266,7 @@ def open_tensors(folder: str, stack: ExitStack) -> dict[str, safe_open]:
 
 
 def _is_spare(name: str, config: DecoderConfig) -> bool:
-    """Whether transformers ignores a tensor of this name too: the copy of a tied head, and the
+    """Whether transformers also ignores a tensor of this name: the copy of a tied head, and the
     rotary tables of early Llama checkpoints."""
     if name.endswith(".rotary_emb.inv_freq"):
         return True
@@ -275,7 +274,7 @@ def _is_spare(name: str, config: DecoderConfig) -> bool:
 
 
 def _local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """What this rank holds of a parameter, and where in it that begins."""
+    """This rank's part of a parameter, and where in the parameter it begins."""
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.ndim
     _, offset = compute_local_shape_and_global_offset(
@@ -285,8 +284,8 @@ def _local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 class Stored(NamedTuple):
-    """A tensor of the folder, and the part of a parameter that it is: `size` elements from `begin`
-    on, along each dim. It may lack the first dim, where size is 1."""
+    """A tensor of the folder, and which part of a parameter it is: `size` elements from `begin` on,
+    along each dim. It may lack the first dim if size is 1 there."""
 
     name: str
     begin: tuple[int, ...]
@@ -295,7 +294,7 @@ class Stored(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """Names on disk, of a layer's mixture of experts."""
+    """Names of the parts of a layer's mixture of experts on disk."""
 
     block: str
     gate: str
@@ -307,7 +306,8 @@ _SPLIT = {
     "mixtral": _Names("block_sparse_moe", "w1", "w3", "w2"),
     "qwen3_moe": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
 }
-"""Families that keep experts apart, by model_type. In GPT-OSS a file's tensors are as in memory."""
+"""Families that store experts separately, by model_type. GPT-OSS stores tensors as they are in
+memory."""
 
 
 def huggingface_name(name: str) -> str:
@@ -344,7 +344,8 @@ def stored_tensors(name: str, shape: torch.Size, config: DecoderConfig) -> list[
 def overlap(
     stored: Stored, begin: tuple[int, ...], size: tuple[int, ...]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """What of `stored` lies in the part of a parameter from `begin` on, of `size`; None if nothing.
+    """The overlap of `stored` with the part of a parameter from `begin` on, of `size`; None if
+    empty.
 
     Returns the slices of the stored tensor, and those of that part.
     """

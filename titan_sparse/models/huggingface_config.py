@@ -1,4 +1,5 @@
-"""config.json of Hugging Face <-> DecoderConfig, for Qwen2.5, Llama-3.1 and Qwen3. Imports no torch."""
+"""config.json of Hugging Face <-> DecoderConfig, for Qwen2.5, Llama-3.1 and Qwen3. Imports no
+torch."""
 
 import json
 import math
@@ -10,13 +11,13 @@ from titan_sparse.models.huggingface_files import has_own_head
 
 
 class _Family(NamedTuple):
-    """What transformers fixes in the code of a model class, rather than in config.json."""
+    """What transformers fixes in the code of a model class and not in config.json."""
 
     model_type: str
     qkv_bias: bool
     qk_norm: bool
     head_dim: int
-    """used where config.json gives none; 0: hidden_size / heads"""
+    """used if config.json gives none; 0: hidden_size / heads"""
 
 
 _FAMILIES = {
@@ -36,7 +37,7 @@ _SIZES = {
     "max_positions": "max_position_embeddings",
 }
 
-# Key of config.json -> its only accepted value: others compute something that the decoder does not.
+# Key of config.json -> its only accepted value. The decoder cannot compute others.
 _ONLY = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -49,15 +50,15 @@ _ONLY = {
     "transformers_weights": None,
 }
 
-# Of these, what transformers' own code computes.
+# Those of them that transformers' own code computes.
 _ELSEWHERE = ("hidden_act", "attention_bias", "mlp_bias", "use_sliding_window")
 _INSTEAD = ' by our decoder; write model.implementation = "transformers"'
 
 # Keys of config.json that need not be integers.
 _FLOATS = ("rms_norm_eps", "rope_theta")
 
-# What an export does not take from its source: what it writes in the words of transformers 4, and
-# the names of files with code.
+# Keys of the source that an export drops: those that it writes in the words of transformers 4,
+# and the names of files with code.
 _NOT_KEPT = ("rope_parameters", "dtype", "auto_map")
 
 
@@ -82,7 +83,7 @@ def read_config(folder: str) -> DecoderConfig:
         raise ValueError(f"model.initial_hf: {path} has no {missing[0]}")
     _check_values(path, values)
     _refuse_settings(path, values)
-    # transformers goes by model_type, and leaves `architectures` alone.
+    # transformers uses model_type, and ignores `architectures`.
     if values.get("model_type") != family.model_type:
         raise ValueError(
             f"model.initial_hf: {path} has model_type = {values.get('model_type')!r} beside "
@@ -114,7 +115,7 @@ def native_types() -> list[str]:
 def is_native(folder: str) -> bool:
     """Whether our decoder has the family that `folder`/config.json names.
 
-    Also where neither has it to be told so: no family of transformers, or names that do not fit.
+    It is enough that model_type or architectures names one. read_config() refuses a mismatch.
     """
     values = read_json(folder)
     names = values.get("architectures")
@@ -125,9 +126,10 @@ def is_native(folder: str) -> bool:
 def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str, Any]:
     """The content of config.json for a model whose weights are `dtype` (such as "bfloat16").
 
-    It is written in the words of transformers 4, which transformers 5 reads too. `source` is a
-    folder whose config.json lends all that the decoder does not decide, such as the ids of special
-    tokens; empty: none. Raises ValueError where no family has such a shape.
+    It uses the keys of transformers 4, which transformers 5 reads too. `source` is a folder whose
+    config.json gives everything that the decoder does not decide, such as the ids of special
+    tokens;
+    empty: none. Raises ValueError if no family has such a shape.
     """
     name = architecture(config)
     values: dict[str, Any] = read_json(source) if source else {}
@@ -144,12 +146,12 @@ def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str
     values["torch_dtype"] = dtype
     values["rope_theta"] = config.rope.theta
     values["rope_scaling"] = write_rope(config.rope)
-    # The table has it too, but transformers lets the top level win.
+    # The table has this key too, but in transformers the top level wins.
     if config.rope.scaling != "none" and "original_max_position_embeddings" in values:
         values["original_max_position_embeddings"] = config.rope.original_length
 
-    # transformers 4 takes YaRN's factor from max_position_embeddings / original: the product has
-    # to be right.
+    # transformers 4 computes YaRN's factor as max_position_embeddings / original, so the product
+    # must be right.
     extended = round(config.rope.factor * config.rope.original_length)
     if config.rope.scaling == "yarn":
         values["max_position_embeddings"] = extended
@@ -178,7 +180,8 @@ def architecture(config: DecoderConfig) -> str:
 
 
 def read_json(folder: str) -> dict[str, Any]:
-    """The content of `folder`/config.json. Raises ValueError, one line, for what is no JSON object."""
+    """The content of `folder`/config.json. Raises ValueError, one line, if it is not a JSON
+    object."""
     path = Path(folder).expanduser() / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -230,7 +233,7 @@ def _refuse_settings(path: Path, values: dict[str, Any]) -> None:
 
 
 _DEFAULT_THETA = 10_000.0
-"""Of transformers, where config.json gives none."""
+"""transformers' default if config.json has none."""
 _ORIGINAL = "original_max_position_embeddings"
 
 # rope_type of config.json -> RopeConfig.scaling.
@@ -251,16 +254,18 @@ _KEYS = {
     },
 }
 
-# Keys that transformers takes as absent where they are null; the betas where they are 0 too.
+# Keys that transformers ignores if they are null; the betas also if they are 0.
 _BETAS = ("beta_fast", "beta_slow")
 _NULLABLE = (*_BETAS, "attention_factor")
 
 
 def read_rope(values: dict[str, Any]) -> RopeConfig:
-    """The rotary embedding of a config.json whose top-level values have their types.
+    """The rotary embedding of a config.json whose top-level values have been checked for their
+    types.
 
-    transformers 4 writes rope_theta and rope_scaling, transformers 5 one table rope_parameters with
-    both. What both lack is as in transformers. Raises ValueError, one line, that names the key.
+    transformers 4 writes rope_theta and rope_scaling. transformers 5 writes one table
+    rope_parameters with both. Missing values have transformers' defaults. Raises ValueError, one
+    line, that names the key.
     """
     table = _table(values)
     rope_type = table.pop("rope_type")
@@ -281,7 +286,7 @@ def read_rope(values: dict[str, Any]) -> RopeConfig:
         original_length = values.get(_ORIGINAL) or values["max_position_embeddings"]
         return RopeConfig(float(table["rope_theta"]), "none", 1.0, original_length)
     table.setdefault(_ORIGINAL, values["max_position_embeddings"])
-    # Here the top level beats the table, unlike rope_theta.
+    # Unlike for rope_theta, the top level wins over the table here.
     if _ORIGINAL in values:
         table[_ORIGINAL] = values[_ORIGINAL]
     needed = {"llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
@@ -293,7 +298,7 @@ def read_rope(values: dict[str, Any]) -> RopeConfig:
 
 
 def write_rope(rope: RopeConfig) -> dict[str, Any] | None:
-    """The table rope_scaling of config.json, None without scaling; rope_theta stands beside it."""
+    """The table rope_scaling of config.json, None without scaling. rope_theta is a separate key."""
     if rope.scaling == "none":
         return None
     table = {
@@ -376,7 +381,7 @@ def _read_yarn(table: dict[str, Any]) -> RopeConfig:
         )
     if theta <= 1:
         raise ValueError(f'rope scaling "yarn" needs a rope_theta above 1, not {theta}')
-    # The decoder multiplies cos and sin by this (models/decoder.py), and by nothing else.
+    # The decoder multiplies cos and sin by this (models/decoder.py), and has no other factor.
     attention_factor = 0.1 * math.log(factor) + 1
     given = table.get("attention_factor")
     if given is not None and not math.isclose(given, attention_factor, rel_tol=1e-6):
@@ -389,7 +394,7 @@ def _read_yarn(table: dict[str, Any]) -> RopeConfig:
         "yarn",
         factor,
         table[_ORIGINAL],
-        # transformers too writes these for null and 0.
+        # transformers also uses these values for null and 0.
         beta_fast=float(table.get("beta_fast") or 32),
         beta_slow=float(table.get("beta_slow") or 1),
     )

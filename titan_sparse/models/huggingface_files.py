@@ -23,16 +23,14 @@ _COPIED_FILES = (
 )
 _CHUNK_BYTES = 2**24
 _HEADER_BYTES = 2**20
-"""Enough for the names in a safetensors file."""
+"""Large enough for the names in most safetensors files."""
 _SAMPLES = 64
 _SAMPLE_BYTES = 2**16
 _MAX_HEADER_BYTES = 10**8
-"""safetensors refuses longer headers too."""
+"""safetensors also refuses longer headers."""
 
 
 class _Stored(NamedTuple):
-    """Where a tensor lies in a safetensors file."""
-
     path: Path
     dtype: str
     shape: list[int]
@@ -47,7 +45,7 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises ValueError, one line, if there is neither, or the index is broken or leaves its folder.
     """
-    # First, as in transformers: an index beside it is left over.
+    # Check this first, as transformers does: an index next to it is left over.
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
     index_path = folder / INDEX_FILE
@@ -64,7 +62,7 @@ def weight_files(folder: Path) -> list[Path]:
             f"model.initial_hf: {index_path} has no readable weight_map: {error}"
         ) from error
     for name in names:
-        # A download may come from anyone: nothing outside its folder is opened.
+        # A download may come from anyone, so nothing outside its folder is opened.
         if not isinstance(name, str) or not re.fullmatch(r"[^/\\]+\.safetensors", name):
             raise ValueError(
                 f"model.initial_hf: {index_path} names the file {json.dumps(name)}; write "
@@ -76,8 +74,8 @@ def weight_files(folder: Path) -> list[Path]:
 def files_to_copy(source: str, key: str = "model.initial_hf") -> dict[str, Path]:
     """Name -> file of what an export copies from the folder `source`; empty for no folder.
 
-    Raises ValueError of one line, naming `key`, for a link that leaves `source`. Those of Hugging
-    Face's cache stay in the model's own folder there.
+    Raises ValueError of one line, naming `key`, for a link that leaves `source`. Links in Hugging
+    Face's cache are allowed if they stay in the model's own folder there.
     """
     if not source:
         return {}
@@ -89,7 +87,7 @@ def files_to_copy(source: str, key: str = "model.initial_hf") -> dict[str, Path]
         target = (root / name).resolve()
         if not target.is_file():
             continue
-        # A download may come from anyone: the export may go to anyone.
+        # A download may come from anyone, and the export may be given to anyone.
         if not target.is_relative_to(inside):
             raise ValueError(
                 f"{key}: {root / name} is a link to {target}, outside of its folder, and "
@@ -107,10 +105,10 @@ def write_files(files: dict[str, bytes], folder: Path) -> None:
 
 
 def weights_digest(folder: str) -> str:
-    """Tells the weights of a folder from others: sha256 over names and sizes of their files, headers,
-    and samples of 64 KiB, as reading all would take minutes for a large model.
+    """A digest that identifies the weights of a folder: sha256 over names and sizes of their files,
+    headers, and samples of 64 KiB. Reading everything would take minutes for a large model.
 
-    Training changes nearly every number, so that other weights of the same shape show.
+    Training changes nearly every number, so other weights of the same shape have another digest.
     Raises what weight_files() raises.
     """
     digest = hashlib.sha256()
@@ -151,7 +149,7 @@ def has_own_head(folder: Path) -> bool:
 
 
 def _find(paths: list[Path], name: str) -> _Stored | None:
-    # Of a tensor that lies in several files, the last one is read.
+    # If several files hold a tensor, the last one is read.
     for path in reversed(paths):
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")

@@ -1,4 +1,5 @@
-"""Initial weights. They depend on the seed and the parameter's name only, not on the sharding."""
+"""Initial weights. They depend only on the seed and the parameter's name, and not on the
+sharding."""
 
 import hashlib
 import math
@@ -20,7 +21,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")
 def initialize(
     model: nn.Module, seed: int, config: DecoderConfig, device: torch.device | None = None
 ) -> None:
-    """Fill every parameter of a materialized (to_empty) decoder in place, but for adapters.
+    """Fill every parameter of a materialized (to_empty) decoder except adapters in place.
 
     Parameters are plain or DTensor, of any dtype.
 
@@ -46,7 +47,7 @@ def initialize(
 
 
 def canonical_name(name: str) -> str:
-    """The name without what activation checkpointing, torch.compile and PEFT wrap around modules."""
+    """The name without the parts that activation checkpointing, torch.compile and PEFT add."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -56,13 +57,13 @@ def _draw(
     name: str, shape: torch.Size, device: torch.device, seed: int, config: DecoderConfig
 ) -> Tensor:
     full = torch.empty(shape, dtype=torch.float32, device=device)
-    # Those of experts are parameters of their own, gate_up_proj_bias for example.
+    # Biases of experts are parameters of their own, such as gate_up_proj_bias.
     if name.endswith((".bias", "_bias")):
         return full.zero_()
-    # The only vectors besides biases and learned sinks are norm weights.
+    # Apart from biases and learned sinks, the only vectors are norm weights.
     if len(shape) == 1 and not name.endswith(".sinks"):
         return full.fill_(_norm_weight(config))
-    # Two residual branches per layer add up: their outputs shrink, so that the residual stream
+    # Each layer adds two residual branches. Scale down their outputs, so that the residual stream
     # keeps its variance.
     writes_residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
     std = _STD / math.sqrt(2 * config.layers) if writes_residual else _STD
@@ -71,7 +72,7 @@ def _draw(
 
 
 def _norm_weight(config: DecoderConfig) -> float:
-    """With which a norm scales nothing."""
+    """The norm weight with which a norm does not scale."""
     if isinstance(config, TransformersConfig):
         return FAMILIES[config.model_type].norm_starts_at
     return 1.0

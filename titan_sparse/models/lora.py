@@ -1,10 +1,10 @@
 """LoRA through PEFT: adapters in a decoder's linear layers, on disk, and merged into its weights.
 
-PEFT's layers take the place of linear layers before the decoder is sharded. PEFT keeps a layer's own
-weights as `base_layer`, so that q_proj.weight becomes q_proj.base_layer.weight beside
-q_proj.lora_A.default.weight and q_proj.lora_B.default.weight. It misreads the sizes of sharded
-weights: it takes the names of our mesh's axes for tensor parallelism. So adapters come first, on the
-meta device.
+PEFT's layers replace linear layers before the decoder is sharded. PEFT keeps a layer's own weights
+as `base_layer`, so q_proj.weight becomes q_proj.base_layer.weight, next to
+q_proj.lora_A.default.weight and q_proj.lora_B.default.weight. PEFT misreads the sizes of sharded
+weights, because it mistakes the names of our mesh's axes for tensor parallelism. So adapters are
+added first, on the meta device.
 """
 
 import math
@@ -39,12 +39,12 @@ Read = Callable[[dict[str, Tensor]], None]
 
 
 def peft_config(adapters: Adapters, base_model: str = "") -> Any:
-    """The adapters in PEFT's words. base_model: the folder of the frozen weights.
+    """The adapters as PEFT's configuration. base_model: the folder of the frozen weights.
 
-    Raises ValueError where PEFT is missing.
+    Raises ValueError if PEFT is missing.
     """
     try:
-        # Only where asked for: it is optional, and loads slowly.
+        # Imported only when needed: it is optional, and loads slowly.
         from peft import LoraConfig
     except ImportError as error:
         raise ValueError(
@@ -65,8 +65,8 @@ def peft_config(adapters: Adapters, base_model: str = "") -> Any:
 def add_adapters(model: nn.Module, adapters: Adapters) -> None:
     """Give a decoder on the meta device its adapters, in place, and freeze everything else.
 
-    Call it before the decoder is checkpointed, compiled and sharded. Adapters are float32, of a
-    float64 decoder float64.
+    Call it before the decoder is checkpointed, compiled and sharded. Adapters are float32, or
+    float64 in a float64 decoder.
     """
     settings = peft_config(adapters)
     from peft import inject_adapter_in_model
@@ -86,10 +86,10 @@ def add_adapters(model: nn.Module, adapters: Adapters) -> None:
 def initialize_adapters(
     model: nn.Module, seed: int, adapters: Adapters, device: torch.device | None = None
 ) -> None:
-    """Fill the adapters of a materialized decoder in place: A random, B zero, so that they change
-    nothing at first.
+    """Fill the adapters of a materialized decoder in place: A is random and B is zero, so that they
+    change nothing at first.
 
-    As initialize() draws: each rank on `device` (default: the parameter's), from the seed and the
+    Like initialize(), each rank draws on `device` (default: the parameter's), from the seed and the
     parameter's name alone.
     """
     for name, parameter in model.named_parameters():
@@ -110,7 +110,7 @@ def _draw(
     generator = torch.Generator(device=device).manual_seed(stable_seed(seed, name))
     if adapters.init == "gaussian":
         return full.normal_(std=1 / adapters.rank, generator=generator)
-    # As nn.Linear begins.
+    # The initial values of nn.Linear.
     return nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
 
 
@@ -127,7 +127,8 @@ def export_adapter(
     """Write the adapters of a checkpoint to a new `folder`, in `dtype`, so that
     PeftModel.from_pretrained() loads them on the model of `source`.
 
-    checkpoint: a folder step-N. files: as in export_weights(). Raises ValueError as export_weights() does.
+    checkpoint: a folder step-N. files: as in export_weights(). Raises ValueError as
+    export_weights() does.
     """
     state = {}
     for layer in _adapted_layers(config, adapters):
@@ -143,8 +144,8 @@ def export_adapter(
 
 
 def merged(read: Read, config: DecoderConfig, adapters: Adapters, source: str) -> Read:
-    """What fills tensors with the weights of the folder `source`, with a checkpoint's adapters
-    merged into them, as export_weights() wants it.
+    """A function that fills tensors with the weights of the folder `source`, with a checkpoint's
+    adapters merged into them. export_weights() takes it as `read`.
 
     W + scale * B A is computed in float32 (float64 for float64).
     """
@@ -187,7 +188,6 @@ def _adapted_layers(config: DecoderConfig, adapters: Adapters) -> list[str]:
 def _empty_adapter(
     layer: str, config: DecoderConfig, adapters: Adapters, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """A and B of a linear layer, by their names in a checkpoint."""
     size = linear_sizes(config)[layer.rpartition(".")[2]]
     return {
         f"{layer}.lora_A.{NAME}.weight": torch.empty(adapters.rank, size.inputs, dtype=dtype),
@@ -196,14 +196,13 @@ def _empty_adapter(
 
 
 def _name_in_peft(name: str) -> str:
-    """PEFT leaves the adapter's name out, and puts its own wrappers in front of transformers' names."""
+    """PEFT leaves out the adapter's name, and puts its own wrappers before transformers' names."""
     return "base_model.model." + huggingface_name(name).replace(f".{NAME}.", ".")
 
 
 def _read_base(
     name: str, shape: torch.Size, dtype: torch.dtype, config: DecoderConfig, source: str
 ) -> Tensor:
-    """A parameter of the decoder, read from a folder of Hugging Face."""
     weight = torch.empty(shape, dtype=dtype)
     with ExitStack() as stack:
         file_of_tensor = open_tensors(source, stack)

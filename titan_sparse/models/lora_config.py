@@ -14,7 +14,8 @@ _MARKS = (".lora_A.", ".lora_B.")
 
 @dataclass(frozen=True)
 class Adapters:
-    """W x becomes W x + alpha / rank * B (A x), for each linear layer of these names in every block.
+    """W x becomes W x + alpha / rank * B (A x), for each linear layer of these names in every
+    block.
 
     A [rank, in] and B [out, rank] are trained, in float32 (float64 for float64). W and all other
     weights are frozen, in training.dtype.
@@ -29,26 +30,26 @@ class Adapters:
 
     @property
     def scale(self) -> float:
-        """What B (A x) counts."""
+        """The factor of B (A x)."""
         return self.alpha / self.rank
 
 
 class Size(NamedTuple):
-    """Columns of a linear layer's input and output."""
+    """Sizes of a linear layer's input and output."""
 
     inputs: int
     outputs: int
 
 
 def is_adapter(parameter_name: str) -> bool:
-    """Whether it is an A or a B."""
+    """Whether the parameter is an adapter's A or B."""
     return any(mark in parameter_name for mark in _MARKS)
 
 
 def resolve_adapters(
     model: DecoderConfig, rank: int, alpha: int, dropout: float, targets: str, init: str
 ) -> Adapters | None:
-    """What the [lora] section says about this model; None for rank 0.
+    """The adapters that the [lora] section describes for this model; None for rank 0.
 
     Raises ValueError, one line, for a name in `targets` that no linear layer of its blocks has.
     """
@@ -71,7 +72,7 @@ def resolve_adapters(
 def linear_sizes(model: DecoderConfig) -> dict[str, Size]:
     """The linear layers of a block that can have adapters, by the last part of their names.
 
-    Of a mixture of experts those of attention alone: its experts are no linear layers.
+    In a mixture of experts, only attention's layers can: the experts are not linear layers.
     """
     hidden_size = model.hidden_size
     query_size = model.heads * model.head_dim
@@ -107,7 +108,7 @@ def block_elements(model: DecoderConfig, adapters: Adapters) -> int:
 
 
 def adapter_elements(model: DecoderConfig, adapters: Adapters | None) -> int:
-    """Elements of all adapters: what is trained. 0 without adapters."""
+    """Elements of all adapters, which is everything that is trained. 0 without adapters."""
     if adapters is None:
         return 0
     return model.layers * block_elements(model, adapters)

@@ -1,6 +1,5 @@
 """config.json of Hugging Face -> TransformersConfig, for models that run through transformers' own
-code. Imports no torch, and not transformers.
-"""
+code. Imports no torch, and not transformers."""
 
 import json
 from dataclasses import dataclass
@@ -15,18 +14,18 @@ from titan_sparse.models.transformers_families import FAMILIES, Experts, Family,
 
 @dataclass(frozen=True)
 class TransformersConfig(DecoderConfig):
-    """Shape of a model of transformers, as far as it is counted and compared here.
+    """Shape of a model of transformers, with the fields that this project counts or compares.
 
-    intermediate_size: of a mixture of experts, what the experts of one token hold together, their
-    inputs included. qkv_bias, norm_eps: not used. rope: theta alone; transformers reads its own.
-    windows: tokens that a query of each layer sees, 0 for all. parameters: all of them.
-    linear_weights: of the layers' matrices, those that one token is multiplied by. experts: 0 for
-    a dense model. router_loss: weight of the load-balancing loss. settings: what config.json says
-    besides names and ids, sorted.
+    intermediate_size: in a mixture of experts, the total of the experts of one token, their inputs
+    included. qkv_bias, norm_eps: not used. rope: theta alone; transformers reads its own. windows:
+    tokens that a query of each layer sees, 0 for all. parameters: the number of all parameters.
+    linear_weights: elements of the layers' matrices that one token is multiplied by. experts: 0 for
+    a dense model. router_loss: weight of the load-balancing loss. settings: the other entries of
+    config.json except names and ids, sorted.
     """
 
     folder: str
-    """with config.json, which transformers reads"""
+    """the folder with config.json, which transformers reads"""
     model_type: str
     windows: tuple[int, ...]
     sinks: bool
@@ -53,7 +52,7 @@ _SIZES = (
     "max_position_embeddings",
 )
 
-# Keys that must be 0, false or null. Dropout would differ between the forward and what is recomputed.
+# Keys that must be 0, false or null. Dropout would differ between forward and recomputation.
 _MUST_BE_OFF = {
     "attention_dropout": "attention has no dropout",
     "resid_pdrop": "activation checkpointing would draw other numbers",
@@ -64,7 +63,7 @@ _MUST_BE_OFF = {
     "per_layer_config": "layers of different shapes cannot be trained",
 }
 
-# Keys that change nothing of what is computed.
+# Keys that do not change what is computed.
 _NO_FUNCTION = (
     "architectures",
     "auto_map",
@@ -165,13 +164,13 @@ def _family(path: Path, values: dict[str, Any]) -> Family:
 
 
 def _with_defaults(given: dict[str, Any], family: Family) -> dict[str, Any]:
-    """The values as transformers has them, as far as they are read here."""
+    """The values that are read here, with transformers' defaults."""
     defaults = dict(family.defaults)
     if "sliding_window" in given:
-        # Null is a choice there: no window.
+        # Null is a valid choice here: no window.
         defaults.pop("sliding_window", None)
     values = defaults | {key: value for key, value in given.items() if value is not None}
-    # Its name in files of transformers 4.
+    # The name of this key in files of transformers 4.
     if "num_experts" in values:
         values.setdefault("num_local_experts", values["num_experts"])
     return values
@@ -221,7 +220,7 @@ def _rope_types(values: dict[str, Any]) -> list[str]:
 
 
 def _theta(values: dict[str, Any]) -> float:
-    """The base of the rotary frequencies, for the record."""
+    """The base of the rotary frequencies. It is only recorded."""
     table = values.get("rope_parameters")
     if isinstance(table, dict):
         table = table.get("full_attention", table)
@@ -241,7 +240,7 @@ def _windows(path: Path, values: dict[str, Any], family: Family) -> tuple[int, .
     """Tokens that a query of each layer sees; 0 for all."""
     layers = values["num_hidden_layers"]
     window = values.get("sliding_window", 0)
-    # Where a family has this switch it is off unless it is written.
+    # If a family has this switch, it is off by default.
     if family.architecture in _SWITCHED and not values.get("use_sliding_window"):
         window = 0
     if family.windows == "none" or not window:
@@ -295,7 +294,7 @@ def _router_loss(values: dict[str, Any], family: Family, wanted: float) -> float
 
 
 def _settings(given: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """What decides over functions and shape, sorted by key."""
+    """The entries that affect what the model computes or its shape, sorted by key."""
     kept = []
     for key in sorted(given):
         is_name = key.startswith("_") or key.endswith(("token_id", "token_ids"))
@@ -305,7 +304,7 @@ def _settings(given: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 class Counts(NamedTuple):
-    """Elements. of_token: those of `matrices` that one token is multiplied by."""
+    """Numbers of elements. of_token: those of `matrices` that one token is multiplied by."""
 
     matrices: int
     of_token: int
@@ -333,7 +332,7 @@ def parameters_of_layers(values: dict[str, Any], family: Family) -> Counts:
 
 
 def dense_layers_of(values: dict[str, Any], family: Family) -> list[int]:
-    """The layers whose MLP is no mixture of experts."""
+    """The layers whose MLP is not a mixture of experts."""
     layers = values["num_hidden_layers"]
     if family.experts is None:
         return list(range(layers))
@@ -343,12 +342,12 @@ def dense_layers_of(values: dict[str, Any], family: Family) -> list[int]:
 
 
 def head_dim_of(values: dict[str, Any]) -> int:
-    """As config.json says, else what fits."""
+    """The value of config.json, or hidden_size / heads."""
     return values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
 
 
 def kv_heads_of(values: dict[str, Any]) -> int:
-    """As config.json says, else as many as query heads."""
+    """The value of config.json, or the number of query heads."""
     return values.get("num_key_value_heads") or values["num_attention_heads"]
 
 

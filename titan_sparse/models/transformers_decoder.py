@@ -4,10 +4,10 @@ Embedding, layers, norm and head are transformers'. The loop over layers, attent
 tables' precision and the loss are ours. transformers calls attention through a function that is
 registered under ATTENTION; that function calls what was attached to the layer's attention module.
 
-The load-balancing loss of a mixture of experts is Switch Transformer's, as transformers computes it,
-but counted once for each token of all ranks: with f_e the share of tokens that are sent to expert e
-(summed over the k choices of a token) and P_e the router's mean probability, both over all tokens of
-all layers, E * sum_e f_e P_e. f has no gradient, so its sum over ranks needs none.
+The load-balancing loss of a mixture of experts is Switch Transformer's, as transformers computes
+it, but counted once for each token of all ranks: with f_e the share of tokens that are sent to
+expert e (summed over the k choices of a token) and P_e the router's mean probability, both over all
+tokens of all layers, E * sum_e f_e P_e. f has no gradient, so its sum over ranks needs none.
 """
 
 import inspect
@@ -59,7 +59,7 @@ transformers.AttentionInterface.register(ATTENTION, attention)
 
 
 class _Step(NamedTuple):
-    """One layer, called as models.decoder calls a block, outside of what is compiled."""
+    """One layer with the call of a block of models.decoder. It is not part of what is compiled."""
 
     layer: nn.Module
     has_window: bool
@@ -82,16 +82,16 @@ class _Step(NamedTuple):
         return out
 
     def parameters(self) -> Iterable[nn.Parameter]:
-        """Those of the layer, for training.offload."""
+        """The layer's parameters, for training.offload."""
         return self.layer.parameters()
 
 
 class TransformersDecoder(nn.Module):
-    """The model that `config.folder` describes. Make it on "meta": its code draws weights.
+    """The model that `config.folder` describes. Make it on "meta", because its code draws weights.
 
     `attends` compute attention; see models.decoder.Attend for shapes. Parameters have the names of
-    models.decoder.Decoder, which are transformers' less "model.".
-    Raises ValueError where transformers builds something else than `config` says.
+    models.decoder.Decoder, which are transformers' names without "model.".
+    Raises ValueError if transformers builds a model that differs from `config`.
     """
 
     def __init__(self, config: TransformersConfig, attends: Attends) -> None:
@@ -101,7 +101,7 @@ class TransformersDecoder(nn.Module):
         self.config = config
         self.embed_tokens = inner.embed_tokens
         self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(inner.layers)})
-        # As in models.decoder: training.offload takes this place.
+        # As in models.decoder, training.offload may replace this function.
         self.run_blocks = run_blocks
         self.norm = inner.norm
         self.lm_head = None if config.tied_embeddings else theirs.lm_head
@@ -130,7 +130,8 @@ class TransformersDecoder(nn.Module):
     ) -> Tensor:
         """As models.decoder.Decoder.forward(). mask: LayerMasks, or one mask for all layers.
 
-        In training, the router's loss comes on top, times the labels that count in this forward.
+        In training, the router's loss is added, times the number of labels that count in this
+        forward.
         """
         if not isinstance(mask, LayerMasks):
             mask = LayerMasks(full=mask)
@@ -147,9 +148,9 @@ class TransformersDecoder(nn.Module):
         x = self.run_blocks(steps, x, full_tables, window_tables, mask, positions)
         hidden = self.norm(x)
         if self.logits_scaling != 1.0:
-            # The same as dividing the logits.
+            # This is the same as dividing the logits.
             hidden = hidden / self.logits_scaling
-        # As in models.decoder: the loss consumes the head's weight, which is whole only here.
+        # As in models.decoder, the loss reads the head's weight, which is unsharded only here.
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         if labels is None:
             return nn.functional.linear(hidden, head.weight)
@@ -166,7 +167,8 @@ class TransformersDecoder(nn.Module):
             self.embed_tokens.embed_scale = torch.tensor(scale, device="cpu")
 
     def _check(self, config: TransformersConfig, their_config: PreTrainedConfig) -> None:
-        """Raises ValueError where config.json has been read in two ways, or tokens are mixed."""
+        """Raises ValueError if we and transformers read config.json differently, or if tokens are
+        mixed."""
         mixer = next(mixers(self.layers), None)
         if mixer is not None:
             raise ValueError(
@@ -198,8 +200,8 @@ class TransformersDecoder(nn.Module):
 
 
 class _Rotary:
-    """transformers' rotary embedding. No module of the decoder: to_empty() would wipe its
-    frequencies, and .bfloat16() would round them."""
+    """transformers' rotary embedding. It is not a submodule of the decoder, because to_empty()
+    would wipe its frequencies, and .bfloat16() would round them."""
 
     def __init__(self, rotary_class: type[nn.Module], config: Any) -> None:
         with torch.device("cpu"):
@@ -208,12 +210,12 @@ class _Rotary:
         self.device = torch.device("cpu")
 
     def tables(self, x: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor] | None]:
-        """cos and sin [B, S, D] in fp32 (fp64 for fp64 x), of layers that see everything and of those
-        with a window."""
+        """cos and sin [B, S, D] in fp32 (fp64 for fp64 x), for layers that see everything and for
+        those with a window."""
         if self.device != x.device:
             self.module.to(x.device)
             self.device = x.device
-        # Only its dtype and device are asked for. In bf16 the tables would lose far positions.
+        # Only its dtype and device are used. Tables in bf16 could not distinguish far positions.
         wide = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
         if not self.is_by_layer:
             return [self.module(wide, positions)] * 2
@@ -251,11 +253,11 @@ def _build(shape: TransformersConfig) -> nn.Module:
 
 
 class RoutedLayer(nn.Module):
-    """A layer of transformers that returns its router's logits besides; the same parameters under
+    """A layer of transformers that also returns its router's logits, with the same parameters under
     the same names.
 
-    transformers collects logits by hooks that write into a list. Neither torch.compile of a layer
-    nor activation checkpointing can do that.
+    transformers collects logits by hooks that write into a list. That does not work with
+    torch.compile of a layer or with activation checkpointing.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -270,7 +272,7 @@ class RoutedLayer(nn.Module):
         attended, _ = self.self_attn(self.input_layernorm(x), **arguments)
         x = x + attended
         normed = self.post_attention_layernorm(x)
-        # Computed twice, here and in the block: E columns beside the experts' matrices.
+        # The router runs twice, here and in the block. It is small: only E output features.
         router = self.mlp.router if hasattr(self.mlp, "router") else self.mlp.gate
         logits = F.linear(normed.flatten(0, -2), router.weight, getattr(router, "bias", None))
         out = self.mlp(normed)
@@ -280,7 +282,7 @@ class RoutedLayer(nn.Module):
 
 
 class RouterLoss:
-    """This rank's share of the loss; the shares of all ranks add up to it."""
+    """This rank's share of the load-balancing loss. The shares of all ranks add up to it."""
 
     def __init__(self, config: TransformersConfig) -> None:
         self.weight = config.router_loss
@@ -288,10 +290,11 @@ class RouterLoss:
         self.per_token = config.experts_per_token
 
     def __call__(self, logits: list[Tensor], labels: Tensor, tokens: Tensor | None) -> Tensor:
-        """A scalar, fp32 or fp64: weight * loss * labels that count, as a sum over labels is wanted.
+        """A scalar, fp32 or fp64: weight * loss * number of labels that count, to match a loss
+        summed over labels.
 
-        logits: of each layer, [B * S, E]. labels [B, S] of this rank. tokens: bool [B, S], padding
-        is false; None counts all. Collective over all ranks, without a wait for the device.
+        logits: of each layer, [B * S, E]. labels [B, S] of this rank. tokens: bool [B, S], false
+        for padding; None counts all. Collective over all ranks, without a wait for the device.
         """
         wide = torch.promote_types(logits[0].dtype, torch.float32)
         counted = torch.ones_like(labels) if tokens is None else tokens
@@ -311,7 +314,7 @@ class RouterLoss:
         if dist.is_initialized():
             dist.all_reduce(totals)
         chosen, rows, valid = totals[:-2], totals[-2], totals[-1]
-        # No token at all: nothing was sent anywhere.
+        # There may be no token at all.
         rows = rows.clamp(min=1)
         factor = self.weight * self.experts * valid / rows
         return (factor * (chosen / rows).to(wide) * probabilities).sum().to(wide)

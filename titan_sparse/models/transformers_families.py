@@ -10,7 +10,8 @@ QKNorm = Literal["none", "head", "row"]
 
 
 class Experts(NamedTuple):
-    """A mixture of experts: the key of config.json with an expert's size, and what the code adds."""
+    """A mixture of experts: the key of config.json with an expert's size, and what the code
+    adds."""
 
     size: str
     bias: bool = False
@@ -18,11 +19,11 @@ class Experts(NamedTuple):
 
 
 class Family(NamedTuple):
-    """What transformers fixes in the code of a family, or takes where config.json says nothing."""
+    """What transformers fixes in the code of a family, or uses if config.json gives no value."""
 
     architecture: str
     defaults: dict[str, Any] = {}
-    """key of config.json -> its value where the file lacks it, if not None"""
+    """key of config.json -> its value if the file lacks it, unless that is None"""
     windows: Windows = "none"
     """"by layer": as layer_types says"""
     full_every: int = 0
@@ -157,7 +158,7 @@ _REFUSED_LAYERS = {
     "chunked": _CHUNKED,
 }
 
-# How a model_type begins -> why. These say it in no key, or only in newer files.
+# How a model_type begins -> why. Such models have no key that shows it, or only in newer files.
 _REFUSED_TYPES = {
     "deepseek_v": _MLA,
     "kimi_k": _MLA,
@@ -187,7 +188,7 @@ _REFUSED_TYPES = {
 def refusal(values: dict[str, Any]) -> str | None:
     """Why no implementation can train what config.json describes, or None.
 
-    values: of the file. A family that is merely unknown is not refused here.
+    values: of the file. A family that is only unknown is not refused here.
     """
     for key, reason in _REFUSED_KEYS.items():
         if values.get(key):

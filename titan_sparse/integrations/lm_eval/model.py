@@ -1,7 +1,7 @@
 """lm_eval's model "titan_sparse".
 
-What lm_eval's own HFLM answers, on our checkpoints, sparse or dense, on one rank or on several that
-share a sequence. All ranks run rank 0's requests, and rank 0 reports.
+It gives the answers that lm_eval's own HFLM gives, for our checkpoints, sparse or dense, on one
+rank or on several that share a sequence. All ranks run rank 0's requests, and rank 0 reports.
 """
 
 import logging
@@ -40,10 +40,10 @@ from titan_sparse.integrations.lm_eval.settings import (
 logger = logging.getLogger("titan_sparse")
 
 _NEW_TOKENS = 256
-"""Where a task does not say how many, as in HFLM."""
+"""Number of new tokens if a task does not set it, as in HFLM."""
 
 _GENERATION = {"do_sample", "temperature", "top_p", "until", "max_gen_toks"}
-"""What a task may say of generation, beside the other names of max_gen_toks."""
+"""Generation options that a task may set, in addition to the other names of max_gen_toks."""
 
 Request = tuple[Any, list[int], list[int]]
 """What lm_eval calls it (None: no name), tokens of the context, and tokens of the continuation."""
@@ -155,7 +155,7 @@ class TitanSparseLM(TemplateLM):
         """Log-likelihood of each continuation, and whether greedy decoding writes it."""
         requests = _of_rank_zero(requests)
         sequences = [self._sequence(context, answer) for _, context, answer in requests]
-        # Choices that differ in their last token alone read the same: one forward, as in HFLM.
+        # Choices that differ only in their last token need a single forward, as in HFLM.
         alike: dict[bytes, list[int]] = {}
         for place, sequence in enumerate(sequences):
             alike.setdefault(sequence.tokens.tobytes(), []).append(place)
@@ -220,7 +220,7 @@ class TitanSparseLM(TemplateLM):
         Contexts lose their beginning where max_gen_toks more do not fit in max_length, as in HFLM.
         """
         asked = _of_rank_zero([request.args for request in requests])
-        # Only what is generated alike goes through together.
+        # Only requests with the same generation options are batched together.
         groups: dict[str, list[int]] = {}
         for place, (_, arguments) in enumerate(asked):
             groups.setdefault(repr(sorted(arguments.items())), []).append(place)
@@ -251,7 +251,7 @@ class TitanSparseLM(TemplateLM):
             tokens = self.tok_encode(context)
             if len(tokens) > room:
                 logger.warning("a context of %d tokens is cut to its last %d", len(tokens), room)
-            # Not even a begin-of-text token: HFLM generates from nothing, which is no model's task.
+            # There is not even a begin-of-text token. HFLM would generate from nothing.
             prompts.append(np.array(tokens[-room:] or [self.prefix_token_id]))
         stop = self._stop(until)
 
@@ -287,7 +287,7 @@ class TitanSparseLM(TemplateLM):
         return stop
 
     def _next_seed(self) -> int:
-        """Of one batch: another for each, so that repeats differ. It follows from lm_eval's --seed."""
+        """A new seed for each batch, so that repeats differ. It follows from lm_eval's --seed."""
         self.draws += 1
         number = self.draws * self.scorer.dp_size + self.scorer.dp_rank
         return (torch.initial_seed() * 1_000_003 + number) % 2**63
@@ -319,7 +319,8 @@ class TitanSparseLM(TemplateLM):
         return [answers[place] for place in range(len(order))]
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Raises Refusal on several ranks, whose caches may differ: then some would wait for ever."""
+        """Raises Refusal on several ranks, whose caches may differ: then some would wait for
+        ever."""
         if dist.get_world_size() > 1:
             raise Refusal("--use_cache needs one process; leave it out under torchrun")
         super().set_cache_hook(cache_hook)
@@ -337,7 +338,6 @@ class TitanSparseLM(TemplateLM):
     # Requests
 
     def _sequence(self, context: list[int], continuation: list[int]) -> Sequence:
-        """The last max_length tokens but one, labelled with the continuation."""
         count = len(continuation)
         require(
             0 < count <= self.max_length,
@@ -376,7 +376,7 @@ def _named_device(name: str) -> str:
 
 
 def _sampling(arguments: dict[str, Any], seed: int) -> Sampling:
-    """Raises Refusal for what generate() does not do."""
+    """Raises Refusal for options that generate() does not support."""
     unknown = sorted(set(arguments) - _GENERATION)
     require(
         not unknown, f"gen_kwargs: {', '.join(unknown)} is not there; write {sorted(_GENERATION)}"
@@ -388,7 +388,7 @@ def _sampling(arguments: dict[str, Any], seed: int) -> Sampling:
 
 
 def _of_rank_zero(value: Any) -> Any:
-    """Rank 0's value, on all ranks. Tasks may draw their requests at random."""
+    """Rank 0's value on all ranks, because tasks may draw their requests at random."""
     held = [value]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(held, device=torch.device("cpu"))
@@ -396,6 +396,6 @@ def _of_rank_zero(value: Any) -> Any:
 
 
 def _report_on_one_rank() -> None:
-    """lm_eval reports where LOCAL_RANK is 0, which is so once a node."""
+    """lm_eval reports where LOCAL_RANK is 0, which would be once per node."""
     if dist.get_rank() != 0:
         os.environ["LOCAL_RANK"] = str(dist.get_rank())

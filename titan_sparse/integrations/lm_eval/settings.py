@@ -1,6 +1,6 @@
 """What lm_eval's arguments mean: a configuration, the checkpoint to read, and its tokenizer.
 
-Tokens are as lm_eval's tasks want them: with the begin-of-text token once, and never twice.
+Tokens are as lm_eval's tasks expect them: with exactly one begin-of-text token.
 """
 
 import json
@@ -50,7 +50,7 @@ def settings_of(
     words = [] if config is None else ["--config", config]
     dense = attention == "dense"
     if config is None:
-        # Nothing says how it was trained.
+        # No configuration says how the model was trained.
         require(
             attention != "as_trained",
             "model_args: attention=as_trained needs config=FILE.toml of a run; write it, or "
@@ -67,7 +67,6 @@ def settings_of(
 
 
 def _config_of(step: str) -> str:
-    """The config.toml of the run that wrote the folder step-N."""
     path = os.path.normpath(os.path.join(step, "..", "..", "config.toml"))
     require(
         os.path.isfile(path),
@@ -77,7 +76,8 @@ def _config_of(step: str) -> str:
 
 
 class ByteText:
-    """data.tokenizer = "bytes", with the methods of transformers' tokenizers that are called here."""
+    """data.tokenizer = "bytes", with the methods of transformers' tokenizers that are called
+    here."""
 
     name_or_path = "bytes"
     bos_token_id = None
@@ -92,7 +92,7 @@ class ByteText:
         return self._tokenizer.encode(text).tolist()
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
-        """The end of a document is no text in any case."""
+        """Never includes the end of a document, which is not text."""
         return self._tokenizer.decode(tokens)
 
     def apply_chat_template(self, *_: Any, **__: Any) -> str:

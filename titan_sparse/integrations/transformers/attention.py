@@ -1,4 +1,5 @@
-"""register(), and the two functions that transformers calls: one makes masks, one computes attention."""
+"""register(), and the two functions that transformers calls: one makes masks, one computes
+attention."""
 
 import functools
 from collections.abc import Callable
@@ -37,11 +38,11 @@ from titan_sparse.integrations.transformers.settings import ON_ONE_RANK, Attenti
 def register(settings: AttentionSettings | None = None, name: str = "titan_sparse") -> None:
     """From here on, attn_implementation=name computes a decoder's attention by attend().
 
-    settings: pattern, ranks and kernel (default: AttentionSettings()). Called again with the same
-    name, the new settings hold, also for models that exist. Several names live beside each other.
-    Models that would not compute by attend(), or not right, raise ValueError when they are given
-    the name. Raises ValueError for settings that are none and for names that transformers has or
-    reads.
+    settings: pattern, ranks and kernel (default: AttentionSettings()). A second call with the same
+    name replaces the settings, also for models that exist. Several names can be registered at once.
+    A model that would not use attend(), or would use it incorrectly, raises ValueError when it is
+    given the name. Raises ValueError for settings of another type, and for names that transformers
+    has or reads.
     """
     if settings is None:
         settings = AttentionSettings()
@@ -51,13 +52,13 @@ def register(settings: AttentionSettings | None = None, name: str = "titan_spars
         )
     _check_name(name)
     _check_models_given_a_name()
-    # Without the second, transformers would build no mask, and padding and packing would be lost.
+    # Without the second, transformers would build no mask and ignore padding and packing.
     AttentionInterface.register(name, functools.partial(attention_forward, settings))
     AttentionMaskInterface.register(name, functools.partial(layer_mask, settings))
 
 
 def settings_of(name: object) -> AttentionSettings | None:
-    """What register() was told for this name; None for names that are not ours."""
+    """The settings registered under this name; None for other names."""
     function = AttentionInterface().get(name)
     if isinstance(function, functools.partial) and function.func is attention_forward:
         return function.args[0]
@@ -66,9 +67,9 @@ def settings_of(name: object) -> AttentionSettings | None:
 
 @functools.cache
 def _check_models_given_a_name() -> None:
-    """Has transformers' models checked where they are given a name of ours.
+    """Check transformers' models when they are given a name of ours.
 
-    transformers accepts any registered name, also for models that die of it or ignore it.
+    transformers accepts any registered name, also for models that crash with it or ignore it.
     """
     accept = PreTrainedModel.get_correct_attn_implementation
     finish = PreTrainedModel.post_init
@@ -76,7 +77,7 @@ def _check_models_given_a_name() -> None:
 
     @functools.wraps(accept)
     def accept_checked(model: PreTrainedModel, name: str | None, *args: Any, **kwargs: Any) -> str:
-        # Before the modules are made: some models look up their class by the name.
+        # Before the modules are made, because some models look up their class by the name.
         if settings_of(name) is not None:
             check_class(model, name)
         return accept(model, name, *args, **kwargs)
@@ -169,7 +170,7 @@ def layer_mask(
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     last_sees = None
     if padding is not None:
-        # A static cache has room behind the prompt.
+        # A static cache has free room after the prompt.
         padding = padding[:, :q_length]
         last_sees = sdpa_mask(
             q_length=1,
@@ -240,7 +241,7 @@ def attention_forward(
     ranges = mask.ranges(kwargs.get("position_ids"), query, settings)
     check_mixing(module, ranges, settings.ranks)
     sees_far = not mask.rule.is_local and sliding_window is None
-    # A static cache has room behind the prompt.
+    # A static cache has free room after the prompt.
     seq_len = query.shape[2]
     q, k, v = _in_one_dtype(query, key[:, :, :seq_len], value[:, :, :seq_len])
     out = attend(
@@ -267,7 +268,8 @@ def attention_forward(
 
 
 def _for_layers(mask: AttentionMask | Mask | MaskRanges, keys: int) -> LayerMask:
-    """The mask as layers read it. What a user gave for one kind of layer is taken as it is."""
+    """The mask in the form that layers read. A mask that a user gave for one kind of layer is
+    kept."""
     if isinstance(mask, LayerMask):
         return mask
     if isinstance(mask, AttentionMask):
@@ -276,9 +278,9 @@ def _for_layers(mask: AttentionMask | Mask | MaskRanges, keys: int) -> LayerMask
 
 
 def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:
-    """The tensors in autocast's dtype, where autocast is on, as it treats torch's own attention.
+    """With autocast on, the tensors in its dtype, as autocast does for torch's own attention.
 
-    Norms of queries and keys whose weights are fp32 leave them in fp32, beside values in bf16.
+    Norms of queries and keys with fp32 weights return fp32, while values are in bf16.
     """
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
@@ -324,7 +326,8 @@ def _attention_with_sinks(
     scaling: float | None,
     s_aux: Tensor,
 ) -> Tensor:
-    """The same with a column of scores s_aux that adds to the softmax's sum and has no value."""
+    """Like attention_beside_cache(), with an additional score s_aux that adds to the softmax's sum
+    and has no value."""
     groups = query.shape[1] // key.shape[1]
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
@@ -343,12 +346,13 @@ def _attention_with_sinks(
 
 
 def keep_attention() -> dict[str, object]:
-    """gradient_checkpointing_kwargs with which a backward computes all of a layer again but attention.
+    """gradient_checkpointing_kwargs with which the backward recomputes all of a layer except
+    attention.
 
         model.gradient_checkpointing_enable(keep_attention())
 
-    Of each layer, attention's output and its LSE are kept besides the input, [B, S, Hq * D] and
-    [B, Hq, S] in fp32. Selections and transfers between ranks are not repeated either.
+    In addition to each layer's input, attention's output [B, S, Hq * D] and its LSE [B, Hq, S] in
+    fp32 are kept. Selections and transfers between ranks are not repeated either.
     """
     return {"use_reentrant": False, "context_fn": _contexts}
 

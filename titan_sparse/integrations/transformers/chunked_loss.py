@@ -1,6 +1,8 @@
-"""The loss of a transformers decoder without its logits, for sequences whose logits fit nowhere.
+"""The loss of a transformers decoder without its logits, for sequences whose logits do not fit in
+memory.
 
-128K tokens of a vocabulary of 152K are 80 GB of fp32 logits, and as much again for their gradient.
+128K tokens with a vocabulary of 152K are 80 GB of fp32 logits, and the gradient needs as much
+again.
 """
 
 import functools
@@ -102,7 +104,6 @@ def _loss_in_head(
 
 
 def _loss_of_linear(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
-    """The summed loss of logits hidden @ weight.T."""
     if isinstance(weight, DTensor):
         # A gather here would leave out the other ranks' gradients.
         raise ValueError(
@@ -121,7 +122,7 @@ def _loss_of_linear(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_token
 def _loss_of_module(
     hidden: Tensor, logits_of: Callable[[Tensor], Tensor], targets: Tensor, chunk_tokens: int
 ) -> Tensor:
-    """The summed loss of any logits. The backward computes those of each chunk again."""
+    """The summed loss of any logits. The backward computes each chunk's logits again."""
 
     def loss_of_chunk(rows: Tensor, labels: Tensor) -> Tensor:
         logits = logits_of(rows).flatten(0, 1).float()
@@ -134,9 +135,9 @@ def _loss_of_module(
 
 
 def _check(model: PreTrainedModel, output_router_logits: bool | None = None) -> None:
-    """Raises ValueError for models whose loss is more than next tokens' by lm_head.
+    """Raises ValueError for models whose loss is more than the next-token loss of lm_head.
 
-    output_router_logits: what forward() got, None for what config says.
+    output_router_logits: the argument of forward(); None for the value in the model's config.
     """
     config = model.config.get_text_config()
     for name, values in _NEUTRAL.items():
@@ -166,7 +167,6 @@ def _check(model: PreTrainedModel, output_router_logits: bool | None = None) -> 
 
 
 def _without_adapters(head: nn.Module | None) -> nn.Module | None:
-    """The model's own lm_head, inside of what PEFT has put around it."""
     for name in ("base_layer", "original_module"):
         if hasattr(head, name):
             return _without_adapters(getattr(head, name))

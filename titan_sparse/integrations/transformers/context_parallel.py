@@ -108,7 +108,7 @@ class ContextParallelConfig(ParallelismConfig):
 
     @property
     def cp_enabled(self) -> bool:
-        """False: context parallelism is not accelerate's business."""
+        """Always False: accelerate does not handle our context parallelism."""
         return False
 
     @property
@@ -222,7 +222,8 @@ class ContextParallelTrainer:
         self.gather_function = self._gather_for_metrics
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """As the Trainer's, which sums over ranks: this rank's part of the whole batch."""
+        """As the Trainer's, which sums over ranks, so this counts only this rank's part of the
+        batch."""
         return super().floating_point_ops(inputs) / self.cp.size
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
@@ -250,7 +251,8 @@ class ContextParallelTrainer:
         return losses
 
     def _scale_noise(self, share: float) -> None:
-        """Makes NEFTune's noise for `share` of a sequence's tokens as large as for all of them.
+        """Scale NEFTune's noise on `share` of a sequence's tokens to the size that the whole would
+        get.
 
         Its bound is alpha / sqrt(tokens * dims), and it counts the tokens of one rank.
         """
@@ -331,7 +333,7 @@ def check_trainer(trainer: Trainer) -> None:
 
 
 def check_model(model: nn.Module, cp: ContextParallel) -> None:
-    """Raises ValueError for a model whose attention or loss would not look across ranks."""
+    """Raises ValueError for a model whose attention or loss would ignore the other ranks."""
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
         raise ValueError(

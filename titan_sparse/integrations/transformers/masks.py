@@ -1,7 +1,8 @@
-"""What the layers of one kind see: read from transformers, resolved to ranges once a forward.
+"""What the layers of one kind see. It is read from transformers and resolved to ranges once a
+forward.
 
-transformers.masking_utils composes functions of (batch, head, query, key). To call one for all
-pairs would take S x S. Its parts are few and known by name, so read_rule() reads them instead.
+transformers.masking_utils composes functions of (batch, head, query, key). Calling one for all
+pairs would take S x S. There are few parts, known by name, so read_rule() reads the parts instead.
 """
 
 from collections.abc import Callable
@@ -39,7 +40,7 @@ class MaskRule(NamedTuple):
 
 
 BIDIRECTIONAL = "bidirectional attention"
-"""What MaskRule.unknown says of encoders."""
+"""The value of MaskRule.unknown for encoders."""
 
 # What makes a mask function -> the field that it sets, and its variable that holds the value.
 _FIELDS = {
@@ -81,7 +82,7 @@ def _read(function: Callable, found: dict[str, object]) -> bool:
 
 
 def _name(function: Callable) -> str:
-    """The name in transformers.masking_utils; whatever a function of others is called, if it is one.
+    """The function's name in transformers.masking_utils; another name for functions from elsewhere.
 
     An inner function is named by the function that made it: "and_masks.<locals>.and_mask".
     """
@@ -176,7 +177,7 @@ class LayerMask(AttentionMask):
         return ranges
 
     def _own_ranges(self, seq_len: int, device: torch.device) -> MaskRanges:
-        """The user's mask, less what the layer's window hides."""
+        """The user's mask without what the layer's window hides."""
         window = self.rule.window
         own = self.own
         if self.rule.chunk is not None:
@@ -201,7 +202,7 @@ in a dict reaches each layer as it is."""
 
 
 def _rows(mask: Mask, seq_len: int, device: torch.device) -> MaskRanges:
-    """mask.rows(seq_len, device), worked out once while the mask lives."""
+    """mask.rows(seq_len, device), computed once for as long as the mask lives."""
     known = _known_rows.get(mask)
     if known is None or known[:2] != (seq_len, device):
         known = (seq_len, device, mask.rows(seq_len, device))

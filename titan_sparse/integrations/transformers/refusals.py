@@ -23,7 +23,7 @@ _REFUSED = {
         "write position_ids that begin at 0 in each document"
     ),
 }
-"""What transformers hands to attention functions by keyword, and cannot be had here."""
+"""Keywords of transformers' attention functions that we do not support."""
 
 _ONE_RANK = "write cp_size=1, or AttentionSettings(cp=None)"
 _UNKNOWN_TO_RANKS = (
@@ -51,7 +51,7 @@ def check_class(model: PreTrainedModel, name: str) -> None:
 
 
 def check_modules(model: PreTrainedModel, name: str, ranks: int) -> None:
-    """Raises ValueError for a model that would not compute by attend(), or not right over `ranks`.
+    """Raises ValueError for a model that would not use attend(), or would be wrong over `ranks`.
 
     name: its attn_implementation.
     """
@@ -84,7 +84,7 @@ def check_modules(model: PreTrainedModel, name: str, ranks: int) -> None:
 
 
 def note_mixers(model: PreTrainedModel) -> None:
-    """Has the model's attention know of a module that is not known to be token-wise."""
+    """Mark the model's attention if a module is not known to be token-wise."""
     text = _text_part(model)
     mixer = next(mixers(text), None)
     for module in text.modules():
@@ -93,7 +93,6 @@ def note_mixers(model: PreTrainedModel) -> None:
 
 
 def _text_part(model: PreTrainedModel) -> nn.Module:
-    """The model, or what remains of it without pictures and sounds."""
     is_text_only = model.config.get_text_config(decoder=True) is model.config
     return model if is_text_only else model.get_decoder()
 

@@ -1,4 +1,4 @@
-"""What register() is told: how the attention of one name is computed."""
+"""The settings of register(): how the attention of one name is computed."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ ON_ONE_RANK = (
     'To generate or evaluate, write register(name="one_rank") and '
     'model.set_attn_implementation("one_rank")'
 )
-"""How refusals of what context parallelism does not compute go on."""
+"""How messages continue that refuse what context parallelism does not compute."""
 
 
 def check_block_size(size: int) -> None:

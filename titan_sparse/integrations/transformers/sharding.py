@@ -25,7 +25,7 @@ PER_TOKEN = ("input_ids", "labels", "shift_labels", "position_ids", "attention_m
 """Entries of a batch with a row for each sequence and a column for each token."""
 
 FOR_OTHER_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What collators that pack say of documents once more. position_ids say it too."""
+"""How packing collators describe documents in addition to position_ids. We do not need it."""
 
 
 class ShardMask(AttentionMask):
