@@ -269,7 +269,9 @@ def test_padding():
 
 
 @needs_cudnn
-@pytest.mark.parametrize("mask", [Documents([700, 3, 901]), Causal() & SlidingWindow(300)], ids=str)
+@pytest.mark.parametrize(
+    "mask", [Documents([700, 3, 901]), Causal() & SlidingWindow(300)], ids=["documents", "window"]
+)
 def test_other_masks_are_tritons(mask):
     """To the bit."""
     qkv, d_out = problem(1604, 1604, (4, 2), 128)
