@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.integrations.lm_eval.folders import QUESTIONS, write_folder, write_tasks
@@ -19,6 +20,9 @@ from lm_eval.tasks import TaskManager
 from titan_sparse.evaluation.generation import generate
 from titan_sparse.integrations.lm_eval import TitanSparseLM
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The smallest block of the kernels on a GPU.
+BLOCK = 64 if DEVICE == "cuda" else 16
 LONGEST = 64
 PAIR = tuple[TitanSparseLM, HFLM]
 
@@ -26,11 +30,11 @@ PAIR = tuple[TitanSparseLM, HFLM]
 def _pair(folder: Path, **arguments) -> PAIR:
     ours = TitanSparseLM(
         pretrained=str(folder),
-        device="cpu",
+        device=DEVICE,
         batch_size=3,
-        **{"training.dtype": "float32", "attention.block_size": 16, **arguments},
+        **{"training.dtype": "float32", "attention.block_size": BLOCK, **arguments},
     )
-    theirs = HFLM(str(folder), device="cpu", dtype="float32", batch_size=1, **arguments)
+    theirs = HFLM(str(folder), device=DEVICE, dtype="float32", batch_size=1, **arguments)
     return ours, theirs
 
 
@@ -113,8 +117,10 @@ def test_choices_that_read_the_same_share_a_forward(pair, monkeypatch):
 def test_device_of_lm_eval(tmp_path):
     """cuda:0 is what lm_eval writes where --device is not given: HFLM's device then."""
     folder = str(write_folder(tmp_path / "model"))
-    ours = TitanSparseLM(pretrained=folder, device="cuda:0")
-    assert ours._device.type == HFLM(folder, device="cuda:0").device.type
+    last = max(torch.cuda.device_count() - 1, 0)
+    for name in ("cuda:0", f"cuda:{last}"):
+        ours = TitanSparseLM(pretrained=folder, device=name)
+        assert ours._device == HFLM(folder, device=name).device
     with pytest.raises(ValueError, match="--device cuda:99 does not exist"):
         TitanSparseLM(pretrained=folder, device="cuda:99")
 

@@ -111,7 +111,7 @@ MIXING: dict[str, tuple[str, dict]] = {
 }
 
 
-def family(name: str, **changes) -> nn.Module:
+def family(name: str, device: str = "cpu", **changes) -> nn.Module:
     """A tiny model in fp32 and in training mode; its weights follow from the family."""
     class_name, differences = (FAMILIES | MIXING)[name]
     config = getattr(transformers, class_name)(**{**_SMALL, **differences, **changes})
@@ -121,12 +121,12 @@ def family(name: str, **changes) -> nn.Module:
         if name.endswith("sinks"):
             # Left empty by its model; some large enough to matter.
             nn.init.normal_(parameter, std=2.0)
-    return model
+    return model.to(device)
 
 
-def tokens(batch: int, seq_len: int, seed: int = 0) -> Tensor:
+def tokens(batch: int, seq_len: int, seed: int = 0, device: str = "cpu") -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, VOCAB, (batch, seq_len), generator=generator)
+    return torch.randint(1, VOCAB, (batch, seq_len), generator=generator).to(device)
 
 
 def positions(*lengths: int) -> Tensor:
@@ -153,6 +153,7 @@ def _with_gradients(model: nn.Module, logits: Tensor, counted: Tensor | None) ->
     if counted is not None:
         logits = logits * counted[..., None]
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    weights = weights.to(logits.device)
     parameters = [parameter for _, parameter in sorted(model.named_parameters())]
     gradients = torch.autograd.grad((logits * weights).sum(), parameters, allow_unused=True)
     return [logits.detach(), *(gradient for gradient in gradients if gradient is not None)]

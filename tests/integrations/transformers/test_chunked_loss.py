@@ -1,11 +1,18 @@
 """chunk_loss(): transformers' own loss and gradients, without logits."""
 
+from functools import partial
+
 import peft
 import pytest
 import torch
 
-from tests.integrations.transformers.families import family, tokens
+from tests.integrations.transformers import families
+from tests.integrations.transformers.families import assert_close
 from titan_sparse.integrations.transformers.chunked_loss import chunk_loss
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+family = partial(families.family, device=DEVICE)
+tokens = partial(families.tokens, device=DEVICE)
 
 
 def loss_and_gradients(model, **inputs):
@@ -18,14 +25,14 @@ def loss_and_gradients(model, **inputs):
 @pytest.mark.parametrize("count", [None, 200, torch.tensor(200)])
 def test_the_loss_is_that_of_transformers(name, count):
     model = family(name)
-    labels = tokens(2, 40).masked_fill(torch.arange(40) % 3 == 0, -100)
+    labels = tokens(2, 40).masked_fill(torch.arange(40, device=DEVICE) % 3 == 0, -100)
     inputs = {"labels": labels, "num_items_in_batch": count}
     wanted, wanted_gradients = loss_and_gradients(model, **inputs)
     chunk_loss(model, chunk_tokens=7)
     found, gradients = loss_and_gradients(model, **inputs)
     assert found.logits is None
     torch.testing.assert_close(found.loss, wanted.loss)
-    torch.testing.assert_close(gradients, wanted_gradients, rtol=1e-4, atol=1e-6)
+    assert_close(gradients, wanted_gradients)
 
 
 def test_shifted_labels_are_not_shifted_again():
@@ -90,7 +97,7 @@ def test_adapters_of_lm_head(is_tied, name, is_first):
         two, gradients = loss_and_gradients(found, **inputs)
         assert two.logits is None
         torch.testing.assert_close(two.loss, one.loss)
-        torch.testing.assert_close(gradients, one_gradients, rtol=1e-4, atol=1e-6)
+        assert_close(gradients, one_gradients)
         return one.loss.item()
 
     def losses():
@@ -111,7 +118,7 @@ def test_adapters_of_lm_head(is_tied, name, is_first):
 
 def test_autocast():
     model = family("llama")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         wanted = model(input_ids=tokens(2, 40), labels=tokens(2, 40)).loss
         chunk_loss(model)
         found = model(input_ids=tokens(2, 40), labels=tokens(2, 40)).loss
@@ -151,6 +158,6 @@ def test_another_loss_is_not_replaced():
 
 def test_a_bias_is_refused():
     model = family("llama")
-    model.set_output_embeddings(torch.nn.Linear(32, 64))
+    model.set_output_embeddings(torch.nn.Linear(32, 64, device=DEVICE))
     with pytest.raises(ValueError, match="Linear without bias"):
         chunk_loss(model)

@@ -1,23 +1,28 @@
 """Every family with our attention against transformers' eager attention: logits and every gradient."""
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
 
+from tests.integrations.transformers import families
 from tests.integrations.transformers.families import (
     ALL_FAMILIES,
-    BLOCK,
     assert_close,
     both,
-    family,
     logits_and_gradients,
     one_by_one,
     positions,
-    tokens,
     transformers,
 )
 from titan_sparse.integrations.transformers import AttentionSettings, register
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The smallest block of the kernels on a GPU.
+BLOCK = 64 if DEVICE == "cuda" else families.BLOCK
+family = partial(families.family, device=DEVICE)
+tokens = partial(families.tokens, device=DEVICE)
 
 SEQ_LEN = 50
 LENGTHS = [17, 30, 3]
@@ -49,7 +54,7 @@ def test_packed_documents_are_those_run_alone(name):
     model.set_attn_implementation("eager")
     wanted = one_by_one(model, input_ids, LENGTHS)
     model.set_attn_implementation("titan_sparse")
-    packed = {"input_ids": input_ids, "position_ids": positions(*LENGTHS)}
+    packed = {"input_ids": input_ids, "position_ids": positions(*LENGTHS).to(DEVICE)}
     assert_close(logits_and_gradients(model, **packed), wanted)
 
 

@@ -1,14 +1,14 @@
 """Tokens that follow cached ones: whatever the cache and however many, transformers' own answers."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from tests.integrations.transformers import families
 from tests.integrations.transformers.families import (
-    BLOCK,
     assert_close,
     both,
-    family,
-    tokens,
     transformers,
 )
 from titan_sparse.attention.masks import Causal
@@ -22,6 +22,12 @@ from titan_sparse.integrations.transformers import (
 from titan_sparse.integrations.transformers.attention import follows_cache, layer_mask
 
 NAMES = ["llama", "olmo3", "gpt_oss"]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The smallest block of the kernels on a GPU.
+BLOCK = 64 if DEVICE == "cuda" else families.BLOCK
+family = partial(families.family, device=DEVICE)
+tokens = partial(families.tokens, device=DEVICE)
+
 SEQ_LEN = 50
 
 
@@ -159,12 +165,12 @@ def test_the_prompt_is_sparse_and_the_answer_dense(cache, monkeypatch):
 def test_attention_beside_a_cache_is_eager_attention(groups, with_sinks, scaling, mask_is_added):
     """With a window. A mask that is added to scores reaches us from users, a bool one from ours."""
     torch.manual_seed(0)
-    q = torch.randn(2, 4, 3, 16)
-    k, v = torch.randn(2, 2, 4 // groups, 9, 16)
+    q = torch.randn(2, 4, 3, 16).to(DEVICE)
+    k, v = torch.randn(2, 2, 4 // groups, 9, 16).to(DEVICE)
     module = torch.nn.Module()
     module.num_key_value_groups = groups
-    module.sinks = torch.randn(4) if with_sinks else None
-    causal = torch.ones(3, 9, dtype=torch.bool).tril(6)
+    module.sinks = torch.randn(4).to(DEVICE) if with_sinks else None
+    causal = torch.ones(3, 9, dtype=torch.bool, device=DEVICE).tril(6)
     seen = (causal & ~causal.tril(1))[None, None]
     added = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
     models = transformers.models
@@ -189,7 +195,7 @@ def test_turns_of_a_batch_of_chats(name):
     def generate() -> torch.Tensor:
         options = {"max_new_tokens": 6, "do_sample": False}
         first = model.generate(prompt, attention_mask=mask, return_dict_in_generate=True, **options)
-        answer_mask = torch.ones(2, 6, dtype=torch.int64)
+        answer_mask = torch.ones(2, 6, dtype=torch.int64, device=DEVICE)
         answer_mask[1, 3:] = 0
         history = torch.cat([first.sequences, turn], dim=1)
         history_mask = torch.cat([mask, answer_mask, torch.ones_like(turn)], dim=1)
