@@ -25,11 +25,10 @@ from titan_sparse.attention import attend
 from titan_sparse.attention.masks import Causal, MaskRanges
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.config import ActivationCheckpoint, Compile
+from titan_sparse.estimate.step import Step
 from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.models.decoder import MLP, Decoder
-from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.lora import add_adapters
-from titan_sparse.models.lora_config import Adapters
 from titan_sparse.training.build_model import parallelize
 
 _DENSE = Dense()
@@ -126,17 +125,8 @@ def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def peaks_of_a_step(
-    monkeypatch,
-    config: DecoderConfig,
-    mode: str,
-    tokens: int,
-    ranks: int,
-    chunk: int,
-    adapters: Adapters | None = None,
-    mlp_chunk_tokens: int = 0,
-) -> tuple[float, ...]:
-    """GiB at the peak of forward, backward and optimizer step of the second step.
+def peaks_of_a_step(monkeypatch, step: Step) -> tuple[float, float, float]:
+    """GiB at the peak of forward, backward and optimizer step of the second step of one sequence.
 
     Weights are in float32, with adapters in bfloat16; the optimizer is AdamW (foreach).
     """
@@ -144,36 +134,37 @@ def peaks_of_a_step(
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskRanges) -> Tensor:
         return attend(q, k, v, mask, _DENSE, None, "eager")
 
+    mlp = MLP
+    if step.mlp_chunk_tokens:
+        mlp = functools.partial(ChunkedMLP, chunk_tokens=step.mlp_chunk_tokens)
     live = LiveBytes()
-    with fake_world(ranks):
+    with fake_world(step.shards):
         with torch.device("meta"):
-            if adapters:
-                mlp = functools.partial(ChunkedMLP, chunk_tokens=mlp_chunk_tokens)
-                model = Decoder(config, attention, mlp if mlp_chunk_tokens else MLP)
-                add_adapters(model.to(torch.bfloat16), adapters)
-            else:
-                model = Decoder(config, attention)
-        mesh = init_device_mesh("cpu", (ranks,))
-        parallelize(model, mesh, torch.bfloat16, True, ActivationCheckpoint(mode), Compile())
+            model = Decoder(step.model, attention, mlp)
+            if step.adapters:
+                add_adapters(model.to(torch.bfloat16), step.adapters)
+        mesh = init_device_mesh("cpu", (step.shards,))
+        checkpointing = ActivationCheckpoint(step.mode)
+        parallelize(model, mesh, torch.bfloat16, True, checkpointing, Compile())
         like_cuda(monkeypatch, live)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
             optimizer = torch.optim.AdamW(
                 [p for p in model.parameters() if p.requires_grad], foreach=True
             )
-            inputs = torch.zeros(1, tokens, dtype=torch.long, device="cpu")
-            ranges = Causal().rows(tokens, torch.device("cpu"))
+            inputs = torch.zeros(1, step.seq_len, dtype=torch.long, device="cpu")
+            ranges = Causal().rows(step.seq_len, torch.device("cpu"))
             with live:
                 for parameter in model.parameters():
                     live.add(parameter.data)
                 # Optimizer states come with the first step.
                 for _ in range(2):
                     live.take_peak()
-                    total = model(inputs, inputs, ranges, inputs, chunk)
-                    peaks = [live.take_peak()]
+                    total = model(inputs, inputs, ranges, inputs, step.loss_chunk_tokens)
+                    forward = live.take_peak()
                     total.backward()
-                    peaks.append(live.take_peak())
+                    backward = live.take_peak()
                     optimizer.step()
-                    peaks.append(live.take_peak())
+                    of_optimizer = live.take_peak()
                     optimizer.zero_grad()
-    return tuple(peaks)
+    return forward, backward, of_optimizer

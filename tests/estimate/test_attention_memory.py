@@ -1,4 +1,4 @@
-"""Buffers of context parallelism, counted where they are kept."""
+"""Buffers of context parallelism, counted where they are kept, and attention's workspace by hand."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.estimate.steps import step_of_words
 from tests.fake_step import fake_world
 from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.context_parallel.schedule import SCHEDULES, Moves
+from titan_sparse.attention.context_parallel.schedule import SCHEDULES
 from titan_sparse.attention.masks.ranges import Causal, Full
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.estimate import memory
@@ -23,69 +23,44 @@ MODEL = dataclasses.replace(FLAVOURS["debug"], heads=4, kv_heads=2, head_dim=8)
 
 
 @pytest.mark.parametrize(
-    "schedule, axes",
+    "schedule, inter, intra, circulates, kv_heads, most",
     [
-        ("ring", (1, 3)),
-        ("ring", (1, 2)),
-        ("all_gather", (1, 3)),
-        ("double_ring", (2, 2)),
-        ("double_ring", (3, 2)),
-        ("group_cast", (1, 3)),
-        ("group_cast", (3, 1)),
+        ("ring", 1, 3, "kv", 2, 1),
+        ("ring", 1, 2, "kv", 2, 1),
+        ("all_gather", 1, 3, "kv", 2, 1),
+        ("double_ring", 2, 2, "kv", 2, 1),
+        ("double_ring", 3, 2, "kv", 2, 1),
+        ("group_cast", 1, 3, "kv", 2, 1),
+        # Own blocks that are handed on between nodes are not all needed.
+        ("group_cast", 3, 1, "kv", 2, 1.1),
+        # Some hops of the forward have a buffer that no hop of so short a backward uses.
+        ("ring", 1, 4, "q", 2, 1.35),
+        ("ring", 1, 4, "q", 4, 1.35),
+        ("double_ring", 2, 2, "q", 2, 1.35),
+        ("double_ring", 2, 2, "q", 4, 1.35),
     ],
 )
-def test_buffers_are_those_that_are_kept(schedule, axes):
+def test_buffers_are_those_that_are_kept(schedule, inter, intra, circulates, kv_heads, most):
     """Rank 0, with collectives that transfer nothing. Received tensors still occupy memory."""
-    ranks = axes[0] * axes[1]
-    moves_blocks = SCHEDULES[schedule].moves is Moves.BLOCKS
-    mask = Full() if moves_blocks else Causal()
+    ranks = inter * intra
+    mask = Full() if schedule == "group_cast" else Causal()
     with fake_world(ranks):
-        mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
-        cp = ContextParallel(mesh, "striped", schedule, 16)
-        q = torch.randn(2, 4, 32, 8, requires_grad=True)
-        k = torch.randn(2, 2, 32, 8, requires_grad=True)
-        v = torch.randn(2, 2, 32, 8, requires_grad=True)
-        attend(q, k, v, mask, Dense(), cp).sum().backward()
-    kept = cp.buffers.nbytes
-    step = Step(
-        model=MODEL,
-        sequences=2,
-        seq_len=32 * ranks,
-        width=4,
-        cp=ranks,
-        inter=axes[0],
-        schedule=SCHEDULES[schedule],
-    )
-    expected = cp_buffers(step)
-    if moves_blocks and axes[0] > 1:
-        assert kept <= expected <= 1.1 * kept
-    else:
-        assert expected == kept
-
-
-@pytest.mark.parametrize("kv_heads", [2, 4])
-@pytest.mark.parametrize("schedule, axes", [("ring", (1, 4)), ("double_ring", (2, 2))])
-def test_buffers_with_queries_circulating(schedule, axes, kv_heads):
-    """The same slots hold keys and values in the forward, and queries in the backward."""
-    ranks = axes[0] * axes[1]
-    with fake_world(ranks):
-        mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
-        cp = ContextParallel(mesh, "striped", schedule, 16, backward_circulates="q")
+        mesh = init_device_mesh("cpu", (inter, intra), mesh_dim_names=("cp_inter", "cp_intra"))
+        cp = ContextParallel(mesh, "striped", schedule, 16, backward_circulates=circulates)
         q = torch.randn(2, 4, 32, 8, requires_grad=True)
         k = torch.randn(2, kv_heads, 32, 8, requires_grad=True)
-        attend(q, k, k, Causal(), Dense(), cp).sum().backward()
+        attend(q, k, k, mask, Dense(), cp).sum().backward()
     step = Step(
         model=dataclasses.replace(MODEL, kv_heads=kv_heads),
         sequences=2,
         seq_len=32 * ranks,
         width=4,
         cp=ranks,
-        inter=axes[0],
+        inter=inter,
         schedule=SCHEDULES[schedule],
-        circulates_queries=True,
+        circulates_queries=circulates == "q",
     )
-    # Some hops of the forward have a buffer that no hop of so short a backward uses.
-    assert cp.buffers.nbytes <= cp_buffers(step) <= 1.35 * cp.buffers.nbytes
+    assert cp.buffers.nbytes <= cp_buffers(step) <= most * cp.buffers.nbytes
 
 
 TOKENS = 1024
@@ -94,31 +69,71 @@ QUERY = TOKENS * 4 * 8
 """Elements of q."""
 KV = TOKENS * 2 * 8
 """Elements of k."""
+ALONE = Step(model=MODEL, sequences=1, seq_len=TOKENS, backend="triton")
+MHA = {"model": dataclasses.replace(MODEL, kv_heads=4)}
+ONE_KV = {"model": dataclasses.replace(MODEL, kv_heads=1)}
 
 
-# In bf16 with sums in fp32, by hand from what each schedule holds.
+def _on_four(schedule: str, **changes) -> dict:
+    return {"seq_len": 4 * TOKENS, "cp": 4, "schedule": SCHEDULES[schedule], **changes}
+
+
+# In bf16 with sums in fp32, by hand from what each schedule and backend holds.
 @pytest.mark.parametrize(
-    "schedule, inter, kv_heads, expected",
+    "of_both, change, expected",
     [
         # dq, dk and dv; and the keys and values, or gradients, that are sent.
-        ("ring", 1, 2, 4 * QUERY + 4 * 2 * KV + 4 * 2 * KV),
-        ("double_ring", 2, 2, 4 * QUERY + 4 * 2 * KV + 4 * 2 * KV),
+        ({}, _on_four("ring"), 4 * QUERY + 4 * 2 * KV + 4 * 2 * KV),
+        ({}, _on_four("double_ring", inter=2), 4 * QUERY + 4 * 2 * KV + 4 * 2 * KV),
+        # dk and dv; dq as a sum and as it is sent; q, d_out and out in bf16.
+        (
+            {},
+            _on_four("ring", circulates_queries=True),
+            4 * 2 * KV + 4 * 2 * QUERY + 2 * 3 * QUERY,
+        ),
         # dk and dv of four ranks, of both heads, or of the only one.
-        ("all_gather", 1, 2, 2 * 4 * 4 * KV),
-        ("all_gather", 1, 1, 2 * 4 * 4 * KV / 2),
+        ({}, _on_four("all_gather"), 2 * 4 * 4 * KV),
+        (ONE_KV, _on_four("all_gather"), 2 * 4 * 4 * KV / 2),
         # Two stages of 1.5 chunks, each with gradients and twice: as sent and as received.
-        ("group_cast", 1, 2, 4 * QUERY + 2 * KV * (2 * 4 + 2 * 1.5 * (2 + 4))),
+        ({}, _on_four("group_cast"), 4 * QUERY + 2 * KV * (2 * 4 + 2 * 1.5 * (2 + 4))),
         # Between nodes sums of what is handed on as well.
-        ("group_cast", 2, 2, 4 * QUERY + 2 * KV * (3 * 4 + 2 * 1.5 * (2 + 4))),
+        ({}, _on_four("group_cast", inter=2), 4 * QUERY + 2 * KV * (3 * 4 + 2 * 1.5 * (2 + 4))),
+        # FlashAttention-4 sums dq in fp32, and where query heads share keys also dk and dv.
+        ({}, {"backend": "flex"}, 4 * (QUERY + 2 * KV)),
+        (MHA, {"backend": "flex"}, 4 * QUERY),
+        # flex receives the 12 blocks of a stage as 16.
+        (
+            _on_four("group_cast"),
+            {"backend": "flex"},
+            4 * (QUERY + 2 * KV) + 2 * KV * (2 - 1.5) * (2 + 4),
+        ),
+        # cuDNN: dq, and where query heads share keys also rounded dk and dv of each query head.
+        ({}, {"backend": "cudnn"}, 4 * QUERY + 2 * 2 * QUERY),
+        (MHA, {"backend": "cudnn"}, 4 * QUERY),
+        (_on_four("ring"), {"backend": "cudnn"}, 4 * QUERY + 2 * 2 * QUERY),
+        # all_gather: one head at a time.
+        (_on_four("all_gather"), {"backend": "cudnn"}, (4 * QUERY + 2 * 2 * QUERY) / 2),
     ],
 )
-def test_workspace_of_a_schedule_by_hand(schedule, inter, kv_heads, expected):
-    model = dataclasses.replace(MODEL, kv_heads=kv_heads)
-    alone = Step(model=model, sequences=1, seq_len=TOKENS, backend="triton")
-    step = dataclasses.replace(
-        alone, seq_len=4 * TOKENS, cp=4, inter=inter, schedule=SCHEDULES[schedule]
-    )
-    assert attention_workspace(step) - attention_workspace(alone) == expected
+def test_workspace_by_hand(of_both, change, expected):
+    before = dataclasses.replace(ALONE, **of_both)
+    after = dataclasses.replace(before, **change)
+    assert attention_workspace(after) - attention_workspace(before) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        ({}, 0.17 * 2 * 2 * (QUERY + KV)),
+        # Full and partial lists, by query and by key, four bytes each; with verticals by head.
+        ({"most_blocks": 10_000}, 4 * 4 * (TOKENS // 128) * 10_000),
+        ({"most_blocks": 10_000, "verticals": 128}, 4 * 4 * 4 * (TOKENS // 128) * 10_000),
+        # Three tables of scores in fp32: a query block of all heads against all keys.
+        ({"backend": "eager", "sequences": 2}, 3 * 4 * (2 * 4 * 128) * TOKENS),
+    ],
+)
+def test_workspace_without_a_schedule(change, expected):
+    assert attention_workspace(dataclasses.replace(ALONE, **change)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("schedule", ["ring", "all_gather", "group_cast"])
@@ -126,8 +141,7 @@ def test_the_estimate_counts_workspace_and_buffers(monkeypatch, schedule):
     """Workspace counts in the backward of blocks, buffers in every phase, including the loss."""
     # Without an MLP to speak of, attention's backward is the worst point of a block's.
     model = dataclasses.replace(MODEL, intermediate_size=1)
-    record = SCHEDULES[schedule]
-    step = Step(model=model, sequences=1, seq_len=4 * TOKENS, cp=4, schedule=record, backend="flex")
+    step = dataclasses.replace(ALONE, backend="flex", **_on_four(schedule), model=model)
     with_all = estimate(step)
     workspace = attention_workspace(step) / GIB
     buffers = cp_buffers(step) / GIB
@@ -138,48 +152,6 @@ def test_the_estimate_counts_workspace_and_buffers(monkeypatch, schedule):
         missing = sum(with_all[phase].values()) - sum(parts.values())
         of_backward = workspace if phase.startswith("backward") else 0
         assert missing == pytest.approx(buffers + of_backward, rel=1e-6), phase
-
-
-@pytest.mark.parametrize("kv_heads, summed", [(2, QUERY + 2 * KV), (4, QUERY)])
-def test_flash_attention_sums_in_fp32(kv_heads, summed):
-    """dq, and where query heads share keys also dk and dv."""
-    model = dataclasses.replace(MODEL, kv_heads=kv_heads)
-    triton = Step(model=model, sequences=1, seq_len=TOKENS, backend="triton")
-    flex = dataclasses.replace(triton, backend="flex")
-    assert attention_workspace(flex) - attention_workspace(triton) == 4 * summed
-
-
-def test_long_lists_of_blocks_count():
-    """Full and partial ones, by query and by key, four bytes each; with verticals by head."""
-    step = Step(model=MODEL, sequences=1, seq_len=TOKENS, backend="triton", most_blocks=10_000)
-    lists = 4 * 4 * (TOKENS // 128) * 10_000
-    assert attention_workspace(step) == lists
-    assert attention_workspace(dataclasses.replace(step, verticals=128)) == 4 * lists
-
-
-def test_eager_holds_scores_of_a_query_block():
-    """Three in fp32, of all heads and keys."""
-    step = Step(model=MODEL, sequences=2, seq_len=TOKENS, backend="eager")
-    assert attention_workspace(step) == 3 * 4 * (2 * 4 * 128) * TOKENS
-
-
-@pytest.mark.parametrize("kv_heads, rounded", [(2, 2 * QUERY), (4, 0)])
-@pytest.mark.parametrize("schedule, share", [("local", 1), ("ring", 1), ("all_gather", None)])
-def test_cudnn_sums_in_fp32_and_by_query_head(kv_heads, rounded, schedule, share):
-    """dq, and where query heads share keys also rounded dk and dv of each head. all_gather: one head at a time."""
-    model = dataclasses.replace(MODEL, kv_heads=kv_heads)
-    ranks = 1 if schedule == "local" else 4
-    triton = Step(
-        model=model,
-        sequences=1,
-        seq_len=ranks * TOKENS,
-        cp=ranks,
-        schedule=SCHEDULES[schedule],
-        backend="triton",
-    )
-    by_cudnn = dataclasses.replace(triton, backend="cudnn")
-    more = attention_workspace(by_cudnn) - attention_workspace(triton)
-    assert more == (share or 1 / kv_heads) * (4 * QUERY + 2 * rounded)
 
 
 @pytest.mark.parametrize(
@@ -198,8 +170,6 @@ def test_moba_on_one_rank_gathers_queries(backend, ranks, words, gathers):
     one = ["--parallelism.cp", "1", "--parallelism.cp_intra", "0"]
     step = step_of_words("variants/moba", backend, ranks, *one, *words)
     assert step.gathers_queries == gathers
-    model = step.model
     by_blocks = attention_workspace(dataclasses.replace(step, gathers_queries=False))
-    gradients = 2 * 4 * step.tokens * model.kv_heads * model.head_dim
-    more = launch._LIST_BYTES + launch._TOTAL_BYTES + gradients if gathers else 0
+    more = launch._LIST_BYTES + launch._TOTAL_BYTES + 2 * 4 * step.kv if gathers else 0
     assert attention_workspace(step) == by_blocks + more

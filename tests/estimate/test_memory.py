@@ -1,43 +1,77 @@
-"""The memory estimate: against the bytes of the real model's step on fake tensors, against a
-measured run, lever by lever."""
+"""The memory estimate: against the bytes of the real model's step on fake tensors, against measured
+runs, and by hand."""
 
 import dataclasses
 import json
+import shlex
 import subprocess
 import sys
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.estimate.steps import ROOT, step_of_words
-from tests.fake_step import peaks_of_a_step
-from titan_sparse.attention.context_parallel.schedule import ALL_GATHER
+from tests.fake_step import fake_world, peaks_of_a_step
+from titan_sparse.attention.backends import has_flash_attention_4
+from titan_sparse.attention.context_parallel.schedule import ALL_GATHER, RING
+from titan_sparse.config import Checkpoint, Config
 from titan_sparse.estimate import memory
-from titan_sparse.estimate.memory import GIB, Step, estimate, peak_gib
+from titan_sparse.estimate.dry_run import host_gib
+from titan_sparse.estimate.memory import GIB, estimate, frozen_bytes, master_bytes, peak_gib
+from titan_sparse.estimate.step import Step
+from titan_sparse.models.decoder import Attends
 from titan_sparse.models.flavours import FLAVOURS
+from titan_sparse.models.lora_config import Adapters, adapter_elements, resolve_adapters
+from titan_sparse.training.build_model import build_model
+
+torch.set_num_threads(1)
 
 # Published shapes with few layers: tied with biases; a head of its own; queries wider than the model, with their norms.
-SHAPES = {
-    "qwen2.5-0.5b": (dataclasses.replace(FLAVOURS["qwen2.5-0.5b"], layers=3), 32768, 1),
-    "llama3.1-8b": (dataclasses.replace(FLAVOURS["llama3.1-8b"], layers=3), 16384, 4),
-    "qwen3-0.6b": (dataclasses.replace(FLAVOURS["qwen3-0.6b"], layers=3), 65536, 2),
-}
+QWEN2 = dataclasses.replace(FLAVOURS["qwen2.5-0.5b"], layers=3), 32768
+LLAMA = dataclasses.replace(FLAVOURS["llama3.1-8b"], layers=3), 16384
+QWEN3 = dataclasses.replace(FLAVOURS["qwen3-0.6b"], layers=3), 65536
+RECIPE = "lora_llama3_1_8b_256k_1gpu"
+ALL = "all-linear"
+SOME = "q_proj,v_proj"
+
+
+def _adapters(model, targets: str, rank: int = 16) -> Adapters | None:
+    return resolve_adapters(model, rank, 32, 0.0, targets, "default") if targets else None
+
+
+def _slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
-    "shape, mode",
+    "shape, ranks, mode, targets, chunk, tolerance",
     [
-        pytest.param(
-            shape,
-            mode,
-            marks=pytest.mark.slow if (mode == "full") != (shape == "qwen2.5-0.5b") else (),
-        )
-        for shape in SHAPES
-        for mode in ("full", "selective", "none")
+        # Tight where the counts are exact, so that a tensor too many or too few shows.
+        (QWEN2, 1, "full", "", 0, 0.02),
+        _slow(QWEN2, 1, "selective", "", 0, 0.1),
+        _slow(QWEN2, 1, "none", "", 0, 0.1),
+        _slow(LLAMA, 4, "full", "", 0, 0.05),
+        (LLAMA, 4, "selective", "", 0, 0.1),
+        _slow(LLAMA, 4, "none", "", 0, 0.1),
+        _slow(QWEN3, 2, "full", "", 0, 0.02),
+        _slow(QWEN3, 2, "selective", "", 0, 0.1),
+        (QWEN3, 2, "none", "", 0, 0.1),
+        (QWEN2, 1, "full", ALL, 0, 0.1),
+        (QWEN2, 1, "full", ALL, 4096, 0.1),
+        (QWEN2, 2, "none", ALL, 0, 0.1),
+        (QWEN2, 1, "none", SOME, 0, 0.1),
+        _slow(LLAMA, 4, "full", SOME, 0, 0.1),
+        _slow(LLAMA, 4, "full", ALL, 4096, 0.1),
+        _slow(LLAMA, 4, "none", ALL, 0, 0.1),
     ],
 )
-def test_estimate_is_what_fake_tensors_count(monkeypatch, shape, mode):
-    model, tokens, ranks = SHAPES[shape]
+def test_estimate_is_what_fake_tensors_count(
+    monkeypatch, shape, ranks, mode, targets, chunk, tolerance
+):
+    if targets:
+        pytest.importorskip("peft")
+    model, tokens = shape
     step = Step(
         model=model,
         sequences=1,
@@ -46,31 +80,111 @@ def test_estimate_is_what_fake_tensors_count(monkeypatch, shape, mode):
         mode=mode,
         optimizer_scratch=True,
         loss_chunk_tokens=1024,
+        adapters=_adapters(model, targets),
+        mlp_chunk_tokens=chunk,
     )
     monkeypatch.setattr(memory, "attention_workspace", lambda step: 0)  # fake attention takes none
     totals = [sum(parts.values()) for parts in estimate(step).values()]
     block, loss, *backward, optimizer = totals
-    counted = peaks_of_a_step(monkeypatch, model, mode, tokens, ranks, 1024)
-    # Tight where the counts are exact, so that a tensor too many or too few shows
-    if mode != "full":
-        tolerance = 0.1
-    elif model.tied_embeddings:
-        tolerance = 0.02
-    else:
-        tolerance = 0.05
+    counted = peaks_of_a_step(monkeypatch, step)
     assert max(block, loss) == pytest.approx(counted[0], rel=tolerance)
     assert max(backward) == pytest.approx(counted[1], rel=tolerance)
     assert optimizer == pytest.approx(counted[2], rel=0.01)
 
 
-@pytest.mark.parametrize("backend", ["flex", "triton"])
-def test_estimate_is_what_was_measured(backend):
-    # docs/benchmarks.md, "Training steps": one H200, compiled, full checkpointing
-    assert peak_gib(step_of_words("qwen2_5_0_5b_128k", backend)) == pytest.approx(25.0, rel=0.1)
-    assert peak_gib(
-        step_of_words("qwen2_5_0_5b_128k", backend, 1, "--attention.pattern", "dense")
-    ) == pytest.approx(24.9, rel=0.1)
+def _ablations():
+    """Options that save memory, one at a time and together, on one H200 with torch 2.11."""
+    path = ROOT / "benchmarks/results/ablations_qwen2_5_3b_12layers_128k_h200.json"
+    for row in json.loads(path.read_text())["rows"]:
+        _, _, command = row["command"].partition("--config train_configs/")
+        config, *words = shlex.split(command)
+        measured = max(step["memory_gib"] for step in row["steps"])
+        yield config.removesuffix(".toml"), "flex", words, measured, 0.04
 
+
+def _recipe(tokens: str, layers: str, chunk: str, measured: float) -> tuple:
+    """Three steps of LoRA on an H200 with torch 2.11."""
+    words = f"""
+        --training.seq_len {tokens} --model.layers {layers} --training.mlp_chunk_tokens {chunk}
+        --activation_checkpoint.attention_recompute 0.0
+    """
+    return RECIPE, "triton", words.split(), measured, 0.1
+
+
+@pytest.mark.parametrize(
+    "config, backend, words, measured, tolerance",
+    [
+        # docs/benchmarks.md, "Training steps".
+        ("qwen2_5_0_5b_128k", "flex", [], 25.0, 0.01),
+        ("qwen2_5_0_5b_128k", "triton", [], 25.0, 0.01),
+        ("qwen2_5_0_5b_128k", "flex", ["--attention.pattern", "dense"], 24.9, 0.01),
+        *_ablations(),
+        _recipe("65536", "8", "0", 38.31),
+        _recipe("65536", "8", "4096", 20.75),
+        _recipe("131072", "32", "16384", 93.13),
+    ],
+)
+def test_estimate_is_what_was_measured(config, backend, words, measured, tolerance):
+    step = step_of_words(config, backend, 1, *words)
+    assert peak_gib(step) == pytest.approx(measured, rel=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ("qwen2_5_0_5b_128k", "--training.seq_len 32768 --activation_checkpoint.mode full"),
+        ("qwen2_5_0_5b_128k", "--training.seq_len 32768 --activation_checkpoint.mode selective"),
+        ("qwen2_5_0_5b_128k", "--training.seq_len 32768 --activation_checkpoint.mode none"),
+        (RECIPE, "--training.seq_len 65536 --model.layers 8 --training.mlp_chunk_tokens 0"),
+        (RECIPE, "--training.seq_len 65536 --model.layers 8 --training.mlp_chunk_tokens 4096"),
+    ],
+)
+def test_estimate_is_what_a_gpu_measures(tmp_path, config, words):
+    """The banner's peak against torch.cuda.max_memory_allocated after three compiled steps."""
+    of_run = f"""
+        {words} --training.steps 3 --lr_scheduler.warmup_steps 1 --checkpoint.enable false
+        --activation_checkpoint.attention_recompute 0.0 --data.tokenizer bytes
+        --data.source python --data.join_packages true --metrics.recall_every 0
+    """.split()
+    command = [sys.executable, "train.py", "--config", f"train_configs/{config}.toml", *of_run]
+    subprocess.run([*command, "--training.output_dir", str(tmp_path)], cwd=ROOT, check=True)
+    measured = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["memory_gib"]
+    backend = "flex" if has_flash_attention_4() else "triton"
+    expected = peak_gib(step_of_words(config, backend, 1, *of_run))
+    print(f"{words}: expected {expected:.2f} GiB, measured {measured:.2f}")
+    assert expected == pytest.approx(measured, rel=0.1)
+
+
+def test_bytes_of_parameters_are_those_of_the_model():
+    """Of a model with adapters on a rank of four, and what the optimizer keeps."""
+    pytest.importorskip("peft")
+    config = Config()
+    config.model.flavour = "debug"
+    config.training.device = "cpu"
+    config.lora.rank = 8
+    model = FLAVOURS["debug"]
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (4,))
+        decoder = build_model(config, model, Attends(None, None), mesh, torch.device("cpu"))
+        local = {True: 0, False: 0}
+        for parameter in decoder.parameters():
+            local[parameter.requires_grad] += parameter.to_local().nbytes
+    adapters = _adapters(model, ALL, rank=8)
+    step = Step(model=model, sequences=1, seq_len=64, shards=4, adapters=adapters)
+    assert frozen_bytes(step) == local[False]
+    assert master_bytes(step) == local[True]
+    standing = estimate(step)["optimizer step"]
+    assert standing["parameters"] * GIB == pytest.approx(local[True] + local[False])
+    assert standing["optimizer states"] * GIB == pytest.approx(2 * local[True])
+    assert standing["gradients"] * GIB == pytest.approx(local[True])
+    # A save in the background copies what is trained, and its states.
+    saves = Checkpoint(enable=True, async_mode="async")
+    assert host_gib(step, saves)["copy for a save"] * GIB == pytest.approx(3 * local[True])
+
+
+# By hand ---------------------------------------------------------------------------------------
 
 LONG = Step(
     model=FLAVOURS["qwen2.5-3b"],
@@ -80,101 +194,57 @@ LONG = Step(
     backend="triton",
     loss_chunk_tokens=4096,
 )
+# GiB of Qwen2.5-3B with 524,288 tokens: parameters in fp32, out with its lse, an intermediate tensor.
+PARAMETERS = 3.086e9 * 4 / GIB
+LSE = 16 * 524288 * 4 / GIB
+OUT = 2 + LSE
+INTERMEDIATE = 10.75
 
 
-def test_levers_take_what_they_are_known_to_take():
-    """Qwen2.5-3B, 524,288 tokens, by hand in GiB. An intermediate tensor is 10.75, a hidden or
-    query tensor is 2.
-    """
-    hidden = 2.0
-    query = 2.0
-    intermediate = 10.75
-    layers = 36
+@pytest.mark.parametrize(
+    "change, saved",
+    [
+        ({"attention_recompute": 1.0}, 36 * OUT - 2),
+        ({"attention_recompute": -1.0}, 36 * OUT - 2),
+        ({"attention_recompute": 0.5}, (36 * OUT - 2) / 2),
+        # Weights and two states. At the peak no gradients wait yet.
+        ({"offload_optimizer": True}, 3 * PARAMETERS),
+        ({"accumulates": True}, -PARAMETERS),
+        ({"loss_chunk_tokens": 1024}, 0),
+    ],
+)
+def test_levers_save_what_they_are_known_to_save(change, saved):
+    changed = dataclasses.replace(LONG, **change)
+    assert peak_gib(LONG) - peak_gib(changed) == pytest.approx(saved, abs=0.1)
 
-    def change(**levers) -> float:
-        return peak_gib(LONG) - peak_gib(dataclasses.replace(LONG, **levers))
 
-    lse = 16 * 524288 * 4 / GIB
-    assert change(attention_recompute=1.0) == pytest.approx(layers * (query + lse) - query, abs=0.1)
-    assert change(attention_recompute=0.5) == pytest.approx(
-        (layers * (query + lse) - query) / 2, abs=0.1
-    )
-    assert change(attention_recompute=-1.0) == change(attention_recompute=1.0)
-    kept = [
-        estimate(dataclasses.replace(LONG, offload=on))["loss"]["kept for backward"]
-        for on in (False, True)
-    ]
-    assert kept[0] - kept[1] == pytest.approx((layers - 3) * (hidden + query + lse), abs=0.1)
-    assert (
-        change(mlp_chunk_tokens=4096) > 3 * intermediate
-    )  # until attention's backward is the worst
-    assert change(offload_optimizer=True) == pytest.approx(
-        3.086e9 * 12 / GIB, abs=0.1
-    )  # at the peak no gradients wait yet
-    assert change(accumulates=True) == pytest.approx(-3.086e9 * 4 / GIB, abs=0.1)
-    assert change(loss_chunk_tokens=1024) == 0
-    assert change(shards=8) == pytest.approx(3.086e9 * 12 * 7 / 8 / GIB, abs=0.3)
-    together = dataclasses.replace(
-        LONG, attention_recompute=1.0, offload=True, mlp_chunk_tokens=4096
-    )
+def test_levers_together_and_ranks():
+    chunked = dataclasses.replace(LONG, mlp_chunk_tokens=4096)
+    # Until attention's backward is the worst.
+    assert peak_gib(LONG) - peak_gib(chunked) > 3 * INTERMEDIATE
+    together = dataclasses.replace(chunked, attention_recompute=1.0, offload=True)
     assert peak_gib(together) < 100 < peak_gib(LONG)
+    offloaded = estimate(dataclasses.replace(LONG, offload=True))["loss"]["kept for backward"]
+    kept = estimate(LONG)["loss"]["kept for backward"]
+    # The input and attention's results of all but three blocks.
+    assert kept - offloaded == pytest.approx(33 * (2 + OUT), abs=0.1)
+    sharded = dataclasses.replace(LONG, shards=8)
+    saved = 3 * PARAMETERS * 7 / 8
+    assert peak_gib(LONG) - peak_gib(sharded) == pytest.approx(saved, abs=0.3)
+    cp = estimate(dataclasses.replace(LONG, cp=4, schedule=ALL_GATHER))["loss"]
+    assert cp["kept for backward"] == pytest.approx(kept / 4, rel=0.01)
+    # K and V of two heads.
+    assert cp["context-parallel buffers"] == 2 * 2 * 524288 * 128 * 2 / GIB
 
-
-def test_context_parallelism_divides_activations():
-    cp = dataclasses.replace(LONG, cp=4, schedule=ALL_GATHER)
-    kept = [parts["kept for backward"] for parts in (estimate(LONG)["loss"], estimate(cp)["loss"])]
-    assert kept[1] == pytest.approx(kept[0] / 4, rel=0.01)
-    assert (
-        estimate(cp)["loss"]["context-parallel buffers"] == 2 * 2 * 524288 * 128 * 2 / GIB
-    )  # K and V of two heads
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("mode", ["full", "selective", "none"])
-def test_estimate_is_what_a_gpu_measures(tmp_path, mode):
-    """The banner's peak against torch.cuda.max_memory_allocated after three compiled steps."""
-    words = [
-        "--training.seq_len",
-        "32768",
-        "--training.steps",
-        "3",
-        "--activation_checkpoint.mode",
-        mode,
-        "--lr_scheduler.warmup_steps",
-        "1",
-    ]
-    subprocess.run(
-        [
-            sys.executable,
-            "train.py",
-            "--config",
-            "train_configs/qwen2_5_0_5b_128k.toml",
-            *words,
-            "--metrics.recall_every",
-            "0",
-            "--training.output_dir",
-            str(tmp_path),
-        ],
-        cwd=ROOT,
-        check=True,
-    )
-    measured = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["memory_gib"]
-    expected = peak_gib(step_of_words("qwen2_5_0_5b_128k", "flex", 1, *words))
-    print(f"{mode}: expected {expected:.2f} GiB, measured {measured:.2f}")
-    assert expected == pytest.approx(measured, rel=0.1)
-
-
-# Single parts, added up by hand ---------------------------------------------------------------
 
 TOKENS = 4096
-HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS = 64, 512, 1000, 3
+HIDDEN, WIDE, VOCABULARY, LAYERS = 64, 512, 1000, 3
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 # The MLP is so wide that its backward is the worst point of a block's.
 MODEL = dataclasses.replace(
     FLAVOURS["debug"],
     hidden_size=HIDDEN,
-    intermediate_size=INTERMEDIATE,
+    intermediate_size=WIDE,
     vocab_size=VOCABULARY,
     layers=LAYERS,
     heads=HEADS,
@@ -186,52 +256,44 @@ MODEL = dataclasses.replace(
 )
 STEP = Step(model=MODEL, sequences=1, seq_len=TOKENS, backend="triton", compiled=True)
 BACKWARD = "backward of the last block"
+BLOCK_BACKWARD = (BACKWARD, "block and attention")
+# Queries and out, keys and values; gate, up and down; two norms.
+BLOCK = HIDDEN * 2 * (HEADS + KV_HEADS) * HEAD_DIM + 3 * HIDDEN * WIDE + 2 * HIDDEN
+# The last norm lies in no block, and is counted as if it did.
+BLOCK += HIDDEN / LAYERS
+EMBEDDING = VOCABULARY * HIDDEN
 
 
-def part(step: Step, phase: str, name: str) -> float:
+def _part(step: Step, phase: str, name: str) -> float:
     return estimate(step)[phase][name] * GIB
 
 
-def added(phase: str, name: str, **changes) -> float:
-    return part(dataclasses.replace(STEP, **changes), phase, name) - part(STEP, phase, name)
-
-
-def exactly(size: float) -> object:
-    return pytest.approx(size, rel=1e-9)
-
-
-def test_float8_keeps_operands():
-    """tensorwise: both, a byte an element. rowwise: eight bytes an intermediate element."""
-    name = "block and attention"
-    tensorwise = added(BACKWARD, name, float8=True, float8_recipe="tensorwise")
-    rowwise = added(BACKWARD, name, float8=True, float8_recipe="rowwise")
-    assert tensorwise == exactly(TOKENS * (HIDDEN + INTERMEDIATE))
-    assert rowwise == exactly(TOKENS * 8 * INTERMEDIATE)
-
-
-def test_a_chunked_mlp_sums_its_weights_gradients():
-    """The sum is in fp32. A single chunk of all tokens saves nothing else."""
-    more = added(BACKWARD, "block and attention", mlp_chunk_tokens=TOKENS)
-    assert more == exactly(3 * HIDDEN * INTERMEDIATE * 4)
-
-
-def test_every_block_keeps_its_selection():
-    """The index, and keys and values of the gathered verticals."""
-    more = added("loss", "kept for backward", index_bytes=1000, verticals=256)
-    assert more == exactly(LAYERS * (1000 + 2 * HEADS * 256 * HEAD_DIM * 2))
+@pytest.mark.parametrize(
+    "place, changes, added",
+    [
+        # Both operands, a byte an element.
+        (BLOCK_BACKWARD, {"float8": True, "float8_recipe": "tensorwise"}, TOKENS * (HIDDEN + WIDE)),
+        (BLOCK_BACKWARD, {"float8": True, "float8_recipe": "rowwise"}, TOKENS * 8 * WIDE),
+        # Gradients of weights are summed in fp32. A single chunk of all tokens saves nothing else.
+        (BLOCK_BACKWARD, {"mlp_chunk_tokens": TOKENS}, 3 * HIDDEN * WIDE * 4),
+        # Every block keeps its index, and keys and values of the gathered verticals.
+        (
+            ("loss", "kept for backward"),
+            {"index_bytes": 1000, "verticals": 256},
+            LAYERS * (1000 + 2 * HEADS * 256 * HEAD_DIM * 2),
+        ),
+    ],
+)
+def test_what_an_option_adds(place, changes, added):
+    more = _part(dataclasses.replace(STEP, **changes), *place) - _part(STEP, *place)
+    assert more == pytest.approx(added, rel=1e-9)
 
 
 def test_what_all_blocks_share():
     """cos and sin in fp32, three int32 of the mask, and the gradient that the embedding reads."""
-    kept = part(STEP, "gradient of the embedding", "kept for backward")
-    assert kept == exactly(2 * TOKENS * HEAD_DIM * 4 + 3 * TOKENS * 4 + TOKENS * HIDDEN * 2)
-
-
-# Queries and out, keys and values; gate, up and down; two norms.
-BLOCK = HIDDEN * 2 * (HEADS + KV_HEADS) * HEAD_DIM + 3 * HIDDEN * INTERMEDIATE + 2 * HIDDEN
-# The last norm lies in no block, and is counted as if it did.
-BLOCK += HIDDEN / LAYERS
-EMBEDDING = VOCABULARY * HIDDEN
+    kept = _part(STEP, "gradient of the embedding", "kept for backward")
+    shared = 2 * TOKENS * HEAD_DIM * 4 + 3 * TOKENS * 4 + TOKENS * HIDDEN * 2
+    assert kept == pytest.approx(shared, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -248,4 +310,95 @@ EMBEDDING = VOCABULARY * HIDDEN
 )
 def test_gathered_weights(shards, reshards, phase, elements):
     step = dataclasses.replace(STEP, shards=shards, reshard_after_forward=reshards)
-    assert part(step, phase, "gathered weights") == exactly(2 * elements)
+    assert _part(step, phase, "gathered weights") == pytest.approx(2 * elements, rel=1e-9)
+
+
+def test_nothing_frozen_has_a_gradient():
+    model, _ = LLAMA
+    whole = Step(model=model, sequences=1, seq_len=4096)
+    step = dataclasses.replace(whole, adapters=_adapters(model, ALL))
+    head = model.vocab_size * model.hidden_size
+    assert _part(whole, "loss", "loss") - _part(step, "loss", "loss") == pytest.approx(4 * head)
+    of_adapters = 4 * adapter_elements(model, step.adapters)
+    for phase in ("gradient of the embedding", "optimizer step"):
+        assert _part(step, phase, "gradients") == pytest.approx(of_adapters)
+    last = _part(step, BACKWARD, "gradients")
+    assert last == pytest.approx(of_adapters / 2 / model.layers)
+    # Chunks of the MLP sum up no gradients of its weights.
+    chunked = dataclasses.replace(step, mlp_chunk_tokens=4096)
+    assert estimate(chunked)[BACKWARD] == estimate(step)[BACKWARD]
+
+
+# A configuration becomes a step -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "ranks, words, expected",
+    [
+        (
+            8,
+            "",
+            {
+                "tokens": 131072,
+                "shards": 8,
+                "cp": 8,
+                "schedule": ALL_GATHER,
+                "compiled": True,
+                # One list of 5242 + 4 verticals in whole blocks; a flag a slash; two flags a budget.
+                "verticals": 5248,
+                "index_bytes": 32 * (5248 * 4 + 8192 + 2),
+            },
+        ),
+        (
+            16,
+            "--parallelism.dp_replicate 2 --training.gradient_accumulation_steps 2 "
+            "--attention.schedule ring --attention.gradient_dtype bfloat16 --optimizer.name SGD "
+            "--activation_checkpoint.mode none --training.seq_len 1000000 "
+            "--optimizer.implementation foreach --parallelism.reshard_after_forward false "
+            "--training.loss_chunk_tokens 512",
+            {
+                "shards": 8,
+                "schedule": RING,
+                "gradient_width": 2,
+                "accumulates": True,
+                "optimizer_scratch": True,
+                "optimizer_states": 0,
+                "mode": "none",
+                "seq_len": 1000448,
+                "reshard_after_forward": False,
+                "loss_chunk_tokens": 512,
+            },
+        ),
+        # The cap, the slashes that are always selected, and one more.
+        (
+            8,
+            "--attention.mask causal --attention.vertical_slash.max_slashes 100 "
+            "--attention.vertical_slash.local_slashes 2",
+            {"most_blocks": 103},
+        ),
+        (8, "--attention.pattern dense", {"most_blocks": 1048576 // 128}),
+    ],
+)
+def test_options_become_a_step(ranks, words, expected):
+    step = step_of_words("qwen3_8b_1m", "flex", ranks, *words.split())
+    assert {name: getattr(step, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "words, backend",
+    [
+        ("", "triton"),  # documents
+        ("--attention.layout zigzag", "cudnn"),
+        ("--attention.layout striped", "triton"),
+        ("--parallelism.cp 1", "cudnn"),
+        ("--attention.layout zigzag --attention.sliding_window 4096", "triton"),
+        ("--attention.layout zigzag --attention.schedule group_cast", "triton"),
+    ],
+)
+def test_cudnns_memory_counts_where_it_computes(words, backend):
+    """Squares and rectangles. triton does the rest."""
+    if words:
+        words = f"--attention.mask causal_across_documents {words}"
+    words = ["--attention.pattern", "dense", *words.split()]
+    assert step_of_words("qwen3_8b_1m", "cudnn", 8, *words).backend == backend
+    assert step_of_words("qwen3_8b_1m", "flex", 8, *words).backend == "flex"

@@ -1,7 +1,6 @@
 """What the memory of a training step depends on, and how a configuration becomes that."""
 
 from dataclasses import dataclass
-from operator import attrgetter
 
 import torch
 
@@ -19,21 +18,9 @@ from titan_sparse.config import (
     resolve_cp_intra,
     resolve_overlap_stages,
 )
-from titan_sparse.config.reading import KINDS
 from titan_sparse.from_config import schedule_named
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.lora_config import Adapters, resolve_adapters
-
-LEVERS = {
-    "attention_recompute": "activation_checkpoint.attention_recompute",
-    "offload": "activation_checkpoint.offload",
-    "mlp_chunk_tokens": "training.mlp_chunk_tokens",
-    "offload_optimizer": "optimizer.offload",
-    "float8": "float8.enable",
-    "float8_recipe": "float8.recipe",
-}
-"""Fields of Step that are configuration options of their own. A field whose option the
-configuration does not have keeps its default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +31,19 @@ class Step:
     width: bytes of an element in training.dtype.
     shards: ranks that parameters are sharded over. cp: context-parallel ranks.
     inter: nodes that the context-parallel ranks are on.
-    overlap_stages: of the schedule group_cast, forward and backward. Its ranks are taken to need
-        every block.
+    overlap_stages: of the schedule group_cast, forward and backward. The estimate assumes that each
+        rank needs every block.
     gradient_width: bytes of an element of dK and dV as they are sent.
-    circulates_queries: whether queries go around a ring in the backward, not keys and values.
+    circulates_queries: whether queries travel around the ring in the backward instead of keys.
     gathers_queries: whether queries are gathered by the chunks that they chose.
     mode: of activation checkpointing.
-    index_bytes: what one layer's selection keeps. verticals: gathered verticals a head, of one
-        layer. most_blocks: bound on the KV blocks that a query block meets.
+    index_bytes: what one layer's selection keeps. verticals: gathered verticals of a head in one
+        layer. most_blocks: the most KV blocks that a query block can meet.
     optimizer_states: copies of the parameters that the optimizer keeps. optimizer_scratch: whether
-        its step needs one more for a moment.
+        its step needs one more copy for a moment.
     accumulates: whether gradients are summed over several forwards.
+    attention_recompute: as configured. Negative: as much as memory requires, so the estimate assumes
+        all of it.
     adapters: what is trained in place of the model's own weights.
     """
 
@@ -93,16 +82,30 @@ class Step:
     @property
     def tokens(self) -> int:
         """Tokens of this rank in one forward."""
-        tokens = self.sequences * self.seq_len
-        return tokens // self.cp
+        return self.sequences * self.seq_len // self.cp
+
+    @property
+    def query(self) -> int:
+        """Elements of q on this rank."""
+        return self.tokens * self.model.heads * self.model.head_dim
+
+    @property
+    def kv(self) -> int:
+        """Elements of K on this rank. V has as many."""
+        return self.tokens * self.model.kv_heads * self.model.head_dim
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of weights, gradients, optimizer states and sums.
+        """Bytes of an element of weights, gradients, optimizer states, and sums.
 
-        fp32, or fp64 where training.dtype is fp64.
+        They are in fp32, or in fp64 where training.dtype is fp64.
         """
         return max(self.width, 4)
+
+    @property
+    def recomputed(self) -> float:
+        """Share of attention's results that the backward computes again."""
+        return 1.0 if self.attention_recompute < 0 else self.attention_recompute
 
 
 def step_of(
@@ -119,29 +122,31 @@ def step_of(
     """
     training = config.training
     attention = config.attention
-    parallelism = config.parallelism
-    dtype = getattr(torch, training.dtype)
-    intra = resolve_cp_intra(parallelism, local_world_size)
-    inter = parallelism.cp // intra
+    cp = config.parallelism.cp
+    width = getattr(torch, training.dtype).itemsize
+    intra = resolve_cp_intra(config.parallelism, local_world_size)
+    inter = cp // intra
     schedule = SCHEDULES[schedule_named(attention, inter, intra)]
     multiple = padding_multiple(config)
     seq_len = -(-training.seq_len // multiple) * multiple
 
-    # torch's optimizers take the foreach implementation by themselves where there is no fused one.
-    foreach = config.optimizer.implementation == "foreach"
-    foreach_by_default = config.optimizer.implementation == "auto" and training.device == "cpu"
-    if attention.gradient_dtype == "bfloat16":
-        gradient_width = 2
-    else:
-        gradient_width = max(dtype.itemsize, 4)
-    levers = {field: attrgetter(key)(config) for field, key in LEVERS.items() if key in KINDS}
+    # torch's optimizers choose the foreach implementation where there is no fused one.
+    implementation = config.optimizer.implementation
+    foreach = implementation == "foreach" or (implementation == "auto" and training.device == "cpu")
+    gradient_width = 2 if attention.gradient_dtype == "bfloat16" else max(width, 4)
+    gathers_queries = (
+        isinstance(pattern, MoBA)
+        and backend in ("triton", "flex")
+        and cp == 1
+        and attention.sliding_window == 0
+    )
     return Step(
         model=model,
         sequences=training.local_batch_size,
         seq_len=seq_len,
-        width=dtype.itemsize,
-        shards=world_size // parallelism.dp_replicate,
-        cp=parallelism.cp,
+        width=width,
+        shards=world_size // config.parallelism.dp_replicate,
+        cp=cp,
         schedule=schedule,
         inter=inter,
         overlap_stages=resolve_overlap_stages(attention, inter),
@@ -151,46 +156,39 @@ def step_of(
             model.heads,
             model.kv_heads,
             model.head_dim,
-            dtype.itemsize,
+            width,
             gradient_width,
         ),
-        gathers_queries=_gathers_queries(config, pattern, backend),
+        gathers_queries=gathers_queries,
         mode=config.activation_checkpoint.mode,
         compiled=config.compile.enable,
         backend=_computing_backend(config, backend, schedule),
         block_size=attention.block_size,
         optimizer_states=0 if config.optimizer.name == "SGD" else 2,
-        optimizer_scratch=foreach or foreach_by_default,
+        optimizer_scratch=foreach,
         accumulates=training.gradient_accumulation_steps > 1,
-        reshard_after_forward=parallelism.reshard_after_forward,
+        reshard_after_forward=config.parallelism.reshard_after_forward,
         loss_chunk_tokens=training.loss_chunk_tokens,
+        attention_recompute=config.activation_checkpoint.attention_recompute,
+        offload=config.activation_checkpoint.offload,
+        mlp_chunk_tokens=training.mlp_chunk_tokens,
+        offload_optimizer=config.optimizer.offload,
+        float8=config.float8.enable,
+        float8_recipe=config.float8.recipe,
         adapters=resolve_adapters(model, **vars(config.lora)),
         **_selection(config, model, pattern, seq_len),
-        **levers,
     )
 
 
 def _computing_backend(config: Config, backend: str, schedule: Schedule) -> str:
-    """The backend whose memory counts: cudnn leaves everything but squares and rectangles to triton."""
-    if backend != "cudnn":
-        return backend
+    """The backend whose memory counts: cudnn leaves all but squares and rectangles to triton."""
     attention = config.attention
     is_plain = attention.mask != "documents" and attention.sliding_window == 0
     in_runs = attention.layout in ("contiguous", "zigzag")
     makes_rectangles = schedule.moves in (Moves.CHUNKS, Moves.HEADS) and in_runs
-    if is_plain and (config.parallelism.cp == 1 or makes_rectangles):
-        return "cudnn"
-    return "triton"
-
-
-def _gathers_queries(config: Config, pattern: Pattern, backend: str) -> bool:
-    """As attention/schedules/gathered.py decides."""
-    return (
-        isinstance(pattern, MoBA)
-        and backend in ("triton", "flex")
-        and config.parallelism.cp == 1
-        and config.attention.sliding_window == 0
-    )
+    if backend == "cudnn" and not (is_plain and (config.parallelism.cp == 1 or makes_rectangles)):
+        return "triton"
+    return backend
 
 
 def _selection(
@@ -202,14 +200,13 @@ def _selection(
     blocks = -(-seq_len // block_size)
     if not pattern.dynamic:
         return {"most_blocks": blocks}
-    # Shapes are all that is asked for: a tensor on "meta" has no memory.
+    # Only shapes matter: a tensor on "meta" has no memory.
     q = torch.empty(config.training.local_batch_size, model.heads, 1, model.head_dim, device="meta")
-    kept_tensors = pattern.empty_tensors(q, seq_len, block_size, packed)
-    most_blocks = blocks
+    kept = pattern.empty_tensors(q, seq_len, block_size, packed)
     if hasattr(pattern, "most_blocks"):
-        most_blocks = pattern.most_blocks(seq_len, block_size, packed)
+        blocks = pattern.most_blocks(seq_len, block_size, packed)
     return {
-        "index_bytes": sum(tensor.nbytes for tensor in kept_tensors),
-        "verticals": pattern.vertical_count(kept_tensors),
-        "most_blocks": most_blocks,
+        "index_bytes": sum(tensor.nbytes for tensor in kept),
+        "verticals": pattern.vertical_count(kept),
+        "most_blocks": blocks,
     }
