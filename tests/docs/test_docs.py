@@ -14,7 +14,7 @@ from tests.docs.pages import PAGES, ROOT, all_commands, commands_of, fenced_bloc
 from titan_sparse.config import Config, load
 from titan_sparse.config.reading import SECTIONS, walk
 from titan_sparse.models.flavours import FLAVOURS
-from titan_sparse.models.transformers_families import FAMILIES
+from titan_sparse.models.transformers_config import FAMILIES
 
 COMMANDS = all_commands()
 LANGUAGES = {"", "text", "bash", "sh", "python", "toml"}

@@ -1,7 +1,7 @@
 """Small random models of transformers, one of each family, and the decoder that trains them."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -14,11 +14,10 @@ from titan_sparse.models.build import build_decoder
 from titan_sparse.models.decoder import LayerMasks
 from titan_sparse.models.huggingface import load_weights
 from titan_sparse.models.transformers_config import TransformersConfig, read_transformers_config
-from titan_sparse.models.transformers_families import FAMILIES
 
 VOCAB = 320
 LENGTH = 80
-WINDOW = 24
+WINDOW = 8
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -27,6 +26,7 @@ SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 16,
     "max_position_embeddings": 256,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -34,7 +34,7 @@ SHAPE: dict[str, Any] = {
 }
 """Every model's, unless its settings say otherwise."""
 
-TWO_KINDS = ["sliding_attention", "full_attention"]
+TWO_KINDS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MULTIPLIERS = {
     "embedding_multiplier": 3.0,
@@ -43,57 +43,44 @@ MULTIPLIERS = {
     "attention_multiplier": 0.2,
 }
 
-
-class Tiny(NamedTuple):
-    """A model: its model_type, and what its config class is called with."""
-
-    model_type: str
-    config_class: str
-    settings: dict[str, Any] = {}
-
-
-MODELS = {
-    "llama": Tiny("llama", "LlamaConfig"),
-    "llama, biases": Tiny("llama", "LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
-    "qwen2": Tiny("qwen2", "Qwen2Config", {"tie_word_embeddings": True}),
-    "qwen2, windows": Tiny(
-        "qwen2",
+# Name -> its configuration's class, and what differs from SHAPE.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama, biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen2, windows": (
         "Qwen2Config",
         {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     ),
-    "qwen3": Tiny("qwen3", "Qwen3Config", {"head_dim": 16}),
-    "mistral": Tiny("mistral", "MistralConfig", {"sliding_window": WINDOW}),
-    "smollm3": Tiny("smollm3", "SmolLM3Config", {"no_rope_layers": [1, 0]}),
-    "olmo2": Tiny("olmo2", "Olmo2Config"),
-    "olmo3": Tiny("olmo3", "Olmo3Config", {"sliding_window": WINDOW, "layer_types": TWO_KINDS}),
-    "gemma3": Tiny(
-        "gemma3_text",
-        "Gemma3TextConfig",
-        {"sliding_window": WINDOW, "head_dim": 256, "layer_types": TWO_KINDS},
-    ),
-    "phi3": Tiny("phi3", "Phi3Config", {"sliding_window": WINDOW}),
-    "granite": Tiny("granite", "GraniteConfig", MULTIPLIERS),
-    "mixtral": Tiny("mixtral", "MixtralConfig", EXPERTS),
-    "qwen3_moe": Tiny(
-        "qwen3_moe",
+    "qwen3": ("Qwen3Config", {}),
+    "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", TWO_KINDS),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 256, **TWO_KINDS}),
+    "phi3": ("Phi3Config", {"sliding_window": WINDOW}),
+    "granite": ("GraniteConfig", MULTIPLIERS),
+    "mixtral": ("MixtralConfig", EXPERTS),
+    "qwen3_moe": (
         "Qwen3MoeConfig",
         EXPERTS | {"num_hidden_layers": 3, "moe_intermediate_size": 16, "mlp_only_layers": [1]},
     ),
-    "gpt_oss": Tiny(
-        "gpt_oss", "GptOssConfig", EXPERTS | {"sliding_window": WINDOW, "head_dim": 16}
-    ),
+    "gpt_oss": ("GptOssConfig", EXPERTS | TWO_KINDS),
 }
+
+
+def tiny_model(config_class: str, **settings: Any) -> nn.Module:
+    """A model in fp32 with transformers' eager attention. Its weights follow from the settings."""
+    config = getattr(transformers, config_class)(**SHAPE | settings, attn_implementation="eager")
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def save_model(folder: Path, name: str, **settings: Any) -> nn.Module:
     """The model of that name, written by save_pretrained(); norms and biases, which start as ones and
     zeros, are random too."""
-    tiny = MODELS[name]
-    config = getattr(transformers, tiny.config_class)(
-        **SHAPE | tiny.settings | settings, attn_implementation="eager"
-    )
-    torch.manual_seed(0)
-    model = getattr(transformers, FAMILIES[tiny.model_type].architecture)(config)
+    config_class, differences = MODELS[name]
+    model = tiny_model(config_class, **differences | settings)
     with torch.no_grad():
         for parameter in model.parameters():
             is_norm = parameter.ndim == 1 and bool((parameter == 1).all())

@@ -1,11 +1,13 @@
 """Published model shapes and the overrides of the [model] config section. Imports no torch."""
 
+import json
 from dataclasses import fields, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Literal
 
 from titan_sparse.models.config import DecoderConfig, RopeConfig, number_of_parameters
-from titan_sparse.models.huggingface_config import is_native, read_config
+from titan_sparse.models.huggingface_config import config_of, is_native, read_config
 from titan_sparse.models.transformers_config import (
     AS_PUBLISHED,
     TransformersConfig,
@@ -22,98 +24,11 @@ __all__ = [
     "resolve",
 ]
 
+_FILE = Path(__file__).with_name("flavours.json")
 # Qwen publishes YaRN with original_max_position_embeddings = 32768, whatever
 # max_position_embeddings says.
-_QWEN_ROPE = RopeConfig(theta=1e6, scaling="none", factor=1.0, original_length=32768)
-
-
-def _qwen2_5(
-    hidden_size: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    intermediate_size: int,
-    max_positions: int,
-    vocab_size: int = 151936,
-    tied_embeddings: bool = True,
-) -> DecoderConfig:
-    return DecoderConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=hidden_size // heads,
-        intermediate_size=intermediate_size,
-        qkv_bias=True,
-        qk_norm=False,
-        tied_embeddings=tied_embeddings,
-        norm_eps=1e-6,
-        max_positions=max_positions,
-        rope=_QWEN_ROPE,
-    )
-
-
-def _qwen3(
-    hidden_size: int, layers: int, heads: int, intermediate_size: int, tied_embeddings: bool
-) -> DecoderConfig:
-    return DecoderConfig(
-        vocab_size=151936,
-        hidden_size=hidden_size,
-        layers=layers,
-        heads=heads,
-        kv_heads=8,
-        head_dim=128,
-        intermediate_size=intermediate_size,
-        qkv_bias=False,
-        qk_norm=True,
-        tied_embeddings=tied_embeddings,
-        norm_eps=1e-6,
-        max_positions=40960,
-        rope=_QWEN_ROPE,
-    )
-
-
 FLAVOURS: dict[str, DecoderConfig] = {
-    "debug": DecoderConfig(
-        vocab_size=320,
-        hidden_size=128,
-        layers=4,
-        heads=4,
-        kv_heads=2,
-        head_dim=32,
-        intermediate_size=384,
-        qkv_bias=True,
-        qk_norm=False,
-        tied_embeddings=True,
-        norm_eps=1e-6,
-        max_positions=4096,
-        rope=RopeConfig(theta=1e4, scaling="none", factor=1.0, original_length=4096),
-    ),
-    "qwen2.5-0.5b": _qwen2_5(896, 24, 14, 2, 4864, max_positions=32768),
-    "qwen2.5-1.5b": _qwen2_5(1536, 28, 12, 2, 8960, max_positions=131072),
-    "qwen2.5-3b": _qwen2_5(2048, 36, 16, 2, 11008, max_positions=32768),
-    "qwen2.5-7b": _qwen2_5(
-        3584, 28, 28, 4, 18944, max_positions=131072, vocab_size=152064, tied_embeddings=False
-    ),
-    "llama3.1-8b": DecoderConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        layers=32,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        intermediate_size=14336,
-        qkv_bias=False,
-        qk_norm=False,
-        tied_embeddings=False,
-        norm_eps=1e-5,
-        max_positions=131072,
-        rope=RopeConfig(theta=5e5, scaling="llama3", factor=8.0, original_length=8192),
-    ),
-    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied_embeddings=True),
-    "qwen3-4b": _qwen3(2560, 36, 32, 9728, tied_embeddings=True),
-    "qwen3-8b": _qwen3(4096, 36, 32, 12288, tied_embeddings=False),
+    name: config_of(values, _FILE) for name, values in json.loads(_FILE.read_text()).items()
 }
 
 

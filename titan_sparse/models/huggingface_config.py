@@ -68,8 +68,15 @@ def read_config(folder: str) -> DecoderConfig:
     Raises ValueError, one line, for an unreadable file, another family, or a setting that the
     decoder does not have.
     """
-    path = Path(folder).expanduser() / "config.json"
-    values = read_json(folder)
+    return config_of(read_json(folder), Path(folder).expanduser() / "config.json")
+
+
+def config_of(values: dict[str, Any], path: Path) -> DecoderConfig:
+    """The shape that the content of a config.json describes. path: the file, for messages, beside
+    the weights.
+
+    Raises ValueError as read_config() does.
+    """
     names = values.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else names
     if not isinstance(name, str) or name not in _FAMILIES:

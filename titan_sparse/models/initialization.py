@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.lora_config import is_adapter
-from titan_sparse.models.transformers_config import TransformersConfig
-from titan_sparse.models.transformers_families import FAMILIES
+from titan_sparse.models.transformers_config import FAMILIES, TransformersConfig
 
 _STD = 0.02
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")

@@ -1,15 +1,20 @@
 """config.json of Hugging Face -> TransformersConfig, for models that run through transformers' own
-code. Imports no torch, and not transformers."""
+code.
 
+What cannot be trained is refused before transformers is imported. transformers itself reads the
+rest, and shapes are those of the model that it builds.
+"""
+
+import functools
 import json
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_sparse.models.config import DecoderConfig, RopeConfig
 from titan_sparse.models.huggingface_config import read_json
 from titan_sparse.models.huggingface_files import has_own_head
-from titan_sparse.models.transformers_families import FAMILIES, Experts, Family, refusal
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,32 @@ class TransformersConfig(DecoderConfig):
         return max(self.windows)
 
 
-# Keys that must be positive integers.
+class Family(NamedTuple):
+    """A tested family. norm_starts_at: the weight with which its norms do not scale."""
+
+    architecture: str
+    norm_starts_at: float = 1.0
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM"),
+    "qwen3": Family("Qwen3ForCausalLM"),
+    "mistral": Family("MistralForCausalLM"),
+    "smollm3": Family("SmolLM3ForCausalLM"),
+    "olmo2": Family("Olmo2ForCausalLM"),
+    "olmo3": Family("Olmo3ForCausalLM"),
+    "gemma3_text": Family("Gemma3ForCausalLM", norm_starts_at=0.0),
+    "phi3": Family("Phi3ForCausalLM", rope_types=("default", "linear", "llama3")),
+    "granite": Family("GraniteForCausalLM"),
+    "mixtral": Family("MixtralForCausalLM"),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM"),
+    "gpt_oss": Family("GptOssForCausalLM"),
+}
+"""By model_type of config.json."""
+
+# Keys that must be positive integers. transformers would use those of a published model instead.
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -52,15 +82,40 @@ _SIZES = (
     "max_position_embeddings",
 )
 
-# Keys that must be 0, false or null. Dropout would differ between forward and recomputation.
+_BUT_LINEAR = (
+    "linear attention or state-space layers have a state that runs over the whole sequence"
+)
+_BUT_TEXT = "only text models can be trained"
+_BUT_TANH = "neither attention nor the fused loss caps logits by a tanh"
+_BUT_NUMBERS = "activation checkpointing would draw other numbers"
+
+# Keys that must be 0, false or null -> why.
 _MUST_BE_OFF = {
     "attention_dropout": "attention has no dropout",
-    "resid_pdrop": "activation checkpointing would draw other numbers",
-    "embd_pdrop": "activation checkpointing would draw other numbers",
-    "router_jitter_noise": "activation checkpointing would draw other numbers",
+    "resid_pdrop": _BUT_NUMBERS,
+    "embd_pdrop": _BUT_NUMBERS,
+    "router_jitter_noise": _BUT_NUMBERS,
     "quantization_config": "only weights of floating point can be trained",
     "use_bidirectional_attention": "attention is causal",
     "per_layer_config": "layers of different shapes cannot be trained",
+    "is_encoder_decoder": "an encoder-decoder cannot be trained",
+    "vision_config": _BUT_TEXT,
+    "audio_config": _BUT_TEXT,
+    "kv_lora_rank": "latent attention (MLA) has other head sizes for keys than for values",
+    "final_logit_softcapping": _BUT_TANH,
+    "attn_logit_softcapping": _BUT_TANH,
+    "logits_soft_cap": _BUT_TANH,
+    "attention_chunk_size": "no mask here has the chunks of chunked attention",
+    "linear_num_value_heads": _BUT_LINEAR,
+    "linear_attn_config": _BUT_LINEAR,
+    "full_attention_interval": _BUT_LINEAR,
+    "mamba_d_state": _BUT_LINEAR,
+    "mamba_state_dim": _BUT_LINEAR,
+    "ssm_state_size": _BUT_LINEAR,
+    "state_size": _BUT_LINEAR,
+    "attn_layer_period": _BUT_LINEAR,
+    "conv_L_cache": _BUT_LINEAR,
+    "lru_width": _BUT_LINEAR,
 }
 
 # Keys that do not change what is computed.
@@ -88,66 +143,55 @@ def read_transformers_config(
 
     router_loss: model.router_loss. layers: the first ones only; 0 for all. Raises ValueError, one
     line, for an unreadable file, a family that is not in FAMILIES, or a setting that cannot be
-    trained.
+    trained, and where transformers is missing.
     """
     path = Path(folder).expanduser() / "config.json"
     given = read_json(folder)
-    family = _family(path, given)
-    values = _with_defaults(given, family)
-    _check_sizes(path, values, family)
-    _refuse_settings(path, values, family)
-    if layers:
-        values["num_hidden_layers"] = layers
-        if "layer_types" in values:
-            values["layer_types"] = values["layer_types"][:layers]
-    try:
-        tied = bool(values.get("tie_word_embeddings")) and not has_own_head(path.parent)
-        rope = RopeConfig(_theta(values), "none", 1.0, values["max_position_embeddings"])
-        counts = parameters_of_layers(values, family)
-        tables = values["vocab_size"] * values["hidden_size"] * (1 if tied else 2)
-        final_norm = values["hidden_size"]
-        per_token = values["num_experts_per_tok"] if family.experts else 0
-        return TransformersConfig(
-            vocab_size=values["vocab_size"],
-            hidden_size=values["hidden_size"],
-            layers=values["num_hidden_layers"],
-            heads=values["num_attention_heads"],
-            kv_heads=kv_heads_of(values),
-            head_dim=head_dim_of(values),
-            intermediate_size=_width_of_mlp(values, family),
-            qkv_bias=family.qkv_bias,
-            qk_norm=family.qk_norm != "none",
-            tied_embeddings=tied,
-            norm_eps=values.get("rms_norm_eps", 1e-6),
-            max_positions=values["max_position_embeddings"],
-            rope=rope,
-            folder=folder,
-            model_type=values["model_type"],
-            windows=_windows(path, values, family),
-            sinks=family.sinks,
-            parameters=counts.matrices + counts.vectors + final_norm + tables,
-            linear_weights=counts.of_token,
-            experts=values["num_local_experts"] if family.experts else 0,
-            experts_per_token=per_token,
-            router_loss=_router_loss(values, family, router_loss),
-            settings=_settings(given),
-        )
-    except ValueError as error:
-        message = str(error)
-        if message.startswith("model."):
-            raise
-        raise ValueError(f"model.initial_hf: {path}: {message}") from error
+    _refuse(path, given)
+    theirs = read_their_config(folder, layers)
+    tied = theirs.tie_word_embeddings and not has_own_head(path.parent)
+    counts = _count(folder, json.dumps(given), layers, tied)
+    per_token = theirs.num_experts_per_tok if counts.experts else 0
+    mlp_size = theirs.intermediate_size
+    if counts.experts:
+        mlp_size = per_token * (counts.expert_size + theirs.hidden_size)
+    return TransformersConfig(
+        vocab_size=theirs.vocab_size,
+        hidden_size=theirs.hidden_size,
+        layers=theirs.num_hidden_layers,
+        heads=theirs.num_attention_heads,
+        kv_heads=theirs.num_key_value_heads,
+        head_dim=counts.head_dim,
+        intermediate_size=mlp_size,
+        qkv_bias=given["model_type"] == "qwen2",
+        qk_norm=counts.qk_norm,
+        tied_embeddings=tied,
+        norm_eps=given.get("rms_norm_eps") or 1e-6,
+        max_positions=theirs.max_position_embeddings,
+        rope=RopeConfig(_theta(given), "none", 1.0, theirs.max_position_embeddings),
+        folder=folder,
+        model_type=given["model_type"],
+        windows=_windows(theirs),
+        sinks=counts.sinks,
+        parameters=counts.parameters,
+        linear_weights=counts.linear_weights,
+        experts=counts.experts,
+        experts_per_token=per_token,
+        router_loss=_router_loss(theirs, counts.experts, router_loss),
+        settings=_settings(given),
+    )
 
 
-def _family(path: Path, values: dict[str, Any]) -> Family:
+def _refuse(path: Path, values: dict[str, Any]) -> None:
     """Raises ValueError for a model that cannot be trained, or has not been tested."""
     model_type = values.get("model_type")
-    reason = refusal(values)
-    if reason is not None:
-        raise ValueError(
-            f'model.initial_hf: {path} has model_type = "{model_type}", which cannot be trained: '
-            f"{reason}; write a folder of another family ({', '.join(FAMILIES)})"
-        )
+    for key, reason in _MUST_BE_OFF.items():
+        if values.get(key):
+            raise ValueError(
+                f'model.initial_hf: {path}, model_type = "{model_type}", has {key} = '
+                f"{json.dumps(values[key])}, but {reason}; write 0, false or null, or a folder of "
+                f"another family ({', '.join(FAMILIES)})"
+            )
     if model_type not in FAMILIES:
         raise ValueError(
             f"model.initial_hf: {path} has model_type = {json.dumps(model_type)}, a family that has "
@@ -160,45 +204,18 @@ def _family(path: Path, values: dict[str, Any]) -> Family:
             f'model.initial_hf: {path} has architectures = {names} beside model_type = "{model_type}"; '
             f"only {family.architecture} can be trained"
         )
-    return family
-
-
-def _with_defaults(given: dict[str, Any], family: Family) -> dict[str, Any]:
-    """The values that are read here, with transformers' defaults."""
-    defaults = dict(family.defaults)
-    if "sliding_window" in given:
-        # Null is a valid choice here: no window.
-        defaults.pop("sliding_window", None)
-    values = defaults | {key: value for key, value in given.items() if value is not None}
-    # The name of this key in files of transformers 4.
-    if "num_experts" in values:
-        values.setdefault("num_local_experts", values["num_experts"])
-    return values
-
-
-def _check_sizes(path: Path, values: dict[str, Any], family: Family) -> None:
-    needed = list(_SIZES)
-    if family.experts:
-        needed += ["num_local_experts", family.experts.size, "num_experts_per_tok"]
-    for key in needed:
-        if key not in values:
-            raise ValueError(f"model.initial_hf: {path} has no {key}")
-    optional = ("num_key_value_heads", "head_dim", "sliding_window")
-    for key in [*needed, *(key for key in optional if key in values)]:
-        value = values[key]
-        if type(value) is not int or not 0 < value < 2**31:
+    for key in _SIZES:
+        value = values.get(key)
+        if type(value) is not int or value <= 0:
             raise ValueError(
                 f"model.initial_hf: {path} has {key} = {value!r}, which is not a positive integer"
             )
-
-
-def _refuse_settings(path: Path, values: dict[str, Any], family: Family) -> None:
-    for key, reason in _MUST_BE_OFF.items():
-        if values.get(key):
-            raise ValueError(
-                f"model.initial_hf: {path} has {key} = {json.dumps(values[key])}, but {reason}; "
-                "only 0, false or null can be trained"
-            )
+    unknown = set(values.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(
+            f"model.initial_hf: {path} has layer_types with {sorted(unknown)}; "
+            "only full_attention and sliding_attention can be trained"
+        )
     for rope_type in _rope_types(values):
         if rope_type not in family.rope_types:
             raise ValueError(
@@ -211,9 +228,8 @@ def _refuse_settings(path: Path, values: dict[str, Any], family: Family) -> None
 def _rope_types(values: dict[str, Any]) -> list[str]:
     types = []
     for key in ("rope_scaling", "rope_parameters"):
-        table = values.get(key)
-        if not isinstance(table, dict):
-            continue
+        table = values.get(key) or {}
+        # Some models have one table for each kind of layer.
         tables = [inner for inner in table.values() if isinstance(inner, dict)] or [table]
         types += [inner.get("rope_type", inner.get("type", "default")) for inner in tables]
     return types
@@ -221,76 +237,126 @@ def _rope_types(values: dict[str, Any]) -> list[str]:
 
 def _theta(values: dict[str, Any]) -> float:
     """The base of the rotary frequencies. It is only recorded."""
-    table = values.get("rope_parameters")
-    if isinstance(table, dict):
-        table = table.get("full_attention", table)
-        return float(table.get("rope_theta", 1e4))
-    return float(values.get("rope_theta", 1e4))
+    table = values.get("rope_parameters") or values
+    table = table.get("full_attention", table)
+    return float(table.get("rope_theta") or 1e4)
 
 
-def _width_of_mlp(values: dict[str, Any], family: Family) -> int:
-    """Elements of a token that one intermediate tensor of an MLP holds."""
-    if family.experts is None:
-        return values["intermediate_size"]
-    of_expert = values[family.experts.size] + values["hidden_size"]
-    return values["num_experts_per_tok"] * of_expert
+def read_their_config(folder: str, layers: int = 0) -> Any:
+    """transformers' own PreTrainedConfig of `folder`, cut to the first `layers` layers (0: all).
 
-
-def _windows(path: Path, values: dict[str, Any], family: Family) -> tuple[int, ...]:
-    """Tokens that a query of each layer sees; 0 for all."""
-    layers = values["num_hidden_layers"]
-    window = values.get("sliding_window", 0)
-    # If a family has this switch, it is off by default.
-    if family.architecture in _SWITCHED and not values.get("use_sliding_window"):
-        window = 0
-    if family.windows == "none" or not window:
-        return (0,) * layers
-    if family.windows == "every layer":
-        return (window,) * layers
-    layer_types = values.get("layer_types") or _default_layer_types(values, family)
-    if len(layer_types) != layers:
+    Raises ValueError, one line, if transformers is missing or refuses the file.
+    """
+    try:
+        # Imported only when needed: it is optional, and loads slowly.
+        from transformers import AutoConfig
+    except ImportError as error:
         raise ValueError(
-            f"model.initial_hf: {path} has {len(layer_types)} layer_types for {layers} layers"
-        )
-    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise ValueError(
-            f"model.initial_hf: {path} has layer_types with {sorted(unknown)}; "
-            "only full_attention and sliding_attention can be trained"
-        )
+            f"model.initial_hf = {folder} runs through transformers, which cannot be imported "
+            f'({error}); pip install "transformers>=5.17"'
+        ) from error
+    path = str(Path(folder).expanduser())
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(_cannot_read(folder, error)) from error
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    return config
+
+
+def build_their_model(folder: str, layers: int, tied: bool, attention: str = "eager") -> Any:
+    """transformers' own model of `folder`. Call it on the "meta" device, because it draws weights.
+
+    tied: whether its head is its embedding. attention: its attn_implementation. Raises ValueError,
+    one line, if transformers cannot build it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = read_their_config(folder, layers)
+    # transformers keeps a head whose weights differ, whatever the file says.
+    config.tie_word_embeddings = tied
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    except (AssertionError, KeyError, RuntimeError, TypeError) as error:
+        raise ValueError(_cannot_read(folder, error)) from error
+    finally:
+        logger.setLevel(level)
+
+
+def _cannot_read(folder: str, error: Exception) -> str:
+    reason = " ".join(str(error).split())
+    return f"model.initial_hf: transformers cannot build {folder}/config.json: {reason}"
+
+
+class _Counts(NamedTuple):
+    """What the built model shows. Fields as in TransformersConfig."""
+
+    parameters: int
+    linear_weights: int
+    head_dim: int
+    experts: int
+    expert_size: int
+    """intermediate_size of one expert"""
+    qk_norm: bool
+    sinks: bool
+
+
+@functools.cache
+def _count(folder: str, text: str, layers: int, tied: bool) -> _Counts:
+    """text: the content of config.json, because it may change under the same name."""
+    import torch
+
+    with torch.device("meta"):
+        model = build_their_model(folder, layers, tied)
+    config = model.config
+    experts = 0
+    expert_size = 0
+    linear_weights = 0
+    for name, parameter in model.model.layers.named_parameters():
+        if parameter.ndim == 3:
+            experts, rows, columns = parameter.shape
+            linear_weights += rows * columns * config.num_experts_per_tok
+            if name.endswith("down_proj"):
+                expert_size = rows * columns // config.hidden_size
+        elif parameter.ndim == 2 and not name.endswith("bias"):
+            linear_weights += parameter.numel()
+    attention = model.model.layers[0].self_attn
+    return _Counts(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        linear_weights=linear_weights,
+        head_dim=attention.head_dim,
+        experts=experts,
+        expert_size=expert_size,
+        qk_norm=hasattr(attention, "q_norm"),
+        sinks=hasattr(attention, "sinks"),
+    )
+
+
+def _windows(config: Any) -> tuple[int, ...]:
+    """Tokens that a query of each layer sees, as transformers has read them; 0 for all."""
+    # A file may have entries that the family does not read.
+    known = {field.name: getattr(config, field.name) for field in fields(config)}
+    window = known.get("sliding_window") or 0
+    layer_types = known.get("layer_types") or ["sliding_attention"] * config.num_hidden_layers
     return tuple(window if name == "sliding_attention" else 0 for name in layer_types)
 
 
-_SWITCHED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM")
-
-
-def _default_layer_types(values: dict[str, Any], family: Family) -> list[str]:
-    layers = range(values["num_hidden_layers"])
-    if family.full_every:
-        every = values.get("sliding_window_pattern", family.full_every)
-        is_full = [(layer + 1) % every == 0 for layer in layers]
-    elif "no_rope_layer_interval" in values or family.architecture == "SmolLM3ForCausalLM":
-        every = values.get("no_rope_layer_interval", 4)
-        rotated = values.get("no_rope_layers") or [(layer + 1) % every for layer in layers]
-        is_full = [bool(rope) for rope in rotated]
-    else:
-        is_full = [layer < values["max_window_layers"] for layer in layers]
-    return ["full_attention" if full else "sliding_attention" for full in is_full]
-
-
-def _router_loss(values: dict[str, Any], family: Family, wanted: float) -> float:
-    if family.experts is None:
+def _router_loss(config: Any, experts: int, wanted: float) -> float:
+    if not experts:
         if wanted > 0:
             raise ValueError(
-                f"model.router_loss = {wanted:g}, but a {values['model_type']} has no router; "
+                f"model.router_loss = {wanted:g}, but a {config.model_type} has no router; "
                 "leave it out"
             )
         return 0.0
     if wanted != AS_PUBLISHED:
         return wanted
-    if values.get("output_router_logits"):
-        return float(values.get("router_aux_loss_coef", 0.001))
-    return 0.0
+    return float(config.router_aux_loss_coef) if config.output_router_logits else 0.0
 
 
 def _settings(given: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -301,95 +367,3 @@ def _settings(given: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
         if key not in _NO_FUNCTION and not is_name and given[key] is not None:
             kept.append((key, given[key]))
     return tuple(kept)
-
-
-class Counts(NamedTuple):
-    """Numbers of elements. of_token: those of `matrices` that one token is multiplied by."""
-
-    matrices: int
-    of_token: int
-    vectors: int
-
-
-def parameters_of_layers(values: dict[str, Any], family: Family) -> Counts:
-    """All layers together.
-
-    values: of config.json, with the family's defaults, after read_transformers_config() has checked
-    them.
-    """
-    layers = values["num_hidden_layers"]
-    dense_layers = len(dense_layers_of(values, family))
-    attention = _attention(values, family)
-    dense = _dense_mlp(values)
-    routed = _experts(values, family.experts) if family.experts else Counts(0, 0, 0)
-    norms = family.norms * values["hidden_size"]
-    counts = []
-    for of_attention, of_dense, of_routed in zip(attention, dense, routed, strict=True):
-        mlps = dense_layers * of_dense + (layers - dense_layers) * of_routed
-        counts.append(layers * of_attention + mlps)
-    matrices, of_token, vectors = counts
-    return Counts(matrices, of_token, vectors + layers * norms)
-
-
-def dense_layers_of(values: dict[str, Any], family: Family) -> list[int]:
-    """The layers whose MLP is not a mixture of experts."""
-    layers = values["num_hidden_layers"]
-    if family.experts is None:
-        return list(range(layers))
-    every = values.get("decoder_sparse_step", 1)
-    without = values.get("mlp_only_layers") or []
-    return [layer for layer in range(layers) if layer in without or (layer + 1) % every]
-
-
-def head_dim_of(values: dict[str, Any]) -> int:
-    """The value of config.json, or hidden_size / heads."""
-    return values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-
-
-def kv_heads_of(values: dict[str, Any]) -> int:
-    """The value of config.json, or the number of query heads."""
-    return values.get("num_key_value_heads") or values["num_attention_heads"]
-
-
-def _attention(values: dict[str, Any], family: Family) -> Counts:
-    hidden_size = values["hidden_size"]
-    head_dim = head_dim_of(values)
-    query_size = values["num_attention_heads"] * head_dim
-    kv_size = kv_heads_of(values) * head_dim
-    matrices = 2 * hidden_size * (query_size + kv_size)
-    vectors = 0
-    if family.qkv_bias or values.get("attention_bias"):
-        vectors += query_size + 2 * kv_size
-    if values.get("attention_bias") and not family.qkv_bias:
-        vectors += hidden_size
-    if family.qk_norm == "head":
-        vectors += 2 * head_dim
-    if family.qk_norm == "row":
-        vectors += query_size + kv_size
-    if family.sinks:
-        vectors += values["num_attention_heads"]
-    return Counts(matrices, matrices, vectors)
-
-
-def _dense_mlp(values: dict[str, Any]) -> Counts:
-    hidden_size = values["hidden_size"]
-    size = values["intermediate_size"]
-    matrices = 3 * hidden_size * size
-    vectors = 2 * size + hidden_size if values.get("mlp_bias") else 0
-    return Counts(matrices, matrices, vectors)
-
-
-def _experts(values: dict[str, Any], experts: Experts) -> Counts:
-    hidden_size = values["hidden_size"]
-    count = values["num_local_experts"]
-    size = values[experts.size]
-    of_expert = 3 * hidden_size * size
-    router = count * hidden_size
-    vectors = 0
-    if experts.bias:
-        vectors = count * (2 * size + hidden_size + 1)
-    return Counts(
-        matrices=count * of_expert + router,
-        of_token=values["num_experts_per_tok"] * of_expert + router,
-        vectors=vectors,
-    )

@@ -11,9 +11,7 @@ tokens of all layers, E * sum_e f_e P_e. f has no gradient, so its sum over rank
 """
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +19,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from titan_sparse.loss import count_valid, linear_cross_entropy
 from titan_sparse.models.decoder import Attends, LayerMasks, run_blocks
-from titan_sparse.models.transformers_config import TransformersConfig
+from titan_sparse.models.transformers_config import TransformersConfig, build_their_model
 from titan_sparse.token_mixing import mixers
 
 ATTENTION = "titan_sparse_models"
@@ -91,12 +88,12 @@ class TransformersDecoder(nn.Module):
 
     `attends` compute attention; see models.decoder.Attend for shapes. Parameters have the names of
     models.decoder.Decoder, which are transformers' names without "model.".
-    Raises ValueError if transformers builds a model that differs from `config`.
+    Raises ValueError if a layer mixes tokens or has buffers.
     """
 
     def __init__(self, config: TransformersConfig, attends: Attends) -> None:
         super().__init__()
-        theirs = _build(config)
+        theirs = build_their_model(config.folder, config.layers, config.tied_embeddings, ATTENTION)
         inner = theirs.model
         self.config = config
         self.embed_tokens = inner.embed_tokens
@@ -110,7 +107,7 @@ class TransformersDecoder(nn.Module):
         self.rotary = _Rotary(type(inner.rotary_emb), theirs.config)
         self.router_loss = RouterLoss(config) if config.router_loss else None
         self._keep_scale_of_embedding()
-        self._check(config, theirs.config)
+        self._check(config)
         for layer, window in zip(self.layers.values(), config.windows, strict=True):
             layer.self_attn.attend = attends.window if window else attends.full
         if self.router_loss is not None:
@@ -166,29 +163,14 @@ class TransformersDecoder(nn.Module):
             del self.embed_tokens.embed_scale
             self.embed_tokens.embed_scale = torch.tensor(scale, device="cpu")
 
-    def _check(self, config: TransformersConfig, their_config: PreTrainedConfig) -> None:
-        """Raises ValueError if we and transformers read config.json differently, or if tokens are
-        mixed."""
+    def _check(self, config: TransformersConfig) -> None:
+        """Raises ValueError if tokens are mixed, or a buffer would be wiped by to_empty()."""
         mixer = next(mixers(self.layers), None)
         if mixer is not None:
             raise ValueError(
                 f"model.initial_hf: layer {mixer} of a {config.model_type} is not known to treat "
                 "each token by itself, which context parallelism and packing need; "
                 "write a folder of another family"
-            )
-        windows = _windows_of(their_config)
-        if windows != config.windows:
-            raise ValueError(
-                f"model.initial_hf: transformers {transformers.__version__} reads the windows "
-                f"{windows} of a {config.model_type}, not {config.windows}; write layer_types and "
-                "sliding_window in its config.json"
-            )
-        counted = sum(parameter.numel() for parameter in self.parameters())
-        if counted != config.parameters:
-            raise ValueError(
-                f"model.initial_hf: transformers {transformers.__version__} builds {counted:,} "
-                f"parameters of a {config.model_type}, not {config.parameters:,}; "
-                "its config.json has a setting that is not known here"
             )
         for number, layer in self.layers.items():
             buffers = [name for name, _ in layer.named_buffers()]
@@ -224,32 +206,6 @@ class _Rotary:
             is_there = kind in self.module.layer_types
             tables.append(self.module(wide, positions, kind) if is_there else None)
         return tables
-
-
-def _windows_of(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Tokens that a query of each layer sees, as transformers has read them; 0 for all."""
-    window = getattr(config, "sliding_window", None) or 0
-    layer_types = getattr(config, "layer_types", None)
-    if not layer_types:
-        return (window,) * config.num_hidden_layers
-    return tuple(window if name == "sliding_attention" else 0 for name in layer_types)
-
-
-def _build(shape: TransformersConfig) -> nn.Module:
-    path = str(Path(shape.folder).expanduser())
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    config.num_hidden_layers = shape.layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: shape.layers]
-    # transformers keeps a head whose weights differ, whatever the file says.
-    config.tie_word_embeddings = shape.tied_embeddings
-    quiet = logging.getLogger("transformers")
-    level = quiet.level
-    quiet.setLevel(logging.ERROR)
-    try:
-        return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
-    finally:
-        quiet.setLevel(level)
 
 
 class RoutedLayer(nn.Module):

@@ -2,60 +2,21 @@
 
 from collections.abc import Callable
 
-import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
-transformers = pytest.importorskip("transformers")
+from tests.models.transformers_models import EXPERTS, MODELS, WINDOW, tiny_model
 
-WINDOW = 8
+__all__ = ["WINDOW", "transformers"]
+
 CHUNK = 16
 VOCAB = 64
 BLOCK = 16
 
-_SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 256,
-    "attention_dropout": 0.0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_TWO_KINDS = {
-    "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
-
-# Family -> its configuration's class, and what differs from the above.
-FAMILIES: dict[str, tuple[str, dict]] = {
-    "llama": ("LlamaConfig", {}),
+OTHERS: dict[str, tuple[str, dict]] = {
     # Its positions are learned, and counted without padding.
     "opt": ("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}),
-    "qwen2": ("Qwen2Config", {"use_sliding_window": True, **_TWO_KINDS}),
-    "qwen3": ("Qwen3Config", {}),
-    "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
-    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
-    "olmo2": ("Olmo2Config", {}),
-    "olmo3": ("Olmo3Config", _TWO_KINDS),
-    "gemma3": (
-        "Gemma3TextConfig",
-        {"head_dim": 256, "query_pre_attn_scalar": 256, **_TWO_KINDS},
-    ),
-    "gpt_oss": ("GptOssConfig", {**_TWO_KINDS, **_EXPERTS}),
-    "phi3": ("Phi3Config", {}),
-    "granite": ("GraniteConfig", {"attention_multiplier": 0.1}),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    ),
-    "mixtral": ("MixtralConfig", _EXPERTS),
     "llama4": (
         "Llama4TextConfig",
         {
@@ -67,8 +28,9 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         },
     ),
 }
+"""Families that our trainer does not train."""
 
-ALL_FAMILIES = list(FAMILIES)
+ALL_FAMILIES = [name for name in MODELS if name != "qwen2"] + list(OTHERS)
 
 _LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -94,7 +56,7 @@ MIXING: dict[str, tuple[str, dict]] = {
     ),
     "qwen3_5": ("Qwen3_5TextConfig", _LINEAR),
     "olmo_hybrid": ("OlmoHybridConfig", _LINEAR),
-    "minimax": ("MiniMaxConfig", {"layer_types": _LINEAR["layer_types"], **_EXPERTS}),
+    "minimax": ("MiniMaxConfig", {"layer_types": _LINEAR["layer_types"], **EXPERTS}),
     "nemotron_h": (
         "NemotronHConfig",
         {"layers_block_type": ["mamba", "attention"], "ssm_state_size": 16, **_MAMBA},
@@ -113,10 +75,9 @@ MIXING: dict[str, tuple[str, dict]] = {
 
 def family(name: str, device: str = "cpu", **changes) -> nn.Module:
     """A tiny model in fp32 and in training mode; its weights follow from the family."""
-    class_name, differences = (FAMILIES | MIXING)[name]
-    config = getattr(transformers, class_name)(**{**_SMALL, **differences, **changes})
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    class_name, differences = (MODELS | OTHERS | MIXING)[name]
+    settings = {"vocab_size": VOCAB, "eos_token_id": None, **differences, **changes}
+    model = tiny_model(class_name, **settings)
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             # Left empty by its model; some large enough to matter.
