@@ -116,7 +116,7 @@ def build(config: Config) -> Parts:
         loader.tokenizer.digest,
         device.type,
         base_digest(config),
-        loader.mixture.fingerprint(),
+        loader.fingerprint(),
     )
     saved = read_saved(checkpoint_to_resume(config))
     if saved is not None:

@@ -14,7 +14,7 @@ from titan_sparse.data.loader import Batch, PackedLoader, build_loader
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
 from titan_sparse.data.shards import TokenShards
-from titan_sparse.data.stream import Mixture, PackedStream
+from titan_sparse.data.stream import WalkedStream
 from titan_sparse.data.tokenizer import ByteTokenizer
 
 TEXTS = ["first\nline", "", "zweites: \u00e4\u00f6\u20ac \U0001f600", "x" * 50, "last\n"]
@@ -99,24 +99,23 @@ def read_shards(folder: str, tokenizer=None) -> list[list[int]]:
     return [shards.tokens(i).tolist() for i in range(len(shards))]
 
 
-def make_loader(source: list[str], **options) -> PackedLoader:
-    """A loader of texts; `options` are those of PackedStream and of PackedLoader."""
-    stream_options = {
-        "tokenizer": ByteTokenizer(),
-        "seq_len": 16,
-        "seed": 3,
-        "shuffle": True,
-        "min_document_length": 0,
-    }
-    loader_options = {"batch_size": 1, "dp_rank": 0, "dp_size": 1}
-    for name, value in options.items():
-        if name in stream_options:
-            stream_options[name] = value
-        else:
-            loader_options[name] = value
-    documents = TokenizedTexts(source, stream_options["tokenizer"])
-    mixture = Mixture([PackedStream(documents, **stream_options)], [1.0])
-    return PackedLoader(mixture, **loader_options)
+def make_loader(
+    source: list[str],
+    tokenizer=None,
+    seq_len: int = 16,
+    seed: int = 3,
+    shuffle: bool = True,
+    min_document_length: int = 0,
+    batch_size: int = 1,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    **options,
+) -> PackedLoader:
+    """A loader of texts; `options` are those of PackedLoader."""
+    tokenizer = tokenizer or ByteTokenizer()
+    data = Data(shuffle=shuffle, min_document_length=min_document_length)
+    stream = WalkedStream(TokenizedTexts(source, tokenizer), tokenizer, data, seq_len, seed)
+    return PackedLoader([stream], [1.0], batch_size, dp_rank, dp_size, **options)
 
 
 def open_loader(

@@ -29,7 +29,7 @@ def test_large_vocabularies_take_uint32(tmp_path):
     ]
     ids = np.array([0, 65536, 151935], dtype=np.int32)
     documents = [closed(ids, 151643), closed(ids[:1], 151643)]
-    assert write_shard(tmp_path, 0, documents, "uint32") == 6
+    assert write_shard(tmp_path, 0, documents, "uint32") == ([0, 4, 6], 0)
     assert np.fromfile(tmp_path / "shard_00000.bin", "<u4").tolist() == [
         0,
         65536,
@@ -70,7 +70,7 @@ def test_a_meta_json_without_its_counts_is_refused(tmp_path, key):
     meta = json.loads(path.read_text())
     del meta[key]
     path.write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match=f"data.source.*meta.json has no {key}"):
+    with pytest.raises(ValueError, match=f"data.source.*meta.json has no valid {key}"):
         TokenShards(str(path.parent), ByteTokenizer())
 
 
@@ -121,8 +121,8 @@ DAMAGES = {
     "no end": (lambda f: change_tokens(f, 17, 65), "document 2 does not end"),
     "documents": (lambda f: change_meta(f, lambda m: m.update(documents=8)), "has 8 documents"),
     "tokens": (lambda f: change_meta(f, lambda m: m.update(tokens=8)), "has 8 tokens"),
-    "dtype": (lambda f: change_meta(f, lambda m: m.update(dtype="O")), "odd dtype"),
-    "shards": (lambda f: change_meta(f, lambda m: m.update(shards=[3])), "odd shards"),
+    "dtype": (lambda f: change_meta(f, lambda m: m.update(dtype="O")), "no valid dtype"),
+    "shards": (lambda f: change_meta(f, lambda m: m.update(shards=[3])), "no valid shards"),
     "a shard less": (lambda f: change_meta(f, lambda m: m["shards"].pop()), "its shards"),
     "no shards": (
         lambda f: change_meta(f, lambda m: m.update(shards=[], documents=0, tokens=0)),

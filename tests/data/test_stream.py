@@ -23,8 +23,8 @@ from tests.data.helpers import (
 )
 from titan_sparse.config import Data
 from titan_sparse.data.loader import PackedLoader
-from titan_sparse.data.packing import Piece, pack, pad_to_multiple
-from titan_sparse.data.stream import Mixture, Order
+from titan_sparse.data.packing import Piece, pack
+from titan_sparse.data.stream import Order
 from titan_sparse.data.tokenizer import ByteTokenizer
 
 
@@ -36,23 +36,6 @@ def test_pack_by_hand():
     assert packed.positions.tolist() == [0, 1, 0, 1, 2, 0, 0]
     assert packed.lengths == [2, 3]
     assert packed.tokens.dtype == packed.labels.dtype == packed.positions.dtype == np.int64
-
-
-def test_pack_of_nothing_is_padding_and_of_too_much_is_refused():
-    assert pack([], 2, PADDING).tokens.tolist() == [PADDING, PADDING]
-    with pytest.raises(ValueError, match="do not fit"):
-        pack([Piece(np.arange(5), 0, 5)], 4, PADDING)
-
-
-@pytest.mark.parametrize(("multiple", "total"), [(1, 5), (4, 8), (5, 5), (8, 8)])
-def test_pad_to_multiple(multiple, total):
-    packed = pack([Piece(np.arange(9), 2, 7)], 5, PADDING)
-    padded = pad_to_multiple(packed, multiple, PADDING)
-    extra = total - 5
-    assert padded.tokens.tolist() == [2, 3, 4, 5, 6] + [PADDING] * extra
-    assert padded.labels.tolist() == [3, 4, 5, 6, 7] + [-100] * extra
-    assert padded.positions.tolist() == [0, 1, 2, 3, 4] + [0] * extra
-    assert padded.lengths == [5]
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 100])
@@ -153,7 +136,7 @@ def test_only_the_document_that_goes_on_is_kept_in_memory():
     """Of 4, 41, 4 and 21 tokens in sequences of 16; the short ones are left out."""
     texts = ["x" * length for length in (3, 40, 3, 20)]
     loader = make_loader(texts, min_document_length=5, shuffle=False)
-    documents = loader.mixture.streams[0].documents
+    documents = loader.streams[0].documents
     held = []
     for _ in range(4):
         next(loader)
@@ -176,11 +159,6 @@ def test_the_order_of_an_epoch_is_shuffled_once(monkeypatch):
         expected = generator([3, epoch]).permutation(20).tolist()
         assert [order.at(epoch, place) for place in range(20)] == expected
     assert shuffles == [[3, 1], [3, 0], [3, 2]]
-
-
-def test_negative_seed_is_refused():
-    with pytest.raises(ValueError, match="training.seed = -1"):
-        make_loader(random_documents([5, 40]), seed=-1)
 
 
 @pytest.mark.usefixtures("datasets_cache")
@@ -223,7 +201,7 @@ def test_fixed_samples_cut_each_document_from_its_beginning(tmp_path, sequences)
 def test_fixed_samples_are_each_handed_out_once_an_epoch_in_a_new_order(tmp_path):
     folder = prepared(tmp_path, lengths=[100, 100, 40, 3])
     one = open_loader(Data(source=folder, sequences="fixed"), seq_len=8)
-    stream_ = one.mixture.streams[0]
+    stream_ = one.streams[0]
     epochs = [[stream_.next_sequence()[0] for _ in range(29)] for _ in range(2)]
     expected = [
         (index, start, start + 8)
@@ -249,8 +227,8 @@ def mixed(*parts: tuple[str, float]) -> PackedLoader:
     streams = []
     for letters, _ in parts:
         loader = make_loader(list(letters), seq_len=2, shuffle=False)
-        streams.append(loader.mixture.streams[0])
-    return PackedLoader(Mixture(streams, [share for _, share in parts]), 1, 0, 1)
+        streams.append(loader.streams[0])
+    return PackedLoader(streams, [share for _, share in parts], 1, 0, 1)
 
 
 def test_the_part_furthest_behind_its_share_is_next():
@@ -267,12 +245,12 @@ def test_the_epoch_of_a_mixture_is_that_of_its_most_passed_part():
         next(loader)
         epochs.append(loader.epoch)
     assert epochs == [1, 1, 2, 2, 3, 3, 4, 4] and loader.documents_seen == 8
-    assert [stream.cursor.epoch for stream in loader.mixture.streams] == [4, 1]
+    assert [stream.cursor.epoch for stream in loader.streams] == [4, 1]
 
 
 def test_shares_are_compared_to_nine_digits():
     """0.1 / (0.1 + 0.2) differs from 1 / 3 in the last digit."""
-    parts = mixed(("a", 1 / 3), ("b", 2 / 3)).mixture.fingerprint()
+    parts = mixed(("a", 1 / 3), ("b", 2 / 3)).fingerprint()
     assert [part["share"] for part in parts] == [0.333333333, 0.666666667]
 
 

@@ -52,7 +52,7 @@ def test_every_kind_of_file_gives_the_samples_of_the_prepared_tokens(tmp_path, e
 @pytest.mark.parametrize(("sequences", "samples"), [("fixed", 12), ("fixed_and_rest", 19)])
 def test_an_epoch_hands_out_each_sample_once_and_counts_documents(tmp_path, sequences, samples):
     loader = open_loader(Data(source=texts(tmp_path), sequences=sequences))
-    stream = loader.mixture.streams[0]
+    stream = loader.streams[0]
     epochs = []
     for number in (1, 2):
         epochs.append([stream.next_sequence()[0] for _ in range(samples)])
@@ -87,7 +87,7 @@ def test_samples_and_counters_by_hand(tmp_path, sequences, spans, counters):
     path = tmp_path / "a.jsonl"
     write_rows(path, [{"text": "a" * length} for length in (9, 2, 4)])
     loader = open_loader(Data(source=str(path), sequences=sequences, shuffle=False), seq_len=4)
-    (stream,) = loader.mixture.streams
+    (stream,) = loader.streams
     seen = []
     for span in spans:
         assert stream.next_sequence() == [span]

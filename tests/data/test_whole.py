@@ -65,7 +65,7 @@ def test_an_epoch_holds_each_chat_once_and_whole(
     data = chats_of(tmp_path, tokenizer_folder, shuffle=shuffle)
     with caplog.at_level(logging.INFO, logger="titan_sparse"):
         (loader,) = loaders(data)
-    documents = loader.mixture.streams[0].documents
+    documents = loader.streams[0].documents
     fits = [i for i in range(len(ANSWERS)) if documents.length(i) <= SEQ_LEN]
     assert 0 < len(ANSWERS) - len(fits) < 4
     told = f"data: {len(ANSWERS) - len(fits)} of 15 samples are longer than a sequence and dropped"
@@ -130,7 +130,7 @@ def test_resume_equals_uninterrupted_on_any_ranks(
 
 def test_tokens_are_forgotten_when_a_sequence_is_handed_out(tmp_path, tokenizer_folder):
     (loader,) = loaders(chats_of(tmp_path, tokenizer_folder))
-    stream = loader.mixture.streams[0]
+    stream = loader.streams[0]
     for _ in range(3):
         next(loader)
         to_come = sum(stream._current().sequences[stream.cursor.offset :], [])

@@ -16,7 +16,7 @@ from titan_sparse.trainer import Trainer
 def scorer_of(config: Config) -> tuple[Scorer, Documents]:
     """Of a run's model as it starts, and its documents."""
     trainer = Trainer(config)
-    return trainer.scorer, trainer.loader.mixture.streams[0].documents
+    return trainer.scorer, trainer.loader.streams[0].documents
 
 
 def plain_decoder(model: Decoder) -> Decoder:

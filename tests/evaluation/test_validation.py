@@ -88,7 +88,7 @@ def _leaves_no_trace(folder: Path) -> None:
 
 def _check_written(folder: Path, lines: list[dict], trainer: Trainer) -> None:
     """The last line is what the trained weights give, and TensorBoard has it."""
-    documents = trainer.loader.mixture.streams[0].documents
+    documents = trainer.loader.streams[0].documents
     wanted = position_loss(trainer.scorer, first_windows(documents, 0, 300, 300, 3), 300, 4)
     assert (
         lines[1] == {"step": 4, **wanted, "needle": lines[1]["needle"]}

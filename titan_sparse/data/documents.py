@@ -1,7 +1,7 @@
 """Documents of tokens: from texts that are tokenized when first needed, or from prepared shards."""
 
 import logging
-from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -42,20 +42,25 @@ class Documents(Protocol):
         ...
 
 
-class _Tokenized(ABC):
-    """Rows that are encoded when a length or tokens are asked for. Lengths are kept in memory."""
+class TokenizedTexts:
+    """Documents of a source. They are tokenized when a length or tokens are asked for.
+
+    With an `encoder`, the texts of the source are samples of chats. Lengths are kept in memory, and
+    tokens until forget().
+    """
 
     total_tokens = 0
 
-    def __init__(self, source: Source, sample_format: SampleFormat) -> None:
+    def __init__(
+        self, source: Source, tokenizer: Tokenizer, encoder: ChatEncoder | None = None
+    ) -> None:
         self.source = source
-        self.sample_format = sample_format
+        self.tokenizer = tokenizer
+        self.encoder = encoder
+        self.sample_format = encoder.sample_format if encoder else SampleFormat()
         # Lengths include the end-of-document token, so 0 means "not known yet".
         self._lengths = np.zeros(len(source), dtype=np.int64)
         self._encoded: dict[int, Encoded] = {}
-
-    @abstractmethod
-    def _encode(self, text: str) -> Encoded: ...
 
     def __len__(self) -> int:
         return len(self.source)
@@ -82,36 +87,21 @@ class _Tokenized(ABC):
         """A document as it is on disk, before it is tokenized."""
         return self.source[index].encode("utf-8", "surrogatepass")
 
+    def documents(self, row: int) -> Iterator[Encoded]:
+        """The document of a row, for prepare_data."""
+        text = self.source[row]
+        if self.encoder:
+            yield self.encoder.encode(text)
+        else:
+            yield closed(self.tokenizer.encode(text), self.tokenizer.end_of_document)
+
     def _read(self, index: int) -> Encoded:
         if index not in self._encoded:
-            self._encoded[index] = self._encode(self.source[index])
+            known = set(self.encoder.skipped) if self.encoder else set()
+            (self._encoded[index],) = self.documents(index)
+            for reason in self.encoder.skipped.keys() - known if self.encoder else ():
+                logger.warning('data.bad_rows = "skip": chats are skipped: %s', reason)
         return self._encoded[index]
-
-
-class TokenizedTexts(_Tokenized):
-    """Texts, tokenized when a length or tokens are asked for."""
-
-    def __init__(self, source: Source, tokenizer: Tokenizer) -> None:
-        super().__init__(source, SampleFormat())
-        self.tokenizer = tokenizer
-
-    def _encode(self, text: str) -> Encoded:
-        return closed(self.tokenizer.encode(text), self.tokenizer.end_of_document)
-
-
-class TokenizedChats(_Tokenized):
-    """Samples of chats, rendered and tokenized when a length or tokens are asked for."""
-
-    def __init__(self, source: Source, encoder: ChatEncoder) -> None:
-        super().__init__(source, encoder.sample_format)
-        self.encoder = encoder
-
-    def _encode(self, text: str) -> Encoded:
-        known = set(self.encoder.skipped)
-        encoded = self.encoder.encode(text)
-        for reason in self.encoder.skipped.keys() - known:
-            logger.warning('data.bad_rows = "skip": chats are skipped: %s', reason)
-        return encoded
 
 
 _NOT_FOR_SHARDS = (
@@ -148,4 +138,4 @@ def open_documents(data: Data, tokenizer: Tokenizer, model_folder: str = "") -> 
     encoder = ChatEncoder(data, tokenizer, model_folder)
     if encoder.notice:
         logger.warning("%s: %s", data.source, encoder.notice)
-    return TokenizedChats(open_source(data), encoder)
+    return TokenizedTexts(open_source(data), tokenizer, encoder)

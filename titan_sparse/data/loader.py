@@ -7,7 +7,7 @@ ranks, and the context-parallel ranks cut each sequence into blocks.
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -21,16 +21,9 @@ from titan_sparse.config.reading import Refusal
 from titan_sparse.config.sections import Data
 from titan_sparse.config.sources import source_formats, source_weights
 from titan_sparse.data.documents import open_documents
-from titan_sparse.data.packing import Packed, pad_to_multiple
+from titan_sparse.data.packing import Packed
 from titan_sparse.data.shards import DataError, TokenShards
-from titan_sparse.data.stream import (
-    Cursor,
-    Mixture,
-    PackedStream,
-    SampleStream,
-    Stream,
-    TextSampleStream,
-)
+from titan_sparse.data.stream import Cursor, SampleStream, Stream, WalkedStream
 from titan_sparse.data.tokenizer import SampleFormat, Tokenizer, load_tokenizer
 from titan_sparse.data.whole import WholeStream
 
@@ -71,6 +64,11 @@ class PackedLoader:
     """Endless iterator of `Batch`. Sequence number n of the global stream is the same on any number
     of ranks.
 
+    Each of the `streams` gives its share of the sequences (`shares` add up to 1). The next sequence
+    comes from the stream that is furthest behind its share, by the counts so far. So the first n
+    sequences hold n * share of each stream to within about one, on any number of ranks, and there
+    is no random state to save.
+
     With R = `dp_size` data-parallel ranks and b = `batch_size`, a micro-batch is the next R * b
     sequences, and rank r takes number r * b ... r * b + b - 1 of them. S is training.seq_len padded
     up to `padding_multiple`. With `restart_positions`, positions count from 0 in each piece.
@@ -80,14 +78,16 @@ class PackedLoader:
 
     def __init__(
         self,
-        mixture: Mixture,
+        streams: Sequence[Stream],
+        shares: Sequence[float],
         batch_size: int,
         dp_rank: int,
         dp_size: int,
         padding_multiple: int = 1,
         restart_positions: bool = True,
     ) -> None:
-        self.mixture = mixture
+        self.streams = streams
+        self.shares = shares
         self.batch_size = batch_size
         self.dp_rank = dp_rank
         self.dp_size = dp_size
@@ -111,29 +111,41 @@ class PackedLoader:
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer, which is the same for all parts of the mixture."""
-        return self.mixture.streams[0].tokenizer
+        return self.streams[0].tokenizer
 
     @property
     def epoch(self) -> int:
         """Whole passes over the source, all ranks together. In a mixture, those over the part that
         has had the most passes."""
-        return max(stream.cursor.epoch for stream in self.mixture.streams)
+        return max(stream.cursor.epoch for stream in self.streams)
 
     @property
     def documents_seen(self) -> int:
         """Number of documents begun, over all epochs and ranks."""
-        return sum(stream.cursor.documents_seen for stream in self.mixture.streams)
+        return sum(stream.cursor.documents_seen for stream in self.streams)
 
     @property
     def documents_left_out(self) -> int:
         """Number of documents passed over as too short, over all epochs and ranks."""
-        return sum(stream.documents_left_out for stream in self.mixture.streams)
+        return sum(stream.documents_left_out for stream in self.streams)
+
+    @property
+    def sequence(self) -> int:
+        """Number of sequences taken so far."""
+        return sum(stream.cursor.sequence for stream in self.streams)
+
+    def fingerprint(self) -> list[dict[str, Any]]:
+        """What decides the stream of sequences, a dict for each part."""
+        parts = []
+        for stream, share in zip(self.streams, self.shares, strict=True):
+            parts.append({**stream.fingerprint(), "share": round(share, 9)})
+        return parts
 
     def content_digest(self) -> str:
         """A digest of the content: of each part a sample of documents, evenly spaced, because
         reading all of them would take hours."""
         digest = hashlib.sha256()
-        for stream in self.mixture.streams:
+        for stream in self.streams:
             count = len(stream.documents)
             for index in sorted({n * count // _SAMPLES for n in range(_SAMPLES)} | {count - 1}):
                 digest.update(hashlib.sha256(stream.documents.raw(index)).digest())
@@ -152,7 +164,7 @@ class PackedLoader:
 
     def check_unchanged(self) -> None:
         """Raises DataError if a file of prepared tokens has changed since it was opened."""
-        for stream in self.mixture.streams:
+        for stream in self.streams:
             if isinstance(stream.documents, TokenShards):
                 stream.documents.check_unchanged()
 
@@ -163,27 +175,33 @@ class PackedLoader:
         # Go to the end of the micro-batch, not only of this rank's sequences, so that the cursor
         # is the same on all ranks.
         for number in range(self.dp_size * self.batch_size):
-            stream = self.mixture.next_stream()
+            stream = self._next_stream()
             spans = stream.next_sequence()
             if number in own_numbers:
-                packed = stream.pack(spans)
-                padding_id = stream.tokenizer.padding
-                own_sequences.append(pad_to_multiple(packed, self.padding_multiple, padding_id))
+                padding = -stream.seq_len % self.padding_multiple
+                own_sequences.append(stream.pack(spans, stream.seq_len + padding))
             stream.release(spans)
         return own_sequences
+
+    def _next_stream(self) -> Stream:
+        due = self.sequence + 1
+        behind = []
+        for stream, share in zip(self.streams, self.shares, strict=True):
+            behind.append(share * due - stream.cursor.sequence)
+        return self.streams[behind.index(max(behind))]
 
     def state_dict(self) -> dict[str, Any]:
         """The state of what has been returned so far, the same on all ranks: a cursor and a
         fingerprint for each part of the mixture."""
-        cursors = [asdict(stream.cursor) for stream in self.mixture.streams]
+        cursors = [asdict(stream.cursor) for stream in self.streams]
         return {
-            "sequence": self.mixture.sequence,
+            "sequence": self.sequence,
             "dp_size": self.dp_size,
             "batch_size": self.batch_size,
             # As text, because a checkpoint is read into a state of equal shape, and another mixture
             # has a different number of cursors.
             "cursors": json.dumps(cursors),
-            "fingerprint": json.dumps(self.mixture.fingerprint()),
+            "fingerprint": json.dumps(self.fingerprint()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -196,7 +214,7 @@ class PackedLoader:
         older = {"split_special_tokens": 0, **asdict(SampleFormat())}
         saved = [older | part for part in json.loads(state["fingerprint"])]
         cursors = json.loads(state["cursors"])
-        said = data_differences(saved, self.mixture.fingerprint())
+        said = data_differences(saved, self.fingerprint())
         for name in sorted({name for cursor in cursors for name in cursor} - _CURSOR_FIELDS):
             said = said or f"its place in the data has {name}, which this version does not know"
         if said:
@@ -205,7 +223,7 @@ class PackedLoader:
                 "with the titan_sparse that saved it, or for a new run from these weights another "
                 "training.output_dir and checkpoint.initial_load_path = the checkpoint's folder"
             )
-        for stream, cursor in zip(self.mixture.streams, cursors, strict=True):
+        for stream, cursor in zip(self.streams, cursors, strict=True):
             stream.cursor = Cursor(**cursor)
         if (state["dp_size"], state["batch_size"]) != (self.dp_size, self.batch_size):
             logger.info(
@@ -261,23 +279,12 @@ def build_stream(
                 f'data.sequences = "{data.sequences}" would cut answers of data.source = '
                 f'"{data.source}"; write data.sequences = "packed", which keeps chats whole'
             )
-        return WholeStream(
-            documents, tokenizer, seq_len, seed, data.shuffle, data.min_document_length
-        )
-    if data.sequences == "packed":
-        return PackedStream(
-            documents, tokenizer, seq_len, seed, data.shuffle, data.min_document_length
-        )
-    sample_stream = SampleStream if isinstance(documents, TokenShards) else TextSampleStream
-    return sample_stream(
-        documents,
-        tokenizer,
-        seq_len,
-        seed,
-        data.shuffle,
-        data.min_document_length,
-        keep_rest=data.sequences == "fixed_and_rest",
-    )
+        kind = WholeStream
+    elif data.sequences != "packed" and isinstance(documents, TokenShards):
+        kind = SampleStream
+    else:
+        kind = WalkedStream
+    return kind(documents, tokenizer, data, seq_len, seed)
 
 
 def build_loader(
@@ -296,7 +303,7 @@ def build_loader(
     sequences from it.
 
     model_folder: model.initial_hf, for its chat template. Raises ValueError, naming the key, if a
-    source or the tokenizer cannot be opened, and for a negative seed.
+    source or the tokenizer cannot be opened.
     """
     if tokenizer is None:
         tokenizer = load_tokenizer(data.tokenizer, data.split_special_tokens)
@@ -305,5 +312,12 @@ def build_loader(
     for source, row_format in source_formats(data).items():
         part = replace(data, source=source, format=row_format)
         streams.append(build_stream(part, tokenizer, seq_len, seed, model_folder))
-    mixture = Mixture(streams, list(weights.values()))
-    return PackedLoader(mixture, batch_size, dp_rank, dp_size, padding_multiple, restart_positions)
+    return PackedLoader(
+        streams,
+        list(weights.values()),
+        batch_size,
+        dp_rank,
+        dp_size,
+        padding_multiple,
+        restart_positions,
+    )

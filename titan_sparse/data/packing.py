@@ -5,7 +5,7 @@ is cut at the end of the sequence and continues in the next sequence as a new pi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -42,16 +42,15 @@ class Packed:
 
 def pack(pieces: Sequence[Piece], seq_len: int, padding_id: int) -> Packed:
     """Lay the pieces one after the other in a sequence of `seq_len` tokens and fill the rest with
-    padding.
-
-    Raises ValueError if the pieces do not fit.
-    """
-    lengths = [piece.stop - piece.start for piece in pieces]
-    if sum(lengths) > seq_len:
-        raise ValueError(f"pieces of {sum(lengths)} tokens do not fit in a sequence of {seq_len}")
-    packed = _padding(seq_len, padding_id)
+    padding."""
+    packed = Packed(
+        tokens=np.full(seq_len, padding_id, dtype=np.int64),
+        labels=np.full(seq_len, IGNORED_LABEL, dtype=np.int64),
+        positions=np.zeros(seq_len, dtype=np.int64),
+        lengths=[piece.stop - piece.start for piece in pieces],
+    )
     begin = 0
-    for piece, length in zip(pieces, lengths, strict=True):
+    for piece, length in zip(pieces, packed.lengths, strict=True):
         end = begin + length
         packed.tokens[begin:end] = piece.document[piece.start : piece.stop]
         # The last piece of a document has one label fewer than tokens, because its last token keeps
@@ -64,28 +63,7 @@ def pack(pieces: Sequence[Piece], seq_len: int, padding_id: int) -> Packed:
         # From 0 in each piece: attention cannot see earlier pieces, which are in another sequence.
         packed.positions[begin:end] = np.arange(length)
         begin = end
-    return replace(packed, lengths=lengths)
-
-
-def pad_to_multiple(packed: Packed, multiple: int, padding_id: int) -> Packed:
-    """Add padding tokens until S is a multiple of `multiple`. The lengths do not change."""
-    missing = -len(packed.tokens) % multiple
-    padding = _padding(missing, padding_id)
-    return Packed(
-        tokens=np.concatenate([packed.tokens, padding.tokens]),
-        labels=np.concatenate([packed.labels, padding.labels]),
-        positions=np.concatenate([packed.positions, padding.positions]),
-        lengths=packed.lengths,
-    )
-
-
-def _padding(seq_len: int, padding_id: int) -> Packed:
-    return Packed(
-        tokens=np.full(seq_len, padding_id, dtype=np.int64),
-        labels=np.full(seq_len, IGNORED_LABEL, dtype=np.int64),
-        positions=np.zeros(seq_len, dtype=np.int64),
-        lengths=[],
-    )
+    return packed
 
 
 LENGTHS = (1 << 15, 1 << 16, 1 << 17)

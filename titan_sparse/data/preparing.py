@@ -9,33 +9,28 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from titan_sparse.config.sections import Data
 from titan_sparse.data.chat_template import exported_files
-from titan_sparse.data.recipe import (
-    ChatRows,
-    Recipe,
-    Rows,
-    TextRows,
-    is_mds,
-    open_rows,
-    unpack,
-)
+from titan_sparse.data.documents import TokenizedTexts
+from titan_sparse.data.recipe import Recipe, is_mds, open_rows, unpack
 from titan_sparse.data.shards import (
     FORMAT,
     FORMAT_OF_CHATS,
     META,
     PLAN,
+    SHARD_COUNTS,
     read_offsets,
     shard_path,
     token_dtype,
     write_json,
     write_shard,
 )
-from titan_sparse.data.sources import LazyTexts
+from titan_sparse.data.sources import Source
 from titan_sparse.data.tokenizer import Encoded, SampleFormat, load_tokenizer
 from titan_sparse.models.huggingface_files import write_files
 
@@ -53,15 +48,15 @@ class Writer:
         self.folder = folder
         self.tokenizer = load_tokenizer(recipe.tokenizer, recipe.split_special_tokens)
         self.rows = open_rows(recipe, self.tokenizer)
-        self.sample_format = SampleFormat()
-        if isinstance(self.rows, ChatRows):
-            self.sample_format = self.rows.encoder.sample_format
+        # None for MDS shards, whose rows may hold several documents.
+        self.texts = self.rows if isinstance(self.rows, TokenizedTexts) else None
+        self.encoder = self.texts.encoder if self.texts else None
+        self.sample_format = self.texts.sample_format if self.texts else SampleFormat()
+        self.dtype = token_dtype(self.tokenizer.vocab_size)
         self.shard_rows = recipe.shard_rows
         if self.shard_rows == 0:
             rows_for_256_shards = -(-len(self.rows) // 256)
-            least = 1
-            if isinstance(self.rows, TextRows | ChatRows):
-                least = SHARD_LETTERS // _letters_of_a_row(self.rows.texts)
+            least = SHARD_LETTERS // _letters_of_a_row(self.texts.source) if self.texts else 1
             self.shard_rows = min(max(rows_for_256_shards, least, 1), 16384)
         self.shards = -(-len(self.rows) // self.shard_rows)
 
@@ -70,60 +65,42 @@ class Writer:
 
         The shard's .json holds what was kept, and the lengths of all documents.
         """
-        # write_shard() fills these lists as it goes through the documents.
+        if self.encoder:
+            self.encoder.skipped.clear()
+        # Filled as write_shard() goes through the documents.
         lengths: list[int] = []
-        kept_lengths: list[int] = []
-        learned: list[int] = []
-        if isinstance(self.rows, ChatRows):
-            self.rows.encoder.skipped.clear()
-        tokens = write_shard(
-            self.folder,
-            number,
-            self._kept_documents(number, lengths, kept_lengths, learned),
-            token_dtype(self.tokenizer.vocab_size),
-        )
+        documents = self._kept_documents(number, lengths)
+        offsets, learned = write_shard(self.folder, number, documents, self.dtype)
         counts = {
             "number": number,
-            "documents": len(kept_lengths),
-            "tokens": tokens,
+            "documents": len(offsets) - 1,
+            "tokens": offsets[-1],
             "read": len(lengths),
             "empty": lengths.count(0),
             "histogram": histogram([length for length in lengths if length]),
-            "kept": histogram(kept_lengths),
+            "kept": histogram([stop - start - 1 for start, stop in pairwise(offsets)]),
         }
-        if self.sample_format.is_chat:
-            counts["learned"] = sum(learned)
-            counts["skipped"] = dict(self.rows.encoder.skipped)
+        if self.encoder:
+            counts["learned"] = learned
+            counts["skipped"] = dict(self.encoder.skipped)
         # Written last: a shard with this file is complete.
         write_json(shard_path(self.folder, number, "json"), counts)
         return number
 
-    def _kept_documents(
-        self, number: int, lengths: list[int], kept_lengths: list[int], learned: list[int]
-    ) -> Iterator[Encoded]:
-        """The documents of a shard that are within the limits.
-
-        Notes the length of every document in `lengths`, the length of every document that is kept
-        in `kept_lengths`, and its number of learned tokens in `learned`.
-        """
+    def _kept_documents(self, number: int, lengths: list[int]) -> Iterator[Encoded]:
+        """The documents of a shard that are within the limits. `lengths` receives the length of
+        every document; the end-of-document token is not counted."""
         first = number * self.shard_rows
-        stop = min(first + self.shard_rows, len(self.rows))
-        for row in range(first, stop):
+        for row in range(first, min(first + self.shard_rows, len(self.rows))):
             for document in self.rows.documents(row):
-                # The end-of-document token is not counted.
                 length = len(document.tokens) - 1
                 lengths.append(length)
-                if length == 0:
-                    continue
                 max_length = self.recipe.max_length or length
-                if self.recipe.min_length <= length <= max_length:
-                    kept_lengths.append(length)
-                    if document.learned is not None:
-                        learned.append(int(document.learned.sum()))
+                if length > 0 and self.recipe.min_length <= length <= max_length:
                     yield document
 
 
-def _letters_of_a_row(texts: LazyTexts) -> int:
+def _letters_of_a_row(texts: Source) -> int:
     """The mean number of letters of about 64 rows, evenly spaced over the source, at least 1."""
     rows = range(0, len(texts), -(-len(texts) // 64))
     return max(sum(len(texts[row]) for row in rows) // len(rows), 1)
@@ -160,8 +137,8 @@ def prepare(
     # With these files, the folder can also be used as data.tokenizer.
     lent = Data(tokenizer=recipe.tokenizer, chat_template=recipe.chat_template)
     beside = exported_files(lent, "")
-    if isinstance(writer.rows, ChatRows) and writer.rows.encoder.notice:
-        logger.warning(writer.rows.encoder.notice)
+    if writer.encoder and writer.encoder.notice:
+        logger.warning(writer.encoder.notice)
     _check_plan(folder, out, _plan(writer))
 
     missing = []
@@ -221,10 +198,9 @@ def _check_out(folder: Path, out: str) -> None:
 def _plan(writer: Writer) -> dict[str, Any]:
     """The content of plan.json: everything that decides what the shards of `writer` hold."""
     tokenizer = writer.tokenizer
-    is_chat = writer.sample_format.is_chat
-    template = {"template_digest": writer.sample_format.template} if is_chat else {}
+    template = {"template_digest": writer.sample_format.template} if writer.encoder else {}
     return {
-        "format": FORMAT_OF_CHATS if is_chat else FORMAT,
+        "format": FORMAT_OF_CHATS if writer.encoder else FORMAT,
         **asdict(writer.recipe),
         **template,
         "source": _absolute(writer.recipe.source),
@@ -246,9 +222,8 @@ def _source_digest(writer: Writer) -> str:
     """A digest of names, sizes and modification times of the source's files; empty for a dataset of
     the hub."""
     root = Path(writer.recipe.source).expanduser()
-    texts = getattr(writer.rows, "texts", None)
-    if writer.recipe.source == "python" and isinstance(texts, LazyTexts):
-        files = [path for _, path in texts.items]
+    if writer.recipe.source == "python" and writer.recipe.document == "row" and writer.texts:
+        files = [path for _, path in writer.texts.source.items]
     elif root.is_dir():
         files = sorted(path for path in root.rglob("*") if path.is_file())
     elif root.exists():
@@ -290,45 +265,46 @@ def _check_plan(folder: Path, out: str, plan: dict[str, Any]) -> None:
 def _finish(writer: Writer, out: str, beside: dict[str, bytes]) -> dict[str, Any]:
     """Write the files `beside` and meta.json, which makes the folder complete."""
     folder = writer.folder
-    dtype = token_dtype(writer.tokenizer.vocab_size)
+    source = writer.recipe.source
     shards = []
     for number in range(writer.shards):
         shard = _read_counts(shard_path(folder, number, "json"))
         # Also check shards of an interrupted run: the files must match what was counted.
-        read_offsets(out, folder, shard, dtype, writer.sample_format.is_chat)
+        read_offsets(out, folder, shard, writer.dtype, writer.sample_format.is_chat)
         shards.append(shard)
-    _check_rows(writer, shards)
-    documents = sum(shard["documents"] for shard in shards)
+
+    def total(key: str) -> int:
+        return sum(shard[key] for shard in shards)
+
+    if writer.texts and total("read") != len(writer.rows):
+        raise ValueError(
+            f"{source} has {len(writer.rows)} rows, but {total('read')} were read into {folder}; "
+            "delete it and run again"
+        )
     skipped: Counter[str] = Counter()
     for shard in shards:
         skipped.update(shard.get("skipped", {}))
-    if documents == 0 and skipped:
+    if total("documents") == 0 and skipped:
         reason, count = skipped.most_common(1)[0]
+        raise ValueError(f"{source}: all chats are skipped, {count:,} because {reason}")
+    if total("documents") == 0:
         raise ValueError(
-            f"{writer.recipe.source}: all chats are skipped, {count:,} because {reason}"
+            f"no document of {source} is within --min-length and --max-length; {out} holds none"
         )
-    if documents == 0:
-        raise ValueError(
-            f"no document of {writer.recipe.source} is within --min-length and --max-length; "
-            f"{out} holds none"
-        )
-    plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-    counts = []
-    for shard in shards:
-        counts.append({key: shard[key] for key in ("number", "documents", "tokens")})
+    bad_rows = writer.texts.source.skipped if writer.texts else 0
     meta = {
-        **plan,
-        "dtype": dtype,
-        "documents": documents,
-        "tokens": sum(shard["tokens"] for shard in shards),
-        "empty": sum(shard["empty"] for shard in shards),
-        "bad_rows_skipped": _skipped(writer.rows) + skipped.total(),
+        **json.loads((folder / PLAN).read_text(encoding="utf-8")),
+        "dtype": writer.dtype,
+        "documents": total("documents"),
+        "tokens": total("tokens"),
+        "empty": total("empty"),
+        "bad_rows_skipped": bad_rows + skipped.total(),
         "histogram": _add_histograms([shard["histogram"] for shard in shards]),
         "kept": _add_histograms([shard["kept"] for shard in shards]),
-        "shards": counts,
+        "shards": [{key: shard[key] for key in SHARD_COUNTS} for shard in shards],
     }
-    if writer.sample_format.is_chat:
-        meta["learned"] = sum(shard["learned"] for shard in shards)
+    if writer.encoder:
+        meta["learned"] = total("learned")
         meta["skipped"] = dict(skipped.most_common())
     write_files(beside, folder)
     write_json(folder / META, meta)
@@ -340,20 +316,6 @@ def _read_counts(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}; delete it and run again") from error
-
-
-def _skipped(rows: Rows) -> int:
-    return rows.texts.skipped if isinstance(rows, TextRows | ChatRows) else 0
-
-
-def _check_rows(writer: Writer, shards: list[dict[str, Any]]) -> None:
-    """Refuse shards that were not made from all rows of texts."""
-    read = sum(shard["read"] for shard in shards)
-    if isinstance(writer.rows, TextRows | ChatRows) and read != len(writer.rows):
-        raise ValueError(
-            f"{writer.recipe.source} has {len(writer.rows)} rows, but {read} were read into "
-            f"{writer.folder}; delete it and run again"
-        )
 
 
 def _add_histograms(histograms: list[dict[str, list[int]]]) -> dict[str, list[int]]:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from titan_sparse.config.checking import check_formats
 from titan_sparse.config.sections import Data
 from titan_sparse.data.chats import ChatEncoder
+from titan_sparse.data.documents import TokenizedTexts
 from titan_sparse.data.sources import LazyTexts, join_files, open_source
 from titan_sparse.data.tokenizer import Encoded, Tokenizer, closed, load_tokenizer
 
@@ -70,36 +71,6 @@ class Rows(Protocol):
     def documents(self, row: int) -> Iterator[Encoded]: ...
 
 
-class TextRows:
-    """Rows that are one text each."""
-
-    def __init__(self, texts: LazyTexts, tokenizer: Tokenizer) -> None:
-        self.texts = texts
-        self.tokenizer = tokenizer
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def documents(self, row: int) -> Iterator[Encoded]:
-        """The text, closed by the end-of-document token."""
-        yield closed(self.tokenizer.encode(self.texts[row]), self.tokenizer.end_of_document)
-
-
-class ChatRows:
-    """Rows that are one chat each."""
-
-    def __init__(self, texts: LazyTexts, encoder: ChatEncoder) -> None:
-        self.texts = texts
-        self.encoder = encoder
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def documents(self, row: int) -> Iterator[Encoded]:
-        """The chat and its mask, closed by the end-of-document token; empty if it is skipped."""
-        yield self.encoder.encode(self.texts[row])
-
-
 _ONLY_ROWS = (
     "row_format",
     "text_field",
@@ -122,23 +93,24 @@ def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> Rows:
     reads_mds = recipe.document == "row" and is_mds(recipe.source)
     _refuse_unused(recipe, reads_mds)
     if reads_mds:
-        source_tokenizer = None
-        if recipe.source_tokenizer:
-            source_tokenizer = load_tokenizer(recipe.source_tokenizer)
+        name = recipe.source_tokenizer
+        source_tokenizer = load_tokenizer(name) if name else None
         return MDSRows(recipe.source, recipe.text_field, tokenizer, source_tokenizer)
     if recipe.document != "row":
         texts = open_folder(recipe.source, whole=recipe.document == "source")
-        return TextRows(texts, tokenizer)
+        return TokenizedTexts(texts, tokenizer)
 
-    data = Data(source=recipe.source, format=recipe.row_format, tokenizer=recipe.tokenizer)
-    for name in _ONLY_ROWS[1:]:
-        setattr(data, name, getattr(recipe, name))
-    data.split_special_tokens = recipe.split_special_tokens
+    options = {name: getattr(recipe, name) for name in _ONLY_ROWS[1:]}
+    data = Data(
+        source=recipe.source,
+        format=recipe.row_format,
+        tokenizer=recipe.tokenizer,
+        split_special_tokens=recipe.split_special_tokens,
+        **options,
+    )
     check_formats(data)
-    if data.format == "text":
-        return TextRows(open_source(data), tokenizer)
-    encoder = ChatEncoder(data, tokenizer)
-    return ChatRows(open_source(data), encoder)
+    encoder = None if data.format == "text" else ChatEncoder(data, tokenizer)
+    return TokenizedTexts(open_source(data), tokenizer, encoder)
 
 
 def _refuse_unused(recipe: Recipe, reads_mds: bool) -> None:
@@ -176,7 +148,7 @@ class MDSRows:
         self.text_field = text_field
         self.tokenizer = tokenizer
         self.source_tokenizer = source_tokenizer
-        self.rows = _open(str(Path(source).expanduser()))
+        self.rows = _library().LocalDataset(str(Path(source).expanduser()))
         columns = set(self.rows.shards[0].column_names)
         if text_field not in columns and "input_ids" not in columns:
             raise ValueError(
@@ -241,10 +213,6 @@ def unpack(source: str) -> None:
     dataset = streaming.StreamingDataset(local=str(folder), batch_size=1)
     for shard in range(len(dataset.shards)):
         dataset.prepare_shard(shard)
-
-
-def _open(folder: str) -> Any:
-    return _library().LocalDataset(folder)
 
 
 def _library() -> Any:

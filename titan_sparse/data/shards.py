@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,31 +65,45 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
-def write_shard(folder: Path, number: int, documents: Iterable[Encoded], dtype: str) -> int:
+def write_shard(
+    folder: Path, number: int, documents: Iterable[Encoded], dtype: str
+) -> tuple[list[int], int]:
     """Write documents as a shard, with a mask if they have one.
 
-    Returns the number of its tokens, end-of-document tokens included. Only one document is in
-    memory at a time. The caller writes the shard's .json, which makes it complete.
+    Returns where its documents begin and where the last one ends, in tokens, and the number of
+    learned tokens. Only one document is in memory at a time. The caller writes the shard's .json,
+    which makes it complete.
     """
     little_endian = np.dtype(dtype).newbyteorder("<")
     offsets = [0]
+    learned_tokens = 0
     mask_path = shard_path(folder, number, "mask")
     with shard_path(folder, number, "bin").open("wb") as file, mask_path.open("wb") as mask_file:
         for tokens, learned in documents:
             tokens.astype(little_endian).tofile(file)
             if learned is not None:
                 learned.astype(np.uint8).tofile(mask_file)
+                learned_tokens += int(learned.sum())
             offsets.append(offsets[-1] + len(tokens))
     if mask_path.stat().st_size == 0:
         mask_path.unlink()
     np.save(shard_path(folder, number, "idx.npy"), np.asarray(offsets, dtype=np.int64))
-    return offsets[-1]
+    return offsets, learned_tokens
 
 
 def is_prepared(source: str) -> bool:
     """Whether data.source is a folder of shards, finished or not."""
     path = Path(source).expanduser()
     return any(_has_format(path / name) for name in (META, PLAN))
+
+
+class _Shard(NamedTuple):
+    offsets: NDArray[np.int64]
+    """[documents + 1], where its documents begin and the last one ends"""
+    checked: NDArray[np.bool_]
+    """[documents], which of them have been checked"""
+    files: dict[str, tuple[Path, FileState]]
+    """of tokens and masks, by their endings, and their states"""
 
 
 class TokenShards:
@@ -115,29 +129,19 @@ class TokenShards:
         self.total_tokens: int = meta["tokens"]
         self.sample_format = _sample_format(source, meta)
         self.total_learned: int = meta.get("learned", self.total_tokens)
-        self.folder = folder
         self.dtype = np.dtype(meta["dtype"]).newbyteorder("<")
-        # Of each shard: where its documents begin, which of them have been checked, its number, and
-        # the index of its first document.
-        self._offsets: list[NDArray[np.int64]] = []
-        self._checked: list[NDArray[np.bool_]] = []
-        self._numbers: list[int] = []
+        self._shards: list[_Shard] = []
+        # The index of each shard's first document, and the number of all documents.
         self._first = [0]
-        # The files of tokens and masks of each shard by their endings, and the files' states.
-        self._files: list[dict[str, tuple[Path, FileState]]] = []
-        for shard in meta["shards"]:
-            offsets = read_offsets(source, folder, shard, meta["dtype"], self.sample_format.is_chat)
-            if shard["documents"] == 0:
+        endings = ("bin", "mask") if self.sample_format.is_chat else ("bin",)
+        for counts in meta["shards"]:
+            offsets = read_offsets(source, folder, counts, meta["dtype"], "mask" in endings)
+            if counts["documents"] == 0:
                 continue
-            self._offsets.append(offsets)
-            self._checked.append(np.zeros(shard["documents"], dtype=bool))
-            self._numbers.append(shard["number"])
-            self._first.append(self._first[-1] + shard["documents"])
-            files = {}
-            for ending in ("bin", "mask") if self.sample_format.is_chat else ("bin",):
-                path = shard_path(folder, shard["number"], ending)
-                files[ending] = path, _state(path)
-            self._files.append(files)
+            paths = {ending: shard_path(folder, counts["number"], ending) for ending in endings}
+            files = {ending: (path, _state(path)) for ending, path in paths.items()}
+            self._shards.append(_Shard(offsets, np.zeros(counts["documents"], dtype=bool), files))
+            self._first.append(self._first[-1] + counts["documents"])
         if self.total_tokens <= CHECKED_AT_ONCE:
             for index in range(len(self)):
                 self.tokens(index)
@@ -147,13 +151,12 @@ class TokenShards:
 
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of every document, its end-of-document token included; int64 [documents]."""
-        return np.concatenate([np.diff(offsets) for offsets in self._offsets])
+        return np.concatenate([np.diff(shard.offsets) for shard in self._shards])
 
     def length(self, index: int) -> int:
         """Tokens of a document, its end-of-document token included."""
         shard, row = self._find(index)
-        start, stop = self._offsets[shard][row : row + 2]
-        return int(stop - start)
+        return int(shard.offsets[row + 1] - shard.offsets[row])
 
     def tokens(self, index: int) -> NDArray[np.integer]:
         """Tokens of a document, its end-of-document token included; uint16 or uint32 [length].
@@ -164,9 +167,10 @@ class TokenShards:
         """
         shard, row = self._find(index)
         tokens = self._part(shard, row, "bin", self.dtype)
-        if not self._checked[shard][row]:
-            self._check(tokens, f"{_name(self._numbers[shard])}, document {row + 1}")
-            self._checked[shard][row] = True
+        if not shard.checked[row]:
+            path, _ = shard.files["bin"]
+            self._check(tokens, f"{path.name}, document {row + 1}")
+            shard.checked[row] = True
         return tokens
 
     def learned(self, index: int) -> NDArray[np.bool_] | None:
@@ -177,8 +181,8 @@ class TokenShards:
 
     def check_unchanged(self) -> None:
         """Raises DataError if a file of tokens has changed since it was opened."""
-        for files in self._files:
-            for path, state in files.values():
+        for shard in self._shards:
+            for path, state in shard.files.values():
                 self._check_file(path, state)
 
     def forget(self, index: int) -> None:
@@ -189,12 +193,12 @@ class TokenShards:
         learned = self.learned(index)
         return self.tokens(index).tobytes() + (b"" if learned is None else learned.tobytes())
 
-    def _part(self, shard: int, row: int, ending: str, dtype: np.dtype) -> NDArray[Any]:
+    def _part(self, shard: _Shard, row: int, ending: str, dtype: np.dtype) -> NDArray[Any]:
         """One document's part of a shard's file."""
-        path, state = self._files[shard][ending]
+        path, state = shard.files[ending]
         # Reading a map of a file that was cut off gives zeros, or kills the process.
         self._check_file(path, state)
-        start, stop = self._offsets[shard][row : row + 2].tolist()
+        start, stop = shard.offsets[row : row + 2].tolist()
         offset = start * dtype.itemsize
         if stop - start <= MAPPED_ABOVE:
             return np.fromfile(path, dtype, stop - start, offset=offset)
@@ -217,9 +221,9 @@ class TokenShards:
         if tokens[-1] != self.end_of_document:
             _refuse(self.source, f"{where} does not end with the end-of-document token")
 
-    def _find(self, index: int) -> tuple[int, int]:
-        shard = bisect.bisect_right(self._first, index) - 1
-        return shard, index - self._first[shard]
+    def _find(self, index: int) -> tuple[_Shard, int]:
+        number = bisect.bisect_right(self._first, index) - 1
+        return self._shards[number], index - self._first[number]
 
 
 def _has_format(path: Path) -> bool:
@@ -240,18 +244,15 @@ def _check_counts(source: str, meta: dict[str, Any]) -> None:
         "tokens": int,
         "shards": list,
     }
-    missing = kinds.keys() - meta.keys()
-    if missing:
-        _refuse(source, f"{META} has no {min(missing)}")
     for key, kind in kinds.items():
-        if type(meta[key]) is not kind:
-            _refuse(source, f"{META} has an odd {key}")
+        if type(meta.get(key)) is not kind:
+            _refuse(source, f"{META} has no valid {key}")
     if meta["dtype"] not in ("uint16", "uint32"):
-        _refuse(source, f"{META} has an odd dtype")
+        _refuse(source, f"{META} has no valid dtype")
     for shard in meta["shards"]:
         counts = [shard.get(key) for key in SHARD_COUNTS] if isinstance(shard, dict) else [None]
         if not all(type(count) is int and count >= 0 for count in counts):
-            _refuse(source, f"{META} has odd shards")
+            _refuse(source, f"{META} has no valid shards")
     for key in ("documents", "tokens"):
         written = sum(shard[key] for shard in meta["shards"])
         if meta[key] != written:
@@ -325,10 +326,6 @@ def _refuse(source: str, reason: str, cause: Exception | None = None) -> NoRetur
     raise ValueError(
         f'data.source = "{source}": {reason}; copy the folder again, or prepare it anew'
     ) from cause
-
-
-def _name(number: int) -> str:
-    return shard_path(Path(), number, "bin").name
 
 
 def _check_tokenizer(source: str, meta: dict[str, Any], tokenizer: Tokenizer) -> None:

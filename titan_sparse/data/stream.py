@@ -1,5 +1,4 @@
-"""Endless streams of sequences made from documents, and mixtures of several streams. They are
-deterministic and resumable.
+"""Endless streams of sequences made from documents. They are deterministic and resumable.
 
 A stream first gives a sequence as spans of documents, which is cheap. Only the rank that needs the
 sequence reads its tokens.
@@ -7,13 +6,13 @@ sequence reads its tokens.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from titan_sparse.config.sections import Data
 from titan_sparse.data.documents import Documents
 from titan_sparse.data.packing import Packed, Piece, pack
 from titan_sparse.data.shards import TokenShards
@@ -32,7 +31,7 @@ class Cursor:
     document: int = 0
     """place in the order of the epoch, which counts documents, or samples for prepared tokens"""
     offset: int = 0
-    """tokens of that document already taken"""
+    """tokens of that document already taken; for chats (whole.py), sequences of the window"""
     documents_seen: int = 0
     """documents begun, over all epochs and ranks"""
 
@@ -46,16 +45,9 @@ class Span(NamedTuple):
 
 
 class Order:
-    """The order of 0 ... count-1, shuffled anew in every epoch, or unchanged.
-
-    Raises ValueError for a negative seed.
-    """
+    """The order of 0 ... count-1, shuffled anew in every epoch, or unchanged."""
 
     def __init__(self, count: int, seed: int, shuffle: bool) -> None:
-        if seed < 0:
-            raise ValueError(
-                f"training.seed = {seed} cannot seed the order of documents; write 0 or more"
-            )
         self.count = count
         self.seed = seed
         self.shuffle = shuffle
@@ -77,57 +69,47 @@ class Order:
 
 
 class Stream(ABC):
-    """Cuts documents into an endless stream of sequences of at most `seq_len` tokens."""
+    """Cuts documents into an endless stream of sequences of at most `seq_len` tokens.
 
-    kind: str
-    """data.sequences"""
+    `data` is the [data] section of one part of the mixture.
+    """
 
     def __init__(
-        self,
-        documents: Documents,
-        tokenizer: Tokenizer,
-        seq_len: int,
-        count: int,
-        seed: int,
-        shuffle: bool,
-        min_document_length: int,
+        self, documents: Documents, tokenizer: Tokenizer, data: Data, seq_len: int, seed: int
     ) -> None:
         self.documents = documents
         self.tokenizer = tokenizer
+        self.data = data
         self.seq_len = seq_len
-        self.min_document_length = min_document_length
-        self.order = Order(count, seed, shuffle)
+        self.order = Order(len(documents), seed, data.shuffle)
         self.cursor = Cursor()
 
     @abstractmethod
     def next_sequence(self) -> list[Span]:
-        """Take the next sequence. To skip a sequence, take it and drop it.
-
-        Raises ValueError if no document is long enough.
-        """
+        """Take the next sequence. To skip a sequence, take it and drop it."""
 
     @property
     @abstractmethod
     def documents_left_out(self) -> int:
-        """Documents passed over as too short, over all epochs and ranks."""
+        """Documents passed over as too short or too long, over all epochs and ranks."""
 
-    def fingerprint(self) -> dict[str, int | str]:
+    def fingerprint(self) -> dict[str, int | float | str]:
         """What decides the stream. With another fingerprint, a cursor points to other tokens."""
         return {
             "documents": len(self.documents),
             "tokens": self.documents.total_tokens,
             "vocab_size": self.tokenizer.vocab_size,
             "split_special_tokens": int(self.tokenizer.split_special_tokens),
-            "sequences": self.kind,
+            "sequences": self.data.sequences,
             "seq_len": self.seq_len,
             "seed": self.order.seed,
             "shuffle": int(self.order.shuffle),
-            "min_document_length": self.min_document_length,
+            "min_document_length": self.data.min_document_length,
             **asdict(self.documents.sample_format),
         }
 
-    def pack(self, spans: list[Span]) -> Packed:
-        """Read the tokens of a sequence just taken by `next_sequence`, padded to `seq_len`.
+    def pack(self, spans: list[Span], length: int) -> Packed:
+        """Read the tokens of a sequence just taken by `next_sequence`, padded to `length`.
 
         Raises ValueError if a token is beyond the vocabulary, because a GPU would crash.
         """
@@ -136,7 +118,7 @@ class Stream(ABC):
             document = self.documents.tokens(span.index)
             learned = self.documents.learned(span.index)
             pieces.append(Piece(document, span.start, span.stop, learned))
-        packed = pack(pieces, self.seq_len, self.tokenizer.padding)
+        packed = pack(pieces, length, self.tokenizer.padding)
         largest = max(packed.tokens.max(), packed.labels.max())
         if largest >= self.tokenizer.vocab_size:
             raise ValueError(
@@ -154,36 +136,41 @@ class Stream(ABC):
         for index in finished:
             self.documents.forget(index)
 
-    def _go_to_next_place(self) -> None:
+    def _go_to(self, place: int) -> None:
+        """Move the cursor to the beginning of a place, which may be the end of the epoch."""
         cursor = self.cursor
-        cursor.document += 1
+        cursor.document = place
         cursor.offset = 0
-        if cursor.document == self.order.count:
+        if place == self.order.count:
             cursor.epoch += 1
             cursor.document = 0
+            # A pass that began no document is part of a search that fails.
+            if cursor.epoch == 1 and cursor.documents_seen:
+                self._log_left_out()
+
+    @abstractmethod
+    def _log_left_out(self) -> None:
+        """Called once, at the end of the first epoch."""
 
 
 class WalkedStream(Stream):
-    """Goes through the documents in the order of each epoch. A document is not read before its
-    turn.
+    """Goes through the documents in the order of each epoch, each from its beginning. A document is
+    not read before its turn, because texts are tokenized then.
 
-    Documents of fewer than `shortest` tokens, their end-of-document token not counted, are left
-    out. Raises ValueError if this leaves none.
+    data.sequences = packed: documents follow each other and are cut where a sequence is full.
+    fixed: every sequence is `seq_len` tokens of one document, and the rest of a document is
+    dropped. fixed_and_rest: the rest becomes a shorter sequence if it has at least two tokens,
+    because a single token has no label. Raises ValueError if no document is long enough.
     """
 
     def __init__(
-        self,
-        documents: Documents,
-        tokenizer: Tokenizer,
-        seq_len: int,
-        seed: int,
-        shuffle: bool,
-        min_document_length: int,
-        shortest: int,
+        self, documents: Documents, tokenizer: Tokenizer, data: Data, seq_len: int, seed: int
     ) -> None:
-        count = len(documents)
-        super().__init__(documents, tokenizer, seq_len, count, seed, shuffle, min_document_length)
-        self.shortest = shortest
+        super().__init__(documents, tokenizer, data, seq_len, seed)
+        # The fewest tokens of a document, its end-of-document token included, that are taken.
+        self._least = 1 if data.sequences == "packed" else _least(data, seq_len)
+        # Shorter documents are left out. Their end-of-document token is not counted.
+        self._shortest = max(data.min_document_length, self._least - 1, 1)
         # Fail here, before the first step. Later, the other ranks would hang waiting for this one.
         self._find_document()
 
@@ -195,63 +182,8 @@ class WalkedStream(Stream):
         passed = cursor.epoch * self.order.count + cursor.document + (cursor.offset > 0)
         return passed - cursor.documents_seen
 
-    @abstractmethod
-    def _no_document(self, longest: int) -> ValueError:
-        """The error for a longest document of `longest` tokens that is too short.
-
-        The end-of-document token is not counted.
-        """
-
-    def _find_document(self) -> tuple[int, int]:
-        """Index and length (end-of-document token included) of the cursor's document, skipping
-        those that are too short."""
-        # Wherever the cursor is, two passes contain one whole epoch. After that we know that no
-        # document is long enough.
-        longest = 0
-        for _ in range(2 * self.order.count):
-            index = self.order.at(self.cursor.epoch, self.cursor.document)
-            length = self.documents.length(index)
-            if length > self.shortest:
-                return index, length
-            longest = max(longest, length - 1)
-            self.documents.forget(index)
-            self._go_to_next_place()
-        if longest == 0:
-            raise ValueError("data.source holds only empty documents; write another data.source")
-        raise self._no_document(longest)
-
-    def _go_to_next_place(self) -> None:
-        super()._go_to_next_place()
-        cursor = self.cursor
-        # A pass that began no document is part of a search that fails.
-        if (cursor.epoch, cursor.document) == (1, 0) and cursor.documents_seen:
-            tell_left_out(self.documents_left_out, self.order.count, self.shortest)
-
-
-class PackedStream(WalkedStream):
-    """data.sequences = packed: documents follow each other and are cut where a sequence is full.
-
-    Raises ValueError if no document is long enough.
-    """
-
-    kind = "packed"
-
-    def __init__(
-        self,
-        documents: Documents,
-        tokenizer: Tokenizer,
-        seq_len: int,
-        seed: int,
-        shuffle: bool,
-        min_document_length: int,
-    ) -> None:
-        shortest = max(min_document_length, 1)
-        super().__init__(
-            documents, tokenizer, seq_len, seed, shuffle, min_document_length, shortest
-        )
-
     def next_sequence(self) -> list[Span]:
-        """Take the next sequence as spans of `seq_len` tokens together."""
+        """Take the next sequence: spans of `seq_len` tokens together, or one of a sample."""
         cursor = self.cursor
         spans = []
         room = self.seq_len
@@ -263,66 +195,43 @@ class PackedStream(WalkedStream):
             if span.start == 0:
                 cursor.documents_seen += 1
             cursor.offset = span.stop
-            if span.stop == length:
-                self._go_to_next_place()
+            if length - span.stop < self._least:
+                self._go_to(cursor.document + 1)
+            if self.data.sequences != "packed":
+                break
         cursor.sequence += 1
         return spans
 
-    def _no_document(self, longest: int) -> ValueError:
-        return ValueError(
-            f"data.min_document_length = {self.min_document_length} leaves no document, as the "
+    def _find_document(self) -> tuple[int, int]:
+        """Index and length (end-of-document token included) of the cursor's document, skipping
+        those that are too short."""
+        # Wherever the cursor is, two passes contain one whole epoch. After that we know that no
+        # document is long enough.
+        longest = 0
+        for _ in range(2 * self.order.count):
+            index = self.order.at(self.cursor.epoch, self.cursor.document)
+            length = self.documents.length(index)
+            if length > self._shortest:
+                return index, length
+            longest = max(longest, length - 1)
+            self.documents.forget(index)
+            self._go_to(self.cursor.document + 1)
+        if longest == 0:
+            raise ValueError("data.source holds only empty documents; write another data.source")
+        if self.data.sequences != "packed":
+            raise _no_sample(self.data, self.seq_len, longest + 1)
+        raise ValueError(
+            f"data.min_document_length = {self.data.min_document_length} leaves no document, as the "
             f"longest of data.source has {longest} tokens; write {longest} or less, or another "
             "data.source"
         )
 
-
-class TextSampleStream(WalkedStream):
-    """data.sequences = fixed, for texts: every sequence is `seq_len` tokens of one document.
-
-    A document is cut from its beginning. Its samples follow each other, because the lengths of
-    texts are not known before they are tokenized. The rest of a document is dropped. With
-    `keep_rest`, it becomes a shorter sequence if it has at least two tokens, because a single token
-    has no label.
-    Raises ValueError if there is no sample.
-    """
-
-    def __init__(
-        self,
-        documents: Documents,
-        tokenizer: Tokenizer,
-        seq_len: int,
-        seed: int,
-        shuffle: bool,
-        min_document_length: int,
-        keep_rest: bool,
-    ) -> None:
-        self.kind = sample_kind(keep_rest)
-        # The fewest tokens of a document, its end-of-document token included, that give a sample.
-        self._least = 2 if keep_rest else seq_len
-        shortest = max(min_document_length, self._least - 1, 1)
-        super().__init__(
-            documents, tokenizer, seq_len, seed, shuffle, min_document_length, shortest
-        )
-
-    def next_sequence(self) -> list[Span]:
-        """Take the next sample: one span."""
-        cursor = self.cursor
-        index, length = self._find_document()
-        span = Span(index, cursor.offset, min(length, cursor.offset + self.seq_len))
-        if span.start == 0:
-            cursor.documents_seen += 1
-        cursor.sequence += 1
-        cursor.offset = span.stop
-        if length - span.stop < self._least:
-            self._go_to_next_place()
-        return [span]
-
-    def _no_document(self, longest: int) -> ValueError:
-        return no_sample(self.kind, self.seq_len, self.min_document_length, longest + 1)
+    def _log_left_out(self) -> None:
+        _log_short(self.documents_left_out, self.order.count, self._shortest)
 
 
 class SampleStream(Stream):
-    """data.sequences = fixed, for prepared tokens: like TextSampleStream, but samples are permuted.
+    """data.sequences = fixed or fixed_and_rest, for prepared tokens: samples are permuted.
 
     All lengths are known at once, so the samples of a document need not follow each other.
     (MTraining trains this way, on rows of exactly 524288 tokens.) Raises ValueError if there is no
@@ -330,33 +239,25 @@ class SampleStream(Stream):
     """
 
     def __init__(
-        self,
-        documents: TokenShards,
-        tokenizer: Tokenizer,
-        seq_len: int,
-        seed: int,
-        shuffle: bool,
-        min_document_length: int,
-        keep_rest: bool,
+        self, documents: TokenShards, tokenizer: Tokenizer, data: Data, seq_len: int, seed: int
     ) -> None:
-        self.kind = sample_kind(keep_rest)
+        super().__init__(documents, tokenizer, data, seq_len, seed)
+        least = _least(data, seq_len)
         # int64 [documents]: the samples that each document gives
         lengths = documents.lengths()
         samples = lengths // seq_len
-        if keep_rest:
-            samples += lengths % seq_len >= 2
-        samples[lengths <= min_document_length] = 0
+        if data.sequences == "fixed_and_rest":
+            samples += lengths % seq_len >= least
+        samples[lengths <= data.min_document_length] = 0
         # The documents that give samples: their indices, and for each the number of samples up to
         # and including its own.
         self._index = np.flatnonzero(samples)
         self._stop = np.cumsum(samples[self._index])
         if len(self._index) == 0:
-            raise no_sample(self.kind, seq_len, min_document_length, int(lengths.max()))
-        count = int(self._stop[-1])
-        super().__init__(documents, tokenizer, seq_len, count, seed, shuffle, min_document_length)
+            raise _no_sample(data, seq_len, int(lengths.max()))
+        self.order = Order(int(self._stop[-1]), seed, data.shuffle)
         self._left_out = len(documents) - len(self._index)
-        least = 2 if keep_rest else seq_len
-        tell_left_out(self._left_out, len(documents), max(min_document_length, least - 1))
+        _log_short(self._left_out, len(documents), max(data.min_document_length, least - 1))
 
     @property
     def documents_left_out(self) -> int:
@@ -376,30 +277,29 @@ class SampleStream(Stream):
         if start == 0:
             cursor.documents_seen += 1
         cursor.sequence += 1
-        self._go_to_next_place()
+        self._go_to(cursor.document + 1)
         return [Span(index, start, stop)]
 
-
-def sample_kind(keep_rest: bool) -> str:
-    """data.sequences of samples of one document each."""
-    return "fixed_and_rest" if keep_rest else "fixed"
+    def _log_left_out(self) -> None:
+        """Do nothing: this was logged when the stream was opened."""
 
 
-def no_sample(kind: str, seq_len: int, min_document_length: int, longest: int) -> ValueError:
-    """The error for documents that give no sample.
+def _least(data: Data, seq_len: int) -> int:
+    """The fewest tokens of a sample of one document."""
+    return seq_len if data.sequences == "fixed" else 2
 
-    longest: tokens of the longest document, its end-of-document token included.
-    """
+
+def _no_sample(data: Data, seq_len: int, longest: int) -> ValueError:
+    """`longest` counts the tokens of the longest document, its end-of-document token included."""
     return ValueError(
-        f'data.sequences = "{kind}": no document of data.source has '
+        f'data.sequences = "{data.sequences}": no document of data.source has '
         f"training.seq_len = {seq_len} tokens and more than data.min_document_length = "
-        f"{min_document_length} (the longest has {longest}); write smaller ones, or "
+        f"{data.min_document_length} (the longest has {longest}); write smaller ones, or "
         'data.sequences = "packed"'
     )
 
 
-def tell_left_out(left_out: int, documents: int, shortest: int) -> None:
-    """Log how many documents of fewer than `shortest` tokens there are, if there are any."""
+def _log_short(left_out: int, documents: int, shortest: int) -> None:
     if left_out:
         logger.info(
             "data: %d of %d documents are left out: they have fewer than %d tokens",
@@ -407,36 +307,3 @@ def tell_left_out(left_out: int, documents: int, shortest: int) -> None:
             documents,
             shortest,
         )
-
-
-class Mixture:
-    """Streams, each with its share of the sequences. A single stream is also a mixture.
-
-    The next sequence comes from the stream that is furthest behind its share, by the counts so far.
-    So the first n sequences hold n * share of each stream to within about one, on any number of
-    ranks, and there is no random state to save.
-    """
-
-    def __init__(self, streams: Sequence[Stream], shares: Sequence[float]) -> None:
-        self.streams = streams
-        self.shares = shares
-
-    @property
-    def sequence(self) -> int:
-        """Sequences taken so far."""
-        return sum(stream.cursor.sequence for stream in self.streams)
-
-    def next_stream(self) -> Stream:
-        """The stream that gives the next sequence."""
-        due = self.sequence + 1
-        behind = []
-        for stream, share in zip(self.streams, self.shares, strict=True):
-            behind.append(share * due - stream.cursor.sequence)
-        return self.streams[behind.index(max(behind))]
-
-    def fingerprint(self) -> list[dict[str, Any]]:
-        """What decides the stream of sequences, a dict for each part."""
-        parts = []
-        for stream, share in zip(self.streams, self.shares, strict=True):
-            parts.append({**stream.fingerprint(), "share": round(share, 9)})
-        return parts

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from titan_sparse.config.sections import Data
 from titan_sparse.data.documents import Documents
 from titan_sparse.data.packing import first_fit, kept_shares
 from titan_sparse.data.shards import TokenShards
@@ -40,24 +41,15 @@ class WholeStream(Stream):
     than a sequence, are left out. Raises ValueError if this leaves none.
     """
 
-    kind = "packed"
-
     def __init__(
-        self,
-        documents: Documents,
-        tokenizer: Tokenizer,
-        seq_len: int,
-        seed: int,
-        shuffle: bool,
-        min_document_length: int,
+        self, documents: Documents, tokenizer: Tokenizer, data: Data, seq_len: int, seed: int
     ) -> None:
-        count = len(documents)
-        super().__init__(documents, tokenizer, seq_len, count, seed, shuffle, min_document_length)
+        super().__init__(documents, tokenizer, data, seq_len, seed)
         self._window_at = (-1, -1)
         self._window = Window(0, [])
         # Fail here, before the first step. Later, the other ranks would hang waiting for this one.
         self._current()
-        self._tell_kept()
+        self._log_kept()
 
     @property
     def documents_left_out(self) -> int:
@@ -78,7 +70,7 @@ class WholeStream(Stream):
         cursor.documents_seen += len(indices)
         cursor.offset += 1
         if cursor.offset == len(window.sequences):
-            self._go_behind(window)
+            self._go_to(window.stop)
         return [Span(index, 0, self.documents.length(index)) for index in indices]
 
     def release(self, spans: list[Span]) -> None:
@@ -96,10 +88,10 @@ class WholeStream(Stream):
                 self._window_at = (cursor.epoch, cursor.document)
             if self._window.sequences:
                 return self._window
-            self._go_behind(self._window)
+            self._go_to(self._window.stop)
         raise ValueError(
             f"no sample of data.source has at most training.seq_len = {self.seq_len} tokens and at "
-            f"least data.min_document_length = {self.min_document_length}; write a longer "
+            f"least data.min_document_length = {self.data.min_document_length}; write a longer "
             "training.seq_len, or a smaller data.min_document_length"
         )
 
@@ -113,7 +105,7 @@ class WholeStream(Stream):
         while place < self.order.count:
             index = self.order.at(cursor.epoch, place)
             length = self.documents.length(index)
-            if max(self.min_document_length, 1) < length <= self.seq_len:
+            if max(self.data.min_document_length, 1) < length <= self.seq_len:
                 if length > room:
                     break
                 indices.append(index)
@@ -127,25 +119,17 @@ class WholeStream(Stream):
             sequences.append([indices[number] for number in numbers])
         return Window(place, sequences)
 
-    def _go_behind(self, window: Window) -> None:
-        cursor = self.cursor
-        cursor.document = window.stop
-        cursor.offset = 0
-        if cursor.document == self.order.count:
-            cursor.epoch += 1
-            cursor.document = 0
-        # A pass that began no document is part of a search that fails.
-        if (cursor.epoch, cursor.document) == (1, 0) and cursor.documents_seen:
-            logger.info(
-                "data: %d of %d samples are left out: longer than training.seq_len = %d tokens, or "
-                "shorter than data.min_document_length = %d",
-                self.order.count - cursor.documents_seen,
-                self.order.count,
-                self.seq_len,
-                self.min_document_length,
-            )
+    def _log_left_out(self) -> None:
+        logger.info(
+            "data: %d of %d samples are left out: longer than training.seq_len = %d tokens, or "
+            "shorter than data.min_document_length = %d",
+            self.documents_left_out,
+            self.order.count,
+            self.seq_len,
+            self.data.min_document_length,
+        )
 
-    def _tell_kept(self) -> None:
+    def _log_kept(self) -> None:
         """Log the share of samples that fit a sequence, for some lengths, by the lengths known so
         far."""
         documents = self.documents
