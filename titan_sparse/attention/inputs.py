@@ -8,6 +8,7 @@ from torch._C._functorch import is_gradtrackingtensor
 from torch.autograd.forward_ad import unpack_dual
 
 from titan_sparse.attention.context_parallel.group import ONE_RANK, ContextParallel
+from titan_sparse.attention.masks.base import once_per_mask
 from titan_sparse.attention.masks.ranges import Mask, MaskRanges
 
 DEFAULT_BLOCK_SIZE = 128
@@ -223,11 +224,17 @@ def whole_blocks(x: Tensor, dim: int, block_size: int, value: float = 0) -> Tens
 def mask_of_whole_blocks(ranges: MaskRanges, block_size: int) -> MaskRanges:
     """The mask of a sequence padded to whole blocks. The padding sees nothing.
 
-    A mask with padding is no longer plain.
+    A mask with padding is no longer plain. All layers get the same tensors, so what is remembered
+    for a mask is computed once.
     """
     missing = -ranges.start.shape[1] % block_size
     if missing == 0:
         return ranges
+    key = ("whole blocks", block_size)
+    return once_per_mask(ranges, key, lambda: _padded(ranges, block_size, missing))
+
+
+def _padded(ranges: MaskRanges, block_size: int, missing: int) -> MaskRanges:
     # start = stop means "sees nothing". At the padded length both stay nondecreasing.
     padded_length = ranges.start.shape[1] + missing
     document_start = ranges.document_start
