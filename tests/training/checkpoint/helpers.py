@@ -79,7 +79,7 @@ class Run:
 
 class FullFile(writer.HashedFile):
     def write(self, data) -> int:
-        if self.position > 0:
+        if self.tell() > 0:
             raise OSError(errno.ENOSPC, "No space left on device")
         return super().write(data)
 
@@ -89,6 +89,13 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
         torch.equal(x, right[name]) if isinstance(x, torch.Tensor) else x == right[name]
         for name, x in left.items()
     )
+
+
+def resumed(folder: Path, **section) -> Run:
+    """A run that goes on from what is there."""
+    run = Run(folder, **section)
+    assert run.checkpointer.load()
+    return run
 
 
 def names_in(folder: Path) -> set[str]:

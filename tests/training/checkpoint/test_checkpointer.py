@@ -2,16 +2,15 @@
 
 import logging
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.training.checkpoint.helpers import TEXTS, Run, flip_bit, names_in, same
+from tests.training.checkpoint.helpers import TEXTS, Run, flip_bit, names_in, resumed, same
 from titan_sparse.config import Refusal
-from titan_sparse.training.checkpoint import newest_checkpoint, writer
+from titan_sparse.training.checkpoint import newest_checkpoint
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -22,12 +21,17 @@ def log(caplog) -> pytest.LogCaptureFixture:
     return caplog
 
 
-def test_three_and_three_equal_six(tmp_path):
-    whole = Run(tmp_path / "whole").train(6)
-    Run(tmp_path / "halves").train(3)
-    torch.rand(3)
-    halves = Run(tmp_path / "halves").train(6)
-    assert same(halves.state(), whole.state())
+class Extra:
+    """Something else that has a state."""
+
+    def __init__(self, value: int):
+        self.value = value
+
+    def state_dict(self) -> dict:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.value = state["value"]
 
 
 def test_a_checkpoint_is_what_was_saved(tmp_path):
@@ -40,25 +44,9 @@ def test_a_checkpoint_is_what_was_saved(tmp_path):
     assert (checkpoint / "config.toml").read_text() == TEXTS["config.toml"]
     listed = (checkpoint / "checksums.sha256").read_text()
     assert all(name in listed for name in tensors | {".metadata", "config.toml"})
-    again = Run(tmp_path, states={"extra": (extra := Extra(0))})
-    assert again.checkpointer.load() and extra.value == 3
-
-
-class Extra:
-    def __init__(self, value: int):
-        self.value = value
-
-    def state_dict(self) -> dict:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.value = state["value"]
-
-
-def test_counters_that_a_checkpoint_lacks_stay(tmp_path):
-    Run(tmp_path).train(1)
-    run = Run(tmp_path, states={"extra": (extra := Extra(7))})
-    assert run.checkpointer.load() and extra.value == 7
+    resumed(tmp_path, states={"extra": (extra := Extra(0)), "newer": (newer := Extra(7))})
+    # What the checkpoint lacks stays as it was.
+    assert (extra.value, newer.value) == (3, 7)
 
 
 def truncate(path: Path) -> None:
@@ -69,47 +57,43 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-@pytest.mark.parametrize("damage", [flip_bit, truncate, empty, Path.unlink])
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "config.toml"])
+@pytest.mark.parametrize(
+    "name, damage",
+    [
+        ("__0_0.distcp", flip_bit),
+        ("__0_0.distcp", truncate),
+        ("__0_0.distcp", Path.unlink),
+        (".metadata", flip_bit),
+        (".metadata", empty),
+        (".metadata", Path.unlink),
+        ("config.toml", flip_bit),
+        ("config.toml", Path.unlink),
+        ("checksums.sha256", flip_bit),
+        ("checksums.sha256", truncate),
+        ("checksums.sha256", empty),
+    ],
+)
 def test_damage_is_named_and_stepped_over(tmp_path, log, name, damage):
     run = Run(tmp_path).train(1)
     wanted = run.state()
     Run(tmp_path).train(2)
     damage(run.folder / "step-2" / name)
-    again = Run(tmp_path)
-    assert again.checkpointer.load() and again.progress.step == 1
-    assert same(again.state(), wanted)
+    again = resumed(tmp_path)
+    assert again.progress.step == 1 and same(again.state(), wanted)
     assert names_in(run.folder) == {"step-1", "step-2.broken"}
     told = [record.getMessage() for record in log.records if "damaged" in record.getMessage()]
-    assert len(told) == 1 and f"step-2/{name}" in told[0] and "step-2.broken" in told[0]
+    assert len(told) == 1 and "step-2.broken" in told[0]
+    # Wrong checksums name the file that they are of.
+    assert f"step-2/{name}" in told[0] or name == "checksums.sha256"
     again.train(2)
     assert names_in(run.folder) == {"step-1", "step-2", "step-2.broken"}
 
 
-@pytest.mark.parametrize("damage", [flip_bit, truncate, empty])
-def test_damaged_checksums_are_damage(tmp_path, damage):
-    run = Run(tmp_path).train(2)
-    damage(run.folder / "step-2/checksums.sha256")
-    again = Run(tmp_path)
-    assert again.checkpointer.load() and again.progress.step == 1
-
-
-def test_without_checksums_it_loads_with_a_warning(tmp_path, log):
-    """As checkpoints from before there were any; missing bytes are found all the same."""
-    run = Run(tmp_path).train(2)
-    (run.folder / "step-2/checksums.sha256").unlink()
-    again = Run(tmp_path)
-    assert again.checkpointer.load() and again.progress.step == 2
-    assert "step-2 has no checksums" in log.text
-    truncate(run.folder / "step-2/__0_0.distcp")
-    assert again.checkpointer.load() and again.progress.step == 1
-
-
 def test_torchtitans_checkpoints_load(tmp_path, log):
-    """Earlier versions saved additional values, fewer counters, and no checksums."""
-    run = Run(tmp_path)
-    for _ in range(2):
-        run.step()
+    """Earlier versions saved additional values, fewer counters, and no checksums. Missing bytes are
+    found all the same."""
+    run = Run(tmp_path).train(1)
+    run.step()
     wanted = run.state()
     optimizer = {
         name.removeprefix("optimizer."): value
@@ -126,22 +110,23 @@ def test_torchtitans_checkpoints_load(tmp_path, log):
     }
     dcp.save(saved, checkpoint_id=run.folder / "step-2")
     (run.folder / "step-3").mkdir()  # a save of before that was cut short
-    again = Run(tmp_path)
     torch.rand(3)
-    assert again.checkpointer.load() and same(again.state(), wanted)
+    assert same(resumed(tmp_path).state(), wanted)
     assert "step-2 has no checksums" in log.text
+    truncate(run.folder / "step-2/__0_0.distcp")
+    assert resumed(tmp_path).progress.step == 1
 
 
 def test_only_broken_ones_are_refused_and_left(tmp_path):
     run = Run(tmp_path).train(2)
     for step in (1, 2):
         flip_bit(run.folder / f"step-{step}/__0_0.distcp")
+    text = r"no checkpoint in .* is whole: .*step-2/__0_0"
     for _ in range(2):
-        with pytest.raises(
-            Refusal, match=r"no checkpoint in .* is whole: .*step-2/__0_0"
-        ) as caught:
+        with pytest.raises(Refusal, match=text) as caught:
             Run(tmp_path).checkpointer.load()
         assert "\n" not in str(caught.value)
+    assert run.checkpointer.go_back(before=2) is None
     assert names_in(run.folder) == {"step-1", "step-2"}
 
 
@@ -168,45 +153,47 @@ def test_look_alikes_are_neither_read_nor_deleted(tmp_path):
 
 def test_load_step_stays_rolled_back(tmp_path, log):
     run = Run(tmp_path).train(4)
-    first = Run(tmp_path, load_step=2)
-    assert first.checkpointer.load() and first.progress.step == 2
+    resumed(tmp_path, load_step=4)
+    assert names_in(run.folder) == {*(f"step-{n}" for n in range(1, 5)), "rolled-back.json"}
+    assert "newer than" not in log.text
+    first = resumed(tmp_path, load_step=2)
+    assert first.progress.step == 2
     assert names_in(run.folder) == {"step-1", "step-2", "rolled-back-1", "rolled-back.json"}
     assert names_in(run.folder / "rolled-back-1") == {"step-3", "step-4"}
-    assert "rolled-back-1" in log.text
+    assert "newer than step 2 are in" in log.text and "rolled-back-1" in log.text
     first.train(3)
     # The newest is the branch's.
-    plain = Run(tmp_path)
-    assert plain.checkpointer.load() and plain.progress.step == 3
+    assert resumed(tmp_path).progress.step == 3
     # The same command once more goes back once more; the branch's own progress is kept, too.
-    second = Run(tmp_path, load_step=2)
-    assert second.checkpointer.load() and second.progress.step == 2
+    assert resumed(tmp_path, load_step=2).progress.step == 2
     assert names_in(run.folder / "rolled-back-2") == {"step-3"}
 
 
-def test_an_automatic_restart_goes_on_from_the_branch(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "variable, count, job, step",
+    [
+        ("TORCHELASTIC_RESTART_COUNT", "2", "a", 3),
+        ("SLURM_RESTART_COUNT", "1", "a", 3),
+        # Not to be mistaken for it: the same command, given once more.
+        ("TORCHELASTIC_RESTART_COUNT", "0", "a", 2),
+        # Another job's restart has not gone back yet.
+        ("TORCHELASTIC_RESTART_COUNT", "2", "b", 2),
+    ],
+)
+def test_an_automatic_restart_goes_on_from_the_branch(
+    tmp_path, monkeypatch, variable, count, job, step
+):
     Run(tmp_path).train(4)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     # The first attempt has died before it went back.
-    run = Run(tmp_path, load_step=2)
-    assert run.checkpointer.load() and run.progress.step == 2
+    run = resumed(tmp_path, load_step=2)
+    assert run.progress.step == 2
     run.train(3)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    run = Run(tmp_path, load_step=2)
-    assert run.checkpointer.load() and run.progress.step == 3
-    assert not (run.folder / "rolled-back-2").exists()
-    # Not to be mistaken for it: the same command, given once more.
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
-    run = Run(tmp_path, load_step=2)
-    assert run.checkpointer.load() and run.progress.step == 2
-    run.train(3)
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    run = Run(tmp_path, load_step=2)
-    assert run.checkpointer.load() and run.progress.step == 3
-    # Another job's restart has not gone back yet.
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "b")
-    run = Run(tmp_path, load_step=2)
-    assert run.checkpointer.load() and run.progress.step == 2
+    monkeypatch.setenv(variable, count)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+    assert resumed(tmp_path, load_step=2).progress.step == step
 
 
 def test_a_load_step_that_is_not_there_moves_nothing(tmp_path):
@@ -234,39 +221,16 @@ def test_going_back_keeps_the_loaders_place(tmp_path):
     assert same(run.state() | {"sequence": 2}, wanted[2])
 
 
-def test_going_back_waits_for_the_save_that_is_being_written(tmp_path, monkeypatch):
-    write_share = writer.write_share
-
-    def slow(*args):
-        time.sleep(0.2)
-        return write_share(*args)
-
-    monkeypatch.setattr("titan_sparse.training.checkpoint.saver.write_share", slow)
-    run = Run(tmp_path, async_mode="async")
-    run.step()
-    run.checkpointer.save(1)
-    assert run.checkpointer.go_back(before=2) == 1
-    assert run.checkpointer.go_back(before=1) is None
-    run.checkpointer.close()
-
-
 def test_a_save_over_an_existing_step_moves_that_aside(tmp_path):
     run = Run(tmp_path).train(2)
     before = run.state()
-    run = Run(tmp_path)
-    run.checkpointer.load()
+    run = resumed(tmp_path)
     run.step()
     run.checkpointer.save(2)
     assert names_in(run.folder) == {"step-1", "step-2", "step-2.replaced"}
     shutil.rmtree(run.folder / "step-2")
     (run.folder / "step-2.replaced").rename(run.folder / "step-2")
-    again = Run(tmp_path)
-    assert again.checkpointer.load() and same(again.state(), before)
-
-
-def test_rotation_keeps_the_newest(tmp_path):
-    run = Run(tmp_path, keep_latest_k=2).train(5)
-    assert names_in(run.folder) == {"step-4", "step-5"}
+    assert same(resumed(tmp_path).state(), before)
 
 
 def test_what_a_killed_save_left_is_deleted_and_said(tmp_path, log):
@@ -291,13 +255,6 @@ def test_initial_weights_of_a_broken_folder_are_refused(tmp_path):
     with pytest.raises(Refusal, match=r"initial_load_path = .*__0_0\.distcp"):
         Run(tmp_path / "c", initial_load_path=path).checkpointer.load()
     assert names_in(source.folder) == {"step-1"}
-
-
-def test_a_rollback_to_the_newest_moves_nothing(tmp_path, log):
-    run = Run(tmp_path).train(2)
-    Run(tmp_path, load_step=2).checkpointer.load()
-    assert names_in(run.folder) == {"step-1", "step-2", "rolled-back.json"}
-    assert "newer than" not in log.text
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path):

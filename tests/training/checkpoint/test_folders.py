@@ -1,5 +1,6 @@
 """Names on disk: they survive a loss of power, and nothing that has one is written over."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,24 +25,31 @@ def test_only_complete_folders_of_exact_names_count(tmp_path):
     assert folders.delete_incomplete(tmp_path) == ["step-6.incomplete"]
 
 
-def test_a_published_name_is_durable(tmp_path, events):
-    """The files' names first, so that step-N never lacks one."""
-    make(tmp_path, "step-2.incomplete")
-    folders.publish(tmp_path / "step-2.incomplete", tmp_path / "step-2")
-    assert events == ["step-2.incomplete", "step-2.incomplete > step-2", tmp_path.name]
+@pytest.mark.parametrize(
+    "work, wanted",
+    [
+        # The files' names first, so that step-N never lacks one.
+        (
+            lambda folder: folders.publish(folder / "step-3.incomplete", folder / "step-3"),
+            ["step-3.incomplete", "step-3.incomplete > step-3"],
+        ),
+        (
+            lambda folder: folders.move_aside(folder / "step-2", "broken"),
+            ["step-2 > step-2.broken"],
+        ),
+        # The newest first.
+        (
+            partial(folders.roll_back, step=0),
+            ["step-2 > step-2", "step-1 > step-1", "rolled-back-1"],
+        ),
+    ],
+    ids=["publish", "move_aside", "roll_back"],
+)
+def test_a_name_is_durable(tmp_path, events, work, wanted):
+    make(tmp_path, "step-1", "step-2", "step-3.incomplete")
+    work(tmp_path)
+    assert events == [*wanted, tmp_path.name]
     assert open_files(str(tmp_path)) == 0
-
-
-def test_what_is_moved_aside_stays_there(tmp_path, events):
-    make(tmp_path, "step-2")
-    folders.move_aside(tmp_path / "step-2", "broken")
-    assert events == ["step-2 > step-2.broken", tmp_path.name]
-
-
-def test_a_rollback_is_durable_and_begins_with_the_newest(tmp_path, events):
-    make(tmp_path, "step-1", "step-2", "step-3")
-    folders.roll_back(tmp_path, 1)
-    assert events == ["step-3 > step-3", "step-2 > step-2", "rolled-back-1", tmp_path.name]
 
 
 def test_each_that_is_moved_aside_has_a_name_of_its_own(tmp_path):
@@ -55,15 +63,11 @@ def test_each_that_is_moved_aside_has_a_name_of_its_own(tmp_path):
 @pytest.mark.parametrize("keep, left", [(0, {1, 2, 3}), (1, {3}), (2, {2, 3}), (5, {1, 2, 3})])
 def test_rotation(tmp_path, keep, left):
     make(tmp_path, "step-1", "step-2", "step-3")
+    if keep == 1:
+        # A rotation that was cut short. This name is in the way of the renaming.
+        make(tmp_path, "step-1.incomplete")
     folders.rotate(tmp_path, keep)
     assert names_in(tmp_path) == {f"step-{step}" for step in left}
-
-
-def test_rotation_goes_on_after_one_that_was_cut_short(tmp_path):
-    """A folder of that name is in the way of the renaming."""
-    make(tmp_path, "step-1", "step-2", "step-1.incomplete")
-    folders.rotate(tmp_path, 1)
-    assert names_in(tmp_path) == {"step-2"}
 
 
 def test_what_cannot_be_deleted_does_not_stop_a_run(tmp_path):

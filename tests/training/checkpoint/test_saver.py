@@ -1,22 +1,51 @@
 """Saves in the foreground, on a thread and in a process: the same files, and failures are reported."""
 
+import errno
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from tests.distributed import run_processes
-from tests.training.checkpoint.helpers import FullFile, Run, names_in, same
+from tests.runs import tiny_config, train, write_texts
+from tests.training.checkpoint.helpers import (
+    FullFile,
+    Run,
+    flip_bit,
+    names_in,
+    open_files,
+    resumed,
+    same,
+)
 from titan_sparse.config import Checkpoint, Refusal
-from titan_sparse.training.checkpoint import SaveError, check_async_mode, verify, writer
+from titan_sparse.models import huggingface
+from titan_sparse.training.checkpoint import (
+    Broken,
+    SaveError,
+    check_async_mode,
+    checkpointer,
+    read_into,
+    saver,
+    verify,
+    writer,
+)
+from titan_sparse.training.checkpoint.writer import Staging, Writer
+from titan_sparse.training.guard import Guard
 
 MODES = ["disabled", "async", "async_with_pinned_mem"]
+COPIES = "titan_sparse checkpoint"
+"""The memory of copies, among a process's open files."""
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -32,14 +61,15 @@ def test_every_mode_saves_the_state_of_its_step(alone, tmp_path, mode):
 
 
 def test_a_step_waits_for_the_copies_only(alone, tmp_path, monkeypatch):
-    """Training continues however slow the disk is, and the save holds the step that it names."""
-    write_share = writer.write_share
+    """Training continues however slow the disk is, and the save holds the step that it names. Going
+    back waits for it."""
+    write = Writer.write
 
     def slow(*args):
         time.sleep(0.6)
-        return write_share(*args)
+        return write(*args)
 
-    monkeypatch.setattr("titan_sparse.training.checkpoint.saver.write_share", slow)
+    monkeypatch.setattr(Writer, "write", slow)
     run = Run(tmp_path, async_mode="async")
     run.checkpointer.load()
     run.step()
@@ -49,14 +79,58 @@ def test_a_step_waits_for_the_copies_only(alone, tmp_path, monkeypatch):
     run.checkpointer.save(1)
     run.step()
     assert time.monotonic() - began < 0.5 and not (run.folder / "step-1").exists()
+    assert run.checkpointer.go_back(before=2) == 1
+    assert same(run.state() | {"sequence": 1}, wanted)
+    assert run.checkpointer.go_back(before=1) is None
     run.checkpointer.close()
-    again = Run(tmp_path)
-    assert again.checkpointer.load() and same(again.state(), wanted)
+
+
+def test_a_save_is_of_its_step(tmp_path, monkeypatch):
+    """In a run of the trainer, with copies so late that the next update would be in them."""
+    now = threading.Event()
+    states: list[dict[str, Tensor]] = []
+    begin, copy, update = Staging.begin, Staging.copy, Guard.update
+
+    def noted_begin(staging: Staging) -> None:
+        now.clear()
+        parts = zip(staging.slots, staging.sources, strict=True)
+        states.append({index.fqn: source.clone() for index, source in parts})
+        begin(staging)
+
+    def late_copy(staging: Staging) -> None:
+        now.wait(0.3)
+        copy(staging)
+
+    def noted_update(guard: Guard, *args) -> None:
+        update(guard, *args)
+        now.set()
+
+    monkeypatch.setattr(Staging, "begin", noted_begin)
+    monkeypatch.setattr(Staging, "copy", late_copy)
+    monkeypatch.setattr(Guard, "update", noted_update)
+    write_texts(tmp_path / "texts")
+    config = tiny_config(
+        tmp_path,
+        "run",
+        checkpoint__enable=True,
+        checkpoint__interval=1,
+        checkpoint__keep_latest_k=0,
+        checkpoint__async_mode="async",
+        training__steps=3,
+        optimizer__name="AdamW",
+        optimizer__lr=0.01,
+    )
+    train(config)
+    assert len(states) == 3
+    for step, wanted in enumerate(states, 1):
+        saved = {name: torch.empty_like(state) for name, state in wanted.items()}
+        read_into(saved, tmp_path / f"run/checkpoint/step-{step}", alone=True)
+        assert same(saved, wanted), step
 
 
 def test_state_that_is_replaced_is_planned_anew(alone, tmp_path):
     """torch's own load_state_dict() makes new tensors."""
-    run = Run(tmp_path, async_mode="async").train(1)
+    Run(tmp_path, async_mode="async").train(1)
     run = Run(tmp_path, async_mode="async")
     run.checkpointer.load()
     run.checkpointer.prepare()
@@ -66,8 +140,7 @@ def test_state_that_is_replaced_is_planned_anew(alone, tmp_path):
     run.step()
     run.checkpointer.save(2)
     run.checkpointer.close()
-    again = Run(tmp_path)
-    assert again.checkpointer.load() and same(again.state(), run.state())
+    assert same(resumed(tmp_path).state(), run.state())
 
 
 def test_pinned_memory_needs_a_gpu():
@@ -78,71 +151,76 @@ def test_pinned_memory_needs_a_gpu():
     check_async_mode(Checkpoint(enable=True, async_mode="async"), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_full_disk_is_one_line(alone, tmp_path, monkeypatch, mode):
+@pytest.mark.parametrize("how", ["at once", "at the next step", "at the next save", "at the end"])
+def test_a_full_disk_is_one_line(alone, tmp_path, monkeypatch, how):
     wanted = Run(tmp_path).train(1).state()
-    run = Run(tmp_path, async_mode=mode)
+    run = Run(tmp_path, async_mode="disabled" if how == "at once" else "async")
     run.checkpointer.load()
     monkeypatch.setattr(writer, "HashedFile", FullFile)
     run.step()
-    with pytest.raises(
-        SaveError, match=r"step-2 could not be saved: no space left .* GiB"
-    ) as caught:
+    text = r"step-2 could not be saved: no space left .* needs 3.99e-07 GiB"
+    with pytest.raises(SaveError, match=text) as caught:
         run.checkpointer.save(2)
+        deadline = time.monotonic() + 10
+        while how == "at the next step" and time.monotonic() < deadline:
+            run.checkpointer.raise_failure()
+            time.sleep(0.01)
+        if how == "at the next save":
+            run.checkpointer.save(3)
         run.checkpointer.close()
     assert "\n" not in str(caught.value)
+    run.checkpointer.close()
     assert names_in(run.folder) == {"step-1"}
-    again = Run(tmp_path)
-    assert again.checkpointer.load() and same(again.state(), wanted)
+    assert same(resumed(tmp_path).state(), wanted)
 
 
-def _limited_file_size(folder: Path, mode: str) -> None:
-    """One rank of two cannot write: both say so, and nothing half-written stays."""
-    run = Run(folder, width=20_000, async_mode=mode)
-    run.checkpointer.load()
+def _save_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("checkpoint")}
+
+
+def test_close_gives_thread_and_memory_back(alone, tmp_path):
+    """And a new plan, for tensors that were replaced, that of the one before."""
+    threads, copies = _save_threads(), open_files(COPIES)
+    run = Run(tmp_path, async_mode="async")
     run.step()
     run.checkpointer.prepare()
-    if os.environ["RANK"] == "1":
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, -1))
-    try:
-        run.checkpointer.save(1)
+    one_more = open_files(COPIES)
+    assert one_more > copies
+    run.checkpointer.prepare()
+    assert open_files(COPIES) == one_more
+    run.checkpointer.save(1)
+    assert _save_threads() - threads
+    for _ in range(2):  # the second finds nothing to give back
         run.checkpointer.close()
-    except SaveError as error:
-        assert "no space left" in str(error)
-    else:
-        raise AssertionError("it was saved")
-    assert names_in(run.folder) <= {"step-1.incomplete"}  # rank 0 may not have deleted it yet
+        assert open_files(COPIES) == copies and not _save_threads() - threads
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_two_ranks_fail_together(tmp_path, mode):
-    run_processes(2, _limited_file_size, tmp_path, mode)
-    assert names_in(tmp_path / "checkpoint") == set()
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), ValueError("where\nodd")]
+)
+def test_a_bug_is_logged_with_its_place(alone, tmp_path, monkeypatch, caplog, error):
+    """A disk's failure is logged without it, since its message is enough."""
 
+    def fail(*_):
+        raise error
 
-def _save_on_two(folder: Path) -> None:
-    for mode in MODES:
-        wanted = Run(folder / mode, async_mode=mode).train(2).state()
-        run = Run(folder / mode)
-        assert run.checkpointer.load() and same(run.state(), wanted)
-
-
-def test_two_ranks_share_the_work(tmp_path):
-    run_processes(2, _save_on_two, tmp_path)
-    for mode in MODES:
-        ranks = {name[:3] for name in names_in(tmp_path / mode / "checkpoint/step-2")}
-        assert {"__0", "__1"} <= ranks
+    monkeypatch.setattr(Writer, "write", fail)
+    run = Run(tmp_path)
+    run.step()
+    with pytest.raises(SaveError, match="step-1 could not be saved: .*(Input/output error|odd)$"):
+        run.checkpointer.save(1)
+    traces = [record for record in caplog.records if record.exc_info]
+    assert len(traces) == isinstance(error, ValueError)
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
 from tests.training.checkpoint.helpers import Run, join_alone
-from titan_sparse.training.checkpoint import folders, saver, writer
+from titan_sparse.training.checkpoint import folders, writer
 
 module, name = sys.argv[2].split(".")
-original = getattr({"folders": folders, "saver": saver, "writer": writer}[module], name)
+original = getattr({"folders": folders, "writer": writer}[module], name)
 calls = 0
 
 def killed(*args):
@@ -152,7 +230,7 @@ def killed(*args):
         os.kill(os.getpid(), signal.SIGKILL)
     return original(*args)
 
-for module in (folders, saver, writer):
+for module in (folders, writer):
     if hasattr(module, name):
         setattr(module, name, killed)
 join_alone()
@@ -177,8 +255,8 @@ def test_killed_inside_a_save(alone, tmp_path, point, call, whole):
     command = [sys.executable, "-c", KILLED, str(tmp_path / "run"), point, str(call), mode]
     killed = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert killed.returncode == -signal.SIGKILL
-    run = Run(tmp_path / "run", keep_latest_k=2)
-    assert run.checkpointer.load() and run.progress.step == whole
+    run = resumed(tmp_path / "run", keep_latest_k=2)
+    assert run.progress.step == whole
     run.train(6)
     assert same(run.state(), wanted)
     assert names_in(run.folder) == {"step-5", "step-6"}
@@ -186,10 +264,156 @@ def test_killed_inside_a_save(alone, tmp_path, point, call, whole):
 
 def test_a_dead_writing_process_is_told(alone, tmp_path):
     run = Run(tmp_path, async_mode="async_with_pinned_mem")
-    run.checkpointer.load()
     run.step()
     run.checkpointer.prepare()
-    run.checkpointer.saver.process.process.kill()
+    run.checkpointer.saver.writer.process.kill()
     run.checkpointer.save(1)
-    with pytest.raises(SaveError, match="the process that writes checkpoints has died"):
+    with pytest.raises(SaveError, match=r"process that writes checkpoints has died \(status -9\)"):
         run.checkpointer.close()
+
+
+# Two ranks: one changes the folder, each checks and writes its share, and they fail together.
+
+
+def _refuse(*_, **__) -> None:
+    raise AssertionError("this is rank 0's")
+
+
+def _save_on_two(folder: Path) -> None:
+    rank = dist.get_rank()
+    done = []
+    assert checkpointer._on_first_rank(lambda: done.append(rank) or "the answer") == "the answer"
+    assert done == ([0] if rank == 0 else [])
+    if rank == 1:
+        writer.Save.begin = Writer.publish = saver.shutil.rmtree = _refuse
+    for mode in MODES:
+        run = Run(folder / mode, async_mode=mode).train(2)
+        wanted = run.state()
+        assert same(resumed(folder / mode).state(), wanted)
+        ranks = {name[:3] for name in names_in(run.folder / "step-2")}
+        assert {"__0", "__1"} <= ranks
+
+
+def test_rank_0_alone_changes_the_folder(tmp_path):
+    run_processes(2, _save_on_two, tmp_path)
+
+
+def _fail_on_one(folder: Path) -> None:
+    """One rank cannot write: both say so, and nothing half-written stays."""
+    runs = [Run(folder / mode, width=20_000, async_mode=mode) for mode in MODES[:2]]
+    for run in runs:
+        run.checkpointer.load()
+        run.step()
+        run.checkpointer.prepare()
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, -1))
+    for run in runs:
+        with pytest.raises(SaveError, match="no space left"):
+            run.checkpointer.save(1)
+            run.checkpointer.close()
+        dist.barrier()
+        assert names_in(run.folder) == set()
+
+
+def test_two_ranks_fail_together(tmp_path):
+    run_processes(2, _fail_on_one, tmp_path)
+
+
+def _fails(work: Callable[[], None], text: str) -> None:
+    with pytest.raises(Broken, match=text):
+        work()
+    dist.barrier()
+
+
+def _read_on_two(folder: Path) -> None:
+    rank = dist.get_rank()
+    run = Run(folder).train(1)
+    checkpoint = run.folder / "step-1"
+    verify(checkpoint)
+    for name in sorted(names_in(checkpoint) - {"checksums.sha256"}):
+        dist.barrier()
+        if rank == 0:
+            flip_bit(checkpoint / name)
+        dist.barrier()
+        _fails(lambda: verify(checkpoint), name)
+        if rank == 0:
+            flip_bit(checkpoint / name)
+
+    dist.barrier()
+    load = torch.load
+    if rank == 1:
+        torch.load = _refuse
+    weight = torch.zeros(5, 6)
+    _fails(lambda: read_into({"weight": weight}, checkpoint), "this is rank 0's")
+    torch.load = load
+
+    def export_weights(_, read: Callable[[dict], None], *__, **___) -> None:
+        read({"weight": weight})
+
+    huggingface.export_weights = export_weights
+    if rank == 0:  # the other one does not take part
+        run.checkpointer.save_in_hf(1, None, torch.float32, "")
+        assert torch.equal(weight, run.model.weight)
+    dist.barrier()
+
+
+def test_a_problem_of_one_is_the_problem_of_both(tmp_path):
+    run_processes(2, _read_on_two, tmp_path)
+
+
+# Whether the disk has room for what a run will save, checked before the first step.
+
+ONE_SAVE = 3 * (5 * 6 + 5) * 4
+"""Bytes: the weights and Adam's two moments."""
+
+
+@pytest.mark.parametrize(
+    "keep, interval, saved, step, steps, needed",
+    [
+        (3, 1, 0, 0, 100, 4),
+        (3, 1, 0, 0, 3, 3),
+        # Checkpoints that are there have their room.
+        (3, 1, 2, 2, 100, 2),
+        # The last step is saved as well, off the interval too.
+        (5, 2, 0, 0, 3, 2),
+        (5, 1, 0, 2, 3, 1),
+        (5, 1, 0, 3, 3, 1),
+        # A disk need not hold all of them at once.
+        (0, 1, 0, 0, 100, 1),
+    ],
+)
+def test_a_disk_too_small_is_refused(
+    alone, tmp_path, monkeypatch, keep, interval, saved, step, steps, needed
+):
+    run = Run(tmp_path, keep_latest_k=keep, interval=interval).train(saved)
+    run.progress.step = step
+    usage = shutil.disk_usage(tmp_path)
+    for free, fits in [(needed * ONE_SAVE, True), (needed * ONE_SAVE - 1, False)]:
+        monkeypatch.setattr(saver.shutil, "disk_usage", lambda _, f=free: usage._replace(free=f))
+        if fits:
+            run.checkpointer.check_disk(steps)
+            continue
+        text = (
+            rf"has .*e-0\d GiB free, a save needs 3.91e-07 GiB and up to {needed} more .* = {keep}"
+        )
+        with pytest.raises(Refusal, match=text):
+            run.checkpointer.check_disk(steps)
+
+
+def test_what_optimizers_will_have(alone, tmp_path):
+    """SGD has nothing beside the weights. With an AdamW among several, all are counted as its."""
+    model = Run(tmp_path).model
+    sgd = torch.optim.SGD(model.parameters())
+    adam = torch.optim.AdamW(model.parameters())
+    assert saver.expected_bytes(model, [sgd]) == ONE_SAVE // 3
+    assert saver.expected_bytes(model, [sgd, adam]) == ONE_SAVE
+    model.weight.requires_grad_(False)
+    assert saver.expected_bytes(model, [sgd]) == 5 * 4
+
+
+def test_a_folder_that_cannot_be_written_is_refused(alone, tmp_path):
+    (tmp_path / "checkpoint").write_text("a file")
+    run = Run(tmp_path)
+    with pytest.raises(Refusal, match="checkpoints can't be written to .*checkpoint"):
+        run.checkpointer.check_disk(10)

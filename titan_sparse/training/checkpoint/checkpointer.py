@@ -8,9 +8,10 @@ dataloader.*; train_state.*. Whatever else has a state is saved under its own na
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from titan_sparse.config import Checkpoint, Refusal
@@ -31,7 +33,6 @@ from titan_sparse.training.checkpoint import folders
 from titan_sparse.training.checkpoint.reader import (
     Broken,
     has_checksums,
-    keys_of,
     read_into,
     read_metadata,
     verify,
@@ -48,48 +49,33 @@ _ROLLED_BACK = "rolled-back.json"
 """In the folder of checkpoints: the last load_step, and the job that went back to it."""
 
 
+@dataclass
 class Progress:
     """Step and counters of the run, saved with the random-number states. The same on every rank."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.step = 0
-        self.tokens_seen = 0
-        self.skipped_updates = 0
-        """updates that the guard left out"""
-        self.times_gone_back = 0
-        """times that the guard went back to a checkpoint"""
+    device: torch.device
+    step: int = 0
+    tokens_seen: int = 0
+    skipped_updates: int = 0
+    """updates that the guard left out"""
+    times_gone_back: int = 0
+    """times that the guard went back to a checkpoint"""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, and the generators' states as tensors on the CPU."""
-        state = {
-            "step": self.step,
-            "tokens_seen": self.tokens_seen,
-            "skipped_updates": self.skipped_updates,
-            "times_gone_back": self.times_gone_back,
-            "cpu_generator": torch.get_rng_state(),
-        }
+        state = {key: value for key, value in vars(self).items() if key != "device"}
+        state["cpu_generator"] = torch.get_rng_state()
         if self.device.type == "cuda":
             state["cuda_generator"] = torch.cuda.get_rng_state(self.device)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a saved state."""
-        self.step = state["step"]
-        self.tokens_seen = state["tokens_seen"]
-        self.skipped_updates = state["skipped_updates"]
-        self.times_gone_back = state["times_gone_back"]
-        torch.set_rng_state(state["cpu_generator"])
+        counts = dict(state)
+        torch.set_rng_state(counts.pop("cpu_generator"))
         if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_generator"], self.device)
-
-
-class Stateful(Protocol):
-    """What can be saved and taken up again. Its state is made of plain values and CPU tensors."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+            torch.cuda.set_rng_state(counts.pop("cuda_generator"), self.device)
+        vars(self).update(counts)
 
 
 class Tensors:
@@ -129,9 +115,6 @@ class NoCheckpoints:
     def load(self) -> bool:
         return False
 
-    def check_disk(self, steps: int) -> None:
-        pass
-
     def go_back(self, before: int) -> int | None:
         return None
 
@@ -141,17 +124,15 @@ class NoCheckpoints:
     def background_groups(self) -> list[dist.ProcessGroup]:
         return []
 
-    def prepare(self) -> None:
-        pass
+    def check_disk(self, steps: int) -> None: ...
 
-    def before_update(self) -> None:
-        pass
+    def prepare(self) -> None: ...
 
-    def raise_failure(self) -> None:
-        pass
+    def before_update(self) -> None: ...
 
-    def close(self) -> None:
-        pass
+    def raise_failure(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Checkpointer(NoCheckpoints):
@@ -171,13 +152,12 @@ class Checkpointer(NoCheckpoints):
         states: dict[str, Stateful],
         texts: dict[str, str],
     ):
-        """states: what else is saved, name -> thing. texts: files that go into every checkpoint as
-        they are, name -> text."""
+        """states: what else is saved, by name; its state is plain values and CPU tensors. texts:
+        files that go into every checkpoint as they are, name -> text."""
         self.section = section
         self.folder = Path(output_dir, folders.FOLDER)
-        self.loader = loader
         self.progress = progress
-        self.states = states
+        self.parts: dict[str, Stateful] = {LOADER: loader, PROGRESS: progress, **states}
         self.last_saved: int | None = None
         """the step whose save this start of the run has begun last"""
         self.tensors = Tensors(model, list(optimizers))
@@ -314,8 +294,7 @@ class Checkpointer(NoCheckpoints):
 
     def _values(self) -> dict[str, dict[str, Any]]:
         """The state of all but model and optimizer: name of a part -> key -> value."""
-        parts = {LOADER: self.loader, PROGRESS: self.progress, **self.states}
-        return {name: part.state_dict() for name, part in parts.items()}
+        return {name: part.state_dict() for name, part in self.parts.items()}
 
     def _load_newest(
         self,
@@ -359,16 +338,15 @@ class Checkpointer(NoCheckpoints):
         if not with_loader:
             del values[LOADER]
         # Counters that came later are not in older checkpoints: they stay as they are.
-        saved = keys_of(read_metadata(checkpoint))
+        saved = read_metadata(checkpoint).state_dict_metadata
+        keys = {".".join(name.split(".")[:2]) for name in saved}
         to_read = {
-            name: {key: value for key, value in part.items() if _is_saved(f"{name}.{key}", saved)}
+            name: {key: value for key, value in part.items() if f"{name}.{key}" in keys}
             for name, part in values.items()
         }
-        state: dict[str, Any] = {**self.tensors.all(), **to_read}
-        read_into(state, checkpoint)
-        parts = {LOADER: self.loader, PROGRESS: self.progress, **self.states}
+        read_into({**self.tensors.all(), **to_read}, checkpoint)
         for name, part in values.items():
-            parts[name].load_state_dict(part | to_read[name])
+            self.parts[name].load_state_dict(part | to_read[name])
 
     def _move_broken(self, broken: dict[Path, str]) -> None:
         for checkpoint, problem in broken.items():
@@ -422,15 +400,6 @@ class Checkpointer(NoCheckpoints):
 
 class NoneWhole(Refusal):
     """There are checkpoints, and all are broken."""
-
-
-def _is_saved(name: str, saved: Iterable[str]) -> bool:
-    """Whether a value of this name is saved, or parts of it are."""
-    prefix = f"{name}."
-    for key in saved:
-        if key == name or key.startswith(prefix):
-            return True
-    return False
 
 
 def _is_restart() -> bool:

@@ -12,7 +12,7 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -258,11 +258,6 @@ def read_into(state: dict[str, Any], checkpoint: str | Path, alone: bool = False
         error = next(iter(failure.failures.values()))[0]
         text = str(error).strip().splitlines() or [type(error).__name__]
         raise Broken(f"{checkpoint} can't be read: {text[0]}") from None
-
-
-def keys_of(metadata: Metadata) -> Iterable[str]:
-    """Names of all that is saved, parts joined by dots."""
-    return metadata.state_dict_metadata.keys()
 
 
 def _check_names(state: Mapping[str, Any], metadata: Metadata, checkpoint: str | Path) -> None:

@@ -1,8 +1,8 @@
 """Saving: in the foreground, on a thread, or in a process of its own, with the same files.
 
-DCP's plan of who writes what is made once, and used for all saves of the same tensors. Ranks only
-exchange whether they could write, and the checksum of their list of files. The list itself goes
-through the folder, so that a save costs training little however many ranks it has.
+DCP's plan of who writes what is made once, and used for all saves of the same tensors. In a save,
+ranks only exchange whether they could write, and rank 0 learns where the others' parts lie, so that a
+save costs training little however many ranks it has.
 """
 
 import errno
@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,15 +28,7 @@ from torch.optim import Optimizer
 
 from titan_sparse.config import Checkpoint, Refusal
 from titan_sparse.training.checkpoint.folders import complete_steps, incomplete_folder, step_folder
-from titan_sparse.training.checkpoint.writer import (
-    Save,
-    Staging,
-    WriterProcess,
-    as_bytes,
-    begin,
-    publish_save,
-    write_share,
-)
+from titan_sparse.training.checkpoint.writer import Save, Staging, Writer, WriterProcess, as_bytes
 
 logger = logging.getLogger("titan_sparse")
 
@@ -48,49 +40,40 @@ _FILES_PER_RANK = 4
 _LONG_WAIT_SECONDS = 0.5
 
 
-def save_bytes(own: Iterable[Tensor]) -> int:
-    """Bytes of a save's tensors over all ranks. own: those that this rank writes. Collective."""
-    total = torch.tensor(sum(tensor.nbytes for tensor in own))
-    dist.all_reduce(total)
-    return int(total)
-
-
 def expected_bytes(model: nn.Module, optimizers: list[Optimizer]) -> int:
     """Bytes of a save's tensors over all ranks, before the optimizer has made its own.
 
     Replicas are written once, frozen weights not at all. Adam has two tensors of each parameter's size.
     """
-    total = 0
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            total += parameter.numel() * parameter.element_size()
+    total = _bytes_of(p for p in model.parameters() if p.requires_grad)
     moments = 0 if all(isinstance(o, torch.optim.SGD) for o in optimizers) else 2
     return total * (1 + moments)
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Over all ranks: a DTensor counts all its elements."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def check_disk(folder: Path, section: Checkpoint, needed_bytes: int, saves_left: int) -> None:
     """Refuse, in one line on all ranks, a folder that can't be written or is too small. Collective.
 
-    needed_bytes: of one save. saves_left: what the run will do at most. Rotation deletes the oldest
-    only when the new one is whole, so that for a moment there is one more than keep_latest_k.
-    Raises Refusal.
+    needed_bytes: of one save. saves_left: what the run will do at most. Raises Refusal.
     """
     problem = _write_problem(folder)
     if not problem and dist.get_rank() == 0:
         problem = _space_problem(folder, section, needed_bytes, saves_left)
     problems: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
-    for text in problems:
-        if text:
-            raise Refusal(text)
+    for text in filter(None, problems):
+        raise Refusal(text)
 
 
 def _write_problem(folder: Path) -> str:
     probe = folder / f".probe-{dist.get_rank()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(probe, os.O_CREAT | os.O_WRONLY)
-        os.close(descriptor)
+        probe.touch()
         probe.unlink()
     except OSError as error:
         return (
@@ -103,6 +86,7 @@ def _write_problem(folder: Path) -> str:
 def _space_problem(folder: Path, section: Checkpoint, needed_bytes: int, saves_left: int) -> str:
     saves = 1
     if section.keep_latest_k:
+        # Rotation deletes the oldest when the new one is whole: for a moment there is one more.
         room_for = section.keep_latest_k + 1 - len(complete_steps(folder))
         saves = max(1, min(saves_left, room_for))
     free_bytes = shutil.disk_usage(folder).free
@@ -125,7 +109,7 @@ class Plan:
 
     sources: dict[str, Tensor]
     """the tensors of model and optimizer that it was made for, by name"""
-    value_names: tuple[str, ...]
+    value_names: Set[str]
     """of everything else that is saved, by any rank"""
     tensors: dict[MetadataIndex, Tensor]
     """parts of model and optimizer that this rank writes: its shards, on their devices"""
@@ -134,7 +118,7 @@ class Plan:
     metadata: Metadata | None
     """of the whole save, on rank 0; the places in files are still missing"""
 
-    def fits(self, tensors: dict[str, Tensor], value_names: tuple[str, ...]) -> bool:
+    def fits(self, tensors: dict[str, Tensor], value_names: Set[str]) -> bool:
         """Whether it is the plan of a save of these, the very same tensors."""
         return (
             self.sources.keys() == tensors.keys()
@@ -165,7 +149,7 @@ def make_plan(tensors: dict[str, Tensor], values: dict[str, Any]) -> Plan:
     indices = [item.index for item in own.items]
     return Plan(
         sources=dict(tensors),
-        value_names=tuple(name for name in planner.state_dict if name not in tensors),
+        value_names=planner.state_dict.keys() - tensors,
         tensors={
             index: find_state_dict_object(tensors, index).detach()
             for index in indices
@@ -208,31 +192,31 @@ class Saver:
         self.save_bytes = 0
         self.staging: Staging | None = None
         self.pending: Future[None] | None = None
-        self.threads = _threads()
         self.in_background = section.async_mode != "disabled"
         self.group: dist.ProcessGroup | None = None
         self.thread: ThreadPoolExecutor | None = None
-        self.process: WriterProcess | None = None
         if self.in_background:
             # Not the world's group, over which training communicates at the same time.
             self.group = dist.new_group(backend="gloo")
             self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        if section.async_mode == PINNED:
-            self.process = WriterProcess()
+        writer = WriterProcess if section.async_mode == PINNED else Writer
+        self.writer: Writer | WriterProcess = writer(self.rank, _threads())
 
     def prepare(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Plan a save and take the memory for it, so that no save has to. Collective."""
         self.plan = make_plan(tensors, values)
-        self.save_bytes = save_bytes(self.plan.tensors.values())
-        if not self.in_background:
-            return
+        self.save_bytes = _bytes_of(tensors.values())
         if self.staging is not None:
             self.staging.close()
-        self.staging = Staging(
-            self.plan.tensors, self.device, pinned=self.section.async_mode == PINNED
-        )
-        if self.process is not None:
-            self.process.use_memory(self.staging)
+        to_write = self.plan.tensors
+        if self.in_background:
+            pinned = self.section.async_mode == PINNED
+            self.staging = Staging(self.plan.tensors, self.device, pinned)
+            to_write = self.staging.copies
+        if isinstance(self.writer, WriterProcess):
+            self.writer.use_memory(self.staging.path, self.staging.slots, self.plan.metadata)
+        else:
+            self.writer.use(to_write, self.plan.metadata)
 
     def save(self, step: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> float:
         """Save, or begin to. Returns the seconds for which this held up training. Collective.
@@ -250,7 +234,7 @@ class Saver:
                 waited,
             )
         flat_values, _ = flatten_state_dict(values)
-        if self.plan is None or not self.plan.fits(tensors, tuple(flat_values)):
+        if self.plan is None or not self.plan.fits(tensors, flat_values.keys()):
             self.prepare(tensors, values)
         own_values = {index: as_bytes(flat_values[index.fqn]) for index in self.plan.values}
         save = Save(
@@ -284,9 +268,7 @@ class Saver:
         finally:
             if self.thread is not None:
                 self.thread.shutdown()
-            if self.process is not None:
-                self.process.close()
-                self.process = None
+            self.writer.close()
             if self.staging is not None:
                 self.staging.close()
                 self.staging = None
@@ -295,8 +277,10 @@ class Saver:
         """The whole of a save but the plan. Ranks fail together or not at all."""
         try:
             self._agree(save, lambda: self._begin(save))
-            share_sums = self._agree(save, lambda: self._write_share(save, values))
-            self._agree(save, lambda: self._publish(save, share_sums))
+            own = self._agree(save, lambda: self.writer.write(save, values))
+            written = [b""] * dist.get_world_size() if self.rank == 0 else None
+            dist.gather_object(own, written, dst=0, group=self.group)
+            self._agree(save, lambda: written and self.writer.publish(save, written))
         except SaveError:
             if self.rank == 0:
                 shutil.rmtree(save.incomplete, ignore_errors=True)
@@ -308,24 +292,10 @@ class Saver:
         if self.staging is not None:
             self.staging.copy()
         if self.rank == 0:
-            begin(save)
+            save.begin()
 
-    def _write_share(self, save: Save, values: dict[MetadataIndex, bytes]) -> str:
-        if self.process is not None:
-            return self.process.write_share(save, self.rank, values, self.threads)
-        tensors = self.plan.tensors if self.staging is None else self.staging.copies
-        return write_share(save, self.rank, tensors, values, self.threads)
-
-    def _publish(self, save: Save, share_sums: list[str]) -> None:
-        if self.rank > 0:
-            return
-        if self.process is not None:
-            self.process.publish_save(save, self.plan.metadata, share_sums)
-        else:
-            publish_save(save, self.plan.metadata, share_sums)
-
-    def _agree(self, save: Save, work: Callable[[], Any]) -> list[Any]:
-        """What `work` returned on each rank. Raises SaveError everywhere if it failed on one."""
+    def _agree(self, save: Save, work: Callable[[], Any]) -> Any:
+        """What `work` returns. Raises SaveError on all ranks if it failed on one."""
         result, failure = None, ""
         try:
             result = work()
@@ -333,19 +303,18 @@ class Saver:
             failure = self._describe(save, error)
             if not isinstance(error, OSError):
                 logger.warning("rank %d:", self.rank, exc_info=True)
-        outcomes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, (result, failure), group=self.group)
-        for _, text in outcomes:
-            if text:
-                raise SaveError(text)
-        return [result for result, _ in outcomes]
+        failures: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(failures, failure, group=self.group)
+        for text in filter(None, failures):
+            raise SaveError(text)
+        return result
 
     def _describe(self, save: Save, error: Exception) -> str:
         what = f"{save.checkpoint} could not be saved"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return (
                 f"{what}: no space left on the disk ({error.strerror}); a save needs "
-                f"{self.save_bytes / 2**30:.3g} GiB more than checkpoint.keep_latest_k of them; "
+                f"{_gib(self.save_bytes)} GiB more than checkpoint.keep_latest_k of them; "
                 "free some, or write another training.output_dir"
             )
         first_line = str(error).strip().splitlines()[-1:] or [type(error).__name__]

@@ -1,6 +1,6 @@
 """The files of a save: copied, written with their checksums, made durable, then published by one rank.
 
-Nothing here communicates with other ranks. Writing runs in the training process, or in a process of
+Nothing here communicates with other ranks. A Writer is in the training process, or in a process of
 its own, so that Python's lock is not taken from training. That process is started with the run and
 ends with it. It shares the memory of the copies (Staging), and what it is sent for a save is small.
 
@@ -10,18 +10,20 @@ backward, and only the next update waits for it.
 """
 
 import ctypes
+import functools
 import hashlib
 import heapq
 import io
 import mmap
+import multiprocessing
 import os
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Event
-from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,21 +51,23 @@ _ALIGNMENT = 512
 
 _PR_SET_PDEATHSIG = 1
 
-_PROGRAM = f"import sys; from {__name__} import serve; serve(int(sys.argv[1]))"
+_PROGRAM = f"import sys; from {__name__} import serve; serve(*map(int, sys.argv[1:]))"
+
+Tensors = dict[MetadataIndex, Tensor]
+Slots = dict[MetadataIndex, tuple[int, torch.Size, torch.dtype]]
+"""Where each tensor lies in the shared memory: its offset in bytes, its shape and its dtype."""
 
 
-class HashedFile:
+class HashedFile(io.FileIO):
     """A new file to write to, which knows the sha256 of what was written. Durable once closed.
 
-    The sum is taken of what is handed to the system, so that it shows anything that goes wrong
-    from there to the disk and back.
+    The sum is taken of what is handed to the system, without a buffer between, so that it shows
+    anything that goes wrong from there to the disk and back.
     """
 
     def __init__(self, path: Path):
-        # No buffer between the sum and the system.
-        self.file = open(path, "xb", buffering=0)
+        super().__init__(path, "xb")
         self.sum = hashlib.sha256()
-        self.position = 0
         self.failure: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
@@ -73,40 +77,19 @@ class HashedFile:
         written = 0
         try:
             while written < len(view):
-                written += self.file.write(view[written:])
+                written += super().write(view[written:])
         except OSError as error:
             self.failure = error
             raise
-        self.position += len(view)
-        return len(view)
+        return written
 
-    def flush(self) -> None:
-        """There is no buffer."""
-
-    def __enter__(self) -> "HashedFile":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
-            os.fsync(self.file.fileno())
-        self.file.close()
+            os.fsync(self.fileno())
+        self.close()
         if self.failure is not None:
             # torch.save() raises an error of its own in its place.
             raise self.failure
-
-
-@dataclass
-class Share:
-    """What one rank has written of a save."""
-
-    places: dict[MetadataIndex, _StorageInfo]
-    sums: dict[str, str]
-    """name of a file -> sha256"""
 
 
 @dataclass
@@ -120,91 +103,83 @@ class Save:
     keep: int
     """checkpoints that stay, this one among them; 0: all"""
 
-
-def begin(save: Save) -> None:
-    """Make the folder, without what an earlier attempt has left in it. On one rank."""
-    shutil.rmtree(save.incomplete, ignore_errors=True)
-    save.incomplete.mkdir(parents=True)
-
-
-def write_share(
-    save: Save,
-    rank: int,
-    tensors: dict[MetadataIndex, Tensor],
-    values: dict[MetadataIndex, bytes],
-    threads: int,
-) -> str:
-    """Write this rank's part into at most `threads` files, and a list of them for publish_save().
-
-    values: as torch.save() writes them. Returns the sha256 of that list.
-    """
-    sizes = {index: tensor.nbytes for index, tensor in tensors.items()}
-    sizes |= {index: len(data) for index, data in values.items()}
-    parts = share_out(sizes, threads)
-    share = Share({}, {})
-    with ThreadPoolExecutor(threads) as pool:
-        pending = []
-        for number, part in enumerate(parts):
-            path = save.incomplete / f"__{rank}_{number}.distcp"
-            pending.append(pool.submit(_write_file, path, part, tensors, values))
-        for future in pending:
-            written = future.result()
-            share.places |= written.places
-            share.sums |= written.sums
-    path = _share_path(save, rank)
-    with HashedFile(path) as file:
-        file.write(pickle.dumps(share))
-    sync_folder(save.incomplete)
-    return file.sum.hexdigest()
+    def begin(self) -> None:
+        """Make the folder, without what an earlier attempt has left in it. On one rank."""
+        shutil.rmtree(self.incomplete, ignore_errors=True)
+        self.incomplete.mkdir(parents=True)
 
 
-def publish_save(save: Save, metadata: Metadata, share_sums: list[str]) -> None:
-    """When all ranks have written: what they have written together, then the name step-N.
+class Writer:
+    """Writes the part of one rank in each save, in at most `threads` files."""
 
-    share_sums: what write_share() returned, for each rank. Then old checkpoints go. On one rank.
-    """
-    sums: dict[str, str] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    for rank, share_sum in enumerate(share_sums):
-        path = _share_path(save, rank)
-        data = path.read_bytes()
-        if hashlib.sha256(data).hexdigest() != share_sum:
-            raise OSError(f"{path} is not what rank {rank} has written")
-        share: Share = pickle.loads(data)
-        places |= share.places
-        sums |= share.sums
-        path.unlink()
+    def __init__(self, rank: int, threads: int):
+        self.rank = rank
+        self.threads = threads
 
-    metadata.storage_data = places
-    metadata.version = CURRENT_DCP_VERSION
-    metadata.storage_meta = StorageMeta(checkpoint_id=str(save.checkpoint))
-    contents = {name: text.encode() for name, text in save.texts.items()}
-    contents[METADATA] = pickle.dumps(metadata)
-    for name, data in contents.items():
-        sums[name] = _write_bytes(save.incomplete / name, data)
-    # The format of sha256sum, which can check a checkpoint by hand.
-    lines = [f"{sums[name]}  {name}\n" for name in sorted(sums)]
-    _write_bytes(save.incomplete / CHECKSUMS, "".join(lines).encode())
-    publish(save.incomplete, save.checkpoint)
-    rotate(save.checkpoint.parent, save.keep)
+    def use(self, tensors: Tensors, metadata: Metadata | None) -> None:
+        """What the next saves are of. metadata: of all ranks, for publish()."""
+        self.tensors = tensors
+        self.metadata = metadata
 
+    def use_memory(self, path: str, slots: Slots, metadata: Metadata | None) -> None:
+        """use() of the copies of a Staging in another process."""
+        self.use(open_memory(path, slots)[1], metadata)
 
-def _write_file(
-    path: Path,
-    part: list[MetadataIndex],
-    tensors: dict[MetadataIndex, Tensor],
-    values: dict[MetadataIndex, bytes],
-) -> Share:
-    places = {}
-    with HashedFile(path) as file:
-        for index in part:
-            offset = file.position
-            if index in values:
-                file.write(values[index])
-            else:
-                torch.save(_alone(tensors[index].cpu()), file)
-            places[index] = _StorageInfo(path.name, offset, file.position - offset)
-    return Share(places, {path.name: file.sum.hexdigest()})
+    def write(self, save: Save, values: dict[MetadataIndex, bytes]) -> bytes:
+        """Write this rank's part. values: as torch.save() writes them.
+
+        Returns what publish() has to know of it, pickled: where each part lies, and the sha256 of
+        each file.
+        """
+        sizes = {index: tensor.nbytes for index, tensor in self.tensors.items()}
+        sizes |= {index: len(data) for index, data in values.items()}
+        places: dict[MetadataIndex, _StorageInfo] = {}
+        sums: dict[str, str] = {}
+
+        def write_file(number: int, part: list[MetadataIndex]) -> None:
+            path = save.incomplete / f"__{self.rank}_{number}.distcp"
+            with HashedFile(path) as file:
+                for index in part:
+                    offset = file.tell()
+                    if index in values:
+                        file.write(values[index])
+                    else:
+                        torch.save(_alone(self.tensors[index].cpu()), file)
+                    places[index] = _StorageInfo(path.name, offset, file.tell() - offset)
+            sums[path.name] = file.sum.hexdigest()
+
+        with ThreadPoolExecutor(self.threads) as pool:
+            parts = share_out(sizes, self.threads)
+            for _ in pool.map(write_file, range(len(parts)), parts):
+                pass
+        sync_folder(save.incomplete)
+        return pickle.dumps((places, sums))
+
+    def publish(self, save: Save, written: list[bytes]) -> None:
+        """When all ranks have written: what they have written together, then the name step-N.
+
+        written: what write() returned on each rank. Then old checkpoints go. On one rank.
+        """
+        places, sums = {}, {}
+        for places_of_rank, sums_of_rank in map(pickle.loads, written):
+            places |= places_of_rank
+            sums |= sums_of_rank
+        self.metadata.storage_data = places
+        self.metadata.version = CURRENT_DCP_VERSION
+        self.metadata.storage_meta = StorageMeta(checkpoint_id=str(save.checkpoint))
+        contents = {name: text.encode() for name, text in save.texts.items()}
+        contents[METADATA] = pickle.dumps(self.metadata)
+        for name, data in contents.items():
+            sums[name] = _write_bytes(save.incomplete / name, data)
+        # The format of sha256sum, which can check a checkpoint by hand.
+        lines = [f"{sums[name]}  {name}\n" for name in sorted(sums)]
+        _write_bytes(save.incomplete / CHECKSUMS, "".join(lines).encode())
+        publish(save.incomplete, save.checkpoint)
+        rotate(save.checkpoint.parent, save.keep)
+
+    def close(self) -> None:
+        """Let go of what it would have written."""
+        self.use({}, None)
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -219,10 +194,6 @@ def _write_bytes(path: Path, data: bytes) -> str:
     with HashedFile(path) as file:
         file.write(data)
     return file.sum.hexdigest()
-
-
-def _share_path(save: Save, rank: int) -> Path:
-    return save.incomplete / f"written-{rank}"
 
 
 def as_bytes(value: object) -> bytes:
@@ -243,37 +214,18 @@ def share_out(sizes: dict[MetadataIndex, int], files: int) -> list[list[Metadata
     return [part for part in parts if part]
 
 
-@dataclass(frozen=True)
-class Slot:
-    """Where a tensor lies in the shared memory."""
-
-    offset: int
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-def lay_out(tensors: dict[MetadataIndex, Tensor]) -> tuple[dict[MetadataIndex, Slot], int]:
-    """A slot for each tensor, and the number of bytes in all."""
-    slots = {}
-    end = 0
-    for index, tensor in tensors.items():
-        slots[index] = Slot(end, tensor.shape, tensor.dtype)
-        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return slots, max(end, 1)
-
-
-def views(memory: mmap.mmap, slots: dict[MetadataIndex, Slot]) -> dict[MetadataIndex, Tensor]:
-    """The tensors in the shared memory. Each has a storage of its own, as torch.save() wants it."""
+def open_memory(path: str, slots: Slots) -> tuple[mmap.mmap, Tensors]:
+    """Shared memory and the tensors in it. Each has a storage of its own, as torch.save() wants it."""
+    with open(path, "r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0)
     tensors = {}
-    for index, slot in slots.items():
-        count = prod(slot.shape)
-        if count == 0:
-            # torch.frombuffer() takes no empty piece.
-            tensors[index] = torch.empty(slot.shape, dtype=slot.dtype)
-            continue
-        flat = torch.frombuffer(memory, dtype=slot.dtype, count=count, offset=slot.offset)
-        tensors[index] = flat.view(slot.shape)
-    return tensors
+    for index, (offset, shape, dtype) in slots.items():
+        # torch.frombuffer() takes no empty piece.
+        flat = torch.empty(0, dtype=dtype)
+        if prod(shape):
+            flat = torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=offset)
+        tensors[index] = flat.view(shape)
+    return memory, tensors
 
 
 class Staging:
@@ -283,22 +235,29 @@ class Staging:
     could outlive the process, and no limit but the host's memory.
     """
 
-    def __init__(self, tensors: dict[MetadataIndex, Tensor], device: torch.device, pinned: bool):
+    def __init__(self, tensors: Tensors, device: torch.device, pinned: bool):
         self.device = device
         self.sources = list(tensors.values())
-        self.slots, size = lay_out(tensors)
+        self.slots: Slots = {}
+        size = 0
+        for index, tensor in tensors.items():
+            self.slots[index] = (size, tensor.shape, tensor.dtype)
+            size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         self.descriptor = os.memfd_create("titan_sparse checkpoint", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, size)
-        self.memory = mmap.mmap(self.descriptor, size)
-        self.copies = views(self.memory, self.slots)
-        self.is_pinned = pinned and device.type == "cuda"
-        if self.is_pinned:
-            self._pin(size)
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        os.ftruncate(self.descriptor, max(size, 1))
+        self.path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
+        """for a process of the same user, as long as this one lives"""
+        memory, self.copies = open_memory(self.path, self.slots)
+        self.pinned: Tensor | None = None
+        self.stream: torch.cuda.Stream | None = None
+        self.done: torch.cuda.Event | None = None
         self.ordered = Event()
         """all copies are in the stream, or done"""
         self.ordered.set()
-        self.done: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)
+            if pinned:
+                self._pin(torch.frombuffer(memory, dtype=torch.uint8))
 
     def begin(self) -> None:
         """The tensors are to be copied as they are now. Call it where they were last changed."""
@@ -313,7 +272,8 @@ class Staging:
                 if self.sources:
                     # One call: Python's lock is training's meanwhile.
                     copies = list(self.copies.values())
-                    torch._foreach_copy_(copies, self.sources, non_blocking=self.is_pinned)
+                    non_blocking = self.pinned is not None
+                    torch._foreach_copy_(copies, self.sources, non_blocking=non_blocking)
                 if self.stream is not None:
                     self.done = torch.cuda.Event()
                     self.done.record(self.stream)
@@ -330,146 +290,79 @@ class Staging:
 
     def close(self) -> None:
         """Give the memory back."""
-        if self.is_pinned:
+        if self.pinned is not None:
             torch.cuda.synchronize(self.device)
-            torch.cuda.cudart().cudaHostUnregister(self._address)
+            torch.cuda.cudart().cudaHostUnregister(self.pinned.data_ptr())
+            self.pinned = None
         self.copies = {}
         os.close(self.descriptor)
 
-    def _pin(self, size: int) -> None:
-        whole = torch.frombuffer(self.memory, dtype=torch.uint8)
-        self._address = whole.data_ptr()
-        result = torch.cuda.cudart().cudaHostRegister(self._address, size, 0)
+    def _pin(self, memory: Tensor) -> None:
+        result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         if int(result) != 0:
             raise ValueError(
-                f"checkpoint.async_mode: {size / 2**30:.1f} GiB of memory can't be pinned "
+                f"checkpoint.async_mode: {memory.nbytes / 2**30:.1f} GiB of memory can't be pinned "
                 f'({result}); write "async", or raise the limit of locked memory (ulimit -l)'
             )
+        self.pinned = memory
 
     def _on_stream(self) -> AbstractContextManager:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
 
-@dataclass
-class UseMemory:
-    """Message: the copies lie there. The memory itself comes along as an open file."""
-
-    slots: dict[MetadataIndex, Slot]
-    size: int
-    """bytes"""
-
-
-@dataclass
-class Write:
-    """Message: write_share() with these arguments."""
-
-    save: Save
-    rank: int
-    values: dict[MetadataIndex, bytes]
-    threads: int
-
-
-@dataclass
-class Publish:
-    """Message: publish_save() with these arguments. metadata: None for what came last time."""
-
-    save: Save
-    metadata: Metadata | None
-    share_sums: list[str]
-
-
 class WriterProcess:
-    """The training process's end. Its calls wait for the answer, and raise what was raised there."""
+    """A Writer in a process of its own. Calls wait for the answer, and raise what was raised there."""
 
-    def __init__(self) -> None:
-        own, other = socket.socketpair()
+    def __init__(self, rank: int, threads: int) -> None:
+        self.connection, other = multiprocessing.Pipe()
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "CUDA_VISIBLE_DEVICES": "",  # it must take no memory of a GPU
         }
-        command = [sys.executable, "-c", _PROGRAM, str(other.fileno())]
+        command = [sys.executable, "-c", _PROGRAM, *map(str, (other.fileno(), rank, threads))]
         self.process = subprocess.Popen(command, pass_fds=[other.fileno()], env=environment)
         other.close()
-        self.socket = own
-        self.connection = Connection(os.dup(own.fileno()))
-        self.sent_metadata: Metadata | None = None
 
-    def use_memory(self, staging: Staging) -> None:
-        """Write from these copies from now on."""
-        self._send(UseMemory(staging.slots, len(staging.memory)))
-        socket.send_fds(self.socket, [b"\0"], [staging.descriptor])
-        self._receive()
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """The Writer's method of that name, done there."""
+        return functools.partial(self._call, method)
 
-    def write_share(
-        self, save: Save, rank: int, values: dict[MetadataIndex, bytes], threads: int
-    ) -> str:
-        """writer.write_share() of the copies."""
-        self._send(Write(save, rank, values, threads))
-        return self._receive()
-
-    def publish_save(self, save: Save, metadata: Metadata, share_sums: list[str]) -> None:
-        """writer.publish_save()."""
-        is_new = metadata is not self.sent_metadata
-        self._send(Publish(save, metadata if is_new else None, share_sums))
-        self._receive()
-        self.sent_metadata = metadata
+    def _call(self, method: str, *arguments: object) -> Any:
+        try:
+            self.connection.send((method, arguments))
+            answer = self.connection.recv()
+        except (EOFError, OSError):
+            status = self.process.wait()
+            raise OSError(
+                f"the process that writes checkpoints has died (status {status})"
+            ) from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def close(self) -> None:
         """End it. A save that it is writing is finished first."""
         self.connection.close()
-        self.socket.close()
         self.process.wait()
 
-    def _send(self, message: object) -> None:
-        try:
-            self.connection.send(message)
-        except OSError:
-            self._died()
 
-    def _receive(self) -> str:
-        try:
-            answer = self.connection.recv()
-        except (EOFError, OSError):
-            self._died()
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-    def _died(self) -> None:
-        status = self.process.wait()
-        raise OSError(f"the process that writes checkpoints has died (status {status})")
-
-
-def serve(file: int) -> None:
+def serve(file: int, rank: int, threads: int) -> None:
     """The other end: do what is asked for until the training process is gone."""
     # A stop signal is the training process's to answer, which may still want a save.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    connection = Connection(os.dup(file))
-    descriptors = socket.socket(fileno=file)
-    copies = {}
-    metadata = None
+    connection = Connection(file)
+    writer = Writer(rank, threads)
     while True:
         try:
-            message = connection.recv()
+            method, arguments = connection.recv()
         except EOFError:
             return
-        answer: object = ""
         try:
-            match message:
-                case UseMemory():
-                    _, [memory], _, _ = socket.recv_fds(descriptors, 1, 1)
-                    copies = views(mmap.mmap(memory, message.size), message.slots)
-                case Write():
-                    answer = write_share(
-                        message.save, message.rank, copies, message.values, message.threads
-                    )
-                case Publish():
-                    metadata = message.metadata or metadata
-                    publish_save(message.save, metadata, message.share_sums)
+            answer = getattr(writer, method)(*arguments)
         except OSError as error:
-            answer = OSError(error.errno, error.strerror or str(error), error.filename)
+            answer = error
         except Exception:
             answer = RuntimeError(traceback.format_exc())
         connection.send(answer)
