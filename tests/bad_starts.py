@@ -121,9 +121,6 @@ def wrong_paths() -> list[BadStart]:
         "{folder}/linkedmetrics.jsonl",
         "/proc/run",
         "/dev/null",
-        "{folder}/" + "n" * 256,
-        "{folder}/nowhere/" + "n" * 256,
-        "/".join(["{folder}", *["n" * 99] * 42]),
         "",
     )
     starts = [BadStart([f"--{key}={value}"], key) for value in odd_outputs]
@@ -238,7 +235,7 @@ def wrong_launches() -> list[BadStart]:
         "LOCAL_RANK": ("abc", "", "1", "-1"),
         "LOCAL_WORLD_SIZE": ("abc", "", "0", "2"),
         "MASTER_ADDR": ("",),
-        "MASTER_PORT": ("abc", "", "0", "65536"),
+        "MASTER_PORT": ("abc", "", "65536"),
     }.items():
         for value in values:
             starts.append(BadStart([], name, environment={**GOOD_LAUNCH, name: value}))

@@ -34,7 +34,6 @@ TEMPLATE = (
     "{% else %}{{ message.content }}{% endif %}{% endfor %}"
 )
 """Of chats: what is said, and nothing else."""
-OF_NOBODY = -1
 DEVICE_MEMORY = 139.8
 
 every_file = pytest.mark.parametrize("path", FILES, ids=NAMES)
@@ -85,37 +84,26 @@ def _small(config: Config, letters: Path) -> Config:
     return small
 
 
-def _owners(tokens: np.ndarray) -> np.ndarray:
-    """The letter of each token's document, int [S]; OF_NOBODY on padding.
-
-    The token that ends a document belongs to it, even where it is alone in the next sequence.
-    """
-    owners = tokens.copy()
-    for place in np.flatnonzero(tokens == END):
-        owners[place] = owners[place - 1] if place else END
-    owners[tokens == PADDING] = OF_NOBODY
-    return owners
-
-
-def _batches(small: Config, count: int) -> list[Batch]:
-    loader = open_data(small, resolve(**vars(small.model)))
-    return list(itertools.islice(loader, count))
+def _batches(small: Config) -> list[Batch]:
+    return list(itertools.islice(open_data(small, resolve(**vars(small.model))), 6))
 
 
 def _pairs(small: Config, batch: Batch) -> dict[str, int]:
-    """All (query, key) pairs of a batch that the mask allows."""
-    seen = build_mask(small.attention, batch.lengths).dense(batch.tokens.shape[1])[0]
-    owners = _owners(batch.tokens[0].numpy())
-    counts = {"own, seen": 0, "own, not seen": 0, "later, seen": 0, "other, seen": 0}
-    for query, key in itertools.product(range(len(owners)), repeat=2):
-        is_own = owners[query] == owners[key] != OF_NOBODY
-        if not is_own:
-            counts["other, seen"] += int(seen[query, key])
-        elif key > query:
-            counts["later, seen"] += int(seen[query, key])
-        else:
-            counts["own, seen" if seen[query, key] else "own, not seen"] += 1
-    return counts
+    """How many (query, key) pairs of a batch the mask allows, and of how many of the own it does not."""
+    tokens = batch.tokens[0].numpy()
+    # The token that ends a document belongs to it, even where it is alone in the next sequence.
+    owners = tokens.copy()
+    for place in np.flatnonzero(tokens == END):
+        owners[place] = owners[place - 1] if place else END
+    seen = build_mask(small.attention, batch.lengths).dense(len(tokens))[0].numpy()
+    own = (owners[:, None] == owners) & (tokens[:, None] != PADDING)
+    earlier = np.tri(len(tokens), dtype=bool)
+    return {
+        "own, seen": (seen & own & earlier).sum(),
+        "own, not seen": (~seen & own & earlier).sum(),
+        "later, seen": (seen & own & ~earlier).sum(),
+        "other, seen": (seen & ~own).sum(),
+    }
 
 
 @every_file
@@ -124,7 +112,7 @@ def test_no_query_sees_another_document(letters, path):
     assert config.attention.mask != "causal_across_documents", "none of these says so"
     small = _small(config, letters)
     check(small, 1, 1)
-    batches = _batches(small, 6)
+    batches = _batches(small)
     for batch in batches:
         counts = _pairs(small, batch)
         assert counts["own, seen"] > SEQ_LEN and counts["later, seen"] == 0
@@ -140,7 +128,7 @@ def test_documents_see_each_other_only_by_a_mask_that_says_so(letters):
         check(small, 1, 1)
     small.attention.mask = "causal_across_documents"
     check(small, 1, 1)
-    batches = _batches(small, 6)
+    batches = _batches(small)
     assert sum(_pairs(small, batch)["other, seen"] for batch in batches) > SEQ_LEN
     # Positions go on where attention does.
     length = batches[0].tokens.shape[1]
@@ -152,38 +140,23 @@ def test_a_sequence_of_one_document_takes_the_causal_mask():
         check(Config(data=Data(sequences=sequences), attention=Attention(mask="causal")), 1, 1)
 
 
-def _shares(path: Path) -> tuple[list[str], list[str]]:
-    """The percentages of verticals and of pairs that the comments of a file claim."""
-    text = path.read_text().replace("\n# ", " ")
-    columns = re.findall(r"([\d.]+) % of the columns", text)
-    return columns, re.findall(r"([\d.]+) % of the causal pairs", text)
-
-
-def test_which_files_claim_a_share():
-    claim = {
-        name for name, path in zip(NAMES, FILES, strict=True) if " % of the " in path.read_text()
-    }
-    assert claim == {name for name, path in zip(NAMES, FILES, strict=True) if any(_shares(path))}
-    assert claim == {
-        "extend_qwen2_5_7b_256k.toml",
-        "llama3_1_8b_512k.toml",
-        "lora_llama3_1_8b_256k_1gpu.toml",
-        "qwen2_5_3b_512k.toml",
-        "qwen3_8b_1m.toml",
-        "variants/minference.toml",
-    }
-
-
-@every_file
-def test_the_shares_are_what_a_dry_run_says(monkeypatch, tmp_path, path):
+def test_the_shares_are_what_a_dry_run_says(monkeypatch, tmp_path):
+    """The percentages of verticals and of pairs that the comments of files claim."""
     in_a_folder_with_the_model(monkeypatch, tmp_path)
-    columns, pairs = _shares(path)
-    ranks = load(["--config", str(path)])[0].parallelism.cp
-    config, _ = load_and_check(["--config", str(path)], ranks, 8)
-    for share in columns:
-        most = config.attention.vertical_slash.max_verticals
-        assert float(share) == pytest.approx(100 * most / config.training.seq_len, abs=0.05)
-    report, _ = dry_run(config, World(ranks, 8, DEVICE_MEMORY))
-    for share in pairs:
-        density = re.search(r"density ([\d.]+) %", report).group(1)
-        assert float(share) == pytest.approx(float(density), abs=0.3)
+    claims = 0
+    for path in FILES:
+        text = path.read_text().replace("\n# ", " ")
+        verticals = re.findall(r"([\d.]+) % of the keys", text)
+        pairs = re.findall(r"([\d.]+) % of the causal pairs", text)
+        claims += text.count(" % of the ")
+        assert text.count(" % of the ") == len(verticals) + len(pairs)
+        ranks = load(["--config", str(path)])[0].parallelism.cp
+        config, _ = load_and_check(["--config", str(path)], ranks, 8)
+        for share in verticals:
+            most = config.attention.vertical_slash.max_verticals
+            assert float(share) == pytest.approx(100 * most / config.training.seq_len, abs=0.05)
+        for share in pairs:
+            report, _ = dry_run(config, World(ranks, 8, DEVICE_MEMORY))
+            density = re.search(r"density ([\d.]+) %", report).group(1)
+            assert float(share) == pytest.approx(float(density), abs=0.3)
+    assert claims == 11

@@ -177,28 +177,6 @@ def test_nothing_fits():
     assert "more than the" in text
 
 
-@pytest.mark.parametrize(
-    "words, expected",
-    [
-        ("--ranks 8", "--ranks would be ignored; write --dry-run"),
-        ("--print-config --device-memory 80", "--device-memory would be ignored"),
-        ("--host-memory 100", "--host-memory would be ignored"),
-        ("--dry-run --ranks 0", '--ranks "0" is not a positive integer'),
-        ("--dry-run --ranks 1.5", '--ranks "1.5" is not a positive integer'),
-        ("--dry-run --ranks", '--ranks "" is not a positive integer'),
-        ("--dry-run --device-memory -1", '--device-memory "-1" is not a positive number'),
-        ("--dry-run --device-memory nan", '--device-memory "nan" is not a positive number'),
-        ("--dry-run --device-memory inf", '--device-memory "inf" is not a positive number'),
-        ("--dry-run --find-max-length", "--dry-run and --find-max-length exclude each other"),
-        ("--dry-run=yes", "--dry-run takes no value"),
-        ("--dry-runn", "did you mean --dry-run?"),
-    ],
-)
-def test_flags_are_refused(words, expected):
-    with pytest.raises(ConfigError, match=re.escape(expected)):
-        load(words.split())
-
-
 ONE = Parallelism()
 WIDE = Parallelism(dp_replicate=2, cp=8)
 

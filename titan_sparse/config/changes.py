@@ -16,7 +16,7 @@ from typing import Any
 import tomli
 
 from titan_sparse.config.reading import KINDS, ConfigError, flatten, key_now, show, typed
-from titan_sparse.config.sections import Config, Model
+from titan_sparse.config.sections import Config
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.flavours import resolve
 
@@ -96,22 +96,17 @@ def read_saved(checkpoint: str | None) -> Saved | None:
     if checkpoint is None or not os.path.isdir(checkpoint):
         return None
     folder = Path(checkpoint)
+    try:
+        origin = json.loads((folder / ORIGIN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        origin = {}
     for path in (folder / "config.toml", folder.parent.parent / "config.toml"):
         try:
             saved = flatten(tomli.loads(path.read_text(encoding="utf-8")))
-            values = {key_now(key): value for key, value in saved}
         except (OSError, ValueError):
             continue
-        return Saved(checkpoint, values, _read_origin(folder / ORIGIN_FILE))
+        return Saved(checkpoint, {key_now(key): value for key, value in saved}, origin)
     return None
-
-
-def _read_origin(path: Path) -> dict[str, Any]:
-    try:
-        origin = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return origin if isinstance(origin, dict) else {}
 
 
 def changes(saved: Saved, config: Config) -> list[Change]:
@@ -145,39 +140,71 @@ def saved_config(saved: Saved) -> Config:
     return config
 
 
+_FIXED = {
+    "optimizer.name": ", whose state another optimizer cannot use",
+    "training.dtype": ", and weights of float64 and of float32 are not each other's",
+    "lora.rank": "",
+    "lora.alpha": "",
+    "lora.targets": "",
+}
+"""Keys that a saved state depends on -> why."""
+
+
 def refuse_changes(saved: Saved, config: Config, origin: Origin) -> None:
     """Raises ConfigError, one line, for a change that makes the saved state meaningless."""
-    _refuse_another_model(saved, config, origin.model)
+    checkpoint = saved.checkpoint
+    before = {**dataclasses.asdict(origin), **saved.origin}
     found = {change.key: change for change in changes(saved, config)}
-    if "optimizer.name" in found:
-        _refuse(saved, found["optimizer.name"], "whose state another optimizer cannot use")
-    dtype = found.get("training.dtype")
-    if dtype is not None and "float64" in (dtype.saved, dtype.now):
-        _refuse(saved, dtype, "and weights of float64 and of float32 are not each other's")
-
-    _refuse_other_adapters(saved, found, config, origin)
-    tokenizer = saved.origin.get("tokenizer", origin.tokenizer)
-    if tokenizer != origin.tokenizer:
-        raise ConfigError(_another_tokenizer(saved, config, tokenizer, origin.tokenizer))
-    _refuse_other_data(saved, found, origin)
-    if saved.origin.get("device", origin.device) == "cpu" and origin.device == "cuda":
-        raise ConfigError(
-            f"training.device = {show(config.training.device)} is cuda here, but {saved.checkpoint} "
-            "was saved on the CPU and has no random numbers of a GPU; write "
-            f'training.device = "cpu", or {_new_run(saved)}'
+    _refuse_another_model(saved, found, config, origin.model)
+    for key, reason in _FIXED.items():
+        change = found.get(key)
+        if change is None:
+            continue
+        if key != "training.dtype" or "float64" in (change.saved, change.now):
+            raise ConfigError(
+                f"{key} = {show(change.now)}, but {checkpoint} was saved with "
+                f"{show(change.saved)}{reason}; write {key} = {show(change.saved)}, "
+                f"or {_new_run(saved, config)}"
+            )
+    said = instead = ""
+    key = "data.tokenizer"
+    if before["base"] != origin.base:
+        said = f"model.initial_hf = {show(config.model.initial_hf)} has other weights than those"
+        if origin.base.startswith("training.seed"):
+            said = f"{origin.base} draws other frozen weights than those ({before['base']})"
+        said += f" that the adapters of {checkpoint} were trained on"
+        instead = "write what they were"
+    elif before["tokenizer"] != origin.tokenizer:
+        said = (
+            f"{key} = {show(config.data.tokenizer)} has another content ({origin.tokenizer[:12]}) "
+            f"than that of {checkpoint} ({before['tokenizer'][:12]}), so its token ids mean other text"
         )
+        instead = "bring back the file as it was"
+        if key in found:
+            instead = f"write {key} = {show(found[key].saved)}"
+    elif differences := data_differences(before["data"], origin.data):
+        said = f"{differences}, so the place in the data that {checkpoint} holds means other text"
+        keys = [key for key in found if key.startswith("data.") or key in DATA_KEYS.values()]
+        instead = "write " + " and ".join(f"{key} = {show(found[key].saved)}" for key in keys)
+        if not keys:
+            instead = "put its files back as they were"
+    elif before["device"] == "cpu" and origin.device == "cuda":
+        said = (
+            f"training.device = {show(config.training.device)} is cuda here, but {checkpoint} "
+            "was saved on the CPU and has no random numbers of a GPU"
+        )
+        instead = 'write training.device = "cpu"'
+    if said:
+        raise ConfigError(f"{said}; {instead}, or {_new_run(saved, config)}")
 
 
-def _refuse_other_data(saved: Saved, found: dict[str, Change], origin: Origin) -> None:
-    said = data_differences(saved.origin.get("data", origin.data), origin.data)
-    if not said:
-        return
-    keys = [key for key in found if key.startswith("data.") or key in DATA_KEYS.values()]
-    instead = " and ".join(f"{key} = {show(found[key].saved)}" for key in keys)
-    instead = f"write {instead}" if keys else "put its files back as they were"
-    raise ConfigError(
-        f"{said}, so the place in the data that {saved.checkpoint} holds means other text; {instead}, "
-        f"or {_new_run(saved)}"
+def _new_run(saved: Saved, config: Config) -> str:
+    """What to write to leave the saved state. Weights of adapters alone make no new run."""
+    if config.lora.rank or saved.values.get("lora.rank"):
+        return "another training.output_dir for a new run"
+    return (
+        "for a new run from these weights another training.output_dir and "
+        f"checkpoint.initial_load_path = {show(saved.checkpoint)}"
     )
 
 
@@ -201,60 +228,9 @@ def data_differences(saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> 
     return "; ".join(differences)
 
 
-def _refuse_other_adapters(
-    saved: Saved, found: dict[str, Change], config: Config, origin: Origin
+def _refuse_another_model(
+    saved: Saved, found: dict[str, Change], config: Config, model: DecoderConfig
 ) -> None:
-    """Refuse other frozen weights or another scale, because adapters depend on both."""
-    new_run = "another training.output_dir for a new run"
-    for key in ("lora.rank", "lora.alpha", "lora.targets"):
-        if key in found:
-            change = found[key]
-            raise ConfigError(
-                f"{key} = {show(change.now)}, but {saved.checkpoint} was saved with "
-                f"{show(change.saved)}; write {key} = {show(change.saved)}, or {new_run}"
-            )
-    base = saved.origin.get("base", origin.base)
-    if base == origin.base:
-        return
-    if origin.base.startswith("training.seed"):
-        said = f"{origin.base} draws other frozen weights than those ({base})"
-    else:
-        said = f"model.initial_hf = {show(config.model.initial_hf)} has other weights than those"
-    raise ConfigError(
-        f"{said} that the adapters of {saved.checkpoint} were trained on; write what they were, "
-        f"or {new_run}"
-    )
-
-
-def _refuse(saved: Saved, change: Change, reason: str) -> None:
-    raise ConfigError(
-        f"{change.key} = {show(change.now)}, but {saved.checkpoint} was saved with "
-        f"{show(change.saved)}, {reason}; write {change.key} = {show(change.saved)}, "
-        f"or {_new_run(saved)}"
-    )
-
-
-def _new_run(saved: Saved) -> str:
-    return (
-        "for a new run from these weights another training.output_dir and "
-        f"checkpoint.initial_load_path = {show(saved.checkpoint)}"
-    )
-
-
-def _another_tokenizer(saved: Saved, config: Config, before: str, now: str) -> str:
-    key = "data.tokenizer"
-    name = saved.values.get(key, config.data.tokenizer)
-    instead = f"write {key} = {show(name)}"
-    if name == config.data.tokenizer:
-        instead = "bring back the file as it was"
-    return (
-        f"{key} = {show(config.data.tokenizer)} has another content ({now[:12]}) than that of "
-        f"{saved.checkpoint} ({before[:12]}), so its token ids mean other text; {instead}, "
-        f"or {_new_run(saved)}"
-    )
-
-
-def _refuse_another_model(saved: Saved, config: Config, model: DecoderConfig) -> None:
     before = model_functions(_saved_model(saved))
     now = model_functions(dataclasses.asdict(model))
     # Another version may know other fields.
@@ -262,10 +238,10 @@ def _refuse_another_model(saved: Saved, config: Config, model: DecoderConfig) ->
     if not names:
         return
     name = names[0]
-    found = [change for change in changes(saved, config) if change.key.startswith("model.")]
-    if found:
-        said = f"{found[0].key} = {show(found[0].now)}"
-        instead = " and ".join(f"{change.key} = {show(change.saved)}" for change in found)
+    changed = [change for key, change in found.items() if key.startswith("model.")]
+    if changed:
+        said = f"{changed[0].key} = {show(changed[0].now)}"
+        instead = " and ".join(f"{change.key} = {show(change.saved)}" for change in changed)
     else:
         # The same words, but the folder holds another config.json.
         key = "model.initial_hf"
@@ -273,7 +249,7 @@ def _refuse_another_model(saved: Saved, config: Config, model: DecoderConfig) ->
         instead = f"{key} = what still has {name} = {show(before[name])}"
     new_run = "another training.output_dir for a new run"
     if all(name.startswith("rope.") for name in names):
-        new_run = _new_run(saved)
+        new_run = _new_run(saved, config)
     raise ConfigError(
         f"{said} gives a model with {name} = {show(now[name])}, but that of {saved.checkpoint} has "
         f"{show(before[name])}; write {instead}, or {new_run}"
@@ -282,12 +258,10 @@ def _refuse_another_model(saved: Saved, config: Config, model: DecoderConfig) ->
 
 def _saved_model(saved: Saved) -> dict[str, Any]:
     """The fields of the saved DecoderConfig; none where they are not known any more."""
-    model = saved.origin.get("model")
-    if isinstance(model, dict):
-        return model
-    section: Model = saved_config(saved).model
+    if "model" in saved.origin:
+        return saved.origin["model"]
     try:
-        return dataclasses.asdict(resolve(**dataclasses.asdict(section)))
+        return dataclasses.asdict(resolve(**vars(saved_config(saved).model)))
     except (ValueError, OSError):
         # Such as a model.initial_hf that has moved.
         return {}

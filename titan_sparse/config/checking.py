@@ -6,33 +6,24 @@ import math
 from operator import attrgetter
 from typing import Any, get_args
 
-from titan_sparse.config.combinations import check_attention, check_ignored
+from titan_sparse.config.ignored import check_ignored
 from titan_sparse.config.reading import (
     ANNOTATED,
     KINDS,
     ConfigError,
+    clash,
     config_file,
     lengths_of,
     load,
-    one_of,
     require,
     show,
     typed,
 )
-from titan_sparse.config.sections import (
-    Attention,
-    Config,
-    Data,
-    Flags,
-    LRScheduler,
-    Metrics,
-    Model,
-    Parallelism,
-    Validation,
-)
+from titan_sparse.config.sections import Attention, Config, Data, Flags, Parallelism, Validation
 from titan_sparse.config.sources import single_source, source_formats
 from titan_sparse.config.start import world_of
-from titan_sparse.models.flavours import FLAVOURS, TransformersConfig, resolve
+from titan_sparse.models.config import DecoderConfig
+from titan_sparse.models.flavours import TransformersConfig, resolve
 from titan_sparse.models.huggingface_config import architecture
 from titan_sparse.models.lora_config import resolve_adapters
 from titan_sparse.options import check_value
@@ -72,21 +63,25 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
     """
     for key in KINDS:
         typed(key, attrgetter(key)(config), "")
-    _check_ranges(config)
-    check_ignored(config)
-    _check_model(config.model, config.data)
-    _check_huggingface(config)
-    check_formats(config.data)
-    _check_dtype(config)
-    _check_world(config.parallelism, world_size, local_world_size)
-    check_attention(config)
-    _check_memory_levers(config)
-    _check_float8(config)
-    _check_lora(config)
-    _check_lr_scheduler(config.lr_scheduler, config.training.steps)
-    _check_run(config)
-    _check_pictures(config.metrics)
-    _check_validation(config)
+    try:
+        _check_ranges(config)
+        check_ignored(config)
+        model = resolve(**vars(config.model))
+        _check_model(config, model)
+        check_formats(config.data)
+        _check_world(config.parallelism, world_size, local_world_size)
+        _check_attention(config)
+        _check_memory(config)
+        if config.float8.enable:
+            _check_float8(config, model)
+        if config.lora.rank:
+            resolve_adapters(model, **vars(config.lora))
+            _check_lora(config)
+        _check_run(config)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_ranges(config: Config) -> None:
@@ -98,10 +93,7 @@ def _check_ranges(config: Config) -> None:
             is_required = "not empty" in get_args(kind)
             _check_text(key, value, attrgetter(key)(default) if is_required else "")
             continue
-        try:
-            check_value(key, kind, value)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        check_value(key, kind, value)
 
 
 def _check_text(key: str, text: str, default: str) -> None:
@@ -128,82 +120,43 @@ def load_and_check(argv: list[str], world_size: int, local_world_size: int) -> t
     return config, flags
 
 
-def _check_pictures(metrics: Metrics) -> None:
-    every = metrics.log_every
-    next_multiple = -(-metrics.pictures_every // every) * every
-    require(
-        metrics.pictures_every % every == 0,
-        f"metrics.pictures_every = {metrics.pictures_every} is no multiple of metrics.log_every = "
-        f"{every}; write metrics.pictures_every = {next_multiple}",
-    )
-
-
-def _check_model(model: Model, data: Data) -> None:
-    one_of("model.flavour", model.flavour, FLAVOURS)
-    require(
-        data.tokenizer != "bytes" or model.vocab_size == 0 or model.vocab_size >= 258,
-        f'model.vocab_size = {model.vocab_size} is too small for data.tokenizer = "bytes"; '
-        "write 0 or 258 or more",
-    )
-    require(
-        model.rope_scaling not in ("yarn", "llama3") or model.rope_factor > 1,
-        f'model.rope_scaling = "{model.rope_scaling}" needs model.rope_factor above 1; '
-        'write the factor, or model.rope_scaling = "none"',
-    )
-
-
-def _check_huggingface(config: Config) -> None:
-    require(
-        config.model.initial_hf == "" or config.checkpoint.initial_load_path == "",
-        "model.initial_hf and checkpoint.initial_load_path both say where the first weights come "
-        "from; write one of them",
-    )
-    try:
-        model = resolve(**vars(config.model))
-        if isinstance(model, TransformersConfig):
-            _check_transformers(config, model)
-        elif config.checkpoint.last_save_in_hf:
+def _check_model(config: Config, model: DecoderConfig) -> None:
+    vocab_size = config.model.vocab_size
+    if config.data.tokenizer == "bytes" and 0 < vocab_size < 258:
+        clash(config, "model.vocab_size", "data.tokenizer", "0 or 258 or more", "is too small for")
+    if config.model.initial_hf and config.checkpoint.initial_load_path:
+        instead = "one of them, which says where the first weights come from"
+        clash(config, "model.initial_hf", "checkpoint.initial_load_path", instead)
+    if not isinstance(model, TransformersConfig):
+        if config.checkpoint.last_save_in_hf:
             architecture(model)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+        return
 
-
-def _check_transformers(config: Config, model: TransformersConfig) -> None:
-    name = f"{config.model.initial_hf} runs through transformers' own code"
-    require(
-        config.training.mlp_chunk_tokens == 0,
-        f"training.mlp_chunk_tokens = {config.training.mlp_chunk_tokens}, but {name}, which computes "
-        "an MLP at once; write training.mlp_chunk_tokens = 0",
-    )
-    require(
-        not config.float8.enable or not model.experts,
-        f"float8.enable = true, but {name}, and its experts are no linear layers; "
-        "write float8.enable = false",
-    )
-    require(
-        config.attention.window_sinks == 0 or not model.window,
-        f"attention.window_sinks = {config.attention.window_sinks}, but the layers of "
-        f"{config.model.initial_hf} have windows of their own; write attention.window_sinks = 0",
-    )
+    why = "does not go with transformers' own code, which runs"
+    if config.training.mlp_chunk_tokens:
+        key = "training.mlp_chunk_tokens"
+        clash(config, key, "model.initial_hf", f"{key} = 0", why)
+    if config.float8.enable and model.experts:
+        why = "does not go with experts that are not linear layers, as in"
+        clash(config, "float8.enable", "model.initial_hf", "float8.enable = false", why)
+    if config.attention.window_sinks and model.window:
+        key = "attention.window_sinks"
+        why = "does not go with layers that have windows of their own, as in"
+        clash(config, key, "model.initial_hf", f"{key} = 0", why)
 
 
 def check_formats(data: Data) -> None:
     """Refuses an unknown data.format, and options that none of its formats uses. Raises
     ConfigError."""
     formats = source_formats(data)
-    require(
-        formats.get("python", "text") == "text",
-        f'data.format = {show(data.format)}, but data.source = "python" is text; write '
-        'data.format = "text"',
-    )
-    check_ignored(Config(data=data), "data")
-    require(
-        not data.split_special_tokens or set(formats.values()) == {"text"},
-        "data.split_special_tokens = true would split the tokens of the chat template too; write "
-        "data.split_special_tokens = false",
-    )
+    config = Config(data=data)
+    if formats.get("python", "text") != "text":
+        clash(config, "data.format", "data.source", 'data.format = "text"')
+    check_ignored(config, "data")
+    if data.split_special_tokens and set(formats.values()) != {"text"}:
+        instead = "data.split_special_tokens = false"
+        why = "would split the tokens of the chat template of"
+        clash(config, "data.split_special_tokens", "data.format", instead, why)
     chat_template_kwargs(data)
 
 
@@ -225,15 +178,6 @@ def chat_template_kwargs(data: Data) -> dict[str, Any]:
         "out",
     )
     return kwargs
-
-
-def _check_dtype(config: Config) -> None:
-    runs_float64 = config.training.device == "cpu" or config.attention.backend == "eager"
-    require(
-        config.training.dtype != "float64" or runs_float64,
-        'training.dtype = "float64" needs training.device = "cpu" '
-        'or attention.backend = "eager"; write one of them or training.dtype = "float32"',
-    )
 
 
 def _check_world(parallelism: Parallelism, world_size: int, local_world_size: int) -> None:
@@ -268,57 +212,117 @@ def _check_world(parallelism: Parallelism, world_size: int, local_world_size: in
     )
 
 
-def _check_memory_levers(config: Config) -> None:
-    if config.activation_checkpoint.offload:
-        require(
-            config.activation_checkpoint.mode != "none",
-            "activation_checkpoint.offload = true would move all activations with "
-            'activation_checkpoint.mode = "none"; write activation_checkpoint.mode = "full"',
+def _check_attention(config: Config) -> None:
+    attention = config.attention
+    cp = config.parallelism.cp
+    size = attention.block_size
+    require(
+        size >= 16 and size & (size - 1) == 0,
+        f"attention.block_size = {size} is not a power of two of at least 16; write 64 or 128",
+    )
+    if attention.schedule == "local" and cp > 1:
+        instead = 'attention.schedule = "auto" or parallelism.cp = 1'
+        clash(config, "attention.schedule", "parallelism.cp", instead)
+    if attention.schedule == "double_ring" and cp == 1:
+        clash(config, "attention.schedule", "parallelism.cp", 'attention.schedule = "auto"')
+    if attention.mask == "causal" and config.data.sequences == "packed":
+        instead = (
+            'attention.mask = "documents" or data.sequences = "fixed", or '
+            'attention.mask = "causal_across_documents" if a query should see other documents'
         )
+        clash(config, "attention.mask", "data.sequences", instead)
+    if attention.gradient_dtype == "bfloat16" and config.training.dtype == "float64":
+        instead = 'attention.gradient_dtype = "float32"'
+        clash(
+            config,
+            "attention.gradient_dtype",
+            "training.dtype",
+            instead,
+            "would round what is exact in",
+        )
+    # A window with sinks gives a query two ranges of keys, which not everything takes.
+    if attention.window_sinks and attention.pattern != "dense":
+        instead = 'attention.pattern = "dense" or attention.window_sinks = 0'
+        clash(config, "attention.window_sinks", "attention.pattern", instead)
+    if attention.window_sinks and attention.backend in ("cudnn", "flex"):
+        instead = 'attention.backend = "auto"'
+        clash(config, "attention.window_sinks", "attention.backend", instead)
+    # cuDNN computes dense attention, and its backward adds up in any order.
+    if attention.backend == "cudnn" and attention.pattern != "dense":
+        instead = 'attention.backend = "auto"'
+        clash(config, "attention.backend", "attention.pattern", instead)
+    if attention.backend == "cudnn" and config.training.deterministic:
+        instead = 'attention.backend = "triton" or training.deterministic = false'
+        clash(config, "attention.backend", "training.deterministic", instead)
+    _check_pattern(config)
+
+
+def _check_pattern(config: Config) -> None:
+    """Check the options of the pattern in use. Those of other patterns may have any value in
+    range."""
+    attention = config.attention
+    options = getattr(attention, attention.pattern)
+    try:
+        options.check()
+        options.check_block_size(attention.block_size)
+    except ValueError as error:
+        raise ConfigError(f"attention.{error}") from error
+    # Without a probe it is one block, which fits: the loader pads sequences to whole blocks.
+    key = "attention.vertical_slash.probe"
+    if attention.pattern == "vertical_slash" and options.probe > config.training.seq_len:
+        clash(config, key, "training.seq_len", f"{key} = 0", "is above")
+
+
+def _check_memory(config: Config) -> None:
+    training = config.training
+    lever = config.activation_checkpoint
+    if training.dtype == "float64" and training.device != "cpu":
+        instead = (
+            'training.device = "cpu", attention.backend = "eager" or training.dtype = "float32"'
+        )
+        if config.attention.backend != "eager":
+            clash(config, "training.dtype", "training.device", instead)
+    if lever.offload and lever.mode == "none":
+        instead = 'activation_checkpoint.mode = "full"'
+        why = "would move all activations with"
+        clash(config, "activation_checkpoint.offload", "activation_checkpoint.mode", instead, why)
+    if lever.offload:
+        # Otherwise attention's results stay on the device.
         require(
             config.compile.enable and config.compile.backend != "eager",
-            "activation_checkpoint.offload = true needs blocks that are compiled, as else "
-            "attention's results stay on the device; write compile.enable = true and "
-            'compile.backend = "inductor"',
+            "activation_checkpoint.offload = true needs blocks that are compiled; write "
+            'compile.enable = true and compile.backend = "inductor"',
         )
-    local_tokens = (
-        config.training.local_batch_size * config.training.seq_len // config.parallelism.cp
-    )
-    chunk = config.training.mlp_chunk_tokens
+    is_whole = lever.attention_recompute in (0, 1) or config.parallelism.cp == 1
+    if not is_whole and config.attention.layout != "striped":
+        key = "activation_checkpoint.attention_recompute"
+        instead = f'attention.layout = "striped" or {key} = 0 or 1'
+        clash(config, key, "attention.layout", instead)
+    tokens = training.local_batch_size * training.seq_len // config.parallelism.cp
     require(
-        chunk <= local_tokens,
-        f"training.mlp_chunk_tokens = {chunk} is more than the {local_tokens} tokens of a rank "
-        "and would do nothing; write 0 or for example 8192",
+        training.mlp_chunk_tokens <= tokens,
+        f"training.mlp_chunk_tokens = {training.mlp_chunk_tokens} is more than the {tokens} tokens "
+        "of a rank and would do nothing; write 0 or for example 8192",
     )
 
 
-def _check_float8(config: Config) -> None:
+def _check_float8(config: Config, model: DecoderConfig) -> None:
     float8 = config.float8
-    training = config.training
-    if not float8.enable:
-        return
-    require(
-        training.device != "cpu",
-        'float8.enable = true needs a GPU (Hopper or newer), not training.device = "cpu"; '
-        "write float8.enable = false",
-    )
-    require(
-        training.dtype == "bfloat16",
-        f'float8.enable = true needs training.dtype = "bfloat16", not "{training.dtype}"; '
-        "write that or float8.enable = false",
-    )
+    if config.training.device == "cpu":
+        why = "needs a GPU (Hopper or newer), not"
+        clash(config, "float8.enable", "training.device", "float8.enable = false", why)
+    if config.training.dtype != "bfloat16":
+        instead = 'training.dtype = "bfloat16" or float8.enable = false'
+        clash(config, "float8.enable", "training.dtype", instead)
     names = [name.strip() for name in float8.filter.split(",")]
     require(
         float8.filter == "" or all(names),
         f"float8.filter = {show(float8.filter)} holds an empty name, which is part of every "
         'name; write for example "o_proj,mlp"',
     )
-    require(
-        training.mlp_chunk_tokens == 0 or "mlp" in names,
-        "training.mlp_chunk_tokens computes in training.dtype; write "
-        'float8.filter = "mlp" or training.mlp_chunk_tokens = 0',
-    )
-    model = resolve(**vars(config.model))
+    if config.training.mlp_chunk_tokens and "mlp" not in names:
+        instead = 'float8.filter = "mlp" or training.mlp_chunk_tokens = 0'
+        clash(config, "training.mlp_chunk_tokens", "float8.filter", instead)
     for name, size in (
         ("hidden_size", model.hidden_size),
         ("intermediate_size", model.intermediate_size),
@@ -332,91 +336,70 @@ def _check_float8(config: Config) -> None:
         )
 
 
-def _check_lora(config: Config) -> None:
-    lora = config.lora
-    if lora.rank == 0:
-        return
-    try:
-        resolve_adapters(resolve(**vars(config.model)), **vars(lora))
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    _check_first_weights(config)
-    _check_levers_with_lora(config)
-
-
 def trains_random_base(config: Config) -> bool:
     """Whether the frozen weights are drawn from training.seed, and not read from
     model.initial_hf."""
     return config.model.random_weights or not config.model.initial_hf
 
 
-def _check_first_weights(config: Config) -> None:
-    """Check where frozen weights come from, because checkpoints hold only adapters."""
+def _check_lora(config: Config) -> None:
+    # Checkpoints hold only adapters.
     checkpoint = config.checkpoint
-    require(
-        not checkpoint.initial_load_path,
-        f"checkpoint.initial_load_path = {show(checkpoint.initial_load_path)} with lora.rank = "
-        f"{config.lora.rank}: frozen weights come from a Hugging Face folder; export that checkpoint "
-        "(titan-sparse export_hf) and write the export as model.initial_hf",
-    )
-    require(
-        not checkpoint.last_save_in_hf or not trains_random_base(config),
-        f"checkpoint.last_save_in_hf = true with lora.rank = {config.lora.rank} writes adapters of "
-        "model.initial_hf, but the frozen weights are random; write "
-        "checkpoint.last_save_in_hf = false",
-    )
-
-
-def _check_levers_with_lora(config: Config) -> None:
-    rank = f"lora.rank = {config.lora.rank}"
-    require(
-        not config.float8.enable,
-        f"float8.enable = true with {rank}: adapters are not on float8's linear layers; write "
-        "float8.enable = false",
-    )
-    require(
-        not config.optimizer.offload,
-        f"optimizer.offload = true with {rank} would keep the frozen weights on the CPU too, and "
-        "adapters' states are small; write optimizer.offload = false",
-    )
-    require(
-        config.activation_checkpoint.mode != "selective",
-        f'activation_checkpoint.mode = "selective" with {rank}: every second matmul is an '
-        'adapter\'s; write activation_checkpoint.mode = "full" or "none"',
-    )
-    chunk = config.training.mlp_chunk_tokens
-    require(
-        not chunk or not config.lora.dropout,
-        f"training.mlp_chunk_tokens = {chunk} computes an MLP twice, and lora.dropout = "
-        f"{show(config.lora.dropout)} would drop other inputs each time; write lora.dropout = 0.0 "
-        "or training.mlp_chunk_tokens = 0",
-    )
-
-
-def _check_lr_scheduler(scheduler: LRScheduler, steps: int) -> None:
-    total = scheduler.total_steps or steps
-    source = "lr_scheduler.total_steps" if scheduler.total_steps else "training.steps"
-    require(
-        scheduler.warmup_steps <= total,
-        f"lr_scheduler.warmup_steps = {scheduler.warmup_steps} is above {source} "
-        f"= {total}; write lr_scheduler.warmup_steps = {total} or less",
-    )
+    if checkpoint.initial_load_path:
+        instead = (
+            "an export of that checkpoint (titan-sparse export_hf) as model.initial_hf, where "
+            "frozen weights come from"
+        )
+        clash(config, "checkpoint.initial_load_path", "lora.rank", instead)
+    if checkpoint.last_save_in_hf and trains_random_base(config):
+        instead = "checkpoint.last_save_in_hf = false"
+        why = "would write adapters of random weights with"
+        clash(config, "checkpoint.last_save_in_hf", "lora.rank", instead, why)
+    if config.float8.enable:
+        # Adapters are not on float8's linear layers.
+        clash(config, "float8.enable", "lora.rank", "float8.enable = false")
+    if config.optimizer.offload:
+        why = "would keep the frozen weights on the CPU too with"
+        clash(config, "optimizer.offload", "lora.rank", "optimizer.offload = false", why)
+    if config.activation_checkpoint.mode == "selective":
+        # Every second matmul is an adapter's.
+        instead = 'activation_checkpoint.mode = "full" or "none"'
+        clash(config, "activation_checkpoint.mode", "lora.rank", instead)
+    if config.training.mlp_chunk_tokens and config.lora.dropout:
+        # An MLP is computed twice.
+        instead = "lora.dropout = 0.0 or training.mlp_chunk_tokens = 0"
+        why = "would drop other inputs each time with"
+        clash(config, "lora.dropout", "training.mlp_chunk_tokens", instead, why)
 
 
 def _check_run(config: Config) -> None:
-    one_of("compile.backend", config.compile.backend, ("inductor", "aot_eager", "eager"))
-    optimizer = config.optimizer
-    require(
-        optimizer.name != "SGD" or optimizer.implementation != "fused",
-        'optimizer.implementation = "fused" does not exist for sharded parameters with '
-        'optimizer.name = "SGD"; write optimizer.implementation = "auto"',
-    )
+    scheduler = config.lr_scheduler
+    source = "lr_scheduler.total_steps" if scheduler.total_steps else "training.steps"
+    if scheduler.warmup_steps > attrgetter(source)(config):
+        key = "lr_scheduler.warmup_steps"
+        clash(config, key, source, f"a smaller {key}", "is above")
+    if config.optimizer.name == "SGD" and config.optimizer.implementation == "fused":
+        # It does not exist for sharded parameters.
+        instead = 'optimizer.implementation = "auto"'
+        clash(config, "optimizer.implementation", "optimizer.name", instead)
     last = config.profiling.first_step + config.profiling.steps - 1
-    require(
-        not config.profiling.enable or last <= config.training.steps,
-        f"profiling.first_step and profiling.steps trace up to step {last}, beyond "
-        f"training.steps = {config.training.steps}; write a smaller profiling.first_step",
-    )
+    if config.profiling.enable and last > config.training.steps:
+        instead = "a smaller profiling.first_step"
+        why = f"traces up to step {last}, above"
+        clash(config, "profiling.first_step", "training.steps", instead, why)
+    pictures, every = config.metrics.pictures_every, config.metrics.log_every
+    if pictures % every:
+        instead = f"metrics.pictures_every = {-(-pictures // every) * every}"
+        why = "is not a multiple of"
+        clash(config, "metrics.pictures_every", "metrics.log_every", instead, why)
+    validation = config.validation
+    needle_lengths(validation)
+    if not validation.enable:
+        return
+    if validation.position_buckets > config.training.seq_len:
+        key = "validation.position_buckets"
+        clash(config, key, "training.seq_len", f"a smaller {key}", "is above")
+    single_source(validation.source or config.data.source, "validation.source")
 
 
 def needle_lengths(validation: Validation) -> list[int]:
@@ -424,17 +407,3 @@ def needle_lengths(validation: Validation) -> list[int]:
     if not validation.needle_lengths:
         return []
     return lengths_of(validation.needle_lengths, "validation.needle_lengths")
-
-
-def _check_validation(config: Config) -> None:
-    validation = config.validation
-    needle_lengths(validation)
-    if not validation.enable:
-        return
-    seq_len = config.training.seq_len
-    require(
-        validation.position_buckets <= seq_len,
-        f"validation.position_buckets = {validation.position_buckets} is above training.seq_len = "
-        f"{seq_len}; write {seq_len} or less",
-    )
-    single_source(validation.source or config.data.source, "validation.source")

@@ -16,12 +16,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import tomli
 
 from titan_sparse.config.sections import Config, Flags
-from titan_sparse.options import plain
+from titan_sparse.options import check_value, plain
 
 
 def walk(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -63,6 +63,9 @@ def field_docs(section: type) -> dict[str, str]:
 
 _FLAGS = {item.name.replace("_", "-"): item for item in fields(Flags)}
 """Name of a flag on the command line -> field of Flags."""
+
+_SWITCHES = ("help", *(name for name, item in _FLAGS.items() if item.type is bool))
+"""Names that take no value."""
 
 _OPTIONS = ("config", "help", *_FLAGS)
 """Names on the command line that are not dotted keys."""
@@ -132,49 +135,34 @@ def _read_flags(options: list[tuple[str, str | None]]) -> Flags:
     values = {}
     for name, text in options:
         if name in _FLAGS:
-            values[_FLAGS[name].name] = _flag_value(name, text)
+            item = _FLAGS[name]
+            kind = plain(item.type)
+            value = True if kind is bool else _from_text(text or "", kind)
+            value = as_kind(f"command line: --{name}", value, kind)
+            try:
+                check_value(f"command line: --{name}", item.type, value)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+            values[item.name] = value
     flags = Flags(**values)
 
-    actions = []
-    for name, item in _FLAGS.items():
-        if item.type is bool and getattr(flags, item.name):
-            actions.append(f"--{name}")
+    actions = [f"--{name}" for name, item in _FLAGS.items() if values.get(item.name) is True]
     require(
         len(actions) <= 1,
         f"command line: {' and '.join(actions)} exclude each other; write one of them",
     )
-    for name in ("ranks", "device-memory", "host-memory"):
-        is_used = flags.dry_run or flags.find_max_length
-        is_given = getattr(flags, _FLAGS[name].name) != 0
+    for name in ("ranks", "device_memory", "host_memory"):
         require(
-            is_used or not is_given,
-            f"command line: --{name} would be ignored; write --dry-run or "
+            flags.dry_run or flags.find_max_length or name not in values,
+            f"command line: --{name.replace('_', '-')} would be ignored; write --dry-run or "
             "--find-max-length too, or leave it out",
         )
     return flags
 
 
-def _flag_value(name: str, text: str | None) -> Any:
-    """The value of a flag. A number must be positive."""
-    kind = _FLAGS[name].type
-    if kind is bool:
-        return True
-    text = text or ""
-    value = _from_text(text, kind)
-    kind_name = "integer" if kind is int else "number"
-    example = 8 if kind is int else 80
-    require(
-        type(value) is kind and 0 < value < sys.float_info.max,
-        f"command line: --{name} {show(text)} is not a positive {kind_name}; "
-        f"write for example --{name} {example}",
-    )
-    return value
-
-
 def config_file(argv: list[str]) -> str | None:
     """The file of --config, None without one. Raises ConfigError for words that are no options."""
-    options = dict(_split_words(argv))
-    return options.get("config")
+    return dict(_split_words(argv)).get("config")
 
 
 def _split_words(argv: list[str]) -> list[tuple[str, str | None]]:
@@ -188,21 +176,19 @@ def _split_words(argv: list[str]) -> list[tuple[str, str | None]]:
             word.startswith("--") and name != "",
             f"command line: unexpected word {show(word)}; write --section.key value",
         )
-        is_switch = name == "help" or (name in _FLAGS and _FLAGS[name].type is bool)
+        is_switch = name in _SWITCHES
         require(
             not (is_switch and equals),
             f"command line: --{name} takes no value; write --{name}",
         )
-        if equals:
-            options.append((name, text))
-        elif not is_switch and words and not words[0].startswith("--"):
-            options.append((name, words.pop(0)))
-        else:
-            # A key that is true or false may stand without a value; _apply_option() decides.
-            require(
-                name != "config", "command line: --config needs a file; write --config FILE.toml"
-            )
-            options.append((name, None))
+        if not equals:
+            has_text = not is_switch and words and not words[0].startswith("--")
+            text = words.pop(0) if has_text else None
+        require(
+            text is not None or name != "config",
+            "command line: --config needs a file; write --config FILE.toml",
+        )
+        options.append((name, text))
     return options
 
 
@@ -214,15 +200,16 @@ def _apply_option(config: Config, key: str, text: str | None) -> None:
     kind = KINDS.get(key_now(key))
     if text is None and kind not in (None, bool):
         raise ConfigError(f"command line: {key} needs a value; write --{key} VALUE")
-    value = True if text is None else _from_text(text, kind)
-    _assign(config, key, value, "command line")
+    _assign(config, key, _from_text(text, kind), "command line")
 
 
-def _from_text(text: str, kind: Any) -> Any:
-    """The text as a value of the field's type, or unchanged if it is not one, which typed()
-    refuses."""
-    if kind is bool:
-        return {"true": True, "false": False}.get(text, text)
+def _from_text(text: str | None, kind: Any) -> Any:
+    """The text as a value of that type, or unchanged if it is not one, which as_kind() refuses.
+
+    None stands for true.
+    """
+    if kind is bool or text is None:
+        return {"true": True, "false": False, None: True}.get(text, text)
     if kind not in (int, float):
         return text
     try:
@@ -314,31 +301,32 @@ def lengths_of(text: str, name: str) -> list[int]:
 
 
 def typed(key: str, value: Any, where: str) -> Any:
-    """The value in the type of the field with that dotted key.
+    """The value in the type of the field with that dotted key. Raises ConfigError for another type,
+    with `where` in front."""
+    return as_kind(where + key, value, KINDS[key])
 
-    bool is no int here, and an int is a fine float. Raises ConfigError for another type, with
-    `where` in front.
-    """
-    kind = KINDS[key]
+
+def as_kind(name: str, value: Any, kind: Any) -> Any:
+    """The value in this type. bool is no int here, and an int is a fine float. Raises ConfigError."""
     if get_origin(kind) is Literal:
-        return one_of(key, value, get_args(kind), where)
+        return one_of(name, value, get_args(kind))
     if kind is float:
         # The comparison refuses nan, inf and integers beyond every float.
         if type(value) in (int, float) and abs(value) <= sys.float_info.max:
             return float(value)
     elif type(value) is kind:
         return value
-    raise ConfigError(f"{where}{key} = {show(value)} is not {_KIND_NAMES[kind]}")
+    raise ConfigError(f"{name} = {show(value)} is not {_KIND_NAMES[kind]}")
 
 
-def one_of(key: str, value: Any, choices: Collection[str], where: str = "") -> str:
-    """The value, or ConfigError with `where` in front when it is none of the choices."""
+def one_of(name: str, value: Any, choices: Collection[str]) -> str:
+    """The value, or ConfigError when it is none of the choices."""
     if value in tuple(choices):
         return value
     near = difflib.get_close_matches(str(value), choices, 1)
     hint = f"; did you mean {show(near[0])}?" if near else ""
     listed = ", ".join(show(choice) for choice in choices)
-    raise ConfigError(f"{where}{key} = {show(value)} is not one of {listed}{hint}")
+    raise ConfigError(f"{name} = {show(value)} is not one of {listed}{hint}")
 
 
 def _unknown(key: str) -> str:
@@ -347,25 +335,19 @@ def _unknown(key: str) -> str:
         keys = [other for other in KINDS if other.startswith(key + ".")]
         return f"{key} is a section, not a key; it has {', '.join(keys) or 'no keys'}"
     section, _, name = key.rpartition(".")
-    siblings = {}
-    for other in KINDS:
-        other_section, _, other_name = other.rpartition(".")
-        if other_section == section:
-            siblings[other_name] = other
-
-    # First a similar name in the same section.
+    siblings = {
+        other.rpartition(".")[2]: other for other in KINDS if other.rpartition(".")[0] == section
+    }
+    # A similar name in the same section, then the right name in the wrong section, however far.
     near = [siblings[sibling] for sibling in difflib.get_close_matches(name, siblings, 1)]
-    # Then the right name in the wrong section: the nearest of the keys that end in it, however far.
     same_name = [other for other in KINDS if other.endswith("." + name)]
     near += difflib.get_close_matches(key, same_name, 1, cutoff=0.0)
     # Where the section does not exist either, any similar key.
     if not siblings:
         near += difflib.get_close_matches(key, [*KINDS, *SECTIONS], 1)
-
+    hint = f"valid here: {', '.join(siblings.values() or SECTIONS)}"
     if near:
         hint = f"did you mean {near[0]}?"
-    else:
-        hint = f"valid here: {', '.join(siblings.values() or SECTIONS)}"
     missing = f" (no section {section})" if section and section not in SECTIONS else ""
     return f"unknown key {key}{missing}; {hint}"
 
@@ -374,6 +356,14 @@ def require(condition: bool, message: str) -> None:
     """Raises ConfigError with the message unless the condition holds."""
     if not condition:
         raise ConfigError(message)
+
+
+def clash(
+    config: Config, key: str, other: str, instead: str, why: str = "does not go with"
+) -> NoReturn:
+    """Raises ConfigError: the value of `key` cannot be used because of that of `other`."""
+    value, reason = (show(attrgetter(name)(config)) for name in (key, other))
+    raise ConfigError(f"{key} = {value} {why} {other} = {reason}; write {instead}")
 
 
 def show(value: Any) -> str:
@@ -418,17 +408,17 @@ def save(config: Config, folder: str | Path) -> None:
     (Path(folder) / "config.toml").write_text(to_toml(config), encoding="utf-8")
 
 
+_USAGE = """\
+usage: torchrun train.py [--config FILE.toml] [--section.key VALUE ...] [FLAG] [--help]
+
+The command line wins over the file, the file over the defaults. A key that is true or false may
+stand without a value: true. A number of tokens may be written as 128k (131,072) or 1m. Flags:
+"""
+
+
 def usage() -> str:
     """What --help prints: every section and key with its type, default and meaning."""
-    lines = [
-        "usage: torchrun train.py [--config FILE.toml] [--section.key VALUE ...] [FLAG] [--help]",
-        "",
-        (
-            "The command line wins over the file, the file over the defaults. "
-            "A key that is true or false may"
-        ),
-        "stand without a value: true. A number of tokens may be written as 128k (131,072) or 1m. Flags:",
-    ]
+    lines = _USAGE.splitlines()
     docs = field_docs(Flags)
     for name, item in _FLAGS.items():
         number = "" if item.type is bool else " N"

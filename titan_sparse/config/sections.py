@@ -287,8 +287,8 @@ class Compile:
 
     enable: bool = False
     """compile the blocks"""
-    backend: str = "inductor"
-    """inductor, aot_eager or eager"""
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    """of torch.compile"""
 
 
 @dataclass
@@ -422,13 +422,13 @@ class Flags:
     it does not fit"""
     find_max_length: bool = False
     """print the longest training.seq_len that fits and stop"""
-    ranks: int = 0
+    ranks: Positive = 0
     """world size to assume; 0: that of torchrun, or the least that fits; with --dry-run or
     --find-max-length"""
-    device_memory: float = 0.0
+    device_memory: Annotated[float, Range(0, open_left=True)] = 0.0
     """memory of a GPU to assume, GiB; 0: that of the local GPU; with --dry-run or
     --find-max-length"""
-    host_memory: float = 0.0
+    host_memory: Annotated[float, Range(0, open_left=True)] = 0.0
     """CPU memory of a node to assume, GiB; 0: that of the machine, if it has a GPU; with --dry-run
     or --find-max-length"""
 

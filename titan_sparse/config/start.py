@@ -23,15 +23,6 @@ from titan_sparse.models.huggingface_files import files_to_copy
 RANKS_PER_NODE = 8
 """Ranks of a node where torchrun does not say."""
 
-_LAUNCH = (
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-"""What torchrun sets for each process beside RANK, and a process group is made from."""
-
 
 def world_from_environment() -> tuple[int, int]:
     """(ranks in all, ranks of this node) as torchrun sets WORLD_SIZE and LOCAL_WORLD_SIZE; 1 where
@@ -79,7 +70,7 @@ def check_launch() -> None:
             "WORLD_SIZE to train in one process",
         )
         return
-    for name in _LAUNCH:
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         require(
             os.environ.get(name, "") != "",
             f"environment: RANK = {show(os.environ['RANK'])} without {name}; start with torchrun, "
@@ -88,15 +79,13 @@ def check_launch() -> None:
     for name, size_name, size in (
         ("RANK", "WORLD_SIZE", world_size),
         ("LOCAL_RANK", "LOCAL_WORLD_SIZE", local_world_size),
+        ("MASTER_PORT", "the number of ports", 2**16),
     ):
-        number = _number(name, 0, least=0)
         require(
-            number < size,
-            f"environment: {name} = {number} is not below {size_name} = {size}; start with "
+            _number(name, 0, least=0) < size,
+            f"environment: {name} = {os.environ[name]} is not below {size_name} = {size}; start with "
             "torchrun or unset them",
         )
-    port = _number("MASTER_PORT", 1, least=1)
-    require(port < 2**16, f"environment: MASTER_PORT = {port} is no port; write 1 to 65535")
 
 
 def _number(name: str, default: int, least: int) -> int:
@@ -122,9 +111,6 @@ _FILES = (
 )
 _FOLDERS = ("checkpoint", "tensorboard", "profile", "huggingface", "wandb")
 """What a run writes into training.output_dir."""
-
-_LONGEST_BELOW = 200
-"""Bytes of the longest path that a run makes below training.output_dir, and to spare."""
 
 
 def check_start(config: Config) -> None:
@@ -153,10 +139,8 @@ def check_start(config: Config) -> None:
 def _check_output_dir(name: str) -> None:
     path = Path(name).absolute()
     try:
-        folder = _nearest_folder(path)
-        _check_lengths(path, folder)
         # Only a write shows what a file system allows, even to root. The file never has a name.
-        tempfile.TemporaryFile(dir=folder).close()
+        tempfile.TemporaryFile(dir=_nearest_folder(path)).close()
         _check_run_folder(path)
     except OSError as error:
         reason = error.strerror or str(error)
@@ -187,16 +171,6 @@ def _nearest_folder(path: Path) -> Path:
                 raise NotADirectoryError(0, f"{show(str(candidate))} is no folder")
             return candidate
     return Path(path.anchor)
-
-
-def _check_lengths(path: Path, folder: Path) -> None:
-    longest_name = max(len(os.fsencode(part)) for part in path.parts)
-    name_limit = os.pathconf(folder, "PC_NAME_MAX")
-    path_limit = os.pathconf(folder, "PC_PATH_MAX") - _LONGEST_BELOW
-    if longest_name > name_limit:
-        raise OSError(0, f"a name of {longest_name} bytes is longer than {name_limit}")
-    if len(os.fsencode(path)) > path_limit:
-        raise OSError(0, f"{len(os.fsencode(path))} bytes are more than {path_limit}")
 
 
 def _check_run_folder(path: Path) -> None:
@@ -247,14 +221,9 @@ def _check_first_checkpoint(section: Checkpoint, output_dir: Path) -> None:
         if number.isdecimal() and folder.is_dir():
             numbers.add(int(number))
     # A run that went on from `step` may have rotated it out, and then has later ones.
+    listed = ", ".join(f"step-{number}" for number in sorted(numbers))
     require(
         any(number >= step for number in numbers),
-        f"checkpoint.load_step = {step}: {output_dir / 'checkpoint'} has "
-        f"{_list_of_steps(numbers)}; write another step, or -1 for the newest",
+        f"checkpoint.load_step = {step}: {output_dir / 'checkpoint'} has only {listed or 'nothing'}; "
+        "write another step, or -1 for the newest",
     )
-
-
-def _list_of_steps(numbers: set[int]) -> str:
-    if not numbers:
-        return "no checkpoint"
-    return "only " + ", ".join(f"step-{number}" for number in sorted(numbers))
