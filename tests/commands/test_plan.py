@@ -10,13 +10,11 @@ from scripts import calibrate
 from tests.distributed import run_program
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.commands import plan as script
+from titan_sparse.commands.plan import DEFAULT_CONSTANTS, main
 from titan_sparse.estimate.constants import load_constants
 from titan_sparse.estimate.index_file import save_indexes
 from titan_sparse.estimate.synthetic import ragged_lengths
 from titan_sparse.models.flavours import FLAVOURS
-
-# The script ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -29,7 +27,7 @@ def config(tmp_path):
 
 def _plans(tmp_path, *words) -> dict:
     out = tmp_path / "plan.json"
-    assert script.main([*words, "--out", str(out)]) == 0
+    assert main([*words, "--out", str(out)]) == 0
     return json.loads(out.read_text())
 
 
@@ -39,7 +37,7 @@ def test_the_script_compares_layouts_and_schedules(config, tmp_path, capsys):
         --ranks 8 --nodes 2 --layout striped zigzag --schedule ring double_ring group_cast
         --attention.overlap_stages 3 --density 0.2 --out {tmp_path}/plan.json {tmp_path}/plan.png
     """
-    assert script.main([config, *words.split()]) == 0
+    assert main([config, *words.split()]) == 0
     printed = capsys.readouterr().out
     assert printed.count("| zigzag | double_ring |") == 1
     assert "rank  7:" in printed
@@ -101,7 +99,7 @@ def test_the_script_takes_a_saved_index(config, tmp_path, capsys):
     save_indexes(path, pattern, rows, [index])
     found = _plans(tmp_path, config, "--ranks", "4", "--index", path)
     assert sum(found["plans"][0]["pairs_of_rank"]) == index.dense(Causal()).sum()
-    assert script.main([config, "--ranks", "4", "--seq-len", "512", "--index", path]) == 2
+    assert main([config, "--ranks", "4", "--seq-len", "512", "--index", path]) == 2
     assert "--seq-len 512" in capsys.readouterr().err
 
 
@@ -125,26 +123,21 @@ def test_the_script_takes_a_saved_index(config, tmp_path, capsys):
     ],
 )
 def test_the_script_refuses_in_one_line(config, capsys, words, message):
-    assert script.main([config, *words.split()]) == 2
+    assert main([config, *words.split()]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
 
 
-def test_balanced_is_dealt_by_the_costs_of_the_machine(config, tmp_path):
-    """The costs come from --constants, otherwise from the file that the run would read. Where key
-    blocks cost as much as thousands of tiles, ranks fetch fewer of them.
-    """
-    built_in = json.loads(script.DEFAULT_CONSTANTS.read_text())
-    for name, gb_s in (("slow.json", 1e-4), ("fast.json", 1e6)):
-        constants = built_in["constants"] | {
-            "dense_tflops": {"value": 400, "source": "planted"},
-            "partial_tile": {"value": 2, "source": "planted"},
-            "inside_gb_s": {"value": gb_s, "source": "planted"},
-        }
-        (tmp_path / name).write_text(json.dumps({"constants": constants}))
-    slow = str(tmp_path / "slow.json")
-    fast = str(tmp_path / "fast.json")
+def test_balanced_goes_by_the_costs_of_the_machine(config, tmp_path):
+    """The costs come from the file that the run would read, otherwise from --constants."""
+    built_in = json.loads(DEFAULT_CONSTANTS.read_text())["constants"]
+    for name, gb_s in (("slow", 1e-4), ("fast", 1e6)):
+        changed = {"dense_tflops": 400, "partial_tile": 2, "inside_gb_s": gb_s}
+        entries = {key: {"value": value, "source": "planted"} for key, value in changed.items()}
+        (tmp_path / name).write_text(json.dumps({"constants": built_in | entries}))
+    slow = str(tmp_path / "slow")
+    fast = str(tmp_path / "fast")
     words = [config, "--attention.pattern", "dense", "--ranks", "4", "--nodes", "1"]
     words += ["--documents", "4096", *["64"] * 60, "--schedule", "group_cast"]
     words += ["--layout", "balanced"]
@@ -154,7 +147,7 @@ def test_balanced_is_dealt_by_the_costs_of_the_machine(config, tmp_path):
         [],
         ["--constants", slow],
         ["--constants", fast],
-        # The run's own file, which layouts beside "balanced" do not mind.
+        # The run's own file, which layouts other than "balanced" ignore.
         ["striped", "--constants", fast, "--attention.balance_costs", slow],
     ):
         found = _plans(tmp_path, *words, *more)
@@ -171,7 +164,7 @@ def test_balanced_is_dealt_by_the_costs_of_the_machine(config, tmp_path):
 def test_a_thousand_ranks_are_planned(config, capsys):
     began = time.process_time()
     words = "--ranks 1024 --nodes 128 --seq-len 131072 --schedule double_ring"
-    assert script.main([config, *words.split()]) == 0
+    assert main([config, *words.split()]) == 0
     assert "planned in " in capsys.readouterr().out
     assert time.process_time() - began < 60, "of this process: others may share its cores"
 
@@ -180,32 +173,13 @@ def test_a_thousand_ranks_are_planned(config, capsys):
 
 
 def test_calibration_writes_what_plans_read(tmp_path):
-    words = [
-        "--out",
-        str(tmp_path / "c.json"),
-        "--seq-len",
-        "4096",
-        "--heads",
-        "2",
-        "1",
-        "--head-dim",
-        "8",
-        "--megabytes",
-        "0.1",
-        "--repeats",
-        "3",
-        "--device",
-        "cpu",
-        "--across-gb-s",
-        "2",
-    ]
-    printed = run_program(2, calibrate.main, words)
+    words = "--seq-len 2048 --heads 2 1 --head-dim 8 --megabytes 0.1 --repeats 2 --device cpu"
+    out = ["--out", str(tmp_path / "c.json"), "--across-gb-s", "2"]
+    printed = run_program(2, calibrate.main, [*words.split(), *out])
     constants = load_constants(tmp_path / "c.json")
-    assert (
-        constants.across_gb_s == 2
-        and constants.forward_tflops > 0
-        and 0 < constants.inside_gb_s < 1000
-    )
+    assert constants.across_gb_s == 2
+    assert constants.forward_tflops > 0
+    assert 0 < constants.inside_gb_s < 1000
     assert constants.dense_tflops > 0 and constants.partial_tile >= 1
     written = json.loads(printed)
     assert written["machine"] == "CPU, 1 nodes of 2"
@@ -218,9 +192,8 @@ def test_times_of_tiles_are_recovered(call, whole, partial):
     runs = [calibrate.TiledRun(w, p, call + w * whole + p * partial) for w, p in tiles]
     assert calibrate.tile_seconds(runs) == pytest.approx((whole, partial))
     # A little noise spoils little.
-    noisy = [
-        run._replace(seconds=run.seconds * (0.998, 1.002)[n % 2]) for n, run in enumerate(runs)
-    ]
+    noise = (0.998, 1.002, 0.998, 1.002)
+    noisy = [run._replace(seconds=run.seconds * factor) for run, factor in zip(runs, noise)]
     assert calibrate.tile_seconds(noisy) == pytest.approx((whole, partial), rel=0.1)
 
 
@@ -237,15 +210,12 @@ def test_windows_differ_in_their_tiles(monkeypatch):
     """Of 32 blocks of queries: the first windows cut two or three tiles each and see none whole."""
     monkeypatch.setattr(calibrate, "slowest", lambda seconds: seconds)
     monkeypatch.setattr(calibrate, "seconds", lambda call, device, repeats: call() or 1.0)
-    words = ["--out", "x", "--seq-len", "4096", "--heads", "1", "1", "--head-dim", "8"]
-    runs = calibrate.windowed_runs(calibrate.arguments(words), torch.device("cpu"))
+    words = "--out x --seq-len 4096 --heads 1 1 --head-dim 8"
+    runs = calibrate.windowed_runs(calibrate.arguments(words.split()), torch.device("cpu"))
     # The k-th block of queries from the start sees k blocks before it, or as many as fit.
-    assert [run[:2] for run in runs] == [
-        (0, 32 + 31),
-        (0, 32 + 31 + 30),
-        (sum(min(k, 7) for k in range(32)), 32 + 24),
-        (sum(min(k, 7) for k in range(32)), 32 + 24 + 23),
-    ]
+    wide = sum(min(k, 7) for k in range(32))
+    cut = [(0, 32 + 31), (0, 32 + 31 + 30), (wide, 32 + 24), (wide, 32 + 24 + 23)]
+    assert [run[:2] for run in runs] == cut
 
 
 def test_the_line_through_two_timings():
@@ -256,11 +226,10 @@ def test_the_line_through_two_timings():
         calibrate.line((10.0, 2.0), (-1.0, 1.0))
 
 
-def test_calibration_refuses_in_one_line(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("ranks, expected", [(None, "--nproc-per-node"), ("2", "--across-gb-s")])
+def test_calibration_refuses_in_one_line(tmp_path, capsys, monkeypatch, ranks, expected):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE") if ranks else ():
+        monkeypatch.setenv(name, ranks)
     assert calibrate.main(["--out", str(tmp_path / "c.json")]) == 2
-    assert "--nproc-per-node" in capsys.readouterr().err
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert calibrate.main(["--out", str(tmp_path / "c.json")]) == 2
-    assert "--across-gb-s" in capsys.readouterr().err
+    assert expected in capsys.readouterr().err

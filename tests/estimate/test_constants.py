@@ -6,64 +6,54 @@ import json
 import pytest
 
 from titan_sparse.attention.context_parallel.balanced import Costs
-from titan_sparse.commands import plan as script
+from titan_sparse.commands.plan import DEFAULT_CONSTANTS
 from titan_sparse.config import Config
-from titan_sparse.estimate.constants import (
-    Shape,
-    costs_of,
-    costs_of_run,
-    load_constants,
-    shape_of,
-)
+from titan_sparse.estimate.constants import Shape, costs_of, costs_of_run, load_constants, shape_of
 from titan_sparse.models.flavours import FLAVOURS
 
-BUILT_IN = load_constants(script.DEFAULT_CONSTANTS)
+BUILT_IN = load_constants(DEFAULT_CONSTANTS)
+MODEL = FLAVOURS["debug"]
 # 14 TFLOP of a tile's 14 x 64 x 64 pairs take a second; 1 GB travels in one.
 ROUND = dataclasses.replace(BUILT_IN, dense_tflops=14.0, partial_tile=1.5, inside_gb_s=1.0)
 
 
-def _write(folder, constants) -> str:
-    entries = {
-        name: {"value": value, "source": "planted"}
-        for name, value in constants.items()
-        if value is not None
-    }
+def _config_with(folder, constants: dict | str) -> Config:
+    """A configuration that reads these constants from a file."""
+    if isinstance(constants, dict):
+        entries = {}
+        for name, value in constants.items():
+            if value is not None:
+                entries[name] = {"value": value, "source": "planted"}
+        constants = json.dumps({"constants": entries})
     path = folder / "constants.json"
-    path.write_text(json.dumps({"constants": entries}))
-    return str(path)
-
-
-def test_costs_by_hand():
-    """Blocks of 64, head_dim 8, 4 query heads to a KV head: a tile is 4 x 64 x 64 x 8 x 14 FLOP,
-    131 ns. A block in bf16 is 2 x 64 x 8 x (2 + 2 + 4) bytes, 8.192 us."""
-    costs = costs_of(ROUND, Shape(2, 8, 2, 4), heads=8, block_size=64)
-    assert costs == Costs(partial=150, transfer=6250)
+    path.write_text(constants)
+    config = Config()
+    config.attention.balance_costs = str(path)
+    return config
 
 
 @pytest.mark.parametrize(
-    "change, factor",
+    "change, shape, block_size, transfer",
     [
-        ({"dense_tflops": 28.0}, 2),  # faster kernels make transfers dear
-        ({"inside_gb_s": 2.0}, 1 / 2),
-        ({"across_gb_s": 1.0}, 1),
-        ({"forward_tflops": 1.0}, 1),
+        # Blocks of 64, head_dim 8, 4 query heads to a KV head: a tile is 4 x 64 x 64 x 8 x 14 FLOP,
+        # 131 ns. A block in bf16 is 2 x 64 x 8 x (2 + 2 + 4) bytes, 8.192 us.
+        ({}, (2, 8, 2, 4), 64, 6250),
+        # Faster kernels make transfers dear.
+        ({"dense_tflops": 28.0}, (2, 8, 2, 4), 64, 12500),
+        ({"inside_gb_s": 2.0}, (2, 8, 2, 4), 64, 3125),
+        ({"across_gb_s": 1.0}, (2, 8, 2, 4), 64, 6250),
+        ({"forward_tflops": 1.0}, (2, 8, 2, 4), 64, 6250),
+        # Work and bytes grow alike with head_dim.
+        ({}, (2, 64, 2, 4), 64, 6250),
+        ({}, (8, 8, 2, 4), 64, 25000),
+        ({}, (2, 8, 2, 4), 128, 3125),
+        ({}, (2, 8, 2, 2), 64, 4688),
+        ({}, (2, 8, 8, 8), 64, 18750),
     ],
 )
-def test_costs_follow_the_machine(change, factor):
+def test_costs_by_hand(change, shape, block_size, transfer):
     constants = dataclasses.replace(ROUND, **change)
-    costs = costs_of(constants, Shape(2, 8, 2, 4), heads=8, block_size=64)
-    assert costs.transfer == 6250 * factor
-
-
-def test_costs_follow_the_run():
-    for shape, heads, block_size, transfer in (
-        (Shape(2, 64, 2, 4), 8, 64, 6250),  # work and bytes grow alike with head_dim
-        (Shape(8, 8, 2, 4), 8, 64, 25000),
-        (Shape(2, 8, 2, 4), 8, 128, 3125),
-        (Shape(2, 8, 2, 2), 8, 64, 4688),
-        (Shape(2, 8, 8, 8), 8, 64, 18750),
-    ):
-        assert costs_of(ROUND, shape, heads, block_size).transfer == transfer
+    assert costs_of(constants, Shape(*shape), 8, block_size) == Costs(150, transfer)
 
 
 def test_the_built_in_costs_are_those_of_the_built_in_constants():
@@ -72,40 +62,42 @@ def test_the_built_in_costs_are_those_of_the_built_in_constants():
     costs = costs_of(constants, Shape(2, 128, 2, 4), heads=16, block_size=128)
     assert costs.partial == Costs().partial
     assert costs.transfer == pytest.approx(Costs().transfer, rel=0.05)
-
-
-def test_shape_of_a_run():
-    config = Config()
-    model = FLAVOURS["debug"]
-    assert shape_of(config, model) == Shape(model.kv_heads, model.head_dim, 2, 4)
-    config.attention.gradient_dtype = "bfloat16"
-    assert shape_of(config, model)[2:] == (2, 2)
-    config.attention.gradient_dtype = "float32"
-    config.training.dtype = "float64"
-    assert shape_of(config, model)[2:] == (8, 8)
-
-
-def test_a_run_reads_its_file(tmp_path):
-    config = Config()
-    model = FLAVOURS["debug"]
-    assert costs_of_run(config, model) is None
-    config.attention.balance_costs = _write(tmp_path, vars(ROUND))
-    wanted = costs_of(ROUND, shape_of(config, model), model.heads, config.attention.block_size)
-    assert costs_of_run(config, model) == wanted
-
-
-def test_the_built_in_file_names_its_sources():
-    data = json.loads(script.DEFAULT_CONSTANTS.read_text())
+    data = json.loads(DEFAULT_CONSTANTS.read_text())
     assert all(entry["source"] for entry in data["constants"].values())
 
 
 @pytest.mark.parametrize(
-    "change, words",
+    "dtype, gradient_dtype, widths",
+    [
+        ("bfloat16", "float32", (2, 4)),
+        ("bfloat16", "bfloat16", (2, 2)),
+        ("float32", "float32", (4, 4)),
+        ("float64", "float32", (8, 8)),
+    ],
+)
+def test_shape_of_a_run(dtype, gradient_dtype, widths):
+    config = Config()
+    config.training.dtype = dtype
+    config.attention.gradient_dtype = gradient_dtype
+    assert shape_of(config, MODEL) == (MODEL.kv_heads, MODEL.head_dim, *widths)
+
+
+def test_a_run_reads_its_file(tmp_path):
+    assert costs_of_run(Config(), MODEL) is None
+    config = _config_with(tmp_path, vars(ROUND))
+    wanted = costs_of(ROUND, shape_of(config, MODEL), MODEL.heads, config.attention.block_size)
+    assert costs_of_run(config, MODEL) == wanted
+
+
+@pytest.mark.parametrize(
+    "constants, words",
     [
         ({"dense_tflops": None}, "dense_tflops or partial_tile is missing.*scripts.calibrate"),
         ({"partial_tile": None}, "dense_tflops or partial_tile is missing.*scripts.calibrate"),
         ({"partial_tile": 0.0}, "partial_tile = 0.0"),
         ({"inside_gb_s": float("inf")}, "inside_gb_s = inf"),
+        ({"inside_gb_s": float("nan")}, "inside_gb_s = nan"),
+        ({"launch_ms": -1.0}, "launch_ms = -1.0"),
         ({"launch_ms": None}, "launch_ms is missing"),
         ({"x": 1.0}, "x is unknown"),
         ('{"traceEvents": []}', r'write \{"constants"'),
@@ -114,15 +106,11 @@ def test_the_built_in_file_names_its_sources():
         ('{"constants": {"launch_ms": {}}}', r'write \{"constants"'),
     ],
 )
-def test_a_file_without_costs_is_refused_by_the_key(tmp_path, change, words):
-    config = Config()
-    if isinstance(change, str):
-        path = tmp_path / "constants.json"
-        path.write_text(change)
-    else:
-        path = _write(tmp_path, vars(ROUND) | change)
-    config.attention.balance_costs = str(path)
+def test_a_file_without_costs_is_refused_by_the_key(tmp_path, constants, words):
+    if isinstance(constants, dict):
+        constants = vars(ROUND) | constants
+    config = _config_with(tmp_path, constants)
     with pytest.raises(ValueError, match=words) as error:
-        costs_of_run(config, FLAVOURS["debug"])
+        costs_of_run(config, MODEL)
     assert str(error.value).startswith('attention.balance_costs = "')
     assert "\n" not in str(error.value)

@@ -1,6 +1,6 @@
 """Rates of a machine, measured by scripts/calibrate.py, and the costs that follow from them.
 
-The planner uses the rates. The layout "balanced" deals out blocks by the costs.
+The planner uses the rates. The layout "balanced" assigns blocks by the costs.
 """
 
 import dataclasses
@@ -47,8 +47,8 @@ class Constants:
 def load_constants(path: str | Path, named: str = "") -> Constants:
     """Read JSON that has for each field of Constants its "value" and "source".
 
-    named: how the user wrote the file's name, by default --constants. Raises ValueError that says
-    so, and the wrong name in the file.
+    named: how the user wrote the file's name, by default --constants. Raises ValueError that names
+    the file, and the wrong constant in it.
     """
     named = named or f"--constants {path}"
     try:
@@ -61,17 +61,14 @@ def load_constants(path: str | Path, named: str = "") -> Constants:
             f'{named}: write {{"constants": {{NAME: {{"value": NUMBER, "source": TEXT}}, '
             f"...}}}}, as scripts.calibrate does"
         ) from error
-    fields = dataclasses.fields(Constants)
-    names = [field.name for field in fields]
-    needed = {field.name for field in fields if field.default is dataclasses.MISSING}
-    for name in sorted(needed - set(values)):
-        raise ValueError(f"{named}: {name} is missing; it has {', '.join(names)}")
-    for name in sorted(set(values) - set(names)):
-        raise ValueError(f"{named}: {name} is unknown; it has {', '.join(names)}")
+    fields = {field.name: field.default for field in dataclasses.fields(Constants)}
+    for name in sorted(fields.keys() | values.keys()):
+        if name not in fields or (name not in values and fields[name] is dataclasses.MISSING):
+            problem = "missing" if name in fields else "unknown"
+            raise ValueError(f"{named}: {name} is {problem}; it has {', '.join(fields)}")
     for name, value in values.items():
         # Latencies and launches may take no time, but a rate of 0 would never end.
-        may_be_zero = "_ms" in name
-        is_rate = value > 0 or (value == 0 and may_be_zero)
+        is_rate = value > 0 or (value == 0 and "_ms" in name)
         # nan is refused too: it compares as false.
         if not is_rate or math.isinf(value):
             raise ValueError(f"{named}: {name} = {value} is not a rate. Write a number above 0")
@@ -90,17 +87,13 @@ class Shape(NamedTuple):
     gradient_bytes: int
 
 
-_ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-
-
 def shape_of(config: Config, model: DecoderConfig) -> Shape:
     """Keys, values and their gradients as the run sends them between ranks."""
-    element_bytes = _ELEMENT_BYTES[config.training.dtype]
+    element_bytes = {"bfloat16": 2, "float32": 4, "float64": 8}[config.training.dtype]
+    # As they are summed: fp32, and fp64 for fp64.
+    gradient_bytes = max(4, element_bytes)
     if config.attention.gradient_dtype == "bfloat16":
         gradient_bytes = 2
-    else:
-        # As they are summed: fp32, and fp64 for fp64.
-        gradient_bytes = max(4, element_bytes)
     return Shape(model.kv_heads, model.head_dim, element_bytes, gradient_bytes)
 
 
@@ -114,8 +107,7 @@ def costs_of(constants: Constants, shape: Shape, heads: int, block_size: int) ->
     # All query heads of one KV head wait for its block.
     query_heads = heads / shape.kv_heads
     flops_per_pair = (FORWARD_FLOPS + BACKWARD_FLOPS) * shape.head_dim
-    tile_flops = query_heads * block_size**2 * flops_per_pair
-    tile_seconds = tile_flops / (constants.dense_tflops * 1e12)
+    tile_seconds = query_heads * block_size**2 * flops_per_pair / (constants.dense_tflops * 1e12)
     # K and V come in the forward and again in the backward. Their gradients leave once.
     bytes_per_element = 2 * (2 * shape.element_bytes + shape.gradient_bytes)
     block_bytes = block_size * shape.head_dim * bytes_per_element
@@ -135,8 +127,8 @@ def costs_of_run(config: Config, model: DecoderConfig) -> Costs | None:
     if not path:
         return None
     key = f"attention.balance_costs = {show(path)}"
-    constants = load_constants(path, key)
     shape = shape_of(config, model)
+    constants = load_constants(path, key)
     costs = costs_of(constants, shape, model.heads, config.attention.block_size)
     if costs is None:
         raise ValueError(

@@ -24,17 +24,12 @@ def save_indexes(
 ) -> None:
     """Write the indexes of one batch, one for each layer, that `pattern` chose under a mask.
 
-    All ranks hold the same index (attend(..., return_aux=True) gives it), so let one of them write.
+    All ranks hold the same index (attend(..., return_aux=True) returns it), so one of them writes.
     Raises ValueError for a mask of Slices.
     """
     if ranges.slices is not None:
         raise ValueError("save_indexes() keeps masks of one range of keys a query, not Slices")
-    document_start = None
-    if ranges.document_start is not None:
-        document_start = ranges.document_start.cpu()
-    layers = []
-    for index in indexes:
-        layers.append([tensor.cpu() for tensor in index.tensors()])
+    document_start = ranges.document_start
     data = {
         "format": _FORMAT,
         "pattern": pattern.name,
@@ -45,8 +40,8 @@ def save_indexes(
         "start": ranges.start.cpu(),
         "stop": ranges.stop.cpu(),
         "causal": ranges.causal,
-        "document_start": document_start,
-        "layers": layers,
+        "document_start": None if document_start is None else document_start.cpu(),
+        "layers": [[tensor.cpu() for tensor in index.tensors()] for index in indexes],
     }
     torch.save(data, path)
 
@@ -60,20 +55,11 @@ def load_indexes(path: str | Path) -> tuple[MaskRanges, list[BlockIndex]]:
         data = torch.load(path, weights_only=True, map_location="cpu")
     except OSError as error:
         raise ValueError(f"--index {path}: cannot read it: {error.strerror}") from error
-    except Exception as error:  # torch.load raises whatever the broken part of the file leads to
-        raise ValueError(f"--index {path}: not a file of save_indexes()") from error
+    except Exception:  # torch.load raises whatever the broken part of the file leads to
+        data = None
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise ValueError(f"--index {path}: not a file of save_indexes(), format {_FORMAT}")
     pattern = _PATTERNS[data["pattern"]](**data["parameters"])
     ranges = MaskRanges(data["start"], data["stop"], data["document_start"], data["causal"])
-    indexes = []
-    for tensors in data["layers"]:
-        index = pattern.index(
-            tensors,
-            ranges,
-            data["batch"],
-            data["heads"],
-            data["block_size"],
-        )
-        indexes.append(index)
-    return ranges, indexes
+    of_batch = (ranges, data["batch"], data["heads"], data["block_size"])
+    return ranges, [pattern.index(tensors, *of_batch) for tensors in data["layers"]]
