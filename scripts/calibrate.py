@@ -31,7 +31,7 @@ from titan_sparse.attention import attend
 from titan_sparse.attention.backends import choose
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges, SlidingWindow
-from titan_sparse.attention.observe.visits import count_visits_of_all_heads
+from titan_sparse.attention.observe.visits import count_visits
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
 from titan_sparse.config.reading import tokens
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
@@ -218,7 +218,7 @@ def windowed_runs(args: argparse.Namespace, device: torch.device) -> list[TiledR
             took = slowest(seconds(call, device, args.repeats))
             on_cpu = mask.rows(args.seq_len)
             index = Dense().index([], on_cpu, 1, 1, BLOCK_SIZE)
-            visits = count_visits_of_all_heads(index, on_cpu, one_rank)
+            visits = count_visits(index, on_cpu, one_rank, sum_heads=True)
             runs.append(TiledRun(visits.full.sum().item(), visits.partial.sum().item(), took))
     return runs
 
@@ -289,7 +289,7 @@ def kernel_seconds(seq_len: int, args: argparse.Namespace, device: torch.device)
     index_on_cpu = [tensor.cpu() for tensor in select().tensors()]
     index = pattern.index(index_on_cpu, ranges_on_cpu, 1, args.heads[0], BLOCK_SIZE)
     one_rank = block_ids("contiguous", 1, seq_len, BLOCK_SIZE)
-    visits = count_visits_of_all_heads(index, ranges_on_cpu, one_rank)
+    visits = count_visits(index, ranges_on_cpu, one_rank, sum_heads=True)
     return KernelTimes(int(visits.total().sum()), forward, backward)
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch.distributed as dist
 
-from tests.distributed import on_one_rank, run_processes, run_program
+from tests.distributed import run_processes, run_program
 
 
 def _program(words: list[str]) -> int:
@@ -16,25 +16,14 @@ def _program(words: list[str]) -> int:
     return int("fail" in words and dist.get_rank() == 1)
 
 
-def test_a_program_finds_torchruns_variables():
-    assert run_program(2, _program, ["one", "two"]) == "0 2 one two\n1 2 one two\n"
-
-
-def test_a_failing_rank_fails_the_test():
-    with pytest.raises(Exception, match="status 1"):
-        run_program(2, _program, ["fail"])
-    with pytest.raises(Exception, match="rank 1 of 2"):
-        run_processes(2, _fail)
-
-
 def _fail() -> None:
     if dist.get_rank() == 1:
         raise RuntimeError(f"rank 1 of {dist.get_world_size()}")
 
 
-def _check_one_rank() -> None:
-    assert on_one_rank(lambda x: (x, dist.get_rank()), 7) == (7, 0)
-
-
-def test_one_rank_computes_for_all():
-    run_processes(3, _check_one_rank)
+def test_a_program_finds_torchruns_variables_and_a_failing_rank_fails_the_test():
+    assert run_program(2, _program, ["one", "two"]) == "0 2 one two\n1 2 one two\n"
+    with pytest.raises(Exception, match="status 1"):
+        run_program(2, _program, ["fail"])
+    with pytest.raises(Exception, match="rank 1 of 2"):
+        run_processes(2, _fail)

@@ -3,15 +3,11 @@
 import dataclasses
 import functools
 import os
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torchtitan.components.lr_scheduler import LRSchedulersContainer
-from torchtitan.components.optimizer import OptimizersContainer
 
-from titan_sparse.attention import ContextParallel, backends
+from titan_sparse.attention import backends
 from titan_sparse.config import Config, resolve_cp_intra, to_toml
 from titan_sparse.config.changes import (
     ORIGIN_FILE,
@@ -20,7 +16,6 @@ from titan_sparse.config.changes import (
     read_saved,
     refuse_changes,
 )
-from titan_sparse.data import PackedLoader
 from titan_sparse.estimate.constants import costs_of_run
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.evaluation.validation import Validation
@@ -30,10 +25,9 @@ from titan_sparse.from_config import (
     build_attends,
     build_context_parallel,
 )
-from titan_sparse.models.config import DecoderConfig
-from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import resolve
-from titan_sparse.models.lora_config import Adapters
+from titan_sparse.models.lora import peft_config
+from titan_sparse.models.lora_config import resolve_adapters
 from titan_sparse.training.build_model import build_model, check_float8
 from titan_sparse.training.checkpoint import (
     Checkpointer,
@@ -42,7 +36,7 @@ from titan_sparse.training.checkpoint import (
     check_async_mode,
     lock_run,
 )
-from titan_sparse.training.distributed import Meshes, build_meshes, choose_device, init_distributed
+from titan_sparse.training.distributed import build_meshes, choose_device, init_distributed
 from titan_sparse.training.guard import Guard, Recovery, decides_on_device
 from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.training.metrics_output import open_tracker
@@ -54,7 +48,6 @@ from titan_sparse.training.setup import (
     base_digest,
     check_initial_weights,
     checkpoint_to_resume,
-    find_adapters,
     local_world_size,
     open_data,
     recomputed_share,
@@ -62,151 +55,127 @@ from titan_sparse.training.setup import (
 )
 
 
-@dataclass
 class Parts:
-    """What a training run is made of."""
-
-    config: Config
-    device: torch.device
-    model_config: DecoderConfig
-    adapters: Adapters | None
-    """what is trained in place of all weights"""
-    backend: str
-    """of attention"""
-    kernel: str
-    """the backend and the reason for it, for people"""
-    origin: Origin
-    """what a checkpoint's config.toml does not say of the run"""
-    start_folder: Path
-    meshes: Meshes
-    cp: ContextParallel
-    recomputed: float
-    """share of attention that the backward computes again"""
-    loader: PackedLoader
-    model: Decoder
-    optimizers: OptimizersContainer
-    schedule: LRSchedulersContainer
-    progress: Progress
-    guard: Guard
-    checkpointer: NoCheckpoints
-    recovery: Recovery
-    metrics: MetricsLog
-    scorer: Scorer
-    validation: Validation
-
-
-def build(config: Config) -> Parts:
-    """Build a run. The config has passed config.check(). Collective.
+    """What a training run is made of. The config has passed config.check(). Collective.
 
     Raises ValueError, naming the key, for data, tokenizers and checkpoints that cannot be used.
     """
-    training = config.training
 
-    # First whatever may be refused, before any process group exists.
-    device = choose_device(training.device)
-    check_async_mode(config.checkpoint, device)
-    model_config = resolve(**dataclasses.asdict(config.model))
-    adapters = find_adapters(config, model_config)
-    if config.float8.enable:
-        check_float8(device)
-    check_initial_weights(config, model_config)
-    loader = open_data(config, model_config)
-    origin = Origin(
-        model_config,
-        loader.tokenizer.digest,
-        device.type,
-        base_digest(config),
-        loader.fingerprint(),
-    )
-    saved = read_saved(checkpoint_to_resume(config))
-    if saved is not None:
-        refuse_changes(saved, config, origin)
-    validation = Validation(config, loader.tokenizer)
-    # A backend may be refused for it.
-    if training.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    dtype = getattr(torch, training.dtype)
-    case = backend_case(config.attention, device.type, dtype, model_config.head_dim)
-    backend = backends.choose(**case)
-    costs = costs_of_run(config, model_config)
-    if os.environ.get("RANK", "0") == "0":
-        lock_run(training.output_dir)
-    tracker = open_tracker(config)
-    torch.manual_seed(training.seed)
+    def __init__(self, config: Config):
+        self.config = config
+        alike_in_run = self._check()
+        if os.environ.get("RANK", "0") == "0":
+            lock_run(config.training.output_dir)
+        tracker = open_tracker(config)
+        torch.manual_seed(config.training.seed)
+        self._join(alike_in_run)
+        self._make()
+        is_first = dist.get_rank() == 0
+        self.metrics = MetricsLog(config, self.model_config, self.device, is_first, tracker)
 
-    # Who works together, and on the same.
-    init_distributed(
-        device,
-        config.parallelism.first_step_timeout_seconds,
-        alike(config)
-        | {"the chosen attention.backend": backend}
-        | alike_in_files(config, origin)
-        | {"the digest of documents of data.source": loader.content_digest()}
-        | {"the digest of validation.source": validation.content_digest()},
-    )
-    start_folder = begin_start(config, device)
-    cp_intra = resolve_cp_intra(config.parallelism, local_world_size())
-    meshes = build_meshes(config.parallelism, cp_intra, device.type)
-    cp = build_context_parallel(config.attention, meshes.cp, costs)
-    table_of_batch = None
-    if cp.depends_on_mask:
-        table_of_batch = functools.partial(block_table, config.attention, cp)
-    loader.use_layout(cp.shard, table_of_batch)
-
-    # What is trained.
-    size = functools.partial(step_size, config, model_config, backend)
-    recomputed = recomputed_share(config, size, device)
-    attends = build_attends(config.attention, cp, recomputed)
-    model = build_model(config, model_config, attends, meshes.fsdp, device)
-    optimizers = build_optimizer(model, config.optimizer, device.type)
-    schedule = build_schedule(optimizers, config.lr_scheduler, training.steps)
-
-    # What is saved and reported.
-    progress = Progress(device)
-    guard = Guard(config.guard, device, decides_on_device(optimizers, device))
-    checkpointer = NoCheckpoints()
-    if config.checkpoint.enable:
-        checkpointer = Checkpointer(
-            config.checkpoint,
-            training.output_dir,
-            model,
-            optimizers,
-            loader,
-            progress,
-            states={"guard": guard},
-            texts={"config.toml": to_toml(config), ORIGIN_FILE: origin_text(origin)},
+    def _check(self) -> dict[str, str]:
+        """Whatever may be refused, before any process group exists. Returns what must be the same on
+        all ranks."""
+        config = self.config
+        training = config.training
+        self.device = choose_device(training.device)
+        check_async_mode(config.checkpoint, self.device)
+        self.model_config = resolve(**dataclasses.asdict(config.model))
+        # What is trained in place of all weights.
+        self.adapters = resolve_adapters(self.model_config, **vars(config.lora))
+        if self.adapters:
+            peft_config(self.adapters)
+        if config.float8.enable:
+            check_float8(self.device)
+        check_initial_weights(config, self.model_config)
+        self.loader = open_data(config, self.model_config)
+        # What a checkpoint's config.toml does not say of the run.
+        self.origin = Origin(
+            self.model_config,
+            self.loader.tokenizer.digest,
+            self.device.type,
+            base_digest(config),
+            self.loader.fingerprint(),
         )
-    return Parts(
-        config=config,
-        device=device,
-        model_config=model_config,
-        adapters=adapters,
-        backend=backend,
-        kernel=backends.explain(**case),
-        origin=origin,
-        start_folder=start_folder,
-        meshes=meshes,
-        cp=cp,
-        recomputed=recomputed,
-        loader=loader,
-        model=model,
-        optimizers=optimizers,
-        schedule=schedule,
-        progress=progress,
-        guard=guard,
-        checkpointer=checkpointer,
-        recovery=Recovery(config, guard, checkpointer, model, optimizers, schedule, progress),
-        metrics=MetricsLog(config, model_config, device, dist.get_rank() == 0, tracker),
-        scorer=Scorer(
-            model,
-            model_config,
+        saved = read_saved(checkpoint_to_resume(config))
+        if saved is not None:
+            refuse_changes(saved, config, self.origin)
+        self.validation = Validation(config, self.loader.tokenizer)
+        # A backend may be refused for it.
+        if training.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        dtype = getattr(torch, training.dtype)
+        case = backend_case(config.attention, self.device.type, dtype, self.model_config.head_dim)
+        self.backend = backends.choose(**case)
+        # The backend and the reason for it, for people.
+        self.kernel = backends.explain(**case)
+        self.costs = costs_of_run(config, self.model_config)
+        return (
+            alike(config)
+            | {"the chosen attention.backend": self.backend}
+            | alike_in_files(config, self.origin)
+            | {"the digest of documents of data.source": self.loader.content_digest()}
+            | {"the digest of validation.source": self.validation.content_digest()}
+        )
+
+    def _join(self, alike_in_run: dict[str, str]) -> None:
+        """Who works together, and on the same."""
+        config = self.config
+        parallelism = config.parallelism
+        init_distributed(self.device, parallelism.first_step_timeout_seconds, alike_in_run)
+        self.start_folder = begin_start(config, self.device)
+        cp_intra = resolve_cp_intra(parallelism, local_world_size())
+        self.meshes = build_meshes(parallelism, cp_intra, self.device.type)
+        self.cp = build_context_parallel(config.attention, self.meshes.cp, self.costs)
+        table_of_batch = None
+        if self.cp.depends_on_mask:
+            table_of_batch = functools.partial(block_table, config.attention, self.cp)
+        self.loader.use_layout(self.cp.shard, table_of_batch)
+
+    def _make(self) -> None:
+        """What is trained, saved and measured."""
+        config = self.config
+        training = config.training
+        size = functools.partial(step_size, config, self.model_config, self.backend)
+        # Share of attention that the backward computes again.
+        self.recomputed = recomputed_share(config, size, self.device)
+        attends = build_attends(config.attention, self.cp, self.recomputed)
+        self.model = build_model(config, self.model_config, attends, self.meshes.fsdp, self.device)
+        self.optimizers = build_optimizer(self.model, config.optimizer, self.device.type)
+        self.schedule = build_schedule(self.optimizers, config.lr_scheduler, training.steps)
+
+        self.progress = Progress(self.device)
+        on_device = decides_on_device(self.optimizers, self.device)
+        self.guard = Guard(config.guard, self.device, on_device)
+        self.checkpointer = NoCheckpoints()
+        if config.checkpoint.enable:
+            self.checkpointer = Checkpointer(
+                config.checkpoint,
+                training.output_dir,
+                self.model,
+                self.optimizers,
+                self.loader,
+                self.progress,
+                states={"guard": self.guard},
+                texts={"config.toml": to_toml(config), ORIGIN_FILE: origin_text(self.origin)},
+            )
+        self.recovery = Recovery(
             config,
-            cp,
-            device,
-            loader.tokenizer,
-            meshes.dp_rank,
-            meshes.dp_size,
-        ),
-        validation=validation,
-    )
+            self.guard,
+            self.checkpointer,
+            self.model,
+            self.optimizers,
+            self.schedule,
+            self.progress,
+        )
+        self.scorer = Scorer(
+            self.model,
+            self.model_config,
+            config,
+            self.cp,
+            self.device,
+            self.loader.tokenizer,
+            self.meshes.dp_rank,
+            self.meshes.dp_size,
+        )

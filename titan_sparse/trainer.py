@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from titan_sparse.attention.observe.statistics import Recording, recording
 from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed
-from titan_sparse.build import Parts, build
+from titan_sparse.banner import banner
+from titan_sparse.build import Parts
 from titan_sparse.config import Config, save
 from titan_sparse.config.changes import read_saved, refuse_changes
 from titan_sparse.data import Batch
@@ -27,7 +28,6 @@ from titan_sparse.estimate.memory import estimate, peak_phase
 from titan_sparse.from_config import build_layer_masks
 from titan_sparse.loss import count_valid
 from titan_sparse.models.initialization import stable_seed
-from titan_sparse.training.banner import Resolved, banner
 from titan_sparse.training.checkpoint import check_lock, unlock_run
 from titan_sparse.training.distributed import barrier, set_timeout
 from titan_sparse.training.guard import refuse_bad_weights
@@ -56,7 +56,7 @@ class Trainer(Parts):
     """
 
     def __init__(self, config: Config):
-        super().__init__(**vars(build(config)))
+        super().__init__(config)
         self.signals = StopSignals()
         self.watch = Watch(
             config.parallelism.first_step_timeout_seconds, self.signals, self.start_folder
@@ -358,17 +358,7 @@ class Trainer(Parts):
             return
         step = step_size(self.config, self.model_config, self.backend, self.recomputed)
         phases = estimate(step)
-        resolved = Resolved(
-            model=self.model_config,
-            meshes=self.meshes,
-            cp=self.cp,
-            kernel=self.kernel,
-            device=self.device,
-            padded_seq_len=step.seq_len,
-            memory=phases[peak_phase(phases)],
-            recomputed=self.recomputed,
-        )
-        print(banner(self.config, resolved), flush=True)
+        print(banner(self, step.seq_len, phases[peak_phase(phases)]), flush=True)
         save(self.config, self.config.training.output_dir)
 
 

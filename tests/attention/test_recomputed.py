@@ -26,7 +26,7 @@ from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.attention.schedules import single
 from titan_sparse.models.flavours import FLAVOURS
-from titan_sparse.training.build_model import _full_contexts
+from titan_sparse.training.build_model import checkpoint_contexts
 from titan_sparse.training.setup import choose_recompute
 
 BLOCK, SEQ_LEN = 16, 157
@@ -46,7 +46,7 @@ SLICES = Slices.batch(
     [sliding_window([45, 3, 90, 17], 20, sinks=5), sliding_window([157], 45, sinks=9)]
 )
 """A causal mask of slices, for pattern dense."""
-SELECTIVE = functools.partial(checkpoint, use_reentrant=False, context_fn=_full_contexts)
+SELECTIVE = functools.partial(checkpoint, use_reentrant=False, context_fn=checkpoint_contexts)
 CHECKPOINTS = {
     "none": lambda function, *inputs: function(*inputs),
     "selective": SELECTIVE,

@@ -18,7 +18,7 @@ from titan_sparse.attention.masks.packed import prefix_lm, sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
-from titan_sparse.training.build_model import _full_contexts
+from titan_sparse.training.build_model import checkpoint_contexts
 
 eager = BACKENDS["eager"]
 
@@ -177,7 +177,7 @@ def test_equals_the_attention_of_gpt_oss(window):
 
 CHECKPOINTS = {
     "none": lambda function, *inputs: function(*inputs),
-    "selective": functools.partial(checkpoint, use_reentrant=False, context_fn=_full_contexts),
+    "selective": functools.partial(checkpoint, use_reentrant=False, context_fn=checkpoint_contexts),
     "plain": functools.partial(checkpoint, use_reentrant=False),
     "reentrant": functools.partial(checkpoint, use_reentrant=True),
 }

@@ -27,7 +27,7 @@ from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.models.flavours import FLAVOURS
-from titan_sparse.training.build_model import _full_contexts
+from titan_sparse.training.build_model import checkpoint_contexts
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
@@ -126,7 +126,7 @@ def test_recomputed_attention(pattern, backend, compiled):
 
         torch._dynamo.reset()  # its guards don't look at a function's defaults, which hold the share
         function = functools.partial(
-            checkpoint, block, use_reentrant=False, context_fn=_full_contexts
+            checkpoint, block, use_reentrant=False, context_fn=checkpoint_contexts
         )
         function = torch.compile(function, fullgraph=True) if compiled else function
         torch.autograd.grad(

@@ -33,7 +33,7 @@ from tests.attention.context_parallel.test_stress import layer_inputs, layers
 from tests.distributed import torchrun
 from tests.gpu.test_attention import errors, flash_errors, inputs
 from tests.reference import gradients
-from tests.training.test_watch import run_until_it_ends
+from tests.training.test_restarts import run_until_it_ends
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.comm import Pending, Transfer
@@ -361,7 +361,7 @@ def test_a_rank_that_dies_is_named(tmp_path):
 @needs_two
 def test_a_rank_that_hangs_is_named_before_the_timeout(tmp_path):
     output, seconds = run_until_it_ends(tmp_path, RANKS, 1, "time.sleep(1e6)", HANGS)
-    named = r"rank 1 \(host \S+, process \d+\) holds up the others in step 3, at job.py:\d+ in hold_up; rank"
+    named = r"rank 1 \(host \S+, process \d+\) holds up the others in step 3, at <string>:1 in <module>; rank"
     assert re.search(
         rf"nothing has moved for \d+ s, collectives fail after {TIMEOUT_SECONDS} s: {named}", output
     ), output

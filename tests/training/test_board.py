@@ -65,8 +65,13 @@ def test_tensorboard_opens_on_the_loss(tmp_path):
     times = [line["time"] for line in lines]
     assert times == sorted(times) and events.Scalars("Train/loss")[-1].wall_time - times[-1] < 5
 
-    for name in ("density_heat_map", "recall_heat_map", "selection"):
-        encoded = events.Images(f"attention/{name}")[-1].encoded_image_string
+    pictures = [
+        f"attention/{name}" for name in ("density_heat_map", "recall_heat_map", "selection")
+    ]
+    assert sorted(events.Tags()["images"]) == pictures
+    for name in pictures:
+        assert [event.step for event in events.Images(name)] == [1, 2, 4]
+        encoded = events.Images(name)[-1].encoded_image_string
         image = np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
         assert image.shape[0] > 100 and image.shape[1] > 200
         # White paper, black letters.

@@ -6,10 +6,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_processes
-from tests.runs import metrics_of, tiny_config, train
+from tests.runs import metrics_of, tiny_config, train, weights_of
 from titan_sparse.data import build_loader
 from titan_sparse.data.packing import IGNORED_LABEL
 
@@ -52,10 +51,7 @@ def _config(folder: Path, output: str, **options):
 
 
 def _run(config) -> dict:
-    trainer = train(config)
-    weights = {}
-    for name, weight in trainer.model.state_dict().items():
-        weights[name] = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    weights = weights_of(train(config))
     dist.barrier()
     lines = metrics_of(config)
     keys = ("loss", "grad_norm", "tokens_seen")

@@ -34,51 +34,35 @@ def _loss(model: nn.Module) -> Tensor:
     return model(TOKENS, torch.arange(64)[None], causal(64), labels) / 64
 
 
-def _converted(model: nn.Module) -> set[str]:
-    return {
-        name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"
-    }
-
-
-def test_the_blocks_linears_and_nothing_else():
+@pytest.mark.parametrize(
+    "options, left_out, scales",
+    [
+        ({"recipe": "tensorwise"}, (), "tensorwise"),
+        ({"recipe": "rowwise"}, (), "axiswise"),
+        ({"filter": "o_proj, layers.0.mlp"}, ("o_proj", "layers.0.mlp"), None),
+    ],
+)
+def test_the_blocks_linears_and_nothing_else(options, left_out, scales):
     with torch.device("meta"):
         model = Decoder(CONFIG, dense_attend)
     names = list(model.state_dict())
-    assert convert_to_float8(model, Float8(enable=True), emulate=True) == 14
-    assert len(_converted(model)) == 14 and all(
-        name.startswith("layers.") for name in _converted(model)
-    )
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    wanted = {name for name in linears if name.startswith("layers.")}
+    wanted = {name for name in wanted if not any(part in name for part in left_out)}
+    count = convert_to_float8(model, Float8(enable=True, **options), emulate=True)
+    modules = model.named_modules()
+    converted = {name for name, module in modules if type(module).__name__ == "Float8Linear"}
+    assert converted == wanted and count == len(wanted) == (9 if left_out else 14)
     assert list(model.state_dict()) == names
+    if scales:
+        cast = model.layers["0"].mlp.up_proj.config.cast_config_input
+        assert cast.scaling_granularity.value == scales
 
 
-@pytest.mark.parametrize("recipe, scales", [("tensorwise", "tensorwise"), ("rowwise", "axiswise")])
-def test_recipe(recipe, scales):
-    with torch.device("meta"):
-        model = Decoder(CONFIG, dense_attend)
-    convert_to_float8(model, Float8(enable=True, recipe=recipe), emulate=True)
-    cast = model.layers["0"].mlp.up_proj.config.cast_config_input
-    assert cast.scaling_granularity.value == scales
-
-
-def test_filter():
-    with torch.device("meta"):
-        model = Decoder(CONFIG, dense_attend)
-    assert (
-        convert_to_float8(model, Float8(enable=True, filter="o_proj, layers.0.mlp"), emulate=True)
-        == 14 - 2 - 3
-    )
-    assert not any("o_proj" in name or "layers.0.mlp" in name for name in _converted(model))
-
-
-@pytest.mark.parametrize("filter", ["attention", "layers"])
-def test_a_filter_that_matches_nothing_or_everything_is_refused(filter):
-    with torch.device("meta"), pytest.raises(ValueError, match="float8.filter"):
-        convert_to_float8(
-            Decoder(CONFIG, dense_attend), Float8(enable=True, filter=filter), emulate=True
-        )
-
-
-def test_a_cpu_is_refused():
+def test_refusals():
+    for name in ("attention", "layers"):
+        with torch.device("meta"), pytest.raises(ValueError, match="float8.filter"):
+            convert_to_float8(Decoder(CONFIG, dense_attend), Float8(filter=name), emulate=True)
     with pytest.raises(ValueError, match="float8.enable = true needs a Hopper GPU"):
         check_float8(torch.device("cpu"))
 

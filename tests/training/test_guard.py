@@ -3,6 +3,7 @@ out, and against the statistics written down plainly."""
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,40 +15,50 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from tests.distributed import run_processes
 from titan_sparse.config import Guard as GuardSection
-from titan_sparse.training.guard import Guard, all_finite, refuse_bad_weights
+from titan_sparse.training.guard import (
+    Guard,
+    Report,
+    all_finite,
+    optimizer_states,
+    refuse_bad_weights,
+)
 
 CPU = torch.device("cpu")
-ALWAYS = GuardSection(warmup_steps=3, average_steps=5, spike_factor=4.0)
+SECTION = GuardSection(warmup_steps=3, average_steps=5, spike_factor=4.0)
 
 
-@pytest.fixture(autouse=True)
-def _one_process(request):
+@pytest.fixture
+def alone():
     """A group of this process alone, which the guard's collectives need."""
-    if "alone" not in request.fixturenames:
-        yield
-        return
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def alone():
-    """Asks for _one_process."""
+class _Updates:
+    """Counts the updates. optimizers: one, which takes what the guard tells fused kernels."""
+
+    def __init__(self) -> None:
+        self.optimizers = [SimpleNamespace()]
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
 
 
-def _container(model: nn.Module, fused: bool) -> OptimizersContainer:
-    options = {"lr": 0.05, "weight_decay": 0.1, "fused": fused, "foreach": not fused}
+def _judge(guard: Guard, norms: list[float], updates: _Updates | None = None) -> list[bool]:
+    """Which of the steps with these norms are skipped."""
+    for step, norm in enumerate(norms, start=1):
+        norm = torch.tensor(norm, dtype=torch.float64)
+        guard.update(step, torch.zeros(()), norm, updates or _Updates())
+    return [report.skipped for report in guard.reports(all_of_them=True)]
+
+
+def _container(model: nn.Module) -> OptimizersContainer:
+    options = {"lr": 0.05, "weight_decay": 0.1, "fused": True, "foreach": False}
     return OptimizersContainer(
         [model], lambda parameters, **options: torch.optim.AdamW(parameters, **options), options
     )
-
-
-def _gradients(model: nn.Module, steps: int) -> list[list[torch.Tensor]]:
-    random = torch.Generator().manual_seed(1)
-    return [
-        [torch.randn(p.shape, generator=random) for p in model.parameters()] for _ in range(steps)
-    ]
 
 
 @pytest.mark.parametrize("on_device", [True, False], ids=["fused verdict", "host"])
@@ -57,46 +68,40 @@ def test_a_bad_step_changes_nothing(alone, on_device, poison):
     torch.manual_seed(0)
     model = nn.Linear(5, 3)
     plain = copy.deepcopy(model)
-    optimizers = _container(model, fused=True)
+    optimizers = _container(model)
     reference = torch.optim.AdamW(plain.parameters(), lr=0.05, weight_decay=0.1, fused=True)
-    guard = Guard(ALWAYS, CPU, on_device)
-    bad_steps = (6, 7)
+    guard = Guard(SECTION, CPU, on_device)
 
-    for step, gradients in enumerate(_gradients(model, 10), start=1):
-        loss = torch.tensor(1.0, dtype=torch.float64)
-        if step in bad_steps and poison == "nan loss":
-            loss = torch.tensor(math.nan, dtype=torch.float64)
-        if step in bad_steps and poison == "spike":
-            gradients = [100 * gradient for gradient in gradients]
-        for parameter, gradient in zip(model.parameters(), gradients):
-            parameter.grad = gradient.clone()
-        if step in bad_steps and poison.endswith("gradient"):
+    for step in range(1, 11):
+        is_bad = step in (6, 7)
+        loss = torch.tensor(math.nan if is_bad and poison == "nan loss" else 1.0)
+        factor = 100 if is_bad and poison == "spike" else 1
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            gradient = torch.randn(ours.shape)
+            ours.grad = factor * gradient
+            theirs.grad = gradient.clone()
+        if is_bad and poison.endswith("gradient"):
             model.weight.grad[1, 2] = math.nan if poison.startswith("nan") else -math.inf
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-        guard.update(step, loss, norm, optimizers)
-        if step not in bad_steps:
-            for parameter, gradient in zip(plain.parameters(), gradients):
-                parameter.grad = gradient.clone()
+        guard.update(step, loss.double(), norm, optimizers)
+        if not is_bad:
             reference.step()
 
-    for ours, theirs in zip(model.parameters(), plain.parameters()):
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
         our_state, their_state = optimizers.optimizers[0].state[ours], reference.state[theirs]
         assert our_state["step"] == their_state["step"] == 8
         assert torch.equal(our_state["exp_avg_sq"], their_state["exp_avg_sq"])
     reports = guard.reports(all_of_them=True)
-    assert [report.step for report in reports if report.skipped] == list(bad_steps)
+    assert [report.step for report in reports if report.skipped] == [6, 7]
     assert [report.in_a_row for report in reports] == [0] * 5 + [1, 2] + [0] * 3
-    word = "loss" if poison == "nan loss" else "gradient norm"
-    assert word in reports[5].reason()
+    assert ("loss" if poison == "nan loss" else "gradient norm") in reports[5].reason()
 
 
-def _run(guard: Guard, norms: list[float]) -> list[bool]:
-    """Which of the steps with these norms are skipped."""
-    optimizers = _container(nn.Linear(1, 1), fused=True)
-    for step, norm in enumerate(norms, start=1):
-        guard.update(step, torch.zeros(()), torch.tensor(norm), optimizers)
-    return [report.skipped for report in guard.reports(all_of_them=True)]
+def test_a_guard_that_is_off_lets_every_update_happen(alone):
+    guard, updates = Guard(GuardSection(enable=False), CPU, False), _Updates()
+    assert _judge(guard, [1.0, math.nan, math.inf], updates) == []
+    assert updates.steps == 3
 
 
 def _plainly(norms: list[float], section: GuardSection) -> list[bool]:
@@ -118,22 +123,6 @@ def _plainly(norms: list[float], section: GuardSection) -> list[bool]:
     return skipped
 
 
-@pytest.mark.parametrize("enable, updates", [(False, 3), (True, 1)])
-def test_a_guard_that_is_off_lets_every_update_happen(alone, enable, updates):
-    """One good step, one with a NaN loss, one with an infinite norm."""
-    model = nn.Linear(2, 2)
-    optimizers = _container(model, fused=False)
-    guard = Guard(GuardSection(enable=enable), CPU, on_device=False)
-    for loss, norm in ((1.0, 1.0), (math.nan, 1.0), (1.0, math.inf)):
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        guard.update(1, torch.tensor(loss), torch.tensor(norm), optimizers)
-    state = optimizers.optimizers[0].state[model.weight]
-    assert state["step"] == updates
-    skipped = [report.skipped for report in guard.reports(all_of_them=True)]
-    assert skipped == ([False, True, True] if enable else [])
-
-
 def test_spikes_by_the_written_rule(alone):
     random = torch.Generator().manual_seed(3)
     for noise in (0.05, 0.3, 1.0):
@@ -142,46 +131,94 @@ def test_spikes_by_the_written_rule(alone):
             norms[spike] *= 3 * spike / 30  # of many sizes around the limit
         norms[50] = math.nan
         norms[51] = 0.0
-        wanted = _plainly(norms, ALWAYS)
-        assert _run(Guard(ALWAYS, CPU, False), norms) == wanted
+        wanted = _plainly(norms, SECTION)
+        assert _judge(Guard(SECTION, CPU, False), norms) == wanted
         assert 1 < sum(wanted) < 20
 
 
-def test_skipped_norms_do_not_move_the_limit(alone):
-    skipped = _run(Guard(ALWAYS, CPU, False), [1.0] * 20 + [50.0] * 40 + [1.0])
-    assert skipped == [False] * 20 + [True] * 40 + [False]
+def test_statistics_are_plain_at_first_and_then_forget(alone):
+    guard = Guard(GuardSection(warmup_steps=100, average_steps=4), CPU, False)
+    _judge(guard, [math.exp(x) for x in (1.0, 2.0, 4.0, 1.0)])
+    # Mean 2, and the mean square of the distances.
+    assert guard.statistics.tolist() == pytest.approx([2.0, 1.5, 4.0])
+    _judge(guard, [math.exp(6.0)])
+    # A quarter of the way to 6, as there are four steps to average.
+    assert guard.statistics.tolist() == pytest.approx([3.0, 0.75 * (1.5 + 0.25 * 16), 5.0])
 
 
-def test_no_spikes_before_the_warm_up_or_without_a_factor(alone):
-    norms = [1.0, 1.0, 1e9, 1e-9, 1e9]
-    assert not any(_run(Guard(GuardSection(warmup_steps=5), CPU, False), norms))
-    assert not any(_run(Guard(GuardSection(warmup_steps=0, spike_factor=0), CPU, False), norms))
+@pytest.mark.parametrize(
+    "options, norms, skipped",
+    [
+        # Skipped norms do not move the limit.
+        ({}, [1.0] * 20 + [50.0] * 40 + [1.0], [False] * 20 + [True] * 40 + [False]),
+        # The first judged step is the one after the warm-up.
+        ({}, [1.0, 1.0, 1.0, 1e9], [False] * 3 + [True]),
+        ({"warmup_steps": 5}, [1.0, 1.0, 1e9, 1e-9, 1e9], [False] * 5),
+        ({"warmup_steps": 0, "spike_factor": 0}, [1.0, 1.0, 1e9, 1e-9, 1e9], [False] * 5),
+        # A norm at the limit is taken.
+        ({}, [1.0] * 3 + [math.nextafter(4.0, 0)], [False] * 4),
+        ({}, [1.0] * 3 + [4.0 + 1e-9], [False] * 3 + [True]),
+    ],
+)
+def test_what_is_a_spike(alone, options, norms, skipped):
+    section = GuardSection(**{**vars(SECTION), **options})
+    assert _judge(Guard(section, CPU, False), norms) == skipped
+
+
+@pytest.mark.parametrize("norm", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_is_reported_as_0(alone, norm):
+    guard = Guard(SECTION, CPU, False)
+    guard.update(7, torch.zeros(()), torch.tensor(norm), _Updates())
+    [report] = guard.reports(all_of_them=True)
+    assert report == Report(7, True, False, True, 0.0, math.inf, 1)
+    assert report.reason() == "the gradient norm is not finite"
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_who_leaves_a_bad_update_out(alone, on_device):
+    """The host; or the fused kernels, which are called in bad steps too and told to do nothing."""
+    guard, updates = Guard(SECTION, CPU, on_device), _Updates()
+    [optimizer] = updates.optimizers
+    taken = 0
+    for norm, found in [(1.0, 0.0), (math.nan, 1.0), (1.0, 0.0)]:
+        _judge(guard, [norm], updates)
+        taken += on_device or not found
+        assert updates.steps == taken
+        if on_device:
+            assert optimizer.found_inf.dtype == torch.float32 and optimizer.found_inf == found
+            assert optimizer.grad_scale is None
 
 
 def test_the_host_reads_a_step_later(alone):
-    guard = Guard(ALWAYS, CPU, False)
-    optimizers = _container(nn.Linear(1, 1), fused=True)
-    guard.update(1, torch.zeros(()), torch.ones(()), optimizers)
-    assert guard.reports(all_of_them=False) == []
-    guard.update(2, torch.zeros(()), torch.ones(()), optimizers)
-    assert [report.step for report in guard.reports(all_of_them=False)] == [1]
+    guard = Guard(SECTION, CPU, False)
+    seen = []
+    for step in (1, 2):
+        guard.update(step, torch.zeros(()), torch.ones(()), _Updates())
+        seen.append([report.step for report in guard.reports(all_of_them=False)])
+    assert seen == [[], [1]]
     assert [report.step for report in guard.reports(all_of_them=True)] == [2]
 
 
-def test_statistics_come_back(alone):
-    norms = [1.0, 1.2, 0.8, 1.0, 1.1]
-    first, second = Guard(ALWAYS, CPU, False), Guard(ALWAYS, CPU, False)
-    _run(first, norms)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert _run(second, [30.0]) == _run(first, [30.0]) == [True]
+def test_a_resumed_guard_goes_on_to_the_last_digit(alone):
+    first, second = Guard(SECTION, CPU, False), Guard(SECTION, CPU, False)
+    _judge(first, [1.0, 1.1, 0.7, math.nan, math.nan])
+    state = copy.deepcopy(first.state_dict())
+    second.update(1, torch.zeros(()), torch.ones(()), _Updates())
+    second.load_state_dict(state)
+    assert second.statistics.dtype == first.statistics.dtype == torch.float64
+    assert torch.equal(second.statistics, first.statistics)
+    second.update(6, torch.tensor(math.inf), torch.ones(()), _Updates())
+    # Unread reports of before have gone.
+    [report] = second.reports(all_of_them=True)
+    assert (report.in_a_row, report.bad_loss) == (3, True)
 
 
 def _one_rank_is_poisoned() -> None:
     """Replicas hold the same parameters: if one finds a bad step, none may apply it."""
     model = nn.Linear(2, 2)
-    optimizers = _container(model, fused=True)
+    optimizers = _container(model)
     before = model.weight.detach().clone()
-    guard = Guard(ALWAYS, CPU, True)
+    guard = Guard(SECTION, CPU, True)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     norm = torch.tensor(math.inf if dist.get_rank() == 1 else 1.0)
@@ -190,11 +227,8 @@ def _one_rank_is_poisoned() -> None:
     assert guard.reports(all_of_them=True)[0].bad_norm
     guard.update(2, torch.zeros(()), torch.ones(()), optimizers)
     assert not torch.equal(model.weight, before)
-    _finite_everywhere()
 
-
-def _finite_everywhere() -> None:
-    """A bad element of one rank's shard is seen by all; ranks without rows take part."""
+    # A bad element of one rank's shard is seen by all; ranks without rows take part.
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for value, is_finite in ((1.0, True), (math.nan, False), (-math.inf, False), (3e38, True)):
         whole = torch.ones(2, 3)
@@ -212,3 +246,28 @@ def _finite_everywhere() -> None:
 
 def test_what_one_rank_finds_holds_for_all():
     run_processes(3, _one_rank_is_poisoned)
+
+
+def test_states_as_large_as_parameters():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.bias]["nothing"] = None
+    states = optimizer_states(SimpleNamespace(optimizers=[optimizer]))
+    assert [tuple(state.shape) for state in states] == [(2, 2), (2, 2), (2,), (2,)]
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (["0.bias"], "0.bias is not finite everywhere"),
+        (["0.weight", "0.bias", "1.bias"], r"0.weight is not finite everywhere \(and 2 more\)"),
+    ],
+)
+def test_bad_first_weights_are_named_and_counted(alone, bad, message):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for name in bad:
+        model.get_parameter(name).data.view(-1)[-1] = math.nan
+    with pytest.raises(ValueError, match=f"^somewhere: {message}$"):
+        refuse_bad_weights(model, "somewhere", CPU)

@@ -12,18 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.distributed import run_processes
 from tests.reference import structured_qkv
 from tests.runs import metrics_of, tiny_config, train, write_texts
-from titan_sparse.attention import ContextParallel, attend, call_tiles, recorder
+from titan_sparse.attention import ContextParallel, attend, recorder
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.observe.statistics import recording
-from titan_sparse.attention.observe.visits import (
-    by_step,
-    count_visits,
-    step_sources,
-    worker_imbalance,
-)
+from titan_sparse.attention.observe.visits import count_visits, worker_imbalance
 from titan_sparse.attention.patterns import Dense, VerticalSlash
-from titan_sparse.attention.schedules import verticals
-from titan_sparse.attention.schedules.needs import needed_chunks_of
 from titan_sparse.training.metrics import context_parallel_averages
 
 BLOCK, BATCH, HEADS, KV_HEADS, DIM = 16, 2, 4, 2, 8
@@ -95,72 +88,9 @@ SPARSE = VerticalSlash(
 )
 
 
-def _check_verticals_of_the_backward(schedule: str) -> None:
-    """by_step(backward=True) puts each share of the verticals where the backward meets it.
-
-    That holds in each group of heads. The gradients of all verticals go home at once.
-    """
-    # ("step", index of the group, source) or ("share", index of the group, number, shares)
-    seen = []
-    reduced = []
-    monkeypatch = pytest.MonkeyPatch()
-    tiles_of_rank = call_tiles.tiles_of_rank
-    vertical_piece = call_tiles.vertical_piece
-    reduce_gradients = verticals.reduce_gradients
-    cp = _cp("striped", schedule)
-    local = [
-        cp.shard(x, 2).requires_grad_()
-        for x in structured_qkv(1, HEADS, KV_HEADS, TOKENS * cp.size, DIM)
-    ]
-    out, aux = attend(*local, pattern=SPARSE, cp=cp, return_aux=True)
-
-    def seen_tiles(call, batch, source, transpose):
-        seen.append(("step", id(call.index), source))
-        return tiles_of_rank(call, batch, source, transpose)
-
-    def seen_verticals(call, vertical_kv, batch, transpose, share, shares):
-        seen.append(("share", id(call.index), share, shares))
-        return vertical_piece(call, vertical_kv, batch, transpose, share, shares)
-
-    def seen_reduction(*arguments):
-        reduced.append(len(seen))
-        return reduce_gradients(*arguments)
-
-    monkeypatch.setattr(call_tiles, "tiles_of_rank", seen_tiles)
-    monkeypatch.setattr(call_tiles, "vertical_piece", seen_verticals)
-    monkeypatch.setattr(verticals, "reduce_gradients", seen_reduction)
-    out.sum().backward()
-    monkeypatch.undo()
-    ranges = Causal().rows(TOKENS * cp.size)
-    visits = count_visits(aux.index, ranges, cp.block_table(TOKENS * cp.size))
-    needed = needed_chunks_of(aux.index, ranges, cp.layout, cp.size)
-    # [C], pairs of each block of verticals
-    vertical_pairs = visits.vertical_pairs[0, :, cp.rank].sum(0)
-    sources = sum(cp.windows, [])
-    work = visits.pairs[0, :, cp.rank].sum(0)[sources]
-    groups = {group for _, group, *_ in seen}
-    assert len(groups) == len(cp.windows) and len(reduced) == 1
-    last_share = max(i for i, event in enumerate(seen) if event[0] == "share")
-    assert reduced[0] == last_share + 1 < len(seen)
-    want = by_step(
-        visits, step_sources(schedule, cp.inter, cp.intra), True, len(cp.windows), needed
-    )
-    for group in groups:
-        got = work.clone()
-        step = None
-        for kind, group_of_event, number, *shares in seen:
-            if group_of_event == group and kind == "step":
-                step = sources.index(number)
-            elif group_of_event == group:
-                got[step] += vertical_pairs[number :: shares[0]].sum()
-        assert torch.equal(got, want[0, :, cp.rank].sum(0))
-
-
 def _check_sparse_work(schedules: tuple[str, ...]) -> None:
     """Against the count of visits.py, which test_visits.py checks against index.dense()."""
     for schedule in schedules:
-        if schedule != "all_gather":
-            _check_verticals_of_the_backward(schedule)
         cp = _cp("striped", schedule)
         mask = Documents([[dist.get_world_size() * TOKENS - 70], [100, 30, 50]])
         seen, index = _record(cp, mask=mask, pattern=SPARSE)

@@ -39,13 +39,6 @@ def test_a_disk_that_is_full_leaves_no_torn_line(tmp_path, room):
     assert path.read_text() == '{"step": 1, "loss": 1.5}\n'
 
 
-def test_a_line_is_there_once_it_is_written(tmp_path):
-    lines = JsonLines(tmp_path / "metrics.jsonl")
-    lines.write({"step": 1})
-    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1}]
-    lines.close()
-
-
 @pytest.mark.parametrize("torn", ['{"step": 3, "lo', "{", "\0\0\0", "\0" * 200_000, '{"step": 3}'])
 def test_a_torn_last_line_is_left_out_and_cut_off(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
@@ -77,8 +70,9 @@ def test_a_long_file_is_not_read_to_add_to_it(tmp_path):
 def test_a_link_is_not_written_through(tmp_path):
     (tmp_path / "precious").write_text("x")
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "precious")
-    with pytest.raises(OSError, match="metrics.jsonl"):
-        JsonLines(tmp_path / "metrics.jsonl")
+    for name in ("metrics.jsonl", "none/metrics.jsonl"):
+        with pytest.raises(OSError, match=name):
+            JsonLines(tmp_path / name)
     assert (tmp_path / "precious").read_text() == "x"
 
 
@@ -112,8 +106,3 @@ def test_what_is_no_metrics_is_refused(tmp_path, text, reason):
         (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(ValueError, match=reason):
         read_metrics(tmp_path)
-
-
-def test_a_file_that_cannot_be_opened_is_named(tmp_path):
-    with pytest.raises(OSError, match="none/metrics.jsonl"):
-        JsonLines(tmp_path / "none/metrics.jsonl")

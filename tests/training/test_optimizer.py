@@ -25,9 +25,11 @@ from titan_sparse.training.optimizer import (
 def test_what_decays_and_what_is_frozen():
     model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1))
     model[2].weight.requires_grad_(False)
+    # The biases of all experts of a layer are one matrix.
+    model[2].register_parameter("up_proj_bias", nn.Parameter(torch.zeros(2, 4)))
     matrices, vectors = parameter_groups(model, 0.3)
     assert [id(p) for p in matrices["params"]] == [id(model[0].weight)]
-    wanted = [model[0].bias, model[1].weight, model[1].bias, model[2].bias]
+    wanted = [model[0].bias, model[1].weight, model[1].bias, model[2].bias, model[2].up_proj_bias]
     assert [id(p) for p in vectors["params"]] == [id(p) for p in wanted]
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.3, 0.0)
 
@@ -74,38 +76,32 @@ def test_an_update_on_the_cpu_takes_its_share_of_the_cores(
     assert torch.get_num_threads() == wanted
 
 
-def _factors(section: LRScheduler, steps: int) -> list[float]:
-    """Learning rate of each step of a run, as a share of the peak."""
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=2.0)
-    schedule = build_schedule([optimizer], section, steps)
-    factors = []
-    for _ in range(steps):
-        factors.append(optimizer.param_groups[0]["lr"] / 2.0)
-        optimizer.step()
-        schedule.step()
-    return factors
+LINEAR = {"warmup_steps": 0, "decay_type": "linear", "min_lr_factor": 0.0}
 
 
 @pytest.mark.parametrize(
-    "ratio, decay_type, wanted",
+    "options, wanted",
     [
-        (0.0, "linear", [1.0, 1.0, 1.0, 1.0]),
-        (0.5, "linear", [1.0, 1.0, 1.0, 0.5]),
-        (0.5, "sqrt", [1.0, 1.0, 1.0, 1 - 0.5**0.5]),
-        (-1.0, "linear", [1.0, 0.75, 0.5, 0.25]),
+        ({"decay_ratio": 0.0}, [1.0, 1.0, 1.0, 1.0]),
+        ({"decay_ratio": 0.5}, [1.0, 1.0, 1.0, 0.5]),
+        ({"decay_ratio": 0.5, "decay_type": "sqrt"}, [1.0, 1.0, 1.0, 1 - 0.5**0.5]),
+        ({"decay_ratio": -1.0}, [1.0, 0.75, 0.5, 0.25]),
+        # Half a cosine of two steps, and no rise after it.
+        (
+            {"total_steps": 2, "decay_type": "cosine", "min_lr_factor": 0.5},
+            [1.0, 0.75, 0.5, 0.5, 0.5],
+        ),
     ],
 )
-def test_the_share_of_steps_that_decay(ratio, decay_type, wanted):
-    section = LRScheduler(
-        warmup_steps=0, decay_ratio=ratio, decay_type=decay_type, min_lr_factor=0.0
-    )
-    assert _factors(section, 4) == pytest.approx(wanted)
-
-
-def test_a_schedule_that_is_shorter_than_the_run():
-    """Half a cosine of two steps, and no rise after it."""
-    section = LRScheduler(warmup_steps=0, total_steps=2, decay_type="cosine", min_lr_factor=0.5)
-    assert _factors(section, 5) == pytest.approx([1.0, 0.75, 0.5, 0.5, 0.5])
+def test_the_learning_rate_of_each_step(options, wanted):
+    """As a share of the peak."""
+    section = LRScheduler(**LINEAR | options)
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=2.0)
+    schedule = build_schedule([optimizer], section, len(wanted))
+    for factor in wanted:
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(2.0 * factor)
+        optimizer.step()
+        schedule.step()
 
 
 SETTINGS = {
@@ -121,35 +117,25 @@ SETTINGS = {
 }
 
 
-def _lines(config) -> list[list]:
-    dist.barrier()
-    return [
-        [line[key] for key in ("step", "loss", "grad_norm", "lr")] for line in metrics_of(config)
-    ]
-
-
 def _equal_and_resumed(folder: Path) -> None:
     plain = tiny_config(folder, "plain", **SETTINGS)
     wanted = weights_of(train(plain))
-    halves = tiny_config(
-        folder, "halves", **SETTINGS | {"optimizer__offload": True, "training__steps": 2}
-    )
+    offload = {"optimizer__offload": True, "training__steps": 2}
+    halves = tiny_config(folder, "halves", **SETTINGS | offload)
     train(halves)
     halves.training.steps = 4
     trainer = train(halves)  # goes on from the checkpoint of step 2
-    groups = [
-        s._fsdp_param_group
-        for m in trainer.model.modules()
-        if isinstance(m, FSDPModule) and (s := m._get_fsdp_state())
-    ]
-    assert len(groups) == 3 and all(p.offload_to_cpu for group in groups for p in group.fsdp_params)
+    blocks = [module for module in trainer.model.modules() if isinstance(module, FSDPModule)]
+    for block in blocks:
+        group = block._get_fsdp_state()._fsdp_param_group
+        assert all(parameter.offload_to_cpu for parameter in group.fsdp_params)
     assert all(group["fused"] for group in trainer.optimizers.optimizers[0].param_groups)
-    got = weights_of(trainer)
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
-    torch.testing.assert_close(
-        torch.tensor(_lines(halves)), torch.tensor(_lines(plain)), rtol=1e-12, atol=0
-    )
-    # and the other way: a run without offload goes on from a checkpoint with it
+    torch.testing.assert_close(weights_of(trainer), wanted, rtol=0, atol=1e-12)
+    dist.barrier()
+    for line, other in zip(metrics_of(halves), metrics_of(plain), strict=True):
+        for key in ("step", "loss", "grad_norm", "lr"):
+            assert line[key] == pytest.approx(other[key], rel=1e-12)
+    # And the other way: a run without offload goes on from a checkpoint with it.
     halves.training.steps, halves.optimizer.offload, halves.lr_scheduler.total_steps = 5, False, 5
     assert train(halves).progress.step == 5
 
@@ -157,21 +143,3 @@ def _equal_and_resumed(folder: Path) -> None:
 def test_a_run_equals_the_one_without_and_resumes(tmp_path):
     write_texts(tmp_path / "texts")
     run_processes(2, _equal_and_resumed, tmp_path)
-
-
-class Experts(torch.nn.Module):
-    """As transformers has them: the biases of all experts are one matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up_proj = torch.nn.Parameter(torch.zeros(2, 3, 4))
-        self.gate_up_proj_bias = torch.nn.Parameter(torch.zeros(2, 4))
-        self.router = torch.nn.Linear(3, 2)
-
-
-def test_biases_of_experts_do_not_decay():
-    experts = Experts()
-    matrices, vectors = parameter_groups(experts, 0.1)
-    assert [len(matrices["params"]), matrices["weight_decay"]] == [2, 0.1]
-    assert [len(vectors["params"]), vectors["weight_decay"]] == [2, 0.0]
-    assert any(parameter is experts.gate_up_proj_bias for parameter in vectors["params"])

@@ -11,29 +11,20 @@ from titan_sparse.training.metrics import MetricsLog, Pace, eta
 from titan_sparse.training.metrics_output import Tracker
 
 
-def test_the_last_ten_steps_count_and_not_the_first():
+def test_the_last_ten_steps_count_and_neither_the_first_nor_pauses_nor_saves():
     pace, now = Pace(), 0.0
     pace.pause(now)
-    durations = [100.0] + [5.0] * 5 + [1.0] * 10
-    for duration in durations:
+    for duration in [100.0] + [5.0] * 5 + [1.0] * 10:
         now += duration
         pace.step(now)
-        if duration == 100:
-            assert pace.seconds() is None
+        assert (pace.seconds() is None) == (duration == 100)
     assert pace.seconds() == 1
-    pace.step(now + 11)
-    assert pace.seconds() == 2
-
-
-def test_pauses_and_saves_do_not_count():
-    pace = Pace()
-    pace.step(0.0)
-    pace.step(1.0)
     pace.leave_out(30.0)
-    pace.step(32.0)
-    pace.pause(100.0)
-    pace.step(101.0)
-    assert pace.seconds() == 1
+    pace.step(now + 41)
+    assert pace.seconds() == 2
+    pace.pause(1000.0)
+    pace.step(1001.0)
+    assert pace.seconds() == 2
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def _saved(config) -> list[str]:
 
 
 def _one_bad_step(folder: Path) -> None:
+    """It is left out."""
     by_hand = tiny_config(folder, "by_hand", **SETTINGS)
     reference = Trainer(by_hand)
     _leave_out(reference, 4)
@@ -99,12 +100,8 @@ def _one_bad_step(folder: Path) -> None:
         assert _saved(config) == ["step-5", "step-6", "step-7"], _saved(config)
 
 
-def test_one_bad_step_is_left_out(tmp_path):
-    write_texts(tmp_path / "texts")
-    run_processes(2, _one_bad_step, tmp_path)
-
-
 def _go_back_once(folder: Path) -> None:
+    """The run goes back, and on with the batches that come next."""
     config = tiny_config(folder, "poisoned", **SETTINGS)
     trainer = Trainer(config)
     _poison(trainer, lambda update: update in (5, 6), math.nan)
@@ -131,11 +128,6 @@ def _go_back_once(folder: Path) -> None:
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-def test_the_run_goes_back_and_skips_the_batches(tmp_path):
-    write_texts(tmp_path / "texts")
-    run_processes(2, _go_back_once, tmp_path)
-
-
 def _give_up(folder: Path) -> None:
     """Every update from the fifth on is bad: back to step 4, then to step 2, then no more."""
     settings = SETTINGS | {"guard__max_rollbacks": 2}
@@ -157,11 +149,6 @@ def _give_up(folder: Path) -> None:
     assert trainer.updates == 3
 
 
-def test_the_run_gives_up(tmp_path):
-    write_texts(tmp_path / "texts")
-    run_processes(2, _give_up, tmp_path)
-
-
 def _spoilt_weights(folder: Path) -> None:
     """Weights that went bad after the guard, as by a flipped bit, never enter a checkpoint."""
     config = tiny_config(folder, "spoilt", **SETTINGS | {"guard__max_skips_in_a_row": 50})
@@ -169,13 +156,11 @@ def _spoilt_weights(folder: Path) -> None:
     after_step = trainer._after_step
 
     def spoil_and_go_on(*args, **keywords) -> None:
-        if trainer.metrics.section is not None and not hasattr(trainer, "is_spoilt"):
-            if trainer.progress.step == 4:
-                trainer.is_spoilt = True
-                with torch.no_grad():
-                    weight = trainer.model.norm.weight.to_local()
-                    if dist.get_rank() == 0:
-                        weight[0] = math.nan
+        if trainer.progress.step == 4 and trainer.progress.times_gone_back == 0:
+            with torch.no_grad():
+                weight = trainer.model.norm.weight.to_local()
+                if dist.get_rank() == 0:
+                    weight[0] = math.nan
         after_step(*args, **keywords)
 
     trainer._after_step = spoil_and_go_on
@@ -183,26 +168,6 @@ def _spoilt_weights(folder: Path) -> None:
     assert [line["step"] for line in metrics_of(config)] == [1, 2, 3, 4, 3, 4, 5, 6, 7]
     assert trainer.progress.times_gone_back == 1
     assert all(weight.isfinite().all() for weight in weights_of(trainer).values())
-
-
-def test_weights_that_are_not_finite_are_not_saved(tmp_path):
-    write_texts(tmp_path / "texts")
-    run_processes(2, _spoilt_weights, tmp_path)
-
-
-def _diverges(folder: Path) -> None:
-    """A learning rate of 1e30: the weights overflow at once, and no update after that is right."""
-    settings = SETTINGS | {"optimizer__lr": 1e30, "parallelism__cp": 1}
-    trainer = Trainer(tiny_config(folder, "diverged", **settings))
-    with pytest.raises(Poisoned):
-        trainer.train()
-    folder = Path(trainer.config.training.output_dir, "checkpoint")
-    assert not folder.exists() or _saved(trainer.config) == []
-
-
-def test_a_run_that_diverges_ends(tmp_path):
-    write_texts(tmp_path / "texts")
-    run_processes(1, _diverges, tmp_path)
 
 
 def _poisoned_start(folder: Path) -> None:
@@ -237,9 +202,12 @@ def _poisoned_huggingface(folder: Path) -> None:
         Trainer(config).train()
 
 
-def test_first_weights_are_checked(tmp_path):
+@pytest.mark.parametrize(
+    "check", [_one_bad_step, _go_back_once, _give_up, _spoilt_weights, _poisoned_start]
+)
+def test_poison(tmp_path, check):
     write_texts(tmp_path / "texts")
-    run_processes(2, _poisoned_start, tmp_path)
+    run_processes(2, check, tmp_path)
 
 
 @pytest.mark.parametrize("when", ["before a step", "before a save"])

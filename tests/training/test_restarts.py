@@ -1,7 +1,7 @@
-"""Whole jobs under torchrun that lose a rank, their launcher, or are asked to stop."""
+"""Whole jobs under torchrun that lose a rank, hang, lose their launcher, or are asked to stop."""
 
-import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import torchrun
+from tests.faults.jobs import SETTINGS, words_of
 from tests.runs import write_texts
+from titan_sparse.training.metrics_output import read_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,20 +47,10 @@ if __name__ == "__main__":
 """
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
-SETTINGS = {
+DEFAULTS = SETTINGS | {
     "training.steps": 6,
-    "training.seq_len": 128,
-    "training.device": "cpu",
-    "training.dtype": "float32",
-    "attention.block_size": 16,
-    "attention.pattern": "dense",
     "parallelism.cp": 2,
     "parallelism.timeout_seconds": 20,
-    "lr_scheduler.warmup_steps": 1,
-    "checkpoint.enable": "true",
-    "checkpoint.interval": 2,
-    "metrics.tensorboard": "false",
-    "metrics.log_every": 1,
 }
 
 
@@ -75,16 +67,9 @@ def start(
     folder.mkdir(parents=True, exist_ok=True)
     write_texts(folder / "texts")
     (folder / "job.py").write_text(SCRIPT.format(faults=faults or {}, seconds=seconds))
-    options = (
-        SETTINGS
-        | {
-            "training.output_dir": folder / "run",
-            "data.source": folder / "texts",
-        }
-        | options
-    )
-    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-    command = torchrun(processes, folder / "job.py", *words)
+    defaults = {} if "config" in options else DEFAULTS | {"data.source": folder / "texts"}
+    options = {"training.output_dir": folder / "run"} | defaults | options
+    command = torchrun(processes, folder / "job.py", *words_of(options))
     command[3:3] = ["--max-restarts", str(restarts), "--monitor-interval", "0.1"]
     path = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
@@ -103,9 +88,8 @@ def finish(job: subprocess.Popen, status: int = 0) -> str:
 def losses(folder: Path) -> dict[int, list[float]]:
     """Of each step; more than one where a step was done again."""
     found: dict[int, list[float]] = {}
-    for line in (folder / "run/metrics.jsonl").read_text().splitlines():
-        values = json.loads(line)
-        found.setdefault(values["step"], []).append(values["loss"])
+    for line in read_lines(folder / "run/metrics.jsonl"):
+        found.setdefault(line["step"], []).append(line["loss"])
     return found
 
 
@@ -117,27 +101,41 @@ def wait_for(path: Path, seconds: float = 60) -> None:
 
 
 @pytest.mark.faults
-def test_a_job_recovers_from_a_killed_rank(tmp_path):
-    output = finish(start(tmp_path, {"training.steps": 4}, {("0", "1", 4, 1): KILL}, restarts=1))
-    assert (tmp_path / "hit0").exists() and "resumed at step 2" in output, output
-    assert "rank 1 (host" in output and "has given no sign of life" in output
-    assert "Traceback" not in output, output
-    found = losses(tmp_path)
-    assert len(found[3]) == 2 and found[3][0] == found[3][1]
-    assert sorted(found) == [1, 2, 3, 4]
-
-
-@pytest.mark.faults
 def test_a_job_that_recovers_twice_equals_the_undisturbed_one(tmp_path):
     finish(start(tmp_path / "undisturbed", {}))
     undisturbed = losses(tmp_path / "undisturbed")
     faults = {("0", "1", 4, 1): KILL, ("1", "0", 6, 1): KILL}
     output = finish(start(tmp_path / "disturbed", {}, faults, restarts=2))
     assert all((tmp_path / "disturbed" / name).exists() for name in ("hit0", "hit1")), output
+    assert "resumed at step 2" in output and "resumed at step 4" in output, output
+    assert "rank 1 (host" in output and "has given no sign of life" in output
+    assert "Traceback" not in output, output
     found = losses(tmp_path / "disturbed")
     for step, (loss,) in undisturbed.items():
         assert set(found[step]) == {loss}, (step, found[step], loss)
     assert len(found[3]) == 2 and len(found[5]) == 2  # from the checkpoint on
+
+
+def run_until_it_ends(
+    folder: Path, processes: int, rank: int, action: str, options: dict
+) -> tuple[str, float]:
+    """What torchrun prints if `rank` does this in the third step, and the seconds from there to the
+    end of all processes."""
+    job = start(folder, options, {("0", str(rank), 3, 1): action}, processes=processes)
+    output = finish(job, status=1)
+    seconds = time.time() - float((folder / "hit0").read_text())
+    assert not any(process.exists() for process in processes_of(folder, processes))
+    return output, seconds
+
+
+@pytest.mark.faults
+def test_a_killed_rank_is_named(tmp_path):
+    options = {"parallelism.cp": 3, "parallelism.timeout_seconds": 10}
+    output, seconds = run_until_it_ends(tmp_path, 3, 1, f"time.sleep(1); {KILL}", options)
+    named = r"rank 1 \(host \S+, process \d+\) has given no sign of life, last seen in step 3, at "
+    assert re.search(named, output), output
+    assert not re.search(r"rank [02] .* has given no sign of life", output)
+    assert seconds < 20
 
 
 def processes_of(folder: Path, ranks: int) -> list[Path]:
@@ -150,16 +148,13 @@ def processes_of(folder: Path, ranks: int) -> list[Path]:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_end_with_a_killed_torchrun(tmp_path, ranks):
-    faults = {("0", "0", 3, 1): "pass"}
-    options = {"parallelism.cp": ranks, "training.steps": 1000}
-    job = start(tmp_path, options, faults, seconds=0.2, processes=ranks)
+def test_ranks_end_with_a_killed_torchrun(tmp_path):
+    job = start(tmp_path, {"training.steps": 1000}, {("0", "0", 3, 1): "pass"}, seconds=0.2)
     wait_for(tmp_path / "hit0")
     job.kill()
     killed = time.monotonic()
     job.communicate(timeout=60)  # ranks hold the pipe open
-    while any(process.exists() for process in processes_of(tmp_path, ranks)):
+    while any(process.exists() for process in processes_of(tmp_path, 2)):
         assert time.monotonic() - killed < 10
         time.sleep(0.1)
 
@@ -179,36 +174,30 @@ def test_a_second_interrupt_of_torchrun_ends_all_at_once(tmp_path):
     assert not any(process.exists() for process in processes_of(tmp_path, 2))
 
 
-ENDS = {
-    "a refusal": ("from titan_sparse.config import Refusal; raise Refusal('a.b = 1: write 2')", 2),
-    "a full disk": ("raise OSError(28, 'No space left on device', 'a/b')", 1),
-}
+REFUSE = "from titan_sparse.config import Refusal; raise Refusal('a.b = 1: write 2')"
+FILL = "raise OSError(28, 'No space left on device', 'a/b')"
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("name", "ranks"), [(name, ranks) for name in ENDS for ranks in ("01", "1")]
+    "action, ranks, words, status",
+    [
+        (REFUSE, "01", "write 2", 2),
+        (REFUSE, "1", "write 2", 2),
+        (FILL, "01", "No space left", 1),
+        (FILL, "1", "No space left", 1),
+        ("", "", "attention.pattern", 2),
+    ],
 )
-def test_an_end_is_told_in_one_line(tmp_path, name, ranks):
-    """All ranks report the same line, or only the second does, once there is a process group."""
-    action, status = ENDS[name]
-    job = start(tmp_path, {}, {("0", rank, 2, 1): action for rank in ranks})
+def test_an_end_is_told_in_one_line(tmp_path, action, ranks, words, status):
+    """All ranks report the same line; or only the second does, once there is a process group; or a
+    mistake in the configuration ends all before they do anything."""
+    options = {} if ranks else {"attention.patern": "dense"}
+    job = start(tmp_path, options, {("0", rank, 2, 1): action for rank in ranks})
     output = finish(job, status=1)  # torchrun's own
     # torchrun itself ends with a traceback, and then its summary.
     lines, _, summary = output.partition("failed (exitcode")
     told = [line for line in lines.splitlines() if line.startswith("error: ")]
-    assert len(told) == 1 and ("write 2" in told[0] or "No space left" in told[0]), output
-    assert "write 2" in summary or "No space left" in summary, output
+    assert len(told) == 1 and words in told[0] and words in summary, output
     assert f"exitcode  : {status} " in summary, output
-    assert "Traceback" not in lines, output
-
-
-@pytest.mark.faults
-def test_a_mistake_in_the_configuration_is_told_once_and_last(tmp_path):
-    output = finish(start(tmp_path, {"attention.patern": "dense"}), status=1)
-    # torchrun itself ends with a traceback, and then its summary.
-    lines, _, summary = output.partition("failed (exitcode")
-    told = [line for line in lines.splitlines() if line.startswith("error: ")]
-    assert len(told) == 1 and "attention.pattern" in told[0], output
-    assert told[0] in summary and "exitcode  : 2 " in summary, output
     assert "Traceback" not in lines, output

@@ -1,41 +1,14 @@
 """Settings changed on resuming: they take effect, exactly, and a jump of the learning rate is said."""
 
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.distributed import run_processes
-from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.config import Config, LRScheduler, Optimizer
 from titan_sparse.config.changes import Saved
-from titan_sparse.trainer import Trainer
 from titan_sparse.training.optimizer import build_optimizer, build_schedule, resume_schedule
 from titan_sparse.training.setup import learning_rate, report_changes, schedule_warning
-
-SETTINGS = {
-    "training__steps": 4,
-    "training__dtype": "float64",
-    "optimizer__name": "AdamW",
-    "optimizer__lr": 1e-2,
-    "optimizer__weight_decay": 0.1,
-    "checkpoint__enable": True,
-    "checkpoint__interval": 2,
-    "lr_scheduler__total_steps": 4,
-}
-CHANGED = {
-    "optimizer__lr": 3e-2,
-    "optimizer__beta1": 0.5,
-    "optimizer__beta2": 0.6,
-    "optimizer__eps": 1e-3,
-    "optimizer__weight_decay": 0.7,
-    "lr_scheduler__warmup_steps": 4,
-}
 
 
 class Layer(torch.nn.Module):
@@ -150,87 +123,3 @@ def test_more_steps_raise_the_learning_rate_with_a_warning(caplog):
     assert "changed since the checkpoint: training.steps 100 -> 200" in said
     assert "changed since the checkpoint: optimizer.lr 1.0 -> 0.5" in said
     assert caplog.records[-1].levelno == logging.WARNING and "of step 101 is" in said[-1]
-
-
-def _settings_take_effect(folder: Path) -> None:
-    """Losses of a run that is resumed with other settings: as of one whose groups are set by hand."""
-    halves = {**SETTINGS, "training__steps": 2, "parallelism__cp": 2}
-    train(tiny_config(folder, "run", **halves))
-    train(tiny_config(folder, "by_hand", **halves))
-    changed = {**SETTINGS, **CHANGED, "parallelism__cp": 2}
-    train(tiny_config(folder, "run", **changed))
-
-    trainer = Trainer(tiny_config(folder, "by_hand", **SETTINGS, parallelism__cp=2))
-    assert trainer.checkpointer.load() and trainer.progress.step == 2
-    groups = trainer.optimizers.optimizers[0].param_groups
-    for group, weight_decay in zip(groups, (0.7, 0.0)):
-        group |= {"betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": weight_decay}
-    for factor in (3 / 4, 1):
-        for group in groups:
-            group["lr"] = 3e-2 * factor
-        trainer.step()
-    dist.barrier()
-    runs = [metrics_of(tiny_config(folder, name)) for name in ("run", "by_hand")]
-    for field in ("loss", "grad_norm"):
-        got, wanted = ([line[field] for line in lines] for lines in runs)
-        assert len(got) == 4 and got == wanted
-    assert [line["lr"] for line in runs[0][2:]] == pytest.approx([3e-2 * 3 / 4, 3e-2])
-
-
-def test_settings_take_effect(tmp_path):
-    write_texts(tmp_path / "texts")
-    run_processes(2, _settings_take_effect, tmp_path)
-
-
-def _run(folder: Path, **options) -> subprocess.CompletedProcess:
-    words = {
-        "data.source": folder / "texts",
-        "training.output_dir": folder / "run",
-        "training.device": "cpu",
-        "training.dtype": "float32",
-        "training.seq_len": 128,
-        "attention.block_size": 16,
-        "attention.pattern": "dense",
-        "model.layers": 1,
-        "lr_scheduler.warmup_steps": 1,
-        "checkpoint.enable": "true",
-        "metrics.tensorboard": "false",
-        "metrics.log_every": 1,
-    } | {key.replace("__", "."): value for key, value in options.items()}
-    command = [sys.executable, "train.py"]
-    for key, value in words.items():
-        command += [f"--{key}", str(value)]
-    clean = {key: value for key, value in os.environ.items() if not key.endswith(("RANK", "SIZE"))}
-    return subprocess.run(
-        command,
-        cwd=Path(__file__).parents[2],
-        env=clean | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-
-
-@pytest.mark.faults
-def test_train_py_says_what_changed_and_refuses_what_may_not(tmp_path):
-    write_texts(tmp_path / "texts")
-    first = _run(tmp_path, training__steps=2)
-    assert first.returncode == 0, first.stderr
-    assert "changed since" not in first.stdout
-    (tmp_path / "run/checkpoint/step-2/config.toml").write_text(
-        (tmp_path / "run/config.toml").read_text()
-    )
-
-    refused = _run(tmp_path, training__steps=4, model__layers=2)
-    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
-    assert "model.layers = 2 gives" in refused.stderr and "write model.layers = 1" in refused.stderr
-
-    second = _run(tmp_path, training__steps=4, optimizer__beta2=0.9)
-    assert second.returncode == 0, second.stderr
-    assert "changed since the checkpoint: training.steps 2 -> 4\n" in second.stdout
-    assert "changed since the checkpoint: optimizer.beta2 0.95 -> 0.9\n" in second.stdout
-    assert second.stdout.count("changed since") == 2
-    assert "lr_scheduler.total_steps = 2 keeps the old schedule" in second.stdout
-    starts = sorted((tmp_path / "run/starts").iterdir())
-    assert len(starts) == 2
-    log = (starts[1] / "rank0.log").read_text()
-    assert "resumed at step 2" in log and "beta2 0.95 -> 0.9" in log

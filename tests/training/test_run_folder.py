@@ -56,6 +56,12 @@ def _two_starts(folder: Path) -> None:
     assert "second" not in log
     assert "of the second start" in (second / f"rank{rank}.log").read_text()
 
+    # Every rank ends, with the reason of rank 0, where no folder can be made.
+    (folder / "no folder").mkdir(exist_ok=True)
+    (folder / "no folder/starts").touch()
+    with pytest.raises(OSError, match="starts"):
+        begin_start(tiny_config(folder, "no folder"), CPU)
+
     # The terminal shows what it would have shown.
     terminal.flush()
     shown = (folder / f"terminal{rank}").read_text()
@@ -78,18 +84,6 @@ def test_two_starts_in_a_second(tmp_path):
         assert start["command"] and start["date"].startswith(folder.name[:3])
         config = tiny_config(tmp_path, "a run with spaces", optimizer__lr=0.5)
         assert (folder / "config.toml").read_text() == to_toml(config)
-
-
-def _cannot_be_made(folder: Path) -> None:
-    """Every rank ends, with the reason of rank 0."""
-    (folder / "run").mkdir(exist_ok=True)
-    (folder / "run/starts").touch()
-    with pytest.raises(OSError, match="starts"):
-        begin_start(tiny_config(folder, "run"), CPU)
-
-
-def test_a_folder_that_cannot_be_made(tmp_path):
-    run_processes(2, _cannot_be_made, tmp_path)
 
 
 PROGRAM = """

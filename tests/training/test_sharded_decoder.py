@@ -1,9 +1,15 @@
-"""How a decoder is put on devices: what FSDP does with its weights, and where they live."""
+"""Where a run's tensors live: its device, its process group, its meshes, what FSDP does with weights,
+and what is compiled. GPUs and other ranks are stand-ins."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
+from torch._inductor.virtualized import V
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -12,24 +18,90 @@ from tests.fake_step import fake_world
 from tests.models.helpers import TINY, causal, dense_attend, sample
 from titan_sparse.config import ActivationCheckpoint, Compile, Parallelism
 from titan_sparse.models.decoder import Decoder
+from titan_sparse.training import distributed
 from titan_sparse.training.build_model import parallelize
+from titan_sparse.training.compiling import ChoicesWithoutRaces, compile_layer
 from titan_sparse.training.distributed import build_meshes
 
 BLOCKS = TINY.layers
+
+
+def _see_gpus(monkeypatch, count: int, local_rank: str | None) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+
+
+@pytest.mark.parametrize(
+    "name, gpus, local_rank, chosen, wanted",
+    [
+        ("auto", 0, None, 0, "cpu"),
+        ("auto", 2, None, 0, "cuda:0"),
+        ("auto", 2, None, 1, "cuda:1"),
+        ("cpu", 2, "1", 0, "cpu"),
+        ("cuda", 2, "1", 0, "cuda:1"),
+        ("cuda", 0, None, 0, "torch sees no GPU; write"),
+        ("cuda", 2, "2", 0, "^this node has 2 GPUs; start at most"),
+    ],
+)
+def test_the_device_of_a_process(monkeypatch, name, gpus, local_rank, chosen, wanted):
+    """On GPUs it becomes the current one. Without torchrun it is the one that the program has chosen."""
+    _see_gpus(monkeypatch, gpus, local_rank)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen)
+    current = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    if ";" in wanted:
+        with pytest.raises(ValueError, match=wanted):
+            distributed.choose_device(name)
+        return
+    assert distributed.choose_device(name) == torch.device(wanted)
+    assert current == ([torch.device(wanted)] if wanted != "cpu" else [])
+
+
+def test_a_process_alone_needs_no_launcher(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    distributed.init_distributed(torch.device("cpu"), 90)
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    distributed.leave_distributed()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "parallelism, cp_intra, fsdp, cp, dp",
+    [
+        # Weights are sharded over one axis: with two, fully_shard would copy them.
+        (Parallelism(cp=4), 2, list(range(8)), [[4, 5], [6, 7]], (2, 1)),
+        (
+            Parallelism(dp_replicate=2, cp=2),
+            1,
+            [[0, 1, 2, 3], [4, 5, 6, 7]],
+            [[4], [5]],
+            (4, 2),
+        ),
+    ],
+)
+def test_meshes_by_hand(parallelism, cp_intra, fsdp, cp, dp):
+    """Rank 5 of 8."""
+    with fake_world(8, rank=5):
+        meshes = build_meshes(parallelism, cp_intra, "cpu")
+        names = (
+            ("dp_shard_cp",) if parallelism.dp_replicate == 1 else ("dp_replicate", "dp_shard_cp")
+        )
+        assert meshes.fsdp.mesh_dim_names == names
+        assert meshes.fsdp.mesh.tolist() == fsdp
+        assert meshes.cp.mesh_dim_names == ("cp_inter", "cp_intra")
+        assert meshes.cp.mesh.tolist() == cp
+        assert (meshes.dp_size, meshes.dp_rank) == dp
 
 
 def _decoder(mesh: DeviceMesh, reshards: bool = True, compile: Compile | None = None) -> Decoder:
     """TINY with weights of 0.01, on rank 0 of a world whose collectives do nothing."""
     with torch.device("meta"):
         model = Decoder(TINY, dense_attend)
-    parallelize(
-        model,
-        mesh,
-        torch.float32,
-        reshards,
-        ActivationCheckpoint("none"),
-        compile or Compile(),
-    )
+    kept = ActivationCheckpoint("none")
+    parallelize(model, mesh, torch.float32, reshards, kept, compile or Compile())
     model.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -75,20 +147,6 @@ def test_replicas_add_up_what_their_shards_hold():
     assert over_replicas == [(0, 2)] * (BLOCKS + 1)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_meshes_by_hand(replicas):
-    """Eight ranks, four to a sequence, on two nodes of two: seen from rank 0."""
-    with fake_world(8):
-        meshes = build_meshes(Parallelism(dp_replicate=replicas, cp=4), 2, "cpu")
-        assert meshes.cp.mesh.tolist() == [[0, 1], [2, 3]]
-        assert meshes.cp.mesh_dim_names == ("cp_inter", "cp_intra")
-        assert (meshes.dp_size, meshes.dp_rank) == (2, 0)
-        if replicas == 1:
-            assert meshes.fsdp.mesh.tolist() == list(range(8))
-        else:
-            assert meshes.fsdp.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
 @pytest.mark.parametrize("enable", [False, True])
 def test_blocks_are_compiled_if_asked_for(fresh_compiler, enable):
     compiled = []
@@ -102,3 +160,37 @@ def test_blocks_are_compiled_if_asked_for(fresh_compiler, enable):
         _loss(_decoder(init_device_mesh("cpu", (2,)), compile=setting))
     # Blocks are alike: one graph serves all of them.
     assert len(compiled) == int(enable)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(32)
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x))
+
+
+def test_inductor_takes_our_choices_and_caches(tmp_path, monkeypatch, fresh_compiler):
+    """What the choices change is in kernels of GPUs: tests/gpu/test_compiling.py."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    layer = Layer()
+    x = torch.randn(4, 32)
+    expected = layer(x)
+
+    counters.clear()
+    compile_layer(layer, "inductor")
+    torch.testing.assert_close(layer(x), expected)
+    assert isinstance(V.choices, ChoicesWithoutRaces)
+    assert not inductor.triton.mix_order_reduction
+    assert counters["inductor"]["fxgraph_cache_bypass"] == 0
+    assert counters["inductor"]["fxgraph_cache_miss"] > 0
+
+    # Kernels made with inductor's own choices are others.
+    torch._dynamo.reset()
+    monkeypatch.setattr(inductor, "inductor_choices_class", None)
+    counters.clear()
+    layer.compile(fullgraph=True)
+    torch.testing.assert_close(layer(x), expected)
+    assert counters["inductor"]["fxgraph_cache_hit"] == 0

@@ -15,9 +15,7 @@ from titan_sparse.from_config import build_pattern
 from titan_sparse.models.flavours import resolve
 from titan_sparse.trainer import Trainer
 from titan_sparse.training import setup
-from titan_sparse.training.setup import recomputed_share
-
-eager = BACKENDS["eager"]
+from titan_sparse.training.setup import choose_recompute, recomputed_share
 
 SETTINGS = {
     "training__steps": 1,
@@ -29,30 +27,31 @@ USED_SHARE = 0.9
 """Of the free memory; docs/training.md."""
 
 
-def _peak(config: Config, share: float) -> float:
-    """GiB, estimated for one rank with that share recomputed."""
-    config.activation_checkpoint.attention_recompute = share
+def test_recomputes_no_more_than_the_memory_requires():
+    shares = []
+
+    def peak_gib(share: float) -> float:
+        shares.append(share)
+        return 10 - 8 * share
+
+    for free, chosen in ((10, 0), (6, 0.5), (5.9, 0.5625), (1, 1)):
+        assert choose_recompute(peak_gib, free) == chosen
+    assert max(shares) == 15 / 16  # 1 is the last resort, whatever it needs
+
+
+def test_a_run_chooses_by_its_memory(tmp_path, monkeypatch):
+    """Free memory for the estimated peak with half of attention recomputed."""
+    write_texts(tmp_path / "texts")
+    config = tiny_config(tmp_path, "run", **SETTINGS)
+    config.activation_checkpoint.attention_recompute = 0.5
     model = resolve(**vars(config.model))
     peak = peak_gib(step_of(config, model, build_pattern(config.attention), "eager", 1, 1))
     config.activation_checkpoint.attention_recompute = -1.0
-    return peak
+    monkeypatch.setattr(setup, "free_gib", lambda device: 1.001 * peak / USED_SHARE)
+    assert Trainer(config).recomputed == 0.5
 
 
-# Free memory for the estimated peak with this share recomputed, and a little less or more.
-@pytest.mark.parametrize(
-    "share, factor, expected",
-    [(0.0, 1.001, 0.0), (0.5, 1.001, 0.5), (0.5, 0.999, 0.5625), (1.0, 0.9, 1.0)],
-    ids=["plenty", "half", "a little less", "too little"],
-)
-def test_a_run_chooses_by_its_memory(tmp_path, monkeypatch, share, factor, expected):
-    write_texts(tmp_path / "texts")
-    config = tiny_config(tmp_path, "run", **SETTINGS)
-    free = factor * _peak(config, share) / USED_SHARE
-    monkeypatch.setattr(setup, "free_gib", lambda device: free)
-    assert Trainer(config).recomputed == expected
-
-
-def test_what_was_chosen_is_computed_again(tmp_path, monkeypatch, capsys):
+def test_what_was_chosen_is_computed_again(tmp_path, monkeypatch):
     """In a step of the run, and without a change in its numbers."""
     calls = []
 
@@ -63,6 +62,7 @@ def test_what_was_chosen_is_computed_again(tmp_path, monkeypatch, capsys):
 
         return call
 
+    eager = BACKENDS["eager"]
     for name in ("forward", "dense_forward"):
         monkeypatch.setattr(eager, name, counted(getattr(eager, name)))
     write_texts(tmp_path / "texts")
@@ -72,11 +72,10 @@ def test_what_was_chosen_is_computed_again(tmp_path, monkeypatch, capsys):
         calls.clear()
         monkeypatch.setattr(setup, "free_gib", lambda device, free=free: free)
         config = tiny_config(tmp_path, name, **SETTINGS)
-        trainer = train(config)
+        layers = train(config).model_config.layers
         [line] = metrics_of(config)
         losses[name] = line["loss"], line["grad_norm"]
         forwards[name] = len(calls)
-    layers = trainer.model_config.layers
     assert forwards == {"plenty": layers, "scarce": 2 * layers}
     assert losses["scarce"] == pytest.approx(losses["plenty"], rel=1e-12)
 

@@ -141,14 +141,6 @@ def test_a_run_whose_folder_is_deleted_ends(folder, monkeypatch):
     assert not (folder / "deleted").exists()
 
 
-def test_what_a_run_leaves(folder):
-    """No lock, the garbage collector as it was, the resolved config."""
-    with open(folder / "saved/.lock", "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    assert gc.isenabled()
-    assert (folder / "saved/config.toml").exists()
-
-
 def test_a_run_that_goes_on(folder, monkeypatch, caplog):
     """The first step of this start is the third of the run. Changed settings are reported."""
     caplog.set_level(logging.INFO, "titan_sparse")
@@ -162,38 +154,36 @@ def test_a_run_that_goes_on(folder, monkeypatch, caplog):
     changed = [message for message in messages if message.startswith("changed since")]
     assert any("optimizer.lr" in message for message in changed)
     assert run.optimizers.optimizers[0].param_groups[0]["initial_lr"] == 0.1
+    # No lock, the garbage collector as it was, the resolved config.
+    with open(folder / "goes_on/.lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert gc.isenabled()
+    assert (folder / "goes_on/config.toml").exists()
 
 
-def test_a_stop_between_micro_batches(folder, monkeypatch, caplog):
-    """Step 2 has no time left: it is dropped, and the first step is saved."""
+@pytest.mark.parametrize(
+    "settings, method, left_after",
+    [
+        # Step 2 has no time left: it is dropped, and the first step is saved.
+        ({"training__stop_grace_seconds": 0}, "_forward_backward", 1),
+        # The first step has time left: it is finished and saved, and nothing follows.
+        ({"training__stop_grace_seconds": 1000}, "_forward_backward", 0),
+        # After the last step. Whoever sent the signal does not want to wait for an export.
+        ({"training__steps": 1}, "_after_step", 1),
+    ],
+)
+def test_a_stop(folder, monkeypatch, caplog, tmp_path, settings, method, left_after):
     caplog.set_level(logging.INFO, "titan_sparse")
 
     def ask(run: Trainer) -> None:
-        if run.progress.step == 1:
+        if run.progress.step == left_after:
             run.signals.ask()
 
-    config = tiny_config(folder, "between", **SETTINGS, training__stop_grace_seconds=0)
-    run, events = _run(monkeypatch, config, _forward_backward=ask)
+    config = tiny_config(folder, tmp_path.name, **SETTINGS | settings)
+    run, events = _run(monkeypatch, config, **{method: ask})
     assert events == ["first 1", "save 1"]
     assert _messages(caplog)[-1] == "stopped by a signal after step 1"
     assert all(parameter.grad is None for parameter in run.model.parameters())
-
-
-def test_a_stop_in_a_step_that_has_time_left(folder, monkeypatch):
-    """It is finished and saved, and nothing follows."""
-    config = tiny_config(folder, "in_time", **SETTINGS, training__stop_grace_seconds=1000)
-    settings = {"_forward_backward": lambda run: run.signals.ask()}
-    _, events = _run(monkeypatch, config, **settings)
-    assert events == ["first 1", "save 1"]
-
-
-def test_a_stop_after_the_last_step(folder, monkeypatch, caplog):
-    """The weights are not exported, since whoever sent the signal does not want to wait."""
-    caplog.set_level(logging.INFO, "titan_sparse")
-    config = tiny_config(folder, "after", **SETTINGS | {"training__steps": 1})
-    _, events = _run(monkeypatch, config, _after_step=lambda run: run.signals.ask())
-    assert events == ["first 1", "save 1"]
-    assert _messages(caplog)[-1] == "stopped by a signal after step 1"
 
 
 def test_a_resumed_run_that_is_stopped_at_once_saves_nothing(folder, monkeypatch):

@@ -1,4 +1,5 @@
-"""A stop signal in the middle of a step of many micro-batches: left out or finished, nothing lost."""
+"""Two ranks: a stop signal in the middle of a step of many micro-batches, which is left out or
+finished and nothing is lost; and timeouts, which are long for the first step and while saving."""
 
 import os
 import signal
@@ -6,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.distributed import run_processes
@@ -74,6 +76,10 @@ def _stop_and_resume(folder: Path, grace: int, wanted_step: int) -> None:
     assert _train(stopped)[0] == 4
     assert _losses(stopped) == _losses(whole)
 
+    # Nothing was finished since the start: nothing is saved.
+    assert _train(_config(folder, "at_once", 0), stop_in=1)[0] == 0
+    assert not list((folder / "at_once/checkpoint").glob("step-*"))
+
 
 @pytest.mark.parametrize(
     ("grace", "wanted_step"), [(1, 2), pytest.param(60, 3, marks=pytest.mark.slow)]
@@ -83,13 +89,57 @@ def test_a_step_is_left_out_or_finished_and_a_resume_loses_nothing(tmp_path, gra
     run_processes(2, _stop_and_resume, tmp_path, grace, wanted_step)
 
 
-def _stop_at_once(folder: Path) -> None:
-    """Nothing was finished since the start: nothing is saved, and the checkpoint is not replaced."""
-    config = _config(folder, "run", 0)
-    assert _train(config, stop_in=1)[0] == 0
-    assert not list((folder / "run/checkpoint").glob("step-*"))
+def _timeouts() -> dict[str, float]:
+    """Seconds, by group."""
+    timeouts = {}
+    for group in list(dist.distributed_c10d._world.pg_map):
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+        timeouts[f"{group.group_desc} {group.group_name}"] = timeout.total_seconds()
+    return timeouts
 
 
-def test_a_stop_in_the_first_step_saves_nothing(tmp_path):
+def _check_timeouts(folder: Path) -> None:
+    """Rank 1 is late where that is allowed, in the first step and after a save."""
+    for async_mode in ("disabled", "async"):
+        config = tiny_config(
+            folder,
+            async_mode,
+            parallelism__cp=2,
+            parallelism__first_step_timeout_seconds=60,
+            parallelism__timeout_seconds=1,
+            checkpoint__enable=True,
+            checkpoint__interval=2,
+            checkpoint__async_mode=async_mode,
+            training__steps=3,
+        )
+        trainer = Trainer(config)
+        forward, save, seen = trainer.model.forward, trainer.checkpointer.save, {}
+        late = 1.5 if dist.get_rank() == 1 and async_mode == "disabled" else 0
+
+        def late_forward(*args, trainer=trainer, forward=forward, seen=seen, late=late):
+            seen[f"step {trainer.progress.step + 1}"] = _timeouts()
+            time.sleep(late if trainer.progress.step == 0 else 0)
+            return forward(*args)
+
+        def late_save(step: int, save=save, seen=seen, late=late):
+            seen[f"save {step}"] = _timeouts()
+            seconds = save(step)
+            time.sleep(late if step == 2 else 0)
+            return seconds
+
+        trainer.model.forward, trainer.checkpointer.save = late_forward, late_save
+        trainer.train()
+        background = [group.group_name for group in trainer.checkpointer.background_groups()]
+        assert len(background) == (async_mode != "disabled")
+        assert set(seen) == {"step 1", "step 2", "step 3", "save 2", "save 3"}
+        for when, timeouts in seen.items():
+            groups = {name.rpartition(" ")[0] for name in timeouts}
+            assert groups >= {"cp", "cp verticals", "cp inner", "cp inner_gradient"}
+            for name, seconds in timeouts.items():
+                is_short = when in ("step 2", "step 3") and name.split()[-1] not in background
+                assert seconds == (1 if is_short else 60), (when, name, seconds)
+
+
+def test_timeouts_are_long_for_the_first_step_and_saves_else_short(tmp_path):
     write_texts(tmp_path / "texts")
-    run_processes(2, _stop_at_once, tmp_path)
+    run_processes(2, _check_timeouts, tmp_path)

@@ -1,5 +1,5 @@
-"""Whole runs of models that run through transformers' own code: compiled, recomputed and resumed they
-are alike, and transformers reads what they export."""
+"""Whole runs of models that run through transformers' own code: compiled, recomputed, resumed and
+spread over processes they are alike, and transformers reads what they export."""
 
 import json
 import math
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.distributed import run_processes
-from tests.models.transformers_models import MODELS
-from tests.training.transformers_runs import STEPS, assert_alike, prepare, train
-from tests.training.wired_run import lines_of
+from tests.models.transformers_models import MODELS, save_model
+from tests.training.wired_run import assert_alike, lines_of, run, write_shard
 from titan_sparse.commands.evaluate import main as evaluate
 from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.estimate.flops import flops_per_token
@@ -24,16 +24,54 @@ transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)
 
 ALL = [name for name in MODELS if "," not in name]
-ONE = ("gemma3", "gpt_oss")
+STEPS = 3
+SETTINGS: dict[str, object] = {
+    "model.implementation": "transformers",
+    "training.steps": STEPS,
+    "optimizer.name": "SGD",
+    "optimizer.lr": 0.1,
+    "optimizer.weight_decay": 0.0,
+    "lr_scheduler.warmup_steps": 0,
+    "checkpoint.enable": False,
+    "checkpoint.last_save_in_hf": False,
+}
+SAVES = {"checkpoint.enable": True, "checkpoint.last_save_in_hf": True}
+CP = {"parallelism.cp": 2, "parallelism.dp_shard": 1}
+SPREAD: dict[str, dict[str, object]] = {
+    "llama": {**CP, "attention.layout": "contiguous"},
+    "mistral": {**CP, "attention.layout": "balanced", "attention.schedule": "group_cast"},
+    "smollm3": CP,
+    "olmo3": {**CP, "attention.layout": "balanced", "attention.schedule": "ring"},
+    "gemma3": {**CP, "attention.layout": "zigzag"},
+    "phi3": CP,
+    "mixtral": CP,
+    "qwen3_moe": CP,
+    "gpt_oss": {**CP, "attention.layout": "balanced"},
+}
+"""What two processes do."""
+
+OVER_THREE = ("llama", "olmo3", "gemma3", "phi3", "mixtral", "qwen3_moe", "gpt_oss")
+
+
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+def train(folder: Path, name: str, run_name: str, settings: dict[str, object]) -> None:
+    model = {"model.initial_hf": folder / name}
+    run(folder, f"{name}-{run_name}", SETTINGS | model | settings)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A shard, the models, and plain runs of two of them."""
+    """A shard, the models, and plain runs of one process over one and over two sequences a step."""
     folder = tmp_path_factory.mktemp("transformers")
-    prepare(folder, ALL)
-    for name in ONE:
+    write_shard(folder)
+    for name in ALL:
+        save_model(folder / name, name, **(ROUTED if name in ("mixtral", "gpt_oss") else {}))
+    for name in SPREAD:
         train(folder, name, "one", {})
+    for name in ("gemma3", "mixtral"):
+        train(folder, name, "one-batch-of-2", {"training.local_batch_size": 2})
     return folder
 
 
@@ -44,7 +82,7 @@ def test_compiled_and_recomputed_runs_are_alike(folder: Path, name: str) -> None
     train(folder, name, "selective", {"activation_checkpoint.mode": "selective", **compiled})
     train(folder, name, "recomputed", {"activation_checkpoint.attention_recompute": 0.5})
     for run_name in ("kept", "selective", "recomputed"):
-        assert_alike(folder, name, run_name)
+        assert_alike(folder, f"{name}-{run_name}", f"{name}-one")
 
 
 @pytest.mark.parametrize("name", ["olmo3", "qwen3_moe"])
@@ -61,10 +99,19 @@ def test_a_resumed_run_is_the_whole_run(folder: Path, name: str) -> None:
         assert (line["loss"], line["grad_norm"]) == (wanted["loss"], wanted["grad_norm"])
 
 
+def _tensors_on_disk(folder: Path) -> dict[str, list[int]]:
+    from safetensors import safe_open
+
+    shapes = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            shapes |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}
+    return shapes
+
+
 def _export(folder: Path) -> None:
     for name in ALL:
-        saves = {"checkpoint.enable": True, "checkpoint.last_save_in_hf": True}
-        train(folder, name, "exported", {**saves, "optimizer.lr": 1e-30, "training.steps": 1})
+        train(folder, name, "exported", {**SAVES, "optimizer.lr": 1e-30, "training.steps": 1})
 
 
 def test_transformers_reads_what_is_exported(folder: Path) -> None:
@@ -94,45 +141,21 @@ def test_transformers_reads_what_is_exported(folder: Path) -> None:
         written = json.loads((out / "config.json").read_text())
         given = json.loads((folder / name / "config.json").read_text())
         assert written == given | {"dtype": "float32"}
-
-
-def test_export_hf_writes_the_same(folder: Path) -> None:
+        assert _tensors_on_disk(out) == _tensors_on_disk(folder / name), name
     for name in ("qwen3_moe", "gemma3"):
-        run_folder = folder / f"{name}-exported"
-        if not run_folder.is_dir():
-            pytest.skip("needs the runs of the test before it")
         out = folder / f"{name}-by-script"
-        assert export_hf([str(run_folder), str(out), "--dtype", "float32"]) == 0
-        for file in (run_folder / "huggingface/step-1").iterdir():
+        assert export_hf([str(folder / f"{name}-exported"), str(out), "--dtype", "float32"]) == 0
+        for file in (folder / f"{name}-exported/huggingface/step-1").iterdir():
             assert (out / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 def test_fewer_layers_are_exported_as_such(folder: Path) -> None:
-    saves = {"checkpoint.enable": True, "checkpoint.last_save_in_hf": True}
     fewer = {"model.random_weights": True, "model.layers": 1, "training.steps": 1}
-    train(folder, "olmo3", "fewer", {**saves, **fewer})
+    train(folder, "olmo3", "fewer", {**SAVES, **fewer})
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder / "olmo3-fewer/huggingface/step-1", output_loading_info=True
     )
     assert len(model.model.layers) == 1 and not any(report.values()), report
-
-
-def _tensors_on_disk(folder: Path) -> dict[str, list[int]]:
-    from safetensors import safe_open
-
-    shapes = {}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            shapes |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}
-    return shapes
-
-
-def test_files_hold_what_save_pretrained_writes(folder: Path) -> None:
-    for name in ALL:
-        out = folder / f"{name}-exported/huggingface/step-1"
-        if not out.is_dir():
-            pytest.skip("needs the runs of the test before it")
-        assert _tensors_on_disk(out) == _tensors_on_disk(folder / name), name
 
 
 def _evaluate(folder: Path, out: str, *words: str) -> list[dict]:
@@ -143,8 +166,7 @@ def _evaluate(folder: Path, out: str, *words: str) -> list[dict]:
 
 
 def test_a_run_and_its_export_are_evaluated_alike(folder: Path) -> None:
-    saves = {"checkpoint.enable": True, "checkpoint.last_save_in_hf": True}
-    train(folder, "gemma3", "evaluated", {**saves, "optimizer.lr": 0.5})
+    train(folder, "gemma3", "evaluated", {**SAVES, "optimizer.lr": 0.5})
     run_folder = folder / "gemma3-evaluated"
     words = ["--tasks", "position"]
     found = _evaluate(folder, "of-run", *words, "--checkpoint", str(run_folder))
@@ -220,3 +242,36 @@ def test_another_config_json_is_refused_on_resuming(folder: Path) -> None:
             train(folder, "olmo2", "changed", saves)
     finally:
         path.write_text(text)
+
+
+def _train_spread(folder: Path) -> None:
+    ranks = dist.get_world_size()
+    for name in _names(ranks):
+        settings = SPREAD[name] if ranks == 2 else {**CP, "parallelism.cp": ranks}
+        train(folder, name, f"cp-{ranks}", settings)
+
+
+def _names(ranks: int) -> tuple[str, ...]:
+    return tuple(SPREAD) if ranks == 2 else OVER_THREE
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_context_parallel_runs_are_those_of_one_process(folder: Path, ranks: int) -> None:
+    """Parameters are sharded over the same ranks."""
+    run_processes(ranks, _train_spread, folder)
+    for name in _names(ranks):
+        assert_alike(folder, f"{name}-cp-{ranks}", f"{name}-one")
+
+
+def _train_data_parallel(folder: Path) -> None:
+    cp = dist.get_world_size() // 2
+    for name in ("gemma3", "mixtral"):
+        train(folder, name, f"dp-2-cp-{cp}", {"parallelism.cp": cp})
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_data_parallel_runs_are_those_of_one_process(folder: Path, ranks: int) -> None:
+    """Mixtral's router loss is counted over both sequences, as in one process that has both."""
+    run_processes(ranks, _train_data_parallel, folder)
+    for name in ("gemma3", "mixtral"):
+        assert_alike(folder, f"{name}-dp-2-cp-{ranks // 2}", f"{name}-one-batch-of-2")

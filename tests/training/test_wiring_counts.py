@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import titan_sparse.loss
@@ -48,61 +47,73 @@ def _run(folder: Path, output: str, **settings) -> Trainer:
     return run(folder, output, short | overrides)
 
 
-def _saved(folder: Path, output: str) -> set[str]:
-    return {path.name for path in (folder / output / "checkpoint").iterdir() if path.is_dir()}
+def test_every_key_does_what_it_says(folder, monkeypatch):
+    """Seven steps with what can be counted from outside."""
+    recorded, collected, rows, lengths = [], [], [], []
 
+    def counted(module, name: str, note) -> None:
+        function = getattr(module, name)
 
-@pytest.mark.parametrize(
-    "keep, names", [(0, {"step-2", "step-4", "step-6", "step-7"}), (2, {"step-6", "step-7"})]
-)
-def test_checkpoints_that_are_kept(folder, keep, names):
-    """Every second step and the last one are saved."""
-    _run(
+        def call(*args, **kwargs):
+            note(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    counted(titan_sparse.trainer, "recording", lambda rows, cells: recorded.append((rows, cells)))
+    counted(gc, "collect", lambda generation=2: collected.append(generation))
+    counted(titan_sparse.loss, "_cross_entropy", lambda logits, *_: rows.append(len(logits)))
+    counted(nn.functional, "silu", lambda x, *_, **__: lengths.append(x.shape[-2]))
+    trainer = _run(
         folder,
-        f"kept_{keep}",
-        training__steps=7,
-        checkpoint__enable=True,
-        checkpoint__interval=2,
-        checkpoint__keep_latest_k=keep,
-    )
-    assert _saved(folder, f"kept_{keep}") == names
-
-
-def test_lines_speeds_recall_and_garbage(folder, monkeypatch):
-    """Lines: the first, every third, the last. Recall: in lines of the first and each second step."""
-    recorded, collected = [], []
-    recording, collect = titan_sparse.trainer.recording, gc.collect
-
-    def record(rows: int, cells: int):
-        recorded.append((rows, cells))
-        return recording(rows, cells)
-
-    def count(generation: int = 2) -> int:
-        collected.append(generation)
-        return collect(generation)
-
-    monkeypatch.setattr(titan_sparse.trainer, "recording", record)
-    monkeypatch.setattr(gc, "collect", count)
-    _run(
-        folder,
-        "lines",
+        "all",
         training__steps=7,
         training__gc_interval=2,
+        training__deterministic=True,
+        training__loss_chunk_tokens=40,
+        training__mlp_chunk_tokens=24,
+        parallelism__reshard_after_forward=False,
+        activation_checkpoint__attention_recompute=0.25,
+        checkpoint__enable=True,
+        checkpoint__interval=2,
+        checkpoint__keep_latest_k=2,
         metrics__log_every=3,
         metrics__recall_every=2,
         metrics__recall_rows=9,
         metrics__peak_tflops=2.0,
+        profiling__enable=True,
+        profiling__first_step=3,
+        profiling__steps=3,
+        profiling__with_stack=True,
     )
-    lines = lines_of(folder / "lines")
+    # The first line, every third, the last. Recall in those of the first and each second step.
+    lines = lines_of(folder / "all")
     assert [line["step"] for line in lines] == [1, 3, 6, 7]
     assert [line["tokens_seen"] for line in lines] == [SEQ_LEN * step for step in (1, 3, 6, 7)]
+    assert recorded == [(9, 0), (0, 0), (9, 0), (0, 0)]
+    assert [line["step"] for line in lines if "recall" in line] == [1, 6]
     # Dense attention computes all that the mask allows: both speeds are of the same FLOPs.
     speeds = [line["dense_equivalent_tflops"] / 2 for line in lines]
     assert [line["mfu"] for line in lines] == pytest.approx(speeds)
-    assert recorded == [(9, 0), (0, 0), (9, 0), (0, 0)]
-    assert [line["step"] for line in lines if "recall" in line] == [1, 6]
+    assert not (folder / "all/tensorboard").exists()
+    # Every second step and the last one are saved, and the last two of these are kept.
+    assert {path.name for path in (folder / "all/checkpoint").glob("step*")} == {"step-6", "step-7"}
     assert collected.count(1) == 3  # after steps 2, 4 and 6
-    assert not (folder / "lines/tensorboard").exists()
+    assert torch.are_deterministic_algorithms_enabled()
+
+    # Of 64 tokens.
+    assert rows == [40, 24] * 7
+    assert set(lengths) == {24, 16} and lengths[:3] == [24, 24, 16]
+    for block in trainer.model.layers.values():
+        assert block.self_attn.attend.keywords["recomputed"] == 0.25
+        group = block._get_fsdp_state()._fsdp_param_group
+        assert group._reshard_after_forward is False
+
+    # The third step to the fifth. The profiler counts from 0.
+    events = json.loads((folder / "all/profile/rank0.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
+    assert names == {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"}
+    assert any("trainer.py" in event["name"] for event in events)  # with_stack
 
 
 def test_validation_is_the_loss_of_transformers(folder):
@@ -113,6 +124,8 @@ def test_validation_is_the_loss_of_transformers(folder):
         training__steps=4,
         training__z_loss=0.1,
         checkpoint__enable=True,
+        checkpoint__interval=2,
+        checkpoint__keep_latest_k=0,
         checkpoint__last_save_in_hf=True,
         optimizer__lr=0.01,
         validation__enable=True,
@@ -124,6 +137,8 @@ def test_validation_is_the_loss_of_transformers(folder):
     text = (folder / "validated/validation.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert [line["step"] for line in lines] == [3, 4]
+    saved = {path.name for path in (folder / "validated/checkpoint").glob("step*")}
+    assert saved == {"step-2", "step-4"}
 
     model = read_model(folder / "validated/huggingface/step-4")
     windows = []
@@ -209,20 +224,6 @@ def _assert_sequences(folder: Path, sequences: list[list[by_hand.Piece]], **sett
     assert got == pytest.approx(wanted, rel=2e-6)
 
 
-def test_logits_of_a_chunk_at_a_time(folder, monkeypatch):
-    """Of 64 tokens, 40 at a time."""
-    rows = []
-    cross_entropy = titan_sparse.loss._cross_entropy
-
-    def count(logits, *args):
-        rows.append(len(logits))
-        return cross_entropy(logits, *args)
-
-    monkeypatch.setattr(titan_sparse.loss, "_cross_entropy", count)
-    _run(folder, "chunks", training__loss_chunk_tokens=40)
-    assert rows == [40, 24] * 2
-
-
 class _Products(TorchDispatchMode):
     """Counts matrix products, with and without a bias."""
 
@@ -247,68 +248,6 @@ def test_what_is_computed_again(folder):
     assert products["none"] == LAYERS * 7 * 3
     assert products["full"] - products["none"] == LAYERS * 6
     assert products["selective"] - products["none"] == LAYERS * 3
-
-
-def test_attention_that_is_computed_again(folder):
-    trainer = _run(
-        folder, "recomputed", training__steps=1, activation_checkpoint__attention_recompute=0.25
-    )
-    attends = [block.self_attn.attend for block in trainer.model.layers.values()]
-    assert [attend.keywords["recomputed"] for attend in attends] == [0.25] * LAYERS
-
-
-def test_mlp_chunks(folder, monkeypatch):
-    """Sixty-four tokens through the MLP, 24 at a time."""
-    lengths = []
-    silu = nn.functional.silu
-
-    def count(x, *args, **kwargs):
-        lengths.append(x.shape[-2])
-        return silu(x, *args, **kwargs)
-
-    monkeypatch.setattr(nn.functional, "silu", count)
-    options = {"training__steps": 1, "activation_checkpoint__mode": "none"}
-    _run(folder, "mlp", training__mlp_chunk_tokens=24, **options)
-    assert set(lengths) == {24, 16} and lengths[:3] == [24, 24, 16]
-
-
-@pytest.mark.parametrize("reshards", [True, False])
-def test_blocks_that_free_their_weights_after_the_forward(folder, reshards):
-    trainer = _run(
-        folder,
-        f"reshards_{reshards}",
-        training__steps=1,
-        parallelism__reshard_after_forward=reshards,
-    )
-    blocks = [m for m in trainer.model.layers.values() if isinstance(m, FSDPModule)]
-    groups = [block._get_fsdp_state()._fsdp_param_group for block in blocks]
-    assert [group._reshard_after_forward for group in groups] == [reshards] * LAYERS
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_deterministic_algorithms(folder, deterministic):
-    try:
-        _run(folder, f"deterministic_{deterministic}", training__deterministic=deterministic)
-        assert torch.are_deterministic_algorithms_enabled() == deterministic
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_traced_steps(folder):
-    """The third step to the fifth. The profiler counts from 0."""
-    _run(
-        folder,
-        "traced",
-        training__steps=6,
-        profiling__enable=True,
-        profiling__first_step=3,
-        profiling__steps=3,
-        profiling__with_stack=True,
-    )
-    events = json.loads((folder / "traced/profile/rank0.json").read_text())["traceEvents"]
-    names = {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
-    assert names == {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"}
-    assert any("trainer.py" in event["name"] for event in events)  # with_stack
 
 
 def test_random_weights_are_the_seeds(folder):

@@ -6,7 +6,9 @@ import os
 import random
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from titan_sparse.config import load_and_check
@@ -16,6 +18,9 @@ from titan_sparse.trainer import Trainer
 from titan_sparse.training.metrics_output import read_lines
 
 SEQ_LEN = 64
+
+ALIKE = 1e-5
+"""Relative error of a loss or a gradient norm: fp32, summed in another order."""
 
 FAMILIES = {
     "Qwen3": {"tie_word_embeddings": True},
@@ -92,6 +97,7 @@ def read_model(folder: Path) -> nn.Module:
 
 def run(folder: Path, output: str, settings: dict[str, object]) -> Trainer:
     """Train in folder/output on folder/shards. All processes of the world take part."""
+    alone = not dist.is_initialized()
     paths = {
         "data.source": folder / "shards",
         "training.output_dir": folder / output,
@@ -101,10 +107,23 @@ def run(folder: Path, output: str, settings: dict[str, object]) -> Trainer:
         words += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     config, _ = load_and_check(words, ranks, ranks)
-    trainer = Trainer(config)
-    trainer.train()
+    try:
+        trainer = Trainer(config)
+        trainer.train()
+    finally:
+        if alone and dist.is_initialized():
+            dist.destroy_process_group()
     return trainer
 
 
 def lines_of(output: Path) -> list[dict]:
     return read_lines(output / "metrics.jsonl")
+
+
+def assert_alike(folder: Path, output: str, wanted_output: str) -> None:
+    """Two runs of the same steps, of dense attention."""
+    wanted_lines = lines_of(folder / wanted_output)
+    for line, wanted in zip(lines_of(folder / output), wanted_lines, strict=True):
+        for field in ("loss", "grad_norm", "density"):
+            where = (output, field, line["step"])
+            assert line[field] == pytest.approx(wanted[field], rel=ALIKE), where

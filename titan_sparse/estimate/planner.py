@@ -16,7 +16,7 @@ from titan_sparse.attention.context_parallel import balanced, group_cast_plan, l
 from titan_sparse.attention.context_parallel.schedule import Moves, Schedule, head_groups
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.reach import seen_blocks, visible_pairs
-from titan_sparse.attention.observe.visits import Visits, by_step, count_visits_of_all_heads
+from titan_sparse.attention.observe.visits import Visits, by_step, count_visits
 from titan_sparse.attention.patterns import BlockIndex
 from titan_sparse.attention.patterns.dense import DenseIndex
 from titan_sparse.attention.schedules.needs import met_blocks, needed_chunks_of
@@ -114,7 +114,7 @@ def count(layer: Layer, setting: Setting) -> Counted:
     """What the layout of a setting gives each rank. It is the same for all schedules."""
     index = layer.index
     table = table_of(layer.ranges, setting.layout, setting.ranks, index.block_size, setting.balance)
-    return Counted(table, count_visits_of_all_heads(index, layer.ranges, table))
+    return Counted(table, count_visits(index, layer.ranges, table, sum_heads=True))
 
 
 def plan_layer(counted: Counted, layer: Layer, setting: Setting, constants: Constants) -> LayerPlan:
@@ -308,7 +308,7 @@ class _Planner:
         windows, _ = setting.schedule.rings(setting.inter, setting.intra)
         # By rank and step, the rank whose keys and values are computed on: int64 [W, W].
         sources = torch.tensor(setting.schedule.step_sources(setting.inter, setting.intra))
-        return by_step(self.visits, sources, backward, windows, needed).sum((0, 1)).double()
+        return by_step(self.visits, sources, needed, backward, windows).sum((0, 1)).double()
 
     def _link_seconds(self, size: Tensor | float, across: bool) -> Tensor:
         """Seconds of a transfer of `size` bytes inside a node or across; none where there are none."""

@@ -143,41 +143,28 @@ def checkpointed(block: nn.Module, mode: str) -> nn.Module:
     """
     if mode == "none":
         return block
-    contexts = {"full": _full_contexts, "selective": _selective_contexts}[mode]
+    contexts = functools.partial(checkpoint_contexts, keeps_matmuls=mode == "selective")
     # Nothing in a block draws random numbers but the dropout of adapters.
     draws = any(isinstance(module, nn.Dropout) for module in block.modules())
     return checkpoint_wrapper(block, context_fn=contexts, preserve_rng_state=draws)
 
 
-def _full_contexts():
-    return create_selective_checkpoint_contexts(_attention_only)
-
-
-def _selective_contexts():
-    return create_selective_checkpoint_contexts(_attention_and_matmuls())
-
-
-def _attention_only(context, op, *args, **kwargs) -> CheckpointPolicy:
-    if op in SAVED_OPS:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _attention_and_matmuls():
-    """A policy that keeps every second matmul too: half of their memory for half of their
-    recomputation."""
+def checkpoint_contexts(keeps_matmuls: bool = False):
+    """What is kept of a block: attention's results, and where asked for every second matmul, which
+    is half of their memory for half of their recomputation."""
     matmuls_seen: Counter[bool] = Counter()
 
     def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
-        if op not in _MATMULS:
-            return _attention_only(context, op)
-        # Forward and recomputation are counted apart, so that both choose the same matmuls.
-        matmuls_seen[context.is_recompute] += 1
-        if matmuls_seen[context.is_recompute] % 2:
+        if op in SAVED_OPS:
             return CheckpointPolicy.MUST_SAVE
+        if keeps_matmuls and op in _MATMULS:
+            # Forward and recomputation are counted apart, so that both choose the same matmuls.
+            matmuls_seen[context.is_recompute] += 1
+            if matmuls_seen[context.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    return policy
+    return create_selective_checkpoint_contexts(policy)
 
 
 def check_float8(device: torch.device) -> None:
@@ -219,9 +206,10 @@ def convert_to_float8(model: Decoder, section: Float8, emulate: bool = False) ->
         raise ValueError(
             f'float8.filter = "{section.filter}" leaves no layer; write float8.enable = false'
         )
+    recipe = torchao_float8.Float8LinearConfig.from_recipe_name(section.recipe)
     torchao_float8.convert_to_float8_training(
         model.layers,
-        config=_recipe(torchao_float8, section.recipe, emulate),
+        config=dataclasses.replace(recipe, emulate=emulate),
         module_filter_fn=lambda module, name: f"layers.{name}" in chosen,
     )
     if section.recipe == "rowwise":
@@ -230,8 +218,3 @@ def convert_to_float8(model: Decoder, section: Float8, emulate: bool = False) ->
         # github.com/pytorch/pytorch/issues/150859
         torch._inductor.config.emulate_precision_casts = True
     return len(chosen)
-
-
-def _recipe(torchao_float8, name: str, emulate: bool):
-    config = torchao_float8.Float8LinearConfig.from_recipe_name(name)
-    return dataclasses.replace(config, emulate=emulate)

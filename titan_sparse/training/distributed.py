@@ -89,7 +89,9 @@ def init_distributed(
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        record_collectives()
+        # NCCL's flight recorder keeps the last collectives, unless the environment says otherwise.
+        if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     dist.init_process_group(
         backend,
         timeout=timedelta(seconds=timeout_seconds),
@@ -132,15 +134,6 @@ def build_meshes(parallelism: Parallelism, cp_intra: int, device_type: str) -> M
         dp_size=dp_size,
         dp_rank=dist.get_rank() // cp,
     )
-
-
-def record_collectives() -> None:
-    """Have NCCL's flight recorder keep the last collectives, unless the environment says otherwise.
-
-    Call it before any process group is made.
-    """
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
 
 
 def write_stacks(folder: Path, rank: int) -> None:

@@ -12,7 +12,6 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -73,24 +72,6 @@ def decides_on_device(optimizers: OptimizersContainer, device: torch.device) -> 
     return device.type == "cuda"
 
 
-@dataclass
-class _Pending:
-    """A report on its way to the host."""
-
-    step: int
-    # float64 [6], in the order of Report's fields after `step`
-    values: Tensor
-    copied: "torch.cuda.Event | None"
-
-    def read(self) -> Report:
-        if self.copied is not None:
-            self.copied.synchronize()
-        skipped, bad_loss, bad_norm, norm, limit, in_a_row = self.values.tolist()
-        return Report(
-            self.step, bool(skipped), bool(bad_loss), bool(bad_norm), norm, limit, int(in_a_row)
-        )
-
-
 class Guard:
     """Judges each step and keeps the running statistics of the gradient norm.
 
@@ -105,7 +86,9 @@ class Guard:
         # Of the logarithm of accepted gradient norms: mean, variance, and how many there were.
         self.statistics = torch.zeros(3, dtype=torch.float64, device=device)
         self.in_a_row = torch.zeros((), dtype=torch.float64, device=device)
-        self.pending: deque[_Pending] = deque()
+        # Reports on their way to the host: the step; float64 [6], in the order of Report's fields
+        # after it; and the event of the copy.
+        self.pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
     def state_dict(self) -> dict[str, Any]:
         """The statistics, and how many bad steps there were up to now without a good one."""
@@ -146,7 +129,12 @@ class Guard:
         stay = 0 if all_of_them else 1
         read = []
         while len(self.pending) > stay:
-            read.append(self.pending.popleft().read())
+            step, values, copied = self.pending.popleft()
+            if copied is not None:
+                copied.synchronize()
+            skipped, bad_loss, bad_norm, norm, limit, in_a_row = values.tolist()
+            flags = bool(skipped), bool(bad_loss), bool(bad_norm)
+            read.append(Report(step, *flags, norm, limit, int(in_a_row)))
         return read
 
     def _judge(self, step: int, loss: Tensor, grad_norm: Tensor) -> Tensor:
@@ -163,7 +151,12 @@ class Guard:
         self._count(norm, skip)
         self.in_a_row = (self.in_a_row + 1) * skip
         report = torch.stack([skip, bad_loss, bad_norm, norm, limit, self.in_a_row])
-        self.pending.append(self._send(step, report))
+        copied = None
+        if self.device.type == "cuda":
+            on_host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
+            report = on_host.copy_(report, non_blocking=True)
+            copied = torch.cuda.current_stream(self.device).record_event()
+        self.pending.append((step, report, copied))
         return skip.float()
 
     def _limit(self) -> Tensor:
@@ -187,14 +180,6 @@ class Guard:
         new_variance = (1 - weight) * (variance + weight * distance.square())
         moved = torch.stack([new_mean, new_variance, count + 1])
         self.statistics = torch.where((norm > 0) & (skip == 0), moved, self.statistics)
-
-    def _send(self, step: int, report: Tensor) -> _Pending:
-        """Start the copy to the host."""
-        if self.device.type != "cuda":
-            return _Pending(step, report, None)
-        values = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
-        values.copy_(report, non_blocking=True)
-        return _Pending(step, values, torch.cuda.current_stream(self.device).record_event())
 
 
 def all_finite(tensors: Iterable[Tensor], device: torch.device) -> bool:

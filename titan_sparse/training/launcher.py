@@ -58,18 +58,13 @@ def outlive_readers() -> None:
             setattr(sys, name, kept)
 
 
-def is_under_torchrun() -> bool:
-    """Whether torchrun has started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
 def end_with_launcher() -> None:
     """From now on this process ends, with status 1, soon after the torchrun that has started it.
 
     A torchrun that is killed leaves its ranks behind. They would train on for good, into the folder
     of the job that takes their place. Does nothing for a process started by hand.
     """
-    if is_under_torchrun():
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         thread = threading.Thread(
             target=_wait_for_another_parent, args=(os.getppid(),), name="launcher", daemon=True
         )

@@ -20,21 +20,6 @@ MIN_BYTES = 2**20
 """Smaller tensors stay on the device: their copies would cost more than they free."""
 
 
-def bytes_offloaded(
-    layers: int, tokens: int, hidden_size: int, heads: int, head_dim: int, itemsize: int
-) -> int:
-    """Bytes of pinned CPU memory that one forward of a rank takes.
-
-    For each block but the last: the input [tokens, hidden_size], attention's out [tokens, heads,
-    head_dim] and its fp32 LSE [tokens, heads]. Verticals that a pattern has gathered come on top.
-    tokens: of all sequences of this rank. itemsize: of training.dtype.
-    """
-    block_input = hidden_size * itemsize
-    out = heads * head_dim * itemsize
-    lse = heads * max(itemsize, 4)
-    return (layers - 1) * tokens * (block_input + out + lse)
-
-
 class BufferPool:
     """CPU buffers of given sizes, kept when they are given back; pinned where there is a GPU.
 

@@ -6,7 +6,9 @@
 
 import contextlib
 import datetime
+import functools
 import importlib.metadata
+import itertools
 import json
 import logging
 import os
@@ -27,15 +29,7 @@ from titan_sparse.config import Config, Profiling, save
 
 STARTS = "starts"
 
-_PACKAGES = (
-    "torch",
-    "triton",
-    "flash-attn-4",
-    "torchtitan",
-    "torchao",
-    "numpy",
-    "tokenizers",
-)
+_PACKAGES = ("torch", "triton", "flash-attn-4", "torchtitan", "torchao", "numpy", "tokenizers")
 
 _GIT_SECONDS = 10.0
 
@@ -46,7 +40,8 @@ def begin_start(config: Config, device: torch.device) -> Path:
     Call it once the process group exists. All ranks get the same folder, and no two starts do.
     Raises OSError, on all ranks, where rank 0 cannot make it.
     """
-    ranks = _gather(_this_rank(device))
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, _this_rank(device))
     output_dir = Path(config.training.output_dir)
     answer: list[str | OSError] = [""]
     if dist.get_rank() == 0:
@@ -73,14 +68,9 @@ def log_error(error: BaseException) -> None:
 
     For errors that are caught and reported in another way. What ends the process uncaught is written anyway.
     """
+    trace = (type(error), error, error.__traceback__)
     record = logging.LogRecord(
-        "titan_sparse",
-        logging.ERROR,
-        __file__,
-        0,
-        "ended by an error",
-        None,
-        (type(error), error, error.__traceback__),
+        "titan_sparse", logging.ERROR, __file__, 0, "ended by an error", None, trace
     )
     for handler in logging.getLogger().handlers:
         if isinstance(handler, RankLog):
@@ -91,31 +81,21 @@ def _new_folder(parent: Path) -> Path:
     """A folder that no other start has, named after the time."""
     parent.mkdir(parents=True, exist_ok=True)
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d_%H-%M-%S")
-    number = 1
-    while True:
+    for number in itertools.count(1):
         # A job may be restarted within a second.
         folder = parent / (now if number == 1 else f"{now}_{number}")
-        try:
+        with contextlib.suppress(FileExistsError):
             folder.mkdir()
-            return folder
-        except FileExistsError:
-            number += 1
-
-
-def _gather(value: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every rank's value, in order of ranks. Collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+            break
+    return folder
 
 
 def _this_rank(device: torch.device) -> dict[str, Any]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {
         "rank": dist.get_rank(),
         "host": socket.gethostname(),
         "process": os.getpid(),
-        "device": name,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }
 
 
@@ -137,10 +117,8 @@ def _describe(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 def versions() -> dict[str, str | None]:
     """Of this package and of what it computes with. None for a package that is not there, and for
     CUDA in a build without it."""
-    found: dict[str, str | None] = {
-        # The package is loaded, as this is a part of it. Nothing below imports it from above.
-        "titan_sparse": sys.modules["titan_sparse"].__version__,
-    }
+    # The package is loaded, as this is a part of it. Nothing below imports it from above.
+    found: dict[str, str | None] = {"titan_sparse": sys.modules["titan_sparse"].__version__}
     for name in _PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
@@ -186,65 +164,37 @@ class RankLog(logging.FileHandler):
     """A rank's log file."""
 
 
-class _AsBefore(logging.Filter):
-    """Passes what passed before RankLog asked all loggers for more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.others = logging.getLogger().level
-        self.ours = logging.getLogger("titan_sparse").getEffectiveLevel()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the terminal shows the record."""
-        is_ours = record.name.split(".")[0] == "titan_sparse"
-        return record.levelno >= (self.ours if is_ours else self.others)
-
-
 def _log_to(path: Path) -> None:
     """All that this process logs from INFO on goes to a file too; the terminal shows what it did."""
-    root = logging.getLogger()
-    for handler in list(root.handlers):
-        if isinstance(handler, RankLog):
-            # Of an earlier run in this process.
-            _stop_logging_to(handler)
+    root, ours = logging.getLogger(), logging.getLogger("titan_sparse")
     if not root.handlers and logging.lastResort is not None:
         # What shows warnings where nobody has set up logging, but only while there is no handler.
         root.addHandler(logging.lastResort)
-    for handler in root.handlers:
-        if not any(isinstance(known, _AsBefore) for known in handler.filters):
-            handler.addFilter(_AsBefore())
-
+    levels = {True: ours.getEffectiveLevel(), False: root.level}
     log = RankLog(path, encoding="utf-8")
     log.setLevel(logging.INFO)
     log.setFormatter(
         logging.Formatter(f"%(asctime)s rank {dist.get_rank()} %(levelname)s %(name)s: %(message)s")
     )
-    for logger in _roots():
+    # The root logger, and those that do not hand their records on to it, such as torch's.
+    known = logging.root.manager.loggerDict.values()
+    apart = [item for item in known if isinstance(item, logging.Logger) and not item.propagate]
+    for logger in (root, *apart):
+        for handler in logger.handlers[:]:
+            if isinstance(handler, RankLog):  # of an earlier run in this process
+                logger.removeHandler(handler)
+                handler.close()
+            elif logger is root:
+                handler.addFilter(lambda r: r.levelno >= levels[r.name.startswith("titan_sparse")])
         logger.addHandler(log)
     root.setLevel(min(root.level, logging.INFO))
-    logging.getLogger("titan_sparse").setLevel(logging.INFO)
+    ours.setLevel(logging.INFO)
     _log_uncaught_errors()
 
 
-def _roots() -> list[logging.Logger]:
-    """The root logger, and those that do not hand their records on to it, such as torch's."""
-    known = logging.root.manager.loggerDict.values()
-    apart = [
-        logger for logger in known if isinstance(logger, logging.Logger) and not logger.propagate
-    ]
-    return [logging.getLogger(), *apart]
-
-
-def _stop_logging_to(log: RankLog) -> None:
-    for logger in _roots():
-        logger.removeHandler(log)
-    log.close()
-
-
+@functools.cache
 def _log_uncaught_errors() -> None:
     """What ends the process, or a thread of it, is in the log before it is printed on the terminal."""
-    if getattr(sys.excepthook, "__module__", "") == __name__:
-        return
     print_error = sys.excepthook
     print_of_thread = threading.excepthook
 

@@ -30,8 +30,6 @@ from titan_sparse.estimate.step import Step, step_of
 from titan_sparse.from_config import build_pattern
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.huggingface_files import weights_digest
-from titan_sparse.models.lora import peft_config
-from titan_sparse.models.lora_config import Adapters, resolve_adapters
 from titan_sparse.training.checkpoint import FOLDER, newest_checkpoint
 from titan_sparse.training.optimizer import build_schedule
 from titan_sparse.training.run_folder import versions
@@ -233,17 +231,6 @@ def choose_recompute(peak_gib: Callable[[float], float], free_gib: float) -> flo
         if peak_gib(share) <= free_gib:
             return share
     return 1.0
-
-
-def find_adapters(config: Config, model: DecoderConfig) -> Adapters | None:
-    """What is trained in place of all weights; None without adapters.
-
-    Raises ValueError where PEFT is missing.
-    """
-    adapters = resolve_adapters(model, **vars(config.lora))
-    if adapters:
-        peft_config(adapters)
-    return adapters
 
 
 def base_digest(config: Config) -> str:

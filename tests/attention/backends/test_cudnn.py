@@ -18,7 +18,7 @@ from titan_sparse.attention.backends import cudnn as module
 from titan_sparse.attention.backends.base import DenseShape, Queries
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import Dense, VerticalSlash
-from titan_sparse.training.build_model import _full_contexts
+from titan_sparse.training.build_model import checkpoint_contexts
 
 cudnn = BACKENDS["cudnn"]
 eager = BACKENDS["eager"]
@@ -203,7 +203,9 @@ def test_compiled_and_checkpointed(calls):
 
     want, wanted = gradients(attention, d_out, q, k, v)
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
-    kept = functools.partial(checkpoint, attention, use_reentrant=False, context_fn=_full_contexts)
+    kept = functools.partial(
+        checkpoint, attention, use_reentrant=False, context_fn=checkpoint_contexts
+    )
     for function in (compiled, kept):
         calls.clear()
         out, grads = gradients(function, d_out, q, k, v)

@@ -1,17 +1,13 @@
-"""Pictures and counts of the selection: against the mask of all pairs, and what a run writes to TensorBoard."""
+"""Pictures and counts of the selection, against the mask of all pairs."""
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.distributed import run_processes
 from tests.reference import structured_qkv
-from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
-from titan_sparse.config import ConfigError, check
 
 BLOCK, TOKENS = 16, 192
 SPARSE = VerticalSlash(recall=0.8, sinks=3, local_slashes=1, max_verticals=12, dense_below=48)
@@ -68,51 +64,3 @@ def test_counts_of_blocks_and_verticals():
         seen.blocks_per_query[0], in_blocks.sum((1, 2)) / 160 / BLOCK, check_dtype=False
     )
     assert (seen.blocks_per_query[1] == (100 * 101 + 60 * 61) / 2 / 160 / BLOCK).all()
-
-
-def _train(folder) -> None:
-    train(
-        tiny_config(
-            folder,
-            "run",
-            training__steps=4,
-            metrics__tensorboard=True,
-            metrics__pictures_every=2,
-            metrics__log_every=2,
-        )
-    )
-
-
-def test_what_a_run_writes(tmp_path):
-    write_texts(tmp_path / "texts")
-    run_processes(2, _train, tmp_path)
-    events = EventAccumulator(str(tmp_path / "run/tensorboard"))
-    events.Reload()
-    assert set(events.Tags()["images"]) == {
-        "attention/density_heat_map",
-        "attention/recall_heat_map",
-        "attention/selection",
-    }
-    assert [event.step for event in events.Images("attention/selection")] == [1, 2, 4]
-    record = metrics_of(tiny_config(tmp_path, "run"))[-1]
-    for key in ("blocks_per_query", "columns", "columns_p95", "columns_at_cap"):
-        assert events.Scalars(f"attention/{key}")[-1].value == pytest.approx(record[key]), key
-    assert record["columns_p95"] >= record["columns"] > 2 and record["blocks_per_query"] > 0
-
-
-@pytest.mark.parametrize(
-    "options, reason",
-    [
-        (
-            {"metrics__pictures_every": 15, "metrics__log_every": 10, "metrics__tensorboard": True},
-            "write metrics.pictures_every = 20",
-        ),
-        (
-            {"metrics__pictures_every": 10, "metrics__tensorboard": False},
-            "would be ignored with metrics.tensorboard = false",
-        ),
-    ],
-)
-def test_pictures_that_would_never_be_taken_are_refused(tmp_path, options, reason):
-    with pytest.raises(ConfigError, match=reason):
-        check(tiny_config(tmp_path, "run", **options), 1, 1)

@@ -11,10 +11,10 @@ from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Sliding
 from titan_sparse.attention.observe.visits import (
     Visits,
     by_step,
-    computed_chunks,
     count_visits,
-    count_visits_of_all_heads,
-    step_sources,
+    step_imbalance,
+    worker_imbalance,
+    worker_imbalance_per_step,
 )
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 
@@ -68,6 +68,9 @@ def test_visits_are_what_the_dense_mask_says(case, layout, ranks):
     mask, ranges, index = _index(case)
     table = block_ids(layout, ranks, SEQ_LEN, BLOCK)
     visits = count_visits(index, ranges, table)
+    all_heads = count_visits(index, ranges, table, sum_heads=True)
+    for of_heads, summed in zip(visits, all_heads, strict=True):
+        assert torch.equal(of_heads.sum(1, keepdim=True), summed)
     tokens = torch.stack([token_positions(blocks, BLOCK) for blocks in table])
 
     # [B, H, S, S], then [B, H, ranks]
@@ -85,17 +88,6 @@ def test_visits_are_what_the_dense_mask_says(case, layout, ranks):
     assert torch.equal(visits.full, _by_rank(computed & allowed, table))
     assert torch.equal(visits.partial, _by_rank(computed & ~allowed, table))
     assert visits.partial.sum() > 0 or case == "full"
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("layout, ranks", [("striped", 3), ("zigzag", 4)])
-def test_the_sum_of_all_heads_is_the_sum_over_heads(case, layout, ranks):
-    _, ranges, index = _index(case)
-    table = block_ids(layout, ranks, SEQ_LEN, BLOCK)
-    by_head = count_visits(index, ranges, table)
-    all_heads = count_visits_of_all_heads(index, ranges, table)
-    for of_heads, summed in zip(by_head, all_heads):
-        assert torch.equal(of_heads.sum(1, keepdim=True), summed)
 
 
 def test_large_sequences_are_counted_in_pieces(monkeypatch):
@@ -122,11 +114,12 @@ def test_work_by_step_follows_the_schedule(schedule, inter, intra):
     record = SCHEDULES[schedule]
     windows, _ = record.rings(inter, intra)
     visits = count_visits(index, ranges, block_ids("striped", size, SEQ_LEN, BLOCK))
-    sources = step_sources(schedule, inter, intra)
-    work = by_step(visits, sources)
+    sources = torch.tensor(record.step_sources(inter, intra))
+    everything = torch.ones(size, size, dtype=torch.bool)
+    work = by_step(visits, sources, everything)
     assert torch.equal(work.sum(-1), visits.total())
     order = [0, 2, 3, 1] if windows == 2 else list(range(size))
-    backward = by_step(visits, sources, backward=True, windows=windows)[..., order]
+    backward = by_step(visits, sources, everything, backward=True, windows=windows)[..., order]
 
     for rank in range(size):
         rank_sources = record.step_sources(inter, intra)[rank]
@@ -153,26 +146,17 @@ def test_verticals_come_with_chunks_that_a_rank_computes_on():
     pairs = torch.tensor([[[[4, 0, 0], [5, 6, 0], [1, 2, 7]]]])
     verticals = torch.tensor([[[[10, 20, 40]] * 3]])
     visits = Visits(pairs, pairs, pairs, verticals)
-    sources = step_sources("ring", 1, 3)
-    forward = by_step(visits, sources)[0, 0]
+    sources = torch.tensor(SCHEDULES["ring"].step_sources(1, 3))
+    needed = pairs[0, 0] > 0
+    forward = by_step(visits, sources, needed)[0, 0]
     assert forward.tolist() == [[74, 0, 0], [6, 75, 0], [7, 52, 21]]
-    backward = by_step(visits, sources, backward=True)[0, 0]
+    backward = by_step(visits, sources, needed, backward=True)[0, 0]
     assert backward.tolist() == [[74, 0, 0], [76, 5, 0], [57, 22, 1]]
 
 
-def test_a_chunk_is_computed_where_any_head_computes_a_tile_of_it():
-    ranks = 8
-    seq_len = ranks * BLOCK
-    ranges = Causal().rows(seq_len)
-    slashes = torch.zeros(1, 2, ranks, dtype=torch.bool)
-    slashes[:, :, 0] = True
-    slashes[0, 1, 3] = True  # one head sees three blocks back
-    verticals = torch.full((1, 2, BLOCK), seq_len, dtype=torch.int32)
-    verticals[..., 0] = 0  # a vertical needs no chunk
-    capped = torch.zeros(1, 2, 2)
-    pattern = VerticalSlash(dense_below=BLOCK)
-    index = pattern.index([slashes, verticals, capped], ranges, 1, 2, BLOCK)
-    table = block_ids("contiguous", ranks, seq_len, BLOCK)
-    computed = computed_chunks(count_visits_of_all_heads(index, ranges, table))
-    chunks_by_rank = [row.nonzero().flatten().tolist() for row in computed]
-    assert chunks_by_rank == [[0], [1], [2], [0, 3], [1, 4], [2, 5], [3, 6], [4, 7]]
+def test_imbalance_degrees_by_hand():
+    work = torch.tensor([[4.0, 0.0], [1.0, 3.0]])  # [ranks, steps]
+    assert worker_imbalance(work.sum(1)) == 1.0  # both ranks do 4
+    assert step_imbalance(work) == (4 / 2 + 3 / 2) / 2
+    assert worker_imbalance_per_step(work) == (4 / 2.5 + 3 / 1.5) / 2
+    assert worker_imbalance(torch.tensor([[6, 2], [0, 0]])).tolist() == [1.5, 1.0]

@@ -16,7 +16,7 @@ from titan_sparse.attention import attend
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.observe.statistics import recording
-from titan_sparse.attention.observe.visits import count_visits, count_visits_of_all_heads
+from titan_sparse.attention.observe.visits import count_visits
 from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention, moba, xattention
 from titan_sparse.estimate.index_file import load_indexes, save_indexes
 
@@ -162,7 +162,7 @@ def test_work_is_counted_tile_by_tile(pattern):
     assert torch.equal(visits.pairs, by_rank(tiles.sum((3, 5))))
     assert torch.equal(visits.full, by_rank(tiles.all(5).all(3).long()))
     assert (visits.full + visits.partial >= by_rank(tiles.any(5).any(3).long())).all()
-    of_all_heads = count_visits_of_all_heads(index, ranges, table)
+    of_all_heads = count_visits(index, ranges, table, sum_heads=True)
     for got, want in zip(of_all_heads, visits, strict=True):
         assert torch.equal(got, want.sum(1, keepdim=True))
 

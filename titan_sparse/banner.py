@@ -1,18 +1,10 @@
 """The start-up banner: what is about to run, on what, with which attention kernel and why."""
 
-from dataclasses import dataclass
-
-import torch
-
 from titan_sparse.attention import ContextParallel
+from titan_sparse.build import Parts
 from titan_sparse.config import Attention, Config
-from titan_sparse.models.flavours import (
-    DecoderConfig,
-    choose_implementation,
-    number_of_parameters,
-)
-from titan_sparse.models.lora_config import adapter_elements, resolve_adapters
-from titan_sparse.training.distributed import Meshes
+from titan_sparse.models.flavours import choose_implementation, number_of_parameters
+from titan_sparse.models.lora_config import adapter_elements
 
 _REACHES_RECALL = {
     "joint": "a head",
@@ -21,35 +13,22 @@ _REACHES_RECALL = {
 """What reaches the recall, by attention.vertical_slash.budget."""
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """What the banner reports in addition to the configuration: what it means on these devices."""
+def banner(parts: Parts, padded_seq_len: int, memory: dict[str, float]) -> str:
+    """Several lines, each with its name to the left.
 
-    model: DecoderConfig
-    meshes: Meshes
-    cp: ContextParallel
-    kernel: str
-    """What backends.explain() says."""
-    device: torch.device
-    padded_seq_len: int
-    """Tokens of a sequence, padded to whole blocks of every rank."""
-    memory: dict[str, float]
-    """GiB a device by part, at the step's peak."""
-    recomputed: float
-    """Share of attention that is computed again in the backward."""
-
-
-def banner(config: Config, resolved: Resolved) -> str:
-    """Several lines, each with its name to the left."""
+    padded_seq_len: tokens of a sequence, padded to whole blocks of every rank. memory: GiB a device
+    by part, at the step's peak.
+    """
+    config = parts.config
     lines = {
-        "model": _model(config, resolved),
-        "mesh": _mesh(config, resolved),
-        "data": _data(config, resolved),
-        "attention": _attention(config.attention, resolved.cp),
-        "layout": f"{resolved.cp.layout}, schedule {resolved.cp.schedule}",
-        "kernel": resolved.kernel,
-        "blocks": _blocks(config, resolved.recomputed),
-        "memory": _memory(resolved.memory),
+        "model": _model(parts),
+        "mesh": _mesh(parts),
+        "data": _data(parts, padded_seq_len),
+        "attention": _attention(config.attention, parts.cp),
+        "layout": f"{parts.cp.layout}, schedule {parts.cp.schedule}",
+        "kernel": parts.kernel,
+        "blocks": _blocks(config, parts.recomputed),
+        "memory": _memory(memory),
         "timeouts": (
             f"collectives fail after {config.parallelism.first_step_timeout_seconds:,} s in the first step and in "
             f"saves, else after {config.parallelism.timeout_seconds:,} s"
@@ -59,13 +38,14 @@ def banner(config: Config, resolved: Resolved) -> str:
     return "\n".join(f"{name:>10}  {text}" for name, text in lines.items())
 
 
-def _model(config: Config, resolved: Resolved) -> str:
+def _model(parts: Parts) -> str:
+    config = parts.config
     name = config.model.initial_hf or config.model.flavour
-    millions = number_of_parameters(resolved.model) / 1e6
+    millions = number_of_parameters(parts.model_config) / 1e6
     dtype = config.training.dtype
-    adapters = resolve_adapters(resolved.model, **vars(config.lora))
+    adapters = parts.adapters
     if adapters:
-        trained = adapter_elements(resolved.model, adapters) / 1e6
+        trained = adapter_elements(parts.model_config, adapters) / 1e6
         dtype += (
             f", frozen, and {trained:,.1f} M that are trained: adapters of rank {adapters.rank} of "
             f"{', '.join(adapters.targets)}"
@@ -79,25 +59,25 @@ def _model(config: Config, resolved: Resolved) -> str:
     return f"{line}; {code} code ({reason})"
 
 
-def _mesh(config: Config, resolved: Resolved) -> str:
-    replicas = config.parallelism.dp_replicate
-    shards = resolved.meshes.dp_size // replicas
-    cp = resolved.cp
+def _mesh(parts: Parts) -> str:
+    replicas = parts.config.parallelism.dp_replicate
+    shards = parts.meshes.dp_size // replicas
+    cp = parts.cp
     return (
         f"{replicas} dp_replicate x {shards} dp_shard"
-        f" x {cp.inter} cp_inter x {cp.intra} cp_intra on {resolved.device.type}"
+        f" x {cp.inter} cp_inter x {cp.intra} cp_intra on {parts.device.type}"
     )
 
 
-def _data(config: Config, resolved: Resolved) -> str:
+def _data(parts: Parts, padded: int) -> str:
+    config = parts.config
     training = config.training
     accumulated = training.local_batch_size * training.gradient_accumulation_steps
-    sequences = accumulated * resolved.meshes.dp_size
-    padded = resolved.padded_seq_len
+    sequences = accumulated * parts.meshes.dp_size
     return (
         f"{config.data.source}, tokenizer {config.data.tokenizer},"
         f" {sequences} sequences a step of {training.seq_len:,}"
-        f" tokens (padded to {padded:,}, {padded // resolved.cp.size:,} a rank)"
+        f" tokens (padded to {padded:,}, {padded // parts.cp.size:,} a rank)"
     )
 
 

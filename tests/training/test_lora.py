@@ -1,6 +1,8 @@
 """Whole runs with adapters: PEFT on the model of transformers, in a loop that anybody would write, has
-the same losses and ends with the same adapters."""
+the same losses and ends with the same adapters. Ranks, compilation, recomputation and chunks change
+nothing."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -9,27 +11,35 @@ from typing import NamedTuple
 import pytest
 import tokenizers
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
 
-from tests.models.helpers import causal, dense_attend
+from tests.distributed import run_processes
+from tests.fake_step import fake_world
+from tests.models.helpers import TINY, causal, dense_attend
 from tests.models.transformers_models import save_model
 from tests.training import reference_loop as by_hand
-from tests.training.lora_runs import ALIKE, CODE, LR, STEPS, assert_close, train
 from tests.training.wired_run import (
+    ALIKE,
     SEQ_LEN,
+    assert_alike,
     lines_of,
     read_model,
+    run,
     write_model,
     write_shard,
 )
 from titan_sparse.commands.evaluate import main as evaluate
 from titan_sparse.commands.export_hf import main as export_hf
-from titan_sparse.config import ConfigError
+from titan_sparse.config import ActivationCheckpoint, Compile, Config, ConfigError, Lora
 from titan_sparse.models.decoder import Decoder
-from titan_sparse.models.initialization import canonical_name
-from titan_sparse.models.lora import add_adapters
-from titan_sparse.models.lora_config import is_adapter
-from titan_sparse.trainer import Trainer
+from titan_sparse.models.initialization import canonical_name, initialize
+from titan_sparse.models.lora import add_adapters, initialize_adapters
+from titan_sparse.models.lora_config import is_adapter, resolve_adapters
+from titan_sparse.trainer import Trainer, draw_dropout
+from titan_sparse.training.build_model import parallelize
 from titan_sparse.training.checkpoint import read_metadata
 from titan_sparse.training.checkpoint.saver import expected_bytes
 
@@ -39,6 +49,36 @@ from safetensors.torch import load_file  # noqa: E402
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+LR = 0.02
+STEPS = 4
+SETTINGS: dict[str, object] = {
+    "lora.rank": 3,
+    "lora.alpha": 12,
+    "training.steps": STEPS,
+    "training.max_norm": 0.0,
+    "optimizer.lr": LR,
+    "optimizer.weight_decay": 0.1,
+    "optimizer.beta2": 0.95,
+    "lr_scheduler.warmup_steps": 0,
+    "lr_scheduler.min_lr_factor": 1.0,
+}
+FOREIGN = ("phi3", "qwen3_moe")
+"""Models that our own decoder does not have."""
+
+
+def train(folder: Path, output: str, model: str, settings: dict[str, object]) -> Trainer:
+    code = "transformers" if model in FOREIGN else "native"
+    named = {"model.initial_hf": folder / model, "model.implementation": code}
+    return run(folder, output, SETTINGS | named | settings)
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """All tensors, beside the largest number of any."""
+    assert found.keys() == expected.keys()
+    largest = max(x.abs().max().item() for x in expected.values())
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).abs().max().item() <= ALIKE * largest, name
 
 
 class Case(NamedTuple):
@@ -71,28 +111,23 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
     write_shard(folder)
     for case in CASES.values():
-        if case.model in CODE:
+        if case.model in FOREIGN:
             save_model(folder / case.model, case.model)
         else:
             write_model(folder, case.model)
     return folder
 
 
-def _adapters_at_first(folder: Path, output: str, case: Case) -> Path:
-    """The adapters that a run begins with, in PEFT's format."""
-    nothing = {"optimizer.lr": 1e-30, "optimizer.weight_decay": 0.0, "training.steps": 1}
-    train(folder, output, case.model, case.settings | nothing)
-    return folder / output / "huggingface/step-1"
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_is_pefts_loop(folder, name):
     case = CASES[name]
     output = name.replace(" ", "_")
-    first = _adapters_at_first(folder, f"{output}-first", case)
-    model = peft.PeftModel.from_pretrained(
-        read_model(folder / case.model), first, is_trainable=True
-    )
+    # The adapters that the run begins with, in PEFT's format.
+    nothing = {"optimizer.lr": 1e-30, "optimizer.weight_decay": 0.0, "training.steps": 1}
+    train(folder, f"{output}-first", case.model, case.settings | nothing)
+    first = folder / f"{output}-first/huggingface/step-1"
+    base = read_model(folder / case.model)
+    model = peft.PeftModel.from_pretrained(base, first, is_trainable=True)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * case.layers
     before = {name: p.detach().clone() for name, p in trained.items()}
@@ -339,3 +374,92 @@ def test_frozen_weights_stay_as_they_were_read(folder):
     assert states == 2 * 14
     losses = [line["loss"] for line in lines_of(folder / "half-run")]
     assert losses[-1] < losses[0]
+
+
+MESHES = {
+    "cp": {"parallelism.cp": 2},
+    "shards": {"parallelism.dp_shard": 2},
+    "replicas": {"parallelism.dp_replicate": 2},
+}
+
+
+def _on_two_ranks(folder: Path) -> None:
+    for output, mesh in MESHES.items():
+        train(folder, output, "Qwen3", mesh | {"training.steps": 3})
+    draw_dropout(Config(lora=Lora(rank=2, dropout=0.1)), 7)
+    torch.save(torch.rand(4), folder / f"dropped-{dist.get_rank()}")
+
+
+def test_two_ranks_are_one(folder):
+    """Two data-parallel ranks read what one reads in two micro-batches."""
+    run_processes(2, _on_two_ranks, folder)
+    # Each rank drops other inputs.
+    first, second = (torch.load(folder / f"dropped-{rank}") for rank in range(2))
+    assert not torch.equal(first, second)
+    for accumulated in (1, 2):
+        settings = {"training.gradient_accumulation_steps": accumulated, "training.steps": 3}
+        train(folder, f"one-{accumulated}", "Qwen3", settings)
+    for mesh, wanted in (("cp", "one-1"), ("shards", "one-2"), ("replicas", "one-2")):
+        assert_alike(folder, mesh, wanted)
+        files = [
+            load_file(folder / output / "huggingface/step-3/adapter_model.safetensors")
+            for output in (mesh, wanted)
+        ]
+        assert_close(*files)
+
+
+AOT = {"compile.enable": True, "compile.backend": "aot_eager"}
+CHUNKS = {"training.mlp_chunk_tokens": 24}
+LEVERS = {
+    "kept": {"optimizer.implementation": "fused", "activation_checkpoint.mode": "none"},
+    "compiled": AOT,
+    "in chunks": CHUNKS,
+    "compiled in chunks": AOT | CHUNKS | {"lora.targets": "q_proj,up_proj"},
+    "offloaded": AOT | {"activation_checkpoint.offload": True},
+}
+SLOW = ("compiled in chunks", "offloaded")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LEVERS],
+)
+def test_levers_change_nothing(folder, name):
+    settings = LEVERS[name] | {"training.steps": 3}
+    targets = settings.get("lora.targets", "all-linear")
+    plain = f"plain-{targets}"
+    if not (folder / plain).is_dir():
+        train(folder, plain, "Qwen3", {"training.steps": 3, "lora.targets": targets})
+    train(folder, name, "Qwen3", settings)
+    assert_alike(folder, name, plain)
+
+
+def test_blocks_are_compiled_twice_however_many_there_are():
+    shape = dataclasses.replace(TINY, layers=10)
+    adapters = resolve_adapters(shape, 3, 6, 0.1, "all-linear", "default")
+    counter = CompileCounterWithBackend("aot_eager")
+    if dist.is_initialized():  # by an evaluation before
+        dist.destroy_process_group()
+    with fake_world(1):
+        with torch.device("meta"):
+            model = Decoder(shape, dense_attend)
+            add_adapters(model, adapters)
+        mesh = init_device_mesh("cpu", (1,))
+        checkpointing = ActivationCheckpoint("full")
+        parallelize(model, mesh, torch.float32, True, checkpointing, Compile(True, counter))
+        model.to_empty(device="cpu")
+        initialize(model, 0, shape)
+        initialize_adapters(model, 0, adapters)
+        tokens = torch.arange(13)[None]
+        for _ in range(2):
+            model(tokens, tokens, causal(13), tokens).backward()
+    assert counter.frame_count == 2
+
+
+def test_recomputation_drops_what_the_forward_dropped(folder):
+    """In the backward of a checkpointed block, compiled or not."""
+    drops = {"lora.dropout": 0.3, "training.steps": 3}
+    train(folder, "drops", "Qwen3", drops | {"activation_checkpoint.mode": "none"})
+    for output, settings in (("drops-again", drops), ("drops-compiled", drops | AOT)):
+        train(folder, output, "Qwen3", settings)
+        assert_alike(folder, output, "drops")

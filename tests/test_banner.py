@@ -1,27 +1,32 @@
 """The banner says what a run is about to do."""
 
+from types import SimpleNamespace
+
 import torch
 
 from titan_sparse.attention import ContextParallel
+from titan_sparse.banner import banner
 from titan_sparse.config import Config
+from titan_sparse.config.reading import load
 from titan_sparse.models.flavours import FLAVOURS
-from titan_sparse.training.banner import Resolved, banner
+from titan_sparse.models.lora_config import resolve_adapters
 from titan_sparse.training.distributed import Meshes
 
 
 def _lines(config: Config, recomputed: float = 0.0) -> dict[str, str]:
-    resolved = Resolved(
-        model=FLAVOURS["debug"],
+    model = FLAVOURS["debug"]
+    parts = SimpleNamespace(
+        config=config,
+        model_config=model,
+        adapters=resolve_adapters(model, **vars(config.lora)),
         meshes=Meshes(fsdp=None, cp=None, dp_size=4, dp_rank=0),
         cp=ContextParallel(None, layout="striped", schedule="local", block_size=64),
         kernel="eager: plain PyTorch; asked for",
         device=torch.device("cpu"),
-        padded_seq_len=4096,
-        memory={"weights": 1.25, "loss": 0.001},
         recomputed=recomputed,
     )
     lines = {}
-    for line in banner(config, resolved).splitlines():
+    for line in banner(parts, 4096, {"weights": 1.25, "loss": 0.001}).splitlines():
         name, _, text = line.strip().partition("  ")
         lines[name] = text
     return lines
@@ -41,23 +46,13 @@ def test_what_is_trained():
 
 
 def test_every_line():
-    config = Config()
-    config.model.flavour = "debug"
-    config.data.source = "python"
-    config.data.tokenizer = "bytes"
-    config.training.dtype = "bfloat16"
-    config.training.seq_len = 4000
-    config.training.local_batch_size = 2
-    config.training.gradient_accumulation_steps = 3
-    config.training.output_dir = "outputs/run"
-    config.parallelism.dp_replicate = 2
-    config.parallelism.first_step_timeout_seconds = 1800
-    config.parallelism.timeout_seconds = 300
-    config.attention.mask = "causal"
-    config.attention.pattern = "dense"
-    config.attention.sliding_window = 512
-    config.attention.window_sinks = 4
-    config.activation_checkpoint.mode = "full"
+    words = """
+        --model.flavour=debug --data.source=python --data.tokenizer=bytes --training.seq_len=4000
+        --training.local_batch_size=2 --training.gradient_accumulation_steps=3
+        --training.output_dir=outputs/run --parallelism.dp_replicate=2 --attention.mask=causal
+        --attention.pattern=dense --attention.sliding_window=512 --attention.window_sinks=4
+    """
+    config, _ = load(words.split())
     lines = _lines(config, recomputed=0.25)
     model = lines.pop("model")
     assert model.startswith("debug, 0.8 M parameters")
