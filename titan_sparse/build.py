@@ -37,7 +37,7 @@ from titan_sparse.training.checkpoint import (
     lock_run,
 )
 from titan_sparse.training.distributed import build_meshes, choose_device, init_distributed
-from titan_sparse.training.guard import Guard, Recovery, decides_on_device
+from titan_sparse.training.guard import Guard, decides_on_device
 from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.training.metrics_output import open_tracker
 from titan_sparse.training.optimizer import build_optimizer, build_schedule
@@ -160,15 +160,6 @@ class Parts:
                 states={"guard": self.guard},
                 texts={"config.toml": to_toml(config), ORIGIN_FILE: origin_text(self.origin)},
             )
-        self.recovery = Recovery(
-            config,
-            self.guard,
-            self.checkpointer,
-            self.model,
-            self.optimizers,
-            self.schedule,
-            self.progress,
-        )
         self.scorer = Scorer(
             self.model,
             self.model_config,

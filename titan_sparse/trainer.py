@@ -28,6 +28,7 @@ from titan_sparse.estimate.memory import estimate, peak_phase
 from titan_sparse.from_config import build_layer_masks
 from titan_sparse.loss import count_valid
 from titan_sparse.models.initialization import stable_seed
+from titan_sparse.recovery import Recovery
 from titan_sparse.training.checkpoint import check_lock, unlock_run
 from titan_sparse.training.distributed import barrier, set_timeout
 from titan_sparse.training.guard import refuse_bad_weights
@@ -57,6 +58,7 @@ class Trainer(Parts):
 
     def __init__(self, config: Config):
         super().__init__(config)
+        self.recovery = Recovery(self)
         self.signals = StopSignals()
         self.watch = Watch(
             config.parallelism.first_step_timeout_seconds, self.signals, self.start_folder

@@ -209,32 +209,23 @@ def _check_ranks() -> None:
     cp = ContextParallel(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), block_size=BLOCK)
     for shares_data in (False, True):
         count = CapCount()
-        by_hand = torch.zeros(2, LAYERS, 3, dtype=torch.float64)
+        by_hand = torch.zeros(LAYERS, 3, dtype=torch.float64)
         for forward in range(2):
+            first = 10 * forward + 100 * dist.get_rank() * (not shares_data)
+            layers = [structured_qkv(1, 4, 2, TOKENS, 8, seed=first + n) for n in range(LAYERS)]
+            by_hand += torch.stack([_capped_by_hand(q, k) for q, k, _ in layers])
             with count.counting():
-                for layer in range(LAYERS):
-                    seed = 10 * forward + layer + 100 * dist.get_rank() * (not shares_data)
-                    q, k, v = structured_qkv(1, 4, 2, TOKENS, 8, seed=seed)
-                    by_hand[forward, layer] = _one_layer(q, k, v, cp if shares_data else None)
+                for inputs in layers:
+                    if shares_data:
+                        attend(*[cp.shard(x, 2) for x in inputs], pattern=CUT, cp=cp)
+                    else:
+                        attend(*inputs, pattern=CUT, block_size=BLOCK)
+        alone = by_hand.clone()
+        dist.all_reduce(by_hand)
+        assert shares_data == torch.equal(2 * alone, by_hand), "the case proves nothing"
         got = torch.stack(count.read(), dim=1)
-        mean = by_hand.mean(0)
-        alone = mean.clone()
-        dist.all_reduce(mean)
-        mean /= 2
-        assert shares_data == torch.equal(alone, mean), "the case proves nothing"
-        torch.testing.assert_close(got, mean, rtol=1e-12, atol=0)
+        torch.testing.assert_close(got, by_hand / 4, rtol=1e-12, atol=0)
         assert count.read() is None
-
-
-def _one_layer(q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel | None) -> Tensor:
-    """attend(). Returns what it has to count, from the whole sequence on one rank."""
-    if cp is None:
-        index = attend(q, k, v, pattern=CUT, block_size=BLOCK, return_aux=True)[1].index
-        return _heads(index.capped).mean((0, 1))
-    attend(*[cp.shard(x, 2) for x in (q, k, v)], pattern=CUT, cp=cp)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("titan_sparse.attention.recorder._capped_shares", None)
-        return _capped_by_hand(q, k)
 
 
 def test_ranks_agree():

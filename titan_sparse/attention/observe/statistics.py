@@ -20,13 +20,13 @@ from titan_sparse.attention.masks.base import once_per_mask, token_positions
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.reach import (
     pairs_by_block,
-    queries_seeing,
     seen_by,
     visible_pairs,
 )
+from titan_sparse.attention.observe.visits import vertical_pairs
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.moba import MoBAIndex
-from titan_sparse.attention.tiles.blocks import all_blocks, covered_verticals
+from titan_sparse.attention.tiles.blocks import all_blocks
 
 # How much is looked at together, which bounds the memory.
 _Q_BLOCKS_AT_ONCE = 256
@@ -201,13 +201,9 @@ def visited_pairs(call: AttentionCall, batch: int) -> tuple[Tensor, Tensor]:
         allowed_key,
         lambda: pairs_by_block(ranges, query_blocks, size),
     )
-    # [B, Hq, C]
-    first_seeing, behind_seeing = queries_seeing(ranges, index.verticals)
     keys = all_blocks(index)
-    device = index.verticals.device
-    # [B, Hq] each
-    in_blocks = torch.zeros(batch, index.heads, dtype=torch.float64, device=device)
-    in_verticals = torch.zeros_like(in_blocks)
+    # [B, Hq]
+    in_blocks = torch.zeros(batch, index.heads, dtype=torch.float64, device=allowed.device)
     for q_blocks, allowed_pairs in zip(
         query_blocks.split(_Q_BLOCKS_AT_ONCE),
         allowed.split(_Q_BLOCKS_AT_ONCE, dim=1),
@@ -215,16 +211,8 @@ def visited_pairs(call: AttentionCall, batch: int) -> tuple[Tensor, Tensor]:
     ):
         # [B, Hq, nq, blocks]
         selected = index.selects(q_blocks, keys)
-        visited = torch.where(selected, allowed_pairs[:, None], 0)
-        in_blocks += visited.sum(dim=(-2, -1))
-        # [B, Hq, nq, C]: queries of each block that see each vertical
-        begin = (q_blocks * size)[:, None]
-        from_query = torch.maximum(first_seeing[:, :, None], begin)
-        to_query = torch.minimum(behind_seeing[:, :, None], begin + size)
-        seeing = (to_query - from_query).clamp(min=0)
-        uncovered = ~covered_verticals(index, selected)
-        in_verticals += seeing.where(uncovered, 0).sum(dim=(-2, -1))
-    return in_blocks, in_verticals
+        in_blocks += torch.where(selected, allowed_pairs[:, None], 0).sum(dim=(-2, -1))
+    return in_blocks, vertical_pairs(index, ranges, query_blocks).sum(-1).double()
 
 
 def recall(call: AttentionCall, q: Tensor, k: Tensor, lse: Tensor, samples: int) -> Tensor:

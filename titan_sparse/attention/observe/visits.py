@@ -108,9 +108,9 @@ def vertical_pairs(index: BlockIndex, ranges: MaskRanges, q_blocks: Tensor) -> T
     """
     block_size = index.block_size
     capacity = index.verticals.shape[-1]
-    # Lists are filled up with the sequence length. Only the blocks with any vertical are looked at.
-    longest = 0
-    if index.verticals.numel():
+    # Lists are filled up with the sequence length. Only the blocks with any vertical are looked at, on the CPU.
+    longest = capacity
+    if index.verticals.numel() and not index.verticals.is_cuda:  # for which the host would wait
         longest = int((index.verticals < index.seq_len).sum(-1).max())
     # [B, Hq, c]
     verticals = index.verticals[..., : -(-longest // block_size) * block_size]
