@@ -23,7 +23,7 @@ Case = dict[str, object]
 
 
 def _run(folder: Path, output: str, overrides: Case) -> tuple[dict, Trainer]:
-    config = tiny_config(folder, output, training__steps=3, **overrides)
+    config = tiny_config(folder, output, training__steps=2, **overrides)
     trainer = train(config)
     dist.barrier()
     lines = metrics_of(config)

@@ -59,27 +59,22 @@ def _same_rows(rows: dict, other: dict) -> bool:
 def _check_runs(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         _, whole = _run(folder, "whole", patch, parallelism__cp=2)
-        assert list(whole) == [1, 2, 3, 4]
-        for step in (1, 2, 3):
-            assert not whole[step][0].equal(whole[step + 1][0])
-
         _, first = _run(folder, "halves", patch, parallelism__cp=2, training__steps=2)
         # As a new process finds it.
         set_probe_seed(0)
         _, second = _run(folder, "halves", patch, parallelism__cp=2)
-        assert list(first) == [1, 2] and list(second) == [3, 4]
-        assert _same_rows(whole, first | second)
-
         _, other = _run(folder, "other", patch, parallelism__cp=2, training__seed=8)
-        assert not _same_rows(whole, other)
-    for step in whole:
-        ranks = [torch.empty_like(whole[step][0]) for _ in range(dist.get_world_size())]
-        dist.all_gather(ranks, whole[step][0])
-        assert ranks[0].equal(ranks[1])
+    assert list(whole) == [1, 2, 3, 4] and list(first) == [1, 2] and list(second) == [3, 4]
+    assert _same_rows(whole, first | second) and not _same_rows(whole, other)
+    for step in (1, 2, 3):
+        assert not whole[step][0].equal(whole[step + 1][0])
+    for rows in whole.values():
+        of_ranks = [torch.empty_like(rows[0]) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_ranks, rows[0])
+        assert of_ranks[0].equal(of_ranks[1])
     for field in ("loss", "grad_norm"):
-        assert all(
-            step.absolute == 0 for step in differences(folder / "whole", folder / "halves", field)
-        )
+        found = differences(folder / "whole", folder / "halves", field)
+        assert all(step.absolute == 0 for step in found)
 
 
 def test_rows_of_a_step_are_the_same_on_all_ranks_and_when_resumed(tmp_path):
@@ -87,55 +82,36 @@ def test_rows_of_a_step_are_the_same_on_all_ranks_and_when_resumed(tmp_path):
     run_processes(2, _check_runs, tmp_path)
 
 
-def _check_recomputation(folder: Path) -> None:
+def _check_recomputation_and_evaluation(folder: Path) -> None:
+    """Both look at the same rows again: of the step, and of no step."""
     settings = {"training__steps": 2, "checkpoint__enable": False}
+    select = pattern.VerticalSlash.select_tensors
+    selections = []
     with pytest.MonkeyPatch.context() as patch:
-        _run(folder, "kept", patch, activation_checkpoint__mode="none", **settings)
+        trainer, _ = _run(folder, "kept", patch, activation_checkpoint__mode="none", **settings)
         # Nothing is kept of attention: the backward selects anew.
         patch.setattr(build_model, "SAVED_OPS", ())
-        selected = []
-        patch.setattr(pattern.VerticalSlash, "select_tensors", _counted(selected))
+        counted = lambda *args: selections.append(0) or select(*args)  # noqa: E731
+        patch.setattr(pattern.VerticalSlash, "select_tensors", counted)
         _run(folder, "recomputed", patch, activation_checkpoint__mode="full", **settings)
-    assert len(selected) > 2 * 2 * 2
+    assert len(selections) > 2 * 2 * 2
     for field in ("loss", "grad_norm"):
-        assert all(
-            step.relative < 1e-9
-            for step in differences(folder / "kept", folder / "recomputed", field)
-        )
+        found = differences(folder / "kept", folder / "recomputed", field)
+        assert all(step.relative < 1e-9 for step in found)
 
-
-def _counted(calls: list):
-    select_tensors = pattern.VerticalSlash.select_tensors
-
-    def counted(*args):
-        calls.append(probe_seed())
-        return select_tensors(*args)
-
-    return counted
-
-
-def test_a_recomputation_looks_at_the_same_rows(tmp_path):
-    write_texts(tmp_path / "texts")
-    run_processes(1, _check_recomputation, tmp_path)
-
-
-def _check_evaluation(folder: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        trainer, _ = _run(folder, "run", patch, training__steps=1, checkpoint__enable=False)
     tokens = np.arange(300) % 250
-    sequence = Sequence(tokens, tokens)
     losses = []
     for step in (1, 2):
         draw_probe_rows(7, step)
         seed = probe_seed()
-        losses.append(trainer.scorer.token_losses(sequence, 300)[0])
+        losses.append(trainer.scorer.token_losses(Sequence(tokens, tokens), 300)[0])
         assert probe_seed() == seed
     assert losses[0].equal(losses[1])
 
 
-def test_an_evaluation_looks_at_the_rows_of_no_step(tmp_path):
+def test_a_recomputation_and_an_evaluation_look_at_the_same_rows(tmp_path):
     write_texts(tmp_path / "texts")
-    run_processes(1, _check_evaluation, tmp_path)
+    run_processes(1, _check_recomputation_and_evaluation, tmp_path)
 
 
 def test_seeds():

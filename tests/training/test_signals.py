@@ -7,13 +7,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from titan_sparse.training.heartbeat import Watch
+from titan_sparse.training.heartbeat import Watch, has_ended, machine
 from titan_sparse.training.launcher import StopSignals, ignore_signals_in_children
 
 ROOT = Path(__file__).parents[2]
@@ -51,25 +52,23 @@ def _start(*words: str, **environment: str) -> tuple[subprocess.Popen, str]:
     return process, process.stdout.readline().strip()
 
 
+def _wait_for(condition: Callable[[], bool], seconds: float = 5) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_interrupt_ends_at_once(second):
+def test_a_second_interrupt_ends_at_once_and_terminations_are_patient(second):
     process, line = _start(STUCK)
     assert line == "ready"
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        process.send_signal(number)
+        time.sleep(0.3)
     assert process.poll() is None
     process.send_signal(second)
     assert process.wait(5) == 130
-
-
-def test_termination_twice_is_still_patient():
-    process, _ = _start(STUCK)
-    for _ in range(2):
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
-    assert process.poll() is None
-    process.kill()
-    process.wait()
 
 
 def test_a_signal_is_noted_and_handlers_come_back():
@@ -77,20 +76,9 @@ def test_a_signal_is_noted_and_handlers_come_back():
     with StopSignals() as signals:
         assert not signals.asked and signals.has_time_for(1e9, 1)
         os.kill(os.getpid(), signal.SIGTERM)
-        deadline = time.monotonic() + 5
-        while not signals.asked and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert signals.asked
+        _wait_for(lambda: signals.asked)
         assert signals.has_time_for(1, 60) and not signals.has_time_for(61, 60)
     assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-
-
-def _is_alive(number: int) -> bool:
-    try:
-        status = Path(f"/proc/{number}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
 @pytest.mark.parametrize("under_torchrun", [True, False])
@@ -99,11 +87,11 @@ def test_a_rank_ends_with_its_torchrun_but_not_with_a_shell(under_torchrun):
     child = int(line)
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 3
-    while _is_alive(child) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert _is_alive(child) != under_torchrun
-    if not under_torchrun:
+    if under_torchrun:
+        _wait_for(lambda: has_ended({"machine": machine(), "process": child}))
+    else:
+        time.sleep(2)
+        assert not has_ended({"machine": machine(), "process": child})
         os.kill(child, signal.SIGKILL)
 
 
@@ -121,10 +109,7 @@ def test_a_child_that_saves_lives_on_when_all_are_told_to_stop():
             thread.start()
             thread.join()
             os.kill(os.getpid(), signal.SIGTERM)
-            deadline = time.monotonic() + 5
-            while not signals.asked and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert signals.asked  # this process still hears
+            _wait_for(lambda: signals.asked)  # this process still hears
     child = children[0]
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(child.pid, number)

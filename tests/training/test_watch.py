@@ -104,9 +104,9 @@ def _check_quiet() -> None:
     for _ in range(2):
         with Watch(timeout_seconds=8) as watch:
             for watch.step in range(1, 4):
-                time.sleep(0.4 * dist.get_rank())
+                time.sleep(0.2 * dist.get_rank())
                 dist.all_reduce(torch.zeros(1))
-            time.sleep(dist.get_rank())  # leaving early is no death
+            time.sleep(0.5 * dist.get_rank())  # leaving early is no death
     assert log.lines == [], log.lines
 
 
