@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -133,6 +134,22 @@ def test_not_compiled_and_selective(mode):
         results.append(_gradients(model))
     assert blocks.pool.count >= LAYERS - 1  # the input of each
     _assert_equal(*results)
+
+
+def test_at_most_two_blocks_are_held_on_the_device_in_the_forward(monkeypatch):
+    living, held = [], []
+    save = offload._Block.save
+
+    def noted_save(self, tensor):
+        saved = save(self, tensor)
+        living.append(weakref.ref(saved))
+        alive = [record for reference in living if (record := reference()) is not None]
+        held.append(len({id(record.block) for record in alive if record.on_device is not None}))
+        return saved
+
+    monkeypatch.setattr(offload._Block, "save", noted_save)
+    _loss(_decoder("eager", blocks=OffloadedBlocks(CPU)), 0).backward()
+    assert max(held) == 2
 
 
 def test_fetched_one_block_ahead(monkeypatch):

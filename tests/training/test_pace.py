@@ -7,24 +7,8 @@ from tests.distributed import run_processes
 from tests.runs import TINY, metrics_of, tiny_config
 from titan_sparse.attention.observe.statistics import Recording
 from titan_sparse.training import metrics
-from titan_sparse.training.metrics import MetricsLog, Pace, eta
+from titan_sparse.training.metrics import MetricsLog, eta
 from titan_sparse.training.metrics_output import Tracker
-
-
-def test_the_last_ten_steps_count_and_neither_the_first_nor_pauses_nor_saves():
-    pace, now = Pace(), 0.0
-    pace.pause(now)
-    for duration in [100.0] + [5.0] * 5 + [1.0] * 10:
-        now += duration
-        pace.step(now)
-        assert (pace.seconds() is None) == (duration == 100)
-    assert pace.seconds() == 1
-    pace.leave_out(30.0)
-    pace.step(now + 41)
-    assert pace.seconds() == 2
-    pace.pause(1000.0)
-    pace.step(1001.0)
-    assert pace.seconds() == 2
 
 
 @pytest.mark.parametrize(
@@ -67,13 +51,19 @@ def _speeds(folder) -> None:
     log.start_interval()
     step(5)
     step(6)
+    # The last ten steps count, and not the first.
+    assert list(log.durations) == pytest.approx([1.0] * 5)
+    now[0] += 2
+    for number in range(7, 17):
+        step(number)
+    assert list(log.durations) == pytest.approx([3.0] + [1.0] * 9)
     log.close()
     lines = {line["step"]: line for line in metrics_of(config)}
-    for line in lines.values():
+    for line in [lines[n] for n in (1, 2, 4, 6)]:
         assert line["tokens_per_second_per_device"] == pytest.approx(1000)
         assert line["step_seconds"] == pytest.approx(1)
     assert [lines[n].get("save_seconds") for n in (1, 2, 4, 6)] == [None, None, 30, 20]
-    assert log.pace.seconds() == pytest.approx(1)
+    assert log.durations[-1] == pytest.approx(1)
 
 
 def test_speeds_leave_saves_out(tmp_path):

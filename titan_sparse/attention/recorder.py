@@ -17,6 +17,9 @@ from torch import Tensor
 class Observer(Protocol):
     """What a listener receives. `call` is an AttentionCall (attention/call.py)."""
 
+    calls: "list[TimedCall]"
+    """the forwards with several context-parallel ranks, in their order"""
+
     def selection(self, bytes_sent: int) -> None:
         """After a selection, with the bytes that this rank sent for it."""
 
@@ -142,23 +145,11 @@ def bytes_so_far(cp: Any) -> BytesSent:
     )
 
 
-_timed_calls: list[TimedCall] | None = None
 _call_in_progress: TimedCall | None = None
 
 
-@contextlib.contextmanager
-def timed_calls() -> Iterator[list[TimedCall]]:
-    """The forwards inside with several context-parallel ranks, in their order."""
-    global _timed_calls
-    _timed_calls = []
-    try:
-        yield _timed_calls
-    finally:
-        _timed_calls = None
-
-
 def timed(forward: Callable) -> Callable:
-    """A schedule's forward(call, q, k, v), timed inside timed_calls().
+    """A schedule's forward(call, q, k, v), timed for the observer if there are several ranks.
 
     A forward that activation checkpointing repeats is not timed again.
     """
@@ -166,7 +157,8 @@ def timed(forward: Callable) -> Callable:
     @functools.wraps(forward)
     def timed_forward(call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         global _call_in_progress
-        if _timed_calls is None or call.cp.size == 1 or recomputing():
+        seen = observer()
+        if seen is None or call.cp.size == 1:
             return forward(call, q, k, v)
         timed_call = TimedCall(call.cp, q.device)
         _call_in_progress = timed_call
@@ -175,7 +167,7 @@ def timed(forward: Callable) -> Callable:
         finally:
             _call_in_progress = None
         timed_call.ended = mark(q.device)
-        _timed_calls.append(timed_call)
+        seen.calls.append(timed_call)
         return result
 
     return timed_forward

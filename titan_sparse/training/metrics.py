@@ -34,39 +34,6 @@ _PACE_STEPS = 10
 """Steps that the ETA is computed from."""
 
 
-class Pace:
-    """What a step takes at present: the mean of the last ten, pauses and saves left out.
-
-    The first step of a process is left out too: it compiles.
-    """
-
-    def __init__(self) -> None:
-        self.durations: deque[float] = deque(maxlen=_PACE_STEPS)
-        self.is_first = True
-        self.began = 0.0
-
-    def pause(self, now: float) -> None:
-        """The next step begins now."""
-        self.began = now
-
-    def leave_out(self, seconds: float) -> None:
-        """So many seconds since the last step are no part of the next."""
-        self.began += seconds
-
-    def step(self, now: float) -> None:
-        """A step has ended."""
-        if not self.is_first:
-            self.durations.append(now - self.began)
-        self.is_first = False
-        self.began = now
-
-    def seconds(self) -> float | None:
-        """None before the end of the second step."""
-        if not self.durations:
-            return None
-        return sum(self.durations) / len(self.durations)
-
-
 class MetricsLog:
     """Writes the metrics of logged steps. A rank that does not write only keeps the time.
 
@@ -109,7 +76,9 @@ class MetricsLog:
                 self.board = SummaryWriter(os.path.join(folder, "tensorboard"))
             if self.peak is None and device.type == "cuda":
                 logger.warning("mfu is not known: write metrics.peak_tflops for %s", name)
-        self.pace = Pace()
+        # Of the last steps. The first one of a process is left out: it compiles.
+        self.durations: deque[float] = deque(maxlen=_PACE_STEPS)
+        self.has_stepped = False
         self.save_seconds = 0.0
         self.start_interval()
 
@@ -119,19 +88,23 @@ class MetricsLog:
         self.tokens = 0
         self.counted_steps = 0
         self.left_out = 0.0
-        self.pace.pause(self.began)
+        self.step_began = self.began
 
     def leave_out(self, seconds: float) -> None:
         """Training has just waited so long for a save: save_seconds says so, no speed does."""
         self.save_seconds += seconds
         self.left_out += seconds
-        self.pace.leave_out(seconds)
+        self.step_began += seconds
 
     def count(self, tokens: int) -> None:
         """A step has consumed `tokens`, over all ranks and each once."""
         self.tokens += tokens
         self.counted_steps += 1
-        self.pace.step(time.perf_counter())
+        now = time.perf_counter()
+        if self.has_stepped:
+            self.durations.append(now - self.step_began)
+        self.has_stepped = True
+        self.step_began = now
 
     def should_log(self, step: int) -> bool:
         """Whether `step` (from 1) is logged: every metrics.log_every, the first and the last."""
@@ -199,7 +172,8 @@ class MetricsLog:
             self.tracker.log(record)
             if self.board is not None:
                 write_board(self.board, record, recorded, capped)
-            logger.info(progress_line(record, self.steps, self.pace.seconds()))
+            pace = sum(self.durations) / len(self.durations) if self.durations else None
+            logger.info(progress_line(record, self.steps, pace))
             for warning in self.warnings.lines(capped, recorded.recall):
                 logger.warning(warning)
         self.start_interval()

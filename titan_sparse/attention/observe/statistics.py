@@ -170,18 +170,17 @@ def recording(recall_rows: int = 0, thumbnail_cells: int = 0) -> Iterator[Record
 
     Collective: all context-parallel ranks record at the same time.
     """
-    with recorder.timed_calls() as calls:
-        seen = Recording(recall_rows, thumbnail_cells, calls=calls)
-        try:
-            with recorder.observed_by(seen):
-                yield seen
-        finally:
-            if calls:
-                before = calls[0].bytes_before
-                now = recorder.bytes_so_far(calls[0].cp)
-                seen.bytes_sent = now.ring - before.ring
-                seen.plain_ring_bytes = now.plain_ring - before.plain_ring
-                seen.bytes_of_verticals = now.verticals - before.verticals
+    seen = Recording(recall_rows, thumbnail_cells)
+    try:
+        with recorder.observed_by(seen):
+            yield seen
+    finally:
+        if seen.calls:
+            before = seen.calls[0].bytes_before
+            now = recorder.bytes_so_far(seen.calls[0].cp)
+            seen.bytes_sent = now.ring - before.ring
+            seen.plain_ring_bytes = now.plain_ring - before.plain_ring
+            seen.bytes_of_verticals = now.verticals - before.verticals
 
 
 def visited_pairs(call: AttentionCall, batch: int) -> tuple[Tensor, Tensor]:
