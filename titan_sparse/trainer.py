@@ -35,7 +35,7 @@ from titan_sparse.training.guard import refuse_bad_weights
 from titan_sparse.training.heartbeat import Watch
 from titan_sparse.training.launcher import StopSignals, ignore_signals_in_children
 from titan_sparse.training.optimizer import clip_gradients, resume_schedule
-from titan_sparse.training.run_folder import profiler, step_done
+from titan_sparse.training.run_folder import profiler
 from titan_sparse.training.setup import (
     read_initial_hf,
     report_changes,
@@ -129,14 +129,14 @@ class Trainer(Parts):
         gc.disable()  # collected at the same steps on all ranks, so that none makes the others wait
         first_step = self.progress.step + 1
         stopped = False
-        with profiler(self.config.profiling, training.output_dir, dist.get_rank()) as profile:
+        with profiler(self.config.profiling, training.output_dir, dist.get_rank()) as step_done:
             while self.progress.step < training.steps and not stopped:
                 self.watch.step = self.progress.step + 1
                 stopped = self.step()
                 # A step that was left out leaves the one before it as the last.
                 is_first = self.progress.step == first_step and not stopped
                 self._after_step(stopped, is_first)
-                step_done(profile, self.config.profiling, self.progress.step)
+                step_done(self.progress.step)
         gc.enable()
         return stopped or self._any_rank(self.signals.asked)
 

@@ -2,7 +2,6 @@
 the same losses and ends with the same adapters. Ranks, compilation, recomputation and chunks change
 nothing."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -13,12 +12,9 @@ import tokenizers
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed import run_processes
-from tests.fake_step import fake_world
-from tests.models.helpers import TINY, causal, dense_attend
+from tests.models.helpers import causal, dense_attend
 from tests.models.transformers_models import save_model
 from tests.training import reference_loop as by_hand
 from tests.training.wired_run import (
@@ -33,13 +29,12 @@ from tests.training.wired_run import (
 )
 from titan_sparse.commands.evaluate import main as evaluate
 from titan_sparse.commands.export_hf import main as export_hf
-from titan_sparse.config import ActivationCheckpoint, Compile, Config, ConfigError, Lora
+from titan_sparse.config import Config, ConfigError, Lora
 from titan_sparse.models.decoder import Decoder
-from titan_sparse.models.initialization import canonical_name, initialize
-from titan_sparse.models.lora import add_adapters, initialize_adapters
-from titan_sparse.models.lora_config import is_adapter, resolve_adapters
+from titan_sparse.models.initialization import canonical_name
+from titan_sparse.models.lora import add_adapters
+from titan_sparse.models.lora_config import is_adapter
 from titan_sparse.trainer import Trainer, draw_dropout
-from titan_sparse.training.build_model import parallelize
 from titan_sparse.training.checkpoint import read_metadata
 from titan_sparse.training.checkpoint.saver import expected_bytes
 
@@ -432,28 +427,6 @@ def test_levers_change_nothing(folder, name):
         train(folder, plain, "Qwen3", {"training.steps": 3, "lora.targets": targets})
     train(folder, name, "Qwen3", settings)
     assert_alike(folder, name, plain)
-
-
-def test_blocks_are_compiled_twice_however_many_there_are():
-    shape = dataclasses.replace(TINY, layers=10)
-    adapters = resolve_adapters(shape, 3, 6, 0.1, "all-linear", "default")
-    counter = CompileCounterWithBackend("aot_eager")
-    if dist.is_initialized():  # by an evaluation before
-        dist.destroy_process_group()
-    with fake_world(1):
-        with torch.device("meta"):
-            model = Decoder(shape, dense_attend)
-            add_adapters(model, adapters)
-        mesh = init_device_mesh("cpu", (1,))
-        checkpointing = ActivationCheckpoint("full")
-        parallelize(model, mesh, torch.float32, True, checkpointing, Compile(True, counter))
-        model.to_empty(device="cpu")
-        initialize(model, 0, shape)
-        initialize_adapters(model, 0, adapters)
-        tokens = torch.arange(13)[None]
-        for _ in range(2):
-            model(tokens, tokens, causal(13), tokens).backward()
-    assert counter.frame_count == 2
 
 
 def test_recomputation_drops_what_the_forward_dropped(folder):

@@ -3,7 +3,6 @@ chunks, recomputed products. A key that is dropped changes a number here."""
 
 import gc
 import json
-import random
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import titan_sparse.loss
 import titan_sparse.trainer
-from tests.data.helpers import train_tokenizer, write_rows
 from tests.training import reference_loop as by_hand
 from tests.training.wired_run import SEQ_LEN, lines_of, read_model, run, write_model, write_shard
 from titan_sparse.trainer import Trainer
@@ -183,29 +181,6 @@ def test_fixed_samples_are_of_one_document(folder):
             labels[len(document) - 1 - start :] = by_hand.IGNORED
             samples.append([by_hand.Piece(padded[start : start + SEQ_LEN], labels)])
     _assert_sequences(folder, samples, data__sequences="fixed")
-
-
-def test_rows_of_text_through_a_tokenizer(folder):
-    """The column that is named. An end-of-document token that a text spells out is letters."""
-    tokenizer = train_tokenizer(folder, ["</s>"])
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
-    letters = random.Random(2)
-    texts = ["</s>" + "".join(letters.choices("first zweites\n", k=100)) for _ in range(9)]
-    write_rows(folder / "rows.jsonl", [{"text": "other", "body": text} for text in texts])
-    documents = []
-    for text in texts:
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
-        documents.append(np.array([*ids, tokenizer.token_to_id("</s>")]))
-    _assert_sequences(
-        folder,
-        by_hand.pack(documents, SEQ_LEN),
-        data__source=folder / "rows.jsonl",
-        data__text_field="body",
-        data__tokenizer=folder / "tokenizer.json",
-        data__split_special_tokens=True,
-    )
 
 
 def _assert_sequences(folder: Path, sequences: list[list[by_hand.Piece]], **settings) -> None:

@@ -26,33 +26,18 @@ if TYPE_CHECKING:
 _BLOCK = 1 << 16
 """Bytes that are read at a time in search of the last line."""
 
-_TRAIN = "Train"
-
 _NOT_SHOWN = ("step", "time")
 """What TensorBoard itself has of each value."""
 
-_ATTENTION = (
-    "density",
-    "recall",
-    "recall_asked",
-    "heads_capped",
-    "capped",
-    "blocks_per_query",
-    "columns",
-    "columns_p95",
-    "columns_at_cap",
-)
-
-_SPEED = (
-    "tokens_per_second_per_device",
-    "step_seconds",
-    "save_seconds",
-    "mfu",
-    "dense_equivalent_tflops",
-)
-
-_COMMUNICATION = ("cp_", "exposed_communication")
-"""How names of context parallelism begin, apart from its degrees of imbalance."""
+_SECTIONS = {
+    "memory": "memory_gib",
+    "attention": (
+        "density recall recall_asked heads_capped capped blocks_per_query columns columns_p95 "
+        "columns_at_cap"
+    ),
+    "speed": ("tokens_per_second_per_device step_seconds save_seconds mfu dense_equivalent_tflops"),
+}
+"""Section of TensorBoard -> fields of metrics.jsonl."""
 
 RUN_ID = "wandb_run_id"
 """File in the run folder. A resumed run goes on under the same name there."""
@@ -161,15 +146,11 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 def tag(field: str) -> str:
     """The tag of a field of metrics.jsonl. A field of no other section is one of training."""
-    if field == "memory_gib":
-        return "memory/memory_gib"
-    if field in _ATTENTION:
-        return f"attention/{field}"
-    if field in _SPEED:
-        return f"speed/{field}"
-    if field.startswith(_COMMUNICATION) or "_imbalance" in field:
-        return f"comm/{field}"
-    return f"{_TRAIN}/{field}"
+    for section, fields in _SECTIONS.items():
+        if field in fields.split():
+            return f"{section}/{field}"
+    is_comm = field.startswith(("cp_", "exposed_communication")) or "_imbalance" in field
+    return f"{'comm' if is_comm else 'Train'}/{field}"
 
 
 def write_board(

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -211,46 +211,42 @@ def _log_uncaught_errors() -> None:
     threading.excepthook = log_and_print_of_thread
 
 
-def profiler(
-    profiling: Profiling, output_dir: str, rank: int
-) -> AbstractContextManager[torch.profiler.profile | None]:
-    """Profiles what runs inside; None where profiling.enable is false. Call step_done() after each
-    step.
+@contextlib.contextmanager
+def profiler(profiling: Profiling, output_dir: str, rank: int) -> Iterator[Callable[[int], None]]:
+    """Profiles what runs inside, unless profiling.enable is false. Gives what to call after each step,
+    with its number from 1.
 
-    Writes <output_dir>/profile/rank<r>.json after the steps asked for.
+    Writes <output_dir>/profile/rank<r>.json after the steps asked for. The first traced step waits
+    for what was queued before it, and the last one for its own work, so that a trace has the work of
+    its steps and no other.
     """
     if not profiling.enable:
-        return contextlib.nullcontext()
+        yield lambda step: None
+        return
 
     def write(profile) -> None:
         folder = os.path.join(output_dir, "profile")
         os.makedirs(folder, exist_ok=True)
         profile.export_chrome_trace(os.path.join(folder, f"rank{rank}.json"))
 
-    warmup = min(1, profiling.first_step - 1)
+    before = profiling.first_step - 1
+    warmup = min(1, before)
     schedule = torch.profiler.schedule(
-        wait=profiling.first_step - 1 - warmup, warmup=warmup, active=profiling.steps, repeat=1
+        wait=before - warmup, warmup=warmup, active=profiling.steps, repeat=1
     )
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    return torch.profiler.profile(
+    with torch.profiler.profile(
         activities=activities,
         schedule=schedule,
         on_trace_ready=write,
         with_stack=profiling.with_stack,
-    )
+    ) as profile:
 
+        def step_done(step: int) -> None:
+            if step in (before, before + profiling.steps) and torch.cuda.is_available():
+                torch.cuda.synchronize()
+            profile.step()
 
-def step_done(profile: torch.profiler.profile | None, profiling: Profiling, step: int) -> None:
-    """Tell the profiler that `step` (from 1) is done; nothing for None.
-
-    The first traced step waits for what was queued before it, and the last one for its own work, so
-    that a trace has the work of its steps and no other.
-    """
-    if profile is None:
-        return
-    is_edge = step in (profiling.first_step - 1, profiling.first_step - 1 + profiling.steps)
-    if is_edge and torch.cuda.is_available():
-        torch.cuda.synchronize()
-    profile.step()
+        yield step_done
