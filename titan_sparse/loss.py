@@ -72,15 +72,8 @@ def answer_scores(
     rows = hidden[valid]
     targets = labels[valid]
     losses = token_cross_entropy(rows, weight, targets, chunk_tokens, z_loss)
-    logits_dtype = torch.promote_types(hidden.dtype, torch.float32)
-    predictions = []
-    for chunk in rows.split(chunk_tokens):
-        # [chunk_tokens, V]
-        logits = chunk.new_empty(len(chunk), len(weight), dtype=logits_dtype)
-        _matmul(chunk, weight.T, logits)
-        predictions.append(logits.argmax(-1))
-        # Else these logits would live until those of the next chunk exist too.
-        del logits
+    # [chunk_tokens, V] at a time, without a name, so that it is freed at once.
+    predictions = [_logits(chunk, weight).argmax(-1) for chunk in rows.split(chunk_tokens)]
     return losses, torch.cat(predictions)
 
 
@@ -93,11 +86,13 @@ def answer_logits(
     For generation, where few labels count. Called as linear_cross_entropy() is.
     """
     _check(hidden, weight, labels, chunk_tokens)
-    # [N, D]
-    rows = hidden[labels != IGNORE_INDEX]
-    logits_dtype = torch.promote_types(hidden.dtype, torch.float32)
-    logits = rows.new_empty(len(rows), len(weight), dtype=logits_dtype)
-    return _matmul(rows, weight.T, logits)
+    return _logits(hidden[labels != IGNORE_INDEX], weight)
+
+
+def _logits(rows: Tensor, weight: Tensor) -> Tensor:
+    """Of rows [N, D]: [N, V], fp32 (fp64 for fp64)."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    return _matmul(rows, weight.T, rows.new_empty(len(rows), len(weight), dtype=dtype))
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> None:
