@@ -173,7 +173,7 @@ def test_a_thousand_ranks_are_planned(config, capsys):
 
 
 def test_calibration_writes_what_plans_read(tmp_path):
-    words = "--seq-len 2048 --heads 2 1 --head-dim 8 --megabytes 0.1 --repeats 2 --device cpu"
+    words = "--seq-len 4096 --heads 2 1 --head-dim 8 --megabytes 0.1 --repeats 2 --device cpu"
     out = ["--out", str(tmp_path / "c.json"), "--across-gb-s", "2"]
     printed = run_program(2, calibrate.main, [*words.split(), *out])
     constants = load_constants(tmp_path / "c.json")
