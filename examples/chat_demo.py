@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from titan_sparse.commands.evaluate import run
+from titan_sparse.commands import add_weights
 from titan_sparse.config import check, world_from_environment
 from titan_sparse.data import load_tokenizer
 from titan_sparse.data.chat_template import load_template
@@ -77,10 +77,7 @@ def main(words: list[str]) -> int:
     write.add_argument("--entries", type=int, default=36, help="lines of a register")
     answer = commands.add_parser("answer", allow_abbrev=False)
     answer.set_defaults(command=answer_questions)
-    answer.add_argument("--config", required=True)
-    weights = answer.add_mutually_exclusive_group(required=True)
-    weights.add_argument("--checkpoint", help="output_dir of a run, or its checkpoint/step-N")
-    weights.add_argument("--hf", help="Hugging Face folder, instead of a checkpoint")
+    add_weights(answer)
     answer.add_argument("--questions", required=True, help=".jsonl of chats")
     answer.add_argument("--out", required=True, help=".json to write")
     compare = commands.add_parser("compare")
@@ -178,6 +175,7 @@ def answer_questions(args: argparse.Namespace, options: list[str]) -> int:
         Path(args.out).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
         exact = sum(map(str.__eq__, answers, expected))
         print(f"{exact} of {len(expected)} answers are exact")
+    dist.destroy_process_group()
     return 0
 
 
@@ -216,6 +214,4 @@ def count(records: list[Record]) -> Counts:
 
 
 if __name__ == "__main__":
-    if "answer" in sys.argv[1:2]:
-        run(main)
     sys.exit(main(sys.argv[1:]))

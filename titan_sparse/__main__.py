@@ -37,7 +37,12 @@ def main() -> int:
         return 2
     home = "titan_sparse" if name == "train" else "titan_sparse.commands"
     # Loaded when it is asked for: train refuses a mistake before torch has been loaded.
-    return importlib.import_module(f"{home}.{name}").main(words)
+    status = importlib.import_module(f"{home}.{name}").main(words)
+    distributed = sys.modules.get("torch.distributed")
+    if status == 0 and distributed is not None and distributed.is_initialized():
+        # After a failure, destroying the group could wait for ranks that are gone.
+        distributed.destroy_process_group()
+    return status
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""titan-sparse evaluate: from a run's checkpoint and its export, dense and as trained, on one rank and on two."""
+"""titan-sparse evaluate: from a run's checkpoint, dense and as trained, on one rank and on two."""
 
 import csv
 import json
@@ -16,8 +16,7 @@ from titan_sparse.commands.evaluate import main, parse
 from titan_sparse.config import save
 
 ROOT = Path(__file__).parents[2]
-WORDS = ["--lengths", "440", "--samples", "3", "--buckets", "4"]
-NEEDLES = ["--depths", "2"]
+SMALL = "--lengths 440 --samples 3 --buckets 4"
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +38,10 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def _words(folder: Path, out: str, *words: str) -> list[str]:
-    return [
-        "--config",
-        str(folder / "run/config.toml"),
-        "--checkpoint",
-        str(folder / "run"),
-        *WORDS,
-        *words,
-        "--out",
-        str(folder / out),
-    ]
+def _words(folder: Path, out: str, words: str) -> list[str]:
+    run = folder / "run"
+    of_run = ["--config", str(run / "config.toml"), "--checkpoint", str(run)]
+    return [*of_run, *SMALL.split(), *words.split(), "--out", str(folder / out)]
 
 
 def _results(folder: Path, out: str) -> dict:
@@ -58,74 +50,36 @@ def _results(folder: Path, out: str) -> dict:
 
 @pytest.fixture(scope="module")
 def one(folder) -> dict:
-    assert main(_words(folder, "one", *NEEDLES)) == 0
+    assert main(_words(folder, "one", "--depths 2")) == 0
     return _results(folder, "one")
 
 
 def test_results_of_a_run(folder, one):
-    assert (
-        one["about"]["checkpoint"].endswith("run/checkpoint/step-2")
-        and one["about"]["pattern"] == "vertical_slash"
-    )
+    assert one["about"]["checkpoint"].endswith("run/checkpoint/step-2")
+    assert one["about"]["pattern"] == "vertical_slash"
     (position,) = one["position"]
-    assert (
-        position["length"] == 440
-        and position["tokens"] == sum(part["tokens"] for part in position["buckets"]) > 300
-    )
-    assert [(cell["depth"], cell["samples"]) for cell in one["needle"]["cells"]] == [
-        (0.0, 3),
-        (1.0, 3),
-    ]
-    assert {path.name for path in (folder / "one").iterdir()} >= {
-        "results.json",
-        "position.csv",
-        "needle.csv",
-    }
+    buckets = position["buckets"]
+    assert position["length"] == 440
+    assert position["tokens"] == sum(part["tokens"] for part in buckets) > 300
+    cells = [(cell["depth"], cell["samples"]) for cell in one["needle"]["cells"]]
+    assert cells == [(0.0, 3), (1.0, 3)]
+    names = {path.name for path in (folder / "one").iterdir()}
+    assert names >= {"results.json", "position.csv", "needle.csv"}
     with open(folder / "one/position.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [float(row["loss"]) for row in rows if row["loss"]] == [
-        part["loss"] for part in position["buckets"] if part["tokens"]
-    ]
+        losses = [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
+    assert losses == [part["loss"] for part in buckets if part["tokens"]]
 
 
 def test_dense_and_generated(folder, one):
-    # As in the config.toml of a run over several ranks: what says how they share a sequence is no obstacle on one.
-    several = [
-        "--attention.schedule",
-        "group_cast",
-        "--attention.overlap_stages",
-        "3",
-        "--attention.layout",
-        "balanced",
-        "--parallelism.cp_intra",
-        "8",
-    ]
-    assert (
-        main(
-            _words(
-                folder,
-                "dense",
-                *several,
-                "--attention",
-                "dense",
-                "--tasks",
-                "position,needle",
-                "--depths",
-                "1",
-                "--samples",
-                "1",
-                "--answers",
-                "generated",
-            )
-        )
-        == 0
-    )
+    # As in the config.toml of a run over several ranks: how they share a sequence is no obstacle on one.
+    several = "--attention.schedule group_cast --attention.overlap_stages 3 "
+    several += "--attention.layout balanced --parallelism.cp_intra 8"
+    words = f"{several} --attention dense --depths 1 --samples 1 --answers generated"
+    assert main(_words(folder, "dense", words)) == 0
     dense = _results(folder, "dense")
+    assert dense["about"]["pattern"] == "dense"
     # The documents are shorter than both lengths: the windows are the same, but for their number.
-    assert (
-        dense["about"]["pattern"] == "dense"
-        and abs(dense["position"][0]["loss"] / one["position"][0]["loss"] - 1) > 1e-7
-    )
+    assert abs(dense["position"][0]["loss"] / one["position"][0]["loss"] - 1) > 1e-7
     (cell,) = dense["needle"]["cells"]
     assert (cell["length"], cell["samples"]) == (440, 1)
     # It was generated: there is no loss of the answer's tokens.
@@ -143,76 +97,18 @@ def _check_two_ranks(one: dict, two: dict) -> None:
 
 
 def test_two_ranks_that_share_a_sequence_find_the_same(folder, one):
-    words = [
-        "--parallelism.cp",
-        "2",
-        "--attention.layout",
-        "balanced",
-        "--attention.schedule",
-        "group_cast",
-        "--attention.overlap_stages",
-        "1",
-    ]
-    run_processes(2, _evaluate, _words(folder, "two", *NEEDLES, *words))
+    words = "--parallelism.cp 2 --attention.layout balanced --attention.schedule group_cast "
+    words += "--attention.overlap_stages 1 --depths 2"
+    run_processes(2, _evaluate, _words(folder, "two", words))
     _check_two_ranks(one, _results(folder, "two"))
-
-
-def test_two_ranks_write_what_one_writes(folder):
-    words = [*NEEDLES, "--answers", "generated"]
-    assert main(_words(folder, "one_writes", *words)) == 0
-    run_processes(2, _evaluate, _words(folder, "two_write", *words, "--parallelism.cp", "2"))
-    texts = []
-    for out in ("one_writes", "two_write"):
-        records = _results(folder, out)["needle"]["records"]
-        texts.append([record["prediction"] for record in records])
-    assert texts[0] == texts[1] and len(texts[0]) == 6
-
-
-@pytest.mark.parametrize(
-    "words, reason",
-    [
-        (
-            ["--data.min_document_length", "9999"],
-            "no document has data.min_document_length = 9999 tokens",
-        ),
-        (["--lengths", "200"], "a needle and its question do not fit in 200 tokens; write"),
-        (
-            ["--model.layers", "5"],
-            "has no layers.4.input_layernorm.weight, the model of --config has [128]",
-        ),
-        (
-            ["--model.layers", "1"],
-            "has [128] layers.1.input_layernorm.weight, the model of --config has none",
-        ),
-        (
-            ["--model.vocab_size", "300"],
-            "has [320, 128] embed_tokens.weight, the model of --config has [300, 128]",
-        ),
-    ],
-)
-def test_what_does_not_fit_a_run_is_refused_before_any_process_group(folder, capsys, words, reason):
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    assert main(_words(folder, "none", *words)) == 2
-    error = capsys.readouterr().err.splitlines()[-1]  # after the progress of reading texts
-    assert reason in error and error.startswith("error: ") and not dist.is_initialized()
 
 
 @pytest.mark.slow
 def test_from_the_command_line(folder, one):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "titan_sparse",
-        "evaluate",
-    ]
+    """The program also destroys its process group, or torch would warn."""
+    launch = "-m torch.distributed.run --standalone --nproc-per-node 2 -m titan_sparse evaluate"
     result = subprocess.run(
-        command + _words(folder, "torchrun", *NEEDLES, "--parallelism.cp", "2"),
+        [sys.executable, *launch.split(), *_words(folder, "run2", "--depths 2 --parallelism.cp 2")],
         cwd=ROOT,
         check=False,
         capture_output=True,
@@ -220,37 +116,62 @@ def test_from_the_command_line(folder, one):
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    _check_two_ranks(one, _results(folder, "torchrun"))
+    assert "destroy_process_group" not in result.stderr
+    _check_two_ranks(one, _results(folder, "run2"))
 
 
 @pytest.mark.parametrize(
     "words, reason",
     [
-        (["--tasks", "needles"], "--tasks needles is not one of position, needle."),
         (
-            ["--tasks", "ruler"],
-            "lm_eval --model titan_sparse --tasks ruler --model_args checkpoint=",
+            "--data.min_document_length 9999",
+            "no document has data.min_document_length = 9999 tokens",
         ),
-        (["--lengths", "4kb"], '--lengths = "4kb" are no lengths'),
-        (["--stride", "500"], r"--stride 500 is not in [0, 440]"),
-        (["--training.sede", "1"], "training.sede"),
-        (["--tasks", "needle"], "--buckets would be ignored with --tasks needle"),
+        ("--lengths 200", "a needle and its question do not fit in 200 tokens; write"),
         (
-            ["--tasks", "position", "--answers", "generated"],
-            "--answers would be ignored with --tasks position",
+            "--model.layers 5",
+            "has no layers.4.input_layernorm.weight, the model of --config has [128]",
         ),
-        (["--dry-run"], "flags of train.py would be ignored"),
         (
-            ["--data.source", "a:1, b:1"],
-            'is a mixture, but evaluation reads one source; write one of its parts, such as data.source = "a"',
+            "--model.layers 1",
+            "has [128] layers.1.input_layernorm.weight, the model of --config has none",
         ),
-        ([], "holds no complete checkpoint"),
+        (
+            "--model.vocab_size 300",
+            "has [320, 128] embed_tokens.weight, the model of --config has [300, 128]",
+        ),
+    ],
+)
+def test_what_does_not_fit_a_run_is_refused_before_any_process_group(folder, capsys, words, reason):
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    assert main(_words(folder, "none", words)) == 2
+    error = capsys.readouterr().err.splitlines()[-1]  # after the progress of reading texts
+    assert reason in error and error.startswith("error: ") and not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        ("--tasks needles", "--tasks needles is not one of position, needle."),
+        ("--tasks ruler", "lm_eval --model titan_sparse --tasks ruler --model_args checkpoint="),
+        ("--lengths 4kb", '--lengths = "4kb" are no lengths'),
+        ("--stride 500", "--stride 500 is not in [0, 440]"),
+        ("--samples 0", "--samples 0 is too small"),
+        ("--buckets 441", "--buckets 441 is above 440"),
+        ("--training.sede 1", "training.sede"),
+        ("--tasks needle", "--buckets would be ignored with --tasks needle"),
+        ("--tasks position --answers generated", "--answers would be ignored"),
+        ("--dry-run", "flags of train.py would be ignored"),
+        ("--data.source a:1,b:1", "is a mixture, but evaluation reads one source; write one of"),
+        ("", "holds no complete checkpoint"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(tmp_path, capsys, words, reason):
     path = tmp_path / "config.toml"
     path.write_text('[training]\ndevice = "cpu"\n')
-    assert main(["--config", str(path), "--checkpoint", str(tmp_path), *WORDS, *words]) == 2
+    of_run = ["--config", str(path), "--checkpoint", str(tmp_path)]
+    assert main([*of_run, *SMALL.split(), *words.split()]) == 2
     error = capsys.readouterr().err
     assert reason in error and error.startswith("error: ") and error.count("\n") == 1
 

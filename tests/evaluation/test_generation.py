@@ -13,8 +13,7 @@ from tests.models.transformers_models import save_model
 from tests.runs import tiny_config, write_texts
 from titan_sparse.config import Config
 from titan_sparse.data.tokenizer import ByteTokenizer
-from titan_sparse.evaluation import generation
-from titan_sparse.evaluation.generation import Sampling, generate
+from titan_sparse.evaluation.generation import Sampling, TokenChoice, generate
 from titan_sparse.evaluation.load import build_scorer
 from titan_sparse.evaluation.scorer import Scorer
 
@@ -124,15 +123,15 @@ def test_draws_follow_the_softmax():
     shares = torch.tensor([0.5, 0.05, 0.3, 0.15])
     logits = shares.log().expand(20_000, 4)
     one = type("OneRank", (), {"all_gather": staticmethod(lambda tokens: tokens[None])})
-    drawn = generation._Choice(Sampling(1.0), one).next(logits)
+    drawn = TokenChoice(Sampling(1.0), one)(logits)
     found = drawn.bincount(minlength=4) / len(drawn)
     torch.testing.assert_close(found, shares, atol=0.02, rtol=0)
-    drawn = generation._Choice(Sampling(1.0, top_p=0.7), one).next(logits)
+    drawn = TokenChoice(Sampling(1.0, top_p=0.7), one)(logits)
     found = drawn.bincount(minlength=4) / len(drawn)
     expected = torch.tensor([0.5 / 0.8, 0, 0.3 / 0.8, 0])
     torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
     # A temperature of 1/2 squares the shares.
-    drawn = generation._Choice(Sampling(0.5), one).next(logits)
+    drawn = TokenChoice(Sampling(0.5), one)(logits)
     found = drawn.bincount(minlength=4) / len(drawn)
     torch.testing.assert_close(found, shares**2 / (shares**2).sum(), atol=0.02, rtol=0)
 

@@ -1,14 +1,14 @@
 """Needle In A Haystack: samples are exact; answers, teacher-forced and generated, are those of a plain
 forward on any mesh."""
 
+import dataclasses
+import itertools
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from tests.distributed import on_one_rank, run_processes
 from tests.evaluation.helpers import plain_decoder, plain_logits, scorer_of
@@ -20,6 +20,7 @@ from titan_sparse.evaluation.answers import Sample, score_samples, string_match_
 from titan_sparse.evaluation.generation import generate
 from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.needle import by_cell, depths, needle_samples
+from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.models.decoder import Decoder
 
 TOKENIZER = ByteTokenizer()
@@ -30,37 +31,27 @@ HAYSTACK = Haystack(
 
 
 def test_samples_have_exact_length_and_depth():
-    samples = needle_samples(HAYSTACK, [500, 900], depths(3), 2, seed=1)
-    assert [(s.about["length"], s.about["depth"]) for s in samples[::2]] == [
-        (500, 0.0),
-        (500, 0.5),
-        (500, 1.0),
-        (900, 0.0),
-        (900, 0.5),
-        (900, 1.0),
-    ]
+    lengths = [500, 900]
+    samples = needle_samples(HAYSTACK, lengths, depths(3), 2, seed=1)
+    about = [(sample.about["length"], sample.about["depth"]) for sample in samples]
+    assert about == [cell for cell in itertools.product(lengths, (0.0, 0.5, 1.0)) for _ in range(2)]
     for sample in samples:
         assert len(sample.prompt) + len(sample.answer) == sample.length == sample.about["length"]
         text, (value,) = TOKENIZER.decode(sample.prompt), sample.references
-        introduction, rest = text.split("afterwards.\n")
+        _, rest = text.split("afterwards.\n")
         before, after = rest.split(f" is: {value}.\n")
-        before = before.split("\nOne of the special magic numbers for ")[0]
+        before, _ = before.split("\nOne of the special magic numbers for ")
         after, question = after.split("\nWhat is the special magic number for ")
         assert TOKENIZER.decode(sample.answer) == f" {value}." and question.endswith("text is")
-        assert (
-            len(before) == round(sample.about["depth"] * len(before + after))
-            and len(before + after) > 50
-        )
-        assert before + after in ("Call me Ishmael. " * 5 + "\nIt was the best of times. \n") * 20
-    assert len({sample.references for sample in samples}) == len(
-        samples
-    )  # each with its own number
-    again = needle_samples(HAYSTACK, [500, 900], depths(3), 2, seed=1)
+        whole = before + after
+        assert len(before) == round(sample.about["depth"] * len(whole)) and len(whole) > 50
+        assert whole in ("Call me Ishmael. " * 5 + "\nIt was the best of times. \n") * 20
+    # Each has its own number.
+    assert len({sample.references for sample in samples}) == len(samples)
+    again = needle_samples(HAYSTACK, lengths, depths(3), 2, seed=1)
+    other = needle_samples(HAYSTACK, lengths, depths(3), 2, seed=2)
     assert all((a.prompt == b.prompt).all() for a, b in zip(samples, again, strict=True))
-    assert any(
-        (a.prompt != b.prompt).any()
-        for a, b in zip(samples, needle_samples(HAYSTACK, [500, 900], depths(3), 2, 2))
-    )
+    assert any((a.prompt != b.prompt).any() for a, b in zip(samples, other, strict=True))
 
 
 def test_what_does_not_fit_is_refused():
@@ -115,38 +106,40 @@ def _samples() -> list[Sample]:
     return needle_samples(HAYSTACK, [420, 471], [0.3], 2, seed=0)[:3]
 
 
+def _scorer(folder, **settings) -> Scorer:
+    config = tiny_config(folder, "run", attention__pattern="dense", **settings)
+    scorer, _ = scorer_of(config)
+    for parameter in scorer.model.parameters():
+        parameter.data.mul_(3)  # far from uniform: else the same token for ever
+    return scorer
+
+
 def _forced(folder, cp: int) -> None:
-    scorer, _ = scorer_of(
-        tiny_config(folder, "run", parallelism__cp=cp, attention__pattern="dense")
-    )
+    scorer = _scorer(folder, parallelism__cp=cp)
     records = score_samples(scorer, _samples(), generate=False)
-    assert len(records) == 3
     plain = plain_decoder(scorer.model)
-    for sample, record in zip(_samples(), records):
+    for sample, record in zip(_samples(), records, strict=True):
         logits = plain_logits(plain, np.concatenate([sample.prompt, sample.answer]))
         logits, answer = logits[len(sample.prompt) - 1 : -1], torch.from_numpy(sample.answer)
+        predicted = logits.argmax(-1)
         assert record["loss"] == pytest.approx(F.cross_entropy(logits, answer).item(), rel=1e-9)
-        assert record["prediction"] == TOKENIZER.decode(logits.argmax(-1))
-        assert (
-            record["correct"] == (logits.argmax(-1) == answer).double().mean().item()
-            and record["exact"] == 0
-        )
+        assert record["prediction"] == TOKENIZER.decode(predicted.numpy())
+        assert record["correct"] == (predicted == answer).double().mean().item()
+        assert record["exact"] == 0
         assert (record["length"], record["depth"]) == (sample.length, 0.3)
 
 
 def _generated(folder, cp: int) -> None:
-    """With a cache as without one: each token by a forward over all before it.
-
-    50 tokens, so that prompts are ragged.
-    """
-    scorer, _ = scorer_of(
-        tiny_config(folder, "run", parallelism__cp=cp, attention__pattern="dense")
-    )
-    _sharpen(scorer.model)
-    samples = _samples()
+    """With a cache as without one: each token by a forward over all before it."""
+    scorer = _scorer(folder, parallelism__cp=cp)
+    expected = on_one_rank(_continued, plain_decoder(scorer.model), _samples())
+    samples = [
+        dataclasses.replace(sample, references=(text, "no text"))
+        for sample, text in zip(_samples(), expected)
+    ]
     records = score_samples(scorer, samples, generate=True)
-    expected = on_one_rank(_continued, plain_decoder(scorer.model), samples)
     assert [record["prediction"] for record in records] == expected
+    assert [record["score"] for record in records] == [0.5] * len(samples)
     assert len(set(expected)) > 1
 
 
@@ -161,75 +154,21 @@ def _continued(plain: Decoder, samples: list[Sample]) -> list[str]:
     return texts
 
 
-def _sharpen(model: Decoder) -> None:
-    for parameter in model.parameters():
-        parameter.data.mul_(3)  # far from uniform: else the same token for ever
-
-
 def _windowed(folder) -> None:
     """With a sliding window and sinks, the generated answer is the most likely one by a forward with that mask."""
-    scorer, _ = scorer_of(
-        tiny_config(
-            folder,
-            "run",
-            attention__pattern="dense",
-            attention__sliding_window=40,
-            attention__window_sinks=3,
-        )
-    )
-    _sharpen(scorer.model)
+    scorer = _scorer(folder, attention__sliding_window=40, attention__window_sinks=3)
     prompt = _samples()[0].prompt
     (answer,) = generate(scorer, [prompt], 20)
-    (record,) = score_samples(
-        scorer, [Sample(prompt, answer, ("",), 20, len(prompt) + 20)], generate=False
-    )
+    sample = Sample(prompt, answer, ("",), 20, len(prompt) + 20)
+    (record,) = score_samples(scorer, [sample], generate=False)
     assert record["exact"] == 1 and len(set(answer.tolist())) > 1
 
 
-def _memorised(folder) -> None:
-    """A model that was trained on one answer gives it, forced and generated, with sparse attention too."""
-    scorer, _ = scorer_of(
-        tiny_config(
-            folder,
-            "run",
-            attention__pattern="vertical_slash",
-            attention__vertical_slash__recall=0.99,
-        )
-    )
-    sample = _samples()[0]
-    _teach(scorer.model, sample)
-    forced, generated = (score_samples(scorer, [sample], generate)[0] for generate in (False, True))
-    assert forced["exact"] == forced["score"] == 1
-    assert generated["score"] == 1 and generated["prediction"] == f" {sample.references[0]}."
-    (answer,) = generate(scorer, [sample.prompt], 3)
-    assert answer.tolist() == sample.answer[:3].tolist()
-
-
-def _teach(model: Decoder, sample: Sample) -> None:
-    """Train until the answer comes by dense attention, in the plain twin, which is faster."""
-    weights = on_one_rank(_taught, plain_decoder(model), sample)
-    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
-
-
-def _taught(plain: Decoder, sample: Sample) -> dict[str, Tensor]:
-    prompt, answer = map(torch.from_numpy, (sample.prompt, sample.answer))
-    tokens = torch.cat([prompt, answer])[None]
-    optimizer = torch.optim.Adam(plain.parameters(), 1e-2)
-    for _ in range(60):
-        logits = plain(tokens, torch.arange(tokens.shape[1])[None], None)[0, len(prompt) - 1 : -1]
-        F.cross_entropy(logits, answer).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return plain.state_dict()
-
-
 def _on_two_ranks(folder) -> None:
-    _forced(folder, 1)
-    _forced(folder, 2)
-    _generated(folder, 1)
-    _generated(folder, 2)
+    for cp in (1, 2):
+        _forced(folder, cp)
+        _generated(folder, cp)
     _windowed(folder)
-    _memorised(folder)
 
 
 def test_answers_are_those_of_a_plain_forward(tmp_path):

@@ -29,10 +29,9 @@ def test_windows_score_each_token_once_with_context(stride):
     for tokens, labels in windows(map(Encoded, texts), 7, stride):
         assert len(tokens) == len(labels) <= 7
         for place in np.flatnonzero(labels != -100):
-            assert labels[place] == tokens[place] + 1  # the next token of the same document
-            assert (
-                place >= 7 - stride or tokens[0] % 100 == 0
-            )  # a later window adds only tokens with long context
+            # The next token of the same document. A later window adds only tokens with long context.
+            assert labels[place] == tokens[place] + 1
+            assert place >= 7 - stride or tokens[0] % 100 == 0
             seen.append(labels[place])
     assert sorted(seen) == sorted(token for text in texts for token in text[1:])
 
@@ -62,21 +61,18 @@ def test_bad_windows_are_refused():
 def test_prepared_tokens_give_the_windows_and_haystack_of_their_texts(tmp_path):
     write_texts(tmp_path / "texts")
     (tmp_path / "texts/00.txt").write_text("")  # left out of both
-    prepare(
-        Recipe(str(tmp_path / "texts"), shard_rows=5),
-        str(tmp_path / "out"),
-        1,
-        lambda done, shards: None,
-    )
+    recipe = Recipe(str(tmp_path / "texts"), shard_rows=5)
+    prepare(recipe, str(tmp_path / "out"), 1, lambda done, shards: None)
     tokenizer = ByteTokenizer()
-    texts, tokens = (
-        open_documents(Data(source=str(tmp_path / name)), tokenizer) for name in ("texts", "out")
-    )
-    pairs = [first_windows(documents, 50, LENGTH, 100, 30) for documents in (texts, tokens)]
-    for one, other in zip(*pairs, strict=True):
+    windows_of = []
+    haystacks = []
+    for name in ("texts", "out"):
+        documents = open_documents(Data(source=str(tmp_path / name)), tokenizer)
+        windows_of.append(first_windows(documents, 50, LENGTH, 100, 30))
+        haystacks.append(Haystack(documents, tokenizer).tokens(40, 6000))
+    for one, other in zip(*windows_of, strict=True):
         assert (one.tokens == other.tokens).all() and (one.labels == other.labels).all()
-    one, other = Haystack(texts, tokenizer), Haystack(tokens, tokenizer)
-    assert (one.tokens(40, 6000) == other.tokens(40, 6000)).all()
+    assert (haystacks[0] == haystacks[1]).all()
 
 
 def _compare(folder, cp: int, layout: str, schedule: str) -> None:
@@ -94,27 +90,21 @@ def _compare(folder, cp: int, layout: str, schedule: str) -> None:
         found = first_windows(documents, 0, LENGTH, stride, WINDOWS)
         sums, counts = np.zeros(BUCKETS), np.zeros(BUCKETS, dtype=int)
         for tokens, labels in found:
-            losses = F.cross_entropy(
-                plain_logits(plain, tokens), torch.from_numpy(labels), reduction="none"
-            )
+            logits = plain_logits(plain, tokens)
+            losses = F.cross_entropy(logits, torch.from_numpy(labels), reduction="none")
             for place in np.flatnonzero(labels != -100):
                 sums[int(place / LENGTH * BUCKETS)] += losses[place]
                 counts[int(place / LENGTH * BUCKETS)] += 1
         got = position_loss(scorer, found, LENGTH, BUCKETS)
-        assert [part["tokens"] for part in got["buckets"]] == counts.tolist() and got[
-            "tokens"
-        ] == counts.sum()
-        np.testing.assert_allclose(
-            [part["loss"] for part in got["buckets"]], sums / counts, rtol=1e-9
-        )
+        buckets = got["buckets"]
+        assert [part["tokens"] for part in buckets] == counts.tolist()
+        losses = [part["loss"] for part in buckets]
+        np.testing.assert_allclose(losses, sums / counts, rtol=1e-9)
+        assert got["tokens"] == counts.sum()
         assert got["loss"] == pytest.approx(sums.sum() / counts.sum(), rel=1e-9)
         assert got["perplexity"] == pytest.approx(np.exp(got["loss"]))
-        assert [(part["start"], part["stop"]) for part in got["buckets"]] == [
-            (0, 38),
-            (38, 75),
-            (75, 113),
-            (113, 150),
-        ]
+        assert [part["start"] for part in buckets] == [0, 38, 75, 113]
+        assert [part["stop"] for part in buckets] == [38, 75, 113, 150]
 
 
 def _uneven(folder) -> None:
@@ -122,14 +112,9 @@ def _uneven(folder) -> None:
     scorer, documents = scorer_of(tiny_config(folder, "run"))
     text = documents.tokens(0)[:30].astype(np.int64)
     got = position_loss(scorer, windows([Encoded(text)], LENGTH, LENGTH), LENGTH, BUCKETS)
-    assert got["tokens"] == 29 and got["buckets"][0]["loss"] == pytest.approx(got["loss"])
-    assert got["buckets"][1] == {
-        "start": 38,
-        "stop": 75,
-        "tokens": 0,
-        "loss": None,
-        "perplexity": None,
-    }
+    first, second, *_ = got["buckets"]
+    assert got["tokens"] == 29 and first["loss"] == pytest.approx(got["loss"])
+    assert second == {"start": 38, "stop": 75, "tokens": 0, "loss": None, "perplexity": None}
 
 
 def test_what_json_has_not_is_null():
@@ -141,11 +126,9 @@ def test_what_json_has_not_is_null():
 
 def _on_two_ranks(folder) -> None:
     _compare(folder, 1, "striped", "auto")  # an odd number of windows over two ranks
-    for layout, schedule in (
-        ("striped", "auto"),
-        ("balanced", "group_cast"),
-    ):  # two ranks share each window
-        _compare(folder, 2, layout, schedule)
+    # Two ranks share each window.
+    _compare(folder, 2, "striped", "auto")
+    _compare(folder, 2, "balanced", "group_cast")
     _uneven(folder)
 
 

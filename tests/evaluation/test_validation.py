@@ -43,18 +43,8 @@ VALIDATION = {
 
 def _lines(config: Config) -> list[dict]:
     dist.barrier()
-    return [
-        json.loads(line)
-        for line in (Path(config.training.output_dir) / "validation.jsonl").read_text().splitlines()
-    ]
-
-
-def _same(trainer: Trainer, other: Trainer) -> None:
-    for (name, a), b in zip(
-        trainer.model.state_dict().items(), other.model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(a.to_local(), b.to_local()), name
-    assert trainer.loader.state_dict() == other.loader.state_dict()
+    lines = Path(config.training.output_dir, "validation.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def _leaves_no_trace(folder: Path) -> None:
@@ -62,25 +52,26 @@ def _leaves_no_trace(folder: Path) -> None:
     states = []
     plain = train(tiny_config(folder, "plain", **SETTINGS))
     states.append(torch.get_rng_state())
-    config = tiny_config(
-        folder, "validated", **SETTINGS | VALIDATION | {"metrics__tensorboard": True}
-    )
+    settings = SETTINGS | VALIDATION
+    config = tiny_config(folder, "validated", **settings, metrics__tensorboard=True)
     validated = train(config)
     states.append(torch.get_rng_state())
-    halves = tiny_config(folder, "halves", **SETTINGS | VALIDATION | {"training__steps": 2})
+    halves = tiny_config(folder, "halves", **settings | {"training__steps": 2})
     train(halves)
     halves.training.steps = 4
     resumed = train(halves)
     states.append(torch.get_rng_state())
     dist.barrier()
     for other in (validated, resumed):
-        _same(plain, other)
+        weights = other.model.state_dict()
+        for name, weight in plain.model.state_dict().items():
+            assert torch.equal(weight.to_local(), weights[name].to_local()), name
+        assert plain.loader.state_dict() == other.loader.state_dict()
     assert all(torch.equal(states[0], state) for state in states)
     for name in ("validated", "halves"):
         for field in ("loss", "grad_norm", "tokens_seen"):
-            assert all(
-                step.absolute == 0 for step in differences(folder / "plain", folder / name, field)
-            )
+            steps = differences(folder / "plain", folder / name, field)
+            assert all(step.absolute == 0 for step in steps)
     lines = _lines(config)
     assert [line["step"] for line in lines] == [2, 4] and lines == _lines(halves)
     _check_written(folder, lines, plain)
@@ -88,15 +79,14 @@ def _leaves_no_trace(folder: Path) -> None:
 
 def _check_written(folder: Path, lines: list[dict], trainer: Trainer) -> None:
     """The last line is what the trained weights give, and TensorBoard has it."""
-    documents = trainer.loader.streams[0].documents
-    wanted = position_loss(trainer.scorer, first_windows(documents, 0, 300, 300, 3), 300, 4)
-    assert (
-        lines[1] == {"step": 4, **wanted, "needle": lines[1]["needle"]}
-        and lines[0]["loss"] != lines[1]["loss"]
-    )
-    assert len(lines[1]["needle"]["cells"]) == 2 and 0 < lines[1]["needle"]["loss"] < 10
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    documents = trainer.loader.mixture.streams[0].documents
+    wanted = position_loss(trainer.scorer, first_windows(documents, 0, 300, 300, 3), 300, 4)
+    first, last = lines
+    assert last == {"step": 4, **wanted, "needle": last["needle"]}
+    assert first["loss"] != last["loss"]
+    assert len(last["needle"]["cells"]) == 2 and 0 < last["needle"]["loss"] < 10
     events = EventAccumulator(str(folder / "validated/tensorboard")).Reload()
     assert [event.step for event in events.Scalars("validation/loss")] == [2, 4]
     assert events.Scalars("validation/loss")[1].value == pytest.approx(wanted["loss"])
@@ -167,37 +157,30 @@ def test_what_is_read(monkeypatch, section, source, subset, split):
 def test_needles_are_counted(tmp_path):
     """Each length and depth has the requested number of needles, all different."""
     write_texts(tmp_path / "texts")
-    config = tiny_config(
-        tmp_path,
-        "run",
-        validation__enable=True,
-        validation__needle_lengths="420,500",
-        validation__needle_depths=2,
-        validation__needle_samples=3,
-    )
+    of_needles = {"lengths": "420,500", "depths": 2, "samples": 3}
+    settings = {f"validation__needle_{name}": value for name, value in of_needles.items()}
+    config = tiny_config(tmp_path, "run", validation__enable=True, **settings)
     needles = validation.Validation(config, ByteTokenizer()).needles
-    assert Counter((needle.about["length"], needle.about["depth"]) for needle in needles) == {
-        (length, depth): 3 for length in (420, 500) for depth in (0.0, 1.0)
-    }
+    counts = Counter((needle.about["length"], needle.about["depth"]) for needle in needles)
+    assert counts == {(length, depth): 3 for length in (420, 500) for depth in (0.0, 1.0)}
     assert len({needle.prompt.tobytes() for needle in needles}) == 12
 
 
-def test_sources_and_lengths_are_refused_before_any_process_group(tmp_path):
+@pytest.mark.parametrize(
+    "key, value, reason",
+    [
+        ("source", "{}/none", "no such file or folder"),
+        ("needle_lengths", "100", "do not fit in 100 tokens"),
+        ("source", "{}/short.txt", "a smaller data.min_document_length or another source"),
+    ],
+)
+def test_sources_and_lengths_are_refused_before_any_process_group(tmp_path, key, value, reason):
     write_texts(tmp_path / "texts")
     (tmp_path / "short.txt").write_text("A short text.")
-    for overrides, reason in (
-        ({"validation__source": str(tmp_path / "none")}, "no such file or folder"),
-        ({"validation__needle_lengths": "100"}, "do not fit in 100 tokens"),
-        (
-            {
-                "validation__source": str(tmp_path / "short.txt"),
-                "data__min_document_length": 100,
-            },
-            "a smaller data.min_document_length or another source",
-        ),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            Trainer(tiny_config(tmp_path, "run", validation__enable=True, **overrides))
+    config = tiny_config(tmp_path, "run", validation__enable=True, data__min_document_length=100)
+    setattr(config.validation, key, value.format(tmp_path))
+    with pytest.raises(ValueError, match=reason):
+        Trainer(config)
     assert not dist.is_initialized()
 
 

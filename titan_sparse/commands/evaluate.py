@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint: loss by position, Needle In A Haystack.
+"""Evaluate a checkpoint: loss by position, Needle In A Haystack.
 
     titan-sparse evaluate --config outputs/run/config.toml --checkpoint outputs/run \\
         --tasks position,needle --lengths 4096
@@ -7,19 +7,20 @@
 
 Attention is dense, or as it was trained. Other words are options of the configuration, as train.py
 takes them: --data.source is the text that is read and that hides needles. Writes OUT/results.json
-(everything), OUT/*.csv (tables) and OUT/*.png (needs pip install -e ".[eval]"); docs/huggingface.md
+(everything), OUT/*.csv (tables) and OUT/*.png (needs pip install -e ".[eval]"). See
+docs/huggingface.md.
 """
 
 import argparse
 import csv
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from titan_sparse.commands import add_weights, parser_of
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import lengths_of, require, tokens
 from titan_sparse.data import Tokenizer, load_tokenizer
@@ -31,7 +32,6 @@ from titan_sparse.evaluation.load import build_scorer, find_checkpoint
 from titan_sparse.evaluation.scorer import Scorer, Sequence
 from titan_sparse.evaluation.settings import load_for_evaluation
 from titan_sparse.training import pictures
-from titan_sparse.training.distributed import leave_distributed
 from titan_sparse.training.metrics import json_ready
 
 TASKS = ("position", "needle")
@@ -65,76 +65,36 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def parser_of(description: str) -> argparse.ArgumentParser:
-    """A parser with the options that say what is looked at: --config, and --checkpoint or --hf.
-
-    description: the docstring of the program.
-    """
-    command = description.partition("titan-sparse ")[2].partition(" ")[0]
-    parser = argparse.ArgumentParser(
-        prog=f"titan-sparse {command}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", required=True, help="the run's config.toml")
-    weights = parser.add_mutually_exclusive_group(required=True)
-    weights.add_argument(
-        "--checkpoint",
-        help="output_dir of the run, for its newest checkpoint, or its checkpoint/step-N",
-    )
-    weights.add_argument("--hf", help="folder of Hugging Face, in place of a checkpoint")
-    return parser
-
-
-def _parser() -> argparse.ArgumentParser:
+def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
+    """Options, and the checked configuration to evaluate with. Raises ConfigError, one line."""
     parser = parser_of(__doc__)
-    parser.add_argument(
+    add_weights(parser)
+    add = parser.add_argument
+    add(
         "--tasks",
         default="position,needle",
         help=f"of {', '.join(TASKS)}; RULER and other published tasks run through {LM_EVAL}",
     )
-    parser.add_argument(
-        "--lengths", default="", help="tokens, with commas between; default: training.seq_len"
+    add("--lengths", default="", help="tokens, separated by commas; default: training.seq_len")
+    add("--depths", type=int, default=11, help="number of needle depths, evenly from 0 to 100 %%")
+    add(
+        "--samples", type=int, default=10, help="windows of a length; needles of a length and depth"
     )
-    parser.add_argument(
-        "--depths", type=int, default=11, help="number of needle depths, evenly from 0 to 100 %%"
-    )
-    parser.add_argument(
-        "--samples",
-        type=int,
-        default=10,
-        help="windows of a length; needles of a length and depth",
-    )
-    parser.add_argument(
-        "--stride", type=tokens, default=0, help="tokens between windows; 0: windows do not overlap"
-    )
-    parser.add_argument("--buckets", type=int, default=16, help="ranges of positions")
-    parser.add_argument("--attention", choices=["dense", "as_trained"], default="as_trained")
-    parser.add_argument(
+    add("--stride", type=tokens, default=0, help="tokens between windows; 0: no overlap")
+    add("--buckets", type=int, default=16, help="ranges of positions")
+    add("--attention", choices=["dense", "as_trained"], default="as_trained")
+    add(
         "--answers",
         choices=["forced", "generated"],
         default="forced",
         help="teacher-forced (one forward a prompt) or by greedy decoding",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of needles and prompts")
-    parser.add_argument("--out", default="evaluation", help="folder to write")
-    return parser
-
-
-def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
-    """Options of this script, and the checked configuration to evaluate with. Raises ConfigError, one line."""
-    args, rest = _parser().parse_known_args(words)
+    add("--seed", type=int, default=0, help="of needles and prompts")
+    add("--out", default="evaluation", help="folder to write")
+    args, rest = parser.parse_known_args(words)
     config = load_for_evaluation(
         ["--config", args.config, *rest], args.hf, args.attention == "dense"
     )
-    _resolve(args, config)
-    check(config, *world_from_environment())
-    return args, config
-
-
-def _resolve(args: argparse.Namespace, config: Config) -> None:
-    """Put lists in place of the words of --tasks and --lengths, and check all options."""
     args.tasks = [name.strip() for name in args.tasks.split(",")]
     for name in args.tasks:
         require(
@@ -144,10 +104,8 @@ def _resolve(args: argparse.Namespace, config: Config) -> None:
         )
     args.lengths = lengths_of(args.lengths or str(config.training.seq_len), "--lengths")
     for name in ("samples", "depths", "buckets"):
-        require(
-            getattr(args, name) >= 1,
-            f"--{name} {getattr(args, name)} is too small; write 1 or more",
-        )
+        value = getattr(args, name)
+        require(value >= 1, f"--{name} {value} is too small; write 1 or more")
     shortest = min(args.lengths)
     require(
         0 <= args.stride <= shortest,
@@ -157,27 +115,20 @@ def _resolve(args: argparse.Namespace, config: Config) -> None:
         "position" not in args.tasks or args.buckets <= shortest,
         f"--buckets {args.buckets} is above {shortest}, the shortest of --lengths; write fewer",
     )
-    needs = {
-        "stride": ("position",),
-        "buckets": ("position",),
-        "depths": ("needle",),
-        "answers": ("needle",),
-        "seed": ("needle",),
-    }
-    parser = _parser()
-    for name, tasks in needs.items():
-        is_default = getattr(args, name) == parser.get_default(name)
-        require(
-            is_default or set(tasks) & set(args.tasks),
-            f"--{name} would be ignored with --tasks {','.join(args.tasks)}; leave it out",
-        )
+    of_tasks = {"position": ("stride", "buckets"), "needle": ("depths", "answers", "seed")}
+    for task, names in of_tasks.items():
+        for name in names:
+            is_default = getattr(args, name) == parser.get_default(name)
+            require(
+                is_default or task in args.tasks,
+                f"--{name} would be ignored with --tasks {','.join(args.tasks)}; leave it out",
+            )
+    check(config, *world_from_environment())
+    return args, config
 
 
 class Work(NamedTuple):
-    """What goes through the model; empty where --tasks does not ask for it.
-
-    windows: by length.
-    """
+    """What goes through the model; empty where --tasks does not ask for it. windows: by length."""
 
     windows: dict[int, list[Sequence]]
     needles: list[Sample]
@@ -229,11 +180,10 @@ def write(results: dict[str, Any], about: dict[str, Any], out: str) -> list[str]
     files = ["results.json"]
 
     tables: dict[str, list[dict]] = {}
-    if "position" in results:
-        tables["position"] = []
-        for of_length in results["position"]:
-            for bucket in of_length["buckets"]:
-                tables["position"].append({"length": of_length["length"], **bucket})
+    for of_length in results.get("position", []):
+        for bucket in of_length["buckets"]:
+            row = {"length": of_length["length"], **bucket}
+            tables.setdefault("position", []).append(row)
     if "needle" in results:
         tables["needle"] = results["needle"]["cells"]
     for task, rows in tables.items():
@@ -242,16 +192,14 @@ def write(results: dict[str, Any], about: dict[str, Any], out: str) -> list[str]
             writer.writeheader()
             writer.writerows(rows)
         files.append(f"{task}.csv")
-
-    if not pictures.has_matplotlib():
-        return files
-    for task, rows in tables.items():
-        if task == "position":
-            figure = pictures.position_figure(results["position"])
-        else:
-            figure = pictures.needle_figure(rows)
-        figure.savefig(folder / f"{task}.png", dpi=120)
-        files.append(f"{task}.png")
+    if pictures.has_matplotlib():
+        for task in tables:
+            if task == "position":
+                figure = pictures.position_figure(results["position"])
+            else:
+                figure = pictures.needle_figure(tables["needle"])
+            figure.savefig(folder / f"{task}.png", dpi=120)
+            files.append(f"{task}.png")
     return files
 
 
@@ -270,15 +218,3 @@ def summary(results: dict[str, Any]) -> str:
             f"score {100 * cell['score']:.1f} %"
         )
     return "\n".join(lines)
-
-
-def run(program: Callable[[list[str]], int]) -> NoReturn:
-    """End this process with the status of program(words), after a success without its group."""
-    status = program(sys.argv[1:])
-    if status == 0:
-        leave_distributed()
-    sys.exit(status)
-
-
-if __name__ == "__main__":
-    run(main)

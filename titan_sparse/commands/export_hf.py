@@ -1,22 +1,22 @@
-"""Writes a checkpoint of a run as a Hugging Face folder, for transformers' from_pretrained().
+"""Write a checkpoint of a run as a Hugging Face folder, for transformers' from_pretrained().
 
     titan-sparse export_hf RUN_OR_CHECKPOINT OUT [--dtype float32] [--merge]
 
 RUN_OR_CHECKPOINT is the output_dir of a run, for its newest checkpoint, or one of its folders
-checkpoint/step-N. The run's config.toml says which model it is. Nothing of the run is changed; one
-process on the CPU, whatever the run had.
+checkpoint/step-N. The run's config.toml says which model it is. The run itself is not changed. One
+process on the CPU is enough, whatever the run had.
 
 Of a run with adapters (lora.rank) OUT holds these alone, for PeftModel.from_pretrained() on the
 model of model.initial_hf; with --merge, that model with the adapters merged into its weights.
 """
 
-import argparse
 import functools
 import sys
 from pathlib import Path
 
 import torch
 
+from titan_sparse.commands import parser_of
 from titan_sparse.config import Config, load, trains_random_base
 from titan_sparse.data.chat_template import exported_files
 from titan_sparse.models.flavours import resolve
@@ -28,11 +28,7 @@ from titan_sparse.training.setup import check_base
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="titan-sparse export_hf",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("run_or_checkpoint", metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("out", metavar="OUT")
     parser.add_argument(

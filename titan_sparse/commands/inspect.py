@@ -1,12 +1,12 @@
-"""Shows where a checkpoint's attention mass lies, and how much of it selections would keep.
+"""Show where a checkpoint's attention mass lies, and how much of it selections would keep.
 
     titan-sparse inspect --config outputs/run/config.toml \\
         --checkpoint outputs/run --length 4096
     titan-sparse inspect --config C --hf FOLDER --length 131072 --layers 0,13,27
 
-One sequence, one process: the first document that is long enough, selections of several sizes.
-Other words are options of the configuration, as train.py takes them. Writes OUT/inspection.json,
-OUT/layer-N.png, OUT/curves.png and OUT/top_k.png; docs/huggingface.md
+One process looks at one sequence, the first document that is long enough, with selections of several
+sizes. Other words are options of the configuration, as train.py takes them. Writes
+OUT/inspection.json, OUT/layer-N.png, OUT/curves.png and OUT/top_k.png. See docs/huggingface.md.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import json
 import sys
 from pathlib import Path
 
-from titan_sparse.commands.evaluate import parser_of, run
+from titan_sparse.commands import add_weights, parser_of
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import require, tokens
 from titan_sparse.data import Tokenizer, load_tokenizer
@@ -64,22 +64,21 @@ def main(words: list[str]) -> int:
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
-    """Options of this script, and the checked configuration to look with. Raises ConfigError, one line."""
+    """Options, and the checked configuration. Raises ConfigError, one line."""
     parser = parser_of(__doc__)
-    parser.add_argument("--length", type=tokens, default=0, help="tokens; 0: training.seq_len")
-    parser.add_argument("--layers", default="", help="numbers with commas between; default: all")
-    parser.add_argument(
-        "--rows", type=int, default=64, help="random queries that recall and density are taken from"
-    )
-    parser.add_argument(
+    add_weights(parser)
+    add = parser.add_argument
+    add("--length", type=tokens, default=0, help="tokens; 0: training.seq_len")
+    add("--layers", default="", help="numbers separated by commas; default: all")
+    add("--rows", type=int, default=64, help="random queries to measure recall and density with")
+    add(
         "--attention",
         choices=["dense", "as_trained"],
         default="as_trained",
-        help="what the forward computes with; what is drawn is dense attention on its queries and "
-        "keys",
+        help="of the forward; the pictures show dense attention on its queries and keys",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the random queries")
-    parser.add_argument("--out", default="inspection", help="folder to write")
+    add("--seed", type=int, default=0, help="of the random queries")
+    add("--out", default="inspection", help="folder to write")
     args, rest = parser.parse_known_args(words)
     config = load_for_evaluation(
         ["--config", args.config, *rest], args.hf, args.attention == "dense"
@@ -93,15 +92,15 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     require(args.rows >= 1, f"--rows {args.rows} is too small; write 1 or more")
     require(
         config.parallelism.cp == 1 and world_from_environment()[0] == 1,
-        "one process looks at the whole sequence; "
+        "one process inspects the whole sequence; "
         "start without torchrun, and leave --parallelism.cp out",
     )
     check(config, 1, 1)
     model = resolve(**dataclasses.asdict(config.model))
     require(
         not isinstance(model, TransformersConfig),
-        f"{config.model.initial_hf} runs through transformers' own code, which is not looked into; "
-        "write a model of ours",
+        f"{config.model.initial_hf} runs through transformers' own code, which cannot be inspected; "
+        "write a model that titan_sparse implements itself",
     )
     args.layers = _layers(args.layers, model.layers)
     return args, config
@@ -143,7 +142,3 @@ def write(layers: dict[int, Layer], about: dict, length: int, out: str) -> list[
     for name, figure in pictures_by_name.items():
         figure.savefig(folder / name, dpi=110)
     return ["inspection.json", *pictures_by_name]
-
-
-if __name__ == "__main__":
-    run(main)

@@ -1,4 +1,4 @@
-"""Tokenizes a source once, into memory-mapped shards that data.source reads.
+"""Tokenize a source once, into memory-mapped shards that data.source reads.
 
     titan-sparse prepare_data SOURCE OUT --tokenizer tokenizer.json --processes 16
 
@@ -21,6 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from titan_sparse.commands import parser_of
 from titan_sparse.config.sources import FORMATS
 from titan_sparse.data.packing import LENGTHS
 from titan_sparse.data.preparing import prepare
@@ -44,8 +45,8 @@ def main(words: list[str]) -> int:
         meta = prepare(recipe, args.out, args.processes, progress)
     except BrokenProcessPool:
         print(
-            "error: a process died, perhaps for want of memory; "
-            "the same command goes on, with fewer --processes",
+            "error: a process died, perhaps because memory ran out; "
+            "the same command continues, with fewer --processes",
             file=sys.stderr,
         )
         return 1
@@ -53,7 +54,7 @@ def main(words: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
+        print("stopped; the same command continues", file=sys.stderr)
         return 130
     finally:
         bar.close()
@@ -82,85 +83,61 @@ def main(words: list[str]) -> int:
 
 def arguments(words: list[str]) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="titan-sparse prepare_data",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("source", metavar="SOURCE")
-    parser.add_argument(
-        "out", metavar="OUT", help="a new folder, or one that was begun with the same options"
-    )
-    parser.add_argument(
-        "--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json"
-    )
-    parser.add_argument(
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("source", metavar="SOURCE")
+    add("out", metavar="OUT", help="a new folder, or one that was begun with the same options")
+    add("--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json")
+    add(
         "--document",
         choices=["row", "folder", "source"],
         default="row",
         help="one document is a row or file; the files of a folder directly in SOURCE (a "
         "repository, a package), joined; all files, joined",
     )
-    parser.add_argument(
-        "--min-length", type=_count, default=0, help="leave shorter documents out; tokens"
-    )
-    parser.add_argument(
-        "--max-length", type=_count, default=0, help="leave longer documents out; tokens; 0: none"
-    )
-    parser.add_argument(
+    add("--min-length", type=_count, default=0, help="leave shorter documents out; tokens")
+    add("--max-length", type=_count, default=0, help="leave longer ones out; tokens; 0: none")
+    add(
         "--format",
         dest="row_format",
         choices=FORMATS,
         default="text",
         help="what a row holds; chats get a mask of what is learned",
     )
-    parser.add_argument("--text-field", default="text", help="column that holds the text")
-    parser.add_argument(
-        "--messages-field", default="messages", help="column that holds a chat's messages"
-    )
-    parser.add_argument(
+    add("--text-field", default="text", help="column that holds the text")
+    add("--messages-field", default="messages", help="column that holds a chat's messages")
+    add(
         "--loss-on",
         choices=["assistant", "last_assistant", "all"],
         default="assistant",
         help="messages of a chat that are learned",
     )
-    parser.add_argument(
+    add(
         "--chat-template",
         default="",
         help="file of the template of chats; default: that beside --tokenizer",
     )
-    parser.add_argument(
+    add(
         "--chat-template-kwargs",
         default="",
         help="""variables of the template as JSON, such as '{"enable_thinking": false}'""",
     )
-    parser.add_argument("--subset", default="", help="configuration name of a Hugging Face dataset")
-    parser.add_argument("--split", default="train", help="split of a Hugging Face dataset")
-    parser.add_argument(
+    add("--subset", default="", help="configuration name of a Hugging Face dataset")
+    add("--split", default="train", help="split of a Hugging Face dataset")
+    add(
         "--bad-rows",
         choices=["refuse", "skip"],
         default="refuse",
-        help="rows that are no UTF-8, JSON, text or chat: refuse SOURCE, or skip and count them",
+        help="rows that are not UTF-8, JSON, text or chats: refuse SOURCE, or skip and count them",
     )
-    parser.add_argument(
+    add(
         "--split-special-tokens",
         action="store_true",
         help="a special token that is spelled out in a text is read as letters, not as its id",
     )
-    parser.add_argument(
-        "--source-tokenizer",
-        default="",
-        help="tokenizer.json that made the token ids of MDS shards",
-    )
-    parser.add_argument(
-        "--shard-rows",
-        type=_count,
-        default=0,
-        help="rows of the source to a shard; 0: by their number",
-    )
-    parser.add_argument(
-        "--processes", type=_count, default=os.cpu_count(), help="default: as many as CPUs"
-    )
+    add("--source-tokenizer", default="", help="tokenizer.json that made the ids of MDS shards")
+    add("--shard-rows", type=_count, default=0, help="rows of a shard; 0: by their number")
+    add("--processes", type=_count, default=os.cpu_count(), help="default: as many as CPUs")
     args = parser.parse_args(words)
     if args.processes == 0:
         parser.error("--processes 0 would do nothing; write 1 or more")

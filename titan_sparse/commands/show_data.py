@@ -1,4 +1,4 @@
-"""Shows samples as the model sees them, with what is learned, and which lengths sequences keep.
+"""Show samples as the model sees them, with what is learned, and which lengths sequences keep.
 
     titan-sparse show_data --config X.toml [--samples 3] [--plain] [--key value ...]
 
@@ -7,7 +7,6 @@ files and terminals without colors, what is learned stands between ⟦ and ⟧. 
 is shown. Other words are options of the configuration, as train.py takes them.
 """
 
-import argparse
 import logging
 import sys
 from dataclasses import replace
@@ -15,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from titan_sparse.commands import parser_of
 from titan_sparse.config import Config, Flags, check, load, world_of
 from titan_sparse.config.reading import require
 from titan_sparse.config.sources import source_formats
@@ -29,15 +29,10 @@ RESET = "\033[0m"
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="titan-sparse show_data",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--samples", type=int, default=3, help="of each part of data.source")
     parser.add_argument(
-        "--measured", type=int, default=1000, help="samples whose lengths are told; 0: all"
+        "--measured", type=int, default=1000, help="samples whose lengths are counted; 0: all"
     )
     parser.add_argument("--plain", action="store_true", help="marks, not colors")
     args, rest = parser.parse_known_args(words)

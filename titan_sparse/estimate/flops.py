@@ -1,9 +1,9 @@
 """FLOPs of a training step: what MFU compares with the chip's peak.
 
 Only the multiplications and additions that a step has to do are counted: forward 1x and backward
-2x, which is 1x for frozen weights. Recomputation and the embedding lookup are not counted, and
-attention only over the pairs visited (causal and sparse). What a dense model would have needed for
-the same tokens is another number (dense-equivalent). It is never part of MFU.
+2x, or 1x for frozen weights. Recomputation and the embedding lookup are not counted. Attention
+counts only the visited pairs (causal and sparse). What a dense model would have needed for the same
+tokens is another number (dense-equivalent), which is never part of MFU.
 """
 
 from titan_sparse.models.flavours import DecoderConfig, TransformersConfig
@@ -45,35 +45,23 @@ def peak_flops(device_name: str, peak_tflops: float) -> float | None:
 def linear_flops_per_token(config: DecoderConfig, adapters: Adapters | None = None) -> float:
     """Training FLOPs of one token in the blocks' linear layers.
 
-    6 for each weight, 4 for a frozen one. Biases and norms are not matmuls. Of a mixture of experts,
-    the router and the experts that a token is sent to.
+    6 for each weight, and 4 for a frozen one. Biases and norms are not matmuls. In a mixture of
+    experts, the router counts and the experts that a token is sent to.
     """
-    base = _flops_of_weight(adapters) * _linear_weights(config)
-    return base + 6.0 * adapter_elements(config, adapters)
-
-
-def _flops_of_weight(adapters: Adapters | None) -> float:
-    """Of a weight of the model, for one token: forward, gradient of the input, and of the weight."""
-    return 4.0 if adapters else 6.0
-
-
-def _linear_weights(config: DecoderConfig) -> int:
-    """Weights of the blocks' linear layers that one token is multiplied by."""
     if isinstance(config, TransformersConfig):
-        return config.linear_weights
-    query_size = config.heads * config.head_dim
-    kv_size = config.kv_heads * config.head_dim
-    # Projections of q and out, of k and v.
-    attention_width = 2 * (query_size + kv_size)
-    # Gate, up and down.
-    mlp_width = 3 * config.intermediate_size
-    width_of_matrices = attention_width + mlp_width
-    return config.layers * config.hidden_size * width_of_matrices
+        weights = config.linear_weights
+    else:
+        # Projections of q and out, of k and v; gate, up and down.
+        width = 2 * (config.heads + config.kv_heads) * config.head_dim
+        width += 3 * config.intermediate_size
+        weights = config.layers * config.hidden_size * width
+    flops_of_weight = 4.0 if adapters else 6.0
+    return flops_of_weight * weights + 6.0 * adapter_elements(config, adapters)
 
 
 def head_flops_per_token(config: DecoderConfig, adapters: Adapters | None = None) -> float:
     """Training FLOPs of one token in the LM head, tied or not."""
-    return _flops_of_weight(adapters) * config.vocab_size * config.hidden_size
+    return (4.0 if adapters else 6.0) * config.vocab_size * config.hidden_size
 
 
 def attention_flops(config: DecoderConfig, visited_pairs: float) -> float:
@@ -88,7 +76,7 @@ def causal_pairs(seq_len: int, window: int = 0, sinks: int = 0) -> float:
     """Pairs of tokens that one head sees in a sequence of `seq_len` tokens.
 
     window: the last tokens that a query sees; 0 means all. sinks: the first tokens, which it sees
-    besides.
+    too.
     """
     inside = min(window or seq_len, seq_len)
     # The first queries see a triangle, all later ones a full window.
@@ -101,14 +89,11 @@ def causal_pairs(seq_len: int, window: int = 0, sinks: int = 0) -> float:
 
 
 def windows_of(config: DecoderConfig, window: int = 0) -> list[int]:
-    """Tokens that a query of each layer sees; 0 means all.
+    """Tokens that a query of each layer sees; 0 means all. Some models have windows of their own.
 
-    window: attention.sliding_window, which holds for all layers. Some models have windows of their
-    own.
+    window: attention.sliding_window, which applies to all layers.
     """
-    own = (0,) * config.layers
-    if isinstance(config, TransformersConfig):
-        own = config.windows
+    own = getattr(config, "windows", (0,) * config.layers)
     return [min(window, of_layer) or window or of_layer for of_layer in own]
 
 
@@ -134,15 +119,14 @@ def utilization(
     float8: bool = False,
     adapters: Adapters | None = None,
 ) -> float:
-    """MFU of one device: the seconds that a token takes at the peak, over those that it took.
+    """MFU of one device: the seconds that a token takes at the peak, divided by those that it took.
 
     peak: bf16 FLOP/s. float8: linear layers are compared with the float8 peak, head and attention
-    still with bf16's. So no speed-up of float8 counts as utilization.
+    with that of bf16. So a speed-up by float8 does not count as utilization.
     """
     linear = linear_flops_per_token(config, adapters)
     rest = flops_per_token(config, pairs_per_token, adapters) - linear
-    speedup = FLOAT8_SPEEDUP if float8 else 1.0
     # As many bf16 FLOPs would take as long.
-    bf16_flops = linear / speedup + rest
+    bf16_flops = linear / (FLOAT8_SPEEDUP if float8 else 1.0) + rest
     seconds_at_peak = bf16_flops / peak
     return seconds_at_peak * tokens_per_second

@@ -1,17 +1,14 @@
-"""Queries and keys that look like real attention, and random indexes and lengths of documents.
+"""Queries and keys that look like real attention, random indexes, and lengths of documents.
 
 The model is that of MTraining, appendix A. Under RoPE the mean of a query and the mean of a key
-give a logit that depends on their distance d alone: slashes. A few outlier keys, large in a pair of
-dims that hardly turns, are seen from everywhere: verticals. For query head h
+give a logit that depends only on their distance: slashes. A few outlier keys are large in a pair of
+dims that hardly turns, so all queries see them: verticals. For query head h
 
     logit(n, m) = sum_i a[h, i] cos((n - m) theta_i) + noise,    or  v[h] + noise if m is an outlier
 
 Here i runs over the pairs of dims that turn once in 256 tokens up to half the sequence. a is drawn
-log-normally. v is set so that the outliers hold a share of the attention mass that is drawn too.
-Large a make near slashes and, where the strongest pairs come round together, far ones. Nothing
-here depends on a model or on data.
-
-random_index() draws an index of a given density. ragged_lengths() draws lengths of packed documents.
+log-normally. v is set so that the outliers hold a share of the attention mass, which is drawn too.
+Large a make near slashes and, where the strongest pairs are in phase again, far ones.
 """
 
 import math
@@ -36,8 +33,8 @@ _QUERY_NOISE = 0.3
 _STRENGTH = (9.0, 22.0)
 """Range that each head draws its largest logit of slashes from."""
 _SPREAD = (0.3, 2.0)
-"""Range that each head draws from how unequal its pairs are: from all alike, which makes near
-slashes, to a few that lead, which makes periodic ones."""
+"""Range that each head draws the inequality of its pairs from. Equal pairs make near slashes, and a
+few strong ones make periodic slashes."""
 _VERTICAL_SHARE = (0.05, 0.7)
 """Range that each head draws the outliers' share of its mass from."""
 
@@ -51,7 +48,7 @@ class Heads(NamedTuple):
     query_mean: [Hq, D / 2]. key_mean: [Hkv, D / 2].
     outlier: [Hkv, D / 2], the mean of the keys at `outliers` instead of key_mean.
     outliers: int64 [Hkv, m], ascending positions.
-    frequency: float64 [D / 2], radians per token. rope: the rotary embedding. seed: of the noise.
+    frequency: float64 [D / 2], radians per token. seed: of the noise.
     """
 
     query_mean: Tensor
@@ -59,19 +56,8 @@ class Heads(NamedTuple):
     outlier: Tensor
     outliers: Tensor
     frequency: Tensor
-    rope: RopeConfig
     seq_len: int
     seed: int
-
-    @property
-    def group_size(self) -> int:
-        """Query heads for each KV head."""
-        return len(self.query_mean) // len(self.key_mean)
-
-    @property
-    def head_dim(self) -> int:
-        """D."""
-        return 2 * len(self.frequency)
 
 
 def draw_heads(
@@ -120,7 +106,6 @@ def draw_heads(
         outlier=outlier,
         outliers=torch.stack(outliers).sort(-1).values,
         frequency=frequency,
-        rope=rope,
         seq_len=seq_len,
         seed=seed,
     )
@@ -135,22 +120,20 @@ def _slash_strengths(
 ) -> Tensor:
     """a[h, i] of the module's formula, float64 [Hq, D / 2]."""
     # [Hq, D / 2]: log-normal weights of the pairs of dims.
-    spread = _uniform(_SPREAD, (heads, 1), generator)
+    spread = _uniform(_SPREAD, heads, generator)
     normal = torch.randn(heads, len(frequency), generator=generator, dtype=torch.float64)
-    weight = torch.exp(spread * normal)
+    weight = torch.exp(spread[:, None] * normal)
     # [D / 2]: tokens in which a pair turns once. Only pairs in this range make slashes.
     period = 2 * math.pi / frequency
     weight *= (period > 256) & (period < seq_len / 2)
-    strength = _uniform(_STRENGTH, (heads, 1), generator)
-    return strength * weight / weight.sum(-1, keepdim=True)
+    strength = _uniform(_STRENGTH, heads, generator)
+    return strength[:, None] * weight / weight.sum(-1, keepdim=True)
 
 
-def _uniform(
-    bounds: tuple[float, float], shape: tuple[int, ...], generator: torch.Generator
-) -> Tensor:
-    """Drawn evenly between two bounds, float64."""
+def _uniform(bounds: tuple[float, float], count: int, generator: torch.Generator) -> Tensor:
+    """Numbers drawn uniformly between two bounds, float64 [count]."""
     low, high = bounds
-    return low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)
+    return low + (high - low) * torch.rand(count, generator=generator, dtype=torch.float64)
 
 
 def _vertical_strengths(heads: Heads, generator: torch.Generator) -> Tensor:
@@ -158,7 +141,7 @@ def _vertical_strengths(heads: Heads, generator: torch.Generator) -> Tensor:
 
     share / (1 - share) = m exp(v) / sum over all distances of exp(logit of slashes).
     """
-    share = _uniform(_VERTICAL_SHARE, (len(heads.query_mean),), generator)
+    share = _uniform(_VERTICAL_SHARE, len(heads.query_mean), generator)
     # The sum over distances is taken from at most 65,536 of them.
     stride = max(1, heads.seq_len // 65536)
     logits = expected_logits(heads, torch.arange(0, heads.seq_len, stride))
@@ -174,16 +157,14 @@ def expected_logits(heads: Heads, distance: Tensor) -> Tensor:
     of a query head and its key head are in phase.
     """
     # [Hq, D / 2]
-    key_mean = heads.key_mean.conj()
-    key_mean = key_mean.repeat_interleave(heads.group_size, 0)
+    group_size = len(heads.query_mean) // len(heads.key_mean)
+    key_mean = heads.key_mean.conj().repeat_interleave(group_size, 0)
     amplitude = (heads.query_mean * key_mean).real
-    amplitude *= heads.head_dim**-0.5
+    amplitude *= (2 * len(heads.frequency)) ** -0.5
     # Many pairs of dims have no amplitude: leave out their cosines.
-    largest = amplitude.abs().amax(0)
-    used = largest > 0
+    used = amplitude.abs().amax(0) > 0
     # [used, n]
-    frequency = heads.frequency[used, None]
-    angle = distance.double() * frequency
+    angle = distance.double() * heads.frequency[used, None]
     return amplitude[:, used] @ angle.cos()
 
 
@@ -235,10 +216,10 @@ def random_index(
 
 
 def ragged_lengths(seq_len: int, seed: int) -> list[int]:
-    """Lengths of the documents of a packed sequence.
+    """Lengths of the documents of a packed sequence, with the distribution of MagiAttention's benchmarks.
 
     71 % have at most 1K tokens, 87 % 2K, 97.4 % 8K, and the longest 196,608 or a quarter of the
-    sequence. That is the law that MagiAttention's benchmarks draw from.
+    sequence.
     """
     generator = np.random.default_rng(seed)
     limits = np.array([16, 1024, 2048, 8192, 196_608])
@@ -250,8 +231,7 @@ def ragged_lengths(seq_len: int, seed: int) -> list[int]:
         bucket = generator.choice(4, p=shares)
         shortest, longest = np.log(limits[bucket : bucket + 2])
         log_length = generator.uniform(shortest, longest)
-        drawn = int(np.exp(log_length))
-        length = min(drawn, seq_len // 4, room)
+        length = min(int(np.exp(log_length)), seq_len // 4, room)
         lengths.append(length)
         room -= length
     return lengths
@@ -260,21 +240,19 @@ def ragged_lengths(seq_len: int, seed: int) -> list[int]:
 def queries(heads: Heads, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """q of the tokens start .. stop - 1, [1, Hq, stop - start, D].
 
-    A token's query is the same whatever range is asked for.
+    A token's query does not depend on the range.
     """
     # Queries take the even seeds, keys the odd ones.
-    noise = _noise(heads, len(heads.query_mean), start, stop, 2 * heads.seed)
-    q = _real_dims(heads.query_mean)[:, None] + _QUERY_NOISE * noise
+    q = _with_noise(heads.query_mean, _QUERY_NOISE, start, stop, 2 * heads.seed)
     return _rotated(q, heads, start).to(dtype)
 
 
 def keys(heads: Heads, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """k of the tokens start .. stop - 1, [1, Hkv, stop - start, D].
 
-    A token's key is the same whatever range is asked for.
+    A token's key does not depend on the range.
     """
-    noise = _noise(heads, len(heads.key_mean), start, stop, 2 * heads.seed + 1)
-    k = _real_dims(heads.key_mean)[:, None] + _KEY_NOISE * noise
+    k = _with_noise(heads.key_mean, _KEY_NOISE, start, stop, 2 * heads.seed + 1)
     # [Hkv, D]: what makes an ordinary key an outlier.
     to_outlier = _real_dims(heads.outlier - heads.key_mean)
     for head, positions in enumerate(heads.outliers):
@@ -283,17 +261,18 @@ def keys(heads: Heads, start: int, stop: int, dtype: torch.dtype = torch.float32
     return _rotated(k, heads, start).to(dtype)
 
 
-def _noise(heads: Heads, count: int, start: int, stop: int, seed: int) -> Tensor:
-    """Normal noise of `count` heads for the tokens start .. stop - 1, [count, stop - start, D]."""
+def _with_noise(mean: Tensor, deviation: float, start: int, stop: int, seed: int) -> Tensor:
+    """Means with normal noise for the tokens start .. stop - 1, fp32 [H, stop - start, D]."""
+    means = _real_dims(mean)[:, None]
     first_run = start // _RUN
     drawn = []
     for run in range(first_run, -(-stop // _RUN)):
         # Each run has a seed of its own.
         generator = torch.Generator().manual_seed((seed << 32) + run)
-        drawn.append(torch.randn(count, _RUN, heads.head_dim, generator=generator))
-    # Whole runs were drawn: cut out the tokens that are asked for.
+        drawn.append(torch.randn(len(mean), _RUN, means.shape[-1], generator=generator))
+    # Whole runs were drawn: cut out the requested tokens.
     offset = first_run * _RUN
-    return torch.cat(drawn, dim=1)[:, start - offset : stop - offset]
+    return means + deviation * torch.cat(drawn, dim=1)[:, start - offset : stop - offset]
 
 
 def _real_dims(mean: Tensor) -> Tensor:

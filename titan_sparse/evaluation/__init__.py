@@ -1,1 +1,1 @@
-"""What a model has learned: loss by position, Needle In A Haystack; in the loop and by titan-sparse evaluate."""
+"""Loss by position and Needle In A Haystack, during training and by titan-sparse evaluate."""

@@ -1,4 +1,4 @@
-"""Prompts with a known answer: scored by one forward (teacher-forced) or by what the model generates."""
+"""Prompts with a known answer, scored by one forward (teacher-forced) or by generating text."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,30 +15,25 @@ from titan_sparse.evaluation.scorer import Scorer, Sequence
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and what is known about its answer."""
+    """A prompt and what is known about its answer.
+
+    prompt, answer: tokens, int64 [n]. references: strings that a right answer contains. new_tokens:
+    how many may be generated. length: tokens to pad to, answer included. about: copied into the
+    sample's record.
+    """
 
     prompt: NDArray[np.int64]
-    """int64 [n], tokens"""
     answer: NDArray[np.int64]
-    """int64 [m], tokens"""
     references: tuple[str, ...]
-    """strings that a right answer contains"""
     new_tokens: int
-    """how many tokens may be generated"""
     length: int
-    """tokens of the longest sample beside which it is scored, answer included: all are padded to it"""
     about: dict[str, Any] = field(default_factory=dict)
-    """what the sample is, copied into its record"""
 
 
 def string_match_all(prediction: str, references: tuple[str, ...]) -> float:
-    """Share of the references that the prediction contains, upper or lower case.
-
-    RULER's scorer of all tasks but QA.
-    """
+    """Share of the references that the prediction contains, in upper or lower case (as in RULER)."""
     text = prediction.lower()
-    found = sum(reference.lower() in text for reference in references)
-    return found / len(references)
+    return sum(reference.lower() in text for reference in references) / len(references)
 
 
 def score_samples(scorer: Scorer, samples: list[Sample], generate: bool) -> list[dict[str, Any]]:
@@ -46,9 +41,9 @@ def score_samples(scorer: Scorer, samples: list[Sample], generate: bool) -> list
 
     A record holds the sample's `about`, "prediction" (text) and "score" (string_match_all).
     Teacher-forced also "loss" (mean cross-entropy of the answer's tokens), "correct" (share of them
-    that are the most likely token) and "exact" (whether all are). The prediction is then made of the
-    most likely tokens, each after the right ones before it. Only right tokens score: a model that
-    repeats what it reads would else be given the answer, a token late.
+    that are the most likely token) and "exact" (whether all are). The prediction then consists of the
+    most likely tokens, each after the right ones before it. Only right tokens count for the score.
+    Otherwise a model that repeats what it reads would find the answer, one token late.
 
     Collective: all ranks bring the same samples.
     """

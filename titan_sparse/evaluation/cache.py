@@ -1,12 +1,12 @@
 """Keys and values that are kept while a model generates, spread over the ranks of a sequence.
 
 The prompt goes through the model's own attention, dense or sparse, in the run's layout and schedule.
-Each rank keeps the keys that it has computed. A new token's keys are kept by one rank, in turn. A
-new query is answered densely, by the keys of all ranks (attention.decode).
+Each rank keeps the keys that it has computed. The ranks take turns to keep the keys of new tokens. A
+new query attends densely to the keys of all ranks (attention.decode).
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,16 +14,14 @@ from torch import Tensor
 
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.decode import Cached, attend_cached
-from titan_sparse.config import Attention
-from titan_sparse.evaluation.scorer import Batch, Scorer
+from titan_sparse.evaluation.scorer import Batch, Scorer, attention_replaced
 
 _NOWHERE = 2**62
 """The position of what no query sees: padding."""
 
 
 class Window(NamedTuple):
-    """What a query of a layer sees: `layer` tokens, and of these the last `run` and the first
-    `sinks`. 0 for all."""
+    """What a query sees: `layer` tokens, and of these the last `run` and the first `sinks`; 0: all."""
 
     layer: int
     run: int
@@ -43,12 +41,12 @@ class Window(NamedTuple):
 class Places:
     """Where tokens are, for all layers. `number` counts the new tokens that went through.
 
-    prompt: int64 [B, S_local], positions of the prompt's tokens on this rank, _NOWHERE for padding.
-    lengths: int64 [B], tokens of the prompts. new_tokens: most that follow.
+    batch: the prompts. lengths: int64 [B], tokens of the prompts. new_tokens: most that follow.
     """
 
     def __init__(self, batch: Batch, lengths: Tensor, new_tokens: int, cp: ContextParallel) -> None:
         is_padding = batch.positions >= lengths[:, None]
+        # int64 [B, S_local], positions of the prompt's tokens on this rank.
         self.prompt = batch.positions.masked_fill(is_padding, _NOWHERE)
         self.lengths = lengths
         self.number = -1
@@ -116,20 +114,14 @@ class _CachedAttend:
         return positions[:, needed], k[:, :, needed], v[:, :, needed]
 
 
-@contextlib.contextmanager
-def cached(scorer: Scorer, places: Places) -> Iterator[None]:
+def cached(scorer: Scorer, places: Places) -> AbstractContextManager[None]:
     """Inside, the first batch through scorer's model is a prompt, and then each is one token."""
-    layers = [module for module in scorer.model.modules() if "attend" in vars(module)]
-    windows = getattr(scorer.model_config, "windows", (0,) * len(layers))
-    plain = [layer.attend for layer in layers]
-    for layer, window in zip(layers, windows, strict=True):
-        layer.attend = _CachedAttend(layer.attend, places, _window(scorer.attention, window))
-    try:
-        yield
-    finally:
-        for layer, attend in zip(layers, plain, strict=True):
-            layer.attend = attend
+    windows = getattr(scorer.model_config, "windows", None)
+    section = scorer.attention
 
+    def replace(layer: int, attend: Callable[..., Tensor]) -> _CachedAttend:
+        own = windows[layer] if windows else 0
+        window = Window(own, section.sliding_window, section.window_sinks)
+        return _CachedAttend(attend, places, window)
 
-def _window(section: Attention, layer: int) -> Window:
-    return Window(layer, section.sliding_window, section.window_sinks)
+    return attention_replaced(scorer.model, replace)

@@ -1,6 +1,7 @@
-"""Text from a model: greedy, or drawn. The prompt by the model's own attention, then with a cache.
+"""Generate text, greedily or by drawing tokens.
 
-The ranks of a context-parallel group write the same tokens; cache.py says who keeps which keys.
+The prompt goes through the model's own attention, and new tokens through a cache (cache.py). The ranks
+of a context-parallel group write the same tokens.
 """
 
 from collections.abc import Callable
@@ -55,21 +56,31 @@ def generate(
     prompts: int64 [n] each, of any lengths above 0; they go through the model together. stop: ends
     a text, with its last token. Greedy without `sampling`.
 
-    Collective over the world: each data-parallel rank brings prompts of its own, the ranks of a
-    context-parallel group the same ones. Raises ValueError for an empty prompt, or none.
+    Collective over the world: each data-parallel rank brings prompts of its own, and the ranks of a
+    context-parallel group bring the same ones. Raises ValueError for an empty prompt, or none.
     """
     if not prompts or min(len(prompt) for prompt in prompts) == 0:
-        raise ValueError("there is nothing to go on from; write a prompt of one token or more")
+        raise ValueError("a prompt is empty or missing; write a prompt of one token or more")
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=scorer.device)
-    batch = scorer.batch([_asked(prompt) for prompt in prompts], int(lengths.max()))
+    asked = []
+    for prompt in prompts:
+        # One label, any but -100, where the next token is wanted.
+        labels = np.full(len(prompt), IGNORED_LABEL)
+        labels[-1] = prompt[-1]
+        asked.append(Sequence(prompt, labels))
+    batch = scorer.batch(asked, int(lengths.max()))
     places = Places(batch, lengths, new_tokens, scorer.cp)
-    choice = _Choice(sampling or Sampling(), scorer.cp)
+    choose = TokenChoice(sampling or Sampling(), scorer.cp)
     texts: list[list[int]] = [[] for _ in prompts]
     is_done = [False] * len(prompts)
     with cached(scorer, places):
-        logits = _whole(scorer.run(batch, answer_logits), batch, scorer.cp)
+        # [B, V]: each rank has the last logits of some prompts.
+        own = scorer.run(batch, answer_logits)
+        logits = own.new_zeros(len(prompts), own.shape[1])
+        logits[(batch.labels != IGNORED_LABEL).nonzero()[:, 0]] = own
+        logits = scorer.cp.all_reduce(logits)
         for number in range(new_tokens):
-            tokens = choice.next(logits)
+            tokens = choose(logits)
             for row, token in enumerate(tokens.tolist()):
                 if not is_done[row]:
                     texts[row].append(token)
@@ -83,23 +94,8 @@ def generate(
     return [np.array(text, dtype=np.int64) for text in texts]
 
 
-def _asked(prompt: NDArray[np.int64]) -> Sequence:
-    """A prompt with one label, any but -100, where the next token is wanted."""
-    labels = np.full(len(prompt), IGNORED_LABEL)
-    labels[-1] = prompt[-1]
-    return Sequence(prompt, labels)
-
-
-def _whole(logits: Tensor, batch: Batch, cp: ContextParallel) -> Tensor:
-    """The prompts' last logits [B, V] on every rank, from those that this rank has."""
-    rows = (batch.labels != IGNORED_LABEL).nonzero()[:, 0]
-    whole = logits.new_zeros(len(batch.labels), logits.shape[1])
-    whole[rows] = logits
-    return cp.all_reduce(whole)
-
-
 def _everywhere(is_done: bool, scorer: Scorer) -> bool:
-    """Whether all data-parallel ranks are done: until then all take part in the forwards."""
+    """Whether all data-parallel ranks are done. Until then all take part in the forwards."""
     if scorer.dp_size == 1:
         return is_done
     waiting = torch.tensor([not is_done], dtype=torch.int32, device=scorer.device)
@@ -107,8 +103,8 @@ def _everywhere(is_done: bool, scorer: Scorer) -> bool:
     return waiting.item() == 0
 
 
-class _Choice:
-    """Draws the same tokens on all ranks of `cp`."""
+class TokenChoice:
+    """Chooses the same tokens on all ranks of `cp`."""
 
     def __init__(self, sampling: Sampling, cp: ContextParallel) -> None:
         self.sampling = sampling
@@ -116,20 +112,20 @@ class _Choice:
         # On the CPU, so that numbers do not depend on the device.
         self.generator = torch.Generator().manual_seed(sampling.seed)
 
-    def next(self, logits: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor) -> Tensor:
         """logits [B, V] -> int64 [B]."""
         if self.sampling.temperature == 0:
             tokens = logits.argmax(-1)
         else:
             tokens = self._drawn(logits)
-        # A rank whose sums were rounded otherwise would go its own way, unseen.
+        # Ranks may round their sums differently. Their texts would then diverge without a notice.
         return self.cp.all_gather(tokens)[0]
 
     def _drawn(self, logits: Tensor) -> Tensor:
         shares = (logits.double() / self.sampling.temperature).softmax(-1)
         shares, tokens = shares.sort(dim=-1, descending=True)
         before = shares.cumsum(-1) - shares
-        # The most likely token stays in any case.
+        # The most likely token always stays.
         shares = shares.masked_fill(before >= self.sampling.top_p, 0)
         up_to = shares.cumsum(-1)
         drawn = torch.rand(len(logits), 1, dtype=torch.float64, generator=self.generator)

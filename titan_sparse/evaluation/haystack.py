@@ -24,10 +24,7 @@ _EMPTY = "the text to hide needles in is empty; write another data.source"
 
 
 class Haystack:
-    """The documents one after the other, from the beginning again after the last.
-
-    Read only as far as asked for.
-    """
+    """The documents one after the other, again from the first after the last, read when needed."""
 
     def __init__(self, documents: Documents, tokenizer: Tokenizer) -> None:
         self.documents = documents
@@ -51,19 +48,15 @@ class Haystack:
         while length < count:
             if self._documents_read >= len(self.documents) and length == 0:
                 raise ValueError(_EMPTY)
-            ids = self._document(self._documents_read)
+            index = self._documents_read % len(self.documents)
+            # Without the end-of-document token.
+            ids = self.documents.tokens(index)[:-1]
+            self.documents.forget(index)
             self._documents_read += 1
             if len(ids):
                 parts += [ids, line_break]
                 length += len(ids) + len(line_break)
         self._tokens = np.concatenate(parts).astype(np.int64)
-
-    def _document(self, place: int) -> NDArray[np.integer]:
-        """The tokens of one document, without the end-of-document token. Places go round and round."""
-        index = place % len(self.documents)
-        ids = self.documents.tokens(index)[:-1]
-        self.documents.forget(index)
-        return ids
 
 
 def key(draw: random.Random) -> str:

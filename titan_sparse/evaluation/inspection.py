@@ -1,4 +1,4 @@
-"""Where one layer's attention mass lies, what selections of several sizes keep of it, and pictures.
+"""Where a layer's attention mass lies, what selections of several sizes keep of it, and pictures.
 
 Rows are sampled, so that no table of all pairs of tokens is made. matplotlib is loaded by the first
 picture, so its types are Any here.
@@ -17,6 +17,7 @@ from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns import BlockIndex, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.config import Attention
+from titan_sparse.evaluation.scorer import attention_replaced
 from titan_sparse.kernels.chunks import chosen_keys
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.training.pictures import new_figure
@@ -33,25 +34,24 @@ _BINS = 256
 class Layer(NamedTuple):
     """What was measured of one layer, float64 on the CPU, for each of Hq query heads.
 
-    verticals, slashes, blocks: how many of the largest hold each of SHARES.
+    The last rows are those that vertical_slash chooses by.
+    vertical_mass: [Hq, bins], share of the last rows' mass by position of the key.
+    slash_mass: [Hq, K], share of all sampled rows' mass by distance in blocks.
+    top_k: [Hq, len(TOP_K)], mean share that a row's k largest keys hold.
+    verticals, slashes: [Hq, len(SHARES)], how many of the last rows' largest hold each of SHARES.
+    blocks: the same of a random row's blocks (mean).
+    top_k_density: [len(TOP_K)], these keys as a share of all that the random rows may see.
+    curves: what curve() returns for each pattern and setting.
     """
 
     vertical_mass: Tensor
-    """[Hq, bins], share of the last rows' mass by position of the key"""
     slash_mass: Tensor
-    """[Hq, K], share of all sampled rows' mass by distance in blocks"""
     top_k: Tensor
-    """[Hq, len(TOP_K)], mean share that a row's k largest keys hold"""
     verticals: Tensor
-    """[Hq, len(SHARES)], of the last rows' verticals"""
     slashes: Tensor
-    """[Hq, len(SHARES)], of the last rows' slashes"""
     blocks: Tensor
-    """[Hq, len(SHARES)], of a random row's blocks (mean)"""
     top_k_density: Tensor
-    """[len(TOP_K)], these keys as a share of all that the random rows may see"""
     curves: list[dict[str, Any]]
-    """what curve() returns for each pattern and setting"""
 
 
 def inspect_layers(
@@ -65,27 +65,19 @@ def inspect_layers(
 ) -> dict[int, Layer]:
     """Run forward() once and inspect the attention of these layers of `model`. cp: of one rank.
 
-    samples: how many random rows, the same ones in all layers. The last rows are those that
-    vertical_slash chooses by.
+    samples: how many random rows, the same ones in all layers.
     """
     inspected: dict[int, Layer] = {}
 
-    def observed(number: int, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def replace(number: int, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def attend_and_inspect(q: Tensor, k: Tensor, v: Tensor, mask: MaskRanges) -> Tensor:
             inspected[number] = inspect_layer(q, k, mask, attention, cp, samples, seed)
             return attend(q, k, v, mask)
 
-        return attend_and_inspect
+        return attend_and_inspect if number in layers else attend
 
-    modules = {number: model.layers[str(number)].self_attn for number in layers}
-    plain = {number: module.attend for number, module in modules.items()}
-    for number, module in modules.items():
-        module.attend = observed(number, plain[number])
-    try:
+    with attention_replaced(model, replace):
         forward()
-    finally:
-        for number, module in modules.items():
-            module.attend = plain[number]
     return inspected
 
 
@@ -119,10 +111,11 @@ def inspect_layer(
         of_heads.append(_inspect_head(mass_of_last, last, mass, chosen, block_size))
 
     allowed = (ranges.stop - ranges.start)[0, chosen, None].cpu().double()
-    curves = [
-        curve(pattern, q, k, ranges, cp, chosen, torch.stack(chosen_mass))
-        for pattern in patterns(attention, tokens)
-    ]
+    masses = torch.stack(chosen_mass)
+    curves = []
+    for name, setting, pattern in patterns(attention, tokens):
+        point = curve(pattern, q, k, ranges, cp, chosen, masses)
+        curves.append({"pattern": name, "setting": setting} | point)
     return Layer(
         *(torch.stack(measured) for measured in zip(*of_heads)),
         top_k_density=allowed.minimum(torch.tensor(TOP_K)).mean(0) / allowed.mean(),
@@ -195,11 +188,10 @@ def count_to_hold(mass: Tensor, shares: Tensor) -> Tensor:
 
 
 def patterns(attention: Attention, tokens: int) -> Iterator[tuple[str, float, Pattern]]:
-    """(name, setting, pattern) of what is compared: the choices of `attention`, but other targets.
+    """(name, setting, pattern) of what is compared: the choices of `attention` with other targets.
 
-    vertical_slash has no caps and floors; with independent budgets its probe, sinks and local slashes
-    are the published ones. MoBA's chunks have its chunk_size or a 32nd of the
-    sequence, whichever is shorter.
+    vertical_slash has no caps and floors. With independent budgets its probe, sinks and local slashes
+    are the published ones. A MoBA chunk is chunk_size or a 32nd of the sequence, whichever is shorter.
     """
     size = attention.block_size
     section = attention.vertical_slash
@@ -235,7 +227,7 @@ def patterns(attention: Attention, tokens: int) -> Iterator[tuple[str, float, Pa
 
 
 def curve(
-    named: tuple[str, float, Pattern],
+    pattern: Pattern,
     q: Tensor,
     k: Tensor,
     ranges: MaskRanges,
@@ -246,20 +238,17 @@ def curve(
     """What a pattern selects of the rows at `at`, int64 [n]; lists over heads.
 
     mass: [Hq, n, S], the dense softmax of these rows. Returns density, the selected share of the
-    pairs allowed; recall, the mean share of a row's mass; and verticals and slashes, how many, where
-    the pattern has such.
+    allowed pairs; recall, the mean share of a row's mass; and where the pattern has such, how many
+    verticals and slashes.
     """
-    name, setting, pattern = named
     index = pattern.select(q, k, ranges, cp)
     allowed = (ranges.stop - ranges.start)[0, at].sum().item()
-    density = []
-    recall = []
-    for head in range(len(mass)):
+    point: dict[str, Any] = {"density": [], "recall": []}
+    for head, of_head in enumerate(mass):
         # [n, S]
         is_selected = keys_of_rows(index.of_heads(slice(head, head + 1)), ranges, at)
-        density.append(is_selected.sum().item() / allowed)
-        recall.append((mass[head] * is_selected).sum(-1).mean().item())
-    point = {"pattern": name, "setting": setting, "density": density, "recall": recall}
+        point["density"].append(is_selected.sum().item() / allowed)
+        point["recall"].append((of_head * is_selected).sum(-1).mean().item())
     if isinstance(pattern, VerticalSlash):
         point["verticals"] = (index.verticals[0] < index.seq_len).sum(-1).tolist()
         point["slashes"] = index.slashes[0].sum(-1).tolist()
@@ -314,22 +303,13 @@ def _layer_figure(number: int, layer: Layer, seq_len: int) -> Any:
 
     heads, blocks = layer.slash_mass.shape
     figure, panels = new_figure((12, 1.6 + 0.2 * heads), 2)
-    for axes, mass, title, label, right in (
-        (
-            panels[0],
-            layer.vertical_mass,
-            f"layer {number}: share of the last queries' mass",
-            "position of the key (tokens)",
-            seq_len,
-        ),
-        (
-            panels[1],
-            layer.slash_mass,
-            "share of all sampled queries' mass",
-            "distance (blocks)",
-            blocks,
-        ),
-    ):
+    titles = (
+        f"layer {number}: share of the last queries' mass",
+        "share of all sampled queries' mass",
+    )
+    labels = ("position of the key (tokens)", "distance (blocks)")
+    masses = (layer.vertical_mass, layer.slash_mass)
+    for axes, mass, title, label, right in zip(panels, masses, titles, labels, (seq_len, blocks)):
         image = axes.imshow(
             mass.clamp(min=1e-6),
             norm=LogNorm(1e-6, 1),

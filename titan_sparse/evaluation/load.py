@@ -1,7 +1,4 @@
-"""A decoder for evaluation: no optimizer, no backward.
-
-Its weights come from a run's checkpoint or from a Hugging Face folder.
-"""
+"""Build a decoder for evaluation, with weights of a run's checkpoint or a Hugging Face folder."""
 
 import dataclasses
 import os
@@ -44,10 +41,7 @@ def find_checkpoint(path: str) -> str:
 
 
 def _check_checkpoint(folder: str, config: DecoderConfig, adapters: Adapters | None) -> None:
-    """Raises ValueError, one line, if the tensors of `folder` are not those of the model.
-
-    It names a tensor that only one of them has, or that has two shapes.
-    """
+    """Raises ValueError that names a tensor if the tensors of `folder` are not those of the model."""
     metadata = read_metadata(folder).state_dict_metadata
     saved = {name: list(item.size) for name, item in metadata.items() if name.startswith(_NAMES)}
     shapes = adapter_shapes(config, adapters) if adapters else tensor_shapes(config)
@@ -61,11 +55,11 @@ def _check_checkpoint(folder: str, config: DecoderConfig, adapters: Adapters | N
 
 
 def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -> Scorer:
-    """Build config.model and fill it from `checkpoint` (a folder step-N), or from
-    config.model.initial_hf if that is None. A checkpoint of adapters lies on top of the weights that
-    they were trained on.
+    """Build config.model with the weights of `checkpoint` (a folder step-N), or if that is None, of
+    config.model.initial_hf. Adapters of a checkpoint are added to the weights that they were trained
+    on.
 
-    Joins the process group unless that is done. Weights are kept in training.dtype, sharded over all
+    Joins the process group if this process has not. Weights are in training.dtype, sharded over all
     ranks. Raises ValueError, before any process group, for a tokenizer or weights that do not fit
     the model.
     """

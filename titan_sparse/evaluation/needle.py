@@ -1,8 +1,8 @@
-"""Needle In A Haystack: a fact hidden at some depth of a long text must be found again (Kamradt,
-2023, github.com/gkamradt/LLMTest_NeedleInAHaystack).
+"""Needle In A Haystack: the model must find a fact that is hidden at some depth of a long text.
 
-Needle and question have RULER's wording (arXiv 2404.06654, table 8), so that answers can be scored
-exactly. Samples are put together from tokens: depth and length are exact.
+The test is by Kamradt (2023, github.com/gkamradt/LLMTest_NeedleInAHaystack). Needle and question have
+RULER's wording (arXiv 2404.06654, table 8), so that answers can be scored exactly. Samples are built
+from tokens, so depth and length are exact.
 """
 
 import itertools

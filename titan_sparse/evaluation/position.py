@@ -1,9 +1,8 @@
-"""Loss and perplexity by position: does the model use the context that is further away?
+"""Loss and perplexity by position: does the model use context that is far away?
 
-Documents are read through a window that slides, as perplexity of PG-19 is commonly measured: each
-token is scored once, in the first window that reaches it. Its position in that window is the context
-that it has. (Press et al., ALiBi, arXiv 2108.12409, appendix B; Xiong et al., arXiv 2309.16039,
-figure 1, for loss against position.)
+A window slides over each document, as perplexity of PG-19 is commonly measured (Press et al., ALiBi,
+arXiv 2108.12409, appendix B). Each token is scored once, in the first window that reaches it. Its
+position in that window is the length of its context (Xiong et al., arXiv 2309.16039, figure 1).
 """
 
 import itertools
@@ -36,9 +35,9 @@ def long_documents(documents: Documents, min_length: int) -> Iterator[Encoded]:
 def windows(documents: Iterable[Encoded], length: int, stride: int) -> Iterator[Sequence]:
     """Windows of up to `length` tokens, `stride` apart, over each document.
 
-    Labels that an earlier window has scored are -100, and those that are not learned (of chats).
-    With stride = length all tokens of a window count. With a smaller stride all but the first
-    window's tokens have at least length - stride tokens of context. Raises ValueError for a stride
+    Labels that an earlier window has scored are -100, and so are those of chats that are not learned.
+    With stride = length all tokens of a window count. With a smaller stride, all tokens but those of
+    the first window have at least length - stride tokens of context. Raises ValueError for a stride
     outside [1, length].
     """
     if not 1 <= stride <= length:

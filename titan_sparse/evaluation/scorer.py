@@ -1,7 +1,4 @@
-"""Scorer: one sequence through a decoder without gradients, whatever the mesh.
-
-All evaluations are made of it.
-"""
+"""Scorer: sequences through a decoder without gradients, on any mesh. All evaluations use it."""
 
 import contextlib
 import itertools
@@ -11,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titan_sparse.attention import ContextParallel
@@ -22,7 +19,7 @@ from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.from_config import build_layer_masks, build_mask
 from titan_sparse.loss import answer_scores, token_cross_entropy
 from titan_sparse.models.config import DecoderConfig
-from titan_sparse.models.decoder import Decoder, run_blocks
+from titan_sparse.models.decoder import Decoder
 
 T = TypeVar("T")
 
@@ -54,7 +51,7 @@ class Scorer:
     """Runs sequences of one document through `model`, with the attention of `config`.
 
     Every method is collective over the world. Each data-parallel rank brings a sequence of its own
-    (own() shares them out), the ranks of a context-parallel group the same one.
+    (own() distributes them). The ranks of a context-parallel group bring the same one.
     """
 
     def __init__(
@@ -80,14 +77,18 @@ class Scorer:
         self.chunk_tokens = config.training.loss_chunk_tokens
 
     def own(self, items: Iterable[T]) -> Iterator[tuple[int, T | None]]:
-        """(number, item) of the items that are this data-parallel rank's.
+        """(number, item) of the items of this data-parallel rank.
 
         The item is None where other ranks have one more than this rank, which must take part in
-        their forward all the same.
+        their forward anyway.
         """
-        for round_number, group in enumerate(_batched(items, self.dp_size)):
-            item = group[self.dp_rank] if self.dp_rank < len(group) else None
-            yield round_number * self.dp_size + self.dp_rank, item
+        iterator = iter(items)
+        for first in itertools.count(0, self.dp_size):
+            group = list(itertools.islice(iterator, self.dp_size))
+            if not group:
+                return
+            number = first + self.dp_rank
+            yield number, group[self.dp_rank] if self.dp_rank < len(group) else None
 
     def token_losses(self, sequence: Sequence | None, length: int) -> tuple[Tensor, Tensor]:
         """Cross-entropy of this rank's labels that count, [N] fp32 (fp64 for fp64), and their
@@ -109,9 +110,9 @@ class Scorer:
 
     def answers(self, sequences: list[Sequence | None], length: int) -> list[tuple[Tensor, Tensor]]:
         """answer() of each row of labels of the sequences, which go through the model together."""
-        sequences = [sequence or self._nothing() for sequence in sequences]
         batch = self.batch(sequences, length)
-        answers = [np.atleast_2d(sequence.labels) for sequence in sequences]
+        nothing = np.array([IGNORED_LABEL])
+        answers = [np.atleast_2d(s.labels if s else nothing) for s in sequences]
         repeats = torch.tensor([len(of_text) for of_text in answers], device=self.device)
         text_of_row = torch.arange(len(answers), device=self.device).repeat_interleave(repeats)
         rows, columns = (batch.labels != IGNORED_LABEL).nonzero(as_tuple=True)
@@ -145,19 +146,16 @@ class Scorer:
         """Tokens of a sequence of `length` tokens once padded to whole blocks of every rank."""
         return length + -length % self.multiple
 
-    def _nothing(self) -> Sequence:
-        """A sequence without anything to score, for a rank that only takes part."""
-        tokens = np.array([self.tokenizer.end_of_document])
-        labels = np.array([IGNORED_LABEL])
-        return Sequence(tokens, labels)
-
     def batch(self, sequences: list[Sequence | None], length: int) -> Batch:
         """This rank's part of the sequences, padded to `length` tokens or the few more that all
         ranks' blocks hold.
 
-        None stands for a sequence without anything to score. Raises ValueError for a longer one.
+        None stands for a sequence without anything to score, of a rank that only takes part. Raises
+        ValueError for a longer sequence.
         """
-        sequences = [sequence or self._nothing() for sequence in sequences]
+        end = np.array([self.tokenizer.end_of_document])
+        nothing = Sequence(end, np.array([IGNORED_LABEL]))
+        sequences = [sequence or nothing for sequence in sequences]
         total = self.padded_length(length)
         lengths = []
         for sequence in sequences:
@@ -188,36 +186,37 @@ class Scorer:
     @torch.no_grad()
     def run(self, batch: Batch, loss: Callable[..., Any]) -> Any:
         """What `loss`, a function of titan_sparse.loss, returns for a batch."""
-        # No backward follows: nothing is kept for it, so there is nothing to offload.
-        training_run_blocks = self.model.run_blocks
-        self.model.run_blocks = run_blocks
-        try:
-            with fixed_probe_rows():
-                return self.model(
-                    batch.tokens,
-                    batch.positions,
-                    batch.masks,
-                    batch.labels,
-                    self.chunk_tokens,
-                    0.0,
-                    loss,
-                )
-        finally:
-            self.model.run_blocks = training_run_blocks
+        with fixed_probe_rows():
+            return self.model(
+                batch.tokens,
+                batch.positions,
+                batch.masks,
+                batch.labels,
+                self.chunk_tokens,
+                0.0,
+                loss,
+            )
 
 
-def _batched(items: Iterable[T], size: int) -> Iterator[tuple[T, ...]]:
-    """Tuples of `size` items, the last one of those that are left."""
-    iterator = iter(items)  # itertools.batched came with Python 3.12
-    group = tuple(itertools.islice(iterator, size))
-    while group:
-        yield group
-        group = tuple(itertools.islice(iterator, size))
+@contextlib.contextmanager
+def attention_replaced(
+    model: nn.Module, replace: Callable[[int, Callable[..., Tensor]], Callable[..., Tensor]]
+) -> Iterator[None]:
+    """Inside, layer n of `model` attends by replace(n, its own attend)."""
+    layers = [module for module in model.modules() if "attend" in vars(module)]
+    plain = [layer.attend for layer in layers]
+    for number, layer in enumerate(layers):
+        layer.attend = replace(number, layer.attend)
+    try:
+        yield
+    finally:
+        for layer, attend in zip(layers, plain):
+            layer.attend = attend
 
 
 @contextlib.contextmanager
 def fixed_probe_rows() -> Iterator[None]:
-    """Inside, probes look at the rows of no training step, so that results do not depend on it."""
+    """Inside, probes use fixed rows, so that results do not depend on the training step."""
     before = probe_seed()
     set_probe_seed(0)
     try:

@@ -1,4 +1,4 @@
-"""The configuration to evaluate with: a run's, less what only training has."""
+"""The configuration to evaluate with: that of a run, without what only training uses."""
 
 import dataclasses
 import math
@@ -11,9 +11,9 @@ from titan_sparse.config.sources import single_source
 def load_for_evaluation(words: list[str], hf: str | None, dense: bool) -> Config:
     """The configuration of `words`, as train.py takes them: --config FILE and --section.key value.
 
-    hf: a Hugging Face folder in place of the run's model. dense: whatever the pattern in training.
-    What only training has is reset: it must not stand in the way on another mesh. Not checked yet.
-    Raises ConfigError, one line.
+    hf: a Hugging Face folder in place of the run's model. dense: attend densely, whatever the pattern
+    in training. What only training uses is reset, so that it cannot conflict with another mesh. The
+    result is not checked yet. Raises ConfigError, one line.
     """
     config, flags = load(words)
     require(flags == Flags(), "flags of train.py would be ignored; leave them out")
@@ -23,7 +23,7 @@ def load_for_evaluation(words: list[str], hf: str | None, dense: bool) -> Config
         config.attention.pattern = "dense"
     if not any(word.startswith("--parallelism.") for word in words):
         _use_mesh_of_launch(config.parallelism, world_from_environment()[0])
-    if config.parallelism.cp == 1:  # how ranks share a sequence says nothing then
+    if config.parallelism.cp == 1:  # then ranks do not share a sequence
         config.attention.schedule = "auto"
         config.parallelism.cp_intra = 0
     if config.attention.schedule != "group_cast":
@@ -51,8 +51,10 @@ def load_for_evaluation(words: list[str], hf: str | None, dense: bool) -> Config
 
 
 def _use_mesh_of_launch(parallelism: Parallelism, ranks: int) -> None:
-    """Share sequences as in training, as far as the ranks of this launch allow; the rest are
-    data-parallel."""
+    """Share each sequence as in training, if the ranks of this launch allow it.
+
+    The remaining ranks are data-parallel.
+    """
     parallelism.dp_replicate = 1
     parallelism.dp_shard = -1
     parallelism.cp_intra = 0

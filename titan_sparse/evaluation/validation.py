@@ -1,11 +1,9 @@
-"""[validation]: position loss and needles while training, without a trace in the training itself."""
+"""[validation]: position loss and needles during training, which they do not change."""
 
-import contextlib
 import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,10 +26,10 @@ logger = logging.getLogger("titan_sparse")
 
 
 class Validation:
-    """The sequences of the [validation] section, read once, and the runs over them.
+    """Read the sequences of the [validation] section once, and measure with them.
 
-    Made before any process group. Raises ValueError, one line, for a source that cannot be read,
-    lengths that hold no needle, or missing matplotlib.
+    Create it before any process group. Raises ValueError, one line, for a source that cannot be
+    read, lengths that are too short for a needle, or missing matplotlib.
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
@@ -70,7 +68,7 @@ class Validation:
         )
 
     def content_digest(self) -> str:
-        """Tells what is measured from something else."""
+        """Identify the sequences and prompts. All ranks must have the same digest."""
         digest = hashlib.sha256()
         for tokens in [s.tokens for s in self.sequences] + [n.prompt for n in self.needles]:
             digest.update(tokens.tobytes())
@@ -85,10 +83,12 @@ class Validation:
     def run(self, scorer: Scorer, step: int, metrics: MetricsLog, writes: bool) -> dict[str, Any]:
         """Measure. Collective.
 
-        The rank that `writes` appends to <output_dir>/validation.jsonl, and where `metrics` go too:
-        to TensorBoard and to metrics.trackers.
+        The rank that `writes` appends to <output_dir>/validation.jsonl, TensorBoard, and
+        metrics.trackers.
         """
-        with _random_states_kept(scorer.device):
+        # A kernel or a library might draw from torch's generators.
+        devices = [scorer.device] if scorer.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
             losses = position.position_loss(
                 scorer, self.sequences, self.length, self.section.position_buckets
             )
@@ -109,19 +109,17 @@ class Validation:
 
 
 def _data(config: Config) -> Data:
-    """The [data] section that says how to read validation.source."""
+    """How to read validation.source, as a [data] section."""
     data = config.data
     section = config.validation
     source = single_source(section.source or data.source, "validation.source")
     if section.source in ("", data.source):
+        row_format = format_of(data, source, "validation.source")
+        split = section.split or data.split
         return dataclasses.replace(
-            data,
-            source=source,
-            format=format_of(data, source, "validation.source"),
-            split=section.split or data.split,
-            sequences="packed",
+            data, source=source, format=row_format, split=split, sequences="packed"
         )
-    # What chooses within data.source chooses nothing in another source.
+    # Keys that choose a part of data.source do not apply to another source.
     if is_prepared(source):
         return Data(
             source=source,
@@ -139,13 +137,6 @@ def _data(config: Config) -> Data:
         sequences="packed",
         join_packages=data.join_packages and source == "python",
     )
-
-
-@contextlib.contextmanager
-def _random_states_kept(device: torch.device) -> Iterator[None]:
-    """Nothing here draws from torch's generators on purpose; a kernel or a library might."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield
 
 
 def _write_board(board: SummaryWriter, record: dict[str, Any]) -> None:
