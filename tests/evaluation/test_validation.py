@@ -81,7 +81,7 @@ def _check_written(folder: Path, lines: list[dict], trainer: Trainer) -> None:
     """The last line is what the trained weights give, and TensorBoard has it."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    documents = trainer.loader.mixture.streams[0].documents
+    documents = trainer.loader.streams[0].documents
     wanted = position_loss(trainer.scorer, first_windows(documents, 0, 300, 300, 3), 300, 4)
     first, last = lines
     assert last == {"step": 4, **wanted, "needle": last["needle"]}
