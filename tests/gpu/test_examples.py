@@ -30,7 +30,8 @@ def folder(tmp_path_factory):
         f"tiny_model().save_pretrained({folder!r})\n"
         f"tiny_tokenizer().save_pretrained({folder!r})\n"
     )
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'examples'}:{ROOT}"}
+    paths = [str(ROOT / "examples"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
     return folder
 

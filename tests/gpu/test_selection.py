@@ -84,7 +84,7 @@ def test_kernels_choose_what_the_twins_do(pattern, mask, dtype, seq_len):
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_all_rows_keep_the_recall_that_was_asked_for(mask):
-    """They keep little more: one slash may hold 0.02 of the mass of four heads."""
+    """A single slash may hold a fifth of a head's mass, so the bound above is on the number of pairs."""
     seq_len = 8192
     q, k = _generated(seq_len)
     of_length = MASKS[mask](seq_len)
@@ -104,8 +104,8 @@ def test_all_rows_keep_the_recall_that_was_asked_for(mask):
                 scores = q[0, head].float() @ k[0, head // 2].float().T / 8
                 mass = scores.masked_fill(~seen[0], -torch.inf).softmax(-1)
                 kept.append((mass * chosen[0, head]).sum(-1)[rows].mean())
-        mean = torch.stack(kept).mean().item()
-        assert recall - 0.01 < mean < recall + 0.03
+                assert (chosen[0, head] & seen[0]).sum() < 0.15 * seen.sum()
+        assert torch.stack(kept).mean() > recall - 0.01
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -82,7 +82,7 @@ CASES = [
     ("causal", {}),
     ("causal", {"dtype": torch.float16}),
     # Three heads, tiles of which lie beside each other; a head dimension that K does not divide.
-    ("padding", {"group": 3, "dim": 24}),
+    ("padding", {"group": 3, "dim": 48}),
     ("documents", {"ranks": 2}),
     ("documents, window", {"stride": 8}),
     # A cell is a block; and it is a token.

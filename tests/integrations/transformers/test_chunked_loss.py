@@ -108,7 +108,7 @@ def test_adapters_of_lm_head(is_tied, name, is_first):
     with wanted.disable_adapter(), found.disable_adapter():
         base = losses()
     torch.testing.assert_close(*base)
-    assert abs(base[0].item() - with_adapter) > 1e-3
+    assert abs(base[0].item() - with_adapter) > 1e-4
     for model in (wanted, found):
         model.merge_adapter()
     torch.testing.assert_close(*losses())
