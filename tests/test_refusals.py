@@ -1,39 +1,222 @@
 """Every problem with a start is reported in one line that names it, with status 2, before torch is
 loaded.
 
-The starts are in bad_starts.py.
+Starts that must be refused: wrong values of every key, odd files and folders, wrong launch environments.
 """
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from tests.bad_starts import (
-    GOOD,
-    GOOD_LAUNCH,
-    BadStart,
-    prepare,
-    wrong_launches,
-    wrong_paths,
-    wrong_texts,
-    wrong_toml,
-    wrong_values,
-)
 from titan_sparse import train
 from titan_sparse.config import check_launch, check_start, load_and_check
-from titan_sparse.config.reading import ConfigError, load
+from titan_sparse.config.reading import KINDS, ConfigError, load
 
 ROOT = Path(__file__).parents[1]
+
+GOOD = """
+[data]
+source = "{folder}/texts"
+[training]
+output_dir = "{folder}/run"
+steps = 1
+seq_len = 64
+dtype = "float32"
+device = "cpu"
+[attention]
+pattern = "dense"
+block_size = 16
+[lr_scheduler]
+warmup_steps = 0
+[metrics]
+tensorboard = false
+"""
+"""A start that runs, one step on the CPU."""
+
+GOOD_LAUNCH = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+"""What torchrun sets for one process."""
+
+TWO_RANKS = GOOD_LAUNCH | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+HUGE = (2**63, 2**64, 10**23)
+LONG = "n" * 5000
+
+
+class BadStart(NamedTuple):
+    """Words of the command line after GOOD, or a file, and what the one line must name."""
+
+    named: str
+    words: tuple[str, ...] = ()
+    toml: bytes | None = None
+    environment: dict[str, str] = {}
+
+    def __str__(self) -> str:
+        return f"{self.named} {' '.join(self.words)} {self.environment or ''}"
+
+
+def prepare(folder: Path) -> None:
+    (folder / "texts").mkdir(parents=True)
+    (folder / "texts/a.txt").write_text("Words of a text, one after the other. " * 40)
+    for name in ("empty_folder", "x.jsonl", "mixed", "empty_step", "occupied/config.toml"):
+        (folder / name).mkdir(parents=True)
+    for name in ("file", "empty.txt", "empty.jsonl", "mixed/a.txt", "mixed/b.jsonl"):
+        (folder / name).touch()
+    for name in ("occupied_file", "hf", "prepared"):
+        (folder / name).mkdir()
+    (folder / "occupied_file/checkpoint").write_text("no folder")
+    (folder / "garbage.jsonl.zst").write_bytes(os.urandom(100))
+    (folder / "garbage.jsonl").write_bytes(b"{" * 100)
+    (folder / "garbage.parquet").write_bytes(b"PAR1" + os.urandom(100))
+    (folder / "blank.jsonl").write_text('{"text": ""}\n' * 3)
+    (folder / "numbers.jsonl").write_text('{"text": 5}\n' * 3)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "dangling").symlink_to(folder / "nowhere")
+    (folder / "loop").symlink_to(folder / "loop")
+    for name in (".lock", "metrics.jsonl"):
+        (folder / f"linked{name}").mkdir()
+        (folder / f"linked{name}" / name).symlink_to(folder / "file")
+    (folder / "hf/config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (folder / "prepared/meta.json").write_text('{"format": "titan_sparse tokens 1"}')
+    (folder / "good.toml").write_text(GOOD.replace("{folder}", str(folder)))
+
+
+def wrong_values() -> Iterator[BadStart]:
+    """Of every key a value of the wrong type, and of every number values out of range."""
+    values = {
+        bool: ("yes", "1", ""),
+        int: ("x", "1.5", "", "-2", "nan", *HUGE),
+        float: ("x", "", "-2", "nan", "inf", "1e400", "-1e300"),
+        str: (),
+    }
+    for key, kind in KINDS.items():
+        for value in values[kind] if kind in values else ("nothing", ""):
+            yield BadStart(key, (f"--{key}={value}",))
+
+
+PATHS = {
+    "training.output_dir": (
+        "{folder}/file",
+        "{folder}/file/run",
+        "{folder}/dangling",
+        "{folder}/dangling/run",
+        "{folder}/loop",
+        "{folder}/occupied",
+        "{folder}/occupied_file",
+        "{folder}/linked.lock",
+        "{folder}/linkedmetrics.jsonl",
+        "/proc/run",
+        "/dev/null",
+        "",
+        "\udcff",
+    ),
+    "data.source": (
+        "{folder}/none",
+        "{folder}/none.jsonl",
+        "./none",
+        "~/none",
+        "{folder}/empty_folder",
+        "{folder}/x.jsonl",
+        "{folder}/mixed",
+        "{folder}/file",
+        "{folder}/empty.txt",
+        "{folder}/empty.jsonl",
+        "{folder}/dangling",
+        "{folder}/loop",
+        "{folder}/texts:0.5,{folder}/none:0.5",
+        "{folder}/texts:0.5,python",
+        "{folder}/texts:0,python:1",
+        "/dev/null",
+        "{folder}/" + "n" * 256 + ".txt",
+        "",
+    ),
+    "data.tokenizer": ("{folder}/none.json", "{folder}/texts", LONG),
+    "model.initial_hf": ("{folder}/none", "{folder}/file", "{folder}/hf", "n" * 300),
+    "checkpoint.load_step": ("5",),
+    "checkpoint.initial_load_path": ("{folder}/none", "{folder}/empty_step", LONG),
+    "attention.balance_costs": ("{folder}/none", "{folder}/texts", LONG),
+    "validation.source": ("./none",),
+    "config": ("{folder}", "{folder}/none.toml", "n" * 300),
+}
+"""Odd files and folders for every key that names one."""
+
+NEEDED = {
+    "checkpoint": ("--checkpoint.enable",),
+    "attention": ("--attention.layout=balanced", "--parallelism.cp=2"),
+    "validation": ("--validation.enable",),
+}
+
+
+def with_value(key: str, value: str) -> BadStart:
+    environment = TWO_RANKS if key == "attention.balance_costs" else {}
+    words = (f"--{key}={value}", *NEEDED.get(key.split(".")[0], ()))
+    return BadStart(key, words, environment=environment)
+
+
+def wrong_paths() -> Iterator[BadStart]:
+    for key, values in PATHS.items():
+        for value in values:
+            yield with_value(key, value)
+
+
+def wrong_toml() -> Iterator[BadStart]:
+    contents = {
+        b"\xff\xfe": "TOML",
+        b"[training\nsteps = 5": "TOML",
+        b"[training]\nsteps = 5\nsteps = 6": "TOML",
+        b"[training]\nsteps = " + b"[" * 5000 + b"]" * 5000: "nested",
+        b"[training]\nsteps = " + b"[" * 400 + b"]" * 400: "training.steps",
+        b"a" + b".a" * 5000 + b" = 1": "nested",
+        b"[training]\nsteps = 0x" + b"f" * 5000: "training.steps",
+        b"[training]\nsteps = [0x" + b"f" * 5000 + b"]": "training.steps",
+        b"[training]\nsteps = " + b"9" * 5000: "TOML",
+        b"[training]\nsteps = 1979-05-27": "training.steps",
+        b"[training]\nsteps = 1e23": "training.steps",
+        b"[training]\nstep = 5": "training.steps",
+        b"[trainning]\nsteps = 5": "training.steps",
+        b"steps = 5": "steps",
+        b"training = 5": "training",
+        b'[data]\nsource = "a\\u0000b"': "data.source",
+        b'[training]\noutput_dir = "a\\u0000b"': "training.output_dir",
+        b"[[training]]\nsteps = 5": "training",
+    }
+    for toml, named in contents.items():
+        yield BadStart(named, toml=toml)
+
+
+def wrong_launches() -> Iterator[BadStart]:
+    """Environments that torchrun would not create."""
+    yield BadStart("RANK", environment={"WORLD_SIZE": "2"})
+    yield BadStart("LOCAL_WORLD_SIZE", environment={"LOCAL_WORLD_SIZE": "2"})
+    for name in GOOD_LAUNCH.keys() - {"RANK"}:
+        rest = {key: value for key, value in GOOD_LAUNCH.items() if key != name}
+        yield BadStart(name, environment=rest)
+    for name, values in {
+        "RANK": ("abc", "", "1", "-1", "9" * 5000),
+        "WORLD_SIZE": ("abc", "", "0", "-1", "1.0", "9" * 5000),
+        "LOCAL_RANK": ("abc", "", "1", "-1"),
+        "LOCAL_WORLD_SIZE": ("abc", "", "0", "2"),
+        "MASTER_ADDR": ("",),
+        "MASTER_PORT": ("abc", "", "65536"),
+    }.items():
+        for value in values:
+            yield BadStart(name, environment={**GOOD_LAUNCH, name: value})
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("starts")
     prepare(path)
-    (path / "good.toml").write_text(GOOD.replace("{folder}", str(path)))
     return path
 
 
@@ -43,19 +226,12 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture
-def refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """main() fails where it goes on to load torch. Ranks that leave the line to the first do not wait."""
-    monkeypatch.setattr(train, "set_allocator", lambda: pytest.fail("not refused before torch"))
-    monkeypatch.setattr(train.time, "sleep", lambda seconds: None)
-
-
 def words_of(start: BadStart, folder: Path) -> list[str]:
     words = [word.replace("{folder}", str(folder)) for word in start.words]
     if start.toml is not None:
         (folder / "bad.toml").write_bytes(start.toml)
         return ["--config", str(folder / "bad.toml")]
-    if words[0:1] and words[0].startswith("--config"):
+    if start.named == "config":
         return words
     return ["--config", str(folder / "good.toml"), *words]
 
@@ -71,32 +247,50 @@ def assert_refused(start: BadStart, folder: Path, monkeypatch, capfd) -> None:
     assert len(lines[0]) < 1000
 
 
-@pytest.mark.usefixtures("refused_early")
 @pytest.mark.parametrize(
     "starts", [wrong_values, wrong_paths, wrong_toml, wrong_launches], ids=lambda f: f.__name__
 )
 def test_a_bad_start_is_one_line_before_torch(starts, folder, monkeypatch, capfd):
+    # main() fails where it goes on to load torch. Ranks that leave the line to the first do not wait.
+    monkeypatch.setattr(train, "set_allocator", lambda: pytest.fail("not refused before torch"))
+    monkeypatch.setattr(train.time, "sleep", lambda seconds: None)
     for start in starts():
         with monkeypatch.context() as patch:
             assert_refused(start, folder, patch, capfd)
     assert not (folder / "run").exists()
 
 
-@pytest.mark.parametrize("start", wrong_texts(), ids=str)
-def test_unusable_texts_are_one_line_before_the_first_step(start, folder, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    "key, value, named",
+    [
+        ("data.source", "{folder}/garbage.jsonl.zst", ""),
+        ("data.source", "{folder}/garbage.jsonl", ""),
+        ("data.source", "{folder}/garbage.parquet", ""),
+        ("data.source", "{folder}/blank.jsonl", ""),
+        ("data.source", "{folder}/prepared", ""),
+        ("data.source", "no_owner/no_dataset", ""),
+        ("data.source", "{folder}/numbers.jsonl", "data.text_field"),
+        ("data.tokenizer", "{folder}/tokenizer.json", ""),
+        ("attention.balance_costs", "{folder}/tokenizer.json", ""),
+        ("data.min_document_length", "10000", ""),
+    ],
+)
+def test_unusable_texts_are_one_line_before_the_first_step(
+    key, value, named, folder, monkeypatch, capfd
+):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    start = with_value(key, value)._replace(named=named or key)
     assert_refused(start, folder, monkeypatch, capfd)
 
 
 @pytest.mark.parametrize(
     "start",
     [
-        BadStart(["--training.steps=1e23"], "training.steps"),
-        BadStart(["--data.source={folder}/none.jsonl"], "data.source"),
-        BadStart(["--training.output_dir=/proc/run"], "training.output_dir"),
-        BadStart([], "RANK", environment={"WORLD_SIZE": "2"}),
+        BadStart("training.steps", ("--training.steps=1e23",)),
+        BadStart("training.output_dir", ("--training.output_dir=/proc/run",)),
+        BadStart("RANK", environment={"WORLD_SIZE": "2"}),
     ],
     ids=str,
 )
@@ -113,22 +307,17 @@ def test_the_command_line_refuses_without_torch(start, folder):
     assert result.stderr.count("\n") == 1 and start.named in result.stderr
 
 
-def test_a_good_start_is_taken_and_leaves_no_trace(folder, monkeypatch):
+@pytest.mark.parametrize(
+    "environment", [{}, {"WORLD_SIZE": "1"}, {"MASTER_ADDR": "a"}, GOOD_LAUNCH], ids=str
+)
+def test_a_good_start_is_taken_and_leaves_no_trace(folder, monkeypatch, environment):
     before = sorted(folder.rglob("*"))
     config, _ = load_and_check(["--config", str(folder / "good.toml")], 1, 1)
-    check_start(config)
-    check_launch()
-    for name, value in GOOD_LAUNCH.items():
-        monkeypatch.setenv(name, value)
-    check_launch()
-    assert sorted(folder.rglob("*")) == before
-
-
-@pytest.mark.parametrize("environment", [{}, {"WORLD_SIZE": "1"}, {"MASTER_ADDR": "a"}], ids=str)
-def test_one_process_needs_no_launcher(environment, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    check_start(config)
     check_launch()
+    assert sorted(folder.rglob("*")) == before
 
 
 def test_what_starts_nothing_needs_no_files(folder, monkeypatch, capsys):
@@ -141,21 +330,12 @@ def test_what_starts_nothing_needs_no_files(folder, monkeypatch, capsys):
     assert config.data.source == "./none"
 
 
-def checkpoint_folder(folder: Path, *steps: int) -> list[str]:
-    for step in steps:
-        (folder / "checkpoint" / f"step-{step}").mkdir(parents=True)
-    (folder / "text.txt").write_text("text")
-    return [
-        f"--training.output_dir={folder}",
-        f"--data.source={folder / 'text.txt'}",
-        "--checkpoint.enable",
-    ]
-
-
 def test_load_step_of_an_existing_or_an_older_checkpoint(tmp_path):
     """A run that continued from step 5 has deleted that checkpoint. The same command still starts."""
-    words = checkpoint_folder(tmp_path, 10, 20)
+    for step in (10, 20):
+        (tmp_path / "checkpoint" / f"step-{step}").mkdir(parents=True)
     (tmp_path / "checkpoint" / "step-30").write_text("a file")
+    words = [f"--training.output_dir={tmp_path}", "--checkpoint.enable"]
     for step in (5, 20):
         check_start(load([*words, f"--checkpoint.load_step={step}"])[0])
     with pytest.raises(ConfigError, match=r"load_step = 21: .* has only step-10, step-20; write"):

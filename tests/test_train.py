@@ -29,7 +29,7 @@ def _run(*command: str, **environment: str) -> subprocess.CompletedProcess:
 
 def test_demo(tmp_path):
     """README's command, as it stands there, with options that shorten it."""
-    words = demo_command().words
+    words = demo_command()
     shorter = (
         "--training.steps 4 --training.seq_len 512 --lr_scheduler.warmup_steps 2 "
         "--metrics.recall_every 2 --checkpoint.interval 4 --profiling.enable "

@@ -148,7 +148,7 @@ class Parts:
         self.progress = Progress(self.device)
         on_device = decides_on_device(self.optimizers, self.device)
         self.guard = Guard(config.guard, self.device, on_device)
-        self.checkpointer = NoCheckpoints()
+        self.checkpointer: Checkpointer | NoCheckpoints = NoCheckpoints()
         if config.checkpoint.enable:
             self.checkpointer = Checkpointer(
                 config.checkpoint,

@@ -168,6 +168,8 @@ REFUSED = {
     LORA + "--training.mlp_chunk_tokens 512 --lora.dropout 0.1": "write lora.dropout = 0.0",
     LORA + "--checkpoint.enable --checkpoint.initial_load_path x": "initial_load_path.*export",
     LORA + "--checkpoint.enable --checkpoint.last_save_in_hf": "last_save_in_hf.*random weights",
+    "--model.initial_hf train_configs/shapes/qwen3_30b_a3b --model.random_weights "
+    "--checkpoint.enable --checkpoint.initial_load_path x": "does not go with checkpoint.initial_l",
     "--data.source a:0.7,b": "to some parts only",
     "--data.source a:1,a:2": "a part twice",
     "--data.source a:1,b:0": "a weight of 0",

@@ -290,7 +290,7 @@ def test_formats_mix(tmp_path, tokenizer_folder):
     [
         ({"format": "chat"}, 'data.format = "chat" is not one of "text", "messages"'),
         ({"format": "text, messages"}, "2 formats for the 1 parts"),
-        ({"source": "python", "format": "messages"}, 'data.source = "python" is text'),
+        ({"source": "python", "format": "messages"}, 'data.format = "messages" does not go with'),
         ({"loss_on": "all"}, 'data.loss_on = "all" would be ignored with data.format = "text"'),
         ({"chat_template": "x"}, "data.chat_template"),
         ({"format": "prompt_completion", "messages_field": "x"}, "data.messages_field"),

@@ -1,7 +1,7 @@
 """What the tests do with a command that README or docs show: RULES has a rule for every program.
 
-A rule runs the program in this process, in a folder that holds everything the commands name (workspace() makes it).
-Options appended to a command shrink it. A program that needs GPUs or hours is stopped once its command line is parsed.
+The program runs in this process, in a folder that holds everything the commands name (workspace() makes it). One that
+needs GPUs or hours is stopped once its command line is parsed.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -32,57 +31,40 @@ from titan_sparse.config import load, save
 COMMANDS = "titan_sparse.commands."
 
 
-class Invocation(NamedTuple):
-    program: str  # a module, or a file such as train.py
-    words: list[str]
-    processes: int
-
-
 class Parsed(Exception):
     """A command line was accepted."""
 
 
-class Rule(NamedTuple):
-    """How a program is tried. `stop_when_parsed`: parse only the command line. `shrink`: options
-    appended to it. `needs`: an optional package, without which the program is not tried.
-    """
-
-    shrink: tuple[str, ...] = ()
-    stop_when_parsed: bool = False
-    needs: str = ""
-
-
-PARSED = Rule(stop_when_parsed=True)
 EVALUATED = ("--lengths", "2048", "--samples", "1", "--depths", "2")
 INSPECTED = ("--length", "150", "--rows", "8", "--layers", "0")
 FEW_RANKS = ("--ranks", "4", "--nodes", "2", "--seq-len", "16384")
-MANY_LISTED = ("--gpus", "8", "--list")
 SMALL_LOSS = ("--tokens=64", "--hidden=16", "--vocab=100", "--chunk-tokens=32", "--repeats=1")
 
-RULES = {
-    "scripts.benchmarks.attention": PARSED,
-    "scripts.benchmarks.context_parallel": PARSED,
-    "scripts.benchmarks.loader": Rule(("--training.seq_len", "256", "--seconds", "0.05")),
-    "scripts.benchmarks.loss": Rule(SMALL_LOSS),
-    "scripts.benchmarks.many_gpus": Rule(MANY_LISTED),
-    "scripts.benchmarks.plots": Rule(),
-    "scripts.benchmarks.steps": Rule(),
-    "scripts.calibrate": PARSED,
-    "scripts.compare_runs": Rule(),
-    "scripts.docs.draw_attention": Rule(),
-    "scripts.docs.numbers": Rule(("--check",)),
-    "scripts.study": Rule(("--list",)),
-    "scripts.study.density": PARSED,
-    "scripts.study.real_model": PARSED,
-    "scripts.summarize_trace": Rule(),
-    f"{COMMANDS}evaluate": Rule(EVALUATED),
-    f"{COMMANDS}export_hf": Rule(),
-    f"{COMMANDS}inspect": Rule(INSPECTED),
-    f"{COMMANDS}plan": Rule(FEW_RANKS),
-    f"{COMMANDS}prepare_data": Rule(("--processes", "1")),
-    f"{COMMANDS}show_data": Rule(),
-    "titan_sparse.integrations.lm_eval": Rule(stop_when_parsed=True, needs="lm_eval"),
+RULES: dict[str, tuple[str, ...] | None] = {
+    "scripts.benchmarks.attention": None,
+    "scripts.benchmarks.context_parallel": None,
+    "scripts.benchmarks.loader": ("--training.seq_len", "256", "--seconds", "0.05"),
+    "scripts.benchmarks.loss": SMALL_LOSS,
+    "scripts.benchmarks.many_gpus": ("--gpus", "8", "--list"),
+    "scripts.benchmarks.plots": (),
+    "scripts.benchmarks.steps": (),
+    "scripts.calibrate": None,
+    "scripts.compare_runs": (),
+    "scripts.docs.draw_attention": (),
+    "scripts.docs.numbers": ("--check",),
+    "scripts.study": ("--list",),
+    "scripts.study.density": None,
+    "scripts.study.real_model": None,
+    "scripts.summarize_trace": (),
+    f"{COMMANDS}evaluate": EVALUATED,
+    f"{COMMANDS}export_hf": (),
+    f"{COMMANDS}inspect": INSPECTED,
+    f"{COMMANDS}plan": FEW_RANKS,
+    f"{COMMANDS}prepare_data": ("--processes", "1"),
+    f"{COMMANDS}show_data": (),
+    "titan_sparse.integrations.lm_eval": None,
 }
+"""Program -> options appended to its command line, which shrink it. None: only this line is parsed."""
 
 
 def workspace(folder: Path) -> None:
@@ -143,30 +125,29 @@ def try_command(words: tuple[str, ...], folder: Path) -> None:
     if words[0] in OTHERS:
         OTHERS[words[0]](list(words[1:]))
         return
-    invocation = python_program(list(words))
-    if is_training(invocation):
-        try_training(invocation, words)
+    program, arguments, processes = python_program(list(words))
+    if program in ("train.py", "titan_sparse.train"):
+        try_training(arguments, processes, words)
         return
-    if invocation.program == "pytest":
-        check_pytest(invocation.words)
+    if program == "pytest":
+        check_pytest(arguments)
         return
-    assert invocation.program in RULES, f"no rule for {invocation.program}; add one to RULES"
-    rule = RULES[invocation.program]
-    if rule.needs:
-        pytest.importorskip(rule.needs)
-    if rule.stop_when_parsed:
-        assert is_parsed(invocation.program, invocation.words, folder)
-    else:
-        shrink = rule.shrink
-        if invocation.processes > 1:
-            # One process takes the place of all of them here.
-            shrink += ("--parallelism.cp", "1")
-        status = run_module(invocation.program, [*invocation.words, *shrink], folder)
-        assert status == 0, f"status {status}"
+    assert program in RULES, f"no rule for {program}; add one to RULES"
+    shrink = RULES[program]
+    if program == "titan_sparse.integrations.lm_eval":
+        pytest.importorskip("lm_eval")
+    if shrink is None:
+        assert is_parsed(program, arguments, folder)
+        return
+    # One process takes the place of all of them here.
+    shrink += ("--parallelism.cp", "1") if processes > 1 else ()
+    status = run_module(program, [*arguments, *shrink], folder)
+    assert status == 0, f"status {status}"
 
 
-def python_program(words: list[str]) -> Invocation:
-    """What `python ...`, `titan-sparse ...` or `torchrun ...` starts.
+def python_program(words: list[str]) -> tuple[str, list[str], int]:
+    """What `python ...`, `titan-sparse ...` or `torchrun ...` starts: a module or a file, its words,
+    and how many processes.
 
     Options of torchrun itself go through its own parser.
     """
@@ -183,28 +164,23 @@ def python_program(words: list[str]) -> Invocation:
     if program == "titan_sparse":
         command, *words = words
         program = "titan_sparse.train" if command == "train" else f"{COMMANDS}{command}"
-    return Invocation(program, words, processes)
+    return program, words, processes
 
 
-def is_training(invocation: Invocation) -> bool:
-    return invocation.program in ("train.py", "titan_sparse.train")
-
-
-def try_training(invocation: Invocation, words: tuple[str, ...]) -> None:
+def try_training(arguments: list[str], processes: int, words: tuple[str, ...]) -> None:
     """A run on GPUs is accepted, and fits into its GPUs by --dry-run.
 
     One command trains on the CPU. tests/test_train.py starts it, as it stands in README.
     """
-    if any(word in invocation.words for word in ("--dry-run", "--find-max-length", "--help")):
-        assert run_training(invocation.words) == 0
+    if {"--dry-run", "--find-max-length", "--help"}.intersection(arguments):
+        assert run_training(arguments) == 0
         return
-    assert run_training([*invocation.words, "--print-config"], invocation.processes) == 0
-    config = load(invocation.words)[0]
-    if config.training.device == "cpu":
-        assert words == demo_command().words, "only tests/test_train.py trains"
+    assert run_training([*arguments, "--print-config"], processes) == 0
+    if load(arguments)[0].training.device == "cpu":
+        assert words == demo_command(), "only tests/test_train.py trains"
         return
-    report = ["--dry-run", "--ranks", str(invocation.processes), "--device-memory", "139.8"]
-    assert run_training([*invocation.words, *report]) == 0
+    report = ["--dry-run", "--ranks", str(processes), "--device-memory", "139.8"]
+    assert run_training([*arguments, *report]) == 0
 
 
 def run_training(words: list[str], processes: int = 0) -> int:
@@ -236,11 +212,10 @@ def is_parsed(module: str, words: list[str], folder: Path) -> bool:
         raise Parsed
 
     with mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop):
-        try:
+        with contextlib.suppress(Parsed):
             run_module(module, words, folder)
-        except Parsed:
-            return True
-    return False
+            return False
+    return True
 
 
 def status_of(program: Callable[[], int | None]) -> int:

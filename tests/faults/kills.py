@@ -1,92 +1,81 @@
 """A run that is killed at random moments, over and over, and must lose nothing.
 
-    python -m tests.faults.kills --kills 70 --async-mode async_with_pinned_mem --device cuda
-
 A tiny run that saves after every step is killed with SIGKILL and started again. After each kill
 every folder step-N must be whole, the next start must resume from the newest, and every loss that
-was ever written must equal, to the bit, that of the run that nothing happened to. Options that are
-not its own go to train.py.
+was ever written must equal, to the bit, that of the run that nothing happened to.
 """
 
-import argparse
 import collections
-import dataclasses
-import hashlib
 import itertools
-import json
 import random
 import re
-import shutil
 import signal
-import sys
-import tempfile
+import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.benchmarks.provenance import provenance
 from tests.faults.jobs import SETTINGS, ForkedJob, metrics, run_job, words_of
 from tests.runs import write_texts
 
-MOMENTS = ("starting", "training", "writing", "publishing", "rotating")
-"""What is waited for before a kill."""
+MOMENTS = {
+    "starting": ("", 0.0),
+    "training": ("*", 0.1),
+    "writing": ("*.incomplete", 0.02),
+    "publishing": ("*.incomplete/checksums.sha256", 0.001),
+    "rotating": ("step-*[0-9]", 0.003),
+}
+"""What is waited for before a kill: a new path among the checkpoints, and up to so many seconds more."""
 
-KEPT = 2
-KILLS_OF_A_RUN = 20
+STEPS = 2000
+"""Of the run, which no kill lets it reach."""
+
 STEPS_OF_A_KILL = 10
 """More than a run makes, on average, from its start to a kill."""
+
+KILLS_OF_A_RUN = 20
 
 END_SECONDS = 15
 """A rank whose peer is dead must be gone so long after a SIGTERM."""
 
+ON_GPU = {
+    "training.device": "cuda",
+    "training.deterministic": "true",
+    # The eager backend has nothing to compile.
+    "attention.backend": "eager",
+}
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclass(frozen=True)
 class Case:
     async_mode: str
     ranks: int
     victims: str
     """all, or one: a random rank; the others then get a SIGTERM, as from torchrun"""
     device: str = "cpu"
-    steps: int = 2000
-    """of the run, which no kill lets it reach"""
-    options: tuple[tuple[str, str], ...] = ()
-    """more keys of the configuration, and their values"""
 
-    def settings(self, texts: Path) -> dict[str, object]:
-        """Of the command line, but for the folder of the run."""
-        on_device: dict[str, object] = {}
-        if self.device == "cuda":
-            # The eager backend has nothing to compile.
-            on_device = {
-                "training.device": "cuda",
-                "training.deterministic": "true",
-                "attention.backend": "eager",
-            }
-        return (
-            SETTINGS
-            | {
-                "training.steps": self.steps,
-                "data.source": texts,
-                "parallelism.cp": self.ranks,
-                "checkpoint.interval": 1,
-                "checkpoint.keep_latest_k": KEPT,
-                "checkpoint.async_mode": self.async_mode,
-            }
-            | on_device
-            | dict(self.options)
-        )
+    def words(self, texts: Path, run: Path, **others: object) -> list[str]:
+        settings = SETTINGS | {
+            "training.steps": STEPS,
+            "training.output_dir": run,
+            "data.source": texts,
+            "parallelism.cp": self.ranks,
+            "checkpoint.interval": 1,
+            "checkpoint.keep_latest_k": 2,
+            "checkpoint.async_mode": self.async_mode,
+        }
+        on_device = ON_GPU if self.device == "cuda" else {}
+        others = {key.replace("__", "."): value for key, value in others.items()}
+        return words_of(settings | on_device | others)
 
 
-@dataclasses.dataclass
+@dataclass
 class Kill:
-    moment: str
-    """what was waited for, one of MOMENTS"""
     found: str
     """what the folder of checkpoints shows about the moment that was hit"""
-    newest: int | None
-    """step of the newest whole checkpoint after it; None: there is none yet"""
-    problems: list[str]
+    problems: list[str] = field(default_factory=list)
     """empty: nothing was lost"""
 
 
@@ -101,14 +90,11 @@ class Chain:
         self.folder = folder
         self.losses = losses
         self.random = random.Random(seed)
-        self.run = folder / "run"
-        self.checkpoints = self.run / "checkpoint"
+        self.checkpoints = folder / "run/checkpoint"
         self.newest: int | None = None
+        """step of the newest whole checkpoint"""
         self.starts = 0
-        # Of the last start, until its first step.
-        self.start_seconds = 3.0
-        settings = case.settings(folder.parent / "texts")
-        self.words = words_of(settings | {"training.output_dir": self.run})
+        self.words = case.words(folder.parent / "texts", folder / "run")
 
     def start(self) -> ForkedJob:
         self.starts += 1
@@ -122,17 +108,16 @@ class Chain:
             problems = self._kill_now(job)
             if ended:
                 problems.append(f"ended by itself: {job.text()[-1000:]}")
-        problems += self._problems_of_start(job)
-        newest, broken = whole_checkpoints(self.checkpoints)
-        problems += broken
-        incomplete = list(self.checkpoints.glob("*.incomplete"))
-        if len(incomplete) > 2:
-            problems.append(f"{len(incomplete)} folders .incomplete")
-        if (newest or 0) < (self.newest or 0):
-            problems.append(f"checkpoint {self.newest} is lost, the newest is {newest}")
-        found = self._found(job)
-        self.newest = newest
-        return Kill(moment, found, newest, problems)
+        left = list(self.checkpoints.glob("*.incomplete"))
+        found = "between saves" if job.steps() else "before the first step"
+        for path in left:
+            old = int(path.stem.removeprefix("step-")) < (self.newest or 0)
+            found = "rotating" if old else "writing"
+            if not old and (path / "checksums.sha256").exists():
+                found = "publishing"
+        if len(left) > 2:
+            problems.append(f"{len(left)} folders .incomplete")
+        return Kill(found, problems + self._problems(job))
 
     def finish(self) -> list[str]:
         """Start it once more and have it stop after a few steps, in order. Returns what is wrong."""
@@ -140,37 +125,24 @@ class Chain:
             _wait(job, lambda: len(job.steps()) > 2)
             job.signal(signal.SIGTERM)
             status = job.wait()
-        problems = self._problems_of_start(job)
+        problems = self._problems(job)
         if status != 0:
             problems.append(f"status {status} at the end: {job.text()[-1000:]}")
-        newest, broken = whole_checkpoints(self.checkpoints)
-        if job.steps()[-1:] != [newest]:
-            problems.append(f"stopped after step {job.steps()[-1:]}, the newest save is {newest}")
-        left_over = [path.name for path in self.checkpoints.glob("*.incomplete")]
-        if left_over:
-            problems.append(f"{left_over} stay")
-        return problems + broken
+        if job.steps()[-1:] != [self.newest]:
+            problems.append(f"stopped after {job.steps()[-1:]}, the newest save is {self.newest}")
+        if list(self.checkpoints.glob("*.incomplete")):
+            problems.append("folders .incomplete stay")
+        return problems
 
     def _wait_for(self, job: ForkedJob, moment: str) -> None:
-        began = time.monotonic()
         if moment == "starting":
-            time.sleep(self.random.uniform(0, self.start_seconds))
+            time.sleep(self.random.uniform(0, 3))
             return
-        _wait(job, lambda: bool(job.steps()))
-        self.start_seconds = time.monotonic() - began
         steps = self.random.randint(1, 4)
         _wait(job, lambda: len(job.steps()) >= steps)
-        there = {path.name for path in self.checkpoints.glob("step-*")}
-        pattern, spread = {
-            "training": ("*", 0.1),
-            "writing": ("*.incomplete", 0.02),
-            "publishing": ("*.incomplete/checksums.sha256", 0.001),
-            "rotating": ("step-*[0-9]", 0.003),
-        }[moment]
-        if moment == "rotating":
-            _wait(job, lambda: any(p.name not in there for p in self.checkpoints.glob(pattern)))
-        elif moment != "training":
-            _wait(job, lambda: any(self.checkpoints.glob(pattern)))
+        pattern, spread = MOMENTS[moment]
+        there = set(self.checkpoints.glob("step-*")) if moment == "rotating" else set()
+        _wait(job, lambda: any(path not in there for path in self.checkpoints.glob(pattern)))
         time.sleep(self.random.uniform(0, spread))
 
     def _kill_now(self, job: ForkedJob) -> list[str]:
@@ -179,87 +151,61 @@ class Chain:
             return []
         victim = self.random.randrange(self.case.ranks)
         job.signal(signal.SIGKILL, [victim])
-        others = [rank for rank in range(self.case.ranks) if rank != victim]
         time.sleep(0.1)
-        job.signal(signal.SIGTERM, others)
+        job.signal(signal.SIGTERM, [rank for rank in range(self.case.ranks) if rank != victim])
         try:
             job.wait(END_SECONDS)
         except TimeoutError as error:
             return [f"after the kill of rank {victim} and a SIGTERM: {error}"]
         return []
 
-    def _problems_of_start(self, job: ForkedJob) -> list[str]:
-        """Whether the start resumed from the newest checkpoint and repeated its losses."""
+    def _problems(self, job: ForkedJob) -> list[str]:
+        """Whether the start resumed from the newest checkpoint, repeated its losses, and left whole
+        checkpoints."""
         problems = []
-        resumed = re.findall(r"^resumed at step (\d+)", job.text(), re.MULTILINE)
+        resumed = [int(step) for step in re.findall(r"^resumed at step (\d+)", job.text(), re.M)]
         steps = job.steps()
-        if (steps or resumed) and [int(step) for step in resumed] != (
-            [] if self.newest is None else [self.newest]
-        ):
+        if (steps or resumed) and resumed != ([] if self.newest is None else [self.newest]):
             problems.append(f"resumed at {resumed}, the newest checkpoint was {self.newest}")
         if steps and steps[0] != (self.newest or 0) + 1:
             problems.append(f"went on with step {steps[0]}, the newest was {self.newest}")
-        try:
-            lines = metrics(self.run)
-        except ValueError as error:
-            return [*problems, f"metrics.jsonl: {error}"]
-        logged = {line["step"] for line in lines}
-        if not logged.issuperset(steps):
+        lines = metrics(self.folder / "run")
+        if not {line["step"] for line in lines}.issuperset(steps):
             problems.append(f"metrics.jsonl lacks steps of {steps}")
-        for line in lines:
-            wanted = self.losses.get(line["step"])
-            if line["loss"] != wanted:
-                problems.append(f"loss {line['loss']!r} of step {line['step']} is not {wanted!r}")
-                break
-        return problems
-
-    def _found(self, job: ForkedJob) -> str:
-        """Which part of a save was cut short, judged by the files it left."""
-        if not job.steps():
-            return "before the first step"
-        incomplete = list(self.checkpoints.glob("*.incomplete"))
-        saved = len(list(self.checkpoints.glob("step-*"))) - len(incomplete)
-        for path in incomplete:
-            step = int(path.stem.removeprefix("step-"))
-            if step < (self.newest or 0):
-                return "rotating"
-            if (path / "checksums.sha256").exists():
-                return "publishing"
-            return "writing" if any(path.iterdir()) else "beginning to write"
-        return "rotating" if saved > KEPT else "between saves"
+        problems += [
+            f"loss {line['loss']!r} of step {line['step']} is another"
+            for line in lines
+            if line["loss"] != self.losses.get(line["step"])
+        ][:1]
+        newest, broken = whole_checkpoints(self.checkpoints)
+        if (newest or 0) < (self.newest or 0):
+            problems.append(f"checkpoint {self.newest} is lost, the newest is {newest}")
+        self.newest = newest
+        return problems + broken
 
 
 def whole_checkpoints(folder: Path) -> tuple[int | None, list[str]]:
     """The newest step whose checkpoint is whole, None without one, and what is wrong with others.
 
-    Looks at the files alone, as sha256sum --check does.
+    Looks at the files alone, with sha256sum.
     """
     newest = None
     problems = []
     for path in folder.glob("step-*"):
-        match = re.fullmatch(r"step-(\d+)", path.name)
-        if not match:
+        if not re.fullmatch(r"step-\d+", path.name):
             continue
-        problem = _broken(path)
-        if problem:
-            problems.append(f"{path.name} is not whole: {problem}")
+        check = ["sha256sum", "--check", "--strict", "--quiet", "checksums.sha256"]
+        done = subprocess.run(check, cwd=path, capture_output=True, text=True)
+        there = {entry.name for entry in path.iterdir()} - {"checksums.sha256"}
+        listed = set()
+        if done.returncode == 0:
+            lines = (path / "checksums.sha256").read_text().splitlines()
+            listed = {line.split("  ", 1)[1] for line in lines}
+        if there != listed or ".metadata" not in listed:
+            problems.append(f"{path.name} is not whole: {done.stderr}{sorted(there ^ listed)}")
         else:
-            newest = max(newest or 0, int(match[1]))
+            newest = max(newest or 0, int(path.name.removeprefix("step-")))
     return newest, problems
-
-
-def _broken(checkpoint: Path) -> str:
-    sums = checkpoint / "checksums.sha256"
-    if not sums.exists():
-        return "no checksums"
-    listed = dict(reversed(line.split("  ", 1)) for line in sums.read_text().splitlines())
-    there = {path.name for path in checkpoint.iterdir()} - {sums.name}
-    if there != set(listed) or ".metadata" not in listed:
-        return f"files {sorted(there)}, checksums of {sorted(listed)}"
-    for name, wanted in listed.items():
-        if hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() != wanted:
-            return f"{name} has another checksum"
-    return ""
 
 
 def _wait(job: ForkedJob, condition: Callable[[], bool], seconds: float = 90) -> None:
@@ -270,142 +216,60 @@ def _wait(job: ForkedJob, condition: Callable[[], bool], seconds: float = 90) ->
 
 def undisturbed(case: Case, folder: Path, steps: int) -> dict[int, float]:
     """The loss of each step, up to `steps`, of a run that saves nothing."""
-    name = f"undisturbed-{case.ranks}"
-    settings = case.settings(folder / "texts") | {
-        "training.output_dir": folder / name,
-        "training.steps": steps,
-        "lr_scheduler.total_steps": case.steps,
-        "checkpoint.enable": "false",
-        "checkpoint.async_mode": "disabled",
-    }
-    status, text = run_job(
-        words_of(settings),
-        folder / f"output-{name}",
-        300,
-        ranks=case.ranks,
-        forks=case.device == "cpu",
+    run = folder / f"undisturbed-{case.ranks}"
+    words = case.words(
+        folder / "texts",
+        run,
+        training__steps=steps,
+        lr_scheduler__total_steps=STEPS,
+        checkpoint__enable="false",
+        checkpoint__async_mode="disabled",
     )
+    output = folder / f"output-{run.name}"
+    status, text = run_job(words, output, 300, ranks=case.ranks, forks=case.device == "cpu")
     assert status == 0, text
-    return {line["step"]: line["loss"] for line in metrics(folder / name)}
+    return {line["step"]: line["loss"] for line in metrics(run)}
 
 
 def kill_many(
     cases: list[Case], kills: int, seed: int, folder: Path, jobs: int = 1
-) -> list[tuple[Case, Kill]]:
-    """Run this many kills, split over the cases, with `jobs` runs at a time. All files are in `folder`."""
+) -> dict[str, object]:
+    """This many kills, split over the cases, with `jobs` runs at a time. All files are in `folder`.
+
+    Returns what came of them, in numbers, and what was wrong in words.
+    """
     write_texts(folder / "texts")
     # Runs of at most KILLS_OF_A_RUN kills, the cases in turn.
-    runs: list[tuple[Case, int]] = []
-    while kills:
-        length = min(KILLS_OF_A_RUN, -(-kills // max(len(cases), jobs)))
-        for case in cases:
-            runs.append((case, min(length, kills)))
-            kills -= runs[-1][1]
+    length = min(KILLS_OF_A_RUN, -(-kills // max(len(cases), jobs)))
+    lengths = [length] * (kills // length) + [kills % length] * (kills % length > 0)
+    steps = STEPS_OF_A_KILL * (length + 2)
+    losses = {case.ranks: undisturbed(case, folder, steps) for case in cases}
 
-    losses = {}
-    steps = STEPS_OF_A_KILL * (max(length for _, length in runs) + 2)
-    for case in cases:
-        if case.ranks not in losses:
-            losses[case.ranks] = undisturbed(case, folder, steps)
-
-    def one_run(number: int) -> list[tuple[Case, Kill]]:
-        case, length = runs[number]
-        run_folder = folder / f"chain-{number}"
-        done = kill_in_a_row(case, length, run_folder, losses[case.ranks], seed + number)
-        return [(case, kill) for kill in done]
+    def one_run(number: int, case: Case, length: int) -> list[tuple[Case, Kill]]:
+        """So many kills of one run, at moments of every kind, and then an orderly end."""
+        (folder / f"chain-{number}").mkdir()
+        moments = list(itertools.islice(itertools.cycle(MOMENTS), length))
+        random.Random(seed + number).shuffle(moments)
+        chain = Chain(case, folder / f"chain-{number}", losses[case.ranks], seed + number)
+        done = [(case, chain.kill(moment)) for moment in moments]
+        done[-1][1].problems.extend(chain.finish())
+        return done
 
     with ThreadPoolExecutor(jobs) as pool:
-        return list(itertools.chain.from_iterable(pool.map(one_run, range(len(runs)))))
-
-
-def kill_in_a_row(
-    case: Case, kills: int, folder: Path, losses: dict[int, float], seed: int
-) -> list[Kill]:
-    """So many kills of one run, at moments of every kind, and then an orderly end."""
-    if not kills:
-        return []
-    folder.mkdir()
-    moments = list(itertools.islice(itertools.cycle(MOMENTS), kills))
-    random.Random(seed).shuffle(moments)
-    chain = Chain(case, folder, losses, seed)
-    done = [chain.kill(moment) for moment in moments]
-    done[-1].problems.extend(chain.finish())
-    return done
-
-
-def cases_of(async_modes: list[str], ranks: list[int], device: str) -> list[Case]:
-    """All of them. Where there are several ranks, one is killed or all are."""
-    cases = []
-    for mode, size in itertools.product(async_modes, ranks):
-        for victims in ("all", "one") if size > 1 else ("all",):
-            cases.append(Case(mode, size, victims, device))
-    return cases
-
-
-def options_of(words: list[str]) -> tuple[tuple[str, str], ...]:
-    return tuple(zip([word.removeprefix("--") for word in words[::2]], words[1::2], strict=True))
-
-
-def summary(done: list[tuple[Case, Kill]]) -> dict[str, object]:
-    """What came of the kills, in numbers, and what was wrong in words."""
-    by_case: dict[str, dict[str, int]] = {}
-    for case, kill in done:
-        counts = by_case.setdefault(_name(case), {"kills": 0, "recovered": 0})
-        counts["kills"] += 1
-        counts["recovered"] += not kill.problems
+        runs = pool.map(one_run, itertools.count(), itertools.cycle(cases), lengths)
+        done = list(itertools.chain.from_iterable(runs))
     return {
         "kills": len(done),
         "recovered": sum(not kill.problems for _, kill in done),
-        "by_case": by_case,
-        "hit": dict(collections.Counter(kill.found for _, kill in done).most_common()),
-        "problems": [
-            f"{_name(case)}, {kill.moment}: {problem}"
-            for case, kill in done
-            for problem in kill.problems
-        ],
+        "hit": collections.Counter(kill.found for _, kill in done),
+        "problems": [f"{case}: {problem}" for case, kill in done for problem in kill.problems],
     }
 
 
-def _name(case: Case) -> str:
-    return f"{case.async_mode}, {case.ranks} ranks, {case.victims} killed"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=200)
-    modes = ["disabled", "async", "async_with_pinned_mem"]
-    parser.add_argument("--async-mode", nargs="+", choices=modes, default=modes[:2])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="file for the numbers, JSON")
-    args, words = parser.parse_known_args()
-
-    began = time.monotonic()
-    folder = Path(tempfile.mkdtemp(prefix="kills-"))
-    cases = [
-        dataclasses.replace(case, options=options_of(words))
-        for case in cases_of(args.async_mode, args.ranks, args.device)
+def cases_of(async_modes: list[str], ranks: list[int], device: str = "cpu") -> list[Case]:
+    """All of them. Where there are several ranks, one is killed or all are."""
+    return [
+        Case(mode, size, victims, device)
+        for mode, size in itertools.product(async_modes, ranks)
+        for victims in (("all", "one") if size > 1 else ("all",))
     ]
-    found = summary(kill_many(cases, args.kills, args.seed, folder, args.jobs))
-    seconds = time.monotonic() - began
-    args.out = args.out and str(args.out)
-    results = provenance(args, args.device) | {"train": words} | found | {"seconds": round(seconds)}
-    if args.out:
-        Path(args.out).write_text(json.dumps(results, indent=1) + "\n")
-    for problem in found["problems"]:
-        print(problem)
-    print(
-        f"{found['recovered']} of {found['kills']} kills recovered to the bit in {seconds:.0f} s; "
-        f"hit: {found['hit']}"
-    )
-    if found["problems"]:
-        print(f"the runs are in {folder}")
-        return 1
-    shutil.rmtree(folder)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -19,13 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.benchmarks.provenance import provenance
 from tests.distributed import torchrun
 from tests.faults.jobs import ROOT, SETTINGS, metrics, words_of
-from tests.faults.kills import options_of
 from tests.faults.planted import Faults
 from tests.runs import write_texts
 
@@ -55,8 +55,13 @@ class Run:
     lines: list[dict]
     """of metrics.jsonl"""
     seconds: float
-    restart_seconds: list[float] = field(default_factory=list)
+    restart_seconds: list[float]
     """from each kill to the end of the next step"""
+
+    def memory_growth_gib(self, first_steps: int) -> float:
+        """By how much the memory of later steps is above that of the first ones."""
+        memory = [line["memory_gib"] for line in self.lines]
+        return max(memory) - max(memory[:first_steps])
 
 
 def torchrun_job(
@@ -90,105 +95,35 @@ def _kill_at_steps(job: subprocess.Popen, run: Path, kill_at: list[int]) -> list
     victims = random.Random(0)
     restart_seconds = []
     for step in kill_at:
-        _wait_for_step(job, run, step, 0)
+        _wait(job, lambda step=step: metrics(run)[-1:] and metrics(run)[-1]["step"] >= step)
         if job.poll() is not None:
             break
         lines = len(metrics(run))
         killed = time.monotonic()
         os.kill(victims.choice(ranks_of(job.pid)), signal.SIGKILL)
-        _wait_for_step(job, run, 0, lines + 1)
+        _wait(job, lambda lines=lines: len(metrics(run)) > lines)
         restart_seconds.append(time.monotonic() - killed)
     return restart_seconds
 
 
-def _wait_for_step(job: subprocess.Popen, run: Path, step: int, lines: int) -> None:
-    """Until this step is the last, or a later one, there are so many lines, or the job has ended."""
-    while job.poll() is None:
-        there = metrics(run)
-        if len(there) >= max(lines, 1) and there[-1]["step"] >= step:
-            return
+def _wait(job: subprocess.Popen, condition: Callable[[], object]) -> None:
+    while job.poll() is None and not condition():
         time.sleep(0.02)
 
 
 def ranks_of(torchrun_process: int) -> list[int]:
     """The processes of the job that torchrun has started, in order."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # The second field is a name in parentheses, the fourth the parent.
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            command = (stat.parent / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if parent == torchrun_process and b"planted.py" in command:
-            found.append(int(stat.parent.name))
-    return sorted(found)
-
-
-def differences(disturbed: Run, undisturbed: Run) -> list[float]:
-    """|loss - loss of the undisturbed job| of every line. A repeated step counts twice."""
-    wanted = {line["step"]: line["loss"] for line in undisturbed.lines}
-    return [abs(line["loss"] - wanted[line["step"]]) for line in disturbed.lines]
-
-
-def memory_growth_gib(run: Run, first_steps: int) -> float:
-    """The largest growth of a process's peak after its first steps, in GiB.
-
-    A new process begins where the step number goes back.
-    """
-    growth = 0.0
-    early = 0.0
-    last_step = 0
-    steps_of_process = 0
-    for line in run.lines:
-        if line["step"] <= last_step:
-            steps_of_process = 0
-        last_step = line["step"]
-        steps_of_process += 1
-        if steps_of_process <= first_steps:
-            early = line["memory_gib"]
-        growth = max(growth, line["memory_gib"] - early)
-    return growth
-
-
-def problems_of(
-    disturbed: Run, undisturbed: Run, steps: int, kill_at: list[int], tolerance: float
-) -> list[str]:
-    problems = []
-    for name, run in (("disturbed", disturbed), ("undisturbed", undisturbed)):
-        if run.status != 0:
-            problems.append(f"the {name} job ended with {run.status}: {run.output[-2000:]}")
-            return problems
-        if {line["step"] for line in run.lines} != set(range(1, steps + 1)):
-            problems.append(f"the {name} job lacks steps")
-        if run.lines[-1]["skipped_updates"] != 1:
-            problems.append(f"{name}: {run.lines[-1]['skipped_updates']} skipped updates, not 1")
-    resumed = [int(step) for step in re.findall(r"resumed at step (\d+)", disturbed.output)]
-    if len(disturbed.restart_seconds) != len(kill_at) or len(resumed) != len(kill_at):
-        problems.append(f"{len(kill_at)} kills were planned, resumed at {resumed}")
-    worst = max(differences(disturbed, undisturbed))
-    if not worst <= tolerance:
-        problems.append(f"losses differ by up to {worst}")
-    peak = max(line["memory_gib"] for line in undisturbed.lines)
-    bound = MEMORY_GROWTH_GIB + MEMORY_GROWTH * peak
-    for name, run in (("disturbed", disturbed), ("undisturbed", undisturbed)):
-        growth = memory_growth_gib(run, first_steps(kill_at))
-        if growth > bound:
-            problems.append(f"{name}: memory grew by {growth:.3f} GiB")
-    return problems
-
-
-def first_steps(kill_at: list[int]) -> int:
-    """Of a process: in these its memory may still grow."""
-    return max(kill_at[0] // 2, 1)
+    children = Path(f"/proc/{torchrun_process}/task").glob("*/children")
+    processes = [int(word) for path in children for word in path.read_text().split()]
+    return sorted(
+        number
+        for number in processes
+        if b"planted.py" in Path(f"/proc/{number}/cmdline").read_bytes()
+    )
 
 
 def soak(
-    folder: Path,
-    settings: dict,
-    ranks: int,
-    kill_every: int,
-    tolerance: float = 0.0,
+    folder: Path, settings: dict, ranks: int, kill_every: int, tolerance: float = 0.0
 ) -> dict[str, object]:
     write_texts(folder / "texts", documents=200)
     steps = int(settings["training.steps"])
@@ -198,7 +133,6 @@ def soak(
     faults = Faults(rank=ranks - 1, poisoned=[kill_every + kill_every // 2])
     undisturbed = torchrun_job(folder, "undisturbed", settings, faults, ranks, [])
     disturbed = torchrun_job(folder, "disturbed", settings, faults, ranks, kill_at)
-    problems = problems_of(disturbed, undisturbed, steps, kill_at, tolerance)
     results: dict[str, object] = {
         "steps": steps,
         "kills": len(kill_at),
@@ -206,20 +140,41 @@ def soak(
         "seconds": round(disturbed.seconds, 1),
         "undisturbed_seconds": round(undisturbed.seconds, 1),
         "restart_seconds": [round(seconds, 1) for seconds in disturbed.restart_seconds],
-        "problems": problems,
     }
-    if undisturbed.lines and disturbed.lines:
-        apart = differences(disturbed, undisturbed)
-        results |= {
-            "lines": len(apart),
-            "lines_equal_to_the_bit": apart.count(0.0),
-            "largest_difference_of_losses": max(apart),
-            "skipped_updates": disturbed.lines[-1]["skipped_updates"],
-            "memory_gib": max(line["memory_gib"] for line in disturbed.lines),
-            "memory_growth_gib": memory_growth_gib(disturbed, first_steps(kill_at)),
-            "undisturbed_memory_growth_gib": memory_growth_gib(undisturbed, first_steps(kill_at)),
-        }
-    return results
+    problems = [
+        f"a job ended with {run.status}: {run.output[-2000:]}"
+        for run in (disturbed, undisturbed)
+        if run.status or {line["step"] for line in run.lines} != set(range(1, steps + 1))
+    ]
+    if problems:
+        return results | {"problems": problems}
+
+    # A repeated step counts twice.
+    wanted = {line["step"]: line["loss"] for line in undisturbed.lines}
+    apart = [abs(line["loss"] - wanted[line["step"]]) for line in disturbed.lines]
+    skipped = [run.lines[-1]["skipped_updates"] for run in (disturbed, undisturbed)]
+    first_steps = max(kill_every // 2, 1)
+    growth = [run.memory_growth_gib(first_steps) for run in (disturbed, undisturbed)]
+    peak = max(line["memory_gib"] for line in disturbed.lines)
+    resumed = re.findall(r"resumed at step (\d+)", disturbed.output)
+    checks = {
+        f"{len(kill_at)} kills were planned, resumed at {resumed}": len(disturbed.restart_seconds)
+        == len(resumed)
+        == len(kill_at),
+        f"losses differ by up to {max(apart)}": max(apart) <= tolerance,
+        f"{skipped} skipped updates, not 1": skipped == [1, 1],
+        f"memory grew by {growth} GiB": max(growth) <= MEMORY_GROWTH_GIB + MEMORY_GROWTH * peak,
+    }
+    return results | {
+        "lines": len(apart),
+        "lines_equal_to_the_bit": apart.count(0.0),
+        "largest_difference_of_losses": max(apart),
+        "skipped_updates": skipped[0],
+        "memory_gib": peak,
+        "memory_growth_gib": growth[0],
+        "undisturbed_memory_growth_gib": growth[1],
+        "problems": [problem for problem, holds in checks.items() if not holds],
+    }
 
 
 def main() -> int:
@@ -234,7 +189,8 @@ def main() -> int:
 
     settings = SETTINGS | (ON_GPU if args.device == "cuda" else {})
     settings |= {"training.steps": args.steps}
-    settings |= dict(options_of(options))
+    words = [word.removeprefix("--") for word in options]
+    settings |= dict(zip(words[::2], options[1::2], strict=True))
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     found = soak(folder, settings, args.ranks, args.kill_every, args.tolerance)
     results = provenance(args, args.device) | {"train": options} | found

@@ -73,7 +73,7 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
         _check_attention(config)
         _check_memory(config)
         if config.float8.enable:
-            _check_float8(config, model)
+            _check_float8(config)
         if config.lora.rank:
             resolve_adapters(model, **vars(config.lora))
             _check_lora(config)
@@ -306,7 +306,7 @@ def _check_memory(config: Config) -> None:
     )
 
 
-def _check_float8(config: Config, model: DecoderConfig) -> None:
+def _check_float8(config: Config) -> None:
     float8 = config.float8
     if config.training.device == "cpu":
         why = "needs a GPU (Hopper or newer), not"
@@ -323,17 +323,6 @@ def _check_float8(config: Config, model: DecoderConfig) -> None:
     if config.training.mlp_chunk_tokens and "mlp" not in names:
         instead = 'float8.filter = "mlp" or training.mlp_chunk_tokens = 0'
         clash(config, "training.mlp_chunk_tokens", "float8.filter", instead)
-    for name, size in (
-        ("hidden_size", model.hidden_size),
-        ("intermediate_size", model.intermediate_size),
-        ("heads x head_dim", model.heads * model.head_dim),
-        ("kv_heads x head_dim", model.kv_heads * model.head_dim),
-    ):
-        require(
-            size % 16 == 0,
-            f"float8.enable = true needs multiples of 16, but the model's {name} is {size}; "
-            "write float8.enable = false",
-        )
 
 
 def trains_random_base(config: Config) -> bool:

@@ -70,22 +70,19 @@ _SWITCHES = ("help", *(name for name, item in _FLAGS.items() if item.type is boo
 _OPTIONS = ("config", "help", *_FLAGS)
 """Names on the command line that are not dotted keys."""
 
-_RENAMED = {
-    "attention.vertical_slash.local_diagonals": "attention.vertical_slash.local_slashes",
-    "attention.vertical_slash.min_columns": "attention.vertical_slash.min_verticals",
-    "attention.vertical_slash.max_columns": "attention.vertical_slash.max_verticals",
-}
-"""Key of an earlier version -> its name now. Still read in this version."""
+_SLASH = "attention.vertical_slash."
 
-_WITHOUT_EFFECT = {"attention.vertical_slash.index": "probe"}
-"""Key of an earlier version -> its only value that is still read, and does nothing."""
-
-_REMOVED = {
-    ("attention.vertical_slash.budget", "layer"): 'attention.vertical_slash.budget = "joint"',
-    ("attention.vertical_slash.index", "xattention"): 'attention.pattern = "xattention"',
-    ("attention.route_by", "index"): 'attention.route_by = "auto"',
+_OLD = {
+    _SLASH + "local_diagonals": _SLASH + "local_slashes",
+    _SLASH + "min_columns": _SLASH + "min_verticals",
+    _SLASH + "max_columns": _SLASH + "max_verticals",
+    _SLASH + 'index = "probe"': "",
+    _SLASH + 'index = "xattention"': 'attention.pattern = "xattention"',
+    _SLASH + 'budget = "layer"': _SLASH + 'budget = "joint"',
+    'attention.route_by = "index"': 'attention.route_by = "auto"',
 }
-"""Key and value of an earlier version -> what to write instead."""
+"""Of an earlier version: a key -> its name now, which is still read. A key with a value -> what to
+write instead; empty: it has no effect any more."""
 
 _KIND_NAMES = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
 
@@ -249,18 +246,19 @@ def flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 def key_now(key: str) -> str:
     """The name in this version of a key that an earlier one may have named otherwise."""
-    return _RENAMED.get(key, key)
+    return _OLD.get(key, key)
 
 
 def _assign(config: Config, key: str, value: Any, where: str) -> None:
-    if isinstance(value, str) and (key, value) in _REMOVED:
+    instead = _OLD.get(f"{key} = {show(value)}")
+    if instead:
         raise ConfigError(
-            f"{where}: {key} = {show(value)} does not exist any more; write {_REMOVED[key, value]}"
+            f"{where}: {key} = {show(value)} does not exist any more; write {instead}"
         )
-    if _WITHOUT_EFFECT.get(key) == value:
+    if instead == "":
         _say_once(f"{where}: {key} has no effect any more; leave it out")
         return
-    if key in _RENAMED:
+    if key in _OLD:
         _say_once(f"{where}: {key} is the old name of {key_now(key)}; write that")
         key = key_now(key)
     if key not in KINDS:

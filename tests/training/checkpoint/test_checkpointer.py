@@ -257,10 +257,15 @@ def test_initial_weights_of_a_broken_folder_are_refused(tmp_path):
     assert names_in(source.folder) == {"step-1"}
 
 
-def test_a_folder_that_cannot_be_read_is_named(tmp_path):
+def test_a_folder_that_cannot_be_read_or_made_is_named(tmp_path):
     (tmp_path / "checkpoint").write_text("a file")
-    with pytest.raises(Refusal, match=r"folder of checkpoints: .*/checkpoint: Not a directory"):
-        Run(tmp_path).checkpointer.load()
+    checkpointer = Run(tmp_path).checkpointer
+    for work, problem in [
+        (checkpointer.load, "Not a directory"),
+        (lambda: checkpointer.check_disk(10), "File exists"),
+    ]:
+        with pytest.raises(Refusal, match=f"folder of checkpoints: .*/checkpoint: {problem}"):
+            work()
 
 
 def test_a_checkpoint_is_written_for_transformers_once(tmp_path, monkeypatch):

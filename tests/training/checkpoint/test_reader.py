@@ -74,10 +74,10 @@ def test_values_run_nothing(tmp_path, checkpoint, monkeypatch):
         (_StorageInfo("/etc/passwd", 0, 1), "which is not a file of this folder"),
         (_StorageInfo("", 0, 1), "step-1 is missing"),
         (_StorageInfo("__0_0.distcp", 0, 0, ["zstd"]), r"it wants \['zstd'\] applied"),
-        (_StorageInfo("__0_0.distcp", -1, 1), "not the metadata"),
-        (_StorageInfo("__0_0.distcp", 1, -1), "not the metadata"),
-        (_StorageInfo("__0_0.distcp", "far", 1), "not the metadata"),
-        (torch.Size([3]), "not the metadata"),
+        (_StorageInfo("__0_0.distcp", -1, 1), "can't be read"),
+        (_StorageInfo("__0_0.distcp", 1, -1), "can't be read"),
+        (_StorageInfo("__0_0.distcp", "far", 1), "can't be read"),
+        (torch.Size([3]), "can't be read"),
     ],
 )
 def test_files_outside_the_folder_are_not_opened(checkpoint, place, problem):
@@ -95,7 +95,7 @@ def test_metadata_put_together_wrongly_is_named(checkpoint, change):
     metadata = read_metadata(checkpoint)
     setattr(metadata.state_dict_metadata["weight"], change, 5)
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(Broken, match="it is not the metadata of a checkpoint"):
+    with pytest.raises(Broken, match="metadata can't be read"):
         read_metadata(checkpoint)
 
 
@@ -111,7 +111,7 @@ def test_metadata_put_together_wrongly_is_named(checkpoint, change):
 )
 def test_a_pickle_of_something_else_is_named(checkpoint, thing):
     (checkpoint / ".metadata").write_bytes(pickle.dumps(thing))
-    with pytest.raises(Broken, match="it is not the metadata of a checkpoint"):
+    with pytest.raises(Broken, match="metadata can't be read"):
         read_metadata(checkpoint)
 
 
@@ -202,7 +202,7 @@ BY_DICT = b"}S'version'\nS'changed'\nsb."
         (b"cposix\nfloat32\n.", r"posix\.float32"),
         (b"cbuiltins\ngetattr\n(" + METADATA + b"S'__init__'\ntR.", "asks for an attribute"),
         # 256 MiB for a place in the memo, and for a bytearray. It could be 64 GiB.
-        (b"Nr" + (2**24).to_bytes(4, "little") + b".", "not the metadata"),
+        (b"Nr" + (2**24).to_bytes(4, "little") + b".", "can't be read"),
         (b"\x80\x05\x96" + (2**28).to_bytes(8, "little") + b".", "can't be read"),
     ],
 )

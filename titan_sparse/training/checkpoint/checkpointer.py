@@ -37,7 +37,7 @@ from titan_sparse.training.checkpoint.reader import (
     read_metadata,
     verify,
 )
-from titan_sparse.training.checkpoint.saver import Saver, check_disk, expected_bytes
+from titan_sparse.training.checkpoint.saver import Saver, disk_problem, expected_bytes
 
 LOADER = "dataloader"
 
@@ -135,8 +135,8 @@ class NoCheckpoints:
     def close(self) -> None: ...
 
 
-class Checkpointer(NoCheckpoints):
-    """The run's checkpoints, in <output_dir>/checkpoint/step-N.
+class Checkpointer(Saver):
+    """The run's checkpoints, in <output_dir>/checkpoint/step-N. Has the methods of NoCheckpoints too.
 
     All but raise_failure() is collective.
     """
@@ -154,19 +154,14 @@ class Checkpointer(NoCheckpoints):
     ):
         """states: what else is saved, by name; its state is plain values and CPU tensors. texts:
         files that go into every checkpoint as they are, name -> text."""
-        self.section = section
-        self.folder = Path(output_dir, folders.FOLDER)
+        super().__init__(section, Path(output_dir, folders.FOLDER), progress.device, texts)
         self.progress = progress
         self.parts: dict[str, Stateful] = {LOADER: loader, PROGRESS: progress, **states}
-        self.last_saved: int | None = None
-        """the step whose save this start of the run has begun last"""
         self.tensors = Tensors(model, list(optimizers))
-        self.saver = Saver(section, self.folder, progress.device, texts)
 
-    @property
-    def last_save_seconds(self) -> float | None:
-        """From save() to the name step-N, of the last save that got it; None before the first."""
-        return self.saver.last_seconds
+    def state(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+        """What is saved: the tensors of model and optimizer, and the state of each other part."""
+        return self.tensors.all(), {name: x.state_dict() for name, x in self.parts.items()}
 
     def load(self) -> bool:
         """Resume from checkpoint.load_step, or the newest whole checkpoint. True if there was one.
@@ -190,13 +185,14 @@ class Checkpointer(NoCheckpoints):
         return step is not None
 
     def check_disk(self, steps: int) -> None:
-        """Refuse a folder that can't be written, or a disk too small for the saves up to `steps`.
-
-        Raises Refusal on all ranks.
-        """
+        """Refuse a disk that is too small for the saves up to `steps`. Raises Refusal on all ranks."""
         saves_left = -(-max(steps - self.progress.step, 1) // self.section.interval)
         needed_bytes = expected_bytes(self.tensors.model, self.tensors.optimizers)
-        check_disk(self.folder, self.section, needed_bytes, saves_left)
+        problem = _on_first_rank(
+            lambda: disk_problem(self.folder, self.section, needed_bytes, saves_left)
+        )
+        if problem:
+            raise Refusal(problem)
 
     def go_back(self, before: int) -> int | None:
         """Return to the newest whole checkpoint of a step < `before`, and move newer ones aside.
@@ -204,7 +200,7 @@ class Checkpointer(NoCheckpoints):
         Everything is as it was then, but for the loader, which goes on where it is. Returns the
         step, None if there is no such checkpoint: then nothing has changed.
         """
-        self.saver.wait()
+        self.wait()
         try:
             step = self._load_newest(before, with_loader=False)
         except NoneWhole as error:
@@ -217,42 +213,6 @@ class Checkpointer(NoCheckpoints):
     def is_due(self, step: int, last: bool) -> bool:
         """Whether save() would save: at every interval, and at the run's last step."""
         return last or step % self.section.interval == 0
-
-    def background_groups(self) -> list[dist.ProcessGroup]:
-        """Groups over which saves in the background communicate."""
-        return [] if self.saver.group is None else [self.saver.group]
-
-    def prepare(self) -> None:
-        """Do what only the first save would have to: plan it, take (and pin) memory for it.
-
-        Call it after a step, when the optimizer has its tensors.
-        """
-        self.saver.prepare(self.tensors.all(), self._values())
-
-    def save(self, step: int) -> float:
-        """Save now, due or not. Returns the seconds for which this held up training.
-
-        Raises SaveError, one line, on all ranks, if this save failed, or one in the background.
-        """
-        seconds = self.saver.save(step, self.tensors.all(), self._values())
-        self.last_saved = step
-        return seconds
-
-    def before_update(self) -> None:
-        """Let a save in the background copy what the optimizer is about to change.
-
-        On a GPU this waits on the device only.
-        """
-        if self.saver.staging is not None:
-            self.saver.staging.before_update()
-
-    def raise_failure(self) -> None:
-        """Raises SaveError, one line, if a save in the background has failed. Does not wait."""
-        self.saver.raise_failure()
-
-    def close(self) -> None:
-        """Wait for the save still being written. Raises SaveError if it failed."""
-        self.saver.close()
 
     def save_in_hf(
         self,
@@ -292,10 +252,6 @@ class Checkpointer(NoCheckpoints):
                 )
             logger.info("saved %s for transformers", folder)
 
-    def _values(self) -> dict[str, dict[str, Any]]:
-        """The state of all but model and optimizer: name of a part -> key -> value."""
-        return {name: part.state_dict() for name, part in self.parts.items()}
-
     def _load_newest(
         self,
         before: int | None = None,
@@ -334,7 +290,7 @@ class Checkpointer(NoCheckpoints):
         if not has_checksums(checkpoint):
             logger.warning("%s has no checksums: damage in it may not be noticed", checkpoint)
         self.tensors.make_optimizer_state()
-        values = self._values()
+        tensors, values = self.state()
         if not with_loader:
             del values[LOADER]
         # Counters that came later are not in older checkpoints: they stay as they are.
@@ -344,7 +300,7 @@ class Checkpointer(NoCheckpoints):
             name: {key: value for key, value in part.items() if f"{name}.{key}" in keys}
             for name, part in values.items()
         }
-        read_into({**self.tensors.all(), **to_read}, checkpoint)
+        read_into({**tensors, **to_read}, checkpoint)
         for name, part in values.items():
             self.parts[name].load_state_dict(part | to_read[name])
 

@@ -119,29 +119,23 @@ def read_metadata(checkpoint: str | Path) -> Metadata:
     return metadata
 
 
-def _check_metadata(metadata: object) -> None:
-    """A pickle of allowed classes may still be put together wrongly."""
-    kinds = (TensorStorageMetadata, BytesStorageMetadata)
-    _require(isinstance(metadata, Metadata))
-    _require(isinstance(metadata.state_dict_metadata, dict))
-    _require(isinstance(metadata.storage_data, dict))
+def _check_metadata(metadata: Metadata) -> None:
+    """A pickle of allowed classes may still be put together wrongly. May raise anything then."""
+    is_whole = isinstance(metadata, Metadata)
     for item in metadata.state_dict_metadata.values():
-        _require(isinstance(item, kinds))
-        if isinstance(item, TensorStorageMetadata):
-            _require(isinstance(item.size, torch.Size) and isinstance(item.chunks, list))
+        is_tensor = isinstance(item, TensorStorageMetadata)
+        is_whole &= is_tensor or isinstance(item, BytesStorageMetadata)
+        if is_tensor:
+            is_whole &= isinstance(item.size, torch.Size) and isinstance(item.chunks, list)
     for index, place in metadata.storage_data.items():
-        _require(isinstance(index, MetadataIndex) and isinstance(place, _StorageInfo))
-        _require(isinstance(place.offset, int) and isinstance(place.length, int))
-        _require(place.offset >= 0 and place.length >= 0)
+        is_whole &= isinstance(index, MetadataIndex) and isinstance(place, _StorageInfo)
+        is_whole &= place.offset >= 0 and place.length >= 0
         name = place.relative_path
-        if not isinstance(name, str) or os.path.basename(name) != name:
+        if os.path.basename(name) != name:
             raise ValueError(f"it names {name!r}, which is not a file of this folder")
         if place.transform_descriptors:
             raise ValueError(f"it wants {place.transform_descriptors} applied")
-
-
-def _require(holds: bool) -> None:
-    if not holds:
+    if not is_whole:
         raise ValueError("it is not the metadata of a checkpoint")
 
 
@@ -155,20 +149,18 @@ def verify(checkpoint: str | Path) -> None:
 
     Without checksums the files must at least be there and long enough. Raises Broken, on all ranks.
     """
-    distributed = dist.is_initialized()
-    rank = dist.get_rank() if distributed else 0
-    world_size = dist.get_world_size() if distributed else 1
+    rank, world_size = 0, 1
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
     try:
         problem = _problem(Path(checkpoint), rank, world_size)
     except (Broken, OSError) as error:
         problem = str(error)
-    problems = [problem]
-    if distributed:
-        problems = [""] * world_size
+    problems = [problem] * world_size
+    if world_size > 1:
         dist.all_gather_object(problems, problem)
-    for text in problems:
-        if text:
-            raise Broken(text)
+    for text in filter(None, problems):
+        raise Broken(text)
 
 
 def _problem(checkpoint: Path, rank: int, world_size: int) -> str:

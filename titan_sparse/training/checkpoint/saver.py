@@ -10,7 +10,8 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Set
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,35 +56,12 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def check_disk(folder: Path, section: Checkpoint, needed_bytes: int, saves_left: int) -> None:
-    """Refuse, in one line on all ranks, a folder that can't be written or is too small. Collective.
+def disk_problem(folder: Path, section: Checkpoint, needed_bytes: int, saves_left: int) -> str:
+    """In one line, why the disk is too small for what will be saved; empty: it is not.
 
-    needed_bytes: of one save. saves_left: what the run will do at most. Raises Refusal.
+    needed_bytes: of one save. saves_left: what the run will do at most. Makes the folder.
     """
-    problem = _write_problem(folder)
-    if not problem and dist.get_rank() == 0:
-        problem = _space_problem(folder, section, needed_bytes, saves_left)
-    problems: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for text in filter(None, problems):
-        raise Refusal(text)
-
-
-def _write_problem(folder: Path) -> str:
-    probe = folder / f".probe-{dist.get_rank()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        return (
-            f"checkpoints can't be written to {folder} ({error.strerror}); "
-            "write another training.output_dir, or checkpoint.enable = false"
-        )
-    return ""
-
-
-def _space_problem(folder: Path, section: Checkpoint, needed_bytes: int, saves_left: int) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
     saves = 1
     if section.keep_latest_k:
         # Rotation deletes the oldest when the new one is whole: for a moment there is one more.
@@ -109,8 +87,6 @@ class Plan:
 
     sources: dict[str, Tensor]
     """the tensors of model and optimizer that it was made for, by name"""
-    value_names: Set[str]
-    """of everything else that is saved, by any rank"""
     tensors: dict[MetadataIndex, Tensor]
     """parts of model and optimizer that this rank writes: its shards, on their devices"""
     values: list[MetadataIndex]
@@ -118,12 +94,10 @@ class Plan:
     metadata: Metadata | None
     """of the whole save, on rank 0; the places in files are still missing"""
 
-    def fits(self, tensors: dict[str, Tensor], value_names: Set[str]) -> bool:
+    def fits(self, tensors: dict[str, Tensor]) -> bool:
         """Whether it is the plan of a save of these, the very same tensors."""
-        return (
-            self.sources.keys() == tensors.keys()
-            and all(tensors[name] is source for name, source in self.sources.items())
-            and self.value_names == value_names
+        return self.sources.keys() == tensors.keys() and all(
+            tensors[name] is source for name, source in self.sources.items()
         )
 
 
@@ -149,7 +123,6 @@ def make_plan(tensors: dict[str, Tensor], values: dict[str, Any]) -> Plan:
     indices = [item.index for item in own.items]
     return Plan(
         sources=dict(tensors),
-        value_names=planner.state_dict.keys() - tensors,
         tensors={
             index: find_state_dict_object(tensors, index).detach()
             for index in indices
@@ -173,11 +146,8 @@ def check_async_mode(section: Checkpoint, device: torch.device) -> None:
         )
 
 
-class Saver:
-    """Saves `folder`/step-N. Every method but wait() is called on all ranks alike.
-
-    last_seconds: from the call of save() to the name step-N, of the last save that got it.
-    """
+class Saver(ABC):
+    """Saves `folder`/step-N. Every method but wait() is called on all ranks alike."""
 
     def __init__(
         self, section: Checkpoint, folder: Path, device: torch.device, texts: dict[str, str]
@@ -187,7 +157,8 @@ class Saver:
         self.device = device
         self.texts = texts
         self.rank = dist.get_rank()
-        self.last_seconds: float | None = None
+        self.last_save_seconds: float | None = None
+        """from save() to the name step-N, of the last save that got it; None before the first"""
         self.plan: Plan | None = None
         self.save_bytes = 0
         self.staging: Staging | None = None
@@ -202,8 +173,22 @@ class Saver:
         writer = WriterProcess if section.async_mode == PINNED else Writer
         self.writer: Writer | WriterProcess = writer(self.rank, _threads())
 
-    def prepare(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Plan a save and take the memory for it, so that no save has to. Collective."""
+    @abstractmethod
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors by name, and values: name of a part -> its state."""
+
+    def background_groups(self) -> list[dist.ProcessGroup]:
+        """Groups over which saves in the background communicate."""
+        return [] if self.group is None else [self.group]
+
+    def prepare(self) -> None:
+        """Do what only the first save would have to: plan it, take (and pin) memory for it.
+
+        Collective. Call it after a step, when the optimizer has its tensors.
+        """
+        self._prepare(*self.state())
+
+    def _prepare(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         self.plan = make_plan(tensors, values)
         self.save_bytes = _bytes_of(tensors.values())
         if self.staging is not None:
@@ -218,12 +203,12 @@ class Saver:
         else:
             self.writer.use(to_write, self.plan.metadata)
 
-    def save(self, step: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> float:
+    def save(self, step: int) -> float:
         """Save, or begin to. Returns the seconds for which this held up training. Collective.
 
-        tensors: of model and optimizer; they are copied, and must not change between this and the
-        return of Staging.before_update(). values: name of a part -> its state, which is taken now.
-        Raises SaveError if this save failed, or in the background the one before.
+        The tensors must not change between this and the return of before_update().
+        Raises SaveError, one line, on all ranks, if this save failed, or in the background the one
+        before.
         """
         began = time.perf_counter()
         self.wait()
@@ -233,9 +218,10 @@ class Saver:
                 "waited %.1f s for the save before: checkpoint.interval is shorter than a save",
                 waited,
             )
+        tensors, values = self.state()
         flat_values, _ = flatten_state_dict(values)
-        if self.plan is None or not self.plan.fits(tensors, flat_values.keys()):
-            self.prepare(tensors, values)
+        if self.plan is None or not self.plan.fits(tensors):
+            self._prepare(tensors, values)
         own_values = {index: as_bytes(flat_values[index.fqn]) for index in self.plan.values}
         save = Save(
             incomplete=incomplete_folder(self.folder, step),
@@ -249,6 +235,14 @@ class Saver:
             self.staging.begin()
             self.pending = self.thread.submit(self._write, save, own_values, began)
         return time.perf_counter() - began
+
+    def before_update(self) -> None:
+        """Let a save in the background copy what the optimizer is about to change.
+
+        On a GPU this waits on the device only.
+        """
+        if self.staging is not None:
+            self.staging.before_update()
 
     def raise_failure(self) -> None:
         """Raises SaveError if the save in the background has failed. Does not wait."""
@@ -285,8 +279,8 @@ class Saver:
             if self.rank == 0:
                 shutil.rmtree(save.incomplete, ignore_errors=True)
             raise
-        self.last_seconds = time.perf_counter() - began
-        logger.info("saved %s in %.1f s", save.checkpoint, self.last_seconds)
+        self.last_save_seconds = time.perf_counter() - began
+        logger.info("saved %s in %.1f s", save.checkpoint, self.last_save_seconds)
 
     def _begin(self, save: Save) -> None:
         if self.staging is not None:
