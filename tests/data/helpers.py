@@ -1,7 +1,7 @@
 """Texts, files, shards and loaders that several data tests use."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +106,7 @@ def make_loader(
     seed: int = 3,
     shuffle: bool = True,
     min_document_length: int = 0,
+    sequences: str = "packed",
     batch_size: int = 1,
     dp_rank: int = 0,
     dp_size: int = 1,
@@ -113,7 +114,7 @@ def make_loader(
 ) -> PackedLoader:
     """A loader of texts; `options` are those of PackedLoader."""
     tokenizer = tokenizer or ByteTokenizer()
-    data = Data(shuffle=shuffle, min_document_length=min_document_length)
+    data = Data(shuffle=shuffle, min_document_length=min_document_length, sequences=sequences)
     stream = WalkedStream(TokenizedTexts(source, tokenizer), tokenizer, data, seq_len, seed)
     return PackedLoader([stream], [1.0], batch_size, dp_rank, dp_size, **options)
 
@@ -138,3 +139,25 @@ def global_stream(ranks: list[PackedLoader], batches: int) -> list[tuple]:
         for rank in ranks:
             sequences.extend(rows(next(rank)))
     return sequences
+
+
+def check_resume(ranks_of: Callable[[int, int], list[PackedLoader]], consumed: int) -> None:
+    """After `consumed` batches on two ranks, other numbers of ranks and batch sizes continue as if
+    nothing had happened."""
+    saved = ranks_of(2, 1)
+    start = global_stream(saved, consumed)
+    state = json.loads(json.dumps(saved[0].state_dict()))
+    assert state == saved[1].state_dict() and state["sequence"] == 2 * consumed
+    for dp_size, batch_size in ((1, 1), (3, 2)):
+        ranks = ranks_of(dp_size, batch_size)
+        for rank in ranks:
+            rank.load_state_dict(state)
+        resumed = global_stream(ranks, 5)
+        (alone,) = ranks_of(1, 1)
+        assert start + resumed == global_stream([alone], len(start) + len(resumed))
+        assert {counters(rank) for rank in ranks} == {counters(alone)}
+        assert all(rank.state_dict() == ranks[0].state_dict() for rank in ranks)
+
+
+def counters(loader: PackedLoader) -> tuple[int, int, int]:
+    return loader.epoch, loader.documents_seen, loader.documents_left_out

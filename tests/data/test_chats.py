@@ -175,12 +175,12 @@ def test_tool_calls_and_results(tmp_path):
     assert '"name": "add", "parameters"' in marked(got, folder)
 
 
-@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_is_learned(tmp_path, key):
+def test_reasoning_is_learned(tmp_path):
     folder = write_tokenizer(tmp_path, trl_template("qwen3_training"))
-    chat = [{"role": "user", "content": "2+2"}, {**ANSWER, key: "two and two"}]
-    (text,) = learned_texts(encode(folder, chat), folder)
-    assert text.startswith("<think>\ntwo and two\n</think>\n\nthe answer")
+    for key in ("reasoning_content", "thinking", "reasoning"):
+        chat = [{"role": "user", "content": "2+2"}, {**ANSWER, key: "two and two"}]
+        (text,) = learned_texts(encode(folder, chat), folder)
+        assert text.startswith("<think>\ntwo and two\n</think>\n\nthe answer")
 
 
 @pytest.mark.parametrize(
@@ -335,18 +335,12 @@ def test_bytes_take_a_template_too(tmp_path):
     assert ChatEncoder(Data(**data), load_tokenizer("bytes")).sample_format.template
 
 
-@pytest.mark.parametrize(
-    ("template", "date"),
-    [
-        ("""{{- strftime_now("%d %b %Y") }}""", "26 Jul 2024"),
-        ("""{%- set format = '%Y-%m-%d' %}{{- strftime_now(format) }}""", "2024-07-26"),
-        ("""{{- strftime_now('%d' + ' %B') }}""", "26 July"),
-        ("""{%- macro day() %}{{- strftime_now("%A") }}{% endmacro %}{{- day() }}""", "Friday"),
-    ],
-)
-def test_a_template_that_writes_the_date_is_the_same_each_day(tmp_path, template, date):
-    folder = write_tokenizer(tmp_path, template + CHATML)
-    assert marked(encode(folder, CHAT), folder).startswith(f"{date}<|im_start|>")
+def test_a_template_that_writes_the_date_is_the_same_each_day(tmp_path):
+    template = """{{- strftime_now("%d %b %Y") }}{%- set format = ' %Y-%m-%d' %}
+{{- strftime_now(format) }}{{- strftime_now(' %d' + ' %B') }}
+{%- macro day() %}{{- strftime_now(" %A") }}{% endmacro %}{{- day() }}"""
+    text = marked(encode(write_tokenizer(tmp_path, template + CHATML), CHAT), str(tmp_path))
+    assert text.startswith("26 Jul 2024 2024-07-26 26 July Friday<|im_start|>")
 
 
 LOOPS = "{% for i in range(100000) %}" * 2 + "{% endfor %}" * 2
@@ -401,28 +395,16 @@ def test_variables_of_a_template(tmp_path):
     assert asked == tokenizer.apply_chat_template(CHAT[:4], **options, enable_thinking=False)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
+def test_variables_that_would_be_ignored_are_refused(tmp_path):
+    folder = write_tokenizer(tmp_path, trl_template("qwen3"))
+    for kwargs, message in (
         ('{"enable_thought": true}', 'the chat template does not read "enable_thought"'),
         ("enable_thinking", "is not a JSON object; write one"),
         ("[1]", "is not a JSON object; write one"),
         ('{"messages": []}', 'names "messages", which a chat itself gives'),
-    ],
-)
-def test_variables_that_would_be_ignored_are_refused(tmp_path, kwargs, message):
-    folder = write_tokenizer(tmp_path, trl_template("qwen3"))
-    with pytest.raises(ValueError, match=f"data.chat_template_kwargs.*{message}"):
-        encode(folder, CHAT, chat_template_kwargs=kwargs)
-
-
-def test_a_template_that_refuses_a_chat_names_its_row(tmp_path):
-    folder = write_tokenizer(tmp_path, trl_template("gemma3"))
-    chat = [{"role": "user", "content": "hi"}, {"role": "user", "content": "?"}, ANSWER]
-    with pytest.raises(
-        ValueError, match="^chats.jsonl, row 7: the chat template cannot render it: "
     ):
-        encode(folder, chat)
+        with pytest.raises(ValueError, match=f"data.chat_template_kwargs.*{message}"):
+            encode(folder, CHAT, chat_template_kwargs=kwargs)
 
 
 def test_templates_are_found_in_the_folders_of_tokenizer_and_model(tmp_path):

@@ -25,9 +25,10 @@ def test_folders_of_source_code_become_one_document_each(tmp_path, caplog):
         "a/.hidden": "no",
         "a/image.png": "\0png",
         "a/empty.py": "",
+        "b/y.bat": "one\r\ntwo\n",
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(content)
+        (root / name).write_bytes(content.encode())
     (root / "link.py").symlink_to(root / "b/x.py")
     decode = ByteTokenizer().decode
     with caplog.at_level(logging.INFO, "titan_sparse"):
@@ -36,25 +37,17 @@ def test_folders_of_source_code_become_one_document_each(tmp_path, caplog):
     assert [decode(ids) for ids in read_shards(str(tmp_path / "folders"))] == [
         "# loose.txt\nl",
         "# a/A.md\nA\n# a/sub/z.c\nz",
-        "# b/x.py\nx",
+        "# b/x.py\nx\n# b/y.bat\none\r\ntwo\n",
     ]
     prepare(Recipe(str(root), document="source"), str(tmp_path / "whole"), 1, no_progress)
     joined = [decode(ids) for ids in read_shards(str(tmp_path / "whole"))]
-    assert joined == ["# loose.txt\nl\n# a/A.md\nA\n# a/sub/z.c\nz\n# b/x.py\nx"]
+    assert joined == [
+        "# loose.txt\nl\n# a/A.md\nA\n# a/sub/z.c\nz\n# b/x.py\nx\n# b/y.bat\none\r\ntwo\n"
+    ]
     with pytest.raises(ValueError, match="--split would be ignored"):
         prepare(
             Recipe(str(root), document="folder", split="test"), str(tmp_path / "x"), 1, no_progress
         )
-
-
-def test_line_ends_of_source_code_are_kept(tmp_path):
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "a.bat").write_bytes(b"one\r\ntwo\n")
-    prepare(
-        Recipe(str(tmp_path / "code"), document="source"), str(tmp_path / "out"), 1, no_progress
-    )
-    (ids,) = read_shards(str(tmp_path / "out"))
-    assert ByteTokenizer().decode(ids) == "# a.bat\none\r\ntwo\n"
 
 
 def test_mds_shards_need_the_streaming_package(tmp_path, monkeypatch):
@@ -86,7 +79,7 @@ def test_a_row_that_is_no_utf8_is_named(tmp_path, monkeypatch):
     for row in (0, 2):
         (document,) = rows.documents(row)
         assert bytes(document.tokens[:-1].tolist()) == texts[row]
-    expected = re.escape(f"{tmp_path}, row 2: no UTF-8 (unexpected end of data)")
+    expected = re.escape(f"{tmp_path}, row 2: not UTF-8 (unexpected end of data)")
     with pytest.raises(ValueError, match=f"^{expected}$"):
         list(rows.documents(1))
 

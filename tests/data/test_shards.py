@@ -21,60 +21,16 @@ from titan_sparse.data.tokenizer import ByteTokenizer, closed, load_tokenizer
 
 
 def test_large_vocabularies_take_uint32(tmp_path):
-    assert [token_dtype(size) for size in (258, 65536, 65537, 151936)] == [
-        "uint16",
-        "uint16",
-        "uint32",
-        "uint32",
-    ]
+    dtypes = [token_dtype(size) for size in (258, 65536, 65537, 151936)]
+    assert dtypes == ["uint16", "uint16", "uint32", "uint32"]
     ids = np.array([0, 65536, 151935], dtype=np.int32)
     documents = [closed(ids, 151643), closed(ids[:1], 151643)]
     assert write_shard(tmp_path, 0, documents, "uint32") == ([0, 4, 6], 0)
-    assert np.fromfile(tmp_path / "shard_00000.bin", "<u4").tolist() == [
-        0,
-        65536,
-        151935,
-        151643,
-        0,
-        151643,
-    ]
+    written = np.fromfile(tmp_path / "shard_00000.bin", "<u4")
+    assert written.tolist() == [0, 65536, 151935, 151643, 0, 151643]
     assert np.load(tmp_path / "shard_00000.idx.npy").tolist() == [0, 4, 6]
 
 
-@pytest.mark.usefixtures("datasets_cache")
-def test_a_shard_that_was_cut_off_is_refused(tmp_path):
-    folder = prepared(tmp_path)
-    path = Path(folder, "shard_00001.bin")
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(ValueError, match="data.source.*shard_00001.bin has"):
-        TokenShards(folder, ByteTokenizer())
-
-
-@pytest.mark.usefixtures("datasets_cache")
-@pytest.mark.parametrize("damage", ["missing", "cut off", "garbage"])
-def test_a_damaged_index_of_a_shard_is_refused(tmp_path, damage):
-    folder = prepared(tmp_path)
-    path = Path(folder, "shard_00001.idx.npy")
-    if damage == "missing":
-        path.unlink()
-    else:
-        path.write_bytes(path.read_bytes()[:-2] if damage == "cut off" else b"garbage")
-    with pytest.raises(ValueError, match="data.source.*shard_00001.idx.npy cannot be read"):
-        TokenShards(folder, ByteTokenizer())
-
-
-@pytest.mark.usefixtures("datasets_cache")
-@pytest.mark.parametrize("key", ["dtype", "shards", "tokens", "tokenizer_digest"])
-def test_a_meta_json_without_its_counts_is_refused(tmp_path, key):
-    path = Path(prepared(tmp_path), "meta.json")
-    meta = json.loads(path.read_text())
-    del meta[key]
-    path.write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match=f"data.source.*meta.json has no valid {key}"):
-        TokenShards(str(path.parent), ByteTokenizer())
-
-
-@pytest.mark.usefixtures("datasets_cache")
 def test_a_tokenizer_file_travels_with_the_shards_and_another_is_refused(tmp_path):
     tokens = tmp_path / "tokenizer"
     tokens.mkdir()
@@ -106,45 +62,60 @@ def change_meta(folder: Path, change) -> None:
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
+def cut(path: Path, count: int = 2) -> None:
+    path.write_bytes(path.read_bytes()[:-count])
+
+
 # Documents of the second shard: 1, 15 and 16 tokens, and the one that closes each.
-DAMAGES = {
-    "begins at 1": (lambda f: change_offsets(f, lambda x: x + [1, 0, 0, 0]), "goes from 1 to 35"),
-    "ends early": (lambda f: change_offsets(f, lambda x: x - [0, 0, 0, 1]), "goes from 0 to 34"),
-    "goes back": (lambda f: change_offsets(f, lambda x: x[[0, 2, 1, 3]]), "document 2 has fewer"),
-    "no tokens": (lambda f: change_offsets(f, lambda x: x[[0, 1, 1, 3]]), "document 2 has fewer"),
-    "a document less": (lambda f: change_offsets(f, lambda x: x[[0, 2, 3]]), "has 2 documents"),
-    "moved": (lambda f: change_offsets(f, lambda x: x + [0, 1, 0, 0]), "document 1 does not end"),
-    "floats": (lambda f: change_offsets(f, lambda x: x * 1.0), "holds float64"),
-    "a table": (lambda f: change_offsets(f, lambda x: x[:, None]), "holds int64"),
-    "0 bytes": (lambda f: (f / "shard_00001.idx.npy").write_bytes(b""), "cannot be read"),
-    "large token": (lambda f: change_tokens(f, 0, 258), "document 1 holds the token 258"),
-    "no end": (lambda f: change_tokens(f, 17, 65), "document 2 does not end"),
-    "documents": (lambda f: change_meta(f, lambda m: m.update(documents=8)), "has 8 documents"),
-    "tokens": (lambda f: change_meta(f, lambda m: m.update(tokens=8)), "has 8 tokens"),
-    "dtype": (lambda f: change_meta(f, lambda m: m.update(dtype="O")), "no valid dtype"),
-    "shards": (lambda f: change_meta(f, lambda m: m.update(shards=[3])), "no valid shards"),
-    "a shard less": (lambda f: change_meta(f, lambda m: m["shards"].pop()), "its shards"),
-    "no shards": (
-        lambda f: change_meta(f, lambda m: m.update(shards=[], documents=0, tokens=0)),
-        "no documents",
-    ),
+OFFSETS = {
+    "goes from 1 to 35": lambda x: x + [1, 0, 0, 0],
+    "goes from 0 to 34": lambda x: x - [0, 0, 0, 1],
+    "document 2 has fewer": lambda x: x[[0, 2, 1, 3]],
+    "document 2 has fewer than 2 tokens": lambda x: x[[0, 1, 1, 3]],
+    "has 2 documents": lambda x: x[[0, 2, 3]],
+    "document 1 does not end": lambda x: x + [0, 1, 0, 0],
+    "holds float64": lambda x: x * 1.0,
+    "holds int64": lambda x: x[:, None],
+}
+METAS = {
+    "has 8 documents": lambda meta: meta.update(documents=8),
+    "has 8 tokens": lambda meta: meta.update(tokens=8),
+    "no valid dtype": lambda meta: meta.update(dtype="O"),
+    "no valid shards": lambda meta: meta.update(shards=[3]),
+    "no valid shards;": lambda meta: meta["shards"][0].update(tokens=-1),
+    "its shards": lambda meta: meta["shards"].pop(),
+    "no documents": lambda meta: meta.update(shards=[], documents=0, tokens=0),
+    **{
+        f"meta.json has no valid {key};": lambda meta, key=key: meta.pop(key)
+        for key in ("dtype", "tokenizer", "tokenizer_digest", "end_of_document", "shards", "tokens")
+    },
+}
+FILES = {
+    "shard_00001.bin has 68 bytes instead of 70": lambda folder: cut(folder / "shard_00001.bin"),
+    "shard_00001.bin has 0 bytes": lambda folder: (folder / "shard_00001.bin").unlink(),
+    "idx.npy cannot be read": lambda folder: (folder / "shard_00001.idx.npy").unlink(),
+    "idx.npy cannot be read:": lambda folder: cut(folder / "shard_00001.idx.npy"),
+    "idx.npy cannot be read: ": lambda folder: cut(folder / "shard_00001.idx.npy", 1000),
+    "document 1 holds the token 258": lambda folder: change_tokens(folder, 0, 258),
+    "document 2 does not end": lambda folder: change_tokens(folder, 17, 65),
+    **{name: lambda folder, c=c: change_offsets(folder, c) for name, c in OFFSETS.items()},
+    **{name: lambda folder, c=c: change_meta(folder, c) for name, c in METAS.items()},
 }
 
 
-@pytest.mark.usefixtures("datasets_cache")
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_shards_that_contradict_their_counts_are_refused(tmp_path, damage):
-    folder = Path(prepared(tmp_path))
-    assert np.load(folder / "shard_00001.idx.npy").tolist() == [0, 2, 18, 35]
-    change, named = DAMAGES[damage]
-    change(folder)
-    with pytest.raises(ValueError, match=f"data.source.*{named}") as raised:
-        TokenShards(str(folder), ByteTokenizer())
-    assert "\n" not in str(raised.value)
-    assert "meta.json" in str(raised.value) or "shard_00001" in str(raised.value)
+def test_shards_that_are_damaged_or_contradict_their_counts_are_refused(tmp_path):
+    good = Path(prepared(tmp_path))
+    assert np.load(good / "shard_00001.idx.npy").tolist() == [0, 2, 18, 35]
+    for number, (named, change) in enumerate(FILES.items()):
+        folder = tmp_path / f"damaged{number}"
+        shutil.copytree(good, folder)
+        change(folder)
+        with pytest.raises(ValueError, match=f"data.source.*{named}") as raised:
+            TokenShards(str(folder), ByteTokenizer())
+        assert "\n" not in str(raised.value)
+        assert "meta.json" in str(raised.value) or "shard_00001" in str(raised.value)
 
 
-@pytest.mark.usefixtures("datasets_cache")
 def test_a_large_folder_is_checked_as_it_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr("titan_sparse.data.shards.CHECKED_AT_ONCE", 10)
     folder = Path(prepared(tmp_path))
@@ -177,7 +148,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.usefixtures("datasets_cache")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("mapped_above", [10, 100])
 def test_shards_that_change_during_a_run_end_it_before_the_batch(
@@ -201,7 +171,6 @@ def test_shards_that_change_during_a_run_end_it_before_the_batch(
             loader.check_unchanged()
 
 
-@pytest.mark.usefixtures("datasets_cache")
 def test_many_shards_take_no_open_files(tmp_path):
     opened = len(os.listdir("/proc/self/fd"))
     folder = prepared(tmp_path, lengths=[5] * 40, shard_rows=1)

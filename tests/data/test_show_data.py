@@ -10,8 +10,6 @@ from titan_sparse.commands.show_data import main
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
 
-pytestmark = pytest.mark.usefixtures("datasets_cache")
-
 COLOR = re.compile("\033\\[\\d+m")
 
 

@@ -1,10 +1,9 @@
-"""titan_sparse.data.packing and .stream: packed documents, samples of fixed length, and mixtures."""
+"""The global stream of sequences, compared with a loop over documents that knows nothing of ranks,
+cursors, or files."""
 
-import json
+import itertools
 import logging
-import math
-from dataclasses import replace
-from itertools import islice
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,10 @@ import pytest
 
 from tests.data.helpers import (
     END,
+    LENGTHS,
     PADDING,
+    check_resume,
+    counters,
     global_stream,
     lettered_texts,
     make_loader,
@@ -22,125 +24,175 @@ from tests.data.helpers import (
     write_rows,
 )
 from titan_sparse.config import Data
+from titan_sparse.data.documents import open_documents
 from titan_sparse.data.loader import PackedLoader
 from titan_sparse.data.packing import Piece, pack
 from titan_sparse.data.stream import Order
 from titan_sparse.data.tokenizer import ByteTokenizer
 
+SEQ_LEN = 16
+
 
 def test_pack_by_hand():
     first, second = np.array([10, 11, 12, END]), np.array([20, 21, 22, 23, END])
-    packed = pack([Piece(first, 2, 4), Piece(second, 0, 3)], 7, PADDING)
+    learned = np.array([False, True, False, True, True])
+    packed = pack([Piece(first, 2, 4), Piece(second, 0, 3, learned)], 7, PADDING)
     assert packed.tokens.tolist() == [12, END, 20, 21, 22, PADDING, PADDING]
-    assert packed.labels.tolist() == [END, -100, 21, 22, 23, -100, -100]
+    assert packed.labels.tolist() == [END, -100, 21, -100, 23, -100, -100]
     assert packed.positions.tolist() == [0, 1, 0, 1, 2, 0, 0]
     assert packed.lengths == [2, 3]
     assert packed.tokens.dtype == packed.labels.dtype == packed.positions.dtype == np.int64
 
 
-@pytest.mark.parametrize("seq_len", [1, 7, 100])
-@pytest.mark.parametrize("multiple", [1, 5])
-def test_pieces_of_the_stream_are_the_documents_in_order(seq_len, multiple):
-    source = random_documents([5, 40, 1, 15, 16, 17, 0, 3])
-    loader = make_loader(source, seq_len=seq_len, shuffle=False, padding_multiple=multiple)
-    expected_tokens = []
-    expected_labels = []
-    for text in source:
-        if not text:
-            continue
-        document = [*text.encode(), END]
-        expected_tokens += document
-        expected_labels += [*document[1:], -100]
-
-    padded_length = math.ceil(seq_len / multiple) * multiple
-    tokens = []
-    labels = []
-    # Two epochs and more.
-    while len(tokens) < 2 * len(expected_tokens):
-        batch = next(loader)
-        lengths = batch.lengths[0]
-        assert sum(lengths) == seq_len
-        assert batch.tokens.shape == (1, padded_length)
-
-        positions = batch.positions[0, :seq_len].tolist()
-        assert positions == [position for length in lengths for position in range(length)]
-        assert (batch.tokens[0, seq_len:] == PADDING).all()
-        assert (batch.labels[0, seq_len:] == -100).all()
-        assert (batch.positions[0, seq_len:] == 0).all()
-
-        tokens += batch.tokens[0, :seq_len].tolist()
-        labels += batch.labels[0, :seq_len].tolist()
-    epochs = len(tokens) // len(expected_tokens) + 1
-    assert tokens == (epochs * expected_tokens)[: len(tokens)]
-    assert labels == (epochs * expected_labels)[: len(labels)]
+def pieces(lengths: list[int], data: Data, are_tokens: bool) -> Iterator[tuple[int, int, int, int]]:
+    """(epoch, document, start, stop) of all pieces, forever. Lengths count the end token."""
+    least = {"packed": 1, "fixed": SEQ_LEN, "fixed_and_rest": 2}[data.sequences]
+    shortest = max(data.min_document_length, least - 1, 1)
+    room = SEQ_LEN
+    for epoch in itertools.count():
+        units = [[document] for document in range(len(lengths))]
+        if data.sequences != "packed":
+            for document, length in enumerate(lengths):
+                starts = range(0, length if length > shortest else 0, SEQ_LEN)
+                units[document] = [(document, start) for start in starts if length - start >= least]
+        if are_tokens and data.sequences != "packed":
+            # All samples are shuffled, and not only the documents.
+            units = [[sample] for samples in units for sample in samples]
+        order = range(len(units))
+        if data.shuffle:
+            order = np.random.default_rng([3, epoch]).permutation(len(units))
+        for unit in itertools.chain.from_iterable(units[place] for place in order):
+            if data.sequences != "packed":
+                document, start = unit
+                yield epoch, document, start, min(start + SEQ_LEN, lengths[document])
+                continue
+            place = 0
+            while lengths[unit] > shortest and place < lengths[unit]:
+                stop = min(place + room, lengths[unit])
+                yield epoch, unit, place, stop
+                room = room - (stop - place) or SEQ_LEN
+                place = stop
 
 
-def test_pieces_end_where_documents_or_sequences_end():
-    for batch in islice(make_loader(random_documents([5, 40, 1, 15, 30])), 50):
-        ends = np.cumsum(batch.lengths[0])
-        closed = (batch.tokens[0] == END).nonzero().flatten() + 1
-        assert set(closed.tolist()) | {16} == set(ends.tolist())
+def sequences(texts: list[str], data: Data, are_tokens: bool) -> Iterator[tuple]:
+    """The rows of global_stream()."""
+    documents = [[*text.encode(), END] for text in texts]
+    stream = pieces([len(document) for document in documents], data, are_tokens)
+    while True:
+        tokens, labels, positions, lengths = [], [], [], []
+        while len(tokens) < SEQ_LEN:
+            _, number, start, stop = next(stream)
+            document = documents[number]
+            tokens += document[start:stop]
+            labels += [*document[start + 1 : stop + 1], -100][: stop - start]
+            positions += range(stop - start)
+            lengths.append(stop - start)
+            if data.sequences != "packed":
+                break
+        rest = SEQ_LEN - len(tokens)
+        yield tokens + [PADDING] * rest, labels + [-100] * rest, positions + [0] * rest, lengths
 
 
-def test_short_documents_are_skipped_in_tokens_without_the_end():
-    loader = make_loader(
-        ["a", "bb", "ccc", "", "dd"], min_document_length=2, shuffle=False, seq_len=10
-    )
-    first = bytes(int(token) for token in next(loader).tokens[0] if token != END)
-    assert first == b"bbcccdd"
-    assert loader.documents_seen == 3
+def texts(folder: Path, ending: str = ".jsonl", letter: str = "a") -> str:
+    """A source of raw texts of LENGTHS letters, the same as prepared() makes tokens of."""
+    folder.mkdir(exist_ok=True)
+    documents = lettered_texts(letter)
+    if ending != ".txt":
+        path = folder / f"{letter}{ending}"
+        write_rows(path, [{"text": text} for text in documents])
+        return str(path)
+    for number, text in enumerate(documents):
+        (folder / f"{letter}{number}.txt").write_text(text)
+    return str(folder)
+
+
+def ranks_of(data: Data, dp_size: int = 1, batch_size: int = 1) -> list[PackedLoader]:
+    return [open_loader(data, SEQ_LEN, rank, dp_size, batch_size) for rank in range(dp_size)]
+
+
+@pytest.mark.parametrize("ending", [".txt", ".jsonl.zst", ".parquet", "tokens"])
+@pytest.mark.parametrize("kind", ["packed", "fixed", "fixed_and_rest"])
+@pytest.mark.parametrize(("shuffle", "shortest"), [(True, 0), (False, 0), (True, 5), (False, 16)])
+def test_the_stream_is_that_of_a_loop_over_the_documents(tmp_path, ending, kind, shuffle, shortest):
+    are_tokens = ending == "tokens"
+    source = prepared(tmp_path) if are_tokens else texts(tmp_path / "texts", ending)
+    data = Data(source=source, sequences=kind, shuffle=shuffle, min_document_length=shortest)
+    documents = [text for text in lettered_texts("a") if text or not are_tokens]
+    expected = list(itertools.islice(sequences(documents, data, are_tokens), 48))
+    assert global_stream(ranks_of(data), 48) == expected
+    assert global_stream(ranks_of(data, 3, 2), 8) == expected
+
+
+@pytest.mark.parametrize("is_prepared", [True, False], ids=["tokens", "texts"])
+@pytest.mark.parametrize("kind", ["packed", "fixed", "fixed_and_rest"])
+@pytest.mark.parametrize("consumed", [1, 9])
+def test_resume_equals_uninterrupted_on_any_ranks(tmp_path, is_prepared, kind, consumed):
+    source = prepared(tmp_path) if is_prepared else texts(tmp_path)
+    data = Data(source=source, sequences=kind)
+    check_resume(lambda dp_size, batch_size: ranks_of(data, dp_size, batch_size), consumed)
 
 
 @pytest.mark.parametrize(
-    "source, expected",
+    ("kind", "seq_len", "expected"),
     [
-        (["a", "bb", ""], "data.min_document_length = 3 leaves .* has 2 tokens; write 2 or less"),
-        (["a"], "data.min_document_length = 3 leaves .* has 1 tokens; write 1 or less"),
-        ([""], "data.source holds only empty documents"),
-        ([], "data.source holds only empty documents"),
+        # Sequences of two tokens: aa, a|, cc, |a, aa, |c. The document b is too short.
+        ("packed", 2, [(0, 1, 0), (0, 1, 0), (0, 2, 1), (1, 3, 1), (1, 3, 1), (1, 4, 2)]),
+        # aa, a|, cc; the | of cc is left over.
+        ("fixed", 2, [(0, 1, 0), (0, 1, 0), (1, 2, 1), (1, 3, 1), (1, 3, 1), (2, 4, 2)]),
+        # aaa, cc|; the | of aaa is left over.
+        ("fixed_and_rest", 3, [(0, 1, 0), (1, 2, 1), (1, 3, 1), (2, 4, 2)]),
     ],
 )
-def test_all_documents_skipped_is_refused_when_opened(source, expected):
-    with pytest.raises(ValueError, match=expected):
-        make_loader(source, min_document_length=3)
-    if "write 2 or less" in expected:
-        next(make_loader(source, min_document_length=2))
+def test_counters_by_hand(kind, seq_len, expected):
+    loader = make_loader(
+        ["aaa", "b", "cc"],
+        seq_len=seq_len,
+        shuffle=False,
+        min_document_length=2,
+        sequences=kind,
+    )
+    assert [(next(loader), counters(loader))[1] for _ in expected] == expected
+
+
+@pytest.mark.parametrize("is_prepared", [True, False], ids=["tokens", "texts"])
+@pytest.mark.parametrize(
+    ("kind", "shortest", "needed"),
+    [("packed", 0, 1), ("fixed", 0, 15), ("fixed_and_rest", 0, 1), ("fixed_and_rest", 4, 4)],
+)
+def test_documents_left_out_are_counted_and_logged_once(
+    tmp_path, caplog, kind, shortest, needed, is_prepared
+):
+    # An empty document is not even prepared.
+    left_out = sum(length < needed for length in LENGTHS) - is_prepared
+    count = len(LENGTHS) - is_prepared
+    source = prepared(tmp_path) if is_prepared else texts(tmp_path)
+    with caplog.at_level(logging.INFO, logger="titan_sparse"):
+        data = Data(source=source, sequences=kind, min_document_length=shortest)
+        loader = open_loader(data)
+        while loader.epoch < 2:
+            next(loader)
+    line = (
+        f"data: {left_out} of {count} documents are left out: they have fewer than {needed} tokens"
+    )
+    logged = [message for message in caplog.messages if "left out" in message]
+    assert logged == [line] * (left_out > 0)
+    assert 2 * left_out <= loader.documents_left_out <= 3 * left_out
 
 
 def test_one_long_document_among_many_is_found_in_each_epoch():
     loader = make_loader(["a"] * 9 + ["long enough"], min_document_length=5, seq_len=12)
-    texts = {ByteTokenizer().decode(next(loader).tokens[0].numpy()) for _ in range(20)}
-    assert texts == {"long enough"} and loader.epoch >= 19
-
-
-def test_counters_by_hand():
-    """Sequences of two tokens: aa, a|, cc, |a, aa, |c. The document b is too short."""
-    loader = make_loader(["aaa", "b", "cc"], seq_len=2, shuffle=False, min_document_length=2)
-    counters = []
-    for _ in range(6):
-        next(loader)
-        counters.append((loader.epoch, loader.documents_seen, loader.documents_left_out))
-    assert counters == [(0, 1, 0), (0, 1, 0), (0, 2, 1), (1, 3, 1), (1, 3, 1), (1, 4, 2)]
-
-
-def test_documents_left_out_are_logged_when_the_first_epoch_ends(caplog):
-    """They are logged only once: the first document of the next epoch is left out again."""
-    loader = make_loader(["b", "aaa"], seq_len=2, shuffle=False, min_document_length=2)
-    with caplog.at_level(logging.INFO, logger="titan_sparse"):
-        for _ in range(6):
-            next(loader)
-    assert caplog.messages == ["data: 1 of 2 documents are left out: they have fewer than 2 tokens"]
+    found = {ByteTokenizer().decode(next(loader).tokens[0].numpy()) for _ in range(20)}
+    assert found == {"long enough"} and loader.epoch >= 19
 
 
 def test_only_the_document_that_goes_on_is_kept_in_memory():
     """Of 4, 41, 4 and 21 tokens in sequences of 16; the short ones are left out."""
-    texts = ["x" * length for length in (3, 40, 3, 20)]
-    loader = make_loader(texts, min_document_length=5, shuffle=False)
-    documents = loader.streams[0].documents
+    documents = ["x" * length for length in (3, 40, 3, 20)]
+    loader = make_loader(documents, min_document_length=5, shuffle=False)
     held = []
     for _ in range(4):
         next(loader)
-        held.append(sorted(documents._encoded))
+        held.append(sorted(loader.streams[0].documents._encoded))
     assert held == [[1], [1], [3], [1]]
 
 
@@ -161,147 +213,119 @@ def test_the_order_of_an_epoch_is_shuffled_once(monkeypatch):
     assert shuffles == [[3, 1], [3, 0], [3, 2]]
 
 
-@pytest.mark.usefixtures("datasets_cache")
-def test_packed_shards_give_the_stream_of_the_texts(tmp_path):
-    dp_size = 3
-    folder = prepared(tmp_path)
-    nonempty = tmp_path / "nonempty.jsonl"
-    write_rows(nonempty, [{"text": text} for text in lettered_texts("a") if text])
-    ranks = [
-        open_loader(Data(source=folder), dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)
-    ]
-    assert global_stream(ranks, 24 // dp_size) == global_stream(
-        [open_loader(Data(source=str(nonempty)))], 24
-    )
-
-
-@pytest.mark.usefixtures("datasets_cache")
-@pytest.mark.parametrize("sequences", ["fixed", "fixed_and_rest"])
-def test_fixed_samples_cut_each_document_from_its_beginning(tmp_path, sequences):
-    folder = prepared(tmp_path, lengths=[5, 40, 15, 16, 0, 31, 33])
-    data = Data(source=folder, sequences=sequences, shuffle=False, min_document_length=6)
-    samples = []
-    for tokens, labels, positions, (lengths,) in global_stream([open_loader(data)], 12):
-        samples.append(lengths)
-        assert positions == [*range(lengths), *[0] * (16 - lengths)]
-        assert tokens[lengths:] == [PADDING] * (16 - lengths) and labels[lengths:] == [-100] * (
-            16 - lengths
-        )
-        assert labels[: lengths - 1] == tokens[1:lengths]
-        assert labels[lengths - 1] == (
-            -100 if tokens[lengths - 1] == END else tokens[0] if END not in labels else END
-        )
-    # With their end: 41, 16, 17, 32, 34 tokens.
-    whole = [16, 16, 16, 16, 16, 16, 16, 16]
-    rests = [16, 16, 9, 16, 16, 16, 16, 16, 16, 2]
-    assert samples == ([*whole, *whole] if sequences == "fixed" else [*rests, *rests])[:12]
-
-
-@pytest.mark.usefixtures("datasets_cache")
-def test_fixed_samples_are_each_handed_out_once_an_epoch_in_a_new_order(tmp_path):
-    folder = prepared(tmp_path, lengths=[100, 100, 40, 3])
-    one = open_loader(Data(source=folder, sequences="fixed"), seq_len=8)
-    stream_ = one.streams[0]
-    epochs = [[stream_.next_sequence()[0] for _ in range(29)] for _ in range(2)]
-    expected = [
-        (index, start, start + 8)
-        for index, count in enumerate([12, 12, 5])
-        for start in range(0, 8 * count, 8)
-    ]
-    assert all(sorted(map(tuple, epoch)) == expected for epoch in epochs) and epochs[0] != epochs[1]
-    assert one.epoch == 2 and one.documents_seen == 6
-    assert one.state_dict()["sequence"] == 2 * 29
-
-
-@pytest.mark.usefixtures("datasets_cache")
-def test_what_prepared_tokens_cannot_do_is_refused(tmp_path):
-    folder = prepared(tmp_path)
-    with pytest.raises(ValueError, match="training.seq_len = 1000"):
-        open_loader(Data(source=folder, sequences="fixed"), seq_len=1000)
-    with pytest.raises(ValueError, match="data.text_field"):
-        open_loader(Data(source=folder, text_field="body"))
-
-
 def mixed(*parts: tuple[str, float]) -> PackedLoader:
     """A mixture of (letters, share): every letter is a document, and with its end a sequence."""
     streams = []
     for letters, _ in parts:
-        loader = make_loader(list(letters), seq_len=2, shuffle=False)
-        streams.append(loader.streams[0])
+        streams += make_loader(list(letters), seq_len=2, shuffle=False).streams
     return PackedLoader(streams, [share for _, share in parts], 1, 0, 1)
 
 
 def test_the_part_furthest_behind_its_share_is_next():
-    """By hand, with ties to the first part: other versions must continue a checkpoint in the same order."""
+    """By hand, with ties to the first part: other versions must continue a checkpoint in the same
+    order."""
     loader = mixed(("a", 0.5), ("b", 0.3), ("c", 0.2))
     taken = "".join(chr(next(loader).tokens[0, 0]) for _ in range(10))
     assert taken == "abcaabacba"
+    # 0.1 / (0.1 + 0.2) differs from 1 / 3 in the last digit.
+    shares = [part["share"] for part in mixed(("a", 1 / 3), ("b", 2 / 3)).fingerprint()]
+    assert shares == [0.333333333, 0.666666667]
 
 
 def test_the_epoch_of_a_mixture_is_that_of_its_most_passed_part():
     loader = mixed(("a", 0.5), ("bbb", 0.5))
-    epochs = []
-    for _ in range(8):
-        next(loader)
-        epochs.append(loader.epoch)
-    assert epochs == [1, 1, 2, 2, 3, 3, 4, 4] and loader.documents_seen == 8
+    assert [(next(loader), loader.epoch)[1] for _ in range(8)] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert loader.documents_seen == 8
     assert [stream.cursor.epoch for stream in loader.streams] == [4, 1]
 
 
-def test_shares_are_compared_to_nine_digits():
-    """0.1 / (0.1 + 0.2) differs from 1 / 3 in the last digit."""
-    parts = mixed(("a", 1 / 3), ("b", 2 / 3)).fingerprint()
-    assert [part["share"] for part in parts] == [0.333333333, 0.666666667]
-
-
-def mixture(tmp_path: Path, weights: tuple[float, ...] = (5, 3, 2)) -> Data:
-    folders = [
-        prepared(tmp_path, letter) if not (tmp_path / letter).exists() else str(tmp_path / letter)
-        for letter in "abc"
-    ]
-    return Data(
-        source=", ".join(
-            f"{folder}:{weight}" for folder, weight in zip(folders, weights, strict=False)
-        )
-    )
-
-
-def origin(row: tuple) -> str:
-    return chr(min(token for token in row[0] if token < 256))
-
-
-@pytest.mark.usefixtures("datasets_cache")
-def test_a_mixture_keeps_its_shares_and_each_part_its_own_stream(tmp_path):
-    data = mixture(tmp_path)
-    taken = global_stream([open_loader(data)], 50)
-    letters = [origin(row) for row in taken]
-    for count in range(1, 51):
-        assert all(
-            abs(letters[:count].count(letter) - share * count) <= 1.0
-            for letter, share in zip("abc", (0.5, 0.3, 0.2))
-        )
-    for letter in "abc":
-        alone = global_stream([open_loader(Data(source=str(tmp_path / letter)))], 50)
-        own = [row for row in taken if origin(row) == letter]
+@pytest.mark.parametrize("kind", ["packed", "fixed"])
+def test_a_mixture_of_texts_and_tokens_keeps_its_shares_and_resumes(tmp_path, kind):
+    parts = {"a": prepared(tmp_path, "a"), "b": texts(tmp_path, letter="b")}
+    parts["c"] = prepared(tmp_path, "c")
+    shares = dict(zip("abc", (0.5, 0.3, 0.2), strict=True))
+    source = ", ".join(f"{parts[letter]}:{10 * share}" for letter, share in shares.items())
+    data = Data(source=source, sequences=kind)
+    check_resume(lambda dp_size, batch_size: ranks_of(data, dp_size, batch_size), 7)
+    rows = {letter: [] for letter in "abc"}
+    for count, row in enumerate(global_stream(ranks_of(data), 50), 1):
+        rows[chr(min(row[0]))].append(row)
+        for letter, share in shares.items():
+            assert abs(len(rows[letter]) - share * count) <= 1.0
+    for letter, own in rows.items():
+        alone = global_stream(ranks_of(Data(source=parts[letter], sequences=kind)), 50)
         assert own == alone[: len(own)]
 
 
-@pytest.mark.usefixtures("datasets_cache")
-@pytest.mark.parametrize(("dp_size", "batch_size"), [(1, 1), (3, 1), (2, 2)])
-def test_a_mixture_resumes_on_any_number_of_ranks(tmp_path, dp_size, batch_size):
-    data = mixture(tmp_path)
-    saved = [open_loader(data, dp_rank=rank, dp_size=2) for rank in range(2)]
-    start = global_stream(saved, 7)
-    state = json.loads(json.dumps(saved[1].state_dict()))
-    assert state == saved[0].state_dict()
-    ranks = [open_loader(data, 16, rank, dp_size, batch_size) for rank in range(dp_size)]
-    for rank in ranks:
-        rank.load_state_dict(state)
-    resumed = global_stream(ranks, 6)
-    assert start + resumed == global_stream([open_loader(data)], len(start) + len(resumed))
-    with pytest.raises(ValueError, match="share of data.source was 0.5 and is 0.6"):
-        open_loader(mixture(tmp_path, (6, 2, 2))).load_state_dict(state)
-    with pytest.raises(ValueError, match="data.source had 3 parts and has 1"):
-        open_loader(Data(source=str(tmp_path / "a"))).load_state_dict(state)
-    with pytest.raises(ValueError, match="data.sequences was packed and is fixed"):
-        open_loader(replace(data, sequences="fixed")).load_state_dict(state)
+def test_another_mixture_is_another_stream(tmp_path):
+    parts = [prepared(tmp_path, letter) for letter in "ab"]
+    data = Data(source=f"{parts[0]}:0.5, {parts[1]}:0.5")
+    state = open_loader(data).state_dict()
+    for change, message in (
+        ({"source": f"{parts[0]}:0.6, {parts[1]}:0.4"}, "share of data.source was 0.5 and is 0.6"),
+        ({"source": parts[0]}, "data.source had 2 parts and has 1"),
+        ({"sequences": "fixed"}, "data.sequences was packed and is fixed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_loader(Data(**{"source": data.source, **change})).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"source": ["a", "bb", ""], "min_document_length": 3},
+            "data.min_document_length = 3 leaves .* has 2 tokens; write 2 or less",
+        ),
+        ({"source": [""]}, "data.source holds only empty documents"),
+        ({"source": []}, "data.source holds only empty documents"),
+        (
+            {"source": ["a" * 90], "sequences": "fixed", "seq_len": 92},
+            r'"fixed": .*training.seq_len = 92 .*\(the longest has 91\)',
+        ),
+        (
+            {"source": ["a" * 90], "sequences": "fixed", "min_document_length": 91},
+            "more than data.min_document_length = 91",
+        ),
+    ],
+)
+def test_a_source_without_a_sequence_is_refused_when_opened(options, message, caplog):
+    with caplog.at_level(logging.INFO), pytest.raises(ValueError, match=message):
+        make_loader(**options)
+    assert not caplog.messages
+    if "write 2 or less" in message:
+        next(make_loader(options["source"], min_document_length=2))
+
+
+def test_what_prepared_tokens_cannot_do_is_refused(tmp_path):
+    folder = prepared(tmp_path)
+    with pytest.raises(ValueError, match=r"training.seq_len = 1000.*\(the longest has 91\)"):
+        open_loader(Data(source=folder, sequences="fixed"), seq_len=1000)
+    for name, value in {"text_field": "x", "bad_rows": "skip", "split_special_tokens": 1}.items():
+        with pytest.raises(ValueError, match=f"data.{name} would be ignored with the prepared"):
+            open_documents(Data(source=folder, **{name: value}), ByteTokenizer())
+
+
+def test_epochs_hold_each_document_once_and_in_another_order():
+    orders = set()
+    for seed in (3, 4):
+        loader = make_loader([chr(65 + i) for i in range(20)], seq_len=2, seed=seed)
+        taken = [int(next(loader).tokens[0, 0]) - 65 for _ in range(60)]
+        for epoch in (taken[:20], taken[20:40], taken[40:]):
+            assert sorted(epoch) == list(range(20))
+            orders.add(tuple(epoch))
+    assert len(orders) == 6
+
+
+def test_padding_follows_the_sequence():
+    source = random_documents([5, 40, 1])
+    plain, padded = (
+        make_loader(source, seq_len=7),
+        make_loader(source, seq_len=7, padding_multiple=5),
+    )
+    for _ in range(5):
+        short, batch = next(plain), next(padded)
+        assert batch.tokens.shape == (1, 10) and batch.lengths == short.lengths
+        assert batch.tokens.tolist() == [short.tokens[0].tolist() + [PADDING] * 3]
+        assert batch.labels.tolist() == [short.labels[0].tolist() + [-100] * 3]
+        assert batch.positions.tolist() == [short.positions[0].tolist() + [0] * 3]

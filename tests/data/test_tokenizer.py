@@ -10,27 +10,25 @@ from tests.data.helpers import TEXTS, train_tokenizer
 from titan_sparse.data.tokenizer import load_tokenizer
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_byte_tokenizer_round_trip(text):
+def test_byte_tokenizer_round_trip():
     tokenizer = load_tokenizer("bytes")
-    ids = tokenizer.encode(text)
-    assert ids.dtype == np.int32 and len(ids) == len(text.encode())
-    assert tokenizer.decode([*ids, tokenizer.end_of_document, tokenizer.padding]) == text
     assert (tokenizer.vocab_size, tokenizer.end_of_document, tokenizer.padding) == (258, 256, 257)
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert ids.dtype == np.int32 and bytes(ids.tolist()) == text.encode()
+        assert tokenizer.decode([*ids, 256, 257]) == text
+    assert tokenizer.decode(tokenizer.encode("\ud800")) == "?"
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_tokenizer_file_round_trip_ignores_stored_truncation_and_padding(tmp_path, text):
+def test_tokenizer_file_round_trip_ignores_stored_truncation_and_padding(tmp_path):
     train_tokenizer(tmp_path, ["</s>", "<pad>"])
-    by_folder, by_file = (
-        load_tokenizer(str(tmp_path)),
-        load_tokenizer(str(tmp_path / "tokenizer.json")),
-    )
-    ids = by_folder.encode(text)
-    assert ids.dtype == np.int32 and (ids == by_file.encode(text)).all()
-    assert len(ids) == 0 or ids.max() < by_folder.vocab_size
-    assert by_folder.decode(ids) == text
-    assert by_folder.decode([*ids, by_folder.end_of_document]) == text
+    by_folder = load_tokenizer(str(tmp_path))
+    by_file = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    for text in TEXTS:
+        ids = by_folder.encode(text)
+        assert ids.dtype == np.int32 and (ids == by_file.encode(text)).all()
+        assert max(ids, default=0) < by_folder.vocab_size
+        assert by_folder.decode([*ids, by_folder.end_of_document]) == text
 
 
 @pytest.mark.parametrize(
@@ -58,34 +56,29 @@ def test_special_tokens_of_a_tokenizer_file(tmp_path, special, config, end, padd
     assert tokenizer.vocab_size == trained.get_vocab_size()
 
 
-def test_tokenizer_errors_name_the_key(tmp_path):
-    with pytest.raises(ValueError, match="data.tokenizer.*no such file"):
-        load_tokenizer(str(tmp_path))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="data.tokenizer.*no readable tokenizer.json"):
-        load_tokenizer(str(tmp_path))
-    train_tokenizer(tmp_path, ["<other>"])
-    with pytest.raises(ValueError, match="data.tokenizer.*no end-of-document token"):
-        load_tokenizer(str(tmp_path))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<absent>"}')
-    with pytest.raises(ValueError, match="data.tokenizer.*<absent>"):
-        load_tokenizer(str(tmp_path))
-
-
 @pytest.mark.parametrize(
-    ("config", "named"),
+    ("special", "config", "named"),
     [
-        ('{"eos_token": 5}', "eos_token of tokenizer_config.json is 5"),
-        ('{"eos_token": ["</s>"]}', "eos_token of tokenizer_config.json is"),
-        ('{"eos_token": {"id": 0}}', "eos_token of tokenizer_config.json is"),
-        ('{"eos_token": "</s>", "pad_token": true}', "pad_token of tokenizer_config.json is true"),
-        ("[]", "tokenizer_config.json holds no table"),
-        ('{"eos', "tokenizer_config.json cannot be read"),
+        (["<other>"], None, "no end-of-document token"),
+        (["<other>"], '{"eos_token": "<absent>"}', 'eos_token "<absent>" of tokenizer_config.json'),
+        (["</s>"], '{"eos_token": 5}', "eos_token of tokenizer_config.json is 5"),
+        (["</s>"], '{"eos_token": ["</s>"]}', "eos_token of tokenizer_config.json is"),
+        (["</s>"], '{"eos_token": {"id": 0}}', "eos_token of tokenizer_config.json is"),
+        (["</s>"], '{"pad_token": true}', "pad_token of tokenizer_config.json is true"),
+        (["</s>"], "[]", "tokenizer_config.json holds no table"),
+        (["</s>"], '{"eos', "tokenizer_config.json cannot be read"),
+        (None, None, "not a readable tokenizer.json"),
     ],
 )
-def test_an_odd_tokenizer_config_is_refused(tmp_path, config, named):
-    train_tokenizer(tmp_path, ["</s>"])
-    (tmp_path / "tokenizer_config.json").write_text(config)
+def test_an_odd_tokenizer_is_refused(tmp_path, special, config, named):
+    with pytest.raises(ValueError, match="data.tokenizer.*no such file"):
+        load_tokenizer(str(tmp_path))
+    if special:
+        train_tokenizer(tmp_path, special)
+    else:
+        (tmp_path / "tokenizer.json").write_text("{}")
+    if config:
+        (tmp_path / "tokenizer_config.json").write_text(config)
     with pytest.raises(ValueError, match=f"data.tokenizer.*{named}") as raised:
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(raised.value)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.data.chat_helpers import CALL, CHAT, CHATML, trl_template, write_tokenizer
-from tests.data.helpers import global_stream, no_progress, write_rows
+from tests.data.helpers import check_resume, global_stream, no_progress, write_rows
 from titan_sparse.commands.prepare_data import main
 from titan_sparse.config import Config, Data, check
 from titan_sparse.data import whole
@@ -19,8 +19,6 @@ from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
 from titan_sparse.data.shards import TokenShards
 from titan_sparse.data.tokenizer import load_tokenizer
-
-pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 SEQ_LEN = 200
 ANSWERS = [3, 60, 10, 400, 25, 90, 5, 130, 40, 2, 75, 33, 8, 110, 20]
@@ -107,25 +105,13 @@ def test_packing_wastes_little(tmp_path, tokenizer_folder):
 
 
 @pytest.mark.parametrize("consumed", [1, 7])
-@pytest.mark.parametrize(("ranks", "batch_size"), [(1, 1), (3, 2)])
 def test_resume_equals_uninterrupted_on_any_ranks(
-    tmp_path, tokenizer_folder, consumed, ranks, batch_size, monkeypatch
+    tmp_path, tokenizer_folder, consumed, monkeypatch
 ):
     """Over windows of two sequences, so that places are in the middle and at the ends of several."""
     monkeypatch.setattr(whole, "WINDOW", 2)
     data = chats_of(tmp_path, tokenizer_folder)
-    saved = loaders(data, 2)
-    start = global_stream(saved, consumed)
-    state = json.loads(json.dumps(saved[0].state_dict()))
-    assert state == saved[1].state_dict()
-    resumed = loaders(data, ranks, batch_size)
-    for rank in resumed:
-        rank.load_state_dict(state)
-    after = global_stream(resumed, 5)
-    alone = loaders(data)
-    assert start + after == global_stream(alone, len(start) + len(after))
-    counts = {(rank.epoch, rank.documents_seen, rank.documents_left_out) for rank in resumed}
-    assert counts == {(alone[0].epoch, alone[0].documents_seen, alone[0].documents_left_out)}
+    check_resume(lambda ranks, batch_size: loaders(data, ranks, batch_size), consumed)
 
 
 def test_tokens_are_forgotten_when_a_sequence_is_handed_out(tmp_path, tokenizer_folder):
@@ -137,31 +123,24 @@ def test_tokens_are_forgotten_when_a_sequence_is_handed_out(tmp_path, tokenizer_
         assert sorted(stream.documents._encoded) == sorted(to_come)
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"loss_on": "all"}, "data.loss_on was assistant and is all"),
-        ({"chat_template": "other.jinja"}, "the chat template's digest was"),
-    ],
-)
-def test_another_mask_is_another_stream(tmp_path, tokenizer_folder, change, named, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("other.jinja").write_text(CHATML + "{# another #}")
+def test_the_mask_belongs_to_the_stream_and_not_to_older_checkpoints(tmp_path, tokenizer_folder):
+    template = tmp_path / "other.jinja"
+    template.write_text(CHATML + "{# another #}")
     (first,) = loaders(chats_of(tmp_path, tokenizer_folder))
-    (second,) = loaders(chats_of(tmp_path, tokenizer_folder, **change))
-    with pytest.raises(ValueError, match=named):
-        second.load_state_dict(first.state_dict())
+    for change, named in (
+        ({"loss_on": "all"}, "data.loss_on was assistant and is all"),
+        ({"chat_template": str(template)}, "the chat template's digest was"),
+    ):
+        (second,) = loaders(chats_of(tmp_path, tokenizer_folder, **change))
+        with pytest.raises(ValueError, match=named):
+            second.load_state_dict(first.state_dict())
 
-
-def test_a_checkpoint_of_text_from_before_formats_is_resumed(tmp_path):
     write_rows(tmp_path / "text.jsonl", [{"text": "a" * 300}])
     (loader,) = loaders(Data(source=str(tmp_path / "text.jsonl")))
     state = loader.state_dict()
-    (part,) = json.loads(state["fingerprint"])
-    old = {
-        key: value for key, value in part.items() if key not in ("format", "loss_on", "template")
-    }
-    assert len(old) == len(part) - 3
+    (old,) = json.loads(state["fingerprint"])
+    for key in ("format", "loss_on", "template"):
+        del old[key]
     loader.load_state_dict({**state, "fingerprint": json.dumps([old])})
 
 
@@ -192,11 +171,11 @@ def test_shards_have_the_masks_of_the_rows(tmp_path, tokenizer_folder, caplog):
 
 
 def test_the_command_prepares_chats(tmp_path, tokenizer_folder, capsys):
-    """With more processes than one, as with one; other options begin another folder."""
+    """The same files as prepare(); other options begin another folder."""
     data = chats_of(tmp_path, tokenizer_folder)
     one = prepare_chats(data, tmp_path / "one")
     words = [data.source, str(tmp_path / "two"), "--tokenizer", tokenizer_folder]
-    words += ["--format", "messages", "--shard-rows", "4", "--processes", "2"]
+    words += ["--format", "messages", "--shard-rows", "4", "--processes", "1"]
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert "a sequence keeps whole: 32K 100.0%, 64K 100.0%, 128K 100.0%; " in printed
@@ -244,21 +223,21 @@ def test_chats_that_the_template_refuses_are_skipped_and_counted(tmp_path, capsy
     assert caplog.text.count("chats are skipped: ") == 2
 
 
-@pytest.mark.parametrize("damage", ["cut", "missing", "format"])
-def test_a_damaged_mask_is_refused(tmp_path, tokenizer_folder, damage):
+def test_a_damaged_mask_is_refused(tmp_path, tokenizer_folder):
     folder = Path(prepare_chats(chats_of(tmp_path, tokenizer_folder), tmp_path / "out"))
+    tokenizer = load_tokenizer(str(folder))
     mask = folder / "shard_00001.mask"
-    if damage == "cut":
-        mask.write_bytes(mask.read_bytes()[:-1])
-    elif damage == "missing":
-        mask.unlink()
-    else:
-        meta = json.loads((folder / "meta.json").read_text())
-        del meta["loss_on"]
-        (folder / "meta.json").write_text(json.dumps(meta))
-    message = "meta.json does not say what" if damage == "format" else "shard_00001.mask has"
-    with pytest.raises(ValueError, match=message):
-        TokenShards(str(folder), load_tokenizer(str(folder)))
+    mask.write_bytes(mask.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="shard_00001.mask has"):
+        TokenShards(str(folder), tokenizer)
+    mask.unlink()
+    with pytest.raises(ValueError, match="shard_00001.mask has 0 bytes"):
+        TokenShards(str(folder), tokenizer)
+    meta = json.loads((folder / "meta.json").read_text())
+    for key in ("loss_on", "learned"):
+        (folder / "meta.json").write_text(json.dumps({**meta, key: None}))
+        with pytest.raises(ValueError, match="meta.json does not say what"):
+            TokenShards(str(folder), tokenizer)
 
 
 def test_formats_mix(tmp_path, tokenizer_folder):

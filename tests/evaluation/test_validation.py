@@ -205,7 +205,7 @@ def test_of_chats_only_what_is_learned_is_scored(tmp_path, monkeypatch, format_o
     assert sequence.labels[sequence.labels != -100].tolist() == [*b"yes", 256]
     config.data.format = "messages, text"
     config.validation.source = f"{tmp_path}/c.jsonl"
-    with pytest.raises(ValueError, match="is no part of data.source, whose formats differ"):
+    with pytest.raises(ValueError, match="is not a part of data.source, whose formats differ"):
         validation.Validation(config, ByteTokenizer())
 
 

@@ -194,7 +194,7 @@ _HUGE = '{"dtype": "F32", "shape": [1], "data_offsets": [0, 1000000000000000]}'
     "header",
     [
         "",
-        "no JSON",
+        "not valid JSON",
         "[]",
         '{"lm_head.weight": 5, "model.embed_tokens.weight": 5}',
         f'{{"lm_head.weight": {_HUGE}, "model.embed_tokens.weight": {_HUGE}}}',

@@ -102,7 +102,7 @@ def _check_text(key: str, text: str, default: str) -> None:
     require("\0" not in text, f"{key} = {show(text)} holds a zero byte; leave it out")
     # Bytes of the command line that are not UTF-8 arrive as lone surrogates.
     is_utf8 = not any("\ud800" <= letter <= "\udfff" for letter in text)
-    require(is_utf8, f"{key} = {ascii(text)} is no UTF-8; write other letters")
+    require(is_utf8, f"{key} = {ascii(text)} is not UTF-8; write other letters")
 
 
 def load_and_check(argv: list[str], world_size: int, local_world_size: int) -> tuple[Config, Flags]:

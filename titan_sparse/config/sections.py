@@ -74,8 +74,8 @@ class Data:
     chat_template_kwargs: str = ""
     """variables of the chat template as JSON, such as '{"enable_thinking": false}'"""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """rows that are no UTF-8, JSON, text or chat, and chats that the template refuses: refuse the
-    source, or skip and count them"""
+    """rows that are not UTF-8, JSON, text, or a chat, and chats that the template refuses: refuse
+    the source, or skip and count them"""
     subset: str = ""
     """configuration name of a Hugging Face dataset; empty: its default"""
     split: Text = "train"

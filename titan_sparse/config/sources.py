@@ -89,7 +89,7 @@ def format_of(data: Data, source: str, key: str) -> str:
         return formats[source]
     require(
         len(set(formats.values())) == 1,
-        f"{key} = {show(source)} is no part of data.source, whose formats differ; write one of "
+        f"{key} = {show(source)} is not a part of data.source, whose formats differ; write one of "
         f"{', '.join(show(part) for part in formats)}",
     )
     return next(iter(formats.values()))

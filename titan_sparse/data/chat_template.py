@@ -19,6 +19,7 @@ from titan_sparse.config.sections import Data
 from titan_sparse.config.sources import source_weights, tokenizer_file
 from titan_sparse.data.rows import BadSample, Message
 from titan_sparse.data.shards import is_prepared
+from titan_sparse.data.tokenizer import read_config, token_text
 from titan_sparse.models.huggingface_files import files_to_copy
 
 FILE = "chat_template.jinja"
@@ -71,7 +72,9 @@ class ChatTemplate:
             raise ValueError(
                 f"the chat template cannot be compiled: {reason}; write another data.chat_template"
             ) from error
-        self._refuse_unread_kwargs()
+        # Parsing takes as long as all else here.
+        if self._kwargs:
+            self._refuse_unread_kwargs()
         whole = [texts, special_tokens, *([self._kwargs] if kwargs else [])]
         written = json.dumps(whole, sort_keys=True)
         self.digest = hashlib.sha256(written.encode()).hexdigest()[:16]
@@ -260,7 +263,7 @@ def find_template(folder: Path) -> dict[str, str]:
     """The templates of a Hugging Face folder by name; empty if it has none."""
     if (folder / FILE).is_file():
         return {"default": _read(folder / FILE)}
-    template = _read_config(folder).get("chat_template")
+    template = read_config(folder, "data.chat_template").get("chat_template")
     if isinstance(template, str):
         return {"default": template}
     if isinstance(template, list):
@@ -270,26 +273,9 @@ def find_template(folder: Path) -> dict[str, str]:
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    config = _read_config(folder)
-    tokens = {}
-    for key in _SPECIAL:
-        token = config.get(key)
-        # Hugging Face writes the token itself, or a table about it.
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            tokens[key] = token
-    return tokens
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    return config if isinstance(config, dict) else {}
+    config = read_config(folder, "data.tokenizer")
+    tokens = {key: token_text(config.get(key)) for key in _SPECIAL}
+    return {key: token for key, token in tokens.items() if isinstance(token, str)}
 
 
 def _read(path: Path) -> str:
@@ -400,7 +386,7 @@ _FAMILIES = (
 
 def training_form(text: str) -> TrainingForm | None:
     """The form of a template for training; None if its family is not known or it marks answers."""
-    if re.search(r"\{%-?\s*generation\s*-?%\}", text):
+    if _GENERATION.search(text):
         return None
     for family in _FAMILIES:
         if re.search(family.sign, text):

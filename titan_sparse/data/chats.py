@@ -169,10 +169,7 @@ class _Chat:
         self.messages = messages
         self.tools = tools
         self.is_marked = template.marks_answers(tools)
-        if self.is_marked:
-            self.text, self.marks = template.render_with_marks(messages, tools)
-        else:
-            self.text = template.render(messages, tools)
+        self.text, self.marks = template.render_with_marks(messages, tools)
 
     def turns(self, taught: list[bool]) -> list[Turn]:
         """The parts to learn of the messages that are `taught`."""

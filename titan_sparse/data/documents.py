@@ -27,7 +27,9 @@ class Documents(Protocol):
 
     def length(self, index: int) -> int: ...
 
-    def tokens(self, index: int) -> NDArray[np.integer]: ...
+    def tokens(self, index: int) -> NDArray[np.integer]:
+        """Tokens of a document, int32 (of shards: uint16 or uint32) [length]."""
+        ...
 
     def learned(self, index: int) -> NDArray[np.bool_] | None:
         """Which tokens of a document are predicted in training, [length]; None: all."""
@@ -66,25 +68,20 @@ class TokenizedTexts:
         return len(self.source)
 
     def length(self, index: int) -> int:
-        """Tokens of a document, its end-of-document token included."""
         if self._lengths[index] == 0:
             self._lengths[index] = len(self.tokens(index))
         return int(self._lengths[index])
 
     def tokens(self, index: int) -> NDArray[np.integer]:
-        """Tokens of a document, its end-of-document token included; int32 [length]."""
         return self._read(index).tokens
 
     def learned(self, index: int) -> NDArray[np.bool_] | None:
-        """Which tokens of a document are predicted in training, [length]; None: all."""
         return self._read(index).learned
 
     def forget(self, index: int) -> None:
-        """Drop the tokens of a document from memory; its length stays."""
         self._encoded.pop(index, None)
 
     def raw(self, index: int) -> bytes:
-        """A document as it is on disk, before it is tokenized."""
         return self.source[index].encode("utf-8", "surrogatepass")
 
     def documents(self, row: int) -> Iterator[Encoded]:
@@ -104,8 +101,7 @@ class TokenizedTexts:
         return self._encoded[index]
 
 
-_NOT_FOR_SHARDS = (
-    "format",
+ROW_OPTIONS = (
     "text_field",
     "messages_field",
     "loss_on",
@@ -114,9 +110,8 @@ _NOT_FOR_SHARDS = (
     "subset",
     "split",
     "bad_rows",
-    "split_special_tokens",
 )
-"""Keys of [data] that prepare_data has already applied."""
+"""Keys of [data], and of prepare_data, that say how rows are read."""
 
 
 def open_documents(data: Data, tokenizer: Tokenizer, model_folder: str = "") -> Documents:
@@ -126,7 +121,8 @@ def open_documents(data: Data, tokenizer: Tokenizer, model_folder: str = "") -> 
     part cannot be opened or an option would be ignored.
     """
     if is_prepared(data.source):
-        for name in _NOT_FOR_SHARDS:
+        # prepare_data has already applied these.
+        for name in ("format", *ROW_OPTIONS, "split_special_tokens"):
             if getattr(data, name) != getattr(Data(), name):
                 raise ValueError(
                     f"data.{name} would be ignored with the prepared tokens of "

@@ -110,7 +110,7 @@ class PackedLoader:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, which is the same for all parts of the mixture."""
+        """The one tokenizer of all parts of the mixture."""
         return self.streams[0].tokenizer
 
     @property
@@ -265,13 +265,10 @@ class PackedLoader:
         return self._shard(tensor, 1, table)
 
 
-def build_stream(
+def _build_stream(
     data: Data, tokenizer: Tokenizer, seq_len: int, seed: int, model_folder: str = ""
 ) -> Stream:
-    """The stream of one part of a mixture, `data.source`, whose format is data.format.
-
-    model_folder: model.initial_hf. Raises ValueError, naming the key, if it cannot be opened.
-    """
+    """The stream of one part of a mixture, `data.source`, whose format is data.format."""
     documents = open_documents(data, tokenizer, model_folder)
     if documents.sample_format.is_chat:
         if data.sequences != "packed":
@@ -307,14 +304,13 @@ def build_loader(
     """
     if tokenizer is None:
         tokenizer = load_tokenizer(data.tokenizer, data.split_special_tokens)
-    weights = source_weights(data.source)
     streams = []
     for source, row_format in source_formats(data).items():
         part = replace(data, source=source, format=row_format)
-        streams.append(build_stream(part, tokenizer, seq_len, seed, model_folder))
+        streams.append(_build_stream(part, tokenizer, seq_len, seed, model_folder))
     return PackedLoader(
         streams,
-        list(weights.values()),
+        list(source_weights(data.source).values()),
         batch_size,
         dp_rank,
         dp_size,

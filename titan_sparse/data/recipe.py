@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from titan_sparse.config.checking import check_formats
 from titan_sparse.config.sections import Data
 from titan_sparse.data.chats import ChatEncoder
-from titan_sparse.data.documents import TokenizedTexts
+from titan_sparse.data.documents import ROW_OPTIONS, TokenizedTexts
 from titan_sparse.data.sources import LazyTexts, join_files, open_source
 from titan_sparse.data.tokenizer import Encoded, Tokenizer, closed, load_tokenizer
 
@@ -71,20 +71,6 @@ class Rows(Protocol):
     def documents(self, row: int) -> Iterator[Encoded]: ...
 
 
-_ONLY_ROWS = (
-    "row_format",
-    "text_field",
-    "messages_field",
-    "loss_on",
-    "chat_template",
-    "chat_template_kwargs",
-    "subset",
-    "split",
-    "bad_rows",
-)
-"""Options for sources whose documents are rows."""
-
-
 def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> Rows:
     """Open the source of a recipe.
 
@@ -100,7 +86,7 @@ def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> Rows:
         texts = open_folder(recipe.source, whole=recipe.document == "source")
         return TokenizedTexts(texts, tokenizer)
 
-    options = {name: getattr(recipe, name) for name in _ONLY_ROWS[1:]}
+    options = {name: getattr(recipe, name) for name in ROW_OPTIONS}
     data = Data(
         source=recipe.source,
         format=recipe.row_format,
@@ -114,12 +100,12 @@ def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> Rows:
 
 
 def _refuse_unused(recipe: Recipe, reads_mds: bool) -> None:
+    unused = ["row_format", *ROW_OPTIONS, "source_tokenizer"]
     if reads_mds:
-        unused = [name for name in _ONLY_ROWS if name != "text_field"]
+        unused.remove("text_field")
+        unused.remove("source_tokenizer")
     elif recipe.document == "row":
         unused = ["source_tokenizer"]
-    else:
-        unused = ["source_tokenizer", *_ONLY_ROWS]
     defaults = {field.name: field.default for field in fields(Recipe)}
     for name in unused:
         if getattr(recipe, name) != defaults[name]:
@@ -179,7 +165,7 @@ class MDSRows:
         try:
             columns = self.rows[row]
         except UnicodeDecodeError as error:
-            raise ValueError(f"{self.source}, row {row + 1}: no UTF-8 ({error.reason})") from error
+            raise ValueError(f"{self.source}, row {row + 1}: not UTF-8 ({error.reason})") from error
         if self.text_field in columns:
             yield self.tokenizer.encode(columns[self.text_field])
             return
@@ -237,7 +223,7 @@ def open_folder(source: str, whole: bool) -> LazyTexts:
     """
     root = Path(source).expanduser()
     if not root.is_dir():
-        raise ValueError(f"{source} is no folder; with --document folder or source write one")
+        raise ValueError(f"{source} is not a folder; with --document folder or source write one")
     files_by_document: dict[str, list[tuple[str, Path]]] = defaultdict(list)
     for path in _text_files(root):
         name = path.relative_to(root).as_posix()

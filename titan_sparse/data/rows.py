@@ -24,6 +24,8 @@ ZSTD_CHUNK = 1 << 10
 """The same for a .zst file. These bytes unpack to at most 32 MiB."""
 MOST_BYTES = 1 << 28
 """The largest row of JSON, and the largest text in a compressed file."""
+STRING_TYPES = {"string", "large_string", "string_view"}
+"""Names of pyarrow's types of text."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BETWEEN_ELEMENTS = re.compile(r"[\s,]*")
 
@@ -47,18 +49,17 @@ def file_rows(path: Path, field: str, row_format: str = "text") -> Iterator[Row]
     """
     ending, compression = data_ending(path.name)
     try:
-        if ending == ".txt":
-            if row_format != "text":
-                raise ValueError(
-                    f'{path} holds text; data.format = "{row_format}" needs .jsonl or .parquet'
-                )
+        if ending == ".parquet":
+            yield from _parquet_rows(path, field, row_format)
+        elif ending != ".txt":
+            yield from _json_rows(path, ending, field, row_format)
+        elif row_format == "text":
             raw = _whole(path) if compression else path.read_bytes()
             yield _text_row(str(path), raw.removeprefix(BYTE_ORDER_MARK))
-        elif ending == ".parquet":
-            read = _parquet_rows if row_format == "text" else _parquet_samples
-            yield from read(path, field, row_format)
         else:
-            yield from _json_rows(path, ending, field, row_format)
+            raise ValueError(
+                f'{path} holds text; data.format = "{row_format}" needs .jsonl or .parquet'
+            )
     # Errors of zstandard, pyarrow and the operating system; not all of them name the file.
     except Exception as error:
         if isinstance(error, ValueError) and str(path) in str(error):
@@ -70,7 +71,7 @@ def _text_row(where: str, raw: bytes) -> Row:
     try:
         return Row(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return Row("", f"{where}: byte {error.start} is no UTF-8")
+        return Row("", f"{where}: byte {error.start} is not UTF-8")
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
@@ -151,7 +152,7 @@ def _json_rows(path: Path, ending: str, field: str, row_format: str) -> Iterator
     pieces = chain([first], pieces)
     if ending == ".json" and first.lstrip().startswith(b"["):
         for number, element in enumerate(_elements(path, pieces), 1):
-            yield _value_row(f"{path}, row {number}", element, field, row_format)
+            yield value_row(f"{path}, row {number}", element, field, row_format)
         return
     for number, line in enumerate(_lines(path, pieces), 1):
         if not line.isspace() and line:
@@ -190,92 +191,90 @@ def _elements(path: Path, pieces: Iterator[bytes]) -> Iterator[Any]:
         text = text[place:]
         needed = 2 * len(text)
         _require_size(f"{path}, row {number}", len(text))
-    raise ValueError(f"{path}, row {number}: no JSON, or no end of the array")
+    raise ValueError(f"{path}, row {number}: not valid JSON, or the array does not end")
 
 
 def _json_row(where: str, line: bytes, field: str, row_format: str) -> Row:
-    line_text, problem = _text_row(where, line)
-    if problem:
-        return Row("", problem)
+    row = _text_row(where, line)
+    if row.problem:
+        return row
     try:
-        value = json.loads(line_text)
+        value = json.loads(row.text)
     except (ValueError, RecursionError):
-        return Row("", f"{where}: no JSON")
-    return _value_row(where, value, field, row_format)
+        return Row("", f"{where}: not valid JSON")
+    return value_row(where, value, field, row_format)
 
 
-def _value_row(where: str, row: Any, field: str, row_format: str) -> Row:
-    if not isinstance(row, dict):
-        return Row("", f"{where}: no JSON object")
-    if row_format != "text":
-        return sample_row(where, row, field, row_format)
-    if field not in row:
-        return Row("", f"{where}: {_no_column(field, list(row))}")
-    return _text_value_row(where, row[field], field)
-
-
-def sample_row(where: str, row: dict[str, Any], field: str, row_format: str) -> Row:
+def value_row(where: str, row: Any, field: str, row_format: str) -> Row:
+    """The row of an object with columns. `where` names its source and number."""
     try:
-        return Row(sample_text(where, row, row_format, field))
+        return Row(_value_text(where, row, field, row_format))
     except BadSample as error:
         return Row("", f"{where}: {error}")
 
 
-def _text_value_row(where: str, value: Any, field: str) -> Row:
+def _value_text(where: str, row: Any, field: str, row_format: str) -> str:
+    if not isinstance(row, dict):
+        raise BadSample("not a JSON object")
+    if row_format != "text":
+        return sample_text(where, row, row_format, field)
+    if field not in row:
+        raise BadSample(_no_column(field, list(row)))
     # A null becomes an empty document, which the loader skips.
-    if value is None:
-        return Row("")
+    value = "" if row[field] is None else row[field]
     if not isinstance(value, str):
-        return Row("", f"{where}: {_no_text(field)}")
+        raise BadSample(_no_text(field))
+    return _whole_characters(value)
+
+
+def _whole_characters(text: str) -> str:
     try:
-        value.encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError as error:
-        return Row("", f"{where}: character {error.start} is half a pair (a lone surrogate)")
-    return Row(value)
+        raise BadSample("it holds half a pair of characters (a lone surrogate)") from error
+    return text
 
 
 def _parquet_rows(path: Path, field: str, row_format: str) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
+    is_text = row_format == "text"
     with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
         schema = file.schema_arrow
-        if field not in schema.names:
-            raise ValueError(f"{path}: {_no_column(field, schema.names)}")
-        kind = schema.field(field).type
-        if pyarrow.types.is_dictionary(kind):
-            kind = kind.value_type
-        if str(kind) not in ("string", "large_string", "string_view"):
-            raise ValueError(f"{path}: {_no_text(field)}")
-        number = 0
-        for batch in file.iter_batches(batch_size=64, columns=[field]):
-            # As bytes, because pyarrow does not check whether a string is UTF-8.
-            for raw in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
-                number += 1
-                yield _text_row(f"{path}, row {number}", raw or b"")
-        if number != file.metadata.num_rows:
-            raise ValueError(f"{path} has {number} rows instead of {file.metadata.num_rows}")
-
-
-def _parquet_samples(path: Path, field: str, row_format: str) -> Iterator[Row]:
-    import pyarrow.parquet
-
-    needed, optional = columns(row_format, field)
-    with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
-        names = file.schema_arrow.names
-        taken = [name for name in [*needed, *optional] if name in names]
+        if is_text:
+            _require_text_column(path, schema, field)
+        needed, optional = columns(row_format, field)
+        taken = [name for name in [*needed, *optional] if name in schema.names]
         number = 0
         for batch in file.iter_batches(batch_size=64, columns=taken):
-            for row in batch.to_pylist():
+            # As bytes, because pyarrow does not check whether a string is UTF-8.
+            rows = batch.column(0).cast(pyarrow.large_binary()) if is_text else batch
+            for row in rows.to_pylist():
                 number += 1
                 where = f"{path}, row {number}"
-                yield sample_row(where, without_nulls(row), field, row_format)
+                if is_text:
+                    yield _text_row(where, row or b"")
+                else:
+                    yield value_row(where, without_nulls(row), field, row_format)
         if number != file.metadata.num_rows:
             raise ValueError(f"{path} has {number} rows instead of {file.metadata.num_rows}")
+
+
+def _require_text_column(path: Path, schema: Any, field: str) -> None:
+    import pyarrow
+
+    if field not in schema.names:
+        raise ValueError(f"{path}: {_no_column(field, schema.names)}")
+    kind = schema.field(field).type
+    if pyarrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    if str(kind) not in STRING_TYPES:
+        raise ValueError(f"{path}: {_no_text(field)}")
 
 
 def _no_column(field: str, columns: list[str]) -> str:
-    return f'data.text_field = "{field}" is no column; write one of: {", ".join(columns)}'
+    return f'data.text_field = "{field}" is not a column; write one of: {", ".join(columns)}'
 
 
 def _no_text(field: str) -> str:
@@ -296,10 +295,15 @@ class BadSample(ValueError):
     """What is wrong with a row, without its file and number."""
 
 
-def columns(row_format: str, messages_field: str) -> tuple[list[str], list[str]]:
-    """The columns that a sample needs, and those that it may have."""
+def columns(row_format: str, field: str) -> tuple[list[str], list[str]]:
+    """The columns that a row needs, and those that it may have.
+
+    field: the column of the text or messages.
+    """
+    if row_format == "text":
+        return [field], []
     if row_format == "messages":
-        return [messages_field], ["tools"]
+        return [field], ["tools"]
     return ["prompt", "completion"], ["tools"]
 
 
@@ -321,12 +325,7 @@ def sample_text(where: str, row: dict[str, Any], row_format: str, messages_field
     tools = _tools(row.get("tools"))
     if tools:
         sample["tools"] = tools
-    text = json.dumps(sample, ensure_ascii=False)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise BadSample("it holds half a pair of characters (a lone surrogate)") from error
-    return text
+    return _whole_characters(json.dumps(sample, ensure_ascii=False))
 
 
 def without_nulls(value: Any) -> Any:
@@ -360,13 +359,13 @@ def _messages(value: Any, name: str) -> list[Message]:
     if isinstance(value, str):
         value = _parsed(value, name)
     if not isinstance(value, list):
-        raise BadSample(f'"{name}" is no list of messages')
+        raise BadSample(f'"{name}" is not a list of messages')
     return [_message(message, f"{name}[{number}]") for number, message in enumerate(value)]
 
 
 def _message(message: Any, name: str) -> Message:
     if not isinstance(message, dict):
-        raise BadSample(f"{name} is no object with a role and content")
+        raise BadSample(f"{name} is not an object with a role and content")
     # As transformers does, because templates ask whether a key exists.
     message = {key: value for key, value in message.items() if value is not None}
     role = message.get("role")
@@ -397,7 +396,7 @@ def _content(content: Any, name: str) -> str:
     texts = []
     for part in content if isinstance(content, list) else [None]:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            raise BadSample(f"{name} has content that is no text; write a string")
+            raise BadSample(f"{name} has content that is not text; write a string")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -406,7 +405,7 @@ def _tool_calls(calls: Any, name: str) -> list[dict[str, Any]]:
     """The calls with their arguments as objects, the form in which servers pass them to
     templates."""
     if not isinstance(calls, list):
-        raise BadSample(f'{name} has "tool_calls" that are no list')
+        raise BadSample(f'{name} has "tool_calls" that are not a list')
     read = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -416,7 +415,7 @@ def _tool_calls(calls: Any, name: str) -> list[dict[str, Any]]:
         if isinstance(arguments, str):
             arguments = _parsed(arguments, f"{name}, arguments of {function['name']}")
         if not isinstance(arguments, dict):
-            raise BadSample(f"{name}: the arguments of {function['name']} are no JSON object")
+            raise BadSample(f"{name}: the arguments of {function['name']} are not a JSON object")
         function = {**function, "arguments": arguments}
         read.append({**call, "function": function} if "function" in call else function)
     return read
@@ -428,7 +427,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
     if tools is None:
         return []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadSample('"tools" is no list of JSON schemas')
+        raise BadSample('"tools" is not a list of JSON schemas')
     return tools
 
 
@@ -436,4 +435,4 @@ def _parsed(text: str, name: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadSample(f"{name}: a string that is no JSON") from error
+        raise BadSample(f"{name}: a string that is not JSON") from error

@@ -154,7 +154,6 @@ class TokenShards:
         return np.concatenate([np.diff(shard.offsets) for shard in self._shards])
 
     def length(self, index: int) -> int:
-        """Tokens of a document, its end-of-document token included."""
         shard, row = self._find(index)
         return int(shard.offsets[row + 1] - shard.offsets[row])
 
@@ -174,7 +173,6 @@ class TokenShards:
         return tokens
 
     def learned(self, index: int) -> NDArray[np.bool_] | None:
-        """Which tokens of a document are predicted in training, [length]; None: all."""
         if not self.sample_format.is_chat:
             return None
         return self._part(*self._find(index), "mask", np.dtype(np.uint8)) != 0

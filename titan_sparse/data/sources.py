@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from titan_sparse.config.sections import Data
 from titan_sparse.config.sources import data_files, is_path
-from titan_sparse.data.rows import Row, columns, file_rows, sample_row, without_nulls
+from titan_sparse.data.rows import STRING_TYPES, Row, columns, file_rows, value_row, without_nulls
 
 Dataset = Any
 """A datasets.Dataset. That library is imported only for a source of the hub, because the import
@@ -29,7 +29,6 @@ READER = 2
 CACHED_AT_ONCE = 1 << 20
 """Letters of rows that are held in memory while a cache is written."""
 NOT_STDLIB = {"site-packages", "dist-packages"}
-STRING_DTYPES = {"string", "large_string", "string_view"}
 
 
 class Source(Protocol):
@@ -70,8 +69,7 @@ def open_source(data: Data) -> LazyTexts:
     elif is_path(data.source):
         source = _open_files(data)
     else:
-        open_dataset = _open_dataset if data.format == "text" else _open_chats
-        source = open_dataset(_load_from_hub(data), data)
+        source = _open_dataset(_load_from_hub(data), data)
     if len(source) == 0:
         raise ValueError(
             f'data.source = "{data.source}" holds no documents; write a source that holds some'
@@ -249,8 +247,7 @@ def _write_cache(path: Path, states: list[FileState], field: str, data: Data) ->
 def _rows(states: list[FileState], field: str, data: Data) -> Iterator[Row]:
     for name, *_ in states:
         for row in file_rows(Path(name), field, data.format):
-            if row.problem and data.bad_rows == "refuse":
-                raise ValueError(f'{row.problem}; mend it, or write data.bad_rows = "skip"')
+            _refuse_bad(row, data)
             yield row
 
 
@@ -264,60 +261,50 @@ def _load_from_hub(data: Data) -> Dataset:
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
             f'data.source = "{data.source}" (data.subset = "{data.subset}", data.split = '
-            f'"{data.split}") is no path and cannot be loaded as a Hugging Face dataset: '
+            f'"{data.split}") is not a path and cannot be loaded as a Hugging Face dataset: '
             f"{_one_line(error)}"
         ) from error
 
 
 def _open_dataset(dataset: Dataset, data: Data) -> LazyTexts:
-    field = data.text_field
-    if field not in dataset.column_names:
-        columns = ", ".join(dataset.column_names)
-        raise ValueError(
-            f'data.text_field = "{field}" is no column of "{data.source}"; write one of: {columns}'
-        )
-    if getattr(dataset.features[field], "dtype", None) not in STRING_DTYPES:
+    is_text = data.format == "text"
+    field = data.text_field if is_text else data.messages_field
+    needed, optional = columns(data.format, field)
+    for name in needed:
+        if name not in dataset.column_names:
+            key = f'data.text_field = "{field}"' if is_text else f'data.format = "{data.format}"'
+            raise ValueError(
+                f'data.source = "{data.source}" has no column "{name}", which {key} needs; it has: '
+                f"{', '.join(dataset.column_names)}"
+            )
+    if is_text and getattr(dataset.features[field], "dtype", None) not in STRING_TYPES:
         raise ValueError(
             f'data.text_field = "{field}" holds no text in "{data.source}"; '
             'write a column of strings, or data.format = "messages"'
         )
-    texts = dataset.select_columns([field])
-
-    def read(row: int) -> str:
-        try:
-            # A null becomes an empty document, which the loader skips.
-            return texts[row][field] or ""
-        except UnicodeDecodeError as error:
-            problem = f'data.source = "{data.source}", row {row + 1}: no UTF-8'
-            if data.bad_rows == "refuse":
-                raise ValueError(f'{problem}; write data.bad_rows = "skip"') from error
-            logger.warning('data.bad_rows = "skip": %s', problem)
-            return ""
-
-    return LazyTexts(range(len(texts)), read)
-
-
-def _open_chats(dataset: Dataset, data: Data) -> LazyTexts:
-    needed, optional = columns(data.format, data.messages_field)
-    for name in needed:
-        if name not in dataset.column_names:
-            raise ValueError(
-                f'data.source = "{data.source}" has no column "{name}", which data.format = '
-                f'"{data.format}" needs; it has: {", ".join(dataset.column_names)}'
-            )
     taken = [name for name in [*needed, *optional] if name in dataset.column_names]
     rows = dataset.select_columns(taken)
 
     def read(number: int) -> str:
         where = f"{data.source}, row {number + 1}"
-        row = sample_row(where, without_nulls(rows[number]), data.messages_field, data.format)
-        if row.problem and data.bad_rows == "refuse":
-            raise ValueError(f'{row.problem}; mend it, or write data.bad_rows = "skip"')
+        try:
+            values = rows[number]
+        except UnicodeDecodeError:
+            row = Row("", f"{where}: not UTF-8")
+        else:
+            values = values if is_text else without_nulls(values)
+            row = value_row(where, values, field, data.format)
+        _refuse_bad(row, data)
         if row.problem:
             logger.warning('data.bad_rows = "skip": %s', row.problem)
         return row.text
 
     return LazyTexts(range(len(rows)), read)
+
+
+def _refuse_bad(row: Row, data: Data) -> None:
+    if row.problem and data.bad_rows == "refuse":
+        raise ValueError(f'{row.problem}; correct it, or write data.bad_rows = "skip"')
 
 
 def _one_line(error: BaseException) -> str:

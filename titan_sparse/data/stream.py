@@ -86,7 +86,7 @@ class Stream(ABC):
 
     @abstractmethod
     def next_sequence(self) -> list[Span]:
-        """Take the next sequence. To skip a sequence, take it and drop it."""
+        """Take the next sequence: whole or cut documents of at most `seq_len` tokens together."""
 
     @property
     @abstractmethod
@@ -176,14 +176,12 @@ class WalkedStream(Stream):
 
     @property
     def documents_left_out(self) -> int:
-        """Documents passed over as too short, over all epochs and ranks."""
         cursor = self.cursor
         # All places before the cursor's, and its own if that document has been begun.
         passed = cursor.epoch * self.order.count + cursor.document + (cursor.offset > 0)
         return passed - cursor.documents_seen
 
     def next_sequence(self) -> list[Span]:
-        """Take the next sequence: spans of `seq_len` tokens together, or one of a sample."""
         cursor = self.cursor
         spans = []
         room = self.seq_len
@@ -261,12 +259,10 @@ class SampleStream(Stream):
 
     @property
     def documents_left_out(self) -> int:
-        """Documents passed over as too short, over all epochs and ranks. They are counted at the
-        beginning of each epoch."""
+        # They are counted at the beginning of each epoch.
         return self._left_out * (self.cursor.epoch + 1)
 
     def next_sequence(self) -> list[Span]:
-        """Take the next sample: one span."""
         cursor = self.cursor
         sample = self.order.at(cursor.epoch, cursor.document)
         place = int(np.searchsorted(self._stop, sample, side="right"))

@@ -59,27 +59,22 @@ class ByteTokenizer:
     special_ids = frozenset((256, 257))
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Bytes of the text, int32 [length]; a lone surrogate, which UTF-8 cannot hold, becomes
-        "?"."""
+        # A lone surrogate, which UTF-8 cannot hold, becomes "?".
         raw = text.encode("utf-8", errors="replace")
         return np.frombuffer(raw, dtype=np.uint8).astype(np.int32)
 
     def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Bytes of the text, int32 [length], and the letter [start, stop) of each, int64
-        [length, 2]."""
         raw = self.encode(text)
         # All bytes of a letter but the first are 10xxxxxx.
         letters = np.cumsum(raw & 0xC0 != 0x80) - 1
         return raw, np.stack([letters, letters + 1], axis=1)
 
     def decode(self, ids: ArrayLike) -> str:
-        """The text of token ids [length]; special tokens are left out, broken UTF-8 is replaced."""
         ids = np.asarray(ids)
         raw = ids[ids < 256].astype(np.uint8).tobytes()
         return raw.decode("utf-8", errors="replace")
 
     def spell(self, ids: ArrayLike) -> str:
-        """The text of token ids [length], the special tokens as <end> and <padding>."""
         names = {self.end_of_document: "<end>", self.padding: "<padding>"}
         parts = []
         for run in np.split(ids, np.flatnonzero(np.asarray(ids) >= 256)):
@@ -101,7 +96,7 @@ class FileTokenizer:
         self._tokenizer.encode_special_tokens = split_special_tokens
         self.split_special_tokens = split_special_tokens
         self.digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        config = _read_config(path.with_name("tokenizer_config.json"))
+        config = read_config(path.parent, "data.tokenizer")
         end = _special_token(self._tokenizer, config, "eos_token", END_OF_DOCUMENT_TOKENS)
         if end is None:
             raise ValueError(
@@ -119,27 +114,18 @@ class FileTokenizer:
         self.special_ids = frozenset(special | {self.end_of_document, self.padding})
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Token ids of the text, int32 [length], no special tokens added.
-
-        A special token that is spelled out in the text becomes its id, or is split like any other
-        text (split_special_tokens).
-        """
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.int32)
 
     def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Token ids as encode(), int32 [length], and the letters [start, stop) of each in the text,
-        int64 [length, 2]."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         return np.asarray(encoding.ids, dtype=np.int32), offsets
 
     def decode(self, ids: ArrayLike) -> str:
-        """The text of token ids [length]; special tokens are left out."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
     def spell(self, ids: ArrayLike) -> str:
-        """The text of token ids [length]; special tokens are spelled out."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
 
@@ -166,7 +152,7 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     # The library raises plain Exception.
     except Exception as error:
         raise ValueError(
-            f'data.tokenizer = "{path}" is no readable tokenizer.json: {error}'
+            f'data.tokenizer = "{path}" is not a readable tokenizer.json: {error}'
         ) from error
     # Files saved after fine-tuning often cut or pad to a fixed length, which would silently damage
     # long documents.
@@ -177,16 +163,26 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(folder: Path, key: str) -> dict[str, Any]:
+    """The tokenizer_config.json of a folder; empty without one.
+
+    Raises ValueError, naming `key`, for a file that cannot be read or is not an object.
+    """
+    path = folder / "tokenizer_config.json"
     if not path.is_file():
         return {}
     try:
         config = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"data.tokenizer: {path} cannot be read: {error}") from error
+        raise ValueError(f"{key}: {path} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"data.tokenizer: {path} holds no table; write a JSON object")
+        raise ValueError(f"{key}: {path} holds no table; write a JSON object")
     return config
+
+
+def token_text(entry: Any) -> Any:
+    """The token of an entry of tokenizer_config.json: a token, or a dict that describes one."""
+    return entry.get("content") if isinstance(entry, dict) else entry
 
 
 def _special_token(
@@ -196,13 +192,9 @@ def _special_token(
     vocabulary, else None."""
     named = config.get(key)
     if named is None:
-        for token in candidates:
-            token_id = tokenizer.token_to_id(token)
-            if token_id is not None:
-                return token_id
-        return None
-    # Hugging Face writes the token itself, or a dict that describes it.
-    token = named.get("content") if isinstance(named, dict) else named
+        found = [tokenizer.token_to_id(token) for token in candidates]
+        return next((token_id for token_id in found if token_id is not None), None)
+    token = token_text(named)
     if not isinstance(token, str):
         raise ValueError(
             f"data.tokenizer: {key} of tokenizer_config.json is {json.dumps(named)}; write the "

@@ -53,7 +53,6 @@ class WholeStream(Stream):
 
     @property
     def documents_left_out(self) -> int:
-        """Documents passed over as too short or too long, over all epochs and ranks."""
         cursor = self.cursor
         begun = 0
         if cursor.offset:
@@ -62,7 +61,6 @@ class WholeStream(Stream):
         return passed - (cursor.documents_seen - begun)
 
     def next_sequence(self) -> list[Span]:
-        """Take the next sequence: whole documents."""
         window = self._current()
         cursor = self.cursor
         indices = window.sequences[cursor.offset]
@@ -74,7 +72,6 @@ class WholeStream(Stream):
         return [Span(index, 0, self.documents.length(index)) for index in indices]
 
     def release(self, spans: list[Span]) -> None:
-        """Forget the tokens of a sequence."""
         for span in spans:
             self.documents.forget(span.index)
 

@@ -198,7 +198,7 @@ def read_json(folder: str) -> dict[str, Any]:
             f"model.initial_hf = {json.dumps(folder)} needs a readable config.json: {reason}"
         ) from error
     if not isinstance(values, dict):
-        raise ValueError(f"model.initial_hf: {path} is no JSON object")
+        raise ValueError(f"model.initial_hf: {path} is not a JSON object")
     return values
 
 
