@@ -33,8 +33,8 @@ def compile_layer(layer: nn.Module, backend: str) -> None:
 
 
 class ChoicesWithoutRaces(InductorChoices):
-    """inductor's choices, but kernels that would read back what they stored hold whole rows instead:
-    they need no second pass."""
+    """inductor's choices, except for kernels that would read back their own stores. These keep whole
+    rows in registers instead, and need no second pass."""
 
     @staticmethod
     def should_use_persistent_reduction(

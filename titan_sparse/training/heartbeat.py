@@ -51,12 +51,13 @@ _COLLECTIVES = (
 
 
 class Watch:
-    """Inside `with Watch(...)` this rank gives signs of life and looks after the others. Collective
-    over the world.
+    """Inside `with Watch(...)` this rank sends heartbeats and watches those of the other ranks.
+    Collective over the world.
 
-    timeout_seconds: after which collectives fail; set it anew when that changes. step: of the main
-    thread, which sets it. signals: a rank that is asked to stop while another is dead ends within
-    seconds. folder: where all ranks write their stacks when nothing moves; None: nowhere.
+    timeout_seconds: the time after which collectives fail; update it when that changes. step: the
+    step of the main thread, which sets it. signals: a rank that is asked to stop while another rank
+    is dead ends within seconds. folder: where all ranks write their stacks when nothing moves; None:
+    nowhere.
 
     Nothing is started for a single rank. The thread never keeps the process alive. If another rank
     has failed and this one is stuck, it ends the process with status 1. Raises OtherRankFailed, in
@@ -394,11 +395,12 @@ def has_ended(status: dict) -> bool:
 
 
 def culprits(statuses: dict[int, dict], silent: set[int]) -> list[int]:
-    """The ranks that the others wait for, as far as the statuses show.
+    """The ranks that the others seem to wait for, by their statuses.
 
-    The silent ones, if any. Else those that do not wait in a collective or a transfer themselves: of
-    the ranks that have begun fewer collectives than others of a group, or if those all wait (in
-    transfers, which are not counted), of all.
+    These are the silent ranks, if there are any. Otherwise they are ranks that do not wait in a
+    collective or a transfer themselves. We look first among the ranks that have begun fewer
+    collectives than others of a group. If all of those wait in transfers, which are not counted, we
+    look among all ranks.
     """
     if silent:
         return sorted(silent)

@@ -83,7 +83,7 @@ class MetricsLog:
         self.start_interval()
 
     def start_interval(self) -> None:
-        """Count time and tokens anew: after the start, and after pauses that are not training."""
+        """Restart the count of time and tokens after the start and after pauses."""
         self.began = time.perf_counter()
         self.tokens = 0
         self.counted_steps = 0

@@ -156,10 +156,11 @@ def tag(field: str) -> str:
 def write_board(
     board: "SummaryWriter", record: dict[str, Any], recorded: "Recording", capped: "Capped | None"
 ) -> None:
-    """Write a line of metrics.jsonl, what was recorded by layers, and pictures where there are
-    thumbnails.
+    """Write a line of metrics.jsonl, the recorded statistics of each layer, and pictures of the
+    recorded thumbnails.
 
-    capped: of the selections since the logged step before; None for patterns without budgets.
+    capped: counts of the selections since the previous logged step; None for patterns without
+    budgets.
     """
     step = record["step"]
     for field, value in record.items():
@@ -226,7 +227,7 @@ class Tracker:
         self.run.log(values)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining values and end the run."""
         if self.run is not None:
             self.run.finish()
 

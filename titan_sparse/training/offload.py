@@ -50,7 +50,7 @@ class BufferPool:
         error = int(runtime.cudaHostRegister(address, buffer.nbytes, 1))  # 1: portable
         if error:
             raise RuntimeError(
-                f"no {buffer.nbytes:,} bytes of CPU memory could be pinned besides {self.nbytes:,} (CUDA "
+                f"no {buffer.nbytes:,} bytes of CPU memory could be pinned in addition to {self.nbytes:,} (CUDA "
                 f"error {error}); write activation_checkpoint.offload = false or a smaller training.seq_len"
             )
         weakref.finalize(buffer, runtime.cudaHostUnregister, address)
@@ -184,7 +184,7 @@ class _Block:
             saved.free_device()
 
     def fetch(self) -> None:
-        """Start the copies back. Once: what was used and dropped must not come again."""
+        """Start the copies back to the device, once. A tensor that was used and dropped must not return."""
         if self.fetched:
             return
         self.fetched = True
@@ -197,8 +197,8 @@ class OffloadedBlocks:
     the CPU.
 
     Forwards may follow each other before their backwards come: each has its own record. Without
-    gradients nothing is kept. On the device are at most the tensors of two blocks besides the one
-    that computes, in the forward as in the backward. `pool` holds the buffers, which are kept from
+    gradients nothing is kept. The device holds at most the tensors of the block that computes and
+    of two more blocks, in the forward and in the backward. `pool` holds the buffers, which are kept from
     step to step.
     """
 
@@ -254,7 +254,7 @@ class _Packing:
 
 
 def _unpack(packed: Tensor | _Saved) -> Tensor:
-    """The unpack hook: the backward needs what was saved, and soon what the block before saved."""
+    """Unpack hook. It also starts the copies of the previous block, which the backward needs next."""
     if not isinstance(packed, _Saved):
         return packed
     packed.block.fetch()

@@ -47,7 +47,7 @@ def build_optimizer(
         if optimizer.name != "SGD" and (device_type == "cuda" or optimizer.offload):
             implementation = "fused"
     if optimizer.offload and device_type == "cuda" and torch.get_num_threads() == 1:
-        # torchrun starts processes with one thread each unless told otherwise.
+        # torchrun starts processes with one thread each by default.
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
     options: dict[str, Any] = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _LEAST_HEIGHT = 3.5
-"""Inches that what is written beside the scale needs."""
+"""Inches that the text beside the scale needs."""
 
 
 def has_matplotlib() -> bool:
@@ -57,12 +57,12 @@ def position_figure(results: list[dict[str, Any]]) -> Any:
 
 
 def heat_map(values: Tensor, meaning: str) -> Any:
-    """Values [layers, heads] in [0, 1] as colors, with the scale that says what they mean.
+    """Draw values [layers, heads] in [0, 1] as colors, with a scale that is labeled `meaning`.
 
     Layer 0 is on top, head 0 on the left.
     """
     layers, heads = values.shape
-    # Inches: cells that can be told apart, and room for what is written around them.
+    # Inches. Cells must be large enough to be distinguished, and labels need room around them.
     size = (2.5 + 0.15 * heads, max(1.5 + 0.15 * layers, _LEAST_HEIGHT))
     figure, axes = new_figure(size)
     image = axes.imshow(

@@ -15,7 +15,7 @@ from titan_sparse.options import VerticalSlashOptions
 _TABLE = "attention.vertical_slash"
 
 _SLACK = 0.02
-"""A layer's recall may be measured so far below what was asked, since few rows are looked at."""
+"""Tolerance of a layer's recall below the requested recall, because only a few rows are measured."""
 
 _WORSE = 2.0
 """A warning is repeated once things are this many times as bad as when it was given."""

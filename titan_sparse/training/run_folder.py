@@ -115,8 +115,8 @@ def _describe(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of this package and of what it computes with. None for a package that is not there, and for
-    CUDA in a build without it."""
+    """Versions of this package and of the packages that it computes with. A missing package has None,
+    and so has CUDA in a build without it."""
     # The package is loaded, as this is a part of it. Nothing below imports it from above.
     found: dict[str, str | None] = {"titan_sparse": sys.modules["titan_sparse"].__version__}
     for name in _PACKAGES:
@@ -165,10 +165,11 @@ class RankLog(logging.FileHandler):
 
 
 def _log_to(path: Path) -> None:
-    """All that this process logs from INFO on goes to a file too; the terminal shows what it did."""
+    """Also write what this process logs (INFO and above) to a file. The terminal shows the same as
+    before."""
     root, ours = logging.getLogger(), logging.getLogger("titan_sparse")
     if not root.handlers and logging.lastResort is not None:
-        # What shows warnings where nobody has set up logging, but only while there is no handler.
+        # Python shows warnings with this handler, but only while there is no other handler.
         root.addHandler(logging.lastResort)
     levels = {True: ours.getEffectiveLevel(), False: root.level}
     log = RankLog(path, encoding="utf-8")

@@ -118,8 +118,8 @@ def source_of_weights(config: Config, step: int) -> str:
 
 
 def alike(config: Config) -> dict[str, str]:
-    """What must be the same on all ranks, whatever they do: the configuration, this package's code,
-    and the versions of what it computes with. By names for people."""
+    """Values that must be equal on all ranks, by readable names: the configuration, a digest of this
+    package's code, and the versions of the packages that it computes with."""
     values = {key: show(attrgetter(key)(config)) for key in KINDS}
     # By ranks of this node: nodes may have different numbers of GPUs.
     cp_intra = resolve_cp_intra(config.parallelism, local_world_size())
@@ -221,7 +221,7 @@ def free_gib(device: torch.device) -> float | None:
 
 
 def choose_recompute(peak_gib: Callable[[float], float], free_gib: float) -> float:
-    """The smallest attention_recompute with which the peak fits into what is free; 1 if none does.
+    """The smallest attention_recompute with which the peak fits into the free memory; 1 if none does.
 
     peak_gib(share): the estimated peak with that attention_recompute. The result is a multiple of a
     sixteenth.

@@ -59,7 +59,7 @@ _THREADS = 8
 
 
 class Broken(Refusal):
-    """A checkpoint that is damaged: the file, and what is wrong with it."""
+    """A checkpoint is damaged. The message names the file and the problem."""
 
 
 class _Unpickler(pickle._Unpickler):

@@ -1,8 +1,8 @@
-"""Saving: in the foreground, on a thread, or in a process of its own, with the same files.
+"""Save in the foreground, on a thread, or in a separate process. The files are the same.
 
-DCP's plan of who writes what is made once, and used for all saves of the same tensors. In a save,
-ranks only exchange whether they could write, and rank 0 learns where the others' parts lie, so that a
-save costs training little however many ranks it has.
+DCP's plan (which rank writes which tensors) is made once and used for all saves of the same tensors.
+During a save, ranks only exchange whether they could write, and rank 0 collects where the other
+ranks' parts are. So the cost of a save hardly depends on the number of ranks.
 """
 
 import errno

@@ -1,11 +1,11 @@
 """The files of a save: copied, written with their checksums, made durable, then published by one rank.
 
-Nothing here communicates with other ranks. A Writer is in the training process, or in a process of
-its own, so that Python's lock is not taken from training. That process is started with the run and
-ends with it. It shares the memory of the copies (Staging), and what it is sent for a save is small.
+Nothing here communicates with other ranks. A Writer runs in the training process, or in a separate
+process, so that it does not hold Python's lock while the trainer needs it. The separate process
+starts and ends with the run. It shares the memory of the copies (Staging), so a save sends little.
 
-All copies lie in one piece of shared memory, pinned where there is a GPU. Copying a model to it costs
-a step next to nothing: the GPU's copy engine works on a stream of its own during the next forward and
+All copies are in one piece of shared memory, which is pinned if there is a GPU. Copying a model to it
+hardly slows a step down: the GPU's copy engine uses a separate stream during the next forward and
 backward, and only the next update waits for it.
 """
 
@@ -59,10 +59,10 @@ Slots = dict[MetadataIndex, tuple[int, torch.Size, torch.dtype]]
 
 
 class HashedFile(io.FileIO):
-    """A new file to write to, which knows the sha256 of what was written. Durable once closed.
+    """A new file that computes the sha256 of what is written to it. It is durable once closed.
 
-    The sum is taken of what is handed to the system, without a buffer between, so that it shows
-    anything that goes wrong from there to the disk and back.
+    The sum covers exactly the bytes that are passed to the operating system, without a buffer in
+    between. So it detects any damage from there to the disk and back.
     """
 
     def __init__(self, path: Path):
@@ -94,7 +94,7 @@ class HashedFile(io.FileIO):
 
 @dataclass
 class Save:
-    """A save on its way: where it goes, and what is the same on all ranks."""
+    """A save in progress: where it goes, and what is equal on all ranks."""
 
     incomplete: Path
     checkpoint: Path
@@ -156,9 +156,9 @@ class Writer:
         return pickle.dumps((places, sums))
 
     def publish(self, save: Save, written: list[bytes]) -> None:
-        """When all ranks have written: what they have written together, then the name step-N.
+        """Write the list of all ranks' files, rename the folder to step-N, and delete old checkpoints.
 
-        written: what write() returned on each rank. Then old checkpoints go. On one rank.
+        One rank calls this after all ranks have written. written: what write() returned on each rank.
         """
         places, sums = {}, {}
         for places_of_rank, sums_of_rank in map(pickle.loads, written):
@@ -178,7 +178,7 @@ class Writer:
         rotate(save.checkpoint.parent, save.keep)
 
     def close(self) -> None:
-        """Let go of what it would have written."""
+        """Release the tensors."""
         self.use({}, None)
 
 
@@ -311,7 +311,7 @@ class Staging:
 
 
 class WriterProcess:
-    """A Writer in a process of its own. Calls wait for the answer, and raise what was raised there."""
+    """A Writer in a separate process. Calls wait for the answer, and raise the errors of that process."""
 
     def __init__(self, rank: int, threads: int) -> None:
         self.connection, other = multiprocessing.Pipe()
@@ -347,8 +347,8 @@ class WriterProcess:
 
 
 def serve(file: int, rank: int, threads: int) -> None:
-    """The other end: do what is asked for until the training process is gone."""
-    # A stop signal is the training process's to answer, which may still want a save.
+    """Main function of that process: answer calls until the training process is gone."""
+    # The training process answers stop signals, because it may still want to save.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
