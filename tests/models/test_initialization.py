@@ -5,12 +5,14 @@ import math
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from tests.models.helpers import TINY, build, dense_attend, pretended_rank
+from titan_sparse.config import ActivationCheckpoint, Compile
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.models.initialization import initialize
+from titan_sparse.training.build_model import parallelize
 
 torch.set_num_threads(1)
 
@@ -63,20 +65,16 @@ def test_meta_parameters_are_refused() -> None:
 
 @pytest.mark.parametrize("rank", range(6))
 def test_shards_are_cut_from_the_same_weights(rank: int) -> None:
+    """37, 24, 40 and 8 rows over 3 ranks are ragged shards."""
     full = dict(build(TINY, seed=5).named_parameters())
     with pretended_rank(rank, 6):
         # names of its own per rank: DTensor caches by mesh equality, which does not see who is asking
-        mesh = init_device_mesh(
-            "cpu", (2, 3), mesh_dim_names=(f"replicate_of_{rank}", f"shard_of_{rank}")
-        )
-        placements = (Replicate(), Shard(0))  # 37, 24, 40 and 8 rows over 3 ranks: ragged shards
-        model = build(TINY, seed=0)
-        for module in list(model.modules()):
-            for name, p in list(module.named_parameters(recurse=False)):
-                sharded = distribute_tensor(
-                    torch.empty_like(p), mesh, placements, src_data_rank=None
-                )
-                setattr(module, name, torch.nn.Parameter(sharded))
+        names = (f"replicate_of_{rank}", f"shard_of_{rank}")
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=names)
+        with torch.device("meta"):
+            model = Decoder(TINY, dense_attend).double()
+        parallelize(model, mesh, torch.float64, True, ActivationCheckpoint("none"), Compile())
+        model.to_empty(device="cpu")
         initialize(model, 5, TINY)
         for name, p in model.named_parameters():
             shards = list(full[name].chunk(3)) + [full[name][:0]] * 3

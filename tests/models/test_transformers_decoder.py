@@ -45,53 +45,38 @@ def gradients_by_name(model: nn.Module) -> dict[str, Tensor]:
     return gradients
 
 
-def assert_same_gradients(ours: nn.Module, theirs: nn.Module, tolerance: float = 1e-5) -> None:
-    expected = gradients_by_name(theirs)
-    found = gradients_by_name(ours)
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
+def assert_same(found: Tensor, expected: Tensor, ours: nn.Module, theirs: nn.Module) -> None:
+    """Two losses and their gradients, which are computed here."""
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    found.backward()
+    expected.backward()
+    gradients = gradients_by_name(ours)
+    wanted = gradients_by_name(theirs)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in wanted.items():
         assert gradient is not None and gradient.abs().max() > 0, name
-        error = (found[name] - gradient).norm() / gradient.norm()
-        assert error < tolerance, f"{name}: {error}"
+        error = (gradients[name] - gradient).norm() / gradient.norm()
+        assert error < 1e-5, f"{name}: {error}"
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
+@pytest.mark.parametrize("lengths", [[LENGTH], [33, 47]], ids=["one document", "packed"])
 @pytest.mark.parametrize("name", MODELS)
-def test_loss_and_gradients_are_those_of_transformers(tmp_path: Path, name: str) -> None:
-    """transformers' eager attention, dense, sequences that are not packed."""
-    theirs = save_model(tmp_path, name)
-    ours, config = decoder_of(tmp_path)
-    tokens, positions, labels = batch_of_tokens()
-    expected = cross_entropy(theirs(tokens).logits, labels)
-    expected.backward()
-    found = ours(tokens, positions, masks_of(config, None, 2), labels, loss_chunk_tokens=48)
-    found.backward()
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-    assert_same_gradients(ours, theirs)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_packed_documents_are_those_run_alone(tmp_path: Path, name: str) -> None:
+def test_loss_and_gradients_are_those_of_transformers(tmp_path: Path, name: str, lengths) -> None:
+    """transformers' eager attention, dense, of each document alone."""
     theirs = save_model(tmp_path, name)
     ours, config = decoder_of(tmp_path)
     tokens, _, labels = batch_of_tokens(1)
-    lengths = [33, 47]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     expected = torch.zeros(())
-    start = 0
-    for length in lengths:
-        part = slice(start, start + length)
-        expected = expected + cross_entropy(theirs(tokens[:, part]).logits, labels[:, part])
-        start += length
-    assert start == LENGTH
-    expected.backward()
-    found = ours(tokens, positions, masks_of(config, [lengths], 1), labels)
-    found.backward()
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-    assert_same_gradients(ours, theirs)
+    for part, wanted in zip(tokens.split(lengths, dim=1), labels.split(lengths, dim=1)):
+        expected = expected + cross_entropy(theirs(part).logits, wanted)
+    masks = masks_of(config, [lengths], 1)
+    found = ours(tokens, positions, masks, labels, loss_chunk_tokens=48)
+    assert_same(found, expected, ours, theirs)
 
 
 @pytest.mark.parametrize("name", ROUTED)
@@ -102,14 +87,9 @@ def test_router_loss_is_that_of_transformers(tmp_path: Path, name: str) -> None:
     tokens, positions, labels = batch_of_tokens()
     outputs = theirs(tokens)
     mean = cross_entropy(outputs.logits, labels) / labels.numel()
-    expected = mean + 0.5 * outputs.aux_loss
-    expected.backward()
     assert outputs.aux_loss > 0.5
     total = ours(tokens, positions, masks_of(config, None, 2), labels)
-    found = total / labels.numel()
-    found.backward()
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-    assert_same_gradients(ours, theirs)
+    assert_same(total / labels.numel(), mean + 0.5 * outputs.aux_loss, ours, theirs)
 
 
 def test_router_loss_of_bfloat16_is_not_rounded() -> None:
@@ -148,20 +128,17 @@ def test_both_implementations_agree(tmp_path: Path, name: str) -> None:
     save_model(tmp_path, name)
     tokens, positions, labels = batch_of_tokens()
     attends = build_attends(Attention(pattern="dense", block_size=16), None)
-    models = {}
-    losses = {}
+    models = []
     for implementation in ("native", "transformers"):
         config = resolve("debug", initial_hf=str(tmp_path), implementation=implementation)
         with torch.device("meta"):
             model = build_decoder(config, attends)
-        models[implementation] = model.to_empty(device="cpu")
+        models.append(model.to_empty(device="cpu"))
         load_weights(model, str(tmp_path), config)
-        loss = model(tokens, positions, Causal().rows(LENGTH), labels)
-        loss.backward()
-        losses[implementation] = loss
-    assert type(models["native"]) is not type(models["transformers"])
-    torch.testing.assert_close(losses["native"], losses["transformers"], rtol=1e-5, atol=0)
-    assert_same_gradients(models["native"], models["transformers"])
+    native, theirs = models
+    assert type(native) is not type(theirs)
+    first, second = (x(tokens, positions, Causal().rows(LENGTH), labels) for x in models)
+    assert_same(first, second, native, theirs)
 
 
 def test_offloaded_layers_are_the_same_to_the_bit(tmp_path: Path, monkeypatch) -> None:

@@ -89,8 +89,7 @@ def resolve(
     else:
         base = FLAVOURS[flavour]
 
-    rope = _override_scaling(base.rope, rope_scaling, rope_factor)
-    rope = _override_numbers(rope, rope_original_length, rope_theta)
+    rope = _override_rope(base.rope, rope_scaling, rope_factor, rope_original_length, rope_theta)
     if initial_hf and base.rope.scaling != "none" and rope != base.rope:
         raise ValueError(
             "model.rope_scaling, rope_factor and rope_original_length do not agree with "
@@ -175,31 +174,29 @@ def _check_agreement(
             )
 
 
-def _override_scaling(rope: RopeConfig, scaling: str, factor: float) -> RopeConfig:
-    if scaling not in ("flavour", "none", "llama3", "yarn"):
+def _override_rope(
+    rope: RopeConfig, scaling: str, factor: float, original_length: int, theta: float
+) -> RopeConfig:
+    if scaling in ("llama3", "yarn"):
+        factor = factor or rope.factor
+        if factor <= 1:
+            raise ValueError(
+                f'model.rope_factor must be above 1 with model.rope_scaling = "{scaling}", got '
+                f"{factor}; write the target length divided by the training length."
+            )
+        rope = replace(rope, scaling=scaling, factor=factor)
+    elif scaling not in ("flavour", "none"):
         raise ValueError(
             f'model.rope_scaling = "{scaling}" is unknown; write "flavour", "none", "llama3" or '
             '"yarn".'
         )
-    if scaling in ("flavour", "none"):
-        if factor not in (0, 1):
-            raise ValueError(
-                f"model.rope_factor = {factor} has no effect with model.rope_scaling = "
-                f'"{scaling}"; write model.rope_scaling = "yarn" or "llama3".'
-            )
-        if scaling == "flavour":
-            return rope
-        return replace(rope, scaling="none", factor=1.0)
-    factor = factor or rope.factor
-    if factor <= 1:
+    elif factor not in (0, 1):
         raise ValueError(
-            f'model.rope_factor must be above 1 with model.rope_scaling = "{scaling}", got '
-            f"{factor}; write the target length divided by the training length."
+            f"model.rope_factor = {factor} has no effect with model.rope_scaling = "
+            f'"{scaling}"; write model.rope_scaling = "yarn" or "llama3".'
         )
-    return replace(rope, scaling=scaling, factor=factor)
-
-
-def _override_numbers(rope: RopeConfig, original_length: int, theta: float) -> RopeConfig:
+    elif scaling == "none":
+        rope = replace(rope, scaling="none", factor=1.0)
     if original_length < 0:
         raise ValueError(
             f"model.rope_original_length = {original_length} is negative; write 0 for the "

@@ -35,18 +35,6 @@ from titan_sparse.models.initialization import canonical_name
 from titan_sparse.models.lora_config import is_adapter
 from titan_sparse.models.transformers_config import TransformersConfig
 
-__all__ = [
-    "check_weights",
-    "export_weights",
-    "huggingface_name",
-    "load_weights",
-    "new_folder",
-    "open_tensors",
-    "tensor_shapes",
-]
-
-MAX_FILE_BYTES = 5 * 10**9
-"""Weights larger than this are split over several files, as in transformers."""
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -126,7 +114,7 @@ def export_weights(
     config: DecoderConfig,
     dtype: torch.dtype,
     source: str = "",
-    max_file_bytes: int = MAX_FILE_BYTES,
+    max_file_bytes: int = 5 * 10**9,
     files: dict[str, bytes] | None = None,
 ) -> None:
     """Write the model of a checkpoint of this project to a new `folder`, in `dtype`, so that
@@ -137,7 +125,8 @@ def export_weights(
     read: fills tensors of these names from the checkpoint, whatever their dtype.
     source: the Hugging Face folder that training began from, whose config.json gives all other
     entries; empty: none.
-    files: name -> content of the tokenizer and other files to write next to the weights.
+    max_file_bytes: larger weights are split over several files, as in transformers. files: name ->
+    content of the tokenizer and other files to write next to the weights.
     Raises ValueError of one line if `folder` already exists, or lies among the run's checkpoints,
     where old ones are deleted.
     """
@@ -173,7 +162,8 @@ def new_folder(folder: str, checkpoint: str) -> Iterator[Path]:
 
 
 def _config_to_write(config: DecoderConfig, dtype: str, source: str) -> dict[str, Any]:
-    """The content of config.json. For transformers' own models, it starts from the source's."""
+    """The content of config.json. For transformers' own models, it is that of config.folder, which
+    the model was built from, with another dtype and as many layers as the model has."""
     if not isinstance(config, TransformersConfig):
         return config_json(config, dtype, source)
     values = read_json(config.folder)
@@ -228,12 +218,9 @@ def _as_stored(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Ten
     tensors: dict[str, Tensor] = {}
     for name, tensor in state.items():
         for stored in stored_tensors(name, tensor.shape, config):
-            part = tensor
-            for dim, (first, count) in enumerate(zip(stored.begin, stored.size, strict=True)):
-                part = part.narrow(dim, first, count)
+            part = part_of(tensor, stored)
             # Copy a part of a tensor, because two entries of a file may not share memory.
-            is_whole = part.shape == tensor.shape
-            tensors[stored.name] = tensor if is_whole else part.reshape(stored.shape).clone()
+            tensors[stored.name] = part if part.shape == tensor.shape else part.clone()
     return tensors
 
 
@@ -339,6 +326,12 @@ def stored_tensors(name: str, shape: torch.Size, config: DecoderConfig) -> list[
             begin, size = (expert, first, 0), (1, rows, columns)
             stored.append(Stored(tensor_name, begin, size, torch.Size([rows, columns])))
     return stored
+
+
+def part_of(parameter: Tensor, stored: Stored) -> Tensor:
+    """The part of a whole parameter that `stored` holds, as a view of the stored shape."""
+    region = [slice(first, first + count) for first, count in zip(stored.begin, stored.size)]
+    return parameter[tuple(region)].view(stored.shape)
 
 
 def overlap(

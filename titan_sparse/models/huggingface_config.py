@@ -78,8 +78,8 @@ def config_of(values: dict[str, Any], path: Path) -> DecoderConfig:
     Raises ValueError as read_config() does.
     """
     names = values.get("architectures")
-    name = names[0] if isinstance(names, list) and len(names) == 1 else names
-    if not isinstance(name, str) or name not in _FAMILIES:
+    name = _architecture_in(values)
+    if name is None:
         raise ValueError(
             f"model.initial_hf: {path} has architectures = {names}; "
             f"only {', '.join(_FAMILIES)} can be read"
@@ -114,9 +114,10 @@ def config_of(values: dict[str, Any], path: Path) -> DecoderConfig:
         raise ValueError(f"model.initial_hf: {path}: {error}") from error
 
 
-def native_types() -> list[str]:
-    """The model_type of each family that our decoder has."""
-    return [family.model_type for family in _FAMILIES.values()]
+def _architecture_in(values: dict[str, Any]) -> str | None:
+    """The class that config.json names, if our decoder has it."""
+    names = values.get("architectures")
+    return next((name for name in _FAMILIES if names in (name, [name])), None)
 
 
 def is_native(folder: str) -> bool:
@@ -125,9 +126,8 @@ def is_native(folder: str) -> bool:
     It is enough that model_type or architectures names one. read_config() refuses a mismatch.
     """
     values = read_json(folder)
-    names = values.get("architectures")
-    name = names[0] if isinstance(names, list) and len(names) == 1 else names
-    return values.get("model_type") in native_types() or name in list(_FAMILIES)
+    types = [family.model_type for family in _FAMILIES.values()]
+    return values.get("model_type") in types or _architecture_in(values) is not None
 
 
 def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str, Any]:
@@ -246,24 +246,21 @@ _ORIGINAL = "original_max_position_embeddings"
 # rope_type of config.json -> RopeConfig.scaling.
 _SCALINGS: dict[str, Scaling] = {"default": "none", "llama3": "llama3", "yarn": "yarn"}
 
-# RopeConfig.scaling -> the keys that config.json may give for it.
-_KEYS = {
-    "none": {"rope_theta"},
-    "llama3": {"rope_theta", "factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"},
-    "yarn": {
-        "rope_theta",
-        "factor",
-        _ORIGINAL,
-        "beta_fast",
-        "beta_slow",
-        "attention_factor",
-        "truncate",
-    },
-}
-
 # Keys that transformers ignores if they are null; the betas also if they are 0.
 _BETAS = ("beta_fast", "beta_slow")
 _NULLABLE = (*_BETAS, "attention_factor")
+
+# RopeConfig.scaling -> the keys that config.json must give for it, and all that it may give.
+_NEEDED = {
+    "none": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+_KEYS = {
+    "none": {"rope_theta"},
+    "llama3": {"rope_theta", _ORIGINAL, *_NEEDED["llama3"]},
+    "yarn": {"rope_theta", _ORIGINAL, *_NEEDED["yarn"], *_NULLABLE, "truncate"},
+}
 
 
 def read_rope(values: dict[str, Any]) -> RopeConfig:
@@ -287,21 +284,51 @@ def read_rope(values: dict[str, Any]) -> RopeConfig:
     unknown = set(table) - _KEYS[scaling]
     if unknown:
         raise ValueError(f'rope scaling "{rope_type}" with {min(unknown)} cannot be trained')
-
-    if scaling == "none":
-        _check_numbers(table)
-        original_length = values.get(_ORIGINAL) or values["max_position_embeddings"]
-        return RopeConfig(float(table["rope_theta"]), "none", 1.0, original_length)
-    table.setdefault(_ORIGINAL, values["max_position_embeddings"])
-    # Unlike for rope_theta, the top level wins over the table here.
-    if _ORIGINAL in values:
-        table[_ORIGINAL] = values[_ORIGINAL]
-    needed = {"llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
-    for key in needed[scaling]:
+    for key in _NEEDED[scaling]:
         if key not in table:
             raise ValueError(f'rope scaling "{rope_type}" needs {key}')
+    original_length = values.get(_ORIGINAL) or values["max_position_embeddings"]
+    if scaling != "none":
+        table.setdefault(_ORIGINAL, original_length)
+        # Unlike for rope_theta, the top level wins over the table here.
+        original_length = table[_ORIGINAL] = values.get(_ORIGINAL, table[_ORIGINAL])
     _check_numbers(table)
-    return _read_llama3(table) if scaling == "llama3" else _read_yarn(table)
+    rope = RopeConfig(
+        float(table["rope_theta"]),
+        scaling,
+        float(table.get("factor", 1)),
+        original_length,
+        low_frequency_factor=float(table.get("low_freq_factor", 1)),
+        high_frequency_factor=float(table.get("high_freq_factor", 4)),
+        # transformers also uses these values for null and 0.
+        beta_fast=float(table.get("beta_fast") or 32),
+        beta_slow=float(table.get("beta_slow") or 1),
+    )
+    if rope.low_frequency_factor >= rope.high_frequency_factor:
+        raise ValueError(
+            f'rope scaling "llama3" with low_freq_factor = {rope.low_frequency_factor} cannot be '
+            f"trained; write one below high_freq_factor = {rope.high_frequency_factor}"
+        )
+    if scaling == "yarn":
+        _check_yarn(rope, table.get("attention_factor"))
+    return rope
+
+
+def _check_yarn(rope: RopeConfig, attention_factor: float | None) -> None:
+    """attention_factor: as the table says, which may leave it out."""
+    if rope.factor < 1:
+        raise ValueError(
+            f'rope scaling "yarn" with factor = {rope.factor} cannot be trained; write 1 or more'
+        )
+    if rope.theta <= 1:
+        raise ValueError(f'rope scaling "yarn" needs a rope_theta above 1, not {rope.theta}')
+    # The decoder multiplies cos and sin by this (models/decoder.py), and has no other factor.
+    ours = 0.1 * math.log(rope.factor) + 1
+    if attention_factor is not None and not math.isclose(attention_factor, ours, rel_tol=1e-6):
+        raise ValueError(
+            f'rope scaling "yarn" with factor = {rope.factor} and attention_factor = '
+            f"{attention_factor} cannot be trained, only {ours:.6g}"
+        )
 
 
 def write_rope(rope: RopeConfig) -> dict[str, Any] | None:
@@ -360,48 +387,3 @@ def _check_numbers(table: dict[str, Any]) -> None:
             continue
         kind = "a positive integer" if key == _ORIGINAL else "a positive number"
         raise ValueError(f"{key} = {json.dumps(value)} of the rotary embedding is not {kind}")
-
-
-def _read_llama3(table: dict[str, Any]) -> RopeConfig:
-    low, high = float(table["low_freq_factor"]), float(table["high_freq_factor"])
-    if low >= high:
-        raise ValueError(
-            f'rope scaling "llama3" with low_freq_factor = {low} cannot be trained; '
-            f"write one below high_freq_factor = {high}"
-        )
-    return RopeConfig(
-        float(table["rope_theta"]),
-        "llama3",
-        float(table["factor"]),
-        table[_ORIGINAL],
-        low_frequency_factor=low,
-        high_frequency_factor=high,
-    )
-
-
-def _read_yarn(table: dict[str, Any]) -> RopeConfig:
-    factor = float(table["factor"])
-    theta = float(table["rope_theta"])
-    if factor < 1:
-        raise ValueError(
-            f'rope scaling "yarn" with factor = {factor} cannot be trained; write 1 or more'
-        )
-    if theta <= 1:
-        raise ValueError(f'rope scaling "yarn" needs a rope_theta above 1, not {theta}')
-    # The decoder multiplies cos and sin by this (models/decoder.py), and has no other factor.
-    attention_factor = 0.1 * math.log(factor) + 1
-    given = table.get("attention_factor")
-    if given is not None and not math.isclose(given, attention_factor, rel_tol=1e-6):
-        raise ValueError(
-            f'rope scaling "yarn" with factor = {factor} and attention_factor = {given} cannot be '
-            f"trained, only {attention_factor:.6g}"
-        )
-    return RopeConfig(
-        theta,
-        "yarn",
-        factor,
-        table[_ORIGINAL],
-        # transformers also uses these values for null and 0.
-        beta_fast=float(table.get("beta_fast") or 32),
-        beta_slow=float(table.get("beta_slow") or 1),
-    )

@@ -22,6 +22,7 @@ from titan_sparse.models.huggingface import (
     huggingface_name,
     new_folder,
     open_tensors,
+    part_of,
     stored_tensors,
     tensor_shapes,
 )
@@ -207,8 +208,6 @@ def _read_base(
     with ExitStack() as stack:
         file_of_tensor = open_tensors(source, stack)
         for stored in stored_tensors(name, shape, config):
-            part = weight
-            for dim, (first, count) in enumerate(zip(stored.begin, stored.size, strict=True)):
-                part = part.narrow(dim, first, count)
-            part.view(stored.shape).copy_(file_of_tensor[stored.name].get_tensor(stored.name))
+            read = file_of_tensor[stored.name].get_tensor(stored.name)
+            part_of(weight, stored).copy_(read)
     return weight

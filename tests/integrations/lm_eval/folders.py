@@ -51,40 +51,28 @@ QUESTIONS = [
     {"question": "?", "choices": [" x", " yes", " z"], "answer": 2},
 ]  # fmt: skip
 
-_CHOICE = """
-task: local_choice
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{file}"}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{answer}}}}"
-metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
-"""
-
-_WRITE = """
-task: local_write
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{file}"}}}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{choices[0]}}}}"
-generation_kwargs: {{until: ["\\n\\n"], max_gen_toks: 8, do_sample: false}}
-metric_list: [{{metric: exact_match}}]
-"""
-
-_ROLL = """
-task: local_roll
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{file}"}}}}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{{{question}}}}"
-metric_list: [{{metric: word_perplexity}}]
-"""
+_TASKS = {
+    "choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "write": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 8, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+    "roll": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{question}}",
+        "metric_list": [{"metric": "word_perplexity"}],
+    },
+}
 
 
 def write_tasks(folder: Path) -> Path:
@@ -92,6 +80,13 @@ def write_tasks(folder: Path) -> Path:
     folder.mkdir()
     file = folder / "questions.json"
     file.write_text("\n".join(json.dumps(question) for question in QUESTIONS))
-    for name, text in (("choice", _CHOICE), ("write", _WRITE), ("roll", _ROLL)):
-        (folder / f"{name}.yaml").write_text(text.format(file=file))
+    for name, task in _TASKS.items():
+        source = {
+            "task": f"local_{name}",
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(file)}},
+            "test_split": "test",
+        }
+        # YAML contains JSON.
+        (folder / f"{name}.yaml").write_text(json.dumps(source | task))
     return folder

@@ -48,11 +48,11 @@ def pair(request, tmp_path_factory) -> PAIR:
     return _pair(folder, max_length=LONGEST)
 
 
-def _requests(kind: str, arguments: list[tuple]) -> list[Instance]:
+def ask(model: TitanSparseLM | HFLM, kind: str, arguments: list[tuple]) -> list:
     requests = []
     for number, each in enumerate(arguments):
         requests.append(Instance(kind, doc={}, arguments=each, idx=number))
-    return requests
+    return getattr(model, kind)(requests)
 
 
 def test_loglikelihoods(pair):
@@ -70,12 +70,12 @@ def test_loglikelihoods(pair):
     # A letter that greedy decoding writes, and what it does not.
     contexts = list("abcdefghijklmnopqrstuvwxyz")
     asked = [(context, {"until": [], "max_gen_toks": 1}) for context in contexts]
-    for context, letter in zip(contexts, theirs.generate_until(_requests("generate_until", asked))):
+    for context, letter in zip(contexts, ask(theirs, "generate_until", asked)):
         if letter.isascii() and letter.strip():
             requests += [(context, letter), (context, letter + "x" + letter)]
             break
-    found = ours.loglikelihood(_requests("loglikelihood", requests))
-    expected = theirs.loglikelihood(_requests("loglikelihood", requests))
+    found = ask(ours, "loglikelihood", requests)
+    expected = ask(theirs, "loglikelihood", requests)
     for request, mine, other in zip(requests, found, expected, strict=True):
         assert mine[0] == pytest.approx(other[0], abs=1e-4), request
         assert mine[1] == other[1], request
@@ -107,8 +107,8 @@ def test_choices_that_read_the_same_share_a_forward(pair, monkeypatch):
 
     monkeypatch.setattr(ours.scorer, "run", run_and_count)
     monkeypatch.setattr(theirs, "_model_call", call_and_count)
-    found = ours.loglikelihood(_requests("loglikelihood", choices))
-    expected = theirs.loglikelihood(_requests("loglikelihood", choices))
+    found = ask(ours, "loglikelihood", choices)
+    expected = ask(theirs, "loglikelihood", choices)
     assert texts == {"ours": 3, "theirs": 3}
     for mine, other in zip(found, expected, strict=True):
         assert mine == (pytest.approx(other[0], abs=1e-4), other[1])
@@ -143,14 +143,14 @@ def test_no_code_of_a_tokenizer_is_run(tmp_path, monkeypatch):
 def test_rolling_windows(pair):
     ours, theirs = pair
     strings = [("a b c " * 40,), ("One.",), ("d" * LONGEST,), ("e" * (LONGEST + 1),)]
-    found = ours.loglikelihood_rolling(_requests("loglikelihood_rolling", strings))
+    found = ask(ours, "loglikelihood_rolling", strings)
     if ours.tokenizer.bos_token_id is None:
-        expected = theirs.loglikelihood_rolling(_requests("loglikelihood_rolling", strings))
+        expected = ask(theirs, "loglikelihood_rolling", strings)
         assert found == pytest.approx(expected, abs=1e-4)
         return
     # HFLM reads <s> twice here, and counts the second one. With it once, in one window:
     whole = [("", string) for (string,) in strings[1:3]]
-    expected = theirs.loglikelihood(_requests("loglikelihood", whole))
+    expected = ask(theirs, "loglikelihood", whole)
     assert found[1:3] == pytest.approx([score for score, _ in expected], abs=1e-4)
 
 
@@ -159,14 +159,14 @@ def test_generation(pair):
     ours, theirs = pair
     contexts = ["A dog", "<s>A cat ", "x", "One" * 40]
     requests = [(context, {"until": [], "max_gen_toks": 20}) for context in contexts]
-    whole = theirs.generate_until(_requests("generate_until", requests))
+    whole = ask(theirs, "generate_until", requests)
     assert len(set(whole)) == len(whole) and all(whole)
     # Three letters in the middle of what comes, and the last one.
     requests += [("A dog", {"until": [whole[0][5:8]], "max_gen_toks": 20})]
     requests += [("A dog", {"until": ["never", whole[0][-1]], "max_gen_toks": 20})]
     requests += [("A dog", {"until": whole[0][2], "max_gen_toks": 7, "do_sample": False})]
-    expected = theirs.generate_until(_requests("generate_until", requests))
-    found = ours.generate_until(_requests("generate_until", requests))
+    expected = ask(theirs, "generate_until", requests)
+    found = ask(ours, "generate_until", requests)
     assert found == expected
     assert found[4] == whole[0].split(whole[0][5:8])[0] != whole[0]
 
@@ -185,10 +185,10 @@ def test_drawn_texts(pair):
     ours, _ = pair
     asked = ("A dog", {"do_sample": True, "temperature": 3.0, "top_p": 0.95, "max_gen_toks": 12})
     ours.draws = 0
-    first = ours.generate_until(_requests("generate_until", [asked] * 6))
+    first = ask(ours, "generate_until", [asked] * 6)
     assert len(set(first)) == 6
     ours.draws = 0
-    assert ours.generate_until(_requests("generate_until", [asked] * 6)) == first
+    assert ask(ours, "generate_until", [asked] * 6) == first
 
 
 def test_texts_begin_once(pair):
@@ -227,10 +227,10 @@ def test_other_ends_of_chat_models(tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [2, second]}))
     ours, theirs = _pair(folder)
     assert ours.ends == {2, second}
-    requests = _requests("generate_until", [("A dog", {"until": [], "max_gen_toks": 6})])
-    assert ours.generate_until(requests) == [ours.tokenizer.decode(tokens[:1])]
+    asked = [("A dog", {"until": [], "max_gen_toks": 6})]
+    assert ask(ours, "generate_until", asked) == [ours.tokenizer.decode(tokens[:1])]
     # HFLM keeps the end's text where it is no special token.
-    assert theirs.generate_until(requests) == [ours.tokenizer.decode(tokens[:2])]
+    assert ask(theirs, "generate_until", asked) == [ours.tokenizer.decode(tokens[:2])]
 
 
 def test_whole_tasks(pair, tmp_path):
@@ -284,14 +284,11 @@ def test_no_group_of_processes_is_needed_to_refuse(tmp_path):
 
 def test_what_a_task_asks_and_is_not_there_is_refused(pair):
     ours, _ = pair
-    for arguments, reason in (
-        (
-            {"until": [], "max_gen_toks": 3, "top_k": 3},
-            r"gen_kwargs: top_k is not there; write \['do_sample'",
-        ),
-        ({"until": [], "max_gen_toks": LONGEST}, "leaves no room for a context in max_length = 64"),
+    for options, reason in (
+        ({"max_gen_toks": 3, "top_k": 3}, r"gen_kwargs: top_k is not there; write \['do_sample'"),
+        ({"max_gen_toks": LONGEST}, "leaves no room for a context in max_length = 64"),
     ):
         with pytest.raises(ValueError, match=reason):
-            ours.generate_until(_requests("generate_until", [("x", arguments)]))
+            ask(ours, "generate_until", [("x", {"until": [], **options})])
     with pytest.raises(ValueError, match="a continuation of 65 tokens is outside"):
-        ours.loglikelihood(_requests("loglikelihood", [("x", "y" * 65)]))
+        ask(ours, "loglikelihood", [("x", "y" * 65)])

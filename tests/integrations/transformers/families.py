@@ -7,6 +7,7 @@ import transformers
 from torch import Tensor, nn
 
 from tests.models.transformers_models import EXPERTS, MODELS, WINDOW, tiny_model
+from titan_sparse import ContextParallel
 
 __all__ = ["WINDOW", "transformers"]
 
@@ -134,3 +135,11 @@ def both(model: nn.Module, compute: Callable[[], object], name: str = "titan_spa
     ours = compute()
     model.set_attn_implementation("eager")
     return ours, compute()
+
+
+def pretended_ranks(layout: str = "striped", rank: int = 0) -> ContextParallel:
+    """One of two ranks without the other: what is refused is refused before anything is sent."""
+    cp = ContextParallel(None, layout, block_size=BLOCK)
+    cp.size = 2
+    cp.rank = rank
+    return cp

@@ -149,14 +149,11 @@ def test_the_loss_of_experts_is_not_left_out():
         chunk_loss(model)
 
 
-def test_another_loss_is_not_replaced():
+def test_another_loss_and_another_head_are_refused():
     model = family("llama")
     model.loss_function = lambda logits, **others: logits.sum()
     with pytest.raises(ValueError, match="another loss_function; leave chunk_loss"):
         chunk_loss(model)
-
-
-def test_a_bias_is_refused():
     model = family("llama")
     model.set_output_embeddings(torch.nn.Linear(32, 64, device=DEVICE))
     with pytest.raises(ValueError, match="Linear without bias"):

@@ -14,6 +14,7 @@ from tests.integrations.transformers.families import (
     family,
     logits_and_gradients,
     positions,
+    pretended_ranks,
     tokens,
 )
 from titan_sparse import ContextParallel
@@ -152,8 +153,7 @@ def test_two_ranks_compute_what_one_does():
 
 
 def test_what_context_parallelism_needs_is_said():
-    cp = ContextParallel(None, block_size=BLOCK)
-    cp.size = 2  # Pretended: what is refused is refused before anything is sent.
+    cp = pretended_ranks()
     register(AttentionSettings(cp=cp), name="two_ranks")
     q = torch.zeros(1, 2, SEQ_LEN, 16)
     with pytest.raises(ValueError, match="does not hand position_ids"):

@@ -129,33 +129,24 @@ def test_assisted_generation():
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_the_prompt_is_sparse_and_the_answer_dense(cache, monkeypatch):
+def test_the_prompt_is_sparse_and_the_answer_dense(cache, attended, monkeypatch):
     sparse = VerticalSlash(recall=0.5, sinks=1, max_verticals=8, max_slashes=2)
     register(AttentionSettings(pattern=sparse, block_size=BLOCK))
-    calls = []
-    attend = attention.attend
+    decoded = []
     beside_cache = attention.attention_beside_cache
 
-    def prefill(q, *others, pattern, **kwargs):
-        calls.append((q.shape[2], pattern))
-        return attend(q, *others, pattern=pattern, **kwargs)
-
     def decode(module, query, *args):
-        calls.append((query.shape[2], None))
+        decoded.append(query.shape[2])
         return beside_cache(module, query, *args)
 
-    monkeypatch.setattr(attention, "attend", prefill)
     monkeypatch.setattr(attention, "attention_beside_cache", decode)
     model = family("llama").eval()
     model.set_attn_implementation("titan_sparse")
-    model.generate(
-        tokens(1, SEQ_LEN),
-        max_new_tokens=3,
-        do_sample=False,
-        cache_implementation=cache,
-        disable_compile=True,
-    )
-    assert calls == [(SEQ_LEN, sparse)] * 2 + [(1, None)] * 4
+    options = {"max_new_tokens": 3, "do_sample": False, "disable_compile": True}
+    model.generate(tokens(1, SEQ_LEN), cache_implementation=cache, **options)
+    prompts = [(call.tensors[0].shape[2], call.options["pattern"]) for call in attended]
+    assert prompts == [(SEQ_LEN, sparse)] * 2
+    assert decoded == [1] * 4
 
 
 @pytest.mark.parametrize("mask_is_added", [False, True])

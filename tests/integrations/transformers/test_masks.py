@@ -44,11 +44,6 @@ LENGTHS = [17, 30, 3]
 SPARSE = VerticalSlash(recall=0.5, sinks=1, local_slashes=1, max_verticals=8, max_slashes=2)
 
 
-@pytest.fixture(autouse=True)
-def registered() -> None:
-    register(AttentionSettings(block_size=BLOCK))
-
-
 def added_to_scores(mask: Mask) -> Tensor:
     """[B, 1, S, S], as transformers' eager attention takes a mask."""
     seen = mask.dense(SEQ_LEN)[:, None]
@@ -67,16 +62,11 @@ def ours_and_eager(model, ours, eager) -> tuple:
 OWN_MASKS = [Documents(LENGTHS), documents(LENGTHS), Causal() & SlidingWindow(20)]
 
 
-@pytest.mark.parametrize("mask", OWN_MASKS, ids=["ranges", "slices", "window"])
+@pytest.mark.parametrize("mask", [*OWN_MASKS, prefix_lm(LENGTHS, [5, 20, 3])])
 @pytest.mark.parametrize("name", ["llama", "granite"])
 def test_a_mask_of_ours_in_a_model_with_one_kind_of_layers(name, mask):
     ours = AttentionMask(mask)
     assert_close(*ours_and_eager(family(name), ours, added_to_scores(mask)))
-
-
-def test_a_mask_of_ours_sees_ahead():
-    mask = prefix_lm(LENGTHS, [5, 20, 3])
-    assert_close(*ours_and_eager(family("llama"), AttentionMask(mask), added_to_scores(mask)))
 
 
 @pytest.mark.parametrize("mask", OWN_MASKS, ids=["ranges", "slices", "window"])
@@ -148,48 +138,32 @@ def test_documents_are_found_beside_a_2d_mask():
         assert_close([got[:, begin:end]], [alone])
 
 
-def test_padding_sees_nothing(monkeypatch):
-    outputs = []
-    attend = attention.attend
-
-    def kept(*args, **kwargs):
-        outputs.append(attend(*args, **kwargs))
-        return outputs[-1]
-
-    monkeypatch.setattr(attention, "attend", kept)
+def test_padding_sees_nothing(attended):
     model = family("mistral")
     attention_mask = torch.ones(2, SEQ_LEN, dtype=torch.int64)
     attention_mask[0, :11] = 0
     attention_mask[1, 37:] = 0
     model.set_attn_implementation("titan_sparse")
     model(tokens(2, SEQ_LEN), attention_mask=attention_mask)
-    for out in outputs:
-        is_zero = (out == 0).all(-1).all(1)  # [B, S]
+    for call in attended:
+        is_zero = (call.out == 0).all(-1).all(1)  # [B, S]
         assert torch.equal(is_zero, attention_mask == 0)
 
 
-def test_all_ones_are_no_padding():
+@pytest.mark.parametrize(
+    "inputs, is_plain",
+    [
+        ({"attention_mask": torch.ones(2, SEQ_LEN, dtype=torch.int64)}, True),
+        ({}, True),
+        ({"position_ids": positions(*LENGTHS)}, False),
+    ],
+)
+def test_all_ones_are_no_padding(inputs, is_plain, attended):
     """So that the kernels of plain causal attention serve it."""
-    seen = plain_masks({"attention_mask": torch.ones(2, SEQ_LEN, dtype=torch.int64)})
-    assert seen == [True, True]
-    assert plain_masks({}) == [True, True]
-    assert plain_masks({"position_ids": positions(*LENGTHS)}) == [False, False]
-
-
-def plain_masks(inputs: dict) -> list[bool]:
-    seen = []
-    attend = attention.attend
-
-    def kept(*tensors, mask, **kwargs):
-        seen.append(mask.plain)
-        return attend(*tensors, mask=mask, **kwargs)
-
     model = family("llama")
     model.set_attn_implementation("titan_sparse")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "attend", kept)
-        model(tokens(2, SEQ_LEN), **inputs)
-    return seen
+    model(tokens(2, SEQ_LEN), **inputs)
+    assert [call.options["mask"].plain for call in attended] == [is_plain] * 2
 
 
 @pytest.mark.parametrize("name", ["llama", "olmo3", "gpt_oss"])
@@ -227,17 +201,14 @@ def test_patterns_are_for_layers_without_chunks():
     assert full < 0.9 * Causal().dense(2 * chunk).sum()
 
 
-@pytest.mark.parametrize("masks", ["positions", "dict"])
-def test_patterns_are_for_layers_that_see_far(masks):
+SLIDING = {"full_attention": Causal(), "sliding_attention": SlidingWindow(WINDOW)}
+
+
+@pytest.mark.parametrize("inputs", [{}, {"attention_mask": SLIDING}], ids=["positions", "dict"])
+def test_patterns_are_for_layers_that_see_far(inputs):
     register(AttentionSettings(pattern=SPARSE, block_size=BLOCK))
     model = family("olmo3")
     model.set_attn_implementation("titan_sparse")
-    inputs = {}
-    if masks == "dict":
-        inputs["attention_mask"] = {
-            "full_attention": Causal(),
-            "sliding_attention": SlidingWindow(WINDOW),
-        }
     seq_len = 8 * BLOCK
     with recording(recall_rows=10) as seen:
         model(tokens(1, seq_len), **inputs)
@@ -267,36 +238,22 @@ def test_activation_checkpointing_changes_nothing(how, monkeypatch):
         model.enable_input_require_grads()
     logits = model(**inputs, use_cache=False).logits
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
-    forwards = count_forwards(monkeypatch)
+    forwards = []
+    forward = eager.forward
+
+    def counted(*args, **kwargs):
+        forwards.append(args)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(eager, "forward", counted)
     (logits * weights).sum().backward()
     assert len(forwards) == (0 if how == "keeps attention" else model.config.num_hidden_layers)
     parameters = sorted(model.named_parameters())
     assert_close([logits.detach(), *(p.grad for _, p in parameters)], wanted)
 
 
-def count_forwards(monkeypatch) -> list[str]:
-    """A list that grows with each attention that is computed from here on."""
-    found = []
-    forward = eager.forward
-
-    def counted(*args, **kwargs):
-        found.append("forward")
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(eager, "forward", counted)
-    return found
-
-
-def test_autocast_computes_in_its_dtype(monkeypatch):
+def test_autocast_computes_in_its_dtype(attended):
     """Qwen3's norms of queries and keys, with fp32 weights, leave them in fp32."""
-    dtypes = set()
-    attend = attention.attend
-
-    def kept(q, k, v, *args, **kwargs):
-        dtypes.update({q.dtype, k.dtype, v.dtype})
-        return attend(q, k, v, *args, **kwargs)
-
-    monkeypatch.setattr(attention, "attend", kept)
     model = family("qwen3")
     model.set_attn_implementation("titan_sparse")
     input_ids = tokens(1, SEQ_LEN)
@@ -304,7 +261,7 @@ def test_autocast_computes_in_its_dtype(monkeypatch):
         ours = model(input_ids).logits
         model.set_attn_implementation("sdpa")
         wanted = model(input_ids).logits
-    assert dtypes == {torch.bfloat16}
+    assert {x.dtype for call in attended for x in call.tensors} == {torch.bfloat16}
     assert (ours - wanted).norm() < 0.02 * wanted.norm()
 
 

@@ -13,8 +13,9 @@ from tests.integrations.transformers.families import (
     tokens,
     transformers,
 )
+from tests.models.transformers_models import tiny_model
 from titan_sparse import ContextParallel, recording
-from titan_sparse.attention.masks import Causal, Full
+from titan_sparse.attention.masks import Full
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.integrations.transformers import (
     AttentionMask,
@@ -31,11 +32,6 @@ SEQ_LEN = 50
 SPARSE = VerticalSlash(recall=0.5, sinks=1, local_slashes=1, max_verticals=8, max_slashes=2)
 
 
-@pytest.fixture(autouse=True)
-def registered() -> None:
-    register(AttentionSettings(block_size=BLOCK))
-
-
 def density(model: torch.nn.Module) -> float:
     with recording() as seen:
         model(tokens(1, 8 * BLOCK))
@@ -49,14 +45,7 @@ def test_the_last_settings_of_a_name_hold_and_names_live_beside_each_other():
     assert density(model) == 1.0
     model.set_attn_implementation("ours_sparse")
     assert density(model) < 1.0
-    register(AttentionSettings(block_size=BLOCK), name="ours_sparse")
-    assert density(model) == 1.0
-
-
-def test_register_without_settings_is_dense():
-    register()
-    model = family("llama")
-    model.set_attn_implementation("titan_sparse")
+    register(name="ours_sparse")
     assert density(model) == 1.0
 
 
@@ -66,26 +55,23 @@ def test_names_of_transformers_are_refused(name):
         register(name=name)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"pattern": "dense"},
-        {"cp": 2},
-        {"backend": "sdpa"},
-        {"block_size": 100},
-        {"block_size": "64"},
-        {"cp": ContextParallel(None, block_size=BLOCK), "block_size": 2 * BLOCK},
-    ],
-    ids=lambda settings: "-".join(settings),
-)
-def test_settings_that_are_none_are_refused(settings):
-    with pytest.raises(ValueError, match="write|leave it out"):
-        AttentionSettings(**settings)
-
-
-def test_settings_of_another_kind_are_refused():
+def test_settings_that_are_none_are_refused():
+    other_block = {"cp": ContextParallel(None, block_size=BLOCK), "block_size": 2 * BLOCK}
+    for settings, message in [
+        ({"pattern": "dense"}, "pattern='dense'"),
+        ({"cp": 2}, "cp=2"),
+        ({"backend": "sdpa"}, "backend='sdpa'"),
+        ({"block_size": 100}, "block_size=100"),
+        ({"block_size": 8}, "block_size=8"),
+        ({"block_size": "64"}, "block_size='64'"),
+        (other_block, "leave it out"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            AttentionSettings(**settings)
     with pytest.raises(ValueError, match="AttentionSettings"):
         register({"pattern": SPARSE})
+    with pytest.raises(ValueError, match="write one of"):
+        AttentionMask(torch.ones(2, 2))
 
 
 def test_one_line_says_that_transformers_is_missing():
@@ -163,14 +149,25 @@ def test_attention_dropout_is_refused_in_training_only():
     model(tokens(1, SEQ_LEN))
 
 
-def test_capped_scores_are_refused():
-    config = transformers.Gemma2Config(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, vocab_size=64, head_dim=16
-    )
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="titan_sparse"
-    )
-    with pytest.raises(ValueError, match="softcap"):
+LATENT = {
+    "head_dim": 8,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "config_class, settings, message",
+    [("Gemma2Config", {}, "softcap"), ("DeepseekV3Config", LATENT, "MLA")],
+)
+def test_attention_of_other_kinds_is_refused(config_class, settings, message):
+    model = tiny_model(config_class, vocab_size=64, num_hidden_layers=1, **settings)
+    model.set_attn_implementation("titan_sparse")
+    with pytest.raises(ValueError, match=message):
         model(tokens(1, SEQ_LEN))
 
 
@@ -247,31 +244,3 @@ def test_a_mask_of_ours_may_be_bidirectional():
     model.set_attn_implementation("eager")
     wanted = model(input_ids, attention_mask=torch.zeros(1, 1, SEQ_LEN, SEQ_LEN)).logits
     assert_close([got], [wanted])
-
-
-def test_latent_attention_is_refused():
-    config = transformers.DeepseekV3Config(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        q_lora_rank=8,
-        kv_lora_rank=8,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-        vocab_size=64,
-        first_k_dense_replace=1,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="titan_sparse"
-    )
-    with pytest.raises(ValueError, match="MLA"):
-        model(tokens(1, SEQ_LEN))
-
-
-def test_what_is_no_mask_of_ours_is_refused():
-    with pytest.raises(ValueError, match="write one of"):
-        AttentionMask(torch.ones(2, 2))
-    assert isinstance(AttentionMask(Causal()).mask, Causal)

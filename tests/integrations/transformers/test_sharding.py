@@ -5,8 +5,7 @@ import torch
 
 pytest.importorskip("accelerate")
 
-from tests.integrations.transformers.families import positions, tokens
-from titan_sparse import ContextParallel
+from tests.integrations.transformers.families import positions, pretended_ranks, tokens
 from titan_sparse.attention.context_parallel.layouts import restore_blocks
 from titan_sparse.attention.masks import Documents
 from titan_sparse.integrations.transformers.context_parallel import check_same_batch, shard_batch
@@ -15,20 +14,13 @@ LENGTHS = [30, 7, 13]
 """50 tokens: over two ranks they are padded to 64 in blocks of 16, to 64 in a zigzag too."""
 
 
-def pretended(rank: int, layout: str = "striped") -> ContextParallel:
-    cp = ContextParallel(None, layout, block_size=16)
-    cp.size = 2
-    cp.rank = rank
-    return cp
-
-
 def whole(name: str, batch: dict, layout: str) -> torch.Tensor:
     """The ranks' shards of one entry, in global order."""
-    shards = [shard_batch(batch, pretended(rank, layout)) for rank in (0, 1)]
+    shards = [shard_batch(batch, pretended_ranks(layout, rank)) for rank in (0, 1)]
     joined = torch.cat([shard[name] for shard in shards], dim=1)
     table = shards[0]["attention_mask"].mask.table
     if table is None:
-        table = pretended(0, layout).block_table(joined.shape[1])
+        table = pretended_ranks(layout).block_table(joined.shape[1])
     return restore_blocks(joined, 1, table, 16)
 
 
@@ -50,7 +42,7 @@ def test_shards_are_those_of_the_whole_batch(layout):
 def test_the_mask_is_that_of_the_whole_sequence():
     batch = {"input_ids": tokens(1, 50), "position_ids": positions(*LENGTHS)}
     batch["shift_labels"] = batch["input_ids"]
-    masks = [shard_batch(batch, pretended(rank))["attention_mask"] for rank in (0, 1)]
+    masks = [shard_batch(batch, pretended_ranks(rank=rank))["attention_mask"] for rank in (0, 1)]
     wanted = Documents(LENGTHS).dense(64)
     for mask in masks:
         ranges = mask.mask
@@ -65,7 +57,7 @@ def test_padding_on_both_sides():
     attention_mask = torch.tensor([[0] * 10 + [1] * 40, [1] * 20 + [0] * 30])
     batch = {"input_ids": tokens(2, 50), "attention_mask": attention_mask, "unread": 7}
     batch["labels"] = batch["input_ids"]
-    local = shard_batch(batch, pretended(0))
+    local = shard_batch(batch, pretended_ranks())
     ranges = local["attention_mask"].mask
     visible = (ranges.stop - ranges.start)[:, :50]
     assert torch.equal(visible > 0, attention_mask.bool())
@@ -86,11 +78,11 @@ def test_padding_on_both_sides():
 def test_what_cannot_be_cut_is_refused(changes, message):
     batch = {"input_ids": tokens(1, 50), "labels": tokens(1, 50)} | changes
     with pytest.raises(ValueError, match=message):
-        shard_batch(batch, pretended(0))
+        shard_batch(batch, pretended_ranks())
 
 
 def test_other_batches_of_one_sequence_are_refused():
-    cp = pretended(0)
+    cp = pretended_ranks()
     ids = tokens(1, 50)
     cp.all_gather = lambda facts: torch.stack([facts, facts])
     check_same_batch(ids, ids, cp)

@@ -17,6 +17,7 @@ from tests.integrations.transformers.families import (
     family,
     logits_and_gradients,
     positions,
+    pretended_ranks,
     tokens,
     transformers,
 )
@@ -42,16 +43,13 @@ def no_attention(
 
 
 @pytest.fixture(autouse=True)
-def registered() -> None:
-    register(AttentionSettings(block_size=BLOCK))
+def _no_attention_registered() -> None:
     transformers.AttentionInterface.register("no_attention", no_attention)
     transformers.AttentionMaskInterface.register("no_attention", lambda **_: None)
 
 
 def two_ranks() -> ContextParallel:
-    """Simulated: unsupported input is refused before anything is sent."""
-    cp = ContextParallel(None, block_size=BLOCK)
-    cp.size = 2
+    cp = pretended_ranks()
     register(AttentionSettings(cp=cp), name="two_ranks")
     return cp
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Trainer
 
-from tests.integrations.transformers.families import family
+from tests.integrations.transformers.families import family, pretended_ranks
 from tests.integrations.transformers.trainer_runs import (
     BLOCK,
     LongTrainer,
@@ -62,10 +62,23 @@ def test_streams(tmp_path, monkeypatch):
         check_trainer(trainer)
 
 
-def test_evaluation_without_labels(tmp_path):
-    trainer = LongTrainer(**parts(arguments(tmp_path)))
+def test_evaluation(tmp_path):
+    made = parts(arguments(tmp_path))
+    trainer = LongTrainer(**made)
     with pytest.raises(ValueError, match="add labels"):
         trainer.prediction_step(trainer.model, {"input_ids": torch.ones(1, 5)}, True)
+    with pytest.raises(ValueError, match="write evaluate\\(\\) in place of predict"):
+        trainer.predict(made["eval_dataset"])
+
+
+def ours(name: str = "llama", ranks: int = 1):
+    """A model with our attention, and its group, pretended where there are several ranks."""
+    cp = ContextParallel(None, block_size=BLOCK) if ranks == 1 else pretended_ranks()
+    register(AttentionSettings(cp=None if ranks == 1 else cp))
+    model = family(name)
+    model.set_attn_implementation("titan_sparse")
+    check_model(model, cp)
+    return model, cp
 
 
 def test_models(tmp_path):
@@ -73,36 +86,31 @@ def test_models(tmp_path):
     model.accepts_loss_kwargs = False
     with pytest.raises(ValueError, match=r"forward\(\) takes \*\*kwargs"):
         LongTrainer(**parts(arguments(tmp_path), model=model))
-    model = tiny_model()
+    model, cp = ours()
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match='attn_implementation="sdpa" sees .*="titan_sparse"'):
-        LongTrainer(**parts(arguments(tmp_path), model=model))
-
-
-def test_attention_of_other_ranks(tmp_path):
-    cp = ContextParallel(None, block_size=BLOCK)
-    cp.size = 2  # Pretended
-    register(AttentionSettings(cp=cp))
-    model = tiny_model()
-    with pytest.raises(ValueError, match="register\\(AttentionSettings\\(cp=args"):
-        check_model(model, ContextParallel(None, block_size=BLOCK))
-    check_model(model, cp)
-    register()
-    with pytest.raises(ValueError, match="register\\(AttentionSettings\\(cp=args"):
         check_model(model, cp)
-    # One rank needs no group.
-    check_model(model, ContextParallel(None, block_size=BLOCK))
-
-
-def test_the_balancing_loss_of_experts():
-    register()
-    model = family("mixtral")
-    model.set_attn_implementation("titan_sparse")
-    cp = ContextParallel(None, block_size=BLOCK)
-    check_model(model, cp)
+    model, cp = ours("mixtral")
     model.config.output_router_logits = True
     with pytest.raises(ValueError, match="write router_aux_loss_coef=0.0"):
         check_model(model, cp)
+    model, cp = ours()
+    model.loss_function = torch.nn.functional.cross_entropy
+    with pytest.raises(ValueError, match="AutoModelForCausalLM"):
+        check_model(model, cp)
+
+
+def test_attention_of_other_ranks():
+    refused = pytest.raises(ValueError, match="register\\(AttentionSettings\\(cp=args")
+    model, two = ours(ranks=2)
+    one = ContextParallel(None, block_size=BLOCK)
+    with refused:
+        check_model(model, one)
+    register()
+    with refused:
+        check_model(model, two)
+    # One rank needs no group.
+    check_model(model, one)
 
 
 @pytest.mark.parametrize(
@@ -114,22 +122,15 @@ def test_the_balancing_loss_of_experts():
     ],
 )
 def test_adapters_that_look_at_whole_sequences(adapter):
-    register()
-    model = family("llama")
-    model.set_attn_implementation("titan_sparse")
+    model, cp = ours()
     model = peft.get_peft_model(model, adapter)
     with pytest.raises(ValueError, match=f"{type(adapter).__name__} .* write LoraConfig without"):
-        check_model(model, ContextParallel(None, block_size=BLOCK))
+        check_model(model, cp)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rope_by_the_length_of_a_sequence(kind):
-    cp = ContextParallel(None, block_size=BLOCK)
-    cp.size = 2  # Pretended
-    register(AttentionSettings(cp=cp))
-    model = family("llama")
-    model.set_attn_implementation("titan_sparse")
-    check_model(model, cp)
+    model, cp = ours(ranks=2)
     for parameters in ({"rope_type": kind}, {"full_attention": {"rope_type": kind}}):
         model.config.rope_parameters = parameters
         refused = pytest.raises(ValueError, match=f'rope_type "{kind}" .* write rope_type="yarn"')
@@ -138,15 +139,6 @@ def test_rope_by_the_length_of_a_sequence(kind):
         # Without a Trainer, too.
         with refused:
             model(torch.zeros(1, 2 * BLOCK, dtype=torch.int64))
-
-
-def test_a_model_without_a_loss_of_next_tokens():
-    register()
-    model = family("llama")
-    model.set_attn_implementation("titan_sparse")
-    model.loss_function = torch.nn.functional.cross_entropy
-    with pytest.raises(ValueError, match="AutoModelForCausalLM"):
-        check_model(model, ContextParallel(None, block_size=BLOCK))
 
 
 @pytest.mark.parametrize("own_loss", [False, True])
@@ -169,13 +161,6 @@ def test_a_loss_that_ignores_shifted_labels(own_loss, tmp_path):
     trainer = LongTrainer(**made)
     with pytest.raises(ValueError, match="does not hand shift_labels to its loss"):
         trainer.train()
-
-
-def test_predict(tmp_path):
-    made = parts(arguments(tmp_path))
-    trainer = LongTrainer(**made)
-    with pytest.raises(ValueError, match="write evaluate\\(\\) in place of predict"):
-        trainer.predict(made["eval_dataset"])
 
 
 def test_sizes(monkeypatch):

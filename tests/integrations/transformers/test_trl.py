@@ -15,16 +15,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 from trl.experimental import gkd, orpo  # noqa: E402
 
-from tests.distributed import run_processes  # noqa: E402
 from tests.integrations.transformers.trainer_runs import (  # noqa: E402
     VOCAB,
     arguments,
-    assert_same,
+    assert_trains_alike,
     numbers,
     pretend_gpus,
     read,
     tiny_model,
-    write,
 )
 from titan_sparse.integrations.transformers import AttentionSettings, register  # noqa: E402
 from titan_sparse.integrations.transformers.context_parallel import (  # noqa: E402
@@ -113,42 +111,11 @@ def with_lora(folder: Path) -> list[dict[str, float]]:
     return numbers(made)
 
 
-RUNS = (packed, sharded)
-MORE = (without_packing, with_lora)
-
-
-def run_all(folder: str, runs: tuple = RUNS) -> None:
-    for run in runs:
-        name = run.__name__
-        write(folder, name, run(Path(folder, f"{name}-{os.environ.get('WORLD_SIZE', '1')}")))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("trl"))
-    run_all(folder)
-    run_processes(2, run_all, folder)
-    return folder
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [run.__name__ for run in RUNS])
-def test_two_processes_train_like_one(folder, name):
-    assert_same(read(folder, name, 2), read(folder, name, 1))
-
-
-@pytest.mark.slow
-def test_two_processes_train_like_one_without_packing_and_with_lora(tmp_path):
-    run_all(str(tmp_path), MORE)
-    run_processes(2, run_all, str(tmp_path), MORE)
-    for run in MORE:
-        assert_same(read(tmp_path, run.__name__, 2), read(tmp_path, run.__name__, 1))
-
-
-@pytest.mark.slow
-def test_packing_is_counted(folder):
-    """The tokens of a step are those of its documents, without what fills a sequence."""
-    [first, *_] = read(folder, "packed", 1)
+def test_two_processes_train_like_one(tmp_path):
+    assert_trains_alike(tmp_path, 2, [packed, sharded, without_packing, with_lora])
+    # The tokens of a step are those of its documents, without what fills a sequence.
+    [first, *_] = read(tmp_path, "packed", 1)
     assert 0 < first["num_tokens"] <= 2 * 2 * 250
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset
 from transformers import (
     DataCollatorWithFlattening,
@@ -22,6 +23,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from tests.distributed import run_processes
 from titan_sparse.attention.patterns import Pattern, VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed
 from titan_sparse.integrations.transformers import (
@@ -151,59 +153,56 @@ def pretend_gpus() -> None:
 # The runs. Each takes a folder, and returns numbers().
 
 
-def plain(folder: Path, **changes: Any) -> list[dict[str, float]]:
-    trainer = LongTrainer(**parts(arguments(folder, **changes)))
+def trained(
+    folder: Path, pattern: Pattern | None = None, options: dict | None = None, **changes: Any
+) -> list[dict[str, float]]:
+    """options: of parts(). changes: of arguments()."""
+    trainer = LongTrainer(**parts(arguments(folder, **changes), pattern, **(options or {})))
     trainer.train()
     trainer.evaluate()
     return numbers(trainer)
 
 
+def plain(folder: Path) -> list[dict[str, float]]:
+    return trained(folder)
+
+
 def zigzag(folder: Path) -> list[dict[str, float]]:
     config = ContextParallelConfig(layout="zigzag", schedule="ring", block_size=BLOCK)
-    return plain(folder, parallelism_config=config)
+    return trained(folder, parallelism_config=config)
 
 
 def contiguous(folder: Path) -> list[dict[str, float]]:
-    return plain(
-        folder, parallelism_config=ContextParallelConfig(layout="contiguous", block_size=BLOCK)
-    )
+    config = ContextParallelConfig(layout="contiguous", block_size=BLOCK)
+    return trained(folder, parallelism_config=config)
 
 
 def balanced(folder: Path) -> list[dict[str, float]]:
     config = ContextParallelConfig(layout="balanced", schedule="group_cast", block_size=BLOCK)
-    return plain(folder, parallelism_config=config)
+    return trained(folder, parallelism_config=config)
 
 
 def sparse(folder: Path) -> list[dict[str, float]]:
-    trainer = LongTrainer(**parts(arguments(folder), SPARSE))
-    trainer.train()
-    return numbers(trainer)
+    return trained(folder, SPARSE)
 
 
 def streamed(folder: Path) -> list[dict[str, float]]:
-    args = arguments(folder, accelerator_config={"dispatch_batches": False})
-    trainer = LongTrainer(**parts(args, train_dataset=Stream()))
-    trainer.train()
-    return numbers(trainer)
+    options = {"train_dataset": Stream()}
+    return trained(folder, options=options, accelerator_config={"dispatch_batches": False})
 
 
 def padded(folder: Path) -> list[dict[str, float]]:
     """A batch of several rows, with padding behind the short ones."""
 
     def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
-        longest = max(len(row["input_ids"]) for row in rows)
-        columns = {"input_ids": [], "labels": [], "attention_mask": []}
-        for row in rows:
-            length = len(row["input_ids"])
-            missing = longest - length
-            columns["input_ids"].append(row["input_ids"] + [0] * missing)
-            columns["labels"].append(row["labels"] + [-100] * missing)
-            columns["attention_mask"].append([1] * length + [0] * missing)
-        return {name: torch.tensor(column) for name, column in columns.items()}
+        rows = [row | {"attention_mask": [1] * len(row["input_ids"])} for row in rows]
+        batch = {}
+        for name, filler in (("input_ids", 0), ("labels", -100), ("attention_mask", 0)):
+            columns = [torch.tensor(row[name]) for row in rows]
+            batch[name] = pad_sequence(columns, batch_first=True, padding_value=filler)
+        return batch
 
-    trainer = LongTrainer(**parts(arguments(folder), data_collator=collate))
-    trainer.train()
-    return numbers(trainer)
+    return trained(folder, options={"data_collator": collate})
 
 
 def sharded(
@@ -265,34 +264,27 @@ def noisy(folder: Path) -> list[dict[str, float]]:
 # On four processes, two to a sequence: batches of half the documents.
 
 
-def two_sequences(folder: Path) -> list[dict[str, float]]:
+def of_two_sequences() -> dict[str, Any]:
+    """Arguments with which one process and two sequences see the same batches."""
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    config = ContextParallelConfig(1 if is_alone else 2, block_size=BLOCK)
-    trainer = LongTrainer(
-        **parts(
-            arguments(
-                folder,
-                parallelism_config=config,
-                per_device_train_batch_size=4 if is_alone else 2,
-                train_sampling_strategy="sequential",
-            )
-        )
-    )
-    trainer.train()
-    return numbers(trainer)
+    return {
+        "per_device_train_batch_size": 4 if is_alone else 2,
+        "train_sampling_strategy": "sequential",
+    }
+
+
+def two_sequences(folder: Path) -> list[dict[str, float]]:
+    size = min(2, int(os.environ.get("WORLD_SIZE", "1")))
+    config = ContextParallelConfig(size, block_size=BLOCK)
+    lines = trained(folder, parallelism_config=config, **of_two_sequences())
+    return [line for line in lines if "loss" in line]
 
 
 def two_copies(folder: Path) -> list[dict[str, float]]:
     """HSDP: each copy of the weights is sharded over the two ranks of a sequence."""
-    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    config = ContextParallelConfig(
-        dp_replicate_size=1 if is_alone else 2, schedule="auto", block_size=BLOCK
-    )
-    changes = dict(
-        parallelism_config=config,
-        per_device_train_batch_size=4 if is_alone else 2,
-        train_sampling_strategy="sequential",
-    )
+    copies = min(2, int(os.environ.get("WORLD_SIZE", "1")))
+    config = ContextParallelConfig(dp_replicate_size=copies, schedule="auto", block_size=BLOCK)
+    changes = {"parallelism_config": config, **of_two_sequences()}
     return [line for line in sharded(folder, changes) if "loss" in line]
 
 
@@ -301,14 +293,21 @@ RUNS = (plain, balanced, sparse, padded, sharded, sharded_lora, resumed, noisy)
 MORE = (zigzag, contiguous, streamed)
 
 
-def run_all(folder: str, names: list[str]) -> None:
-    """The named runs, one after the other; rank 0 writes FOLDER/NAME-PROCESSES.json."""
+def run_all(folder: Path, runs: Sequence[Callable[[Path], list]]) -> None:
+    """The runs, one after the other; rank 0 writes FOLDER/NAME-PROCESSES.json."""
     # Earlier tests of this process may have drawn the probe's rows anew.
     set_probe_seed(0)
-    for name in names:
-        [run] = [run for run in RUNS + MORE + WIDE if run.__name__ == name]
-        found = run(Path(folder, f"{name}-{os.environ.get('WORLD_SIZE', '1')}"))
-        write(folder, name, found)
+    for run in runs:
+        name = run.__name__
+        write(folder, name, run(Path(folder, f"{name}-{os.environ.get('WORLD_SIZE', '1')}")))
+
+
+def assert_trains_alike(folder: Path, processes: int, runs: Sequence[Callable]) -> None:
+    """So many processes log the same as one. Leaves what run_all() writes."""
+    run_all(folder, runs)
+    run_processes(processes, run_all, folder, runs)
+    for run in runs:
+        assert_same(read(folder, run.__name__, processes), read(folder, run.__name__, 1))
 
 
 def write(folder: str, name: str, found: Any) -> None:

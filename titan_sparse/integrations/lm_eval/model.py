@@ -95,14 +95,13 @@ class TitanSparseLM(TemplateLM):
         self.batch_size = int(batch_size)
         self.add_bos_token = add_bos_token
         try:
-            settings = settings_of(checkpoint, pretrained, config, attention, keys)
-            data = settings.config.data
-            ours = load_tokenizer(data.tokenizer)
-            self.tokenizer = open_text(data.tokenizer, ours)
-            self.scorer = build_scorer(settings.config, settings.checkpoint, ours)
+            self.config, step = settings_of(checkpoint, pretrained, config, attention, keys)
+            name = self.config.data.tokenizer
+            ours = load_tokenizer(name)
+            self.tokenizer = open_text(name, ours)
+            self.scorer = build_scorer(self.config, step, ours)
         except (ValueError, OSError) as error:
             raise Refusal(str(error)) from error
-        self.config = settings.config
         self.max_length = max_length or self._longest(has_config=bool(checkpoint or config))
         folders = [folder for folder in (pretrained, tokenizer) if folder is not None]
         self.ends = end_tokens(self.tokenizer, folders)

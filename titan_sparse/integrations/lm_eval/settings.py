@@ -6,7 +6,7 @@ Tokens are as lm_eval's tasks expect them: with exactly one begin-of-text token.
 import json
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import require
@@ -16,23 +16,17 @@ from titan_sparse.evaluation.load import find_checkpoint
 from titan_sparse.evaluation.settings import load_for_evaluation
 
 
-class Settings(NamedTuple):
-    """config: checked. checkpoint: a folder step-N, or None for config.model.initial_hf."""
-
-    config: Config
-    checkpoint: str | None
-
-
 def settings_of(
     checkpoint: str | None,
     pretrained: str | None,
     config: str | None,
     attention: str | None,
     keys: dict[str, Any],
-) -> Settings:
-    """What the arguments of TitanSparseLM mean. keys: dotted, of the configuration.
+) -> tuple[Config, str | None]:
+    """What the arguments of TitanSparseLM mean: the checked configuration, and the checkpoint to
+    read (a folder step-N), or None for config.model.initial_hf.
 
-    Raises ValueError, one line.
+    keys: dotted, of the configuration. Raises ValueError, one line.
     """
     require(
         (checkpoint is None) != (pretrained is None),
@@ -63,7 +57,7 @@ def settings_of(
         words.append(f"--{key}={text}")
     resolved = load_for_evaluation(words, pretrained, dense)
     check(resolved, *world_from_environment())
-    return Settings(resolved, step)
+    return resolved, step
 
 
 def _config_of(step: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -310,39 +311,19 @@ def attention_beside_cache(
     query: [B, Hq, Sq, D]. key, value: [B, Hkv, Skv, D]. mask: bool [B, 1, Sq, Skv], True where a
     query sees a key, or what is added to scores. s_aux: learned sinks [Hq], or None.
     """
-    if s_aux is None:
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, mask, dropout=0.0, scaling=scaling, is_causal=False
-        )
-        return out
-    return _attention_with_sinks(query, key, value, mask, scaling, s_aux)
-
-
-def _attention_with_sinks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scaling: float | None,
-    s_aux: Tensor,
-) -> Tensor:
-    """Like attention_beside_cache(), with an additional score s_aux that adds to the softmax's sum
-    and has no value."""
-    groups = query.shape[1] // key.shape[1]
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
-    # [B, Hq, Sq, Skv]
-    keys = key.repeat_interleave(groups, dim=1)
-    scores = (query @ keys.mT).float() * scaling
-    if mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    else:
-        scores = scores + mask
-    sinks = s_aux.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    shares = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
-    values = value.repeat_interleave(groups, dim=1)
-    out = shares.to(value.dtype) @ values
-    return out.transpose(1, 2).contiguous()
+    if s_aux is not None:
+        # A sink is one more key: its score is s_aux, and its value is 0.
+        key = pad(key, (0, 0, 0, 1))
+        value = pad(value, (0, 0, 0, 1))
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+        shape = query.shape[:3]
+        sinks = s_aux.to(mask.dtype)[None, :, None, None].expand(*shape, 1)
+        mask = torch.cat([mask.expand(*shape, -1), sinks], dim=-1)
+    out, _ = sdpa_attention_forward(
+        module, query, key, value, mask, dropout=0.0, scaling=scaling, is_causal=False
+    )
+    return out
 
 
 def keep_attention() -> dict[str, object]:
