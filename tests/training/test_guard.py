@@ -136,16 +136,6 @@ def test_spikes_by_the_written_rule(alone):
         assert 1 < sum(wanted) < 20
 
 
-def test_statistics_are_plain_at_first_and_then_forget(alone):
-    guard = Guard(GuardSection(warmup_steps=100, average_steps=4), CPU, False)
-    _judge(guard, [math.exp(x) for x in (1.0, 2.0, 4.0, 1.0)])
-    # Mean 2, and the mean square of the distances.
-    assert guard.statistics.tolist() == pytest.approx([2.0, 1.5, 4.0])
-    _judge(guard, [math.exp(6.0)])
-    # A quarter of the way to 6, as there are four steps to average.
-    assert guard.statistics.tolist() == pytest.approx([3.0, 0.75 * (1.5 + 0.25 * 16), 5.0])
-
-
 @pytest.mark.parametrize(
     "options, norms, skipped",
     [

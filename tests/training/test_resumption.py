@@ -8,7 +8,7 @@ import torch
 from titan_sparse.config import Config, LRScheduler, Optimizer
 from titan_sparse.config.changes import Saved
 from titan_sparse.training.optimizer import build_optimizer, build_schedule, resume_schedule
-from titan_sparse.training.setup import learning_rate, report_changes, schedule_warning
+from titan_sparse.training.setup import report_changes, schedule_warning
 
 
 class Layer(torch.nn.Module):
@@ -86,14 +86,6 @@ def test_resumed_schedule_is_the_stepped_one(section):
         assert resumed.schedulers[0].get_last_lr() == stepped.schedulers[0].get_last_lr()
         optimizer.step()
         stepped.step()
-
-
-def test_the_schedule_ends_at_its_last_step():
-    config = Config()
-    config.optimizer.lr, config.training.steps, config.lr_scheduler.total_steps = 1.0, 40, 20
-    rates = [learning_rate(config, step) for step in range(40)]
-    assert rates[20:] == [pytest.approx(config.lr_scheduler.min_lr_factor)] * 20
-    assert min(rates[10:]) == rates[-1]
 
 
 def _config(steps: int, lr: float = 1.0, total_steps: int = 0) -> Config:

@@ -9,6 +9,7 @@ every rank also writes its stacks, and NCCL's records, to files.
 """
 
 import functools
+import itertools
 import json
 import logging
 import os
@@ -37,7 +38,8 @@ _BEATS_OF_SILENCE = 8
 _MAX_STACKS = 3
 """Times that a rank writes its stacks: a bound for the disk."""
 
-_watches = 0
+_watches = itertools.count()
+"""Numbers of the watches of this process."""
 
 _TORCH = os.path.dirname(torch.__file__)
 
@@ -70,7 +72,6 @@ class Watch:
         signals: StopSignals | None = None,
         folder: Path | None = None,
     ):
-        global _watches
         self.timeout_seconds = timeout_seconds
         self.signals = signals or StopSignals()
         self.folder = folder
@@ -93,8 +94,7 @@ class Watch:
         # The line that it has reported last.
         self.stuck_line = ""
         # All ranks make theirs in the same order: the number keeps the keys of earlier ones apart.
-        self.prefix = f"watch {_watches}"
-        _watches += 1
+        self.prefix = f"watch {next(_watches)}"
 
     @property
     def beat_seconds(self) -> float:
@@ -214,13 +214,10 @@ class Watch:
 
     def _some_rank_is_dead(self, silences: list["_Unchanged"]) -> bool:
         """Whether a rank has ended without saying so. silences: of the beats of all ranks."""
-        for rank, status in self._signs(range(self.size)).items():
-            silent = silences[rank].seconds(status["beat"])
-            if status["closed"] or status["failed"]:
-                continue
-            if has_ended(status) or silent > 2 * _BEATS_OF_SILENCE * self.beat_seconds:
-                return True
-        return False
+        signs = self._signs(range(self.size)).items()
+        silent = {rank: silences[rank].seconds(status["beat"]) for rank, status in signs}
+        limit = 2 * _BEATS_OF_SILENCE * self.beat_seconds
+        return any(_is_dead(status, silent[rank] > limit) for rank, status in signs)
 
     def _say_that_store_is_gone(self, broken: RuntimeError) -> None:
         logger.error(
@@ -235,11 +232,13 @@ class Watch:
         number = (self.rank + 1) % self.size
         status = self._signs([number]).get(number)
         silent = unchanged.seconds(status["beat"] if status else None)
-        if status is None or status["closed"] or status["failed"]:
-            return
-        if silent > _BEATS_OF_SILENCE * self.beat_seconds or has_ended(status):
-            if self._claim(f"silent {number} {status['beat']}"):
-                logger.error("%s", describe({number: status}, {number}))
+        is_silent = silent > _BEATS_OF_SILENCE * self.beat_seconds
+        if (
+            status
+            and _is_dead(status, is_silent)
+            and self._claim(f"silent {number} {status['beat']}")
+        ):
+            logger.error("%s", describe({number: status}, {number}))
 
     def _report_stuck(self, still: float) -> None:
         """Once a step: this rank's stacks, and from the first rank that comes one line."""
@@ -284,25 +283,15 @@ class Watch:
         process of this machine is seen to have ended.
         """
         before = self._signs(range(self.size))
-        ended: set[int] = set()
         for _ in range(_BEATS_OF_SILENCE + 1):
             time.sleep(self.beat_seconds)
             self._give_sign()
             after = self._signs(range(self.size))
-            present = {
-                rank: status
-                for rank, status in after.items()
-                if not status["closed"] and not status["failed"]
-            }
-            ended = {rank for rank, status in present.items() if has_ended(status)}
+            ended = {rank for rank, status in after.items() if _is_dead(status, is_silent=False)}
             if ended:
                 return after, ended
-        silent = {
-            rank
-            for rank, status in present.items()
-            if rank in before and status["beat"] == before[rank]["beat"]
-        }
-        return after, silent
+        beats = {rank: status["beat"] for rank, status in before.items()}
+        return after, {r for r, s in after.items() if _is_dead(s, s["beat"] == beats.get(r))}
 
     def _claim(self, what: str) -> bool:
         # One line per job, not one per rank.
@@ -392,6 +381,12 @@ def has_ended(status: dict) -> bool:
             return file.read().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True
+
+
+def _is_dead(status: dict, is_silent: bool) -> bool:
+    """Whether a rank has ended without saying so, or is silent."""
+    has_said_so = status["closed"] or status["failed"]
+    return not has_said_so and (is_silent or has_ended(status))
 
 
 def culprits(statuses: dict[int, dict], silent: set[int]) -> list[int]:
