@@ -106,6 +106,7 @@ def test_the_learning_rate_of_each_step(options, wanted):
 
 SETTINGS = {
     "training__steps": 4,
+    "attention__pattern": "dense",
     "training__gradient_accumulation_steps": 2,
     "training__max_norm": 0.1,
     "optimizer__name": "AdamW",

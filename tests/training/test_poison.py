@@ -22,6 +22,8 @@ from titan_sparse.training.launcher import Poisoned
 
 SETTINGS = {
     "training__steps": 7,
+    "training__seq_len": 128,
+    "attention__pattern": "dense",
     "training__dtype": "float32",
     "optimizer__name": "AdamW",
     "optimizer__lr": 1e-2,

@@ -24,6 +24,7 @@ def _config(folder: Path, output: str, grace: int) -> Config:
         folder,
         output,
         parallelism__cp=2,
+        attention__pattern="dense",
         training__steps=4,
         training__seq_len=64,
         training__gradient_accumulation_steps=MICRO_BATCHES,
