@@ -1,7 +1,7 @@
-"""What ends a training process: torchrun, signals, and failures. Loads no torch.
+"""End a training process: with torchrun, after a signal, or after a failure. Does not import torch.
 
-A process ends together with the torchrun that has started it, and reports its error to it. SIGINT and
-SIGTERM ask a run to stop. What is wrong with a configuration is reported before torch is loaded.
+A process ends together with the torchrun that started it, and reports its error to torchrun. SIGINT
+and SIGTERM ask a run to stop. Mistakes in a configuration are reported before torch is imported.
 """
 
 import io
@@ -176,14 +176,14 @@ class StopSignals:
 
 @contextmanager
 def ignore_signals_in_children() -> Iterator[None]:
-    """Processes that are started inside, by this thread or by threads started inside, do not hear
-    SIGINT and SIGTERM.
+    """Processes that are started inside, by this thread or by threads started inside, ignore SIGINT
+    and SIGTERM.
 
-    torchrun passes signals on to the children of its ranks too. One that writes a checkpoint must
-    live on, or the last save fails. It ends with its rank. This process goes on hearing them, in
-    another thread.
+    torchrun also sends its signals to the children of its ranks. A child that writes a checkpoint
+    must continue, or the last save fails. It ends with its rank. This process still receives the
+    signals, in another thread.
     """
-    # Python opens both signals when it starts this helper of its own, with the first child.
+    # With the first child, Python starts its resource tracker, and unblocks both signals then.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     try:

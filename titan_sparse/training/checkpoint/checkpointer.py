@@ -282,7 +282,7 @@ class Checkpointer(Saver):
             first = next(iter(broken.values()))
             raise NoneWhole(
                 f"no checkpoint in {self.folder} is whole: {first}; put back a whole one, or "
-                "write another training.output_dir to begin anew"
+                "write another training.output_dir to start a new run"
             )
         return None
 

@@ -88,7 +88,7 @@ class HashedFile(io.FileIO):
             os.fsync(self.fileno())
         self.close()
         if self.failure is not None:
-            # torch.save() raises an error of its own in its place.
+            # torch.save() would hide it behind another error.
             raise self.failure
 
 
@@ -215,7 +215,7 @@ def share_out(sizes: dict[MetadataIndex, int], files: int) -> list[list[Metadata
 
 
 def open_memory(path: str, slots: Slots) -> tuple[mmap.mmap, Tensors]:
-    """Shared memory and the tensors in it. Each has a storage of its own, as torch.save() wants it."""
+    """Open shared memory, and the tensors in it. Each has its own storage, which torch.save() needs."""
     with open(path, "r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
     tensors = {}
