@@ -71,7 +71,7 @@ def test_results_of_a_run(folder, one):
 
 
 def test_dense_and_generated(folder, one):
-    # As in the config.toml of a run over several ranks: how they share a sequence is no obstacle on one.
+    # As in the config.toml of a run over several ranks.
     several = "--attention.schedule group_cast --attention.overlap_stages 3 "
     several += "--attention.layout balanced --parallelism.cp_intra 8"
     words = f"{several} --attention dense --depths 1 --samples 1 --answers generated"

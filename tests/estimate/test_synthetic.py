@@ -102,11 +102,12 @@ def test_verticals_hold_the_share_that_was_drawn():
         assert 0.03 < mass[heads.outliers[head // 2]].sum() < 0.93
 
 
-def test_too_short_or_ungrouped_is_refused():
-    with pytest.raises(ValueError, match="2048"):
-        draw_heads(1024)
-    with pytest.raises(ValueError, match="multiple of kv_heads"):
-        draw_heads(4096, 5, 2)
+@pytest.mark.parametrize(
+    "sizes, words", [((1024,), "2048"), ((4096, 5, 2), "multiple of kv_heads")]
+)
+def test_too_short_or_ungrouped_is_refused(sizes, words):
+    with pytest.raises(ValueError, match=words):
+        draw_heads(*sizes)
 
 
 def test_a_random_index_has_its_density():
@@ -127,27 +128,25 @@ def test_a_random_index_has_its_density():
 def test_an_index_survives_its_file(tmp_path, mask, pattern):
     torch.manual_seed(0)
     ranges = mask.rows(128)
-    q = torch.randn(2, 4, 128, 8)
-    k = torch.randn(2, 2, 128, 8)
-
-    def choose(queries: torch.Tensor):
+    indexes = []
+    for _ in range(2):
+        q = torch.randn(2, 4, 128, 8)
+        k = torch.randn(2, 2, 128, 8)
         if pattern.dynamic:
-            return pattern.select(queries, k, ranges, block_size=16)
-        return pattern.index([], ranges, 2, 4, 16)
-
-    indexes = [choose(q), choose(-q)]
+            indexes.append(pattern.select(q, k, ranges, block_size=16))
+        else:
+            indexes.append(pattern.index([], ranges, 2, 4, 16))
     save_indexes(tmp_path / "index.pt", pattern, ranges, indexes)
     loaded_ranges, loaded = load_indexes(tmp_path / "index.pt")
     for a, b in zip(loaded_ranges[:4], ranges[:4]):
         assert torch.equal(a, b) if torch.is_tensor(a) else a == b
-    assert len(loaded) == 2
-    for a, b in zip(loaded, indexes):
+    for a, b in zip(loaded, indexes, strict=True):
         assert torch.equal(a.dense(mask), b.dense(mask)) and a.heads == b.heads
 
 
-def test_other_files_are_refused(tmp_path):
+@pytest.mark.parametrize("name", ["text", "other", "missing"])
+def test_other_files_are_refused(tmp_path, name):
     (tmp_path / "text").write_text("no index")
     torch.save({"x": 1}, tmp_path / "other")
-    for name in ("text", "other", "missing"):
-        with pytest.raises(ValueError, match=f"--index .*{name}: "):
-            load_indexes(tmp_path / name)
+    with pytest.raises(ValueError, match=f"--index .*{name}: "):
+        load_indexes(tmp_path / name)

@@ -1,4 +1,4 @@
-"""Prints every option of train.py, and which of attention's choices do not run together.
+"""Print every option of train.py, and which of attention's choices do not run together.
 
     titan-sparse options [--config X.toml] [--key value ...]
 
@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import get_args
 
+from titan_sparse.commands import parser_of
 from titan_sparse.config import Config, ConfigError, check, load, usage
 from titan_sparse.config.reading import KINDS
 
@@ -23,11 +24,9 @@ _CHOICES = ("mask", "pattern", "layout", "schedule", "backend")
 
 
 def main(words: list[str]) -> int:
-    if "--help" in words:
-        print(__doc__)
-        return 0
+    _, rest = parser_of(__doc__).parse_known_args(words)
     try:
-        config, _ = load([*_DEFAULTS, *words])
+        config, _ = load([*_DEFAULTS, *rest])
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

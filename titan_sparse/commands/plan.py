@@ -185,7 +185,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config, list[tuple[str,
     config.parallelism.dp_replicate = 1
     config.parallelism.dp_shard = 1
     config.training.seq_len = args.seq_len or config.training.seq_len
-    if not args.index:  # what is planned, whatever the configuration says: "auto" depends on it
+    if not args.index:  # "auto" depends on the mask that is planned
         config.attention.mask = "documents" if args.documents else "causal"
         config.data.sequences = "packed" if args.documents else "fixed"
 
@@ -197,7 +197,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config, list[tuple[str,
     layouts = [layout for layout, _ in pairs]
     for layout, schedule in pairs:
         attention = dataclasses.replace(config.attention, layout=layout, schedule=schedule)
-        # What only one of the compared settings uses is no reason to refuse the others.
+        # An option that only one of the compared settings uses must not refuse the others.
         if schedule != "group_cast" and any(other == "group_cast" for _, other in pairs):
             attention.overlap_stages = 0
             attention.overlap_stages_backward = 0

@@ -2,12 +2,12 @@
 
     titan-sparse prepare_data SOURCE OUT --tokenizer tokenizer.json --processes 16
 
-Prints and saves a histogram of lengths; of chats (--format messages) also the share that sequences
-keep whole, and the share of tokens that is learned. SOURCE is what data.source takes (a file or folder of .txt,
-.jsonl, .json or .parquet, a Hugging Face dataset, python), a folder of source code (--document
-folder or source), or a folder of MDS shards such as ProLong's (with index.json; needs
-pip install "titan-sparse[mds]"). Interrupted, the same command goes on and keeps finished shards.
-docs/data.md says more.
+The command prints and saves a histogram of lengths. For chats (--format messages) it also prints the
+share that sequences keep whole, and the share of tokens that is learned. SOURCE is what data.source
+takes (a file or folder of .txt, .jsonl, .json or .parquet, a Hugging Face dataset, python), a folder
+of source code (--document folder or source), or a folder of MDS shards such as ProLong's (with
+index.json; needs pip install "titan-sparse[mds]"). After an interruption, the same command continues
+and keeps finished shards. See docs/data.md.
 """
 
 import argparse

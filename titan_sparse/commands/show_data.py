@@ -2,9 +2,9 @@
 
     titan-sparse show_data --config X.toml [--samples 3] [--plain] [--key value ...]
 
-What is learned is green, special tokens are bold, and the rest is dim; with --plain, which is for
-files and terminals without colors, what is learned stands between ⟦ and ⟧. Of a mixture, each part
-is shown. Other words are options of the configuration, as train.py takes them.
+Text that is learned is green, special tokens are bold, and the rest is dim. With --plain, for files
+and terminals without colors, text that is learned is between ⟦ and ⟧. Each part of a mixture is
+shown. Other words are options of the configuration, as train.py takes them.
 """
 
 import logging

@@ -47,7 +47,7 @@ HOST_RESERVE = 0.1
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 RESERVE = 0.03
-"""Share of a device's memory that stays free: the estimate is up to so much too low
+"""Share of a device's memory that stays free, because the estimate can be too low by so much
 (docs/training.md)."""
 
 _LONGEST = 2**30
@@ -141,7 +141,7 @@ def find_max_length(config: Config, where: World) -> tuple[str, bool]:
     """
     if where.usable is None:
         raise ValueError(
-            "--find-max-length: no GPU is here whose memory could be looked up; "
+            "--find-max-length needs the memory of a GPU, and this machine has no GPU; "
             "write --device-memory GIB"
         )
     model = resolve(**vars(config.model))
@@ -279,7 +279,7 @@ def _verdict(needed: float, where: World) -> list[str]:
         f"{needed + where.outside:.2f} GiB"
     )
     if where.device_memory is None:
-        return ["", f"{total}; no GPU is here to compare with: write --device-memory GIB"]
+        return ["", f"{total}; to compare it with a GPU write --device-memory GIB"]
     verdict = "fits" if where.fits(needed) else "does NOT fit"
     return ["", f"{total} of {where.device_memory:.1f}, {100 * RESERVE:.0f} % kept free: {verdict}"]
 
