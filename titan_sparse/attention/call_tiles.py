@@ -15,28 +15,43 @@ from titan_sparse.kernels.block_sparse import Piece, Tiles
 
 
 def tiles_of_rank(
-    call: AttentionCall, batch: int, source: int, transpose: bool, query_rank: int | None = None
+    call: AttentionCall,
+    batch: int,
+    source: int | None,
+    transpose: bool,
+    query_rank: int | None = None,
 ) -> Tiles:
-    """Tiles of the queries of `query_rank` (default: this rank) and the keys of rank `source`.
+    """Tiles of the queries of `query_rank` (default: this rank) and the keys of rank `source` (None:
+    of all ranks, one after the other).
 
     transpose: make Tiles.by_key too, which some backends read in the backward.
     """
 
     def k_blocks() -> Tensor:
+        if source is None:
+            # [ranks, n]
+            table = call.cp.table(call.mask)
+            return table[:, : call.last].flatten()
         return call.key_blocks(source)
 
-    return _block_tiles(call, batch, transpose, k_blocks, source, query_rank)
+    if _has_table_kernels(call):
 
+        def make_key_side() -> slash_tables.KeySide:
+            return slash_tables.key_side(k_blocks(), call.index.block_size)
 
-def tiles_of_all_ranks(call: AttentionCall, batch: int, transpose: bool) -> Tiles:
-    """Tiles of this rank's queries and the keys of all ranks, one rank after the other."""
+        key = ("key side", call.cp.key, source, call.last)
+        key_side = once_per_mask(call.mask, key, make_key_side)
+        query_side = _query_side(call, batch, query_rank)
+        return slash_tables.block_tiles(query_side, call.index, key_side, transpose)
+    if not call.pattern.dynamic:
+        # Made once, for the forward and for the backward.
+        transpose = transpose or call.backend.READS_BY_KEY
 
-    def k_blocks() -> Tensor:
-        # [ranks, n]
-        table = call.cp.table(call.mask)
-        return table[:, : call.last].flatten()
+    def make() -> Tiles:
+        return _block_tiles(call, batch, transpose, k_blocks(), query_rank)
 
-    return _block_tiles(call, batch, transpose, k_blocks, source=None, query_rank=None)
+    name = ("tiles", source, query_rank, batch, transpose)
+    return _once_if_static(call, name, make)
 
 
 def tiles_of_blocks(
@@ -59,15 +74,7 @@ def tiles_of_blocks(
         return block_tables.with_room(tiles, capacity)
 
     def make() -> Tiles:
-        tables = _tables(call)
-        tiles = tables.block_tiles(
-            call.mask,
-            call.index,
-            call.query_blocks(),
-            k_blocks,
-            batch,
-            transpose,
-        )
+        tiles = _block_tiles(call, batch, transpose, k_blocks)
         return block_tables.with_room(tiles, capacity)
 
     full_name = ("tiles of blocks", name, batch, transpose, capacity)
@@ -119,40 +126,13 @@ def _block_tiles(
     call: AttentionCall,
     batch: int,
     transpose: bool,
-    k_blocks: Callable[[], Tensor],
-    source: int | None,
-    query_rank: int | None,
+    k_blocks: Tensor,
+    query_rank: int | None = None,
 ) -> Tiles:
-    """Tiles with the keys of the rank `source` (None: of all ranks).
-
-    k_blocks(): the global blocks of those keys, which are the same for all layers.
-    """
-    if _has_table_kernels(call):
-
-        def make_key_side() -> slash_tables.KeySide:
-            return slash_tables.key_side(k_blocks(), call.index.block_size)
-
-        key = ("key side", call.cp.key, source, call.last)
-        key_side = once_per_mask(call.mask, key, make_key_side)
-        query_side = _query_side(call, batch, query_rank)
-        return slash_tables.block_tiles(query_side, call.index, key_side, transpose)
-    if not call.pattern.dynamic:
-        # Made once, for the forward and for the backward.
-        transpose = transpose or call.backend.READS_BY_KEY
-
-    def make() -> Tiles:
-        tables = _tables(call)
-        return tables.block_tiles(
-            call.mask,
-            call.index,
-            call.query_blocks(query_rank),
-            k_blocks(),
-            batch,
-            transpose,
-        )
-
-    name = ("tiles", source, query_rank, batch, transpose)
-    return _once_if_static(call, name, make)
+    """In plain torch."""
+    tables = block_tables if call.mask.slices is None else slice_tables
+    q_blocks = call.query_blocks(query_rank)
+    return tables.block_tiles(call.mask, call.index, q_blocks, k_blocks, batch, transpose)
 
 
 def _once_if_static(call: AttentionCall, name: tuple, make: Callable[[], Tiles]) -> Tiles:
@@ -167,13 +147,6 @@ def _once_if_static(call: AttentionCall, name: tuple, make: Callable[[], Tiles])
         call.last,
     )
     return once_per_mask(call.mask, key, make)
-
-
-def _tables(call: AttentionCall):
-    """The module that makes tables of blocks for this mask, in plain torch."""
-    if call.mask.slices is None:
-        return block_tables
-    return slice_tables
 
 
 def _has_table_kernels(call: AttentionCall) -> bool:

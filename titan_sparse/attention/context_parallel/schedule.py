@@ -169,6 +169,14 @@ def backward_order(windows: int, steps: int) -> list[int]:
     return [0, *other_windows, *rest_of_first_window]
 
 
+def vertical_shares(steps: int, blocks: int) -> int:
+    """Over how many of `steps` steps the `blocks` blocks of verticals are dealt out.
+
+    One step is left out for the exchange to hide behind, unless there is no other.
+    """
+    return min(max(steps - 1, 1), blocks)
+
+
 def vertical_steps(
     computes: list[bool], blocks: int, backward: bool = False, windows: int = 1
 ) -> list[int]:
@@ -185,9 +193,7 @@ def vertical_steps(
     if backward:
         order = backward_order(windows, len(computes))
     steps = [step for step in order if computes[step]]
-    # One step is left out for the exchange to hide behind, unless there is no other.
-    shares = max(len(steps) - 1, 1)
-    shares = min(shares, blocks)
+    shares = vertical_shares(len(steps), blocks)
     if backward:
         return steps[:shares]
     return steps[len(steps) - shares :]

@@ -44,41 +44,28 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     result = results(q, _query_heads(q, k), steps=1)
     has_verticals = gathered.result.shape[3] > 0
     tiles_of_verticals = None
-    tiles = None
-    by_rectangles = _goes_by_rectangles(call, q)
-    if not by_rectangles:
+    steps = _rectangles(call, q)
+    if not steps:
         with recorder.computing():
-            tiles = call_tiles.tiles_of_all_ranks(call, len(q), transpose=False)
-    outs = []
-    lses = []
-    for step, head in enumerate(kv_heads):
+            tiles = call_tiles.tiles_of_rank(call, len(q), None, False)
+    totals: list[Partial] = []
+    for head, into in zip(kv_heads, result.parts, strict=True):
         heads = head.query_heads
-        vertical_kv = None
         if has_verticals:
-            vertical_kv = gathered.wait()
+            gathered.wait()
         with recorder.computing():
-            if by_rectangles:
-                out, lse = _dense_forward(call, q[:, heads], head, result.parts[step])
+            if steps:
+                total = _dense_forward(call, steps, q[:, heads], head, into)
             else:
                 if has_verticals and tiles_of_verticals is None:
-                    tiles_of_verticals = call_tiles.tiles_of_verticals(
-                        call, len(q), transpose=False
-                    )
-                pieces = _pieces(head, tiles, vertical_kv, tiles_of_verticals)
+                    tiles_of_verticals = call_tiles.tiles_of_verticals(call, len(q), False)
+                pieces = _pieces(head, tiles, gathered.result, tiles_of_verticals)
                 # One launch sees all keys: nothing is merged, and out may be rounded right away.
-                out, lse = call.backend.forward(
-                    q[:, heads],
-                    pieces,
-                    total=None,
-                    scale=call.scale,
-                    dtype=q.dtype,
-                    into=result.parts[step],
-                )
-        outs.append(out)
-        lses.append(lse)
+                total = call.backend.forward(q[:, heads], pieces, None, call.scale, q.dtype, into)
+        totals.append(total)
     # [B, Hq, S_local, D] and [B, Hq, S_local]
-    out = result.joined(outs)
-    lse = torch.cat(lses, dim=1)
+    out = result.joined([total.out for total in totals])
+    lse = torch.cat([total.lse for total in totals], dim=1)
     return out, lse, gathered.wait()
 
 
@@ -92,34 +79,28 @@ def backward(
     dtype = accumulation_dtype(q.dtype)
     kv_heads = _gathered_heads(call, q, k, v)
     result = results(q, _query_heads(q, k), steps=1)
-    by_rectangles = _goes_by_rectangles(call, q)
-    tiles = None if by_rectangles else call_tiles.tiles_of_all_ranks(call, len(q), by_key)
-    has_verticals = vertical_kv.shape[3] > 0
+    steps = _rectangles(call, q)
+    if not steps:
+        tiles = call_tiles.tiles_of_rank(call, len(q), None, by_key)
+    d_verticals = verticals.Gradients(call, vertical_kv)
     tiles_of_verticals = None
-    if has_verticals:
+    if vertical_kv.shape[3] > 0:
         tiles_of_verticals = call_tiles.tiles_of_verticals(call, len(q), by_key)
+        d_verticals.missing = k.shape[1]
     dq = []
-    d_verticals = []
     dk_scattered: list[Pending] = []
     dv_scattered: list[Pending] = []
     for head, into in zip(kv_heads, result.parts, strict=True):
         heads = head.query_heads
         queries_of_head = Queries._make(tensor[:, heads] for tensor in queries)
-        if by_rectangles:
-            dq_of_head, gradients = _dense_backward(call, queries_of_head, head, into)
+        if steps:
+            dq_of_head, gradients = _dense_backward(call, steps, queries_of_head, head, into)
         else:
             pieces = _pieces(head, tiles, vertical_kv, tiles_of_verticals)
             dq_of_head, gradients = call.backend.backward(
-                queries_of_head,
-                pieces,
-                dq=None,
-                scale=call.scale,
-                dtype=dtype,
-                into=into,
+                queries_of_head, pieces, None, call.scale, dtype, into
             )
         dq.append(dq_of_head)
-        if has_verticals:
-            d_verticals.append(torch.stack(gradients[1]))
         if dk_scattered:
             # The previous head's gradients traveled while this one was computed. Waiting frees
             # the memory that they were sent from.
@@ -128,31 +109,24 @@ def backward(
         dk, dv = gradients[0]
         dk_scattered.append(_start_scatter(call, dk, dtype))
         dv_scattered.append(_start_scatter(call, dv, dtype))
-    reduced = None
-    if has_verticals:
-        # [2, B, Hq, C, D]
-        d_vertical_kv = torch.cat(d_verticals, dim=2)
-        reduced = verticals.reduce_gradients(call, d_vertical_kv)
+        if tiles_of_verticals is not None:
+            d_verticals.put(gradients[1], heads, share=0, shares=1)
     # [B, Hkv, S_local, D]
-    dk = torch.cat([pending.wait() for pending in dk_scattered], dim=1)
-    dv = torch.cat([pending.wait() for pending in dv_scattered], dim=1)
-    dk = dk.to(dtype)
-    dv = dv.to(dtype)
-    if reduced is not None:
-        verticals.add_gradients(call, (dk, dv), reduced.wait())
-    dq = result.joined(dq)
-    return dq, dk.to(q.dtype), dv.to(q.dtype)
+    dk = torch.cat([pending.wait() for pending in dk_scattered], dim=1).to(dtype)
+    dv = torch.cat([pending.wait() for pending in dv_scattered], dim=1).to(dtype)
+    d_verticals.add_to((dk, dv))
+    return result.joined(dq), dk.to(q.dtype), dv.to(q.dtype)
 
 
-def _goes_by_rectangles(call: AttentionCall, q: Tensor) -> bool:
-    own = rectangles.rectangle_of(call, q, call.cp.rank)
-    return own is not None and call.backend.DENSE_BY_CHUNK
+Steps = list[tuple[rectangles.Rectangle, slice]]
 
 
-def _rectangles(call: AttentionCall, q: Tensor) -> list[tuple[rectangles.Rectangle, slice]]:
+def _rectangles(call: AttentionCall, q: Tensor) -> Steps:
     """The rectangle of each rank whose keys this rank's queries see, and where those keys are in a
-    KVHead. All queries see some of the first rank's."""
+    KVHead; an empty list where tiles are faster. All queries see some of the first rank's."""
     found = []
+    if not call.backend.DENSE_BY_CHUNK:
+        return found
     length = q.shape[2]
     for source in range(call.cp.size):
         rectangle = rectangles.rectangle_of(call, q, source)
@@ -161,9 +135,10 @@ def _rectangles(call: AttentionCall, q: Tensor) -> list[tuple[rectangles.Rectang
     return found
 
 
-def _dense_forward(call: AttentionCall, q: Tensor, head: KVHead, into: Tensor | None) -> Partial:
+def _dense_forward(
+    call: AttentionCall, steps: Steps, q: Tensor, head: KVHead, into: Tensor | None
+) -> Partial:
     """out and lse of the query heads of one KV head, merged in fp32 and written `into` at last."""
-    steps = _rectangles(call, q)
     dtype = call.sum_dtype(q)
     total = None
     for (rectangle, keys), place in zip(steps, at_last(len(steps), into), strict=True):
@@ -173,10 +148,9 @@ def _dense_forward(call: AttentionCall, q: Tensor, head: KVHead, into: Tensor | 
 
 
 def _dense_backward(
-    call: AttentionCall, queries: Queries, head: KVHead, into: Tensor | None
+    call: AttentionCall, steps: Steps, queries: Queries, head: KVHead, into: Tensor | None
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """dq of the query heads of one KV head, and dk and dv of all ranks' keys, as a backend's."""
-    steps = _rectangles(call, queries.q)
     dtype = call.sum_dtype(queries.q)
     # Keys that no query here sees keep gradients of 0.
     dk = torch.zeros(head.k.shape, dtype=dtype, device=head.k.device)
@@ -243,7 +217,7 @@ def _one_rank_after_the_other(gathered: Pending) -> Tensor:
 
 
 def _pieces(
-    head: KVHead, tiles: Tiles, vertical_kv: Tensor | None, tiles_of_verticals: Tiles | None
+    head: KVHead, tiles: Tiles, vertical_kv: Tensor, tiles_of_verticals: Tiles | None
 ) -> list[Piece]:
     heads = head.query_heads
     pieces = [Piece(head.k, head.v, _tiles_of_heads(tiles, heads))]

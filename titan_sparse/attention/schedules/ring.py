@@ -1,28 +1,24 @@
 """Attention by the schedules that move chunks from rank to rank: ring and double_ring.
 
 Block pairs follow the schedule, chunk by chunk. Verticals do not: they are gathered once and dealt
-out over the steps, but for the first of the forward and the last of the backward, so that work
-hides their exchanges. Partial results merge in fp32 by log-sum-exp. The backward of
-every chunk takes the global out and lse, which makes the sum exact.
+out over the steps (steps.py). Partial results merge in fp32 by log-sum-exp. The backward of every
+chunk takes the global out and lse, which makes the sum exact.
 """
 
-from collections.abc import Iterator
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from titan_sparse.attention import call_tiles, recorder
-from titan_sparse.attention.backends.base import Partial, Queries
+from titan_sparse.attention.backends.base import Queries
 from titan_sparse.attention.call import AttentionCall
-from titan_sparse.attention.context_parallel.schedule import (
-    circulates_queries,
-    head_groups,
-    vertical_steps,
-)
-from titan_sparse.attention.merge import Results, at_last, results
+from titan_sparse.attention.context_parallel.schedule import circulates_queries, head_groups
+from titan_sparse.attention.merge import Results, results
 from titan_sparse.attention.schedules import rectangles, verticals
 from titan_sparse.attention.schedules.needs import needed_chunks
+from titan_sparse.attention.schedules.steps import BackwardSum, ForwardSum
 from titan_sparse.attention.schedules.transport import (
     Chunk,
     Route,
@@ -46,76 +42,27 @@ class HeadGroup(NamedTuple):
 
 @recorder.timed
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the gathered verticals [2, B, Hq, C, D].
-
-    The running sum over chunks is fp32 (fp64 for fp64), because errors of rounding at every step
-    would add up. Only the last step rounds.
-    """
+    """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the gathered verticals [2, B, Hq, C, D]."""
     call.count_plain_ring(k)
     gathered = verticals.gather(call, k, v)
     groups = _head_groups(call, q, k)
-    blocks_of_verticals = gathered.result.shape[3] // call.cp.block_size
-    steps_with_verticals = []
-    for group in groups:
-        steps_with_verticals.append(
-            vertical_steps(group.route.computes_by_step, blocks_of_verticals)
-        )
-    result, places = _places(q, groups)
-    dtype = call.sum_dtype(q)
-    totals: list[Partial | None] = [None] * len(groups)
+    result = _results(q, groups)
+    sums = []
+    for group, into in zip(groups, result.parts, strict=True):
+        steps = group.route.computing_steps
+        q_group = q[:, group.heads]
+        sums.append(ForwardSum(group.call, q_group, steps, into, gathered, group.heads))
 
     routes = [group.route for group in groups]
     for step in circulate(call.cp, routes, _kv_chunks(groups, k, v)):
-        group = groups[step.group]
-        if not group.route.computes[step.window][step.place]:
-            continue
-        with_verticals = steps_with_verticals[step.group]
-        total = totals[step.group]
-        into = next(places[step.group])
-        q_group = q[:, group.heads]
-        kv = _keys_and_values(step.chunk)
-        vertical_kv = None
-        if step.number in with_verticals:
-            vertical_kv = gathered.wait()
-        with recorder.computing():
-            rectangle = None
-            if vertical_kv is None:
-                rectangle = rectangles.rectangle_of(call, q, step.source)
-            if rectangle is not None:
-                total = rectangles.forward(
-                    call,
-                    rectangle,
-                    q_group,
-                    kv,
-                    total,
-                    dtype,
-                    into,
-                )
-            else:
-                k_chunk, v_chunk = kv
-                tiles = call_tiles.tiles_of_rank(group.call, len(q), step.source, transpose=False)
-                pieces = [Piece(k_chunk, v_chunk, tiles)]
-                if vertical_kv is not None:
-                    vertical_piece = call_tiles.vertical_piece(
-                        group.call,
-                        vertical_kv[:, :, group.heads],
-                        len(q),
-                        transpose=False,
-                        share=with_verticals.index(step.number),
-                        shares=len(with_verticals),
-                    )
-                    pieces.append(vertical_piece)
-                total = call.backend.forward(
-                    q_group,
-                    pieces,
-                    total=total,
-                    scale=call.scale,
-                    dtype=dtype,
-                    into=into,
-                )
-        totals[step.group] = total
+        if step.computes:
+            group = groups[step.group]
+            tiles = functools.partial(call_tiles.tiles_of_rank, group.call, len(q), step.source)
+            rectangle = rectangles.rectangle_of(call, q, step.source)
+            sums[step.group].add(*step.chunk[0], tiles, rectangle)
 
     # [B, Hq, S_local, D] and [B, Hq, S_local]
+    totals = [forward_sum.total for forward_sum in sums]
     out = result.joined([total.out for total in totals])
     lse = _joined([total.lse for total in totals], dim=1)
     return out, lse, gathered.wait()
@@ -130,92 +77,31 @@ def backward(
     if _circulates_queries(call, q, k):
         return _backward_with_queries_circulating(call, queries, k, v, vertical_kv)
     groups = _head_groups(call, q, k)
-    blocks_of_verticals = vertical_kv.shape[3] // call.cp.block_size
-    shares_of_groups = []
-    for group in groups:
-        steps = vertical_steps(group.route.computes_by_step, blocks_of_verticals)
-        shares_of_groups.append(len(steps))
-    result, places = _places(q, groups)
-    dtype = call.sum_dtype(q)
-    by_key = call.backend.READS_BY_KEY
-    dq: list[Tensor | None] = [None] * len(groups)
-    d_verticals = verticals.new_gradients(vertical_kv)
-    shares_done = [0] * len(groups)
-    reduced = None
+    result = _results(q, groups)
+    # Groups come in another order than steps do. The exchange begins when all of them have met all
+    # verticals.
+    d_verticals = verticals.Gradients(call, vertical_kv)
+    sums = []
+    for group, into in zip(groups, result.parts, strict=True):
+        steps = group.route.computing_steps
+        sums.append(BackwardSum(group.call, queries, steps, into, d_verticals, group.heads))
 
     def gradient_of(step: Step) -> Tensor:
         """dk and dv of the step's chunk, [2, B, Hkv of the group, S_local, D]."""
-        nonlocal reduced
         group = groups[step.group]
-        queries_of_group = Queries(
-            q=queries.q[:, group.heads],
-            d_out=queries.d_out[:, group.heads],
-            out=queries.out[:, group.heads],
-            lse=queries.lse[:, group.heads],
-        )
-        kv = _keys_and_values(step.chunk)
-        dq_so_far = dq[step.group]
-        into = next(places[step.group])
+        tiles = functools.partial(call_tiles.tiles_of_rank, group.call, len(q), step.source)
         rectangle = rectangles.rectangle_of(call, q, step.source)
-        if rectangle is not None:
-            dq[step.group], dk, dv = rectangles.backward(
-                call,
-                rectangle,
-                queries_of_group,
-                kv,
-                dq_so_far,
-                dtype,
-                into,
-            )
-            return _stacked(dk, dv, dtype)
-        k_chunk, v_chunk = kv
-        tiles = call_tiles.tiles_of_rank(group.call, len(q), step.source, transpose=by_key)
-        pieces = [Piece(k_chunk, v_chunk, tiles)]
-        share = shares_done[step.group]
-        shares = shares_of_groups[step.group]
-        if share < shares:
-            vertical_piece = call_tiles.vertical_piece(
-                group.call,
-                vertical_kv[:, :, group.heads],
-                len(q),
-                transpose=by_key,
-                share=share,
-                shares=shares,
-            )
-            pieces.append(vertical_piece)
-        dq[step.group], gradients = call.backend.backward(
-            queries_of_group,
-            pieces,
-            dq=dq_so_far,
-            scale=call.scale,
-            dtype=dtype,
-            into=into,
-        )
-        if share < shares:
-            verticals.put_share(
-                d_verticals[:, :, group.heads],
-                gradients[1],
-                share=share,
-                shares=shares,
-                block_size=call.cp.block_size,
-            )
-            shares_done[step.group] += 1
-            # Groups come in another order than steps do. The exchange begins when all of them have
-            # met all verticals.
-            if shares_done == shares_of_groups:
-                reduced = verticals.reduce_gradients(call, d_verticals)
-        dk, dv = gradients[0]
-        return _stacked(dk, dv, dtype)
+        dk, dv = sums[step.group].add(*step.chunk[0], tiles, rectangle)
+        return _stacked(dk, dv, call.sum_dtype(q))
 
     routes = [group.route for group in groups]
     chunks = _kv_chunks(groups, k, v)
     d_kv_by_group = circulate_with_gradients(call.cp, routes, chunks, gradient_of)
     # [2, B, Hkv, S_local, D]
     d_kv = _joined(d_kv_by_group, dim=2)
-    if reduced is not None:
-        verticals.add_gradients(call, d_kv, reduced.wait())
-    dq_of_all = result.joined(dq)
-    return _outputs(dq_of_all, d_kv[0], d_kv[1], q.dtype)
+    d_verticals.add_to(d_kv)
+    dq = result.joined([backward_sum.dq for backward_sum in sums])
+    return _outputs(dq, d_kv[0], d_kv[1], q.dtype)
 
 
 def _head_groups(call: AttentionCall, q: Tensor, k: Tensor) -> list[HeadGroup]:
@@ -244,18 +130,11 @@ def _equal_slices(heads: int, count: int) -> list[slice]:
     return [slice(first, first + length) for first in range(0, heads, length)]
 
 
-def _places(q: Tensor, groups: list[HeadGroup]) -> tuple[Results, list[Iterator[Tensor | None]]]:
-    """Memory for out or dq, and for each group where each of its steps writes its sum.
-
-    Only the last step writes to that memory.
-    """
-    computing_steps = [sum(group.route.computes_by_step) for group in groups]
+def _results(q: Tensor, groups: list[HeadGroup]) -> Results:
+    """Memory for out or dq, to which the last step of each group writes."""
     heads = [group.heads for group in groups]
-    result = results(q, heads, steps=max(computing_steps))
-    places = []
-    for steps, memory in zip(computing_steps, result.parts, strict=True):
-        places.append(at_last(steps, memory))
-    return result, places
+    steps = max(group.route.computing_steps for group in groups)
+    return results(q, heads, steps)
 
 
 def _kv_chunks(groups: list[HeadGroup], k: Tensor, v: Tensor) -> list[Chunk]:
@@ -267,12 +146,6 @@ def _kv_chunks(groups: list[HeadGroup], k: Tensor, v: Tensor) -> list[Chunk]:
         kv = torch.stack([k_group, v_group])
         chunks.append([kv])
     return chunks
-
-
-def _keys_and_values(chunk: Chunk) -> tuple[Tensor, Tensor]:
-    """k and v [B, Hkv, S_local, D] of a chunk of _kv_chunks()."""
-    [kv] = chunk
-    return kv[0], kv[1]
 
 
 def _stacked(dk: Tensor, dv: Tensor, dtype: torch.dtype) -> Tensor:
@@ -331,29 +204,22 @@ def _backward_with_queries_circulating(
     reduced = None
     if vertical_kv.shape[3] > 0:
         # Verticals do not travel: every rank has them. Their gradients hide behind the ring.
-        vertical_piece = call_tiles.vertical_piece(call, vertical_kv, len(q), transpose=by_key)
+        piece = call_tiles.vertical_piece(call, vertical_kv, len(q), by_key)
         dq_of_verticals, [(dk, dv)] = call.backend.backward(
             queries,
-            [vertical_piece],
+            [piece],
             dq=None,
             scale=call.scale,
             dtype=dtype,
         )
-        d_verticals = _stacked(dk, dv, dtype)
-        reduced = verticals.reduce_gradients(call, d_verticals)
+        reduced = call.cp.start_all_reduce(_stacked(dk, dv, dtype))
 
     def gradient_of(step: Step) -> Tensor:
         """dq of the step's queries through this rank's keys."""
         (passing_q, passing_d_out), (passing_lse, passing_delta) = step.chunk
         passing_out = _out_with(passing_d_out, passing_delta)
         passing = Queries(passing_q, passing_d_out, passing_out, passing_lse)
-        tiles = call_tiles.tiles_of_rank(
-            call,
-            len(q),
-            source=call.cp.rank,
-            transpose=by_key,
-            query_rank=step.source,
-        )
+        tiles = call_tiles.tiles_of_rank(call, len(q), call.cp.rank, by_key, step.source)
         dq, [(dk, dv)] = call.backend.backward(
             passing,
             [Piece(k, v, tiles)],

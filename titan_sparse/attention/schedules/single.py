@@ -34,20 +34,9 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
         out, lse = gathered.forward(call, geometry, q, k, v)
         return out, lse, _no_verticals(q)
     # Everything else goes by tiles.
-    tiles = call_tiles.tiles_of_rank(call, batch, source=0, transpose=False)
-    pieces = [Piece(k, v, tiles)]
-    pending = verticals.gather(call, k, v)
-    vertical_kv = pending.wait()
-    if vertical_kv.shape[3] > 0:
-        vertical_piece = call_tiles.vertical_piece(call, vertical_kv, batch, transpose=False)
-        pieces.append(vertical_piece)
-    out, lse = call.backend.forward(
-        q,
-        pieces,
-        total=None,
-        scale=call.scale,
-        dtype=q.dtype,
-    )
+    vertical_kv = verticals.gather(call, k, v).wait()
+    pieces = _pieces(call, k, v, vertical_kv, transpose=False)
+    out, lse = call.backend.forward(q, pieces, None, call.scale, q.dtype)
     return out, lse, vertical_kv
 
 
@@ -66,24 +55,23 @@ def backward(
     geometry = gathered.geometry_of(call, batch)
     if geometry is not None:
         return gathered.backward(call, geometry, queries, k, v)
-    by_key = call.backend.READS_BY_KEY
-    tiles = call_tiles.tiles_of_rank(call, batch, source=0, transpose=by_key)
-    pieces = [Piece(k, v, tiles)]
-    has_verticals = vertical_kv.shape[3] > 0
-    if has_verticals:
-        vertical_piece = call_tiles.vertical_piece(call, vertical_kv, batch, transpose=by_key)
-        pieces.append(vertical_piece)
-    dq, gradients = call.backend.backward(
-        queries,
-        pieces,
-        dq=None,
-        scale=call.scale,
-        dtype=q.dtype,
-    )
+    pieces = _pieces(call, k, v, vertical_kv, call.backend.READS_BY_KEY)
+    dq, gradients = call.backend.backward(queries, pieces, None, call.scale, q.dtype)
     dk, dv = gradients[0]
-    if has_verticals:
+    if len(pieces) > 1:
         verticals.add_gradients(call, (dk, dv), gradients[1])
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+
+def _pieces(
+    call: AttentionCall, k: Tensor, v: Tensor, vertical_kv: Tensor, transpose: bool
+) -> list[Piece]:
+    """All keys by tiles, and the verticals if there are any."""
+    tiles = call_tiles.tiles_of_rank(call, len(k), source=0, transpose=transpose)
+    pieces = [Piece(k, v, tiles)]
+    if vertical_kv.shape[3] > 0:
+        pieces.append(call_tiles.vertical_piece(call, vertical_kv, len(k), transpose))
+    return pieces
 
 
 def _no_verticals(q: Tensor) -> Tensor:

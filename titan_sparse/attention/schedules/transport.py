@@ -7,7 +7,7 @@ call.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,17 +20,36 @@ from titan_sparse.attention.context_parallel.group import ContextParallel
 Chunk = list[Tensor]
 
 
-class Hops(NamedTuple):
-    """Which hops this rank takes part in.
+class Hops:
+    """Which hops this rank takes part in: of chunks, or of their gradients."""
 
-    inner_sends, inner_receives: by [window][step], of the current chunk and of the next one.
-    outer_sends, outer_receives: the same, by [window].
-    """
+    def __init__(self, windows: tuple[tuple[int, ...], ...], made: routing.Hops):
+        """windows: of this rank. made: the hops that the chunks of all ranks make."""
+        self.windows = windows
+        self.made = routing.Hops(*(places.tolist() for places in made))
 
-    inner_sends: list[list[bool]]
-    inner_receives: list[list[bool]]
-    outer_sends: list[bool]
-    outer_receives: list[bool]
+    def inner(self, window: int, place: int) -> tuple[bool, bool]:
+        """Whether this rank sends the chunk of a step, and whether it receives the next one."""
+        sources = self.windows[window]
+        following = sources[(place + 1) % len(sources)]
+
+        def is_made(source: int) -> bool:
+            begin = self.made.inner_from[source][window]
+            return begin <= place < self.made.inner_to[source][window]
+
+        return is_made(sources[place]), is_made(following)
+
+    def outer(self, window: int) -> tuple[bool, bool]:
+        """The same for the first chunk of a window, which goes to the next node.
+
+        After the last window a chunk's gradient comes home, to the rank that had it in the first.
+        """
+        following = (window + 1) % len(self.windows)
+
+        def is_made(source: int) -> bool:
+            return self.made.outer_from[source] <= window < self.made.outer_to[source]
+
+        return is_made(self.windows[window][0]), is_made(self.windows[following][0])
 
 
 class Route(NamedTuple):
@@ -44,26 +63,23 @@ class Route(NamedTuple):
     gradient: Hops
 
     @property
-    def computes_by_step(self) -> list[bool]:
-        """`computes` as one list, window after window."""
-        by_step = []
-        for window in self.computes:
-            by_step.extend(window)
-        return by_step
+    def computing_steps(self) -> int:
+        return sum(sum(window) for window in self.computes)
 
 
 class Step(NamedTuple):
     """A step of a schedule, for one group of KV heads.
 
-    number: counted over all windows. place: counted in its window. source: rank of the chunk.
+    place: counted in its window. source: rank of the chunk. computes: whether this rank computes on
+    the chunk. If not, the chunk may not be there.
     """
 
     group: int
     window: int
     place: int
-    number: int
     source: int
     chunk: Chunk
+    computes: bool
 
 
 def route_of(cp: ContextParallel, needed: Tensor | None) -> Route:
@@ -96,169 +112,87 @@ def _route(windows: tuple[tuple[int, ...], ...], rank: int, needed_bytes: bytes)
         # A rank always computes on its own chunk.
         on_window = [source == rank or bool(needed[rank, source]) for source in window]
         computes.append(on_window)
-    kv_hops = routing.hops_needed(needed, inter, intra)
-    gradient_hops = routing.gradient_hops(needed, inter, intra)
     return Route(
         computes=computes,
-        kv=_own_hops(windows, kv_hops),
-        gradient=_own_hops(windows, gradient_hops),
+        kv=Hops(windows, routing.hops_needed(needed, inter, intra)),
+        gradient=Hops(windows, routing.gradient_hops(needed, inter, intra)),
     )
 
 
-def _own_hops(windows: tuple[tuple[int, ...], ...], hops: routing.Hops) -> Hops:
-    # The chunk that comes next in a window, and with the next window. After the last window a
-    # chunk's gradient comes home, to the rank that had it in the first.
-    next_in_window = [window[1:] + window[:1] for window in windows]
-    first = [window[0] for window in windows]
-    next_first = first[1:] + first[:1]
-    # This rank sends the current chunk and receives the next one.
-    return Hops(
-        inner_sends=_inner_hops_made(hops, windows),
-        inner_receives=_inner_hops_made(hops, next_in_window),
-        outer_sends=_outer_hops_made(hops, first),
-        outer_receives=_outer_hops_made(hops, next_first),
-    )
-
-
-def _inner_hops_made(hops: routing.Hops, windows: Sequence[tuple[int, ...]]) -> list[list[bool]]:
-    """By [window][step]: whether the chunk of the rank named there makes the inner hop."""
-    made = []
-    for window, sources in enumerate(windows):
-        made_in_window = []
-        for place, source in enumerate(sources):
-            begin = hops.inner_from[source, window]
-            end = hops.inner_to[source, window]
-            made_in_window.append(bool(begin <= place < end))
-        made.append(made_in_window)
-    return made
-
-
-def _outer_hops_made(hops: routing.Hops, sources: list[int]) -> list[bool]:
-    """By window: whether the chunk of the rank named there makes the outer hop."""
-    made = []
-    for window, source in enumerate(sources):
-        begin = hops.outer_from[source]
-        end = hops.outer_to[source]
-        made.append(bool(begin <= window < end))
-    return made
-
-
-def circulate(cp: ContextParallel, routes: list[Route], chunks: list[Chunk]) -> Iterator[Step]:
+def circulate(
+    cp: ContextParallel, routes: list[Route], chunks: list[Chunk], backward: bool = False
+) -> Iterator[Step]:
     """The steps in the schedule's order; transfers run while the caller computes.
 
     routes, chunks: this rank's, of each group of KV heads. Within a window one group comes after the
     other, so that with several groups the second is still on its way from another node while the
     first is computed.
+    backward: in the order that lets compute hide the transfers of gradients: only the first step of
+    the first window, then the other windows, then the rest of the first one, while the last
+    gradients come home from other nodes.
     """
     outer = []
     for group, own_chunk in enumerate(chunks):
         outer.append(_outer_hop(cp, routes[group], own_chunk, group, window=0))
-    for window in range(len(cp.windows)):
-        for group, own_chunk in enumerate(chunks):
-            chunk = own_chunk
-            if window > 0:
-                # The hop to the node after this one has the whole window to take place.
-                chunk = _received(outer[group], own_chunk)
-                outer[group] = _outer_hop(cp, routes[group], chunk, group, window)
-            yield from _circulate_in_window(
-                cp,
-                routes[group],
-                chunk,
-                own_chunk,
-                group,
-                window,
-                first_place=0,
-            )
-
-
-def circulate_backward(
-    cp: ContextParallel, routes: list[Route], chunks: list[Chunk]
-) -> Iterator[Step]:
-    """Like circulate(), in the order that lets compute hide the transfers of gradients.
-
-    It takes only the first step of the first window, then the other windows, then the rest of the
-    first one, while the last gradients come home from other nodes.
-    """
-    outer = []
-    for group, own_chunk in enumerate(chunks):
-        outer.append(_outer_hop(cp, routes[group], own_chunk, group, window=0))
-    # The first hop inside the node, into memory where it stays while other windows are computed.
-    held: list[Transfer | None] = [None] * len(chunks)
-    if len(cp.windows[0]) > 1:
+    held: list[Transfer] = []
+    if backward:
+        if len(cp.windows[0]) > 1:
+            # The first hop inside the node, into memory where it stays while other windows are
+            # computed.
+            for group, chunk in enumerate(chunks):
+                hops = routes[group].kv.inner(window=0, place=0)
+                held.append(cp.shift(chunk, "inner", f"inner held {group}", *hops))
         for group, chunk in enumerate(chunks):
-            sends = routes[group].kv.inner_sends[0][0]
-            receives = routes[group].kv.inner_receives[0][0]
-            held[group] = cp.shift(chunk, "inner", f"inner held {group}", sends, receives)
-    for group, chunk in enumerate(chunks):
-        yield Step(
-            group=group,
-            window=0,
-            place=0,
-            number=0,
-            source=cp.windows[0][0],
-            chunk=chunk,
-        )
+            yield _step(cp, routes[group], group, 0, 0, chunk)
+    else:
+        for group, chunk in enumerate(chunks):
+            yield from _circulate_in_window(cp, routes[group], group, 0, 0, chunk, chunk)
     for window in range(1, len(cp.windows)):
         for group, own_chunk in enumerate(chunks):
             chunk = _received(outer[group], own_chunk)
+            # The hop to the node after this one has the whole window to take place.
             outer[group] = _outer_hop(cp, routes[group], chunk, group, window)
-            yield from _circulate_in_window(
-                cp,
-                routes[group],
-                chunk,
-                own_chunk,
-                group,
-                window,
-                first_place=0,
-            )
-    for group, own_chunk in enumerate(chunks):
-        if held[group] is not None:
-            chunk = _received(held[group], own_chunk)
-            yield from _circulate_in_window(
-                cp,
-                routes[group],
-                chunk,
-                own_chunk,
-                group,
-                window=0,
-                first_place=1,
-            )
+            yield from _circulate_in_window(cp, routes[group], group, window, 0, chunk, own_chunk)
+    for group, transfer in enumerate(held):
+        chunk = _received(transfer, chunks[group])
+        yield from _circulate_in_window(cp, routes[group], group, 0, 1, chunk, chunks[group])
 
 
 def _circulate_in_window(
     cp: ContextParallel,
     route: Route,
-    chunk: Chunk,
-    own_chunk: Chunk,
     group: int,
     window: int,
     first_place: int,
+    chunk: Chunk,
+    own_chunk: Chunk,
 ) -> Iterator[Step]:
     """The steps of one window from `first_place` on.
 
     chunk: the one that this rank holds at `first_place`. own_chunk: this rank's own.
     """
-    sources = cp.windows[window]
-    for place in range(first_place, len(sources)):
+    steps = len(cp.windows[window])
+    for place in range(first_place, steps):
         transfer = None
-        if place + 1 < len(sources):
-            transfer = cp.shift(
-                chunk,
-                "inner",
-                f"inner {place % 2} {group}",
-                route.kv.inner_sends[window][place],
-                route.kv.inner_receives[window][place],
-            )
-        yield Step(
-            group=group,
-            window=window,
-            place=place,
-            number=window * len(sources) + place,
-            source=sources[place],
-            chunk=chunk,
-        )
+        if place + 1 < steps:
+            hops = route.kv.inner(window, place)
+            transfer = cp.shift(chunk, "inner", f"inner {place % 2} {group}", *hops)
+        yield _step(cp, route, group, window, place, chunk)
         if transfer is not None:
             chunk = _received(transfer, own_chunk)
+
+
+def _step(
+    cp: ContextParallel, route: Route, group: int, window: int, place: int, chunk: Chunk
+) -> Step:
+    return Step(
+        group=group,
+        window=window,
+        place=place,
+        source=cp.windows[window][place],
+        chunk=chunk,
+        computes=route.computes[window][place],
+    )
 
 
 def _received(transfer: Transfer, own_chunk: Chunk) -> Chunk:
@@ -275,13 +209,8 @@ def _outer_hop(
     """Start to send a chunk to the next node, at the start of a window; None in the last one."""
     if window + 1 == len(cp.windows):
         return None
-    return cp.shift(
-        chunk,
-        "outer",
-        f"outer {window % 2} {group}",
-        route.kv.outer_sends[window],
-        route.kv.outer_receives[window],
-    )
+    hops = route.kv.outer(window)
+    return cp.shift(chunk, "outer", f"outer {window % 2} {group}", *hops)
 
 
 def circulate_with_gradients(
@@ -301,15 +230,13 @@ def circulate_with_gradients(
     homes = []
     for group, route in enumerate(routes):
         homes.append(_Homeward(cp, route, group))
-    for step in circulate_backward(cp, routes, chunks):
-        starts_rest_of_first_window = step.group == 0 and step.number == 1
+    for step in circulate(cp, routes, chunks, backward=True):
+        starts_rest_of_first_window = (step.group, step.window, step.place) == (0, 0, 1)
         if step.place == 0 or starts_rest_of_first_window:
             # The window before this one is over. Its gradient leaves for another node before this
             # step is computed, not after: the hop inside the node that it waits for is the shorter.
             homes[step.group - 1].finish_node()
-        gradient = None
-        if routes[step.group].computes[step.window][step.place]:
-            gradient = gradient_of(step)
+        gradient = gradient_of(step) if step.computes else None
         homes[step.group].step(step.window, step.place, gradient)
     return [home.finish() for home in homes]
 
@@ -352,8 +279,7 @@ class _Homeward:
             gradient,
             "inner_gradient",
             f"inner gradient {place % 2}",
-            self.hops.inner_sends[window][place],
-            self.hops.inner_receives[window][place],
+            self.hops.inner(window, place),
         )
 
     def finish(self) -> Tensor:
@@ -377,23 +303,22 @@ class _Homeward:
             gradient,
             "outer_gradient",
             f"outer gradient {window % 2}",
-            self.hops.outer_sends[window],
-            self.hops.outer_receives[window],
+            self.hops.outer(window),
         )
         self.inner = None
         self.node = None
 
     def _shift(
-        self, gradient: Tensor | None, axis: str, slot: str, sends: bool, receives: bool
+        self, gradient: Tensor | None, axis: str, slot: str, hops: tuple[bool, bool]
     ) -> Transfer | None:
-        if not sends and not receives:
+        if not any(hops):
             return None
         if gradient is None:
             # Nothing to send, but what comes has this shape.
             gradient = self.like
         sent_dtype = self.cp.gradient_dtype or gradient.dtype
         sent = gradient.to(sent_dtype)
-        return self.cp.shift([sent], axis, f"{slot} {self.group}", sends, receives)
+        return self.cp.shift([sent], axis, f"{slot} {self.group}", *hops)
 
     def _sum(self, own: Tensor | None, transfer: Transfer | None) -> Tensor | None:
         """own + what the transfer brought, either of which may be missing.

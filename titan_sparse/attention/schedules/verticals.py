@@ -43,36 +43,37 @@ def gather(call: AttentionCall, k: Tensor, v: Tensor) -> Pending:
     return call.cp.start_all_reduce(gather_here(k, v, positions, lookup))
 
 
-def new_gradients(vertical_kv: Tensor) -> Tensor:
-    """Memory for dk and dv of all verticals [2, B, Hq, C, D], in the dtype of their sum."""
-    sum_dtype = accumulation_dtype(vertical_kv.dtype)
-    return vertical_kv.new_empty(vertical_kv.shape, dtype=sum_dtype)
+class Gradients:
+    """Gradients of the verticals, share by share, and their sum over ranks.
 
+    missing: shares that are still to come. The sum begins with the last of them, and travels behind
+    the steps that remain.
+    """
 
-def put_share(
-    d_verticals: Tensor,
-    gradients: Sequence[Tensor],
-    share: int,
-    shares: int,
-    block_size: int,
-) -> None:
-    """Write dk and dv [B, Hq, n, D] of call_tiles.vertical_piece() into [2, B, Hq, C, D]."""
-    for whole, gradient in zip(d_verticals, gradients, strict=True):
-        # [B, Hq, blocks of the share, block, D], a view
-        place = every_nth_block(
-            whole,
-            dim=2,
-            block_size=block_size,
-            first=share,
-            n=shares,
-        )
-        blocks = gradient.unflatten(2, (-1, block_size))
-        place.copy_(blocks)
+    def __init__(self, call: AttentionCall, vertical_kv: Tensor):
+        """vertical_kv: [2, B, Hq, C, D], their keys and values."""
+        self.call = call
+        self.vertical_kv = vertical_kv
+        sum_dtype = accumulation_dtype(vertical_kv.dtype)
+        self.sums = vertical_kv.new_empty(vertical_kv.shape, dtype=sum_dtype)
+        self.missing = 0
+        self.reduced: Pending | None = None
 
+    def put(self, gradients: Sequence[Tensor], heads: slice, share: int, shares: int) -> None:
+        """dk and dv [B, H, n, D] of call_tiles.vertical_piece(), for the query heads `heads`."""
+        block_size = self.call.cp.block_size
+        for whole, gradient in zip(self.sums[:, :, heads], gradients, strict=True):
+            # [B, H, blocks of the share, block, D], a view
+            place = every_nth_block(whole, 2, block_size, share, shares)
+            place.copy_(gradient.unflatten(2, (-1, block_size)))
+        self.missing -= 1
+        if self.missing == 0:
+            self.reduced = self.call.cp.start_all_reduce(self.sums)
 
-def reduce_gradients(call: AttentionCall, d_verticals: Tensor) -> Pending:
-    """Start to sum dk and dv of the verticals [2, B, Hq, C, D] over ranks, in place."""
-    return call.cp.start_all_reduce(d_verticals)
+    def add_to(self, d_kv: Sequence[Tensor]) -> None:
+        """Add the sum to dk and dv [B, Hkv, S_local, D] of this rank's keys, in place."""
+        if self.reduced is not None:
+            add_gradients(self.call, d_kv, self.reduced.wait())
 
 
 def add_gradients(
