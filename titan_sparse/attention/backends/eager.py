@@ -97,12 +97,13 @@ class Eager(Backend):
         lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
 
         for here, met in _dense_steps(q, k, shape):
-            # [B, Hq, queries, keys]
-            scores = q[:, :, here].to(dtype) @ keys[:, :, met].mT * scale
-            scores = _hide_unseen(scores, shape)
-            lse[:, :, here] = scores.logsumexp(-1)
-            p = (scores - _finite(lse[:, :, here, None])).exp()
-            out[:, :, here] = p @ values[:, :, met]
+            out[:, :, here], lse[:, :, here] = _rows(
+                q[:, :, here].to(dtype),
+                keys[:, :, met],
+                values[:, :, met],
+                scale,
+                _hidden(here, met, shape, q.device),
+            )
 
         if shape.offsets is not None:
             out = _many_sequences(out, batch)
@@ -131,19 +132,19 @@ class Eager(Backend):
         delta = (d_out.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
 
         for here, met in _dense_steps(q, k, shape):
-            # [B, Hq, queries, D]
-            q_here = q[:, :, here].to(dtype)
-            d_here = d_out[:, :, here].to(dtype)
-            # [B, Hq, queries, keys]
-            scores = q_here @ keys[:, :, met].mT * scale
-            scores = _hide_unseen(scores, shape)
-            p = (scores - _finite(lse[:, :, here, None])).exp()
-            d_scores = p * (d_here @ values[:, :, met].mT - delta[:, :, here]) * scale
-
-            dq[:, :, here] = d_scores @ keys[:, :, met]
+            dq[:, :, here], dk_here, dv_here = _row_gradients(
+                q[:, :, here].to(dtype),
+                d_out[:, :, here].to(dtype),
+                keys[:, :, met],
+                values[:, :, met],
+                lse[:, :, here],
+                delta[:, :, here],
+                scale,
+                _hidden(here, met, shape, q.device),
+            )
             # [B, Hkv, group, keys, D]
-            dk_here = (d_scores.mT @ q_here).unflatten(1, (kv_heads, group))
-            dv_here = (p.mT @ d_here).unflatten(1, (kv_heads, group))
+            dk_here = dk_here.unflatten(1, (kv_heads, group))
+            dv_here = dv_here.unflatten(1, (kv_heads, group))
             # Head after head, in the order in which _piece_backward() adds them.
             for member in range(group):
                 dk[:, :, met] += dk_here[:, :, member]
@@ -178,13 +179,9 @@ def _piece_forward(q: Tensor, piece: Piece, scale: float) -> tuple[Tensor, Tenso
         keys = k_blocks[rows].to(dtype).flatten(2, 3)
         values = v_blocks[rows].to(dtype).flatten(2, 3)
 
-        # [B, Hq, block, K * block]
-        scores = q[:, :, queries].to(dtype) @ keys.mT * scale
         hidden = ~_visible(tiles, q_block, kv_blocks, is_listed)
-        scores = scores.masked_fill(hidden, -torch.inf)
-        lse[:, :, queries] = scores.logsumexp(-1)
-        p = (scores - _finite(lse[:, :, queries, None])).exp()
-        out[:, :, queries] = p @ values
+        q_here = q[:, :, queries].to(dtype)
+        out[:, :, queries], lse[:, :, queries] = _rows(q_here, keys, values, scale, hidden)
     return out, lse
 
 
@@ -216,17 +213,47 @@ def _piece_backward(queries: Queries, piece: Piece, scale: float) -> tuple[Tenso
         keys = k_blocks[rows].to(dtype).flatten(2, 3)
         values = v_blocks[rows].to(dtype).flatten(2, 3)
 
-        # [B, Hq, block, K * block]
         hidden = ~_visible(tiles, q_block, kv_blocks, is_listed)
-        scores = (q_here @ keys.mT * scale).masked_fill(hidden, -torch.inf)
-        p = (scores - _finite(lse[:, :, here, None])).exp()
-        d_scores = p * (d_here @ values.mT - delta[:, :, here]) * scale
-
-        dq[:, :, here] = d_scores @ keys
+        dq[:, :, here], dk_here, dv_here = _row_gradients(
+            q_here, d_here, keys, values, lse[:, :, here], delta[:, :, here], scale, hidden
+        )
         # Several query heads share a KV head, so a row may come up more than once.
-        dk_blocks.index_add_(0, rows.flatten(), _in_blocks(d_scores.mT @ q_here, size))
-        dv_blocks.index_add_(0, rows.flatten(), _in_blocks(p.mT @ d_here, size))
+        dk_blocks.index_add_(0, rows.flatten(), _in_blocks(dk_here, size))
+        dv_blocks.index_add_(0, rows.flatten(), _in_blocks(dv_here, size))
     return dq, dk, dv
+
+
+def _rows(
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    """out [B, Hq, n, D] and lse [B, Hq, n] of some queries [B, Hq, n, D].
+
+    keys, values: [B, Hq, m, D]. hidden: bool, [B, Hq, n, m] or less, the pairs that are not seen.
+    """
+    scores = (q @ keys.mT * scale).masked_fill(hidden, -torch.inf)
+    lse = scores.logsumexp(-1)
+    p = (scores - _finite(lse[..., None])).exp()
+    return p @ values, lse
+
+
+def _row_gradients(
+    q: Tensor,
+    d_out: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
+    hidden: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of what _rows() takes: dq [B, Hq, n, D], dk and dv [B, Hq, m, D].
+
+    delta: [B, Hq, n, 1], the product of out and d_out.
+    """
+    scores = (q @ keys.mT * scale).masked_fill(hidden, -torch.inf)
+    p = (scores - _finite(lse[..., None])).exp()
+    d_scores = p * (d_out @ values.mT - delta) * scale
+    return d_scores @ keys, d_scores.mT @ q, p.mT @ d_out
 
 
 def _busy_query_blocks(tiles: Tiles) -> list[int]:
@@ -364,23 +391,24 @@ def _dense_steps(q: Tensor, k: Tensor, shape: DenseShape) -> Iterator[tuple[slic
         yield slice(first, last), slice(last_key)
 
 
-def _hide_unseen(scores: Tensor, shape: DenseShape) -> Tensor:
-    """Scores [B, Hq, queries, keys] of a step of dense attention, -inf for pairs that are not seen.
+def _hidden(here: slice, met: slice, shape: DenseShape, device: torch.device) -> Tensor:
+    """bool [queries, keys]: the pairs of a step of _dense_steps() that are not seen.
 
-    The keys begin with the first one; the last of them is that of the last query.
+    The last of the keys is that of the last query, if the shape is causal.
     """
+    queries = here.stop - here.start
+    keys = met.stop
     if not shape.causal:
-        return scores
-    _, _, queries, keys = scores.shape
+        return torch.zeros(queries, keys, dtype=torch.bool, device=device)
     # [queries, 1] and [keys]
-    query = torch.arange(keys - queries, keys, device=scores.device)[:, None]
-    key = torch.arange(keys, device=scores.device)
+    query = torch.arange(keys - queries, keys, device=device)[:, None]
+    key = torch.arange(keys, device=device)
     hidden = key > query
     if shape.window is not None:
         hidden |= query - key >= shape.window
     if shape.offsets is not None:
         hidden |= _document(key, shape.offsets) != _document(query, shape.offsets)
-    return scores.masked_fill(hidden, -torch.inf)
+    return hidden
 
 
 def _document(position: Tensor, offsets: Tensor) -> Tensor:

@@ -240,80 +240,41 @@ def _needed_keys(tiles: _MaskTiles, bounds: NDArray[np.int64], sequences: int) -
     return needs
 
 
-class _Chunk(NamedTuple):
-    """A chunk that is to be dealt.
-
-    own: its own bits, one for each sequence. needs: bits of the chunks whose keys it sees.
-    work: time to compute its queries.
-    is_long: it has one block more than the short chunks.
-    """
-
-    own: int
-    needs: int
-    work: int
-    is_long: bool
-
-
-class _Offer(NamedTuple):
-    """What it would mean for a rank to take a chunk. Offers compare in this order.
-
-    fetched: further chunks of keys that would have to come. time: when everything would be done.
-    """
-
-    fetched: int
-    time: int
-    rank: int
-
-
 class _RankLoad:
     """What a rank has been dealt so far.
 
-    short_room, long_room: how many short and long chunks it still takes.
+    room: how many short and how many long chunks it still takes.
     work: time to compute. own: bits of its chunks. seen: bits of the chunks whose keys its queries
     see.
     incoming: how many chunks of keys others have to send to it.
     """
 
-    def __init__(self, rank: int, short_room: int, long_room: int):
-        self.rank = rank
-        self.short_room = short_room
-        self.long_room = long_room
+    def __init__(self, room: tuple[int, int]):
+        self.room = list(room)
         self.work = 0
         self.own = 0
         self.seen = 0
         self.incoming = 0
 
-    def has_room(self, chunk: _Chunk) -> bool:
-        """Whether the rank still takes a chunk of this length."""
-        if chunk.is_long:
-            return self.long_room > 0
-        return self.short_room > 0
+    def offer(self, own: int, needs: int, work: int, transfer: int) -> tuple[int, int]:
+        """What it would mean to take a chunk: further chunks of keys that would have to come, and
+        when everything would be done.
 
-    def offer(self, chunk: _Chunk, transfer: int) -> _Offer:
-        """What it would mean to take the chunk. transfer: time for a chunk of keys to come."""
-        needed = self.seen | chunk.needs
-        here = self.own | chunk.own
-        missing = needed & ~here
+        own, needs: bits, as above. work: of the chunk. transfer: time for a chunk of keys to come.
+        """
+        missing = (self.seen | needs) & ~(self.own | own)
         incoming = missing.bit_count()
-        compute_time = self.work + chunk.work
-        transfer_time = incoming * transfer
-        return _Offer(
-            fetched=incoming - self.incoming,
-            # Keys travel while others are computed on, so the longer of the two counts.
-            time=max(compute_time, transfer_time),
-            rank=self.rank,
-        )
+        # Keys travel while others are computed on, so the longer of the two counts.
+        time = max(self.work + work, incoming * transfer)
+        return incoming - self.incoming, time
 
-    def take(self, chunk: _Chunk, fetched: int) -> None:
-        """Deal the chunk to this rank. fetched: of the offer."""
-        self.own |= chunk.own
-        self.seen |= chunk.needs
-        self.work += chunk.work
+    def take(self, own: int, needs: int, work: int, is_long: bool, fetched: int) -> None:
+        """Deal a chunk to this rank. fetched: the first number of its offer."""
+        self.own |= own
+        self.seen |= needs
+        self.work += work
         self.incoming += fetched
-        if chunk.is_long:
-            self.long_room -= 1
-        else:
-            self.short_room -= 1
+        self.room[is_long] -= 1
 
 
 def deal_chunks(chunks: Chunks, ranks: int, transfer: int) -> NDArray[np.int64]:
@@ -323,43 +284,30 @@ def deal_chunks(chunks: Chunks, ranks: int, transfer: int) -> NDArray[np.int64]:
     short = int(lengths.min())
     is_long = (lengths > short).tolist()
     long_chunks = sum(is_long)
-    short_chunks = count - long_chunks
-    loads = []
-    for rank in range(ranks):
-        load = _RankLoad(
-            rank,
-            short_room=short_chunks // ranks,
-            long_room=long_chunks // ranks,
-        )
-        loads.append(load)
+    room = ((count - long_chunks) // ranks, long_chunks // ranks)
+    loads = [_RankLoad(room) for _ in range(ranks)]
     # The bit of chunk 0 in every sequence; shifted by c, that of chunk c.
     first_chunk_everywhere = 0
     for sequence in range(chunks.sequences):
         first_chunk_everywhere |= 1 << count * sequence
-    chunk_transfer = short * transfer
     works = chunks.work.tolist()
     total_work = sum(works)
     work_left = total_work
     owner = np.empty(count, dtype=np.int64)
     # Longest first; of equally long ones the earlier first.
-    by_work = np.argsort(-chunks.work, kind="stable").tolist()
-    for number in by_work:
-        chunk = _Chunk(
-            own=first_chunk_everywhere << number,
-            needs=chunks.needs[number],
-            work=works[number],
-            is_long=is_long[number],
-        )
-        work_left -= chunk.work
+    for number in np.argsort(-chunks.work, kind="stable").tolist():
+        chunk = (first_chunk_everywhere << number, chunks.needs[number], works[number])
+        work_left -= works[number]
+        # (fetched, time, rank)
         offers = []
-        for load in loads:
-            if load.has_room(chunk):
-                offers.append(load.offer(chunk, chunk_transfer))
-        best_time = min(offer.time for offer in offers)
+        for rank, load in enumerate(loads):
+            if load.room[is_long[number]] > 0:
+                offers.append((*load.offer(*chunk, short * transfer), rank))
+        best_time = min(time for _, time, _ in offers)
         percents = _SLACK_PERCENT * total_work + _SLACK_PERCENT_OF_REST * work_left
         slack = percents // (100 * ranks)
         # Of the ranks that would be done soon enough, the one with the fewest keys to fetch.
-        chosen = min(offer for offer in offers if offer.time <= best_time + slack)
-        loads[chosen.rank].take(chunk, chosen.fetched)
-        owner[number] = chosen.rank
+        fetched, _, rank = min(offer for offer in offers if offer[1] <= best_time + slack)
+        loads[rank].take(*chunk, is_long[number], fetched)
+        owner[number] = rank
     return owner

@@ -51,13 +51,8 @@ class Schedule:
 
     def step_sources(self, inter: int, intra: int) -> list[list[int]]:
         """By rank and step, the rank whose keys and values are computed on."""
-        by_rank = []
-        for rank in range(inter * intra):
-            sources = []
-            for window in self.windows(inter, intra, rank):
-                sources.extend(window)
-            by_rank.append(sources)
-        return by_rank
+        ranks = range(inter * intra)
+        return [sum(self.windows(inter, intra, rank), []) for rank in ranks]
 
 
 def local(inter: int, intra: int, rank: int) -> Windows:

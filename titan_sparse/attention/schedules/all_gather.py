@@ -20,7 +20,8 @@ from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.merge import accumulation_dtype, at_last, results
 from titan_sparse.attention.schedules import rectangles, verticals
-from titan_sparse.kernels.block_sparse import BlockLists, Piece, Tiles
+from titan_sparse.attention.tiles.blocks import mapped
+from titan_sparse.kernels.block_sparse import Piece, Tiles
 
 
 class KVHead(NamedTuple):
@@ -243,28 +244,17 @@ def _start_scatter(call: AttentionCall, gradient: Tensor, dtype: torch.dtype) ->
 
 
 def _tiles_of_heads(tiles: Tiles, heads: slice) -> Tiles:
+    def take(table: Tensor) -> Tensor:
+        """Some heads of a table [B, Hq or 1, ...]. A table with one head holds for all of them."""
+        return table if table.shape[1] == 1 else table[:, heads]
+
     chosen = tiles.chosen
     if chosen is not None:
-        words = _take_heads(chosen.words, heads)
-        chosen = chosen._replace(words=words)
+        chosen = chosen._replace(words=take(chosen.words))
     return tiles._replace(
-        by_query=_lists_of_heads(tiles.by_query, heads),
-        by_key=_lists_of_heads(tiles.by_key, heads),
-        covered=_take_heads(tiles.covered, heads),
-        k_positions=_take_heads(tiles.k_positions, heads),
+        by_query=mapped(tiles.by_query, take),
+        by_key=mapped(tiles.by_key, take),
+        covered=None if tiles.covered is None else take(tiles.covered),
+        k_positions=take(tiles.k_positions),
         chosen=chosen,
     )
-
-
-def _lists_of_heads(lists: BlockLists | None, heads: slice) -> BlockLists | None:
-    if lists is None:
-        return None
-    tables = [_take_heads(table, heads) for table in lists]
-    return BlockLists._make(tables)
-
-
-def _take_heads(table: Tensor | None, heads: slice) -> Tensor | None:
-    """Some heads of a table [B, Hq or 1, ...]. A table with one head holds for all of them."""
-    if table is None or table.shape[1] == 1:
-        return table
-    return table[:, heads]

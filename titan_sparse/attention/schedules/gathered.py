@@ -17,7 +17,7 @@ from titan_sparse.attention.masks.base import once_per_mask
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.dense import Dense
 from titan_sparse.attention.patterns.moba import MoBA, document_origin
-from titan_sparse.attention.tiles.blocks import block_tiles
+from titan_sparse.attention.tiles.blocks import block_tiles, mapped
 from titan_sparse.kernels import gathered
 from titan_sparse.kernels.block_sparse import BlockLists, Piece, Tiles
 
@@ -137,14 +137,14 @@ def _most_blocks(chunk: int, block_size: int) -> int:
 
 def _narrowed(lists: BlockLists, width: int) -> BlockLists:
     """Tables of `width` entries a row; on a GPU they have room for all blocks."""
-    heads = lists.full.shape[1]
-    batch = lists.full.shape[0]
-    fields = []
-    for field in lists:
-        if field is not None and field.dim() == 4:
-            # All heads share their memory, and so may all sequences.
-            sequences = 1 if field.stride(0) == 0 else batch
-            field = field[:sequences, :1, :, :width].contiguous()
-            field = field.expand(batch, heads, -1, -1)
-        fields.append(field)
-    return BlockLists._make(fields)
+
+    def narrow(field: Tensor) -> Tensor:
+        if field.dim() < 4:
+            return field
+        batch, heads = field.shape[:2]
+        # All heads share their memory, and so may all sequences.
+        sequences = 1 if field.stride(0) == 0 else batch
+        field = field[:sequences, :1, :, :width].contiguous()
+        return field.expand(batch, heads, -1, -1)
+
+    return mapped(lists, narrow)

@@ -3,6 +3,8 @@
 The result is the tables of blocks that a backend computes on.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -151,19 +153,19 @@ def list_width(most: int, blocks: int) -> int:
     return min(blocks, max(32, power_of_two))
 
 
+def mapped(lists: BlockLists | None, change: Callable[[Tensor], Tensor]) -> BlockLists | None:
+    """change() of each tensor of the lists."""
+    if lists is None:
+        return None
+    return BlockLists._make(None if field is None else change(field) for field in lists)
+
+
 def for_all(lists: BlockLists | None, batch: int, heads: int) -> BlockLists | None:
     """Lists of B sequences and Hq heads from those of one, where they are alike.
 
     They share their memory.
     """
-    if lists is None:
-        return None
-    fields = []
-    for field in lists:
-        if field is not None:
-            field = field.expand((batch, heads, *field.shape[2:]))
-        fields.append(field)
-    return BlockLists._make(fields)
+    return mapped(lists, lambda field: field.expand((batch, heads, *field.shape[2:])))
 
 
 def with_room(tiles: Tiles, blocks: int) -> Tiles:
@@ -174,26 +176,17 @@ def with_room(tiles: Tiles, blocks: int) -> Tiles:
     missing = blocks - tiles.k_positions.shape[-1] // tiles.block_size
     if missing <= 0:
         return tiles
-    by_key = tiles.by_key
-    if by_key is not None:
-        fields = []
-        for field in by_key:
-            fields.append(None if field is None else _with_zero_blocks(field, missing))
-        by_key = BlockLists._make(fields)
+
+    def longer(field: Tensor) -> Tensor:
+        """Zeros behind dim 2 of counts [B, Hq, n] or lists [B, Hq, n, K]."""
+        later_dims = field.dim() - 3
+        return F.pad(field, (0, 0) * later_dims + (0, missing))
+
     # No query sees so late a position.
     nowhere = torch.iinfo(torch.int32).max
     added = (0, missing * tiles.block_size)
     positions = F.pad(tiles.k_positions, added, value=nowhere)
-    return tiles._replace(by_key=by_key, k_positions=positions)
-
-
-def _with_zero_blocks(field: Tensor, missing: int) -> Tensor:
-    """Zeros behind dim 2 of counts [B, Hq, n] or lists [B, Hq, n, K]."""
-    batch, heads = field.shape[:2]
-    # [B, Hq, missing] or [B, Hq, missing, K]
-    shape = (batch, heads, missing, *field.shape[3:])
-    zeros = field.new_zeros(shape)
-    return torch.cat([field, zeros], dim=2)
+    return tiles._replace(by_key=mapped(tiles.by_key, longer), k_positions=positions)
 
 
 def query_ranges(ranges: MaskRanges, q_positions: Tensor, batch: int) -> tuple[Tensor, Tensor]:

@@ -83,16 +83,7 @@ def block_tiles(
         capacity=list_width(index.most_blocks, nk),
         key_capacity=list_width(index.most_blocks, nq) if transpose else None,
     )
-    by_query, by_key = _both_sides(lists)
-    return Tiles(
-        by_query=by_query,
-        by_key=by_key,
-        start=side.start,
-        stop=side.stop,
-        k_positions=keys.positions,
-        covered=None,
-        block_size=index.block_size,
-    )
+    return _tiles(side, index, lists, keys.positions)
 
 
 def vertical_tiles(side: QuerySide, index: VerticalSlashIndex, transpose: bool) -> Tiles:
@@ -107,22 +98,24 @@ def vertical_tiles(side: QuerySide, index: VerticalSlashIndex, transpose: bool) 
         index.block_size,
         by_key=transpose,
     )
-    by_query, by_key = _both_sides(lists)
+    return _tiles(side, index, lists, verticals, covered)
+
+
+def _tiles(
+    side: QuerySide,
+    index: VerticalSlashIndex,
+    lists: list[block_tables.FourLists],
+    k_positions: Tensor,
+    covered: Tensor | None = None,
+) -> Tiles:
+    """lists: by query, and by key if they were made."""
+    by_query, *by_key = [BlockLists(*tables) for tables in lists]
     return Tiles(
         by_query=by_query,
-        by_key=by_key,
+        by_key=by_key[0] if by_key else None,
         start=side.start,
         stop=side.stop,
-        k_positions=verticals,
+        k_positions=k_positions,
         covered=covered,
         block_size=index.block_size,
     )
-
-
-def _both_sides(
-    lists: list[block_tables.FourLists],
-) -> tuple[BlockLists, BlockLists | None]:
-    by_query = BlockLists(*lists[0])
-    if len(lists) == 1:
-        return by_query, None
-    return by_query, BlockLists(*lists[1])
