@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention.calls import op_arguments, select_arguments
+from tests.attention.calls import op_arguments
 from tests.reference import dense_attention, gradients, structured_qkv
 from titan_sparse.attention import ContextParallel, attend, registry
+from titan_sparse.attention.context_parallel.balanced import Costs
 from titan_sparse.attention.context_parallel.group import one_rank
+from titan_sparse.attention.masks.packed import prefix_lm
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
@@ -248,27 +250,6 @@ def test_statistics_of_budgets_and_layers():
     assert len(record.visited) == 2, "recorded outside of recording()"
 
 
-@pytest.mark.parametrize("pattern", ["dense", "sparse"])
-@pytest.mark.parametrize("mask, dtype", [("causal", torch.float64), ("documents", torch.bfloat16)])
-def test_opcheck(mask, dtype, pattern):
-    p = _problem((4, 2, 125, 16), mask, PATTERNS[pattern])
-    p = p._replace(**{name: getattr(p, name).to(dtype) for name in "qkv"})
-    ranges = p.mask.rows(125)._replace(plain=False)
-    ops, scale = torch.ops.titan_sparse, 8**-0.5
-    if p.pattern.dynamic:
-        arguments = select_arguments(ranges, p.pattern, 16, scale)
-        torch.library.opcheck(ops.select.default, (p.q, p.k, *arguments))
-    index = p.pattern.select(p.q, p.k, p.mask, block_size=16).tensors()
-    leaves = [x.clone().requires_grad_() for x in p.qkv]
-    rest = op_arguments(index, ranges, p.pattern, one_rank(16), scale)
-    torch.library.opcheck(ops.attend_forward.default, (*leaves, *rest))
-    saved = ops.attend_forward(*p.qkv, *rest)
-    result = torch.library.opcheck(
-        ops.attend_backward.default, (torch.ones_like(p.q), *p.qkv, list(saved), *rest[1:])
-    )
-    assert set(result.values()) == {"SUCCESS"}
-
-
 def _x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
@@ -295,43 +276,53 @@ def test_tensors_that_do_not_fit(q, k, v, words):
         attend(q, k, v)
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"mask": Causal().rows(15)}, "15 tokens"),
-        ({"mask": Causal(valid=(3, 4, 5))}, "3 sequences"),
-        ({"mask": Documents([9, 8])}, "17 tokens"),
-        ({"mask": Full(), "pattern": SPARSE, "block_size": 16}, "causal"),
-        ({"mask": Full() & Full(), "pattern": SPARSE, "block_size": 16}, "causal"),
-        ({"backend": "nothing"}, "attention.backend"),
-        (
-            {"cp": ContextParallel(None, "contiguous", "local", 8), "block_size": 16},
-            "block_size=16",
-        ),
-        ({"pattern": VerticalSlash(dense_below=15), "block_size": 16}, "dense_below = 16 or more"),
-        (
-            {"pattern": VerticalSlash(dense_below=16, probe=17), "block_size": 8},
-            "dense_below = 17 or more",
-        ),
-    ],
-)
+REFUSED = [
+    ({"mask": Causal().rows(15)}, "15 tokens"),
+    ({"mask": Causal(valid=(3, 4, 5))}, "3 sequences"),
+    ({"mask": Documents([9, 8])}, "17 tokens"),
+    ({"mask": "causal"}, "mask=str is no mask; write a mask of titan_sparse.attention.masks"),
+    ({"mask": _x(16, 16)}, "mask=Tensor is no mask"),
+    ({"mask": Full(), "pattern": SPARSE, "block_size": 16}, "causal"),
+    ({"mask": Full() & Full(), "pattern": SPARSE, "block_size": 16}, "causal"),
+    ({"mask": Full().rows(16), "pattern": SPARSE, "block_size": 16}, "causal"),
+    ({"pattern": "dense"}, "pattern=str is no pattern; write one of"),
+    ({"pattern": Dense}, "pattern=type is no pattern"),
+    ({"pattern": VerticalSlash(dense_below=15), "block_size": 16}, "dense_below = 16 or more"),
+    (
+        {"pattern": VerticalSlash(dense_below=16, probe=17), "block_size": 8},
+        "dense_below = 17 or more",
+    ),
+    ({"backend": "nothing"}, "attention.backend"),
+    ({"block_size": 0}, "block_size"),
+    ({"block_size": -4}, "block_size"),
+    (
+        {"cp": ContextParallel(None, "contiguous", "local", 8), "block_size": 16},
+        "block_size=16",
+    ),
+    ({"recomputed": -0.1, "block_size": 4}, "0 to 1"),
+    ({"recomputed": 1.5, "block_size": 4}, "0 to 1"),
+    ({"recomputed": 0.5, "block_size": 4, "mask": Full()}, "write recomputed=0 or 1"),
+    (
+        {"recomputed": 0.5, "block_size": 4, "mask": prefix_lm([16], [9])},
+        "causal mask; write recomputed=0 or 1",
+    ),
+    ({"sinks": _x(3)}, r"sinks has shape \[3\]; write one logit a query head, \[2\]"),
+    ({"sinks": _x(1, 2)}, r"sinks has shape \[1, 2\]"),
+    ({"sinks": _x()}, r"sinks has shape \[\]"),
+    (
+        {"sinks": _x(2, dtype=torch.float64)},
+        r"sinks is torch.float64; write sinks.float\(\), or the dtype of q \(torch.float32\)",
+    ),
+    ({"sinks": _x(2, dtype=torch.int64)}, "sinks is torch.int64"),
+    ({"sinks": _x(2).to("meta")}, 'sinks is on meta, q on cpu; write sinks.to."cpu".'),
+]
+
+
+@pytest.mark.parametrize("options, words", REFUSED)
 def test_options_that_do_not_fit(options, words):
     q = _x(2, 2, 16, 8)
     with pytest.raises(ValueError, match=words):
         attend(q, q, q, **options)
-
-
-def test_rows_that_see_the_future_do_not_fit_a_sparse_pattern():
-    q = _x(2, 2, 16, 8)
-    with pytest.raises(ValueError, match="causal"):
-        attend(q, q, q, mask=Full().rows(16), pattern=SPARSE, block_size=16)
-
-
-@pytest.mark.parametrize("block_size", [0, -4])
-def test_block_size_out_of_range(block_size):
-    q = _x(2, 2, 16, 8)
-    with pytest.raises(ValueError, match="block_size"):
-        attend(q, q, q, block_size=block_size)
 
 
 COUNTS_AND_CHOICES = [f.name for f in dataclasses.fields(VerticalSlash) if f.name != "recall"]
@@ -354,30 +345,19 @@ def test_parameters_out_of_range(options, words):
 
 
 @pytest.mark.parametrize(
-    "layout, schedule, words",
-    [
-        ("diagonal", "local", "layout"),
-        ("striped", "spiral", "schedule"),
-    ],
-)
-def test_unknown_layouts_and_schedules(layout, schedule, words):
-    with pytest.raises(ValueError, match=words):
-        ContextParallel(None, layout, schedule, 8)
-
-
-@pytest.mark.parametrize(
     "options, words",
     [
-        ({"mask": "causal"}, "mask=str is no mask; write a mask of titan_sparse.attention.masks"),
-        ({"mask": _x(16, 16)}, "mask=Tensor is no mask"),
-        ({"pattern": "dense"}, "pattern=str is no pattern; write one of"),
-        ({"pattern": Dense}, "pattern=type is no pattern"),
+        ({"layout": "diagonal"}, "layout"),
+        ({"schedule": "spiral"}, "schedule"),
+        ({"schedule": "group_cast", "overlap_stages": (2, 0)}, "overlap_stages"),
+        ({"backward_circulates": "v"}, "backward_circulates"),
+        ({"route_by": "index"}, "route_by"),
+        ({"costs": Costs()}, 'costs would be ignored with layout "striped"'),
     ],
 )
-def test_masks_and_patterns_of_another_type_are_refused(options, words):
-    q = _x(1, 2, 16, 8)
+def test_context_parallel_refuses(options, words):
     with pytest.raises(ValueError, match=words):
-        attend(q, q, q, **options)
+        ContextParallel(None, **options)
 
 
 def test_a_context_parallel_lives_until_the_backward():

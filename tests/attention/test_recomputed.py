@@ -13,13 +13,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from tests.attention.calls import op_arguments
 from tests.distributed import run_processes
 from tests.reference import attention_bytes, structured_qkv
 from titan_sparse.attention import ContextParallel, attend, call_tiles
-from titan_sparse.attention.context_parallel.group import one_rank
-from titan_sparse.attention.masks.packed import prefix_lm, sliding_window
-from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
+from titan_sparse.attention.masks.packed import sliding_window
+from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, VerticalSlash
@@ -196,31 +194,6 @@ def test_triton_and_its_tables(monkeypatch, pattern, mask):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
 
 
-def test_opcheck():
-    q, k, v = (x.detach() for x in _problem())
-    pattern, ranges = PATTERNS["vertical_slash"], MASKS["documents"].rows(SEQ_LEN)
-    index = pattern.select(q, k, MASKS["documents"], block_size=BLOCK).tensors()
-    cp = one_rank(BLOCK)
-    whole = op_arguments(index, ranges, pattern, cp, 0.3)
-    second = op_arguments(index, ranges, pattern, cp, 0.3, 0.4, 1.0)
-    ops = torch.ops.titan_sparse
-    torch.library.opcheck(ops.attend_forward.default, (q, k, v, *second))
-    out, lse, vertical_kv = ops.attend_forward(q, k, v, *second)
-    first = op_arguments([*index, vertical_kv], ranges, pattern, cp, 0.3, 0.0, 0.4)
-    torch.library.opcheck(ops.attend_recomputed.default, (q, k, v, *first))
-    first_out, first_lse, nothing = ops.attend_recomputed(q, k, v, *first)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    shares = [first_out, out, first_lse, lse, vertical_kv]
-    result = torch.library.opcheck(ops.attend_join.default, (*leaves, *whole, shares))
-    assert (
-        set(result.values()) == {"SUCCESS"}
-        and nothing.numel() == 0
-        and out.shape[2] == SEQ_LEN - 4 * BLOCK
-    )
-    with pytest.raises(ValueError, match="join"):
-        ops.attend_forward(*leaves, *second)
-
-
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple[int, int] | str]:
     """Record query and key blocks of each attention forward that ran, and the selections."""
@@ -392,18 +365,3 @@ def _check_layouts_refused() -> None:
 
 def test_layouts_refused():
     run_processes(2, _check_layouts_refused)
-
-
-@pytest.mark.parametrize(
-    "share, mask, words",
-    [
-        (-0.1, Causal(), "0 to 1"),
-        (1.5, Causal(), "0 to 1"),
-        (0.5, Full(), "causal mask; write recomputed=0 or 1"),
-        (0.5, prefix_lm([64], [9]), "causal mask; write recomputed=0 or 1"),
-    ],
-)
-def test_refused(share, mask, words):
-    q = torch.zeros(1, 1, 4 * BLOCK, 8)
-    with pytest.raises(ValueError, match=words):
-        attend(q, q, q, mask, block_size=BLOCK, recomputed=share)

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from tests.attention.calls import op_arguments
+from tests.attention.calls import op_arguments, select_arguments
+from tests.attention.test_recomputed import CHECKPOINTS
 from tests.reference import attention_with_sinks, dense_attention, gradients, structured_qkv
 from titan_sparse.attention import attend
 from titan_sparse.attention.backends import BACKENDS
@@ -18,7 +18,6 @@ from titan_sparse.attention.masks.packed import prefix_lm, sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
-from titan_sparse.training.build_model import checkpoint_contexts
 
 eager = BACKENDS["eager"]
 
@@ -175,13 +174,6 @@ def test_equals_the_attention_of_gpt_oss(window):
 
 # Activation checkpointing, torch.compile and empty inputs
 
-CHECKPOINTS = {
-    "none": lambda function, *inputs: function(*inputs),
-    "selective": functools.partial(checkpoint, use_reentrant=False, context_fn=checkpoint_contexts),
-    "plain": functools.partial(checkpoint, use_reentrant=False),
-    "reentrant": functools.partial(checkpoint, use_reentrant=True),
-}
-
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
@@ -220,34 +212,51 @@ def test_recomputed_in_part_or_whole(pattern, how, compiled):
         _assert_equal(got, want, share)
 
 
+@pytest.mark.parametrize("pattern", ["dense", "vertical_slash"])
 @pytest.mark.parametrize(
     "dtype, sink_dtype",
-    [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)],
-    ids=["fp64", "bf16, sinks fp32"],
+    [(torch.float64, None), (torch.float64, torch.float64), (torch.bfloat16, torch.float32)],
+    ids=["no sinks", "fp64", "bf16, sinks fp32"],
 )
-def test_opcheck(dtype, sink_dtype):
-    p = _problem("documents", "vertical_slash", (4, 2, 125, 16))
+def test_opcheck(dtype, sink_dtype, pattern):
+    """All ops, with sinks and without; a part of attention has no gradient of its own."""
+    p = _problem("documents", pattern, (4, 2, 125, 16))
     q, k, v = (x.to(dtype) for x in (p.q, p.k, p.v))
     ranges = p.mask.rows(125)
+    ops = torch.ops.titan_sparse
+    if p.pattern.dynamic:
+        arguments = select_arguments(ranges, p.pattern, 16, 0.3)
+        torch.library.opcheck(ops.select.default, (q, k, *arguments))
     index = p.pattern.select(q, k, p.mask, block_size=16).tensors()
     cp = one_rank(16)
     _, *whole = op_arguments(index, ranges, p.pattern, cp, 0.3)
-    ops = torch.ops.titan_sparse
-    sinks = p.sinks.to(sink_dtype)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    sinks = None
+    if sink_dtype is not None:
+        sinks = p.sinks.to(sink_dtype).requires_grad_()
     for op in (ops.attend_forward, ops.attend_recomputed):
-        torch.library.opcheck(op.default, (*leaves, *whole))
-    out, lse, _ = ops.attend_forward(q, k, v, sinks, *whole)
-    arguments = (torch.ones_like(out), out, lse, sinks)
-    torch.library.opcheck(ops.attend_sinks_backward.default, arguments)
+        torch.library.opcheck(op.default, (*leaves, sinks, *whole))
+    out, lse, verticals = ops.attend_forward(q, k, v, None, *whole)
+    saved = [out, lse, verticals]
+    arguments = (torch.ones_like(q), q, k, v, saved, *whole)
+    torch.library.opcheck(ops.attend_backward.default, arguments)
+    if sinks is not None:
+        arguments = (torch.ones_like(out), out, lse, sinks.detach())
+        torch.library.opcheck(ops.attend_sinks_backward.default, arguments)
 
     second = op_arguments(index, ranges, p.pattern, cp, 0.3, 0.4, 1.0)
+    torch.library.opcheck(ops.attend_forward.default, (q, k, v, *second))
     second_out, second_lse, vertical_kv = ops.attend_forward(q, k, v, *second)
+    assert second_out.shape[2] == 125 - 3 * 16
     first = op_arguments([*index, vertical_kv], ranges, p.pattern, cp, 0.3, 0.0, 0.4)
-    first_out, first_lse, _ = ops.attend_recomputed(q, k, v, *first)
+    torch.library.opcheck(ops.attend_recomputed.default, (q, k, v, *first))
+    first_out, first_lse, nothing = ops.attend_recomputed(q, k, v, *first)
+    assert nothing.numel() == 0
     shares = [first_out, second_out, first_lse, second_lse, vertical_kv]
-    result = torch.library.opcheck(ops.attend_join.default, (*leaves, *whole, shares))
+    result = torch.library.opcheck(ops.attend_join.default, (*leaves, sinks, *whole, shares))
     assert set(result.values()) == {"SUCCESS"}
+    with pytest.raises(ValueError, match="join"):
+        ops.attend_forward(*leaves, *second)
 
 
 def test_meta_tensors():
@@ -321,23 +330,6 @@ def test_selection_and_statistics_are_of_the_keys_alone(pattern, share):
     kept = (plain.lse - dense_attention(p.q, p.k, p.v, visible)[1]).exp()
     assert (got.recall[0] - kept.mean((0, 2))).abs().max() < 1e-9
     assert (got.recall[0] - 1).abs().max() < 1e-9 or pattern != "dense"
-
-
-@pytest.mark.parametrize(
-    "sinks, words",
-    [
-        (torch.zeros(2), r"sinks has shape \[2\]; write one logit a query head, \[4\]"),
-        (torch.zeros(1, 4), r"sinks has shape \[1, 4\]"),
-        (torch.tensor(0.0), r"sinks has shape \[\]"),
-        (torch.zeros(4, dtype=torch.float64), r"sinks is torch.float64; write sinks.float\(\)"),
-        (torch.zeros(4, dtype=torch.int64), "sinks is torch.int64"),
-        (torch.zeros(4, device="meta"), 'sinks is on meta, q on cpu; write sinks.to."cpu".'),
-    ],
-)
-def test_sinks_that_do_not_fit(sinks, words):
-    q = torch.zeros(1, 4, 16, 8, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=words):
-        attend(q, q[:, :2], q[:, :2], sinks=sinks)
 
 
 def test_a_tangent_of_the_sinks_is_refused():

@@ -187,8 +187,6 @@ def _check_costs() -> None:
     # One rank of three has another file.
     with pytest.raises(ValueError, match=r"\[120, 280\], \[120, 281\], \[120, 280\]"):
         ContextParallel(mesh, "balanced", costs=Costs(transfer=280 + (rank == 1)))
-    with pytest.raises(ValueError, match='costs would be ignored with layout "striped"'):
-        ContextParallel(mesh, "striped", costs=Costs())
 
 
 def test_ranks_deal_by_the_same_costs():

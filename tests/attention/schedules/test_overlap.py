@@ -105,35 +105,6 @@ def test_a_hop_between_nodes_has_the_work_of_a_window(monkeypatch, inter, intra,
         assert homeward == [intra] * (inter - 2) + [intra - 1]
 
 
-@pytest.mark.parametrize("ranks", [2, 5])
-def test_a_hop_of_a_ring_has_the_work_of_a_step(monkeypatch, ranks):
-    forward, backward = events_of_attention(monkeypatch, "ring", (1, ranks), Dense())
-    assert work_behind(forward, "inner") == [1] * (ranks - 1)
-    assert work_behind(backward, "inner") == [1] * (ranks - 1)
-    # Only the last one, which brings the gradient home, has nothing left to hide behind.
-    assert work_behind(backward, "inner_gradient") == [1] * (ranks - 2) + [0]
-
-
-@pytest.mark.parametrize("heads", [1, 2, 5])
-def test_a_gather_has_the_work_of_a_head(monkeypatch, heads):
-    """The first gather and the last one of the gradients cannot be hidden."""
-    forward, backward = events_of_attention(monkeypatch, "all_gather", (1, 3), Dense(), heads)
-    assert work_behind(forward, "k") == work_behind(forward, "v") == [0] + [1] * (heads - 1)
-    assert work_behind(backward, "k") == [0] + [1] * (heads - 1)
-    assert work_behind(backward, "scatter") == [1] * 2 * (heads - 1) + [0] * 2
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3])
-def test_a_stage_has_the_work_of_the_one_before(monkeypatch, stages):
-    forward, backward = events_of_attention(
-        monkeypatch, "group_cast", (1, 3), Dense(), overlap_stages=(stages, stages)
-    )
-    assert work_behind(forward, "inner") == [1] * stages
-    assert work_behind(backward, "inner") == [1] * stages
-    # With several stages too, half of the own blocks are left to the end.
-    assert backward[-1] == "compute"
-
-
 @pytest.mark.parametrize(
     "schedule, axes, kv_heads",
     [
