@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed import run_processes
+from tests.fake_step import fake_world
 from tests.reference import attention_bytes, structured_qkv
 from titan_sparse.attention import ContextParallel, attend, call_tiles
 from titan_sparse.attention.masks.packed import sliding_window
@@ -353,15 +354,12 @@ def test_over_ranks(ranks):
     run_processes(ranks, _check_ranks)
 
 
-def _check_layouts_refused() -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_layouts_refused(layout):
     q = torch.zeros(1, 1, 4 * BLOCK, 8)
-    for layout in ("contiguous", "zigzag"):
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         cp = ContextParallel(mesh, layout, "ring", BLOCK)
         with pytest.raises(ValueError, match='recomputed=0.5 needs layout "striped"'):
             attend(q, q, q, cp=cp, recomputed=0.5)
         attend(q, q, q, cp=cp, recomputed=1.0)
-
-
-def test_layouts_refused():
-    run_processes(2, _check_layouts_refused)

@@ -39,8 +39,10 @@ def _contexts(axes: tuple[int, ...]) -> list[ContextParallel]:
         ("zigzag", ring, "kv"),
         ("striped", ring, "q"),
         ("striped", "group_cast", "kv"),
-        ("balanced", "ring", "kv"),
+        ("balanced", ring, "kv"),
         ("balanced", "group_cast", "kv"),
+        ("balanced", "ring", "q"),
+        ("balanced", "all_gather", "auto"),
     ]
     return [
         ContextParallel(mesh, layout, schedule, BLOCK, circulates)
@@ -98,8 +100,6 @@ def _check_ranks(axes: tuple[int, ...]) -> None:
                     assert (a - b).abs().max() < 1e-9, (name, cp.key, mask, pattern.key, recomputed)
 
 
-@pytest.mark.parametrize(
-    "axes", [(2,), (3,), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("axes", [(2,), (3,), (2, 2)], ids=str)
 def test_ranks_equal_one(axes):
     run_processes(torch.Size(axes).numel(), _check_ranks, axes)

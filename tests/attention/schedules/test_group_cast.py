@@ -15,17 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint
 
 from tests.attention.calls import bound_call
 from tests.distributed import run_processes
 from tests.reference import dense_attention, gradients, structured_qkv, tiles_of
 from tests.slice_cases import NAMES, mask_and_truth
-from titan_sparse.attention import SAVED_OPS, ContextParallel, attend
+from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.group_cast_plan import (
     blocks_before_others,
@@ -45,6 +41,7 @@ from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.attention.schedules import group_cast
+from titan_sparse.training.build_model import _full_contexts
 
 eager = BACKENDS["eager"]
 
@@ -395,18 +392,12 @@ def _check_compiled_and_recomputed() -> None:
     cp = _context((1, 2, 2), "striped")
     qkv, d_out = _inputs()
 
-    def policy(_, op, *args, **kwargs) -> CheckpointPolicy:
-        if op in SAVED_OPS:
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     call = functools.partial(
         attend, mask=MASKS["documents"], pattern=PATTERNS["vertical_slash"], cp=cp, recomputed=0.4
     )
     layer = torch.compile(lambda *x: call(*x) * 2, backend="aot_eager", fullgraph=True)
     leaves = [cp.shard(x, 2).requires_grad_() for x in qkv]
-    out = checkpoint(layer, *leaves, use_reentrant=False, context_fn=contexts)
+    out = checkpoint(layer, *leaves, use_reentrant=False, context_fn=_full_contexts)
     wanted = _wanted("documents", "vertical_slash")
     got = [out.detach(), *torch.autograd.grad(out, leaves, cp.shard(d_out, 2))]
     for a, b in zip(got, (wanted[0], *wanted[2:]), strict=True):

@@ -1,5 +1,6 @@
 """The group of ranks that share one sequence, with its layout and its schedule."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -239,15 +240,14 @@ class ContextParallel(Communicator):
 ONE_RANK = "one rank"
 """How the key of what cp=None means begins. The block size follows: "one rank:128"."""
 
-_ONE_RANK_CONTEXTS: dict[int, ContextParallel] = {}
-"""What cp=None means, by block size. They hold no process groups."""
 
-
+@functools.cache
 def one_rank(block_size: int) -> ContextParallel:
-    """What cp=None means: one rank that owns everything, in blocks of `block_size`."""
-    if block_size not in _ONE_RANK_CONTEXTS:
-        _ONE_RANK_CONTEXTS[block_size] = ContextParallel(None, "contiguous", "local", block_size)
-    return _ONE_RANK_CONTEXTS[block_size]
+    """What cp=None means: one rank that owns everything, in blocks of `block_size`.
+
+    It holds no process groups.
+    """
+    return ContextParallel(None, "contiguous", "local", block_size)
 
 
 def context_of(key: str) -> ContextParallel:

@@ -152,18 +152,6 @@ def circulates_queries(
     return query_bytes < kv_bytes
 
 
-def backward_order(windows: int, steps: int) -> list[int]:
-    """The order in which a backward takes the steps. Steps are counted as in the forward.
-
-    Of the first window it takes only the first step, then the other windows, then the rest of the
-    first: `backward_order(2, 4)` is `[0, 2, 3, 1]` (schedules/transport.py says why).
-    """
-    steps_a_window = steps // windows
-    rest_of_first_window = range(1, steps_a_window)
-    other_windows = range(steps_a_window, steps)
-    return [0, *other_windows, *rest_of_first_window]
-
-
 def vertical_shares(steps: int, blocks: int) -> int:
     """Over how many of `steps` steps the `blocks` blocks of verticals are dealt out.
 
@@ -183,10 +171,14 @@ def vertical_steps(
 
     The forward leaves out its first step and the backward its last one, behind which the exchange
     of the verticals hides. Where there are few blocks, more steps are left out.
+
+    Of the first window a backward takes only the first step, then the other windows, then the rest
+    of the first (schedules/transport.py says why).
     """
-    order = range(len(computes))
+    order = list(range(len(computes)))
     if backward:
-        order = backward_order(windows, len(computes))
+        rest_of_first_window = order[1 : len(order) // windows]
+        order = [0, *order[len(order) // windows :], *rest_of_first_window]
     steps = [step for step in order if computes[step]]
     shares = vertical_shares(len(steps), blocks)
     if backward:

@@ -143,8 +143,9 @@ def _dense_forward(
     dtype = call.sum_dtype(q)
     total = None
     for (rectangle, keys), place in zip(steps, at_last(len(steps), into), strict=True):
-        kv = (head.k[:, :, keys], head.v[:, :, keys])
-        total = rectangles.forward(call, rectangle, q, kv, total, dtype, place)
+        k = head.k[:, :, keys]
+        v = head.v[:, :, keys]
+        total = rectangles.forward(call, rectangle, q, k, v, total, dtype, place)
     return total
 
 
@@ -158,8 +159,9 @@ def _dense_backward(
     dv = torch.zeros(head.v.shape, dtype=dtype, device=head.v.device)
     dq = None
     for (rectangle, keys), place in zip(steps, at_last(len(steps), into), strict=True):
-        kv = (head.k[:, :, keys], head.v[:, :, keys])
-        dq, dk_here, dv_here = rectangles.backward(call, rectangle, queries, kv, dq, dtype, place)
+        k = head.k[:, :, keys]
+        v = head.v[:, :, keys]
+        dq, dk_here, dv_here = rectangles.backward(call, rectangle, queries, k, v, dq, dtype, place)
         dk[:, :, keys] = dk_here
         dv[:, :, keys] = dv_here
     return dq, [(dk, dv)]

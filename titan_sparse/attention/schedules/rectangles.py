@@ -56,7 +56,8 @@ def forward(
     call: AttentionCall,
     rectangle: Rectangle,
     q: Tensor,
-    kv: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
     total: Partial | None,
     dtype: torch.dtype,
     into: Tensor | None,
@@ -65,7 +66,6 @@ def forward(
 
     total: of all queries; it is changed in place.
     """
-    k, v = kv
     q_start = rectangle.q_start
     # Only these queries see anything of the chunk, and only these keys are seen.
     seeing_q = q[:, :, q_start:]
@@ -97,13 +97,13 @@ def backward(
     call: AttentionCall,
     rectangle: Rectangle,
     queries: Queries,
-    kv: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
     dq: Tensor | None,
     dtype: torch.dtype,
     into: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, as a backend's backward() gives them."""
-    k, v = kv
     q_start = rectangle.q_start
     seen_k = k[:, :, : rectangle.k_stop]
     seen_v = v[:, :, : rectangle.k_stop]

@@ -61,7 +61,7 @@ class ForwardSum:
         with recorder.computing():
             if rectangle is not None:
                 self.total = rectangles.forward(
-                    call, rectangle, self.q, (k, v), self.total, dtype, into
+                    call, rectangle, self.q, k, v, self.total, dtype, into
                 )
             else:
                 pieces = [Piece(k, v, make_tiles(False))]
@@ -111,7 +111,7 @@ class BackwardSum:
         into = next(self.places)
         if rectangle is not None:
             self.dq, dk, dv = rectangles.backward(
-                call, rectangle, self.queries, (k, v), self.dq, dtype, into
+                call, rectangle, self.queries, k, v, self.dq, dtype, into
             )
             return dk, dv
         by_key = call.backend.READS_BY_KEY
