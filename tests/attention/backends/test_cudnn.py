@@ -346,10 +346,3 @@ def test_a_small_problem_is_tried(monkeypatch):
         "cuDNN refuses head_dim 256 in torch.bfloat16 (No valid execution plans built.)"
     )
     assert len(tried) == 1 and tried[0][0].shape == (1, 2, 128, 256)
-
-
-def test_by_name_on_a_cpu():
-    q = torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16)
-    for pattern in (Dense(), VerticalSlash(recall=0.9)):
-        with pytest.raises(ValueError, match='attention.backend = "cudnn"'):
-            attend(q, q, q, pattern=pattern, backend="cudnn")

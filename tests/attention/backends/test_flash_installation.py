@@ -67,6 +67,8 @@ def test_a_half_installation_is_not_chosen(name, hopper, tmp_path, monkeypatch):
     assert "flash-attn-4 is installed in part" in banner and words in banner
     assert "\n" not in banner
     assert not backends.has_flash_attention_4()
+    with pytest.raises(ValueError, match="flex cannot run: flash-attn-4 is installed in part"):
+        backends.choose("flex", *CASE)
 
 
 def test_a_whole_installation_is_chosen(hopper, tmp_path, monkeypatch):

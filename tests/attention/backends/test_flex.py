@@ -225,14 +225,19 @@ def test_refusals(case, word):
 
 
 SHAPES = [
-    (16, 2, 64),
-    (32, 8, 64),
-    (16, 16, 64),
-    (16, 2, 96),
-    (16, 2, 128),
-    (32, 8, 128),
-    (16, 16, 128),
+    (16, 2, 64, 2048),
+    (32, 8, 64, 2048),
+    (16, 16, 64, 2048),
+    (16, 2, 96, 2048),
+    (16, 2, 128, 2048),
+    (32, 8, 128, 2048),
+    (16, 16, 128, 2048),
+    # FlashAttention-4 had errors in its head_dim 64 gradients that grew with the length.
+    (16, 2, 64, 16384),
+    (16, 2, 96, 16384),
+    (16, 2, 128, 16384),
 ]
+"""Query heads, KV heads, head_dim and tokens."""
 
 
 @pytest.fixture(params=["FLASH", "TRITON"])
@@ -259,9 +264,9 @@ def _check_on_gpu(
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("heads, kv_heads, head_dim", SHAPES)
-def test_pieces(kernel, heads, kv_heads, head_dim):
-    _check_on_gpu(heads, kv_heads, head_dim, 2048, torch.bfloat16, 5e-3)
+@pytest.mark.parametrize("heads, kv_heads, head_dim, seq_len", SHAPES)
+def test_pieces(kernel, heads, kv_heads, head_dim, seq_len):
+    _check_on_gpu(heads, kv_heads, head_dim, seq_len, torch.bfloat16, 5e-3)
     assert len(module._compiled) == 4, (
         "two pieces forward and backward compile once, whatever the mask"
     )
@@ -317,14 +322,6 @@ def _with_gradients(
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = attend(*leaves, mask, backend=backend)
     return [out, *torch.autograd.grad(out, leaves, d_out)]
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_long_pieces(kernel, head_dim):
-    """FlashAttention-4 had errors in its head_dim 64 gradients that grew with the length."""
-    _check_on_gpu(16, 2, head_dim, 16384, torch.bfloat16, 5e-3)
 
 
 @pytest.mark.gpu
