@@ -17,7 +17,6 @@ from titan_sparse.attention.backends import BACKENDS, flash
 from titan_sparse.attention.backends import cudnn as module
 from titan_sparse.attention.backends.base import DenseShape, Queries
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
-from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.training.build_model import checkpoint_contexts
 
 cudnn = BACKENDS["cudnn"]

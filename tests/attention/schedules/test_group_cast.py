@@ -41,7 +41,7 @@ from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.attention.schedules import group_cast
-from titan_sparse.training.build_model import _full_contexts
+from titan_sparse.training.build_model import checkpoint_contexts
 
 eager = BACKENDS["eager"]
 
@@ -397,7 +397,7 @@ def _check_compiled_and_recomputed() -> None:
     )
     layer = torch.compile(lambda *x: call(*x) * 2, backend="aot_eager", fullgraph=True)
     leaves = [cp.shard(x, 2).requires_grad_() for x in qkv]
-    out = checkpoint(layer, *leaves, use_reentrant=False, context_fn=_full_contexts)
+    out = checkpoint(layer, *leaves, use_reentrant=False, context_fn=checkpoint_contexts)
     wanted = _wanted("documents", "vertical_slash")
     got = [out.detach(), *torch.autograd.grad(out, leaves, cp.shard(d_out, 2))]
     for a, b in zip(got, (wanted[0], *wanted[2:]), strict=True):
