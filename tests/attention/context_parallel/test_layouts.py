@@ -113,15 +113,6 @@ def test_balance_under_a_causal_mask(size):
     assert size < 8 or _imbalance("contiguous", size, blocks) > 1.5
 
 
-@pytest.mark.parametrize("inter, intra", WORLDS)
-@pytest.mark.parametrize("schedule", [ring, double_ring])
-def test_every_rank_meets_every_source_once_and_its_own_first(schedule, inter, intra):
-    for rank in range(inter * intra):
-        steps = [source for window in schedule(inter, intra, rank) for source in window]
-        assert sorted(steps) == list(range(inter * intra))
-        assert steps[0] == rank
-
-
 def _previous(rank: int, first: int, size: int, stride: int) -> int:
     """The rank before `rank` in the ring first, first + stride, ... of `size` ranks."""
     return first + ((rank - first) // stride - 1) % size * stride
@@ -142,38 +133,38 @@ def _simulate(inter: int, intra: int, windows: int, steps: int) -> list[list[lis
 
 
 @pytest.mark.parametrize("inter, intra", WORLDS)
-def test_the_double_ring_lists_what_the_hops_bring(inter, intra):
-    seen = _simulate(inter, intra, windows=inter, steps=intra)
-    for rank in range(inter * intra):
-        assert double_ring(inter, intra, rank) == seen[rank]
-
-
-@pytest.mark.parametrize("inter, intra", WORLDS)
-def test_the_ring_lists_what_the_hops_bring(inter, intra):
+def test_rings_list_what_the_hops_bring(inter, intra):
+    """A rank begins with its own chunk, and meets every chunk once."""
     size = inter * intra
-    seen = _simulate(1, size, windows=1, steps=size)
+    double = _simulate(inter, intra, windows=inter, steps=intra)
+    single = _simulate(1, size, windows=1, steps=size)
     for rank in range(size):
-        assert ring(inter, intra, rank) == seen[rank]
+        assert double_ring(inter, intra, rank) == double[rank]
+        assert ring(inter, intra, rank) == single[rank]
+        for windows in (double[rank], single[rank]):
+            sources = sum(windows, [])
+            assert sources[0] == rank and sorted(sources) == list(range(size))
 
 
-def test_verticals_are_dealt_over_the_steps_that_compute():
-    assert vertical_steps([True] * 4, 9) == [1, 2, 3] and vertical_steps(
-        [True] * 4, 9, backward=True
-    ) == [0, 1, 2]
-    assert vertical_steps([True] * 4, 2) == [2, 3] and vertical_steps(
-        [True] * 4, 2, backward=True
-    ) == [0, 1]
-    assert vertical_steps([True, False, True, False, True], 9) == [2, 4]
-    assert vertical_steps([True, False, True, False, True], 9, backward=True) == [0, 2]
-    assert vertical_steps([True], 3) == vertical_steps([True, False], 3) == [0]
-    assert vertical_steps([True] * 6, 9, backward=True, windows=2) == [0, 3, 4, 5, 1]
-    assert vertical_steps([True, True, False, False, True, True], 9, backward=True, windows=3) == [
-        0,
-        4,
-        5,
-    ]
-    assert vertical_steps([True] * 6, 9, windows=2) == [1, 2, 3, 4, 5]
-    assert vertical_steps([True] * 4, 0) == vertical_steps([True] * 4, 0, backward=True) == []
+@pytest.mark.parametrize(
+    "computes, blocks, windows, forward, backward",
+    [
+        ("1111", 9, 1, [1, 2, 3], [0, 1, 2]),
+        ("1111", 2, 1, [2, 3], [0, 1]),
+        ("1111", 0, 1, [], []),
+        ("10101", 9, 1, [2, 4], [0, 2]),
+        ("1", 3, 1, [0], [0]),
+        ("10", 3, 1, [0], [0]),
+        ("111111", 9, 2, [1, 2, 3, 4, 5], [0, 3, 4, 5, 1]),
+        ("110011", 9, 3, [1, 4, 5], [0, 4, 5]),
+    ],
+)
+def test_verticals_are_dealt_over_the_steps_that_compute(
+    computes, blocks, windows, forward, backward
+):
+    computes = [step == "1" for step in computes]
+    assert vertical_steps(computes, blocks, windows=windows) == forward
+    assert vertical_steps(computes, blocks, backward=True, windows=windows) == backward
 
 
 def test_local_serves_one_rank_only():
