@@ -83,16 +83,9 @@ def test_compiled_once_equal_to_eager_for_all_documents(pattern):
     assert counter.frame_count == 1, "compiled again for other documents"
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_compiled_with_an_unpacked_mask(pattern):
-    layer = Layer(PATTERNS[pattern])
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    ranges = Causal().rows(SEQ_LEN)
-    _assert_equal(_step(layer, compiled, _input(0), ranges), _step(layer, layer, _input(0), ranges))
-
-
-def test_compiled_without_context_parallelism():
-    layer = Layer(PATTERNS["dense"], cp=None)
+@pytest.mark.parametrize("pattern, cp", [*((name, ONE_RANK) for name in PATTERNS), ("dense", None)])
+def test_compiled_with_an_unpacked_mask(pattern, cp):
+    layer = Layer(PATTERNS[pattern], cp)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     ranges = Causal().rows(SEQ_LEN)
     _assert_equal(_step(layer, compiled, _input(0), ranges), _step(layer, layer, _input(0), ranges))
