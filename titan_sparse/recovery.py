@@ -2,6 +2,7 @@
 
 import logging
 import os
+import weakref
 
 from titan_sparse.build import Parts
 from titan_sparse.training.guard import all_finite, optimizer_states
@@ -15,7 +16,9 @@ class Recovery:
     """Decides whether a run may save and go on, by what its guard reports. The same on every rank."""
 
     def __init__(self, run: Parts):
-        self.run = run
+        # The run owns this object. Held both ways, a run that is done would keep its process groups
+        # until a garbage collection, and they may abort the process when Python ends.
+        self.run: Parts = weakref.proxy(run)
         # Bad steps up to now, without a good one between, as far as the host knows.
         self.bad_in_a_row = 0
         # A save was due in the middle of bad steps.
