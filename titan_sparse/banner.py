@@ -87,7 +87,10 @@ def _attention(attention: Attention, cp: ContextParallel) -> str:
         mask += f", window {attention.sliding_window}"
     if attention.window_sinks:
         mask += f" and {attention.window_sinks} sinks"
-    return f"{mask} mask, {_pattern(attention)}, blocks of {cp.block_size}"
+    pattern = _pattern(attention)
+    if attention.dense_layers:
+        pattern += f", layers {attention.dense_layers} dense"
+    return f"{mask} mask, {pattern}, blocks of {cp.block_size}"
 
 
 def _pattern(attention: Attention) -> str:

@@ -27,6 +27,7 @@ from titan_sparse.attention.masks.ranges import (
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.config import Attention, resolve_overlap_stages
+from titan_sparse.config.reading import dense_layers
 from titan_sparse.models.decoder import Attends, LayerMasks
 from titan_sparse.models.flavours import DecoderConfig, TransformersConfig
 
@@ -174,12 +175,21 @@ def build_layer_masks(
 
 
 def build_attends(attention: Attention, cp: ContextParallel, recomputed: float = 0.0) -> Attends:
-    """What a decoder's layers are given. Patterns apply to layers that see everything: a window is
-    dense."""
+    """What a decoder's layers are given. Patterns apply to layers that see everything
+    and are none of attention.dense_layers: a window is dense."""
     dense = dataclasses.replace(attention, pattern="dense")
     return Attends(
-        full=build_attend(attention, cp, recomputed), window=build_attend(dense, cp, recomputed)
+        full=build_attend(attention, cp, recomputed),
+        window=build_attend(dense, cp, recomputed),
+        dense_layers=frozenset(dense_layers(attention)),
     )
+
+
+def selecting_layers(attention: Attention, model: DecoderConfig) -> list[int]:
+    """The layers that the pattern applies to."""
+    windows = model.windows if isinstance(model, TransformersConfig) else (0,) * model.layers
+    dense = dense_layers(attention)
+    return [layer for layer, window in enumerate(windows) if not window and layer not in dense]
 
 
 def build_attend(

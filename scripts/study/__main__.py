@@ -2,6 +2,8 @@
 
     python -m scripts.study --out outputs/study
         hours on one GPU; --short: 15 minutes; --toy: a minute on a CPU
+    python -m scripts.study --out outputs/study --equal-time
+        each method trains for the same seconds instead of the same steps
     python -m scripts.study --out outputs/study --list
         the parts, ordered by worth
     python -m scripts.study --out outputs/study --part 0 --model FOLDER
@@ -30,7 +32,9 @@ from scripts.study.settings import (
     SIZES,
     START,
     OutOfTime,
+    Size,
     Study,
+    at_equal_time,
     evaluations,
     parts,
     runs,
@@ -45,7 +49,7 @@ MORE_TO_DO = 3
 
 def main(words: list[str]) -> int:
     args = parse(words)
-    size = SIZES[args.size]
+    size = size_of(args)
     if args.list:
         for number, name in enumerate(parts(size)):
             print(f"{number:>4} {name}")
@@ -80,7 +84,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     """The options; exits with status 2 on a mistake."""
     args = _parser().parse_args(words)
     error = _parser().error
-    size = SIZES[args.size]
+    size = size_of(args)
     names = parts(size)
     least = size.reserve_seconds / 60
     if not args.minutes > 2 * least:
@@ -101,6 +105,11 @@ def parse(words: list[str]) -> argparse.Namespace:
     return args
 
 
+def size_of(args: argparse.Namespace) -> Size:
+    size = SIZES[args.size]
+    return at_equal_time(size) if args.equal_time else size
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.study",
@@ -117,10 +126,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     sizes = parser.add_mutually_exclusive_group()
     for name, text in (
+        ("long", "131,072 tokens instead of 65,536, with fewer steps"),
         ("short", "about 15 minutes on an H200"),
         ("toy", "a minute on a CPU, a model of random weights; says nothing"),
     ):
         sizes.add_argument(f"--{name}", dest="size", action="store_const", const=name, help=text)
+    parser.add_argument(
+        "--equal-time",
+        action="store_true",
+        help="each method has as many steps as fit into the time of the dense ones",
+    )
     parser.add_argument("--part", type=int, help="do this part only; --list names them")
     parser.add_argument(
         "--runs", default="", help="of the extensions only these, with commas between"
@@ -206,7 +221,7 @@ def claim(study: Study) -> None:
         path.is_file() or not others,
         f"--out {folder} holds something else; write a new or empty folder",
     )
-    name = study.size.name
+    name = study.size.title
     found = json.loads(path.read_text(encoding="utf-8"))["size"] if path.is_file() else name
     require(
         found == name,

@@ -8,7 +8,6 @@ pattern, at each value of one of its parameters, is measured:
 
 * density and recall on the queries and keys that dense attention has in each layer, against the
   exact softmax of all rows, and those of the best choices there are;
-* on a GPU, kernel time: all layers' attention as one batch, forward + backward, the index given;
 * the model with the pattern in all of its layers: cross entropy less that of dense attention, and
   the share of the answers' tokens that it finds for needles hidden in the text (--needles).
 
@@ -17,22 +16,20 @@ continues with those missing.
 """
 
 import argparse
-import functools
 import hashlib
 import itertools
 import json
+import math
+import statistics
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
-from scripts.benchmarks.attention_cases import Attention, ours, ready_index, sdpa
 from scripts.benchmarks.options import positive
 from scripts.benchmarks.provenance import provenance
-from scripts.benchmarks.timing import times, training_call
 from scripts.study.mass import (
     BLOCK,
     ORACLES,
@@ -40,7 +37,6 @@ from scripts.study.mass import (
     causal_mask,
     kept,
     prices,
-    value_at,
 )
 from scripts.study.quality import RealModel, hide_needles, quality
 from scripts.study.texts import KINDS, TEXTS_OF_KIND, Text, text_of
@@ -48,12 +44,8 @@ from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash,
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
 
-AT_RECALLS = (0.8, 0.9, 0.95)
-AT_DENSITIES = (0.05, 0.1, 0.15, 0.2)
 SAME = ("layers", "patterns", "needles")
 """Options that all texts of a file share."""
-_WARM_UPS = 2
-_REPEATS = 3
 
 
 class Spec(NamedTuple):
@@ -201,13 +193,11 @@ def measure_text(
         "dtype": str(model.dtype).removeprefix("torch."),
         "dense": dense,
         **measured,
-        "at_recall": at_recall(measured),
-        "at_density": at_density(measured["rows"]),
     }
 
 
 def measure(q: Tensor, k: Tensor, specs: list[Spec]) -> dict[str, Any]:
-    """Rows of patterns, points of the best choices, and on a GPU times.
+    """Rows of patterns, and points of the best choices.
 
     q: [layers, Hq, S, D], k: [layers, Hkv, S, D].
     """
@@ -234,16 +224,7 @@ def measure(q: Tensor, k: Tensor, specs: list[Spec]) -> dict[str, Any]:
             points.append(point)
     for row, points in zip([*rows, *best], [*of_rows, *of_best], strict=True):
         row |= _means(torch.tensor(points, dtype=torch.float64))
-    measured: dict[str, Any] = {"rows": rows, "oracles": best}
-    if q.is_cuda:
-        tensors = _draw(q, k)
-        measured["dense_ms"] = dense_times(tensors)
-        for row, (pattern, index) in zip(rows, chosen, strict=True):
-            row["selection_ms"] = selection_time(pattern, q, k)
-            ready = ready_index(pattern, index.tensors())
-            call = functools.partial(ours, "triton", ready, mask, BLOCK)
-            row["kernel_ms"] = {"triton": training_times(call, tensors)}
-    return measured
+    return {"rows": rows, "oracles": best}
 
 
 def _of_layer(pattern: Pattern, index: BlockIndex, layer: int) -> BlockIndex:
@@ -264,116 +245,18 @@ def _means(points: Tensor) -> dict[str, Any]:
     }
 
 
-def _draw(q: Tensor, k: Tensor) -> list[Tensor]:
-    """q, k, v that want a gradient, and the upstream gradient. v may be random for times."""
-    torch.manual_seed(0)
-    leaves = [q.detach().clone(), k.detach().clone(), torch.randn_like(k)]
-    for leaf in leaves:
-        leaf.requires_grad_()
-    return [*leaves, torch.randn_like(q)]
-
-
-def dense_times(tensors: list[Tensor]) -> dict[str, dict[str, float]]:
-    """Of torch's SDPA on cuDNN, and of ours without a pattern."""
-    mask = causal_mask(tensors[0].shape[2], tensors[0].device)
-    calls: dict[str, Attention] = {
-        "cudnn": functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION),
-        "ours, triton": functools.partial(ours, "triton", Dense(), mask, BLOCK),
-    }
-    return {name: training_times(call, tensors) for name, call in calls.items()}
-
-
-def training_times(call: Attention, tensors: list[Tensor]) -> dict[str, float]:
-    """Median milliseconds. tensors: of _draw()."""
-    steps = training_call(call, tensors[:3], tensors[3])
-    times(steps, _WARM_UPS, lead=False)
-    forward_ms, backward_ms = times(steps, _REPEATS, lead=True)
-    return {"forward_ms": round(forward_ms, 3), "backward_ms": round(backward_ms, 3)}
-
-
-def selection_time(pattern: Pattern, q: Tensor, k: Tensor) -> float:
-    """Median milliseconds of choosing for all layers."""
-    mask = causal_mask(q.shape[2], q.device)
-    step = functools.partial(pattern.select, q, k, mask, block_size=BLOCK)
-    times([step], _WARM_UPS, lead=False)
-    return round(times([step], _REPEATS, lead=True)[0], 3)
-
-
-def at_recall(measured: dict[str, Any]) -> list[dict[str, Any]]:
-    """Density, and on a GPU milliseconds, of each best choice and pattern at each of AT_RECALLS.
-
-    None where nothing kept so much.
-    """
-    rows = []
-    for name, points in _curves([*measured["oracles"], *measured["rows"]]).items():
-        recalls = [point["recall"] for point in points]
-        columns = {"density": [point["density"] for point in points]}
-        if "kernel_ms" in points[0]:
-            columns["selection_ms"] = [point["selection_ms"] for point in points]
-            spent = [sum(point["kernel_ms"]["triton"].values()) for point in points]
-            columns["kernel_ms"] = spent
-        for recall in AT_RECALLS:
-            row: dict[str, Any] = {"name": name, "at_recall": recall}
-            for key, values in columns.items():
-                row[key] = _rounded(value_at(recall, recalls, values))
-            if "kernel_ms" in row:
-                row["kernel_ms"] = {"triton": row["kernel_ms"]}
-            rows.append(row)
-    return rows
-
-
-def at_density(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Loss above dense and needles of each pattern that may compute each of AT_DENSITIES.
-
-    Of the densest setting where all compute less. None where all compute more. Densities are those
-    of the forward with the pattern in all layers.
-    """
-    rows = []
-    for name, points in _curves(measured).items():
-        found = [point["in_all_layers"] for point in points]
-        negative = [-quality["density"] for quality in found]
-        for density in AT_DENSITIES:
-            row: dict[str, Any] = {"name": name, "at_density": density}
-            for key in ("above_dense", "needles"):
-                if key in found[0]:
-                    values = [quality[key] for quality in found]
-                    row[key] = _rounded(value_at(-density, negative, values))
-            rows.append(row)
-    return rows
-
-
-def _curves(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The rows of each best choice and pattern."""
-    curves: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        curves.setdefault(row["name"], []).append(row)
-    return curves
-
-
 def table(title: str, texts: list[dict[str, Any]]) -> str:
-    """Means over texts, at equal recall and at equal density. A dash: missing in some texts."""
-    lines = [f"| {title} | at | density or loss above dense | ms or needles |", "|---|---|---|---|"]
-    for key, first, second in (
-        ("at_recall", "density", "kernel_ms"),
-        ("at_density", "above_dense", "needles"),
-    ):
-        by_text = [{(row["name"], row[key]): row for row in text[key]} for text in texts]
-        for name, at in by_text[0]:
-            found = [rows.get((name, at), {}) for rows in by_text]
-            cells = [_mean([row.get(column) for row in found]) for column in (first, second)]
-            lines.append(f"| {name} | {key[3:]} {at} | {cells[0]} | {cells[1]} |")
+    """A row for each setting, means over texts."""
+    columns = ["recall", "density", "loss above dense", "needles"]
+    lines = [f"| {title} | at | {' | '.join(columns)} |", "|---" * 6 + "|"]
+    for rows in zip(*(text["rows"] for text in texts), strict=True):
+        measured = [row["in_all_layers"] | row for row in rows]
+        cells = [rows[0]["name"], f"{rows[0]['value']:g}"]
+        for key in ("recall", "density", "above_dense", "needles"):
+            values = [one.get(key, math.nan) for one in measured]
+            cells.append(f"{statistics.fmean(values):.4f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _mean(values: list[Any]) -> str:
-    known = [value["triton"] if isinstance(value, dict) else value for value in values]
-    if any(value is None for value in known):
-        return "-"
-    return f"{sum(known) / len(known):.4f}"
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 5)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python -m scripts.study.pictures RESULT... --out docs/pictures/density_recall.png
 
-draws results of scripts.study.density. For each kind of text: density against recall, and below it
+draws results of scripts.study.density, or the equal-time results of scripts.study: held-out loss
+against seconds of training. Of density, for each kind of text: density against recall, and below it
 the loss with the pattern in all layers, less that of dense attention, against density. A point is
 one setting, the mean over layers and texts.
 """
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
@@ -22,10 +22,9 @@ from scripts.benchmarks.options import positive
 from scripts.study.settings import DENSE, FULL, SPARSE, START, methods
 
 COLORS = {name: f"C{number % 10}" for number, name in enumerate([START, *methods(FULL)])}
-"""The same in all pictures of a study; seeds of a method share one."""
+"""The same in all pictures of a study."""
 PATTERNS = (
     "joint, behind sinks, both",
-    "layer",
     "independent",
     "xattention, stride 16",
     "moba, chunk 128",
@@ -47,9 +46,13 @@ def main(words: list[str]) -> int:
     parser.add_argument("--length", type=positive, default=8192, help="tokens of the texts")
     parser.add_argument("--patterns", nargs="+", metavar="NAME")
     args = parser.parse_args(words)
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in args.results]
+    if all(result.get("equal_time") for result in results):
+        equal_time_figure(results, args.patterns or [DENSE, SPARSE]).savefig(args.out, dpi=120)
+        print(f"wrote {args.out}")
+        return 0
     texts = []
-    for path in args.results:
-        result = json.loads(path.read_text(encoding="utf-8"))
+    for result in results:
         texts += [text for text in result["texts"].values() if text["tokens"] == args.length]
     if not texts:
         parser.error(f"--length {args.length}: no text has as many tokens")
@@ -61,6 +64,29 @@ def main(words: list[str]) -> int:
     density_figure(texts, patterns).savefig(args.out, dpi=120)
     print(f"wrote {args.out}")
     return 0
+
+
+def equal_time_figure(results: list[dict[str, Any]], methods: list[str]) -> Figure:
+    """A panel for each study: held-out loss, mean over kinds of text and seeds, in the attention
+    that is trained with."""
+    figure = Figure(figsize=(5 * len(results), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(results), squeeze=False)[0]
+    for axes, found in zip(panels, results, strict=True):
+        for method in methods:
+            runs = [run for run in found["runs"].values() if run["method"] == method]
+            curves = []
+            for run in runs:
+                losses = [np.mean(list(point["loss"].values())) for point in run["held_out"]]
+                seconds = [run["step_seconds"] * point["step"] for point in run["held_out"]]
+                curves.append(list(zip(seconds, losses)))
+            if curves:
+                label = "dense attention" if method == DENSE else f"titan_sparse, {method}"
+                axes.plot(*_mean_curve(curves), marker=".", label=label, color=COLORS[method])
+        axes.set(title=f"{max(found['lengths']):,} tokens", xlabel="seconds of training on one GPU")
+        axes.set(ylabel="held-out loss, nats a token")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    return figure
 
 
 def density_figure(texts: list[dict[str, Any]], patterns: list[str]) -> Figure:
@@ -113,99 +139,6 @@ def _mean_curve(curves: list[list[tuple[float, float]]]) -> tuple[list[float], l
     points = [np.mean(of_setting, axis=0).tolist() for of_setting in zip(*curves, strict=True)]
     points.sort()
     return [x for x, _ in points], [y for _, y in points]
-
-
-def draw(out: Path, found: dict[str, Any]) -> None:
-    """loss.png, position.png and lengths.png of a study in `out`, of what is there."""
-    rows = found["evaluations"]
-    figures = {}
-    if found["runs"]:
-        figures["loss"] = loss_figure(found["runs"], found["differences"])
-    if any(row["position"] for row in rows):
-        figures["position"] = position_figure(rows)
-    if any(row["scores"] for row in rows):
-        figures["lengths"] = lengths_figure(rows, found["lengths"])
-    for name, figure in figures.items():
-        figure.savefig(out / f"{name}.png", dpi=120)
-
-
-def loss_figure(runs: dict[str, Any], differences: dict[str, Any]) -> Figure:
-    """Loss against steps and against time, and its difference from dense training on the same data."""
-    figure = Figure(figsize=(14, 4.5), layout="constrained")
-    by_step, by_time, below = figure.subplots(1, 3)
-    for name, run in runs.items():
-        style = _style(name, run["method"], run["seed"])
-        by_step.plot(run["steps"], smooth(run["loss"]), **style)
-        by_time.plot(run["seconds"], smooth(run["loss"]), **style)
-        if name in differences:
-            part = differences[name]
-            below.plot(part["steps"], 100 * smooth(part["shares"]), **style)
-    by_step.set(xlabel="step", ylabel="training loss (running mean)")
-    by_time.set(xlabel="seconds of training on one GPU", ylabel="training loss (running mean)")
-    below.set(xlabel="step", ylabel="difference to dense (%)")
-    below.axhline(0, color="gray", linewidth=0.8)
-    by_step.legend(fontsize="x-small")
-    return figure
-
-
-def smooth(values: list[float]) -> np.ndarray:
-    """Running mean over a tenth of the values, shorter at the ends."""
-    half = len(values) // 20
-    means = []
-    for middle in range(len(values)):
-        means.append(np.mean(values[max(0, middle - half) : middle + half + 1]))
-    return np.array(means)
-
-
-def position_figure(rows: list[dict[str, Any]]) -> Figure:
-    """Held-out loss against position by kind of text, in the attention that was trained with."""
-    kinds = list(next(row["position"] for row in rows if row["position"]))
-    figure = Figure(figsize=(5 * len(kinds), 4.5), layout="constrained")
-    for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds):
-        for row in rows:
-            if not _is_as_trained(row) or kind not in row["position"]:
-                continue
-            known = [part for part in row["position"][kind]["buckets"] if part["loss"] is not None]
-            middles = [(part["start"] + part["stop"]) / 2 for part in known]
-            style = _style(row["weights"], row["method"], row["seed"])
-            axes.plot(middles, [part["loss"] for part in known], marker=".", **style)
-        axes.set(title=kind, xlabel="position (tokens)", ylabel="loss")
-        axes.legend(fontsize="x-small")
-    return figure
-
-
-def lengths_figure(rows: list[dict[str, Any]], lengths: list[int]) -> Figure:
-    """Score of each task against length: dense throughout, sparse throughout, and their mixtures."""
-    rows = [row for row in rows if row["method"] in (START, DENSE, SPARSE)]
-    names = [name for row in rows for name in row["scores"] if not name.startswith("loss")]
-    tasks = list(dict.fromkeys(name.rpartition(", ")[0] for name in names))
-    columns = min(4, len(tasks))
-    lines = -(-len(tasks) // columns)
-    figure = Figure(figsize=(4 * columns, 3 * lines), layout="constrained")
-    grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
-    for axes, task in zip(grid.flat, tasks):
-        for row in rows:
-            known = [length for length in lengths if f"{task}, {length}" in row["scores"]]
-            scores = [row["scores"][f"{task}, {length}"] for length in known]
-            style = _style(f"{row['weights']}, {row['mode']}", row["method"], row["seed"])
-            axes.plot(known, scores, "-" if _is_as_trained(row) else ":", marker=".", **style)
-        _by_length(axes, task)
-    grid.flat[0].legend(fontsize="xx-small")
-    return figure
-
-
-def _by_length(axes: Axes, task: str) -> None:
-    axes.set_title(task, fontsize="small")
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="length (tokens)", ylabel="score (%)")
-
-
-def _is_as_trained(row: dict[str, Any]) -> bool:
-    return row["mode"] in (row["method"], "as_published")
-
-
-def _style(name: str, method: str, seed: int) -> dict[str, Any]:
-    return {"color": COLORS[method], "label": name, "linewidth": 0.8 if seed else 1.6}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The study's results, of what is done so far: OUT/report/results.json, tables.md and pictures."""
+"""The study's results, of what is done so far: OUT/report/results.json and tables.md."""
 
 import argparse
 import json
@@ -10,9 +10,9 @@ from typing import Any
 from scripts.benchmarks.provenance import provenance
 from scripts.study.settings import (
     DENSE,
+    HELD_OUT,
     SPARSE,
     START,
-    STEP_SECONDS,
     Evaluation,
     Run,
     Study,
@@ -24,7 +24,6 @@ from scripts.study.settings import (
 )
 from titan_sparse.training.metrics import json_ready
 from titan_sparse.training.metrics_output import read_metrics
-from titan_sparse.training.pictures import has_matplotlib
 
 STUDENT_95 = {2: 12.71, 3: 4.303}
 """A mean of so many values this many standard errors away from 0 is more than noise: Student's t
@@ -42,25 +41,19 @@ def report(study: Study, options: argparse.Namespace) -> None:
     results = {run.name: run_results(study, run) for run in done}
     minutes = sorted((study.folder / "seconds").glob("*.json"))
     found = provenance(options, study.size.common["training.device"]) | {
-        "size": study.size.name,
+        "size": study.size.title,
         "lengths": list(study.size.asked.lengths),
         "text": _read_json(study.text / "text.json"),
         "seconds": {path.stem: _read_json(path) for path in minutes},
         "runs": results,
         "evaluations": rows,
         "costs": costs(rows),
-        "differences": loss_differences(results),
+        "equal_time": equal_time(results, rows) if study.size.equal_time else [],
     }
     text = json.dumps(json_ready(found), indent=1)
     (out / "results.json").write_text(text + "\n", encoding="utf-8")
     (out / "tables.md").write_text(tables(found), encoding="utf-8")
     print(tables(found))
-    if has_matplotlib():
-        from scripts.study import pictures
-
-        pictures.draw(out, found)
-    else:
-        print('no pictures: they need pip install -e ".[eval]"')
     print(f"wrote {out}", flush=True)
 
 
@@ -83,9 +76,9 @@ def run_results(study: Study, run: Run) -> dict[str, Any]:
     # What a window leaves out it does not count: its recall would say nothing.
     chooses = run.method not in (DENSE, "window")
     recall = {line["step"]: line["recall"] for line in lines if chooses and "recall" in line}
-    # Of the method's first run; missing where its end was cut off.
-    path = study.folder / run.method / STEP_SECONDS
-    step_seconds = _read_json(path) if path.is_file() else math.nan
+    step_seconds = study.step_seconds(run.method)
+    path = study.folder / run.name / HELD_OUT
+    points = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return {
         "method": run.method,
         "seed": run.seed,
@@ -100,25 +93,14 @@ def run_results(study: Study, run: Run) -> dict[str, Any]:
         "mean_recall": statistics.fmean(recall.values()) if recall else None,
         "tokens_per_second": study.size.text.context / step_seconds,
         "peak_gib": lines[-1]["memory_gib"],
+        # Of a step that was repeated after a stop the last.
+        "held_out": list({point["step"]: point for point in map(json.loads, points)}.values()),
     }
 
 
 def _last_tenth(values: list[float]) -> float:
     """The mean of the last tenth of them."""
     return statistics.fmean(values[-max(1, len(values) // 10) :])
-
-
-def loss_differences(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of each run to the dense one with the same data: the share of the loss, signed, at each step."""
-    dense = {run["seed"]: run for run in results.values() if run["method"] == DENSE}
-    found = {}
-    for name, run in results.items():
-        if run["method"] == DENSE or run["seed"] not in dense:
-            continue
-        pairs = zip(dense[run["seed"]]["loss"], run["loss"], strict=True)
-        shares = [(sparse - of_dense) / of_dense for of_dense, sparse in pairs]
-        found[name] = {"steps": run["steps"], "shares": shares, "final": _last_tenth(shares)}
-    return found
 
 
 def evaluation_results(study: Study) -> list[dict[str, Any]]:
@@ -173,52 +155,83 @@ def _attention(
 def scores_of(answers: dict[str, Any]) -> dict[str, float]:
     """Each number by what it measures.
 
-    "loss, KIND" and "loss, KIND, last positions" (natural log); in percent "needle forced, LENGTH"
-    and "needle generated, LENGTH".
+    "loss", the mean over kinds, "loss, KIND" and "loss, KIND, last positions" (natural log); in
+    percent "needle forced", the mean over lengths, "needle forced, LENGTH", and the same generated.
     Forced: the share of the answer's tokens that are the most likely. Their text would not do: a
     model that repeats each token of the answer that it reads writes the answer too.
     """
     scores = {}
-    for kind, losses in answers.get("position", {}).get("losses", {}).items():
+    by_kind = answers.get("position", {}).get("losses", {})
+    if by_kind:
+        scores["loss"] = statistics.fmean(losses["loss"] for losses in by_kind.values())
+    for kind, losses in by_kind.items():
         scores[f"loss, {kind}"] = losses["loss"]
         scores[f"loss, {kind}, last positions"] = losses["buckets"][-1]["loss"]
     for way, kind in (("forced", "correct"), ("generated", "score")):
         by_length: dict[int, list[float]] = {}
-        for cell in answers.get(f"needle_{way}", {}).get("cells", []):
+        cells = answers.get(f"needle_{way}", {}).get("cells", [])
+        if cells:
+            scores[f"needle {way}"] = 100 * statistics.fmean(cell[kind] for cell in cells)
+        for cell in cells:
             by_length.setdefault(cell["length"], []).append(100 * cell[kind])
         for length, values in sorted(by_length.items()):
             scores[f"needle {way}, {length}"] = statistics.fmean(values)
     return scores
 
 
-def costs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Where sparse attention costs quality: for each measure DENSE weights read densely, SPARSE
-    ones sparsely.
+def costs(
+    rows: list[dict[str, Any]], method: str = SPARSE, mode: str = SPARSE
+) -> list[dict[str, Any]]:
+    """Where a method costs quality: for each measure DENSE weights read densely, and the method's
+    read in the attention `mode`.
 
-    By seed: runs of one seed have the same data, so that differences are far smaller than those
-    between seeds. worse: the differences, positive where sparse is worse. is_noise: whether their
-    mean is 0 with a confidence of 95 %, None with one seed.
+    By seed: runs of one seed have the same order of data, so that differences are far smaller than
+    those between seeds. worse: the differences, positive where the method is worse. is_noise:
+    whether their mean is 0 with a confidence of 95 %, None with one seed.
     """
     sides = []
-    for method in (DENSE, SPARSE):
-        side = [row for row in rows if row["method"] == row["mode"] == method]
+    for weights, read in ((DENSE, DENSE), (method, mode)):
+        side = [row for row in rows if (row["method"], row["mode"]) == (weights, read)]
         sides.append({row["seed"]: row["scores"] for row in side})
-    of_dense, of_sparse = sides
-    seeds = sorted(of_dense.keys() & of_sparse.keys())
-    if not seeds:
-        return []
+    of_dense, of_method = sides
     found = []
-    for measure in of_dense[seeds[0]]:
+    for measure in dict.fromkeys(measure for scores in of_dense.values() for measure in scores):
         # A later seed may not have answered everything yet.
-        known = [seed for seed in seeds if measure in of_dense[seed].keys() & of_sparse[seed]]
+        known = [
+            seed
+            for seed in sorted(of_dense.keys() & of_method.keys())
+            if measure in of_dense[seed].keys() & of_method[seed].keys()
+        ]
         if not known:
             continue
         dense = [of_dense[seed][measure] for seed in known]
-        sparse = [of_sparse[seed][measure] for seed in known]
+        sparse = [of_method[seed][measure] for seed in known]
         sign = 1 if measure.startswith("loss") else -1
         worse = [sign * (b - a) for a, b in zip(dense, sparse)]
         values = {"dense": dense, "sparse": sparse, "worse": worse}
         found.append({"measure": measure, **values, "is_noise": is_noise(worse)})
+    return found
+
+
+def equal_time(results: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each method: what the time was enough for, and costs() as trained and read densely."""
+    found = []
+    for run in results.values():
+        method = run["method"]
+        if method in [row["method"] for row in found]:
+            continue
+        read = [row for row in rows if row["method"] == row["mode"] == method]
+        density = [row["attention"]["density"] for row in read]
+        found.append(
+            {
+                "method": method,
+                "seconds": run["seconds"][-1],
+                "steps": run["steps"][-1],
+                "density": density[0] if density else None,
+                "as_trained": costs(rows, method, method),
+                "read_densely": costs(rows, method, DENSE),
+            }
+        )
     return found
 
 
@@ -234,6 +247,7 @@ def tables(found: dict[str, Any]) -> str:
     """All tables of a results.json, in markdown."""
     minutes = [f"{name} {seconds / 60:.1f}" for name, seconds in found["seconds"].items()]
     parts = (
+        equal_time_table(found),
         training_table(found),
         evaluation_table(found),
         costs_table(found),
@@ -243,16 +257,33 @@ def tables(found: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def equal_time_table(found: dict[str, Any]) -> str:
+    """Empty for a study of equal steps."""
+    rows = []
+    for row in found["equal_time"]:
+        cells = [row["method"], f"{row['seconds']:.0f}", str(row["steps"])]
+        cells.append(_percent(row["density"]))
+        for side in ("as_trained", "read_densely"):
+            for measure in ("loss", "needle forced"):
+                of_measure = [cost for cost in row[side] if cost["measure"] == measure]
+                cells += [_mean_and_spread(cost["worse"]) for cost in of_measure] or [""]
+        rows.append(cells)
+    caption = (
+        "Equal time. Held-out loss, and points of needles lost (all lengths), compared with dense "
+        "weights read densely: negative is better. Mean and standard deviation over seeds."
+    )
+    columns = ["method", "seconds", "steps", "density", "loss above dense", "needles lost"]
+    return _markdown(caption, [*columns, "loss, read densely", "needles, read densely"], rows)
+
+
 def training_table(found: dict[str, Any]) -> str:
-    columns = ["run", "loss", "to dense", "density", "recall", "tokens/s", "minutes", "peak GiB"]
+    columns = ["run", "loss", "density", "recall", "tokens/s", "minutes", "peak GiB"]
     rows = []
     for name, run in found["runs"].items():
-        difference = found["differences"].get(name)
         rows.append(
             [
                 name,
                 f"{run['final_loss']:.4f}",
-                f"{100 * difference['final']:+.2f} %" if difference else "",
                 _percent(run["mean_density"]),
                 _percent(run["mean_recall"]),
                 f"{run['tokens_per_second']:,.0f}",
@@ -261,8 +292,7 @@ def training_table(found: dict[str, Any]) -> str:
             ]
         )
     caption = (
-        "Training. Loss, and its difference to the dense run on the same data, are means over the "
-        "last tenth of the steps; density and recall over all."
+        "Training. Loss is the mean over the last tenth of the steps; density and recall over all."
     )
     return _markdown(caption, columns, rows)
 
@@ -271,7 +301,7 @@ def evaluation_table(found: dict[str, Any]) -> str:
     """A row for each pair of weights and attention; a column holds a task's scores at all lengths."""
     names = list(dict.fromkeys(name for row in found["evaluations"] for name in row["scores"]))
     losses = [name for name in names if name.startswith("loss")]
-    tasks = list(dict.fromkeys(name.rpartition(", ")[0] for name in names if name not in losses))
+    tasks = _tasks(names)
     rows = []
     for row in found["evaluations"]:
         scores = row["scores"]
@@ -288,6 +318,12 @@ def evaluation_table(found: dict[str, Any]) -> str:
         "right; forced: tokens of the answer that are the most likely."
     )
     return _markdown(caption, ["trained", "inference", "density", "recall", *losses, *tasks], rows)
+
+
+def _tasks(names: list[str]) -> list[str]:
+    """Tasks among the names of scores, which have a score at each length."""
+    tasks = [name.rpartition(", ")[0] for name in names if not name.startswith("loss")]
+    return list(dict.fromkeys(task for task in tasks if task))
 
 
 def costs_table(found: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ A study trains each run, then evaluates its weights. Add a method in methods(), 
 
 import dataclasses
 import json
+import math
 import os
 import time
 from dataclasses import dataclass, field
@@ -50,7 +51,9 @@ class Size:
     original: the model's context in tokens, which is extended to text.context. A step is one
     sequence of that. common: keys that all runs share. asked: of text.asked the part that is asked.
     windows: held-out contexts of each kind, for the loss by position. reserve_seconds:
-    with less time left than that nothing is begun.
+    with less time left than that nothing is begun. equal_time: each method has as many steps as fit
+    into the seconds that `steps` dense steps take, and its held-out loss is measured `points` times
+    on the way. has_generation: needles are also answered freely, which takes minutes.
     """
 
     name: str
@@ -67,6 +70,13 @@ class Size:
     window_sinks: int
     common: dict[str, Any] = field(default_factory=dict)
     reserve_seconds: float = 60
+    equal_time: bool = False
+    points: int = 6
+    has_generation: bool = True
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, equal time" if self.equal_time else self.name
 
 
 REAL_TEXT = TextSize(
@@ -115,6 +125,16 @@ SHORT = dataclasses.replace(
     common=FULL.common | {"metrics.recall_every": 8},
     reserve_seconds=40,
 )
+LONG_TEXT = dataclasses.replace(
+    REAL_TEXT,
+    context=131072,
+    # As much text as REAL_TEXT.
+    windows={"code": 45, "prose": 40, "mixed": 25},
+    asked=Asked((8192, 32768, 131072), depths=5, needles=2),
+)
+LONG = dataclasses.replace(
+    FULL, name="long", text=LONG_TEXT, steps=100, windows=6, asked=LONG_TEXT.asked, window=8192
+)
 TOY_ASKED = Asked((512, 1024), depths=2, needles=1)
 TOY = Size(
     "toy",
@@ -147,7 +167,21 @@ TOY = Size(
     },
     reserve_seconds=0,
 )
-SIZES = {size.name: size for size in (FULL, SHORT, TOY)}
+SIZES = {size.name: size for size in (FULL, LONG, SHORT, TOY)}
+
+
+def at_equal_time(size: Size) -> Size:
+    """The study of this size that gives each method the same seconds."""
+    quick = size.name == "short"
+    return dataclasses.replace(
+        size,
+        steps=60 if quick else size.steps,
+        compile=size.name != "toy",
+        equal_time=True,
+        points=4 if quick else 6,
+        has_generation=not quick,
+    )
+
 
 START = "start"
 """The weights that all runs start from."""
@@ -156,11 +190,12 @@ PUBLISHED = "as_published"
 DENSE = "dense"
 SPARSE = "default"
 """What stands for sparse attention: vertical_slash as it is by default."""
+HELD_OUT = "held_out.jsonl"
+"""In the folder of a run at equal time: its held-out loss on the way."""
 SEEDS = 3
-"""Of DENSE and SPARSE, so that noise is known."""
-
-STEP_SECONDS = "step_seconds.json"
-"""In the folder of a run of seed 0: what a step takes that is not logged."""
+"""Of DENSE and SPARSE, so that noise is known; at equal time of every method."""
+RECALLS = ("recall_95", "recall_97", "recall_99")
+"""SPARSE at other recalls than its own, which is 0.9."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +210,23 @@ class Study:
     def text(self) -> Path:
         """What part 0 writes."""
         return self.folder / "text"
+
+    def seconds_file(self, method: str) -> Path:
+        """The seconds of a step of the method that is not logged, in JSON."""
+        return self.folder / "steps" / f"{method}.json"
+
+    def step_seconds(self, method: str) -> float:
+        """NaN until it is measured."""
+        path = self.seconds_file(method)
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else math.nan
+
+    def steps(self, method: str) -> int:
+        """Steps of a run of the method. 0 at equal time until its step is measured."""
+        if not self.size.equal_time:
+            return self.size.steps
+        seconds = self.size.steps * self.step_seconds(DENSE)
+        fitting = seconds / self.step_seconds(method)
+        return 0 if math.isnan(fitting) else max(1, round(fitting))
 
 
 class Run(NamedTuple):
@@ -222,7 +274,10 @@ def methods(size: Size) -> dict[str, dict[str, Any]]:
         "moba": {"pattern": "moba", "moba.chunk_size": size.moba_chunk, "moba.top_k": 12},
         "minference": published | fixed,
         "window": {"pattern": "dense"} | window,
-        "default_95": vertical_slash | {"vertical_slash.recall": 0.95},
+        **{
+            name: vertical_slash | {"vertical_slash.recall": int(name[-2:]) / 100}
+            for name in RECALLS
+        },
         "published_90": published | {"vertical_slash.recall": 0.9},
     }
     if size.name == "toy":
@@ -235,6 +290,14 @@ def methods(size: Size) -> dict[str, dict[str, Any]]:
 
 def runs(size: Size) -> dict[str, Run]:
     """All runs by name, ordered by importance: the main question, its noise, the other methods."""
+    if size.equal_time:
+        first = (DENSE, SPARSE, *RECALLS)
+        others = ("xattention", "published_95", "window", "minference")
+        order = [(name, 0) for name in first]
+        order += [(name, seed) for seed in range(1, SEEDS) for name in first]
+        order += [(name, seed) for name in others for seed in range(SEEDS)]
+        found = [Run(f"{name}_seed{seed}" if seed else name, name, seed) for name, seed in order]
+        return {run.name: run for run in found}
     both = [Run(name, name, 0) for name in (DENSE, SPARSE)]
     seeds = []
     for seed in range(1, SEEDS):
@@ -249,12 +312,12 @@ def evaluations(size: Size) -> dict[str, list[Evaluation]]:
     """By part, START or a run: the attentions to evaluate its weights with, dense and sparse.
 
     Dense weights are read by SPARSE, those of a method by that method. Weights of further seeds,
-    which are there to know the noise, are only read as they were trained.
+    which are there to know the noise, are only read as they were trained, except at equal time.
     """
     found = {START: [Evaluation(START, PUBLISHED), Evaluation(START, DENSE)]}
     for name, run in runs(size).items():
         found[name] = [Evaluation(name, run.method)]
-        if run.seed == 0:
+        if run.seed == 0 or (size.equal_time and run.method != DENSE):
             other = SPARSE if run.method == DENSE else DENSE
             found[name].append(Evaluation(name, other))
     return found
@@ -267,19 +330,36 @@ def parts(size: Size) -> list[str]:
 def configuration(study: Study, run: Run) -> Config:
     """The checked configuration of a run. Raises ConfigError."""
     size = study.size
+    steps = study.steps(run.method)
     keys = _common(study, run.method) | {
         "training.output_dir": study.folder / run.name,
         "training.seed": run.seed,
-        "training.steps": size.steps,
+        "training.steps": steps,
         "optimizer.lr": 1e-4,
-        "lr_scheduler.warmup_steps": max(1, size.steps // 8),
+        "lr_scheduler.warmup_steps": max(1, steps // 8),
         "activation_checkpoint.mode": "none",
         "compile.enable": size.compile,
         "checkpoint.enable": True,
         "checkpoint.keep_latest_k": 2,
-        "checkpoint.interval": size.steps,
+        "checkpoint.interval": steps,
     }
+    if size.equal_time:
+        # A step that is logged takes longer.
+        every = max(1, steps // 20)
+        keys |= {"metrics.log_every": every, "metrics.recall_every": 5 * every}
     return _checked(keys | _yarn(size))
+
+
+def timing_configuration(study: Study, method: str) -> Config:
+    """The configuration of the steps that are timed, which are not saved. Raises ConfigError."""
+    # Without a number of steps, which is not known yet.
+    untimed = dataclasses.replace(study, size=dataclasses.replace(study.size, equal_time=False))
+    config = configuration(untimed, Run("", method, 0))
+    config.training.output_dir = str(study.folder / "steps" / method)
+    config.training.steps = 2
+    config.lr_scheduler.warmup_steps = 1
+    config.checkpoint.enable = False
+    return config
 
 
 def evaluation_configuration(study: Study, mode: str) -> Config:
@@ -332,6 +412,7 @@ def _checked(keys: dict[str, Any]) -> Config:
 
 def write_json(path: Path, value: Any) -> None:
     """Write atomically: the file is never half-written, and other processes may read it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
     unfinished.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     unfinished.replace(path)
@@ -353,7 +434,8 @@ def is_done(study: Study, name: str) -> bool:
     from titan_sparse.training.checkpoint import newest_checkpoint
 
     newest = newest_checkpoint(str(study.folder / name))
-    return newest is not None and newest.endswith(f"step-{study.size.steps}")
+    steps = study.steps(runs(study.size)[name].method)
+    return newest is not None and newest.endswith(f"step-{steps}")
 
 
 def causal_share(size: Size, method: str) -> float:

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import statistics
+import json
 import sys
 import threading
 import time
@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 from scripts.study.settings import (
+    DENSE,
+    HELD_OUT,
     PUBLISHED,
     START,
-    STEP_SECONDS,
     Evaluation,
     OutOfTime,
     Run,
@@ -34,11 +35,12 @@ from scripts.study.settings import (
     folder_of,
     is_done,
     longest,
+    timing_configuration,
     write_json,
 )
 from scripts.study.text import read_prompts
 from titan_sparse.attention.observe.statistics import recording
-from titan_sparse.config import ConfigError
+from titan_sparse.config import Config, ConfigError
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.tokenizer import load_tokenizer
 from titan_sparse.evaluation import needle, position
@@ -51,27 +53,44 @@ from titan_sparse.training.metrics import attention_averages, json_ready
 
 BUCKETS = 16
 """Ranges of positions at the longest length."""
-TIMED_STEPS = 3
+TIMED_STEPS = 8
 EXTRA_TOKENS = 8
 """Generated beyond the answer's length."""
 
 
 def train(study: Study, run: Run, deadline: float) -> None:
-    """A run to its last step, as train.py does it, from where it was stopped. Raises OutOfTime."""
+    """A run to its last step, as train.py does it, from where it was stopped. Raises OutOfTime.
+
+    First the steps of its method, and at equal time those of DENSE, are timed.
+    """
+    for method in (DENSE, run.method) if study.size.equal_time else (run.method,):
+        if not study.seconds_file(method).is_file():
+            check_time(study.size, deadline)
+            time_steps(study, method)
     if is_done(study, run.name):
         return
     check_time(study.size, deadline)
+    with training(configuration(study, run)) as trainer:
+        if study.size.equal_time:
+            trainer.validation = HeldOut(study, run)
+        with stopped_in_time(trainer, deadline):
+            trainer.train()
+    if not is_done(study, run.name):
+        raise OutOfTime
+
+
+@contextlib.contextmanager
+def training(config: Config) -> Iterator[Trainer]:
+    """A trainer on an empty GPU. Raises ConfigError for what it refuses."""
+    # The trainer before it.
+    gc.collect()
     # torch compiles the same code only so many times, and each run is another configuration.
     torch.compiler.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
-        trainer = Trainer(configuration(study, run))
-        with stopped_in_time(trainer, deadline):
-            trainer.train()
-        if is_done(study, run.name) and run.seed == 0:
-            write_json(study.folder / run.name / STEP_SECONDS, time_steps(trainer))
+        yield Trainer(config)
     except ValueError as error:
         if dist.is_initialized():
             raise
@@ -79,29 +98,50 @@ def train(study: Study, run: Run, deadline: float) -> None:
     finally:
         if dist.is_initialized():
             leave_distributed()
-    del trainer
-    gc.collect()
-    if not is_done(study, run.name):
-        raise OutOfTime
 
 
-def time_steps(trainer: Trainer) -> float:
-    """Seconds of a step that is not logged: the median of a few more steps, whose weights are
-    discarded.
-
-    Each step of a run is logged, and records its attention, which takes longer.
-    """
-    trainer.metrics.section = dataclasses.replace(
-        trainer.metrics.section, log_every=sys.maxsize, recall_every=0
-    )
-    seconds = []
-    for _ in range(1 + TIMED_STEPS):
+def time_steps(study: Study, method: str) -> None:
+    """Write the seconds of a step, the mean of some steps that are neither logged nor saved."""
+    with training(timing_configuration(study, method)) as trainer:
+        # Two steps, which compile.
+        trainer.train()
+        trainer.metrics.section = dataclasses.replace(
+            trainer.metrics.section, log_every=sys.maxsize, recall_every=0
+        )
+        synchronize = torch.cuda.synchronize if torch.cuda.is_available() else torch.cpu.synchronize
+        synchronize()
         began = time.perf_counter()
-        trainer.step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1:])
+        for _ in range(TIMED_STEPS):
+            trainer.step()
+        synchronize()
+        seconds = (time.perf_counter() - began) / TIMED_STEPS
+    write_json(study.seconds_file(method), seconds)
+    print(f"{method}: {seconds:.3f} s a step", flush=True)
+
+
+class HeldOut:
+    """Held-out loss on the way, in place of the trainer's validation, which reads a single source.
+
+    Appends {"step", "loss" by kind of text} to OUT/NAME/held_out.jsonl.
+    """
+
+    def __init__(self, study: Study, run: Run) -> None:
+        self.path = study.folder / run.name / HELD_OUT
+        self.length = study.size.text.context
+        self.windows = {kind: read_windows(study, kind) for kind in study.size.text.windows}
+        steps, points = study.steps(run.method), study.size.points
+        self.steps = {-(-steps * number // points) for number in range(1, points + 1)}
+
+    def is_due(self, step: int) -> bool:
+        return step in self.steps
+
+    def run(self, scorer: Scorer, step: int, metrics: Any, writes: bool) -> None:
+        losses = {}
+        for kind, windows in self.windows.items():
+            losses[kind] = position.position_loss(scorer, windows, self.length, 1)["loss"]
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "loss": losses}) + "\n")
+        print(f"{self.path.parent.name}, step {step}: held out {losses}", flush=True)
 
 
 @contextlib.contextmanager
@@ -158,11 +198,13 @@ def questions(study: Study, mode: str) -> dict[str, Callable[[Scorer], Any]]:
     needles = first_of_each(
         [sample for sample in samples if "depth" in sample.about], size.asked.needles
     )
-    return {
+    found: dict[str, Callable[[Scorer], Any]] = {
         "position": functools.partial(position_losses, study, most),
         "needle_forced": functools.partial(ask, needles, False, needle.by_cell),
-        "needle_generated": functools.partial(ask, needles, True, needle.by_cell),
     }
+    if size.has_generation:
+        found["needle_generated"] = functools.partial(ask, needles, True, needle.by_cell)
+    return found
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from titan_sparse.config import (
     to_toml,
     usage,
 )
+from titan_sparse.config.reading import dense_layers
 
 
 def write(folder, text):
@@ -205,6 +206,14 @@ def test_bad_file(tmp_path, text, expected):
     path = write(tmp_path, text)
     message = message_of(load, ["--config", path])
     assert message.startswith(f"{path}: ") and expected in message
+
+
+def test_layers_are_a_list_in_a_file_and_words_on_the_command_line(tmp_path):
+    file = write(tmp_path, "[attention]\ndense_layers = [0, 1]\n")
+    config = load(["--config", file])[0]
+    assert dense_layers(config.attention) == [0, 1]
+    assert load(["--attention.dense_layers", "0,1"])[0] == config
+    assert load(["--config", write(tmp_path, to_toml(config))])[0] == config
 
 
 def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path):

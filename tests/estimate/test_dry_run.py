@@ -410,17 +410,18 @@ def test_windows_are_counted_layer_by_layer(tmp_path):
     assert _number(DENSE, report) == pytest.approx(expected, abs=5e-3)
 
 
-@pytest.mark.parametrize("full_layers", [0, 2])
-def test_a_pattern_saves_nothing_in_windows(tmp_path, full_layers):
+@pytest.mark.parametrize("full_layers, dense", [(0, ""), (2, ""), (2, "0,1")])
+def test_a_pattern_saves_nothing_in_windows_and_dense_layers(tmp_path, full_layers, dense):
     types = ["full_attention"] * full_layers + ["sliding_attention"] * (8 - full_layers)
     config = _olmo3(tmp_path, sliding_window=512, layer_types=types)
     config.attention.pattern = "vertical_slash"
+    config.attention.dense_layers = dense
     config.attention.vertical_slash.max_verticals = 512
     config.attention.vertical_slash.max_slashes = 16
     report, _ = dry_run(config, ONE_GPU)
     most = _number(r"at most ([\d.,]+) PFLOP", report)
     density = _number(r"density ([\d.]+) %", report)
-    if full_layers:
+    if full_layers and not dense:
         assert most < _number(DENSE, report) and density < 20
     else:
         assert most == _number(DENSE, report) and density == 100

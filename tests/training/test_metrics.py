@@ -228,7 +228,7 @@ def _check_bytes_besides() -> None:
     pattern.select(cp.shard(q, 2), cp.shard(k, 2), Causal(), cp)
     assert seen.bytes_of_selection == 2 * (cp.sent["collectives"] - before) > 0
     logged = context_parallel_averages(seen)
-    assert logged["cp_gib_columns"] * 2**30 == pytest.approx(seen.bytes_of_verticals)
+    assert logged["cp_gib_verticals"] * 2**30 == pytest.approx(seen.bytes_of_verticals)
     assert logged["cp_gib_selection"] * 2**30 == pytest.approx(seen.bytes_of_selection)
     assert seen.bytes_sent == seen.plain_ring_bytes
     assert _record(_cp("striped", "ring"))[0].bytes_of_verticals == 0

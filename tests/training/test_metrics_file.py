@@ -92,6 +92,17 @@ def test_the_later_line_of_a_step_counts(tmp_path):
     assert {n: line["loss"] for n, line in read_metrics(tmp_path).items()} == {1: 5, 2: 4, 3: 8}
 
 
+def test_names_of_an_earlier_version_are_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "columns": 5, "columns_at_cap": 0.5, "cp_gib_columns": 2}\n')
+    assert read_metrics(path)[1] == {
+        "step": 1,
+        "verticals": 5,
+        "verticals_at_cap": 0.5,
+        "cp_gib_verticals": 2,
+    }
+
+
 @pytest.mark.parametrize(
     "text, reason",
     [

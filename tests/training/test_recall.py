@@ -110,7 +110,7 @@ def test_a_run_whose_caps_cut(folder, caplog, budget, max_verticals, max_slashes
     for line, steps in zip(run.lines, steps_of_lines, strict=True):
         assert line["heads_capped"] == pytest.approx(cut[steps].mean().item())
         assert line["capped"] == pytest.approx(run.capped[steps].mean().item())
-        assert line["columns_at_cap"] == pytest.approx(verticals[steps].mean().item())
+        assert line["verticals_at_cap"] == pytest.approx(verticals[steps].mean().item())
         assert line["recall_asked"] == 0.8
     _check_progress_and_board(run)
 
@@ -127,7 +127,7 @@ def _check_progress_and_board(run: SimpleNamespace) -> None:
         assert progress.endswith(f"capped {100 * line['heads_capped']:.1f} % of heads")
         said = f"recall {100 * line.get('recall', 0):.1f} % (asked 80 %)"
         assert (said in progress) == ("recall" in line) == ("recall" in progress)
-    for field in ("capped", "heads_capped", "columns_at_cap", "recall_asked"):
+    for field in ("capped", "heads_capped", "verticals_at_cap", "recall_asked"):
         values = [event.value for event in run.board.Scalars(f"attention/{field}")]
         assert values == pytest.approx([line[field] for line in run.lines])
     # [layers], of the steps since the line before

@@ -68,6 +68,7 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
         check_ignored(config)
         model = resolve(**vars(config.model))
         _check_model(config, model)
+        _check_dense_layers(config.attention, model.layers)
         check_formats(config.data)
         _check_world(config.parallelism, world_size, local_world_size)
         _check_attention(config)
@@ -143,6 +144,15 @@ def _check_model(config: Config, model: DecoderConfig) -> None:
         key = "attention.window_sinks"
         why = "does not go with layers that have windows of their own, as in"
         clash(config, key, "model.initial_hf", f"{key} = 0", why)
+
+
+def _check_dense_layers(attention: Attention, layers: int) -> None:
+    words = attention.dense_layers.split(",") if attention.dense_layers else []
+    require(
+        {word.strip() for word in words} <= {str(layer) for layer in range(layers)},
+        f"attention.dense_layers = {show(attention.dense_layers)} are not all layers of the model; "
+        f"write some of 0 to {layers - 1}, such as [0, {layers - 1}]",
+    )
 
 
 def check_formats(data: Data) -> None:

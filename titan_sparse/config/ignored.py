@@ -64,6 +64,7 @@ _RULES = (
         "messages",
     ),
     Rule("attention.balance_costs", "attention.layout", ("contiguous", "zigzag", "striped")),
+    Rule("attention.dense_layers", "attention.pattern", ("dense",), "vertical_slash"),
     Rule("attention.window_sinks", "attention.sliding_window", (0,), 4096),
     Rule(_ACROSS_RANKS, "parallelism.cp", (1,), 2),
     Rule(

@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import tomli
 
-from titan_sparse.config.sections import Config, Flags
+from titan_sparse.config.sections import Attention, Config, Flags
 from titan_sparse.options import check_value, plain
 
 
@@ -45,6 +45,9 @@ KINDS = {key: plain(kind) for key, kind in ANNOTATED.items()}
 
 TOKENS = frozenset(key for key, kind in ANNOTATED.items() if "tokens" in get_args(kind))
 """Keys that count tokens."""
+
+LAYERS = frozenset(key for key, kind in ANNOTATED.items() if "layers" in get_args(kind))
+"""Keys that list layers."""
 
 
 def field_docs(section: type) -> dict[str, str]:
@@ -273,6 +276,8 @@ def _assign(config: Config, key: str, value: Any, where: str) -> None:
                 f"{where}: {key} = {show(value)} is not a number of tokens; "
                 "write for example 131072 or 128k"
             ) from error
+    if key in LAYERS and isinstance(value, list):
+        value = ",".join(map(str, value))
     setattr(section, name, typed(key, value, f"{where}: "))
 
 
@@ -285,6 +290,11 @@ def tokens(text: str) -> int:
     """A number of tokens as our tables write it: 131072, or 128K, or 1M. Raises ValueError."""
     scale = {"k": 2**10, "m": 2**20}.get(text[-1:].lower())
     return int(text[:-1]) * scale if scale else int(text)
+
+
+def dense_layers(attention: Attention) -> list[int]:
+    """The layers that attention.dense_layers lists. check() has refused what is none."""
+    return [int(word) for word in attention.dense_layers.split(",") if word]
 
 
 def lengths_of(text: str, name: str) -> list[int]:

@@ -168,6 +168,9 @@ class Attention:
     sliding_window; for pattern = dense"""
     pattern: Literal["dense", "vertical_slash", "xattention", "moba"] = "vertical_slash"
     """what is worth seeing"""
+    dense_layers: Annotated[str, "layers"] = ""
+    """layers that ignore `pattern` and compute all that the mask allows, such as [0, 1], or 0,1 on the
+    command line; from 0; empty: none"""
     layout: Literal["contiguous", "zigzag", "striped", "balanced"] = "striped"
     """which rank owns which blocks (docs/context_parallel.md)"""
     balance_costs: str = ""

@@ -26,7 +26,7 @@ from titan_sparse.estimate.memory import (
     peak_phase,
 )
 from titan_sparse.estimate.step import Step, step_of
-from titan_sparse.from_config import backend_case, build_pattern, has_slices
+from titan_sparse.from_config import backend_case, build_pattern, has_slices, selecting_layers
 from titan_sparse.models.flavours import (
     DecoderConfig,
     TransformersConfig,
@@ -368,17 +368,17 @@ def _flops(config: Config, model: DecoderConfig, pattern: Pattern, where: World)
         """pairs: visited in one sequence by a head of each layer, summed over layers."""
         return tokens * flops_per_token(model, model.heads * pairs / seq_len, adapters)
 
-    # Of the layers that the pattern applies to, and of those with a window of their own.
-    own_windows = windows_of(model)
+    # Of the layers that the pattern applies to, and of all others.
+    selecting = selecting_layers(attention, model)
     dense_pairs = 0.0
-    window_pairs = 0.0
-    for own, window in zip(own_windows, windows_of(model, attention.sliding_window)):
+    other_pairs = 0.0
+    for layer, window in enumerate(windows_of(model, attention.sliding_window)):
         pairs = causal_pairs(seq_len, window, attention.window_sinks)
-        if own:
-            window_pairs += pairs
-        else:
+        if layer in selecting:
             dense_pairs += pairs
-    dense = step_flops(dense_pairs + window_pairs)
+        else:
+            other_pairs += pairs
+    dense = step_flops(dense_pairs + other_pairs)
     attention_percent = 100 * (1 - step_flops(0.0) / dense)
     lines = [
         "",
@@ -389,8 +389,8 @@ def _flops(config: Config, model: DecoderConfig, pattern: Pattern, where: World)
         block_size = attention.block_size
         verticals = pattern.vertical_capacity(seq_len, block_size, False)
         keys = verticals + block_size * pattern.most_blocks(seq_len, block_size, False)
-        most_pairs = min(own_windows.count(0) * seq_len * keys, dense_pairs)
-        most_flops = step_flops(most_pairs + window_pairs)
+        most_pairs = min(len(selecting) * seq_len * keys, dense_pairs)
+        most_flops = step_flops(most_pairs + other_pairs)
         density_percent = 100 * most_pairs / dense_pairs if dense_pairs else 100.0
         lines.append(
             f"with {pattern.name} at most {most_flops / 1e15:,.2f} PFLOP, by the caps of its budgets "

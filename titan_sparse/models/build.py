@@ -21,7 +21,10 @@ def build_decoder(
     """
     attends = attends or Attends(None, None)
     if not isinstance(config, TransformersConfig):
-        return Decoder(config, attends.full, mlp)
+        model = Decoder(config, attends.full, mlp)
+        for layer in attends.dense_layers:
+            model.layers[str(layer)].self_attn.attend = attends.window
+        return model
     # Imported only when needed, because transformers loads slowly.
     from titan_sparse.models.transformers_decoder import TransformersDecoder
 

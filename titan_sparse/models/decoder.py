@@ -32,10 +32,14 @@ class LayerMasks(NamedTuple):
 
 class Attends(NamedTuple):
     """Attention functions by kind of layer, each called like models.decoder.Attend. Models of
-    transformers also pass scale=, and sinks= if they have them."""
+    transformers also pass scale=, and sinks= if they have them.
+
+    full: for layers that a pattern applies to. window: for layers with a window, and dense_layers.
+    """
 
     full: Callable[..., Tensor]
     window: Callable[..., Tensor]
+    dense_layers: frozenset[int] = frozenset()
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

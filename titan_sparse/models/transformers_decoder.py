@@ -108,8 +108,10 @@ class TransformersDecoder(nn.Module):
         self.router_loss = RouterLoss(config) if config.router_loss else None
         self._keep_scale_of_embedding()
         self._check(config)
-        for layer, window in zip(self.layers.values(), config.windows, strict=True):
-            layer.self_attn.attend = attends.window if window else attends.full
+        layers = enumerate(zip(self.layers.values(), config.windows, strict=True))
+        for number, (layer, window) in layers:
+            is_dense = window or number in attends.dense_layers
+            layer.self_attn.attend = attends.window if is_dense else attends.full
         if self.router_loss is not None:
             for name, layer in self.layers.items():
                 if hasattr(layer.mlp, "experts"):

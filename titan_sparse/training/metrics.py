@@ -20,6 +20,7 @@ from titan_sparse.attention.observe.statistics import Recording
 from titan_sparse.attention.observe.visits import worker_imbalance
 from titan_sparse.config import Config
 from titan_sparse.estimate.flops import flops_per_token, peak_flops, utilization
+from titan_sparse.from_config import selecting_layers
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.lora_config import resolve_adapters
 from titan_sparse.training.metrics_output import JsonLines, Tracker, write_board
@@ -54,9 +55,7 @@ class MetricsLog:
         self.float8 = config.float8.enable
         self.model = model
         self.adapters = resolve_adapters(model, **vars(config.lora))
-        # Of layers with a window of their own nothing is selected.
-        windows = getattr(model, "windows", (0,) * model.layers)
-        self.selecting = [layer for layer, window in enumerate(windows) if not window]
+        self.selecting = selecting_layers(config.attention, model)
         self.device = device
         self.world_size = dist.get_world_size()
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -157,7 +156,7 @@ class MetricsLog:
         }
         if capped is not None:
             record["capped"] = capped.of_budgets().mean().item()
-            record["columns_at_cap"] = capped.verticals.mean().item()
+            record["verticals_at_cap"] = capped.verticals.mean().item()
         if capped is not None and self.asked is not None:
             record["heads_capped"] = capped.of_heads(self.budget).mean().item()
             record["recall_asked"] = self.asked
@@ -220,10 +219,9 @@ _BY_LAYER = {
     "visited": None,
     "recall": "recall",
     "blocks_per_query": "blocks_per_query",
-    "verticals": "columns",
+    "verticals": "verticals",
 }
-"""Fields of a Recording that hold a tensor [Hq] a layer, and the names of their means in the log,
-which stay as they were: runs are compared by them."""
+"""Fields of a Recording that hold a tensor [Hq] a layer, and the names of their means in the log."""
 
 
 def average_over_ranks(recorded: Recording, sequence_tokens: float) -> float:
@@ -248,7 +246,7 @@ def average_over_ranks(recorded: Recording, sequence_tokens: float) -> float:
 def attention_averages(recorded: Recording) -> dict[str, float]:
     """Means over layers and heads.
 
-    density and blocks_per_query; and where recorded recall and columns (their mean and 95th
+    density and blocks_per_query; and where recorded recall and verticals (their mean and 95th
     percentile).
     """
     averages = {"density": recorded.density().mean().item()}
@@ -258,7 +256,7 @@ def attention_averages(recorded: Recording) -> dict[str, float]:
             averages[name] = torch.stack(layers).double().mean().item()
     if recorded.verticals:
         verticals = torch.stack(recorded.verticals).double()
-        averages["columns_p95"] = verticals.quantile(0.95).item()
+        averages["verticals_p95"] = verticals.quantile(0.95).item()
     return averages
 
 
@@ -280,7 +278,7 @@ def context_parallel_averages(recorded: Recording) -> dict[str, float]:
         "exposed_communication_ms": exposed,
         "exposed_communication_share": exposed / elapsed,
         "cp_gib_sent": recorded.bytes_sent / 2**30,
-        "cp_gib_columns": recorded.bytes_of_verticals / 2**30,
+        "cp_gib_verticals": recorded.bytes_of_verticals / 2**30,
         "cp_gib_selection": recorded.bytes_of_selection / 2**30,
         "cp_sent_of_plain_ring": recorded.plain_ring_bytes / 2**30,
     }

@@ -12,7 +12,7 @@ from torch import Tensor
 from scripts.benchmarks import provenance
 from scripts.study import density as program
 from scripts.study import pictures, real_model
-from scripts.study.density import DEFAULT, SPECS, Spec, at_density, at_recall, measure
+from scripts.study.density import DEFAULT, SPECS, Spec, measure
 from scripts.study.mass import (
     BLOCK,
     ORACLES,
@@ -21,7 +21,6 @@ from scripts.study.mass import (
     best_static,
     kept,
     pairs_by_key,
-    value_at,
 )
 from scripts.study.quality import RealModel, hide_needles, next_tokens, quality
 from scripts.study.texts import KINDS, text_of
@@ -117,24 +116,6 @@ def test_layers_are_measured_apart():
                 assert row["density_by_layer"][number] == row_alone["density_by_layer"][0]
     first, second = both["rows"][0]["recall_by_layer"]
     assert first != second
-
-
-def test_values_are_read_off_between_two_measurements():
-    assert value_at(0.9, [0.95, 0.85], [30.0, 10.0]) == pytest.approx(20.0)
-    assert value_at(0.8, [0.95, 0.85], [30.0, 10.0]) == pytest.approx(10.0)
-    assert value_at(0.96, [0.95, 0.85], [30.0, 10.0]) is None
-    rows = []
-    for density, loss, needles in ((0.06, 0.4, 0.1), (0.16, 0.2, 0.5)):
-        found = {"density": density, "above_dense": loss, "needles": needles}
-        rows.append({"name": "a", "recall": 5 * density, "density": density})
-        rows[-1]["in_all_layers"] = found
-    found = at_density(rows)
-    assert [row["at_density"] for row in found] == [0.05, 0.1, 0.15, 0.2]
-    losses = [row["above_dense"] for row in found]
-    assert losses == [None, pytest.approx(0.32), pytest.approx(0.22), 0.2]
-    assert [row["needles"] for row in found] == [None, 0.26, 0.46, 0.5]
-    densities = [row["density"] for row in at_recall({"rows": rows, "oracles": []})]
-    assert densities == [pytest.approx(0.16), None, None]
 
 
 class BruteForce:
