@@ -42,7 +42,6 @@ LONGEST = [
     "tests/attention/context_parallel/test_group.py",
     "tests/kernels/test_compile_only.py",
     "tests/kernels/test_block_sparse.py",
-    "tests/kernels/test_budget.py",
     "tests/attention/context_parallel/test_balanced_processes.py",
     "tests/attention/patterns/test_block_patterns.py",
     "tests/attention/schedules/test_group_cast.py",

@@ -16,10 +16,11 @@ Elements with a price above a limit are chosen, so that all heads get the most m
 split into even and odd ones. The choice of one half is tested on the other half, which gives the
 recall of a limit for rows outside the probe.
 
-Prices become codes of one byte each, in steps of 7 %. The twins (naive.py, and those of the
-last three in limits.py) have the same signatures.
+Prices become codes of one byte each, in steps of 7 %. The twins in prices.naive have the same names
+and signatures.
 """
 
+from titan_sparse.kernels.prices import naive
 from titan_sparse.kernels.prices.diagonals import (
     diagonal_gains,
     diagonal_masses,
@@ -32,23 +33,9 @@ from titan_sparse.kernels.prices.limits import (
     Elements,
     HeadLimits,
     add_diagonals,
-    add_diagonals_naive,
     head_limits,
-    head_limits_naive,
-    limited,
     loss_allowed,
-    price_limits,
     taken,
-    taken_naive,
-    within_bounds,
-)
-from titan_sparse.kernels.prices.naive import (
-    diagonal_gains_naive,
-    diagonal_masses_naive,
-    diagonal_prices_naive,
-    final_prices_naive,
-    first_prices_naive,
-    mass_by_code_naive,
 )
 from titan_sparse.kernels.prices.shared import (
     ALWAYS,
@@ -75,26 +62,15 @@ __all__ = [
     "HeadLimits",
     "SpanTokens",
     "add_diagonals",
-    "add_diagonals_naive",
     "codes_of",
     "diagonal_gains",
-    "diagonal_gains_naive",
     "diagonal_masses",
-    "diagonal_masses_naive",
     "diagonal_prices",
-    "diagonal_prices_naive",
     "final_prices",
-    "final_prices_naive",
     "first_prices",
-    "first_prices_naive",
     "head_limits",
-    "head_limits_naive",
-    "limited",
     "loss_allowed",
     "mass_by_code",
-    "mass_by_code_naive",
-    "price_limits",
+    "naive",
     "taken",
-    "taken_naive",
-    "within_bounds",
 ]

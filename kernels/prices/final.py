@@ -12,17 +12,15 @@ from titan_sparse.kernels.prices.shared import (
     SpanTokens,
     by_group,
     code_of,
-    keys_at,
-    lse_at,
     masses,
     price_of,
-    queries_at,
-    ranges_at,
+    rows_at,
     sees_any,
-    span_of,
-    tile_arguments,
+    tile_options,
 )
 from titan_sparse.kernels.probe import KeyBlocks, Probe
+from titan_sparse.kernels.probe.kernel import keys_at, span_of
+from titan_sparse.kernels.probe.rows import operand
 
 _HELD_OUT = tl.constexpr(HELD_OUT)
 _IN_SAMPLE = tl.constexpr(1 - HELD_OUT)
@@ -50,13 +48,14 @@ def final_prices(
         tiles=first.new_empty(batch, heads, local, touching, free.groups),
     )
     _final_kernel[(local, batch * heads)](
-        **tile_arguments(free, keys, lse),
-        **final._asdict(),
-        row_block=free.row_block.contiguous(),
-        first=first,
-        diagonal=diagonal.contiguous(),
-        offset=offset.contiguous(),
-        entries=diagonal.shape[2],
+        operand(free, keys),
+        lse.contiguous(),
+        first,
+        diagonal.contiguous(),
+        offset.contiguous(),
+        diagonal.shape[2],
+        final,
+        **tile_options(free, keys),
     )
     return final
 
@@ -73,74 +72,54 @@ def _met_diagonal(diagonal, entry_of, row_block, row, is_row, block, entries):
 
 
 @triton.jit
+def _left(masses, met, first_price):
+    """What the vertical pays for, and not the diagonal: sums [keys] of mass, and of rows."""
+    left = met[None, :] < first_price[:, None]
+    return tl.sum(tl.where(left, masses, 0.0), 1), tl.sum(tl.where(left, 1.0, 0.0), 1)
+
+
+@triton.jit
+def _held(masses, met, price):
+    """Those of the masses [keys, rows] that verticals hold at this price of each key."""
+    return tl.where(met[None, :] < price[:, None], masses, 0.0)
+
+
+@triton.jit
 def _final_kernel(
-    q,
-    k,
-    start,
-    stop,
-    slot,
-    blocks,
-    lse,
-    row_block,
-    group_of_row,
-    first,
-    diagonal,
-    offset,
-    codes,
-    held,
-    held_codes,
-    tiles,
-    scale,
-    heads,
-    group,
-    n,
-    local,
-    queries: tl.constexpr,
-    dim,
-    entries,
-    T: tl.constexpr,
-    U: tl.constexpr,
-    U2: tl.constexpr,
-    P: tl.constexpr,
-    D: tl.constexpr,
-    SIZE: tl.constexpr,
-    PART: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    probe, lse, first, diagonal, offset, entries, final, queries: tl.constexpr,
+    T: tl.constexpr, U: tl.constexpr, U2: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
+    SIZE: tl.constexpr, PART: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """The results of final_prices() for a block of keys."""
     i_c = tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
-    i_b = i_bh // heads
-    i_kv = i_b * (heads // group) + i_bh % heads // group
-    block = tl.load(blocks + i_c)
+    i_b = i_bh // probe.heads
+    i_kv = i_b * (probe.heads // probe.group) + i_bh % probe.heads // probe.group
+    block = tl.load(probe.blocks + i_c)
     first_key = block * SIZE
     o_u = tl.arange(0, U2)
     o_even = 2 * tl.arange(0, P // 2)
     is_even = o_even < queries
     is_odd = o_even + 1 < queries
     for i_t in tl.static_range(T):
-        span, is_span = span_of(slot, i_b, i_c, i_t, local, T)
-        at = ((i_bh * local + i_c) * T + i_t) * U
+        span, is_span = span_of(probe, i_b, i_c, i_t, T)
+        at = ((i_bh * probe.local + i_c) * T + i_t) * U
         # Few blocks of a packed sequence are in two spans.
         if i_t > 0 and not is_span:
-            tl.store(tiles + at + o_u, tl.zeros([U2], tl.float32), mask=o_u < U)
+            tl.store(final.tiles + at + o_u, tl.zeros([U2], tl.float32), mask=o_u < U)
         else:
             # Rows of the span in this slot, even ones and odd ones: [D, P / 2] and [P / 2].
-            row = (i_b * n + span) * queries + o_even
-            q_row = (i_bh * n + span) * queries + o_even
-            even_q = queries_at(q, q_row, is_even, dim, D, UPCAST)
-            odd_q = queries_at(q, q_row + 1, is_odd, dim, D, UPCAST)
-            even_start, even_stop = ranges_at(start, stop, row, is_even, is_span)
-            odd_start, odd_stop = ranges_at(start, stop, row + 1, is_odd, is_span)
-            even_lse = lse_at(lse, q_row, is_even)
-            odd_lse = lse_at(lse, q_row + 1, is_odd)
-            even_sees = sees_any(even_start, even_stop, first_key, SIZE)
-            odd_sees = sees_any(odd_start, odd_stop, first_key, SIZE)
+            even = rows_at(probe, lse, i_b, i_bh, span, is_span, o_even, queries, D, UPCAST)
+            odd = rows_at(probe, lse, i_b, i_bh, span, is_span, o_even + 1, queries, D, UPCAST)
+            even_sees = sees_any(even, first_key, SIZE)
+            odd_sees = sees_any(odd, first_key, SIZE)
 
             # [P / 2]: prices of the diagonals that the rows meet. No vertical is worth more to a row
             # that sees nothing of the block.
+            row = (i_b * probe.n + span) * queries + o_even
             head = diagonal + i_bh * entries
-            entry_of = tl.load(offset + i_b * n + span)
+            entry_of = tl.load(offset + i_b * probe.n + span)
+            row_block = probe.row_block
             even_met = _met_diagonal(head, entry_of, row_block, row, is_even, block, entries)
             odd_met = _met_diagonal(head, entry_of, row_block, row + 1, is_odd, block, entries)
             even_met = tl.where(even_sees, even_met, float("inf"))
@@ -152,54 +131,52 @@ def _final_kernel(
                 # [PART, P / 2]
                 o_k = part * PART + tl.arange(0, PART)
                 position = first_key + o_k
-                b_k = keys_at(k, (i_kv * local + i_c) * SIZE + o_k, dim, D, UPCAST)
-                even = masses(b_k, even_q, even_start, even_stop, even_lse, position, scale)
-                odd = masses(b_k, odd_q, odd_start, odd_stop, odd_lse, position, scale)
+                k_row = (i_kv * probe.local + i_c) * SIZE + o_k
+                b_k = keys_at(probe.k, k_row, probe.dim, D, UPCAST)
+                even_mass = masses(b_k, even, position, probe.scale)
+                odd_mass = masses(b_k, odd, position, probe.scale)
 
-                # What the vertical pays for, and not the diagonal.
-                key_at = (i_bh * local + i_c) * SIZE + o_k
-                b_first = tl.load(first + key_at)
-                even_left = even_met[None, :] < b_first[:, None]
-                odd_left = odd_met[None, :] < b_first[:, None]
                 # [PART]
-                even_mass = tl.sum(tl.where(even_left, even, 0.0), 1)
-                odd_mass = tl.sum(tl.where(odd_left, odd, 0.0), 1)
-                even_rows = tl.sum(tl.where(even_left, 1.0, 0.0), 1)
-                odd_rows = tl.sum(tl.where(odd_left, 1.0, 0.0), 1)
-                price = price_of(even_mass + odd_mass, even_rows + odd_rows)
-                even_price = price_of(even_mass, even_rows)
-                odd_price = price_of(odd_mass, odd_rows)
+                key_at = (i_bh * probe.local + i_c) * SIZE + o_k
+                b_first = tl.load(first + key_at)
+                even_left, even_rows = _left(even_mass, even_met, b_first)
+                odd_left, odd_rows = _left(odd_mass, odd_met, b_first)
+                price = price_of(even_left + odd_left, even_rows + odd_rows)
+                even_price = price_of(even_left, even_rows)
+                odd_price = price_of(odd_left, odd_rows)
 
                 # [PART, P / 2]: each half of the rows is asked what the other half chose, and what all
                 # did.
-                even_held = tl.where(even_met[None, :] < odd_price[:, None], even, 0.0)
-                odd_held = tl.where(odd_met[None, :] < even_price[:, None], odd, 0.0)
-                even_all = tl.where(even_met[None, :] < price[:, None], even, 0.0)
-                odd_all = tl.where(odd_met[None, :] < price[:, None], odd, 0.0)
-                of_even += tl.sum(even - even_held * _HELD_OUT - even_all * _IN_SAMPLE, 0)
-                of_odd += tl.sum(odd - odd_held * _HELD_OUT - odd_all * _IN_SAMPLE, 0)
+                even_held = _held(even_mass, even_met, odd_price)
+                odd_held = _held(odd_mass, odd_met, even_price)
+                even_all = _held(even_mass, even_met, price)
+                odd_all = _held(odd_mass, odd_met, price)
+                of_even += tl.sum(even_mass - even_held * _HELD_OUT - even_all * _IN_SAMPLE, 0)
+                of_odd += tl.sum(odd_mass - odd_held * _HELD_OUT - odd_all * _IN_SAMPLE, 0)
 
                 # A key is in one span at most: later ones only say what they see.
-                is_new = o_k >= 0 if i_t == 0 else tl.sum(even, 1) + tl.sum(odd, 1) > 0
+                is_new = o_k >= 0 if i_t == 0 else tl.sum(even_mass, 1) + tl.sum(odd_mass, 1) > 0
                 code = code_of(price).to(tl.uint8)
-                tl.store(codes + key_at, code, mask=is_new)
-                held_at = (i_bh * local + i_c) * 3 * SIZE + o_k
+                tl.store(final.codes + key_at, code, mask=is_new)
+                held_at = (i_bh * probe.local + i_c) * 3 * SIZE + o_k
                 all_held = tl.sum(even_all, 1) + tl.sum(odd_all, 1)
-                tl.store(held + held_at, tl.sum(even_held, 1) * _HELD_OUT, mask=is_new)
-                tl.store(held + held_at + SIZE, tl.sum(odd_held, 1) * _HELD_OUT, mask=is_new)
-                tl.store(held + held_at + 2 * SIZE, all_held * _IN_SAMPLE, mask=is_new)
-                tl.store(held_codes + held_at, code_of(odd_price).to(tl.uint8), mask=is_new)
-                tl.store(held_codes + held_at + SIZE, code_of(even_price).to(tl.uint8), mask=is_new)
-                tl.store(held_codes + held_at + 2 * SIZE, code, mask=is_new)
+                tl.store(final.held + held_at, tl.sum(even_held, 1) * _HELD_OUT, mask=is_new)
+                tl.store(final.held + held_at + SIZE, tl.sum(odd_held, 1) * _HELD_OUT, mask=is_new)
+                tl.store(final.held + held_at + 2 * SIZE, all_held * _IN_SAMPLE, mask=is_new)
+                tl.store(final.held_codes + held_at, code_of(odd_price).to(tl.uint8), mask=is_new)
+                tl.store(
+                    final.held_codes + held_at + SIZE, code_of(even_price).to(tl.uint8), mask=is_new
+                )
+                tl.store(final.held_codes + held_at + 2 * SIZE, code, mask=is_new)
 
             if U == queries:
                 # Each row is a group.
-                tl.store(tiles + at + o_even, of_even, mask=is_even)
-                tl.store(tiles + at + o_even + 1, of_odd, mask=is_odd)
+                tl.store(final.tiles + at + o_even, of_even, mask=is_even)
+                tl.store(final.tiles + at + o_even + 1, of_odd, mask=is_odd)
             else:
-                of_group = by_group(of_even, group_of_row, row, is_even, U2)
-                of_group += by_group(of_odd, group_of_row, row + 1, is_odd, U2)
-                tl.store(tiles + at + o_u, of_group, mask=o_u < U)
+                of_group = by_group(of_even, probe.group_of_row, row, is_even, U2)
+                of_group += by_group(of_odd, probe.group_of_row, row + 1, is_odd, U2)
+                tl.store(final.tiles + at + o_u, of_group, mask=o_u < U)
 
 
 _CODES = tl.constexpr(CODES)

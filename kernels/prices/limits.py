@@ -7,7 +7,6 @@ i_bh is a query head of a sequence i_b.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,10 +15,10 @@ from titan_sparse.kernels.prices.shared import ALWAYS, CODES
 
 _ALWAYS = tl.constexpr(ALWAYS)
 _CODES = tl.constexpr(CODES)
-_MASS_UNITS = 2.0**40
+MASS_UNITS = 2.0**40
 """Masses of slashes are summed as integers, so the order of additions does not matter. This many
 units are a mass of 1."""
-_UNITS = tl.constexpr(_MASS_UNITS)
+_UNITS = tl.constexpr(MASS_UNITS)
 _ENTRIES = 128
 """Diagonals that a program looks at together."""
 _PART = 64
@@ -29,30 +28,6 @@ _CHUNK = 1024
 
 
 # Masses of diagonals by code
-
-
-def sums_by_code(values: Tensor, codes: Tensor, span: Tensor, n: int) -> Tensor:
-    """Sums of values of diagonals by span and code, int64 [B, Hq, n, CODES], in plain torch.
-
-    values: int64 [B, Hq, E]. codes: uint8 [B, Hq, E]. span: int64 [B, E], n for none.
-    """
-    batch, heads, _ = codes.shape
-    place = span[:, None] * CODES + codes
-    # The last span stands for none, and is cut off.
-    total = values.new_zeros(batch, heads, (n + 1) * CODES)
-    total.scatter_add_(2, place, values)
-    return total.view(batch, heads, n + 1, CODES)[:, :, :n]
-
-
-def add_diagonals_naive(
-    mass: Tensor, on_diagonals: Tensor, codes: Tensor, span: Tensor, offset: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The twin of add_diagonals(), in float64."""
-    n = mass.shape[2]
-    units = (on_diagonals.double() * _MASS_UNITS).round().long()
-    of_diagonals = sums_by_code(units, codes, span, n)
-    count = sums_by_code((codes != ALWAYS).long(), codes, span, n)
-    return mass.double() + of_diagonals.double() / _MASS_UNITS, count
 
 
 @triton.jit
@@ -144,40 +119,6 @@ def loss_allowed(probed: Tensor, recall: float) -> Tensor:
     return (probed.float() * (1 - recall)).double()
 
 
-def price_limits(mass: Tensor, allowed: Tensor) -> Tensor:
-    """The codes from which on up the elements hold all mass but what may be lost.
-
-    They are the highest ones that do, int64 [B, Hq, n]. In plain torch.
-    mass: float64 [B, Hq, n, CODES]. allowed: of loss_allowed().
-    """
-    # [B, Hq, n, CODES]: what is lost if a code is the lowest one taken.
-    lost = mass.cumsum(-1) - mass
-    limit = (lost <= allowed[:, None, :, None]).sum(-1) - 1
-    # Masses that are NaN are below nothing.
-    return limit.clamp(min=0)
-
-
-def limited(limit: Tensor, count: Tensor, least: int, most: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Limits that keep to bounds on the number of elements, and whether the cap raised one.
-
-    In plain torch.
-    limit: int64 [B, Hq, n], codes. count: [B, Hq, n, CODES], elements of each code, those that
-    are always on left out. least: of each span; most: int64 [B, n], which wins.
-    Elements of one code are taken together: fewer than `most` may be left.
-    Returns int64 [B, Hq, n] and bool [B, Hq].
-    """
-    # [B, Hq, n, CODES]: how many are taken if a code is the lowest one.
-    taken = count.flip(-1).cumsum(-1).flip(-1)
-    if least:
-        low_enough = (taken >= least).sum(-1) - 1
-        limit = torch.minimum(limit, low_enough.clamp(min=0))
-    if most is None:
-        return limit, torch.zeros_like(limit[..., 0], dtype=torch.bool)
-    high_enough = (taken > most[:, None, :, None]).sum(-1)
-    capped = (high_enough > limit).any(-1)
-    return torch.maximum(limit, high_enough), capped
-
-
 class Counted(NamedTuple):
     """How many elements of each code there are, and how many may be taken.
 
@@ -200,24 +141,6 @@ class HeadLimits(NamedTuple):
     verticals: Tensor
     diagonals: Tensor
     capped: Tensor
-
-
-def within_bounds(limit: Tensor, verticals: Counted, diagonals: Counted) -> HeadLimits:
-    """limited() for both."""
-    limits = []
-    capped = []
-    for counted in (verticals, diagonals):
-        kept, is_capped = limited(limit, *counted)
-        limits.append(kept)
-        capped.append(is_capped)
-    return HeadLimits(*limits, torch.stack(capped, dim=-1))
-
-
-def head_limits_naive(
-    mass: Tensor, allowed: Tensor, verticals: Counted, diagonals: Counted
-) -> HeadLimits:
-    """The twin of head_limits()."""
-    return within_bounds(price_limits(mass.double(), allowed), verticals, diagonals)
 
 
 @triton.jit
@@ -320,28 +243,6 @@ class Elements(NamedTuple):
     diagonals: Tensor
     span_of_token: Tensor
     span_of_entry: Tensor
-
-
-def taken_naive(
-    elements: Elements, vertical_limit: Tensor, diagonal_limit: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The twin of taken()."""
-    codes = elements.verticals[:, :, elements.order].flatten(2)
-    is_vertical = codes >= _by_span(vertical_limit.clamp(min=1), elements.span_of_token)
-    is_vertical = is_vertical | elements.is_sink[:, None]
-    is_diagonal = elements.diagonals >= _by_span(diagonal_limit, elements.span_of_entry)
-    return is_vertical, is_diagonal
-
-
-def _by_span(limit: Tensor, span: Tensor) -> Tensor:
-    """Limits of each element's span int64 [B, L], int16 [B, Hq, L]; CODES for no span.
-
-    limit: int [B, Hq, n].
-    """
-    # In few bytes, as there are as many results as verticals.
-    limit = F.pad(limit.to(torch.int16), (0, 1), value=CODES)
-    span = span[:, None].expand(-1, limit.shape[1], -1)
-    return limit.gather(2, span)
 
 
 @triton.jit

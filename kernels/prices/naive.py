@@ -1,4 +1,4 @@
-"""The plain-torch twins of the kernels, for any floating dtype."""
+"""The plain-torch twins of the kernels, for any floating dtype. They have the same names."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_sparse.kernels.prices.limits import MASS_UNITS, Counted, Elements, HeadLimits
 from titan_sparse.kernels.prices.shared import (
     ALWAYS,
     CODES,
@@ -25,10 +26,10 @@ from titan_sparse.kernels.probe import KeyBlocks, Probe
 from titan_sparse.kernels.probe.naive import scores_of_blocks
 
 
-def first_prices_naive(
+def first_prices(
     free: Probe, keys: KeyBlocks, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The twin of first_prices()."""
+    """The twin of prices.first_prices()."""
     prices = []
     tiles = []
     left = []
@@ -69,10 +70,10 @@ def first_prices_naive(
     )
 
 
-def diagonal_gains_naive(
+def diagonal_gains(
     tiles: Tensor, left: Tensor, saved: Tensor, tile: Tensor, rows: Tensor
 ) -> Tensor:
-    """The twin of diagonal_gains()."""
+    """The twin of prices.diagonal_gains()."""
     batch, heads, local, touching, groups = tiles.shape
     # [B, Hq, n_local T U + 1] and [B, Hq, n_local T + 1, L]: what stands for none comes last.
     tiles = F.pad(tiles.flatten(2), (0, 1))
@@ -95,8 +96,8 @@ def diagonal_gains_naive(
     return torch.stack(gains).sum(0)
 
 
-def diagonal_prices_naive(gains: Tensor, cost: Tensor, is_local: Tensor) -> tuple[Tensor, Tensor]:
-    """The twin of diagonal_prices()."""
+def diagonal_prices(gains: Tensor, cost: Tensor, is_local: Tensor) -> tuple[Tensor, Tensor]:
+    """The twin of prices.diagonal_prices()."""
     levels = level_prices(gains)
     # [B, Hq, E, L]: how often a diagonal is worth its price at each level, in octaves. It grows as
     # prices fall.
@@ -116,10 +117,10 @@ def diagonal_prices_naive(gains: Tensor, cost: Tensor, is_local: Tensor) -> tupl
     return price, codes_of(price).masked_fill(is_local[:, None], ALWAYS)
 
 
-def final_prices_naive(
+def final_prices(
     free: Probe, keys: KeyBlocks, lse: Tensor, first: Tensor, diagonal: Tensor, offset: Tensor
 ) -> FinalPrices:
-    """The twin of final_prices()."""
+    """The twin of prices.final_prices()."""
     batch, heads = first.shape[:2]
     last_entry = diagonal.shape[-1] - 1
     # [P]
@@ -173,8 +174,8 @@ def final_prices_naive(
     return FinalPrices._make(torch.cat(parts, dim=2) for parts in zip(*chunks))
 
 
-def mass_by_code_naive(final: FinalPrices, keys: KeyBlocks, spans: SpanTokens) -> Tensor:
-    """The twin of mass_by_code()."""
+def mass_by_code(final: FinalPrices, keys: KeyBlocks, spans: SpanTokens) -> Tensor:
+    """The twin of prices.mass_by_code()."""
     sequence = torch.arange(len(keys.slot), device=keys.slot.device)[:, None, None]
     span = keys.slot.clamp(min=0).long()
     # [B, n_local, T, 1]
@@ -200,8 +201,8 @@ def mass_by_code_naive(final: FinalPrices, keys: KeyBlocks, spans: SpanTokens) -
     return torch.stack([mass, count])
 
 
-def diagonal_masses_naive(tiles: Tensor, tile: Tensor) -> Tensor:
-    """The twin of diagonal_masses()."""
+def diagonal_masses(tiles: Tensor, tile: Tensor) -> Tensor:
+    """The twin of prices.diagonal_masses()."""
     # [B, Hq, n_local T U + 1]: what stands for none comes last.
     tiles = F.pad(tiles.flatten(2), (0, 1))
     number = torch.where(tile >= 0, tile, tiles.shape[2] - 1).long()
@@ -264,3 +265,93 @@ def _chunks(free: Probe, keys: KeyBlocks, lse: Tensor) -> Iterator[_Chunk]:
         block = keys.blocks[first:last].long()
         back = free.row_block[sequence, span].long() - block[:, None, None]
         yield _Chunk(first, last, mass, sees, span, sequence, back)
+
+
+def _sums_by_code(values: Tensor, codes: Tensor, span: Tensor, n: int) -> Tensor:
+    """Sums of values of diagonals by span and code, int64 [B, Hq, n, CODES].
+
+    values: int64 [B, Hq, E]. codes: uint8 [B, Hq, E]. span: int64 [B, E], n for none.
+    """
+    batch, heads, _ = codes.shape
+    place = span[:, None] * CODES + codes
+    # The last span stands for none, and is cut off.
+    total = values.new_zeros(batch, heads, (n + 1) * CODES)
+    total.scatter_add_(2, place, values)
+    return total.view(batch, heads, n + 1, CODES)[:, :, :n]
+
+
+def add_diagonals(
+    mass: Tensor, on_diagonals: Tensor, codes: Tensor, span: Tensor, offset: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The twin of prices.add_diagonals(), in float64."""
+    n = mass.shape[2]
+    units = (on_diagonals.double() * MASS_UNITS).round().long()
+    of_diagonals = _sums_by_code(units, codes, span, n)
+    count = _sums_by_code((codes != ALWAYS).long(), codes, span, n)
+    return mass.double() + of_diagonals.double() / MASS_UNITS, count
+
+
+def price_limits(mass: Tensor, allowed: Tensor) -> Tensor:
+    """The codes from which on up the elements hold all mass but what may be lost.
+
+    They are the highest ones that do, int64 [B, Hq, n].
+    mass: float64 [B, Hq, n, CODES]. allowed: of loss_allowed().
+    """
+    # [B, Hq, n, CODES]: what is lost if a code is the lowest one taken.
+    lost = mass.cumsum(-1) - mass
+    limit = (lost <= allowed[:, None, :, None]).sum(-1) - 1
+    # Masses that are NaN are below nothing.
+    return limit.clamp(min=0)
+
+
+def limited(limit: Tensor, count: Tensor, least: int, most: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Limits that keep to bounds on the number of elements, and whether the cap raised one.
+
+    limit: int64 [B, Hq, n], codes. count: [B, Hq, n, CODES], elements of each code, those that
+    are always on left out. least: of each span; most: int64 [B, n], which wins.
+    Elements of one code are taken together: fewer than `most` may be left.
+    Returns int64 [B, Hq, n] and bool [B, Hq].
+    """
+    # [B, Hq, n, CODES]: how many are taken if a code is the lowest one.
+    taken = count.flip(-1).cumsum(-1).flip(-1)
+    if least:
+        low_enough = (taken >= least).sum(-1) - 1
+        limit = torch.minimum(limit, low_enough.clamp(min=0))
+    if most is None:
+        return limit, torch.zeros_like(limit[..., 0], dtype=torch.bool)
+    high_enough = (taken > most[:, None, :, None]).sum(-1)
+    capped = (high_enough > limit).any(-1)
+    return torch.maximum(limit, high_enough), capped
+
+
+def head_limits(
+    mass: Tensor, allowed: Tensor, verticals: Counted, diagonals: Counted
+) -> HeadLimits:
+    """The twin of prices.head_limits()."""
+    limit = price_limits(mass.double(), allowed)
+    of_verticals, verticals_capped = limited(limit, *verticals)
+    of_diagonals, diagonals_capped = limited(limit, *diagonals)
+    capped = torch.stack([verticals_capped, diagonals_capped], dim=-1)
+    return HeadLimits(of_verticals, of_diagonals, capped)
+
+
+def taken(
+    elements: Elements, vertical_limit: Tensor, diagonal_limit: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The twin of prices.taken()."""
+    codes = elements.verticals[:, :, elements.order].flatten(2)
+    is_vertical = codes >= _by_span(vertical_limit.clamp(min=1), elements.span_of_token)
+    is_vertical = is_vertical | elements.is_sink[:, None]
+    is_diagonal = elements.diagonals >= _by_span(diagonal_limit, elements.span_of_entry)
+    return is_vertical, is_diagonal
+
+
+def _by_span(limit: Tensor, span: Tensor) -> Tensor:
+    """Limits of each element's span int64 [B, L], int16 [B, Hq, L]; CODES for no span.
+
+    limit: int [B, Hq, n].
+    """
+    # In few bytes, as there are as many results as verticals.
+    limit = F.pad(limit.to(torch.int16), (0, 1), value=CODES)
+    span = span[:, None].expand(-1, limit.shape[1], -1)
+    return limit.gather(2, span)

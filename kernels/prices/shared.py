@@ -1,7 +1,7 @@
 """What the kernels share that look at a block of keys: its masses, and prices and codes of them.
 
 In the kernels i_b is a sequence, i_bh a query head of it, i_c a block of keys, i_t one of the spans
-that touch the block, and `group` the query heads of a KV head. P is the probe's rows, padded.
+that touch the block. P is the probe's rows, padded.
 """
 
 import math
@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_sparse.kernels.probe import KeyBlocks, Probe
-from titan_sparse.kernels.probe.kernel import tile_options
+from titan_sparse.kernels.probe.kernel import ranges_at
+from titan_sparse.kernels.probe.kernel import tile_options as probe_tile_options
 
 VERTICAL_COST = 2.0
 """Time of a pair of tokens in gathered verticals over that of a pair in blocks, forward and
@@ -99,101 +100,58 @@ _VERTICAL_COST = tl.constexpr(VERTICAL_COST)
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
 
-def tile_arguments(free: Probe, keys: KeyBlocks, lse: Tensor) -> dict:
-    """What both kernels take that look at a block of keys."""
-    q = free.q
-    heads, n, queries, dim = q.shape[1:]
-    return dict(
-        q=q.contiguous(),
-        k=keys.k.contiguous(),
-        start=free.start.contiguous(),
-        stop=free.stop.contiguous(),
-        slot=keys.slot.contiguous(),
-        blocks=keys.blocks,
-        lse=lse.contiguous(),
-        scale=free.scale,
-        group_of_row=free.group.contiguous(),
-        heads=heads,
-        group=heads // keys.k.shape[1],
-        n=n,
-        local=keys.slot.shape[1],
-        queries=queries,
-        dim=dim,
-        T=keys.slot.shape[2],
+def tile_options(free: Probe, keys: KeyBlocks) -> dict[str, int]:
+    """As for the probe's kernels, but PART keys at a time. With more, the rows' numbers would not
+    fit into registers beside them."""
+    options = probe_tile_options(free, keys)
+    return options | dict(
         U=free.groups,
         U2=triton.next_power_of_2(free.groups),
-        **_tile_options(q, keys.block_size),
+        # tl.dot() wants 16 or more, of half of the rows too.
+        P=max(32, options["P"]),
+        PART=min(32, keys.block_size),
+        # Of a warp are all rows of some keys, so that no sum over rows goes through shared memory.
+        num_warps=2,
     )
 
 
-def _tile_options(q: Tensor, block_size: int) -> dict:
-    """As for the probe's kernels, but PART keys at a time. With more, the rows' numbers would not
-    fit into registers beside them."""
-    options = tile_options(q, block_size)
-    # tl.dot() wants 16 or more, of half of the rows too.
-    rows = max(32, options["P"])
-    # Of a warp are all rows of some keys, so that no sum over rows goes through shared memory.
-    return options | dict(P=rows, PART=min(32, block_size), num_warps=2)
-
-
 @triton.jit
-def span_of(slot, i_b, i_c, i_t, local, T: tl.constexpr):
-    """The span in slot i_t of a block of keys, and whether there is one; 0 for none, which is safe
-    to look up."""
-    span = tl.load(slot + (i_b * local + i_c) * T + i_t)
-    return tl.maximum(span, 0), span >= 0
+def rows_at(
+    probe, lse, i_b, i_bh, span, is_span, number,
+    queries: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The rows of a span with these numbers: queries [D, rows], the keys that they see, and lse.
 
-
-@triton.jit
-def queries_at(q, q_row, is_row, dim, D: tl.constexpr, UPCAST: tl.constexpr):
-    """Queries [D, rows] of these rows of q. is_row: which are no padding."""
+    The lse is of base 2; infinite for padding, so that its masses are 0, and finite for rows that
+    see nothing, whose masses would be NaN.
+    """
     o_d = tl.arange(0, D)
-    q_at = q + q_row[None, :] * dim + o_d[:, None]
-    b_q = tl.load(q_at, mask=is_row[None, :] & (o_d < dim)[:, None], other=0.0)
+    is_row = number < queries
+    q_row = (i_bh * probe.n + span) * queries + number
+    q_at = probe.q + q_row[None, :] * probe.dim + o_d[:, None]
+    b_q = tl.load(q_at, mask=is_row[None, :] & (o_d < probe.dim)[:, None], other=0.0)
     if UPCAST:
         b_q = b_q.to(tl.float32)
-    return b_q
-
-
-@triton.jit
-def ranges_at(start, stop, row, is_row, is_span):
-    """The first key that each of these rows sees, and the one behind the last; empty for padding,
-    and if there is no span."""
-    b_start = tl.load(start + row, mask=is_row, other=0)
-    b_stop = tl.load(stop + row, mask=is_row, other=0)
-    return b_start, tl.where(is_span, b_stop, b_start)
-
-
-@triton.jit
-def lse_at(lse, q_row, is_row):
-    """Base-2 lse of these rows; infinite for padding, so that its masses are 0. Finite for rows that see
-    nothing, whose masses would be NaN."""
+    row = (i_b * probe.n + span) * queries + number
+    b_start, b_stop = ranges_at(probe, row, is_row, is_span)
     b_lse = tl.load(lse + q_row, mask=is_row, other=float("inf"))
-    return tl.maximum(b_lse, -1.0e38) * _LOG2_E
+    return b_q, b_start, b_stop, tl.maximum(b_lse, -1.0e38) * _LOG2_E
 
 
 @triton.jit
-def keys_at(k, k_row, dim, D: tl.constexpr, UPCAST: tl.constexpr):
-    """Keys [keys, D] of these rows of k."""
-    o_d = tl.arange(0, D)
-    b_k = tl.load(k + k_row[:, None] * dim + o_d[None, :], mask=(o_d < dim)[None, :], other=0.0)
-    if UPCAST:
-        b_k = b_k.to(tl.float32)
-    return b_k
-
-
-@triton.jit
-def sees_any(b_start, b_stop, first_key, SIZE: tl.constexpr):
-    """Which rows see anything of the block of keys that begins at first_key."""
+def sees_any(rows, first_key, SIZE: tl.constexpr):
+    """Which of rows_at() see anything of the block of keys that begins at first_key."""
+    _, b_start, b_stop, _ = rows
     return (b_start < b_stop) & (b_start < first_key + SIZE) & (b_stop > first_key)
 
 
 @triton.jit
-def masses(b_k, b_q, b_start, b_stop, b_lse, position, scale):
-    """Masses [keys, rows] of keys at these positions.
+def masses(b_k, rows, position, scale):
+    """Masses [keys, rows] of keys at these positions, for rows_at().
 
     Keys come first: sums over rows are what is wanted most, and cost least that way.
     """
+    b_q, b_start, b_stop, b_lse = rows
     b_s = tl.dot(b_k, b_q, input_precision="ieee") * (scale * _LOG2_E)
     seen = (position[:, None] >= b_start[None, :]) & (position[:, None] < b_stop[None, :])
     return tl.where(seen, tl.exp2(b_s - b_lse[None, :]), 0.0)

@@ -6,22 +6,20 @@ span_lse(block_lse, slot, run) -> lse of each span
 block_masses(probe, keys, lse) -> masses by vertical, masses by tile
 
 The normalizer of a row is known only after all of the keys, so that the softmax sums come first,
-and the masses by vertical and by tile in a second pass. The twins have the same signatures.
+and the masses by vertical and by tile in a second pass. The twins in probe.naive have the same
+names and signatures.
 """
 
+from titan_sparse.kernels.probe import naive
 from titan_sparse.kernels.probe.kernel import block_lse, block_masses, span_lse
-from titan_sparse.kernels.probe.naive import block_lse_naive, block_masses_naive, span_lse_naive
-from titan_sparse.kernels.probe.rows import KeyBlocks, Probe, held_rows, held_rows_naive
+from titan_sparse.kernels.probe.rows import KeyBlocks, Probe, held_rows
 
 __all__ = [
     "KeyBlocks",
     "Probe",
     "block_lse",
-    "block_lse_naive",
     "block_masses",
-    "block_masses_naive",
     "held_rows",
-    "held_rows_naive",
+    "naive",
     "span_lse",
-    "span_lse_naive",
 ]

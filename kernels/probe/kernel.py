@@ -11,129 +11,88 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_sparse.kernels.block_sparse.piece import INTERPRETED
-from titan_sparse.kernels.probe.rows import KeyBlocks, Probe
+from titan_sparse.kernels.probe.rows import KeyBlocks, Probe, operand
 
 
 @triton.jit
-def scores_of_block(
-    q,
-    k,
-    start,
-    stop,
-    slot,
-    blocks,
-    scale,
-    i_b,
-    i_h,
-    i_c,
-    i_t,
-    heads,
-    group,
-    n,
-    local,
-    queries,
-    dim,
-    T: tl.constexpr,
-    P: tl.constexpr,
-    D: tl.constexpr,
-    SIZE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+def keys_at(k, k_row, dim, D: tl.constexpr, UPCAST: tl.constexpr):
+    """Keys [keys, D] of these rows of k."""
+    o_d = tl.arange(0, D)
+    b_k = tl.load(k + k_row[:, None] * dim + o_d[None, :], mask=(o_d < dim)[None, :], other=0.0)
+    if UPCAST:
+        b_k = b_k.to(tl.float32)
+    return b_k
+
+
+@triton.jit
+def ranges_at(probe, row, is_row, is_span):
+    """The first key that each of these rows sees, and the one behind the last; empty for padding,
+    and if there is no span."""
+    b_start = tl.load(probe.start + row, mask=is_row, other=0)
+    b_stop = tl.load(probe.stop + row, mask=is_row, other=0)
+    return b_start, tl.where(is_span, b_stop, b_start)
+
+
+@triton.jit
+def span_of(probe, i_b, i_c, i_t, T: tl.constexpr):
+    """The span in slot i_t of a block of keys, and whether there is one; 0 for none, which is safe
+    to look up."""
+    span = tl.load(probe.slot + (i_b * probe.local + i_c) * T + i_t)
+    return tl.maximum(span, 0), span >= 0
+
+
+@triton.jit
+def _scores_of_block(
+    probe, i_bh, i_c, i_t, queries,
+    T: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Scores [P, SIZE] of a block of keys for the span in its slot i_t, and the span.
 
-    -inf where nothing is seen. If there is no span, everything is -inf and the span is 0, which is
-    safe to look up.
+    -inf where nothing is seen. If there is no span, everything is -inf and the span is 0.
     """
+    i_b = i_bh // probe.heads
+    i_kv = i_b * (probe.heads // probe.group) + i_bh % probe.heads // probe.group
     o_p = tl.arange(0, P)
     o_k = tl.arange(0, SIZE)
     o_d = tl.arange(0, D)
     m_p = o_p < queries
-    m_d = o_d < dim
-    span = tl.load(slot + (i_b * local + i_c) * T + i_t)
-    known = tl.maximum(span, 0)
+    span, is_span = span_of(probe, i_b, i_c, i_t, T)
 
     # [P, D]
-    q_row = ((i_b * heads + i_h) * n + known) * queries + o_p
-    q_at = q + q_row[:, None] * dim + o_d[None, :]
-    b_q = tl.load(q_at, mask=m_p[:, None] & m_d[None, :], other=0.0)
-    # [SIZE, D]
-    k_row = ((i_b * (heads // group) + i_h // group) * local + i_c) * SIZE + o_k
-    k_at = k + k_row[:, None] * dim + o_d[None, :]
-    b_k = tl.load(k_at, mask=m_d[None, :], other=0.0)
+    q_row = (i_bh * probe.n + span) * queries + o_p
+    q_at = probe.q + q_row[:, None] * probe.dim + o_d[None, :]
+    b_q = tl.load(q_at, mask=m_p[:, None] & (o_d < probe.dim)[None, :], other=0.0)
     if UPCAST:
         b_q = b_q.to(tl.float32)
-        b_k = b_k.to(tl.float32)
+    # [SIZE, D]
+    b_k = keys_at(probe.k, (i_kv * probe.local + i_c) * SIZE + o_k, probe.dim, D, UPCAST)
     # [P, SIZE]
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * probe.scale
 
     # [P], from where to where each query sees, and [SIZE].
-    row = (i_b * n + known) * queries + o_p
-    b_start = tl.load(start + row, mask=m_p, other=0)
-    b_stop = tl.load(stop + row, mask=m_p, other=0)
-    b_stop = tl.where(span >= 0, b_stop, b_start)
-    position = tl.load(blocks + i_c) * SIZE + o_k
+    b_start, b_stop = ranges_at(probe, (i_b * probe.n + span) * queries + o_p, m_p, is_span)
+    position = tl.load(probe.blocks + i_c) * SIZE + o_k
     seen = (position[None, :] >= b_start[:, None]) & (position[None, :] < b_stop[:, None])
-    return tl.where(seen, b_s, float("-inf")), known
+    return tl.where(seen, b_s, float("-inf")), span
 
 
 @triton.jit
 def _lse_kernel(
-    q,
-    k,
-    start,
-    stop,
-    slot,
-    blocks,
-    lse,
-    scale,
-    heads,
-    group,
-    n,
-    local,
-    queries,
-    dim,
-    T: tl.constexpr,
-    P: tl.constexpr,
-    D: tl.constexpr,
-    SIZE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    probe, lse, queries: tl.constexpr,
+    T: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Log of the softmax sums of a block of keys, for one span that touches it."""
     i_c = tl.program_id(0)
     i_t = tl.program_id(1)
     i_bh = tl.program_id(2).to(tl.int64)
-    i_b = i_bh // heads
-    i_h = i_bh % heads
     o_p = tl.arange(0, P)
-    row = ((i_bh * local + i_c) * T + i_t) * queries + o_p
+    row = ((i_bh * probe.local + i_c) * T + i_t) * queries + o_p
+    slot_at = (i_bh // probe.heads * probe.local + i_c) * T + i_t
     # Few blocks of a packed sequence are in two spans.
-    if T > 1 and tl.load(slot + (i_b * local + i_c) * T + i_t) < 0:
+    if T > 1 and tl.load(probe.slot + slot_at) < 0:
         tl.store(lse + row, tl.full([P], float("-inf"), tl.float32), mask=o_p < queries)
     else:
-        b_s, _ = scores_of_block(
-            q,
-            k,
-            start,
-            stop,
-            slot,
-            blocks,
-            scale,
-            i_b,
-            i_h,
-            i_c,
-            i_t,
-            heads,
-            group,
-            n,
-            local,
-            queries,
-            dim,
-            T,
-            P,
-            D,
-            SIZE,
-            UPCAST,
-        )
+        b_s, _ = _scores_of_block(probe, i_bh, i_c, i_t, queries, T, P, D, SIZE, UPCAST)
         # [P]; finite also for rows that see nothing: their sums are 0, not NaN.
         top = tl.maximum(tl.max(b_s, 1), -3.0e38)
         total = tl.sum(tl.exp(b_s - top[:, None]), 1)
@@ -186,101 +145,54 @@ def _span_kernel(
 
 
 @triton.jit
-def store_tiles(tile, at, b_row, group, queries, U: tl.constexpr, P: tl.constexpr):
-    """Store the sums of rows [P] by group: tile[at .. at + U - 1]."""
-    o_p = tl.arange(0, P)
-    if U == queries:
-        # Each row is a group.
-        tl.store(tile + at + o_p, b_row, mask=o_p < queries)
-    else:
-        for u in tl.static_range(U):
-            tl.store(tile + at + u, tl.sum(tl.where(group == u, b_row, 0.0), 0))
-
-
-@triton.jit
 def _mass_kernel(
-    q,
-    k,
-    start,
-    stop,
-    slot,
-    blocks,
-    lse,
-    group_of_row,
-    vertical,
-    tile,
-    scale,
-    heads,
-    group,
-    n,
-    local,
-    queries: tl.constexpr,
-    dim,
-    T: tl.constexpr,
-    U: tl.constexpr,
-    P: tl.constexpr,
-    D: tl.constexpr,
-    SIZE: tl.constexpr,
+    probe, lse, vertical, tile, queries: tl.constexpr,
+    T: tl.constexpr, U: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
     UPCAST: tl.constexpr,
-):
+):  # fmt: skip
     """Masses of a block of keys, by vertical and by tile.
 
     vertical: fp32 [B, Hq, n_local, SIZE]. tile: fp32 [B, Hq, n_local, T, U].
     """
     i_c = tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
-    i_b = i_bh // heads
-    i_h = i_bh % heads
+    i_b = i_bh // probe.heads
     o_p = tl.arange(0, P)
+    is_row = o_p < queries
     # A vertical is in one span at most; over the others' slots it adds up zeros.
     b_vertical = tl.zeros([SIZE], tl.float32)
     for i_t in tl.static_range(T):
-        b_s, known = scores_of_block(
-            q,
-            k,
-            start,
-            stop,
-            slot,
-            blocks,
-            scale,
-            i_b,
-            i_h,
-            i_c,
-            i_t,
-            heads,
-            group,
-            n,
-            local,
-            queries,
-            dim,
-            T,
-            P,
-            D,
-            SIZE,
-            UPCAST,
-        )
+        b_s, span = _scores_of_block(probe, i_bh, i_c, i_t, queries, T, P, D, SIZE, UPCAST)
         # [P, SIZE]; rows that see nothing have lse -inf, and get masses of 0, not NaN.
-        b_lse = tl.load(lse + (i_bh * n + known) * queries + o_p, mask=o_p < queries, other=0.0)
+        b_lse = tl.load(lse + (i_bh * probe.n + span) * queries + o_p, mask=is_row, other=0.0)
         b_mass = tl.exp(b_s - tl.maximum(b_lse, -3.0e38)[:, None])
-        group_at = group_of_row + (i_b * n + known) * queries + o_p
-        b_group = tl.load(group_at, mask=o_p < queries, other=-1)
-        at = ((i_bh * local + i_c) * T + i_t) * U
-        store_tiles(tile, at, tl.sum(b_mass, 1), b_group, queries, U, P)
+        of_row = tl.sum(b_mass, 1)
+        at = tile + ((i_bh * probe.local + i_c) * T + i_t) * U
+        if U == queries:
+            # Each row is a group.
+            tl.store(at + o_p, of_row, mask=is_row)
+        else:
+            group_at = probe.group_of_row + (i_b * probe.n + span) * queries + o_p
+            b_group = tl.load(group_at, mask=is_row, other=-1)
+            for u in tl.static_range(U):
+                tl.store(at + u, tl.sum(tl.where(b_group == u, of_row, 0.0), 0))
         b_vertical += tl.sum(b_mass, 0)
-    o = (i_bh * local + i_c) * SIZE + tl.arange(0, SIZE)
+    o = (i_bh * probe.local + i_c) * SIZE + tl.arange(0, SIZE)
     tl.store(vertical + o, b_vertical)
 
 
-def tile_options(q: Tensor, block_size: int) -> dict:
+def tile_options(probe: Probe, keys: KeyBlocks) -> dict[str, int]:
     """Sizes of a program's tile, and the warps that it gets."""
-    queries, dim = q.shape[3:]
+    queries, dim = probe.q.shape[3:]
     # tl.dot() wants 16 or more. The interpreter multiplies in fp32.
     return dict(
+        queries=queries,
+        T=keys.slot.shape[2],
         P=max(16, triton.next_power_of_2(queries)),
         D=max(16, triton.next_power_of_2(dim)),
-        SIZE=block_size,
+        SIZE=keys.block_size,
         UPCAST=INTERPRETED,
-        num_warps=8 if block_size >= 128 else 4,
+        num_warps=8 if keys.block_size >= 128 else 4,
     )
 
 
@@ -289,27 +201,11 @@ def block_lse(probe: Probe, keys: KeyBlocks) -> Tensor:
 
     -inf where nothing is seen. q and k may have any floating dtype but fp64.
     """
-    q = probe.q
-    batch, heads, n, queries, dim = q.shape
+    batch, heads, _, queries, _ = probe.q.shape
     _, local, touching = keys.slot.shape
-    lse = torch.empty(batch, heads, local, touching, queries, dtype=torch.float32, device=q.device)
+    lse = probe.q.new_empty(batch, heads, local, touching, queries, dtype=torch.float32)
     _lse_kernel[(local, touching, batch * heads)](
-        q.contiguous(),
-        keys.k.contiguous(),
-        probe.start.contiguous(),
-        probe.stop.contiguous(),
-        keys.slot.contiguous(),
-        keys.blocks,
-        lse,
-        probe.scale,
-        heads,
-        heads // keys.k.shape[1],
-        n,
-        local,
-        queries,
-        dim,
-        T=touching,
-        **tile_options(q, keys.block_size),
+        operand(probe, keys), lse, **tile_options(probe, keys)
     )
     return lse
 
@@ -348,33 +244,16 @@ def block_masses(probe: Probe, keys: KeyBlocks, lse: Tensor) -> tuple[Tensor, Te
     Returns the masses by vertical, fp32 [B, Hq, n_local, block_size], and by tile and group of
     rows, fp32 [B, Hq, n_local, T, U].
     """
-    q = probe.q
-    batch, heads, n, queries, dim = q.shape
+    batch, heads = probe.q.shape[:2]
     _, local, touching = keys.slot.shape
-    block_size = keys.block_size
-    new = dict(dtype=torch.float32, device=q.device)
-    vertical = torch.empty(batch, heads, local, block_size, **new)
-    tile = torch.empty(batch, heads, local, touching, probe.groups, **new)
+    vertical = lse.new_empty(batch, heads, local, keys.block_size)
+    tile = lse.new_empty(batch, heads, local, touching, probe.groups)
     _mass_kernel[(local, batch * heads)](
-        q.contiguous(),
-        keys.k.contiguous(),
-        probe.start.contiguous(),
-        probe.stop.contiguous(),
-        keys.slot.contiguous(),
-        keys.blocks,
+        operand(probe, keys),
         lse.contiguous(),
-        probe.group.contiguous(),
         vertical,
         tile,
-        probe.scale,
-        heads,
-        heads // keys.k.shape[1],
-        n,
-        local,
-        queries,
-        dim,
-        T=touching,
         U=probe.groups,
-        **tile_options(q, block_size),
+        **tile_options(probe, keys),
     )
     return vertical, tile

@@ -12,8 +12,19 @@ _CHUNK_ELEMENTS = 1 << 26
 """Scores held at a time: 256 MiB in fp32."""
 
 
-def block_lse_naive(probe: Probe, keys: KeyBlocks) -> Tensor:
-    """The twin of block_lse()."""
+def held_rows(q: Tensor, local: Tensor, mine: Tensor) -> Tensor:
+    """The twin of probe.held_rows()."""
+    # [B, 1, R, 1]
+    row = local[:, None, :, None]
+    is_mine = mine[:, None, :, None]
+    # [B, Hq, R, D]
+    row = row.expand(-1, q.shape[1], -1, q.shape[-1])
+    held = q.gather(2, row)
+    return torch.where(is_mine, held, 0)
+
+
+def block_lse(probe: Probe, keys: KeyBlocks) -> Tensor:
+    """The twin of probe.block_lse()."""
     chunks = []
     # [B, Hq, m, T, P, b] -> [B, Hq, m, T, P]
     for _, _, scores in scores_of_blocks(probe, keys):
@@ -21,8 +32,8 @@ def block_lse_naive(probe: Probe, keys: KeyBlocks) -> Tensor:
     return torch.cat(chunks, dim=2)
 
 
-def span_lse_naive(block_lse: Tensor, slot: Tensor, run: Tensor) -> Tensor:
-    """The twin of span_lse(); of `run` it reads only how many spans there are."""
+def span_lse(block_lse: Tensor, slot: Tensor, run: Tensor) -> Tensor:
+    """The twin of probe.span_lse(); of `run` it reads only how many spans there are."""
     # [B, Hq, n_local T, P]
     lse = block_lse.flatten(2, 3)
     batch, heads, _, queries = lse.shape
@@ -42,8 +53,8 @@ def span_lse_naive(block_lse: Tensor, slot: Tensor, run: Tensor) -> Tensor:
     return largest + total.log()
 
 
-def block_masses_naive(probe: Probe, keys: KeyBlocks, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The twin of block_masses()."""
+def block_masses(probe: Probe, keys: KeyBlocks, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The twin of probe.block_masses()."""
     batch = len(probe.q)
     # [B, n, Hq, P], finite also for rows that see nothing: their masses are 0, not NaN.
     finite_lse = lse.clamp(min=torch.finfo(lse.dtype).min)

@@ -46,19 +46,51 @@ class KeyBlocks(NamedTuple):
     block_size: int
 
 
+class ProbeOperand(NamedTuple):
+    """A Probe and its KeyBlocks as kernels get them, all contiguous.
+
+    heads: query heads. group: query heads of a KV head. n: spans. local: blocks of keys.
+    """
+
+    q: Tensor
+    k: Tensor
+    start: Tensor
+    stop: Tensor
+    slot: Tensor
+    blocks: Tensor
+    row_block: Tensor
+    group_of_row: Tensor
+    scale: float
+    heads: int
+    group: int
+    n: int
+    local: int
+    dim: int
+
+
+def operand(probe: Probe, keys: KeyBlocks) -> ProbeOperand:
+    """What kernels that look at blocks of keys need."""
+    heads, n, _, dim = probe.q.shape[1:]
+    return ProbeOperand(
+        q=probe.q.contiguous(),
+        k=keys.k.contiguous(),
+        start=probe.start.contiguous(),
+        stop=probe.stop.contiguous(),
+        slot=keys.slot.contiguous(),
+        blocks=keys.blocks,
+        row_block=probe.row_block.contiguous(),
+        group_of_row=probe.group.contiguous(),
+        scale=probe.scale,
+        heads=heads,
+        group=heads // keys.k.shape[1],
+        n=n,
+        local=keys.slot.shape[1],
+        dim=dim,
+    )
+
+
 _ROWS = 16
 """Rows that a program copies."""
-
-
-def held_rows_naive(q: Tensor, local: Tensor, mine: Tensor) -> Tensor:
-    """The twin of held_rows()."""
-    # [B, 1, R, 1]
-    row = local[:, None, :, None]
-    is_mine = mine[:, None, :, None]
-    # [B, Hq, R, D]
-    row = row.expand(-1, q.shape[1], -1, q.shape[-1])
-    held = q.gather(2, row)
-    return torch.where(is_mine, held, 0)
 
 
 @triton.jit

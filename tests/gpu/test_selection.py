@@ -59,8 +59,9 @@ def _by_twins(q: Tensor, k: Tensor, pattern: VerticalSlash, mask: Mask):
         return pattern.select(q, k, mask)
 
 
-@pytest.mark.parametrize("seq_len", [4096, 16384])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "seq_len, dtype", [(4096, torch.float32), (16384, torch.bfloat16)], ids=str
+)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_kernels_choose_what_the_twins_do(pattern, mask, dtype, seq_len):
@@ -109,39 +110,27 @@ def test_all_rows_keep_the_recall_that_was_asked_for(mask):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_it_is_the_same_each_time(pattern):
-    """Whatever the order of additions, and with deterministic algorithms."""
+def test_it_is_the_same_each_time_and_waits_for_nothing(pattern):
+    """Whatever the order of additions, with deterministic algorithms, and with rows that are drawn
+    anew for another step."""
     q, k = _generated(8192)
-    mask = MASKS["documents"](8192)
-    first = PATTERNS[pattern].select(q, k, mask).tensors()
-    for deterministic in (False, True):
-        torch.use_deterministic_algorithms(deterministic)
-        try:
-            again = PATTERNS[pattern].select(q, k, mask).tensors()
-        finally:
-            torch.use_deterministic_algorithms(False)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    ranges = MASKS["documents"](8192).rows(8192, "cuda")
 
+    def select(seed: int) -> list[Tensor]:
+        set_probe_seed(seed)
+        return PATTERNS[pattern].select(q, k, ranges).tensors()
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_selection_waits_for_nothing(pattern):
-    """This includes rows that are drawn anew for another step."""
-    q, k = _generated(4096)
-    ranges = MASKS["documents"](4096).rows(4096, "cuda")
-    set_probe_seed(1)
-    PATTERNS[pattern].select(q, k, ranges)
-    set_probe_seed(2)
-    want = PATTERNS[pattern].select(q, k, ranges).tensors()
-    set_probe_seed(1)
-    PATTERNS[pattern].select(q, k, ranges)
+    torch.use_deterministic_algorithms(True)
+    first = [select(seed) for seed in (1, 2)]
+    torch.use_deterministic_algorithms(False)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        set_probe_seed(2)
-        got = PATTERNS[pattern].select(q, k, ranges).tensors()
+        again = [select(seed) for seed in (1, 2)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    for got, want in zip(again, first, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -53,7 +53,7 @@ def test_add_diagonals(lengths):
                     code = int(codes[b, h, e])
                     want[b, h, span[b, e], code] += on_diagonals[b, h, e]
                     want_count[b, h, span[b, e], code] += code != ALWAYS
-    twin, twin_count = prices.add_diagonals_naive(mass, on_diagonals, codes, span, offset)
+    twin, twin_count = prices.naive.add_diagonals(mass, on_diagonals, codes, span, offset)
     torch.testing.assert_close(twin, want, atol=1e-9, rtol=0)
     assert torch.equal(twin_count.double(), want_count)
     got, count = prices.add_diagonals(mass, on_diagonals, codes, span, offset)
@@ -97,12 +97,12 @@ def test_head_limits(recall, of_verticals, of_diagonals, dtype):
             caps = torch.tensor([[most, most], [most + 5, most]]).to(DEVICE)
         counted.append(prices.Counted(count, least, caps))
 
-    want = prices.head_limits_naive(mass, allowed, *counted)
+    want = prices.naive.head_limits(mass, allowed, *counted)
     got = prices.head_limits(mass, allowed, *counted)
     for one, wanted in zip(got, want, strict=True):
         assert torch.equal(one.to(wanted.dtype), wanted)
     # The case is what it says.
-    unbounded = prices.price_limits(mass.double(), allowed)
+    unbounded = prices.naive.price_limits(mass.double(), allowed)
     for i, (least, most) in enumerate((of_verticals, of_diagonals)):
         assert bool(want.capped[..., i].any()) == (most is not None and most < 10**6)
         if least:
@@ -136,7 +136,7 @@ def test_taken(lengths, dtype):
     diagonal_limit[:, 1] = 0
     limits = [limit.to(DEVICE, dtype) for limit in (vertical_limit, diagonal_limit)]
     got = prices.taken(elements, *limits)
-    want = prices.taken_naive(elements, *limits)
+    want = prices.naive.taken(elements, *limits)
     for one, wanted in zip(got, want, strict=True):
         assert one.dtype == torch.bool and one.shape == wanted.shape
         assert torch.equal(one, wanted)

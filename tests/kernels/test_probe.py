@@ -70,14 +70,14 @@ CASES = pytest.mark.parametrize(
 def test_probe(mask, kind, queries):
     """The kernels and the twins, which are fp32 here, on the same probe."""
     _, geometry, probe, keys = look(mask, kind, queries)
-    block_lse = kernels.block_lse_naive(probe, keys)
+    block_lse = kernels.naive.block_lse(probe, keys)
     torch.testing.assert_close(kernels.block_lse(probe, keys), block_lse, atol=1e-3, rtol=1e-3)
-    span_lse = kernels.span_lse_naive(block_lse, geometry.slot, geometry.run)
+    span_lse = kernels.naive.span_lse(block_lse, geometry.slot, geometry.run)
     got_span_lse = kernels.span_lse(block_lse, geometry.slot, geometry.run)
     torch.testing.assert_close(got_span_lse, span_lse, atol=1e-5, rtol=1e-5)
 
     got = kernels.block_masses(probe, keys, span_lse)
-    want = kernels.block_masses_naive(probe, keys, span_lse)
+    want = kernels.naive.block_masses(probe, keys, span_lse)
     for got_masses, want_masses in zip(got, want, strict=True):
         torch.testing.assert_close(got_masses, want_masses, atol=2e-3, rtol=2e-3)
 
@@ -94,7 +94,7 @@ def test_held_rows(dtype, by_token):
     q[:, :, 0] = torch.nan
     local[~mine] = 0
     local[mine] = local[mine].clamp(min=1)
-    for take in (kernels.held_rows, kernels.held_rows_naive):
+    for take in (kernels.held_rows, kernels.naive.held_rows):
         held = take(q, local, mine)
         assert held.dtype == dtype and held.is_contiguous()
         for b, r in itertools.product(range(2), range(19)):
@@ -116,25 +116,25 @@ def test_gains_of_many_groups(groups, entries):
     rows = torch.randint(0, 5, tile.shape).int().to(DEVICE)
     table = (tiles, left, saved, tile, rows)
     got = prices.diagonal_gains(*table)
-    torch.testing.assert_close(got, prices.diagonal_gains_naive(*table), atol=1e-3, rtol=1e-5)
+    torch.testing.assert_close(got, prices.naive.diagonal_gains(*table), atol=1e-3, rtol=1e-5)
     assert got.min() > 0
 
 
 @CASES
 def test_prices(mask, kind, queries):
     spans, geometry, probe, keys = look(mask, kind, queries)
-    lse = kernels.span_lse_naive(kernels.block_lse_naive(probe, keys), geometry.slot, geometry.run)
+    lse = kernels.naive.span_lse(kernels.naive.block_lse(probe, keys), geometry.slot, geometry.run)
     priced = priced_geometry(spans, geometry, SEQ_LEN, SIZE, sinks=3, local=2)
 
     free = probe._replace(start=priced.free_start, stop=priced.free_stop)
 
     first, *table = _check_first(free, keys, lse)
 
-    gains = prices.diagonal_gains_naive(*table, priced.tile, priced.rows)
+    gains = prices.naive.diagonal_gains(*table, priced.tile, priced.rows)
     got_gains = prices.diagonal_gains(*table, priced.tile, priced.rows)
     torch.testing.assert_close(got_gains, gains, atol=1e-4, rtol=1e-4)
 
-    diagonal, codes = prices.diagonal_prices_naive(gains, priced.cost, priced.is_local)
+    diagonal, codes = prices.naive.diagonal_prices(gains, priced.cost, priced.is_local)
     got_diagonal, got_codes = prices.diagonal_prices(gains, priced.cost, priced.is_local)
     # Prices differ by rounding, and with them a few codes by one.
     apart = (got_codes.int() - codes.int()).abs()
@@ -142,15 +142,15 @@ def test_prices(mask, kind, queries):
     torch.testing.assert_close(got_diagonal, diagonal, atol=1e-6, rtol=1e-3)
     assert (diagonal > 0).double().mean() > 0.1
 
-    final = prices.final_prices_naive(free, keys, lse, first, diagonal, priced.offset)
+    final = prices.naive.final_prices(free, keys, lse, first, diagonal, priced.offset)
     got_final = prices.final_prices(free, keys, lse, first, diagonal, priced.offset)
     _check_final(got_final, final)
 
-    masses = prices.diagonal_masses_naive(final.tiles, priced.tile)
+    masses = prices.naive.diagonal_masses(final.tiles, priced.tile)
     got_masses = prices.diagonal_masses(final.tiles, priced.tile)
     torch.testing.assert_close(got_masses, masses, atol=1e-4, rtol=1e-4)
 
-    mass, count = prices.mass_by_code_naive(final, keys, priced.span_tokens)
+    mass, count = prices.naive.mass_by_code(final, keys, priced.span_tokens)
     by_code = prices.mass_by_code(final, keys, priced.span_tokens)
     got_mass, got_count = by_code
     torch.testing.assert_close(got_mass, mass, atol=1e-3, rtol=2e-3)
@@ -160,7 +160,7 @@ def test_prices(mask, kind, queries):
 
 
 def _check_first(free: Probe, keys: KeyBlocks, lse: Tensor) -> tuple[Tensor, ...]:
-    wanted = prices.first_prices_naive(free, keys, lse)
+    wanted = prices.naive.first_prices(free, keys, lse)
     first, tiles, left, saved = wanted
     got_first, got_tiles, got_left, got_saved = prices.first_prices(free, keys, lse)
     torch.testing.assert_close(got_first, first, atol=1e-4, rtol=2e-3)

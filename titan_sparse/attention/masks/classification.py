@@ -140,10 +140,7 @@ class _Coverage(NamedTuple):
         steps = end - begin
         step = torch.repeat_interleave(begin, steps) + within_runs(steps)
         next_step = (step + 1).clamp(max=len(self.place) - 1)
-        split = Runs(
-            sequence=torch.repeat_interleave(runs.sequence, steps),
-            slice=torch.repeat_interleave(runs.slice, steps),
-            line=torch.repeat_interleave(runs.line, steps),
+        split = _repeated(runs, steps)._replace(
             first=self.place[step] & _BLOCK_MASK,
             last=self.place[next_step] & _BLOCK_MASK,
         )
@@ -193,35 +190,19 @@ def classified(ranges: MaskRanges, size: int) -> Classification:
 def _sides_swapped(slices: Tensor) -> Tensor:
     """The same slices with queries and keys exchanged, [..., 6]."""
     q_start, q_stop, k_start, k_stop, low, high = slices.unbind(-1)
-    numbers = [
-        k_start,
-        k_stop,
-        q_start,
-        q_stop,
-        -high,
-        -low,
-    ]
-    return torch.stack(numbers, dim=-1)
+    return torch.stack([k_start, k_stop, q_start, q_stop, -high, -low], dim=-1)
 
 
 def _selected(runs: Runs, which: Tensor) -> Runs:
-    return Runs(
-        sequence=runs.sequence[which],
-        slice=runs.slice[which],
-        line=runs.line[which],
-        first=runs.first[which],
-        last=runs.last[which],
-    )
+    return Runs._make(field[which] for field in runs)
 
 
 def _joined(a: Runs, b: Runs) -> Runs:
-    return Runs(
-        sequence=torch.cat([a.sequence, b.sequence]),
-        slice=torch.cat([a.slice, b.slice]),
-        line=torch.cat([a.line, b.line]),
-        first=torch.cat([a.first, b.first]),
-        last=torch.cat([a.last, b.last]),
-    )
+    return Runs._make(torch.cat(fields) for fields in zip(a, b))
+
+
+def _repeated(runs: Runs, count: Tensor) -> Runs:
+    return Runs._make(torch.repeat_interleave(field, count) for field in runs)
 
 
 def _lines(slices: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -294,14 +275,9 @@ def _edges(slices: Tensor, bands: _Bands, size: int) -> tuple[Runs, Tensor]:
 
 def _single_tiles(runs: Runs) -> Runs:
     count = runs.last - runs.first
-    first = torch.repeat_interleave(runs.first, count) + within_runs(count)
-    return Runs(
-        sequence=torch.repeat_interleave(runs.sequence, count),
-        slice=torch.repeat_interleave(runs.slice, count),
-        line=torch.repeat_interleave(runs.line, count),
-        first=first,
-        last=first + 1,
-    )
+    tiles = _repeated(runs, count)
+    first = tiles.first + within_runs(count)
+    return tiles._replace(first=first, last=first + 1)
 
 
 def _tile(q_block: Tensor, k_block: Tensor, size: int) -> Tensor:

@@ -10,10 +10,9 @@ from titan_sparse.kernels.prices import (
     ALWAYS,
     CODES,
     codes_of,
-    limited,
     loss_allowed,
-    price_limits,
 )
+from titan_sparse.kernels.prices.naive import limited, price_limits
 
 
 def _mass(*heads: dict[int, float] | list[dict[int, float]]) -> Tensor:

@@ -226,9 +226,9 @@ def _made(case: Case) -> Made:
     probe, keys, lse = look(q, k, geometry, cp, SCALE)
 
     free = probe._replace(start=needed.free_start, stop=needed.free_stop)
-    first, *table = prices.first_prices_naive(free, keys, lse)
-    gains = prices.diagonal_gains_naive(*table, needed.tile, needed.rows)
-    diagonal, _ = prices.diagonal_prices_naive(gains, needed.cost, needed.is_local)
+    first, *table = prices.naive.first_prices(free, keys, lse)
+    gains = prices.naive.diagonal_gains(*table, needed.tile, needed.rows)
+    diagonal, _ = prices.naive.diagonal_prices(gains, needed.cost, needed.is_local)
     by_span = priced._codes(q, k, geometry, needed, cp, SCALE)
     return Made(spans, geometry, needed, first, gains, diagonal, *by_span)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.patterns.spans import Spans, lookup, spans_of_blocks
-from titan_sparse.attention.patterns.vertical_slash.budget import compact, smallest_sets
+from titan_sparse.attention.patterns.vertical_slash.budget import Segments, compact, smallest_sets
 from titan_sparse.attention.patterns.vertical_slash.probe import (
     Geometry,
     by_kernels,
@@ -21,7 +21,6 @@ from titan_sparse.attention.patterns.vertical_slash.probe import (
 )
 from titan_sparse.attention.patterns.vertical_slash.rows import ProbedRows
 from titan_sparse.kernels import probe as kernels
-from titan_sparse.kernels.budget import Segments
 
 
 class Pairs(NamedTuple):
@@ -84,10 +83,8 @@ def _masses(
     batch, heads = q.shape[:2]
     probe, keys, lse = look(q, k, geometry, cp, scale)
     # Of this rank's keys, for all heads: [B, Hq, n_local, b] and [B, Hq, n_local, T, U].
-    if by_kernels(keys):
-        vertical, tiles = kernels.block_masses(probe, keys, lse)
-    else:
-        vertical, tiles = kernels.block_masses_naive(probe, keys, lse)
+    module = kernels if by_kernels(keys) else kernels.naive
+    vertical, tiles = module.block_masses(probe, keys, lse)
 
     # What one head of one sequence holds on this rank.
     vertical_elements = vertical[0, 0].numel()

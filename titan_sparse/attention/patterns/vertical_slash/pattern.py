@@ -26,6 +26,7 @@ from titan_sparse.attention.patterns.spans import (
     spans_of_blocks,
     spans_of_mask,
 )
+from titan_sparse.attention.patterns.vertical_slash.budget import Segments
 from titan_sparse.attention.patterns.vertical_slash.independent import (
     Pairs,
     choose_independent,
@@ -44,7 +45,6 @@ from titan_sparse.attention.patterns.vertical_slash.rows import (
     probe_seed,
     spread_rows,
 )
-from titan_sparse.kernels.budget import Segments
 from titan_sparse.kernels.prices import loss_allowed
 from titan_sparse.options import VerticalSlashOptions
 

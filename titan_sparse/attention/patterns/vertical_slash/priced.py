@@ -189,7 +189,8 @@ def choose_priced(
     """
     batch, heads = q.shape[:2]
     seq_len = priced.span_of_token.shape[1]
-    has_kernels = by_kernels(KeyBlocks(k, geometry.blocks, geometry.slot, cp.block_size))
+    keys = KeyBlocks(k, geometry.blocks, geometry.slot, cp.block_size)
+    module = kernels if by_kernels(keys) else kernels.naive
     diagonals, *of_this_rank = _codes(q, k, geometry, priced, cp, scale)
     codes, mass, count = _of_all_ranks(*of_this_rank, cp)
 
@@ -197,8 +198,7 @@ def choose_priced(
         Counted(count, limits.least_verticals, limits.most_verticals),
         Counted(diagonals.count, limits.least_diagonals, limits.most_diagonals),
     ]
-    find = kernels.head_limits if has_kernels else kernels.head_limits_naive
-    chosen = find(mass, limits.allowed, *counted)
+    chosen = module.head_limits(mass, limits.allowed, *counted)
 
     elements = kernels.Elements(
         verticals=codes,
@@ -208,8 +208,7 @@ def choose_priced(
         span_of_token=priced.span_of_token,
         span_of_entry=priced.span_of_entry,
     )
-    take = kernels.taken if has_kernels else kernels.taken_naive
-    is_vertical, slashes = take(elements, chosen.verticals, chosen.diagonals)
+    is_vertical, slashes = module.taken(elements, chosen.verticals, chosen.diagonals)
     verticals = compact(is_vertical.flatten(0, 1), capacity, seq_len)
     return verticals.view(batch, heads, capacity), slashes, chosen.capped
 
@@ -233,30 +232,19 @@ def _codes(
     probe, keys, lse = look(q, k, counted, cp, scale)
     free = probe._replace(start=priced.free_start, stop=priced.free_stop)
     tile = priced.tile
-    has_kernels = by_kernels(keys)
-    if has_kernels:
-        first, *of_tiles = kernels.first_prices(free, keys, lse)
-        gains = cp.all_reduce(kernels.diagonal_gains(*of_tiles, tile, priced.rows))
-        diagonal, diagonal_codes = kernels.diagonal_prices(gains, priced.cost, priced.is_local)
-        final = kernels.final_prices(free, keys, lse, first, diagonal, priced.offset)
-        by_code = kernels.mass_by_code(final, keys, priced.span_tokens)
-        on_diagonals = kernels.diagonal_masses(final.tiles, tile)
-    else:
-        first, *of_tiles = kernels.first_prices_naive(free, keys, lse)
-        gains = cp.all_reduce(kernels.diagonal_gains_naive(*of_tiles, tile, priced.rows))
-        diagonal, diagonal_codes = kernels.diagonal_prices_naive(
-            gains, priced.cost, priced.is_local
-        )
-        final = kernels.final_prices_naive(free, keys, lse, first, diagonal, priced.offset)
-        by_code = kernels.mass_by_code_naive(final, keys, priced.span_tokens)
-        on_diagonals = kernels.diagonal_masses_naive(final.tiles, tile)
+    module = kernels if by_kernels(keys) else kernels.naive
+    first, *of_tiles = module.first_prices(free, keys, lse)
+    gains = cp.all_reduce(module.diagonal_gains(*of_tiles, tile, priced.rows))
+    diagonal, diagonal_codes = module.diagonal_prices(gains, priced.cost, priced.is_local)
+    final = module.final_prices(free, keys, lse, first, diagonal, priced.offset)
+    by_code = module.mass_by_code(final, keys, priced.span_tokens)
+    on_diagonals = module.diagonal_masses(final.tiles, tile)
 
     # [B, 1, n, n_local T] @ [2, B, Hq, n_local T, CODES]
     of_spans = priced.spans_of_slots[:, None].to(by_code.dtype)
     of_verticals, count = of_spans @ by_code.flatten(3, 4)
-    add = kernels.add_diagonals if has_kernels else kernels.add_diagonals_naive
     # Local slashes hold no mass here.
-    mass, diagonal_count = add(
+    mass, diagonal_count = module.add_diagonals(
         of_verticals, on_diagonals, diagonal_codes, priced.span_of_entry, priced.offset
     )
     return Diagonals(diagonal_codes, diagonal_count), final.codes, mass, count

@@ -133,9 +133,8 @@ def _gather_probe(q: Tensor, geometry: Geometry, cp: ContextParallel, scale: flo
     """The probe's rows of q [B, Hq, S_local, D], on every rank."""
     batch, heads, _, dim = q.shape
     has_kernels = q.is_cuda and q.dtype != torch.float64
-    take = kernels.held_rows if has_kernels else kernels.held_rows_naive
     # [B, Hq, n P, D]
-    held = take(q, geometry.local, geometry.mine)
+    held = (kernels if has_kernels else kernels.naive).held_rows(q, geometry.local, geometry.mine)
     # Each row is held by one rank and is 0 elsewhere, so that the sum over ranks is exact.
     held = cp.all_reduce(held)
     # [B, Hq, n, P, D]
@@ -155,12 +154,8 @@ def _normalizer(probe: Probe, keys: KeyBlocks, run: Tensor, cp: ContextParallel)
 
     -inf for rows that see nothing. run: as in Geometry.
     """
-    if by_kernels(keys):
-        block_lse = kernels.block_lse(probe, keys)
-        local_lse = kernels.span_lse(block_lse, keys.slot, run)
-    else:
-        block_lse = kernels.block_lse_naive(probe, keys)
-        local_lse = kernels.span_lse_naive(block_lse, keys.slot, run)
+    module = kernels if by_kernels(keys) else kernels.naive
+    local_lse = module.span_lse(module.block_lse(probe, keys), keys.slot, run)
 
     # [ranks, B, Hq, n, P]
     all_lse = cp.all_gather(local_lse)
