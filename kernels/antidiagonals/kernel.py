@@ -48,14 +48,13 @@ class QueryBlocks(NamedTuple):
 
     def part(self, part: slice) -> "QueryBlocks":
         """The blocks that the slice names."""
-        return QueryBlocks(
-            first=self.first[:, part],
-            stop=self.stop[:, part],
-            slot=self.slot[:, part],
-            number=self.number[part],
-            first_block=self.first_block[:, part],
-            dense_from=self.dense_from[:, part],
+        return QueryBlocks._make(
+            field[part] if field is self.number else field[:, part] for field in self
         )
+
+    def contiguous(self) -> "QueryBlocks":
+        """As kernels take them."""
+        return QueryBlocks._make(field.contiguous() for field in self)
 
 
 class BlockSums(NamedTuple):
@@ -163,7 +162,7 @@ def _side_by_side(tiles: Tensor, together: int) -> Tensor:
 
 @triton.jit
 def _store_sums(
-    scores, first, stop, weight, top, row, i_b, i_m, i_n, rows, width, runs,
+    scores, blocks, weight, top, row, i_b, i_m, i_n, rows, width, runs,
     M: tl.constexpr, N: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
     """Sums of a tile's scores [M, N] by blocks of CELLS key cells, and the maxima of its rows.
@@ -174,8 +173,8 @@ def _store_sums(
     o_m = i_m * M + tl.arange(0, M)
     o_n = i_n * N + tl.arange(0, N)
     m_m = o_m < rows
-    b_first = tl.load(first + i_b * rows + o_m, mask=m_m, other=0)
-    b_stop = tl.load(stop + i_b * rows + o_m, mask=m_m, other=0)
+    b_first = tl.load(blocks.first + i_b * rows + o_m, mask=m_m, other=0)
+    b_stop = tl.load(blocks.stop + i_b * rows + o_m, mask=m_m, other=0)
     if (tl.max(b_first, 0) > i_n * N) | (tl.min(b_stop, 0) < i_n * N + N):
         seen = (o_n[None, :] >= b_first[:, None]) & (o_n[None, :] < b_stop[:, None])
         scores = tl.where(seen, scores, float("-inf"))
@@ -193,7 +192,7 @@ def _store_sums(
 
 @triton.jit
 def _sums_kernel(
-    q, k, first, stop, tiles, count, weight, top, scale,
+    q, k, blocks, tiles, count, weight, top, scale,
     rows, keys, group, row_tiles, runs, width, programs,
     STRIDE: tl.constexpr, DIM: tl.constexpr, CELLS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, UPCAST: tl.constexpr,
@@ -238,7 +237,7 @@ def _sums_kernel(
             # Nothing but this product touches acc, or the steps would wait for each other.
             scores = acc * scale
             _store_sums(
-                scores, first, stop, weight, top, row, i_b, i_m, i_n, rows, width, runs,
+                scores, blocks, weight, top, row, i_b, i_m, i_n, rows, width, runs,
                 M, N, CELLS,
             )  # fmt: skip
             acc = tl.zeros([M, N], tl.float32)
@@ -270,8 +269,7 @@ def block_sums(
     _sums_kernel[(programs,)](
         _descriptor(q, stride * dim, shape.query_cells, depth),
         _descriptor(k, stride * dim, shape.key_cells, depth),
-        blocks.first.contiguous(),
-        blocks.stop.contiguous(),
+        blocks.contiguous(),
         tiles.number,
         tiles.count,
         weight,
@@ -315,20 +313,20 @@ MOST_BLOCKS = 1 << 15
 
 @triton.jit
 def _document_mass(
-    weight, top, first, stop, slot, row, i_t, width, runs,
+    weight, top, blocks, row, i_t, width, runs,
     RUN: tl.constexpr, CELLS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Masses [BLOCKS] that the CELLS cells of a query block hold, those of its document i_t.
 
-    weight, top: of the block's first cell. row: of that cell in first, stop and slot.
+    weight, top: of the block's first cell. row: of that cell in `blocks`.
     """
     o = tl.arange(0, BLOCKS)
     mass = tl.zeros([BLOCKS], tl.float32)
     for cell in range(CELLS):
-        b_first = tl.load(first + row + cell)
-        b_stop = tl.load(stop + row + cell)
+        b_first = tl.load(blocks.first + row + cell)
+        b_stop = tl.load(blocks.stop + row + cell)
         # A cell of the block's other document holds nothing here.
-        b_stop = tl.where(tl.load(slot + row + cell) == i_t, b_stop, 0)
+        b_stop = tl.where(tl.load(blocks.slot + row + cell) == i_t, b_stop, 0)
         seen = (o >= b_first // CELLS) & (o * CELLS < b_stop)
         b_weight = tl.load(weight + cell * width + o, mask=seen, other=0.0)
         b_top = tl.load(top + cell * runs + o // RUN, mask=seen, other=-3.0e38)
@@ -366,7 +364,7 @@ def _wanted(mass, spare):
 
 @triton.jit
 def _choice_kernel(
-    weight, top, first, stop, slot, number, first_block, dense_from, words,
+    weight, top, blocks, words,
     rest, group, count, width, runs, words_a_row,
     T: tl.constexpr, RUN: tl.constexpr, CELLS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -376,14 +374,14 @@ def _choice_kernel(
     i_b = i_bh // group
     block = i_b * count + i_block
     row = (i_bh * count + i_block) * CELLS
-    own = tl.load(number + i_block)
+    own = tl.load(blocks.number + i_block)
     o = tl.arange(0, BLOCKS)
-    selected = (o >= tl.load(dense_from + block)) & (o <= own)
+    selected = (o >= tl.load(blocks.dense_from + block)) & (o <= own)
     for i_t in tl.static_range(T):
-        b_first = tl.load(first_block + block * T + i_t)
+        b_first = tl.load(blocks.first_block + block * T + i_t)
         if b_first >= 0:
             mass = _document_mass(
-                weight + row * width, top + row * runs, first, stop, slot, block * CELLS, i_t,
+                weight + row * width, top + row * runs, blocks, block * CELLS, i_t,
                 width, runs, RUN, CELLS, BLOCKS,
             )  # fmt: skip
             is_forced = (o == b_first) | (o == own)
@@ -416,12 +414,7 @@ def chosen_blocks(
     _choice_kernel[(m, batch * group)](
         sums.weight,
         sums.top,
-        blocks.first.contiguous(),
-        blocks.stop.contiguous(),
-        blocks.slot.contiguous(),
-        blocks.number.contiguous(),
-        blocks.first_block.contiguous(),
-        blocks.dense_from.contiguous(),
+        blocks.contiguous(),
         words,
         1 - threshold,
         group,

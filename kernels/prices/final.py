@@ -192,13 +192,10 @@ def mass_by_code(final: FinalPrices, keys: KeyBlocks, spans: SpanTokens) -> Tens
     touching = keys.slot.shape[2]
     by_code = final.held.new_empty(2, batch, heads, local, touching, CODES)
     _by_code_kernel[(local, batch * heads, touching)](
-        final.codes,
-        final.held,
-        final.held_codes,
+        final,
         keys.slot.contiguous(),
         keys.blocks,
-        spans.start,
-        spans.stop,
+        spans,
         *by_code,
         heads,
         spans.start.shape[1],
@@ -225,21 +222,9 @@ def _sums(codes, values):
 
 @triton.jit
 def _by_code_kernel(
-    codes,
-    held,
-    held_codes,
-    slot,
-    blocks,
-    span_start,
-    span_stop,
-    mass,
-    count,
-    heads,
-    n,
-    local,
-    T: tl.constexpr,
-    SIZE: tl.constexpr,
-):
+    final, slot, blocks, spans, mass, count, heads, n, local,
+    T: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     """One block of keys, in the span of its slot i_t."""
     i_c = tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
@@ -254,18 +239,18 @@ def _by_code_kernel(
         tl.store(mass + code_at, tl.zeros([16, 16], tl.float32))
         tl.store(count + code_at, tl.zeros([16, 16], tl.float32))
     else:
-        begin = tl.load(span_start + i_b * n + span)
-        end = tl.load(span_stop + i_b * n + span)
+        begin = tl.load(spans.start + i_b * n + span)
+        end = tl.load(spans.stop + i_b * n + span)
         position = tl.load(blocks + i_c) * SIZE + o_k
         mine = (position >= begin) & (position < end)
 
         at = (i_bh * local + i_c) * SIZE + o_k
-        code = tl.load(codes + at).to(tl.int32)
+        code = tl.load(final.codes + at).to(tl.int32)
         is_counted = tl.where(mine & (code > 0), 1.0, 0.0)
         by_code = tl.zeros([16, 16], tl.float32)
         for i in tl.static_range(3):
             held_at = ((i_bh * local + i_c) * 3 + i) * SIZE + o_k
-            values = tl.load(held + held_at, mask=mine, other=0.0)
-            by_code += _sums(tl.load(held_codes + held_at).to(tl.int32), values)
+            values = tl.load(final.held + held_at, mask=mine, other=0.0)
+            by_code += _sums(tl.load(final.held_codes + held_at).to(tl.int32), values)
         tl.store(mass + code_at, by_code)
         tl.store(count + code_at, _sums(code, is_counted))

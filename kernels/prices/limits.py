@@ -144,34 +144,21 @@ class HeadLimits(NamedTuple):
 
 
 @triton.jit
-def _limited(limit, count, at, least, most, span):
-    """limited() for one span. at: of its codes in `count`."""
+def _limited(limit, counted, at, span):
+    """naive.limited() for one span. at: of its codes."""
     # [CODES]: how many are taken if a code is the lowest one.
-    b_count = tl.load(count + at)
+    b_count = tl.load(counted.count + at)
     taken = tl.sum(b_count, 0) - tl.cumsum(b_count, 0) + b_count
-    low_enough = tl.maximum(tl.sum((taken >= least).to(tl.int32), 0) - 1, 0)
+    low_enough = tl.maximum(tl.sum((taken >= counted.least).to(tl.int32), 0) - 1, 0)
     low = tl.minimum(limit, low_enough)
     high_enough = low
-    if most is not None:
-        high_enough = tl.sum((taken > tl.load(most + span)).to(tl.int32), 0)
+    if counted.most is not None:
+        high_enough = tl.sum((taken > tl.load(counted.most + span)).to(tl.int32), 0)
     return tl.maximum(low, high_enough), high_enough > low
 
 
 @triton.jit
-def _limits_kernel(
-    mass,
-    allowed,
-    vertical_count,
-    diagonal_count,
-    most_verticals,
-    most_diagonals,
-    verticals,
-    diagonals,
-    capped,
-    heads,
-    least_verticals,
-    least_diagonals,
-):
+def _limits_kernel(mass, allowed, verticals, diagonals, limits, heads):
     """One span of one head."""
     i_span = tl.program_id(0)
     n = tl.num_programs(0)
@@ -187,13 +174,13 @@ def _limits_kernel(
     # Masses that are NaN are below nothing.
     limit = tl.maximum(tl.sum(is_spared.to(tl.int32), 0) - 1, 0)
 
-    kept, is_capped = _limited(limit, vertical_count, at, least_verticals, most_verticals, span)
-    tl.store(verticals + row, kept)
+    kept, is_capped = _limited(limit, verticals, at, span)
+    tl.store(limits.verticals + row, kept)
     # Another span of the head may write the same.
-    tl.store(capped + i_bh * 2, 1, mask=is_capped)
-    kept, is_capped = _limited(limit, diagonal_count, at, least_diagonals, most_diagonals, span)
-    tl.store(diagonals + row, kept)
-    tl.store(capped + i_bh * 2 + 1, 1, mask=is_capped)
+    tl.store(limits.capped + i_bh * 2, 1, mask=is_capped)
+    kept, is_capped = _limited(limit, diagonals, at, span)
+    tl.store(limits.diagonals + row, kept)
+    tl.store(limits.capped + i_bh * 2 + 1, 1, mask=is_capped)
 
 
 def head_limits(
@@ -210,16 +197,10 @@ def head_limits(
     _limits_kernel[(n, batch * heads)](
         mass.contiguous(),
         allowed,
-        verticals.count.contiguous(),
-        diagonals.count.contiguous(),
-        verticals.most,
-        diagonals.most,
-        limits.verticals,
-        limits.diagonals,
-        capped.view(torch.int8),
+        verticals._replace(count=verticals.count.contiguous()),
+        diagonals._replace(count=diagonals.count.contiguous()),
+        limits._replace(capped=capped.view(torch.int8)),
         heads,
-        verticals.least,
-        diagonals.least,
         num_warps=1,
     )
     return limits
@@ -254,23 +235,9 @@ def _limit_of(limits, spans, n, inside):
 
 @triton.jit
 def _taken_kernel(
-    verticals,
-    order,
-    is_sink,
-    diagonals,
-    span_of_token,
-    span_of_entry,
-    vertical_limit,
-    diagonal_limit,
-    is_vertical,
-    is_diagonal,
-    heads,
-    n,
-    seq_len,
-    entries,
-    SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    elements, vertical_limit, diagonal_limit, is_vertical, is_diagonal, heads, n, seq_len, entries,
+    SIZE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """A chunk of one head's verticals, or behind them of its diagonals."""
     i_chunk = tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
@@ -279,18 +246,20 @@ def _taken_kernel(
     if i_chunk < chunks:
         o = i_chunk * CHUNK + tl.arange(0, CHUNK)
         inside = o < seq_len
-        place = tl.load(order + o // SIZE, mask=inside, other=0) * SIZE + o % SIZE
-        code = tl.load(verticals + i_bh * seq_len + place, mask=inside, other=0).to(tl.int32)
-        span = tl.load(span_of_token + i_b * seq_len + o, mask=inside, other=n)
+        place = tl.load(elements.order + o // SIZE, mask=inside, other=0) * SIZE + o % SIZE
+        code_at = elements.verticals + i_bh * seq_len + place
+        code = tl.load(code_at, mask=inside, other=0).to(tl.int32)
+        span = tl.load(elements.span_of_token + i_b * seq_len + o, mask=inside, other=n)
         limit = _limit_of(vertical_limit + i_bh * n, span, n, inside)
-        always = tl.load(is_sink + i_b * seq_len + o, mask=inside, other=0) != 0
+        always = tl.load(elements.is_sink + i_b * seq_len + o, mask=inside, other=0) != 0
         is_taken = (code >= tl.maximum(limit, 1)) | always
         tl.store(is_vertical + i_bh * seq_len + o, is_taken.to(tl.int8), mask=inside)
     else:
         o = (i_chunk - chunks) * CHUNK + tl.arange(0, CHUNK)
         inside = o < entries
-        code = tl.load(diagonals + i_bh * entries + o, mask=inside, other=0).to(tl.int32)
-        span = tl.load(span_of_entry + i_b * entries + o, mask=inside, other=n)
+        code_at = elements.diagonals + i_bh * entries + o
+        code = tl.load(code_at, mask=inside, other=0).to(tl.int32)
+        span = tl.load(elements.span_of_entry + i_b * entries + o, mask=inside, other=n)
         limit = _limit_of(diagonal_limit + i_bh * n, span, n, inside)
         tl.store(is_diagonal + i_bh * entries + o, (code >= limit).to(tl.int8), mask=inside)
 
@@ -312,12 +281,11 @@ def taken(
     is_diagonal = codes.new_empty(batch, heads, entries, dtype=torch.bool)
     chunks = triton.cdiv(seq_len, _CHUNK) + triton.cdiv(entries, _CHUNK)
     _taken_kernel[(chunks, batch * heads)](
-        codes,
-        elements.order,
-        elements.is_sink.view(torch.int8),
-        elements.diagonals.contiguous(),
-        elements.span_of_token,
-        elements.span_of_entry,
+        elements._replace(
+            verticals=codes,
+            is_sink=elements.is_sink.view(torch.int8),
+            diagonals=elements.diagonals.contiguous(),
+        ),
         vertical_limit.contiguous(),
         diagonal_limit.contiguous(),
         is_vertical.view(torch.int8),

@@ -1,12 +1,9 @@
-"""XAttention's selection on a GPU: kernels against twins in bf16, and how long it takes."""
-
-import functools
+"""XAttention's selection on a GPU: kernels against twins in bf16, and the memory it takes."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from scripts.benchmarks.timing import times
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import XAttention, xattention
 from titan_sparse.estimate import synthetic
@@ -111,31 +108,15 @@ def test_fp32_goes_to_the_twin():
     assert torch.equal(by_kernels, by_twin)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
-def test_time_at_524288_tokens(shape, monkeypatch, capsys):
-    """Printed: the milliseconds of a selection, and of each of its kernels; the memory it takes."""
-    monkeypatch.setattr(kernels, "shape_for", lambda device: SHAPES[shape])
+def test_memory_at_524288_tokens():
     seq_len = 524288
-    torch.manual_seed(0)
     q = torch.randn(1, 16, seq_len, 128, dtype=torch.bfloat16, device="cuda")
     k = torch.randn(1, 2, seq_len, 128, dtype=torch.bfloat16, device="cuda")
     ranges = Causal().rows(seq_len, "cuda")
-    select = functools.partial(XAttention().select, q, k, ranges)
-    select()
+    XAttention().select(q, k, ranges)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    [milliseconds] = times([select], repeats=3, lead=True)
-    extra = torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        select()
-        torch.cuda.synchronize()
-    spent = {event.key: event.device_time_total / 1000 for event in profile.key_averages()}
-    with capsys.disabled():
-        print(f"\n{shape}: {milliseconds:.1f} ms, {extra / 2**20:.0f} MiB")
-        for name, of_kernel in sorted(spent.items(), key=lambda item: -item[1])[:6]:
-            print(f"    {of_kernel:8.2f} ms  {name[:80]}")
-    assert milliseconds > 0
+    XAttention().select(q, k, ranges)
     # Two KV heads' keys, a part's sums by block and queries, twice these; and the choice.
-    assert extra < 768 * 2**20
+    assert torch.cuda.max_memory_allocated() - before < 768 * 2**20

@@ -27,19 +27,8 @@ def _definition(window: int, rate: int) -> Tensor:
     return (distance >= 0) & (distance < window) & (distance % rate == 0)
 
 
-def test_a_small_one():
-    assert Dilated(window=5, rate=2).dense(6)[0].int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [0, 1, 0, 0, 0, 0],
-        [1, 0, 1, 0, 0, 0],
-        [0, 1, 0, 1, 0, 0],
-        [1, 0, 1, 0, 1, 0],
-        [0, 1, 0, 1, 0, 1],
-    ]
-
-
-@pytest.mark.parametrize("window", [1, 2, 7, 60, 61, 62, 1000])
-@pytest.mark.parametrize("rate", [1, 2, 3, 61, 1000])
+@pytest.mark.parametrize("window", [1, 7, 61, 1000])
+@pytest.mark.parametrize("rate", [1, 3, 61])
 def test_sees_the_definition(window, rate):
     mask = Dilated(window, rate)
     assert torch.equal(mask.dense(SEQ_LEN)[0], _definition(window, rate))
@@ -48,7 +37,7 @@ def test_sees_the_definition(window, rate):
         assert torch.equal(mask.dense(SEQ_LEN), SlidingWindow(window).dense(SEQ_LEN))
 
 
-@pytest.mark.parametrize("lengths", [[61], [20, 41], [30, 2, 17], [5, 1, 1, 8], [1] * 40, []])
+@pytest.mark.parametrize("lengths", [[61], [30, 2, 17], [1] * 40, []])
 @pytest.mark.parametrize("window, rate", [(1, 1), (9, 2), (40, 3)])
 def test_with_documents_it_is_the_function(lengths, window, rate):
     want = dilated(lengths, window, rate)
@@ -77,17 +66,6 @@ def test_intersections(other):
     want = other.dense(SEQ_LEN) & _definition(20, 3)
     assert torch.equal((Dilated(20, 3) & other).dense(SEQ_LEN), want)
     assert torch.equal((other & Dilated(20, 3)).dense(SEQ_LEN), want)
-
-
-@pytest.mark.parametrize(
-    "window, rate", [(0, 1), (1, 0), (-3, 2), (4, -1), (1.5, 1), (8, 2.0), ("8", 2), (None, 1)]
-)
-def test_refusals(window, rate):
-    with pytest.raises(
-        ValueError, match=r"Dilated\(window=.*, rate=.*\): both are whole numbers"
-    ) as error:
-        Dilated(window, rate)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

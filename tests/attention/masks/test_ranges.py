@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from titan_sparse.attention.masks import Dilated
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
 
 SEQ_LEN = 37
@@ -129,6 +130,11 @@ def test_document_starts():
         (lambda: Causal(valid=(3, 38)).rows(SEQ_LEN), "valid"),
         (lambda: Causal(valid=(-1,)).rows(SEQ_LEN), "valid"),
         (lambda: (Documents([3]) & Documents([2, 1])).rows(SEQ_LEN), "finer"),
+        (lambda: (Causal(valid=(1, 2, 3)) & Causal(valid=(1, 2))).rows(SEQ_LEN), "sequences"),
+        (lambda: Dilated(0, 1), "both are whole numbers"),
+        (lambda: Dilated(4, -1), "both are whole numbers"),
+        (lambda: Dilated(1.5, 1), "both are whole numbers"),
+        (lambda: Dilated(8, "2"), "both are whole numbers"),
         (lambda: SlidingWindow(1.5), "window=1.5.* whole number"),
         (lambda: SlidingWindow("8"), "window='8'.* whole number"),
         (lambda: SlidingWindow(None), "window=None.* whole number"),
@@ -142,8 +148,3 @@ def test_refusals(make, words):
     with pytest.raises(ValueError, match=words) as error:
         make()
     assert "\n" not in str(error.value)
-
-
-def test_masks_for_other_batches_do_not_intersect():
-    with pytest.raises(ValueError, match="sequences"):
-        (Causal(valid=(1, 2, 3)) & Causal(valid=(1, 2))).rows(SEQ_LEN)

@@ -185,78 +185,27 @@ MIXED = [[70, 9, 61, 17], [5, 48, 47, 49]]
 
 CASES = {
     "gqa": Case((2, 4, 2, 128), 16, Causal(), USUAL),
-    "mha, ragged": Case((1, 3, 3, 157), 16, Causal(), USUAL),
-    "5:1, ragged": Case((1, 5, 1, 100), 32, Causal(), USUAL),
     "one token": Case((1, 2, 1, 1), 16, Causal(), USUAL),
     "shorter than a block": Case((1, 2, 1, 10), 16, Causal(), USUAL),
-    "probe below block": Case(
-        (1, 2, 1, 90), 16, Causal(), published(recall=0.9, probe=5, sinks=1, dense_below=16)
-    ),
     "probe of one": Case(
         (1, 2, 1, 97), 16, Causal(), published(recall=0.9, probe=1, sinks=0, dense_below=16)
-    ),
-    "probe above block": Case(
-        (1, 2, 1, 125), 16, Causal(), published(recall=0.7, probe=41, dense_below=48)
     ),
     "probe above sequence": Case(
         (1, 2, 1, 50), 16, Causal(), published(recall=0.7, probe=64, dense_below=64)
     ),
     "padding": Case((3, 2, 1, 128), 16, Causal(valid=(120, 0, 37)), USUAL, None, [120, 0, 37]),
     "window": Case((1, 4, 2, 157), 16, Causal() & SlidingWindow(40), USUAL),
-    "packed": Case((1, 4, 2, 160), 16, Documents(MIXED[0]), USUAL, MIXED[:1]),
-    "packed, one list for all": Case((2, 2, 1, 160), 16, Documents(MIXED[1]), USUAL, MIXED[1:]),
     "packed, ragged": Case((2, 2, 1, 157), 16, Documents(MIXED), USUAL, MIXED),
     "packed, two long in one block": Case(
         (1, 2, 1, 173), 16, Documents([55, 50, 60]), USUAL, [[55, 50, 60]]
     ),
-    "packed, block-long documents": Case(
-        (1, 2, 1, 100),
-        16,
-        Documents([17, 16, 33, 15, 19]),
-        published(recall=0.6, sinks=2, dense_below=16),
-        [[17, 16, 33, 15, 19]],
-    ),
-    "packed, probe over blocks": Case(
-        (1, 2, 1, 160),
-        16,
-        Documents(MIXED[0]),
-        published(recall=0.7, probe=45, dense_below=48),
-        MIXED[:1],
-    ),
     "packed, window": Case((2, 2, 1, 160), 16, Documents(MIXED) & SlidingWindow(20), USUAL, MIXED),
-    "all short": Case((1, 2, 1, 90), 16, Documents([40, 7, 30]), USUAL, [[40, 7, 30]]),
     "nothing but padding": Case((2, 2, 1, 160), 16, Documents([[], [160]]), USUAL, [[], [160]]),
-    "recall 1": Case((1, 4, 2, 100), 16, Causal(), published(recall=1.0, sinks=0, dense_below=16)),
     "recall 1, window": Case(
         (1, 4, 2, 100), 16, SlidingWindow(30), published(recall=1.0, sinks=0, dense_below=16)
     ),
-    "caps": Case(
-        (1, 4, 2, 157),
-        16,
-        Causal(),
-        published(recall=0.9, max_verticals=7, max_slashes=2, dense_below=16),
-    ),
     "no verticals": Case(
         (1, 4, 2, 157), 16, Causal(), published(max_verticals=0, sinks=2, dense_below=16)
-    ),
-    "packed caps": Case(
-        (2, 2, 1, 160),
-        16,
-        Documents(MIXED),
-        published(recall=0.9, sinks=1, max_verticals=20, max_slashes=3, dense_below=48),
-        MIXED,
-    ),
-    "floors": Case(
-        (1, 4, 2, 157),
-        16,
-        Causal(),
-        published(recall=0.1, sinks=1, min_verticals=40, min_slashes=5, dense_below=16),
-    ),
-    "floors above the sequence": Case(
-        (1, 2, 1, 40),
-        16,
-        Causal(),
-        published(recall=0.1, sinks=1, min_verticals=99, min_slashes=9, dense_below=16),
     ),
     "floors take verticals without mass": Case(
         (1, 2, 1, 157),
@@ -305,7 +254,7 @@ def test_selection_is_the_specification(name):
 LENGTHS = st.lists(st.integers(1, 70), max_size=4)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=35, deadline=None, derandomize=True)
 @given(
     documents=st.one_of(st.none(), LENGTHS),
     tail=st.integers(1, 20),
