@@ -47,10 +47,6 @@ class Spans(NamedTuple):
         count = self.last_block - self.first_block + 1
         return torch.where(self.start < self.stop, count, 0)
 
-    def of_sequences(self, sequence: Tensor) -> "Spans":
-        """The spans of the sequences int [N], one row each: all fields become [N, ...]."""
-        return Spans._make(field[sequence] for field in self)
-
 
 def slots(seq_len: int, dense_below: int, packed: bool) -> int:
     """The most spans that a sequence can have."""
