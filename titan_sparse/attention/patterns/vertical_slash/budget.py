@@ -83,12 +83,16 @@ def smallest_sets(
     chosen = (wanted | (rank < least)) & (rank < most)
     chosen |= order < begin + always
     chosen &= segment < n
-    # In order of position again.
-    selected = torch.zeros_like(chosen).scatter_(1, order, chosen)
+    # In order of position again. Flat, as a GPU has no deterministic scatter over more dims.
+    row = torch.arange(len(mass), device=mass.device)[:, None]
+    selected = torch.zeros_like(chosen)
+    selected.view(-1).scatter_(0, (row * mass.shape[1] + order).flatten(), chosen.flatten())
 
     # [N, n + 1]: how many wanted elements the cap left out.
     left_out = torch.zeros_like(bounds[..., 0])
-    left_out.scatter_add_(1, segment, (wanted & (rank >= most)).long())
+    is_left_out = wanted & (rank >= most)
+    place = row * (n + 1) + segment
+    left_out.view(-1).scatter_add_(0, place.flatten(), is_left_out.flatten().long())
     return selected, left_out[:, :n] > 0
 
 
