@@ -72,13 +72,6 @@ def _met_diagonal(diagonal, entry_of, row_block, row, is_row, block, entries):
 
 
 @triton.jit
-def _left(masses, met, first_price):
-    """What the vertical pays for, and not the diagonal: sums [keys] of mass, and of rows."""
-    left = met[None, :] < first_price[:, None]
-    return tl.sum(tl.where(left, masses, 0.0), 1), tl.sum(tl.where(left, 1.0, 0.0), 1)
-
-
-@triton.jit
 def _held(masses, met, price):
     """Those of the masses [keys, rows] that verticals hold at this price of each key."""
     return tl.where(met[None, :] < price[:, None], masses, 0.0)
@@ -109,14 +102,15 @@ def _final_kernel(
             tl.store(final.tiles + at + o_u, tl.zeros([U2], tl.float32), mask=o_u < U)
         else:
             # Rows of the span in this slot, even ones and odd ones: [D, P / 2] and [P / 2].
-            even = rows_at(probe, lse, i_b, i_bh, span, is_span, o_even, queries, D, UPCAST)
-            odd = rows_at(probe, lse, i_b, i_bh, span, is_span, o_even + 1, queries, D, UPCAST)
+            row = (i_b * probe.n + span) * queries + o_even
+            q_row = (i_bh * probe.n + span) * queries + o_even
+            even = rows_at(probe, lse, row, q_row, is_even, is_span, D, UPCAST)
+            odd = rows_at(probe, lse, row + 1, q_row + 1, is_odd, is_span, D, UPCAST)
             even_sees = sees_any(even, first_key, SIZE)
             odd_sees = sees_any(odd, first_key, SIZE)
 
             # [P / 2]: prices of the diagonals that the rows meet. No vertical is worth more to a row
             # that sees nothing of the block.
-            row = (i_b * probe.n + span) * queries + o_even
             head = diagonal + i_bh * entries
             entry_of = tl.load(offset + i_b * probe.n + span)
             row_block = probe.row_block
@@ -136,14 +130,19 @@ def _final_kernel(
                 even_mass = masses(b_k, even, position, probe.scale)
                 odd_mass = masses(b_k, odd, position, probe.scale)
 
-                # [PART]
+                # What the vertical pays for, and not the diagonal.
                 key_at = (i_bh * probe.local + i_c) * SIZE + o_k
                 b_first = tl.load(first + key_at)
-                even_left, even_rows = _left(even_mass, even_met, b_first)
-                odd_left, odd_rows = _left(odd_mass, odd_met, b_first)
-                price = price_of(even_left + odd_left, even_rows + odd_rows)
-                even_price = price_of(even_left, even_rows)
-                odd_price = price_of(odd_left, odd_rows)
+                even_left = even_met[None, :] < b_first[:, None]
+                odd_left = odd_met[None, :] < b_first[:, None]
+                # [PART]
+                even_paid = tl.sum(tl.where(even_left, even_mass, 0.0), 1)
+                odd_paid = tl.sum(tl.where(odd_left, odd_mass, 0.0), 1)
+                even_rows = tl.sum(tl.where(even_left, 1.0, 0.0), 1)
+                odd_rows = tl.sum(tl.where(odd_left, 1.0, 0.0), 1)
+                price = price_of(even_paid + odd_paid, even_rows + odd_rows)
+                even_price = price_of(even_paid, even_rows)
+                odd_price = price_of(odd_paid, odd_rows)
 
                 # [PART, P / 2]: each half of the rows is asked what the other half chose, and what all
                 # did.

@@ -91,7 +91,8 @@ def _first_kernel(
         else:
             # Rows of the span in this slot: [D, P] and [P].
             row = (i_b * probe.n + span) * queries + o_p
-            rows = rows_at(probe, lse, i_b, i_bh, span, is_span, o_p, queries, D, UPCAST)
+            q_row = (i_bh * probe.n + span) * queries + o_p
+            rows = rows_at(probe, lse, row, q_row, is_row, is_span, D, UPCAST)
             sees = sees_any(rows, first_key, SIZE)
             even_rows = tl.sum(tl.where(sees & ~is_odd, 1.0, 0.0), 0)
             odd_rows = tl.sum(tl.where(sees & is_odd, 1.0, 0.0), 0)

@@ -116,23 +116,19 @@ def tile_options(free: Probe, keys: KeyBlocks) -> dict[str, int]:
 
 
 @triton.jit
-def rows_at(
-    probe, lse, i_b, i_bh, span, is_span, number,
-    queries: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """The rows of a span with these numbers: queries [D, rows], the keys that they see, and lse.
+def rows_at(probe, lse, row, q_row, is_row, is_span, D: tl.constexpr, UPCAST: tl.constexpr):
+    """Rows of the probe: queries [D, rows], the keys that they see, and lse.
 
+    row, q_row: numbers among the rows of a sequence's spans, and of a head's. is_row: which are no
+    padding.
     The lse is of base 2; infinite for padding, so that its masses are 0, and finite for rows that
     see nothing, whose masses would be NaN.
     """
     o_d = tl.arange(0, D)
-    is_row = number < queries
-    q_row = (i_bh * probe.n + span) * queries + number
     q_at = probe.q + q_row[None, :] * probe.dim + o_d[:, None]
     b_q = tl.load(q_at, mask=is_row[None, :] & (o_d < probe.dim)[:, None], other=0.0)
     if UPCAST:
         b_q = b_q.to(tl.float32)
-    row = (i_b * probe.n + span) * queries + number
     b_start, b_stop = ranges_at(probe, row, is_row, is_span)
     b_lse = tl.load(lse + q_row, mask=is_row, other=float("inf"))
     return b_q, b_start, b_stop, tl.maximum(b_lse, -1.0e38) * _LOG2_E
