@@ -55,7 +55,7 @@ def _threshold(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:  # nothing would ever be beyond NaN
-        raise argparse.ArgumentTypeError(f"{text} is no finite number of 0 or more")
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number of 0 or more")
     return value
 
 

@@ -120,13 +120,13 @@ class VerticalSlashOptions(PatternOptions):
     local_slashes: Positive = 2
     """nearest slashes that are always on, the main diagonal included"""
     min_verticals: Count = 0
-    """fewest verticals per head besides the sinks"""
+    """fewest verticals per head in addition to the sinks"""
     max_verticals: Count = 4096
-    """most verticals per head besides the sinks; documents of a packed sequence share it by length"""
+    """most verticals per head in addition to the sinks; packed documents share it by length"""
     min_slashes: Count = 0
-    """fewest slashes per head besides the local ones"""
+    """fewest slashes per head in addition to the local ones"""
     max_slashes: Count = 0
-    """most slashes per head besides the local ones; 0: no cap"""
+    """most slashes per head in addition to the local ones; 0: no cap"""
     dense_below: Tokens = 4096
     """documents of a packed sequence shorter than this are dense; tokens"""
     name: ClassVar[str] = "vertical_slash"

@@ -162,8 +162,8 @@ REFUSED = {
     "--float8.enable --training.dtype float32": 'write training.dtype = "bfloat16"',
     "--float8.enable --float8.filter mlp,": "float8.filter.*empty name",
     "--float8.enable --training.mlp_chunk_tokens 512": 'write float8.filter = "mlp"',
-    LORA + "--lora.targets lm_head": '"lm_head" is no linear layer of the blocks; write "all-',
-    LORA + "--lora.targets q_proj,": '"" is no linear layer of the blocks; .* some of q_proj',
+    LORA + "--lora.targets lm_head": '"lm_head" is not a linear layer of the blocks; write "all-',
+    LORA + "--lora.targets q_proj,": '"" is not a linear layer of the blocks; .* some of q_proj',
     LORA + "--float8.enable": "write float8.enable = false",
     LORA
     + "--optimizer.offload": "optimizer.offload = true .* with lora.rank = 8; write optimizer.offload = false",

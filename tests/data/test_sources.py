@@ -114,6 +114,6 @@ def test_what_the_hub_does_not_have_is_refused_in_one_line(monkeypatch, dataset,
 )
 def test_a_missing_path_is_refused_without_the_hub(monkeypatch, source):
     calls = hub(monkeypatch, NUMBERS)
-    with pytest.raises(ValueError, match="data.source.*no such file or folder"):
+    with pytest.raises(ValueError, match="data.source.*this file or folder does not exist"):
         open_source(Data(source=source))
     assert not calls

@@ -71,7 +71,7 @@ def test_special_tokens_of_a_tokenizer_file(tmp_path, special, config, end, padd
     ],
 )
 def test_an_odd_tokenizer_is_refused(tmp_path, special, config, named):
-    with pytest.raises(ValueError, match="data.tokenizer.*no such file"):
+    with pytest.raises(ValueError, match="data.tokenizer.*this file does not exist"):
         load_tokenizer(str(tmp_path))
     if special:
         train_tokenizer(tmp_path, special)

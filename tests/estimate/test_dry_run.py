@@ -60,10 +60,10 @@ def test_every_configuration_is_accepted_and_fits(monkeypatch, program, tmp_path
 @pytest.mark.parametrize(
     "words, expected",
     [
-        ([], r'data.tokenizer = "./data/qwen2.5/tokenizer.json": no such file'),
+        ([], r'data.tokenizer = "./data/qwen2.5/tokenizer.json": this file does not exist'),
         (
             ["--data.tokenizer", "bytes"],
-            r'data.source = "./data/long_documents": no such file or folder',
+            r'data.source = "./data/long_documents": this file or folder does not exist',
         ),
     ],
 )

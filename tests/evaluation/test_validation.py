@@ -169,7 +169,7 @@ def test_needles_are_counted(tmp_path):
 @pytest.mark.parametrize(
     "key, value, reason",
     [
-        ("source", "{}/none", "no such file or folder"),
+        ("source", "{}/none", "this file or folder does not exist"),
         ("needle_lengths", "100", "do not fit in 100 tokens"),
         ("source", "{}/short.txt", "a smaller data.min_document_length or another source"),
     ],

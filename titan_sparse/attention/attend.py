@@ -76,7 +76,7 @@ def attend(
     """
     if not isinstance(pattern, Pattern):
         raise ValueError(
-            f"pattern={type(pattern).__name__} is no pattern; write one of "
+            f"pattern={type(pattern).__name__} is not a pattern; write one of "
             "titan_sparse.attention.patterns, for example Dense()"
         )
     ranks = ranks_of(cp, block_size)

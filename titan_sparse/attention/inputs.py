@@ -131,7 +131,7 @@ def resolve_mask(mask: Mask | MaskRanges, q: Tensor, ranks: Ranks) -> MaskRanges
         mask = mask.rows(seq_len, q.device)
     elif not isinstance(mask, MaskRanges):
         raise ValueError(
-            f"mask={type(mask).__name__} is no mask; write a mask of titan_sparse.attention.masks, "
+            f"mask={type(mask).__name__} is not a mask; write a mask of titan_sparse.attention.masks, "
             "for example Causal(), or what its rows(seq_len) returned"
         )
     else:

@@ -315,7 +315,10 @@ def typed(key: str, value: Any, where: str) -> Any:
 
 
 def as_kind(name: str, value: Any, kind: Any) -> Any:
-    """The value in this type. bool is no int here, and an int is a fine float. Raises ConfigError."""
+    """The value in this type. A bool is not an int here, and an int is a valid float.
+
+    Raises ConfigError.
+    """
     if get_origin(kind) is Literal:
         return one_of(name, value, get_args(kind))
     if kind is float:

@@ -130,7 +130,7 @@ def data_files(source: str, key: str = "data.source") -> tuple[list[str], str]:
     path = Path(source).expanduser()
     require(
         os.path.exists(path),
-        f'{named}: no such file or folder; write a path that exists, or "python"',
+        f'{named}: this file or folder does not exist; write a path that exists, or "python"',
     )
     files: dict[str, list[Path]] = defaultdict(list)
     others: dict[str, list[Path]] = defaultdict(list)
@@ -222,7 +222,7 @@ def tokenizer_file(name: str) -> Path:
         path = path / "tokenizer.json"
     require(
         os.path.isfile(path),
-        f'data.tokenizer = {show(name)}: no such file; write "bytes" or the path of a '
+        f'data.tokenizer = {show(name)}: this file does not exist; write "bytes" or the path of a '
         "tokenizer.json",
     )
     return path

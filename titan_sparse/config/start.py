@@ -168,7 +168,7 @@ def _nearest_folder(path: Path) -> Path:
         # A link to nowhere exists too: no folder can be made in its place.
         if os.path.lexists(candidate):
             if not candidate.is_dir():
-                raise NotADirectoryError(0, f"{show(str(candidate))} is no folder")
+                raise NotADirectoryError(0, f"{show(str(candidate))} is not a folder")
             return candidate
     return Path(path.anchor)
 
@@ -183,7 +183,7 @@ def _check_run_folder(path: Path) -> None:
             raise IsADirectoryError(0, f"{name} in it is a folder")
     for name in _FOLDERS:
         if os.path.lexists(path / name) and not (path / name).is_dir():
-            raise NotADirectoryError(0, f"{name} in it is no folder")
+            raise NotADirectoryError(0, f"{name} in it is not a folder")
 
 
 def _check_source(source: str, key: str) -> None:
@@ -199,7 +199,7 @@ def _check_source(source: str, key: str) -> None:
 def _check_balance_costs(path: str) -> None:
     require(
         not path or os.path.isfile(path),
-        f"attention.balance_costs = {show(path)}: no such file; write what scripts.calibrate wrote "
+        f"attention.balance_costs = {show(path)}: this file does not exist; write what scripts.calibrate wrote "
         'with --out, or ""',
     )
 

@@ -154,7 +154,7 @@ def _find(paths: list[Path], name: str) -> _Stored | None:
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             if header_bytes > _MAX_HEADER_BYTES:
-                raise ValueError(f"{path} is no safetensors file")
+                raise ValueError(f"{path} is not a safetensors file")
             header = json.loads(file.read(header_bytes))
         if name in header:
             entry = header[name]

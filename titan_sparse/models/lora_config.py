@@ -62,7 +62,7 @@ def resolve_adapters(
     for name in names:
         if name not in sizes:
             raise ValueError(
-                f'lora.targets: "{name}" is no linear layer of the blocks; write "{ALL_LINEAR}" '
+                f'lora.targets: "{name}" is not a linear layer of the blocks; write "{ALL_LINEAR}" '
                 f"or some of {','.join(sizes)}"
             )
     chosen = tuple(name for name in sizes if name in names)

@@ -269,7 +269,7 @@ def test_no_group_of_processes_is_needed_to_refuse(tmp_path):
         ({"checkpoint": folder}, "holds no complete checkpoint"),
         ({"pretrained": folder, "attention": "sparse"}, 'write "dense" or "as_trained"'),
         ({"pretrained": folder, "attention": "as_trained"}, "needs config=FILE.toml of a run"),
-        ({"pretrained": folder, "batch_size": "auto"}, "batch_size = auto is no positive"),
+        ({"pretrained": folder, "batch_size": "auto"}, "batch_size = auto is not a positive"),
         ({"pretrained": folder, "max_batch_size": 4}, "unknown"),
         ({"pretrained": folder, "attention.patern": "moba"}, "attention.pattern"),
         ({"pretrained": str(tmp_path)}, "needs a readable config.json"),

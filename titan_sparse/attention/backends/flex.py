@@ -352,7 +352,7 @@ def _call(
     key: tuple, compute: Callable[..., tuple[Tensor, ...]], operands: list[Tensor]
 ) -> tuple[Tensor, ...]:
     """compute(*operands), compiled the first time that `key` meets these shapes and dtypes."""
-    # The kernels compute addresses as if the tables were contiguous; besides, a single layout
+    # The kernels compute addresses as if the tables were contiguous. Also, a single layout
     # compiles once.
     operands = [operand.detach().contiguous() for operand in operands]
     shapes = [(operand.shape, operand.dtype) for operand in operands]

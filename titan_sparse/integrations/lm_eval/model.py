@@ -90,7 +90,7 @@ class TitanSparseLM(TemplateLM):
             keys["training.device"] = _named_device(device)
         require(
             str(batch_size).isdecimal() and int(batch_size) > 0,
-            f"batch_size = {batch_size} is no positive integer; write for example 1",
+            f"batch_size = {batch_size} is not a positive integer; write for example 1",
         )
         self.batch_size = int(batch_size)
         self.add_bos_token = add_bos_token
@@ -325,7 +325,7 @@ class TitanSparseLM(TemplateLM):
         super().set_cache_hook(cache_hook)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What results.json says besides model_args."""
+        """What results.json records in addition to model_args."""
         attention = self.config.attention
         return {
             "model_dtype": self.config.training.dtype,

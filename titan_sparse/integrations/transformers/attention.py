@@ -49,7 +49,7 @@ def register(settings: AttentionSettings | None = None, name: str = "titan_spars
         settings = AttentionSettings()
     if not isinstance(settings, AttentionSettings):
         raise ValueError(
-            f"register({settings!r}) is no settings; write register(AttentionSettings(...))"
+            f"register({settings!r}) is not an AttentionSettings; write register(AttentionSettings(...))"
         )
     _check_name(name)
     _check_models_given_a_name()

@@ -337,7 +337,7 @@ def check_model(model: nn.Module, cp: ContextParallel) -> None:
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
         raise ValueError(
-            "the balancing loss of experts (output_router_logits) is no sum over tokens, so that "
+            "the balancing loss of experts (output_router_logits) is not a sum over tokens, so that "
             "ranks of one sequence get another; write router_aux_loss_coef=0.0 and "
             "config.output_router_logits = False"
         )

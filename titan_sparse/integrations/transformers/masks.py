@@ -117,7 +117,7 @@ class AttentionMask:
     def __init__(self, mask: Mask | MaskRanges):
         if not isinstance(mask, Mask | MaskRanges):
             raise ValueError(
-                f"AttentionMask({type(mask).__name__}) is no mask; write one of "
+                f"AttentionMask({type(mask).__name__}) is not a mask; write one of "
                 "titan_sparse.attention.masks, for example Documents([300, 700])"
             )
         self.mask = mask

@@ -32,7 +32,7 @@ class AttentionSettings:
     backend: "auto", or a name of titan_sparse.attention.backends.
     block_size: tokens, for cp=None only; a power of two, at least 16; default 128.
     recomputed: as in attend(), for activation checkpointing that keeps SAVED_OPS.
-    Raises ValueError for what is no pattern, no ContextParallel, no backend or no block size.
+    Raises ValueError for a pattern, group of ranks, backend, or block size that is not one.
     """
 
     pattern: Pattern = field(default_factory=Dense)
@@ -44,12 +44,12 @@ class AttentionSettings:
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, Pattern):
             raise ValueError(
-                f"AttentionSettings(pattern={self.pattern!r}) is no pattern; write one of "
+                f"AttentionSettings(pattern={self.pattern!r}) is not a pattern; write one of "
                 "titan_sparse.attention.patterns, for example Dense()"
             )
         if self.cp is not None and not isinstance(self.cp, ContextParallel):
             raise ValueError(
-                f"AttentionSettings(cp={self.cp!r}) is no group of ranks; "
+                f"AttentionSettings(cp={self.cp!r}) is not a group of ranks; "
                 "write ContextParallel(mesh), or None for one rank"
             )
         if self.backend not in ("auto", *BACKENDS):
