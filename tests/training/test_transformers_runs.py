@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import run_processes
-from tests.models.transformers_models import MODELS, save_model
+from tests.models.transformers_models import MODELS, WINDOW, save_model
 from tests.training.wired_run import assert_alike, lines_of, run, write_shard
 from titan_sparse.commands.evaluate import main as evaluate
 from titan_sparse.commands.export_hf import main as export_hf
@@ -204,8 +204,8 @@ def test_dense_flops_know_the_window_of_each_layer(folder: Path) -> None:
     train(folder, "gemma3", "joined", settings)
     (line,) = lines_of(folder / "gemma3-joined")
     config = read_transformers_config(str(folder / "gemma3"))
-    # Of 64 tokens: a triangle, and one that ends in full windows of 24.
-    pairs = 64 * 65 / 2 + 24 * 25 / 2 + 40 * 24
+    # Of 64 tokens: a triangle, and one that ends in full windows.
+    pairs = 64 * 65 / 2 + WINDOW * (WINDOW + 1) / 2 + (64 - WINDOW) * WINDOW
     flops = flops_per_token(config, config.heads * pairs / 64)
     tokens_per_second = line["tokens_per_second_per_device"]
     assert line["dense_equivalent_tflops"] * 1e12 == pytest.approx(flops * tokens_per_second)
