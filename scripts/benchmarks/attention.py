@@ -29,14 +29,12 @@ Rows are written at once. Where sparse stops paying: scripts.benchmarks.plots.
 import argparse
 import functools
 import itertools
-import math
+import statistics
 import sys
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 from scripts.benchmarks.attention_cases import (
     CUDNN,
@@ -44,7 +42,7 @@ from scripts.benchmarks.attention_cases import (
     OURS_DENSE,
     Attention,
     Shape,
-    by_document,
+    all_pairs,
     cases_to_check,
     check,
     chosen_backend,
@@ -55,34 +53,30 @@ from scripts.benchmarks.attention_cases import (
     ours,
     random_index,
     ready_index,
-    sdpa,
-    too_large,
+    wrong,
 )
 from scripts.benchmarks.harness import (
     Bench,
     about,
-    attempt,
     causal_pairs,
     faster,
     mean,
     measure,
+    peak_bytes,
     place,
     rates,
+    rounds,
     timed,
-)
-from scripts.benchmarks.options import add_common_options, head_set, parser_of, positive, share
-from scripts.benchmarks.patterns import add_pattern_options, patterns
-from scripts.benchmarks.timing import (
-    peak_extra,
-    times,
     training_call,
     visited_share,
 )
+from scripts.benchmarks.options import add_common_options, head_set, parser_of, positive, share
+from scripts.benchmarks.patterns import add_pattern_options, patterns
 from titan_sparse.attention import backends
 from titan_sparse.attention.backends import flash
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.masks.reach import visible_pairs
-from titan_sparse.attention.patterns import Dense, Pattern
+from titan_sparse.attention.patterns import Dense
 from titan_sparse.attention.tiles.blocks import block_tiles
 from titan_sparse.estimate.synthetic import ragged_lengths
 
@@ -96,7 +90,7 @@ CHECKED_LENGTH = 4096
 
 def main(words: list[str]) -> int:
     args = parse(words)
-    return measure([args], CASES, refusal(args), nodes=1)
+    return measure([args], CASES, refusal(args))
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -142,13 +136,6 @@ def refusal(args: argparse.Namespace) -> str | None:
         return f"--window {args.window}: write a quarter of the sequence or less"
     if "patterns" in args.cases and min(args.chunk_size) < args.block_size:
         return f"--chunk-size: write --block-size ({args.block_size}) or more"
-    if FLASH4 in args.peers and not backends.has_flash_attention_4():
-        return '--peers flash-attn-4 cannot run here; pip install -e ".[flash]" on a Hopper GPU'
-    if args.device == "cuda" and torch.cuda.is_available():
-        case = ("cuda", torch.bfloat16, args.head_dim, args.block_size)
-        used = [*args.backends, *[OURS_DENSE[name] for name in args.peers if name in OURS_DENSE]]
-        refusals = [backends.BACKENDS[name].refusal(*case) for name in used]
-        return next(filter(None, refusals), None)
     return None
 
 
@@ -172,19 +159,21 @@ def sparse(bench: Bench) -> Iterator[dict]:
         dense = {}
         for name, call in dense_peers(args.peers, ranges, shape.block_size).items():
             repeats = 1 if shape.seq_len > LONG else args.repeats
-            time = functools.partial(_timed, bench, name, call, tensors, repeats)
-            dense[name] = attempt(bench, row | {"name": name, "target_density": None}, time)
+            named = row | {"name": name, "target_density": None}
+            dense[name] = bench.attempt(named, _timed, name, call, tensors, repeats)
             yield dense[name] | _of_peers(shape, 1.0, dense[name], dense)
         for target in args.densities:
             pattern, index = random_index(shape, target, args.verticals, args.sinks)
-            selection = _selection(bench, shape, pattern, tensors)
+            q, k = (tensor.detach() for tensor in tensors[:2])
+            select = functools.partial(pattern.select, q, k, ranges, block_size=shape.block_size)
+            selection = {"selection_ms": timed(bench, [select])["total_ms"]}
             ready = ready_index(pattern, index)
             density = None
             for name in args.backends:
-                call = functools.partial(ours, name, ready, ranges, shape.block_size)
+                call = ours(name, ready, ranges, shape.block_size)
                 density = density or visited_share(call, tensors[:3])
-                time = functools.partial(_timed, bench, name, call, tensors, args.repeats)
-                measured = attempt(bench, row | {"name": name, "target_density": target}, time)
+                named = row | {"name": name, "target_density": target}
+                measured = bench.attempt(named, _timed, name, call, tensors, args.repeats)
                 yield measured | selection | _of_peers(shape, density, measured, dense)
 
 
@@ -194,19 +183,26 @@ def _timed(bench: Bench, name: str, call: Attention, tensors: list[Tensor], repe
     d_out = tensors[3]
     steps = training_call(call, leaves, d_out)
     measured = timed(bench, steps, repeats)
-    if bench.device.type == "cuda":
+    if bench.on_gpu:
         measured["peak_extra_of_qkvo"] = round(peak_extra(call, leaves, d_out), 4)
     if name in (*bench.args.backends, *OURS_DENSE):
-        measured["alone_ms"] = round(sum(times(steps, repeats, lead=False)), 3)
+        idle = torch.cuda.synchronize if bench.on_gpu else lambda: None
+        spent = rounds(steps, repeats, bench.on_gpu, idle)
+        measured["alone_ms"] = round(sum(map(statistics.median, zip(*spent))), 3)
     return measured
 
 
-def _selection(bench: Bench, shape: Shape, pattern: Pattern, tensors: list[Tensor]) -> dict:
-    """Milliseconds of choosing an index with this pattern's caps."""
-    ranges = Causal().rows(shape.seq_len, shape.device)
-    q, k = (tensor.detach() for tensor in tensors[:2])
-    step = functools.partial(pattern.select, q, k, ranges, block_size=shape.block_size)
-    return {"selection_ms": timed(bench, [step])["total_ms"]}
+def peak_extra(call: Attention, leaves: list[Tensor], d_out: Tensor) -> float:
+    """Peak bytes above inputs, outputs and gradients, as a share of q + k + v + out."""
+    inputs = sum(leaf.nbytes for leaf in leaves)
+    held = d_out.nbytes + inputs  # out is as large as its gradient
+    kept = []
+
+    def step() -> None:
+        out = call(*leaves)
+        kept.extend([out, *torch.autograd.grad(out, leaves, d_out)])
+
+    return (peak_bytes([step]) - held) / held
 
 
 def _of_peers(shape: Shape, density: float, measured: dict, dense: dict[str, dict]) -> dict:
@@ -231,42 +227,23 @@ def _of_peers(shape: Shape, density: float, measured: dict, dense: dict[str, dic
 # masks --------------------------------------------------------------------------------------------
 
 
-class Masked(NamedTuple):
-    """A mask, and other libraries' attention under it.
-
-    yardstick: torch's flash kernel with the same mask.
-    """
-
-    mask: Mask
-    peer: Attention
-    yardstick: tuple[Attention, Mask]
-
-
-torch_flash = functools.partial(sdpa, SDPBackend.FLASH_ATTENTION)
+Masked = tuple[Mask, Attention]
+"""A mask, and FlashAttention-4's own attention under it."""
 
 
 def documents(shape: Shape, seed: int) -> Masked:
     """Packed documents, causal inside each."""
     lengths = ragged_lengths(shape.seq_len, seed)
-    mask = Documents(lengths)
     ends = itertools.accumulate(lengths)
     starts = torch.tensor([0, *ends], dtype=torch.int32, device=shape.device)
-    return Masked(
-        mask,
-        peer=functools.partial(flash4_varlen, starts, max(lengths)),
-        yardstick=(functools.partial(by_document, torch_flash, lengths), mask),
-    )
+    return Documents(lengths), functools.partial(flash4_varlen, starts, max(lengths))
 
 
 def window(tokens: int, shape: Shape, seed: int) -> Masked:
     """A causal window, smaller at the checked length so that it is still a window there."""
     tokens = min(tokens, shape.seq_len // 4)
-    return Masked(
-        SlidingWindow(tokens),
-        # Keys before the query's own, and after.
-        peer=functools.partial(flash4, window_size=(tokens - 1, 0)),
-        yardstick=(torch_flash, Causal()),
-    )
+    # Keys before the query's own, and after.
+    return SlidingWindow(tokens), functools.partial(flash4, window_size=(tokens - 1, 0))
 
 
 def flash4_varlen(starts: Tensor, longest: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -292,94 +269,61 @@ def flash4_varlen(starts: Tensor, longest: int, q: Tensor, k: Tensor, v: Tensor)
     return out.transpose(0, 1)[None]
 
 
-class MaskCase(NamedTuple):
-    """shape: timed. small: checked. make: (shape, seed) -> the mask and its peers.
-
-    packs: how many seeds are timed.
-    """
-
-    shape: Shape
-    small: Shape
-    make: Callable[[Shape, int], Masked]
-    packs: int
-
-
 def masks(bench: Bench) -> Iterator[dict]:
     """Each of our backends, and FlashAttention-4's own attention for the mask."""
     args = bench.args
+    of_window = functools.partial(window, args.window)
+    kinds = (
+        ({"mask": "documents", "packs": args.packs}, documents, args.packs),
+        ({"mask": "window", "window": args.window}, of_window, 1),
+    )
     for shape in bench.shapes(32768, [(64, 8), (16, 2)]):
-        small = shape._replace(seq_len=min(CHECKED_LENGTH, shape.seq_len))
-        row = about("masks", shape) | {"mask": "documents", "packs": args.packs}
-        yield from _by_mask(bench, row, MaskCase(shape, small, documents, args.packs))
-        row = about("masks", shape) | {"mask": "window", "window": args.window}
-        make_window = functools.partial(window, args.window)
-        yield from _by_mask(bench, row, MaskCase(shape, small, make_window, packs=1))
+        auto = chosen_backend("auto", shape, dynamic=False)
+        for described, make, packs in kinds:
+            peer = {}
+            for name in (FLASH4, *args.backends):
+                row = about("masks", shape) | described | {"name": name, "auto": name == auto}
+                found = bench.attempt(row, _masked, shape, make, packs, name)
+                peer = peer or found
+                yield found | ({} if found is peer else faster("of_flash_attn_4", found, peer))
 
 
-def _by_mask(bench: Bench, row: dict, case: MaskCase) -> Iterator[dict]:
-    """The yardstick's errors, then the peer and our backends."""
-    small = case.small
-    call, mask = case.make(small, 0).yardstick
-
-    def yardsticks() -> dict:
-        return {"errors": errors(call, small, _seen(mask, small))}
-
-    named = row | {"name": "torch's flash kernel", "checked_seq_len": small.seq_len}
-    yardstick = attempt(bench, named, yardsticks)
-    yield yardstick
-    # Without a yardstick only the absolute limit counts.
-    bounds = yardstick.get("errors", dict.fromkeys(("out", "dq", "dk", "dv"), math.inf))
-    auto = chosen_backend("auto", case.shape, dynamic=False)
-    peer = {}
-    for name in (FLASH4, *bench.args.backends):
-        time = functools.partial(_masked, bench, case, bounds, name)
-        found = attempt(bench, row | {"name": name, "auto": name == auto}, time)
-        peer = peer or found
-        yield found | ({} if found is peer else faster("of_flash_attn_4", found, peer))
-
-
-def _seen(mask: Mask, shape: Shape) -> Tensor:
-    """bool [Hq, S, S]: which keys each query sees."""
-    return mask.dense(shape.seq_len, shape.device)[0].expand(shape.heads, -1, -1)
-
-
-def _masked(bench: Bench, case: MaskCase, bounds: dict[str, float], name: str) -> dict:
-    """Errors at the small shape, then times at the other.
+def _masked(
+    bench: Bench, shape: Shape, make: Callable[[Shape, int], Masked], packs: int, name: str
+) -> dict:
+    """Errors at a small length, then times at the other, means over seeds.
 
     RuntimeError for a missing peer, and for errors that are too large.
     """
     if name == FLASH4 and flash.missing():
         raise RuntimeError(f"not measured: {flash.missing()}")
-    shape = case.shape
-    small = case.small
-    masked = case.make(small, 0)
-    found = errors(_call(name, masked, small), small, _seen(masked.mask, small))
-    wrong = too_large(found, bounds)
-    if wrong:
-        raise RuntimeError(f"wrong at {small.seq_len} tokens: {wrong}")
+    small = shape._replace(seq_len=min(CHECKED_LENGTH, shape.seq_len))
+    mask, peer = make(small, 0)
+    found = errors(_call(name, mask, peer, small), small, all_pairs(mask, small))
+    if wrong(found):
+        raise RuntimeError(f"wrong at {small.seq_len} tokens: {wrong(found)}")
 
     tensors = draw(shape)
-    packs = []
-    for seed in range(case.packs):
-        masked = case.make(shape, seed)
-        pairs = visible_pairs(masked.mask.rows(shape.seq_len)).item()
-        steps = training_call(_call(name, masked, shape), tensors[:3], tensors[3])
-        measured = timed(bench, steps) | {"pairs": pairs}
+    measured = []
+    for seed in range(packs):
+        mask, peer = make(shape, seed)
+        steps = training_call(_call(name, mask, peer, shape), tensors[:3], tensors[3])
+        of_seed = timed(bench, steps)
+        of_seed["pairs"] = visible_pairs(mask.rows(shape.seq_len)).item()
         if name != FLASH4:
-            measured |= _tables(bench, shape, name, masked.mask)
-        packs.append(measured)
-    average = mean(packs)
+            of_seed["tables_ms"] = _tables(bench, shape, name, mask)
+        measured.append(of_seed)
+    average = mean(measured)
     return average | rates(shape, average, average["pairs"]) | {"errors": found}
 
 
-def _call(name: str, masked: Masked, shape: Shape) -> Attention:
+def _call(name: str, mask: Mask, peer: Attention, shape: Shape) -> Attention:
     if name == FLASH4:
-        return masked.peer
-    ranges = masked.mask.rows(shape.seq_len, shape.device)
-    return functools.partial(ours, name, Dense(), ranges, shape.block_size)
+        return peer
+    return ours(name, Dense(), mask.rows(shape.seq_len, shape.device), shape.block_size)
 
 
-def _tables(bench: Bench, shape: Shape, backend: str, mask: Mask) -> dict:
+def _tables(bench: Bench, shape: Shape, backend: str, mask: Mask) -> float:
     """Milliseconds of the tables that the backend reads, made in every forward and backward."""
     ranges = mask.rows(shape.seq_len, bench.device)
     blocks = torch.arange(shape.seq_len // shape.block_size, device=bench.device)
@@ -387,7 +331,7 @@ def _tables(bench: Bench, shape: Shape, backend: str, mask: Mask) -> dict:
     make = functools.partial(block_tiles, ranges, index, blocks, blocks, 1)
     forward = functools.partial(make, False)
     backward = functools.partial(make, backends.BACKENDS[backend].READS_BY_KEY)
-    return {"tables_ms": timed(bench, [forward, backward])["total_ms"]}
+    return timed(bench, [forward, backward])["total_ms"]
 
 
 CASES = {"sparse": sparse, "masks": masks, "patterns": patterns}

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titan_sparse.attention import attend, backends
-from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
+from titan_sparse.attention import ContextParallel, attend, backends
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 from titan_sparse.estimate import synthetic
 
@@ -92,12 +92,17 @@ def ours(
     pattern: Pattern,
     ranges: MaskRanges,
     block_size: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> Tensor:
-    """attend(). With a ready_index() it leaves out the selection."""
-    return attend(q, k, v, ranges, pattern, backend=backend, block_size=block_size)
+    cp: ContextParallel | None = None,
+) -> Attention:
+    """attend() as a function of q, k, v. With a ready_index() it leaves out the selection."""
+    return functools.partial(
+        attend,
+        mask=ranges,
+        pattern=pattern,
+        cp=cp,
+        backend=backend,
+        block_size=block_size if cp is None else None,
+    )
 
 
 def sdpa(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -122,12 +127,9 @@ def flash4(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
 
 def dense_peers(names: list[str], ranges: MaskRanges, block_size: int) -> dict[str, Attention]:
     """The dense peers asked for, in the order in which they are timed."""
-    peers = {
-        CUDNN: functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION),
-        FLASH4: flash4,
-    }
+    peers = {CUDNN: functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION), FLASH4: flash4}
     for name, backend in OURS_DENSE.items():
-        peers[name] = functools.partial(ours, backend, Dense(), ranges, block_size)
+        peers[name] = ours(backend, Dense(), ranges, block_size)
     return {name: call for name, call in peers.items() if name in names}
 
 
@@ -148,24 +150,22 @@ def errors(call: Attention, shape: Shape, seen: Tensor) -> dict[str, float]:
 
 def _reference(qkv: list[Tensor], d_out: Tensor, seen: Tensor) -> list[Tensor]:
     """out, dq, dk, dv in the dtype of the inputs, head by head: the scores of one fit in memory."""
-    q, k, v = qkv
+    q, k, v = leaves = [x.requires_grad_() for x in qkv]
     group = q.shape[1] // k.shape[1]  # query heads of a KV head
     outs = []
-    dq, dk, dv = (torch.zeros_like(x) for x in qkv)
     for head in range(q.shape[1]):
-        kv_head = head // group
-        q_head = q[:, head].clone().requires_grad_()  # [B, S, D]
-        k_head = k[:, kv_head].clone().requires_grad_()
-        v_head = v[:, kv_head].clone().requires_grad_()
-        scores = (q_head @ k_head.mT * q.shape[-1] ** -0.5).masked_fill(~seen[head], -torch.inf)
+        scores = q[:, head] @ k[:, head // group].mT * q.shape[-1] ** -0.5
+        weights = scores.masked_fill(~seen[head], -torch.inf).softmax(-1)
         # Padding sees nothing: the softmax of its rows is NaN and has to be 0.
-        out = scores.softmax(-1).nan_to_num() @ v_head
-        gradients = torch.autograd.grad(out, (q_head, k_head, v_head), d_out[:, head])
+        out = weights.nan_to_num() @ v[:, head // group]
+        out.backward(d_out[:, head])
         outs.append(out.detach())
-        dq[:, head] = gradients[0]
-        dk[:, kv_head] += gradients[1]
-        dv[:, kv_head] += gradients[2]
-    return [torch.stack(outs, 1), dq, dk, dv]
+    return [torch.stack(outs, 1), *(leaf.grad for leaf in leaves)]
+
+
+def wrong(found: dict[str, float]) -> dict[str, float]:
+    """The entries of errors() above LIMIT. NaN counts as too large."""
+    return {name: error for name, error in found.items() if not error <= LIMIT}
 
 
 def ragged(seq_len: int) -> list[int]:
@@ -173,16 +173,26 @@ def ragged(seq_len: int) -> list[int]:
     return [3 * seq_len // 8 - 5, 9, 7 * seq_len // 16 + 3, seq_len // 8 + 1]
 
 
-def by_document(call: Attention, lengths: list[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Dense causal attention inside each document, one call a document; 0 for the padding."""
-    outs = []
-    start = 0
-    for length in lengths:
-        end = start + length
-        outs.append(call(q[:, :, start:end], k[:, :, start:end], v[:, :, start:end]))
-        start = end
-    outs.append(q[:, :, start:] * 0)
-    return torch.cat(outs, dim=2)
+def all_pairs(mask: Mask, shape: Shape) -> Tensor:
+    """bool [Hq, S, S]: which keys each query sees."""
+    return mask.dense(shape.seq_len, shape.device)[0].expand(shape.heads, -1, -1)
+
+
+def capped(seq_len: int, **options: object) -> VerticalSlash:
+    """A pattern whose caps make it sparse on random inputs.
+
+    Budgets are independent: prices of random inputs are alike, and most would be left out under a
+    cap.
+    """
+    return VerticalSlash(
+        recall=0.9,
+        max_verticals=seq_len * 3 // 100,
+        max_slashes=8,
+        budget="independent",
+        probe_rows="last",
+        count_sinks=True,
+        **options,
+    )
 
 
 def cases_to_check(
@@ -190,59 +200,33 @@ def cases_to_check(
 ) -> Iterator[tuple[str, str, Attention, Tensor]]:
     """(mask, name, attention, bool `seen` [Hq, S, S]) of everything that is timed.
 
-    For each mask the first is torch's flash kernel, named "yardstick". names: our backends. Their
-    index is chosen by our selection, with caps that make it sparse. Budgets are independent: prices of
-    random inputs are alike, and most would be left out under a cap.
+    names: our backends. Their index is chosen by our selection.
     """
     # Documents and caps give tables and verticals of the same shapes for both masks, so that flex
     # compiles once.
-    seq_len = shape.seq_len
-    block_size = shape.block_size
-    pattern = VerticalSlash(
-        recall=0.9,
-        max_verticals=seq_len * 3 // 100,
-        max_slashes=8,
-        dense_below=seq_len // 4,
-        budget="independent",
-        probe_rows="last",
-        count_sinks=True,
-    )
-    torch_flash = functools.partial(sdpa, SDPBackend.FLASH_ATTENTION)
-    for mask, lengths in ((Causal(), [seq_len]), (Documents(ragged(seq_len)), ragged(seq_len))):
+    pattern = capped(shape.seq_len, dense_below=shape.seq_len // 4)
+    for mask in (Causal(), Documents(ragged(shape.seq_len))):
         kind = type(mask).__name__.lower()
-        ranges = mask.rows(seq_len, shape.device)
-        allowed = mask.dense(seq_len, shape.device)[0].expand(shape.heads, -1, -1)  # [Hq, S, S]
-        yield kind, "yardstick", functools.partial(by_document, torch_flash, lengths), allowed
-        for name, call in dense_peers(peers, ranges, block_size).items():
+        ranges = mask.rows(shape.seq_len, shape.device)
+        for name, call in dense_peers(peers, ranges, shape.block_size).items():
             if kind == "causal" or name in OURS_DENSE:
-                yield kind, name, call, allowed
+                yield kind, name, call, all_pairs(mask, shape)
         q, k, _, _ = draw(shape)
-        index = pattern.select(q, k, ranges, block_size=block_size)
+        index = pattern.select(q, k, ranges, block_size=shape.block_size)
         ready = ready_index(pattern, index.tensors())
         seen = index.dense(mask)[0]
         for name in names:
-            yield kind, name, functools.partial(ours, name, ready, ranges, block_size), seen
+            yield kind, name, ours(name, ready, ranges, shape.block_size), seen
 
 
 def check(cases: Iterator[tuple[str, str, Attention, Tensor]], shape: Shape) -> dict[str, dict]:
-    """{mask: {name: errors()}}.
-
-    RuntimeError if an error is above LIMIT, or above twice that of the yardstick before it.
-    """
+    """{mask: {name: errors()}}. RuntimeError if an error is above LIMIT."""
     results: dict[str, dict] = {}
     for kind, name, call, seen in cases:
-        of_mask = results.setdefault(kind, {})
-        of_mask[name] = errors(call, shape, seen)
-        worse = too_large(of_mask[name], of_mask["yardstick"])
-        if worse and name != "yardstick":
-            raise RuntimeError(f"{name} is wrong at {shape.seq_len} tokens, {kind} mask: {worse}")
+        found = errors(call, shape, seen)
+        results.setdefault(kind, {})[name] = found
+        if wrong(found):
+            raise RuntimeError(
+                f"{name} is wrong at {shape.seq_len} tokens, {kind} mask: {wrong(found)}"
+            )
     return results
-
-
-def too_large(found: dict[str, float], yardstick: dict[str, float]) -> dict[str, float]:
-    """The entries of errors() above LIMIT or above twice the yardstick's. NaN counts as too large."""
-    return {
-        name: error
-        for name, error in found.items()
-        if not (error <= LIMIT and error <= 2 * yardstick[name])
-    }

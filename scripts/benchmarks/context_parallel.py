@@ -39,7 +39,7 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ from torch.nn.attention import SDPBackend
 from scripts.benchmarks.attention_cases import (
     Attention,
     Shape,
+    capped,
     chosen_backend,
     draw,
     errors,
@@ -57,8 +58,9 @@ from scripts.benchmarks.attention_cases import (
 from scripts.benchmarks.harness import (
     DTYPES,
     Bench,
+    Case,
+    Step,
     about,
-    attempt,
     causal_pairs,
     cp_mesh,
     faster,
@@ -72,15 +74,16 @@ from scripts.benchmarks.harness import (
     sparse,
     timed,
     traced,
+    training_call,
+    visited_share,
 )
 from scripts.benchmarks.nodes import nodes
 from scripts.benchmarks.options import add_common_options, head_set, parser_of, positive, share
-from scripts.benchmarks.timing import Step, training_call, visited_share
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.context_parallel.layouts import block_multiple
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges, SlidingWindow
 from titan_sparse.attention.masks.reach import seen_blocks, visible_pairs
-from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.attention.patterns import Dense
 from titan_sparse.estimate.synthetic import ragged_lengths
 
 PROGRAM = "scripts.benchmarks.context_parallel"
@@ -162,7 +165,7 @@ def scaling(bench: Bench) -> Iterator[dict]:
         short = shape._replace(seq_len=max(4, blocks) * shape.block_size)
         backend = {"backend": chosen_backend(bench.args.backend, shape, dynamic=True)}
         row = about("scaling", short) | {"schedule": "alone"} | backend
-        alone = attempt(bench, row, functools.partial(_scaled, bench, short, None))
+        alone = bench.attempt(row, _scaled, short, None)
         yield alone
         if bench.world == 1:
             continue
@@ -171,7 +174,7 @@ def scaling(bench: Bench) -> Iterator[dict]:
             row = about("scaling", shape) | {"schedule": schedule, "layout": "striped"} | backend
             row["gradient_dtype"] = dtype
             cp = bench.context("striped", schedule, gradient_dtype=DTYPES[dtype])
-            found = attempt(bench, row, functools.partial(_scaled, bench, shape, cp))
+            found = bench.attempt(row, _scaled, shape, cp)
             if "error" not in found and "error" not in alone:
                 found["of_alone"] = rounded(found["visited_tflops"] / alone["visited_tflops"])
             yield found
@@ -201,17 +204,15 @@ def dense(bench: Bench) -> Iterator[dict]:
         if bench.args.brief:
             ways = ways[:1]
             methods = methods[:1]
-        measurements = []
+        rows = []
         for layout, schedule in ways:
             row = {"name": "ours", "layout": layout, "schedule": schedule, "backend": backend}
-            measurements.append(
-                (row, functools.partial(_our_dense, bench, shape, layout, schedule))
-            )
+            rows.append((row, _our_dense, layout, schedule))
         for method in methods:
             row = {"name": "torch context_parallel", "rotate": method}
-            measurements.append((row, functools.partial(torch_dense, bench, shape, method)))
-        for row, measure_it in measurements:
-            found = attempt(bench, about("dense", shape) | row, measure_it)
+            rows.append((row, torch_dense, method))
+        for row, way, *options in rows:
+            found = bench.attempt(about("dense", shape) | row, way, shape, *options)
             if "error" not in found:
                 pairs = causal_pairs(shape.seq_len)
                 found["tflops"] = rates(shape, found, pairs, bench.world)["total_tflops"]
@@ -275,8 +276,7 @@ def varlen(bench: Bench) -> Iterator[dict]:
         peers = []
         for method in ("allgather", "alltoall"):
             named = {"name": "torch context_parallel", "rotate": method, "mask": "causal"}
-            time = functools.partial(_torch_causal, bench, shape, method)
-            peers.append(attempt(bench, row | named, time))
+            peers.append(bench.attempt(row | named, _torch_causal, shape, method))
             yield peers[-1]
         best = min(peers, key=lambda peer: peer.get("total_ms", math.inf))
         for mask, (layout, schedule, stages) in itertools.product(args.varlen_masks, ways):
@@ -285,8 +285,7 @@ def varlen(bench: Bench) -> Iterator[dict]:
             named |= {"schedule": schedule}
             if schedule == "group_cast":
                 named["overlap_stages"] = stages
-            make = functools.partial(bench.context, layout, schedule, overlap_stages=stages)
-            found = attempt(bench, named, functools.partial(_masked, bench, shape, make, masks))
+            found = bench.attempt(named, _masked, shape, layout, schedule, stages, masks)
             yield found | faster("times_faster_than_torch", found, best)
 
 
@@ -304,10 +303,10 @@ def _torch_causal(bench: Bench, shape: Shape, method: str) -> dict:
 
 
 def _masked(
-    bench: Bench, shape: Shape, make: Callable[[], ContextParallel], masks: list[Mask]
+    bench: Bench, shape: Shape, layout: str, schedule: str, stages: int, masks: list[Mask]
 ) -> dict:
     """Means over masks of times, bytes and imbalance."""
-    cp = make()
+    cp = bench.context(layout, schedule, overlap_stages=stages)
     tensors = draw(shape._replace(seq_len=shape.seq_len // cp.size))
     packs = []
     for mask in masks:
@@ -372,8 +371,7 @@ def timeline(bench: Bench) -> Iterator[dict]:
     for shape in bench.shapes(262144, [(16, 2)]):
         for schedule in schedules:
             row = about("timeline", shape) | {"schedule": schedule, "layout": "striped"}
-            time = functools.partial(_timeline, bench, shape, schedule)
-            yield attempt(bench, row | {"nodes": bench.nodes}, time)
+            yield bench.attempt(row | {"nodes": bench.nodes}, _timeline, shape, schedule)
 
 
 def _timeline(bench: Bench, shape: Shape, schedule: str) -> dict:
@@ -385,34 +383,25 @@ def accuracy(bench: Bench) -> Iterator[dict]:
     """Relative Frobenius errors in bf16 against fp32: one rank alone, then every schedule."""
     [shape] = bench.shapes(8192, [(16, 2)])
     ranges = Causal().rows(shape.seq_len, bench.device)
-    # Prices of random inputs are alike: budgets by prices would leave out most under a cap.
-    pattern = VerticalSlash(
-        recall=0.9,
-        max_verticals=shape.seq_len * 3 // 100,
-        max_slashes=8,
-        budget="independent",
-        probe_rows="last",
-        count_sinks=True,
-    )
     q, k, _, _ = draw(shape)
+    pattern = capped(shape.seq_len)
     index = pattern.select(q.detach(), k.detach(), ranges, block_size=bench.args.block_size)
     ready = ready_index(pattern, index.tensors())
     seen = index.dense(Causal())[0]  # [Hq, S, S]
 
-    def largest(call: Attention) -> dict:
+    def largest(bench: Bench, call: Attention) -> dict:
         """Of any rank; ranks get the same whole tensors."""
         here = errors(call, shape, seen)
         return dict(zip(here, gather(bench, list(here.values())).amax(0).tolist()))
 
     row = about("errors", shape) | {"ranks": bench.world}
-    alone = bench.attention(ready, ranges)
-    yield attempt(bench, row | {"schedule": "alone"}, lambda: largest(alone))
+    yield bench.attempt(row | {"schedule": "alone"}, largest, bench.attention(ready, ranges))
     schedules = [name for name in SCHEDULES if name != "double_ring" or bench.world % 2 == 0]
     for schedule, dtype in itertools.product(schedules if bench.world > 1 else ["local"], DTYPES):
         cp = bench.context("striped", schedule, gradient_dtype=DTYPES[dtype])
         call = functools.partial(_Sharded.apply, cp, bench.attention(ready, ranges, cp))
         named = row | {"schedule": schedule, "layout": "striped", "gradient_dtype": dtype}
-        yield attempt(bench, named, functools.partial(largest, call))
+        yield bench.attempt(named, largest, call)
 
 
 class _Sharded(torch.autograd.Function):
@@ -435,7 +424,7 @@ class _Sharded(torch.autograd.Function):
         return None, None, dq, dk, dv
 
 
-CASES: dict[str, Callable[[Bench], Iterator[dict]]] = {
+CASES: dict[str, Case] = {
     "scaling": scaling,
     "dense": dense,
     "nodes": nodes,

@@ -1,4 +1,4 @@
-"""What all benchmarks of attention share: cases that yield rows, on one rank or several.
+"""What all benchmarks share: cases that yield rows, on one rank or several, and clocks.
 
 A benchmark is a table {name: case}. A case takes a Bench and yields rows, on all ranks alike. A
 measurement that fails on any rank is a row with `error`, and the run goes on.
@@ -12,7 +12,9 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,18 +23,32 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from scripts.benchmarks.attention_cases import Attention, Shape, draw, random_index, ready_index
+from scripts.benchmarks.attention_cases import (
+    Attention,
+    Shape,
+    draw,
+    ours,
+    random_index,
+    ready_index,
+)
 from scripts.benchmarks.provenance import provenance
-from scripts.benchmarks.timing import LEAD_CYCLES, Step, rounds
-from scripts.benchmarks.traces import after_start, intervals
-from titan_sparse.attention import ContextParallel, attend
+from scripts.benchmarks.traces import intervals
+from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges
+from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
 from titan_sparse.training.distributed import choose_device, init_distributed, leave_distributed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Of the gradients on the wire, by the name in rows."""
+LEAD_CYCLES = 40_000_000
+"""GPU cycles of sleep before a timed call, about 20 ms.
+
+The host queues the call meanwhile, as it runs ahead in training.
+"""
+
+Step = Callable[[], object]
 
 
 class Bench(NamedTuple):
@@ -43,6 +59,10 @@ class Bench(NamedTuple):
     rank: int
     world: int
     nodes: int = 1
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
 
     def shapes(self, seq_len: int, heads: list[tuple[int, int]]) -> Iterator[Shape]:
         """The shapes to time, for all ranks together. --heads and --seq-lens override them."""
@@ -75,13 +95,28 @@ class Bench(NamedTuple):
     def attention(
         self, pattern: Pattern, ranges: MaskRanges, cp: ContextParallel | None = None
     ) -> Attention:
-        """attend() as a function of q, k, v: this rank's with cp, all tokens without."""
-        block_size = self.args.block_size if cp is None else None
-        options = {"cp": cp, "backend": self.args.backend, "block_size": block_size}
-        return functools.partial(attend, mask=ranges, pattern=pattern, **options)
+        """attend() by --backend, of this rank's q, k, v with cp, of all tokens without."""
+        return ours(self.args.backend, pattern, ranges, self.args.block_size, cp)
+
+    def attempt(self, row: dict, measure: Callable[..., dict], *words: object) -> dict:
+        """row with what measure(bench, *words) returns, or with "error" if any rank failed.
+
+        All ranks have to fail at the same place, or none: a rank that fails alone leaves the
+        others in a collective.
+        """
+        try:
+            measured = measure(self, *words)
+        except Exception as error:  # whatever goes wrong, the run goes on
+            measured = {"error": f"{type(error).__name__}: {str(error).strip()[:500]}"}
+        every = [None] * self.world
+        dist.all_gather_object(every, measured.get("error"))
+        failed = [f"rank {rank}: {error}" for rank, error in enumerate(every) if error]
+        if failed:
+            return row | {"error": failed[0]}
+        return row | measured
 
 
-Cases = dict[str, Callable[[Bench], Iterator[dict]]]
+Case = Callable[[Bench], Iterator[dict]]
 
 
 @functools.cache
@@ -119,7 +154,12 @@ def place() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def measure(runs: list[argparse.Namespace], cases: Cases, refused: str | None, nodes: int) -> int:
+def measure(
+    runs: list[argparse.Namespace],
+    cases: dict[str, Case],
+    refused: str | None = None,
+    nodes: int = 1,
+) -> int:
     """Measure args.cases of each run in one process group.
 
     refused: why these options cannot run, None if they can. Returns the exit status: 0, or 2 with
@@ -146,30 +186,31 @@ def measure(runs: list[argparse.Namespace], cases: Cases, refused: str | None, n
     return 0
 
 
-def run(bench: Bench, result: dict, cases: Cases) -> None:
+def run(bench: Bench, result: dict, cases: dict[str, Case]) -> None:
     """All cases in the order asked for. Rank 0 reports their rows as they come."""
 
-    def report_case(case: Callable[[Bench], Iterator[dict]]) -> dict:
+    def report_case(bench: Bench, case: Case) -> dict:
         for row in case(bench):
-            if bench.rank == 0:
-                report(result, row, bench.args.out)
+            report(bench, result, row)
         return {}
 
     for name in bench.args.cases:
-        failed = attempt(bench, {"case": name}, functools.partial(report_case, cases[name]))
-        if "error" in failed and bench.rank == 0:
-            report(result, failed, bench.args.out)
-        if bench.device.type == "cuda":
+        failed = bench.attempt({"case": name}, report_case, cases[name])
+        if "error" in failed:
+            report(bench, result, failed)
+        if bench.on_gpu:
             torch.cuda.empty_cache()
 
 
-def report(result: dict, row: dict, out: str) -> None:
+def report(bench: Bench, result: dict, row: dict) -> None:
     """Print a row without its intervals, and write all rows so far."""
+    if bench.rank != 0:
+        return
     shown = {key: value for key, value in row.items() if key != "intervals"}
     print(json.dumps(shown), flush=True)
     result["rows"].append(row)
-    if out:
-        write(Path(out), result)
+    if bench.args.out:
+        write(Path(bench.args.out), result)
 
 
 def write(path: Path, result: dict) -> None:
@@ -180,30 +221,60 @@ def write(path: Path, result: dict) -> None:
     unfinished.replace(path)
 
 
-def attempt(bench: Bench, row: dict, measure: Callable[[], dict]) -> dict:
-    """row with the measurements, or with "error" if any rank failed.
-
-    All ranks have to fail at the same place, or none: a rank that fails alone leaves the others in
-    a collective.
-    """
-    try:
-        measured = measure()
-    except Exception as error:  # whatever goes wrong, the run goes on
-        measured = {"error": f"{type(error).__name__}: {str(error).strip()[:500]}"}
-    every = [None] * bench.world
-    dist.all_gather_object(every, measured.get("error"))
-    failed = [f"rank {rank}: {error}" for rank, error in enumerate(every) if error]
-    if failed:
-        return row | {"error": failed[0]}
-    return row | measured
-
-
 def about(case: str, shape: Shape) -> dict:
     """The first fields of a row."""
     return {"case": case, **shape._asdict()}
 
 
-# Times --------------------------------------------------------------------------------------------
+# Times and memory ---------------------------------------------------------------------------------
+
+
+def training_call(
+    call: Callable[..., Tensor], leaves: list[Tensor], d_out: Tensor | None = None
+) -> list[Step]:
+    """The two steps of one call: the forward, and the backward from its output and d_out.
+
+    d_out: None for a scalar.
+    """
+    kept = {}
+
+    def forward() -> None:
+        kept["out"] = call(*leaves)
+
+    def backward() -> None:
+        torch.autograd.grad(kept.pop("out"), leaves, d_out)
+
+    return [forward, backward]
+
+
+def mark(on_gpu: bool) -> torch.cuda.Event | float:
+    """Now: an event on the current stream, or the host's clock in seconds."""
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(marks: Sequence) -> list[float]:
+    """Between each mark and the next."""
+    if isinstance(marks[0], float):
+        return [(end - start) * 1e3 for start, end in pairwise(marks)]
+    marks[-1].synchronize()
+    return [start.elapsed_time(end) for start, end in pairwise(marks)]
+
+
+def rounds(steps: Sequence[Step], repeats: int, on_gpu: bool, begin: Step) -> list[list[float]]:
+    """Milliseconds of each step, for each round of all of them. begin: called before a round."""
+    spent = []
+    for _ in range(repeats):
+        begin()
+        marks = [mark(on_gpu)]
+        for step in steps:
+            step()
+            marks.append(mark(on_gpu))
+        spent.append(milliseconds(marks))
+    return spent
 
 
 def start_together(bench: Bench) -> None:
@@ -211,7 +282,7 @@ def start_together(bench: Bench) -> None:
 
     On GPUs the GPUs wait for each other, while the hosts already queue what follows.
     """
-    if bench.device.type == "cpu":
+    if not bench.on_gpu:
         dist.barrier()
         return
     torch.cuda.synchronize()
@@ -237,7 +308,7 @@ def timed(bench: Bench, steps: Sequence[Step], repeats: int = 0) -> dict:
     warm_ups = bench.args.warm_ups
     repeats = warm_ups + (repeats or bench.args.repeats)
     begin = functools.partial(start_together, bench)
-    spent = rounds(steps, repeats, bench.device.type == "cuda", begin)
+    spent = rounds(steps, repeats, bench.on_gpu, begin)
     every = gather(bench, spent[warm_ups:])  # [ranks, repeats, steps]
     measured = {}
     if len(steps) == 2:
@@ -253,6 +324,17 @@ def timed(bench: Bench, steps: Sequence[Step], repeats: int = 0) -> dict:
 
 def _median(numbers: Tensor) -> float:
     return round(statistics.median(numbers.tolist()), 3)
+
+
+def peak_bytes(steps: Sequence[Step]) -> int:
+    """Most bytes that the GPU holds above what it holds now."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for step in steps:
+        step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def sent_by_rank(bench: Bench, cp: ContextParallel, steps: list[Step]) -> Tensor:
@@ -272,24 +354,22 @@ def traced(bench: Bench, steps: Sequence[Step]) -> list[dict]:
     """
     for step in steps:
         step()
-    on_gpu = bench.device.type == "cuda"
     profile = contextlib.nullcontext()
     if bench.rank == 0:
         kinds = torch.profiler.ProfilerActivity
-        profile = torch.profiler.profile(activities=[kinds.CUDA if on_gpu else kinds.CPU])
+        profile = torch.profiler.profile(activities=[kinds.CUDA if bench.on_gpu else kinds.CPU])
     with profile:
         start_together(bench)
         for step in steps:
             step()
-        if on_gpu:
+        if bench.on_gpu:
             torch.cuda.synchronize()
     if bench.rank != 0:
         return []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return intervals(after_start(events), on_gpu)
+        return intervals(json.loads(path.read_text())["traceEvents"], bench.on_gpu)
 
 
 # Numbers ------------------------------------------------------------------------------------------
@@ -308,6 +388,13 @@ def mean(rows: list[dict]) -> dict:
         values = [rounded(number) for number in average.flatten().tolist()]
         averages[key] = values if average.ndim else values[0]
     return averages
+
+
+def visited_share(call: Attention, leaves: list[Tensor]) -> float:
+    """Density of the selection, by our own count."""
+    with recording() as seen, torch.no_grad():
+        call(*leaves)
+    return seen.density().mean().item()
 
 
 def causal_pairs(seq_len: int) -> float:

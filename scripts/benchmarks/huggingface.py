@@ -12,8 +12,9 @@ FlashAttention-2, flash_attention_2 where flash-attn is installed, ours dense, a
 vertical_slash. "kept" arms are ours with keep_attention(): checkpointing keeps attention's output,
 where the others compute attention again.
 
-With --packed the sequence is packed documents, under FSDP2, and all processes share it. Nothing
-else runs packed documents under context parallelism: sdpa's arms run on one process alone.
+With --packed the sequence is packed documents (synthetic.ragged_lengths), under FSDP2, and all
+processes share it. Nothing else runs packed documents under context parallelism: sdpa's arms run on
+one process alone.
 
 Random weights attend to nearly everything, so that sparse rows have fixed budgets, and say which
 density and recall their times belong to (recall without --packed). Times are medians of --steps.
@@ -46,9 +47,10 @@ from transformers import (
 
 from scripts.benchmarks.harness import place, write
 from scripts.benchmarks.options import parser_of, positive, share
-from scripts.benchmarks.provenance import provenance, version
+from scripts.benchmarks.provenance import provenance
 from titan_sparse import recording
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
+from titan_sparse.estimate.synthetic import ragged_lengths
 from titan_sparse.integrations.transformers import AttentionSettings, keep_attention, register
 from titan_sparse.integrations.transformers.context_parallel import (
     ContextParallelConfig,
@@ -155,10 +157,7 @@ def main(words: list[str]) -> int:
     if world > 1 and not args.packed:
         print("several processes share packed documents; write --packed", file=sys.stderr)
         return 2
-    result = provenance(args, args.device)
-    for package in ("transformers", "accelerate", "flash-attn"):
-        result["versions"][package] = version(package)
-    result |= {"ranks": world, "rows": []}
+    result = provenance(args, args.device) | {"ranks": world, "rows": []}
     for shape in args.shapes:
         for tokens in args.tokens:
             for arm in arms(args.density, tokens, args.block_size):
@@ -182,7 +181,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--arms", nargs="+", help="names of rows; all by default")
     add("--packed", action="store_true", help="packed documents, shared by all processes")
     add("--layout", default="balanced", help="of packed documents")
-    add("--shortest", type=positive, default=512, help="tokens of a packed document")
     add("--block-size", type=positive, default=128)
     add("--out", default="", help="JSON file, written anew after each row")
     args = parser.parse_args(words)
@@ -285,23 +283,12 @@ def make_trainer(
     for text in torch.randint(model.config.vocab_size, size, generator=generator):
         dataset.append({"input_ids": text, "labels": text})
         if args.packed:
-            lengths = document_lengths(tokens, args.shortest, tokens // 4)
+            lengths = ragged_lengths(tokens, seed=0)
             position = torch.cat([torch.arange(length) for length in lengths])
             labels = text.masked_fill(position == 0, -100)
             dataset[-1] |= {"position_ids": position, "labels": labels}
     kind = PackedTrainer if shares else Trainer
     return kind(model, training, train_dataset=dataset, callbacks=[times])
-
-
-def document_lengths(tokens: int, shortest: int, longest: int) -> list[int]:
-    """Lengths of documents that fill `tokens`, drawn evenly by their logarithm. The last is cut."""
-    generator = torch.Generator().manual_seed(0)
-    lengths: list[int] = []
-    while sum(lengths) < tokens:
-        drawn = torch.rand(1, generator=generator).item()
-        length = round(shortest * (longest / shortest) ** drawn)
-        lengths.append(min(length, tokens - sum(lengths)))
-    return lengths
 
 
 def build_model(shape: str, tokens: int, arm: Arm, args: argparse.Namespace) -> PreTrainedModel:

@@ -6,7 +6,7 @@
 Rows: ours; plain torch over full logits, where they fit; torch's own chunked loss (2.13 on); Liger
 Kernel with its defaults and with d_weight summed in fp32, at its own chunk size and at ours;
 cut-cross-entropy with and without its filter of small gradients. A peer that is not installed, or
-does not run, is a row that says so.
+does not run, is a row with `error`.
 
 Each row is forward and backward of the mean over labels in bf16: median milliseconds, and peak
 bytes above inputs (gradients included: they are `gradient_bytes`). TFLOP/s count three matmuls,
@@ -16,61 +16,65 @@ fewer tokens and rows of the vocabulary.
 
 import argparse
 import functools
-import importlib.util
-import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.benchmarks.harness import write
+from scripts.benchmarks.harness import Bench, measure, peak_bytes, timed, training_call
 from scripts.benchmarks.options import parser_of, positive
-from scripts.benchmarks.provenance import provenance, version
-from scripts.benchmarks.timing import Step, peak_bytes, times
 from titan_sparse.loss import IGNORE_INDEX, count_valid, linear_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """loss(hidden [1, T, D], weight [V, D], labels [1, T]) -> scalar, summed over the labels that count."""
 Inputs = tuple[Tensor, Tensor, Tensor]
 """hidden [1, T, D], weight [V, D], labels [1, T]."""
-PACKAGES = {"liger": "liger_kernel", "cut-cross-entropy": "cut_cross_entropy"}
 CHECKED_TOKENS = 2048
 CHECKED_VOCAB = 20003
 LOGIT_DEVIATION = 3.0
 """Standard deviation of the drawn logits: a softmax as peaked as a trained model's."""
 
 
-def main(arguments: list[str]) -> None:
-    args = parse(arguments)
-    checked_tokens = min(args.tokens, CHECKED_TOKENS)
-    checked_vocab = min(args.vocab, CHECKED_VOCAB)
-    small = draw(checked_tokens, args.hidden, checked_vocab, args.device)
-    inputs = draw(args.tokens, args.hidden, args.vocab, args.device)
-
-    result = provenance(args, args.device)
-    for package in PACKAGES.values():
-        result["versions"][package] = version(package.replace("_", "-"))
-    result["rows"] = []
-
-    for name, loss in losses(args.chunk_tokens).items():
-        result["rows"].append(row(name, loss, small, inputs, args))
-        print(json.dumps(result["rows"][-1]), flush=True)
-        if args.out:
-            write(Path(args.out), result)
+def main(words: list[str]) -> int:
+    return measure([parse(words)], {"loss": rows})
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse(words: list[str]) -> argparse.Namespace:
     parser = parser_of("scripts.benchmarks.loss", __doc__)
     sizes = {"tokens": 131072, "hidden": 896, "vocab": 151936, "chunk-tokens": 8192, "repeats": 5}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=positive, default=default)
     parser.add_argument("--out", default="", help="JSON file, written anew after each row")
-    args = parser.parse_args(arguments)
-    args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    return args
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.set_defaults(device=device, cases=["loss"], warm_ups=2, timeout=180)
+    return parser.parse_args(words)
+
+
+def rows(bench: Bench) -> Iterator[dict]:
+    args = bench.args
+    sizes = (min(args.tokens, CHECKED_TOKENS), args.hidden, min(args.vocab, CHECKED_VOCAB))
+    small = draw(*sizes, args.device)
+    inputs = draw(args.tokens, args.hidden, args.vocab, args.device)
+    for name, loss in losses(args.chunk_tokens).items():
+        yield bench.attempt({"name": name}, one_loss, loss, small, inputs)
+        if bench.on_gpu:
+            torch.cuda.empty_cache()
+
+
+def one_loss(bench: Bench, loss: Loss, small: Inputs, inputs: Inputs) -> dict:
+    """Time, memory and errors. small: the inputs that errors are taken on."""
+    found: dict = {"errors": errors(loss, small)}
+    hidden, weight, labels = inputs
+    valid = count_valid(labels)
+    steps = training_call(lambda *leaves: loss(*leaves, labels) / valid, [hidden, weight])
+    spent = timed(bench, steps)
+    found["ms"] = round(spent["forward_ms"] + spent["backward_ms"], 3)
+    found["peak_bytes"] = peak_bytes(steps) if bench.on_gpu else None
+    found["tflops"] = round(6 * hidden.numel() * len(weight) / found["ms"] / 1e9, 1)
+    found["gradient_bytes"] = hidden.nbytes + weight.nbytes
+    return found
 
 
 def full_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -134,9 +138,8 @@ def cut(filter_eps: str | None, hidden: Tensor, weight: Tensor, labels: Tensor) 
     )
 
 
-def losses(chunk_tokens: int) -> dict[str, Loss | str]:
-    """Name -> the loss, or why it is not compared here."""
-    cases: dict[str, Loss | str] = {
+def losses(chunk_tokens: int) -> dict[str, Loss]:
+    return {
         "ours": functools.partial(linear_cross_entropy, chunk_tokens=chunk_tokens),
         "torch, full logits": full_logits,
         "torch, chunked": functools.partial(torch_chunked, chunk_tokens),
@@ -146,15 +149,6 @@ def losses(chunk_tokens: int) -> dict[str, Loss | str]:
         "cut-cross-entropy, exact": functools.partial(cut, None),
         "cut-cross-entropy": functools.partial(cut, "auto"),
     }
-    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        cases["torch, chunked"] = f"not in torch {torch.__version__}"
-    for name in cases:
-        package = PACKAGES.get(name.split(",")[0])
-        if package and importlib.util.find_spec(package) is None:
-            cases[name] = "not installed"
-        elif package and not torch.cuda.is_available():
-            cases[name] = "needs a GPU"
-    return cases
 
 
 def draw(tokens: int, hidden: int, vocab: int, device: str) -> Inputs:
@@ -167,39 +161,6 @@ def draw(tokens: int, hidden: int, vocab: int, device: str) -> Inputs:
     ignored = torch.rand(1, tokens, generator=generator, device=device) < 0.125
     labels[ignored] = IGNORE_INDEX
     return x.requires_grad_(), weight.requires_grad_(), labels
-
-
-def steps_of(loss: Loss, inputs: Inputs) -> list[Step]:
-    """The two steps of one call: forward, and backward of the mean over labels."""
-    valid = count_valid(inputs[2])
-    kept = {}
-
-    def forward() -> None:
-        kept["loss"] = loss(*inputs) / valid
-
-    def backward() -> None:
-        torch.autograd.grad(kept.pop("loss"), inputs[:2])
-
-    return [forward, backward]
-
-
-def measure(loss: Loss, inputs: Inputs, args: argparse.Namespace) -> dict:
-    """Time and memory, after two calls to warm up; "status" alone if the GPU's memory is short."""
-    steps = steps_of(loss, inputs)
-    try:
-        for step in steps * 2:
-            step()
-        on_gpu = args.device == "cuda"
-        measured = {
-            "peak_bytes": peak_bytes(steps) if on_gpu else None,
-            "ms": round(sum(times(steps, args.repeats, lead=on_gpu)), 3),
-        }
-    except torch.cuda.OutOfMemoryError:
-        return {"status": "out of memory"}
-    flops = 6 * args.tokens * args.hidden * args.vocab
-    measured["tflops"] = round(flops / measured["ms"] / 1e9, 1)
-    measured["gradient_bytes"] = inputs[0].nbytes + inputs[1].nbytes
-    return measured
 
 
 def errors(loss: Loss, inputs: Inputs) -> dict[str, float]:
@@ -225,28 +186,5 @@ def loss_and_gradients(loss: Loss, inputs: Inputs) -> list[Tensor]:
     return [value.detach(), *torch.autograd.grad(value, (hidden, weight))]
 
 
-def row(
-    name: str, loss: Loss | str, small: Inputs, inputs: Inputs, args: argparse.Namespace
-) -> dict:
-    """What is written of one loss.
-
-    small: the inputs that errors are taken on. A peer that does not run on this machine is a row
-    that says so; ours has to run.
-    """
-    if isinstance(loss, str):
-        return {"name": name, "status": loss}
-    try:
-        ran = {"name": name, "status": "ran", "errors": errors(loss, small)}
-        return ran | measure(loss, inputs, args)
-    except Exception as error:
-        if name == "ours":
-            raise
-        lines = str(error).splitlines() or [""]
-        return {"name": name, "status": f"failed: {type(error).__name__}: {lines[0]}"}
-    finally:
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

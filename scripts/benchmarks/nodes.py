@@ -1,14 +1,21 @@
 """The case nodes of scripts.benchmarks.context_parallel: a ring and a double ring across nodes."""
 
-import functools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from scripts.benchmarks.attention_cases import Shape
-from scripts.benchmarks.harness import DTYPES, Bench, about, attempt, sent_by_rank, sparse, timed
-from scripts.benchmarks.timing import Step, training_call
+from scripts.benchmarks.harness import (
+    DTYPES,
+    Bench,
+    Step,
+    about,
+    sent_by_rank,
+    sparse,
+    timed,
+    training_call,
+)
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.context_parallel.comm import Pending
 
@@ -46,8 +53,8 @@ def nodes(bench: Bench) -> Iterator[dict]:
             row = about("nodes", shape) | {"nodes": bench.nodes, "gradient_dtype": dtype}
             rows = {}
             for schedule in ("ring", "double_ring"):
-                across = functools.partial(_across, bench, shape, schedule, DTYPES[dtype])
-                rows[schedule] = attempt(bench, row | {"schedule": schedule}, across)
+                named = row | {"schedule": schedule}
+                rows[schedule] = bench.attempt(named, _across, shape, schedule, DTYPES[dtype])
                 yield rows[schedule]
             if not any("error" in found for found in rows.values()):
                 times_faster = rows["ring"]["total_ms"] / rows["double_ring"]["total_ms"]

@@ -30,14 +30,13 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
 
 def head_set(text: str) -> tuple[int, int]:
     """Query heads and KV heads: "16:2" -> (16, 2)."""
-    words = text.partition(":")
-    heads = int(words[0]) if words[0].isdigit() else 0
-    kv_heads = int(words[2]) if words[2].isdigit() else 0
-    if not heads or not kv_heads or heads % kv_heads:
+    heads, _, kv_heads = text.partition(":")
+    numbers = heads.isdigit() and kv_heads.isdigit() and int(kv_heads) > 0
+    if not numbers or int(heads) % int(kv_heads):
         raise argparse.ArgumentTypeError(
             f"{text}: write query heads:KV heads, a multiple and its divisor, as 16:2"
         )
-    return heads, kv_heads
+    return int(heads), int(kv_heads)
 
 
 def share(text: str) -> float:

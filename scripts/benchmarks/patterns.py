@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from scripts.benchmarks.attention_cases import Attention, Shape, chosen_backend, ready_index, sdpa
-from scripts.benchmarks.harness import Bench, about, attempt, rounded, timed
+from scripts.benchmarks.harness import Bench, about, rounded, timed, training_call
 from scripts.benchmarks.options import positive, share
-from scripts.benchmarks.timing import training_call
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
@@ -38,7 +37,7 @@ PUBLISHED: dict[str, Any] = {
     "count_sinks": True,
     "local_slashes": 2,
 }
-"""MTraining's probe and what it has on in any case."""
+"""MTraining's probe, and what it always selects."""
 
 
 def add_pattern_options(parser: argparse.ArgumentParser) -> None:
@@ -69,14 +68,12 @@ def patterns(bench: Bench) -> Iterator[dict]:
         tensors = [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), d_out]
         dense = {}
         for name, call in dense_calls(bench, shape):
-            time = functools.partial(_dense, bench, tensors, call)
-            dense[name] = attempt(bench, row | {"name": name}, time)
+            dense[name] = bench.attempt(row | {"name": name}, _dense, tensors, call)
             yield dense[name]
         measured = []
         for name, knob, value, pattern in grid(args):
             named = row | {"name": name, "knob": knob, "value": value}
-            time = functools.partial(_pattern, bench, shape, pattern, tensors)
-            found = attempt(bench, named, time)
+            found = bench.attempt(named, _pattern, shape, pattern, tensors)
             if "error" not in found and "error" not in dense["dense"]:
                 ideal_ms = dense["dense"]["total_ms"] * found["density"]
                 found["of_dense_x_density"] = rounded(found["total_ms"] / ideal_ms)
@@ -100,7 +97,7 @@ def realistic(shape: Shape) -> tuple[Tensor, Tensor]:
 def dense_calls(bench: Bench, shape: Shape) -> Iterator[tuple[str, Attention]]:
     """(name, attention): ours, and on a GPU cuDNN's through torch."""
     yield "dense", bench.attention(Dense(), Causal().rows(shape.seq_len, bench.device))
-    if bench.device.type == "cuda":
+    if bench.on_gpu:
         yield "cudnn", functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION)
 
 

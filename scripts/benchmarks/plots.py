@@ -16,32 +16,22 @@ timeline   rows of the case timeline of scripts.benchmarks.context_parallel. A l
 import argparse
 import json
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
+from scripts.benchmarks.options import parser_of
 from scripts.benchmarks.traces import KINDS
 
-COLORS = {
-    "cudnn": "tab:gray",
-    "flash-attn-4": "tab:orange",
-    "ours, dense": "tab:blue",
-    "ours, cudnn": "tab:cyan",
-    "ours, triton": "tab:olive",
-    "flex": "tab:purple",
-    "triton": "tab:green",
-    "eager": "tab:brown",
-}
+NAMES = ("ours, dense", "flash-attn-4", "triton", "eager", "flex", "ours, triton")
+NAMES += ("ours, cudnn", "cudnn")
+COLORS = {name: f"C{number}" for number, name in enumerate(NAMES)}
 COLORS_OF_KINDS = dict(zip(KINDS, ("tab:green", "tab:orange", "tab:blue", "tab:gray"), strict=True))
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks.plots",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("scripts.benchmarks.plots", __doc__)
     parser.add_argument("kind", choices=["attention", "timeline"])
     parser.add_argument("results", nargs="+", help="JSON files of one GPU")
     parser.add_argument("--out", required=True, help="the picture, .png")
@@ -67,44 +57,35 @@ def main(words: list[str]) -> int:
 
 
 def attention_rows(results: list[dict]) -> list[dict]:
-    """Rows of several results together; of rows for the same case the last result's."""
+    """Rows of several results together; of rows for the same case the last result's.
+
+    To each row are added head_set, "16:2/128" (query heads, KV heads, head_dim), and total_ms.
+    """
     rows = {}
     for result in results:
         for row in result["rows"]:
             if "target_density" in row and "error" not in row:
-                size = (head_set(row), row["block_size"], row["seq_len"])
+                row["head_set"] = f"{row['heads']}:{row['kv_heads']}/{row['head_dim']}"
+                row["total_ms"] = row["forward_ms"] + row["backward_ms"]
+                size = (row["head_set"], row["block_size"], row["seq_len"])
                 rows[row["name"], size, row["target_density"]] = row
     if not rows:
         sys.exit("no file has rows of python -m scripts.benchmarks.attention sparse")
     return list(rows.values())
 
 
-def head_set(row: dict) -> str:
-    """ "16:2/128": query heads, KV heads, head_dim."""
-    return f"{row['heads']}:{row['kv_heads']}/{row['head_dim']}"
-
-
-def is_sparse(row: dict) -> bool:
-    """Whether the row is one of our backends on a sparse pattern."""
-    return row["target_density"] is not None
-
-
-def total_ms(row: dict) -> float:
-    return row["forward_ms"] + row["backward_ms"]
-
-
-def break_even(rows: list[dict]) -> Iterator[str]:
-    """For each backend and length, up to which density sparse pays. rows: of one head set."""
-    dense = {}
+def break_even(dense: list[dict], sparse: list[dict]) -> Iterator[str]:
+    """For each backend and length, up to which density sparse pays. Rows of one head set."""
+    limits = {}
     for peer in ("cudnn", "flash-attn-4"):
-        dense |= {row["seq_len"]: total_ms(row) for row in rows if row["name"] == peer}
-    points: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for row in filter(is_sparse, rows):
-        cost = total_ms(row) + row["selection_ms"]
-        points.setdefault((row["name"], row["seq_len"]), []).append((row["density"], cost))
+        limits |= {row["seq_len"]: row["total_ms"] for row in dense if row["name"] == peer}
+    points = defaultdict(list)
+    for row in sparse:
+        cost = row["total_ms"] + row["selection_ms"]
+        points[row["name"], row["seq_len"]].append((row["density"], cost))
     for (backend, seq_len), measured in sorted(points.items()):
-        if seq_len in dense:
-            found = first_reaching(measured, dense[seq_len])
+        if seq_len in limits:
+            found = first_reaching(measured, limits[seq_len])
             yield f"{backend}: at {seq_len:,} tokens sparse pays up to a density of {found}"
 
 
@@ -124,29 +105,29 @@ def first_reaching(points: Iterable[tuple[float, float]], level: float) -> str:
 
 def lines(rows: list[dict], x: str) -> dict[str, list[tuple[float, float]]]:
     """{name: (row[x], forward + backward in ms) in the order of x}."""
-    points: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        points.setdefault(row["name"], []).append((row[x], total_ms(row)))
-    return {name: sorted(of_name) for name, of_name in points.items()}
+    points = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row[x]):
+        points[row["name"]].append((row[x], row["total_ms"]))
+    return points
 
 
 def draw_attention(rows: list[dict], args: argparse.Namespace) -> None:
     from matplotlib import pyplot
 
-    heads = args.heads or head_set(rows[0])
-    rows = [row for row in rows if head_set(row) == heads]
-    for line in break_even(rows):
+    heads = args.heads or rows[0]["head_set"]
+    rows = [row for row in rows if row["head_set"] == heads]
+    dense = [row for row in rows if row["target_density"] is None]
+    sparse = [row for row in rows if row["target_density"] is not None]
+    for line in break_even(dense, sparse):
         print(line)
-    dense = [row for row in rows if not is_sparse(row)]
-    sparse = [row for row in rows if is_sparse(row)]
-    if args.density not in {row["target_density"] for row in sparse}:
+    of_density = [row for row in sparse if row["target_density"] == args.density]
+    if not of_density:
         sys.exit(f"no row of heads {heads} has --density {args.density}")
     # The length at which most densities were measured, of several the longest.
     seen = Counter(seq_len for seq_len, _ in {(r["seq_len"], r["target_density"]) for r in sparse})
     longest = max(seen, key=lambda seq_len: (seen[seq_len], seq_len))
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    of_density = [row for row in sparse if row["target_density"] == args.density]
     for style, shown in (("--o", dense), ("-o", of_density)):
         for name, points in lines(shown, "seq_len").items():
             left.plot(*zip(*points), style, color=COLORS[name], label=name, markersize=4)
@@ -172,19 +153,14 @@ def draw_attention(rows: list[dict], args: argparse.Namespace) -> None:
 
 def lanes(intervals: list[dict]) -> dict[str, list[dict]]:
     """The intervals of each stream under the name of its main use, the kernels' stream first."""
-    streams: dict[object, list[dict]] = {}
+    streams = defaultdict(list)
+    spent = defaultdict(Counter)
     for interval in intervals:
-        streams.setdefault(interval["stream"], []).append(interval)
-
-    main_kind = {}
-    for stream, of_stream in streams.items():
-        spent = dict.fromkeys(KINDS, 0)
-        for interval in of_stream:
-            spent[interval["kind"]] += interval["duration_us"]
-        main_kind[stream] = max(KINDS, key=spent.get)
-
-    order = sorted(streams, key=lambda stream: (KINDS.index(main_kind[stream]), str(stream)))
-    return {f"{main_kind[stream]} {stream}": streams[stream] for stream in order}
+        streams[interval["stream"]].append(interval)
+        spent[interval["stream"]][interval["kind"]] += interval["duration_us"]
+    main = {stream: of_kind.most_common(1)[0][0] for stream, of_kind in spent.items()}
+    order = sorted(streams, key=lambda stream: (KINDS.index(main[stream]), str(stream)))
+    return {f"{main[stream]} {stream}": streams[stream] for stream in order}
 
 
 def draw_timeline(result: dict, out: str) -> None:

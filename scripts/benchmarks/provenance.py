@@ -1,14 +1,9 @@
-"""What the numbers of a benchmark belong to: command, commit, date, GPU, versions, options.
-
-No other file writes these. What an old result file lacks says so: "unknown: " and why.
-"""
+"""What the numbers of a benchmark belong to: command, commit, date, GPU, versions, options."""
 
 import argparse
 import datetime
 import importlib.metadata
 import os
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,75 +12,22 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 
-KEYS = ("command", "commit", "date", "gpu", "versions")
-"""What every result file has, at its top."""
-
-UNKNOWN = "unknown: "
-"""Begins a value that nobody has recorded; why follows."""
-
 
 def provenance(args: argparse.Namespace, device: str | torch.device = "cuda") -> dict:
     """The first keys of every result file. The options hold the shapes that rows do not repeat.
 
     device: where the numbers were taken, cuda or cpu.
     """
+    on_gpu = torch.device(device).type == "cuda"
     return {
         "command": command(),
-        "commit": commit(),
+        # "-dirty" where files differ from the commit; None without git.
+        "commit": output_of("git describe --always --dirty --abbrev=40 --exclude=*"),
         "date": datetime.date.today().isoformat(),
-        "gpu": device_name(device),
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else "CPU",
         "versions": versions(),
         "options": vars(args),
     }
-
-
-def of_start(start: dict) -> dict:
-    """The same for a training run, without the options. start: the content of its start.json."""
-    words = shlex.split(start["command"])
-    # Without the interpreter and its own options: python -u train.py, python -m titan_sparse.train.
-    places = [i for i, word in enumerate(words) if word.endswith(".py") or word == "-m"]
-    command = f"{UNKNOWN}the run was no program of its own"
-    if places:
-        first = places[0]
-        program = [os.path.basename(words[first]), *words[first + 1 :]]
-        ranks = str(start["world_size"])
-        command = shlex.join(["torchrun", "--nproc-per-node", ranks, *program])
-    git = start["git"]
-    commit = f"{UNKNOWN}the run was started outside of a checkout"
-    if git is not None:
-        commit = git["commit"] + ("-dirty" if git["changed_files"] else "")
-    return {
-        "command": command,
-        "commit": commit,
-        "date": start["date"][:10],
-        "gpu": start["ranks"][0]["device"],
-        "versions": start["versions"],
-    }
-
-
-def problems(result: dict) -> list[str]:
-    """What is wrong or missing in a result file's origin. Empty if it is complete."""
-    found = [f"{key} is missing" for key in KEYS if not result.get(key)]
-    if found:
-        return found
-    versions = result["versions"]
-    if not isinstance(versions, dict) or not versions.get("torch"):
-        found.append("versions has no torch")
-    if not re.fullmatch(r"20\d\d-\d\d-\d\d", result["date"]):
-        found.append(f"date is {result['date']!r}")
-    hexadecimal = r"[0-9a-f]{40}(-dirty)?"
-    is_told = result["commit"].startswith((UNKNOWN, "none: "))
-    if not is_told and not re.fullmatch(hexadecimal, result["commit"]):
-        found.append(f"commit is {result['commit']!r}")
-    for key in ("command", "commit", "gpu"):
-        if result[key].startswith(UNKNOWN) and len(result[key]) < 20:
-            found.append(f"{key} is unknown, but not why")
-    if result["command"].startswith("each run: "):
-        runs = result.get("runs") or result.get("rows") or []
-        runs = runs.values() if isinstance(runs, dict) else runs
-        if not runs or not all(run.get("command") for run in runs):
-            found.append("not each run has its command")
-    return found
 
 
 def command() -> str:
@@ -101,27 +43,20 @@ def command() -> str:
     return " ".join([*program, *sys.argv[1:]])
 
 
-def commit() -> str | None:
-    """The commit of this checkout, "-dirty" where files differ from it; None without git."""
-    described = output_of(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"])
-    return described or None
-
-
-def device_name(device: str | torch.device) -> str:
-    device = torch.device(device)
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+PACKAGES = (
+    *("triton", "flash-attn-4", "flash-attn", "liger-kernel", "cut-cross-entropy"),
+    *("transformers", "accelerate"),
+)
 
 
 def versions() -> dict[str, str | None]:
     """Versions of what the numbers depend on; None for what is not there."""
-    drivers = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return {
         "torch": torch.__version__,
-        "triton": version("triton"),
-        "flash-attn-4": version("flash-attn-4"),
+        **{package: version(package) for package in PACKAGES},
         "cuda": torch.version.cuda,
         "cudnn": str(torch.backends.cudnn.version()),
-        "driver": drivers.partition("\n")[0] or None,
+        "driver": output_of("nvidia-smi --query-gpu=driver_version --format=csv,noheader"),
     }
 
 
@@ -133,10 +68,10 @@ def version(package: str) -> str | None:
         return None
 
 
-def output_of(words: list[str]) -> str:
-    """What a command prints; empty if it fails or does not exist."""
+def output_of(line: str) -> str | None:
+    """The first line that a command prints; None if it fails or does not exist."""
     try:
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+        done = subprocess.run(line.split(), cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.partition("\n")[0] or None

@@ -2,17 +2,18 @@
 
     python -m scripts.benchmarks.steps "1 GPU=outputs/one" "2 GPUs=outputs/two" --out step.json
 
-Each run is told by its newest start (docs/training.md, "What a run writes"). Runs of different
-commits, GPUs or versions are refused: they are not to be compared.
+The newest start of each run says where it comes from (docs/training.md, "What a run writes"). Runs
+of different commits, GPUs or versions are refused, because they cannot be compared.
 """
 
 import argparse
 import json
+import os
+import shlex
 import sys
 from pathlib import Path
 
 from scripts.benchmarks.options import parser_of
-from scripts.benchmarks.provenance import of_start
 from titan_sparse.training.metrics_output import read_metrics
 
 
@@ -38,7 +39,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 def named_run(text: str) -> tuple[str, Path]:
     name, equals, folder = text.partition("=")
     if not (name and equals and folder):
-        raise argparse.ArgumentTypeError(f"{text} is no NAME=FOLDER")
+        raise argparse.ArgumentTypeError(f"{text}: write NAME=FOLDER")
     return name, Path(folder)
 
 
@@ -52,15 +53,38 @@ def collect(runs: list[tuple[str, Path]]) -> dict:
         if not starts:
             raise ValueError(f"{folder} holds no starts/*/start.json; write a run's output_dir")
         start = json.loads(starts[-1].read_text(encoding="utf-8"))
-        about = of_start(start)
-        command = about.pop("command")
-        for key in ("commit", "gpu", "versions"):
-            if result.setdefault(key, about[key]) != about[key]:
+        about = {
+            "commit": commit_of(start["git"]),
+            "gpu": start["ranks"][0]["device"],
+            "versions": start["versions"],
+        }
+        for key, value in about.items():
+            if result.setdefault(key, value) != value:
                 raise ValueError(f"{folder} has another {key} than {runs[0][1]}; measure both anew")
-        result.setdefault("date", about["date"])
-        steps = [line for _, line in sorted(read_metrics(folder).items())]
-        parts[name] = {"command": command, "gpus": start["world_size"], "steps": steps}
+        result.setdefault("date", start["date"][:10])
+        parts[name] = {
+            "command": command_of(start),
+            "gpus": start["world_size"],
+            "steps": [line for _, line in sorted(read_metrics(folder).items())],
+        }
     return result | {"runs": parts}
+
+
+def commit_of(git: dict | None) -> str:
+    if git is None:
+        return "unknown: the run was started outside of a checkout"
+    return git["commit"] + ("-dirty" if git["changed_files"] else "")
+
+
+def command_of(start: dict) -> str:
+    """The run's command without paths of its machine. start: the content of its start.json."""
+    words = shlex.split(start["command"])
+    # Without the interpreter and its own options: python -u train.py, python -m titan_sparse.train.
+    for place, word in enumerate(words):
+        if word == "-m" or word.endswith(".py"):
+            program = [os.path.basename(word), *words[place + 1 :]]
+            return shlex.join(["torchrun", "--nproc-per-node", str(start["world_size"]), *program])
+    return "unknown: the run was no program of its own"
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from scripts.benchmarks import loss as bench_loss
 
 TOY = "--tokens 130 --hidden 16 --vocab 101 --chunk-tokens 32 --repeats 1".split()
@@ -11,29 +9,17 @@ TOY = "--tokens 130 --hidden 16 --vocab 101 --chunk-tokens 32 --repeats 1".split
 
 def test_every_row_is_measured_or_says_why_not(tmp_path):
     out = tmp_path / "loss.json"
-    bench_loss.main([*TOY, "--out", str(out)])
-    result = json.loads(out.read_text())
-    rows = {row["name"]: row for row in result["rows"]}
+    assert bench_loss.main([*TOY, "--out", str(out)]) == 0
+    rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
     assert list(rows) == list(bench_loss.losses(32))
+    assert all("error" in row or row["ms"] > 0 for row in rows.values())
     for name in ("ours", "torch, full logits"):
-        assert rows[name]["status"] == "ran" and rows[name]["ms"] > 0
         assert rows[name]["gradient_bytes"] == 2 * 16 * (130 + 101)
+        flops = 6 * 130 * 16 * 101
+        assert abs(rows[name]["tflops"] - flops / rows[name]["ms"] / 1e9) <= 0.05
     # Full logits are rounded to bf16, ours are not.
     for name, error in rows["ours"]["errors"].items():
         assert 0 < error < 0.9 * rows["torch, full logits"]["errors"][name] < 0.01
-
-
-def test_a_peer_that_fails_is_a_row_and_ours_is_fatal():
-    args = bench_loss.parse(TOY)
-    inputs = bench_loss.draw(8, 4, 5, args.device)
-
-    def fails(*_):
-        raise RuntimeError("no such kernel\nmore")
-
-    found = bench_loss.row("liger", fails, inputs, inputs, args)
-    assert found["status"] == "failed: RuntimeError: no such kernel"
-    with pytest.raises(RuntimeError):
-        bench_loss.row("ours", fails, inputs, inputs, args)
 
 
 def test_wrong_gradients_are_seen():

@@ -3,77 +3,88 @@
 import argparse
 import datetime
 import json
+import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from scripts.benchmarks.provenance import KEYS, UNKNOWN, command, of_start, problems, provenance
+from scripts.benchmarks import provenance, steps
+from tests.runs import tiny_config, train, write_texts
 
-ROOT = Path(__file__).parents[3]
-RESULTS = sorted((ROOT / "benchmarks/results").glob("*.json"))
-
-
-def test_keys_that_every_result_has():
-    about = provenance(argparse.Namespace(seq_len=5), "cpu")
-    assert list(about) == ["command", "commit", "date", "gpu", "versions", "options"]
-    assert about["date"] == datetime.date.today().isoformat() and about["gpu"] == "CPU"
-    assert about["versions"]["torch"] == torch.__version__ and about["options"] == {"seq_len": 5}
-    json.dumps(about)
-    assert set(KEYS) < set(about) and problems(about | {"commit": 40 * "0"}) == []
+RESULTS = sorted((provenance.ROOT / "benchmarks/results").glob("*.json"))
 
 
-@pytest.mark.parametrize(
-    "started, told",
-    [
-        (
-            "python -u train.py --config a.toml",
-            "torchrun --nproc-per-node 2 train.py --config a.toml",
-        ),
-        ("python -m titan_sparse.train", "torchrun --nproc-per-node 2 -m titan_sparse.train"),
-        ("python -u -c 'import sys'", "unknown: the run was no program of its own"),
-    ],
-)
-def test_the_command_of_a_start(started, told):
-    start = {
-        "command": started,
-        "world_size": 2,
-        "git": None,
-        "date": "2026-11-22T14:55:53+00:00",
-        "ranks": [{"device": "CPU"}],
-        "versions": {"torch": "2.13.0"},
-    }
-    assert of_start(start)["command"] == told
-    assert problems(of_start(start)) == []
-
-
-def test_every_result_says_where_it_comes_from():
-    found = {path.name: problems(json.loads(path.read_text())) for path in RESULTS}
-    assert len(found) > 30 and {name: why for name, why in found.items() if why} == {}
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"date": None}, "date is missing"),
-        ({"date": "yesterday"}, "date is 'yesterday'"),
-        ({"commit": "3c81946"}, "commit is '3c81946'"),
-        ({"commit": UNKNOWN}, "commit is unknown, but not why"),
-        ({"versions": {"triton": "3.6.0"}}, "versions has no torch"),
-        ({"command": "each run: its own key command", "rows": [{}]}, "not each run"),
-    ],
-)
-def test_what_is_missing_is_named(change, words):
-    about = provenance(argparse.Namespace(), "cpu") | {"commit": 40 * "0"}
-    [problem] = problems(about | change)
-    assert words in problem
-
-
-def test_the_command_is_a_module_and_has_no_path_of_this_machine(monkeypatch):
+def test_a_result_begins_with_its_origin(monkeypatch):
     spec = SimpleNamespace(name="scripts.benchmarks.loss.__main__")
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "loss.py"), "--out", "x.json"])
+    monkeypatch.setattr(sys, "argv", [str(provenance.ROOT / "loss.py"), "--out", "x.json"])
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert command() == "python -m scripts.benchmarks.loss --out x.json"
+    about = provenance.provenance(argparse.Namespace(seq_len=5), "cpu")
+    # The command is a module, without a path of this machine.
+    assert about.pop("command") == "python -m scripts.benchmarks.loss --out x.json"
+    assert about.pop("versions")["torch"] == torch.__version__
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", about.pop("commit") or 40 * "0")
+    today = datetime.date.today().isoformat()
+    assert about == {"date": today, "gpu": "CPU", "options": {"seq_len": 5}}
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_every_result_says_where_it_comes_from(path):
+    """What was not recorded says so: "unknown: " and why."""
+    result = json.loads(path.read_text())
+    assert result["gpu"] and result["versions"]["torch"]
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", result["date"])
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|(unknown|none): .{10,}", result["commit"])
+    runs = result.get("runs") or result.get("rows")
+    for run in runs.values() if isinstance(runs, dict) else runs or []:
+        assert run.get("command") or not result["command"].startswith("each run: ")
+    assert len(result["command"]) > 10
+
+
+# steps --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    write_texts(folder / "texts", documents=4)
+    for name in ("one", "two"):
+        train(tiny_config(folder, name, training__steps=2))
+        dist.destroy_process_group()
+    return folder
+
+
+def _record(folder, **recorded):
+    [path] = folder.glob("starts/*/start.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | recorded))
+
+
+def test_steps_and_their_origin(runs, tmp_path, capsys):
+    for name, command in (
+        ("one", "/usr/bin/python -u /home/me/train.py --training.steps 2"),
+        ("two", "python -m titan_sparse.train --training.steps 2"),
+    ):
+        _record(runs / name, command=command, git={"commit": 40 * "a", "changed_files": 0})
+    out = tmp_path / "steps.json"
+    words = [f"a run={runs / 'one'}", f"b={runs / 'two'}", "--out", str(out)]
+    assert steps.main(words) == 0, capsys.readouterr().err
+    found = json.loads(out.read_text())
+    assert found["commit"] == 40 * "a" and found["gpu"] == "cpu"
+    assert found["versions"]["torch"] == torch.__version__ and found["date"].startswith("20")
+    assert list(found["runs"]) == ["a run", "b"]
+    one, two = found["runs"].values()
+    assert one["command"] == "torchrun --nproc-per-node 1 train.py --training.steps 2"
+    assert two["command"].endswith("1 -m titan_sparse.train --training.steps 2")
+    assert [line["step"] for line in one["steps"]] == [1, 2] and one["gpus"] == 1
+
+    _record(runs / "two", command="python -c x", git={"commit": 40 * "a", "changed_files": 2})
+    [two] = steps.collect([("b", runs / "two")])["runs"].values()
+    assert two["command"] == "unknown: the run was no program of its own"
+    words = [f"a={runs / 'one'}", f"b={runs / 'two'}", "--out", str(tmp_path / "x.json")]
+    assert steps.main(words) == 2 and "another commit" in capsys.readouterr().err
+    assert steps.main([f"a={tmp_path}", "--out", str(tmp_path / "x.json")]) == 2
+    assert "no starts/*/start.json" in capsys.readouterr().err
+    assert not (tmp_path / "x.json").exists()

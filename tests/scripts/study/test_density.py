@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.benchmarks import provenance
 from scripts.study import density as program
 from scripts.study import pictures, real_model
 from scripts.study.density import DEFAULT, SPECS, Spec, measure
@@ -220,7 +219,7 @@ def test_a_run_continues_with_texts_that_are_missing(tiny, tmp_path, monkeypatch
     monkeypatch.setattr(program, "SPECS", (SHORT._replace(name=DEFAULT),))
     assert program.main(words) == 0
     first = json.loads(out.read_text())
-    assert provenance.problems(first) == []
+    assert {"command", "commit", "date", "gpu", "versions"} <= first.keys()
     (text,) = first["texts"].values()
     assert text["yarn_factor"] == 2.0 and {row["name"] for row in text["oracles"]} == set(ORACLES)
     for row in text["rows"]:

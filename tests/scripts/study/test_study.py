@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.benchmarks.provenance import problems
 from scripts.study import __main__ as study
 from scripts.study import pictures, real_model
 from scripts.study.report import costs, costs_table, equal_time, equal_time_table, scores_of
@@ -121,7 +120,7 @@ def test_questions_go_up_to_the_length_that_the_model_reads(toy):
 @pytest.mark.slow
 def test_report_says_what_was_logged(toy):
     found = json.loads((toy / "report/results.json").read_text())
-    assert problems(found | {"commit": 40 * "0"}) == []
+    assert {"command", "commit", "date", "gpu", "versions"} <= found.keys()
 
     sparse = read_metrics(toy / SPARSE)
     run = found["runs"][SPARSE]
