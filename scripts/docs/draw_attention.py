@@ -15,6 +15,8 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from matplotlib import colormaps
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
@@ -95,13 +97,11 @@ def picture(mask: Mask, index: BlockIndex, layout: str, ranks: int, title: str, 
 
     Returns the pairs of tokens that each rank computes, [W].
     """
-    pyplot = _pyplot()
     ranges = mask.rows(index.seq_len)
     table = table_of(ranges, layout, ranks, index.block_size)
     work = count_visits(index, ranges, table).total()[0, 0]
-    figure, panels = pyplot.subplots(
-        1, 4, figsize=(19, 5.4), layout="constrained", width_ratios=(1, 1, 1, 0.7)
-    )
+    figure = Figure(figsize=(19, 5.4), layout="constrained")
+    panels = figure.subplots(1, 4, width_ratios=(1, 1, 1, 0.7))
     seen = mask.dense(index.seq_len)[0]  # [S, S]
     computed = index.dense(mask)[0, 0]
     _draw_pairs(panels[0], seen, index.block_size, f"1. Mask: a query may see\n{_share(seen)}")
@@ -117,7 +117,7 @@ def picture(mask: Mask, index: BlockIndex, layout: str, ranks: int, title: str, 
         index.block_size,
         f"3. Layout {layout}: color shows the rank\nthat owns the block of queries",
     )
-    colors = [pyplot.colormaps["tab10"](rank % 10) for rank in range(ranks)]
+    colors = [colormaps["tab10"](rank % 10) for rank in range(ranks)]
     panels[3].bar(range(ranks), work.tolist(), color=colors)
     panels[3].set_xticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     imbalance = work.max() / work.double().mean().clamp(min=1)
@@ -129,22 +129,11 @@ def picture(mask: Mask, index: BlockIndex, layout: str, ranks: int, title: str, 
 
 def gallery(out: str, tokens: int = 240) -> None:
     """All examples in one picture."""
-    pyplot = _pyplot()
-    figure, panels = pyplot.subplots(2, 5, figsize=(15, 6.6), layout="constrained")
+    figure = Figure(figsize=(15, 6.6), layout="constrained")
+    panels = figure.subplots(2, 5)
     for axes, (name, example) in zip(panels.flat, EXAMPLES.items(), strict=True):
         _draw_pairs(axes, example(tokens).dense(tokens)[0], tokens, name)
     _write(figure, out)
-
-
-def _pyplot():
-    try:
-        import matplotlib
-    except ImportError:
-        sys.exit('scripts.docs.draw_attention needs matplotlib: pip install -e ".[eval]"')
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def _share(pairs: Tensor) -> str:
@@ -204,10 +193,9 @@ def _grid(axes, tokens: int, block_size: int, title: str) -> None:
     axes.tick_params(labelsize=8)
 
 
-def _write(figure, out: str) -> None:
+def _write(figure: Figure, out: str) -> None:
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
     figure.savefig(out, dpi=80)
-    _pyplot().close(figure)
 
 
 def main(words: list[str]) -> None:
@@ -227,23 +215,19 @@ def main(words: list[str]) -> None:
         help="a multiple of block size x ranks, for zigzag of twice that",
     )
     parser.add_argument("--block-size", type=int, default=128)
-    parser.add_argument("--out", help="the picture, .png")
-    parser.add_argument("--gallery", help="draw all masks into this file instead")
+    out = parser.add_mutually_exclusive_group(required=True)
+    out.add_argument("--out", help="the picture, .png")
+    out.add_argument("--gallery", help="draw all masks into this file instead")
     args = parser.parse_args(words)
-    if bool(args.out) == bool(args.gallery):
-        sys.exit("write one of --out FILE and --gallery FILE")
     if args.gallery:
         return gallery(args.gallery)
     mask = EXAMPLES[args.mask](args.tokens)
-    try:
-        index = select(args.pattern, mask, args.tokens, args.block_size)
-        title = (
-            f"{args.mask}, {args.pattern}, {args.tokens:,} tokens, "
-            f"blocks of {args.block_size}, {args.ranks} ranks"
-        )
-        picture(mask, index, args.layout, args.ranks, title, args.out)
-    except ValueError as error:
-        sys.exit(str(error))
+    index = select(args.pattern, mask, args.tokens, args.block_size)
+    title = (
+        f"{args.mask}, {args.pattern}, {args.tokens:,} tokens, "
+        f"blocks of {args.block_size}, {args.ranks} ranks"
+    )
+    picture(mask, index, args.layout, args.ranks, title, args.out)
 
 
 if __name__ == "__main__":

@@ -14,18 +14,17 @@
 SmolLM2-135M-Instruct (scripts.study.real_model makes its folder) is extended with YaRN on long
 documents, code, prose and both, by each method: same weights, data and order. Parts from 1 on can
 run at the same time, each on a GPU of its own by CUDA_VISIBLE_DEVICES. What is there already is not
-done again; a run that was stopped goes on. OUT/report has the results of all that is done. Status
-0: all parts that were asked for are done; 3: stopped before the end, the same command goes on.
+done again, and a run that was stopped goes on. OUT/report has the results of all that is done.
+Status 0: all parts that were asked for are done. Status 3: stopped before the end, and the same
+command goes on.
 """
 
 import argparse
-import contextlib
 import json
 import logging
 import math
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.study.settings import (
@@ -38,18 +37,15 @@ from scripts.study.settings import (
     evaluations,
     parts,
     runs,
-    write_json,
 )
-from titan_sparse.config import ConfigError
-from titan_sparse.config.reading import require
+from titan_sparse.config.reading import Refusal, require
 from titan_sparse.train import set_allocator
 
 MORE_TO_DO = 3
 
 
 def main(words: list[str]) -> int:
-    args = parse(words)
-    size = size_of(args)
+    args, size = parse(words)
     if args.list:
         for number, name in enumerate(parts(size)):
             print(f"{number:>4} {name}")
@@ -57,57 +53,53 @@ def main(words: list[str]) -> int:
     folder = Path(args.out)
     study = Study(size, folder, Path(args.model) if args.model else folder / "model")
     deadline = time.monotonic() + 60 * args.minutes
-    # As train.py: told before torch is loaded, and what a run logs goes to the terminal.
+    # As in train.py: before torch is loaded. What a run logs goes to the terminal.
     set_allocator()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
     logging.getLogger("titan_sparse").setLevel(logging.INFO)
+    from scripts.study.report import report
+
     status = 0
     try:
         claim(study)
         make_model(study)
         for name in args.parts:
-            with noted(folder, name):
+            began = time.monotonic()
+            try:
                 do_part(study, name, deadline)
+            finally:
+                minutes = (time.monotonic() - began) / 60
+                print(f"part {name}: {minutes:.1f} minutes", flush=True)
     except OutOfTime:
         print("stopped before the end; the same command goes on", flush=True)
         status = MORE_TO_DO
-    except ConfigError as error:
+    except Refusal as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    from scripts.study.report import report
-
     report(study, args)
     return status
 
 
-def parse(words: list[str]) -> argparse.Namespace:
-    """The options; exits with status 2 on a mistake."""
-    args = _parser().parse_args(words)
-    error = _parser().error
-    size = size_of(args)
+def parse(words: list[str]) -> tuple[argparse.Namespace, Size]:
+    """The options, with the names of the parts to do; exits with status 2 on a mistake."""
+    parser = _parser()
+    args = parser.parse_args(words)
+    size = at_equal_time(SIZES[args.size]) if args.equal_time else SIZES[args.size]
+    least = size.reserve_seconds / 30
+    if not args.minutes > least:
+        parser.error(f"--minutes {args.minutes:g} is too little; write more than {least:g}")
     names = parts(size)
-    least = size.reserve_seconds / 60
-    if not args.minutes > 2 * least:
-        error(
-            f"--minutes {args.minutes:g} is too little for anything; write more than {2 * least:g}"
-        )
-    if args.part is not None and not 0 <= args.part < len(names):
-        error(f"--part {args.part} is none; write 0 to {len(names) - 1}")
     known = list(runs(size))
-    args.runs = [name.strip() for name in args.runs.split(",")] if args.runs else known
-    for name in args.runs:
-        if name not in known:
-            error(f"--runs {name} is unknown; write some of {','.join(known)}")
+    chosen = args.runs.split(",") if args.runs else known
+    if not set(chosen) <= set(known):
+        parser.error(f"--runs {args.runs}: write some of {','.join(known)}")
+    if args.part is not None and args.part not in range(len(names)):
+        parser.error(f"--part {args.part}: write 0 to {len(names) - 1}")
     asked = names if args.part is None else [names[args.part]]
-    args.parts = [name for name in asked if name not in known or name in args.runs]
+    args.parts = [name for name in asked if name not in known or name in chosen]
     if not args.parts:
-        error(f"--part {args.part} is {asked[0]}, which --runs leaves out; write one of them only")
-    return args
-
-
-def size_of(args: argparse.Namespace) -> Size:
-    size = SIZES[args.size]
-    return at_equal_time(size) if args.equal_time else size
+        parser.error(f"--part {args.part} is {asked[0]}, which --runs leaves out")
+    return args, size
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -116,69 +108,50 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--out", default="outputs/study", help="folder of all that is written; up to 50 GB"
-    )
-    parser.add_argument(
-        "--model",
-        help="folder of SmolLM2-135M-Instruct, as scripts.study.real_model writes it; "
-        "made in OUT/model by default",
-    )
+    add = parser.add_argument
+    add("--out", default="outputs/study", help="folder of all that is written; up to 50 GB")
+    add("--model", help="folder that scripts.study.real_model wrote; default: made in OUT/model")
     sizes = parser.add_mutually_exclusive_group()
     for name, text in (
         ("long", "131,072 tokens instead of 65,536, with fewer steps"),
         ("short", "about 15 minutes on an H200"),
-        ("toy", "a minute on a CPU, a model of random weights; says nothing"),
+        ("toy", "a minute on a CPU, a model of random weights; the numbers mean nothing"),
     ):
         sizes.add_argument(f"--{name}", dest="size", action="store_const", const=name, help=text)
-    parser.add_argument(
-        "--equal-time",
-        action="store_true",
-        help="each method has as many steps as fit into the time of the dense ones",
-    )
-    parser.add_argument("--part", type=int, help="do this part only; --list names them")
-    parser.add_argument(
-        "--runs", default="", help="of the extensions only these, with commas between"
-    )
-    parser.add_argument(
+    add("--equal-time", action="store_true", help="as many steps as fit into the dense ones' time")
+    add("--part", type=int, help="do this part only; --list names them")
+    add("--runs", default="", help="of the extensions only these, with commas between")
+    add(
         "--minutes",
         type=float,
         default=math.inf,
-        help="stop after that many: the step ends and is "
-        "saved; what would not get far is not begun",
+        help="stop after that many: the step ends and is saved; what would not get far is not begun",
     )
-    parser.add_argument("--list", action="store_true", help="print the parts and stop")
+    add("--list", action="store_true", help="print the parts and stop")
     parser.set_defaults(size="full")
     return parser
 
 
 def make_model(study: Study) -> None:
-    """Write OUT/model, unless it is there or --model says another. Raises ConfigError."""
+    """Write OUT/model, unless it is there or --model names another. Raises Refusal."""
     if (study.model / "config.json").is_file():
         return
     made_here = study.model == study.folder / "model"
     require(made_here, f"--model {study.model} has no config.json; write a folder that has")
-    # Imported here: refusals do without torch.
     from scripts.study import real_model
 
     if study.size.name == "toy":
         real_model.write_toy_model(study.model)
-        return
-    try:
+    else:
         real_model.make_model(study.folder / "packages", study.model)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def do_part(study: Study, name: str, deadline: float) -> None:
-    """Do what is missing of a part. Raises OutOfTime, and ConfigError for what has to be first."""
+    """Do what is missing of a part. Raises OutOfTime, and Refusal for what has to be first."""
     if name == "text":
         from scripts.study.text import prepare_text
 
-        try:
-            prepare_text(study.folder, study.model, study.size.text)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        prepare_text(study.folder, study.model, study.size)
         return
     require(
         (study.text / "text.json").is_file(),
@@ -192,43 +165,26 @@ def do_part(study: Study, name: str, deadline: float) -> None:
         evaluate(study, evaluation, deadline)
 
 
-@contextlib.contextmanager
-def noted(folder: Path, name: str) -> Iterator[None]:
-    """Add the seconds that a part took to OUT/seconds/NAME.json, which includes those of earlier calls."""
-    path = folder / "seconds" / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
-    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else 0
-    began = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds = before + time.perf_counter() - began
-        write_json(path, seconds)
-        print(f"part {name}: {seconds / 60:.1f} minutes so far", flush=True)
-
-
 def claim(study: Study) -> None:
     """Record the study's size in OUT/study.json.
 
-    Raises ConfigError if the folder holds a study of another size, or something else. Text copied
+    Raises Refusal if the folder holds a study of another size, or something else. Text copied
     from another machine may already be there.
     """
     folder = study.folder
-    path = folder / "study.json"
-    known = {"text", "model", "packages"}
-    others = {item.name for item in folder.iterdir()} - known if folder.is_dir() else set()
-    require(
-        path.is_file() or not others,
-        f"--out {folder} holds something else; write a new or empty folder",
-    )
-    name = study.size.title
-    found = json.loads(path.read_text(encoding="utf-8"))["size"] if path.is_file() else name
-    require(
-        found == name,
-        f"--out {folder} holds a study of the size {found}, not {name}; write another folder",
-    )
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"size": name})
+    path = folder / "study.json"
+    wanted = json.dumps({"size": study.size.title}) + "\n"
+    if not path.is_file():
+        others = {item.name for item in folder.iterdir()} - {"text", "model", "packages"}
+        require(not others, f"--out {folder} holds something else; write a new or empty folder")
+        path.write_text(wanted, encoding="utf-8")
+    found = json.loads(path.read_text(encoding="utf-8"))["size"]
+    require(
+        found == study.size.title,
+        f"--out {folder} holds a study of the size {found}, not {study.size.title}; "
+        "write another folder",
+    )
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from scripts.study.quality import RealModel, hide_needles, quality
 from scripts.study.texts import KINDS, TEXTS_OF_KIND, Text, text_of
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.attention.patterns.base import BlockIndex
+from titan_sparse.data.shards import write_json
 from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
 
 SAME = ("layers", "patterns", "needles")
@@ -127,6 +128,7 @@ def run(args: argparse.Namespace) -> None:
     # As attention sees them in training; a CPU is slow in bf16.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     result = started(args, device.type)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     model = RealModel(args.model, device, dtype)
     all_layers = range(model.config.layers)
     if not set(args.layers or []) <= set(all_layers):
@@ -139,7 +141,7 @@ def run(args: argparse.Namespace) -> None:
                 if name not in result["texts"]:
                     text = text_of(kind, number)
                     result["texts"][name] = measure_text(args, text, length, model, tokenizer)
-                    write(result, args.out)
+                    write_json(args.out, result)
                     print(table(name, [result["texts"][name]]), flush=True)
         of_length = [text for text in result["texts"].values() if text["tokens"] == length]
         print(table(f"{length} tokens, mean of {len(of_length)} texts", of_length))
@@ -159,14 +161,6 @@ def started(args: argparse.Namespace, device: str) -> dict[str, Any]:
         if found["options"].get(key) != described[key]:
             raise ValueError(f"{args.out} was written with other --{key}; write another --out")
     return result | {"texts": found["texts"]}
-
-
-def write(result: dict[str, Any], out: Path) -> None:
-    """As JSON, by a rename, so that the file is always whole."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(f".{out.name}")
-    unfinished.write_text(json.dumps(result) + "\n", encoding="utf-8")
-    unfinished.rename(out)
 
 
 def measure_text(
@@ -228,7 +222,6 @@ def measure(q: Tensor, k: Tensor, specs: list[Spec]) -> dict[str, Any]:
 
 
 def _of_layer(pattern: Pattern, index: BlockIndex, layer: int) -> BlockIndex:
-    """What a pattern chose in one layer; layers are the batch of its index."""
     tensors = [tensor[layer : layer + 1] for tensor in index.tensors()]
     mask = causal_mask(index.seq_len, index.verticals.device)
     return pattern.index(tensors, mask, 1, index.heads, BLOCK)

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -221,16 +220,3 @@ ORACLES: dict[str, Callable[[Tensor, Tensor, Mass, Sequence[float]], list[Point]
     STATIC: lambda q, k, mass, at: best_static(mass.by_key, at),
 }
 """From q [Hq, S, D], k [Hkv, S, D], their mass, and prices to a point for each price."""
-
-
-def value_at(x: float, xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """y where x is reached, linear between the two measurements around it.
-
-    The y of the least x where all are larger, since what is always selected may be enough. None
-    where all are smaller.
-    """
-    if not len(xs) or x > max(xs):
-        return None
-    order = np.argsort(xs)
-    ascending = np.asarray(xs, dtype=np.float64)[order]
-    return float(np.interp(x, ascending, np.asarray(ys, dtype=np.float64)[order]))

@@ -47,7 +47,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--patterns", nargs="+", metavar="NAME")
     args = parser.parse_args(words)
     results = [json.loads(path.read_text(encoding="utf-8")) for path in args.results]
-    if all(result.get("equal_time") for result in results):
+    if all("runs" in result for result in results):
         equal_time_figure(results, args.patterns or [DENSE, SPARSE]).savefig(args.out, dpi=120)
         print(f"wrote {args.out}")
         return 0

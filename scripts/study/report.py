@@ -3,17 +3,15 @@
 import argparse
 import json
 import math
-import statistics
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from scripts.benchmarks.provenance import provenance
 from scripts.study.settings import (
     DENSE,
-    HELD_OUT,
     SPARSE,
     START,
-    Evaluation,
     Run,
     Study,
     causal_share,
@@ -28,27 +26,27 @@ from titan_sparse.training.metrics_output import read_metrics
 STUDENT_95 = {2: 12.71, 3: 4.303}
 """A mean of so many values this many standard errors away from 0 is more than noise: Student's t
 for a confidence of 95 %."""
+BASELINES = (DENSE, SPARSE)
+"""What every method is compared with, each read by itself."""
+COMPARED = {"loss": "loss", "needle forced": "needles lost"}
+"""Measures that a table compares, and how it names them."""
 
 
 def report(study: Study, options: argparse.Namespace) -> None:
     """Write OUT/report. options: of the command line."""
-    done = [run for run in runs(study.size).values() if is_done(study, run.name)]
+    done = [run for run in runs(study.size).values() if is_done(study, run)]
     rows = evaluation_results(study)
     if not done and not rows:
         return
     out = study.folder / "report"
     out.mkdir(exist_ok=True)
-    results = {run.name: run_results(study, run) for run in done}
-    minutes = sorted((study.folder / "seconds").glob("*.json"))
     found = provenance(options, study.size.common["training.device"]) | {
         "size": study.size.title,
-        "lengths": list(study.size.asked.lengths),
+        "lengths": list(study.size.lengths),
         "text": _read_json(study.text / "text.json"),
-        "seconds": {path.stem: _read_json(path) for path in minutes},
-        "runs": results,
+        "runs": {run.name: run_results(study, run) for run in done},
         "evaluations": rows,
-        "costs": costs(rows),
-        "equal_time": equal_time(results, rows) if study.size.equal_time else [],
+        "comparisons": comparisons(rows),
     }
     text = json.dumps(json_ready(found), indent=1)
     (out / "results.json").write_text(text + "\n", encoding="utf-8")
@@ -66,7 +64,7 @@ def run_results(study: Study, run: Run) -> dict[str, Any]:
 
     Density is the share of causal pairs, also of a window. Recall is by logged step, empty where
     nothing is chosen. seconds: of training since the start, without compilation and without the
-    recording of attention.
+    recording of attention. times_read: how often the run reads each token of the text.
     """
     metrics = read_metrics(study.folder / run.name)
     lines = [metrics[step] for step in sorted(metrics)]
@@ -77,8 +75,9 @@ def run_results(study: Study, run: Run) -> dict[str, Any]:
     chooses = run.method not in (DENSE, "window")
     recall = {line["step"]: line["recall"] for line in lines if chooses and "recall" in line}
     step_seconds = study.step_seconds(run.method)
-    path = study.folder / run.name / HELD_OUT
+    path = study.held_out(run.name)
     points = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    text = _read_json(study.text / "text.json")["train"]["tokens"]
     return {
         "method": run.method,
         "seed": run.seed,
@@ -88,19 +87,15 @@ def run_results(study: Study, run: Run) -> dict[str, Any]:
         "recall": recall,
         "seconds": [step_seconds * line["step"] for line in lines],
         "step_seconds": step_seconds,
-        "final_loss": _last_tenth(loss),
-        "mean_density": statistics.fmean(density),
-        "mean_recall": statistics.fmean(recall.values()) if recall else None,
-        "tokens_per_second": study.size.text.context / step_seconds,
+        "times_read": lines[-1]["tokens_seen"] / text,
+        "final_loss": fmean(loss[-max(1, len(loss) // 10) :]),
+        "mean_density": fmean(density),
+        "mean_recall": fmean(recall.values()) if recall else None,
+        "tokens_per_second": study.size.context / step_seconds,
         "peak_gib": lines[-1]["memory_gib"],
         # Of a step that was repeated after a stop the last.
         "held_out": list({point["step"]: point for point in map(json.loads, points)}.values()),
     }
-
-
-def _last_tenth(values: list[float]) -> float:
-    """The mean of the last tenth of them."""
-    return statistics.fmean(values[-max(1, len(values) // 10) :])
 
 
 def evaluation_results(study: Study) -> list[dict[str, Any]]:
@@ -111,44 +106,33 @@ def evaluation_results(study: Study) -> list[dict[str, Any]]:
     every = runs(study.size)
     rows = []
     for evaluation in [one for part in evaluations(study.size).values() for one in part]:
-        contents = {
-            path.stem: _read_json(path)
-            for path in sorted(folder_of(study, evaluation).glob("*.json"))
-        }
-        if not contents:
+        files = sorted(folder_of(study, evaluation).glob("*.json"))
+        answers = {path.stem: _read_json(path)["answers"] for path in files}
+        if not answers:
             continue
-        answers = {name: content["answers"] for name, content in contents.items()}
         run = every.get(evaluation.weights)
+        position = answers.get("position", {"losses": {}, "attention": {}})
         rows.append(
             {
                 **evaluation._asdict(),
                 "method": run.method if run else START,
                 "seed": run.seed if run else 0,
-                "seconds": sum(content["seconds"] for content in contents.values()),
-                "attention": _attention(study, evaluation, answers),
+                "attention": _attention(study, evaluation.mode, position["attention"]),
                 "scores": scores_of(answers),
-                "position": answers.get("position", {}).get("losses", {}),
-                "needle": answers.get("needle_generated", {}).get("cells", []),
+                "position": position["losses"],
             }
         )
     return rows
 
 
-def _attention(
-    study: Study, evaluation: Evaluation, answers: dict[str, Any]
-) -> dict[str, float | None]:
-    """Density and recall, means over kinds of text; recall only where keys are chosen."""
-    kinds = list(answers.get("position", {}).get("attention", {}).values())
+def _attention(study: Study, mode: str, kinds: dict[str, Any]) -> dict[str, float | None]:
+    """Density and recall, means over kinds of text. Recall only where keys are chosen."""
     if not kinds:
         return {"density": None, "recall": None}
-    is_dense = evaluation.mode not in runs(study.size) or evaluation.mode == DENSE
-    share = 1.0 if is_dense else causal_share(study.size, evaluation.mode)
-    recall = None
-    if not is_dense and evaluation.mode != "window":
-        recall = statistics.fmean(kind["recall"] for kind in kinds)
+    mean = {name: fmean(kind[name] for kind in kinds.values()) for name in ("density", "recall")}
     return {
-        "density": share * statistics.fmean(kind["density"] for kind in kinds),
-        "recall": recall,
+        "density": causal_share(study.size, mode) * mean["density"],
+        "recall": None if mode in (DENSE, "window") else mean["recall"],
     }
 
 
@@ -156,82 +140,56 @@ def scores_of(answers: dict[str, Any]) -> dict[str, float]:
     """Each number by what it measures.
 
     "loss", the mean over kinds, "loss, KIND" and "loss, KIND, last positions" (natural log); in
-    percent "needle forced", the mean over lengths, "needle forced, LENGTH", and the same generated.
-    Forced: the share of the answer's tokens that are the most likely. Their text would not do: a
-    model that repeats each token of the answer that it reads writes the answer too.
+    percent "needle forced", the mean over lengths, and "needle forced, LENGTH". Forced: the share of
+    the answer's tokens that are the most likely. Their text would not do: a model that repeats each
+    token of the answer that it reads writes the answer too.
     """
     scores = {}
     by_kind = answers.get("position", {}).get("losses", {})
     if by_kind:
-        scores["loss"] = statistics.fmean(losses["loss"] for losses in by_kind.values())
+        scores["loss"] = fmean(losses["loss"] for losses in by_kind.values())
     for kind, losses in by_kind.items():
         scores[f"loss, {kind}"] = losses["loss"]
         scores[f"loss, {kind}, last positions"] = losses["buckets"][-1]["loss"]
-    for way, kind in (("forced", "correct"), ("generated", "score")):
-        by_length: dict[int, list[float]] = {}
-        cells = answers.get(f"needle_{way}", {}).get("cells", [])
-        if cells:
-            scores[f"needle {way}"] = 100 * statistics.fmean(cell[kind] for cell in cells)
-        for cell in cells:
-            by_length.setdefault(cell["length"], []).append(100 * cell[kind])
-        for length, values in sorted(by_length.items()):
-            scores[f"needle {way}, {length}"] = statistics.fmean(values)
+    cells = answers.get("needle_forced", {}).get("cells", [])
+    if cells:
+        scores["needle forced"] = 100 * fmean(cell["correct"] for cell in cells)
+    for length in sorted({cell["length"] for cell in cells}):
+        correct = [cell["correct"] for cell in cells if cell["length"] == length]
+        scores[f"needle forced, {length}"] = 100 * fmean(correct)
     return scores
 
 
-def costs(
-    rows: list[dict[str, Any]], method: str = SPARSE, mode: str = SPARSE
-) -> list[dict[str, Any]]:
-    """Where a method costs quality: for each measure DENSE weights read densely, and the method's
-    read in the attention `mode`.
+def comparisons(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each method, read by itself and by others, against each baseline read by itself, by measure.
 
     By seed: runs of one seed have the same order of data, so that differences are far smaller than
     those between seeds. worse: the differences, positive where the method is worse. is_noise:
     whether their mean is 0 with a confidence of 95 %, None with one seed.
     """
-    sides = []
-    for weights, read in ((DENSE, DENSE), (method, mode)):
-        side = [row for row in rows if (row["method"], row["mode"]) == (weights, read)]
-        sides.append({row["seed"]: row["scores"] for row in side})
-    of_dense, of_method = sides
+    sides: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+    for row in rows:
+        sides.setdefault((row["method"], row["mode"]), {})[row["seed"]] = row["scores"]
     found = []
-    for measure in dict.fromkeys(measure for scores in of_dense.values() for measure in scores):
-        # A later seed may not have answered everything yet.
-        known = [
-            seed
-            for seed in sorted(of_dense.keys() & of_method.keys())
-            if measure in of_dense[seed].keys() & of_method[seed].keys()
-        ]
-        if not known:
-            continue
-        dense = [of_dense[seed][measure] for seed in known]
-        sparse = [of_method[seed][measure] for seed in known]
-        sign = 1 if measure.startswith("loss") else -1
-        worse = [sign * (b - a) for a, b in zip(dense, sparse)]
-        values = {"dense": dense, "sparse": sparse, "worse": worse}
-        found.append({"measure": measure, **values, "is_noise": is_noise(worse)})
-    return found
-
-
-def equal_time(results: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each method: what the time was enough for, and costs() as trained and read densely."""
-    found = []
-    for run in results.values():
-        method = run["method"]
-        if method in [row["method"] for row in found]:
-            continue
-        read = [row for row in rows if row["method"] == row["mode"] == method]
-        density = [row["attention"]["density"] for row in read]
-        found.append(
-            {
-                "method": method,
-                "seconds": run["seconds"][-1],
-                "steps": run["steps"][-1],
-                "density": density[0] if density else None,
-                "as_trained": costs(rows, method, method),
-                "read_densely": costs(rows, method, DENSE),
-            }
-        )
+    for (method, mode), of_method in sides.items():
+        for against in BASELINES:
+            baseline = sides.get((against, against), {})
+            if (method, mode) == (against, against):
+                continue
+            seeds = sorted(of_method.keys() & baseline.keys())
+            for measure in dict.fromkeys(name for seed in seeds for name in of_method[seed]):
+                # A later seed may not have answered everything yet.
+                known = [
+                    seed for seed in seeds if measure in of_method[seed].keys() & baseline[seed]
+                ]
+                sign = 1 if measure.startswith("loss") else -1
+                worse = [
+                    sign * (of_method[seed][measure] - baseline[seed][measure]) for seed in known
+                ]
+                if worse:
+                    names = {"method": method, "mode": mode, "against": against}
+                    tested = {"worse": worse, "is_noise": is_noise(worse)}
+                    found.append({**names, "measure": measure, **tested})
     return found
 
 
@@ -239,110 +197,78 @@ def is_noise(values: list[float]) -> bool | None:
     """Whether the mean of a few values is 0 by Student's t; None for one value."""
     if len(values) == 1:
         return None
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return abs(statistics.fmean(values)) <= STUDENT_95[len(values)] * error
+    error = stdev(values) / math.sqrt(len(values))
+    return abs(fmean(values)) <= STUDENT_95[len(values)] * error
 
 
 def tables(found: dict[str, Any]) -> str:
     """All tables of a results.json, in markdown."""
-    minutes = [f"{name} {seconds / 60:.1f}" for name, seconds in found["seconds"].items()]
-    parts = (
-        equal_time_table(found),
-        training_table(found),
-        evaluation_table(found),
-        costs_table(found),
-        f"Text to train on: {found['text']['train']['tokens']:,} tokens. "
-        f"Minutes by part: {', '.join(minutes)}.",
-    )
+    parts = (comparison_table(found), training_table(found), evaluation_table(found))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def equal_time_table(found: dict[str, Any]) -> str:
-    """Empty for a study of equal steps."""
-    rows = []
-    for row in found["equal_time"]:
-        cells = [row["method"], f"{row['seconds']:.0f}", str(row["steps"])]
-        cells.append(_percent(row["density"]))
-        for side in ("as_trained", "read_densely"):
-            for measure in ("loss", "needle forced"):
-                of_measure = [cost for cost in row[side] if cost["measure"] == measure]
-                cells += [_mean_and_spread(cost["worse"]) for cost in of_measure] or [""]
-        rows.append(cells)
+def comparison_table(found: dict[str, Any]) -> str:
+    """A row for each method and attention that reads it, against both baselines."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    columns = [f"{name} against {against}" for against in BASELINES for name in COMPARED.values()]
+    for one in found["comparisons"]:
+        if one["measure"] in COMPARED:
+            cells = rows.setdefault((one["method"], one["mode"]), dict.fromkeys(columns, ""))
+            column = f"{COMPARED[one['measure']]} against {one['against']}"
+            cells[column] = _tested(one["worse"], one["is_noise"])
     caption = (
-        "Equal time. Held-out loss, and points of needles lost (all lengths), compared with dense "
-        "weights read densely: negative is better. Mean and standard deviation over seeds."
+        f"Differences to {DENSE} weights read densely, and to {SPARSE} weights read by {SPARSE}: "
+        "held-out loss, and points of needles lost at all lengths. Negative is better. Mean and "
+        "standard deviation over seeds of runs on the same data. Sure or noise: a t-test at 95 %. "
+        "Without a word: one seed, not tested."
     )
-    columns = ["method", "seconds", "steps", "density", "loss above dense", "needles lost"]
-    return _markdown(caption, [*columns, "loss, read densely", "needles, read densely"], rows)
+    lines = [[*names, *cells.values()] for names, cells in rows.items()]
+    return _markdown(caption, ["trained", "read by", *columns], lines)
+
+
+def _tested(values: list[float], is_noise: bool | None) -> str:
+    mean = f"{fmean(values):.4g}"
+    if is_noise is None:
+        return mean
+    return f"{mean} ± {stdev(values):.2g}, {'noise' if is_noise else 'sure'}"
 
 
 def training_table(found: dict[str, Any]) -> str:
-    columns = ["run", "loss", "density", "recall", "tokens/s", "minutes", "peak GiB"]
+    columns = ["run", "steps", "seconds", "times read", "loss", "density", "recall"]
     rows = []
     for name, run in found["runs"].items():
-        rows.append(
-            [
-                name,
-                f"{run['final_loss']:.4f}",
-                _percent(run["mean_density"]),
-                _percent(run["mean_recall"]),
-                f"{run['tokens_per_second']:,.0f}",
-                f"{run['seconds'][-1] / 60:.2f}",
-                f"{run['peak_gib']:.1f}",
-            ]
-        )
+        cells = [name, str(run["steps"][-1]), f"{run['seconds'][-1]:.0f}"]
+        cells += [f"{run['times_read']:.2f}", f"{run['final_loss']:.4f}"]
+        cells += [_percent(run["mean_density"]), _percent(run["mean_recall"])]
+        rows.append([*cells, f"{run['tokens_per_second']:,.0f}", f"{run['peak_gib']:.1f}"])
     caption = (
-        "Training. Loss is the mean over the last tenth of the steps; density and recall over all."
+        f"Training on {found['text']['train']['tokens']:,} tokens. Times read: above 1, the run has "
+        "seen some text more than once. Loss is the mean over the last tenth of the steps. Density "
+        "and recall are means over all steps."
     )
-    return _markdown(caption, columns, rows)
+    return _markdown(caption, [*columns, "tokens/s", "peak GiB"], rows)
 
 
 def evaluation_table(found: dict[str, Any]) -> str:
-    """A row for each pair of weights and attention; a column holds a task's scores at all lengths."""
+    """A row for each pair of weights and attention. One column holds needles at all lengths."""
     names = list(dict.fromkeys(name for row in found["evaluations"] for name in row["scores"]))
     losses = [name for name in names if name.startswith("loss")]
-    tasks = _tasks(names)
     rows = []
     for row in found["evaluations"]:
         scores = row["scores"]
         cells = [row["weights"], row["mode"]]
         cells += [_percent(row["attention"][name]) for name in ("density", "recall")]
         cells += [f"{scores[name]:.4f}" if name in scores else "" for name in losses]
-        for task in tasks:
-            values = [scores.get(f"{task}, {length}") for length in found["lengths"]]
-            cells.append(" / ".join("-" if value is None else f"{value:.0f}" for value in values))
+        needles = [scores.get(f"needle forced, {length}") for length in found["lengths"]]
+        cells.append(" / ".join("-" if value is None else f"{value:.0f}" for value in needles))
         rows.append(cells)
     lengths = " / ".join(f"{length:,}" for length in found["lengths"])
     caption = (
-        f"Evaluation on held-out text. Tasks, in % at {lengths} tokens: generated answers that are "
-        "right; forced: tokens of the answer that are the most likely."
+        "Evaluation on held-out text. Needles: the share of the answer's tokens that are the most "
+        f"likely, in % at {lengths} tokens."
     )
-    return _markdown(caption, ["trained", "inference", "density", "recall", *losses, *tasks], rows)
-
-
-def _tasks(names: list[str]) -> list[str]:
-    """Tasks among the names of scores, which have a score at each length."""
-    tasks = [name.rpartition(", ")[0] for name in names if not name.startswith("loss")]
-    return list(dict.fromkeys(task for task in tasks if task))
-
-
-def costs_table(found: dict[str, Any]) -> str:
-    rows = []
-    for measured in found["costs"]:
-        beyond = {True: "no", False: "yes", None: "one seed"}[measured["is_noise"]]
-        values = [_mean_and_spread(measured[side]) for side in ("dense", "sparse", "worse")]
-        rows.append([measured["measure"], *values, beyond])
-    caption = (
-        f"{DENSE} weights read densely against {SPARSE} weights read sparsely: mean and standard "
-        "deviation over seeds. Differences are of runs on the same data. Beyond noise: 95 % sure."
-    )
-    columns = ["measure", DENSE, SPARSE, "sparse is worse by", "beyond noise"]
+    columns = ["trained", "read by", "density", "recall", *losses, "needles"]
     return _markdown(caption, columns, rows)
-
-
-def _mean_and_spread(values: list[float]) -> str:
-    mean = f"{statistics.fmean(values):.4g}"
-    return f"{mean} ± {statistics.stdev(values):.2g}" if len(values) > 1 else mean
 
 
 def _percent(share: float | None) -> str:

@@ -6,7 +6,6 @@ A study trains each run, then evaluates its weights. Add a method in methods(), 
 import dataclasses
 import json
 import math
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,91 +17,58 @@ from titan_sparse.estimate.flops import causal_pairs
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Prompts. lengths: tokens. depths: of needles, evenly spaced. needles: of each length and
-    depth."""
-
-    lengths: tuple[int, ...]
-    depths: int
-    needles: int
-
-
-@dataclass(frozen=True)
-class TextSize:
-    """How much text part 0 prepares.
-
-    context: tokens. windows: contexts to train on, at most, by kind. held_out: documents of each
-    kind, at most. most_characters: of each installed package. has_sdists: False takes installed
-    packages alone, which are code and prose.
-    """
-
-    context: int
-    windows: dict[str, int]
-    held_out: int
-    most_characters: int
-    has_sdists: bool
-    asked: Asked
-
-
-@dataclass(frozen=True)
 class Size:
-    """Of the whole study.
+    """The size of a whole study.
 
-    original: the model's context in tokens, which is extended to text.context. A step is one
-    sequence of that. common: keys that all runs share. asked: of text.asked the part that is asked.
-    windows: held-out contexts of each kind, for the loss by position. reserve_seconds:
-    with less time left than that nothing is begun. equal_time: each method has as many steps as fit
-    into the seconds that `steps` dense steps take, and its held-out loss is measured `points` times
-    on the way. has_generation: needles are also answered freely, which takes minutes.
+    context: tokens of a sequence, and a step is one sequence. original: the context that the model
+    was made for. text: contexts to train on by kind of text, fewer where packages hold less.
+    windows: held-out contexts of each kind, for the loss by position. lengths, depths, needles: of
+    the prompts, so many needles at each length and depth. most_characters: of each installed
+    package. has_sdists: False takes the text of installed packages alone. common: keys that all
+    runs share. reserve_seconds: with less time left nothing is begun. equal_time: each method has
+    as many steps as fit into the seconds of `steps` dense steps, and its held-out loss is measured
+    `points` times on the way.
     """
 
     name: str
-    text: TextSize
+    context: int
     original: int
     steps: int
-    compile: bool
+    text: dict[str, int]
     windows: int
-    asked: Asked
-    moba_chunk: int
-    fixed_verticals: int
-    fixed_slashes: int
-    window: int
-    window_sinks: int
+    lengths: tuple[int, ...]
+    needles: int
+    depths: int = 5
+    most_characters: int = 4_000_000
+    has_sdists: bool = True
+    compile: bool = True
+    moba_chunk: int = 512
+    fixed_verticals: int = 1000
+    fixed_slashes: int = 48
+    window: int = 4096
+    window_sinks: int = 64
     common: dict[str, Any] = field(default_factory=dict)
     reserve_seconds: float = 60
     equal_time: bool = False
     points: int = 6
-    has_generation: bool = True
 
     @property
     def title(self) -> str:
         return f"{self.name}, equal time" if self.equal_time else self.name
 
 
-REAL_TEXT = TextSize(
-    context=65536,
-    # 13 million tokens; less where packages hold less.
-    windows={"code": 90, "prose": 80, "mixed": 50},
-    held_out=16,
-    most_characters=4_000_000,
-    has_sdists=True,
-    asked=Asked((4096, 8192, 16384, 32768, 65536), depths=5, needles=4),
-)
+# MoBA: chunks as large a share of the context as published (4096 of 524288). Fixed budgets as
+# published. The window visits an eighth of the pairs.
 FULL = Size(
     "full",
-    REAL_TEXT,
+    context=65536,
     original=8192,
     steps=300,
-    compile=True,
+    # At equal time a sparse run takes about 1,000 contexts.
+    text={"code": 360, "prose": 320, "mixed": 200},
     windows=12,
-    asked=REAL_TEXT.asked,
-    # MoBA: chunks as large a share of the context as published (4096 of 524288). Fixed budgets as
-    # published. The window visits an eighth of the pairs.
-    moba_chunk=512,
-    fixed_verticals=1000,
-    fixed_slashes=48,
-    window=4096,
-    window_sinks=64,
+    lengths=(4096, 8192, 16384, 32768, 65536),
+    needles=4,
     common={
         "training.dtype": "bfloat16",
         "training.device": "cuda",
@@ -116,41 +82,38 @@ SHORT = dataclasses.replace(
     FULL,
     name="short",
     steps=30,
-    compile=False,
+    text={"code": 90, "prose": 80, "mixed": 50},
     windows=3,
-    asked=dataclasses.replace(
-        REAL_TEXT.asked,
-        needles=1,
-    ),
+    needles=1,
+    compile=False,
     common=FULL.common | {"metrics.recall_every": 8},
     reserve_seconds=40,
 )
-LONG_TEXT = dataclasses.replace(
-    REAL_TEXT,
-    context=131072,
-    # As much text as REAL_TEXT.
-    windows={"code": 45, "prose": 40, "mixed": 25},
-    asked=Asked((8192, 32768, 131072), depths=5, needles=2),
-)
 LONG = dataclasses.replace(
-    FULL, name="long", text=LONG_TEXT, steps=100, windows=6, asked=LONG_TEXT.asked, window=8192
+    FULL,
+    name="long",
+    context=131072,
+    steps=100,
+    # As much text as FULL.
+    text={"code": 180, "prose": 160, "mixed": 100},
+    windows=6,
+    lengths=(8192, 32768, 131072),
+    needles=2,
+    window=8192,
 )
-TOY_ASKED = Asked((512, 1024), depths=2, needles=1)
 TOY = Size(
     "toy",
-    TextSize(
-        context=1024,
-        windows={"code": 16, "prose": 16},
-        held_out=4,
-        most_characters=20_000,
-        has_sdists=False,
-        asked=TOY_ASKED,
-    ),
+    context=1024,
     original=512,
     steps=4,
-    compile=False,
+    text={"code": 16, "prose": 16},
     windows=2,
-    asked=TOY_ASKED,
+    lengths=(512, 1024),
+    needles=1,
+    depths=2,
+    most_characters=20_000,
+    has_sdists=False,
+    compile=False,
     moba_chunk=32,
     fixed_verticals=32,
     fixed_slashes=6,
@@ -172,28 +135,17 @@ SIZES = {size.name: size for size in (FULL, LONG, SHORT, TOY)}
 
 def at_equal_time(size: Size) -> Size:
     """The study of this size that gives each method the same seconds."""
-    quick = size.name == "short"
-    return dataclasses.replace(
-        size,
-        steps=60 if quick else size.steps,
-        compile=size.name != "toy",
-        equal_time=True,
-        points=4 if quick else 6,
-        has_generation=not quick,
-    )
+    timed = dataclasses.replace(size, equal_time=True, compile=size.name != "toy")
+    return dataclasses.replace(timed, steps=60, points=4) if size.name == "short" else timed
 
 
 START = "start"
 """The weights that all runs start from."""
-PUBLISHED = "as_published"
-"""An inference of START: dense, without YaRN, up to the length it was made for."""
 DENSE = "dense"
 SPARSE = "default"
 """What stands for sparse attention: vertical_slash as it is by default."""
-HELD_OUT = "held_out.jsonl"
-"""In the folder of a run at equal time: its held-out loss on the way."""
 SEEDS = 3
-"""Of DENSE and SPARSE, so that noise is known; at equal time of every method."""
+"""Of DENSE and SPARSE, so that noise is known. At equal time of every method."""
 RECALLS = ("recall_95", "recall_97", "recall_99")
 """SPARSE at other recalls than its own, which is 0.9."""
 
@@ -210,6 +162,10 @@ class Study:
     def text(self) -> Path:
         """What part 0 writes."""
         return self.folder / "text"
+
+    def held_out(self, run: str) -> Path:
+        """The held-out loss of a run at equal time, on the way."""
+        return self.folder / run / "held_out.jsonl"
 
     def seconds_file(self, method: str) -> Path:
         """The seconds of a step of the method that is not logged, in JSON."""
@@ -230,7 +186,7 @@ class Study:
 
 
 class Run(NamedTuple):
-    """An extension. seed: of the order of the data; the weights are the same."""
+    """An extension. seed: of the order of the data. The weights are the same."""
 
     name: str
     method: str
@@ -238,22 +194,21 @@ class Run(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """weights: START or the name of a run. mode: a method, or PUBLISHED."""
+    """weights: START or the name of a run. mode: the method that reads them."""
 
     weights: str
     mode: str
 
 
 def methods(size: Size) -> dict[str, dict[str, Any]]:
-    """The keys of [attention] that make each method, dense first.
+    """The keys of [attention] that make each method, in order of importance.
 
-    Published: budgets of the last 64 queries, verticals and slashes each. Default: as it comes.
+    Published: budgets of the last 64 queries, verticals and slashes each.
     """
-    block = size.common.get("attention.block_size", 128)
     vertical_slash = {"pattern": "vertical_slash"}
     published = vertical_slash | {
         "vertical_slash.budget": "independent",
-        "vertical_slash.probe": min(64, block),
+        "vertical_slash.probe": min(64, size.common.get("attention.block_size", 128)),
         "vertical_slash.probe_rows": "last",
         "vertical_slash.sinks": 30,
         "vertical_slash.count_sinks": True,
@@ -268,17 +223,16 @@ def methods(size: Size) -> dict[str, dict[str, Any]]:
     window = {"sliding_window": size.window, "window_sinks": size.window_sinks}
     found = {
         DENSE: {"pattern": "dense"},
-        SPARSE: vertical_slash,
-        "published_95": published | {"vertical_slash.recall": 0.95},
-        "xattention": {"pattern": "xattention", "xattention.threshold": 0.9},
-        "moba": {"pattern": "moba", "moba.chunk_size": size.moba_chunk, "moba.top_k": 12},
-        "minference": published | fixed,
-        "window": {"pattern": "dense"} | window,
+        SPARSE: dict(vertical_slash),
         **{
             name: vertical_slash | {"vertical_slash.recall": int(name[-2:]) / 100}
             for name in RECALLS
         },
-        "published_90": published | {"vertical_slash.recall": 0.9},
+        "xattention": {"pattern": "xattention", "xattention.threshold": 0.9},
+        "published_95": published | {"vertical_slash.recall": 0.95},
+        "window": {"pattern": "dense"} | window,
+        "minference": published | fixed,
+        "moba": {"pattern": "moba", "moba.chunk_size": size.moba_chunk, "moba.top_k": 12},
     }
     if size.name == "toy":
         # Its documents are shorter than what is dense by default.
@@ -290,36 +244,25 @@ def methods(size: Size) -> dict[str, dict[str, Any]]:
 
 def runs(size: Size) -> dict[str, Run]:
     """All runs by name, ordered by importance: the main question, its noise, the other methods."""
-    if size.equal_time:
-        first = (DENSE, SPARSE, *RECALLS)
-        others = ("xattention", "published_95", "window", "minference")
-        order = [(name, 0) for name in first]
-        order += [(name, seed) for seed in range(1, SEEDS) for name in first]
-        order += [(name, seed) for name in others for seed in range(SEEDS)]
-        found = [Run(f"{name}_seed{seed}" if seed else name, name, seed) for name, seed in order]
-        return {run.name: run for run in found}
-    both = [Run(name, name, 0) for name in (DENSE, SPARSE)]
-    seeds = []
-    for seed in range(1, SEEDS):
-        seeds += [Run(f"{name}_seed{seed}", name, seed) for name in (DENSE, SPARSE)]
-    others = [Run(name, name, 0) for name in list(methods(size))[2:]]
-    # Those at other recalls last.
-    ordered = [*both, *others[:2], *seeds[:2], *others[2:5], *seeds[2:], *others[5:]]
-    return {run.name: run for run in ordered}
+    main = [DENSE, SPARSE, *RECALLS] if size.equal_time else [DENSE, SPARSE]
+    others = [name for name in methods(size) if name not in main]
+    order = [(name, seed) for seed in range(SEEDS) for name in main]
+    order += [(name, seed) for name in others for seed in range(SEEDS if size.equal_time else 1)]
+    found = [Run(f"{name}_seed{seed}" if seed else name, name, seed) for name, seed in order]
+    return {run.name: run for run in found}
 
 
 def evaluations(size: Size) -> dict[str, list[Evaluation]]:
-    """By part, START or a run: the attentions to evaluate its weights with, dense and sparse.
+    """By part, START or a run: the attentions to evaluate its weights with.
 
-    Dense weights are read by SPARSE, those of a method by that method. Weights of further seeds,
-    which are there to know the noise, are only read as they were trained, except at equal time.
+    Every run is read by its own method. Sparse weights are also read densely, and dense ones by
+    SPARSE. At equal steps further seeds, which are there to know the noise, are read once.
     """
-    found = {START: [Evaluation(START, PUBLISHED), Evaluation(START, DENSE)]}
+    found = {START: [Evaluation(START, DENSE)]}
     for name, run in runs(size).items():
         found[name] = [Evaluation(name, run.method)]
         if run.seed == 0 or (size.equal_time and run.method != DENSE):
-            other = SPARSE if run.method == DENSE else DENSE
-            found[name].append(Evaluation(name, other))
+            found[name].append(Evaluation(name, SPARSE if run.method == DENSE else DENSE))
     return found
 
 
@@ -327,10 +270,8 @@ def parts(size: Size) -> list[str]:
     return ["text", START, *runs(size)]
 
 
-def configuration(study: Study, run: Run) -> Config:
+def training_configuration(study: Study, run: Run, steps: int) -> Config:
     """The checked configuration of a run. Raises ConfigError."""
-    size = study.size
-    steps = study.steps(run.method)
     keys = _common(study, run.method) | {
         "training.output_dir": study.folder / run.name,
         "training.seed": run.seed,
@@ -338,36 +279,21 @@ def configuration(study: Study, run: Run) -> Config:
         "optimizer.lr": 1e-4,
         "lr_scheduler.warmup_steps": max(1, steps // 8),
         "activation_checkpoint.mode": "none",
-        "compile.enable": size.compile,
+        "compile.enable": study.size.compile,
         "checkpoint.enable": True,
         "checkpoint.keep_latest_k": 2,
         "checkpoint.interval": steps,
     }
-    if size.equal_time:
+    if study.size.equal_time:
         # A step that is logged takes longer.
         every = max(1, steps // 20)
         keys |= {"metrics.log_every": every, "metrics.recall_every": 5 * every}
-    return _checked(keys | _yarn(size))
-
-
-def timing_configuration(study: Study, method: str) -> Config:
-    """The configuration of the steps that are timed, which are not saved. Raises ConfigError."""
-    # Without a number of steps, which is not known yet.
-    untimed = dataclasses.replace(study, size=dataclasses.replace(study.size, equal_time=False))
-    config = configuration(untimed, Run("", method, 0))
-    config.training.output_dir = str(study.folder / "steps" / method)
-    config.training.steps = 2
-    config.lr_scheduler.warmup_steps = 1
-    config.checkpoint.enable = False
-    return config
+    return _checked(keys)
 
 
 def evaluation_configuration(study: Study, mode: str) -> Config:
     """The configuration to evaluate any weights with in an attention. Raises ConfigError."""
-    keys = _common(study, _method(mode))
-    if mode != PUBLISHED:
-        keys |= _yarn(study.size)
-    return _checked(keys)
+    return _checked(_common(study, mode))
 
 
 def _common(study: Study, method: str) -> dict[str, Any]:
@@ -375,30 +301,16 @@ def _common(study: Study, method: str) -> dict[str, Any]:
     size = study.size
     keys = size.common | {
         "model.initial_hf": study.model,
+        "model.rope_scaling": "yarn",
+        "model.rope_factor": size.context / size.original,
+        "model.rope_original_length": size.original,
         "data.source": study.text / "train",
         "data.tokenizer": study.text / "train",
         "data.sequences": "fixed",
-        "training.seq_len": size.text.context,
+        "training.seq_len": size.context,
     }
     attention = methods(size)[method]
     return keys | {f"attention.{key}": value for key, value in attention.items()}
-
-
-def _method(mode: str) -> str:
-    return DENSE if mode == PUBLISHED else mode
-
-
-def longest(size: Size, mode: str) -> int:
-    """Tokens that an evaluation goes up to."""
-    return size.original if mode == PUBLISHED else size.text.context
-
-
-def _yarn(size: Size) -> dict[str, Any]:
-    return {
-        "model.rope_scaling": "yarn",
-        "model.rope_factor": size.text.context / size.original,
-        "model.rope_original_length": size.original,
-    }
 
 
 def _checked(keys: dict[str, Any]) -> Config:
@@ -408,14 +320,6 @@ def _checked(keys: dict[str, Any]) -> Config:
         words.append(f"--{key}={shown}")
     config, _ = load_and_check(words, 1, 1)
     return config
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write atomically: the file is never half-written, and other processes may read it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(path)
 
 
 class OutOfTime(Exception):
@@ -428,14 +332,13 @@ def check_time(size: Size, deadline: float) -> None:
         raise OutOfTime
 
 
-def is_done(study: Study, name: str) -> bool:
+def is_done(study: Study, run: Run) -> bool:
     """Whether a run has all its steps."""
     # Imported here, as it loads torch, which --list does without.
     from titan_sparse.training.checkpoint import newest_checkpoint
 
-    newest = newest_checkpoint(str(study.folder / name))
-    steps = study.steps(runs(study.size)[name].method)
-    return newest is not None and newest.endswith(f"step-{steps}")
+    newest = newest_checkpoint(str(study.folder / run.name))
+    return newest is not None and newest.endswith(f"step-{study.steps(run.method)}")
 
 
 def causal_share(size: Size, method: str) -> float:
@@ -445,9 +348,8 @@ def causal_share(size: Size, method: str) -> float:
     """
     keys = methods(size)[method]
     window = keys.get("sliding_window", 0)
-    length = size.text.context
-    pairs = causal_pairs(length, window, keys.get("window_sinks", 0))
-    return pairs / causal_pairs(length)
+    pairs = causal_pairs(size.context, window, keys.get("window_sinks", 0))
+    return pairs / causal_pairs(size.context)
 
 
 def folder_of(study: Study, evaluation: Evaluation) -> Path:

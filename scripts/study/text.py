@@ -4,17 +4,17 @@ It needs no GPU, and a network. OUT/text is all that the other parts read, so th
 one machine and carried to another. OUT/packages keeps what pip fetched, OUT/documents the documents
 as text; they can be deleted.
 
-Code is that of the installed packages. Prose is documentation that Debian and Python packages ship,
-and that of the source distributions in sdists.txt. Mixed is half documentation, half code, of other
+Code is that of the installed packages. Prose is their descriptions, Python's language reference,
+and the documentation of the source distributions in sdists.txt. Mixed is half documentation, half code, of other
 distributions: code refers to what its documentation explains. A document is text of one package,
 about four contexts long, or one context where it is held out, so that windows are from many. Held
 out are whole packages. Licenses are left out.
 """
 
-import gzip
 import hashlib
 import json
 import os
+import pydoc_data.topics
 import re
 import site
 import sys
@@ -29,8 +29,9 @@ from typing import Any
 import numpy as np
 
 from scripts.study.real_model import fetch
-from scripts.study.settings import Asked, TextSize
+from scripts.study.settings import Size
 from titan_sparse.config import Config
+from titan_sparse.config.reading import Refusal
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
@@ -48,9 +49,10 @@ DONE = "text.json"
 _CHARACTERS_PER_TOKEN = 4
 _CONTEXTS = 4
 _CONTEXTS_HELD_OUT = 1.1
+_HELD_OUT_DOCUMENTS = 16
+"""Of each kind, at most."""
 _HELD_OUT_CODE = 0.05
 """Share of the code that is not trained on."""
-_DEBIAN_DOCS = Path("/usr/share/doc")
 _DOCUMENTATION = (".rst", ".md", ".txt")
 _LEFT_OUT = re.compile(
     r"licen[cs]e|copying|copyright|authors|changelog|relnotes|status\.txt|unicover", re.IGNORECASE
@@ -59,11 +61,11 @@ _LEFT_OUT = re.compile(
 _SEED = 0
 
 
-def prepare_text(out: Path, model: Path, size: TextSize) -> dict[str, Any]:
+def prepare_text(out: Path, model: Path, size: Size) -> dict[str, Any]:
     """Write OUT/text: tokens to train on (train) and held out (code, prose, mixed), and prompts.
 
     model: folder with the tokenizer. Returns what OUT/text/text.json says; where that is there,
-    nothing is done. Raises ValueError, one line, without a network, and if there is too little text.
+    nothing is done. Raises Refusal, one line, without a network, and if there is too little text.
     """
     folder = out / "text"
     if (folder / DONE).is_file():
@@ -72,26 +74,26 @@ def prepare_text(out: Path, model: Path, size: TextSize) -> dict[str, Any]:
     about: dict[str, Any] = {"held_out": {kind: sorted(held_out[kind]) for kind in held_out}}
     window = size.context * _CHARACTERS_PER_TOKEN
     for kind, packages in training.items():
-        most = size.windows[kind] * window
+        most = size.text[kind] * window
         write_documents(out / "documents/train", packages, kind, _CONTEXTS * window, most)
     about["train"] = _tokenize(out / "documents/train", folder / "train", model, size)
     for kind, packages in held_out.items():
         source = out / f"documents/{kind}"
         least = round(_CONTEXTS_HELD_OUT * window)
-        write_documents(source, packages, kind, least, size.held_out * least)
+        write_documents(source, packages, kind, least, _HELD_OUT_DOCUMENTS * least)
         about[kind] = _tokenize(source, folder / kind, model, size)
-    write_prompts(folder, size.asked)
+    write_prompts(folder, size)
     (folder / DONE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return about
 
 
-def split(cache: Path, size: TextSize) -> tuple[dict[str, Packages], dict[str, Packages]]:
-    """Packages to train on and those that are held out, by kind. Raises ValueError as above."""
+def split(cache: Path, size: Size) -> tuple[dict[str, Packages], dict[str, Packages]]:
+    """Packages to train on and those that are held out, by kind. Raises Refusal as above."""
     code = installed_code(size.most_characters)
     names = choose_held_out(code, size.context)
     training = {"code": {name: code[name] for name in code.keys() - names}}
     held_out = {"code": {name: code[name] for name in names}}
-    prose = installed_prose(size.most_characters)
+    prose = installed_prose()
     if not size.has_sdists:
         name = max(prose, key=lambda name: sum(map(len, prose[name])))
         held_out["prose"] = {name: prose.pop(name)}
@@ -117,7 +119,7 @@ def _sdists() -> list[list[str]]:
 def choose_held_out(packages: Packages, context: int) -> set[str]:
     """Packages of at least two contexts and at most a tenth of all text.
 
-    In an order by hash of their names, until they hold 5 % of it. Raises ValueError if there is
+    In an order by hash of their names, until they hold 5 % of it. Raises Refusal if there is
     none.
     """
     sizes = {name: sum(map(len, texts)) for name, texts in packages.items()}
@@ -130,7 +132,7 @@ def choose_held_out(packages: Packages, context: int) -> set[str]:
             chosen.add(name)
             reached += sizes[name]
     if not chosen:
-        raise ValueError(
+        raise Refusal(
             f"none of the {len(sizes)} packages installed here has two contexts of {context} "
             "tokens and at most a tenth of all text, so that none can be held out; "
             "install more packages"
@@ -185,37 +187,21 @@ def _installed_roots() -> list[Path]:
     return sorted({Path(path).resolve() for path in paths})
 
 
-def installed_prose(most_characters: int) -> Packages:
-    """Documentation that Python packages and Debian's packages ship here.
-
-    Small packages are joined: all descriptions of Python packages are one package, all of Debian's
-    another. Up to `most_characters` are taken from each folder.
-    """
-    packages: Packages = {"descriptions": [], "debian": []}
+def installed_prose() -> Packages:
+    """The descriptions of the installed Python packages, and Python's language reference."""
+    descriptions = []
     for root in _installed_roots():
         for path in sorted(root.glob("*.dist-info/METADATA")):
             # After the headers, the long description.
             _, _, description = path.read_bytes().partition(b"\n\n")
-            packages["descriptions"].append(_headed(path.parent.name, description))
-    folders = sorted(_DEBIAN_DOCS.iterdir()) if _DEBIAN_DOCS.is_dir() else []
-    for folder in folders:
-        left = most_characters
-        for path in sorted(folder.rglob("*")):
-            if not path.is_file() or path.is_symlink() or not _is_documentation(path):
-                continue
-            content = path.read_bytes()
-            if path.suffix == ".gz":
-                content = gzip.decompress(content)
-            if len(content) <= left:
-                left -= len(content)
-                name = path.relative_to(_DEBIAN_DOCS).as_posix()
-                packages["debian"].append(_headed(name, content))
-    return {name: texts for name, texts in packages.items() if texts}
+            descriptions.append(_headed(path.parent.name, description))
+    topics = sorted(pydoc_data.topics.topics.items())
+    reference = [_headed(name, topic.encode()) for name, topic in topics]
+    return {"descriptions": descriptions, "reference": reference}
 
 
-def _is_documentation(path: Path | PurePosixPath) -> bool:
-    name = path.name.removesuffix(".gz")
-    return name.endswith(_DOCUMENTATION) and not _LEFT_OUT.search(path.as_posix())
+def _is_documentation(path: PurePosixPath) -> bool:
+    return path.suffix in _DOCUMENTATION and not _LEFT_OUT.search(path.as_posix())
 
 
 def _headed(name: str, content: bytes) -> str:
@@ -292,7 +278,7 @@ def documents(texts: Iterable[str], characters: int) -> Iterator[str]:
         yield joined
 
 
-def _tokenize(source: Path, out: Path, model: Path, size: TextSize) -> dict[str, Any]:
+def _tokenize(source: Path, out: Path, model: Path, size: Size) -> dict[str, Any]:
     """Write the tokens of a folder of documents; returns how many."""
     recipe = Recipe(str(source), str(model), document="folder")
     # Processes take seconds to start, which a toy does not need.
@@ -307,18 +293,17 @@ def _hash(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()
 
 
-def write_prompts(folder: Path, asked: Asked) -> None:
+def write_prompts(folder: Path, size: Size) -> None:
     """Write folder/prompts.json and prompts.npy, hidden in the prose that is held out.
 
-    Raises ValueError for a length that does not hold a needle and its question.
+    Raises Refusal for a length that does not hold a needle and its question.
     """
     tokenizer = load_tokenizer(str(folder / "prose"))
     config = Config()
     config.data.source = str(folder / "prose")
     config.data.tokenizer = str(folder / "prose")
     haystack = Haystack(open_documents(config.data, tokenizer), tokenizer)
-    lengths = list(asked.lengths)
-    samples = needle_samples(haystack, lengths, depths(asked.depths), asked.needles, _SEED)
+    samples = needle_samples(haystack, list(size.lengths), depths(size.depths), size.needles, _SEED)
     records = []
     for sample in samples:
         records.append(asdict(sample) | {"prompt": len(sample.prompt), "answer": sample.answer})

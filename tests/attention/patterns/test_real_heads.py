@@ -8,12 +8,13 @@ best static choice, which knows all rows, is also printed (pytest -s).
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from scripts.study.mass import BLOCK, Point, best_static, by_diagonal, value_at
+from scripts.study.mass import BLOCK, Point, best_static, by_diagonal
 from tests.attention.patterns.helpers import published
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import VerticalSlash
@@ -93,9 +94,9 @@ def first_seed():
 
 def _density_at(recall: float, points: list[Point]) -> float:
     """Interpolated between the two points around it."""
-    density = value_at(recall, *zip(*points))
-    assert density is not None, f"a recall of {recall} is not between those of {points}"
-    return density
+    recalls, densities = zip(*sorted(points))
+    assert recalls[-1] >= recall
+    return float(np.interp(recall, recalls, densities))
 
 
 def _pattern(budget: str, recall: float) -> VerticalSlash:

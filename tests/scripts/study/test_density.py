@@ -20,7 +20,6 @@ from scripts.study.mass import (
     best_static,
     kept,
     pairs_by_key,
-    value_at,
 )
 from scripts.study.quality import RealModel, hide_needles, next_tokens, quality
 from scripts.study.texts import KINDS, text_of
@@ -116,12 +115,6 @@ def test_layers_are_measured_apart():
                 assert row["density_by_layer"][number] == row_alone["density_by_layer"][0]
     first, second = both["rows"][0]["recall_by_layer"]
     assert first != second
-
-
-def test_values_are_read_off_between_two_measurements():
-    assert value_at(0.9, [0.95, 0.85], [30.0, 10.0]) == pytest.approx(20.0)
-    assert value_at(0.8, [0.95, 0.85], [30.0, 10.0]) == pytest.approx(10.0)
-    assert value_at(0.96, [0.95, 0.85], [30.0, 10.0]) is None
 
 
 class BruteForce:

@@ -10,22 +10,22 @@ import torch
 
 from scripts.study import __main__ as study
 from scripts.study import pictures, real_model
-from scripts.study.report import costs, costs_table, equal_time, equal_time_table, scores_of
+from scripts.study.report import comparison_table, comparisons, scores_of
 from scripts.study.settings import (
     DENSE,
     FULL,
-    PUBLISHED,
     SIZES,
     SPARSE,
     START,
     TOY,
     Study,
+    at_equal_time,
     causal_share,
-    configuration,
     evaluation_configuration,
     evaluations,
     methods,
     runs,
+    training_configuration,
 )
 from titan_sparse.config import load
 from titan_sparse.data.tokenizer import load_tokenizer
@@ -38,6 +38,10 @@ CHOSEN = (DENSE, SPARSE, "window")
 def answers(out: Path, weights: str, mode: str, question: str) -> dict:
     path = out / f"evaluation/{weights}--{mode}/{question}.json"
     return json.loads(path.read_text())["answers"]
+
+
+def report_of(out: Path) -> dict:
+    return json.loads((out / "report/results.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -57,40 +61,34 @@ def toy(tmp_path_factory) -> Path:
 @pytest.mark.slow
 def test_held_out_packages_are_not_trained_on(toy):
     def packages(name: str) -> set[str]:
-        found = set()
-        for path in (toy / "documents" / name).iterdir():
-            # NUMBER-HASH-KIND-PACKAGE
-            found.add(path.name.split("-", 2)[2])
-        return found
+        # NUMBER-HASH-KIND-PACKAGE
+        return {path.name.split("-", 2)[2] for path in (toy / "documents" / name).iterdir()}
 
     training = packages("train")
     held_out = packages("code") | packages("prose")
-    assert training and held_out
-    assert not training & held_out
+    assert training and held_out and not training & held_out
     said = json.loads((toy / "text/text.json").read_text())["held_out"]
-    # KIND-PACKAGE
-    names = {name.split("-", 1)[1] for name in held_out}
-    assert names <= {*said["code"], *said["prose"]}
+    assert {name.split("-", 1)[1] for name in held_out} <= {*said["code"], *said["prose"]}
 
 
 @pytest.mark.slow
 def test_runs_have_the_same_weights_and_data(toy):
-    dense, sparse, window = (read_metrics(toy / name) for name in CHOSEN)
-    assert dense.keys() == sparse.keys() == window.keys() == set(range(1, TOY.steps + 1))
-    for step, line in dense.items():
-        assert line["tokens_seen"] == sparse[step]["tokens_seen"] == window[step]["tokens_seen"]
-    assert dense[1]["density"] == 1 > sparse[1]["density"]
-    # The same tokens, in another attention.
-    assert 0 < abs(dense[1]["loss"] - sparse[1]["loss"]) < 0.1
-    assert 0 < abs(dense[1]["loss"] - window[1]["loss"]) < 0.1
+    dense, *others = (read_metrics(toy / name) for name in CHOSEN)
+    assert dense.keys() == set(range(1, TOY.steps + 1)) and dense[1]["density"] == 1
+    for other in others:
+        assert [line["tokens_seen"] for line in other.values()] == [
+            line["tokens_seen"] for line in dense.values()
+        ]
+        # The same tokens, in another attention.
+        assert 0 < abs(dense[1]["loss"] - other[1]["loss"]) < 0.1
+    assert others[0][1]["density"] < 1
 
 
 @pytest.mark.slow
 def test_evaluations_are_of_the_weights_and_the_attention_that_they_name(toy):
     found = {path.name for path in (toy / "evaluation").iterdir()}
-    expected = {"start--as_published", "start--dense", "dense--dense", f"dense--{SPARSE}"}
-    expected |= {f"{SPARSE}--dense", f"{SPARSE}--{SPARSE}", "window--dense", "window--window"}
-    assert found == expected
+    expected = {"start--dense", "dense--dense", f"dense--{SPARSE}", "window--window"}
+    assert found == expected | {f"{SPARSE}--dense", f"{SPARSE}--{SPARSE}", "window--dense"}
 
     def loss(weights: str, mode: str) -> float:
         return answers(toy, weights, mode, "position")["losses"]["prose"]["loss"]
@@ -102,81 +100,67 @@ def test_evaluations_are_of_the_weights_and_the_attention_that_they_name(toy):
     seen = answers(toy, SPARSE, SPARSE, "position")["attention"]["code"]
     assert 0 < seen["density"] < 1 and 0 < seen["recall"] < 1
     assert answers(toy, SPARSE, DENSE, "position")["attention"]["code"]["density"] == 1
-
-
-@pytest.mark.slow
-def test_questions_go_up_to_the_length_that_the_model_reads(toy):
-    of_base = answers(toy, START, PUBLISHED, "needle_forced")["cells"]
-    assert {cell["length"] for cell in of_base} == {TOY.original}
-    for question in ("needle_forced", "needle_generated"):
-        cells = answers(toy, DENSE, DENSE, question)["cells"]
-        places = {(cell["length"], cell["depth"]) for cell in cells}
-        assert places == {(512, 0.0), (512, 1.0), (1024, 0.0), (1024, 1.0)}
-    assert "loss" in of_base[0] and "loss" not in cells[0]
-    losses = answers(toy, START, PUBLISHED, "position")["losses"]["code"]
-    assert losses["length"] == TOY.original and losses["tokens"] <= TOY.windows * TOY.original
+    cells = answers(toy, DENSE, DENSE, "needle_forced")["cells"]
+    places = {(cell["length"], cell["depth"]) for cell in cells}
+    assert places == {(512, 0.0), (512, 1.0), (1024, 0.0), (1024, 1.0)}
 
 
 @pytest.mark.slow
 def test_report_says_what_was_logged(toy):
-    found = json.loads((toy / "report/results.json").read_text())
+    found = report_of(toy)
     assert {"command", "commit", "date", "gpu", "versions"} <= found.keys()
-
     sparse = read_metrics(toy / SPARSE)
     run = found["runs"][SPARSE]
-    logged = {str(step): line["recall"] for step, line in sparse.items() if "recall" in line}
     # Step 1, and every second.
-    assert len(logged) == 3
-    assert run["recall"] == logged
+    assert len(run["recall"]) == 3
+    assert run["recall"] == {
+        str(step): line["recall"] for step, line in sparse.items() if "recall" in line
+    }
     densities = [line["density"] for line in sparse.values()]
     assert run["mean_density"] == pytest.approx(sum(densities) / len(densities))
-
+    assert run["times_read"] == TOY.steps * TOY.context / found["text"]["train"]["tokens"]
     # Of steps beyond the last, which are neither logged nor saved.
     step_seconds = json.loads((toy / f"steps/{SPARSE}.json").read_text())
-    assert step_seconds > 0
-    assert max(sparse) == TOY.steps
+    assert step_seconds > 0 and max(sparse) == TOY.steps
     assert newest_checkpoint(str(toy / SPARSE)).endswith(f"step-{TOY.steps}")
     assert run["seconds"] == [step_seconds * step for step in sparse]
-
     text = (toy / "report/tables.md").read_text()
-    assert f"| {SPARSE} | {run['final_loss']:.4f} |" in text
+    assert f" | {run['final_loss']:.4f} |" in text
     assert "± " not in text, "one seed has no spread"
     window = found["runs"]["window"]
     assert window["mean_density"] == pytest.approx(causal_share(TOY, "window"))
-    assert window["recall"] == {}
-    assert window["mean_recall"] is None
+    assert window["recall"] == {} and window["mean_recall"] is None
 
 
 @pytest.mark.slow
 def test_what_is_there_is_not_done_again(toy):
-    def state() -> dict[str, int]:
-        found = {}
-        for folder in (DENSE, "evaluation", "text", "model"):
-            for path in (toy / folder).rglob("*"):
-                if path.is_file():
-                    found[str(path)] = path.stat().st_mtime_ns
-        return found
+    def state() -> dict[Path, int]:
+        paths = [
+            path
+            for folder in (DENSE, "evaluation", "text", "model")
+            for path in (toy / folder).rglob("*")
+        ]
+        return {path: path.stat().st_mtime_ns for path in paths if path.is_file()}
 
     before = state()
     assert study.main(["--toy", "--out", str(toy), "--runs", DENSE]) == 0
     assert state() == before and len(before) > 20
 
 
-def test_another_folder_is_refused(tmp_path, capsys):
+def test_folders_that_are_refused(tmp_path, capsys):
+    new = str(tmp_path / "new")
     (tmp_path / "notes.txt").write_text("mine")
-    assert study.main(["--toy", "--out", str(tmp_path)]) == 2
-    assert "holds something else" in capsys.readouterr().err
-    (tmp_path / "study.json").write_text('{"size": "toy"}')
-    assert study.main(["--short", "--out", str(tmp_path)]) == 2
-    assert "holds a study of the size toy, not short" in capsys.readouterr().err
 
+    def refused(*words: str) -> str:
+        assert study.main([*words]) == 2
+        return capsys.readouterr().err
 
-def test_parts_need_text_and_a_model(tmp_path, capsys):
-    words = ["--toy", "--out", str(tmp_path / "new"), "--part", "2"]
-    assert study.main([*words, "--model", str(tmp_path / "none")]) == 2
-    assert "none has no config.json; write a folder that has" in capsys.readouterr().err
-    assert study.main(words) == 2
-    assert "dense needs part 0" in capsys.readouterr().err
+    assert "holds something else" in refused("--toy", "--out", str(tmp_path))
+    error = refused("--toy", "--out", new, "--model", str(tmp_path / "none"))
+    assert "none has no config.json; write a folder that has" in error
+    assert "dense needs part 0" in refused("--toy", "--out", new, "--part", "2")
+    error = refused("--short", "--out", new)
+    assert "holds a study of the size toy, not short" in error
 
 
 def test_text_may_be_carried_here(tmp_path):
@@ -189,8 +173,8 @@ def test_text_may_be_carried_here(tmp_path):
 @pytest.mark.parametrize(
     "words, reason",
     [
-        (["--part", "20"], "--part 20 is none"),
-        (["--runs", "sparse"], "--runs sparse is unknown"),
+        (["--part", "20"], "--part 20: write 0 to 15"),
+        (["--runs", "sparse"], "--runs sparse: write some of dense,default"),
         (["--minutes", "1"], "--minutes 1 is too little"),
         (["--part", "2", "--runs", "moba"], "which --runs leaves out"),
     ],
@@ -212,85 +196,73 @@ def toy_model(tmp_path_factory) -> Path:
 def test_configurations_differ_in_attention_and_order_alone(size, tmp_path, toy_model):
     here = Study(size, tmp_path, toy_model)
     every = runs(size)
-    assert sorted(run.seed for run in every.values() if run.method == DENSE) == [0, 1, 2]
-    assert sorted(run.seed for run in every.values() if run.method == SPARSE) == [0, 1, 2]
-    dense = configuration(here, every[DENSE])
-    assert dense.training.seq_len == size.text.context
-    assert dense.model.rope_factor * dense.model.rope_original_length == size.text.context
+    for method in (DENSE, SPARSE):
+        assert sorted(run.seed for run in every.values() if run.method == method) == [0, 1, 2]
+    dense = training_configuration(here, every[DENSE], size.steps)
+    assert dense.training.seq_len == size.context
+    assert dense.model.rope_factor * dense.model.rope_original_length == size.context
     for run in every.values():
-        config = configuration(here, run)
+        config = training_configuration(here, run, size.steps)
         assert (config.attention == dense.attention) == (run.method == DENSE)
-        training = dataclasses.replace(
-            config.training, output_dir=dense.training.output_dir, seed=config.training.seed
-        )
         assert config.training.seed == run.seed
-        same = dataclasses.replace(training, seed=dense.training.seed)
+        same = dataclasses.replace(
+            config.training, output_dir=dense.training.output_dir, seed=dense.training.seed
+        )
         assert dataclasses.replace(config, attention=dense.attention, training=same) == dense
         # The attention of an evaluation is that of training.
         assert evaluation_configuration(here, run.method).attention == config.attention
-    published = evaluation_configuration(here, PUBLISHED)
-    assert published.model.rope_scaling == "flavour"
 
 
-def test_every_method_is_read_densely_and_by_itself():
-    pairs = [pair for part in evaluations(FULL).values() for pair in part]
-    assert len(pairs) == len(set(pairs))
-    for name in methods(FULL):
+@pytest.mark.parametrize("size", [FULL, at_equal_time(FULL)], ids=["steps", "time"])
+def test_every_method_is_read_densely_and_by_itself(size):
+    pairs = [pair for part in evaluations(size).values() for pair in part]
+    assert len(pairs) == len(set(pairs)) and (DENSE, SPARSE) in pairs
+    for name in methods(size):
         assert (name, DENSE) in pairs and (name, name) in pairs
-    assert (DENSE, SPARSE) in pairs
-    for seed in (1, 2):
-        for name in (DENSE, SPARSE):
-            assert (f"{name}_seed{seed}", name) in pairs
+    for name in methods(size) if size.equal_time else (DENSE, SPARSE):
+        assert {(f"{name}_seed1", name), (f"{name}_seed2", name)} <= set(pairs)
 
 
-def row(method: str, seed: int, scores: dict[str, float]) -> dict:
-    return {
-        "method": method,
-        "mode": method,
-        "seed": seed,
-        "scores": scores,
-        "attention": {"recall": 0.93},
-    }
+def test_forced_answers_count_by_token():
+    cells = [
+        {"length": 512, "depth": depth, "score": 1.0, "correct": correct}
+        for depth, correct in ((0.0, 0.25), (1.0, 0.75))
+    ]
+    found = scores_of({"needle_forced": {"cells": cells}})
+    assert found == {"needle forced": 50.0, "needle forced, 512": 50.0}
 
 
-def test_forced_answers_count_by_token_and_generated_ones_by_text():
-    needles = [{"length": 512, "depth": depth, "score": 1.0} for depth in (0.0, 1.0)]
-    forced = [cell | {"correct": share} for cell, share in zip(needles, (0.25, 0.75))]
-    found = scores_of(
-        {
-            "needle_forced": {"cells": forced},
-            "needle_generated": {"cells": needles},
-        }
-    )
-    assert found == {
-        "needle forced": 50.0,
-        "needle forced, 512": 50.0,
-        "needle generated": 100.0,
-        "needle generated, 512": 100.0,
-    }
+def row(method: str, seed: int, loss: float, needles: float, mode: str = "") -> dict:
+    scores = {"loss": loss, "needle forced": needles}
+    return {"method": method, "mode": mode or method, "seed": seed, "scores": scores}
 
 
-def test_costs_are_differences_on_the_same_data():
-    rows = []
+def test_comparisons_are_differences_on_the_same_data():
+    rows = [row(START, 0, 9.0, 0.0, DENSE)]
     for seed, noise in enumerate((-0.01, 0.0, 0.01)):
-        scores = {"loss, code": 1 + 20 * noise, "needle forced, 4096": 90.0, "vt forced, 4096": 50}
-        rows.append(row(DENSE, seed, scores))
-        worse = {
-            # Small beside what lies between seeds, but the same for each; not the same for each.
-            "loss, code": 1.1 + 21 * noise,
-            "needle forced, 4096": 89.5 + 100 * noise,
-            "vt forced, 4096": 60.0,
-        }
-        rows.append(row(SPARSE, seed, worse))
-    # A row in another attention says nothing about cost.
-    rows.append(row(SPARSE, 0, {"loss, code": 99.0}) | {"mode": DENSE})
-    found = costs(rows)
-    means = [sum(cost["worse"]) / 3 for cost in found]
-    assert means == pytest.approx([0.1, 0.5, -10])
-    assert [cost["is_noise"] for cost in found] == [False, True, False]
-    text = costs_table({"costs": found})
-    assert "| loss, code | 1 ± 0.2 | 1.1 ± 0.21 | 0.1 ± 0.01 | yes |" in text
-    assert "| one seed |" in costs_table({"costs": costs(rows[:2])})
+        rows.append(row(DENSE, seed, 1 + 20 * noise, 90.0))
+        # The loss: small beside what lies between seeds, but the same for each. Needles: not.
+        rows.append(row(SPARSE, seed, 1.1 + 21 * noise, 89.5 + 100 * noise))
+        rows.append(row("window", seed, 1.0 + 21 * noise, 80.0))
+    # Two measures, and one seed of another attention.
+    rows.append(row("window", 0, 99.0, 80.0, DENSE))
+    found = {
+        (one["method"], one["mode"], one["against"], one["measure"]): one
+        for one in comparisons(rows)
+    }
+    loss = found[SPARSE, SPARSE, DENSE, "loss"]
+    assert loss["worse"] == pytest.approx([0.09, 0.1, 0.11]) and loss["is_noise"] is False
+    needles = found[SPARSE, SPARSE, DENSE, "needle forced"]
+    assert needles["worse"] == pytest.approx([1.5, 0.5, -0.5]) and needles["is_noise"] is True
+    # A lower loss than that of the default is negative.
+    against = found["window", "window", SPARSE, "loss"]
+    assert against["worse"] == pytest.approx([-0.1] * 3) and against["is_noise"] is False
+    assert found["window", DENSE, DENSE, "loss"]["is_noise"] is None
+    assert (DENSE, DENSE, DENSE, "loss") not in found
+    assert found[START, DENSE, DENSE, "loss"]["worse"] == pytest.approx([8.2])
+    text = comparison_table({"comparisons": list(found.values())})
+    assert f"| {SPARSE} | {SPARSE} | 0.1 ± 0.01, sure | 0.5 ± 1, noise |  |  |" in text
+    assert "| window | dense | 98.2 | 10 | 98.11 | 8.5 |" in text
 
 
 def test_a_tokenizer_takes_digits_one_by_one(tmp_path):
@@ -306,7 +278,7 @@ def test_a_tokenizer_takes_digits_one_by_one(tmp_path):
 def test_all_runs(tmp_path):
     out = tmp_path / "all"
     assert study.main(["--toy", "--out", str(out)]) == 0
-    found = json.loads((out / "report/results.json").read_text())
+    found = report_of(out)
     assert found["runs"].keys() == runs(TOY).keys()
     pairs = [(row["weights"], row["mode"]) for row in found["evaluations"]]
     assert pairs == [tuple(pair) for part in evaluations(TOY).values() for pair in part]
@@ -315,7 +287,8 @@ def test_all_runs(tmp_path):
     losses = {name: run["loss"][0] for name, run in found["runs"].items()}
     # Another order of the data; the same order in another attention.
     assert abs(losses["dense"] - losses["dense_seed1"]) > 1e-3
-    assert all(cost["is_noise"] is not None for cost in found["costs"]) and found["costs"]
+    tested = [one for one in found["comparisons"] if one["method"] == one["mode"] == SPARSE]
+    assert tested and all(one["is_noise"] is not None for one in tested)
     config = load(["--config", str(out / "published_95/config.toml")])[0]
     assert config.attention.vertical_slash.budget == "independent"
 
@@ -359,7 +332,7 @@ def test_equal_time(tmp_path):
     for method, seconds in ((DENSE, 3.0), (SPARSE, 2.0)):
         (out / f"steps/{method}.json").write_text(str(seconds))
     assert study.main(words) == 0
-    found = json.loads((out / "report/results.json").read_text())
+    found = report_of(out)
     dense, sparse = (found["runs"][name] for name in (DENSE, SPARSE))
     assert dense["steps"][-1] == TOY.steps and sparse["steps"][-1] == 6
     assert dense["seconds"][-1] == sparse["seconds"][-1] == 12
@@ -373,22 +346,3 @@ def test_equal_time(tmp_path):
     picture = tmp_path / "picture.png"
     words = [str(out / "report/results.json"), "--out", str(picture)]
     assert pictures.main(words) == 0 and picture.stat().st_size > 5000
-
-
-def test_equal_time_compares_means_of_kinds_by_seed():
-    runs = {}
-    rows = []
-    for seed in (0, 1):
-        for method, loss in ((DENSE, 2.0), (SPARSE, 1.9)):
-            name = f"{method}_{seed}"
-            runs[name] = {"method": method, "seconds": [1.0, 10.0], "steps": [1, 7]}
-            rows.append(row(method, seed, {"loss": loss + 0.1 * seed, "needle forced": 50.0}))
-    for found in rows:
-        found["attention"]["density"] = 0.25
-    rows.append(row(SPARSE, 0, {"loss": 2.5}) | {"mode": DENSE})
-    dense, sparse = equal_time(runs, rows)
-    assert dense["as_trained"][0]["worse"] == [0, 0]
-    assert sparse["as_trained"][0]["worse"] == pytest.approx([-0.1, -0.1])
-    assert sparse["read_densely"][0]["worse"] == [0.5]
-    text = equal_time_table({"equal_time": [dense, sparse]})
-    assert "| 10 | 7 | 25.0 % | -0.1 ± " in text and "| 0 ± 0 | 0.5 |  |" in text

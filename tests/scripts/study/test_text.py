@@ -1,6 +1,6 @@
 """The study's text: packages, what is held out, documents, prompts."""
 
-import gzip
+import dataclasses
 import io
 import tarfile
 from pathlib import Path
@@ -10,14 +10,15 @@ import pytest
 
 from scripts.study import text
 from scripts.study.real_model import fetch, train_tokenizer
-from scripts.study.settings import Asked, TextSize
+from scripts.study.settings import TOY
 from scripts.study.text import read_prompts, write_prompts
-from scripts.study.work import first_of_each
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
 from titan_sparse.data.tokenizer import load_tokenizer
 
-ASKED = Asked((768, 1024), depths=3, needles=2)
+SIZE = dataclasses.replace(
+    TOY, context=64, text={"code": 50, "prose": 50}, lengths=(768, 1024), depths=3, needles=2
+)
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +67,13 @@ def test_two_kinds_come_in_turns_until_one_ends():
     assert text.interleave(["a"], []) == ["a"]
 
 
-def test_debian_documentation_is_unpacked_and_licenses_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "_DEBIAN_DOCS", tmp_path)
-    folder = tmp_path / "thing"
-    folder.mkdir()
-    (folder / "README.md.gz").write_bytes(gzip.compress(b"read me"))
-    (folder / "copyright.txt").write_text("no")
-    (folder / "long.txt").write_text("x" * 1000)
-    assert text.installed_prose(100)["debian"] == ["# thing/README.md.gz\nread me\n"]
+def test_installed_prose_is_of_two_packages(tmp_path, monkeypatch):
+    (tmp_path / "thing-1.dist-info").mkdir()
+    (tmp_path / "thing-1.dist-info/METADATA").write_text("Name: thing\n\nread\n\nme")
+    monkeypatch.setattr(text, "_installed_roots", lambda: [tmp_path])
+    found = text.installed_prose()
+    assert found["descriptions"] == ["# thing-1.dist-info\nread\n\nme\n"]
+    assert len(found["reference"]) > 50
 
 
 def test_copies_of_a_file_come_once(tmp_path, monkeypatch):
@@ -131,14 +131,13 @@ def test_text_that_was_stopped_goes_on(tmp_path, monkeypatch, tokenizer_folder):
         code[f"p{number}"] = [f"# {file}\n{line * 60}" for file in range(3)]
     prose = {"large": ["The grass is green. " * 400], "small": ["The sky is blue. " * 100]}
     monkeypatch.setattr(text, "installed_code", lambda most: code)
-    monkeypatch.setattr(text, "installed_prose", lambda most: dict(prose))
-    size = TextSize(64, {"code": 50, "prose": 50}, 4, 1, has_sdists=False, asked=ASKED)
-    about = text.prepare_text(tmp_path, tokenizer_folder, size)
+    monkeypatch.setattr(text, "installed_prose", lambda: dict(prose))
+    about = text.prepare_text(tmp_path, tokenizer_folder, SIZE)
     assert about["held_out"]["prose"] == ["large"] and about["train"]["tokens"] > 1000
     prompts = (tmp_path / "text/prompts.json").read_bytes()
     for name in ("text.json", "prose/meta.json", "train/shard_00000.json", "prompts.json"):
         (tmp_path / "text" / name).unlink()
-    assert text.prepare_text(tmp_path, tokenizer_folder, size) == about
+    assert text.prepare_text(tmp_path, tokenizer_folder, SIZE) == about
     assert (tmp_path / "text/prompts.json").read_bytes() == prompts
 
 
@@ -147,7 +146,7 @@ def test_prompts_are_read_as_they_were_made(tmp_path, tokenizer_folder):
     (tmp_path / "texts/only/text").write_text("The grass is green. The sky is blue. " * 200)
     recipe = Recipe(str(tmp_path / "texts"), str(tokenizer_folder), document="folder")
     prepare(recipe, str(tmp_path / "prose"), 1, lambda done, shards: None)
-    write_prompts(tmp_path, ASKED)
+    write_prompts(tmp_path, SIZE)
     samples = read_prompts(tmp_path)
     assert len(samples) == 2 * 3 * 2
     tokenizer = load_tokenizer(str(tokenizer_folder))
@@ -156,7 +155,3 @@ def test_prompts_are_read_as_they_were_made(tmp_path, tokenizer_folder):
         assert all(reference in shown for reference in sample.references)
         assert sample.prompt.dtype == sample.answer.dtype == np.int64
         assert len(sample.prompt) + len(sample.answer) <= sample.length
-    one = first_of_each(samples, 1)
-    about = [(sample.about["length"], sample.about.get("depth")) for sample in one]
-    assert len(about) == len(set(about)) == 2 * 3
-    assert len(first_of_each(samples, 9)) == len(samples)
