@@ -20,9 +20,9 @@ STATIC = "best verticals + diagonals"
 _ROWS = 1024
 """Rows of the softmax that are held at a time."""
 _STRIDE = 8
-"""Of so many rows one is looked at for the best keys of each row."""
+"""The best keys of each row are looked for in one row of so many."""
 _ROUNDS = 8
-"""Turns in which verticals and diagonals are chosen, each given the others."""
+"""How often verticals and slashes are chosen in turn, each given the others."""
 
 
 class Mass(NamedTuple):
@@ -191,7 +191,7 @@ def best_static(by_key: Tensor, at: Sequence[float]) -> list[Point]:
 
 
 def by_diagonal(x: Tensor) -> Tensor:
-    """From [..., Q, S], by block of queries and key, to [..., S, E]: by key and slash."""
+    """[..., Q, S], by block of queries and key, as [..., S, E], by key and slash."""
     blocks, seq_len = x.shape[-2:]
     # [S, E]
     key_block = torch.arange(seq_len, device=x.device)[:, None] // BLOCK
