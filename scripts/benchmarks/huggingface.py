@@ -194,19 +194,21 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 def row(shape: str, tokens: int, arm: Arm, args: argparse.Namespace, world: int) -> dict:
     """One training run's numbers, or why there are none."""
-    found: dict = {"shape": shape, "tokens": tokens, "arm": arm.name, "status": "ran"}
+    status = "ran"
+    found: dict = {}
     if arm.name not in args.arms or (world > 1 and arm.implementation != OURS):
-        return found | {"status": "left out"}
-    if arm.implementation.startswith("flash") and not importlib.util.find_spec("flash_attn"):
-        return found | {"status": "not installed"}
-    try:
-        found |= measure(shape, tokens, arm, args)
-    except torch.OutOfMemoryError:
-        found["status"] = "out of memory"
-    gc.collect()
-    if args.device == "cuda":
-        torch.cuda.empty_cache()
-    return found
+        status = "left out"
+    elif arm.implementation.startswith("flash") and not importlib.util.find_spec("flash_attn"):
+        status = "not installed"
+    else:
+        try:
+            found = measure(shape, tokens, arm, args)
+        except torch.OutOfMemoryError:
+            status = "out of memory"
+        gc.collect()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+    return {"shape": shape, "tokens": tokens, "arm": arm.name, "status": status} | found
 
 
 def measure(shape: str, tokens: int, arm: Arm, args: argparse.Namespace) -> dict:
@@ -277,18 +279,24 @@ def make_trainer(
         group = training.parallelism_config.group() if shares else None
         register(AttentionSettings(arm.pattern, group), name=OURS)
     model = build_model(shape, tokens, arm, args)
-    generator = torch.Generator().manual_seed(0)
-    size = (args.steps + 1, tokens)
-    dataset = []
-    for text in torch.randint(model.config.vocab_size, size, generator=generator):
-        dataset.append({"input_ids": text, "labels": text})
-        if args.packed:
-            lengths = ragged_lengths(tokens, seed=0)
-            position = torch.cat([torch.arange(length) for length in lengths])
-            labels = text.masked_fill(position == 0, -100)
-            dataset[-1] |= {"position_ids": position, "labels": labels}
+    dataset = texts(model.config.vocab_size, tokens, args)
     kind = PackedTrainer if shares else Trainer
     return kind(model, training, train_dataset=dataset, callbacks=[times])
+
+
+def texts(vocab_size: int, tokens: int, args: argparse.Namespace) -> list[dict]:
+    """Random tokens for all steps, with --packed in documents."""
+    size = (args.steps + 1, tokens)
+    drawn = torch.randint(vocab_size, size, generator=torch.Generator().manual_seed(0))
+    if not args.packed:
+        return [{"input_ids": text, "labels": text} for text in drawn]
+    lengths = ragged_lengths(tokens, seed=0)
+    position = torch.cat([torch.arange(length) for length in lengths])
+    found = []
+    for text in drawn:
+        labels = text.masked_fill(position == 0, -100)
+        found.append({"input_ids": text, "labels": labels, "position_ids": position})
+    return found
 
 
 def build_model(shape: str, tokens: int, arm: Arm, args: argparse.Namespace) -> PreTrainedModel:

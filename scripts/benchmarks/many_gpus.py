@@ -12,9 +12,8 @@
 
 Each run is a program of its own, with less than eight minutes. Its results are OUT/NAME.json. What
 is complete is not done again: with --seconds, what would not fit any more is left, and the same
-command goes on. A run that fails is recorded with its error, and the others go on. What needs more
-GPUs than there are is recorded as not run. At the end all results in OUT are printed as tables, and
-written to OUT/tables.md.
+command goes on. If a run fails, its error is printed, and the others go on. What needs more GPUs
+than there are is named and not run.
 
 Status 0: all runs that were asked for and can run here are complete; 1: some failed; 3: none
 failed, and some are left.
@@ -36,14 +35,14 @@ import torch
 from scripts.benchmarks import steps
 from scripts.benchmarks.harness import write
 from scripts.benchmarks.options import parser_of, positive
-from scripts.benchmarks.provenance import ROOT, output_of, provenance, version
+from scripts.benchmarks.provenance import ROOT
 
 LIMIT_SECONDS = 470
 """Of a run."""
 ORPHANS_SECONDS = 5
 """Until ranks have seen that their torchrun is dead, and have given their memory back."""
 LAST_LINES = 15
-"""Of a program that failed, which are recorded."""
+"""Of a program that failed, which are printed."""
 LEFT = 3
 """The exit status if some runs are left."""
 
@@ -209,12 +208,9 @@ def main(words: list[str]) -> int:
     ends = time.monotonic() + args.seconds if args.seconds else math.inf
     statuses = set()
     for run in asked:
-        status = carry_out(run, args, gpus, ends)
-        statuses.add(status)
+        status = carry_out(run, out, gpus, ends)
+        statuses.add(status.partition(":")[0])
         print(f"part {run.part}  {run.name}: {status}", flush=True)
-    text = tables(out)
-    (out / "tables.md").write_text(text)
-    print(text)
     if "failed" in statuses:
         return 1
     return LEFT if "left" in statuses else 0
@@ -227,67 +223,37 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--out", default="outputs/many_gpus", help="folder of the results")
     add("--parts", type=int, nargs="+", choices=range(1, 6), default=[1, 2, 3, 4, 5])
     add("--only", nargs="+", default=[], help="of these parts, runs whose names begin so")
-    add("--again", action="store_true", help="what is complete too")
     add("--list", action="store_true", help="print the runs with their expected seconds, and stop")
     add("--seconds", type=float, help="for all runs together; default: as long as it takes")
     add("--gpus", type=positive, help="use fewer than there are")
     return parser.parse_args(words)
 
 
-def carry_out(run: Run, args: argparse.Namespace, gpus: int, ends: float) -> str:
+def carry_out(run: Run, out: Path, gpus: int, ends: float) -> str:
     """Make the run's files that are missing.
 
-    Returns "complete", "was complete", "failed", "left", or why it cannot run here. ends: when
-    there is no more time, on the monotonic clock.
+    Returns "complete", "was complete", "left", "failed: " and how, or why it cannot run here. ends:
+    when there is no more time, on the monotonic clock.
     """
-    out = Path(args.out)
-    missing = list(run.files)
-    if not args.again:
-        missing = [name for name in missing if not read(out, name).get("complete")]
+    missing = [name for name in run.files if not read(out, name).get("complete")]
     if not missing:
         return "was complete"
     if run.ranks > gpus:
-        return not_run(args, missing, f"needs {run.ranks} GPUs, found {gpus}")
-    flex = [name for name in missing if name.endswith("_flex")]
-    if flex and version("flash-attn-4") is None:
-        status = not_run(args, flex, "flash-attn-4 is not installed")
-        missing = [name for name in missing if name not in flex]
-        if not missing:
-            return status
+        return f"needs {run.ranks} GPUs, found {gpus}"
     if run.seconds > ends - time.monotonic():
         return "left"
-    for name in missing:
-        # Rows of an earlier try would look like this one's.
-        (out / f"{name}.json").unlink(missing_ok=True)
     began = time.monotonic()
     error = start(run, out, missing, min(LIMIT_SECONDS, ends - began))
-    for name in missing:
-        if run.module == TRAIN and not error:
-            result = steps.collect([(name, out / "runs" / name)]) | {"ranks": run.ranks}
-        else:
-            result = read(out, name) or header(args) | {"rows": []}
-        if not result.get("complete"):
-            result |= {"error": error} if error else {"complete": True}
-        seconds = round(time.monotonic() - began, 1)
-        write(out / f"{name}.json", result | {"run_seconds": seconds})
     if error:
-        print(error, flush=True)
-    return "failed" if error else "complete"
-
-
-def header(args: argparse.Namespace) -> dict:
-    """provenance() without a CUDA context, which asking torch for a GPU's name creates."""
-    gpu = output_of("nvidia-smi --query-gpu=name --format=csv,noheader")
-    return provenance(args, "cpu") | {"gpu": gpu}
-
-
-def not_run(args: argparse.Namespace, names: list[str], why: str) -> str:
-    """Record it, unless there are rows of an earlier call. Returns "not run: " and why."""
-    out = Path(args.out)
-    for name in names:
-        if not read(out, name).get("rows"):
-            write(out / f"{name}.json", header(args) | {"not_run": why, "rows": []})
-    return f"not run: {why}"
+        return f"failed: {error}"
+    seconds = round(time.monotonic() - began, 1)
+    for name in missing:
+        if run.module == TRAIN:
+            result = steps.collect([(name, out / "runs" / name)])
+        else:
+            result = read(out, name)
+        write(out / f"{name}.json", result | {"complete": True, "run_seconds": seconds})
+    return "complete"
 
 
 def start(run: Run, out: Path, names: list[str], limit: float) -> str | None:
@@ -322,53 +288,6 @@ def read(out: Path, name: str) -> dict:
     """A result; {} where there is none."""
     path = out / f"{name}.json"
     return json.loads(path.read_text()) if path.is_file() else {}
-
-
-# Tables -------------------------------------------------------------------------------------------
-
-SHOWN = """
-run step seq_len ranks name mask backend layout schedule overlap_stages rotate gradient_dtype
-forward_ms backward_ms forward_tflops backward_tflops visited_tflops tflops of_alone total_of_limit
-total_times_faster_than_torch sent_of_needed step_seconds tokens_per_second_per_device mfu
-memory_gib density recall steps kills lines_equal_to_the_bit lines largest_difference_of_losses
-skipped_updates memory_growth_gib seconds restart_seconds error
-""".split()
-"""The keys of rows that tables show, in this order."""
-
-
-def tables(out: Path) -> str:
-    """A table for each result in the folder `out`, or why there is none."""
-    text = ["# Several GPUs"]
-    for path in sorted(out.glob("*.json")):
-        result = read(out, path.stem)
-        rows = rows_of(result)
-        keys = [key for key in SHOWN if any(key in row for row in rows)]
-        text += ["", f"## {path.stem}", ""]
-        why = result.get("not_run") or result.get("error")
-        if why:
-            text += [" ".join(why.split())[:500], ""]
-        if rows:
-            text += [line(keys), "|" + "---|" * len(keys)]
-            text += [line([cell(row.get(key)) for key in keys]) for row in rows]
-    return "\n".join(text) + "\n"
-
-
-def rows_of(result: dict) -> list[dict]:
-    """Rows as the tables show them. A soak is one row. A training run has a row per step."""
-    found = [{"ranks": result.get("ranks")} | row for row in result.get("rows", [])]
-    for name, run in result.get("runs", {}).items():
-        found += [{"run": name, "ranks": run["gpus"]} | step for step in run["steps"]]
-    return [*found, result] if "kills" in result else found
-
-
-def cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-    return "" if value is None else str(value)[:300]
-
-
-def line(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 if __name__ == "__main__":
