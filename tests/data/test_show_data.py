@@ -34,7 +34,7 @@ def test_marks_colors_and_lengths(words, capsys):
         text = text.replace(f"\n{answer}<|im_end|>", f"\n⟦{answer}<|im_end|>⟧")
     assert f"learned\n{text}<|endoftext|>\n" in printed
     assert "all 2 samples: " in printed and "sample 2" not in printed
-    assert "a sequence keeps whole: 100 50.0% (training.seq_len), 32K 100.0%" in printed
+    assert "a sequence keeps whole: 100 50.0% (training.seq_len), 32K 100.0%, 64K 100.0%" in printed
 
     assert main([*words, "--samples", "1", "--measured", "1"]) == 0
     colored = capsys.readouterr().out

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 
 from tests.models.test_decoder import causal, dense_attend
@@ -42,7 +43,8 @@ def _loss(model: nn.Module) -> Tensor:
         ({"filter": "o_proj, layers.0.mlp"}, ("o_proj", "layers.0.mlp"), None),
     ],
 )
-def test_the_blocks_linears_and_nothing_else(options, left_out, scales):
+def test_the_blocks_linears_and_nothing_else(monkeypatch, options, left_out, scales):
+    monkeypatch.setattr(torch._inductor.config, "emulate_precision_casts", False)
     with torch.device("meta"):
         model = Decoder(CONFIG, dense_attend)
     names = list(model.state_dict())
@@ -57,6 +59,7 @@ def test_the_blocks_linears_and_nothing_else(options, left_out, scales):
     if scales:
         cast = model.layers["0"].mlp.up_proj.config.cast_config_input
         assert cast.scaling_granularity.value == scales
+        assert torch._inductor.config.emulate_precision_casts == (scales == "axiswise")
 
 
 def test_refusals():

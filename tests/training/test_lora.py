@@ -4,6 +4,7 @@ nothing."""
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -383,6 +384,13 @@ def _on_two_ranks(folder: Path) -> None:
         train(folder, output, "Qwen3", mesh | {"training.steps": 3})
     draw_dropout(Config(lora=Lora(rank=2, dropout=0.1)), 7)
     torch.save(torch.rand(4), folder / f"dropped-{dist.get_rank()}")
+
+
+def test_missing_peft_is_said_before_anything_is_made(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match="lora.rank = 3 needs PEFT"):
+        train(folder, "without-peft", "Qwen3", {})
+    assert not (folder / "without-peft").exists()
 
 
 def test_two_ranks_are_one(folder):

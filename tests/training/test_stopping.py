@@ -1,6 +1,8 @@
 """Two ranks: a stop signal in the middle of a step of many micro-batches, which is left out or
 finished and nothing is lost; and timeouts, which are long for the first step and while saving."""
 
+import contextlib
+import io
 import os
 import signal
 import time
@@ -129,7 +131,10 @@ def _check_timeouts(folder: Path) -> None:
             return seconds
 
         trainer.model.forward, trainer.checkpointer.save = late_forward, late_save
-        trainer.train()
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            trainer.train()
+        # The banner is there once.
+        assert ("expect a peak of" in printed.getvalue()) == (dist.get_rank() == 0)
         background = [group.group_name for group in trainer.checkpointer.background_groups()]
         assert len(background) == (async_mode != "disabled")
         assert set(seen) == {"step 1", "step 2", "step 3", "save 2", "save 3"}

@@ -98,7 +98,7 @@ SGD = Case(
         "lr_scheduler.decay_type": "cosine",
         "lr_scheduler.total_steps": 4,
         "lr_scheduler.min_lr_factor": 0.1,
-        "training.max_norm": 1.5,
+        "training.max_norm": 0.75,
         "attention.mask": "causal_across_documents",
         "activation_checkpoint.mode": "none",
     },
