@@ -10,6 +10,7 @@ pip install -e ".[eval]"
 """
 
 import argparse
+import functools
 import math
 import sys
 from pathlib import Path
@@ -27,8 +28,9 @@ def main(words: list[str]) -> int:
     parser.add_argument("a", metavar="A")
     parser.add_argument("b", metavar="B")
     parser.add_argument("--field", default="loss", help="a field of metrics.jsonl")
-    parser.add_argument("--max-difference", type=_threshold, help="largest |B - A| of a step")
-    parser.add_argument("--relative", type=_threshold, help="largest |B - A| / |A| of a step")
+    add_threshold = functools.partial(parser.add_argument, type=_threshold, default=math.inf)
+    add_threshold("--max-difference", help="largest |B - A| of a step")
+    add_threshold("--relative", help="largest |B - A| / |A| of a step")
     parser.add_argument("--plot", help="PNG to write")
     args = parser.parse_args(words)
     try:
@@ -73,7 +75,7 @@ class Difference(NamedTuple):
 
 
 def differences(a: str | Path, b: str | Path, field: str = "loss") -> list[Difference]:
-    """What lies between two runs in `field`, for every logged step in order.
+    """The differences of two runs in `field`, for every logged step in order.
 
     Raises ValueError, one line, if they have not logged the same steps, or steps without that
     field.
@@ -111,14 +113,8 @@ def _difference(step: int, a: float | None, b: float | None) -> Difference:
     return Difference(step, a, b, absolute, relative)
 
 
-def beyond(
-    steps: list[Difference], max_difference: float | None, relative: float | None
-) -> list[Difference]:
-    """Those further apart than a threshold; None: that threshold does not count."""
-    if max_difference is None:
-        max_difference = math.inf
-    if relative is None:
-        relative = math.inf
+def beyond(steps: list[Difference], max_difference: float, relative: float) -> list[Difference]:
+    """Those further apart than a threshold. math.inf: none is."""
     return [step for step in steps if step.absolute > max_difference or step.relative > relative]
 
 

@@ -45,7 +45,7 @@ from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.data.shards import write_json
 from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
 
-SAME = ("layers", "patterns", "needles")
+SAME = ("patterns", "needles")
 """Options that all texts of a file share."""
 
 
@@ -110,7 +110,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--texts", type=int, choices=range(1, TEXTS_OF_KIND + 1), default=TEXTS_OF_KIND)
     add("--lengths", type=positive, nargs="+", default=[2048, 4096, 8192, 16384])
     add("--needles", type=int, default=needles, help="hidden in the text; 0 for none")
-    add("--layers", type=int, nargs="+", help="whose queries and keys are looked at; default: all")
     add("--patterns", nargs="+", choices=names, default=names, metavar="NAME", help=str(names))
     args = parser.parse_args(words)
     if not (args.model / "config.json").is_file():
@@ -130,9 +129,6 @@ def run(args: argparse.Namespace) -> None:
     result = started(args, device.type)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     model = RealModel(args.model, device, dtype)
-    all_layers = range(model.config.layers)
-    if not set(args.layers or []) <= set(all_layers):
-        raise ValueError(f"--layers: write numbers from 0 to {all_layers[-1]}")
     tokenizer = load_tokenizer(str(args.model))
     for length in args.lengths:
         for number in range(args.texts):
@@ -150,7 +146,7 @@ def run(args: argparse.Namespace) -> None:
 def started(args: argparse.Namespace, device: str) -> dict[str, Any]:
     """The result so far: what OUT holds, or only where it comes from.
 
-    Raises ValueError if OUT was written with other layers, patterns or needles.
+    Raises ValueError if OUT was written with other patterns or needles.
     """
     described = vars(args) | {"model": str(args.model), "out": str(args.out)}
     result = provenance(argparse.Namespace(**described), device) | {"texts": {}}
@@ -171,7 +167,7 @@ def measure_text(
     tokens = text.tokens(tokenizer, length)
     # First, so that a needle that does not fit is refused at once.
     needles = hide_needles(text, tokenizer, length, args.needles)
-    q, k = model.queries_and_keys(tokens, args.layers or list(range(model.config.layers)))
+    q, k = model.queries_and_keys(tokens)
     measured = measure(q, k, specs)
     dense = quality(model, tokens, needles, Dense())
     patterns = [pattern for spec in specs for pattern in spec.patterns()]

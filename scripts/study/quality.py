@@ -74,8 +74,8 @@ class RealModel:
             loss=loss,
         )
 
-    def queries_and_keys(self, tokens: Tensor, layers: list[int]) -> tuple[Tensor, Tensor]:
-        """What dense attention is given in these layers, after RoPE. tokens: int64 [1, S].
+    def queries_and_keys(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """What dense attention is given in each layer, after RoPE. tokens: int64 [1, S].
 
         q [layers, Hq, S, D], k [layers, Hkv, S, D].
         """
@@ -86,7 +86,7 @@ class RealModel:
             return dense_attention(q, k, v, mask)
 
         self.run(tokens, next_tokens(tokens), attend)
-        q, k = zip(*(seen[layer] for layer in layers), strict=True)
+        q, k = zip(*seen, strict=True)
         return torch.cat(q), torch.cat(k)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:

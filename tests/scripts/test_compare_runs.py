@@ -69,7 +69,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
 def test_a_threshold_that_nothing_is_beyond_is_refused(capsys, threshold):
     with pytest.raises(SystemExit) as caught:
         main(["a", "b", "--relative", threshold])
-    assert caught.value.code == 2 and "no finite number of 0 or more" in capsys.readouterr().err
+    assert caught.value.code == 2 and "not a finite number of 0 or more" in capsys.readouterr().err
 
 
 def test_plot(tmp_path):

@@ -225,12 +225,8 @@ def test_a_run_continues_with_texts_that_are_missing(tiny, tmp_path, monkeypatch
     assert list(second) == ["code 0, 512 tokens", "chat 0, 512 tokens"]
     assert second["code 0, 512 tokens"] == text
     assert "512 tokens, mean of 2 texts" in capsys.readouterr().out
-    for more, message in (
-        (["--needles", "2"], "was written with other --needles"),
-        (["--layers", "2", "--out", str(tmp_path / "x")], "--layers: write numbers from 0 to 1"),
-    ):
-        assert program.main([*words, *more]) == 2
-        assert message in capsys.readouterr().err
+    assert program.main([*words, "--needles", "2"]) == 2
+    assert "was written with other --needles" in capsys.readouterr().err
     for more in (["--lengths", "200"], ["--model", "nowhere"], ["--needles", "-1"]):
         with pytest.raises(SystemExit):
             program.main([*words, *more])
