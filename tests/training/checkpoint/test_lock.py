@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
+from tests.training.checkpoint.helpers import open_files
 from titan_sparse.config import Refusal
 from titan_sparse.training.checkpoint.folders import check_lock, lock_run, unlock_run
 
@@ -52,6 +54,25 @@ def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
     finally:
         os.killpg(holder.pid, signal.SIGKILL)
         holder.wait()
+
+
+def test_a_holder_is_named_and_then_waited_for(tmp_path):
+    """Nothing of its name stays, however long it was and whatever a broken disk has made of it."""
+    path = tmp_path / ".lock"
+    path.write_bytes(b"host \xff, process 1" + b"0" * 500)
+    with open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with pytest.raises(Refusal, match=r"another run \(host \ufffd, process 10+\); end"):
+            lock_run(str(tmp_path), wait_seconds=0)
+        assert open_files(str(path)) == 1
+        end = threading.Timer(0.2, file.close)
+        end.start()
+        lock_run(str(tmp_path), wait_seconds=60)
+        end.join()
+    [line] = path.read_text().splitlines()
+    assert line.startswith(f"host {os.uname().nodename}, process {os.getpid()}, ")
+    assert "0" * 10 not in line
+    unlock_run(str(tmp_path))
 
 
 def _try_to_lock(folder: str, answer: int) -> None:
@@ -120,10 +141,16 @@ def test_a_folder_that_is_gone_is_missed(tmp_path, another_comes):
 
 
 def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
+    """Another failure is not taken for that."""
+    number = errno.EIO
+
     def flock(*_):
-        raise OSError(errno.ENOSYS, "none")
+        raise OSError(number, "none")
 
     monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(OSError, match="none"):
+        lock_run(str(tmp_path))
+    number = errno.ENOSYS
     began = time.monotonic()
     lock_run(str(tmp_path))
     assert "has no locks" in caplog.text and time.monotonic() - began < 5

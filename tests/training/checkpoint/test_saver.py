@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,7 @@ def test_a_step_waits_for_the_copies_only(alone, tmp_path, monkeypatch, caplog):
     began = time.monotonic()
     run.checkpointer.save(1)
     run.step()
+    run.checkpointer.raise_failure()
     assert time.monotonic() - began < 0.5 and not (run.folder / "step-1").exists()
     assert "is shorter than a save" not in caplog.text
     run.checkpointer.save(2)
@@ -183,8 +185,13 @@ def _save_threads() -> set[threading.Thread]:
 
 
 def test_close_gives_thread_and_memory_back(alone, tmp_path):
-    """And a new plan, for tensors that were replaced, that of the one before."""
+    """And a new plan, for tensors that were replaced, that of the one before. A save in the foreground
+    needs neither."""
     threads, copies = _save_threads(), open_files(COPIES)
+    foreground = Run(tmp_path / "foreground")
+    foreground.step()
+    foreground.checkpointer.prepare()
+    assert open_files(COPIES) == copies and not _save_threads() - threads
     run = Run(tmp_path, async_mode="async")
     run.step()
     run.checkpointer.prepare()
@@ -197,6 +204,27 @@ def test_close_gives_thread_and_memory_back(alone, tmp_path):
     for _ in range(2):  # the second finds nothing to give back
         run.checkpointer.close()
         assert open_files(COPIES) == copies and not _save_threads() - threads
+
+
+def test_a_save_in_the_background_has_a_group_of_its_own(alone, tmp_path, monkeypatch):
+    """Training communicates over the world's group at the same time."""
+    assert Run(tmp_path).checkpointer.background_groups() == []
+    run = Run(tmp_path, async_mode="async")
+    [group] = run.checkpointer.background_groups()
+    assert group is not dist.group.WORLD and dist.get_backend(group) == "gloo"
+    run.step()
+    run.checkpointer.prepare()
+    used = []
+
+    def noted(original: Callable, *args, group=None, **settings) -> None:
+        used.append(group)
+        original(*args, group=group, **settings)
+
+    for name in ("gather_object", "all_gather_object"):
+        monkeypatch.setattr(dist, name, partial(noted, getattr(dist, name)))
+    run.checkpointer.save(1)
+    run.checkpointer.close()
+    assert used == [group] * 4
 
 
 @pytest.mark.parametrize(
@@ -405,10 +433,12 @@ def test_a_disk_too_small_is_refused(
             run.checkpointer.check_disk(steps)
 
 
-@pytest.mark.parametrize("ranks, threads", [(1, 4), (5, 3), (32, 1)])
-def test_ranks_of_a_node_share_its_cores(monkeypatch, ranks, threads):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+@pytest.mark.parametrize("ranks, cores, threads", [(1, 16, 4), (5, 16, 3), (32, 16, 1), ("", 3, 3)])
+def test_ranks_of_a_node_share_its_cores(monkeypatch, ranks, cores, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    if not ranks:  # started without torchrun
+        monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert saver._threads() == threads
 
 
