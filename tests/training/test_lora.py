@@ -298,7 +298,7 @@ def _evaluate(folder: Path, out: str, *words: str) -> list[dict]:
     return json.loads((folder / out / "results.json").read_text())["position"]
 
 
-def test_a_run_and_its_merged_export_are_evaluatedassert_alike(folder):
+def test_a_run_and_its_merged_export_are_evaluated_alike(folder):
     """Without dropout."""
     train(folder, "evaluated", "Qwen3", {"optimizer.lr": 0.1, "lora.dropout": 0.5})
     export = ["--merge", "--dtype", "float32"]
