@@ -18,7 +18,7 @@ sparse    a random index beside dense peers: per query head the first --sinks, -
 masks     causal inside packed documents, and a causal window of --window, by each of --backends and
           by FlashAttention-4's own attention for that mask. `..._of_flash_attn_4`: its time / ours.
           `tables_ms`: the share of our time that builds block tables. Each is checked as above.
-          Documents are those of synthetic.ragged_lengths: most under 1K tokens, the longest a
+          Documents are those of indexes.ragged_lengths: most under 1K tokens, the longest a
           quarter of the sequence; rows are means over --packs such sequences
 patterns  our patterns on realistic q and k (patterns.py)
 
@@ -78,7 +78,7 @@ from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, Sliding
 from titan_sparse.attention.masks.reach import visible_pairs
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.attention.tiles.blocks import block_tiles
-from titan_sparse.estimate.synthetic import ragged_lengths
+from titan_sparse.estimate.indexes import ragged_lengths
 
 PROGRAM = "scripts.benchmarks.attention"
 MATMUL_PEAK = 790.0

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from titan_sparse.attention import ContextParallel, attend, backends
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
-from titan_sparse.estimate import synthetic
+from titan_sparse.estimate import indexes
 
 CUDNN, FLASH4 = "cudnn", "flash-attn-4"
 """Names of others' dense attention in rows and on the command line."""
@@ -65,8 +65,8 @@ def ready_index(pattern: Pattern, tensors: list[Tensor]) -> Pattern:
 def random_index(
     shape: Shape, density: float, vertical_share: float, sinks: int
 ) -> tuple[VerticalSlash, list[Tensor]]:
-    """synthetic.random_index() on the shape's device."""
-    pattern, tensors = synthetic.random_index(
+    """indexes.random_index() on the shape's device."""
+    pattern, tensors = indexes.random_index(
         shape.heads, shape.seq_len, shape.block_size, density, vertical_share, sinks
     )
     return pattern, [tensor.to(shape.device) for tensor in tensors]

@@ -20,7 +20,7 @@ dense     zigzag and striped, ring and all_gather; torch's context_parallel over
           load balancing on. With --brief only zigzag with ring and torch's all-gather
 nodes     double_ring against ring over --pretend-nodes. `compute_alone`: the same kernels, nothing
           sent; `outer_alone`: only the hops between nodes. `..._of_limit` is time / the larger
-varlen    packed documents (synthetic.ragged_lengths), or a causal window, by layouts and schedules,
+varlen    packed documents (indexes.ragged_lengths), or a causal window, by layouts and schedules,
           group_cast with each of --stages; means over --packs. `megabytes_needed_...`: keys and
           values that ranks see and do not hold, again in the backward, and their gradients in fp32.
           `worker_imbalance`: pairs of the busiest rank / mean. torch's context_parallel knows no
@@ -84,7 +84,7 @@ from titan_sparse.attention.context_parallel.layouts import block_multiple
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges, SlidingWindow
 from titan_sparse.attention.masks.reach import seen_blocks, visible_pairs
 from titan_sparse.attention.patterns import Dense
-from titan_sparse.estimate.synthetic import ragged_lengths
+from titan_sparse.estimate.indexes import ragged_lengths
 
 PROGRAM = "scripts.benchmarks.context_parallel"
 SCHEDULES = ("all_gather", "ring", "double_ring")

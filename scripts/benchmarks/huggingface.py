@@ -12,7 +12,7 @@ FlashAttention-2, flash_attention_2 where flash-attn is installed, ours dense, a
 vertical_slash. "kept" arms are ours with keep_attention(): checkpointing keeps attention's output,
 where the others compute attention again.
 
-With --packed the sequence is packed documents (synthetic.ragged_lengths), under FSDP2, and all
+With --packed the sequence is packed documents (indexes.ragged_lengths), under FSDP2, and all
 processes share it. Nothing else runs packed documents under context parallelism: sdpa's arms run on
 one process alone.
 
@@ -50,7 +50,7 @@ from scripts.benchmarks.options import parser_of, positive, share
 from scripts.benchmarks.provenance import provenance
 from titan_sparse import recording
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
-from titan_sparse.estimate.synthetic import ragged_lengths
+from titan_sparse.estimate.indexes import ragged_lengths
 from titan_sparse.integrations.transformers import AttentionSettings, keep_attention, register
 from titan_sparse.integrations.transformers.context_parallel import (
     ContextParallelConfig,

@@ -1,6 +1,6 @@
 """The case patterns of scripts.benchmarks.attention: what a selection costs, and what it keeps.
 
-On realistic q and k (estimate/synthetic.py): vertical_slash with joint budgets and with independent
+On realistic q and k (synthetic.py): vertical_slash with joint budgets and with independent
 ones (these as published: the last 64 rows, 30 sinks, 2 local slashes), xattention, and moba, over a
 few values of the knob of each. The index is given to forward and backward, choosing it is
 `selection_ms`; `step_ms` is all three. Density is counted; recall is the share of the softmax mass
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from scripts.benchmarks import synthetic
 from scripts.benchmarks.attention_cases import Attention, Shape, chosen_backend, ready_index, sdpa
 from scripts.benchmarks.harness import Bench, about, rounded, timed, training_call
 from scripts.benchmarks.options import positive, share
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
-from titan_sparse.estimate import synthetic
 
 READ_OFF = ("selection_ms", "forward_ms", "backward_ms", "step_ms", "density")
 """What is interpolated at equal recall."""
@@ -87,8 +87,8 @@ def patterns(bench: Bench) -> Iterator[dict]:
 def realistic(shape: Shape) -> tuple[Tensor, Tensor]:
     """q, k [1, H, S, D] in bf16."""
     heads = synthetic.draw_heads(shape.seq_len, shape.heads, shape.kv_heads, shape.head_dim)
-    q = synthetic.queries(heads, 0, shape.seq_len, torch.bfloat16).to(shape.device)
-    k = synthetic.keys(heads, 0, shape.seq_len, torch.bfloat16).to(shape.device)
+    q = synthetic.queries(heads, torch.bfloat16).to(shape.device)
+    k = synthetic.keys(heads, torch.bfloat16).to(shape.device)
     if not (q.isfinite().all() and k.isfinite().all()):
         raise ValueError(f"no realistic inputs of head_dim {shape.head_dim}; write a larger one")
     return q, k

@@ -12,8 +12,7 @@ from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.commands.plan import DEFAULT_CONSTANTS, main
 from titan_sparse.estimate.constants import load_constants
-from titan_sparse.estimate.index_file import save_indexes
-from titan_sparse.estimate.synthetic import ragged_lengths
+from titan_sparse.estimate.indexes import ragged_lengths, save_indexes
 from titan_sparse.models.flavours import FLAVOURS
 
 

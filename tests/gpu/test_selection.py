@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from scripts.benchmarks import synthetic
 from tests.attention.patterns.helpers import published
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash import independent, priced, probe
 from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed
-from titan_sparse.estimate import synthetic
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,8 +46,8 @@ def seed_of_zero():
 
 def _generated(seq_len: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
     heads = synthetic.draw_heads(seq_len, heads=4, kv_heads=2, head_dim=64)
-    q = synthetic.queries(heads, 0, seq_len, dtype)
-    k = synthetic.keys(heads, 0, seq_len, dtype)
+    q = synthetic.queries(heads, dtype)
+    k = synthetic.keys(heads, dtype)
     return q.cuda(), k.cuda()
 
 

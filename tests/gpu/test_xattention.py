@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from scripts.benchmarks import synthetic
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import XAttention, xattention
-from titan_sparse.estimate import synthetic
 from titan_sparse.kernels import antidiagonals as kernels
 from titan_sparse.kernels.antidiagonals import Shape
 
@@ -31,8 +31,8 @@ SHAPES = {
 
 def _generated(head_dim: int, heads: int = 4, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     drawn = synthetic.draw_heads(SEQ_LEN, heads=heads, kv_heads=2, head_dim=head_dim)
-    q = synthetic.queries(drawn, 0, SEQ_LEN, dtype)
-    k = synthetic.keys(drawn, 0, SEQ_LEN, dtype)
+    q = synthetic.queries(drawn, dtype)
+    k = synthetic.keys(drawn, dtype)
     return [q.cuda(), k.cuda()]
 
 

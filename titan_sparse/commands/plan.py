@@ -5,7 +5,7 @@
 
 Several layouts and schedules are compared. Further words are options of the configuration, as train.py
 takes them (--attention.gradient_dtype bfloat16). The index is one that a run saved (--index,
-titan_sparse/estimate/index_file.py), or a random one of --density for one long document, or, with
+titan_sparse/estimate/indexes.py), or a random one of --density for one long document, or, with
 pattern dense, the mask of packed documents (--documents). All times are of one attention layer,
 without selection. docs/context_parallel.md explains the numbers.
 """
@@ -41,9 +41,8 @@ from titan_sparse.config import (
 )
 from titan_sparse.config.reading import require, tokens
 from titan_sparse.estimate.constants import costs_of, costs_of_run, load_constants, shape_of
-from titan_sparse.estimate.index_file import load_indexes
+from titan_sparse.estimate.indexes import load_indexes, ragged_lengths, random_index
 from titan_sparse.estimate.planner import Counted, Layer, LayerPlan, Setting, count, plan_layer
-from titan_sparse.estimate.synthetic import ragged_lengths, random_index
 from titan_sparse.from_config import build_pattern, schedule_named
 from titan_sparse.models.flavours import DecoderConfig, resolve
 
@@ -135,7 +134,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config, list[tuple[str,
     add("config", help="a TOML file of train_configs/")
     add("--ranks", type=int, help="context-parallel ranks; default: parallelism.cp")
     add("--nodes", type=int, help="default: by parallelism.cp_intra, or 8 ranks a node")
-    add("--index", help="file of titan_sparse.estimate.index_file.save_indexes()")
+    add("--index", help="file of titan_sparse.estimate.indexes.save_indexes()")
     add("--density", type=float, help="share of causal pairs in the random index; default: 0.05")
     add("--seed", type=int, default=0, help="of the random index and of ragged documents")
     add(
@@ -237,7 +236,7 @@ def read_indexes(
         require(
             isinstance(pattern, VerticalSlash),
             f"a random index is one of vertical_slash, not of {pattern.name}; write --index FILE with "
-            "what a run chose (titan_sparse/estimate/index_file.py), or "
+            "what a run chose (titan_sparse/estimate/indexes.py), or "
             "--attention.pattern vertical_slash",
         )
         density = 0.05 if args.density is None else args.density

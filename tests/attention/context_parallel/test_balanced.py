@@ -28,7 +28,7 @@ from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.visits import count_visits
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS, load_constants
-from titan_sparse.estimate.synthetic import ragged_lengths
+from titan_sparse.estimate.indexes import ragged_lengths
 
 CONSTANTS = Path(__file__).parents[3] / "titan_sparse/estimate/constants_h200.json"
 MILLION, BLOCK = 1 << 20, 128

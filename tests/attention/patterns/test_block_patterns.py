@@ -18,7 +18,7 @@ from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.observe.visits import count_visits
 from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention, moba, xattention
-from titan_sparse.estimate.index_file import load_indexes, save_indexes
+from titan_sparse.estimate.indexes import load_indexes, save_indexes
 
 BOTH = [XATTENTION, MOBA]
 

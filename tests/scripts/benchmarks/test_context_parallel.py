@@ -13,7 +13,7 @@ from scripts.benchmarks import harness, plots, traces
 from tests.distributed import run_processes, run_program
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.ranges import Documents
-from titan_sparse.estimate.synthetic import ragged_lengths
+from titan_sparse.estimate.indexes import ragged_lengths
 
 SMALL = (
     "--device cpu --heads 4:2 --head-dim 32 --block-size 64 --repeats 1 --warm-ups 0 --density 0.3 "

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from scripts.benchmarks import synthetic
 from tests.reference import structured_qkv
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed
-from titan_sparse.estimate import synthetic
 
 BLOCK = 16
 SEQ_LEN = 256
@@ -46,7 +46,7 @@ def _generated(kind: str, seq_len: int) -> tuple[Tensor, Tensor]:
         q, k, _ = structured_qkv(1, 4, 2, seq_len, 32, seed=1, dtype=torch.float32)
         return q, k
     heads = synthetic.draw_heads(seq_len, heads=4, kv_heads=2, head_dim=32, seed=1)
-    return synthetic.queries(heads, 0, seq_len), synthetic.keys(heads, 0, seq_len)
+    return synthetic.queries(heads), synthetic.keys(heads)
 
 
 @pytest.mark.parametrize(

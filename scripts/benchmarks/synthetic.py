@@ -1,4 +1,4 @@
-"""Queries and keys that look like real attention, random indexes, and lengths of documents.
+"""Queries and keys that look like real attention.
 
 The model is that of MTraining, appendix A. Under RoPE the mean of a query and the mean of a key
 give a logit that depends only on their distance: slashes. A few outlier keys are large in a pair of
@@ -14,11 +14,9 @@ Large a make near slashes and, where the strongest pairs are in phase again, far
 import math
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.models.decoder import apply_rope, inverse_frequencies, rope_tables
 from titan_sparse.models.flavours import RopeConfig
 
@@ -39,7 +37,7 @@ _VERTICAL_SHARE = (0.05, 0.7)
 """Range that each head draws the outliers' share of its mass from."""
 
 _RUN = 4096
-"""Tokens whose noise is drawn together, so that any part of a sequence can be made alone."""
+"""Tokens whose noise is drawn together."""
 
 
 class Heads(NamedTuple):
@@ -168,111 +166,31 @@ def expected_logits(heads: Heads, distance: Tensor) -> Tensor:
     return amplitude[:, used] @ angle.cos()
 
 
-def random_index(
-    heads: int,
-    seq_len: int,
-    block_size: int,
-    density: float,
-    vertical_share: float = 0.005,
-    sinks: int = 30,
-    seed: int = 0,
-) -> tuple[VerticalSlash, list[Tensor]]:
-    """A pattern whose caps hold the index, and the index as VerticalSlashIndex.tensors().
-
-    density: share of the causal pairs, reached per head by random slashes in addition to the two
-    local ones. vertical_share: verticals per token of the sequence, the `sinks` first tokens
-    included.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    blocks = seq_len // block_size
-    all_tiles = blocks * (blocks + 1) / 2
-    verticals = max(sinks, round(vertical_share * seq_len))
-
-    slashes = torch.zeros(heads, blocks, dtype=torch.bool)
-    picked = []  # verticals of each head
-    for head in range(heads):
-        shuffled = torch.randperm(seq_len - sinks, generator=generator)
-        random_verticals = shuffled[: verticals - sinks] + sinks
-        picked.append(torch.cat([torch.arange(sinks), random_verticals.sort().values]))
-        slashes[head, :2] = True
-        tiles = 2 * blocks - 1
-        for delta in (torch.randperm(blocks - 2, generator=generator) + 2).tolist():
-            # Verticals add their share of what the slashes leave out.
-            covered = tiles / all_tiles
-            if covered + (1 - covered) * verticals / seq_len >= density:
-                break
-            slashes[head, delta] = True
-            tiles += blocks - delta
-
-    pattern = VerticalSlash(
-        sinks=sinks, max_verticals=verticals, max_slashes=int(slashes.sum(-1).max())
-    )
-    # Unused places hold seq_len, which is beyond the last token.
-    capacity = pattern.vertical_capacity(seq_len, block_size, False)
-    padded = torch.full((heads, capacity), seq_len, dtype=torch.int32)
-    padded[:, :verticals] = torch.stack(picked)
-    capped = torch.zeros(heads, 2, dtype=torch.bool)
-    return pattern, [tensor[None] for tensor in (slashes, padded, capped)]
-
-
-def ragged_lengths(seq_len: int, seed: int) -> list[int]:
-    """Lengths of the documents of a packed sequence, with the distribution of MagiAttention's benchmarks.
-
-    71 % have at most 1K tokens, 87 % 2K, 97.4 % 8K, and the longest 196,608 or a quarter of the
-    sequence.
-    """
-    generator = np.random.default_rng(seed)
-    limits = np.array([16, 1024, 2048, 8192, 196_608])
-    shares = np.array([0.71, 0.16, 0.104, 0.026])
-    lengths: list[int] = []
-    room = seq_len
-    while room > 0:
-        # Even on a log scale between the bucket's limits.
-        bucket = generator.choice(4, p=shares)
-        shortest, longest = np.log(limits[bucket : bucket + 2])
-        log_length = generator.uniform(shortest, longest)
-        length = min(int(np.exp(log_length)), seq_len // 4, room)
-        lengths.append(length)
-        room -= length
-    return lengths
-
-
-def queries(heads: Heads, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """q of the tokens start .. stop - 1, [1, Hq, stop - start, D].
-
-    A token's query does not depend on the range.
-    """
+def queries(heads: Heads, dtype: torch.dtype = torch.float32) -> Tensor:
+    """q of the whole sequence, [1, Hq, S, D]."""
     # Queries take the even seeds, keys the odd ones.
-    q = _with_noise(heads.query_mean, _QUERY_NOISE, start, stop, 2 * heads.seed)
-    return _rotated(q, heads, start).to(dtype)
+    q = _with_noise(heads.query_mean, _QUERY_NOISE, heads.seq_len, 2 * heads.seed)
+    return _rotated(q, heads).to(dtype)
 
 
-def keys(heads: Heads, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """k of the tokens start .. stop - 1, [1, Hkv, stop - start, D].
-
-    A token's key does not depend on the range.
-    """
-    k = _with_noise(heads.key_mean, _KEY_NOISE, start, stop, 2 * heads.seed + 1)
+def keys(heads: Heads, dtype: torch.dtype = torch.float32) -> Tensor:
+    """k of the whole sequence, [1, Hkv, S, D]."""
+    k = _with_noise(heads.key_mean, _KEY_NOISE, heads.seq_len, 2 * heads.seed + 1)
     # [Hkv, D]: what makes an ordinary key an outlier.
     to_outlier = _real_dims(heads.outlier - heads.key_mean)
     for head, positions in enumerate(heads.outliers):
-        in_range = (positions >= start) & (positions < stop)
-        k[head, positions[in_range] - start] += to_outlier[head]
-    return _rotated(k, heads, start).to(dtype)
+        k[head, positions] += to_outlier[head]
+    return _rotated(k, heads).to(dtype)
 
 
-def _with_noise(mean: Tensor, deviation: float, start: int, stop: int, seed: int) -> Tensor:
-    """Means with normal noise for the tokens start .. stop - 1, fp32 [H, stop - start, D]."""
+def _with_noise(mean: Tensor, deviation: float, seq_len: int, seed: int) -> Tensor:
+    """Means with normal noise, fp32 [H, S, D]."""
     means = _real_dims(mean)[:, None]
-    first_run = start // _RUN
     drawn = []
-    for run in range(first_run, -(-stop // _RUN)):
-        # Each run has a seed of its own.
+    for run in range(-(-seq_len // _RUN)):
         generator = torch.Generator().manual_seed((seed << 32) + run)
         drawn.append(torch.randn(len(mean), _RUN, means.shape[-1], generator=generator))
-    # Whole runs were drawn: cut out the requested tokens.
-    offset = first_run * _RUN
-    return means + deviation * torch.cat(drawn, dim=1)[:, start - offset : stop - offset]
+    return means + deviation * torch.cat(drawn, dim=1)[:, :seq_len]
 
 
 def _real_dims(mean: Tensor) -> Tensor:
@@ -280,10 +198,10 @@ def _real_dims(mean: Tensor) -> Tensor:
     return torch.cat([mean.real, mean.imag], dim=-1).float()
 
 
-def _rotated(x: Tensor, heads: Heads, start: int) -> Tensor:
-    """x [H, n, D] of the tokens from `start` on, rotated, [1, H, n, D]."""
+def _rotated(x: Tensor, heads: Heads) -> Tensor:
+    """x [H, S, D], rotated, [1, H, S, D]."""
     # float64 angles: in float32 a position beyond 2^20 tokens is already off by a tenth of a radian.
-    position = torch.arange(start, start + x.shape[1])[None]
+    position = torch.arange(heads.seq_len)[None]
     cos, sin = rope_tables(heads.frequency, 1.0, position, torch.float64)
     # The tables themselves need no more than fp32.
     return apply_rope(x[None], cos.float(), sin.float())

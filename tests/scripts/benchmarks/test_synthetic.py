@@ -1,0 +1,69 @@
+"""Synthetic heads make the slashes and verticals of their formula."""
+
+import torch
+
+from scripts.benchmarks.synthetic import draw_heads, expected_logits, keys, queries
+from titan_sparse.attention.masks.ranges import Causal
+from titan_sparse.attention.patterns import VerticalSlash
+
+SEQ_LEN, HEADS, KV_HEADS, BLOCK = 16384, 4, 2, 64
+PATTERN = VerticalSlash(
+    recall=0.9, max_verticals=2048, budget="independent", probe_rows="last", count_sinks=True
+)
+
+
+def test_logits_depend_on_the_distance_and_on_outliers_as_the_formula_says():
+    heads = draw_heads(SEQ_LEN, HEADS, KV_HEADS, 64)
+    first = SEQ_LEN - 512
+    q = queries(heads)[:, :, first:]
+    k = keys(heads)
+    distances = torch.arange(512, first, 37)
+    # [512, distances]: the key that lies so far before each of the last 512 queries.
+    key = torch.arange(first, SEQ_LEN)[:, None] - distances
+    # [Hq, distances]
+    wanted = expected_logits(heads, distances)
+    is_ordinary = torch.ones(KV_HEADS, SEQ_LEN, dtype=torch.bool)
+    is_ordinary.scatter_(1, heads.outliers, False)
+    for head in range(HEADS):
+        kv_head = head // (HEADS // KV_HEADS)
+        # [512, S]
+        logits = (q[0, head] @ k[0, kv_head].T) * 64**-0.5
+
+        by_distance = logits.gather(1, key)
+        of_ordinary = by_distance.where(is_ordinary[kv_head][key], torch.nan)
+        mean = of_ordinary.nanmean(0).double()
+        # 512 noisy pairs a distance.
+        assert (mean - wanted[head]).abs().max() < 0.5
+        correlation = torch.corrcoef(torch.stack([mean, wanted[head]]))[0, 1]
+        assert correlation > 0.995
+
+        # Outliers are the same from everywhere.
+        of_outliers = logits[:, heads.outliers[kv_head]]
+        assert of_outliers.mean(0).std() < 1.2
+        assert of_outliers.mean() > wanted[head].median() + 2
+
+
+def test_selection_finds_slashes_and_planted_verticals():
+    heads = draw_heads(SEQ_LEN, HEADS, KV_HEADS, 64)
+    q = queries(heads)
+    k = keys(heads)
+    slashes, verticals, _ = PATTERN.select(q, k, Causal(), block_size=BLOCK).tensors()
+    # [Hq, blocks]
+    slashes = slashes[0]
+    blocks = SEQ_LEN // BLOCK
+    length_of_diagonal = torch.arange(blocks, 0, -1.0)
+    density = slashes.float() @ length_of_diagonal / length_of_diagonal.sum()
+    # Few slashes carry the recall,
+    assert (density < 0.5).all()
+    assert density.mean() < 0.25
+    # near ones, and runs of far ones.
+    assert slashes[:, :3].any(-1).all()
+    run_begins = slashes[:, 1:] & ~slashes[:, :-1]
+    assert (run_begins.sum(-1) >= 2).all()
+    assert (slashes[:, blocks // 4 :].sum(-1) >= 2).all()
+    for head in range(HEADS):
+        positions = verticals[0, head]
+        chosen = positions[positions < SEQ_LEN]
+        assert len(chosen) <= PATTERN.max_verticals + PATTERN.sinks
+        is_chosen = torch.isin(heads.outliers[head // 2], chosen)
+        assert is_chosen.float().mean() > 0.8
