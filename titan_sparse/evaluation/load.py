@@ -88,14 +88,15 @@ def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -
         model = build_decoder(model_config, build_attends(config.attention, cp)).to(dtype)
         if adapters:
             add_adapters(model, adapters)
-    parallelize(
-        model,
-        meshes.fsdp,
-        dtype,
-        reshard_after_forward=True,
-        activation_checkpoint=ActivationCheckpoint(mode="none"),
-        compile=Compile(),
-    )
+    if meshes.fsdp.size() > 1:  # FSDP on one rank would copy all weights in every forward
+        parallelize(
+            model,
+            meshes.fsdp,
+            dtype,
+            reshard_after_forward=True,
+            activation_checkpoint=ActivationCheckpoint(mode="none"),
+            compile=Compile(),
+        )
     model.to_empty(device=device)
     if adapters:
         # The frozen weights, as at the start of training.
