@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import tokenizers
-import zstandard
 
 from titan_sparse.config import Data
 from titan_sparse.data.documents import TokenizedTexts
@@ -40,13 +41,12 @@ def write_texts(folder: Path, ending: str, field: str = "text") -> Path:
 
 def write_rows(path: Path, table: list[dict]) -> None:
     if path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), path)
         return
     raw = "".join(json.dumps(row) + "\n" for row in table).encode()
-    path.write_bytes(zstandard.compress(raw) if path.suffix == ".zst" else raw)
+    if path.suffix == ".zst":
+        raw = pyarrow.compress(raw, "zstd", asbytes=True)
+    path.write_bytes(raw)
 
 
 def train_tokenizer(folder: Path, special: list[str]) -> tokenizers.Tokenizer:

@@ -343,38 +343,18 @@ def test_a_template_that_writes_the_date_is_the_same_each_day(tmp_path):
     assert text.startswith("26 Jul 2024 2024-07-26 26 July Friday<|im_start|>")
 
 
-LOOPS = "{% for i in range(100000) %}" * 2 + "{% endfor %}" * 2
-MACROS = (
-    "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}"
-    "{{ twice(40) }}"
-)
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (LOOPS, "chat template took more than 0.1 seconds for one chat; write another data.chat_t"),
-        (
-            MACROS,
-            "chat template took more than 0.1 seconds for one chat; write another data.chat_t",
-        ),
         ("{{ [1, 2] | random }}", "cannot render it: it draws at random"),
         ("{{ lipsum() }}", "cannot render it: it draws at random"),
-        ("{{ 10 ** 10 ** 10 }}", r"cannot render it: it computes 10 \*\* 10, which may take for"),
-        ("{{ 'a' * 10000000000 }}", "cannot render it: it repeats a text or list 10,000,000,000"),
         ("{% for %}", "cannot be compiled: .*; write another data.chat_template"),
     ],
-    ids=["loops", "macros", "random", "lipsum", "power", "product", "syntax"],
 )
-def test_a_template_that_no_rank_should_render(tmp_path, template, message, monkeypatch):
-    monkeypatch.setattr(chat_template, "_SECONDS", 0.1)
+def test_a_template_that_no_rank_should_render(tmp_path, template, message):
     folder = write_tokenizer(tmp_path, template + CHATML)
     with pytest.raises(ValueError, match=message):
         encode(folder, CHAT)
-    # A chat that is too slow here may be fast enough on another rank, so it is never skipped.
-    if "cannot render" not in message:
-        with pytest.raises(ValueError, match=message):
-            encode(folder, CHAT, bad_rows="skip")
 
 
 def test_variables_of_a_template(tmp_path):

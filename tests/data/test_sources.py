@@ -89,7 +89,6 @@ NUMBERS = datasets.Dataset.from_dict({"body": ["a"], "id": [1]})
     ("dataset", "options", "message"),
     [
         (NUMBERS, {}, 'no column "text", which data.text_field = "text" needs; it has: body, id'),
-        (NUMBERS, {"text_field": "id"}, 'data.text_field = "id" holds no text in "owner/name"'),
         (
             NUMBERS,
             {"format": "messages"},

@@ -22,7 +22,6 @@ from typing import Any
 from tqdm import tqdm
 
 from titan_sparse.commands import parser_of
-from titan_sparse.config.sources import FORMATS
 from titan_sparse.data.packing import LENGTHS
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
@@ -87,56 +86,14 @@ def arguments(words: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("source", metavar="SOURCE")
     add("out", metavar="OUT", help="a new folder, or one that was begun with the same options")
-    add("--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json")
-    add(
-        "--document",
-        choices=["row", "folder", "source"],
-        default="row",
-        help="one document is a row or file; the files of a folder directly in SOURCE (a "
-        "repository, a package), joined; all files, joined",
-    )
-    add("--min-length", type=_count, default=0, help="leave shorter documents out; tokens")
-    add("--max-length", type=_count, default=0, help="leave longer ones out; tokens; 0: none")
-    add(
-        "--format",
-        dest="row_format",
-        choices=FORMATS,
-        default="text",
-        help="what a row holds; chats get a mask of what is learned",
-    )
-    add("--text-field", default="text", help="column that holds the text")
-    add("--messages-field", default="messages", help="column that holds a chat's messages")
-    add(
-        "--loss-on",
-        choices=["assistant", "last_assistant", "all"],
-        default="assistant",
-        help="messages of a chat that are learned",
-    )
-    add(
-        "--chat-template",
-        default="",
-        help="file of the template of chats; default: that beside --tokenizer",
-    )
-    add(
-        "--chat-template-kwargs",
-        default="",
-        help="""variables of the template as JSON, such as '{"enable_thinking": false}'""",
-    )
-    add("--subset", default="", help="configuration name of a Hugging Face dataset")
-    add("--split", default="train", help="split of a Hugging Face dataset")
-    add(
-        "--bad-rows",
-        choices=["refuse", "skip"],
-        default="refuse",
-        help="rows that are not UTF-8, JSON, text or chats: refuse SOURCE, or skip and count them",
-    )
-    add(
-        "--split-special-tokens",
-        action="store_true",
-        help="a special token that is spelled out in a text is read as letters, not as its id",
-    )
-    add("--source-tokenizer", default="", help="tokenizer.json that made the ids of MDS shards")
-    add("--shard-rows", type=_count, default=0, help="rows of a shard; 0: by their number")
+    for option in fields(Recipe)[1:]:
+        more = dict(option.metadata)
+        flag = more.pop("flag", f"--{option.name.replace('_', '-')}")
+        if option.default is False:
+            more["action"] = "store_true"
+        elif isinstance(option.default, int):
+            more["type"] = _count
+        add(flag, dest=option.name, default=option.default, **more)
     add("--processes", type=_count, default=os.cpu_count(), help="default: as many as CPUs")
     args = parser.parse_args(words)
     if args.processes == 0:
@@ -163,16 +120,10 @@ def _count(text: str) -> int:
 
 
 def show_histogram(meta: dict[str, Any]) -> str:
-    """A line for each power of two: documents of that length, their share of tokens, those kept."""
+    """A line for each power of two: documents of that length, and their share of the tokens."""
     total = sum(tokens for _, tokens in meta["histogram"].values())
-    lines = [
-        f"{'tokens of a document':>25} {'documents':>11} {'tokens':>15} {'share':>7} {'kept':>11}"
-    ]
+    lines = [f"{'tokens of a document':>25} {'documents':>11} {'tokens':>15} {'share':>7}"]
     for bucket, (documents, tokens) in meta["histogram"].items():
-        low = int(bucket)
-        span = f"{low:,} - {2 * low - 1:,}"
-        kept = meta["kept"].get(bucket, [0, 0])[0]
-        lines.append(
-            f"{span:>25} {documents:>11,} {tokens:>15,} {tokens / total:>7.1%} {kept:>11,}"
-        )
+        span = f"{int(bucket):,} - {2 * int(bucket) - 1:,}"
+        lines.append(f"{span:>25} {documents:>11,} {tokens:>15,} {tokens / total:>7.1%}")
     return "\n".join(lines)

@@ -10,7 +10,6 @@ import datetime
 import hashlib
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +27,6 @@ _DAY = datetime.datetime(2024, 7, 26)
 """Some templates write today's date, but samples must be the same on every day. This is Llama 3.1's
 date."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
-_SECONDS = 10
-"""Time limit of a template for one chat. Milliseconds are usual."""
 
 
 class ChatTemplate:
@@ -59,22 +56,23 @@ class ChatTemplate:
             ) from error
         self._render = _render_with_assistant_indices
         # Past the cache: what is changed in this environment must not reach other users.
-        self._environment = _compile_jinja_template.__wrapped__("").environment
+        environment = _compile_jinja_template.__wrapped__("").environment
+        environment.globals |= {"strftime_now": _DAY.strftime, "lipsum": _refuse_chance}
+        environment.filters["random"] = _refuse_chance
         self._texts = texts
         self._kwargs = kwargs or {}
         self.special_tokens = special_tokens
-        self._deadline = 0.0
-        self._forbid_chance_and_endless_loops()
         try:
-            self._compiled = {name: self._compile(text) for name, text in texts.items()}
+            self._compiled = {name: environment.from_string(text) for name, text in texts.items()}
         except Exception as error:  # Jinja's, and what Python raises inside of it
             reason = " ".join(str(error).split())
             raise ValueError(
                 f"the chat template cannot be compiled: {reason}; write another data.chat_template"
             ) from error
-        # Parsing takes as long as all else here.
-        if self._kwargs:
-            self._refuse_unread_kwargs()
+        for name in sorted(self._kwargs.keys() - _variables(environment, texts)):
+            raise ValueError(
+                f'data.chat_template_kwargs: the chat template does not read "{name}"; leave it out'
+            )
         whole = [texts, special_tokens, *([self._kwargs] if kwargs else [])]
         written = json.dumps(whole, sort_keys=True)
         self.digest = hashlib.sha256(written.encode()).hexdigest()[:16]
@@ -104,7 +102,6 @@ class ChatTemplate:
         shown = []
         for message in messages:
             shown.append({key: value for key, value in message.items() if key != "train"})
-        self._deadline = time.monotonic() + _SECONDS
         try:
             return self._render(
                 compiled_template=self._compiled[self._name(tools)],
@@ -114,12 +111,6 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens | self._kwargs,
             )
-        # Never skipped as a bad row: on another rank it may have been fast enough.
-        except TimeoutError as error:
-            raise ValueError(
-                f"the chat template took more than {_SECONDS} seconds for one chat; write another "
-                "data.chat_template"
-            ) from error
         # Jinja's errors, the template's own refusals, and what Python raises inside of it.
         except Exception as error:
             reason = " ".join(str(error).split())
@@ -128,67 +119,17 @@ class ChatTemplate:
     def _name(self, tools: list[Any]) -> str:
         return "tool_use" if tools and "tool_use" in self._texts else "default"
 
-    def _forbid_chance_and_endless_loops(self) -> None:
-        """Make the template's output depend on the chat alone, so that it is equal on all ranks and
-        days."""
 
-        def check_time(*_: Any) -> str:
-            if time.monotonic() > self._deadline:
-                raise TimeoutError
-            return ""
-
-        def refuse(*_: Any, **__: Any) -> str:
-            raise ValueError("it draws at random, so that ranks would train on different texts")
-
-        self._environment.globals |= {
-            "_check_time": check_time,
-            "strftime_now": _DAY.strftime,
-            "lipsum": refuse,
-        }
-        self._environment.filters["random"] = refuse
-        # One operation on constants can take hours, even when the template is compiled.
-        self._environment.intercepted_binops = frozenset(["**", "*"])
-        self._environment.binop_table |= {"**": _refuse_power, "*": _product}
-
-    def _compile(self, text: str) -> Any:
-        """Compile a template that checks the clock in each pass of a loop and each call of a
-        macro."""
-        import jinja2
-
-        tree = self._environment.parse(text)
-        for node in tree.find_all((jinja2.nodes.For, jinja2.nodes.Macro)):
-            function = jinja2.nodes.Name("_check_time", "load")
-            call = jinja2.nodes.Call(function, [], [], None, None)
-            node.body.insert(0, jinja2.nodes.ExprStmt(call, lineno=node.lineno))
-        tree.set_environment(self._environment)
-        code = self._environment.compile(tree)
-        return jinja2.Template.from_code(
-            self._environment, code, self._environment.make_globals(None)
-        )
-
-    def _refuse_unread_kwargs(self) -> None:
-        from jinja2 import meta
-
-        read: set[str] = set()
-        for text in self._texts.values():
-            read |= meta.find_undeclared_variables(self._environment.parse(text))
-        for name in self._kwargs:
-            if name not in read:
-                raise ValueError(
-                    f'data.chat_template_kwargs: the chat template does not read "{name}"; leave it '
-                    "out"
-                )
+def _refuse_chance(*_: Any, **__: Any) -> str:
+    raise ValueError("it draws at random, so that ranks would train on different texts")
 
 
-def _refuse_power(left: Any, right: Any) -> Any:
-    raise ValueError(f"it computes {left} ** {right}, which may take for ever")
+def _variables(environment: Any, texts: dict[str, str]) -> set[str]:
+    """The variables that the templates read."""
+    from jinja2 import meta
 
-
-def _product(left: Any, right: Any) -> Any:
-    for one, other in ((left, right), (right, left)):
-        if hasattr(one, "__len__") and len(one) * other > 1_000_000:
-            raise ValueError(f"it repeats a text or list {other:,} times")
-    return left * right
+    parsed = [environment.parse(text) for text in texts.values()]
+    return set().union(*(meta.find_undeclared_variables(tree) for tree in parsed))
 
 
 def load_template(data: Data, model_folder: str) -> ChatTemplate:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterator
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,51 +9,27 @@ from numpy.typing import NDArray
 from titan_sparse.config.sections import Data
 from titan_sparse.data.chats import ChatEncoder
 from titan_sparse.data.shards import TokenShards, is_prepared
-from titan_sparse.data.sources import Source, open_source
+from titan_sparse.data.sources import LazyTexts, open_source
 from titan_sparse.data.tokenizer import Encoded, SampleFormat, Tokenizer, closed
 
 logger = logging.getLogger("titan_sparse")
-
-
-class Documents(Protocol):
-    """What a stream cuts into sequences. Lengths and tokens include the end-of-document token."""
-
-    total_tokens: int
-    """of all documents; 0 if not known before reading them"""
-    sample_format: SampleFormat
-
-    def __len__(self) -> int: ...
-
-    def length(self, index: int) -> int: ...
-
-    def tokens(self, index: int) -> NDArray[np.integer]:
-        """Tokens of a document, int32 (of shards: uint16 or uint32) [length]."""
-        ...
-
-    def learned(self, index: int) -> NDArray[np.bool_] | None:
-        """Which tokens of a document are predicted in training, [length]; None: all."""
-        ...
-
-    def forget(self, index: int) -> None:
-        """Drop the tokens of a document from memory; tokens() brings them back."""
-        ...
-
-    def raw(self, index: int) -> bytes:
-        """A document as it is on disk, before it is tokenized."""
-        ...
 
 
 class TokenizedTexts:
     """Documents of a source. They are tokenized when a length or tokens are asked for.
 
     With an `encoder`, the texts of the source are samples of chats. Lengths are kept in memory, and
-    tokens until forget().
+    tokens until forget(). Lengths and tokens include the end-of-document token.
     """
 
     total_tokens = 0
+    """of all documents; 0, because they are not known before reading them"""
 
     def __init__(
-        self, source: Source, tokenizer: Tokenizer, encoder: ChatEncoder | None = None
+        self,
+        source: LazyTexts | list[str],
+        tokenizer: Tokenizer,
+        encoder: ChatEncoder | None = None,
     ) -> None:
         self.source = source
         self.tokenizer = tokenizer
@@ -73,15 +48,19 @@ class TokenizedTexts:
         return int(self._lengths[index])
 
     def tokens(self, index: int) -> NDArray[np.integer]:
+        """Tokens of a document, int32 [length]."""
         return self._read(index).tokens
 
     def learned(self, index: int) -> NDArray[np.bool_] | None:
+        """Which tokens of a document are predicted in training, [length]; None: all."""
         return self._read(index).learned
 
     def forget(self, index: int) -> None:
+        """Drop the tokens of a document from memory; tokens() brings them back."""
         self._encoded.pop(index, None)
 
     def raw(self, index: int) -> bytes:
+        """A document as it is on disk, before it is tokenized."""
         return self.source[index].encode("utf-8", "surrogatepass")
 
     def documents(self, row: int) -> Iterator[Encoded]:
@@ -100,6 +79,9 @@ class TokenizedTexts:
                 logger.warning('data.bad_rows = "skip": chats are skipped: %s', reason)
         return self._encoded[index]
 
+
+Documents = TokenizedTexts | TokenShards
+"""What a stream cuts into sequences."""
 
 ROW_OPTIONS = (
     "text_field",

@@ -23,9 +23,8 @@ from titan_sparse.config.sources import source_formats, source_weights
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.packing import Packed
 from titan_sparse.data.shards import DataError, TokenShards
-from titan_sparse.data.stream import Cursor, SampleStream, Stream, WalkedStream
+from titan_sparse.data.stream import Cursor, SampleStream, Stream, WalkedStream, WholeStream
 from titan_sparse.data.tokenizer import SampleFormat, Tokenizer, load_tokenizer
-from titan_sparse.data.whole import WholeStream
 
 logger = logging.getLogger("titan_sparse")
 

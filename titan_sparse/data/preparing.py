@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
-from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from titan_sparse.data.shards import (
     write_json,
     write_shard,
 )
-from titan_sparse.data.sources import Source
+from titan_sparse.data.sources import LazyTexts
 from titan_sparse.data.tokenizer import Encoded, SampleFormat, load_tokenizer
 from titan_sparse.models.huggingface_files import write_files
 
@@ -75,10 +74,8 @@ class Writer:
             "number": number,
             "documents": len(offsets) - 1,
             "tokens": offsets[-1],
-            "read": len(lengths),
             "empty": lengths.count(0),
             "histogram": histogram([length for length in lengths if length]),
-            "kept": histogram([stop - start - 1 for start, stop in pairwise(offsets)]),
         }
         if self.encoder:
             counts["learned"] = learned
@@ -100,7 +97,7 @@ class Writer:
                     yield document
 
 
-def _letters_of_a_row(texts: Source) -> int:
+def _letters_of_a_row(texts: LazyTexts) -> int:
     """The mean number of letters of about 64 rows, evenly spaced over the source, at least 1."""
     rows = range(0, len(texts), -(-len(texts) // 64))
     return max(sum(len(texts[row]) for row in rows) // len(rows), 1)
@@ -276,11 +273,6 @@ def _finish(writer: Writer, out: str, beside: dict[str, bytes]) -> dict[str, Any
     def total(key: str) -> int:
         return sum(shard[key] for shard in shards)
 
-    if writer.texts and total("read") != len(writer.rows):
-        raise ValueError(
-            f"{source} has {len(writer.rows)} rows, but {total('read')} were read into {folder}; "
-            "delete it and run again"
-        )
     skipped: Counter[str] = Counter()
     for shard in shards:
         skipped.update(shard.get("skipped", {}))
@@ -300,7 +292,6 @@ def _finish(writer: Writer, out: str, beside: dict[str, bytes]) -> dict[str, Any
         "empty": total("empty"),
         "bad_rows_skipped": bad_rows + skipped.total(),
         "histogram": _add_histograms([shard["histogram"] for shard in shards]),
-        "kept": _add_histograms([shard["kept"] for shard in shards]),
         "shards": [{key: shard[key] for key in SHARD_COUNTS} for shard in shards],
     }
     if writer.encoder:

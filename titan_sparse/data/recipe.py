@@ -10,15 +10,16 @@ import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from titan_sparse.config.checking import check_formats
 from titan_sparse.config.sections import Data
+from titan_sparse.config.sources import FORMATS
 from titan_sparse.data.chats import ChatEncoder
 from titan_sparse.data.documents import ROW_OPTIONS, TokenizedTexts
 from titan_sparse.data.sources import LazyTexts, join_files, open_source
@@ -27,51 +28,65 @@ from titan_sparse.data.tokenizer import Encoded, Tokenizer, closed, load_tokeniz
 logger = logging.getLogger("titan_sparse")
 
 
+def _option(default: Any, help: str, **more: Any) -> Any:
+    """A field, with what titan-sparse prepare_data says about it. more: "choices", and "flag" for
+    another name."""
+    return field(default=default, metadata={"help": help, **more})
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what the shards hold. The number of processes does not."""
+    """Everything that decides what the shards hold, except for the number of processes."""
 
     source: str
     """as data.source, or a folder of repositories or of MDS shards"""
-    tokenizer: str = "bytes"
-    source_tokenizer: str = ""
-    """the tokenizer that made the token ids of MDS shards; empty: they hold text"""
-    document: str = "row"
-    """row: a row, or a file; folder: a folder directly in `source`, its files joined; source: all
-    of it"""
-    row_format: str = "text"
-    """as data.format, of one source"""
-    text_field: str = "text"
-    messages_field: str = "messages"
-    loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    chat_template: str = ""
-    chat_template_kwargs: str = ""
-    """as in [data]"""
-    subset: str = ""
-    split: str = "train"
-    bad_rows: Literal["refuse", "skip"] = "refuse"
-    """as data.bad_rows"""
-    split_special_tokens: bool = False
-    """as data.split_special_tokens"""
-    min_length: int = 0
-    """shorter documents are left out; tokens, the end-of-document token not counted, as in
-    max_length"""
-    max_length: int = 0
-    """longer documents are left out; tokens; 0: none are"""
-    shard_rows: int = 0
-    """rows of the source that go to one shard; 0: such that there are about 256 shards, but at most
-    16384 rows to each, and of texts at least SHARD_LETTERS"""
+    tokenizer: str = _option("bytes", "bytes, or the path of a tokenizer.json")
+    source_tokenizer: str = _option("", "tokenizer.json that made the ids of MDS shards")
+    document: str = _option(
+        "row",
+        "one document is a row or file; the files of a folder directly in SOURCE (a repository, a "
+        "package), joined; all files, joined",
+        choices=("row", "folder", "source"),
+    )
+    row_format: str = _option(
+        "text",
+        "what a row holds; chats get a mask of what is learned",
+        choices=FORMATS,
+        flag="--format",
+    )
+    text_field: str = _option("text", "column that holds the text")
+    messages_field: str = _option("messages", "column that holds a chat's messages")
+    loss_on: Literal["assistant", "last_assistant", "all"] = _option(
+        "assistant",
+        "messages of a chat that are learned",
+        choices=("assistant", "last_assistant", "all"),
+    )
+    chat_template: str = _option(
+        "", "file of the template of chats; default: that beside --tokenizer"
+    )
+    chat_template_kwargs: str = _option(
+        "", """variables of the template as JSON, such as '{"enable_thinking": false}'"""
+    )
+    subset: str = _option("", "configuration name of a Hugging Face dataset")
+    split: str = _option("train", "split of a Hugging Face dataset")
+    bad_rows: Literal["refuse", "skip"] = _option(
+        "refuse",
+        "rows that are not UTF-8, JSON, text or chats: refuse SOURCE, or skip and count them",
+        choices=("refuse", "skip"),
+    )
+    split_special_tokens: bool = _option(
+        False, "a special token that is spelled out in a text is read as letters, not as its id"
+    )
+    min_length: int = _option(
+        0, "leave shorter documents out; tokens, the end-of-document token not counted"
+    )
+    max_length: int = _option(0, "leave longer ones out; tokens; 0: none")
+    shard_rows: int = _option(
+        0, "rows of a shard; 0: so many that a small source gets few shards, and others about 256"
+    )
 
 
-class Rows(Protocol):
-    """The rows of a source. Each row is one document or several."""
-
-    def __len__(self) -> int: ...
-
-    def documents(self, row: int) -> Iterator[Encoded]: ...
-
-
-def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> Rows:
+def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> "TokenizedTexts | MDSRows":
     """Open the source of a recipe.
 
     Raises ValueError if it cannot be opened or an option would be ignored.
@@ -106,11 +121,10 @@ def _refuse_unused(recipe: Recipe, reads_mds: bool) -> None:
         unused.remove("source_tokenizer")
     elif recipe.document == "row":
         unused = ["source_tokenizer"]
-    defaults = {field.name: field.default for field in fields(Recipe)}
-    for name in unused:
-        if getattr(recipe, name) != defaults[name]:
-            option = "format" if name == "row_format" else name.replace("_", "-")
-            raise ValueError(f"--{option} would be ignored with this source; leave it out")
+    for item in fields(Recipe):
+        if item.name in unused and getattr(recipe, item.name) != item.default:
+            flag = item.metadata.get("flag", f"--{item.name.replace('_', '-')}")
+            raise ValueError(f"{flag} would be ignored with this source; leave it out")
 
 
 def is_mds(source: str) -> bool:
@@ -131,25 +145,16 @@ class MDSRows:
         self, source: str, text_field: str, tokenizer: Tokenizer, source_tokenizer: Tokenizer | None
     ) -> None:
         self.source = source
-        self.text_field = text_field
         self.tokenizer = tokenizer
         self.source_tokenizer = source_tokenizer
+        self.column = text_field if source_tokenizer is None else "input_ids"
         self.rows = _library().LocalDataset(str(Path(source).expanduser()))
-        columns = set(self.rows.shards[0].column_names)
-        if text_field not in columns and "input_ids" not in columns:
+        columns = self.rows.shards[0].column_names
+        if self.column not in columns:
             raise ValueError(
-                f"{source} has neither the column {text_field} (--text-field) nor input_ids; "
-                f"write one of: {', '.join(sorted(columns))}"
-            )
-        if text_field not in columns and source_tokenizer is None:
-            raise ValueError(
-                f"{source} holds token ids; write --source-tokenizer with the tokenizer.json that "
+                f"{source} has the columns {', '.join(sorted(columns))}; write --text-field with one "
+                "that holds text, or for input_ids --source-tokenizer with the tokenizer.json that "
                 "made them (Llama-3's for ProLong)"
-            )
-        if text_field in columns and source_tokenizer is not None:
-            raise ValueError(
-                f"--source-tokenizer would be ignored, as {source} holds text in the column "
-                f"{text_field}; leave it out"
             )
 
     def __len__(self) -> int:
@@ -157,29 +162,24 @@ class MDSRows:
 
     def documents(self, row: int) -> Iterator[Encoded]:
         """Each document of a row, closed by the end-of-document token."""
-        for ids in self._ids(row):
-            yield closed(ids, self.tokenizer.end_of_document)
-
-    def _ids(self, row: int) -> Iterator[NDArray[np.int32]]:
-        """Tokens of each document of a row, int32 [length], without the end-of-document token."""
         try:
             columns = self.rows[row]
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.source}, row {row + 1}: not UTF-8 ({error.reason})") from error
-        if self.text_field in columns:
-            yield self.tokenizer.encode(columns[self.text_field])
+        end = self.tokenizer.end_of_document
+        if self.source_tokenizer is None:
+            yield closed(self.tokenizer.encode(columns[self.column]), end)
             return
-        ids = np.asarray(columns["input_ids"]).astype(np.int32).ravel()
+        ids = np.asarray(columns[self.column]).astype(np.int32).ravel()
         # [documents, 2]: [start, stop) of each; without indices, the row is one document.
         bounds = np.asarray(columns.get("indices", [[0, len(ids)]])).reshape(-1, 2)
         for start, stop in bounds.tolist():
-            yield self._convert(ids[start:stop])
+            yield closed(self._convert(ids[start:stop]), end)
 
     def _convert(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
         source = self.source_tokenizer
         if source.digest != self.tokenizer.digest:
             return self.tokenizer.encode(source.decode(ids))
-        # documents() appends this token.
         if len(ids) and ids[-1] == source.end_of_document:
             return ids[:-1]
         return ids
@@ -227,12 +227,8 @@ def open_folder(source: str, whole: bool) -> LazyTexts:
     files_by_document: dict[str, list[tuple[str, Path]]] = defaultdict(list)
     for path in _text_files(root):
         name = path.relative_to(root).as_posix()
-        if whole:
-            document = root.name
-        elif "/" in name:
-            document = name.partition("/")[0]
-        else:
-            document = ""
+        folder, slash, _ = name.partition("/")
+        document = folder if slash and not whole else ""
         files_by_document[document].append((name, path))
     if not files_by_document:
         raise ValueError(f"{source} holds no text files")

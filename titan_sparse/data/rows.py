@@ -7,27 +7,28 @@ memory. Rows of chats become samples of one shape, which are checked before any 
 place of "messages".
 """
 
-import codecs
-import gzip
+import io
 import json
-import re
 from collections.abc import Iterator
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_sparse.config.sources import data_ending
 
 CHUNK = 1 << 17
-"""Bytes of a file that are read at a time."""
-ZSTD_CHUNK = 1 << 10
-"""The same for a .zst file. These bytes unpack to at most 32 MiB."""
+"""Bytes of a file that are unpacked at a time."""
 MOST_BYTES = 1 << 28
 """The largest row of JSON, and the largest text in a compressed file."""
+MOST_BYTES_OF_ARRAY = 1 << 32
+"""The largest .json file that is one array, which is parsed as a whole."""
 STRING_TYPES = {"string", "large_string", "string_view"}
 """Names of pyarrow's types of text."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_BETWEEN_ELEMENTS = re.compile(r"[\s,]*")
+
+
+class BadSample(ValueError):
+    """What is wrong with a row, without its file and number."""
 
 
 class Row(NamedTuple):
@@ -51,20 +52,68 @@ def file_rows(path: Path, field: str, row_format: str = "text") -> Iterator[Row]
     try:
         if ending == ".parquet":
             yield from _parquet_rows(path, field, row_format)
-        elif ending != ".txt":
-            yield from _json_rows(path, ending, field, row_format)
-        elif row_format == "text":
-            raw = _whole(path) if compression else path.read_bytes()
-            yield _text_row(str(path), raw.removeprefix(BYTE_ORDER_MARK))
-        else:
+            return
+        if ending == ".txt" and row_format != "text":
             raise ValueError(
                 f'{path} holds text; data.format = "{row_format}" needs .jsonl or .parquet'
             )
-    # Errors of zstandard, pyarrow and the operating system; not all of them name the file.
+        with _unpacked(path, compression) as file:
+            if ending == ".txt":
+                most = MOST_BYTES if compression else path.stat().st_size
+                yield _text_row(str(path), _whole(path, file, most))
+            elif ending == ".json" and file.peek().lstrip().startswith(b"["):
+                elements = json.loads(_whole(path, file, MOST_BYTES_OF_ARRAY))
+                for number, element in enumerate(elements, 1):
+                    yield value_row(f"{path}, row {number}", element, field, row_format)
+            else:
+                yield from _lines(path, file, field, row_format)
+    # Errors of pyarrow, JSON and the operating system; not all of them name the file.
     except Exception as error:
         if isinstance(error, ValueError) and str(path) in str(error):
             raise
         raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _unpacked(path: Path, compression: str) -> io.BufferedReader:
+    """The content of a file, without a byte order mark. Reading it raises OSError where a
+    compressed file is damaged or cut off."""
+    import pyarrow
+
+    if compression and path.stat().st_size == 0:
+        raise ValueError(f"{path} is cut off: it is empty")
+    codec = {".gz": "gzip", ".zst": "zstd"}.get(compression)
+    file = io.BufferedReader(pyarrow.input_stream(str(path), codec), CHUNK)
+    if file.peek().startswith(BYTE_ORDER_MARK):
+        file.read(len(BYTE_ORDER_MARK))
+    return file
+
+
+def _whole(path: Path, file: io.BufferedReader, most: int) -> bytes:
+    content = bytearray()
+    while piece := file.read(CHUNK):
+        content += piece
+        _require_size(str(path), len(content), most)
+    return bytes(content)
+
+
+def _lines(path: Path, file: io.BufferedReader, field: str, row_format: str) -> Iterator[Row]:
+    for number, line in enumerate(iter(partial(file.readline, MOST_BYTES + 1), b""), 1):
+        where = f"{path}, row {number}"
+        _require_size(where, len(line), MOST_BYTES)
+        if line.isspace():
+            continue
+        row = _text_row(where, line)
+        if not row.problem:
+            try:
+                row = value_row(where, json.loads(row.text), field, row_format)
+            except (ValueError, RecursionError):
+                row = Row("", f"{where}: not valid JSON")
+        yield row
+
+
+def _require_size(where: str, size: int, most: int) -> None:
+    if size > most:
+        raise ValueError(f"{where} has more than {most >> 20} MiB; split it")
 
 
 def _text_row(where: str, raw: bytes) -> Row:
@@ -74,157 +123,22 @@ def _text_row(where: str, raw: bytes) -> Row:
         return Row("", f"{where}: byte {error.start} is not UTF-8")
 
 
-def _pieces(path: Path) -> Iterator[bytes]:
-    """The unpacked content of a file, at most 32 MiB at a time."""
-    _, compression = data_ending(path.name)
-    if compression == ".zst":
-        yield from _unpacked(path)
-        return
-    if compression and path.stat().st_size == 0:
-        raise ValueError(f"{path} is cut off: it is empty")
-    with gzip.open(path) if compression else path.open("rb") as file:
-        while piece := file.read(CHUNK):
-            yield piece
-
-
-def _unpacked(path: Path) -> Iterator[bytes]:
-    """The content of all frames of a .zst file.
-
-    We read frame by frame, because zstandard's reader accepts a file that ends within a frame.
-    """
-    import zstandard
-
-    unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    frame = None
-    frames = 0
-    with path.open("rb") as file:
-        while rest := file.read(ZSTD_CHUNK):
-            while rest:
-                if frame is None:
-                    frame = unpacker.decompressobj()
-                piece = frame.decompress(rest)
-                if piece:
-                    yield piece
-                rest = b""
-                if frame.eof:
-                    rest = frame.unused_data
-                    frame = None
-                    frames += 1
-    if frame is not None or frames == 0:
-        raise ValueError(f"{path} is cut off: frame {frames + 1} has no end")
-
-
-def _whole(path: Path) -> bytes:
-    parts = []
-    size = 0
-    for piece in _pieces(path):
-        parts.append(piece)
-        size += len(piece)
-        _require_size(str(path), size)
-    return b"".join(parts)
-
-
-def _lines(path: Path, pieces: Iterator[bytes]) -> Iterator[bytes]:
-    parts: list[bytes] = []
-    size = 0
-    number = 1
-    for piece in pieces:
-        first, *others = piece.split(b"\n")
-        parts.append(first)
-        size += len(first)
-        for other in others:
-            yield b"".join(parts)
-            parts = [other]
-            size = len(other)
-            number += 1
-        _require_size(f"{path}, row {number}", size)
-    yield b"".join(parts)
-
-
-def _require_size(where: str, size: int) -> None:
-    if size > MOST_BYTES:
-        raise ValueError(f"{where} has more than {MOST_BYTES >> 20} MiB; split it")
-
-
-def _json_rows(path: Path, ending: str, field: str, row_format: str) -> Iterator[Row]:
-    pieces = _pieces(path)
-    first = next(pieces, b"").removeprefix(BYTE_ORDER_MARK)
-    pieces = chain([first], pieces)
-    if ending == ".json" and first.lstrip().startswith(b"["):
-        for number, element in enumerate(_elements(path, pieces), 1):
-            yield value_row(f"{path}, row {number}", element, field, row_format)
-        return
-    for number, line in enumerate(_lines(path, pieces), 1):
-        if not line.isspace() and line:
-            yield _json_row(f"{path}, row {number}", line, field, row_format)
-
-
-def _elements(path: Path, pieces: Iterator[bytes]) -> Iterator[Any]:
-    """The elements of the array in a file. Only one of them is in memory at a time."""
-    decoder = json.JSONDecoder()
-    to_text = codecs.getincrementaldecoder("utf-8")()
-    text = ""
-    number = 0
-    # An incomplete element is parsed again when twice as much of it has been read.
-    needed = 0
-    for piece in chain(pieces, [b""]):
-        text += to_text.decode(piece, final=not piece)
-        if len(text) < needed and piece:
-            continue
-        place = 0
-        if number == 0:
-            text = text.lstrip().removeprefix("[")
-            number = 1
-        while True:
-            place = _BETWEEN_ELEMENTS.match(text, place).end()
-            if text.startswith("]", place):
-                rest = chain([text[place + 1 :].encode()], pieces)
-                if any(part.strip() for part in rest):
-                    raise ValueError(f"{path} goes on behind its array; write one array")
-                return
-            try:
-                element, place = decoder.raw_decode(text, place)
-            except ValueError:
-                break
-            yield element
-            number += 1
-        text = text[place:]
-        needed = 2 * len(text)
-        _require_size(f"{path}, row {number}", len(text))
-    raise ValueError(f"{path}, row {number}: not valid JSON, or the array does not end")
-
-
-def _json_row(where: str, line: bytes, field: str, row_format: str) -> Row:
-    row = _text_row(where, line)
-    if row.problem:
-        return row
-    try:
-        value = json.loads(row.text)
-    except (ValueError, RecursionError):
-        return Row("", f"{where}: not valid JSON")
-    return value_row(where, value, field, row_format)
-
-
 def value_row(where: str, row: Any, field: str, row_format: str) -> Row:
     """The row of an object with columns. `where` names its source and number."""
     try:
-        return Row(_value_text(where, row, field, row_format))
+        if not isinstance(row, dict):
+            raise BadSample("not a JSON object")
+        if row_format != "text":
+            return Row(sample_text(where, row, row_format, field))
+        if field not in row:
+            raise BadSample(_no_column(field, list(row)))
+        # A null becomes an empty document, which the loader skips.
+        value = "" if row[field] is None else row[field]
+        if not isinstance(value, str):
+            raise BadSample(_no_text(field))
+        return Row(_whole_characters(value))
     except BadSample as error:
         return Row("", f"{where}: {error}")
-
-
-def _value_text(where: str, row: Any, field: str, row_format: str) -> str:
-    if not isinstance(row, dict):
-        raise BadSample("not a JSON object")
-    if row_format != "text":
-        return sample_text(where, row, row_format, field)
-    if field not in row:
-        raise BadSample(_no_column(field, list(row)))
-    # A null becomes an empty document, which the loader skips.
-    value = "" if row[field] is None else row[field]
-    if not isinstance(value, str):
-        raise BadSample(_no_text(field))
-    return _whole_characters(value)
 
 
 def _whole_characters(text: str) -> str:
@@ -243,7 +157,13 @@ def _parquet_rows(path: Path, field: str, row_format: str) -> Iterator[Row]:
     with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
         schema = file.schema_arrow
         if is_text:
-            _require_text_column(path, schema, field)
+            if field not in schema.names:
+                raise ValueError(f"{path}: {_no_column(field, schema.names)}")
+            kind = schema.field(field).type
+            if pyarrow.types.is_dictionary(kind):
+                kind = kind.value_type
+            if str(kind) not in STRING_TYPES:
+                raise ValueError(f"{path}: {_no_text(field)}")
         needed, optional = columns(row_format, field)
         taken = [name for name in [*needed, *optional] if name in schema.names]
         number = 0
@@ -259,18 +179,6 @@ def _parquet_rows(path: Path, field: str, row_format: str) -> Iterator[Row]:
                     yield value_row(where, without_nulls(row), field, row_format)
         if number != file.metadata.num_rows:
             raise ValueError(f"{path} has {number} rows instead of {file.metadata.num_rows}")
-
-
-def _require_text_column(path: Path, schema: Any, field: str) -> None:
-    import pyarrow
-
-    if field not in schema.names:
-        raise ValueError(f"{path}: {_no_column(field, schema.names)}")
-    kind = schema.field(field).type
-    if pyarrow.types.is_dictionary(kind):
-        kind = kind.value_type
-    if str(kind) not in STRING_TYPES:
-        raise ValueError(f"{path}: {_no_text(field)}")
 
 
 def _no_column(field: str, columns: list[str]) -> str:
@@ -289,10 +197,6 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys that hold a message's reasoning. Templates read the first two."""
 
 Message = dict[str, Any]
-
-
-class BadSample(ValueError):
-    """What is wrong with a row, without its file and number."""
 
 
 def columns(row_format: str, field: str) -> tuple[list[str], list[str]]:

@@ -28,9 +28,6 @@ FORMAT_OF_CHATS = "titan_sparse chats 1"
 """The format with masks. It has its own name because a reader without masks would learn every
 token."""
 FORMATS = (FORMAT, FORMAT_OF_CHATS)
-CHECKED_AT_ONCE = 1 << 25
-"""A folder of at most this many tokens is checked when it is opened. In a larger folder, each
-document is checked when it is read."""
 MAPPED_ABOVE = 1 << 20
 """Tokens. A longer document is memory-mapped, because a sequence needs only a part of it. A shorter
 one is read, which takes a quarter of the time. Maps are not kept: a process may have only 65530."""
@@ -100,8 +97,6 @@ def is_prepared(source: str) -> bool:
 class _Shard(NamedTuple):
     offsets: NDArray[np.int64]
     """[documents + 1], where its documents begin and the last one ends"""
-    checked: NDArray[np.bool_]
-    """[documents], which of them have been checked"""
     files: dict[str, tuple[Path, FileState]]
     """of tokens and masks, by their endings, and their states"""
 
@@ -121,30 +116,33 @@ class TokenShards:
                 f'data.source = "{source}" is not finished; run the same titan-sparse prepare_data again'
             )
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
-        _check_counts(source, meta)
-        _check_tokenizer(source, meta, tokenizer)
         self.source = source
-        self.vocab_size = tokenizer.vocab_size
-        self.end_of_document = tokenizer.end_of_document
-        self.total_tokens: int = meta["tokens"]
-        self.sample_format = _sample_format(source, meta)
-        self.total_learned: int = meta.get("learned", self.total_tokens)
-        self.dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+        self._end = tokenizer.end_of_document
         self._shards: list[_Shard] = []
         # The index of each shard's first document, and the number of all documents.
         self._first = [0]
+        try:
+            _check_tokenizer(source, meta, tokenizer)
+            self.total_tokens: int = meta["tokens"]
+            self.sample_format = _sample_format(meta)
+            self.total_learned: int = meta["learned" if self.sample_format.is_chat else "tokens"]
+            self.dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+            for counts in meta["shards"]:
+                self._open_shard(folder, counts)
+        except (KeyError, TypeError) as error:
+            _refuse(source, f"{META} is damaged ({error!r})", error)
+        if len(self) == 0 or len(self) != meta["documents"]:
+            _refuse(source, f"{META} has {meta['documents']} documents, its shards {len(self)}")
+
+    def _open_shard(self, folder: Path, counts: dict[str, int]) -> None:
         endings = ("bin", "mask") if self.sample_format.is_chat else ("bin",)
-        for counts in meta["shards"]:
-            offsets = read_offsets(source, folder, counts, meta["dtype"], "mask" in endings)
-            if counts["documents"] == 0:
-                continue
-            paths = {ending: shard_path(folder, counts["number"], ending) for ending in endings}
-            files = {ending: (path, _state(path)) for ending, path in paths.items()}
-            self._shards.append(_Shard(offsets, np.zeros(counts["documents"], dtype=bool), files))
-            self._first.append(self._first[-1] + counts["documents"])
-        if self.total_tokens <= CHECKED_AT_ONCE:
-            for index in range(len(self)):
-                self.tokens(index)
+        offsets = read_offsets(self.source, folder, counts, self.dtype, "mask" in endings)
+        if counts["documents"] == 0:
+            return
+        paths = {ending: shard_path(folder, counts["number"], ending) for ending in endings}
+        files = {ending: (path, _state(path)) for ending, path in paths.items()}
+        self._shards.append(_Shard(offsets, files))
+        self._first.append(self._first[-1] + counts["documents"])
 
     def __len__(self) -> int:
         return self._first[-1]
@@ -160,16 +158,17 @@ class TokenShards:
     def tokens(self, index: int) -> NDArray[np.integer]:
         """Tokens of a document, its end-of-document token included; uint16 or uint32 [length].
 
-        Raises DataError if the file has changed since it was opened. When the document is read for
-        the first time, raises ValueError if it holds an id beyond the vocabulary or is not closed
-        by exactly one end-of-document token.
+        Raises DataError if the file has changed since it was opened, and ValueError if the
+        document is not closed, as in a copy that was never finished.
         """
         shard, row = self._find(index)
         tokens = self._part(shard, row, "bin", self.dtype)
-        if not shard.checked[row]:
+        if tokens[-1] != self._end:
             path, _ = shard.files["bin"]
-            self._check(tokens, f"{path.name}, document {row + 1}")
-            shard.checked[row] = True
+            _refuse(
+                self.source,
+                f"{path.name}, document {row + 1} does not end with the end-of-document token",
+            )
         return tokens
 
     def learned(self, index: int) -> NDArray[np.bool_] | None:
@@ -209,16 +208,6 @@ class TokenShards:
                 "again as it was, or prepare a new folder and begin a new run"
             )
 
-    def _check(self, tokens: NDArray[np.integer], where: str) -> None:
-        largest = int(tokens.max())
-        if largest >= self.vocab_size:
-            _refuse(
-                self.source,
-                f"{where} holds the token {largest}, of a vocabulary of {self.vocab_size}",
-            )
-        if tokens[-1] != self.end_of_document:
-            _refuse(self.source, f"{where} does not end with the end-of-document token")
-
     def _find(self, index: int) -> tuple[_Shard, int]:
         number = bisect.bisect_right(self._first, index) - 1
         return self._shards[number], index - self._first[number]
@@ -229,34 +218,6 @@ def _has_format(path: Path) -> bool:
         return json.loads(path.read_text(encoding="utf-8")).get("format") in FORMATS
     except (OSError, ValueError, AttributeError):
         return False
-
-
-def _check_counts(source: str, meta: dict[str, Any]) -> None:
-    """Refuse a meta.json that lacks an entry or contradicts itself."""
-    kinds = {
-        "dtype": str,
-        "tokenizer": str,
-        "tokenizer_digest": str,
-        "end_of_document": int,
-        "documents": int,
-        "tokens": int,
-        "shards": list,
-    }
-    for key, kind in kinds.items():
-        if type(meta.get(key)) is not kind:
-            _refuse(source, f"{META} has no valid {key}")
-    if meta["dtype"] not in ("uint16", "uint32"):
-        _refuse(source, f"{META} has no valid dtype")
-    for shard in meta["shards"]:
-        counts = [shard.get(key) for key in SHARD_COUNTS] if isinstance(shard, dict) else [None]
-        if not all(type(count) is int and count >= 0 for count in counts):
-            _refuse(source, f"{META} has no valid shards")
-    for key in ("documents", "tokens"):
-        written = sum(shard[key] for shard in meta["shards"])
-        if meta[key] != written:
-            _refuse(source, f"{META} has {meta[key]} {key}, its shards {written}")
-    if meta["documents"] == 0:
-        _refuse(source, f"{META} has no documents")
 
 
 def read_offsets(
@@ -275,22 +236,21 @@ def read_offsets(
         size = max(_state(path)[0], 0)
         if size != expected:
             _refuse(source, f"{path.name} has {size} bytes instead of {expected}")
-    offsets_path = shard_path(folder, counts["number"], "idx.npy")
-    offsets = _load_offsets(source, offsets_path)
-    name = offsets_path.name
-    if offsets.ndim != 1 or offsets.dtype != np.int64:
-        _refuse(source, f"{name} holds {offsets.dtype} {list(offsets.shape)} instead of offsets")
-    if len(offsets) != counts["documents"] + 1:
-        _refuse(source, f"{name} has {len(offsets) - 1} documents instead of {counts['documents']}")
-    if (offsets[0], offsets[-1]) != (0, counts["tokens"]):
+    path = shard_path(folder, counts["number"], "idx.npy")
+    try:
+        offsets = np.load(path)
+    # The file is missing, empty, cut short, or not a NumPy file.
+    except (OSError, EOFError, ValueError, MemoryError) as error:
+        _refuse(source, f"{path.name} cannot be read: {error}", error)
+    # Each document has at least one token and the token that closes it.
+    fits = offsets.dtype == np.int64 and offsets.shape == (counts["documents"] + 1,)
+    fits = fits and (offsets[0], offsets[-1]) == (0, counts["tokens"])
+    if not fits or (np.diff(offsets) < 2).any():
         _refuse(
             source,
-            f"{name} goes from {offsets[0]} to {offsets[-1]} instead of 0 to {counts['tokens']}",
+            f"{path.name} does not say where {counts['documents']} documents of together "
+            f"{counts['tokens']} tokens begin",
         )
-    # Each document has at least one token and the token that closes it.
-    short = np.flatnonzero(np.diff(offsets) < 2)
-    if len(short):
-        _refuse(source, f"{name}: document {short[0] + 1} has fewer than 2 tokens")
     return offsets
 
 
@@ -303,21 +263,10 @@ def _state(path: Path) -> FileState:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _sample_format(source: str, meta: dict[str, Any]) -> SampleFormat:
+def _sample_format(meta: dict[str, Any]) -> SampleFormat:
     if meta["format"] == FORMAT:
         return SampleFormat()
-    values = [meta.get(key) for key in ("row_format", "loss_on", "template_digest")]
-    if not all(isinstance(value, str) for value in values) or type(meta.get("learned")) is not int:
-        _refuse(source, f"{META} does not say what is learned")
-    return SampleFormat(*values)
-
-
-def _load_offsets(source: str, path: Path) -> NDArray[np.int64]:
-    try:
-        return np.load(path)
-    # The file is missing, empty, cut short, or not a NumPy file.
-    except (OSError, EOFError, ValueError, MemoryError) as error:
-        _refuse(source, f"{path.name} cannot be read: {error}", error)
+    return SampleFormat(meta["row_format"], meta["loss_on"], meta["template_digest"])
 
 
 def _refuse(source: str, reason: str, cause: Exception | None = None) -> NoReturn:

@@ -9,18 +9,15 @@ import os
 import sysconfig
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
 from titan_sparse.config.sections import Data
 from titan_sparse.config.sources import data_files, is_path
-from titan_sparse.data.rows import STRING_TYPES, Row, columns, file_rows, value_row, without_nulls
-
-Dataset = Any
-"""A datasets.Dataset. That library is imported only for a source of the hub, because the import
-takes a second."""
+from titan_sparse.data.rows import Row, columns, file_rows, value_row, without_nulls
 
 logger = logging.getLogger("titan_sparse")
 
@@ -31,17 +28,9 @@ CACHED_AT_ONCE = 1 << 20
 NOT_STDLIB = {"site-packages", "dist-packages"}
 
 
-class Source(Protocol):
-    """The texts of all documents, in an order that is the same in each run. A list of str is a
-    Source."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> str: ...
-
-
 class LazyTexts:
-    """A Source that reads document `i` by `read(items[i])` when it is asked for.
+    """The texts of all documents, in an order that is the same in each run. Text `i` is
+    `read(items[i])`, when it is asked for.
 
     `skipped` of them are empty because of data.bad_rows = "skip".
     """
@@ -82,31 +71,25 @@ def _open_python(join_packages: bool) -> LazyTexts:
     download."""
     files = sorted(_python_files())
     if not join_packages:
-        return LazyTexts(files, _read_named)
+        return LazyTexts(files, lambda file: _read(file[1]))
     files_by_package = defaultdict(list)
     for name, path in files:
-        package = name.rpartition("/")[0]
-        files_by_package[package].append((name, path))
+        files_by_package[name.rpartition("/")[0]].append((name, path))
     return LazyTexts(list(files_by_package.values()), join_files)
 
 
 def _python_files() -> Iterator[tuple[str, Path]]:
     """Yield (name, path) of each file. The name is equal on all machines, and the path is not."""
-    for root_name, root in _python_roots():
-        for path in root.rglob("*.py"):
-            relative = path.relative_to(root)
-            if not NOT_STDLIB.isdisjoint(relative.parts):
-                continue
-            if path.is_file() and path.stat().st_size > 0:
-                yield f"{root_name}/{relative.as_posix()}", path
-
-
-def _python_roots() -> Iterator[tuple[str, Path]]:
-    yield "stdlib", Path(sysconfig.get_paths()["stdlib"])
+    roots = {"stdlib": Path(sysconfig.get_paths()["stdlib"])}
     # find_spec finds a top-level package without running it.
     spec = importlib.util.find_spec("torch")
     if spec is not None and spec.origin is not None:
-        yield "torch", Path(spec.origin).parent
+        roots["torch"] = Path(spec.origin).parent
+    for root_name, root in roots.items():
+        for path in root.rglob("*.py"):
+            relative = path.relative_to(root)
+            if NOT_STDLIB.isdisjoint(relative.parts) and path.is_file() and path.stat().st_size:
+                yield f"{root_name}/{relative.as_posix()}", path
 
 
 def _read(path: Path) -> str:
@@ -114,20 +97,12 @@ def _read(path: Path) -> str:
     return path.read_bytes().decode("utf-8-sig", errors="replace")
 
 
-def _read_named(file: tuple[str, Path]) -> str:
-    _, path = file
-    return _read(path)
-
-
 def join_files(files: list[tuple[str, Path]]) -> str:
     """One text of (name, path) pairs: each file after a line with its name.
 
     Bytes that are not UTF-8 are replaced.
     """
-    texts = []
-    for name, path in files:
-        texts.append(f"# {name}\n{_read(path)}")
-    return "\n".join(texts)
+    return "\n".join(f"# {name}\n{_read(path)}" for name, path in files)
 
 
 def _open_files(data: Data) -> LazyTexts:
@@ -196,16 +171,23 @@ def _cache_folder() -> Path:
 FileState = tuple[str, int, int, int, int]
 
 
-def _file_states(files: Sequence[str]) -> list[FileState]:
+def _file_states(files: Sequence[str | Path]) -> list[FileState]:
     """Path, inode, size and both times of every file. Writing a file changes at least one of them.
 
     The modification time alone is not enough, because it can be set, and copies keep it.
     """
     states = []
     for file in files:
-        stat = Path(file).stat()
-        absolute = str(Path(file).resolve())
-        states.append((absolute, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
+        stat = os.stat(file)
+        states.append(
+            (
+                str(Path(file).resolve()),
+                stat.st_ino,
+                stat.st_size,
+                stat.st_mtime_ns,
+                stat.st_ctime_ns,
+            )
+        )
     return states
 
 
@@ -220,38 +202,33 @@ def _write_cache(path: Path, states: list[FileState], field: str, data: Data) ->
     string = pyarrow.large_string()
     schema = pyarrow.schema([("text", string), ("problem", string)])
     temporary = path.with_suffix(".tmp")
-    rows = tqdm(_rows(states, field, data), unit=" rows", delay=5, disable=None)
+    files = [Path(name) for name, *_ in states]
+    rows = chain.from_iterable(file_rows(file, field, data.format) for file in files)
+    letters = count = 0
+    batch = []
     try:
         with pyarrow.ipc.new_file(str(temporary), schema) as file:
-            batch = []
-            letters = 0
-            count = 0
-            for row in rows:
-                count += 1
+            for row in tqdm(rows, unit=" rows", delay=5, disable=None):
+                _refuse_bad(row, data)
                 batch.append({"text": row.text, "problem": row.problem or None})
+                count += 1
                 letters += len(row.text)
                 if letters > CACHED_AT_ONCE:
                     file.write(pyarrow.RecordBatch.from_pylist(batch, schema))
-                    batch = []
                     letters = 0
+                    batch = []
             file.write(pyarrow.RecordBatch.from_pylist(batch, schema))
         if count == 0:
             raise ValueError("it holds no documents; write a source that holds some")
-        if _file_states([name for name, *_ in states]) != states:
+        if _file_states(files) != states:
             raise ValueError("it was changed while it was read; try again")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _rows(states: list[FileState], field: str, data: Data) -> Iterator[Row]:
-    for name, *_ in states:
-        for row in file_rows(Path(name), field, data.format):
-            _refuse_bad(row, data)
-            yield row
-
-
-def _load_from_hub(data: Data) -> Dataset:
+def _load_from_hub(data: Data) -> Any:
+    # Only here, because the import takes a second.
     import datasets
 
     try:
@@ -266,7 +243,7 @@ def _load_from_hub(data: Data) -> Dataset:
         ) from error
 
 
-def _open_dataset(dataset: Dataset, data: Data) -> LazyTexts:
+def _open_dataset(dataset: Any, data: Data) -> LazyTexts:
     is_text = data.format == "text"
     field = data.text_field if is_text else data.messages_field
     needed, optional = columns(data.format, field)
@@ -277,11 +254,6 @@ def _open_dataset(dataset: Dataset, data: Data) -> LazyTexts:
                 f'data.source = "{data.source}" has no column "{name}", which {key} needs; it has: '
                 f"{', '.join(dataset.column_names)}"
             )
-    if is_text and getattr(dataset.features[field], "dtype", None) not in STRING_TYPES:
-        raise ValueError(
-            f'data.text_field = "{field}" holds no text in "{data.source}"; '
-            'write a column of strings, or data.format = "messages"'
-        )
     taken = [name for name in [*needed, *optional] if name in dataset.column_names]
     rows = dataset.select_columns(taken)
 

@@ -14,11 +14,16 @@ from numpy.typing import NDArray
 
 from titan_sparse.config.sections import Data
 from titan_sparse.data.documents import Documents
-from titan_sparse.data.packing import Packed, Piece, pack
+from titan_sparse.data.packing import Packed, Piece, first_fit, kept_shares, pack
 from titan_sparse.data.shards import TokenShards
 from titan_sparse.data.tokenizer import Tokenizer
 
 logger = logging.getLogger("titan_sparse")
+
+WINDOW = 32
+"""Number of sequences that chats are packed into at a time. A quarter of one sequence is left free,
+because chats never fit exactly. Leftover chats would each fill a sequence of their own, mostly with
+padding."""
 
 
 @dataclass
@@ -31,7 +36,7 @@ class Cursor:
     document: int = 0
     """place in the order of the epoch, which counts documents, or samples for prepared tokens"""
     offset: int = 0
-    """tokens of that document already taken; for chats (whole.py), sequences of the window"""
+    """tokens of that document already taken; for chats, sequences of the window"""
     documents_seen: int = 0
     """documents begun, over all epochs and ranks"""
 
@@ -71,7 +76,8 @@ class Order:
 class Stream(ABC):
     """Cuts documents into an endless stream of sequences of at most `seq_len` tokens.
 
-    `data` is the [data] section of one part of the mixture.
+    `data` is the [data] section of one part of the mixture. Raises ValueError if no document can be
+    used: here, before the first step. Later, the other ranks would hang waiting for this one.
     """
 
     def __init__(
@@ -83,6 +89,13 @@ class Stream(ABC):
         self.seq_len = seq_len
         self.order = Order(len(documents), seed, data.shuffle)
         self.cursor = Cursor()
+        # Why documents are left out, for the log.
+        self._left_out_because = ""
+        self._open()
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Look for the first sequence."""
 
     @abstractmethod
     def next_sequence(self) -> list[Span]:
@@ -130,11 +143,9 @@ class Stream(ABC):
     def release(self, spans: list[Span]) -> None:
         """Forget the tokens of a sequence, except those of its last document if the next sequence
         continues it."""
-        finished = {span.index for span in spans}
-        if self.cursor.offset:
-            finished.discard(spans[-1].index)
-        for index in finished:
-            self.documents.forget(index)
+        for span in spans:
+            if span.stop == self.documents.length(span.index) or self.cursor.offset == 0:
+                self.documents.forget(span.index)
 
     def _go_to(self, place: int) -> None:
         """Move the cursor to the beginning of a place, which may be the end of the epoch."""
@@ -148,9 +159,14 @@ class Stream(ABC):
             if cursor.epoch == 1 and cursor.documents_seen:
                 self._log_left_out()
 
-    @abstractmethod
     def _log_left_out(self) -> None:
-        """Called once, at the end of the first epoch."""
+        if self._left_out_because and self.documents_left_out:
+            logger.info(
+                "data: %d of %d documents are left out: %s",
+                self.documents_left_out,
+                len(self.documents),
+                self._left_out_because,
+            )
 
 
 class WalkedStream(Stream):
@@ -160,18 +176,15 @@ class WalkedStream(Stream):
     data.sequences = packed: documents follow each other and are cut where a sequence is full.
     fixed: every sequence is `seq_len` tokens of one document, and the rest of a document is
     dropped. fixed_and_rest: the rest becomes a shorter sequence if it has at least two tokens,
-    because a single token has no label. Raises ValueError if no document is long enough.
+    because a single token has no label.
     """
 
-    def __init__(
-        self, documents: Documents, tokenizer: Tokenizer, data: Data, seq_len: int, seed: int
-    ) -> None:
-        super().__init__(documents, tokenizer, data, seq_len, seed)
+    def _open(self) -> None:
         # The fewest tokens of a document, its end-of-document token included, that are taken.
-        self._least = 1 if data.sequences == "packed" else _least(data, seq_len)
+        self._least = {"packed": 1, "fixed": self.seq_len, "fixed_and_rest": 2}[self.data.sequences]
         # Shorter documents are left out. Their end-of-document token is not counted.
-        self._shortest = max(data.min_document_length, self._least - 1, 1)
-        # Fail here, before the first step. Later, the other ranks would hang waiting for this one.
+        self._shortest = max(self.data.min_document_length, self._least - 1, 1)
+        self._left_out_because = f"they have fewer than {self._shortest} tokens"
         self._find_document()
 
     @property
@@ -224,43 +237,36 @@ class WalkedStream(Stream):
             "data.source"
         )
 
-    def _log_left_out(self) -> None:
-        _log_short(self.documents_left_out, self.order.count, self._shortest)
-
 
 class SampleStream(Stream):
     """data.sequences = fixed or fixed_and_rest, for prepared tokens: samples are permuted.
 
     All lengths are known at once, so the samples of a document need not follow each other.
-    (MTraining trains this way, on rows of exactly 524288 tokens.) Raises ValueError if there is no
-    sample.
+    (MTraining trains this way, on rows of exactly 524288 tokens.)
     """
 
-    def __init__(
-        self, documents: TokenShards, tokenizer: Tokenizer, data: Data, seq_len: int, seed: int
-    ) -> None:
-        super().__init__(documents, tokenizer, data, seq_len, seed)
-        least = _least(data, seq_len)
+    def _open(self) -> None:
+        lengths = self.documents.lengths()
+        least = self.seq_len if self.data.sequences == "fixed" else 2
         # int64 [documents]: the samples that each document gives
-        lengths = documents.lengths()
-        samples = lengths // seq_len
-        if data.sequences == "fixed_and_rest":
-            samples += lengths % seq_len >= least
-        samples[lengths <= data.min_document_length] = 0
+        samples = (lengths + self.seq_len - least) // self.seq_len
+        shortest = max(self.data.min_document_length, least - 1)
+        samples[lengths <= shortest] = 0
         # The documents that give samples: their indices, and for each the number of samples up to
         # and including its own.
         self._index = np.flatnonzero(samples)
         self._stop = np.cumsum(samples[self._index])
         if len(self._index) == 0:
-            raise _no_sample(data, seq_len, int(lengths.max()))
-        self.order = Order(int(self._stop[-1]), seed, data.shuffle)
-        self._left_out = len(documents) - len(self._index)
-        _log_short(self._left_out, len(documents), max(data.min_document_length, least - 1))
+            raise _no_sample(self.data, self.seq_len, int(lengths.max()))
+        self.order = Order(int(self._stop[-1]), self.order.seed, self.data.shuffle)
+        self._left_out_because = f"they have fewer than {shortest} tokens"
+        self._log_left_out()
+        self._left_out_because = ""
 
     @property
     def documents_left_out(self) -> int:
         # They are counted at the beginning of each epoch.
-        return self._left_out * (self.cursor.epoch + 1)
+        return (len(self.documents) - len(self._index)) * (self.cursor.epoch + 1)
 
     def next_sequence(self) -> list[Span]:
         cursor = self.cursor
@@ -276,13 +282,109 @@ class SampleStream(Stream):
         self._go_to(cursor.document + 1)
         return [Span(index, start, stop)]
 
-    def _log_left_out(self) -> None:
-        """Do nothing: this was logged when the stream was opened."""
 
+class WholeStream(Stream):
+    """data.sequences = packed, for chats: sequences hold whole documents, which are never cut.
 
-def _least(data: Data, seq_len: int) -> int:
-    """The fewest tokens of a sample of one document."""
-    return seq_len if data.sequences == "fixed" else 2
+    Training on an answer that is cut teaches the model not to stop, so documents that are longer
+    than a sequence are dropped. Windows of documents in the order of each epoch are packed together.
+    The rest of a sequence is padding. cursor.document is the place of the current window, and
+    cursor.offset the number of sequences taken from it.
+    """
+
+    def _open(self) -> None:
+        self._window_at = (-1, -1)
+        # The place after the window's last document, and the indices of the documents in each of
+        # its sequences.
+        self._window: tuple[int, list[list[int]]] = (0, [])
+        self._left_out_because = (
+            f"longer than training.seq_len = {self.seq_len} tokens, or shorter than "
+            f"data.min_document_length = {self.data.min_document_length}"
+        )
+        self._current()
+        self._log_kept()
+
+    @property
+    def documents_left_out(self) -> int:
+        cursor = self.cursor
+        _, sequences = self._current() if cursor.offset else self._window
+        begun = sum(len(numbers) for numbers in sequences[: cursor.offset])
+        passed = cursor.epoch * self.order.count + cursor.document
+        return passed - (cursor.documents_seen - begun)
+
+    def next_sequence(self) -> list[Span]:
+        stop, sequences = self._current()
+        cursor = self.cursor
+        indices = sequences[cursor.offset]
+        cursor.sequence += 1
+        cursor.documents_seen += len(indices)
+        cursor.offset += 1
+        if cursor.offset == len(sequences):
+            self._go_to(stop)
+        return [Span(index, 0, self.documents.length(index)) for index in indices]
+
+    def _current(self) -> tuple[int, list[list[int]]]:
+        """The window at the cursor. The cursor skips windows without a sequence."""
+        cursor = self.cursor
+        # Wherever the cursor is, two passes contain one whole epoch.
+        for _ in range(2 * self.order.count):
+            if self._window_at != (cursor.epoch, cursor.document):
+                self._window = self._pack_window()
+                self._window_at = (cursor.epoch, cursor.document)
+            stop, sequences = self._window
+            if sequences:
+                return self._window
+            self._go_to(stop)
+        raise ValueError(
+            f"no sample of data.source has at most training.seq_len = {self.seq_len} tokens and at "
+            f"least data.min_document_length = {self.data.min_document_length}; write a longer "
+            "training.seq_len, or a smaller data.min_document_length"
+        )
+
+    def _pack_window(self) -> tuple[int, list[list[int]]]:
+        """Read as many documents from the cursor on as fill WINDOW sequences."""
+        place = self.cursor.document
+        lengths: dict[int, int] = {}
+        room = WINDOW * self.seq_len - self.seq_len // 4
+        while place < self.order.count:
+            index = self.order.at(self.cursor.epoch, place)
+            length = self.documents.length(index)
+            if max(self.data.min_document_length, 1) < length <= self.seq_len:
+                if length > room:
+                    break
+                lengths[index] = length
+                room -= length
+            else:
+                self.documents.forget(index)
+            place += 1
+        indices = list(lengths)
+        packed = first_fit(list(lengths.values()), self.seq_len)
+        return place, [[indices[number] for number in numbers] for numbers in packed]
+
+    def _log_kept(self) -> None:
+        """Log the share of samples that fit a sequence, for some lengths, by the lengths known so
+        far."""
+        documents = self.documents
+        if isinstance(documents, TokenShards):
+            lengths = documents.lengths()
+            learned = documents.total_learned / documents.total_tokens
+        else:
+            # Use the first window, which has just been read. Its lengths are in memory.
+            stop, sequences = self._window
+            places = range(self.cursor.document, stop)
+            indices = [self.order.at(self.cursor.epoch, place) for place in places]
+            lengths = np.array([documents.length(index) for index in indices])
+            kept = sum(sequences, [])
+            learned = np.concatenate([documents.learned(index) for index in kept]).mean()
+        logger.info(
+            "data: %d of %s%d samples are longer than a sequence and dropped; one of so many tokens "
+            "keeps whole: %s; %.1f%% of the tokens are learned",
+            int((lengths > self.seq_len).sum()),
+            "" if len(lengths) == len(documents) else "the first ",
+            len(lengths),
+            kept_shares(lengths, self.seq_len),
+            100 * learned,
+        )
 
 
 def _no_sample(data: Data, seq_len: int, longest: int) -> ValueError:
@@ -293,13 +395,3 @@ def _no_sample(data: Data, seq_len: int, longest: int) -> ValueError:
         f"{data.min_document_length} (the longest has {longest}); write smaller ones, or "
         'data.sequences = "packed"'
     )
-
-
-def _log_short(left_out: int, documents: int, shortest: int) -> None:
-    if left_out:
-        logger.info(
-            "data: %d of %d documents are left out: they have fewer than %d tokens",
-            left_out,
-            documents,
-            shortest,
-        )

@@ -5,7 +5,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -17,39 +17,13 @@ END_OF_DOCUMENT_TOKENS = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|
 PADDING_TOKENS = ["<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>"]
 
 
-class Tokenizer(Protocol):
-    """What the loader needs: all ids are in [0, vocab_size); `encode` adds no special tokens."""
-
-    vocab_size: int
-    end_of_document: int
-    padding: int
-    digest: str
-    """identifies the tokenizer: "bytes", or the SHA-256 of tokenizer.json"""
-    split_special_tokens: bool
-    """whether special tokens that are spelled out in a text are split like other text"""
-    special_ids: frozenset[int]
-    """ids of tokens that are not text: ends of documents and turns, roles, padding"""
-
-    def encode(self, text: str) -> NDArray[np.int32]:
-        """Token ids of a text, int32 [length]."""
-        ...
-
-    def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Token ids as in encode(), int32 [length], and the letters [start, stop) of each in the
-        text, int64 [length, 2]."""
-        ...
-
-    def decode(self, ids: ArrayLike) -> str:
-        """The text of token ids [length]; special tokens are left out."""
-        ...
-
-    def spell(self, ids: ArrayLike) -> str:
-        """The text of token ids [length]; special tokens are spelled out."""
-        ...
-
-
 class ByteTokenizer:
-    """One token per UTF-8 byte: 256 bytes, 256 = end of document, 257 = padding."""
+    """One token per UTF-8 byte: 256 bytes, 256 = end of document, 257 = padding.
+
+    All ids are in [0, vocab_size). `digest` identifies the tokenizer. `split_special_tokens` says
+    whether special tokens that are spelled out in a text are split like other text. `special_ids`
+    are the tokens that are not text: ends of documents and turns, roles, padding.
+    """
 
     vocab_size = 258
     end_of_document = 256
@@ -59,22 +33,27 @@ class ByteTokenizer:
     special_ids = frozenset((256, 257))
 
     def encode(self, text: str) -> NDArray[np.int32]:
+        """Token ids of a text, int32 [length]. No special tokens are added."""
         # A lone surrogate, which UTF-8 cannot hold, becomes "?".
         raw = text.encode("utf-8", errors="replace")
         return np.frombuffer(raw, dtype=np.uint8).astype(np.int32)
 
     def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Token ids as in encode(), int32 [length], and the letters [start, stop) of each in the
+        text, int64 [length, 2]."""
         raw = self.encode(text)
         # All bytes of a letter but the first are 10xxxxxx.
         letters = np.cumsum(raw & 0xC0 != 0x80) - 1
         return raw, np.stack([letters, letters + 1], axis=1)
 
     def decode(self, ids: ArrayLike) -> str:
+        """The text of token ids [length]; special tokens are left out."""
         ids = np.asarray(ids)
         raw = ids[ids < 256].astype(np.uint8).tobytes()
         return raw.decode("utf-8", errors="replace")
 
     def spell(self, ids: ArrayLike) -> str:
+        """The text of token ids [length]; special tokens are spelled out."""
         names = {self.end_of_document: "<end>", self.padding: "<padding>"}
         parts = []
         for run in np.split(ids, np.flatnonzero(np.asarray(ids) >= 256)):
@@ -114,8 +93,7 @@ class FileTokenizer:
         self.special_ids = frozenset(special | {self.end_of_document, self.padding})
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        return np.asarray(encoding.ids, dtype=np.int32)
+        return self.encode_with_offsets(text)[0]
 
     def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -127,6 +105,9 @@ class FileTokenizer:
 
     def spell(self, ids: ArrayLike) -> str:
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def load_tokenizer(name: str, split_special_tokens: bool = False) -> Tokenizer:
