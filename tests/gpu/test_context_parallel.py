@@ -37,7 +37,7 @@ from tests.reference import gradients
 from tests.training.test_restarts import run_until_it_ends
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
-from titan_sparse.attention.context_parallel.comm import Pending, Transfer
+from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.training.distributed import set_timeout
@@ -284,7 +284,6 @@ def _inject_delays(case: Case, device: str) -> Counter:
     transfers = ("shift", "start_all_gather", "start_reduce_scatter", "start_all_reduce")
     for kind, owner, names in (
         ("work", BACKENDS[case.backend], ("forward", "backward")),
-        ("wait", Transfer, ("wait",)),
         ("wait", Pending, ("wait",)),
         ("transfer", ContextParallel, transfers),
         ("collective", ContextParallel, ("all_reduce", "all_gather", "all_to_all")),

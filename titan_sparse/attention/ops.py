@@ -14,12 +14,11 @@ backends and observers know nothing of sinks.
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import recorder, registry
+from titan_sparse.attention import recorder, registry, schedules
 from titan_sparse.attention.backends.base import Queries
 from titan_sparse.attention.call import bind
 from titan_sparse.attention.inputs import check_tangents, whole_blocks
 from titan_sparse.attention.merge import accumulation_dtype
-from titan_sparse.attention.schedules import EXECUTORS
 from titan_sparse.kernels.sinks import add_sinks, sinks_gradient, sinks_gradient_naive
 
 
@@ -49,8 +48,7 @@ def _forward(
     k_padded = whole_blocks(k, 2, size)
     v_padded = whole_blocks(v, 2, size)
     q_share, k_share, v_share = bound.take(q_padded, k_padded, v_padded)
-    executor = EXECUTORS[bound.cp.moves]
-    out, lse, vertical_kv = executor.forward(bound, q_share, k_share, v_share)
+    out, lse, vertical_kv = schedules.forward(bound, q_share, k_share, v_share)
     # Read only while a recorder is active, so that other calls do not enter recorder.py.
     observer = None
     if recorder.listening:
@@ -129,8 +127,7 @@ def _backward(
         out=whole_blocks(out, 2, size),
         lse=whole_blocks(lse, 2, size, -torch.inf),
     )
-    executor = EXECUTORS[bound.cp.moves]
-    gradients = executor.backward(
+    gradients = schedules.backward(
         bound,
         queries,
         whole_blocks(k, 2, size),

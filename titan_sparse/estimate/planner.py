@@ -181,14 +181,9 @@ class _Planner:
 
     def _hop_seconds(self, hops: routing.Hops, size: int) -> Tensor:
         """Seconds of the hops around the inner rings after each step, float64 [W]."""
-        ranks, windows = hops.inner_to.shape
-        steps = ranks // windows
-        step = torch.arange(steps)
-        # [W, windows, steps]
-        made = (hops.inner_from[..., None] <= step) & (step < hops.inner_to[..., None])
         # A plain ring goes through all nodes, and waits for its slowest hop.
-        across = steps > self.setting.intra
-        return made.any(0).flatten() * self._link_seconds(size, across)
+        across = hops.inner.shape[-1] > self.setting.intra
+        return hops.inner.any(0).flatten() * self._link_seconds(size, across)
 
     def _between_nodes(
         self, forward: Pass, backward: Pass, windows: int, groups: int

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.fake_step import fake_world
 from titan_sparse.attention import ContextParallel, attend, call_tiles
 from titan_sparse.attention.backends import BACKENDS
-from titan_sparse.attention.context_parallel.comm import Communicator, Pending, Transfer
+from titan_sparse.attention.context_parallel.comm import Communicator, Pending
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import Pattern
 
@@ -37,8 +37,7 @@ class Events:
         for method in ("shift", "start_all_gather", "start_reduce_scatter", "start_all_reduce"):
             self._record_starts(monkeypatch, method)
         self._record_starts(monkeypatch, "start_exchange")
-        for kind in (Transfer, Pending):
-            self._record_waits(monkeypatch, kind)
+        self._record_waits(monkeypatch, Pending)
         for function in (eager.forward, eager.backward):
             recorded = self._recorded(function, "compute")
             monkeypatch.setattr(eager, function.__name__, recorded)
@@ -60,7 +59,7 @@ class Events:
         start = getattr(Communicator, method)
 
         @functools.wraps(start)
-        def recorded(cp: Communicator, *args, **kwargs) -> Pending | Transfer:
+        def recorded(cp: Communicator, *args, **kwargs) -> Pending:
             name = _name(method, args, kwargs)
             self.lines.append(f"start {name}")
             pending = start(cp, *args, **kwargs)
@@ -73,7 +72,7 @@ class Events:
     def _record_waits(self, monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
         wait = kind.wait
 
-        def recorded(pending: Pending | Transfer):
+        def recorded(pending: Pending):
             name = self.names.pop(id(pending), None)
             if name is not None:
                 self.lines.append(f"wait {name}")

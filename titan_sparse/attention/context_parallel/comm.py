@@ -8,6 +8,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ class Buffers:
     """
 
     def __init__(self):
-        self._memory: dict[tuple[str, torch.device], Tensor] = {}
+        self.memory: dict[tuple[str, torch.device], Tensor] = {}
 
     def take(self, slot: str, kinds: Sequence[Kind], device: torch.device) -> list[Tensor]:
         """Contiguous tensors of these kinds, one behind the other in the memory of the slot."""
@@ -38,30 +39,17 @@ class Buffers:
             begins.append(end)
             nbytes = math.prod(shape) * dtype.itemsize
             end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        memory = self._at_least(end, slot, device)
+        key = (slot, device)
+        if key not in self.memory or self.memory[key].nbytes < end:
+            # The old memory goes first: both are never held at the same time.
+            self.memory.pop(key, None)
+            self.memory[key] = torch.empty(end, dtype=torch.uint8, device=device)
         tensors = []
         for begin, (shape, dtype) in zip(begins, kinds, strict=True):
             nbytes = math.prod(shape) * dtype.itemsize
-            part = memory[begin : begin + nbytes]
+            part = self.memory[key][begin : begin + nbytes]
             tensors.append(part.view(dtype).view(shape))
         return tensors
-
-    @property
-    def nbytes(self) -> int:
-        return sum(memory.nbytes for memory in self._memory.values())
-
-    @property
-    def addresses(self) -> dict[tuple[str, torch.device], int]:
-        return {key: memory.data_ptr() for key, memory in self._memory.items()}
-
-    def _at_least(self, nbytes: int, slot: str, device: torch.device) -> Tensor:
-        """uint8 [nbytes or more]: the memory of a slot, which grows where it is too small."""
-        key = (slot, device)
-        if key not in self._memory or self._memory[key].nbytes < nbytes:
-            # The old memory goes first: both are never held at the same time.
-            self._memory.pop(key, None)
-            self._memory[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return self._memory[key]
 
 
 # Renamed in torch 2.13, where the old names warn; 2.11 has only the old ones.
@@ -74,55 +62,20 @@ live at the same time share them."""
 
 
 class Pending:
-    """A collective in flight, or a result that needed none."""
+    """A transfer or a collective in flight, or a result that needed none."""
 
-    def __init__(
-        self, result: Tensor, work: dist.Work | None = None, input_kept: Tensor | None = None
-    ):
-        """input_kept: what the collective reads; it must live until the collective is done."""
+    def __init__(self, result: Any, works: Sequence[dist.Work] = (), kept: Any = None):
+        """kept: what is sent; it must live until it is there, and no longer."""
         self.result = result
-        self.work = work
-        self.input_kept = input_kept
+        self.works = works
+        self.kept = kept
 
-    def wait(self) -> Tensor:
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-            self.input_kept = None
-        return self.result
-
-
-class Transfer:
-    """A transfer in flight: a send to the next rank of a ring, a receive from the previous one."""
-
-    def __init__(
-        self, chunk: list[Tensor], received: list[Tensor], group: dist.ProcessGroup, sends: bool
-    ):
-        """received: buffers for what the previous rank sends; none if it sends nothing."""
-        # Kept until the transfer is done, as it reads them.
-        self.sent = [x.contiguous() for x in chunk]
-        self.received = received
-        size = dist.get_world_size(group)
-        rank = dist.get_rank(group)
-        next_rank = (rank + 1) % size
-        previous_rank = (rank - 1) % size
-        operations = []
-        if sends:
-            for x in self.sent:
-                send = dist.P2POp(dist.isend, x, group=group, group_peer=next_rank)
-                operations.append(send)
-        for buffer in received:
-            receive = dist.P2POp(dist.irecv, buffer, group=group, group_peer=previous_rank)
-            operations.append(receive)
-        self.works = dist.batch_isend_irecv(operations) if operations else []
-
-    def wait(self) -> list[Tensor]:
-        """What the previous rank sent; empty if it sent nothing."""
+    def wait(self) -> Any:
         for work in self.works:
             work.wait()
-        self.works = []
-        self.sent = []
-        return self.received
+        self.works = ()
+        self.kept = None
+        return self.result
 
 
 class Communicator:
@@ -150,18 +103,12 @@ class Communicator:
         self.plain_ring_bytes = 0
         self.buffers = Buffers()
         node, local_rank = divmod(rank, len(nodes[0]))
-        inner = nodes[node]
-        outer = [other[local_rank] for other in nodes]
-        if not has_node_axis:
-            inner = all_ranks
-            outer = [all_ranks[rank]]
-        members = {
-            "inner": inner,
-            "outer": outer,
-            "inner_gradient": inner,
-            "outer_gradient": outer,
-            "verticals": all_ranks,
-        }
+        members = {"inner": all_ranks, "outer": [all_ranks[rank]], "verticals": all_ranks}
+        if has_node_axis:
+            members["inner"] = nodes[node]
+            members["outer"] = [other[local_rank] for other in nodes]
+        members["inner_gradient"] = members["inner"]
+        members["outer_gradient"] = members["outer"]
         self.groups = {"collectives": _group(all_ranks, "cp")}
         for axis, ranks in members.items():
             self.groups[axis] = _group(ranks, f"cp {axis}", transfers=device_type == "cuda")
@@ -183,8 +130,7 @@ class Communicator:
         """x of all ranks: [ranks, *x.shape]."""
         if self.size == 1:
             return x[None]
-        others = self.size - 1
-        self.sent["collectives"] += x.nbytes * others
+        self.sent["collectives"] += x.nbytes * (self.size - 1)
         out = x.new_empty(self.size, *x.shape)
         # The collective wants the ranks one after the other along the first dim.
         _all_gather(
@@ -198,9 +144,7 @@ class Communicator:
         """Send x[r] to rank r: [ranks, ...]. Returns what came, by sender: [ranks, ...]."""
         if self.size == 1:
             return x
-        bytes_a_rank = x.nbytes // self.size
-        others = self.size - 1
-        self.sent["collectives"] += bytes_a_rank * others
+        self.sent["collectives"] += x[1:].nbytes
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         group = self.groups["collectives"]
         dist.all_to_all_single(out, x.contiguous(), group=group)
@@ -218,12 +162,11 @@ class Communicator:
         self.sent["verticals"] += self._bytes_of_sum(x)
         group = self.groups["verticals"]
         work = dist.all_reduce(x, group=group, async_op=True)
-        return Pending(x, work)
+        return Pending(x, [work])
 
     def start_all_gather(self, x: Tensor, slot: str) -> Pending:
         """Begin to gather x of all ranks, [ranks, *x.shape], into the buffer `slot`."""
-        others = self.size - 1
-        self.sent["inner"] += x.nbytes * others
+        self.sent["inner"] += x.nbytes * (self.size - 1)
         shape = (self.size, *x.shape)
         [out] = self.buffers.take(slot, [(shape, x.dtype)], x.device)
         work = _all_gather(
@@ -232,21 +175,19 @@ class Communicator:
             group=self.groups["inner"],
             async_op=True,
         )
-        return Pending(out, work)
+        return Pending(out, [work])
 
     def start_reduce_scatter(self, x: Tensor) -> Pending:
         """Begin to sum x[r] over ranks, on rank r: [ranks, ...] -> [...]."""
-        share = x[0]
-        others = self.size - 1
-        self.sent["inner_gradient"] += share.nbytes * others
-        out = torch.empty_like(share)
+        self.sent["inner_gradient"] += x[1:].nbytes
+        out = torch.empty_like(x[0])
         work = _reduce_scatter(
             out.flatten(),
             x.flatten(),
             group=self.groups["inner_gradient"],
             async_op=True,
         )
-        return Pending(out, work, input_kept=x)
+        return Pending(out, [work], kept=x)
 
     def start_exchange(
         self, x: Tensor, sends: list[int], receives: list[int], axis: str, out: Tensor
@@ -260,12 +201,8 @@ class Communicator:
         group = self.groups[axis]
         if group is None:  # This rank is alone on the axis.
             return Pending(x)
-        row_bytes = 0
-        if len(x) > 0:
-            row_bytes = x[:1].nbytes
         rows_kept = sends[dist.get_rank(group)]
-        rows_sent = len(x) - rows_kept
-        self.sent[axis] += rows_sent * row_bytes
+        self.sent[axis] += x[rows_kept:].nbytes
         work = dist.all_to_all_single(
             out,
             x,
@@ -274,25 +211,34 @@ class Communicator:
             group=group,
             async_op=True,
         )
-        return Pending(out, work, input_kept=x)
+        return Pending(out, [work], kept=x)
 
     def shift(
         self, chunk: list[Tensor], axis: str, slot: str, sends: bool = True, receives: bool = True
-    ) -> Transfer:
-        """Start to send a chunk to the next rank of an axis.
+    ) -> Pending:
+        """Start to send a chunk to the next rank of an axis, and to receive the previous one's.
 
-        What the previous rank sends comes into the buffers `slot`. sends, receives: whether this
-        rank sends and receives; its neighbors have to agree.
+        The result is what comes into the buffers `slot`; empty if the previous rank sends nothing.
+        sends, receives: whether this rank sends and receives; its neighbors have to agree.
         """
-        if sends:
-            for x in chunk:
-                self.sent[axis] += x.nbytes
+        group = self.groups[axis]
+        size = dist.get_world_size(group)
+        rank = dist.get_rank(group)
+        sent = []
         received = []
+        operations = []
+        if sends:
+            sent = [x.contiguous() for x in chunk]
+            self.sent[axis] += sum(x.nbytes for x in sent)
         if receives:
             kinds = [(x.shape, x.dtype) for x in chunk]
             received = self.buffers.take(slot, kinds, chunk[0].device)
-        group = self.groups[axis]
-        return Transfer(chunk, received, group, sends)
+        for x in sent:
+            operations.append(dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size))
+        for x in received:
+            operations.append(dist.P2POp(dist.irecv, x, group=group, group_peer=(rank - 1) % size))
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return Pending(received, works, kept=sent)
 
     # Memory and bookkeeping
 
@@ -308,15 +254,12 @@ class Communicator:
 
         Verticals do not count.
         """
-        total = 0
-        for axis in ("inner", "outer", "inner_gradient", "outer_gradient"):
-            total += self.sent[axis]
-        return total
+        axes = ("inner", "outer", "inner_gradient", "outer_gradient")
+        return sum(self.sent[axis] for axis in axes)
 
     def _bytes_of_sum(self, x: Tensor) -> int:
         """Bytes that a rank sends to sum x over ranks: 2 (W - 1) / W of its size."""
-        others = self.size - 1
-        return 2 * x.nbytes * others // self.size
+        return 2 * x.nbytes * (self.size - 1) // self.size
 
 
 def _group(ranks: list[int], description: str, transfers: bool = False) -> dist.ProcessGroup | None:

@@ -209,8 +209,7 @@ class ContextParallel(Communicator):
 
         positions: global. The length itself is allowed and means no token.
         """
-        lookup = self.local_lookup(ranges)
-        return lookup[positions.long()]
+        return self.local_lookup(ranges)[positions.long()]
 
     def shard(self, x: Tensor, dim: int, table: Tensor | None = None) -> Tensor:
         """This rank's blocks of a full tensor, along `dim`.

@@ -15,18 +15,14 @@ from torch import Tensor
 
 
 class Hops(NamedTuple):
-    """Hops that the chunks of W source ranks make, or their gradients. int64.
+    """Which hops the chunks of W source ranks make, or their gradients.
 
-    inner_from, inner_to: [W, inter]. In window o, hop t goes from step t's place on the inner ring
-    to the next. It is made for inner_from[s, o] <= t < inner_to[s, o].
-    outer_from, outer_to: [W]. On the outer ring, hop o goes from window o's node to the next. It is
-    made for outer_from[s] <= o < outer_to[s].
+    inner: bool [W, inter, intra]. In window o, hop t goes from step t's place on the inner ring to
+    the next. outer: bool [W, inter]. Hop o goes from window o's node to the next.
     """
 
-    inner_from: Tensor
-    inner_to: Tensor
-    outer_from: Tensor
-    outer_to: Tensor
+    inner: Tensor
+    outer: Tensor
 
 
 class Traffic(NamedTuple):
@@ -79,14 +75,7 @@ def hops_needed(needed: Tensor, inter: int, intra: int) -> Hops:
     other ranks.
     """
     used = users(needed, inter, intra)
-    inner = _last_used(used)
-    outer = _last_used(used.any(-1))
-    return Hops(
-        inner_from=torch.zeros_like(inner),
-        inner_to=inner,
-        outer_from=torch.zeros_like(outer),
-        outer_to=outer,
-    )
+    return Hops(inner=_used_later(used), outer=_used_later(used.any(-1)))
 
 
 def gradient_hops(needed: Tensor, inter: int, intra: int) -> Hops:
@@ -98,14 +87,17 @@ def gradient_hops(needed: Tensor, inter: int, intra: int) -> Hops:
     for a chunk that is used only where it entered.
     """
     used = users(needed, inter, intra)
-    inner = _first_used(used)
-    outer = _first_used(used.any(-1))
-    return Hops(
-        inner_from=inner,
-        inner_to=torch.full_like(inner, intra),
-        outer_from=outer,
-        outer_to=torch.full_like(outer, inter),
-    )
+    return Hops(inner=_used_so_far(used), outer=_used_so_far(used.any(-1)))
+
+
+def _used_later(used: Tensor) -> Tensor:
+    """Whether a later place along the last dim is used."""
+    return used.sum(-1, keepdim=True) > used.cumsum(-1)
+
+
+def _used_so_far(used: Tensor) -> Tensor:
+    """Whether this place along the last dim is used, or one before it, the first left out."""
+    return used.cumsum(-1) > used[..., :1].long()
 
 
 def traffic(hops: Hops, node_size: int) -> Traffic:
@@ -114,25 +106,14 @@ def traffic(hops: Hops, node_size: int) -> Traffic:
     In a plain ring the last rank of a node sends across. In a double ring every rank does, by the
     outer hops.
     """
-    ranks, inter = hops.inner_to.shape
-    intra = ranks // inter
+    ranks, inter, intra = hops.inner.shape
     # [W, inter, intra], and [W, inter] where a chunk comes into each node
     visited = visited_ranks(inter, intra)
     entered = visited[..., 0]
-    # [W, inter, intra]: the inner hops that are made
-    step = torch.arange(intra)
-    inner_from = hops.inner_from[..., None]
-    inner_to = hops.inner_to[..., None]
-    inner = (inner_from <= step) & (step < inner_to)
-    # [W, inter]: the outer hops that are made
-    window = torch.arange(inter)
-    outer_from = hops.outer_from[:, None]
-    outer_to = hops.outer_to[:, None]
-    outer = (outer_from <= window) & (window < outer_to)
     # [2, W]: inside, across
     sent = torch.zeros(2, ranks, dtype=torch.int64)
-    _add_hops(sent, inner, visited, visited.roll(-1, 2), node_size)
-    _add_hops(sent, outer, entered, entered.roll(-1, 1), node_size)
+    _add_hops(sent, hops.inner, visited, visited.roll(-1, 2), node_size)
+    _add_hops(sent, hops.outer, entered, entered.roll(-1, 1), node_size)
     return Traffic(inside=sent[0], across=sent[1])
 
 
@@ -166,21 +147,3 @@ def all_gather_traffic(ranks: int, node_size: int) -> Traffic:
         inside=torch.full((ranks,), inside),
         across=torch.full((ranks,), across),
     )
-
-
-def _last_used(used: Tensor) -> Tensor:
-    """Largest place along the last dim that is used, 0 if none."""
-    size = used.shape[-1]
-    place = torch.arange(size)
-    candidates = used * place
-    return candidates.amax(-1)
-
-
-def _first_used(used: Tensor) -> Tensor:
-    """Smallest place from 1 on along the last dim that is used, the dim's length if none."""
-    size = used.shape[-1]
-    place = torch.arange(size)
-    # Place 0 is where the chunk begins; what is not used must not be the smallest.
-    counts = used & (place > 0)
-    candidates = torch.where(counts, place, size)
-    return candidates.amin(-1)

@@ -1,36 +1,43 @@
-"""Execute the schedules: one file each, all with the same functions (`Executor`).
+"""Execute the schedules: one loop over steps (steps.py), and a file for what each schedule moves.
 
 The table of schedules, as integers, is context_parallel/schedule.py.
 """
 
-from typing import Protocol
-
 from torch import Tensor
 
+from titan_sparse.attention import recorder
 from titan_sparse.attention.backends.base import Queries
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.schedule import Moves
-from titan_sparse.attention.schedules import all_gather, group_cast, ring, single
+from titan_sparse.attention.schedules import ring, single, steps
+from titan_sparse.attention.schedules.all_gather import AllGather
+from titan_sparse.attention.schedules.group_cast import GroupCast
+from titan_sparse.attention.schedules.ring import Ring
 
-
-class Executor(Protocol):
-    """The functions that a file of this folder offers, by what its schedule moves."""
-
-    def forward(
-        self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the keys and values of the gathered
-        verticals [2, B, Hq, C, D]."""
-
-    def backward(
-        self, call: AttentionCall, queries: Queries, k: Tensor, v: Tensor, vertical_kv: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of this rank's q, k and v, in their dtype."""
-
-
-EXECUTORS: dict[Moves, Executor] = {
-    Moves.NOTHING: single,
-    Moves.CHUNKS: ring,
-    Moves.HEADS: all_gather,
-    Moves.BLOCKS: group_cast,
+TRANSPORTS: dict[Moves, type[steps.Transport]] = {
+    Moves.CHUNKS: Ring,
+    Moves.HEADS: AllGather,
+    Moves.BLOCKS: GroupCast,
 }
+
+
+@recorder.timed
+def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the keys and values of the gathered
+    verticals [2, B, Hq, C, D]."""
+    if call.cp.moves is Moves.NOTHING:
+        return single.forward(call, q, k, v)
+    call.count_plain_ring(k)
+    return steps.forward(call, TRANSPORTS[call.cp.moves], q, k, v)
+
+
+def backward(
+    call: AttentionCall, queries: Queries, k: Tensor, v: Tensor, vertical_kv: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of this rank's q, k and v, in their dtype."""
+    if call.cp.moves is Moves.NOTHING:
+        return single.backward(call, queries, k, v, vertical_kv)
+    call.count_plain_ring(k, backward=True)
+    if call.cp.moves is Moves.CHUNKS and ring.circulates_queries_of(call, queries.q, k):
+        return ring.backward_with_queries_circulating(call, queries, k, v, vertical_kv)
+    return steps.backward(call, TRANSPORTS[call.cp.moves], queries, k, v, vertical_kv)

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.context_parallel.group import ContextParallel
-from titan_sparse.attention.context_parallel.group_cast_plan import Exchange, Plan
+from titan_sparse.attention.context_parallel.group_cast_plan import Exchange, Plan, Stage
 
 
 def keys_and_values(
@@ -18,107 +18,62 @@ def keys_and_values(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """k and v [B, Hkv, n, D] of the first own blocks, of each stage, and of the other own blocks.
 
-    The next stage is transferred while the caller computes on one.
+    The next stage is transferred while the caller computes on one. The exchanges between nodes
+    start at once for all stages. Those inside a node wait, beside compute, for what they hand on.
     """
+    cp = call.cp
+    size = cp.block_size
     device = k.device
-    split = first * call.cp.block_size
+    empty = _block_by_block(k[:, :, :0], v[:, :, :0], size)
     # An earlier call may still read the memory that blocks arrive in.
     _wait_for("keys", device)
-    start_stage = _stage_starter(call.cp, plan, k, v)
-    following = start_stage(0)
-    yield k[:, :, :split], v[:, :, :split]
-    for number in range(len(plan.stages)):
-        _wait_for("keys", device)
-        if following is None:
-            kv = (k[:, :, :0], v[:, :, :0])
-        else:
-            received = following.wait()
-            kv = _side_by_side(received, _capacity(call, len(received)))
-        following = start_stage(number + 1)
-        yield kv
-    yield k[:, :, split:], v[:, :, split:]
-
-
-def _stage_starter(
-    cp: ContextParallel, plan: Plan, k: Tensor, v: Tensor
-) -> Callable[[int], Pending | None]:
-    """A function that starts a stage's exchange inside the node.
-
-    The function waits, beside compute, for what the stage hands on from other nodes. The exchanges
-    between nodes start here, for all stages at once.
-    """
-    size = cp.block_size
-    empty = _block_by_block(k[:, :, :0], v[:, :, :0], size)
-    if cp.inter == 1:
-        crossing = [None] * len(plan.stages)
-
-        def take(rows: Tensor) -> Tensor:
-            return _own_blocks(k, v, size, rows)
-
-    else:
+    crossing: list[Pending | None] = [None] * len(plan.stages)
+    if cp.inter > 1:
         # This rank's own blocks, and behind them those of other nodes that it hands on.
         memory = cp.rows("group cast", empty, plan.memory)
-        own_blocks = k.shape[2] // size
-        _block_by_block(k, v, size, memory[:own_blocks])
+        _block_by_block(k, v, size, memory[: k.shape[2] // size])
 
-        def take(rows: Tensor) -> Tensor:
-            return memory.index_select(0, rows)
-
-        with _beside("keys", k.device):
-            crossing = []
-            for stage in plan.stages:
-                first, stop = stage.relayed
-                relayed = memory[first:stop]
-                pending = _start(cp, take, stage.outer, "outer", relayed)
-                crossing.append(pending)
+    def start(exchange: Exchange | None, axis: str, out: Tensor) -> Pending | None:
+        if exchange is None:
+            return None
+        if cp.inter > 1:
+            blocks = memory.index_select(0, exchange.rows)
+        else:
+            taken = [x.unflatten(2, (-1, size)).index_select(2, exchange.rows) for x in (k, v)]
+            blocks = _block_by_block(*(x.flatten(2, 3) for x in taken), size)
+        return cp.start_exchange(blocks, exchange.sends, exchange.receives, axis=axis, out=out)
 
     def start_stage(number: int) -> Pending | None:
         if number == len(plan.stages):
             return None
         stage = plan.stages[number]
-        relayed = crossing[number]
-        with _beside("keys", k.device):
+        with _beside("keys", device):
             # What came from another node is handed on inside this one.
-            if relayed is not None:
-                relayed.wait()
+            if crossing[number] is not None:
+                crossing[number].wait()
             received = cp.rows("group cast received", empty, len(stage.k_blocks))
-            return _start(cp, take, stage.inner, "inner", received)
+            return start(stage.inner, "inner", received)
 
-    return start_stage
-
-
-def _start(
-    cp: ContextParallel,
-    take: Callable[[Tensor], Tensor],
-    exchange: Exchange | None,
-    axis: str,
-    out: Tensor,
-) -> Pending | None:
-    """Start an exchange of the blocks take(rows), received in `out`; None if no rank sends."""
-    if exchange is None:
-        return None
-    blocks = take(exchange.rows)
-    return cp.start_exchange(
-        blocks,
-        sends=exchange.sends,
-        receives=exchange.receives,
-        axis=axis,
-        out=out,
-    )
-
-
-def _own_blocks(k: Tensor, v: Tensor, size: int, rows: Tensor) -> Tensor:
-    """Some blocks of k and v [B, H, S, D], in the order in which they are sent.
-
-    Returns [rows, 2, B, H, size, D].
-    """
-    # [B, H, blocks, size, D]
-    k_blocks = k.unflatten(2, (-1, size))
-    v_blocks = v.unflatten(2, (-1, size))
-    # [B, H, rows * size, D]
-    k_taken = k_blocks.index_select(2, rows).flatten(2, 3)
-    v_taken = v_blocks.index_select(2, rows).flatten(2, 3)
-    return _block_by_block(k_taken, v_taken, size)
+    with _beside("keys", device):
+        for number, stage in enumerate(plan.stages):
+            if stage.outer is not None:
+                crossing[number] = start(stage.outer, "outer", memory[slice(*stage.relayed)])
+    following = start_stage(0)
+    split = first * size
+    yield k[:, :, :split], v[:, :, :split]
+    for number in range(len(plan.stages)):
+        _wait_for("keys", device)
+        kv = (k[:, :, :0], v[:, :, :0])
+        if following is not None:
+            blocks = following.wait()
+            room = len(blocks)
+            if call.backend.COMPILES_BY_LENGTH:
+                # The next power of two, so that few numbers of keys are compiled for.
+                room = 1 << (room - 1).bit_length()
+            kv = (_in_order(blocks[:, 0], k.dtype, room), _in_order(blocks[:, 1], k.dtype, room))
+        following = start_stage(number + 1)
+        yield kv
+    yield k[:, :, split:], v[:, :, split:]
 
 
 def _block_by_block(
@@ -135,58 +90,37 @@ def _block_by_block(
     # Not -1: there may be no tokens at all, which leaves the number of blocks open.
     count = k.shape[2] // size
     # [B, H, blocks, size, D] -> [blocks, B, H, size, D]
-    k_blocks = k.unflatten(2, (count, size))
-    v_blocks = v.unflatten(2, (count, size))
-    k_blocks = k_blocks.movedim(2, 0)
-    v_blocks = v_blocks.movedim(2, 0)
+    k_blocks = k.unflatten(2, (count, size)).movedim(2, 0)
+    v_blocks = v.unflatten(2, (count, size)).movedim(2, 0)
     if out is None:
-        if dtype is None:
-            dtype = k.dtype
-        shape = (count, 2, *k_blocks.shape[1:])
-        out = k.new_empty(shape, dtype=dtype)
+        out = k.new_empty(count, 2, *k_blocks.shape[1:], dtype=dtype)
     # The copies convert to the dtype of `out`.
     out[:, 0].copy_(k_blocks)
     out[:, 1].copy_(v_blocks)
     return out
 
 
-def _capacity(call: AttentionCall, blocks: int) -> int:
-    """How many blocks to make room for.
+def _in_order(blocks: Tensor, dtype: torch.dtype, room: int = 0) -> Tensor:
+    """A copy of blocks [n, B, H, size, D] as [B, H, n * size, D] in `dtype`.
 
-    The next power of two where the backend compiles for each number of keys; else just `blocks`.
+    room: blocks to make room for, if more than n; zeros behind.
     """
-    if call.backend.COMPILES_BY_LENGTH:
-        return 1 << (blocks - 1).bit_length()
-    return blocks
+    count, batch, heads, size, head_dim = blocks.shape
+    out = blocks.new_empty(batch, heads, max(room, count), size, head_dim, dtype=dtype)
+    out[:, :, :count] = blocks.movedim(0, 2)
+    out[:, :, count:] = 0
+    return out.flatten(2, 3)
 
 
-def _side_by_side(received: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """The inverse of _block_by_block(), with zeros behind, up to `capacity` blocks.
-
-    Returns k and v, [B, H, capacity * size, D].
-    """
-    # Always a copy: the next stage is received into the same memory.
-    count = len(received)
-    two, batch, heads, size, head_dim = received.shape[1:]
-    room = max(capacity, count)
-    # [2, B, H, capacity, size, D]
-    out = received.new_empty(two, batch, heads, room, size, head_dim)
-    out[:, :, :, :count] = received.movedim(0, 3)
-    out[:, :, :, count:] = 0
-    # [2, B, H, capacity * size, D]
-    k, v = out.flatten(3, 4).unbind(0)
-    return k, v
-
-
-class GradientsHome:
+class BlockGradients:
     """Gradients of remote blocks on their way home.
 
     Inside the node they go to the rank where the keys came from, which adds them up, and from
     there to the owner.
 
     sums: [blocks, 2, B, Hkv, size, D] of this rank's own blocks, and behind them of those that it
-    hands on. first: how many own blocks begin() was given. crossing: the exchange between nodes
-    that is on its way.
+    hands on. first: how many own blocks the first step computed on. rest: of the others.
+    crossing: the exchange between nodes that is on its way.
     """
 
     def __init__(self, cp: ContextParallel, plan: Plan, k: Tensor, dtype: torch.dtype):
@@ -194,39 +128,38 @@ class GradientsHome:
         self.cp = cp
         self.plan = plan
         self.own_blocks = seq_len // cp.block_size
-        self.sums = torch.empty(
-            (plan.memory, 2, batch, kv_heads, cp.block_size, head_dim),
-            dtype=dtype,
-            device=k.device,
-        )
+        shape = (plan.memory, 2, batch, kv_heads, cp.block_size, head_dim)
+        self.sums = torch.empty(shape, dtype=dtype, device=k.device)
         self.sent_dtype = cp.gradient_dtype or dtype
         self.first = 0
+        self.rest: tuple[Tensor, Tensor] | None = None
         self.crossing: tuple[Pending, Exchange] | None = None
 
-    def begin(self, d_kv: tuple[Tensor, Tensor]) -> None:
-        """Start the sums with this rank's own dk and dv [B, Hkv, n, D] of its first blocks."""
+    def add(self, number: int, d_kv: tuple[Tensor, Tensor] | None) -> None:
+        """dk and dv [B, Hkv, n, D] of a step: of the first own blocks, of a stage, or of the other
+        own blocks. None if there was nothing to compute."""
+        if number == 0:
+            size = self.cp.block_size
+            self.first = d_kv[0].shape[2] // size
+            _block_by_block(*d_kv, size, out=self.sums[: self.first])
+            self.sums[self.first :] = 0
+        elif number <= len(self.plan.stages):
+            self._send(self.plan.stages[number - 1], d_kv)
+        else:
+            self.rest = d_kv
+
+    def _send(self, stage: Stage, d_kv: tuple[Tensor, Tensor] | None) -> None:
         size = self.cp.block_size
-        dk, dv = d_kv
-        self.first = dk.shape[2] // size
-        first_sums = self.sums[: self.first]
-        _block_by_block(dk, dv, size, out=first_sums)
-        self.sums[self.first :] = 0
-
-    def send(self, number: int, d_kv: tuple[Tensor, Tensor] | None) -> None:
-        """Send the dk and dv [B, Hkv, n, D] of a stage on their way home.
-
-        d_kv: None if this rank got no blocks in the stage.
-        """
-        stage = self.plan.stages[number]
         if d_kv is None:
             packed = self.sums[:0].to(self.sent_dtype)
         else:
-            dk, dv = d_kv
-            packed = _block_by_block(dk, dv, self.cp.block_size, dtype=self.sent_dtype)
+            # Without the memory that lies unused behind the blocks.
+            tokens = len(stage.k_blocks) * size
+            dk, dv = (gradient[:, :, :tokens] for gradient in d_kv)
+            packed = _block_by_block(dk, dv, size, dtype=self.sent_dtype)
         if packed.is_cuda:
             # The allocator must not reuse this memory before the side stream has read it.
-            side_stream = _stream("gradients", packed.device)
-            packed.record_stream(side_stream)
+            packed.record_stream(_stream("gradients", packed.device))
         with _beside("gradients", self.sums.device):
             if stage.inner:
                 pending = self._start(packed, stage.inner, "inner_gradient")
@@ -234,46 +167,30 @@ class GradientsHome:
             if stage.outer:
                 self._arrive()
                 # This node's sums for other nodes' blocks are complete now.
-                first, stop = stage.relayed
-                relayed = self.sums[first:stop].to(self.sent_dtype)
+                relayed = self.sums[slice(*stage.relayed)].to(self.sent_dtype)
                 pending = self._start(relayed, stage.outer, "outer_gradient")
                 self.crossing = (pending, stage.outer)
 
-    def finish(
-        self, d_kv: tuple[Tensor, Tensor] | None, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """dk and dv [B, Hkv, S_local, D] of this rank's blocks, from all ranks, in `dtype`.
-
-        d_kv: this rank's share for its own blocks behind the first, if there are any.
-        """
+    def finish(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """dk and dv [B, Hkv, S_local, D] of this rank's blocks, from all ranks, in `dtype`."""
         with _beside("gradients", self.sums.device):
             self._arrive()
         _wait_for("gradients", self.sums.device)
         # [own blocks, 2, B, Hkv, size, D]
         own_sums = self.sums[: self.own_blocks]
-        if d_kv is not None:
-            dk, dv = d_kv
-            own_sums[self.first :] += _block_by_block(dk, dv, self.cp.block_size)
-        dk = _in_order(own_sums[:, 0], dtype)
-        dv = _in_order(own_sums[:, 1], dtype)
-        return dk, dv
+        if self.rest is not None:
+            own_sums[self.first :] += _block_by_block(*self.rest, self.cp.block_size)
+        return _in_order(own_sums[:, 0], dtype), _in_order(own_sums[:, 1], dtype)
 
     def _start(self, blocks: Tensor, exchange: Exchange, axis: str) -> Pending:
         """Start an exchange of the keys the other way around: what was received is sent."""
         out = self.cp.rows(axis, blocks, len(exchange.rows))
-        return self.cp.start_exchange(
-            blocks,
-            sends=exchange.receives,
-            receives=exchange.sends,
-            axis=axis,
-            out=out,
-        )
+        return self.cp.start_exchange(blocks, exchange.receives, exchange.sends, axis=axis, out=out)
 
     def _arrive(self) -> None:
         """Wait for what is on its way between nodes, and add it."""
         if self.crossing is not None:
-            pending, exchange = self.crossing
-            self._add(pending, exchange)
+            self._add(*self.crossing)
         self.crossing = None
 
     def _add(self, pending: Pending, exchange: Exchange) -> None:
@@ -285,17 +202,7 @@ class GradientsHome:
         rows_by_sender = exchange.rows.split(exchange.sends)
         blocks_by_sender = received.split(exchange.sends)
         for rows, blocks in zip(rows_by_sender, blocks_by_sender, strict=True):
-            blocks = blocks.to(self.sums.dtype)
-            self.sums.index_add_(0, rows, blocks)
-
-
-def _in_order(blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """[n, B, H, size, D] -> [B, H, n * size, D] in `dtype`."""
-    # [B, H, n, size, D]
-    blocks = blocks.movedim(0, 2)
-    out = torch.empty(blocks.shape, dtype=dtype, device=blocks.device)
-    out.copy_(blocks)
-    return out.flatten(2, 3)
+            self.sums.index_add_(0, rows, blocks.to(self.sums.dtype))
 
 
 @functools.cache

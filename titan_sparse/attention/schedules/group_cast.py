@@ -3,13 +3,17 @@
 They come in stages. A rank computes on its own blocks while the first stage comes, on the first
 stage while the second comes, and so on. The backward fetches them again and sends their gradients
 back, summed in each node on the way. Where it pays, half of the own blocks are left to the end to
-hide the last gradients. context_parallel/group_cast_plan.py defines who sends what.
+hide the last gradients. context_parallel/group_cast_plan.py defines who sends what, and
+block_exchange.py sends it.
 """
 
+import functools
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor
 
-from titan_sparse.attention import call_tiles, recorder
-from titan_sparse.attention.backends.base import Queries
+from titan_sparse.attention import call_tiles
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.group_cast_plan import (
     Plan,
@@ -17,77 +21,58 @@ from titan_sparse.attention.context_parallel.group_cast_plan import (
     plan,
 )
 from titan_sparse.attention.masks.base import once_per_mask
-from titan_sparse.attention.merge import results
-from titan_sparse.attention.schedules import verticals
-from titan_sparse.attention.schedules.block_exchange import GradientsHome, keys_and_values
+from titan_sparse.attention.schedules.block_exchange import BlockGradients, keys_and_values
 from titan_sparse.attention.schedules.needs import needed_blocks
-from titan_sparse.attention.schedules.steps import BackwardSum, ForwardSum, MakeTiles
-from titan_sparse.kernels.block_sparse import Tiles
+from titan_sparse.attention.schedules.steps import Group, Step, Transport
 
 
-@recorder.timed
-def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """out [B, Hq, S_local, D], lse [B, Hq, S_local], and gathered verticals [2, B, Hq, C, D]."""
-    call.count_plain_ring(k)
-    gathered = verticals.gather(call, k, v)
-    exchanges = _plan(call, call.cp.overlap_stages[0])
-    own = call.key_blocks()
-    # Step 0 is on the own blocks; none of them is left to the end.
-    blocks_by_step = _blocks_by_step(own, exchanges, first=len(own))
-    steps, into = _computing_steps(blocks_by_step, q)
-    forward_sum = ForwardSum(call, q, steps, into, gathered)
-    arriving = keys_and_values(call, exchanges, k, v, first=len(own))
-    for step, (blocks, kv) in enumerate(zip(blocks_by_step, arriving, strict=True)):
-        if len(blocks) > 0:
-            name = (len(blocks_by_step), "forward", step)
-            forward_sum.add(*kv, _tiles_maker(call, blocks, kv[0], name))
-    out, lse = forward_sum.total
-    return out, lse, gathered.wait()
+class GroupCast(Transport):
+    def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool):
+        self.call = call
+        self.k = k
+        self.v = v
+        self.backward = backward
+        self.plan = _plan(call, call.cp.overlap_stages[backward])
+        own = call.key_blocks()
+        # Own blocks that are computed at once; the rest is left to the end.
+        self.first = len(own)
+        if backward:
+            self.first = blocks_before_others(
+                own=len(own),
+                remote=sum(len(stage.k_blocks) for stage in self.plan.stages),
+                heads=q.shape[1],
+                kv_heads=k.shape[1],
+                element_bytes=q.element_size(),
+                nodes=call.cp.inter,
+            )
+            self.home = BlockGradients(call.cp, self.plan, k, call.sum_dtype(q))
+        # Global blocks of the keys of each step, int64 [n].
+        of_stages = [stage.k_blocks for stage in self.plan.stages]
+        self.blocks = [own[: self.first], *of_stages, own[self.first :]]
+        steps = sum(len(blocks) > 0 for blocks in self.blocks)
+        self.groups = [Group(call, slice(None), steps)]
 
+    def steps(self) -> Iterator[Step]:
+        arriving = keys_and_values(self.call, self.plan, self.k, self.v, self.first)
+        for number, (blocks, (k, v)) in enumerate(zip(self.blocks, arriving, strict=True)):
+            d_kv = None
+            if len(blocks) > 0:
+                tiles = functools.partial(
+                    call_tiles.tiles_of_blocks,
+                    self.call,
+                    len(k),
+                    k_blocks=blocks,
+                    name=(len(self.blocks), self.backward, number),
+                    capacity=k.shape[2] // self.call.cp.block_size,
+                )
+                step = Step(0, k, v, tiles)
+                yield step
+                d_kv = step.d_kv
+            if self.backward:
+                self.home.add(number, d_kv)
 
-def backward(
-    call: AttentionCall, queries: Queries, k: Tensor, v: Tensor, vertical_kv: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this rank's q, k and v, in their dtype."""
-    q = queries.q
-    call.count_plain_ring(k, backward=True)
-    exchanges = _plan(call, call.cp.overlap_stages[1])
-    own = call.key_blocks()
-    remote = sum(len(stage.k_blocks) for stage in exchanges.stages)
-    # Own blocks that are computed at once; the rest is left to the end.
-    first = blocks_before_others(
-        own=len(own),
-        remote=remote,
-        heads=q.shape[1],
-        kv_heads=k.shape[1],
-        element_bytes=q.element_size(),
-        nodes=call.cp.inter,
-    )
-    blocks_by_step = _blocks_by_step(own, exchanges, first)
-    dtype = call.sum_dtype(q)
-    home = GradientsHome(call.cp, exchanges, k, dtype)
-    d_verticals = verticals.Gradients(call, vertical_kv)
-    steps, into = _computing_steps(blocks_by_step, q)
-    backward_sum = BackwardSum(call, queries, steps, into, d_verticals)
-    arriving = keys_and_values(call, exchanges, k, v, first)
-    for step, (blocks, kv) in enumerate(zip(blocks_by_step, arriving, strict=True)):
-        d_kv = None
-        if len(blocks) > 0:
-            name = (len(blocks_by_step), "backward", step)
-            d_kv = backward_sum.add(*kv, _tiles_maker(call, blocks, kv[0], name))
-        if step == 0:
-            home.begin(d_kv)
-        elif step <= len(exchanges.stages):
-            if d_kv is not None:
-                # Without the memory that lies unused behind the blocks.
-                tokens = len(blocks) * call.cp.block_size
-                d_kv = tuple(gradient[:, :, :tokens] for gradient in d_kv)
-            home.send(step - 1, d_kv)
-    # If the verticals' gradients are still to be added, dk and dv are not rounded before that.
-    result_dtype = q.dtype if d_verticals.reduced is None else dtype
-    dk, dv = home.finish(d_kv, result_dtype)
-    d_verticals.add_to((dk, dv))
-    return backward_sum.dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+    def gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self.home.finish(dtype)
 
 
 def _plan(call: AttentionCall, stages: int) -> Plan:
@@ -116,29 +101,3 @@ def _plan(call: AttentionCall, stages: int) -> Plan:
         return make()
     key = ("group cast", cp.key, stages, call.first, call.last)
     return once_per_mask(call.mask, key, make)
-
-
-def _blocks_by_step(own: Tensor, exchanges: Plan, first: int) -> list[Tensor]:
-    """Global blocks of the keys of each step, int64 [n].
-
-    The first of this rank's own blocks, then those of each stage, then the rest of its own.
-    """
-    from_others = [stage.k_blocks for stage in exchanges.stages]
-    return [own[:first], *from_others, own[first:]]
-
-
-def _tiles_maker(call: AttentionCall, blocks: Tensor, k: Tensor, name: tuple) -> MakeTiles:
-    """Makes the tiles of a step's keys k. name: identifies its blocks."""
-
-    def make(transpose: bool) -> Tiles:
-        capacity = k.shape[2] // call.cp.block_size
-        return call_tiles.tiles_of_blocks(call, len(k), transpose, blocks, name, capacity)
-
-    return make
-
-
-def _computing_steps(blocks_by_step: list[Tensor], q: Tensor) -> tuple[int, Tensor | None]:
-    """How many steps compute, and the memory in q's dtype that the last one writes its sum to."""
-    steps = sum(len(blocks) > 0 for blocks in blocks_by_step)
-    [into] = results(q, [slice(None)], steps).parts
-    return steps, into

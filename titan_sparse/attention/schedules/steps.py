@@ -1,11 +1,14 @@
-"""What some query heads compute in the steps of a schedule: the sums of a forward and of a backward.
+"""The loop over the steps of a schedule: the sums of a forward and of a backward.
 
 The gathered verticals are dealt out over the steps, block by block. The first step of a forward and
 the last one of a backward get none, so that work hides their exchanges.
 """
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from titan_sparse.attention import call_tiles, recorder
@@ -13,13 +16,107 @@ from titan_sparse.attention.backends.base import Partial, Queries
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.context_parallel.schedule import vertical_shares
-from titan_sparse.attention.merge import at_last
+from titan_sparse.attention.merge import accumulation_dtype, at_last, results
 from titan_sparse.attention.schedules import rectangles, verticals
 from titan_sparse.attention.schedules.rectangles import Rectangle
 from titan_sparse.kernels.block_sparse import Piece, Tiles
 
-MakeTiles = Callable[[bool], Tiles]
-"""Makes the tiles of a step; the argument says whether with Tiles.by_key."""
+
+@dataclass
+class Group:
+    """Query heads that are summed together, and the call for them.
+
+    steps: how many steps this rank computes for them.
+    vertical_tiles: makes their tiles of all verticals; the argument says whether with Tiles.by_key.
+    None if the call makes them, for the verticals of a step.
+    """
+
+    call: AttentionCall
+    heads: slice
+    steps: int
+    vertical_tiles: Callable[[bool], Tiles] | None = None
+
+
+@dataclass
+class Step:
+    """What a group of query heads computes next, on keys and values [B, Hkv, n, D].
+
+    tiles: makes the tiles; the argument says whether with Tiles.by_key. rectangle: what takes their
+    place, if there is one. d_kv: dk and dv, which the loop of a backward leaves here.
+    """
+
+    group: int
+    k: Tensor
+    v: Tensor
+    tiles: Callable[[bool], Tiles] | None
+    rectangle: Rectangle | None = None
+    d_kv: tuple[Tensor, Tensor] | None = None
+
+
+class Transport(ABC):
+    """Brings keys and values to the queries, and in a backward gradients home."""
+
+    groups: list[Group]
+
+    @abstractmethod
+    def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool): ...
+
+    @abstractmethod
+    def steps(self) -> Iterator[Step]:
+        """The steps in their order; transfers run while the caller computes."""
+
+    @abstractmethod
+    def gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """dk and dv of this rank's keys, summed over ranks, after the last step of a backward.
+
+        They are in `dtype`, or in the dtype of the sums if that is wider.
+        """
+
+
+def forward(
+    call: AttentionCall, transport_type: type[Transport], q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out [B, Hq, S_local, D], lse [B, Hq, S_local], and gathered verticals [2, B, Hq, C, D]."""
+    gathered = verticals.gather(call, k, v)
+    transport = transport_type(call, q, k, v, backward=False)
+    groups = transport.groups
+    memory = results(q, [group.heads for group in groups], max(group.steps for group in groups))
+    sums = []
+    for group, into in zip(groups, memory.parts, strict=True):
+        sums.append(ForwardSum(group, q, into, gathered))
+    for step in transport.steps():
+        sums[step.group].add(step)
+    out = memory.joined([of_group.total.out for of_group in sums])
+    lse = torch.cat([of_group.total.lse for of_group in sums], dim=1)
+    return out, lse, gathered.wait()
+
+
+def backward(
+    call: AttentionCall,
+    transport_type: type[Transport],
+    queries: Queries,
+    k: Tensor,
+    v: Tensor,
+    vertical_kv: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of this rank's q, k and v, in their dtype."""
+    q = queries.q
+    transport = transport_type(call, q, k, v, backward=True)
+    groups = transport.groups
+    memory = results(q, [group.heads for group in groups], max(group.steps for group in groups))
+    # Their exchange begins when all groups have met all verticals.
+    d_verticals = verticals.Gradients(call, vertical_kv)
+    sums = []
+    for group, into in zip(groups, memory.parts, strict=True):
+        sums.append(BackwardSum(group, queries, into, d_verticals))
+    for step in transport.steps():
+        step.d_kv = sums[step.group].add(step)
+    # If the verticals' gradients are still to be added, dk and dv are not rounded before that.
+    has_verticals = d_verticals.reduced is not None
+    dk, dv = transport.gradients(call.sum_dtype(q) if has_verticals else q.dtype)
+    d_verticals.add_to((dk, dv))
+    dq = memory.joined([of_group.dq for of_group in sums])
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
 class ForwardSum:
@@ -27,52 +124,39 @@ class ForwardSum:
     step would add up. Only the last step rounds.
     """
 
-    def __init__(
-        self,
-        call: AttentionCall,
-        q: Tensor,
-        steps: int,
-        into: Tensor | None,
-        gathered: Pending,
-        heads: slice = slice(None),
-    ):
-        """call, q: of the query heads `heads`. steps: how many this rank computes. into: memory for
-        the result. gathered: keys and values of the verticals of all heads, on their way.
+    def __init__(self, group: Group, q: Tensor, into: Tensor | None, gathered: Pending):
+        """q: of all heads. into: memory for the result. gathered: keys and values of the verticals
+        of all heads, on their way.
         """
-        self.call = call
-        self.q = q
-        self.places = at_last(steps, into)
+        self.group = group
+        self.q = q[:, group.heads]
+        self.dtype = q.dtype if group.steps == 1 else accumulation_dtype(q.dtype)
+        self.places = at_last(group.steps, into)
         self.gathered = gathered
-        self.heads = heads
-        self.shares = vertical_shares(steps, gathered.result.shape[3] // call.cp.block_size)
+        block_size = group.call.cp.block_size
+        self.shares = vertical_shares(group.steps, gathered.result.shape[3] // block_size)
         # The last steps meet the verticals.
-        self.share = self.shares - steps
+        self.share = self.shares - group.steps
         self.total: Partial | None = None
 
-    def add(
-        self, k: Tensor, v: Tensor, make_tiles: MakeTiles, rectangle: Rectangle | None = None
-    ) -> None:
-        """Compute the next step. rectangle: what takes the place of tiles, if there is one."""
-        call = self.call
-        dtype = call.sum_dtype(self.q)
+    def add(self, step: Step) -> None:
+        call = self.group.call
         into = next(self.places)
-        if self.share >= 0:
+        has_verticals = self.share >= 0
+        if has_verticals:
             self.gathered.wait()
         with recorder.computing():
-            if rectangle is not None:
+            if step.rectangle is not None:
                 self.total = rectangles.forward(
-                    call, rectangle, self.q, k, v, self.total, dtype, into
+                    call, step.rectangle, self.q, step.k, step.v, self.total, self.dtype, into
                 )
             else:
-                pieces = [Piece(k, v, make_tiles(False))]
-                if self.share >= 0:
-                    vertical_kv = self.gathered.result[:, :, self.heads]
-                    piece = call_tiles.vertical_piece(
-                        call, vertical_kv, len(k), False, self.share, self.shares
-                    )
-                    pieces.append(piece)
+                pieces = [Piece(step.k, step.v, step.tiles(False))]
+                if has_verticals:
+                    kv = self.gathered.result
+                    pieces.append(_vertical_piece(self.group, kv, False, self.share, self.shares))
                 self.total = call.backend.forward(
-                    self.q, pieces, self.total, call.scale, dtype, into
+                    self.q, pieces, self.total, call.scale, self.dtype, into
                 )
         self.share += 1
 
@@ -82,51 +166,54 @@ class BackwardSum:
 
     def __init__(
         self,
-        call: AttentionCall,
+        group: Group,
         queries: Queries,
-        steps: int,
         into: Tensor | None,
         d_verticals: verticals.Gradients,
-        heads: slice = slice(None),
     ):
-        """d_verticals: receives the verticals' gradients. The others: as in ForwardSum."""
-        self.call = call
-        self.queries = Queries._make(tensor[:, heads] for tensor in queries)
-        self.places = at_last(steps, into)
+        """queries: of all heads. d_verticals: receives the verticals' gradients."""
+        self.group = group
+        self.queries = Queries._make(tensor[:, group.heads] for tensor in queries)
+        self.places = at_last(group.steps, into)
         self.d_verticals = d_verticals
-        self.heads = heads
-        vertical_kv = d_verticals.vertical_kv
-        self.shares = vertical_shares(steps, vertical_kv.shape[3] // call.cp.block_size)
+        blocks = d_verticals.vertical_kv.shape[3] // group.call.cp.block_size
+        self.shares = vertical_shares(group.steps, blocks)
         # The first steps meet the verticals.
         self.share = 0
         self.dq: Tensor | None = None
         d_verticals.missing += self.shares
 
-    def add(
-        self, k: Tensor, v: Tensor, make_tiles: MakeTiles, rectangle: Rectangle | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def add(self, step: Step) -> tuple[Tensor, Tensor]:
         """dk and dv of the next step."""
-        call = self.call
-        dtype = call.sum_dtype(k)
+        call = self.group.call
+        dtype = call.sum_dtype(step.k)
         into = next(self.places)
-        if rectangle is not None:
+        if step.rectangle is not None:
             self.dq, dk, dv = rectangles.backward(
-                call, rectangle, self.queries, k, v, self.dq, dtype, into
+                call, step.rectangle, self.queries, step.k, step.v, self.dq, dtype, into
             )
             return dk, dv
         by_key = call.backend.READS_BY_KEY
-        pieces = [Piece(k, v, make_tiles(by_key))]
+        pieces = [Piece(step.k, step.v, step.tiles(by_key))]
         has_verticals = self.share < self.shares
         if has_verticals:
-            vertical_kv = self.d_verticals.vertical_kv[:, :, self.heads]
-            piece = call_tiles.vertical_piece(
-                call, vertical_kv, len(k), by_key, self.share, self.shares
-            )
-            pieces.append(piece)
+            kv = self.d_verticals.vertical_kv
+            pieces.append(_vertical_piece(self.group, kv, by_key, self.share, self.shares))
         self.dq, gradients = call.backend.backward(
             self.queries, pieces, self.dq, call.scale, dtype, into
         )
         if has_verticals:
-            self.d_verticals.put(gradients[1], self.heads, self.share, self.shares)
+            self.d_verticals.put(gradients[1], self.group.heads, self.share, self.shares)
             self.share += 1
         return gradients[0]
+
+
+def _vertical_piece(
+    group: Group, vertical_kv: Tensor, by_key: bool, share: int, shares: int
+) -> Piece:
+    """The verticals of a step, from those of all heads [2, B, Hq, C, D]."""
+    vertical_kv = vertical_kv[:, :, group.heads]
+    if group.vertical_tiles is not None:
+        return Piece(*vertical_kv, group.vertical_tiles(by_key))
+    batch = vertical_kv.shape[1]
+    return call_tiles.vertical_piece(group.call, vertical_kv, batch, by_key, share, shares)
