@@ -33,7 +33,7 @@ from titan_sparse.training.checkpoint import check_lock, unlock_run
 from titan_sparse.training.distributed import barrier, set_timeout
 from titan_sparse.training.guard import refuse_bad_weights
 from titan_sparse.training.heartbeat import Watch
-from titan_sparse.training.launcher import StopSignals, ignore_signals_in_children
+from titan_sparse.training.launcher import StopSignals
 from titan_sparse.training.optimizer import clip_gradients, resume_schedule
 from titan_sparse.training.run_folder import profiler
 from titan_sparse.training.setup import (
@@ -295,9 +295,6 @@ class Trainer(Parts):
             # Disks may be slow, and not alike. The first validation compiles what training has not.
             self._use_long_timeout()
         self.checkpointer.raise_failure()
-        if is_first:
-            with ignore_signals_in_children():
-                self.checkpointer.prepare()
         if saves:
             self.loader.check_unchanged()
             self.metrics.leave_out(self.checkpointer.save(step))
@@ -351,7 +348,7 @@ class Trainer(Parts):
         seconds = self.config.parallelism.timeout_seconds
         # Checkpoints are written in the background through many steps: that group keeps the long
         # timeout.
-        set_timeout(seconds, without=self.checkpointer.background_groups())
+        set_timeout(seconds, without=self.checkpointer.group)
         self.watch.timeout_seconds = seconds
 
     def _announce(self) -> None:

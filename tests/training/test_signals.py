@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from titan_sparse.training.heartbeat import Watch, has_ended, machine
-from titan_sparse.training.launcher import StopSignals, ignore_signals_in_children
+from titan_sparse.training.launcher import StopSignals
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,30 +92,6 @@ def test_a_rank_ends_with_its_torchrun_but_not_with_a_shell(under_torchrun):
         time.sleep(2)
         assert not has_ended({"machine": machine(), "process": child})
         os.kill(child, signal.SIGKILL)
-
-
-def _start_child(children: list) -> None:
-    child = mp.get_context("spawn").Process(target=time.sleep, args=(60,), daemon=True)
-    child.start()
-    children.append(child)
-
-
-def test_a_child_that_saves_lives_on_when_all_are_told_to_stop():
-    children = []
-    with StopSignals() as signals:
-        with ignore_signals_in_children():
-            thread = threading.Thread(target=_start_child, args=(children,))
-            thread.start()
-            thread.join()
-            os.kill(os.getpid(), signal.SIGTERM)
-            _wait_for(lambda: signals.asked)  # this process still hears
-    child = children[0]
-    for number in (signal.SIGTERM, signal.SIGINT):
-        os.kill(child.pid, number)
-    child.join(1)
-    assert child.is_alive()
-    child.kill()
-    child.join()
 
 
 def _beside_a_dead_peer(rank: int, folder: str) -> None:

@@ -14,7 +14,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -152,15 +152,15 @@ def write_stacks(folder: Path, rank: int) -> None:
             (folder / f"nccl_trace_rank_{rank}").write_bytes(trace)
 
 
-def set_timeout(seconds: float, without: Collection[dist.ProcessGroup] = ()) -> None:
+def set_timeout(seconds: float, without: dist.ProcessGroup | None = None) -> None:
     """Change the timeout of every process group made so far, those of meshes and of ContextParallel
     included.
 
-    without: groups that keep theirs. Before the timeout gets shorter all ranks should barrier().
+    without: a group that keeps its own. Before the timeout gets shorter all ranks should barrier().
     Otherwise one begins a short collective that another, still compiling or writing, joins too late.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group not in without:
+        if group is not without:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 

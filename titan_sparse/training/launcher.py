@@ -13,9 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing import active_children, resource_tracker
+from contextlib import suppress
 from typing import NoReturn
 
 _POLL_SECONDS = 1.0
@@ -82,13 +80,11 @@ def _wait_for_another_parent(parent: int) -> None:
 
 
 def end_now(status: int) -> NoReturn:
-    """End this process and its children, whatever the main thread is doing.
+    """End this process, whatever the main thread is doing.
 
     An orderly end would wait for saves in the background and for communicators, and with them for
     ranks that may be dead.
     """
-    for child in active_children():
-        child.kill()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -172,24 +168,6 @@ class StopSignals:
         if not self.asked:
             logger.info("%s: stopping", signal.Signals(number).name)
         self.ask()
-
-
-@contextmanager
-def ignore_signals_in_children() -> Iterator[None]:
-    """Processes that are started inside, by this thread or by threads started inside, ignore SIGINT
-    and SIGTERM.
-
-    torchrun also sends its signals to the children of its ranks. A child that writes a checkpoint
-    must continue, or the last save fails. It ends with its rank. This process still receives the
-    signals, in another thread.
-    """
-    # With the first child, Python starts its resource tracker, and unblocks both signals then.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _do_nothing(*_: object) -> None:

@@ -20,6 +20,19 @@ MIN_BYTES = 2**20
 """Smaller tensors stay on the device: their copies would cost more than they free."""
 
 
+def pin(buffer: Tensor) -> int:
+    """Pin CPU memory for as long as `buffer` lives. Returns CUDA's error code; 0: it worked.
+
+    Unlike pin_memory=True, this does not round the size up to a power of two.
+    """
+    runtime = torch.cuda.cudart()
+    address = buffer.data_ptr()
+    error = int(runtime.cudaHostRegister(address, buffer.nbytes, 1))  # 1: portable
+    if not error:
+        weakref.finalize(buffer, runtime.cudaHostUnregister, address)
+    return error
+
+
 class BufferPool:
     """CPU buffers of given sizes, kept when they are given back; pinned where there is a GPU.
 
@@ -36,24 +49,15 @@ class BufferPool:
         """A buffer, uint8 [nbytes]: one that was given back, else a new one."""
         if self.free[nbytes]:
             return self.free[nbytes].pop()
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        if self.pinned and (error := pin(buffer)):
+            raise RuntimeError(
+                f"{nbytes:,} bytes of CPU memory can't be pinned in addition to {self.nbytes:,} (CUDA error "
+                f"{error}); write activation_checkpoint.offload = false or a smaller training.seq_len"
+            )
         self.count += 1
         self.nbytes += nbytes
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
-        if self.pinned:
-            self._pin(buffer)
         return buffer
-
-    def _pin(self, buffer: Tensor) -> None:
-        # Not pin_memory=True, which rounds sizes up to a power of two.
-        runtime = torch.cuda.cudart()
-        address = buffer.data_ptr()
-        error = int(runtime.cudaHostRegister(address, buffer.nbytes, 1))  # 1: portable
-        if error:
-            raise RuntimeError(
-                f"no {buffer.nbytes:,} bytes of CPU memory could be pinned in addition to {self.nbytes:,} (CUDA "
-                f"error {error}); write activation_checkpoint.offload = false or a smaller training.seq_len"
-            )
-        weakref.finalize(buffer, runtime.cudaHostUnregister, address)
 
     def give_back(self, buffer: Tensor) -> None:
         """What was taken may be taken again."""

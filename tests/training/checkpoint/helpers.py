@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_sparse.config import Checkpoint
-from titan_sparse.training.checkpoint import Checkpointer, Progress, writer
+from titan_sparse.training.checkpoint import Checkpointer, Progress, saver
 
 TEXTS = {"config.toml": "[training]\nsteps = 9\n"}
 
@@ -37,6 +37,7 @@ class Run:
         torch.manual_seed(0)
         self.folder = output_dir / "checkpoint"
         self.model = nn.Linear(width, 5)
+        self.model.empty = nn.Parameter(torch.zeros(0, 3, dtype=torch.bfloat16))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.loader = CountingLoader()
         self.progress = Progress(torch.device("cpu"))
@@ -72,12 +73,12 @@ class Run:
         return self
 
     def state(self) -> dict[str, Any]:
-        tensors = {name: x.clone() for name, x in self.checkpointer.tensors.all().items()}
+        tensors = {name: x.clone() for name, x in self.checkpointer.state()[0].items()}
         counts = {"sequence": self.loader.sequence, **self.progress.state_dict()}
         return tensors | counts
 
 
-class FullFile(writer.HashedFile):
+class FullFile(saver.HashedFile):
     def write(self, data) -> int:
         if self.tell() > 0:
             raise OSError(errno.ENOSPC, "No space left on device")

@@ -97,12 +97,12 @@ def test_torchtitans_checkpoints_load(tmp_path, log):
     wanted = run.state()
     optimizer = {
         name.removeprefix("optimizer."): value
-        for name, value in run.checkpointer.tensors.all().items()
+        for name, value in run.checkpointer.state()[0].items()
         if name.startswith("optimizer.")
     }
     progress = run.progress.state_dict()
     saved = {
-        **run.checkpointer.tensors.of_model,
+        **run.checkpointer.weights,
         "optimizer": optimizer | {"param_groups.weight.lr": 0.1},
         "lr_scheduler": {"last_epoch": 2},
         "dataloader": run.loader.state_dict(),

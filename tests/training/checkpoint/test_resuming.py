@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import run_processes
-from tests.runs import metrics_of, tiny_config, train, weights_of, write_texts
+from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.config import Config
 from titan_sparse.trainer import Trainer
 
@@ -54,7 +53,8 @@ def _lines(config: Config) -> list[list]:
 
 def _go_on(folder: Path, name: str, overrides: dict) -> None:
     torch.rand(7)  # the state of the generators must come from the checkpoint
-    config = _config(folder, name, **overrides)
+    # Saves in the background are the same.
+    config = _config(folder, name, checkpoint__async_mode="async", **overrides)
     train(config)
     got, wanted = _lines(config), _lines(_config(folder, "whole"))
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
@@ -105,42 +105,3 @@ def _other_data_parallel_degree(folder: Path) -> None:
 def test_another_data_parallel_degree(saved):
     shutil.copytree(saved / "run", saved / "dp")
     run_processes(2, _other_data_parallel_degree, saved)
-
-
-def _interrupted(folder: Path) -> None:
-    """One rank alone receives the stop, in the middle of step 2. All ranks finish it, save, and return."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        trainer = Trainer(_config(folder, f"stopped-{number:d}", training__steps=50))
-        forward = trainer.model.forward
-
-        def forward_and_signal(*args, trainer=trainer, forward=forward, number=number):
-            if trainer.progress.step == 1 and dist.get_rank() == 1:
-                os.kill(os.getpid(), number)
-            return forward(*args)
-
-        trainer.model.forward = forward_and_signal
-        trainer.train()
-        dist.barrier()
-        # The signal falls into step 2; ranks agree at the start of step 3, which is left out.
-        assert trainer.progress.step == 2
-        assert (folder / f"stopped-{number:d}/checkpoint/step-2/.metadata").is_file()
-        assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
-
-
-def test_a_signal_ends_the_step_and_saves(saved):
-    run_processes(2, _interrupted, saved)
-
-
-def _initial_weights(folder: Path) -> None:
-    first = Trainer(_config(folder, "run", training__steps=3))
-    assert first.checkpointer.load()
-    path = str(folder / "run/checkpoint/step-3")
-    changes = {"training__dtype": "float32", "optimizer__lr": 1e-30, "training__steps": 1}
-    second = train(_config(folder, "second", checkpoint__initial_load_path=path, **changes))
-    assert second.progress.step == 1
-    wanted, got = weights_of(first), weights_of(second)
-    assert all((wanted[name] - got[name]).abs().max() < 1e-6 for name in wanted)
-
-
-def test_initial_weights(saved):
-    run_processes(2, _initial_weights, saved)

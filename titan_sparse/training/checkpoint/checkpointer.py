@@ -78,39 +78,11 @@ class Progress:
         vars(self).update(counts)
 
 
-class Tensors:
-    """The tensors of model and optimizer by name: the very ones, so that reading into them loads them."""
-
-    def __init__(self, model: nn.Module, optimizers: list[Optimizer]):
-        self.model = model
-        self.optimizers = optimizers
-        self.of_model: dict[str, Tensor] = get_model_state_dict(
-            model, options=StateDictOptions(ignore_frozen_params=True)
-        )
-        self.parameter_names = {
-            parameter: canonical_name(name) for name, parameter in model.named_parameters()
-        }
-
-    def all(self) -> dict[str, Tensor]:
-        """Everything that the model and the optimizer have now."""
-        tensors = dict(self.of_model)
-        for optimizer in self.optimizers:
-            for parameter, state in optimizer.state.items():
-                name = self.parameter_names[parameter]
-                for key, value in state.items():
-                    tensors[f"optimizer.state.{name}.{key}"] = value
-        return tensors
-
-    def make_optimizer_state(self) -> None:
-        """Let an optimizer that has made no step yet have the tensors that are read into."""
-        for optimizer in self.optimizers:
-            get_optimizer_state_dict(self.model, optimizer)
-
-
 class NoCheckpoints:
     """What takes the Checkpointer's place where checkpoint.enable is false: it does nothing."""
 
     last_save_seconds: float | None = 0.0
+    group: dist.ProcessGroup | None = None
 
     def load(self) -> bool:
         return False
@@ -121,12 +93,7 @@ class NoCheckpoints:
     def is_due(self, step: int, last: bool) -> bool:
         return False
 
-    def background_groups(self) -> list[dist.ProcessGroup]:
-        return []
-
     def check_disk(self, steps: int) -> None: ...
-
-    def prepare(self) -> None: ...
 
     def before_update(self) -> None: ...
 
@@ -157,11 +124,25 @@ class Checkpointer(Saver):
         super().__init__(section, Path(output_dir, folders.FOLDER), progress.device, texts)
         self.progress = progress
         self.parts: dict[str, Stateful] = {LOADER: loader, PROGRESS: progress, **states}
-        self.tensors = Tensors(model, list(optimizers))
+        self.model = model
+        self.optimizers = list(optimizers)
+        # The model's own tensors: reading into them loads them.
+        self.weights: dict[str, Tensor] = get_model_state_dict(
+            model, options=StateDictOptions(ignore_frozen_params=True)
+        )
+        self.parameter_names = {
+            parameter: canonical_name(name) for name, parameter in model.named_parameters()
+        }
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
         """What is saved: the tensors of model and optimizer, and the state of each other part."""
-        return self.tensors.all(), {name: x.state_dict() for name, x in self.parts.items()}
+        tensors = dict(self.weights)
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                name = self.parameter_names[parameter]
+                for key, value in state.items():
+                    tensors[f"optimizer.state.{name}.{key}"] = value
+        return tensors, {name: part.state_dict() for name, part in self.parts.items()}
 
     def load(self) -> bool:
         """Resume from checkpoint.load_step, or the newest whole checkpoint. True if there was one.
@@ -175,11 +156,9 @@ class Checkpointer(Saver):
         deleted = _on_first_rank(lambda: folders.delete_incomplete(self.folder))
         if deleted:
             logger.info("deleted saves that were cut short: %s", ", ".join(deleted))
-        verified = None
         if self.section.load_step >= 0 and not _on_first_rank(self._has_rolled_back):
-            verified = self.section.load_step
-            self._roll_back(verified)
-        step = self._load_newest(verified=verified)
+            self._roll_back(self.section.load_step)
+        step = self._load_newest()
         if step is None and self.section.initial_load_path:
             self._load_weights(self.section.initial_load_path)
         return step is not None
@@ -187,7 +166,7 @@ class Checkpointer(Saver):
     def check_disk(self, steps: int) -> None:
         """Refuse a disk that is too small for the saves up to `steps`. Raises Refusal on all ranks."""
         saves_left = -(-max(steps - self.progress.step, 1) // self.section.interval)
-        needed_bytes = expected_bytes(self.tensors.model, self.tensors.optimizers)
+        needed_bytes = expected_bytes(self.model, self.optimizers)
         problem = _on_first_rank(
             lambda: disk_problem(self.folder, self.section, needed_bytes, saves_left)
         )
@@ -252,16 +231,11 @@ class Checkpointer(Saver):
                 )
             logger.info("saved %s for transformers", folder)
 
-    def _load_newest(
-        self,
-        before: int | None = None,
-        with_loader: bool = True,
-        verified: int | None = None,
-    ) -> int | None:
+    def _load_newest(self, before: int | None = None, with_loader: bool = True) -> int | None:
         """Load the newest checkpoint that is whole, of a step < `before`. Returns its step.
 
         Newer ones that are broken are moved aside. None if there is no checkpoint at all. Raises
-        NoneWhole, and moves nothing, if all are broken. verified: a step that has been checked.
+        NoneWhole, and moves nothing, if all are broken.
         """
         steps = _on_first_rank(lambda: folders.saved_steps(self.folder))
         broken: dict[Path, str] = {}
@@ -270,8 +244,7 @@ class Checkpointer(Saver):
                 continue
             checkpoint = folders.step_folder(self.folder, step)
             try:
-                if step != verified:
-                    verify(checkpoint)
+                verify(checkpoint)
                 self._read(checkpoint, with_loader)
             except Broken as error:
                 broken[checkpoint] = str(error)
@@ -289,7 +262,9 @@ class Checkpointer(Saver):
     def _read(self, checkpoint: Path, with_loader: bool) -> None:
         if not has_checksums(checkpoint):
             logger.warning("%s has no checksums: damage in it may not be noticed", checkpoint)
-        self.tensors.make_optimizer_state()
+        for optimizer in self.optimizers:
+            # One that has made no step yet gets the tensors that are read into.
+            get_optimizer_state_dict(self.model, optimizer)
         tensors, values = self.state()
         if not with_loader:
             del values[LOADER]
@@ -346,7 +321,7 @@ class Checkpointer(Saver):
     def _load_weights(self, path: str) -> None:
         try:
             verify(path)
-            read_into(dict(self.tensors.of_model), path)
+            read_into(dict(self.weights), path)
         except Broken as error:
             raise Refusal(
                 f"checkpoint.initial_load_path = {path} holds no whole checkpoint ({error}); "

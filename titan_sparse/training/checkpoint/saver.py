@@ -1,44 +1,81 @@
-"""Save in the foreground, on a thread, or in a separate process. The files are the same.
+"""Save over all ranks, in the foreground or on a thread. The files are the same.
 
-DCP's plan (which rank writes which tensors) is made once and used for all saves of the same tensors.
-During a save, ranks only exchange whether they could write, and rank 0 collects where the other
-ranks' parts are. So the cost of a save hardly depends on the number of ranks.
+DCP plans which rank writes which tensors and collects failures. The files are ours: they have
+checksums, and a save is made durable before its folder gets the name step-N.
+
+In the background, copies on the CPU are saved. With pinned memory, copying hardly slows a step down:
+the GPU's copy engine uses a separate stream during the next forward and backward, and only the next
+update waits for it.
 """
 
+import copy
 import errno
+import hashlib
+import io
 import logging
 import os
+import pickle
 import shutil
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    _split_by_size_and_type,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from titan_sparse.config import Checkpoint, Refusal
-from titan_sparse.training.checkpoint.folders import complete_steps, incomplete_folder, step_folder
-from titan_sparse.training.checkpoint.writer import Save, Staging, Writer, WriterProcess, as_bytes
+from titan_sparse.training.checkpoint.folders import (
+    CHECKSUMS,
+    METADATA,
+    complete_steps,
+    incomplete_folder,
+    publish,
+    rotate,
+    step_folder,
+    sync_folder,
+)
+from titan_sparse.training.offload import pin
 
 logger = logging.getLogger("titan_sparse")
 
 PINNED = "async_with_pinned_mem"
 
+_ALIGNMENT = 512
+"""Bytes; for the GPU's copy engine."""
+
 _FILES_PER_RANK = 4
 """At most; so many threads hash and write."""
 
 _LONG_WAIT_SECONDS = 0.5
+
+
+class SaveError(OSError):
+    """A save that failed: one line for the user. The checkpoints before it are as they were."""
+
+
+def check_async_mode(section: Checkpoint, device: torch.device) -> None:
+    """Raises Refusal for pinned memory without a GPU."""
+    if section.enable and section.async_mode == PINNED and device.type != "cuda":
+        raise Refusal(
+            f'checkpoint.async_mode = "{PINNED}" needs a GPU, training.device is '
+            f'{device.type}; write "async"'
+        )
 
 
 def expected_bytes(model: nn.Module, optimizers: list[Optimizer]) -> int:
@@ -81,73 +118,173 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.3g}"
 
 
-@dataclass
-class Plan:
-    """What this rank writes."""
+class HashedFile(io.FileIO):
+    """A new file that computes the sha256 of what is written to it. It is durable once closed.
 
-    sources: dict[str, Tensor]
-    """the tensors of model and optimizer that it was made for, by name"""
-    tensors: dict[MetadataIndex, Tensor]
-    """parts of model and optimizer that this rank writes: its shards, on their devices"""
-    values: list[MetadataIndex]
-    """everything else that this rank writes"""
-    metadata: Metadata | None
-    """of the whole save, on rank 0; the places in files are still missing"""
-
-    def fits(self, tensors: dict[str, Tensor]) -> bool:
-        """Whether it is the plan of a save of these, the very same tensors."""
-        return self.sources.keys() == tensors.keys() and all(
-            tensors[name] is source for name, source in self.sources.items()
-        )
-
-
-def make_plan(tensors: dict[str, Tensor], values: dict[str, Any]) -> Plan:
-    """Share the work out among the ranks, each part to one of those that have it.
-
-    Collective. tensors: of model and optimizer. values: name of a part -> its state.
+    The sum covers exactly the bytes that are passed to the operating system, without a buffer in
+    between. So it detects any damage from there to the disk and back.
     """
-    planner = DefaultSavePlanner()
-    rank = dist.get_rank()
-    planner.set_up_planner({**tensors, **values}, is_coordinator=rank == 0)
-    gathered: list[SavePlan | None] | None = None
-    if rank == 0:
-        gathered = [None] * dist.get_world_size()
-    dist.gather_object(planner.create_local_plan(), gathered, dst=0)
-    metadata = None
-    if gathered is not None:
-        gathered, metadata = planner.create_global_plan(gathered)
-    received: list[SavePlan | None] = [None]
-    dist.scatter_object_list(received, gathered, src=0)
-    own = planner.finish_plan(received[0])
 
-    indices = [item.index for item in own.items]
-    return Plan(
-        sources=dict(tensors),
-        tensors={
-            index: find_state_dict_object(tensors, index).detach()
-            for index in indices
-            if index.fqn in tensors
-        },
-        values=[index for index in indices if index.fqn not in tensors],
-        metadata=metadata,
-    )
+    def __init__(self, path: Path):
+        super().__init__(path, "xb")
+        self.sum = hashlib.sha256()
+        self.failure: OSError | None = None
 
+    def write(self, data: bytes | memoryview) -> int:
+        """Write all of `data`. Both parts of it let other threads run."""
+        view = memoryview(data).cast("B")
+        self.sum.update(view)
+        written = 0
+        try:
+            while written < len(view):
+                written += super().write(view[written:])
+        except OSError as error:
+            self.failure = error
+            raise
+        return written
 
-class SaveError(OSError):
-    """A save that failed: one line for the user. The checkpoints before it are as they were."""
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            os.fsync(self.fileno())
+        self.close()
+        if self.failure is not None:
+            # torch.save() would hide it behind another error.
+            raise self.failure
 
 
-def check_async_mode(section: Checkpoint, device: torch.device) -> None:
-    """Raises Refusal for pinned memory without a GPU."""
-    if section.enable and section.async_mode == PINNED and device.type != "cuda":
-        raise Refusal(
-            f'checkpoint.async_mode = "{PINNED}" needs a GPU, training.device is '
-            f'{device.type}; write "async"'
+def _write_bytes(path: Path, data: bytes) -> str:
+    """Write a new file; returns its sha256."""
+    with HashedFile(path) as file:
+        file.write(data)
+    return file.sum.hexdigest()
+
+
+class _Planner(DefaultSavePlanner):
+    """Has copies written in place of this rank's shards, where there are copies."""
+
+    def __init__(self, copies: dict[str, Tensor]):
+        super().__init__()
+        self.copies = copies
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        name = write_item.index.fqn
+        return self.copies[name] if name in self.copies else super().resolve_data(write_item)
+
+
+class _Files(FileSystemWriter):
+    """DCP's files, with their sha256. The folder gets its name when all of them are durable.
+
+    texts: files that go in as they are, name -> text. keep: checkpoints that stay, this one among
+    them; 0: all.
+    """
+
+    def __init__(self, incomplete: Path, checkpoint: Path, texts: dict[str, str], keep: int):
+        super().__init__(incomplete)
+        self.checkpoint = checkpoint
+        self.texts = texts
+        self.keep = keep
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the folder, without what an earlier attempt has left in it. DCP calls it on rank 0."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(parents=True)
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: DefaultSavePlanner) -> torch.futures.Future:
+        """Write this rank's part: where each tensor or value lies, and the sha256 of each file."""
+        places: dict = {}
+        sums: dict[str, str] = {}
+
+        def write_file(number: int, items: list[WriteItem]) -> None:
+            path = self.path / f"__{dist.get_rank()}_{number}.distcp"
+            with HashedFile(path) as file:
+                for item in items:
+                    offset = file.tell()
+                    data = planner.resolve_data(item)
+                    if isinstance(data, Tensor):
+                        torch.save(_alone(data.detach().cpu()), file)
+                    else:
+                        file.write(data.getbuffer())
+                    places[item.index] = _StorageInfo(path.name, offset, file.tell() - offset)
+            sums[path.name] = file.sum.hexdigest()
+
+        threads = _threads()
+        parts = list(filter(None, _split_by_size_and_type(threads, plan.items)))
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(write_file, range(len(parts)), parts))
+        sync_folder(self.path)
+        done = torch.futures.Future()
+        done.set_result((places, sums))
+        return done
+
+    def finish(self, metadata: Metadata, results: list[tuple[dict, dict]]) -> None:
+        """Write the list of all ranks' files, rename the folder to step-N, and delete old checkpoints.
+
+        DCP calls it on rank 0, once all ranks have written.
+        """
+        sums: dict[str, str] = {}
+        metadata.storage_data = {}
+        for places_of_rank, sums_of_rank in results:
+            metadata.storage_data |= places_of_rank
+            sums |= sums_of_rank
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(self.checkpoint))
+        contents = {name: text.encode() for name, text in self.texts.items()}
+        contents[METADATA] = pickle.dumps(metadata)
+        for name, data in contents.items():
+            sums[name] = _write_bytes(self.path / name, data)
+        # The format of sha256sum, which can check a checkpoint by hand.
+        lines = [f"{sums[name]}  {name}\n" for name in sorted(sums)]
+        _write_bytes(self.path / CHECKSUMS, "".join(lines).encode())
+        publish(self.path, self.checkpoint)
+        rotate(self.checkpoint.parent, self.keep)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor without what else its storage holds, which torch.save() would write too."""
+    if tensor.untyped_storage().size() != tensor.nbytes:
+        return tensor.clone()
+    return tensor
+
+
+def _threads() -> int:
+    """Files that a rank writes at once: its share of the node's cores."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return max(1, min(_FILES_PER_RANK, len(os.sched_getaffinity(0)) // ranks))
+
+
+def _memory_like(tensors: dict[str, Tensor], pinned: bool) -> dict[str, Tensor]:
+    """CPU tensors like these, in one piece of memory, so that it can be pinned as a whole.
+
+    Each has its own storage, which torch.save() needs.
+    """
+    offsets, size = [], 0
+    for tensor in tensors.values():
+        offsets.append(size)
+        size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    memory = torch.empty(size, dtype=torch.uint8)
+    if pinned and size and (error := pin(memory)):
+        logger.warning(
+            "%.1f GiB of memory for saves can't be pinned (CUDA error %d), so saves hold up training "
+            "for longer; raise the limit of locked memory (ulimit -l)",
+            size / 2**30,
+            error,
         )
+    copies = {}
+    for (name, tensor), offset in zip(tensors.items(), offsets, strict=True):
+        # torch.frombuffer() takes no empty piece.
+        flat = torch.empty(0, dtype=tensor.dtype)
+        if count := prod(tensor.shape):
+            flat = torch.frombuffer(memory.numpy(), dtype=tensor.dtype, count=count, offset=offset)
+        copies[name] = flat.view(tensor.shape)
+    return copies
 
 
-class Saver(ABC):
-    """Saves `folder`/step-N. Every method but wait() is called on all ranks alike."""
+class Saver:
+    """Saves `folder`/step-N. Every method but wait() and raise_failure() is called on all ranks alike."""
 
     def __init__(
         self, section: Checkpoint, folder: Path, device: torch.device, texts: dict[str, str]
@@ -156,55 +293,26 @@ class Saver(ABC):
         self.folder = folder
         self.device = device
         self.texts = texts
-        self.rank = dist.get_rank()
         self.last_save_seconds: float | None = None
         """from save() to the name step-N, of the last save that got it; None before the first"""
-        self.plan: Plan | None = None
-        self.save_bytes = 0
-        self.staging: Staging | None = None
         self.pending: Future[None] | None = None
-        self.in_background = section.async_mode != "disabled"
+        self.copies: dict[str, Tensor] = {}
+        """of this rank's shards, by name, for saves in the background"""
+        self.copied: torch.cuda.Event | None = None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.group: dist.ProcessGroup | None = None
         self.thread: ThreadPoolExecutor | None = None
-        if self.in_background:
+        if section.async_mode != "disabled":
             # Not the world's group, over which training communicates at the same time.
             self.group = dist.new_group(backend="gloo")
             self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        writer = WriterProcess if section.async_mode == PINNED else Writer
-        self.writer: Writer | WriterProcess = writer(self.rank, _threads())
 
-    @abstractmethod
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors by name, and values: name of a part -> its state."""
-
-    def background_groups(self) -> list[dist.ProcessGroup]:
-        """Groups over which saves in the background communicate."""
-        return [] if self.group is None else [self.group]
-
-    def prepare(self) -> None:
-        """Do what only the first save would have to: plan it, take (and pin) memory for it.
-
-        Collective. Call it after a step, when the optimizer has its tensors.
-        """
-        self._prepare(*self.state())
-
-    def _prepare(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        self.plan = make_plan(tensors, values)
-        self.save_bytes = _bytes_of(tensors.values())
-        if self.staging is not None:
-            self.staging.close()
-        to_write = self.plan.tensors
-        if self.in_background:
-            pinned = self.section.async_mode == PINNED
-            self.staging = Staging(self.plan.tensors, self.device, pinned)
-            to_write = self.staging.copies
-        if isinstance(self.writer, WriterProcess):
-            self.writer.use_memory(self.staging.path, self.staging.slots, self.plan.metadata)
-        else:
-            self.writer.use(to_write, self.plan.metadata)
+        raise NotImplementedError
 
     def save(self, step: int) -> float:
-        """Save, or begin to. Returns the seconds for which this held up training. Collective.
+        """Save, or begin to. Returns the seconds for which this held up training.
 
         The tensors must not change between this and the return of before_update().
         Raises SaveError, one line, on all ranks, if this save failed, or in the background the one
@@ -219,30 +327,37 @@ class Saver(ABC):
                 waited,
             )
         tensors, values = self.state()
-        flat_values, _ = flatten_state_dict(values)
-        if self.plan is None or not self.plan.fits(tensors):
-            self._prepare(tensors, values)
-        own_values = {index: as_bytes(flat_values[index.fqn]) for index in self.plan.values}
-        save = Save(
-            incomplete=incomplete_folder(self.folder, step),
-            checkpoint=step_folder(self.folder, step),
-            texts=self.texts,
-            keep=self.section.keep_latest_k,
-        )
         if self.thread is None:
-            self._write(save, own_values, began)
+            self._write(step, {**tensors, **values}, began)
         else:
-            self.staging.begin()
-            self.pending = self.thread.submit(self._write, save, own_values, began)
+            self._copy(tensors)
+            state = {**tensors, **copy.deepcopy(values)}
+            self.pending = self.thread.submit(self._write, step, state, began)
         return time.perf_counter() - began
 
-    def before_update(self) -> None:
-        """Let a save in the background copy what the optimizer is about to change.
+    @torch.no_grad()
+    def _copy(self, tensors: dict[str, Tensor]) -> None:
+        """Copy this rank's shards. With pinned memory the host does not wait for it."""
+        shards = {
+            name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            for name, tensor in tensors.items()
+        }
+        if shards.keys() != self.copies.keys():
+            self.copies = _memory_like(shards, self.section.async_mode == PINNED)
+        if self.stream is None:
+            for name, shard in shards.items():
+                self.copies[name].copy_(shard)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            for name, shard in shards.items():
+                self.copies[name].copy_(shard, non_blocking=True)
+        self.copied = self.stream.record_event()
 
-        On a GPU this waits on the device only.
-        """
-        if self.staging is not None:
-            self.staging.before_update()
+    def before_update(self) -> None:
+        """The tensors may change after this: the GPU waits for the copies, the host does not."""
+        if self.copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.copied)
 
     def raise_failure(self) -> None:
         """Raises SaveError if the save in the background has failed. Does not wait."""
@@ -256,66 +371,47 @@ class Saver(ABC):
             pending.result()
 
     def close(self) -> None:
-        """Wait, then give back thread, process and memory."""
+        """Wait, then give back thread and memory."""
         try:
             self.wait()
         finally:
             if self.thread is not None:
                 self.thread.shutdown()
-            self.writer.close()
-            if self.staging is not None:
-                self.staging.close()
-                self.staging = None
+            self.copies = {}
 
-    def _write(self, save: Save, values: dict[MetadataIndex, bytes], began: float) -> None:
-        """The whole of a save but the plan. Ranks fail together or not at all."""
+    def _write(self, step: int, state: dict[str, Any], began: float) -> None:
+        if self.copied is not None:
+            self.copied.synchronize()
+        checkpoint = step_folder(self.folder, step)
+        incomplete = incomplete_folder(self.folder, step)
+        files = _Files(incomplete, checkpoint, self.texts, self.section.keep_latest_k)
         try:
-            self._agree(save, lambda: self._begin(save))
-            own = self._agree(save, lambda: self.writer.write(save, values))
-            written = [b""] * dist.get_world_size() if self.rank == 0 else None
-            dist.gather_object(own, written, dst=0, group=self.group)
-            self._agree(save, lambda: written and self.writer.publish(save, written))
-        except SaveError:
-            if self.rank == 0:
-                shutil.rmtree(save.incomplete, ignore_errors=True)
-            raise
-        self.last_save_seconds = time.perf_counter() - began
-        logger.info("saved %s in %.1f s", save.checkpoint, self.last_save_seconds)
-
-    def _begin(self, save: Save) -> None:
-        if self.staging is not None:
-            self.staging.copy()
-        if self.rank == 0:
-            save.begin()
-
-    def _agree(self, save: Save, work: Callable[[], Any]) -> Any:
-        """What `work` returns. Raises SaveError on all ranks if it failed on one."""
-        result, failure = None, ""
-        try:
-            result = work()
-        except Exception as error:
-            failure = self._describe(save, error)
-            if not isinstance(error, OSError):
-                logger.warning("rank %d:", self.rank, exc_info=True)
-        failures: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(failures, failure, group=self.group)
-        for text in filter(None, failures):
-            raise SaveError(text)
-        return result
-
-    def _describe(self, save: Save, error: Exception) -> str:
-        what = f"{save.checkpoint} could not be saved"
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return (
-                f"{what}: no space left on the disk ({error.strerror}); a save needs "
-                f"{_gib(self.save_bytes)} GiB more than checkpoint.keep_latest_k of them; "
-                "free some, or write another training.output_dir"
+            dcp.save(
+                state,
+                storage_writer=files,
+                planner=_Planner(self.copies),
+                process_group=self.group,
             )
-        first_line = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-        return f"{what}: {first_line[0]}"
+        except CheckpointException as failure:  # the same on all ranks
+            if dist.get_rank() == 0:
+                shutil.rmtree(incomplete, ignore_errors=True)
+            [error, _], *_ = failure.failures.values()
+            if not isinstance(error, OSError):
+                logger.warning("%s", failure)
+            size = _bytes_of(value for value in state.values() if isinstance(value, Tensor))
+            raise SaveError(_describe(checkpoint, error, size)) from None
+        self.last_save_seconds = time.perf_counter() - began
+        logger.info("saved %s in %.1f s", checkpoint, self.last_save_seconds)
 
 
-def _threads() -> int:
-    """Files that a rank writes at once: its share of the node's cores."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return max(1, min(_FILES_PER_RANK, len(os.sched_getaffinity(0)) // ranks))
+def _describe(checkpoint: Path, error: BaseException, size: int) -> str:
+    """Why a save failed, in one line. size: of its tensors in bytes."""
+    what = f"{checkpoint} could not be saved"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return (
+            f"{what}: no space left on the disk ({error.strerror}); a save needs "
+            f"{_gib(size)} GiB more than checkpoint.keep_latest_k of them; "
+            "free some, or write another training.output_dir"
+        )
+    last_line = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+    return f"{what}: {last_line[0]}"
