@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import CodeType, TracebackType
@@ -87,11 +88,16 @@ class Watch:
         self.closed = False
         # Where the main thread has failed, as place_of() returns it.
         self.frozen: tuple[str, bool] | None = None
+        # What ranks wrote last, of those that were read last; and which of these are dead.
+        self.statuses: dict[int, dict] = {}
+        self.dead: set[int] = set()
+        self.beats = [_Unchanged() for _ in range(self.size)]
+        self.progress = _Unchanged()
+        self.failures = _Unchanged()
         # The step in which a collective of this rank has timed out.
         self.overdue_in = -1
-        # The step in which nothing has moved, as this rank has reported.
+        # The step in which nothing has moved, and the line that this rank has reported for it.
         self.stuck_in = -1
-        # The line that it has reported last.
         self.stuck_line = ""
         # All ranks make theirs in the same order: the number keeps the keys of earlier ones apart.
         self.prefix = f"watch {next(_watches)}"
@@ -100,6 +106,10 @@ class Watch:
     def beat_seconds(self) -> float:
         """Between signs of life: a second, and less where the timeout is a few seconds."""
         return min(1.0, self.timeout_seconds / 40)
+
+    @property
+    def silence_seconds(self) -> float:
+        return _BEATS_OF_SILENCE * self.beat_seconds
 
     @property
     def step(self) -> int:
@@ -160,64 +170,68 @@ class Watch:
             }
             self.store.set(f"rank {self.rank}", json.dumps(status))
 
-    def _signs(self, ranks: Iterable[int]) -> dict[int, dict]:
-        """What these ranks wrote last; without those that have not begun yet."""
-        keys = {rank: f"rank {rank}" for rank in ranks}
-        present = [rank for rank, key in keys.items() if self.store.check([key])]
-        if not present:
-            return {}
-        values = self.store.multi_get([keys[rank] for rank in present])
-        return {rank: json.loads(value) for rank, value in zip(present, values)}
-
     def _watch(self) -> None:
-        progress = _Unchanged()
-        try:
-            self._watch_through_store(progress)
-        except RuntimeError as broken:
-            if not self.closed:
-                self._say_that_store_is_gone(broken)
-        # Without the store a stop signal alone may end a rank that stands still.
-        while not self.closed:
-            time.sleep(self.beat_seconds)
-            still = self._seconds_still(progress)
-            if self.signals.asked and still > _BEATS_OF_SILENCE * self.beat_seconds:
-                self._end("it is asked to stop, and the job's store is gone")
-
-    def _watch_through_store(self, progress: "_Unchanged") -> None:
-        next_rank = _Unchanged()
-        failure = _Unchanged()
-        silences = [_Unchanged() for _ in range(self.size)]
+        has_store = True
         while not self.closed:
             self.wake.wait(self.beat_seconds)
             self.wake.clear()
-            self._give_sign()
-            self._look_after_next(next_rank)
-            still = self._seconds_still(progress)
-            is_stuck = still > 0.6 * self.timeout_seconds
-            if is_stuck:
-                self._report_stuck(still)
-            is_overdue = still > self.timeout_seconds
-            if is_overdue and self.overdue_in != self.step:
-                self._note_timeout()
-            failures = self.store.add("failures", 0)
-            unchanged = min(failure.seconds(failures), still)
-            if failures and unchanged > 2 * _BEATS_OF_SILENCE * self.beat_seconds:
-                self._end("another rank or a collective has failed")
-            if self.signals.asked:
-                if failures or is_stuck or self._some_rank_is_dead(silences):
-                    self._end("it is asked to stop, and a rank is dead or nothing moves")
+            # For how long the main thread has not moved.
+            still = self.progress.seconds((self.step, collectives_begun()))
+            if self.left:
+                still = 0.0
+            try:
+                if has_store:
+                    self._give_sign()
+                    self._look(still)
+            except RuntimeError as broken:
+                has_store = False
+                if not self.closed:
+                    self._say_that_store_is_gone(broken)
+            # Without the store a stop signal alone may end a rank that stands still.
+            if not has_store and self.signals.asked and still > self.silence_seconds:
+                self._end("it is asked to stop, and the job's store is gone")
 
-    def _seconds_still(self, progress: "_Unchanged") -> float:
-        """For how long the main thread has not moved; 0 once it has left."""
-        still = progress.seconds((self.step, collectives_begun(everything=True)))
-        return 0.0 if self.left else still
+    def _look(self, still: float) -> None:
+        """What a beat finds out about the other ranks, and what follows from that."""
+        failures = self.store.add("failures", 0)
+        is_stuck = still > 0.6 * self.timeout_seconds
+        # To read all ranks each time would cost the square of their number.
+        is_alarmed = failures or is_stuck or self.signals.asked
+        self._read_signs(range(self.size) if is_alarmed else [(self.rank + 1) % self.size])
+        for rank in self.dead:
+            status = self.statuses[rank]
+            if self._claim(f"silent {rank} {status['beat']}"):
+                logger.error("%s", describe({rank: status}, {rank}))
+        # By then the silent ranks are known.
+        if still > 0.6 * self.timeout_seconds + self.silence_seconds + self.beat_seconds:
+            self._report_stuck(still)
+        if still > self.timeout_seconds and self.overdue_in != self.step:
+            # NCCL does not inform the main thread of a timeout, and takes a minute to end the
+            # processes. Gloo raises an exception there, which counts as a failure too.
+            self.overdue_in = self.step
+            if self.rank not in culprits(self.statuses, self.dead):
+                self.store.add("failures", 1)
+        unchanged = min(self.failures.seconds(failures), still)
+        if failures and unchanged > 2 * self.silence_seconds:
+            self._end("another rank or a collective has failed")
+        if self.signals.asked and (failures or is_stuck or self.dead):
+            self._end("it is asked to stop, and a rank is dead or nothing moves")
 
-    def _some_rank_is_dead(self, silences: list["_Unchanged"]) -> bool:
-        """Whether a rank has ended without saying so. silences: of the beats of all ranks."""
-        signs = self._signs(range(self.size)).items()
-        silent = {rank: silences[rank].seconds(status["beat"]) for rank, status in signs}
-        limit = 2 * _BEATS_OF_SILENCE * self.beat_seconds
-        return any(_is_dead(status, silent[rank] > limit) for rank, status in signs)
+    def _read_signs(self, ranks: Iterable[int]) -> None:
+        """Read what these ranks wrote last; those that have not begun yet are left out.
+
+        A rank is dead if it has been silent or has ended, without having said so.
+        """
+        present = [rank for rank in ranks if self.store.check([f"rank {rank}"])]
+        values = self.store.multi_get([f"rank {rank}" for rank in present]) if present else []
+        statuses = {rank: json.loads(value) for rank, value in zip(present, values, strict=True)}
+        dead = set()
+        for rank, status in statuses.items():
+            silent = self.beats[rank].seconds(status["beat"])
+            has_said_so = status["closed"] or status["failed"]
+            if not has_said_so and (silent > self.silence_seconds or has_ended(status)):
+                dead.add(rank)
+        self.statuses, self.dead = statuses, dead
 
     def _say_that_store_is_gone(self, broken: RuntimeError) -> None:
         logger.error(
@@ -227,19 +241,6 @@ class Watch:
             " ".join(str(broken).split())[:100],
         )
 
-    def _look_after_next(self, unchanged: "_Unchanged") -> None:
-        """One line if the next rank has been silent for too long. unchanged: of its beat."""
-        number = (self.rank + 1) % self.size
-        status = self._signs([number]).get(number)
-        silent = unchanged.seconds(status["beat"] if status else None)
-        is_silent = silent > _BEATS_OF_SILENCE * self.beat_seconds
-        if (
-            status
-            and _is_dead(status, is_silent)
-            and self._claim(f"silent {number} {status['beat']}")
-        ):
-            logger.error("%s", describe({number: status}, {number}))
-
     def _report_stuck(self, still: float) -> None:
         """Once a step: this rank's stacks, and from the first rank that comes one line."""
         if self.stuck_in == self.step:
@@ -247,10 +248,9 @@ class Watch:
         self.stuck_in = self.step
         where = self._write_stacks()
         if self._claim(f"stuck {self.step}"):
-            statuses, silent = self._statuses()
             self.stuck_line = (
                 f"nothing has moved for {still:.0f} s, collectives fail after "
-                f"{self.timeout_seconds:.0f} s: {describe(statuses, silent)}{where}"
+                f"{self.timeout_seconds:.0f} s: {describe(self.statuses, self.dead)}{where}"
             )
             logger.error("%s", self.stuck_line)
 
@@ -265,33 +265,6 @@ class Watch:
             logger.warning("rank %d cannot write its stacks: %s", self.rank, error)
             return ""
         return f"; stacks of all ranks: {folder}"
-
-    def _note_timeout(self) -> None:
-        """Count a failure if this rank waits for another: a collective has failed by now.
-
-        NCCL does not inform the main thread, and takes a minute to end the processes. Gloo raises an
-        exception there, which counts as a failure too.
-        """
-        self.overdue_in = self.step
-        if self.rank not in culprits(*self._statuses()):
-            self.store.add("failures", 1)
-
-    def _statuses(self) -> tuple[dict[int, dict], set[int]]:
-        """The signs of all ranks, and the ranks that were silent while this waited.
-
-        Ranks that have said goodbye do not count as silent. There is nothing to wait for once a
-        process of this machine is seen to have ended.
-        """
-        before = self._signs(range(self.size))
-        for _ in range(_BEATS_OF_SILENCE + 1):
-            time.sleep(self.beat_seconds)
-            self._give_sign()
-            after = self._signs(range(self.size))
-            ended = {rank for rank, status in after.items() if _is_dead(status, is_silent=False)}
-            if ended:
-                return after, ended
-        beats = {rank: status["beat"] for rank, status in before.items()}
-        return after, {r for r, s in after.items() if _is_dead(s, s["beat"] == beats.get(r))}
 
     def _claim(self, what: str) -> bool:
         # One line per job, not one per rank.
@@ -318,11 +291,14 @@ class Watch:
                 f"step {self.step}, at {place}: {reason}"
             )
             return False
-        statuses, silent = self._statuses()
+        # The thread reads all ranks now. A silent one is known after some beats.
+        deadline = time.monotonic() + self.silence_seconds + 2 * self.beat_seconds
+        while time.monotonic() < deadline and not (self.dead and len(self.statuses) == self.size):
+            time.sleep(self.beat_seconds)
         self._log(
-            f"a collective failed on rank {self.rank}: {describe(statuses, silent)}: {reason}"
+            f"a collective failed on rank {self.rank}: {describe(self.statuses, self.dead)}: {reason}"
         )
-        return bool(silent)
+        return bool(self.dead)
 
     def _end(self, why: str) -> None:
         if self.left:
@@ -364,16 +340,12 @@ def _connection(store: dist.Store) -> dist.Store:
 @functools.cache
 def machine() -> str:
     """Where process numbers mean the same: the host, and in it the namespace of the numbers."""
-    try:
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        namespace = ""
-    return f"{socket.gethostname()} {namespace}"
+    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def has_ended(status: dict) -> bool:
     """Whether the process that gave this sign is known to be no more. Only seen on its own machine."""
-    if status["machine"] != machine() or not os.path.isdir("/proc/self"):
+    if status["machine"] != machine():
         return False
     try:
         with open(f"/proc/{status['process']}/stat") as file:
@@ -381,12 +353,6 @@ def has_ended(status: dict) -> bool:
             return file.read().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True
-
-
-def _is_dead(status: dict, is_silent: bool) -> bool:
-    """Whether a rank has ended without saying so, or is silent."""
-    has_said_so = status["closed"] or status["failed"]
-    return not has_said_so and (is_silent or has_ended(status))
 
 
 def culprits(statuses: dict[int, dict], silent: set[int]) -> list[int]:
@@ -439,34 +405,24 @@ def describe(statuses: dict[int, dict], silent: set[int]) -> str:
     return "; ".join(parts)
 
 
-def collectives_begun(everything: bool = False) -> dict[str, int]:
+def collectives_begun() -> dict[str, int]:
     """How many, by group, with the same keys on all its ranks.
 
-    Transfers along rings are left out unless `everything`: gloo counts them too, and ranks differ in
-    how many they make.
+    Transfers along rings are left out: gloo counts them too, and ranks differ in how many they make.
     """
     counts: dict[str, int] = {}
     for group in list(dist.distributed_c10d._world.pg_map):
-        if everything or not group.group_desc.startswith(("cp inner", "cp outer")):
-            key = f"{group.group_desc} {hash(tuple(dist.get_process_group_ranks(group)))}"
-            counts[key] = counts.get(key, 0) + _sequence_number(group)
-    return counts
-
-
-def _sequence_number(group: dist.ProcessGroup) -> int:
-    """The sum over the group's backends. A backend that has not been used yet may not have a number."""
-    # Two device types may share a backend, which counts once.
-    backends = {}
-    for device_type in group._device_types:
-        backend = group._get_backend(device_type)
-        backends[id(backend)] = backend
-    total = 0
-    for backend in backends.values():
-        try:
-            total += backend._get_sequence_number_for_group()
-        except RuntimeError:
+        if group.group_desc.startswith(("cp inner", "cp outer")):
             continue
-    return total
+        key = f"{group.group_desc} {hash(tuple(dist.get_process_group_ranks(group)))}"
+        counts.setdefault(key, 0)
+        # Two device types may share a backend, which counts once.
+        backends = {group._get_backend(device_type) for device_type in group._device_types}
+        for backend in backends:
+            # One that has not been used yet may not have a number.
+            with suppress(RuntimeError):
+                counts[key] += backend._get_sequence_number_for_group()
+    return counts
 
 
 def place_of_thread(thread: int) -> tuple[str, bool]:
