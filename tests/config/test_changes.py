@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -81,63 +82,40 @@ def test_changes_are_listed_with_both_values(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "before, now, parts",
+    "before, now, said",
     [
-        (
-            {"optimizer__name": "AdamW"},
-            {"optimizer__name": "SGD"},
-            ['optimizer.name = "SGD"', 'write optimizer.name = "AdamW"', "initial_load_path"],
-        ),
-        (
-            {"training__dtype": "float64"},
-            {"training__dtype": "bfloat16"},
-            ['training.dtype = "bfloat16"', 'write training.dtype = "float64"'],
-        ),
-        (
-            {"training__dtype": "float32"},
-            {"training__dtype": "float64"},
-            ['training.dtype = "float64"', 'write training.dtype = "float32"'],
-        ),
-        ({"lora__rank": 4}, {"lora__rank": 8}, ["write lora.rank = 4, or another training.output"]),
-        ({"lora__alpha": 4}, {"lora__alpha": 8}, ["write lora.alpha = 4,"]),
-        ({"lora__targets": "a"}, {"lora__targets": "b"}, ['write lora.targets = "a",']),
-        (
-            {},
-            {"model__layers": 3},
-            ["model.layers = 3 gives", "layers = 3", "has 4", "write model.layers = 0,"],
-        ),
-        (
-            {"model__vocab_size": 300},
-            {"model__vocab_size": 400},
-            ["model.vocab_size = 400", "has 300", "write model.vocab_size = 300,"],
-        ),
+        ({}, {"optimizer__name": "SGD"}, 'write optimizer.name = "AdamW", .*initial_load_path = '),
+        ({"training__dtype": "float64"}, {}, 'is "bfloat16", .*write training.dtype = "float64"'),
+        ({}, {"training__dtype": "float64"}, 'is "float64", .*write training.dtype = "bfloat16"'),
+        ({"lora__rank": 4}, {"lora__rank": 8}, "write lora.rank = 4, or .* for a new run$"),
+        ({"lora__alpha": 4}, {}, "write lora.alpha = 4,"),
+        ({"lora__targets": "a"}, {"lora__targets": "b"}, 'write lora.targets = "a",'),
+        ({}, {"model__layers": 3}, "^layers of the model was 4 and is 3.*write model.layers = 0,"),
         (
             {"model__rope_theta": 1e4},
             {"model__rope_theta": 1e6},
-            ["rope.theta = 1000000.0", "has 10000.0", "rope_theta = 10000.0", "initial_load_path"],
+            r"rope.theta .* was 10000.0 and is 1000000.0.*rope_theta = 10000.0, .*initial_load_path",
         ),
         (
             {},
             {"model__rope_scaling": "yarn", "model__rope_factor": 4.0},
-            ['model.rope_scaling = "yarn"', 'rope_scaling = "flavour" and model.rope_factor = 1.0'],
+            'rope_scaling = "flavour" and model.rope_factor = 1.0, .*initial_load_path',
         ),
         (
             {"model__flavour": "qwen3-0.6b"},
             {"model__flavour": "qwen2.5-0.5b"},
-            ["hidden_size = 896", "has 1024", 'write model.flavour = "qwen3-0.6b"'],
+            '^hidden_size .* was 1024 and is 896.*write model.flavour = "qwen3-0.6b", .*new run$',
         ),
     ],
 )
 @pytest.mark.parametrize("has_origin", [True, False])
-def test_refused(tmp_path, before, now, parts, has_origin):
+def test_refused(tmp_path, before, now, said, has_origin):
     checkpoint = _checkpoint(tmp_path, _config(**before))
     if not has_origin:
         # As of a version that wrote none.
         (Path(checkpoint) / ORIGIN_FILE).unlink()
     saved = read_saved(checkpoint)
-    message = _refusal(saved, _config(**now))
-    for part in parts:
-        assert part in message
+    assert re.search(said, _refusal(saved, _config(**now)))
     refuse_changes(saved, _config(**before), _origin(_config(**before)))
 
 
@@ -151,7 +129,7 @@ def test_a_tokenizer_counts_by_its_content(tmp_path):
     assert 'write data.tokenizer = "a/tokenizer.json"' in message
     assert "1" * 12 in message and "2" * 12 in message
     message = _refusal(saved, before, tokenizer="2" * 64)
-    assert "bring back the file as it was" in message
+    assert "put the files back as they were" in message
 
 
 def test_a_model_counts_by_what_it_is(tmp_path):
@@ -167,9 +145,7 @@ def test_a_model_counts_by_what_it_is(tmp_path):
         refuse_changes(saved, config, Origin(LLAMA, "bytes", "cpu"))
 
     other = Origin(dataclasses.replace(LLAMA, norm_eps=0.1), "bytes", "cpu")
-    with pytest.raises(
-        ConfigError, match=r'model.initial_hf = "old/folder" gives .* norm_eps = 0.1'
-    ):
+    with pytest.raises(ConfigError, match="norm_eps of the model was 1e-05 and is 0.1"):
         refuse_changes(saved, before, other)
     longer = Origin(dataclasses.replace(LLAMA, max_positions=7), "bytes", "cpu")
     refuse_changes(saved, before, longer)

@@ -83,7 +83,7 @@ def _messages(caplog) -> list[str]:
 @pytest.mark.parametrize(
     "settings, reason",
     [
-        ({"optimizer__name": "AdamW"}, '^optimizer.name = "AdamW", but .*step-2 was saved with'),
+        ({"optimizer__name": "AdamW"}, '^optimizer.name was "SGD" and is "AdamW", .*step-2'),
         (
             {"checkpoint__async_mode": "async_with_pinned_mem"},
             "^checkpoint.async_mode = .* needs a GPU",

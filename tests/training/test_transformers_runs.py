@@ -238,7 +238,9 @@ def test_another_config_json_is_refused_on_resuming(folder: Path) -> None:
     train(folder, "olmo2", "changed", saves)
     path.write_text(json.dumps(values | {"hidden_act": "gelu"}))
     try:
-        with pytest.raises(ValueError, match="config.json hidden_act = .gelu., but that of"):
+        with pytest.raises(
+            ValueError, match="config.json hidden_act of the model was .* and is .gelu."
+        ):
             train(folder, "olmo2", "changed", saves)
     finally:
         path.write_text(text)

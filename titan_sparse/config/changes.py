@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tomli
 
@@ -140,72 +140,54 @@ def saved_config(saved: Saved) -> Config:
     return config
 
 
-_FIXED = {
-    "optimizer.name": ", whose state another optimizer cannot use",
-    "training.dtype": ", and weights of float64 and of float32 are not each other's",
-    "lora.rank": "",
-    "lora.alpha": "",
-    "lora.targets": "",
-}
-"""Keys that a saved state depends on -> why."""
-
-
 def refuse_changes(saved: Saved, config: Config, origin: Origin) -> None:
     """Raises ConfigError, one line, for a change that makes the saved state meaningless."""
-    checkpoint = saved.checkpoint
-    before = {**dataclasses.asdict(origin), **saved.origin}
     found = {change.key: change for change in changes(saved, config)}
-    _refuse_another_model(saved, found, config, origin.model)
-    for key, reason in _FIXED.items():
-        change = found.get(key)
-        if change is None:
-            continue
-        if key != "training.dtype" or "float64" in (change.saved, change.now):
-            raise ConfigError(
-                f"{key} = {show(change.now)}, but {checkpoint} was saved with "
-                f"{show(change.saved)}{reason}; write {key} = {show(change.saved)}, "
-                f"or {_new_run(saved, config)}"
+    before = {**dataclasses.asdict(origin), **saved.origin}
+
+    def refuse(said: str, *sections: str, keeps_weights: bool = True) -> NoReturn:
+        """sections: beginnings of the keys that decide over it. keeps_weights: whether a new run can
+        begin with the saved weights."""
+        instead = " and ".join(
+            f"{key} = {show(change.saved)}"
+            for key, change in found.items()
+            if key.startswith(sections)
+        )
+        new_run = "another training.output_dir for a new run"
+        # The weights of adapters alone make no new run.
+        if keeps_weights and not (config.lora.rank or saved.values.get("lora.rank")):
+            new_run += (
+                f" and checkpoint.initial_load_path = {show(saved.checkpoint)} for its weights"
             )
-    said = instead = ""
-    key = "data.tokenizer"
+        either = f"write {instead}, or" if instead else "put the files back as they were, or write"
+        raise ConfigError(
+            f"{said}, so the state in {saved.checkpoint} cannot be used; {either} {new_run}"
+        )
+
+    old_model = model_functions(_saved_model(saved))
+    model = model_functions(dataclasses.asdict(origin.model))
+    # Another version may know other fields.
+    names = [name for name in model if name in old_model and old_model[name] != model[name]]
+    if names:
+        said = f"{names[0]} of the model was {show(old_model[names[0]])} and is {show(model[names[0]])}"
+        refuse(said, "model.", keeps_weights=all(name.startswith("rope.") for name in names))
+    for key in ("optimizer.name", "lora.rank", "lora.alpha", "lora.targets", "training.dtype"):
+        change = found.get(key)
+        # Weights are float32 in all runs but those of float64.
+        if change and (key != "training.dtype" or "float64" in (change.saved, change.now)):
+            refuse(f"{key} was {show(change.saved)} and is {show(change.now)}", key)
     if before["base"] != origin.base:
-        said = f"model.initial_hf = {show(config.model.initial_hf)} has other weights than those"
-        if origin.base.startswith("training.seed"):
-            said = f"{origin.base} draws other frozen weights than those ({before['base']})"
-        said += f" that the adapters of {checkpoint} were trained on"
-        instead = "write what they were"
-    elif before["tokenizer"] != origin.tokenizer:
-        said = (
-            f"{key} = {show(config.data.tokenizer)} has another content ({origin.tokenizer[:12]}) "
-            f"than that of {checkpoint} ({before['tokenizer'][:12]}), so its token ids mean other text"
-        )
-        instead = "bring back the file as it was"
-        if key in found:
-            instead = f"write {key} = {show(found[key].saved)}"
-    elif differences := data_differences(before["data"], origin.data):
-        said = f"{differences}, so the place in the data that {checkpoint} holds means other text"
-        keys = [key for key in found if key.startswith("data.") or key in DATA_KEYS.values()]
-        instead = "write " + " and ".join(f"{key} = {show(found[key].saved)}" for key in keys)
-        if not keys:
-            instead = "put its files back as they were"
-    elif before["device"] == "cpu" and origin.device == "cuda":
-        said = (
-            f"training.device = {show(config.training.device)} is cuda here, but {checkpoint} "
-            "was saved on the CPU and has no random numbers of a GPU"
-        )
-        instead = 'write training.device = "cpu"'
-    if said:
-        raise ConfigError(f"{said}; {instead}, or {_new_run(saved, config)}")
-
-
-def _new_run(saved: Saved, config: Config) -> str:
-    """What to write to leave the saved state. Weights of adapters alone make no new run."""
-    if config.lora.rank or saved.values.get("lora.rank"):
-        return "another training.output_dir for a new run"
-    return (
-        "for a new run from these weights another training.output_dir and "
-        f"checkpoint.initial_load_path = {show(saved.checkpoint)}"
-    )
+        said = f"the adapters were trained on other weights ({before['base']}) than {origin.base}"
+        refuse(said, "model.", "training.seed")
+    if before["tokenizer"] != origin.tokenizer:
+        said = f"the content of data.tokenizer was {before['tokenizer'][:12]} and is {origin.tokenizer[:12]}"
+        refuse(said, "data.tokenizer")
+    differences = data_differences(before["data"], origin.data)
+    if differences:
+        refuse(differences, "data.", *DATA_KEYS.values())
+    if before["device"] == "cpu" and origin.device == "cuda":
+        found["training.device"] = Change("training.device", "cpu", "cuda")
+        refuse("it was saved on the CPU, without random numbers of a GPU", "training.device")
 
 
 def data_differences(saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> str:
@@ -215,45 +197,14 @@ def data_differences(saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> 
     """
     if len(saved) != len(now):
         return f"data.source had {len(saved)} parts and has {len(now)}"
-    differences = []
-    for before, after in zip(saved, now, strict=True):
-        for name in {**after, **before}:
-            if before.get(name) == after.get(name):
-                continue
-            key = DATA_KEYS.get(name, f"{name} of the data, which this version does not know,")
-            text = f"{key} was {before.get(name)} and is {after.get(name)}"
-            # Every part has the same length and seed.
-            if text not in differences:
-                differences.append(text)
-    return "; ".join(differences)
-
-
-def _refuse_another_model(
-    saved: Saved, found: dict[str, Change], config: Config, model: DecoderConfig
-) -> None:
-    before = model_functions(_saved_model(saved))
-    now = model_functions(dataclasses.asdict(model))
-    # Another version may know other fields.
-    names = [name for name in now if name in before and before[name] != now[name]]
-    if not names:
-        return
-    name = names[0]
-    changed = [change for key, change in found.items() if key.startswith("model.")]
-    if changed:
-        said = f"{changed[0].key} = {show(changed[0].now)}"
-        instead = " and ".join(f"{change.key} = {show(change.saved)}" for change in changed)
-    else:
-        # The same words, but the folder holds another config.json.
-        key = "model.initial_hf"
-        said = f"{key} = {show(config.model.initial_hf)}"
-        instead = f"{key} = what still has {name} = {show(before[name])}"
-    new_run = "another training.output_dir for a new run"
-    if all(name.startswith("rope.") for name in names):
-        new_run = _new_run(saved, config)
-    raise ConfigError(
-        f"{said} gives a model with {name} = {show(now[name])}, but that of {saved.checkpoint} has "
-        f"{show(before[name])}; write {instead}, or {new_run}"
-    )
+    differences = [
+        f"{DATA_KEYS.get(name, f'{name} of the data')} was {before.get(name)} and is {after.get(name)}"
+        for before, after in zip(saved, now, strict=True)
+        for name in {**after, **before}
+        if before.get(name) != after.get(name)
+    ]
+    # Every part has the same length and seed, which are named once.
+    return "; ".join(dict.fromkeys(differences))
 
 
 def _saved_model(saved: Saved) -> dict[str, Any]:

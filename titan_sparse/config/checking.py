@@ -9,7 +9,6 @@ from typing import Any, get_args
 from titan_sparse.config.ignored import check_ignored
 from titan_sparse.config.reading import (
     ANNOTATED,
-    KINDS,
     ConfigError,
     clash,
     config_file,
@@ -61,10 +60,8 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
     Raises ConfigError, one line that names the keys and what to write instead. Types are checked
     again, for configurations made in Python.
     """
-    for key in KINDS:
-        typed(key, attrgetter(key)(config), "")
     try:
-        _check_ranges(config)
+        _check_values(config)
         check_ignored(config)
         model = resolve(**vars(config.model))
         _check_model(config, model)
@@ -85,25 +82,19 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _check_ranges(config: Config) -> None:
-    """Refuse numbers out of range, and texts that cannot be file names."""
+def _check_values(config: Config) -> None:
+    """Refuse values of another type or out of range, and texts that cannot be file names."""
     default = Config()
     for key, kind in ANNOTATED.items():
-        value = attrgetter(key)(config)
-        if KINDS[key] is str:
-            is_required = "not empty" in get_args(kind)
-            _check_text(key, value, attrgetter(key)(default) if is_required else "")
-            continue
+        value = typed(key, attrgetter(key)(config), "")
         check_value(key, kind, value)
-
-
-def _check_text(key: str, text: str, default: str) -> None:
-    """default: what to write in place of an empty text; empty where that is allowed."""
-    require(text != "" or default == "", f"{key} is empty; write {show(default)} or another")
-    require("\0" not in text, f"{key} = {show(text)} holds a zero byte; leave it out")
-    # Bytes of the command line that are not UTF-8 arrive as lone surrogates.
-    is_utf8 = not any("\ud800" <= letter <= "\udfff" for letter in text)
-    require(is_utf8, f"{key} = {ascii(text)} is not UTF-8; write other letters")
+        if isinstance(value, str):
+            is_missing = value == "" and "not empty" in get_args(kind)
+            unset = attrgetter(key)(default)
+            require(not is_missing, f"{key} is empty; write {show(unset)} or another")
+            # Bytes of the command line that are not UTF-8 arrive as lone surrogates.
+            is_text = not any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in value)
+            require(is_text, f"{key} = {ascii(value)} is not text in UTF-8; write other letters")
 
 
 def load_and_check(argv: list[str], world_size: int, local_world_size: int) -> tuple[Config, Flags]:

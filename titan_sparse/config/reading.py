@@ -223,11 +223,7 @@ def _apply_file(config: Config, path: str) -> None:
         values = list(flatten(tomli.loads(Path(path).read_text(encoding="utf-8-sig"))))
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the file of --config: {error.strerror}") from error
-    except RecursionError as error:
-        raise ConfigError(
-            f"{path}: tables or arrays are nested too deeply; no key is below three tables"
-        ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     for key, value in values:
         _assign(config, key, value, path)
@@ -346,19 +342,12 @@ def _unknown(key: str) -> str:
         keys = [other for other in KINDS if other.startswith(key + ".")]
         return f"{key} is a section, not a key; it has {', '.join(keys) or 'no keys'}"
     section, _, name = key.rpartition(".")
-    siblings = {
-        other.rpartition(".")[2]: other for other in KINDS if other.rpartition(".")[0] == section
-    }
-    # A similar name in the same section, then the right name in the wrong section, however far.
-    near = [siblings[sibling] for sibling in difflib.get_close_matches(name, siblings, 1)]
+    # The right name in the wrong section, however far, else any similar key.
     same_name = [other for other in KINDS if other.endswith("." + name)]
-    near += difflib.get_close_matches(key, same_name, 1, cutoff=0.0)
-    # Where the section does not exist either, any similar key.
-    if not siblings:
-        near += difflib.get_close_matches(key, [*KINDS, *SECTIONS], 1)
-    hint = f"valid here: {', '.join(siblings.values() or SECTIONS)}"
-    if near:
-        hint = f"did you mean {near[0]}?"
+    near = difflib.get_close_matches(key, same_name, 1, cutoff=0.0)
+    near += difflib.get_close_matches(key, KINDS if section else [*KINDS, *SECTIONS], 1)
+    siblings = [other for other in KINDS if other.rpartition(".")[0] == section]
+    hint = f"did you mean {near[0]}?" if near else f"write one of {', '.join(siblings or SECTIONS)}"
     missing = f" (no section {section})" if section and section not in SECTIONS else ""
     return f"unknown key {key}{missing}; {hint}"
 

@@ -58,59 +58,35 @@ def check_launch() -> None:
     Raises ConfigError.
     """
     world_size, local_world_size = world_from_environment()
+    rank = _number("RANK", 0, least=0)
+    local_rank = _number("LOCAL_RANK", 0, least=0)
     require(
-        local_world_size <= world_size,
-        f"environment: LOCAL_WORLD_SIZE = {local_world_size} is above WORLD_SIZE = {world_size}; "
-        "start with torchrun or unset both",
+        "RANK" in os.environ or world_size == 1,
+        f"environment: WORLD_SIZE = {world_size} without RANK; start with torchrun, or unset "
+        "WORLD_SIZE to train in one process",
     )
-    if "RANK" not in os.environ:
-        require(
-            world_size == 1,
-            f"environment: WORLD_SIZE = {world_size} without RANK; start with torchrun, or unset "
-            "WORLD_SIZE to train in one process",
-        )
-        return
+    require(
+        rank < world_size and local_rank < local_world_size <= world_size,
+        f"environment: RANK = {rank}, WORLD_SIZE = {world_size}, LOCAL_RANK = {local_rank} and "
+        f"LOCAL_WORLD_SIZE = {local_world_size} do not go together; start with torchrun or unset them",
+    )
     for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         require(
-            os.environ.get(name, "") != "",
-            f"environment: RANK = {show(os.environ['RANK'])} without {name}; start with torchrun, "
-            "or unset RANK to train in one process",
-        )
-    for name, size_name, size in (
-        ("RANK", "WORLD_SIZE", world_size),
-        ("LOCAL_RANK", "LOCAL_WORLD_SIZE", local_world_size),
-        ("MASTER_PORT", "the number of ports", 2**16),
-    ):
-        require(
-            _number(name, 0, least=0) < size,
-            f"environment: {name} = {os.environ[name]} is not below {size_name} = {size}; start with "
-            "torchrun or unset them",
+            "RANK" not in os.environ or os.environ.get(name, "") != "",
+            f"environment: RANK = {rank} without {name}; start with torchrun, or unset RANK to train "
+            "in one process",
         )
 
 
 def _number(name: str, default: int, least: int) -> int:
     """The variable as an integer of `least` or more; the default where it is unset."""
-    text = os.environ.get(name)
-    if text is None:
-        return default
+    text = os.environ.get(name, str(default))
     kind = "a positive integer" if least else "0 or a positive integer"
     require(
         re.fullmatch("[0-9]{1,9}", text) is not None and int(text) >= least,
         f"environment: {name} = {show(text)} is not {kind}; start with torchrun or unset it",
     )
     return int(text)
-
-
-_FILES = (
-    ".lock",
-    "config.toml",
-    "metrics.jsonl",
-    "validation.jsonl",
-    "wandb_run_id",
-    "checkpoint/rolled-back.json",
-)
-_FOLDERS = ("checkpoint", "tensorboard", "profile", "huggingface", "wandb")
-"""What a run writes into training.output_dir."""
 
 
 def check_start(config: Config) -> None:
@@ -128,7 +104,12 @@ def check_start(config: Config) -> None:
         )
     if config.data.tokenizer != "bytes":
         tokenizer_file(config.data.tokenizer)
-    _check_balance_costs(config.attention.balance_costs)
+    costs = config.attention.balance_costs
+    require(
+        not costs or os.path.isfile(costs),
+        f"attention.balance_costs = {show(costs)}: this file does not exist; write what "
+        'scripts.calibrate wrote with --out, or ""',
+    )
     _check_first_checkpoint(config.checkpoint, Path(config.training.output_dir))
     if config.checkpoint.last_save_in_hf:
         files_to_copy(config.model.initial_hf)
@@ -138,14 +119,14 @@ def check_start(config: Config) -> None:
 
 def _check_output_dir(name: str) -> None:
     path = Path(name).absolute()
+    # A link to nowhere exists too: no folder can be made in its place.
+    folder = next(place for place in (path, *path.parents) if os.path.lexists(place))
     try:
         # Only a write shows what a file system allows, even to root. The file never has a name.
-        tempfile.TemporaryFile(dir=_nearest_folder(path)).close()
-        _check_run_folder(path)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        reason = error.strerror or str(error)
         raise ConfigError(
-            f"training.output_dir = {show(name)} cannot be written: {reason}; write a "
+            f"training.output_dir = {show(name)} cannot be written: {error.strerror}; write a "
             "folder that can be made"
         ) from error
 
@@ -162,30 +143,6 @@ def _check_trackers(metrics: Metrics) -> None:
     )
 
 
-def _nearest_folder(path: Path) -> Path:
-    """`path`, or the folder in which it would be made. Raises OSError for a file on the way."""
-    for candidate in (path, *path.parents):
-        # A link to nowhere exists too: no folder can be made in its place.
-        if os.path.lexists(candidate):
-            if not candidate.is_dir():
-                raise NotADirectoryError(0, f"{show(str(candidate))} is not a folder")
-            return candidate
-    return Path(path.anchor)
-
-
-def _check_run_folder(path: Path) -> None:
-    """Raises OSError where something else has the name of a file or folder of the run."""
-    for name in _FILES:
-        # It may come from anyone. What a link leads to would be overwritten.
-        if (path / name).is_symlink():
-            raise FileExistsError(0, f"{name} in it is a link")
-        if (path / name).is_dir():
-            raise IsADirectoryError(0, f"{name} in it is a folder")
-    for name in _FOLDERS:
-        if os.path.lexists(path / name) and not (path / name).is_dir():
-            raise NotADirectoryError(0, f"{name} in it is not a folder")
-
-
 def _check_source(source: str, key: str) -> None:
     folder = os.path.expanduser(source)
     is_prepared = any(
@@ -194,14 +151,6 @@ def _check_source(source: str, key: str) -> None:
     # The folder of prepared tokens says more of itself when it is opened.
     if source != "python" and not is_prepared and is_path(source):
         data_files(source, key)
-
-
-def _check_balance_costs(path: str) -> None:
-    require(
-        not path or os.path.isfile(path),
-        f"attention.balance_costs = {show(path)}: this file does not exist; write what scripts.calibrate wrote "
-        'with --out, or ""',
-    )
 
 
 def _check_first_checkpoint(section: Checkpoint, output_dir: Path) -> None:
