@@ -124,7 +124,7 @@ def test_a_folder_that_has_grown(folder):
     texts.rename(folder / "fewer")
     (folder / "grown").rename(texts)
     try:
-        with pytest.raises(Refusal, match="was 12 and is 13, .*; put its files back as they were"):
+        with pytest.raises(Refusal, match="was 12 and is 13, .*; put the files back as they were"):
             Trainer(tiny_config(folder, "copy", **SETTINGS))
     finally:
         texts.rename(folder / "grown")
