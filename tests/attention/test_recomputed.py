@@ -26,7 +26,6 @@ from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlash
 from titan_sparse.attention.schedules import single
 from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.training.build_model import checkpoint_contexts
-from titan_sparse.training.setup import choose_recompute
 
 BLOCK, SEQ_LEN = 16, 157
 SHARES = (0.25, 0.5, 1.0)
@@ -271,13 +270,6 @@ def test_what_is_kept_shrinks_as_promised(pattern):
         else 0
     )
     assert kept[0.0] - kept[1.0] == whole + 2 * 2 * 4 * verticals * 8 * 8
-
-
-@pytest.mark.parametrize(
-    "free, expected", [(0, 1), (-5, 1), (40, 0), (50, 0), (10, 0.75), (29.9, 0.3125), (30.01, 0.25)]
-)
-def test_choose_recompute(free, expected):
-    assert choose_recompute(lambda share: 40 * (1 - share), free) == expected
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_who_is_missing_is_said():
     store.set("name of the start", "old")
     with pytest.raises(TimeoutError, match="rank 0 has waited 0 s for rank 1 to start"):
         agree_on_name(store, 0, 2, timeout_seconds=0.1)
-    many = "rank 1, 2, 3, 4, 5, 6, 7, 8 and 3 more of 12 to start"
+    many = "rank 1 and 10 more of 12 to start"
     with pytest.raises(TimeoutError, match=many):
         agree_on_name(store, 0, 12, timeout_seconds=0.1)
     with pytest.raises(TimeoutError, match="rank 1 has waited 0 s for rank 0 to start"):

@@ -13,9 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.data.helpers import prepared
 from tests.distributed import run_processes
-from tests.models.huggingface_reference import change_tensors, save_reference
 from tests.runs import metrics_of, tiny_config, weights_of, write_texts
-from titan_sparse.config import Refusal
 from titan_sparse.data.shards import DataError
 from titan_sparse.trainer import Trainer
 from titan_sparse.training.launcher import Poisoned
@@ -83,28 +81,24 @@ def _one_bad_step(folder: Path) -> None:
     reference = Trainer(by_hand)
     _leave_out(reference, 4)
     reference.train()
-    wanted = weights_of(reference)
-    for value, max_norm in ((math.nan, 1.0), (-math.inf, 0.0)):
-        settings = SETTINGS | {"training__max_norm": max_norm}
-        config = tiny_config(folder, f"poisoned_{max_norm}", **settings)
-        trainer = Trainer(config)
-        _poison(trainer, lambda update: update == 4, value)
-        trainer.train()
-        if max_norm:
-            got = weights_of(trainer)
-            assert all(torch.equal(got[name], wanted[name]) for name in wanted)
-            assert _losses(config) == _losses(by_hand)
-        assert all(math.isfinite(loss) for loss in _losses(config))
-        lines = metrics_of(config)
-        assert [line["skipped_updates"] for line in lines] == [0, 0, 0, 1, 1, 1, 1]
-        assert [line["grad_norm"] is None for line in lines] == [False] * 3 + [True] + [False] * 3
-        # The save of step 4 waited for a good step.
-        assert _saved(config) == ["step-5", "step-6", "step-7"], _saved(config)
+    config = tiny_config(folder, "poisoned", **SETTINGS)
+    trainer = Trainer(config)
+    _poison(trainer, lambda update: update == 4, math.nan)
+    trainer.train()
+    got, wanted = weights_of(trainer), weights_of(reference)
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    assert _losses(config) == _losses(by_hand)
+    assert all(math.isfinite(loss) for loss in _losses(config))
+    lines = metrics_of(config)
+    assert [line["skipped_updates"] for line in lines] == [0, 0, 0, 1, 1, 1, 1]
+    assert [line["grad_norm"] is None for line in lines] == [False] * 3 + [True] + [False] * 3
+    # The save of step 4 waited for a good step.
+    assert _saved(config) == ["step-5", "step-6", "step-7"], _saved(config)
 
 
 def _go_back_once(folder: Path) -> None:
     """The run goes back, and on with the batches that come next."""
-    config = tiny_config(folder, "poisoned", **SETTINGS)
+    config = tiny_config(folder, "goes_back", **SETTINGS)
     trainer = Trainer(config)
     _poison(trainer, lambda update: update in (5, 6), math.nan)
     trainer.train()
@@ -112,7 +106,7 @@ def _go_back_once(folder: Path) -> None:
     assert [line["step"] for line in metrics_of(config)] == [1, 2, 3, 4, 5, 6, 5, 6, 7]
 
     # By hand: the same start, then step 4's checkpoint, without the batches of steps 5 and 6.
-    by_hand = tiny_config(folder, "by_hand", **SETTINGS | {"training__steps": 4})
+    by_hand = tiny_config(folder, "goes_back_by_hand", **SETTINGS | {"training__steps": 4})
     Trainer(by_hand).train()
     by_hand.training.steps = 7
     reference = Trainer(by_hand)
@@ -186,30 +180,17 @@ def _poisoned_start(folder: Path) -> None:
         ValueError, match="initial_load_path = .*step-2: .* is not finite everywhere"
     ):
         Trainer(config).train()
-    _poisoned_huggingface(folder)
 
 
-def _poisoned_huggingface(folder: Path) -> None:
-    """One element of one matrix, in the shard of the last rank alone."""
-    if dist.get_rank() == 0:
-        save_reference(folder / "hf")
-        name = "model.layers.1.mlp.up_proj.weight"
-        change_tensors(folder / "hf", lambda tensors: tensors[name][-1, -1].fill_(math.inf))
-    dist.barrier()
-    config = tiny_config(folder, "third", **SETTINGS, model__initial_hf=str(folder / "hf"))
-    config.model.flavour = "debug"
-    with pytest.raises(
-        Refusal, match="model.initial_hf = .*hf: layers.1.mlp.up_proj.weight is not"
-    ):
-        Trainer(config).train()
+def _check(folder: Path) -> None:
+    for check in (_one_bad_step, _go_back_once, _give_up, _spoilt_weights, _poisoned_start):
+        check(folder)
+        dist.barrier()
 
 
-@pytest.mark.parametrize(
-    "check", [_one_bad_step, _go_back_once, _give_up, _spoilt_weights, _poisoned_start]
-)
-def test_poison(tmp_path, check):
+def test_poison(tmp_path):
     write_texts(tmp_path / "texts")
-    run_processes(2, check, tmp_path)
+    run_processes(2, _check, tmp_path)
 
 
 @pytest.mark.parametrize("when", ["before a step", "before a save"])

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +63,7 @@ def test_a_second_interrupt_ends_at_once_and_terminations_are_patient(second):
     assert line == "ready"
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
         process.send_signal(number)
-        time.sleep(0.3)
+        time.sleep(0.2)
     assert process.poll() is None
     process.send_signal(second)
     assert process.wait(5) == 130
@@ -89,33 +88,32 @@ def test_a_rank_ends_with_its_torchrun_but_not_with_a_shell(under_torchrun):
     if under_torchrun:
         _wait_for(lambda: has_ended({"machine": machine(), "process": child}))
     else:
-        time.sleep(2)
+        time.sleep(1.3)
         assert not has_ended({"machine": machine(), "process": child})
         os.kill(child, signal.SIGKILL)
 
 
-def _beside_a_dead_peer(rank: int, folder: str) -> None:
-    store = dist.FileStore(os.path.join(folder, "store"), 2)
+def _beside_a_dead_peer(rank: int, folder: Path) -> None:
+    store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     with StopSignals() as signals, Watch(60, signals) as watch:
         watch.step = 1
         dist.barrier()
         if rank == 1:
-            time.sleep(1)
             os.kill(os.getpid(), signal.SIGKILL)
-        Path(folder, "ready").touch()
+        (folder / "ready").touch()
         store.wait(["never"])  # in C++, for five minutes
 
 
-def test_a_rank_with_a_dead_peer_leaves_soon_after_sigterm():
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("forkserver")
-        ranks = [context.Process(target=_beside_a_dead_peer, args=(r, folder)) for r in (0, 1)]
-        for process in ranks:
-            process.start()
-        ranks[1].join(60)
-        assert ranks[1].exitcode == -signal.SIGKILL and Path(folder, "ready").exists()
-        assert ranks[0].is_alive()
-        os.kill(ranks[0].pid, signal.SIGTERM)
-        ranks[0].join(8)
-        assert ranks[0].exitcode == 1
+def test_a_rank_with_a_dead_peer_leaves_soon_after_sigterm(tmp_path):
+    context = mp.get_context("forkserver")
+    ranks = [context.Process(target=_beside_a_dead_peer, args=(r, tmp_path)) for r in (0, 1)]
+    for process in ranks:
+        process.start()
+    ranks[1].join(60)
+    assert ranks[1].exitcode == -signal.SIGKILL
+    _wait_for((tmp_path / "ready").exists)
+    assert ranks[0].is_alive()
+    os.kill(ranks[0].pid, signal.SIGTERM)
+    ranks[0].join(8)
+    assert ranks[0].exitcode == 1

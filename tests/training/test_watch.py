@@ -19,7 +19,7 @@ from titan_sparse.training.heartbeat import Watch, culprits, describe
 def test_a_rank_that_sleeps_is_named_before_the_timeout(tmp_path):
     """It is rank 0, which keeps the store, as no torchrun does."""
     write_texts(tmp_path / "texts")
-    settings = {"parallelism.cp": 2, "parallelism.timeout_seconds": 5, "training.steps": 4}
+    settings = {"parallelism.cp": 2, "parallelism.timeout_seconds": 3, "training.steps": 4}
     paths = {"data.source": tmp_path / "texts", "training.output_dir": tmp_path / "run"}
     words = words_of(SETTINGS | settings | paths)
     faults = Faults(rank=0, stuck_at=3)
@@ -27,7 +27,7 @@ def test_a_rank_that_sleeps_is_named_before_the_timeout(tmp_path):
     assert status == 1
     place = r"at planted.py:\d+ in slow_forward_backward"
     named = rf"rank 0 \(host \S+, process \d+\) holds up the others in step 3, {place}; rank"
-    said = r"nothing has moved for \d+ s, collectives fail after 5 s: "
+    said = r"nothing has moved for \d+ s, collectives fail after 3 s: "
     assert re.search(said + named, output), output
     assert not re.search(r"rank 1 .* has given no sign of life", output)
     assert not re.search(r"rank 1 \(host .* holds up", output)
@@ -85,9 +85,9 @@ def _check_timeout() -> None:
 
     Watch._end = note_end
     for late in (0, 1, 2), (1,):
-        with Watch(timeout_seconds=2) as watch:
+        with Watch(timeout_seconds=1.5) as watch:
             watch.step = len(late)
-            time.sleep(4.5 if dist.get_rank() in late else 0)
+            time.sleep(3.2 if dist.get_rank() in late else 0)
             dist.all_reduce(torch.zeros(1))
     assert ended == [1], ended
 
@@ -103,10 +103,10 @@ def _check_quiet() -> None:
     log = _Lines()
     for _ in range(2):
         with Watch(timeout_seconds=8) as watch:
-            for watch.step in range(1, 4):
+            for watch.step in range(1, 3):
                 time.sleep(0.2 * dist.get_rank())
                 dist.all_reduce(torch.zeros(1))
-            time.sleep(0.5 * dist.get_rank())  # leaving early is no death
+            time.sleep(0.3 * dist.get_rank())  # leaving early is no death
     assert log.lines == [], log.lines
 
 

@@ -27,12 +27,6 @@ from titan_sparse.config import Parallelism, Refusal
 
 _POLL_SECONDS = 0.05
 
-_MAX_TRACE_BYTES = 64 * 2**20
-"""Of NCCL's flight recorder, which keeps a few thousand entries: a bound for the disk."""
-
-_MOST_NAMED = 8
-"""Ranks that a message lists."""
-
 
 class Meshes(NamedTuple):
     """The meshes of a run. Ranks count dp_replicate, dp_shard, cp_inter, cp_intra from the outside in,
@@ -148,8 +142,7 @@ def write_stacks(folder: Path, rank: int) -> None:
     if torch.cuda.is_available():
         # Pickled by torch. Without stacks: they would make it many times longer.
         trace = torch._C._distributed_c10d._dump_nccl_trace(includeStackTraces=False)
-        if len(trace) <= _MAX_TRACE_BYTES:
-            (folder / f"nccl_trace_rank_{rank}").write_bytes(trace)
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(trace)
 
 
 def set_timeout(seconds: float, without: dist.ProcessGroup | None = None) -> None:
@@ -274,10 +267,8 @@ def agree_on_name(store: dist.Store, rank: int, world_size: int, timeout_seconds
 
 def _missing(store: dist.Store, name: str, world_size: int) -> str:
     """The ranks that have not greeted rank 0."""
-    ranks = [r for r in range(1, world_size) if not store.check([f"{name} greeting {r}"])]
-    named = ", ".join(str(rank) for rank in ranks[:_MOST_NAMED])
-    more = len(ranks) - _MOST_NAMED
-    return f"rank {named}" + (f" and {more} more of {world_size}" if more > 0 else "")
+    first, *others = [r for r in range(1, world_size) if not store.check([f"{name} greeting {r}"])]
+    return f"rank {first}" + (f" and {len(others)} more of {world_size}" if others else "")
 
 
 def _pause(deadline: float, missing: Callable[[], str], rank: int, timeout_seconds: float) -> None:

@@ -17,7 +17,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -195,21 +194,14 @@ def _log_to(path: Path) -> None:
 
 @functools.cache
 def _log_uncaught_errors() -> None:
-    """What ends the process, or a thread of it, is in the log before it is printed on the terminal."""
+    """What ends the process is in the log before it is printed on the terminal."""
     print_error = sys.excepthook
-    print_of_thread = threading.excepthook
 
     def log_and_print(kind, error, traceback) -> None:
         log_error(error)
         print_error(kind, error, traceback)
 
-    def log_and_print_of_thread(args: threading.ExceptHookArgs) -> None:
-        if args.exc_value is not None:
-            log_error(args.exc_value)
-        print_of_thread(args)
-
     sys.excepthook = log_and_print
-    threading.excepthook = log_and_print_of_thread
 
 
 @contextlib.contextmanager

@@ -46,8 +46,7 @@ AUTO = -1.0
 """activation_checkpoint.attention_recompute: as much as memory requires."""
 
 _STEPS = 16
-"""attention_recompute is chosen in so many steps, so that a little more or less free memory does not
-change a run."""
+"""So many shares are tried, so that a little more or less free memory does not change a run."""
 
 _SCHEDULE_KEYS = (
     "optimizer.lr",
@@ -195,8 +194,8 @@ def step_size(config: Config, model: DecoderConfig, backend: str, recomputed: fl
 def recomputed_share(
     config: Config, step_of_share: Callable[[float], Step], device: torch.device
 ) -> float:
-    """activation_checkpoint.attention_recompute; for auto what the rank with the least memory
-    needs. Collective.
+    """activation_checkpoint.attention_recompute. For auto it is the smallest multiple of a sixteenth
+    whose estimated peak fits into the free memory, on the rank with the least memory. Collective.
 
     step_of_share: the step with that share recomputed.
     """
@@ -206,8 +205,9 @@ def recomputed_share(
     needed = torch.zeros(())
     free = free_gib(device)
     if free is not None:
-        usable = _AUTO_SHARE * free
-        needed.fill_(choose_recompute(lambda share: peak_gib(step_of_share(share)), usable))
+        shares = (step / _STEPS for step in range(_STEPS))
+        fitting = (s for s in shares if peak_gib(step_of_share(s)) <= _AUTO_SHARE * free)
+        needed.fill_(next(fitting, 1.0))
     dist.all_reduce(needed, dist.ReduceOp.MAX)
     return needed.item()
 
@@ -218,19 +218,6 @@ def free_gib(device: torch.device) -> float | None:
         return None
     free_bytes, _ = torch.cuda.mem_get_info(device)
     return free_bytes / 2**30
-
-
-def choose_recompute(peak_gib: Callable[[float], float], free_gib: float) -> float:
-    """The smallest attention_recompute with which the peak fits into the free memory; 1 if none does.
-
-    peak_gib(share): the estimated peak with that attention_recompute. The result is a multiple of a
-    sixteenth.
-    """
-    for step in range(_STEPS):
-        share = step / _STEPS
-        if peak_gib(share) <= free_gib:
-            return share
-    return 1.0
 
 
 def base_digest(config: Config) -> str:

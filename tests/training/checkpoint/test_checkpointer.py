@@ -121,34 +121,28 @@ def test_only_broken_ones_are_refused_and_left(tmp_path):
     run = Run(tmp_path).train(2)
     for step in (1, 2):
         flip_bit(run.folder / f"step-{step}/__0_0.distcp")
-    text = r"no checkpoint in .* is whole: .*step-2/__0_0"
-    for _ in range(2):
-        with pytest.raises(Refusal, match=text) as caught:
-            Run(tmp_path).checkpointer.load()
-        assert "\n" not in str(caught.value)
+    with pytest.raises(Refusal, match=r"no checkpoint in .* is whole: .*step-2/__0_0") as caught:
+        Run(tmp_path).checkpointer.load()
+    assert "\n" not in str(caught.value)
     assert run.checkpointer.go_back(before=2) is None
     assert names_in(run.folder) == {"step-1", "step-2"}
 
 
 def test_another_model_is_refused_and_nothing_moves(tmp_path):
     run = Run(tmp_path).train(1)
-    with pytest.raises(Refusal, match=r"bias|weight of shape \[5, 6\], this run of shape \[5, 7\]"):
+    with pytest.raises(Refusal, match=r"weight of shape \[5, 6\], this run of shape \[5, 7\]"):
         Run(tmp_path, width=7).checkpointer.load()
     assert names_in(run.folder) == {"step-1"}
 
 
 def test_look_alikes_are_neither_read_nor_deleted(tmp_path):
     run = Run(tmp_path).train(1)
-    names = ["step-10.bad", "best-step-20", "keep-step-1", "step-010", "step-9x", "xstep-9"]
+    names = {"step-10.bad", "keep-step-1", "step-010", "step-9x"}
     for name in names:
         shutil.copytree(run.folder / "step-1", run.folder / name)
-    (run.folder / "step-11").write_text("a file")
-    (run.folder / "step-12.incomplete.kept").mkdir()
     assert newest_checkpoint(str(tmp_path)) == str(run.folder / "step-1")
-    again = Run(tmp_path, keep_latest_k=2).train(4)
-    kept = {*names, "step-11", "step-12.incomplete.kept"}
-    assert names_in(run.folder) == {"step-3", "step-4"} | kept
-    assert again.progress.step == 4
+    Run(tmp_path, keep_latest_k=2).train(4)
+    assert names_in(run.folder) == {"step-3", "step-4"} | names
 
 
 def test_load_step_stays_rolled_back(tmp_path, log):

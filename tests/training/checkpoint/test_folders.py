@@ -53,11 +53,9 @@ def test_a_name_is_durable(tmp_path, events, work, wanted):
 
 
 def test_each_that_is_moved_aside_has_a_name_of_its_own(tmp_path):
-    names = ["step-2.broken", "step-2.broken-2", "step-2.broken-3"]
-    for name in names:
+    for name in ("step-2.broken", "step-2.broken-2", "step-2.broken-3"):
         make(tmp_path, "step-2")
         assert folders.move_aside(tmp_path / "step-2", "broken") == tmp_path / name
-    assert names_in(tmp_path) == set(names)
 
 
 @pytest.mark.parametrize("keep, left", [(0, {1, 2, 3}), (1, {3}), (2, {2, 3}), (5, {1, 2, 3})])

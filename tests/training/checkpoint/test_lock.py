@@ -4,10 +4,9 @@ import errno
 import fcntl
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -15,45 +14,39 @@ from tests.training.checkpoint.helpers import open_files
 from titan_sparse.config import Refusal
 from titan_sparse.training.checkpoint.folders import check_lock, lock_run, unlock_run
 
-HOLD = """
-import os, sys, time
-from titan_sparse.training.checkpoint.folders import lock_run
-lock_run(sys.argv[1])
-if sys.argv[2] == "fork" and os.fork() == 0:
-    time.sleep(60)
-    os._exit(0)
-print(os.getpid(), flush=True)
-time.sleep(60)
-"""
 
-
-def hold(folder, how: str) -> subprocess.Popen:
-    """Another process that has the lock; in a group of its own."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder), how],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert int(process.stdout.readline()) == process.pid
-    return process
+def _hold(folder: Path, answer: int) -> None:
+    """A run in a forked process, which forks a child of its own. Both live until they are killed."""
+    try:
+        lock_run(str(folder))
+        child = os.fork()
+        if child:
+            os.write(answer, str(child).encode())
+        time.sleep(60)
+    finally:
+        os._exit(0)
 
 
 def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
     """A child that it forked lives on and does not count."""
-    holder = hold(tmp_path, "fork")
+    reading, writing = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        _hold(tmp_path, writing)
+    child = int(os.read(reading, 20))
     try:
-        with pytest.raises(
-            Refusal, match=f"in use by another run .*process {holder.pid}"
-        ) as caught:
+        with pytest.raises(Refusal, match=f"in use by another run .*process {holder}") as caught:
             lock_run(str(tmp_path), wait_seconds=0.3)
         assert "\n" not in str(caught.value) and os.uname().nodename in str(caught.value)
-        os.kill(holder.pid, signal.SIGKILL)
+        os.kill(holder, signal.SIGKILL)
         lock_run(str(tmp_path), wait_seconds=10)
         unlock_run(str(tmp_path))
     finally:
-        os.killpg(holder.pid, signal.SIGKILL)
-        holder.wait()
+        os.kill(child, signal.SIGKILL)
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+        os.close(reading)
+        os.close(writing)
 
 
 def test_a_holder_is_named_and_then_waited_for(tmp_path):
@@ -73,36 +66,6 @@ def test_a_holder_is_named_and_then_waited_for(tmp_path):
     assert line.startswith(f"host {os.uname().nodename}, process {os.getpid()}, ")
     assert "0" * 10 not in line
     unlock_run(str(tmp_path))
-
-
-def _try_to_lock(folder: str, answer: int) -> None:
-    """A forked child. It lives on until it is killed."""
-    try:
-        lock_run(folder, wait_seconds=0)
-        os.write(answer, b"locked")
-    except Refusal:
-        os.write(answer, b"refused")
-    finally:
-        time.sleep(60)
-        os._exit(0)
-
-
-def test_a_forked_child_does_not_hold_it(tmp_path):
-    lock_run(str(tmp_path))
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        _try_to_lock(str(tmp_path), writing)
-    try:
-        assert os.read(reading, 10) == b"refused"
-        unlock_run(str(tmp_path))
-        with open(tmp_path / ".lock") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(reading)
-        os.close(writing)
 
 
 def test_the_same_process_may_start_again(tmp_path):

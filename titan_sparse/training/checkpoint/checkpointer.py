@@ -156,7 +156,7 @@ class Checkpointer(Saver):
         deleted = _on_first_rank(lambda: folders.delete_incomplete(self.folder))
         if deleted:
             logger.info("deleted saves that were cut short: %s", ", ".join(deleted))
-        if self.section.load_step >= 0 and not _on_first_rank(self._has_rolled_back):
+        if self.section.load_step >= 0:
             self._roll_back(self.section.load_step)
         step = self._load_newest()
         if step is None and self.section.initial_load_path:
@@ -182,7 +182,7 @@ class Checkpointer(Saver):
         self.wait()
         try:
             step = self._load_newest(before, with_loader=False)
-        except NoneWhole as error:
+        except Refusal as error:
             logger.warning("%s", error)
             return None
         if step is not None:
@@ -235,7 +235,7 @@ class Checkpointer(Saver):
         """Load the newest checkpoint that is whole, of a step < `before`. Returns its step.
 
         Newer ones that are broken are moved aside. None if there is no checkpoint at all. Raises
-        NoneWhole, and moves nothing, if all are broken.
+        Refusal, and moves nothing, if all are broken.
         """
         steps = _on_first_rank(lambda: folders.saved_steps(self.folder))
         broken: dict[Path, str] = {}
@@ -249,11 +249,13 @@ class Checkpointer(Saver):
             except Broken as error:
                 broken[checkpoint] = str(error)
                 continue
-            self._move_broken(broken)
+            for path, problem in broken.items():
+                aside = _on_first_rank(lambda path=path: folders.move_aside(path, "broken"))
+                logger.warning("checkpoint damaged: %s; moved to %s", problem, aside)
             return step
         if broken:
             first = next(iter(broken.values()))
-            raise NoneWhole(
+            raise Refusal(
                 f"no checkpoint in {self.folder} is whole: {first}; put back a whole one, or "
                 "write another training.output_dir to start a new run"
             )
@@ -279,39 +281,28 @@ class Checkpointer(Saver):
         for name, part in values.items():
             self.parts[name].load_state_dict(part | to_read[name])
 
-    def _move_broken(self, broken: dict[Path, str]) -> None:
-        for checkpoint, problem in broken.items():
-            aside = _on_first_rank(lambda path=checkpoint: folders.move_aside(path, "broken"))
-            logger.warning("checkpoint damaged: %s; moved to %s", problem, aside)
-
-    def _has_rolled_back(self) -> bool:
-        """Whether this start of the job has gone back to load_step already, and goes on after a
-        failure."""
-        if not _is_restart():
-            return False
-        try:
-            text = (self.folder / _ROLLED_BACK).read_text(encoding="utf-8")
-        except OSError:
-            return False
-        return text == self._rollback_record()
-
-    def _rollback_record(self) -> str:
-        job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
-        return json.dumps({"load_step": self.section.load_step, "job": job}) + "\n"
-
     def _roll_back(self, step: int) -> None:
-        """Make the whole checkpoint of `step` the newest. Raises Refusal if there is none."""
-        checkpoint = folders.step_folder(self.folder, step)
+        """Make the whole checkpoint of `step` the newest, unless this job has done that already, and
+        the launcher has started it again after a failure. Raises Refusal if there is none."""
+        job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
+        record = json.dumps({"load_step": step, "job": job}) + "\n"
+        path = self.folder / _ROLLED_BACK
+        restarts = [
+            os.environ.get(name, "0")
+            for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+        ]
+        is_restart = any(count.isdecimal() and int(count) > 0 for count in restarts)
+        if _on_first_rank(lambda: is_restart and path.exists() and path.read_text() == record):
+            return
         try:
-            verify(checkpoint)
+            verify(folders.step_folder(self.folder, step))
         except Broken as error:
             raise Refusal(
                 f"checkpoint.load_step = {step}: no whole checkpoint ({error}); "
                 "write another step, or -1 for the newest"
             ) from None
         self._move_newer(step)
-        record = self._rollback_record()
-        _on_first_rank(lambda: (self.folder / _ROLLED_BACK).write_text(record, encoding="utf-8"))
+        _on_first_rank(lambda: path.write_text(record, encoding="utf-8"))
 
     def _move_newer(self, step: int) -> None:
         aside = _on_first_rank(lambda: folders.roll_back(self.folder, step))
@@ -327,18 +318,6 @@ class Checkpointer(Saver):
                 f"checkpoint.initial_load_path = {path} holds no whole checkpoint ({error}); "
                 "write a folder step-N of a run"
             ) from None
-
-
-class NoneWhole(Refusal):
-    """There are checkpoints, and all are broken."""
-
-
-def _is_restart() -> bool:
-    """Whether the launcher has started the job again by itself after a failure."""
-    counts = [
-        os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    ]
-    return any(count.isdecimal() and int(count) > 0 for count in counts)
 
 
 def _on_first_rank(work: Callable[[], Any]) -> Any:

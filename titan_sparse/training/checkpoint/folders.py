@@ -10,6 +10,7 @@ One run per folder: a lock on <output_dir>/.lock is held as long as the process 
 
 import errno
 import fcntl
+import itertools
 import logging
 import os
 import re
@@ -76,7 +77,7 @@ def newest_checkpoint(output_dir: str) -> str | None:
 
 def move_aside(checkpoint: Path, why: str) -> Path:
     """Rename step-N to step-N.<why>, with a number where that name is taken. Returns the new path."""
-    target = _free_name(checkpoint.with_name(f"{checkpoint.name}.{why}"))
+    target = _free_name(checkpoint.with_name(f"{checkpoint.name}.{why}"), first="")
     os.rename(checkpoint, target)
     sync_folder(checkpoint.parent)
     return target
@@ -90,10 +91,7 @@ def roll_back(folder: Path, step: int) -> Path | None:
     newer = [later for later in saved_steps(folder) if later > step]
     if not newer:
         return None
-    number = 1
-    while (folder / f"rolled-back-{number}").exists():
-        number += 1
-    aside = folder / f"rolled-back-{number}"
+    aside = _free_name(folder / "rolled-back", first="-1")
     aside.mkdir()
     # The newest first: cut short at any point, what is left here is still a row without gaps.
     for later in reversed(newer):
@@ -149,14 +147,11 @@ def _folders_in(folder: Path) -> list[Path]:
         return []
 
 
-def _free_name(path: Path) -> Path:
-    """`path`, or path-2, path-3 and so on if that exists."""
-    number = 1
-    free = path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.name}-{number}")
-    return free
+def _free_name(path: Path, first: str) -> Path:
+    """The path with `first` behind its name, or with -2, -3 and so on if that exists."""
+    endings = itertools.chain([first], (f"-{number}" for number in itertools.count(2)))
+    names = (path.with_name(path.name + ending) for ending in endings)
+    return next(name for name in names if not name.exists())
 
 
 def lock_run(output_dir: str, wait_seconds: float = WAIT_SECONDS) -> None:

@@ -165,7 +165,11 @@ def verify(checkpoint: str | Path) -> None:
 
 def _problem(checkpoint: Path, rank: int, world_size: int) -> str:
     """What is wrong with this rank's share of the files; empty: nothing."""
-    sizes = _least_sizes(read_metadata(checkpoint))
+    # Bytes that each file has at least.
+    sizes: dict[str, int] = {}
+    for place in read_metadata(checkpoint).storage_data.values():
+        end = place.offset + place.length
+        sizes[place.relative_path] = max(end, sizes.get(place.relative_path, 0))
     for name, size in sizes.items():
         path = checkpoint / name
         if not path.is_file():
@@ -174,10 +178,14 @@ def _problem(checkpoint: Path, rank: int, world_size: int) -> str:
             return f"{path} has {path.stat().st_size} bytes, of at least {size}"
     if not has_checksums(checkpoint):
         return ""
-    sums = _read_sums(checkpoint / CHECKSUMS)
+    path = checkpoint / CHECKSUMS
+    matches = list(map(_SUM_LINE.fullmatch, path.read_text(errors="replace").splitlines()))
+    if None in matches:
+        return f"{path} has a line that is not a checksum"
+    sums = {match[2]: match[1] for match in matches}
     for name in (METADATA, *sizes):
         if name not in sums:
-            return f"{checkpoint / CHECKSUMS} has no line for {name}"
+            return f"{path} has no line for {name}"
     own = sorted(sums)[rank::world_size]
     with ThreadPoolExecutor(_THREADS) as pool:
         found = list(pool.map(lambda name: _sum_of(checkpoint / name), own))
@@ -189,40 +197,12 @@ def _problem(checkpoint: Path, rank: int, world_size: int) -> str:
     return ""
 
 
-def _least_sizes(metadata: Metadata) -> dict[str, int]:
-    """Name of a file -> bytes that it has at least."""
-    sizes: dict[str, int] = {}
-    for place in metadata.storage_data.values():
-        end = place.offset + place.length
-        sizes[place.relative_path] = max(end, sizes.get(place.relative_path, 0))
-    return sizes
-
-
-def _read_sums(path: Path) -> dict[str, str]:
-    sums = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        match = _SUM_LINE.fullmatch(line)
-        if match is None:
-            raise Broken(f"{path} has a line that is not a checksum")
-        sums[match[2]] = match[1]
-    return sums
-
-
 def _sum_of(path: Path) -> str | None:
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
         return None
-
-
-class _Reader(FileSystemReader):
-    def __init__(self, checkpoint: str | Path, metadata: Metadata) -> None:
-        super().__init__(checkpoint)
-        self.metadata = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata
 
 
 class _Planner(DefaultLoadPlanner):
@@ -240,7 +220,9 @@ def read_into(state: dict[str, Any], checkpoint: str | Path, alone: bool = False
     """
     metadata = read_metadata(checkpoint)
     _check_names(state, metadata, checkpoint)
-    reader = _Reader(checkpoint, metadata)
+    reader = FileSystemReader(checkpoint)
+    # Its own unpickler would run code.
+    reader.read_metadata = lambda *_, **__: metadata
     try:
         with warnings.catch_warnings():
             # A process alone is meant to be.

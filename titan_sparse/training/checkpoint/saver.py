@@ -50,7 +50,7 @@ from titan_sparse.training.checkpoint.folders import (
     step_folder,
     sync_folder,
 )
-from titan_sparse.training.offload import pin
+from titan_sparse.training.offload import Copier, pin
 
 logger = logging.getLogger("titan_sparse")
 
@@ -291,15 +291,14 @@ class Saver:
     ):
         self.section = section
         self.folder = folder
-        self.device = device
         self.texts = texts
         self.last_save_seconds: float | None = None
         """from save() to the name step-N, of the last save that got it; None before the first"""
         self.pending: Future[None] | None = None
         self.copies: dict[str, Tensor] = {}
         """of this rank's shards, by name, for saves in the background"""
+        self.copier = Copier(device)
         self.copied: torch.cuda.Event | None = None
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.group: dist.ProcessGroup | None = None
         self.thread: ThreadPoolExecutor | None = None
         if section.async_mode != "disabled":
@@ -344,20 +343,12 @@ class Saver:
         }
         if shards.keys() != self.copies.keys():
             self.copies = _memory_like(shards, self.section.async_mode == PINNED)
-        if self.stream is None:
-            for name, shard in shards.items():
-                self.copies[name].copy_(shard)
-            return
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            for name, shard in shards.items():
-                self.copies[name].copy_(shard, non_blocking=True)
-        self.copied = self.stream.record_event()
+        for name, shard in shards.items():
+            self.copied = self.copier.start(self.copies[name], shard)
 
     def before_update(self) -> None:
         """The tensors may change after this: the GPU waits for the copies, the host does not."""
-        if self.copied is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.copied)
+        self.copier.wait(self.copied)
 
     def raise_failure(self) -> None:
         """Raises SaveError if the save in the background has failed. Does not wait."""
