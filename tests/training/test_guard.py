@@ -61,8 +61,16 @@ def _container(model: nn.Module) -> OptimizersContainer:
     )
 
 
+REASONS = {
+    "nan gradient": "the gradient norm is not finite",
+    "inf gradient": "the gradient norm is not finite",
+    "nan loss": "the loss is not finite",
+    "spike": "the gradient norm ",
+}
+
+
 @pytest.mark.parametrize("on_device", [True, False], ids=["fused verdict", "host"])
-@pytest.mark.parametrize("poison", ["nan gradient", "inf gradient", "nan loss", "spike"])
+@pytest.mark.parametrize("poison", REASONS)
 def test_a_bad_step_changes_nothing(alone, on_device, poison):
     """Weights and states are those of torch.optim.AdamW that never saw the bad steps."""
     torch.manual_seed(0)
@@ -95,7 +103,9 @@ def test_a_bad_step_changes_nothing(alone, on_device, poison):
     reports = guard.reports(all_of_them=True)
     assert [report.step for report in reports if report.skipped] == [6, 7]
     assert [report.in_a_row for report in reports] == [0] * 5 + [1, 2] + [0] * 3
-    assert ("loss" if poison == "nan loss" else "gradient norm") in reports[5].reason()
+    assert reports[5].reason().startswith(REASONS[poison])
+    if poison == "inf gradient":
+        assert reports[5] == Report(6, True, False, True, 0.0, reports[5].limit, 1)
 
 
 def test_a_guard_that_is_off_lets_every_update_happen(alone):
@@ -153,30 +163,6 @@ def test_spikes_by_the_written_rule(alone):
 def test_what_is_a_spike(alone, options, norms, skipped):
     section = GuardSection(**{**vars(SECTION), **options})
     assert _judge(Guard(section, CPU, False), norms) == skipped
-
-
-@pytest.mark.parametrize("norm", [math.inf, math.nan])
-def test_a_norm_that_is_not_finite_is_reported_as_0(alone, norm):
-    guard = Guard(SECTION, CPU, False)
-    guard.update(7, torch.zeros(()), torch.tensor(norm), _Updates())
-    [report] = guard.reports(all_of_them=True)
-    assert report == Report(7, True, False, True, 0.0, math.inf, 1)
-    assert report.reason() == "the gradient norm is not finite"
-
-
-@pytest.mark.parametrize("on_device", [True, False])
-def test_who_leaves_a_bad_update_out(alone, on_device):
-    """The host; or the fused kernels, which are called in bad steps too and told to do nothing."""
-    guard, updates = Guard(SECTION, CPU, on_device), _Updates()
-    [optimizer] = updates.optimizers
-    taken = 0
-    for norm, found in [(1.0, 0.0), (math.nan, 1.0), (1.0, 0.0)]:
-        _judge(guard, [norm], updates)
-        taken += on_device or not found
-        assert updates.steps == taken
-        if on_device:
-            assert optimizer.found_inf.dtype == torch.float32 and optimizer.found_inf == found
-            assert optimizer.grad_scale is None
 
 
 def test_the_host_reads_a_step_later(alone):
@@ -248,16 +234,10 @@ def test_states_as_large_as_parameters():
     assert [tuple(state.shape) for state in states] == [(2, 2), (2, 2), (2,), (2,)]
 
 
-@pytest.mark.parametrize(
-    "bad, message",
-    [
-        (["0.bias"], "0.bias is not finite everywhere"),
-        (["0.weight", "0.bias", "1.bias"], r"0.weight is not finite everywhere \(and 2 more\)"),
-    ],
-)
-def test_bad_first_weights_are_named_and_counted(alone, bad, message):
+def test_bad_first_weights_are_named_and_counted(alone):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    for name in bad:
+    for name in ("0.weight", "0.bias", "1.bias"):
         model.get_parameter(name).data.view(-1)[-1] = math.nan
-    with pytest.raises(ValueError, match=f"^somewhere: {message}$"):
+    wanted = r"^somewhere: 0.weight is not finite everywhere \(and 2 more\)$"
+    with pytest.raises(ValueError, match=wanted):
         refuse_bad_weights(model, "somewhere", CPU)

@@ -24,7 +24,7 @@ def _names(store: dist.Store, order: list[int]) -> list[str]:
     threads = [threading.Thread(target=join, args=(rank,)) for rank in order]
     for thread in threads:
         thread.start()
-        time.sleep(0.1)
+        time.sleep(0.05)
     for thread in threads:
         thread.join()
     return [names[rank] for rank in sorted(names)]
@@ -50,13 +50,15 @@ def test_an_attempt_that_died_in_between_is_passed_over():
 def test_who_is_missing_is_said():
     store = dist.HashStore()
     store.set("name of the start", "old")
-    with pytest.raises(TimeoutError, match="rank 0 has waited 0 s for rank 1 to start"):
-        agree_on_name(store, 0, 2, timeout_seconds=0.1)
-    many = "rank 1 and 10 more of 12 to start"
-    with pytest.raises(TimeoutError, match=many):
-        agree_on_name(store, 0, 12, timeout_seconds=0.1)
-    with pytest.raises(TimeoutError, match="rank 1 has waited 0 s for rank 0 to start"):
-        agree_on_name(store, 1, 2, timeout_seconds=0.1)
+    for rank, size, missing in (
+        (0, 2, "rank 1"),
+        (0, 12, "rank 1 and 10 more of 12"),
+        (1, 2, "rank 0"),
+    ):
+        with pytest.raises(
+            TimeoutError, match=f"rank {rank} has waited 0 s for {missing} to start"
+        ):
+            agree_on_name(store, rank, size, timeout_seconds=0.1)
 
 
 def test_a_rank_that_never_comes_is_named(monkeypatch):

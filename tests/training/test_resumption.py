@@ -1,14 +1,16 @@
 """Settings changed on resuming: they take effect, exactly, and a jump of the learning rate is said."""
 
 import logging
+from operator import attrgetter
 
 import pytest
 import torch
 
 from titan_sparse.config import Config, LRScheduler, Optimizer
 from titan_sparse.config.changes import Saved
+from titan_sparse.config.reading import KINDS
 from titan_sparse.training.optimizer import build_optimizer, build_schedule, resume_schedule
-from titan_sparse.training.setup import report_changes, schedule_warning
+from titan_sparse.training.setup import report_changes
 
 
 class Layer(torch.nn.Module):
@@ -96,22 +98,15 @@ def _config(steps: int, lr: float = 1.0, total_steps: int = 0) -> Config:
 
 
 def test_more_steps_raise_the_learning_rate_with_a_warning(caplog):
-    # Linear from 1 at the first step to 0.1: after 100 of 200 steps half of the way.
-    warning = schedule_warning(_config(100), _config(200), 100)
-    assert "of step 101 is 0.55 " in warning and "was 0.1 under" in warning
-    assert "lr_scheduler.total_steps = 100 keeps the old schedule" in warning
-    assert "\n" not in warning
-
-    kept = _config(200, total_steps=100)
-    assert schedule_warning(_config(100), kept, 100) == ""
-    warning = schedule_warning(_config(100), _config(100, lr=0.5), 10)
-    assert "optimizer.lr = 1.0 keeps" in warning and "total_steps" not in warning
-    assert "and optimizer.lr = 1.0 keeps" in schedule_warning(_config(100), _config(200, 0.5), 10)
-
-    saved = Saved("step-100", {"training.steps": 100, "optimizer.lr": 1.0}, {})
-    with caplog.at_level(logging.INFO, "titan_sparse"):
-        report_changes(saved, _config(200, lr=0.5), 100)
+    caplog.set_level(logging.INFO, "titan_sparse")
+    saved = Saved("step-100", {key: attrgetter(key)(_config(100)) for key in KINDS}, {})
+    report_changes(saved, _config(200, lr=0.5), 100)
     said = [record.getMessage() for record in caplog.records]
     assert "changed since the checkpoint: training.steps 100 -> 200" in said
     assert "changed since the checkpoint: optimizer.lr 1.0 -> 0.5" in said
-    assert caplog.records[-1].levelno == logging.WARNING and "of step 101 is" in said[-1]
+    # Linear from the peak at the first step to a tenth of it: after 100 of 200 steps half of the way.
+    assert caplog.records[-1].levelno == logging.WARNING
+    assert "of step 101 is 0.275 and was 0.1 under" in said[-1] and "total_steps = 100" in said[-1]
+    caplog.clear()
+    report_changes(saved, _config(200, total_steps=100), 100)
+    assert not any(record.levelno == logging.WARNING for record in caplog.records)

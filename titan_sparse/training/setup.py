@@ -48,15 +48,6 @@ AUTO = -1.0
 _STEPS = 16
 """So many shares are tried, so that a little more or less free memory does not change a run."""
 
-_SCHEDULE_KEYS = (
-    "optimizer.lr",
-    "lr_scheduler.warmup_steps",
-    "lr_scheduler.decay_ratio",
-    "lr_scheduler.decay_type",
-    "lr_scheduler.min_lr_factor",
-)
-"""What the learning rate depends on, apart from the number of steps."""
-
 
 def local_world_size() -> int:
     """Ranks of this node."""
@@ -244,12 +235,19 @@ def check_base(config: Config, checkpoint: str) -> None:
 
 
 def report_changes(saved: Saved, config: Config, step: int) -> None:
-    """Log what differs from the start that saved the checkpoint of `step`. For one rank."""
+    """Log what differs from the start that saved the checkpoint of `step`, with a warning if the
+    learning rate jumps there. For one rank."""
     for change in changes(saved, config):
         logger.info("changed since the checkpoint: %s", change)
-    warning = schedule_warning(saved_config(saved), config, step)
-    if warning:
-        logger.warning(warning)
+    old = saved_config(saved)
+    before, now = learning_rate(old, step), learning_rate(config, step)
+    if now != before:
+        total = old.lr_scheduler.total_steps or old.training.steps
+        logger.warning(
+            "the learning rate of step %d is %.3g and was %.3g under the schedule of the checkpoint, of "
+            "%d steps; write lr_scheduler.total_steps = %d and the old optimizer.lr to keep it",
+            *(step + 1, now, before, total, total),
+        )
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -257,27 +255,3 @@ def learning_rate(config: Config, step: int) -> float:
     placeholder = torch.optim.SGD([torch.zeros(1)], lr=config.optimizer.lr)
     schedule = build_schedule([placeholder], config.lr_scheduler, config.training.steps)
     return config.optimizer.lr * schedule.schedulers[0].lr_lambdas[0](step)
-
-
-def schedule_warning(saved: Config, config: Config, step: int) -> str:
-    """One line, if the learning rate jumps where `config` takes over from `saved`, else "".
-
-    It names both learning rates, and what to write for the old ones.
-    """
-    before = learning_rate(saved, step)
-    now = learning_rate(config, step)
-    if now == before:
-        return ""
-    instead = []
-    old_total = saved.lr_scheduler.total_steps or saved.training.steps
-    if old_total != (config.lr_scheduler.total_steps or config.training.steps):
-        instead.append(f"lr_scheduler.total_steps = {old_total}")
-    for key in _SCHEDULE_KEYS:
-        old = attrgetter(key)(saved)
-        if old != attrgetter(key)(config):
-            instead.append(f"{key} = {show(old)}")
-    return (
-        f"the learning rate of step {step + 1} is {now:.3g} under the schedule as it is written now "
-        f"and was {before:.3g} under that of the checkpoint; {' and '.join(instead)} keeps the old "
-        "schedule"
-    )
