@@ -44,16 +44,11 @@ def _forward(
     bound = bind(call, q, index, mask)
     size = bound.cp.block_size
     # Everything below works on whole blocks; [B, H, padded S_local, D].
-    q_padded = whole_blocks(q, 2, size)
-    k_padded = whole_blocks(k, 2, size)
-    v_padded = whole_blocks(v, 2, size)
-    q_share, k_share, v_share = bound.take(q_padded, k_padded, v_padded)
+    q_share, k_share, v_share = bound.take(*(whole_blocks(x, 2, size) for x in (q, k, v)))
     out, lse, vertical_kv = schedules.forward(bound, q_share, k_share, v_share)
-    # Read only while a recorder is active, so that other calls do not enter recorder.py.
-    observer = None
-    if recorder.listening:
-        observer = recorder.observer()
-    if observer is not None:
+    # Other calls do not enter recorder.py.
+    observer = recorder.listening and recorder.observer()
+    if observer:
         observer.forward(bound, q_share, k_share)
         # Parts of a sequence are reported as a layer once they are joined.
         if not bound.is_partial:
@@ -84,20 +79,15 @@ def _fake_forward(
     size = options.cp().block_size
     batch, heads, seq_len, head_dim = q.shape
     first, last = options.block_range(seq_len)
-    begin = first * size
-    end = seq_len
-    if last is not None:
-        # The last block may be ragged.
-        end = min(last * size, seq_len)
-    length = end - begin
-    if options.end < 1:
-        vertical_kv = q.new_empty(0)
-    else:
+    # The last block may be ragged.
+    end = seq_len if last is None else min(last * size, seq_len)
+    length = end - first * size
+    vertical_kv = q.new_empty(0)
+    if options.end == 1:
         verticals = options.pattern.vertical_count(index)
         vertical_kv = q.new_empty(2, batch, heads, verticals, head_dim)
     out = q.new_empty(batch, heads, length, head_dim)
-    lse_dtype = accumulation_dtype(q.dtype)
-    lse = q.new_empty(batch, heads, length, dtype=lse_dtype)
+    lse = q.new_empty(batch, heads, length, dtype=accumulation_dtype(q.dtype))
     return out, lse, vertical_kv
 
 
@@ -127,29 +117,18 @@ def _backward(
         out=whole_blocks(out, 2, size),
         lse=whole_blocks(lse, 2, size, -torch.inf),
     )
-    gradients = schedules.backward(
-        bound,
-        queries,
-        whole_blocks(k, 2, size),
-        whole_blocks(v, 2, size),
-        vertical_kv,
-    )
+    k = whole_blocks(k, 2, size)
+    v = whole_blocks(v, 2, size)
+    gradients = schedules.backward(bound, queries, k, v, vertical_kv)
     # Without the padding: [B, H, S_local, D].
     length = q.shape[2]
-    unpadded = []
-    for gradient in gradients:
-        gradient = gradient[:, :, :length]
-        unpadded.append(gradient.to(q.dtype).contiguous())
-    dq, dk, dv = unpadded
+    dq, dk, dv = (x[:, :, :length].to(q.dtype).contiguous() for x in gradients)
     return dq, dk, dv
 
 
 @_backward.register_fake
 def _fake_backward(d_out, q, k, v, results, index, mask, call):
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    dk = torch.empty_like(k, memory_format=torch.contiguous_format)
-    dv = torch.empty_like(v, memory_format=torch.contiguous_format)
-    return dq, dk, dv
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
 @torch.library.custom_op("titan_sparse::attend_sinks_backward", mutates_args=())
@@ -186,8 +165,7 @@ def save(ctx, q, k, v, sinks, index, mask, call, results) -> None:
     ctx.cp = registry.lookup(call).cp()
     ctx.index_count = len(index)
     ctx.mask_count = len(mask)
-    tensors = [q, k, v, sinks, *results, *index, *mask]
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(q, k, v, sinks, *results, *index, *mask)
     # A missing gradient stays None, instead of becoming a tensor of zeros.
     ctx.set_materialize_grads(False)
 
@@ -203,16 +181,8 @@ def differentiate(ctx, d_out: Tensor | None, *_) -> tuple:
     mask = rest[ctx.index_count :]
     d_out = d_out.contiguous()
     ops = torch.ops.titan_sparse
-    dq, dk, dv = ops.attend_backward(
-        d_out,
-        q,
-        k,
-        v,
-        [out, lse, vertical_kv],
-        index,
-        mask,
-        ctx.call,
-    )
+    results = [out, lse, vertical_kv]
+    dq, dk, dv = ops.attend_backward(d_out, q, k, v, results, index, mask, ctx.call)
     d_sinks = None
     if sinks is not None:
         d_sinks = ops.attend_sinks_backward(d_out, out, lse, sinks)

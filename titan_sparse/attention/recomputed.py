@@ -93,16 +93,12 @@ def _join(
     first_out, second_out, first_lse, second_lse, _ = parts
     out = torch.cat([first_out, second_out], dim=2)
     lse = torch.cat([first_lse, second_lse], dim=2)
-    observer = None
-    if recorder.listening and q.numel() > 0:
-        observer = recorder.observer()
-    if observer is not None:
+    observer = recorder.listening and recorder.observer()
+    if observer and q.numel() > 0:
         bound = bind(call, q, index, mask)
         size = bound.cp.block_size
-        q_padded = whole_blocks(q, 2, size)
-        k_padded = whole_blocks(k, 2, size)
-        lse_padded = whole_blocks(lse, 2, size, -torch.inf)
-        observer.layer(bound, q_padded, k_padded, lse_padded)
+        padded_lse = whole_blocks(lse, 2, size, -torch.inf)
+        observer.layer(bound, whole_blocks(q, 2, size), whole_blocks(k, 2, size), padded_lse)
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks)
     return out, lse
@@ -110,26 +106,18 @@ def _join(
 
 @_join.register_fake
 def _fake_join(q, k, v, sinks, index, mask, call, parts):
-    lse_dtype = accumulation_dtype(q.dtype)
-    out = q.new_empty(q.shape)
-    lse = q.new_empty(q.shape[:-1], dtype=lse_dtype)
-    return out, lse
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
 
 
 def _save_joined(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     q, k, v, sinks, index, mask, call, parts = inputs
-    out, lse = output
-    vertical_kv = parts[-1]
-    results = (out, lse, vertical_kv)
-    save(ctx, q, k, v, sinks, index, mask, call, results)
-    ctx.mark_non_differentiable(lse)
+    save(ctx, q, k, v, sinks, index, mask, call, (*output, parts[-1]))
+    ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate_joined(ctx, d_out: Tensor | None, *_) -> tuple:
     """As differentiate(), with the five parts as an eighth input."""
-    no_parts = [None] * 5
-    gradients = differentiate(ctx, d_out)
-    return *gradients, no_parts
+    return *differentiate(ctx, d_out), [None] * 5
 
 
 _join.register_autograd(_differentiate_joined, setup_context=_save_joined)

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -86,11 +86,11 @@ def observer() -> Observer | None:
 
 
 def recomputing() -> bool:
-    """Whether what runs now repeats a forward for a backward, that is, runs inside autograd's."""
-    # torch.utils.checkpoint asks it the same way.
-    graph_task = torch._C._current_graph_task_id()
-    outside_backward = -1
-    return graph_task != outside_backward
+    """Whether what runs now repeats a forward for a backward, that is, runs inside autograd's.
+
+    torch.utils.checkpoint asks it the same way.
+    """
+    return torch._C._current_graph_task_id() != -1
 
 
 # Times of context-parallel calls. They come from events on the compute stream, on the CPU from the
@@ -99,26 +99,17 @@ def recomputing() -> bool:
 Moment = torch.cuda.Event | float
 
 
-class BytesSent(NamedTuple):
-    """What this rank has sent so far.
-
-    ring: keys, values and gradients around the ranks. plain_ring: what a ring would have sent in
-    which each chunk visits every rank. verticals: the gathered verticals and their gradients.
-    """
-
-    ring: int
-    plain_ring: int
-    verticals: int
-
-
 class TimedCall:
-    """The forward of one attention call on this rank, timed from here on."""
+    """The forward of one attention call on this rank, timed from here on.
+
+    sent_before: what the rank had sent, as bytes_sent() says.
+    """
 
     def __init__(self, cp: Any, device: torch.device):
         """cp: the ContextParallel."""
         self.cp = cp
         self.device = device
-        self.bytes_before = bytes_so_far(cp)
+        self.sent_before = bytes_sent(cp)
         self.intervals: list[tuple[Moment, Moment]] = []
         self.began = mark(device)
         self.ended = self.began
@@ -137,22 +128,17 @@ class TimedCall:
         return computed, _milliseconds_between(self.began, self.ended)
 
 
-def bytes_so_far(cp: Any) -> BytesSent:
-    return BytesSent(
-        ring=cp.bytes_sent,
-        plain_ring=cp.plain_ring_bytes,
-        verticals=cp.sent["verticals"],
-    )
+def bytes_sent(cp: Any) -> tuple[int, int, int]:
+    """What this rank has sent so far: keys, values and gradients; what a ring would have sent in
+    which each chunk visits every rank; the gathered verticals and their gradients."""
+    return cp.bytes_sent, cp.plain_ring_bytes, cp.sent["verticals"]
 
 
 _call_in_progress: TimedCall | None = None
 
 
 def timed(forward: Callable) -> Callable:
-    """A schedule's forward(call, q, k, v), timed for the observer if there are several ranks.
-
-    A forward that activation checkpointing repeats is not timed again.
-    """
+    """forward(call, q, k, v), timed for the observer if there are several ranks."""
 
     @functools.wraps(forward)
     def timed_forward(call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

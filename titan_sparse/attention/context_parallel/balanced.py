@@ -15,6 +15,7 @@ keys count.
 All numbers are integers, so every rank computes the same table without communication.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -138,8 +139,7 @@ def _tiles_of_ranges(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
     # the last one the latest.
     # [Bm, blocks, 1]
     first_query = sees_any.argmax(-1)[..., None]
-    from_the_end = sees_any[..., ::-1].argmax(-1)[..., None]
-    last_query = size - 1 - from_the_end
+    last_query = size - 1 - sees_any[..., ::-1].argmax(-1)[..., None]
     # [Bm, blocks]
     block_sees_any = np.take_along_axis(sees_any, first_query, -1)[..., 0]
     earliest_key = np.take_along_axis(start, first_query, -1)[..., 0]
@@ -149,26 +149,14 @@ def _tiles_of_ranges(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
     end = -(-behind_latest_key // size) * block_sees_any
     # A tile that the first and the last query see whole is whole for all queries between them. If
     # one of them sees nothing, there is no such tile.
-    whole_begin = -(-start[..., -1] // size)
-    whole_end = stop[..., 0] // size
-    whole = (whole_end - whole_begin).clip(min=0)
+    whole = (stop[..., 0] // size - -(-start[..., -1] // size)).clip(min=0)
     partial = end - begin - whole
     work = 100 * whole + costs.partial * partial
-    sequence, line = np.indices(begin.shape, dtype=np.int64)
-    touched = Runs(
-        sequence=_flat_tensor(sequence),
-        slice=_flat_tensor(sequence),  # means nothing here
-        line=_flat_tensor(line),
-        first=_flat_tensor(begin),
-        last=_flat_tensor(end),
-    )
-    total_work = work.sum(0, dtype=np.int64)
-    return _MaskTiles(total_work, touched, lines_are_keys=False)
-
-
-def _flat_tensor(numbers: NDArray) -> Tensor:
-    flat = numbers.astype(np.int64).ravel()
-    return torch.from_numpy(flat)
+    sequence, line = np.indices(begin.shape)
+    # The number of the slice means nothing here.
+    numbers = (sequence, sequence, line, begin, end)
+    touched = Runs(*(torch.from_numpy(x.astype(np.int64).ravel()) for x in numbers))
+    return _MaskTiles(work.sum(0, dtype=np.int64), touched, lines_are_keys=False)
 
 
 def _tiles_of_slices(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
@@ -234,47 +222,31 @@ def _needed_keys(tiles: _MaskTiles, bounds: NDArray[np.int64], sequences: int) -
     # [C queries, sequences * C keys]
     seen = seen.transpose(0, 1).flatten(1)
     packed = np.packbits(seen.numpy(), axis=1, bitorder="little")
-    needs = []
-    for bits in packed:
-        needs.append(int.from_bytes(bits.tobytes(), "little"))
-    return needs
+    return [int.from_bytes(bits.tobytes(), "little") for bits in packed]
 
 
+@dataclass
 class _RankLoad:
     """What a rank has been dealt so far.
 
     room: how many short and how many long chunks it still takes.
     work: time to compute. own: bits of its chunks. seen: bits of the chunks whose keys its queries
-    see.
-    incoming: how many chunks of keys others have to send to it.
+    see. incoming: how many chunks of keys others have to send to it.
     """
 
-    def __init__(self, room: tuple[int, int]):
-        self.room = list(room)
-        self.work = 0
-        self.own = 0
-        self.seen = 0
-        self.incoming = 0
+    room: list[int]
+    work: int = 0
+    own: int = 0
+    seen: int = 0
+    incoming: int = 0
 
-    def offer(self, own: int, needs: int, work: int, transfer: int) -> tuple[int, int]:
-        """What it would mean to take a chunk: further chunks of keys that would have to come, and
-        when everything would be done.
-
-        own, needs: bits, as above. work: of the chunk. transfer: time for a chunk of keys to come.
-        """
-        missing = (self.seen | needs) & ~(self.own | own)
-        incoming = missing.bit_count()
-        # Keys travel while others are computed on, so the longer of the two counts.
-        time = max(self.work + work, incoming * transfer)
-        return incoming - self.incoming, time
-
-    def take(self, own: int, needs: int, work: int, is_long: bool, fetched: int) -> None:
-        """Deal a chunk to this rank. fetched: the first number of its offer."""
-        self.own |= own
-        self.seen |= needs
-        self.work += work
-        self.incoming += fetched
-        self.room[is_long] -= 1
+    def with_chunk(self, own: int, needs: int, work: int, is_long: bool) -> "_RankLoad":
+        """What the rank would have with one more chunk. own, needs: bits, as above."""
+        room = list(self.room)
+        room[is_long] -= 1
+        own |= self.own
+        seen = self.seen | needs
+        return _RankLoad(room, self.work + work, own, seen, (seen & ~own).bit_count())
 
 
 def deal_chunks(chunks: Chunks, ranks: int, transfer: int) -> NDArray[np.int64]:
@@ -284,12 +256,10 @@ def deal_chunks(chunks: Chunks, ranks: int, transfer: int) -> NDArray[np.int64]:
     short = int(lengths.min())
     is_long = (lengths > short).tolist()
     long_chunks = sum(is_long)
-    room = ((count - long_chunks) // ranks, long_chunks // ranks)
+    room = [(count - long_chunks) // ranks, long_chunks // ranks]
     loads = [_RankLoad(room) for _ in range(ranks)]
     # The bit of chunk 0 in every sequence; shifted by c, that of chunk c.
-    first_chunk_everywhere = 0
-    for sequence in range(chunks.sequences):
-        first_chunk_everywhere |= 1 << count * sequence
+    first_chunk_everywhere = sum(1 << count * sequence for sequence in range(chunks.sequences))
     works = chunks.work.tolist()
     total_work = sum(works)
     work_left = total_work
@@ -300,14 +270,19 @@ def deal_chunks(chunks: Chunks, ranks: int, transfer: int) -> NDArray[np.int64]:
         work_left -= works[number]
         # (fetched, time, rank)
         offers = []
+        possible = {}
         for rank, load in enumerate(loads):
             if load.room[is_long[number]] > 0:
-                offers.append((*load.offer(*chunk, short * transfer), rank))
+                then = load.with_chunk(*chunk, is_long[number])
+                possible[rank] = then
+                # Keys travel while others are computed on, so the longer of the two counts.
+                time = max(then.work, then.incoming * short * transfer)
+                offers.append((then.incoming - load.incoming, time, rank))
         best_time = min(time for _, time, _ in offers)
         percents = _SLACK_PERCENT * total_work + _SLACK_PERCENT_OF_REST * work_left
         slack = percents // (100 * ranks)
         # Of the ranks that would be done soon enough, the one with the fewest keys to fetch.
-        fetched, _, rank = min(offer for offer in offers if offer[1] <= best_time + slack)
-        loads[rank].take(*chunk, is_long[number], fetched)
+        _, _, rank = min(offer for offer in offers if offer[1] <= best_time + slack)
+        loads[rank] = possible[rank]
         owner[number] = rank
     return owner

@@ -59,20 +59,14 @@ class ContextParallel(Communicator):
 
         Creating one is collective over the mesh. Raises ValueError for what the mesh cannot do.
         """
-        if backward_circulates not in ("auto", "kv", "q"):
-            raise ValueError(
-                f'backward_circulates "{backward_circulates}" is unknown; write "auto", "kv" or "q"'
-            )
-        if route_by not in ("auto", "mask"):
-            raise ValueError(f'route_by "{route_by}" is unknown; write "auto" or "mask"')
-        if layout not in layouts.ALL_LAYOUTS:
-            raise ValueError(
-                f'layout "{layout}" is unknown; write one of {", ".join(layouts.ALL_LAYOUTS)}'
-            )
-        if schedule != "auto" and schedule not in SCHEDULES:
-            raise ValueError(
-                f'schedule "{schedule}" is unknown; write "auto" or one of {", ".join(SCHEDULES)}'
-            )
+        for name, value, known in (
+            ("backward_circulates", backward_circulates, ("auto", "kv", "q")),
+            ("route_by", route_by, ("auto", "mask")),
+            ("layout", layout, layouts.ALL_LAYOUTS),
+            ("schedule", schedule, ("auto", *SCHEDULES)),
+        ):
+            if value not in known:
+                raise ValueError(f'{name} "{value}" is unknown; write one of {", ".join(known)}')
         if min(overlap_stages) < 1:
             raise ValueError(
                 f"overlap_stages={overlap_stages}: remote blocks come in one part or more; "
@@ -82,28 +76,17 @@ class ContextParallel(Communicator):
             raise ValueError(
                 f'costs would be ignored with layout "{layout}"; write layout="balanced" or costs=None'
             )
-        if mesh is None:
-            nodes = [[0]]
-            device_type = "cpu"
-        else:
-            nodes = _ranks_by_node(mesh, schedule)
-            device_type = mesh.device_type
+        nodes = [[0]] if mesh is None else _ranks_by_node(mesh, schedule)
+        device_type = "cpu" if mesh is None else mesh.device_type
         self.inter = len(nodes)
         self.intra = len(nodes[0])
-        if schedule == "auto":
-            record = choose(self.inter, self.intra, backward_circulates)
-        else:
-            record = SCHEDULES[schedule]
+        record = SCHEDULES.get(schedule) or choose(self.inter, self.intra, backward_circulates)
         self.ranks = [rank for node in nodes for rank in node]
-        rank = 0
-        if len(self.ranks) > 1:
-            rank = self.ranks.index(dist.get_rank())
+        rank = self.ranks.index(dist.get_rank()) if len(self.ranks) > 1 else 0
         self.layout = layout
         self.schedule = record.name
-        self.moves = record.moves
-        if len(self.ranks) == 1:
-            # One rank has nothing to move, whatever the schedule.
-            self.moves = Moves.NOTHING
+        # One rank has nothing to move, whatever the schedule.
+        self.moves = record.moves if len(self.ranks) > 1 else Moves.NOTHING
         self.block_size = block_size
         self.backward_circulates = backward_circulates
         self.gradient_dtype = gradient_dtype
@@ -161,9 +144,7 @@ class ContextParallel(Communicator):
     @property
     def depends_on_mask(self) -> bool:
         """Whether another mask means another layout: "balanced", between several ranks."""
-        if self.size == 1:
-            return False
-        return self.layout == "balanced"
+        return self.layout == "balanced" and self.size > 1
 
     def balance(self, ranges: MaskRanges) -> MaskRanges:
         """The same mask with its table in the layout "balanced"; unchanged for other layouts.
@@ -173,35 +154,26 @@ class ContextParallel(Communicator):
         if not self.depends_on_mask:
             return ranges
         table = balanced.block_table(ranges, self.size, self.block_size, self.costs)
-        device = ranges.start.device
-        return ranges._replace(table=table.to(device))
+        return ranges._replace(table=table.to(ranges.start.device))
 
     def table(self, ranges: MaskRanges) -> Tensor:
         """int64 [ranks, n], on the mask's device: the global blocks of every rank for this mask."""
         if self.depends_on_mask and ranges.table is not None:
             return ranges.table
-        seq_len = ranges.start.shape[1]
-        device = ranges.start.device
-        return self.block_table(seq_len, device)
+        return self.block_table(ranges.start.shape[1], ranges.start.device)
 
     def blocks(self, ranges: MaskRanges, rank: int | None = None) -> Tensor:
         """int64 [n]: the global blocks of `rank` (default: this rank), in local order."""
-        if rank is None:
-            rank = self.rank
-        table = self.table(ranges)
-        return table[rank]
+        return self.table(ranges)[self.rank if rank is None else rank]
 
     def local_lookup(self, ranges: MaskRanges) -> Tensor:
         """int64 [length + 1]: where this rank holds each token, -1 if it does not.
 
         The last entry, for no token, is -1.
         """
-        blocks = self.blocks(ranges)
-        positions = token_positions(blocks, self.block_size)
-        seq_len = ranges.start.shape[1]
-        device = ranges.start.device
-        lookup = torch.full((seq_len + 1,), -1, device=device)
-        lookup[positions] = torch.arange(len(positions), device=device)
+        positions = token_positions(self.blocks(ranges), self.block_size)
+        lookup = positions.new_full((ranges.start.shape[1] + 1,), -1)
+        lookup[positions] = torch.arange(len(positions), device=lookup.device)
         return lookup
 
     def local_position(self, positions: Tensor, ranges: MaskRanges) -> Tensor:
@@ -217,10 +189,8 @@ class ContextParallel(Communicator):
         table: the one that balance() made; None for other layouts.
         """
         if table is None:
-            seq_len = x.shape[dim]
-            table = self.block_table(seq_len)
-        blocks = table[self.rank]
-        return layouts.take_blocks(x, dim, blocks, self.block_size)
+            table = self.block_table(x.shape[dim])
+        return layouts.take_blocks(x, dim, table[self.rank], self.block_size)
 
     @torch.no_grad()
     def unshard(self, x: Tensor, dim: int, table: Tensor | None = None) -> Tensor:
@@ -229,10 +199,8 @@ class ContextParallel(Communicator):
         No gradient flows back. table: as in shard().
         """
         if table is None:
-            seq_len = x.shape[dim] * self.size
-            table = self.block_table(seq_len)
-        shards = self.all_gather(x)
-        whole = torch.cat(list(shards), dim=dim)
+            table = self.block_table(x.shape[dim] * self.size)
+        whole = torch.cat(list(self.all_gather(x)), dim=dim)
         return layouts.restore_blocks(whole, dim, table, self.block_size)
 
 

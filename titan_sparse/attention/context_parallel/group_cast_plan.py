@@ -6,7 +6,6 @@ ranks of the node that need it (`inner`). A node's own blocks make the second ho
 go the same way back. All ranks know the needs, so all of them compute the same plan.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -54,31 +53,16 @@ class Plan(NamedTuple):
     memory: int
 
     def to(self, device: torch.device) -> "Plan":
-        """The same plan with its tensors on a device, in one copy."""
-        tensors = []
-        for stage in self.stages:
-            for exchange in (stage.outer, stage.inner):
-                if exchange is not None:
-                    tensors.append(exchange.rows)
-            tensors.append(stage.k_blocks)
-        if not tensors:
-            return self
-        sizes = [len(tensor) for tensor in tensors]
-        moved = iter(torch.cat(tensors).to(device).split(sizes))
+        """The same plan with its tensors on a device."""
+
+        def moved(exchange: Exchange | None) -> Exchange | None:
+            return exchange and exchange._replace(rows=exchange.rows.to(device))
+
         stages = []
         for stage in self.stages:
-            # In the order in which they were listed above.
-            outer = _with_next_rows(stage.outer, moved)
-            inner = _with_next_rows(stage.inner, moved)
-            stages.append(stage._replace(outer=outer, inner=inner, k_blocks=next(moved)))
+            k_blocks = stage.k_blocks.to(device)
+            stages.append(Stage(moved(stage.outer), moved(stage.inner), stage.relayed, k_blocks))
         return self._replace(stages=stages)
-
-
-def _with_next_rows(exchange: Exchange | None, moved: Iterator[Tensor]) -> Exchange | None:
-    if exchange is None:
-        return None
-    rows = next(moved)
-    return exchange._replace(rows=rows)
 
 
 def plan(needed: Tensor, table: Tensor, inter: int, intra: int, rank: int, stages: int) -> Plan:
@@ -120,33 +104,23 @@ def plan(needed: Tensor, table: Tensor, inter: int, intra: int, rank: int, stage
         received = handed_on[local_rank].transpose(0, 1)
         inner = _exchange(sent, received, rows, bool(handed_on.any()))
 
-        stage = Stage(
-            outer=outer,
-            inner=inner,
-            relayed=(first_relayed, memory),
-            k_blocks=owned[received],
-        )
-        planned.append(stage)
+        planned.append(Stage(outer, inner, (first_relayed, memory), k_blocks=owned[received]))
     return Plan(planned, memory)
 
 
-def _exchange(sent: Tensor, received: Tensor, rows: Tensor, anybody_sends: bool) -> Exchange | None:
+def _exchange(sent: Tensor, received: Tensor, rows: Tensor, is_made: bool) -> Exchange | None:
     """An exchange from what goes to each member and what comes from each.
 
     sent: bool [members, ...], which of `rows` [...] go to each member.
     received: bool [members, ...], what comes from each member. Only the counts matter.
     """
-    if not anybody_sends:
+    if not is_made:
         return None
-    # [members]
-    sends = sent.flatten(1).sum(1)
-    receives = received.flatten(1).sum(1)
-    # Member after member, as boolean indexing goes along the first dim first.
-    sent_rows = rows.expand_as(sent)[sent]
     return Exchange(
-        rows=sent_rows,
-        sends=sends.tolist(),
-        receives=receives.tolist(),
+        # Member after member, as boolean indexing goes along the first dim first.
+        rows=rows.expand_as(sent)[sent],
+        sends=sent.flatten(1).sum(1).tolist(),
+        receives=received.flatten(1).sum(1).tolist(),
     )
 
 
@@ -219,8 +193,7 @@ def traffic(wanted: Tensor, stages: int, backward: bool = False) -> Traffic:
     """
     inter, intra = wanted.shape[:2]
     # [inter, inter, 1] and [intra, intra]
-    same_node = torch.eye(inter, dtype=torch.bool)
-    other_node = ~same_node[..., None]
+    other_node = ~torch.eye(inter, dtype=torch.bool)[..., None]
     other_rank = ~torch.eye(intra, dtype=torch.bool)
     stage_of = assign_stages(wanted, stages)
     inside = []
@@ -233,13 +206,6 @@ def traffic(wanted: Tensor, stages: int, backward: bool = False) -> Traffic:
         wanted_now = wanted & in_stage[:, None]
         handed_on = wanted_now.sum((2, 4)) * other_rank
         # Keys: sum over those who get them. Gradients: over those who gave the keys.
-        if backward:
-            inside.append(handed_on.sum(2).flatten())
-            across.append(crossing.sum(1).flatten())
-        else:
-            inside.append(handed_on.sum(1).flatten())
-            across.append(crossing.sum(0).flatten())
-    return Traffic(
-        inside=torch.stack(inside, dim=1),
-        across=torch.stack(across, dim=1),
-    )
+        inside.append(handed_on.sum(2 if backward else 1).flatten())
+        across.append(crossing.sum(1 if backward else 0).flatten())
+    return Traffic(inside=torch.stack(inside, dim=1), across=torch.stack(across, dim=1))

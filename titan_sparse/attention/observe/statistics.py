@@ -176,11 +176,10 @@ def recording(recall_rows: int = 0, thumbnail_cells: int = 0) -> Iterator[Record
             yield seen
     finally:
         if seen.calls:
-            before = seen.calls[0].bytes_before
-            now = recorder.bytes_so_far(seen.calls[0].cp)
-            seen.bytes_sent = now.ring - before.ring
-            seen.plain_ring_bytes = now.plain_ring - before.plain_ring
-            seen.bytes_of_verticals = now.verticals - before.verticals
+            before = seen.calls[0].sent_before
+            now = recorder.bytes_sent(seen.calls[0].cp)
+            sent = [after - earlier for after, earlier in zip(now, before, strict=True)]
+            seen.bytes_sent, seen.plain_ring_bytes, seen.bytes_of_verticals = sent
 
 
 def visited_pairs(call: AttentionCall, batch: int) -> tuple[Tensor, Tensor]:

@@ -25,46 +25,31 @@ _LARGEST_TABLE = 1 << 27
 """The index is ignored if the table of block distances between ranks would have more entries."""
 _TILES_AT_ONCE = 1 << 26
 """How many tiles of all heads are looked at together, which bounds the memory."""
-
-
+_LAYOUTS_BY_INDEX = ("contiguous", "zigzag")
+"""Where the index is looked at. Under "balanced" any few slashes touch every rank; under "striped"
+they do with few ranks."""
 ALL_HEADS = slice(None)
 
 
-def needed_chunks(
-    call: AttentionCall, groups: Sequence[slice] = (ALL_HEADS,)
-) -> list[Tensor | None]:
+def needed_chunks(call: AttentionCall, groups: Sequence[slice] = (ALL_HEADS,)) -> list[Tensor]:
     """For each group of query heads bool [W, W], on the host: some query of rank r meets a block of
     rank s outside the verticals.
 
-    None for one rank. The result may contain chunks that are not needed, but misses none. The mask is looked at once a
-    batch. The slashes of a vertical-slash index are looked at too where
-    looks_at_index() says so: that makes the host wait for the selection, once for all groups.
+    The result may contain chunks that are not needed, but misses none. The mask is looked at once a
+    batch. For what _without_unmet() looks at, the host waits for the selection, once for all groups.
     """
-    if call.cp.size == 1:
-        return [None] * len(groups)
 
     def by_mask() -> Tensor:
         table = call.cp.table(call.mask)
-        chunks = seen_chunks(call.mask, table, call.cp.block_size)
-        return chunks.cpu()
+        return seen_chunks(call.mask, table, call.cp.block_size).cpu()
 
     seen = once_per_mask(call.mask, ("needed", call.cp.key), by_mask)
-    if not looks_at_index(call.cp.route_by, call.cp.layout):
+    if call.cp.route_by == "mask" or call.cp.layout not in _LAYOUTS_BY_INDEX:
         return [seen] * len(groups)
     return _without_unmet(seen, call.index, call.cp.layout, groups)
 
 
-def looks_at_index(route_by: str, layout: str) -> bool:
-    """Whether the index decides how far a chunk goes.
-
-    Under "balanced" any few slashes touch every rank; under "striped" they do with few ranks.
-    """
-    return route_by == "auto" and layout not in ("striped", "balanced")
-
-
-def needed_chunks_of(
-    index: BlockIndex, ranges: MaskRanges, layout: str, ranks: int, route_by: str = "auto"
-) -> Tensor:
+def needed_chunks_of(index: BlockIndex, ranges: MaskRanges, layout: str, ranks: int) -> Tensor:
     """needed_chunks() of a call over so many ranks, without a ContextParallel, for all heads.
 
     ranges: for the layout "balanced" with their table.
@@ -73,11 +58,10 @@ def needed_chunks_of(
         table = ranges.table
     else:
         table = block_ids(layout, ranks, index.seq_len, index.block_size)
-    device = ranges.start.device
-    seen = seen_chunks(ranges, table.to(device), index.block_size)
-    if not looks_at_index(route_by, layout):
-        return seen.cpu()
-    [needed] = _without_unmet(seen.cpu(), index, layout, [ALL_HEADS])
+    seen = seen_chunks(ranges, table.to(ranges.start.device), index.block_size).cpu()
+    if layout not in _LAYOUTS_BY_INDEX:
+        return seen
+    [needed] = _without_unmet(seen, index, layout, [ALL_HEADS])
     return needed
 
 
@@ -118,15 +102,10 @@ def needed_blocks(call: AttentionCall) -> Tensor:
     # int64 [W, n]: the query blocks of each rank
     queries = table[:, call.first : call.last]
     if call.pattern.dynamic:
-        met = met_blocks(call.mask, call.index, queries)
-        return met.cpu()
-
-    def by_mask() -> Tensor:
-        seen = seen_blocks(call.mask, queries, call.cp.block_size)
-        return seen.cpu()
-
+        return met_blocks(call.mask, call.index, queries).cpu()
     key = ("needed blocks", call.cp.key, call.first, call.last)
-    return once_per_mask(call.mask, key, by_mask)
+    size = call.cp.block_size
+    return once_per_mask(call.mask, key, lambda: seen_blocks(call.mask, queries, size).cpu())
 
 
 def met_blocks(ranges: MaskRanges, index: BlockIndex, table: Tensor) -> Tensor:
@@ -142,8 +121,7 @@ def met_blocks(ranges: MaskRanges, index: BlockIndex, table: Tensor) -> Tensor:
     is_met = torch.zeros(len(table), len(keys), dtype=torch.bool, device=table.device)
     for rank, blocks_of_rank in enumerate(table):
         for q_blocks in blocks_of_rank.split(q_blocks_at_once):
-            positions = token_positions(q_blocks, size)
-            reach = block_reach(ranges, positions, size)
+            reach = block_reach(ranges, token_positions(q_blocks, size), size)
             # [B, nq, blocks]: how many heads select each block
             selecting = heads_selecting(index, q_blocks, keys)[:, 0]
             tiles = reached(reach, keys, size) & (selecting > 0)
@@ -160,8 +138,7 @@ def block_distances(
     Entry [d, r * W + s] is 1 where some query block of r lies d blocks after a key block of s. None
     if the table would be too large.
     """
-    table = block_ids(layout, ranks, seq_len, block_size)
-    table = table.to(device)
+    table = block_ids(layout, ranks, seq_len, block_size).to(device)
     blocks = table.numel()
     pairs = ranks * ranks
     if blocks * pairs > _LARGEST_TABLE:
@@ -171,10 +148,8 @@ def block_distances(
     owner[table] = torch.arange(ranks, device=device)[:, None]
     distances = torch.zeros(blocks, pairs, device=device)
     for distance in range(blocks):
-        query_owner = owner[distance:]
-        key_owner = owner[: blocks - distance]
-        pair = query_owner * ranks + key_owner
-        distances[distance, pair] = 1
+        # Query owner and key owner.
+        distances[distance, owner[distance:] * ranks + owner[: blocks - distance]] = 1
     return distances
 
 

@@ -16,23 +16,13 @@ from titan_sparse.kernels.block_sparse import Piece
 
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """out [B, Hq, S, D], lse [B, Hq, S], and keys and values of the verticals [2, B, Hq, C, D]."""
-    # Plain causal attention without tables, where the backend has kernels for it.
-    square = DenseShape(causal=True, is_whole=True, block_size=call.cp.block_size)
-    if call.plain and call.backend.serves_dense(q, square):
-        out, lse = call.backend.dense_forward(q, k, v, square, call.scale)
-        return out, lse, _no_verticals(q)
-    # Packed documents, by a kernel that knows documents: tables of blocks would cost it 10 % and
-    # more, and every layer would have to make them.
+    no_verticals = q.new_empty(2, *q.shape[:2], 0, q.shape[3])
     packing = packing_of(call, q)
     if packing is not None:
-        out, lse = _packed_forward(call, packing, q, k, v)
-        return out, lse, _no_verticals(q)
-    # Chunks that single queries chose.
-    batch = len(q)
-    geometry = gathered.geometry_of(call, batch)
+        return *_dense_forward(call, packing, q, k, v), no_verticals
+    geometry = gathered.geometry_of(call, len(q))
     if geometry is not None:
-        out, lse = gathered.forward(call, geometry, q, k, v)
-        return out, lse, _no_verticals(q)
+        return *gathered.forward(call, geometry, q, k, v), no_verticals
     # Everything else goes by tiles.
     vertical_kv = verticals.gather(call, k, v).wait()
     pieces = _pieces(call, k, v, vertical_kv, transpose=False)
@@ -45,14 +35,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in their dtype."""
     q = queries.q
-    square = DenseShape(causal=True, is_whole=True, block_size=call.cp.block_size)
-    if call.plain and call.backend.serves_dense(q, square):
-        return call.backend.dense_backward(queries, k, v, square, call.scale)
     packing = packing_of(call, q)
     if packing is not None:
-        return _packed_backward(call, packing, queries, k, v)
-    batch = len(q)
-    geometry = gathered.geometry_of(call, batch)
+        return _dense_backward(call, packing, queries, k, v)
+    geometry = gathered.geometry_of(call, len(q))
     if geometry is not None:
         return gathered.backward(call, geometry, queries, k, v)
     pieces = _pieces(call, k, v, vertical_kv, call.backend.READS_BY_KEY)
@@ -74,12 +60,6 @@ def _pieces(
     return pieces
 
 
-def _no_verticals(q: Tensor) -> Tensor:
-    """Keys and values of no verticals: [2, B, Hq, 0, D]."""
-    batch, heads, _, head_dim = q.shape
-    return q.new_empty(2, batch, heads, 0, head_dim)
-
-
 class Packing(NamedTuple):
     """Documents of all sequences, one sequence after the other. A run of padding counts as one.
 
@@ -93,16 +73,19 @@ class Packing(NamedTuple):
 def packing_of(call: AttentionCall, q: Tensor) -> Packing | None:
     """The packing of a dense call that is causal inside documents, with or without a window.
 
-    None for any other call, or if no kernel serves it. The host waits for the mask, once a batch.
+    None for any other call, or if no kernel serves it without tables of blocks. Tables would cost a
+    kernel that knows documents 10 % and more, and every layer would have to make them. The host
+    waits for a mask that is not plain, once a batch.
     """
     if call.pattern.dynamic or call.mask.slices is not None:
         return None
-    if call.plain or call.is_partial:
-        return None
+    if call.plain:
+        shape = DenseShape(causal=True, is_whole=True, block_size=call.cp.block_size)
+        return Packing(shape, None) if call.backend.serves_dense(q, shape) else None
     has_documents = call.mask.document_start is not None
     shape = DenseShape(causal=True, is_whole=True, is_packed=True, has_documents=has_documents)
     # Asked twice: the first time spares the host the wait, the second time the window is known.
-    if not call.backend.serves_dense(q, shape):
+    if call.is_partial or not call.backend.serves_dense(q, shape):
         return None
     batch = len(q)
     key = ("packing", batch)
@@ -123,18 +106,15 @@ def find_packing(ranges: MaskRanges, batch: int) -> Packing | None:
     start = ranges.start.expand(batch, -1)
     stop = ranges.stop.expand(batch, -1)
     padding = start >= stop
-    if ranges.document_start is None:
-        document_start = torch.zeros_like(start)
-    else:
+    document_start = torch.zeros_like(start)
+    if ranges.document_start is not None:
         document_start = ranges.document_start.expand(batch, -1)
     # The widest view back is the window, if there is one.
     window = torch.where(padding, 0, position + 1 - start).amax()
     expected_start = torch.maximum(document_start, position + 1 - window)
-    is_causal = stop == position + 1
-    is_as_expected = is_causal & (start == expected_start)
+    is_as_expected = (stop == position + 1) & (start == expected_start)
     fits = (padding | is_as_expected).all()
-    is_cut = ~padding & (start > document_start)
-    window_cuts = is_cut.any()
+    window_cuts = (~padding & (start > document_start)).any()
     # A document, or a run of padding, begins where this number changes.
     number = torch.where(padding, -1, document_start)
     begins = torch.ones_like(padding)
@@ -145,10 +125,8 @@ def find_packing(ranges: MaskRanges, batch: int) -> Packing | None:
     if not fits:
         return None
     # Where each document begins, and behind them the number of tokens.
-    tokens = begins.numel()
     offsets = begins.flatten().nonzero().flatten()
-    offsets = torch.nn.functional.pad(offsets, (0, 1), value=tokens)
-    offsets = offsets.int()
+    offsets = torch.nn.functional.pad(offsets, (0, 1), value=begins.numel()).int()
     lengths = offsets.diff()
     shape = DenseShape(
         causal=True,
@@ -162,7 +140,7 @@ def find_packing(ranges: MaskRanges, batch: int) -> Packing | None:
     return Packing(shape, padding if has_padding else None)
 
 
-def _packed_forward(
+def _dense_forward(
     call: AttentionCall, packing: Packing, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """out [B, Hq, S, D] and lse [B, Hq, S]; 0 and -inf for padding."""
@@ -176,7 +154,7 @@ def _packed_forward(
     return out, lse
 
 
-def _packed_backward(
+def _dense_backward(
     call: AttentionCall, packing: Packing, queries: Queries, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in their dtype; 0 for padding."""

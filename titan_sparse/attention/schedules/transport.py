@@ -62,18 +62,14 @@ class RingStep:
     gradient: Tensor | None = None
 
 
-def route_of(cp: ContextParallel, needed: Tensor | None) -> Route:
+def route_of(cp: ContextParallel, needed: Tensor) -> Route:
     """The route of this rank.
 
-    needed: bool [W, W] on the host, rank r computes on the chunk of rank s; None if every rank
-    computes on every chunk.
+    needed: bool [W, W] on the host, rank r computes on the chunk of rank s.
     """
-    if needed is None:
-        needed = torch.ones(cp.size, cp.size, dtype=torch.bool)
     # The cache of _route() needs values that it can hash.
     windows = tuple(tuple(window) for window in cp.windows)
-    needed_bytes = needed.numpy().tobytes()
-    return _route(windows, cp.rank, needed_bytes)
+    return _route(windows, cp.rank, needed.numpy().tobytes())
 
 
 @functools.lru_cache(maxsize=64)
