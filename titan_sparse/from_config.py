@@ -38,19 +38,12 @@ def build_mask(attention: Attention, lengths: list[list[int]]) -> Mask:
     lengths: the lengths of the documents in each sequence, in tokens.
     """
     is_causal = attention.mask != "documents"
+    tokens = [sum(sequence) for sequence in lengths]
     if has_slices(attention):
-        documents = [[sum(sequence)] for sequence in lengths] if is_causal else lengths
-        return Slices.batch(
-            [
-                sliding_window(sequence, attention.sliding_window, attention.window_sinks)
-                for sequence in documents
-            ]
-        )
-    mask: Mask
-    if is_causal:
-        mask = Causal(valid=tuple(sum(sequence) for sequence in lengths))
-    else:
-        mask = Documents(lengths)
+        documents = [[count] for count in tokens] if is_causal else lengths
+        window = (attention.sliding_window, attention.window_sinks)
+        return Slices.batch([sliding_window(sequence, *window) for sequence in documents])
+    mask = Causal(valid=tuple(tokens)) if is_causal else Documents(lengths)
     if attention.sliding_window:
         mask = mask & SlidingWindow(attention.sliding_window)
     return mask
@@ -76,18 +69,11 @@ def backend_case(
     }
 
 
-_PATTERNS = {
-    "dense": Dense,
-    "vertical_slash": VerticalSlash,
-    "xattention": XAttention,
-    "moba": MoBA,
-}
-
-
 def build_pattern(attention: Attention) -> Pattern:
     """The pattern that the section names, with the options of its sub-table."""
+    patterns = {pattern.name: pattern for pattern in (Dense, VerticalSlash, XAttention, MoBA)}
     options = getattr(attention, attention.pattern)
-    return _PATTERNS[attention.pattern](**dataclasses.asdict(options))
+    return patterns[attention.pattern](**dataclasses.asdict(options))
 
 
 def schedule_named(attention: Attention, inter: int, intra: int) -> str:
@@ -105,17 +91,6 @@ def schedule_named(attention: Attention, inter: int, intra: int) -> str:
     return choose(inter, intra, attention.backward_circulates, needs_few_blocks).name
 
 
-def gradient_dtype(attention: Attention) -> torch.dtype | None:
-    """The dtype in which dK and dV (or dQ) travel; None: the dtype in which they are summed.
-
-    "float32" is also what a configuration that says nothing holds. It gives None, so that float64
-    runs send float64.
-    """
-    if attention.gradient_dtype == "float32":
-        return None
-    return getattr(torch, attention.gradient_dtype)
-
-
 def build_context_parallel(
     attention: Attention, mesh: DeviceMesh, costs: Costs | None = None
 ) -> ContextParallel:
@@ -125,17 +100,19 @@ def build_context_parallel(
     mesh: axes ("cp_inter", "cp_intra") or ("cp",). Collective over it.
     costs: what attention.balance_costs holds (estimate/constants.py).
     """
-    if mesh.ndim == 2:
-        inter, intra = mesh.shape
-    else:
-        inter, intra = 1, mesh.size()
+    inter, intra = mesh.shape if mesh.ndim == 2 else (1, mesh.size())
+    # "float32" is also what a configuration that says nothing holds. Gradients then travel in the
+    # dtype in which they are summed, so that float64 runs send float64.
+    gradient_dtype = None
+    if attention.gradient_dtype != "float32":
+        gradient_dtype = getattr(torch, attention.gradient_dtype)
     return ContextParallel(
         mesh,
         layout=attention.layout,
         schedule=schedule_named(attention, inter, intra),
         block_size=attention.block_size,
         backward_circulates=attention.backward_circulates,
-        gradient_dtype=gradient_dtype(attention),
+        gradient_dtype=gradient_dtype,
         overlap_stages=resolve_overlap_stages(attention, inter),
         route_by=attention.route_by,
         costs=costs,
@@ -156,22 +133,22 @@ def build_layer_masks(
     LayerMasks for a model that has windows or routers of its own. lengths: as for build_mask().
     table: of the layout "balanced", the same for all layers.
     """
-    mask = build_mask(attention, lengths)
     if table is not None:
         table = table.to(device)
-    full = mask.rows(seq_len, device)._replace(table=table)
+
+    def resolved(mask: Mask) -> MaskRanges:
+        return mask.rows(seq_len, device)._replace(table=table)
+
+    mask = build_mask(attention, lengths)
     if not isinstance(model, TransformersConfig):
-        return full
-    window = None
-    if model.window:
-        inside = (mask & SlidingWindow(model.window)).rows(seq_len, device)
-        window = inside._replace(table=table)
+        return resolved(mask)
+    window = resolved(mask & SlidingWindow(model.window)) if model.window else None
     tokens = None
     if model.router_loss:
         counts = torch.tensor([sum(sequence) for sequence in lengths])
         is_token = torch.arange(seq_len) < counts[:, None]
         tokens = cp.shard(is_token.to(device), 1, table)
-    return LayerMasks(full, window, tokens)
+    return LayerMasks(resolved(mask), window, tokens)
 
 
 def build_attends(attention: Attention, cp: ContextParallel, recomputed: float = 0.0) -> Attends:
@@ -215,5 +192,4 @@ def block_table(
 
     For a layout that depends on the mask; None for others. lengths: as for build_mask().
     """
-    ranges = build_mask(attention, lengths).rows(seq_len)
-    return cp.balance(ranges).table
+    return cp.balance(build_mask(attention, lengths).rows(seq_len)).table

@@ -36,8 +36,8 @@ _KEYS_AT_ONCE = 8192
 class ByRank(NamedTuple):
     """Of each attention call's forward, float64 [calls, ranks] on the CPU.
 
-    work: visited pairs of tokens, summed over sequences and heads. compute: ms of computing.
-    elapsed: ms that the call took.
+    work: visited pairs of tokens of all sequences and heads. compute: ms of computing. elapsed: ms
+    that the call took.
     """
 
     work: Tensor
@@ -142,18 +142,15 @@ class Recording:
         self.visited.append(visited)
         index = call.index
         # Queries that see anything; padding does not.
-        sees_any = call.mask.start < call.mask.stop
-        queries = sees_any.sum(-1).double().mean()
-        keys_per_query = in_blocks / queries
-        self.blocks_per_query.append(keys_per_query / index.block_size)
+        queries = (call.mask.start < call.mask.stop).sum(-1).double().mean()
+        self.blocks_per_query.append(in_blocks / queries / index.block_size)
         self.visible.append(visible_pairs(call.mask).mean())
         if index.capped is not None:
             # [B, Hq]; a position of seq_len means that there is no such vertical.
             verticals = (index.verticals < call.seq_len).sum(-1)
             self.verticals.append(verticals.double().mean(0))
             # [B, Hq, 2]
-            capped = index.capped.double()
-            self.capped.append(capped.mean(dim=(0, 2)))
+            self.capped.append(index.capped.double().mean(dim=(0, 2)))
         if self.thumbnail_cells:
             self.thumbnails.append(thumbnail(index, call.mask, self.thumbnail_cells))
         if self.recall_rows:
@@ -193,20 +190,13 @@ def visited_pairs(call: AttentionCall, batch: int) -> tuple[Tensor, Tensor]:
         pairs = index.pairs(ranges, query_blocks, list(call.cp.table(ranges))).sum(-1)
         return pairs, torch.zeros_like(pairs)
     # [Bm, nq, blocks]: what the mask allows
-    allowed_key = ("pairs by block", call.cp.key, call.first, call.last)
-    allowed = once_per_mask(
-        ranges,
-        allowed_key,
-        lambda: pairs_by_block(ranges, query_blocks, size),
-    )
+    key = ("pairs by block", call.cp.key, call.first, call.last)
+    allowed = once_per_mask(ranges, key, lambda: pairs_by_block(ranges, query_blocks, size))
     keys = all_blocks(index)
     # [B, Hq]
     in_blocks = torch.zeros(batch, index.heads, dtype=torch.float64, device=allowed.device)
-    for q_blocks, allowed_pairs in zip(
-        query_blocks.split(_Q_BLOCKS_AT_ONCE),
-        allowed.split(_Q_BLOCKS_AT_ONCE, dim=1),
-        strict=True,
-    ):
+    shares = (query_blocks.split(_Q_BLOCKS_AT_ONCE), allowed.split(_Q_BLOCKS_AT_ONCE, dim=1))
+    for q_blocks, allowed_pairs in zip(*shares, strict=True):
         # [B, Hq, nq, blocks]
         selected = index.selects(q_blocks, keys)
         in_blocks += torch.where(selected, allowed_pairs[:, None], 0).sum(dim=(-2, -1))
@@ -227,34 +217,21 @@ def recall(call: AttentionCall, q: Tensor, k: Tensor, lse: Tensor, samples: int)
     # Global positions of this rank's tokens, and the local rows that it samples.
     position = token_positions(call.key_blocks(), call.index.block_size)
     local_len = q.shape[2]
-    samples_of_rank = min(samples // cp.size, local_len)
-    samples_of_rank = max(1, samples_of_rank)
-    rows = torch.linspace(0, local_len - 1, samples_of_rank, device=q.device)
-    rows = rows.long()
+    samples_of_rank = max(1, min(samples // cp.size, local_len))
+    rows = torch.linspace(0, local_len - 1, samples_of_rank, device=q.device).long()
     # [B, Hq, samples, D] and [B, Hq, samples], of all ranks
-    queries = _of_all_ranks(call, q[:, :, rows])
-    sparse_lse = _of_all_ranks(call, lse[:, :, rows, None])[..., 0]
+    queries = torch.cat(list(cp.all_gather(q[:, :, rows])), dim=2)
+    sparse_lse = torch.cat(list(cp.all_gather(lse[:, :, rows])), dim=2)
     query_position = cp.all_gather(position[rows]).flatten()
-    sees = seen_by(ranges, query_position)
     # Every rank meets all sampled queries with its own keys; the sums are then joined.
+    sees = seen_by(ranges, query_position)
     lse_of_rank = _lse_of_keys(queries, k, position, sees, call.scale)
-    lse_by_rank = cp.all_gather(lse_of_rank)
-    dense_lse = lse_by_rank.logsumexp(0)
+    dense_lse = cp.all_gather(lse_of_rank).logsumexp(0)
     # Rows that see nothing do not count.
-    start = ranges.start[:, query_position]
-    stop = ranges.stop[:, query_position]
-    sees_any = start < stop
+    sees_any = ranges.start[:, query_position] < ranges.stop[:, query_position]
     sees_any = sees_any[:, None].expand_as(sparse_lse)
-    mass = (sparse_lse - dense_lse).exp()
-    kept = torch.where(sees_any, mass, 0)
-    rows_counted = sees_any.sum(dim=(0, 2))
-    return kept.sum(dim=(0, 2)) / rows_counted.clamp(min=1)
-
-
-def _of_all_ranks(call: AttentionCall, x: Tensor) -> Tensor:
-    """All ranks' x [B, H, n, D], one after the other along n."""
-    by_rank = call.cp.all_gather(x)
-    return torch.cat(list(by_rank), dim=2)
+    kept = torch.where(sees_any, (sparse_lse - dense_lse).exp(), 0)
+    return kept.sum(dim=(0, 2)) / sees_any.sum(dim=(0, 2)).clamp(min=1)
 
 
 def _lse_of_keys(
@@ -267,11 +244,8 @@ def _lse_of_keys(
     dtype = torch.promote_types(q.dtype, torch.float32)
     total = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
     group = q.shape[1] // k.shape[1]
-    for keys, key_position in zip(
-        k.split(_KEYS_AT_ONCE, dim=2),
-        position.split(_KEYS_AT_ONCE),
-        strict=True,
-    ):
+    shares = (k.split(_KEYS_AT_ONCE, dim=2), position.split(_KEYS_AT_ONCE))
+    for keys, key_position in zip(*shares, strict=True):
         # [B, Hq, m, D]
         keys = keys.to(dtype).repeat_interleave(group, 1)
         # [B, Hq, n, m]
@@ -280,10 +254,6 @@ def _lse_of_keys(
         scores = scores.masked_fill(hidden, -torch.inf)
         total = torch.logaddexp(total, scores.logsumexp(-1))
     return total
-
-
-_Q_BLOCKS = 256
-"""Query blocks of the index that are looked at together: bounds the memory."""
 
 
 def thumbnail(index: BlockIndex, ranges: MaskRanges, cells: int) -> Tensor:
@@ -307,33 +277,27 @@ def thumbnail(index: BlockIndex, ranges: MaskRanges, cells: int) -> Tensor:
     first_slices = None if ranges.slices is None else ranges.slices[:1]
     first = MaskRanges(ranges.start[:1], ranges.stop[:1], None, slices=first_slices)
     # [blocks, blocks]; the same for all layers under one mask
-    all_pairs = once_per_mask(
-        ranges,
-        ("pairs of all blocks", block_size),
-        lambda: pairs_by_block(first, blocks, block_size)[0],
-    )
+    key = ("pairs of all blocks", block_size)
+    all_pairs = once_per_mask(ranges, key, lambda: pairs_by_block(first, blocks, block_size)[0])
 
     # Verticals are ascending, so differences of their ranks at the edges count them block by block.
-    edges = torch.arange(number_of_blocks + 1, device=device, dtype=torch.int32)
-    edges = edges * block_size
     # The last block may be cut off by the end of the sequence.
-    edges = edges.clamp(max=index.seq_len)
+    edges = torch.arange(number_of_blocks + 1, device=device, dtype=torch.int32) * block_size
     # [Hq, blocks + 1]; searchsorted() wants them contiguous.
-    edges_of_head = edges.expand(index.heads, -1).contiguous()
-    verticals_before = torch.searchsorted(index.verticals[0], edges_of_head)
-    verticals_of_block = verticals_before.diff(dim=-1)
+    edges = edges.clamp(max=index.seq_len).expand(index.heads, -1).contiguous()
+    verticals_before = torch.searchsorted(index.verticals[0], edges)
     # [Hq, 1, blocks]: share of the block's keys that are verticals
-    vertical_share = verticals_of_block[:, None].float() / block_size
+    vertical_share = verticals_before.diff(dim=-1)[:, None].float() / block_size
 
     computed = torch.zeros(index.heads, size, size, device=device)
     allowed = torch.zeros(size, size, device=device)
-    for q_blocks, cell_of_q in zip(blocks.split(_Q_BLOCKS), cell_of_block.split(_Q_BLOCKS)):
+    shares = (blocks.split(_Q_BLOCKS_AT_ONCE), cell_of_block.split(_Q_BLOCKS_AT_ONCE))
+    for q_blocks, cell_of_q in zip(*shares, strict=True):
         # [nq, blocks]
         pairs = all_pairs[q_blocks].float()
         # [Hq or 1, nq, blocks]
         selected = index.selects(q_blocks, blocks)[0]
-        pairs_with_verticals = pairs * vertical_share
-        computed_pairs = torch.where(selected, pairs, pairs_with_verticals)
+        computed_pairs = torch.where(selected, pairs, pairs * vertical_share)
         # Sums over the blocks of each cell, first of keys and then of queries.
         computed += cell_of_q.T @ (computed_pairs @ cell_of_block)
         allowed += cell_of_q.T @ (pairs @ cell_of_block)

@@ -112,7 +112,9 @@ def _find_geometry(call: AttentionCall, batch: int) -> Geometry:
     tiles = block_tiles(
         own_mask, own_index, call.query_blocks(), call.key_blocks(), batch, transpose=True
     )
-    width = _most_blocks(chunk, call.cp.block_size)
+    # The most KV blocks that a query block meets in the own chunks of its queries: the first
+    # query's chunk begins `chunk` - 1 tokens before it at most.
+    width = -(-(chunk - 1) // call.cp.block_size) + 1
     tiles = tiles._replace(
         by_query=_narrowed(tiles.by_query, width),
         by_key=_narrowed(tiles.by_key, width),
@@ -125,14 +127,6 @@ def _find_geometry(call: AttentionCall, batch: int) -> Geometry:
         offset=chunks.offset.int().contiguous(),
         begin=chunks.begin.int().contiguous(),
     )
-
-
-def _most_blocks(chunk: int, block_size: int) -> int:
-    """The most KV blocks that a query block meets in the own chunks of its queries.
-
-    The first query's chunk begins `chunk` - 1 tokens before it at most.
-    """
-    return -(-(chunk - 1) // block_size) + 1
 
 
 def _narrowed(lists: BlockLists, width: int) -> BlockLists:

@@ -66,26 +66,19 @@ def forward(
 
     total: of all queries; it is changed in place.
     """
-    q_start = rectangle.q_start
     # Only these queries see anything of the chunk, and only these keys are seen.
-    seeing_q = q[:, :, q_start:]
-    seen_k = k[:, :, : rectangle.k_stop]
-    seen_v = v[:, :, : rectangle.k_stop]
+    queries = slice(rectangle.q_start, None)
+    keys = slice(rectangle.k_stop)
     out, lse = call.backend.dense_forward(
-        seeing_q,
-        seen_k,
-        seen_v,
-        rectangle.shape,
-        call.scale,
+        q[:, :, queries], k[:, :, keys], v[:, :, keys], rectangle.shape, call.scale
     )
     if total is None:
         # The rank's own chunk comes first, and all queries see some of it.
         first_out = out.to(dtype) if into is None else into.copy_(out)
         return Partial(first_out, lse)
-    seeing_out = total.out[:, :, q_start:]
-    seeing_lse = total.lse[:, :, q_start:]
-    seeing_total = (seeing_out, seeing_lse)
-    merged_out, merged_lse = merge(seeing_total, out, lse, dtype)
+    seeing_out = total.out[:, :, queries]
+    seeing_lse = total.lse[:, :, queries]
+    merged_out, merged_lse = merge((seeing_out, seeing_lse), out, lse, dtype)
     seeing_out.copy_(merged_out)
     seeing_lse.copy_(merged_lse)
     if into is None:
@@ -105,24 +98,14 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, as a backend's backward() gives them."""
     q_start = rectangle.q_start
-    seen_k = k[:, :, : rectangle.k_stop]
-    seen_v = v[:, :, : rectangle.k_stop]
-    seeing = Queries(
-        q=queries.q[:, :, q_start:],
-        d_out=queries.d_out[:, :, q_start:],
-        out=queries.out.to(queries.q.dtype)[:, :, q_start:],
-        lse=queries.lse[:, :, q_start:],
-    )
+    keys = slice(rectangle.k_stop)
+    rounded = queries._replace(out=queries.out.to(queries.q.dtype))
+    seeing = Queries._make(tensor[:, :, q_start:] for tensor in rounded)
     d_seeing, dk, dv = call.backend.dense_backward(
-        seeing,
-        seen_k,
-        seen_v,
-        rectangle.shape,
-        call.scale,
+        seeing, k[:, :, keys], v[:, :, keys], rectangle.shape, call.scale
     )
     # Keys that no query sees get gradients of 0.
-    unseen_keys = k.shape[2] - rectangle.k_stop
-    padding = (0, 0, 0, unseen_keys)
+    padding = (0, 0, 0, k.shape[2] - rectangle.k_stop)
     dk = torch.nn.functional.pad(dk.to(dtype), padding)
     dv = torch.nn.functional.pad(dv.to(dtype), padding)
     if dq is None:

@@ -1,8 +1,6 @@
 """Gather the verticals of an index: send keys and values to every rank, and gradients home.
 
-Both exchanges run during the work on blocks. A ring needs the keys and values after the first step
-of its forward, and the gradients leave before the last step of its backward. In between the
-verticals are dealt out over the steps, block by block.
+Both exchanges run during the work on blocks (steps.py).
 """
 
 from collections.abc import Sequence
@@ -29,15 +27,9 @@ def gather(call: AttentionCall, k: Tensor, v: Tensor) -> Pending:
     positions = call.index.verticals
     if positions.shape[-1] == 0:
         return Pending(k.new_empty(2, *positions.shape, k.shape[-1]))
-    lookup = once_per_mask(
-        call.mask,
-        ("local position", call.cp.key),
-        lambda: call.cp.local_lookup(call.mask),
-    )
-    if _has_kernels(k):
-        gather_here = kernel.gather_verticals
-    else:
-        gather_here = kernel.gather_verticals_naive
+    key = ("local position", call.cp.key)
+    lookup = once_per_mask(call.mask, key, lambda: call.cp.local_lookup(call.mask))
+    gather_here = kernel.gather_verticals if _has_kernels(k) else kernel.gather_verticals_naive
     # What a rank does not hold it adds as zeros. That is exact in any dtype, and the host need not
     # know any counts.
     return call.cp.start_all_reduce(gather_here(k, v, positions, lookup))
@@ -83,17 +75,8 @@ def add_gradients(
 
     d_kv: dk and dv, [B, Hkv, S_local, D] each.
     """
-    if _has_kernels(d_kv[0]):
-        add = kernel.add_verticals
-    else:
-        add = kernel.add_verticals_naive
-    add(
-        d_kv,
-        d_verticals,
-        call.index.verticals,
-        call.key_blocks(),
-        call.index.block_size,
-    )
+    add = kernel.add_verticals if _has_kernels(d_kv[0]) else kernel.add_verticals_naive
+    add(d_kv, d_verticals, call.index.verticals, call.key_blocks(), call.index.block_size)
 
 
 def _has_kernels(x: Tensor) -> bool:
