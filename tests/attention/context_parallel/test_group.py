@@ -19,8 +19,7 @@ from titan_sparse.attention.schedules import rectangles
 
 eager = BACKENDS["eager"]
 
-BLOCK = 16
-SEQ_LEN = 2 * 3 * 4 * BLOCK
+SEQ_LEN = 384
 MASKS = [
     Causal(),
     Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 70)),
@@ -31,6 +30,7 @@ PATTERNS = [
     Dense(),
     VerticalSlash(recall=0.8, sinks=3, local_slashes=1, max_verticals=60, dense_below=48),
 ]
+NAMES = ("out", "lse", "dq", "dk", "dv", "density", "recall")
 
 
 def check_everything(
@@ -38,121 +38,101 @@ def check_everything(
 ) -> None:
     """Compare all layouts and schedules of a cp mesh with one rank. Collective over its processes.
 
-    every: with 2, every second combination of mask, pattern and context. Any two of the three still
-    occur together.
+    every: with 4, every fourth combination of mask, pattern and context.
     """
     names = ("cp_inter", "cp_intra") if len(axes) == 2 else ("cp",)
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=names)
-    schedules = ("all_gather", "ring") + (("double_ring",) if len(axes) == 2 else ())
-    full = structured_qkv(2, *heads, SEQ_LEN, 8, seed=3)
-    d_out = torch.randn(
-        full[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4)
-    )
+    # Four blocks a rank, as most time goes by tile.
+    block = SEQ_LEN // (4 * mesh.size())
+    schedules = ["all_gather", "ring", "group_cast"] + ["double_ring"] * (len(axes) == 2)
+    full, d_out = _inputs(heads)
     contexts = [
-        ContextParallel(mesh, layout, schedule, BLOCK)
+        ContextParallel(mesh, layout, schedule, block)
         for layout, schedule in itertools.product(("contiguous", "zigzag", "striped"), schedules)
     ]
-    contexts += [
-        ContextParallel(mesh, layout, schedules[-1], BLOCK, "q") for layout in ("zigzag", "striped")
-    ]
+    rings = [name for name in schedules if "ring" in name]
+    for layout, schedule in itertools.product(("zigzag", "striped"), rings):
+        contexts.append(ContextParallel(mesh, layout, schedule, block, "q"))
     for (i, mask), (j, pattern) in itertools.product(enumerate(masks), enumerate(patterns)):
-        wanted = on_one_rank(_single, full, d_out, mask, pattern)
-        for cp in contexts[(i + j) % every :: every]:
-            for name, got, want in zip(
-                ("out", "lse", "dq", "dk", "dv", "density", "recall"),
-                _parallel(cp, full, d_out, mask, pattern),
-                wanted,
-                strict=True,
-            ):
-                gap = (got - want).abs().nan_to_num(0).max().item()
-                assert torch.equal(got.isfinite(), want.isfinite()), (name, cp.key, pattern.key)
-                assert gap < 1e-9, (
-                    f"{name} off by {gap} with {cp.key}, {pattern.key}, rank {dist.get_rank()}"
-                )
+        wanted = on_one_rank(_everything, full, d_out, mask, pattern, None, block)
+        for cp in contexts[(i + j * 2) % every :: every]:
+            got = _parallel(cp, full, d_out, mask, pattern)
+            for name, x, want in zip(NAMES, got, wanted, strict=True):
+                gap = (x - want).abs().nan_to_num(0).max().item()
+                case = (name, gap, cp.key, pattern.key)
+                assert torch.equal(x.isfinite(), want.isfinite()) and gap < 1e-9, case
+
+
+def _inputs(heads: tuple[int, int]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    full = structured_qkv(2, *heads, SEQ_LEN, 8, seed=3)
+    generator = torch.Generator().manual_seed(4)
+    return full, torch.randn(full[0].shape, dtype=torch.float64, generator=generator)
 
 
 def _check_rectangles(axes: tuple[int, ...]) -> None:
     """Dense causal attention by a backend with a kernel for it, without tiles where the layout allows."""
-    monkeypatch = pytest.MonkeyPatch()
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
-    full = structured_qkv(2, 6, 2, SEQ_LEN, 8, seed=5)
-    d_out = torch.randn(
-        full[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6)
-    )
-    wanted = on_one_rank(_single, full, d_out, Causal(), Dense())
-    for layout, schedule in itertools.product(("contiguous", "zigzag"), ("ring", "double_ring")):
-        cp = ContextParallel(mesh, layout, schedule, BLOCK)
+    block = SEQ_LEN // (2 * mesh.size())
+    full, d_out = _inputs((6, 2))
+    wanted = on_one_rank(_everything, full, d_out, Causal(), Dense(), None, block)
+    schedules = ("ring", "double_ring", "all_gather")
+    for layout, schedule in itertools.product(("contiguous", "zigzag"), schedules):
+        cp = ContextParallel(mesh, layout, schedule, block)
         used = []
 
         def noted(*args, run=rectangles.backward, used=used):
             used.append(args[1])
             return run(*args)
 
-        monkeypatch.setattr(eager, "serves_dense", lambda q, shape: True)
-        monkeypatch.setattr(rectangles, "backward", noted)
-        got = _parallel(cp, full, d_out, Causal(), Dense())
-        monkeypatch.undo()
-        for name, x, want in zip(("out", "lse", "dq", "dk", "dv"), got, wanted):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(eager, "serves_dense", lambda q, shape: True)
+            patch.setattr(eager, "DENSE_BY_CHUNK", True)
+            patch.setattr(rectangles, "backward", noted)
+            got = _parallel(cp, full, d_out, Causal(), Dense())
+        for name, x, want in zip(NAMES, got, wanted, strict=True):
             assert (x - want).abs().max() < 1e-9, (name, cp.key)
         computed = cp.size if layout == "zigzag" else cp.rank + 1
-        groups_of_kv_heads = 2 if len(cp.windows) > 1 else 1
-        assert len(used) == computed * groups_of_kv_heads, cp.key
-
-
-@pytest.mark.parametrize("axes", [(1, 3), (2, 2)], ids=str)
-def test_dense_rectangles(axes):
-    run_processes(torch.Size(axes).numel(), _check_rectangles, axes)
-
-
-def _single(full, d_out, mask, pattern):
-    return _everything(full, d_out, mask, pattern, None)
+        travels_by_head = schedule == "all_gather" or len(cp.windows) > 1
+        assert len(used) == computed * (2 if travels_by_head else 1), cp.key
 
 
 def _parallel(cp, full, d_out, mask, pattern):
     local = [cp.shard(x, 2) for x in full]
-    *tensors, density, recall = _everything(local, cp.shard(d_out, 2), mask, pattern, cp)
+    results = _everything(local, cp.shard(d_out, 2), mask, pattern, cp, cp.block_size)
+    *tensors, density, recall = results
     return [*(cp.unshard(x, 2) for x in tensors), density, recall]
 
 
-def _everything(qkv, d_out, mask, pattern, cp) -> list[torch.Tensor]:
-    """out, lse, dq, dk, dv, density and recall of one attention call."""
+def _everything(qkv, d_out, mask, pattern, cp, block: int) -> list[torch.Tensor]:
+    """NAMES of one attention call."""
     leaves = [x.clone().requires_grad_() for x in qkv]
     with recording(recall_rows=SEQ_LEN) as seen:
-        out, aux = attend(*leaves, mask, pattern, cp, block_size=BLOCK, return_aux=True)
+        out, aux = attend(*leaves, mask, pattern, cp, block_size=block, return_aux=True)
     gradients = torch.autograd.grad(out, leaves, d_out)
     return [out.detach(), aux.lse, *gradients, seen.density(), torch.stack(seen.recall)]
-
-
-@pytest.mark.parametrize(
-    "axes, every",
-    [
-        ((3,), 2),
-        ((2, 2), 2),
-        pytest.param((2,), 1, marks=pytest.mark.slow),
-        pytest.param((3,), 1, marks=pytest.mark.slow),
-        pytest.param((1, 3), 1, marks=pytest.mark.slow),
-        pytest.param((2, 2), 1, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_parallel_equals_single(axes, every):
-    heads = (6, 2) if axes == (2, 2) else (5, 1)
-    arguments = (axes, MASKS, PATTERNS, heads, every)
-    run_processes(torch.Size(axes).numel(), check_everything, *arguments)
 
 
 def _check_groups_beside_each_other() -> None:
     """dp x cp: a context-parallel group that does not begin at global rank 0."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    cp = ContextParallel(mesh["cp"], "striped", "ring", BLOCK)
-    full = structured_qkv(1, 2, 2, 4 * BLOCK, 8, seed=dist.get_rank() // 2)
-    want = attend(*full, block_size=BLOCK)
+    cp = ContextParallel(mesh["cp"], "striped", "ring", 16)
+    full = structured_qkv(1, 2, 2, 64, 8, seed=dist.get_rank() // 2)
+    want = attend(*full, block_size=16)
     got = cp.unshard(attend(*[cp.shard(x, 2) for x in full], cp=cp), 2)
     assert (got - want).abs().max() < 1e-12
 
 
-def test_groups_beside_each_other():
-    run_processes(4, _check_groups_beside_each_other)
+def _check_ranks(axes: tuple[int, ...]) -> None:
+    heads = (6, 2) if axes == (2, 2) else (5, 1)
+    check_everything(axes, MASKS, PATTERNS, heads, every=4)
+    _check_rectangles(axes if len(axes) == 2 else (1, *axes))
+    if dist.get_world_size() == 4:
+        _check_groups_beside_each_other()
+
+
+@pytest.mark.parametrize("axes", [(2,), (3,), (2, 2)], ids=str)
+def test_parallel_equals_single(axes):
+    run_processes(torch.Size(axes).numel(), _check_ranks, axes)
 
 
 def test_refusals():
@@ -164,7 +144,7 @@ def test_refusals():
             ContextParallel(mesh, schedule="double_ring")
         with pytest.raises(ValueError, match="ascending"):
             ContextParallel(DeviceMesh("cpu", [1, 0], mesh_dim_names=("cp",)))
-        cp = ContextParallel(mesh, block_size=BLOCK)
+        cp = ContextParallel(mesh, block_size=16)
         with pytest.raises(ValueError, match="whole blocks"):
             attend(*structured_qkv(1, 1, 1, 24, 8), cp=cp)
         with pytest.raises(ValueError, match="multiple of 32"):
