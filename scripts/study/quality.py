@@ -22,8 +22,7 @@ from titan_sparse.attention.patterns import Dense, Pattern
 from titan_sparse.data.documents import TokenizedTexts
 from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import Tokenizer
-from titan_sparse.evaluation.haystack import Haystack
-from titan_sparse.evaluation.needle import needle_samples
+from titan_sparse.evaluation.needle import Haystack, needle_samples
 from titan_sparse.loss import answer_scores, linear_cross_entropy
 from titan_sparse.models.decoder import Attend, inverse_frequencies
 from titan_sparse.models.huggingface_config import read_config

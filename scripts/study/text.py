@@ -38,8 +38,7 @@ from titan_sparse.data.recipe import Recipe
 from titan_sparse.data.sources import NOT_STDLIB
 from titan_sparse.data.tokenizer import load_tokenizer
 from titan_sparse.evaluation.answers import Sample
-from titan_sparse.evaluation.haystack import Haystack
-from titan_sparse.evaluation.needle import depths, needle_samples
+from titan_sparse.evaluation.needle import Haystack, depths, needle_samples
 
 Packages = dict[str, list[str]]
 """The texts of each package, in order."""

@@ -252,6 +252,6 @@ def test_a_run_from_hugging_face_and_back(tmp_path, capsys):
     for name, tensor in half.items():
         assert 0 < (tensor.float() - first[name]).abs().max() < 0.02, name
     assert transformers.AutoModelForCausalLM.from_pretrained(written).config.vocab_size == 331
-    for source, message in ((tmp_path, "neither the output_dir"), (run, "already there")):
+    for source, message in ((tmp_path, "holds no complete checkpoint"), (run, "already there")):
         assert export_hf([str(source), str(tmp_path / "out")]) == 2
         assert message in capsys.readouterr().err

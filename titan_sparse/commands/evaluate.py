@@ -7,8 +7,7 @@
 
 Attention is dense, or as it was trained. Other words are options of the configuration, as train.py
 takes them: --data.source is the text that is read and that hides needles. Writes OUT/results.json
-(everything), OUT/*.csv (tables) and OUT/*.png (needs pip install -e ".[eval]"). See
-docs/huggingface.md.
+(everything), OUT/*.csv (tables) and OUT/*.png. See docs/huggingface.md.
 """
 
 import argparse
@@ -16,7 +15,7 @@ import csv
 import json
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -27,10 +26,8 @@ from titan_sparse.data import Tokenizer, load_tokenizer
 from titan_sparse.data.documents import open_documents
 from titan_sparse.evaluation import needle, position
 from titan_sparse.evaluation.answers import Sample, score_samples
-from titan_sparse.evaluation.haystack import Haystack
-from titan_sparse.evaluation.load import build_scorer, find_checkpoint
-from titan_sparse.evaluation.scorer import Scorer, Sequence
-from titan_sparse.evaluation.settings import load_for_evaluation
+from titan_sparse.evaluation.load import build_scorer, find_checkpoint, load_for_evaluation
+from titan_sparse.evaluation.scorer import Sequence
 from titan_sparse.training import pictures
 from titan_sparse.training.metrics import json_ready
 
@@ -45,13 +42,21 @@ def main(words: list[str]) -> int:
         checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
         # Texts are read before any process group: what cannot be used is reported at once.
-        work = read(args, config, tokenizer)
+        windows, needles = read(args, config, tokenizer)
         Path(args.out).mkdir(parents=True, exist_ok=True)
         scorer = build_scorer(config, checkpoint, tokenizer)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    results = evaluate(work, scorer, args.buckets, args.answers == "generated")
+    results: dict[str, Any] = {}
+    if windows:
+        results["position"] = [
+            position.position_loss(scorer, of_length, length, args.buckets)
+            for length, of_length in windows.items()
+        ]
+    if needles:
+        records = score_samples(scorer, needles, args.answers == "generated")
+        results["needle"] = {"cells": needle.by_cell(records), "records": records}
     if dist.get_rank() == 0:
         about = {
             **vars(args),
@@ -108,36 +113,19 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
         require(value >= 1, f"--{name} {value} is too small; write 1 or more")
     shortest = min(args.lengths)
     require(
-        0 <= args.stride <= shortest,
-        f"--stride {args.stride} is not in [0, {shortest}], the shortest of --lengths",
-    )
-    require(
         "position" not in args.tasks or args.buckets <= shortest,
         f"--buckets {args.buckets} is above {shortest}, the shortest of --lengths; write fewer",
     )
-    of_tasks = {"position": ("stride", "buckets"), "needle": ("depths", "answers", "seed")}
-    for task, names in of_tasks.items():
-        for name in names:
-            is_default = getattr(args, name) == parser.get_default(name)
-            require(
-                is_default or task in args.tasks,
-                f"--{name} would be ignored with --tasks {','.join(args.tasks)}; leave it out",
-            )
     check(config, *world_from_environment())
     return args, config
 
 
-class Work(NamedTuple):
-    """What goes through the model; empty where --tasks does not ask for it. windows: by length."""
-
-    windows: dict[int, list[Sequence]]
-    needles: list[Sample]
-
-
-def read(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) -> Work:
-    """Windows and prompts. Raises ValueError for a text or length that cannot be used."""
+def read(
+    args: argparse.Namespace, config: Config, tokenizer: Tokenizer
+) -> tuple[dict[int, list[Sequence]], list[Sample]]:
+    """Windows by length, and prompts: what goes through the model, empty where --tasks does not ask
+    for it. Raises ValueError for a text or length that cannot be used."""
     documents = open_documents(config.data, tokenizer, config.model.initial_hf)
-    haystack = Haystack(documents, tokenizer)
     windows = {}
     if "position" in args.tasks:
         for length in args.lengths:
@@ -150,23 +138,10 @@ def read(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) -> Work
             )
     needles = []
     if "needle" in args.tasks:
+        haystack = needle.Haystack(documents, tokenizer)
         depths = needle.depths(args.depths)
         needles = needle.needle_samples(haystack, args.lengths, depths, args.samples, args.seed)
-    return Work(windows, needles)
-
-
-def evaluate(work: Work, scorer: Scorer, buckets: int, generate: bool) -> dict[str, Any]:
-    """Results by task, the same on all ranks."""
-    results: dict[str, Any] = {}
-    if work.windows:
-        results["position"] = [
-            position.position_loss(scorer, windows, length, buckets)
-            for length, windows in work.windows.items()
-        ]
-    if work.needles:
-        records = score_samples(scorer, work.needles, generate)
-        results["needle"] = {"cells": needle.by_cell(records), "records": records}
-    return results
+    return windows, needles
 
 
 def write(results: dict[str, Any], about: dict[str, Any], out: str) -> list[str]:
@@ -179,27 +154,22 @@ def write(results: dict[str, Any], about: dict[str, Any], out: str) -> list[str]
     (folder / "results.json").write_text(text + "\n", encoding="utf-8")
     files = ["results.json"]
 
-    tables: dict[str, list[dict]] = {}
-    for of_length in results.get("position", []):
-        for bucket in of_length["buckets"]:
-            row = {"length": of_length["length"], **bucket}
-            tables.setdefault("position", []).append(row)
+    tables: dict[str, tuple[list[dict], Any]] = {}
+    if "position" in results:
+        rows = []
+        for of_length in results["position"]:
+            rows += [{"length": of_length["length"], **bucket} for bucket in of_length["buckets"]]
+        tables["position"] = (rows, pictures.position_figure(results["position"]))
     if "needle" in results:
-        tables["needle"] = results["needle"]["cells"]
-    for task, rows in tables.items():
+        cells = results["needle"]["cells"]
+        tables["needle"] = (cells, pictures.needle_figure(cells))
+    for task, (rows, figure) in tables.items():
         with open(folder / f"{task}.csv", "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, rows[0])
             writer.writeheader()
             writer.writerows(rows)
-        files.append(f"{task}.csv")
-    if pictures.has_matplotlib():
-        for task in tables:
-            if task == "position":
-                figure = pictures.position_figure(results["position"])
-            else:
-                figure = pictures.needle_figure(tables["needle"])
-            figure.savefig(folder / f"{task}.png", dpi=120)
-            files.append(f"{task}.png")
+        figure.savefig(folder / f"{task}.png", dpi=120)
+        files += [f"{task}.csv", f"{task}.png"]
     return files
 
 

@@ -12,18 +12,18 @@ model of model.initial_hf; with --merge, that model with the adapters merged int
 
 import functools
 import sys
-from pathlib import Path
 
 import torch
 
 from titan_sparse.commands import parser_of
-from titan_sparse.config import Config, load, trains_random_base
+from titan_sparse.config import load, trains_random_base
 from titan_sparse.data.chat_template import exported_files
+from titan_sparse.evaluation.load import find_checkpoint, find_config
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import export_weights
 from titan_sparse.models.lora import export_adapter, merged
 from titan_sparse.models.lora_config import resolve_adapters
-from titan_sparse.training.checkpoint import newest_checkpoint, read_into, read_metadata, verify
+from titan_sparse.training.checkpoint import read_into, read_metadata, verify
 from titan_sparse.training.setup import check_base
 
 
@@ -54,7 +54,8 @@ def export(source: str, out: str, dtype: torch.dtype | None = None, merge: bool 
     dtype: None for that of training. merge: adapters go into the weights.
     Raises ValueError, one line, if there is none.
     """
-    checkpoint, config = _find(source)
+    checkpoint = find_checkpoint(source)
+    config, _ = load(["--config", find_config(source)])
     model = config.model
     shape = resolve(**vars(model))
     verify(checkpoint)
@@ -72,7 +73,12 @@ def export(source: str, out: str, dtype: torch.dtype | None = None, merge: bool 
         if merge:
             raise ValueError(f"--merge: {checkpoint} has no adapters; leave --merge out")
     else:
-        _check_base(config, checkpoint)
+        if trains_random_base(config):
+            raise ValueError(
+                f"{checkpoint} has adapters of random weights (training.seed = "
+                f"{config.training.seed}), which no folder holds; train with model.initial_hf"
+            )
+        check_base(config, checkpoint)
         if not merge:
             dtype = dtype or torch.promote_types(trained, torch.float32)
             export_adapter(checkpoint, read, out, shape, adapters, dtype, model.initial_hf, files)
@@ -80,38 +86,3 @@ def export(source: str, out: str, dtype: torch.dtype | None = None, merge: bool 
         read = merged(read, shape, adapters, model.initial_hf)
     export_weights(checkpoint, read, out, shape, dtype or trained, model.initial_hf, files=files)
     return checkpoint
-
-
-def _find(source: str) -> tuple[str, Config]:
-    """The checkpoint that `source` names, and the configuration of its run."""
-    path = Path(source)
-    if (path / ".metadata").is_file():
-        checkpoint = str(path)
-        # A checkpoint has its config with it; those of before had not.
-        configs = [path / "config.toml", path.resolve().parent.parent / "config.toml"]
-    else:
-        checkpoint = newest_checkpoint(source)
-        configs = [path / "config.toml"]
-    config_path = next((file for file in configs if file.is_file()), None)
-    if config_path is None:
-        raise ValueError(
-            f"{source} is neither the output_dir of a run (with config.toml) "
-            "nor one of its folders checkpoint/step-N"
-        )
-    if checkpoint is None:
-        raise ValueError(
-            f"{source} holds no complete checkpoint; "
-            "write a run with one, or its folder checkpoint/step-N"
-        )
-    config, _ = load(["--config", str(config_path)])
-    return checkpoint, config
-
-
-def _check_base(config: Config, checkpoint: str) -> None:
-    """Raises ValueError unless model.initial_hf has the weights that the adapters belong to."""
-    if trains_random_base(config):
-        raise ValueError(
-            f"{checkpoint} has adapters of random weights (training.seed = {config.training.seed}), "
-            "which no folder holds; train with model.initial_hf"
-        )
-    check_base(config, checkpoint)

@@ -18,27 +18,22 @@ from pathlib import Path
 from titan_sparse.commands import add_weights, parser_of
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import require, tokens
-from titan_sparse.data import Tokenizer, load_tokenizer
+from titan_sparse.data import load_tokenizer
 from titan_sparse.data.documents import open_documents
-from titan_sparse.evaluation.inspection import Layer, figures, inspect_layers, summary
-from titan_sparse.evaluation.load import build_scorer, find_checkpoint
-from titan_sparse.evaluation.position import long_documents, windows
-from titan_sparse.evaluation.scorer import Sequence
-from titan_sparse.evaluation.settings import load_for_evaluation
+from titan_sparse.evaluation.inspection import figures, inspect_layers, summary
+from titan_sparse.evaluation.load import build_scorer, find_checkpoint, load_for_evaluation
+from titan_sparse.evaluation.position import first_windows
 from titan_sparse.models.flavours import TransformersConfig, resolve
-from titan_sparse.training import pictures
 
 
 def main(words: list[str]) -> int:
     try:
         args, config = parse(words)
-        require(
-            pictures.has_matplotlib(),
-            'titan-sparse inspect needs matplotlib; write pip install -e ".[eval]"',
-        )
         checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
-        sequence = read(config, tokenizer, args.length)
+        documents = open_documents(config.data, tokenizer, config.model.initial_hf)
+        length = args.length
+        (sequence,) = first_windows(documents, length, length, length, 1)
         scorer = build_scorer(config, checkpoint, tokenizer)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -58,8 +53,14 @@ def main(words: list[str]) -> int:
         "pattern": config.attention.pattern,
         "source": config.data.source,
     }
-    files = write(layers, about, args.length, args.out)
-    print(f"wrote {', '.join(files)} in {args.out}")
+    folder = Path(args.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"about": about, **summary(layers)})
+    (folder / "inspection.json").write_text(text + "\n", encoding="utf-8")
+    drawn = figures(layers, args.length)
+    for name, figure in drawn.items():
+        figure.savefig(folder / name, dpi=110)
+    print(f"wrote {', '.join(['inspection.json', *drawn])} in {args.out}")
     return 0
 
 
@@ -102,43 +103,11 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
         f"{config.model.initial_hf} runs through transformers' own code, which cannot be inspected; "
         "write a model that titan_sparse implements itself",
     )
-    args.layers = _layers(args.layers, model.layers)
-    return args, config
-
-
-def _layers(text: str, count: int) -> list[int]:
-    if not text:
-        return list(range(count))
-    words = [word.strip() for word in text.split(",")]
+    words = [word.strip() for word in args.layers.split(",")] if args.layers else []
     require(
-        all(word.isdecimal() and int(word) < count for word in words),
-        f"--layers {text} are not layers of this model. "
-        f"Write some of 0 to {count - 1}, separated by commas",
+        all(word.isdecimal() and int(word) < model.layers for word in words),
+        f"--layers {args.layers} are not layers of this model. "
+        f"Write some of 0 to {model.layers - 1}, separated by commas",
     )
-    return [int(word) for word in words]
-
-
-def read(config: Config, tokenizer: Tokenizer, length: int) -> Sequence:
-    """The first window of `length` tokens. Raises ValueError if no document is that long."""
-    documents = long_documents(
-        open_documents(config.data, tokenizer, config.model.initial_hf), length
-    )
-    first = next(iter(windows(documents, length, length)), None)
-    if first is None:
-        raise ValueError(
-            f"no document has --length {length} tokens; "
-            "write a smaller --length, or another data.source"
-        )
-    return first
-
-
-def write(layers: dict[int, Layer], about: dict, length: int, out: str) -> list[str]:
-    """Write inspection.json and the pictures; returns the names of the files."""
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"about": about, **summary(layers)})
-    (folder / "inspection.json").write_text(text + "\n", encoding="utf-8")
-    pictures_by_name = figures(layers, length)
-    for name, figure in pictures_by_name.items():
-        figure.savefig(folder / name, dpi=110)
-    return ["inspection.json", *pictures_by_name]
+    args.layers = [int(word) for word in words] or list(range(model.layers))
+    return args, config

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from titan_sparse.data.packing import IGNORED_LABEL
-from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation.generation import generate
 from titan_sparse.evaluation.scorer import Scorer, Sequence
 
@@ -47,20 +46,17 @@ def score_samples(scorer: Scorer, samples: list[Sample], generate: bool) -> list
 
     Collective: all ranks bring the same samples.
     """
-    # All ranks must pad to the same length and generate as many tokens. The samples that go through
-    # together, one per data-parallel rank, are padded to the longest of them.
-    lengths = []
-    for start in range(0, len(samples), scorer.dp_size):
-        together = samples[start : start + scorer.dp_size]
-        lengths.append(max(sample.length for sample in together))
+    # All ranks must generate as many tokens.
     new_tokens = max((sample.new_tokens for sample in samples), default=0)
-
     records = {}
     for number, sample in scorer.own(samples):
         if generate:
             result = _generated(scorer, sample, new_tokens)
         else:
-            result = _forced(scorer, sample, lengths[number // scorer.dp_size])
+            # The samples that go through together are padded to the longest of them.
+            first = number - number % scorer.dp_size
+            together = samples[first : first + scorer.dp_size]
+            result = _forced(scorer, sample, max(other.length for other in together))
         if sample is not None:
             text = result.pop("right_text", result["prediction"])
             score = string_match_all(text, sample.references)
@@ -78,37 +74,26 @@ def score_samples(scorer: Scorer, samples: list[Sample], generate: bool) -> list
 
 def _forced(scorer: Scorer, sample: Sample | None, length: int) -> dict[str, Any]:
     """What one forward over prompt and answer says. sample: None takes part in the collectives only."""
-    sequence = None if sample is None else _sequence(sample)
-    losses, predicted = scorer.answer(sequence, length)
     if sample is None:
+        scorer.answers([None], length)
         return {}
+    # Labels for the answer's tokens alone, the last of which is not read.
+    tokens = np.concatenate([sample.prompt, sample.answer[:-1]])
+    labels = np.full(len(tokens), IGNORED_LABEL)
+    labels[len(sample.prompt) - 1 :] = sample.answer
+    ((losses, predicted),) = scorer.answers([Sequence(tokens, labels)], length)
     predicted = predicted.cpu().numpy()
     right = predicted == sample.answer
+    # The text of each run of right tokens, a line each: where runs begin, and where they end.
+    edges = np.flatnonzero(np.diff(right, prepend=False, append=False)).reshape(-1, 2)
+    runs = [scorer.tokenizer.decode(sample.answer[begin:end]) for begin, end in edges]
     return {
         "prediction": scorer.tokenizer.decode(predicted),
-        "right_text": _text_of_runs(scorer.tokenizer, sample.answer, right),
+        "right_text": "\n".join(runs),
         "loss": losses.mean().item(),
         "correct": float(right.mean()),
         "exact": float(right.all()),
     }
-
-
-def _text_of_runs(tokenizer: Tokenizer, tokens: np.ndarray, kept: np.ndarray) -> str:
-    """The text of each run of tokens that are kept, a line each. kept: bool, like tokens."""
-    # Where runs begin, and the end.
-    edges = np.flatnonzero(np.diff(kept, prepend=False, append=False))
-    lines = []
-    for begin, end in edges.reshape(-1, 2):
-        lines.append(tokenizer.decode(tokens[begin:end]))
-    return "\n".join(lines)
-
-
-def _sequence(sample: Sample) -> Sequence:
-    """Prompt and answer, with labels for the answer's tokens alone. Its last token is not read."""
-    tokens = np.concatenate([sample.prompt, sample.answer[:-1]])
-    labels = np.full(len(tokens), IGNORED_LABEL)
-    labels[len(sample.prompt) - 1 :] = sample.answer
-    return Sequence(tokens, labels)
 
 
 def _generated(scorer: Scorer, sample: Sample | None, new_tokens: int) -> dict[str, Any]:
@@ -120,15 +105,9 @@ def _generated(scorer: Scorer, sample: Sample | None, new_tokens: int) -> dict[s
     def stop(tokens: NDArray[np.int64]) -> bool:
         return len(tokens) == most or tokens[-1] == end
 
-    (generated,) = generate(scorer, [prompt], new_tokens, stop)
+    (ids,) = generate(scorer, [prompt], new_tokens, stop)
     if sample is None:
         return {}
-    return {"prediction": text_of(scorer.tokenizer, generated)}
-
-
-def text_of(tokenizer: Tokenizer, ids: NDArray[np.int64]) -> str:
-    """The text of generated tokens up to the end of the document."""
-    ends = np.flatnonzero(ids == tokenizer.end_of_document)
-    if len(ends) > 0:
-        ids = ids[: ends[0]]
-    return tokenizer.decode(ids)
+    # Up to the end of the document.
+    ends = np.flatnonzero(ids == end)
+    return {"prediction": scorer.tokenizer.decode(ids[: ends[0]] if len(ends) else ids)}

@@ -23,8 +23,7 @@ from titan_sparse.models.decoder import Decoder
 from titan_sparse.training.pictures import new_figure
 
 SHARES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
-"""Shares of attention mass: the recall targets of the patterns that have one, and the shares for which
-the verticals, slashes and blocks that hold them are counted."""
+"""Recall targets of the patterns that have one."""
 TOP_K = (16, 64, 256, 1024, 4096)
 """Keys per row; MTraining's figure 2b has 1024."""
 _BINS = 256
@@ -32,26 +31,19 @@ _BINS = 256
 
 
 class Layer(NamedTuple):
-    """What was measured of one layer, float64 on the CPU, for each of Hq query heads.
-
-    The last rows are those that vertical_slash chooses by.
-    vertical_mass: [Hq, bins], share of the last rows' mass by position of the key.
-    slash_mass: [Hq, K], share of all sampled rows' mass by distance in blocks.
-    top_k: [Hq, len(TOP_K)], mean share that a row's k largest keys hold.
-    verticals, slashes: [Hq, len(SHARES)], how many of the last rows' largest hold each of SHARES.
-    blocks: the same of a random row's blocks (mean).
-    top_k_density: [len(TOP_K)], these keys as a share of all that the random rows may see.
-    curves: what curve() returns for each pattern and setting.
-    """
+    """What was measured of one layer, float64 on the CPU, for each of Hq query heads."""
 
     vertical_mass: Tensor
+    """[Hq, bins], share of the mass by position of the key, of the last rows, by which vertical_slash
+    chooses"""
     slash_mass: Tensor
+    """[Hq, K], share of the last and random rows' mass by distance in blocks"""
     top_k: Tensor
-    verticals: Tensor
-    slashes: Tensor
-    blocks: Tensor
+    """[Hq, len(TOP_K)], mean share that a random row's k largest keys hold"""
     top_k_density: Tensor
+    """[len(TOP_K)], these keys as a share of all that the random rows may see"""
     curves: list[dict[str, Any]]
+    """what curve() returns for each pattern and setting"""
 
 
 def inspect_layers(
@@ -98,8 +90,8 @@ def inspect_layer(
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
     chosen = order[:samples].sort().values.to(q.device)
 
-    of_heads = []
-    chosen_mass = []
+    measured = []
+    masses = []
     for head in range(q.shape[1]):
         # [S, D], of one head
         head_q = q[0, head]
@@ -107,50 +99,38 @@ def inspect_layer(
         # [n, S], of the last rows and of the random ones
         mass_of_last = probabilities(head_q, head_k, ranges, last)
         mass = probabilities(head_q, head_k, ranges, chosen)
-        chosen_mass.append(mass)
-        of_heads.append(_inspect_head(mass_of_last, last, mass, chosen, block_size))
+        masses.append(mass)
+        slashes = by_distance(mass_of_last, last, block_size) + by_distance(
+            mass, chosen, block_size
+        )
+        # [n, most]: what the 1, 2, ... largest keys of a row hold
+        most = min(max(TOP_K), mass.shape[1])
+        held = mass.topk(most, dim=-1).values.cumsum(-1).cpu().double()
+        measured.append(
+            (
+                _binned(mass_of_last.mean(0)),
+                slashes.cpu().double() / (len(last) + len(chosen)),
+                torch.stack([held[:, min(k, most) - 1].mean() for k in TOP_K]),
+            )
+        )
 
     allowed = (ranges.stop - ranges.start)[0, chosen, None].cpu().double()
-    masses = torch.stack(chosen_mass)
     curves = []
     for name, setting, pattern in patterns(attention, tokens):
-        point = curve(pattern, q, k, ranges, cp, chosen, masses)
+        point = curve(pattern, q, k, ranges, cp, chosen, torch.stack(masses))
         curves.append({"pattern": name, "setting": setting} | point)
     return Layer(
-        *(torch.stack(measured) for measured in zip(*of_heads)),
+        *(torch.stack(of_heads) for of_heads in zip(*measured)),
         top_k_density=allowed.minimum(torch.tensor(TOP_K)).mean(0) / allowed.mean(),
         curves=curves,
     )
 
 
-def _inspect_head(
-    mass_of_last: Tensor, last: Tensor, mass: Tensor, chosen: Tensor, block_size: int
-) -> tuple[Tensor, ...]:
-    """Of one head what Layer holds of all, in its order.
-
-    mass_of_last, mass: [n, S], softmax of the rows at `last` and at `chosen`, int64 [n].
-    """
-    # [S], [S / block_size]
-    verticals = mass_of_last.mean(0)
-    slashes = by_distance(mass_of_last, last, block_size)
-    slash_mass = (slashes + by_distance(mass, chosen, block_size)) / (len(last) + len(chosen))
-    # Sums over at most _BINS neighborhoods of equal size.
-    bins = min(_BINS, len(verticals))
-    bin_of_key = torch.arange(len(verticals), device=mass.device) * bins // len(verticals)
-    # [n, most]: what the 1, 2, ... largest keys of a row hold
-    most = min(max(TOP_K), mass.shape[1])
-    held = mass.topk(most, dim=-1).values.cumsum(-1).cpu().double()
-    # [n, S / block_size]
-    blocks = mass.unflatten(1, (-1, block_size)).sum(-1)
-    shares = torch.tensor(SHARES, dtype=torch.float64)
-    return (
-        verticals.new_zeros(bins).index_add_(0, bin_of_key, verticals).cpu().double(),
-        slash_mass.cpu().double(),
-        torch.stack([held[:, min(k, most) - 1].mean() for k in TOP_K]),
-        count_to_hold(verticals[None], shares)[0],
-        count_to_hold(slashes[None], shares)[0],
-        count_to_hold(blocks, shares).mean(0),
-    )
+def _binned(mass: Tensor) -> Tensor:
+    """Sums of [S] over at most _BINS neighborhoods of equal size."""
+    bins = min(_BINS, len(mass))
+    bin_of_key = torch.arange(len(mass), device=mass.device) * bins // len(mass)
+    return mass.new_zeros(bins).index_add_(0, bin_of_key, mass).cpu().double()
 
 
 def probabilities(q: Tensor, k: Tensor, ranges: MaskRanges, at: Tensor) -> Tensor:
@@ -176,15 +156,6 @@ def by_distance(mass: Tensor, at: Tensor, size: int) -> Tensor:
     distance = distance.clamp(min=0)
     sums = blocks.new_zeros(blocks.shape[1])
     return sums.index_add_(0, distance.flatten(), blocks.flatten())
-
-
-def count_to_hold(mass: Tensor, shares: Tensor) -> Tensor:
-    """The fewest elements of each row of [n, m] that hold these shares of it: float64 [n,
-    len(shares)]."""
-    up_to = mass.cpu().double().sort(-1, descending=True).values.cumsum(-1)
-    wanted = (up_to[:, -1:] * shares).contiguous()
-    count = torch.searchsorted(up_to, wanted) + 1
-    return count.clamp(max=mass.shape[1]).double()
 
 
 def patterns(attention: Attention, tokens: int) -> Iterator[tuple[str, float, Pattern]]:
@@ -280,15 +251,13 @@ def summary(layers: dict[int, Layer]) -> dict[str, Any]:
     """Everything but the masses, for JSON."""
     records = []
     for number, layer in layers.items():
-        record: dict[str, Any] = {"layer": number, "curves": layer.curves}
-        for name in ("top_k", "top_k_density", "verticals", "slashes", "blocks"):
-            record[name] = getattr(layer, name).tolist()
-        records.append(record)
+        of_rows = {name: getattr(layer, name).tolist() for name in ("top_k", "top_k_density")}
+        records.append({"layer": number, "curves": layer.curves, **of_rows})
     return {"shares": SHARES, "top_k": TOP_K, "layers": records}
 
 
 def figures(layers: dict[int, Layer], seq_len: int) -> dict[str, Any]:
-    """matplotlib figures by the names of their files; needs pip install -e ".[eval]"."""
+    """matplotlib figures by the names of their files."""
     found = {}
     for number, layer in layers.items():
         found[f"layer-{number}.png"] = _layer_figure(number, layer, seq_len)
@@ -303,13 +272,10 @@ def _layer_figure(number: int, layer: Layer, seq_len: int) -> Any:
 
     heads, blocks = layer.slash_mass.shape
     figure, panels = new_figure((12, 1.6 + 0.2 * heads), 2)
-    titles = (
-        f"layer {number}: share of the last queries' mass",
-        "share of all sampled queries' mass",
-    )
-    labels = ("position of the key (tokens)", "distance (blocks)")
-    masses = (layer.vertical_mass, layer.slash_mass)
-    for axes, mass, title, label, right in zip(panels, masses, titles, labels, (seq_len, blocks)):
+    for axes, mass, right, label, title in (
+        (panels[0], layer.vertical_mass, seq_len, "position of the key (tokens)", "last"),
+        (panels[1], layer.slash_mass, blocks, "distance (blocks)", "all sampled"),
+    ):
         image = axes.imshow(
             mass.clamp(min=1e-6),
             norm=LogNorm(1e-6, 1),
@@ -318,7 +284,7 @@ def _layer_figure(number: int, layer: Layer, seq_len: int) -> Any:
             extent=(0, right, heads - 0.5, -0.5),
         )
         axes.set(xlabel=label, ylabel="head")
-        axes.set_title(title, fontsize=9)
+        axes.set_title(f"layer {number}: share of the {title} queries' mass", fontsize=9)
     figure.colorbar(image, ax=panels)
     return figure
 
@@ -336,17 +302,12 @@ def _curves_figure(layers: list[Layer]) -> Any:
         points.setdefault(of_layers[0]["pattern"], []).append((density, recall))
     for name, of_pattern in points.items():
         axes.plot(*zip(*of_pattern), marker="o", markersize=3, label=name)
-    axes.plot(
-        layers[0].top_k_density,
-        _mean_top_k(layers),
-        "k--",
-        marker=".",
-        label="largest keys, as many in each row",
-    )
-    axes.set_xscale("log")
+    label = "largest keys, as many in each row"
+    axes.plot(layers[0].top_k_density, _mean_top_k(layers), "k--", marker=".", label=label)
     axes.set(
         xlabel="density (share of the pairs allowed)",
         ylabel="recall (share of the mass)",
+        xscale="log",
         ylim=(0, 1.02),
     )
     axes.grid(alpha=0.3)

@@ -1,12 +1,24 @@
-"""Build a decoder for evaluation, with weights of a run's checkpoint or a Hugging Face folder."""
+"""The configuration to evaluate with, and a decoder with weights of a run's checkpoint or a Hugging Face
+folder."""
 
 import dataclasses
+import math
 import os
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from titan_sparse.config import ActivationCheckpoint, Compile, Config, resolve_cp_intra
+from titan_sparse.config import (
+    ActivationCheckpoint,
+    Compile,
+    Config,
+    Flags,
+    load,
+    resolve_cp_intra,
+    world_from_environment,
+)
+from titan_sparse.config.reading import require
+from titan_sparse.config.sources import single_source
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.from_config import build_attends, build_context_parallel
@@ -25,6 +37,46 @@ _NAMES = ("embed_tokens.", "layers.", "norm.", "lm_head.")
 """What the names of a decoder's tensors begin with; a checkpoint holds the optimizer's too."""
 
 
+def load_for_evaluation(words: list[str], hf: str | None, dense: bool) -> Config:
+    """The configuration of `words`, as train.py takes them: --config FILE and --section.key value.
+
+    hf: a Hugging Face folder in place of the run's model. dense: attend densely, whatever the pattern
+    in training. What only training uses is reset, so that it cannot conflict with another mesh. The
+    result is not checked yet. Raises ConfigError, one line.
+    """
+    config, flags = load(words)
+    require(flags == Flags(), "flags of train.py would be ignored; leave them out")
+    if hf:
+        config.model.initial_hf = hf
+    if dense:
+        config.attention.pattern = "dense"
+    if not any(word.startswith("--parallelism.") for word in words):
+        # Share each sequence as in training, if the ranks of this launch allow it. The remaining ranks
+        # are data-parallel.
+        cp = math.gcd(config.parallelism.cp, world_from_environment()[0])
+        mesh = {"cp": cp, "cp_intra": 0, "dp_replicate": 1, "dp_shard": -1}
+        config.parallelism = dataclasses.replace(config.parallelism, **mesh)
+    if config.parallelism.cp == 1:  # then ranks do not share a sequence
+        config.attention.schedule = "auto"
+        config.parallelism.cp_intra = 0
+    if config.attention.schedule != "group_cast":
+        config.attention.overlap_stages = 0
+        config.attention.overlap_stages_backward = 0
+    config.attention.backward_circulates = "auto"
+    config.attention.route_by = "auto"
+    config.attention.gradient_dtype = "float32"
+    config.attention.balance_costs = ""
+    defaults = Config()
+    only_training = "activation_checkpoint float8 compile optimizer validation checkpoint"
+    for section in only_training.split():
+        setattr(config, section, getattr(defaults, section))
+    config.data.source = single_source(config.data.source, "data.source")
+    # Each window and each prompt is of one document.
+    config.data.sequences = "fixed"
+    config.training.mlp_chunk_tokens = 0
+    return config
+
+
 def find_checkpoint(path: str) -> str:
     """The folder step-N that `path` names: that folder, or the newest one of an output_dir.
 
@@ -35,9 +87,22 @@ def find_checkpoint(path: str) -> str:
     folder = newest_checkpoint(path)
     if folder is None:
         raise ValueError(
-            f"--checkpoint {path} holds no complete checkpoint; write a run's output_dir or its checkpoint/step-N"
+            f"{path} holds no complete checkpoint; write a run's output_dir or its checkpoint/step-N"
         )
     return folder
+
+
+def find_config(source: str) -> str:
+    """The config.toml of what find_checkpoint() takes. A checkpoint of an older version has that of
+    its run.
+
+    Raises ValueError if there is none.
+    """
+    for folder in (source, os.path.join(os.path.realpath(source), "..", "..")):
+        path = os.path.normpath(os.path.join(folder, "config.toml"))
+        if os.path.isfile(path):
+            return path
+    raise ValueError(f"{source} has no config.toml; copy that of the run there")
 
 
 def _check_checkpoint(folder: str, config: DecoderConfig, adapters: Adapters | None) -> None:

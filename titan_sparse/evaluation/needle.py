@@ -13,9 +13,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from titan_sparse.data.documents import Documents
+from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation.answers import Sample
-from titan_sparse.evaluation.haystack import Haystack, key, number
 
+_ADJECTIVES = tuple(
+    (
+        "amber brave calm dusty early fancy gentle hollow icy jolly kind lazy "
+        "misty noble olive proud quiet rusty silent tidy urban vivid windy young"
+    ).split()
+)
+_NOUNS = tuple(
+    (
+        "anchor barrel candle desert engine forest garden harbor island jacket kettle ladder "
+        "market needle orchard pillow quarry river saddle temple umbrella valley window yard"
+    ).split()
+)
 _INTRODUCTION = (
     "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you "
     "about the number afterwards.\n"
@@ -25,6 +38,42 @@ _QUESTION = (
     "\nWhat is the special magic number for {key} mentioned in the provided text? The special magic number for "
     "{key} mentioned in the provided text is"
 )
+
+
+class Haystack:
+    """The documents one after the other, again from the first after the last, read when needed."""
+
+    def __init__(self, documents: Documents, tokenizer: Tokenizer) -> None:
+        self.documents = documents
+        self.tokenizer = tokenizer
+        self._tokens = np.empty(0, dtype=np.int64)
+        self._documents_read = 0
+
+    def tokens(self, start: int, count: int) -> NDArray[np.int64]:
+        """int64 [count], from token `start` on, a line break between documents.
+
+        Raises ValueError if no document holds text.
+        """
+        if len(self._tokens) < start + count:
+            self._read(start + count)
+        return self._tokens[start : start + count]
+
+    def _read(self, count: int) -> None:
+        line_break = self.tokenizer.encode("\n")
+        parts = [self._tokens]
+        length = len(self._tokens)
+        while length < count:
+            if self._documents_read >= len(self.documents) and length == 0:
+                raise ValueError("the text to hide needles in is empty; write another data.source")
+            index = self._documents_read % len(self.documents)
+            # Without the end-of-document token.
+            ids = self.documents.tokens(index)[:-1]
+            self.documents.forget(index)
+            self._documents_read += 1
+            if len(ids):
+                parts += [ids, line_break]
+                length += len(ids) + len(line_break)
+        self._tokens = np.concatenate(parts).astype(np.int64)
 
 
 def depths(count: int) -> list[float]:
@@ -54,8 +103,9 @@ def needle_samples(
 
 
 def _sample(haystack: Haystack, length: int, depth: float, draw: random.Random) -> Sample:
-    hidden_key = key(draw)
-    value = number(draw)
+    # Such as "misty-harbor", and a number of seven digits.
+    hidden_key = f"{draw.choice(_ADJECTIVES)}-{draw.choice(_NOUNS)}"
+    value = str(draw.randint(1_000_000, 9_999_999))
 
     def encode(text: str) -> NDArray[np.int64]:
         filled = text.format(key=hidden_key, value=value)

@@ -72,8 +72,8 @@ def first_windows(
     first = list(itertools.islice(endless, count))
     if not first:
         raise ValueError(
-            f"no document has data.min_document_length = {min_length} tokens, or any at all; write a smaller "
-            "data.min_document_length or another source"
+            f"no document has {min_length} tokens (data.min_document_length), or any at all; write a "
+            "smaller length or another source"
         )
     return first
 

@@ -101,15 +101,12 @@ class Scorer:
         counts = batch.labels != IGNORED_LABEL
         return losses[counts], batch.positions[counts]
 
-    def answer(self, sequence: Sequence | None, length: int) -> tuple[Tensor, Tensor]:
+    def answers(self, sequences: list[Sequence | None], length: int) -> list[tuple[Tensor, Tensor]]:
         """Of the N labels that count: cross-entropy, float64 [N], and the most likely token, int64 [N].
 
-        In global order, and on every rank of the context-parallel group.
+        A pair for each row of labels of the sequences, which go through the model together: in
+        global order, and on every rank of the context-parallel group.
         """
-        return self.answers([sequence], length)[0]
-
-    def answers(self, sequences: list[Sequence | None], length: int) -> list[tuple[Tensor, Tensor]]:
-        """answer() of each row of labels of the sequences, which go through the model together."""
         batch = self.batch(sequences, length)
         nothing = np.array([IGNORED_LABEL])
         answers = [np.atleast_2d(s.labels if s else nothing) for s in sequences]
@@ -142,10 +139,6 @@ class Scorer:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def padded_length(self, length: int) -> int:
-        """Tokens of a sequence of `length` tokens once padded to whole blocks of every rank."""
-        return length + -length % self.multiple
-
     def batch(self, sequences: list[Sequence | None], length: int) -> Batch:
         """This rank's part of the sequences, padded to `length` tokens or the few more that all
         ranks' blocks hold.
@@ -156,7 +149,7 @@ class Scorer:
         end = np.array([self.tokenizer.end_of_document])
         nothing = Sequence(end, np.array([IGNORED_LABEL]))
         sequences = [sequence or nothing for sequence in sequences]
-        total = self.padded_length(length)
+        total = length + -length % self.multiple
         lengths = []
         for sequence in sequences:
             count = len(sequence.tokens)

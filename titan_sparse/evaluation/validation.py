@@ -16,7 +16,6 @@ from titan_sparse.data.shards import is_prepared
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation import needle, position
 from titan_sparse.evaluation.answers import Sample, score_samples
-from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.scorer import Scorer, Sequence
 from titan_sparse.training import pictures
 from titan_sparse.training.metrics import MetricsLog, json_ready
@@ -29,7 +28,7 @@ class Validation:
     """Read the sequences of the [validation] section once, and measure with them.
 
     Create it before any process group. Raises ValueError, one line, for a source that cannot be
-    read, lengths that are too short for a needle, or missing matplotlib.
+    read, or lengths that are too short for a needle.
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
@@ -41,31 +40,22 @@ class Validation:
         self.needles: list[Sample] = []
         if not self.section.enable:
             return
-        draws_needles = self.section.needle_lengths and config.metrics.tensorboard
-        if draws_needles and not pictures.has_matplotlib():
-            raise ValueError(
-                'validation.needle_lengths draws with matplotlib: pip install -e ".[eval]", or write '
-                "metrics.tensorboard = false"
-            )
+        section = self.section
         try:
-            self._read(config, tokenizer)
+            data = _data(config)
+            documents = open_documents(data, tokenizer, config.model.initial_hf)
+            self.sequences = position.first_windows(
+                documents, data.min_document_length, self.length, self.length, section.windows
+            )
+            self.needles = needle.needle_samples(
+                needle.Haystack(documents, tokenizer),
+                needle_lengths(section),
+                needle.depths(section.needle_depths),
+                section.needle_samples,
+                config.training.seed,
+            )
         except ValueError as error:
             raise ValueError(f"[validation]: {error}") from error
-
-    def _read(self, config: Config, tokenizer: Tokenizer) -> None:
-        data = _data(config)
-        section = self.section
-        documents = open_documents(data, tokenizer, config.model.initial_hf)
-        self.sequences = position.first_windows(
-            documents, data.min_document_length, self.length, self.length, section.windows
-        )
-        self.needles = needle.needle_samples(
-            Haystack(documents, tokenizer),
-            needle_lengths(section),
-            needle.depths(section.needle_depths),
-            section.needle_samples,
-            config.training.seed,
-        )
 
     def content_digest(self) -> str:
         """Identify the sequences and prompts. All ranks must have the same digest."""
@@ -114,10 +104,12 @@ def _data(config: Config) -> Data:
     section = config.validation
     source = single_source(section.source or data.source, "validation.source")
     if section.source in ("", data.source):
-        row_format = format_of(data, source, "validation.source")
-        split = section.split or data.split
         return dataclasses.replace(
-            data, source=source, format=row_format, split=split, sequences="packed"
+            data,
+            source=source,
+            format=format_of(data, source, "validation.source"),
+            split=section.split or data.split,
+            sequences="packed",
         )
     # Keys that choose a part of data.source do not apply to another source.
     if is_prepared(source):
@@ -127,11 +119,10 @@ def _data(config: Config) -> Data:
             split=section.split or "train",
             min_document_length=data.min_document_length,
         )
-    row_format = format_of(data, source, "validation.source")
     return dataclasses.replace(
         data,
         source=source,
-        format=row_format,
+        format=format_of(data, source, "validation.source"),
         split=section.split or "train",
         subset="",
         sequences="packed",

@@ -114,17 +114,6 @@ def test_choices_that_read_the_same_share_a_forward(pair, monkeypatch):
         assert mine == (pytest.approx(other[0], abs=1e-4), other[1])
 
 
-def test_device_of_lm_eval(tmp_path):
-    """cuda:0 is what lm_eval writes where --device is not given: HFLM's device then."""
-    folder = str(write_folder(tmp_path / "model"))
-    last = max(torch.cuda.device_count() - 1, 0)
-    for name in ("cuda:0", f"cuda:{last}"):
-        ours = TitanSparseLM(pretrained=folder, device=name)
-        assert ours._device == HFLM(folder, device=name).device
-    with pytest.raises(ValueError, match="--device cuda:99 does not exist"):
-        TitanSparseLM(pretrained=folder, device="cuda:99")
-
-
 def test_no_code_of_a_tokenizer_is_run(tmp_path, monkeypatch):
     """transformers would ask on stdin, and run it after a "y"."""
     folder = write_folder(tmp_path / "model")

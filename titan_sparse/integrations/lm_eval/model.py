@@ -4,9 +4,11 @@ It gives the answers that lm_eval's own HFLM gives, for our checkpoints, sparse 
 rank or on several that share a sequence. All ranks run rank 0's requests, and rank 0 reports.
 """
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,20 +24,21 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from titan_sparse.config import Refusal
+from titan_sparse.config import Config, Refusal, check, world_from_environment
 from titan_sparse.config.reading import require
-from titan_sparse.data import load_tokenizer
+from titan_sparse.config.sources import tokenizer_file
+from titan_sparse.data import Tokenizer, load_tokenizer
 from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.evaluation.generation import Sampling, Stop, generate
-from titan_sparse.evaluation.load import build_scorer
-from titan_sparse.evaluation.scorer import Sequence
-from titan_sparse.integrations.lm_eval.settings import (
-    encode,
-    end_tokens,
-    open_text,
-    settings_of,
+from titan_sparse.evaluation.load import (
+    build_scorer,
+    find_checkpoint,
+    find_config,
+    load_for_evaluation,
 )
+from titan_sparse.evaluation.scorer import Sequence
 
 logger = logging.getLogger("titan_sparse")
 
@@ -71,7 +74,7 @@ class TitanSparseLM(TemplateLM):
         config: of the run; by default beside the checkpoint.
         tokenizer: folder or tokenizer.json; by default data.tokenizer, or that of `pretrained`.
         attention: "as_trained", the default with a config, or "dense".
-        device: "cpu", "cuda", or in one process "cuda:N"; "cuda:0" is the CPU where no GPU is.
+        device: "cpu", "cuda", or "cuda:0", which is the CPU where no GPU is.
         batch_size: requests that go through together on a data-parallel rank.
         max_length: tokens; longer requests lose their beginning, as in HFLM. By default the larger
         of the model's max_position_embeddings and the run's training.seq_len.
@@ -87,7 +90,7 @@ class TitanSparseLM(TemplateLM):
             # What lm_eval writes where --device is not given: as in HFLM, a GPU if there is one.
             keys.setdefault("training.device", "auto")
         elif device is not None:
-            keys["training.device"] = _named_device(device)
+            keys["training.device"] = device
         require(
             str(batch_size).isdecimal() and int(batch_size) > 0,
             f"batch_size = {batch_size} is not a positive integer; write for example 1",
@@ -95,19 +98,23 @@ class TitanSparseLM(TemplateLM):
         self.batch_size = int(batch_size)
         self.add_bos_token = add_bos_token
         try:
-            self.config, step = settings_of(checkpoint, pretrained, config, attention, keys)
+            self.config, step = _settings(checkpoint, pretrained, config, attention, keys)
             name = self.config.data.tokenizer
             ours = load_tokenizer(name)
-            self.tokenizer = open_text(name, ours)
+            self.tokenizer = _open_tokenizer(name, ours)
             self.scorer = build_scorer(self.config, step, ours)
         except (ValueError, OSError) as error:
             raise Refusal(str(error)) from error
-        self.max_length = max_length or self._longest(has_config=bool(checkpoint or config))
+        self.max_length = max_length or self.scorer.model_config.max_positions
+        if not max_length and (checkpoint or config):
+            self.max_length = max(self.max_length, self.config.training.seq_len)
         folders = [folder for folder in (pretrained, tokenizer) if folder is not None]
-        self.ends = end_tokens(self.tokenizer, folders)
+        self.ends = _end_tokens(self.tokenizer, folders)
         self.draws = 0
         self._device = self.scorer.device
-        _report_on_one_rank()
+        if dist.get_rank() != 0:
+            # lm_eval reports where LOCAL_RANK is 0, which would be once per node.
+            os.environ["LOCAL_RANK"] = str(dist.get_rank())
 
     # Tokens
 
@@ -134,7 +141,11 @@ class TitanSparseLM(TemplateLM):
         """
         if add_special_tokens is not None:
             return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
-        return encode(self.tokenizer, string, self.prefix_token_id, self.add_bos_token)
+        plain = self.tokenizer.encode(string, add_special_tokens=False)
+        # As chat templates begin.
+        if not self.add_bos_token or plain[:1] == [self.prefix_token_id]:
+            return plain
+        return self.tokenizer.encode(string, add_special_tokens=True)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -350,28 +361,88 @@ class TitanSparseLM(TemplateLM):
         labels[-count:] = continuation
         return Sequence(whole[:-1], labels)
 
-    def _longest(self, has_config: bool) -> int:
-        published = self.scorer.model_config.max_positions
-        return max(published, self.config.training.seq_len) if has_config else published
 
+def _settings(
+    checkpoint: str | None,
+    pretrained: str | None,
+    config: str | None,
+    attention: str | None,
+    keys: dict[str, Any],
+) -> tuple[Config, str | None]:
+    """The checked configuration that the arguments of TitanSparseLM mean, and the checkpoint to
+    read (a folder step-N), or None for config.model.initial_hf.
 
-def _named_device(name: str) -> str:
-    """training.device of lm_eval's --device; the GPU of cuda:N is the current one from now on."""
-    kind, _, number = name.partition(":")
-    if kind != "cuda" or not number:
-        return name
-    count = torch.cuda.device_count()
+    keys: dotted, of the configuration. Raises ValueError, one line.
+    """
     require(
-        number.isdecimal() and int(number) < count,
-        f"--device {name} does not exist, as this node has {count} GPUs; leave --device out",
+        (checkpoint is None) != (pretrained is None),
+        "model_args: write checkpoint=RUN (its folder, or its checkpoint/step-N) or "
+        "pretrained=FOLDER of Hugging Face, one of the two",
     )
     require(
-        "LOCAL_RANK" not in os.environ,
-        f"--device {name} would be ignored, as each rank of torchrun has a GPU of its own; "
-        "leave --device out",
+        attention in (None, "dense", "as_trained"),
+        f'model_args: attention={attention} is unknown; write "dense" or "as_trained"',
     )
-    torch.cuda.set_device(int(number))
-    return kind
+    step = None
+    if checkpoint is not None:
+        step = find_checkpoint(checkpoint)
+        config = config or find_config(checkpoint)
+    words = [] if config is None else ["--config", config]
+    dense = attention == "dense"
+    if config is None:
+        # No configuration says how the model was trained.
+        require(
+            attention != "as_trained",
+            "model_args: attention=as_trained needs config=FILE.toml of a run; write it, or "
+            "attention.pattern=NAME",
+        )
+        dense = dense or "attention.pattern" not in keys
+        keys = {"data.tokenizer": pretrained} | keys
+    for key, value in keys.items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        words.append(f"--{key}={text}")
+    resolved = load_for_evaluation(words, pretrained, dense)
+    check(resolved, *world_from_environment())
+    return resolved, step
+
+
+def _open_tokenizer(name: str, ours: Tokenizer) -> Any:
+    """transformers' tokenizer of data.tokenizer = `name`.
+
+    ours: of the same name; it knows the end of a document where no file names it.
+    """
+    require(
+        name != "bytes",
+        'lm_eval needs a tokenizer.json, not data.tokenizer = "bytes"; write tokenizer=FOLDER',
+    )
+    path = tokenizer_file(name)
+    if path.with_name("tokenizer_config.json").is_file():
+        try:
+            return AutoTokenizer.from_pretrained(
+                str(path.parent), local_files_only=True, trust_remote_code=False
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"transformers cannot read the tokenizer of {path.parent}, where code of its own is not "
+                "run; write tokenizer=FOLDER with its tokenizer.json alone"
+            ) from error
+    text = PreTrainedTokenizerFast(tokenizer_file=str(path), name_or_path=str(path.parent))
+    text.eos_token = text.convert_ids_to_tokens(ours.end_of_document)
+    return text
+
+
+def _end_tokens(text: Any, folders: list[str]) -> frozenset[int]:
+    """Tokens that end a text: the tokenizer's, and those of the folders' generation_config.json, as
+    chat models have several."""
+    found = set()
+    if text.eos_token_id is not None:
+        found.add(text.eos_token_id)
+    for folder in folders:
+        path = Path(folder).expanduser() / "generation_config.json"
+        if path.is_file():
+            ids = json.loads(path.read_text(encoding="utf-8-sig")).get("eos_token_id")
+            found |= set(ids) if isinstance(ids, list) else {ids} - {None}
+    return frozenset(found)
 
 
 def _sampling(arguments: dict[str, Any], seed: int) -> Sampling:
@@ -392,9 +463,3 @@ def _of_rank_zero(value: Any) -> Any:
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(held, device=torch.device("cpu"))
     return held[0]
-
-
-def _report_on_one_rank() -> None:
-    """lm_eval reports where LOCAL_RANK is 0, which would be once per node."""
-    if dist.get_rank() != 0:
-        os.environ["LOCAL_RANK"] = str(dist.get_rank())
