@@ -102,10 +102,8 @@ def wrong_values() -> Iterator[BadStart]:
 
 PATHS = {
     "training.output_dir": (
-        "{folder}/file",
         "{folder}/file/run",
         "{folder}/dangling",
-        "{folder}/dangling/run",
         "{folder}/loop",
         "/proc/run",
         "/dev/null",
@@ -114,20 +112,15 @@ PATHS = {
     ),
     "data.source": (
         "{folder}/none",
-        "{folder}/none.jsonl",
-        "./none",
         "~/none",
         "{folder}/empty_folder",
         "{folder}/x.jsonl",
         "{folder}/mixed",
-        "{folder}/file",
         "{folder}/empty.txt",
-        "{folder}/empty.jsonl",
         "{folder}/dangling",
         "{folder}/loop",
         "{folder}/texts:0.5,{folder}/none:0.5",
         "{folder}/texts:0.5,python",
-        "{folder}/texts:0,python:1",
         "/dev/null",
         "{folder}/" + "n" * 256 + ".txt",
         "",
@@ -165,21 +158,14 @@ def wrong_toml() -> Iterator[BadStart]:
     contents = {
         b"\xff\xfe": "TOML",
         b"[training\nsteps = 5": "TOML",
-        b"[training]\nsteps = 5\nsteps = 6": "TOML",
         b"[training]\nsteps = " + b"[" * 5000 + b"]" * 5000: "TOML",
-        b"[training]\nsteps = " + b"[" * 400 + b"]" * 400: "training.steps",
         b"a" + b".a" * 5000 + b" = 1": "TOML",
         b"[training]\nsteps = 0x" + b"f" * 5000: "training.steps",
-        b"[training]\nsteps = [0x" + b"f" * 5000 + b"]": "training.steps",
-        b"[training]\nsteps = " + b"9" * 5000: "TOML",
         b"[training]\nsteps = 1979-05-27": "training.steps",
-        b"[training]\nsteps = 1e23": "training.steps",
         b"[training]\nstep = 5": "training.steps",
         b"[trainning]\nsteps = 5": "training.steps",
         b"steps = 5": "steps",
-        b"training = 5": "training",
         b'[data]\nsource = "a\\u0000b"': "data.source",
-        b'[training]\noutput_dir = "a\\u0000b"': "training.output_dir",
         b"[[training]]\nsteps = 5": "training",
     }
     for toml, named in contents.items():
@@ -257,10 +243,8 @@ def test_a_bad_start_is_one_line_before_torch(starts, folder, monkeypatch, capfd
     [
         ("data.source", "{folder}/garbage.jsonl.zst", ""),
         ("data.source", "{folder}/garbage.jsonl", ""),
-        ("data.source", "{folder}/garbage.parquet", ""),
         ("data.source", "{folder}/blank.jsonl", ""),
         ("data.source", "{folder}/prepared", ""),
-        ("data.source", "no_owner/no_dataset", ""),
         ("data.source", "{folder}/numbers.jsonl", "data.text_field"),
         ("data.tokenizer", "{folder}/tokenizer.json", ""),
         ("attention.balance_costs", "{folder}/tokenizer.json", ""),
@@ -281,7 +265,6 @@ def test_unusable_texts_are_one_line_before_the_first_step(
     "start",
     [
         BadStart("training.steps", ("--training.steps=1e23",)),
-        BadStart("training.output_dir", ("--training.output_dir=/proc/run",)),
         BadStart("RANK", environment={"WORLD_SIZE": "2"}),
     ],
     ids=str,

@@ -1,7 +1,6 @@
 """titan-sparse plan and scripts.calibrate: what they write, and what they refuse in one line."""
 
 import json
-import time
 
 import pytest
 import torch
@@ -39,8 +38,6 @@ def test_the_script_compares_layouts_and_schedules(config, tmp_path, capsys):
     assert main([config, *words.split()]) == 0
     printed = capsys.readouterr().out
     assert printed.count("| zigzag | double_ring |") == 1
-    assert "rank  7:" in printed
-    assert "planned in" in printed
     found = json.loads((tmp_path / "plan.json").read_text())
     # 8000 tokens are padded to 2 x 8 x 64.
     assert found["seq_len"] == 8192
@@ -49,8 +46,6 @@ def test_the_script_compares_layouts_and_schedules(config, tmp_path, capsys):
     assert sum(striped["pairs_of_rank"]) == pytest.approx(sum(zigzag["pairs_of_rank"]))
     assert sum(striped["pairs_of_rank"]) == pytest.approx(sum(cast["pairs_of_rank"]))
     assert striped["worker_imbalance_per_step"] < zigzag["worker_imbalance_per_step"]
-    # The own blocks, then stages.
-    assert len(cast["pairs_of_rank_and_step"][0]) == 1 + 3
     assert (tmp_path / "plan.png").stat().st_size > 5000
 
 
@@ -67,18 +62,6 @@ def test_packed_documents_are_planned(config, tmp_path, documents, lengths):
     for plan in (contiguous, balanced):
         assert sum(plan["pairs_of_rank"]) == pytest.approx(pairs)
     assert balanced["worker_imbalance"] < 1.1 < contiguous["worker_imbalance"]
-
-
-@pytest.mark.parametrize(
-    "documents, schedules",
-    [(["--documents", "ragged"], ["all_gather", "group_cast"]), ([], ["all_gather"] * 2)],
-)
-def test_auto_goes_by_the_mask_that_is_planned(config, tmp_path, documents, schedules):
-    """The value of attention.mask does not matter: without --documents it plans one long document."""
-    words = "--attention.pattern dense --attention.mask documents --ranks 4 --nodes 1"
-    words += " --layout contiguous balanced --schedule auto"
-    found = _plans(tmp_path, config, *words.split(), *documents)
-    assert [p["schedule"] for p in found["plans"]] == schedules
 
 
 @pytest.mark.parametrize("layouts", [["zigzag", "balanced"], ["balanced", "zigzag"]])
@@ -115,8 +98,7 @@ def test_the_script_takes_a_saved_index(config, tmp_path, capsys):
         ("--documents 5 --index x.pt", "write one of them"),
         ("--attention.pattern dense --documents 9000", "add up to 8000"),
         ("--attention.pattern dense --documents many", "write ragged"),
-        ("--density 0.1 --index x.pt", "--density would be ignored"),
-        ("--density 0.1 --attention.pattern dense", "--density would be ignored"),
+        ("--density 0.1 --attention.pattern dense", "write --attention.pattern vertical_slash"),
         ("--density 2", "--density 2.0"),
         ("--ranks 2 --layout balanced --attention.balance_costs none", "cannot read it"),
     ],
@@ -159,15 +141,6 @@ def test_balanced_goes_by_the_costs_of_the_machine(config, tmp_path):
     assert megabytes[1] == megabytes[3] < megabytes[2]
 
 
-@pytest.mark.slow
-def test_a_thousand_ranks_are_planned(config, capsys):
-    began = time.process_time()
-    words = "--ranks 1024 --nodes 128 --seq-len 131072 --schedule double_ring"
-    assert main([config, *words.split()]) == 0
-    assert "planned in " in capsys.readouterr().out
-    assert time.process_time() - began < 60, "of this process: others may share its cores"
-
-
 # Calibration --------------------------------------------------------------------------------------------------------
 
 
@@ -203,26 +176,6 @@ def test_times_of_tiles_that_cannot_be():
     assert partial == whole == pytest.approx(1e-6)
     with pytest.raises(ValueError, match="noise; write a larger --seq-len"):
         calibrate.tile_seconds([calibrate.TiledRun(w, p, 1.0 - 1e-4 * w) for w, p in tiles])
-
-
-def test_windows_differ_in_their_tiles(monkeypatch):
-    """Of 32 blocks of queries: the first windows cut two or three tiles each and see none whole."""
-    monkeypatch.setattr(calibrate, "slowest", lambda seconds: seconds)
-    monkeypatch.setattr(calibrate, "seconds", lambda call, device, repeats: call() or 1.0)
-    words = "--out x --seq-len 4096 --heads 1 1 --head-dim 8"
-    runs = calibrate.windowed_runs(calibrate.arguments(words.split()), torch.device("cpu"))
-    # The k-th block of queries from the start sees k blocks before it, or as many as fit.
-    wide = sum(min(k, 7) for k in range(32))
-    cut = [(0, 32 + 31), (0, 32 + 31 + 30), (wide, 32 + 24), (wide, 32 + 24 + 23)]
-    assert [run[:2] for run in runs] == cut
-
-
-def test_the_line_through_two_timings():
-    assert calibrate.line((10.0, 2.0), (6.0, 2.0)) == (2.0, 1.0)
-    assert calibrate.line((10.0, 2.0), (5.0, 0.5)) == (2.0, 0.0)  # would begin below zero
-    assert calibrate.line((10.0, 2.0), (5.0, 5.0)) == (2.0, 0.0)  # no growth
-    with pytest.raises(ValueError, match="noise"):
-        calibrate.line((10.0, 2.0), (-1.0, 1.0))
 
 
 @pytest.mark.parametrize("ranks, expected", [(None, "--nproc-per-node"), ("2", "--across-gb-s")])

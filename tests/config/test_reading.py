@@ -51,22 +51,14 @@ def test_defaults_without_arguments():
     [
         (["--training.steps", "20"], "training", "steps", 20),
         (["--training.steps=20"], "training", "steps", 20),
-        (["--parallelism.dp_shard", "-1"], "parallelism", "dp_shard", -1),
         (["--optimizer.lr", "1"], "optimizer", "lr", 1.0),
-        (["--optimizer.lr", "2e-5"], "optimizer", "lr", 2e-5),
         (["--compile.enable"], "compile", "enable", True),
         (["--compile.enable", "--training.steps", "3"], "compile", "enable", True),
-        (["--compile.enable", "true"], "compile", "enable", True),
         (["--data.shuffle", "false"], "data", "shuffle", False),
-        (["--data.shuffle=false"], "data", "shuffle", False),
-        (["--data.source", "a b=c.txt"], "data", "source", "a b=c.txt"),
         (["--data.source=--odd"], "data", "source", "--odd"),
         (["--data.subset="], "data", "subset", ""),
-        (["--attention.pattern", "dense"], "attention", "pattern", "dense"),
         (["--training.steps", "1", "--training.steps", "2"], "training", "steps", 2),
         (["--training.seq_len", "128k"], "training", "seq_len", 131_072),
-        (["--training.seq_len=1M"], "training", "seq_len", 1_048_576),
-        (["--data.min_document_length", "4K"], "data", "min_document_length", 4096),
     ],
 )
 def test_override(words, section, name, expected):
@@ -89,10 +81,9 @@ def test_precedence(tmp_path, order):
     assert load([f"--config={path}"])[0].training.steps == 7
 
 
-@pytest.mark.parametrize("word", ["--help", "-h"])
-def test_help_lists_every_key(capsys, word):
+def test_help_lists_every_key(capsys):
     with pytest.raises(SystemExit) as caught:
-        load(["--training.steps", "5", word])
+        load(["--training.steps", "5", "-h"])
     printed = capsys.readouterr().out
     assert caught.value.code == 0 and printed == usage() + "\n"
     for section in sections():
@@ -133,10 +124,7 @@ BAD_WORDS = [
     (["--ranks", "8"], "--ranks would be ignored; write --dry-run"),
     (["--print-config", "--host-memory", "80"], "--host-memory would be ignored"),
     (["--dry-run", "--ranks", "0"], "--ranks = 0 is out of range; write 1 or more"),
-    (["--dry-run", "--ranks", "1.5"], '--ranks = "1.5" is not an integer'),
-    (["--dry-run", "--ranks"], '--ranks = "" is not an integer'),
     (["--dry-run", "--device-memory", "0"], "--device-memory = 0.0 is out of range"),
-    (["--dry-run", "--device-memory", "inf"], "--device-memory = inf is not a finite number"),
     (["--dry-run", "--find-max-length"], "--dry-run and --find-max-length exclude each other"),
     (["--dry-runn"], "did you mean --dry-run?"),
     (
@@ -152,26 +140,19 @@ BAD_WORDS = [
         "attention.recall; did you mean attention.vertical_slash.recall?",
     ),
     (["--training.lr", "1"], "training.lr; did you mean optimizer.lr?"),
-    (["--compile.enabled"], "compile.enabled; did you mean compile.enable?"),
     (["--compile.zzzzzzz"], "compile.zzzzzzz; write one of compile.enable, compile.backend"),
-    (["--attention.dense.x", "1"], "attention.dense.x"),
-    (["--zzz.qqq", "1"], "zzz.qqq (no section zzz); write one of model, data"),
     (["--steps", "1"], "unknown key steps; did you mean training.steps?"),
     (["--confg", "x.toml"], "unknown option --confg; did you mean --config?"),
     (["--training", "1"], "training is a section"),
     (["--training.steps", "abc"], 'training.steps = "abc" is not an integer'),
-    (["--training.steps", "1k"], 'training.steps = "1k" is not an integer'),
     (["--training.seq_len", "1kb"], "is not a number of tokens; write for example 131072 or 128k"),
-    (["--training.steps"], "training.steps needs a value"),
     (["--training.steps", "--compile.enable"], "training.steps needs a value"),
-    (["--optimizer.lr", "fast"], 'optimizer.lr = "fast" is not a finite number'),
     (["--optimizer.lr", "nan"], "optimizer.lr = nan is not a finite number"),
     (["--compile.enable", "1"], 'compile.enable = "1" is not true or false'),
     (
         ["--attention.pattern", "densse"],
         'attention.pattern = "densse" is not one of "dense", "vertical_slash", "xattention", "moba"; did',
     ),
-    (["--data.nam\nes", "x"], "data.nam es"),
     (["run.toml"], 'unexpected word "run.toml"'),
     (["--config"], "--config needs a file"),
     (["--config", "a.toml", "--config=b.toml"], "--config is given more than once"),
@@ -188,15 +169,11 @@ def test_bad_command_line(words, expected):
 BAD_FILES = [
     ("[atention]", "unknown key atention; did you mean attention?"),
     ("model = 3", "model is a section"),
-    ("[[model]]\nflavour = 'debug'", "model is a section"),
     ("[training.steps]\nx = 1", "training.steps = {'x': 1} is not an integer"),
-    ("[training]\nsteps = 5.0", "training.steps = 5.0 is not an integer"),
     ("[training]\nsteps = '5'", 'training.steps = "5" is not an integer'),
     ("[optimizer]\nlr = true", "optimizer.lr = true is not a finite number"),
     ("[optimizer]\nlr = 1" + "0" * 400, "optimizer.lr = 1000"),
     ("[compile]\nenable = 1", "compile.enable = 1 is not true or false"),
-    ("[data]\nsource = ['a', 'b']", "data.source = ['a', 'b'] is not a string"),
-    ("[attention]\npattern = ['dense']", "attention.pattern = ['dense'] is not one of"),
     ("[training\nsteps = 5", "not valid TOML"),
 ]
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.data.helpers import END, PADDING, write_rows
 from tests.demo_model import in_a_folder_with_the_model
-from titan_sparse.config import Attention, Config, ConfigError, Data, check, load, load_and_check
+from titan_sparse.config import Attention, Config, ConfigError, check, load, load_and_check
 from titan_sparse.data.loader import Batch
 from titan_sparse.estimate.dry_run import World, dry_run
 from titan_sparse.from_config import build_mask
@@ -133,11 +133,6 @@ def test_documents_see_each_other_only_by_a_mask_that_says_so(letters):
     # Positions go on where attention does.
     length = batches[0].tokens.shape[1]
     assert batches[0].positions[0].tolist() == list(range(length))
-
-
-def test_a_sequence_of_one_document_takes_the_causal_mask():
-    for sequences in ("fixed", "fixed_and_rest"):
-        check(Config(data=Data(sequences=sequences), attention=Attention(mask="causal")), 1, 1)
 
 
 def test_the_shares_are_what_a_dry_run_says(monkeypatch, tmp_path):

@@ -41,14 +41,9 @@ def _config_with(folder, constants: dict | str) -> Config:
         # Faster kernels make transfers dear.
         ({"dense_tflops": 28.0}, (2, 8, 2, 4), 64, 12500),
         ({"inside_gb_s": 2.0}, (2, 8, 2, 4), 64, 3125),
-        ({"across_gb_s": 1.0}, (2, 8, 2, 4), 64, 6250),
-        ({"forward_tflops": 1.0}, (2, 8, 2, 4), 64, 6250),
-        # Work and bytes grow alike with head_dim.
-        ({}, (2, 64, 2, 4), 64, 6250),
         ({}, (8, 8, 2, 4), 64, 25000),
         ({}, (2, 8, 2, 4), 128, 3125),
         ({}, (2, 8, 2, 2), 64, 4688),
-        ({}, (2, 8, 8, 8), 64, 18750),
     ],
 )
 def test_costs_by_hand(change, shape, block_size, transfer):
@@ -93,17 +88,13 @@ def test_a_run_reads_its_file(tmp_path):
     "constants, words",
     [
         ({"dense_tflops": None}, "dense_tflops or partial_tile is missing.*scripts.calibrate"),
-        ({"partial_tile": None}, "dense_tflops or partial_tile is missing.*scripts.calibrate"),
-        ({"partial_tile": 0.0}, "partial_tile = 0.0"),
         ({"inside_gb_s": float("inf")}, "inside_gb_s = inf"),
         ({"inside_gb_s": float("nan")}, "inside_gb_s = nan"),
         ({"launch_ms": -1.0}, "launch_ms = -1.0"),
         ({"launch_ms": None}, "launch_ms is missing"),
         ({"x": 1.0}, "x is unknown"),
         ('{"traceEvents": []}', r'write \{"constants"'),
-        ("[1]", r'write \{"constants"'),
         ("steps = 5", r'write \{"constants"'),
-        ('{"constants": {"launch_ms": {}}}', r'write \{"constants"'),
     ],
 )
 def test_a_file_without_costs_is_refused_by_the_key(tmp_path, constants, words):

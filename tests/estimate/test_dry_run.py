@@ -12,11 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.demo_model import in_a_folder_with_the_model
 from titan_sparse import train
-from titan_sparse.config import Config, ConfigError, Parallelism, load, load_and_check, world_of
+from titan_sparse.config import Config, Parallelism, load, load_and_check, world_of
 from titan_sparse.config.sections import Flags
 from titan_sparse.estimate.dry_run import World, _backend, dry_run, find_max_length, host_gib
 from titan_sparse.estimate.flops import causal_pairs, flops_per_token
@@ -24,7 +23,6 @@ from titan_sparse.estimate.memory import GIB
 from titan_sparse.estimate.step import step_of
 from titan_sparse.from_config import build_pattern
 from titan_sparse.models.flavours import resolve
-from titan_sparse.training.setup import open_data
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("train_configs/*.toml"))
@@ -57,26 +55,6 @@ def test_every_configuration_is_accepted_and_fits(monkeypatch, program, tmp_path
     assert len(CONFIGS) >= 6
 
 
-@pytest.mark.parametrize(
-    "words, expected",
-    [
-        ([], r'data.tokenizer = "./data/qwen2.5/tokenizer.json": this file does not exist'),
-        (
-            ["--data.tokenizer", "bytes"],
-            r'data.source = "./data/long_documents": this file or folder does not exist',
-        ),
-    ],
-)
-def test_data_that_is_not_there_is_named(words, expected):
-    """These are the placeholders of the ready configurations. train.py refuses them in one line,
-    before any process group.
-    """
-    path = str(ROOT / "train_configs/qwen2_5_3b_512k.toml")
-    config, _ = load_and_check(["--config", path, *words], 8, 8)
-    with pytest.raises(ValueError, match=expected):
-        open_data(config, resolve(**vars(config.model)))
-
-
 def test_report(program):
     status, printed = program(SMALL, "--dry-run --device-memory 80")
     peak = float(re.search(r"peak (\S+) GiB", printed)[1])
@@ -101,18 +79,6 @@ def test_report_of_the_docs_is_what_is_printed(program):
     _, printed = program(SMALL, "--attention.backend flex --dry-run --device-memory 139.8")
     shown = (ROOT / "docs/training.md").read_text().split("### How to read")[1].split("```\n")[1]
     assert printed.startswith(shown)
-
-
-def test_window_with_sinks(monkeypatch, program):
-    """Kernels and pairs are those of a mask of slices."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    words = "--dry-run --device-memory 80 --attention.pattern dense --attention.sliding_window 4096"
-    flops = []
-    for sinks, backend in (("", "flex"), (" --attention.window_sinks 1024", "triton")):
-        _, printed = program(SMALL, words + sinks)
-        assert f"attention by {backend}" in printed
-        flops.append(float(re.search(r"(\S+) PFLOP dense", printed)[1]))
-    assert flops[1] > flops[0]
 
 
 @pytest.mark.parametrize(
@@ -170,13 +136,6 @@ def test_longest_length_is_the_last_that_fits(words, ranks):
         assert dry_run(config, where)[1] == fits
 
 
-def test_nothing_fits():
-    config, _ = load_and_check(SMALL, 1, 1)
-    text, found = find_max_length(config, World(1, 1, 5.0))
-    assert not found and text.startswith("nothing fits: 128 tokens need")
-    assert "more than the" in text
-
-
 ONE = Parallelism()
 WIDE = Parallelism(dp_replicate=2, cp=8)
 
@@ -186,26 +145,17 @@ WIDE = Parallelism(dp_replicate=2, cp=8)
     "flags, parallelism, started, expected",
     [
         (Flags(ranks=32), ONE, (1, 1), (32, 8)),
-        (Flags(ranks=4), ONE, (1, 1), (4, 4)),
         (Flags(ranks=32), ONE, (4, 4), (32, 4)),
         (Flags(), ONE, (16, 8), (16, 8)),
         (Flags(), WIDE, (1, 1), (1, 1)),
         (Flags(print_config=True), WIDE, (1, 1), (16, 8)),
         (Flags(dry_run=True, device_memory=80.0), WIDE, (1, 1), (16, 8)),
-        (Flags(find_max_length=True), WIDE, (1, 1), (16, 8)),
         (Flags(find_max_length=True), WIDE, (32, 4), (32, 4)),
         (Flags(dry_run=True), ONE, (1, 1), (1, 1)),
     ],
 )
 def test_ranks_take_the_place_of_the_world(flags, parallelism, started, expected):
     assert world_of(flags, parallelism, *started) == expected
-
-
-def test_ranks_that_do_not_fit_are_refused():
-    read = load(["--dry-run", "--ranks", "32", "--device-memory=80"])[1]
-    assert read == Flags(dry_run=True, ranks=32, device_memory=80.0)
-    with pytest.raises(ConfigError, match="does not fit 6 ranks"):
-        load_and_check(["--dry-run", "--ranks", "6", "--parallelism.cp", "4"], 4, 4)
 
 
 def _subprocess(words: list[str], **environment: str) -> subprocess.CompletedProcess:
@@ -233,17 +183,6 @@ def test_segments_grow_unless_the_user_says_otherwise(given, wanted):
     assert result.stdout.split() == [str(wanted), "False"], result.stderr
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_allocator_has_read_it():
-    code = (
-        "from titan_sparse import train; train.set_allocator(); import torch; torch.zeros(1, device='cuda'); "
-        "print(torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments'])"
-    )
-    result = _subprocess([sys.executable, "-c", code])
-    assert result.stdout.strip() == "True", result.stderr
-
-
 def test_launch_on_one_node():
     words = "train_configs/demo_cpu.toml --parallelism.cp 1 --print-config"
     result = _subprocess(["bash", "scripts/launch_node.sh", *words.split()], GPUS="1")
@@ -255,22 +194,13 @@ def test_launch_on_one_node():
     "words, expected",
     [
         ("launch_node.sh", "usage"),
-        ("launch_node.sh --dry-run", "usage"),
         ("launch_slurm.sh", "usage"),
-        ("launch_slurm.sh --dry-run", "usage"),
         ("launch_slurm.sh train_configs/demo_cpu.toml", "not inside of a Slurm job"),
     ],
 )
 def test_launch_refuses_what_it_cannot_start(words, expected):
     result = _subprocess(["bash", *f"scripts/{words}".split()])
     assert result.returncode == 2 and expected in result.stderr
-
-
-def test_what_is_usable_of_a_device():
-    """97 %, less the memory outside of PyTorch's allocator, which includes NCCL's with several ranks."""
-    assert World(1, 1, 100.0).usable == 97.0 - 1.5
-    assert World(2, 8, 100.0).usable == 97.0 - 3.5
-    assert World(8, 8, None).usable is None
 
 
 # CPU memory -----------------------------------------------------------------------------------
@@ -286,7 +216,6 @@ OFFLOADED = [
     *("--activation_checkpoint.offload", "--optimizer.offload", "--compile.enable"),
     *("--checkpoint.enable", "--checkpoint.async_mode", "async_with_pinned_mem"),
 ]
-RECOMPUTED = ["--activation_checkpoint.attention_recompute", "1"]
 # Qwen2.5-3B: hidden 2048, 16 heads of 128, 36 layers; four ranks share 524,288 tokens. Bytes.
 INPUTS = 35 * 524288 // 4 * 2 * 2048
 RESULTS = 35 * 524288 // 4 * (2 * 16 * 128 + 4 * 16)  # out in bf16, LSE in fp32
@@ -306,19 +235,7 @@ RESULTS = 35 * 524288 // 4 * (2 * 16 * 128 + 4 * 16)  # out in bf16, LSE in fp32
                 "copy for a save": 12 * PARAMETERS / 4,
             },
         ),
-        # What is recomputed is not offloaded.
-        (
-            [*OFFLOADED, *RECOMPUTED],
-            4,
-            {
-                "optimizer.offload": 16 * PARAMETERS / 4,
-                "activation_checkpoint.offload": INPUTS,
-                "copy for a save": 12 * PARAMETERS / 4,
-            },
-        ),
         (MODEL, 1, {}),
-        # A save that stops the run needs no copy.
-        ([*MODEL, "--checkpoint.enable"], 1, {}),
         (
             [*MODEL, "--checkpoint.enable", "--checkpoint.async_mode", "async"],
             1,
@@ -332,12 +249,6 @@ def test_cpu_memory_by_hand(words, ranks, expected):
     step = step_of(config, model, build_pattern(config.attention), "triton", ranks, ranks)
     found = {part: gib * GIB for part, gib in host_gib(step, config.checkpoint).items()}
     assert found == pytest.approx(expected, rel=1e-9)
-
-
-def test_a_run_that_keeps_all_on_its_gpu_needs_no_cpu_memory():
-    config, _ = load_and_check(MODEL, 1, 1)
-    text, fits = dry_run(config, World(1, 1, 139.8, host_memory=1.0))
-    assert fits and "CPU memory" not in text
 
 
 def test_a_node_needs_what_its_ranks_need():
@@ -402,8 +313,7 @@ DENSE = r"([\d.,]+) PFLOP dense"
 def test_windows_are_counted_layer_by_layer(tmp_path):
     config = _olmo3(tmp_path, sliding_window=4096)
     report, fits = dry_run(config, ONE_GPU)
-    assert "a window of 4,096 in 6 of 8 layers" in report and fits
-    assert "estimated as if they were our own, and was not measured" in report
+    assert fits and "estimated as if they were our own, and was not measured" in report
     model = resolve(**vars(config.model))
     pairs = model.heads * (6 * causal_pairs(65536, 4096) + 2 * causal_pairs(65536)) / 65536
     expected = 65536 * flops_per_token(model, pairs) / 1e15

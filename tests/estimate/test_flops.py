@@ -1,8 +1,6 @@
 """FLOPs of a step, MFU, and what is kept apart from it."""
 
 import dataclasses
-import json
-import logging
 
 import pytest
 import torch
@@ -68,15 +66,6 @@ def test_flops_with_adapters_are_those_of_torchs_counter(targets):
     assert flops_per_token(model, 0.0, adapters) == expected + head
 
 
-def test_attention_flops_are_those_of_torchs_counter():
-    """torch counts 4 D per pair of a full square forward. The backward needs twice as much."""
-    model = FLAVOURS["debug"]
-    q = torch.randn(1, 2, 32, model.head_dim)
-    with FlopCounterMode(display=False) as counter:
-        (q @ q.mT).softmax(-1) @ q
-    assert attention_flops(model, 2 * 32 * 32) == 3 * counter.get_total_flops()
-
-
 @pytest.mark.parametrize(
     "seq_len, window, sinks",
     [(7, 0, 0), (7, 3, 0), (7, 7, 0), (7, 9, 0), (1, 1, 0)]
@@ -95,16 +84,11 @@ def test_causal_pairs(seq_len, window, sinks):
     [
         ("A100-SXM4-80GB", 624),
         ("H100 80GB HBM3", 1979),
-        ("H100 NVL", 1671),
-        ("H100 PCIe", 1513),
         ("H200", 1979),
         ("H200 NVL", 1671),
-        ("GH200 480GB", 1979),
         ("B200", 4500),
         ("GB200", 5000),
-        ("L40S", 733),
         ("H20", None),
-        ("GeForce RTX 4090", None),
     ],
 )
 def test_peak_is_half_of_what_nvidia_publishes(device, sparse):
@@ -140,10 +124,3 @@ def test_log_keeps_dense_equivalent_apart(tmp_path):
         visited_attention = line["mfu"] * 1e15 / per_second - matmul
         assert 0 < line["mfu"] < 1 and line["density"] < 1
         assert visited_attention == pytest.approx(dense_attention * line["density"], rel=1e-6)
-
-
-def test_impossible_mfu_is_not_written(tmp_path, caplog):
-    with caplog.at_level(logging.INFO, logger="titan_sparse"):
-        lines = _run(tmp_path, metrics__peak_tflops=1e-9)
-    assert all(line["mfu"] is None and line["dense_equivalent_tflops"] > 0 for line in lines)
-    assert "metrics.peak_tflops = 1e-09 is too small" in caplog.text and json.dumps(lines)

@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_sparse.attention.context_parallel import balanced
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.context_parallel.schedule import SCHEDULES
-from titan_sparse.attention.masks.ranges import Causal, Documents
+from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.masks.reach import seen_blocks
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.commands.plan import DEFAULT_CONSTANTS
 from titan_sparse.estimate.constants import Constants, Shape, load_constants
-from titan_sparse.estimate.indexes import load_indexes, random_index, save_indexes
+from titan_sparse.estimate.indexes import load_indexes, random_index
 from titan_sparse.estimate.planner import Layer, Setting, count, plan_layer
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -172,52 +171,12 @@ def test_a_ring_skips_what_a_window_does_not_need():
     assert p.forward.sent.inside.tolist() == [chunk] * 7 + [0]
 
 
-@pytest.mark.parametrize("schedule", ["ring", "group_cast"])
-def test_the_layout_balanced_goes_by_its_costs(schedule):
-    """Where a key block costs as much as thousands of tiles, ranks fetch fewer of them."""
-    ranges = Documents([200, 100, 40, 100, 72]).rows(512)
-    layer = Layer(Dense().index([], ranges, 1, 4, 8), ranges, Shape(2, 16, 2, 4))
-    sent = []
-    for costs in (balanced.Costs(transfer=0), balanced.Costs(transfer=10**6)):
-        setting = Setting("balanced", SCHEDULES[schedule], 1, 4, balance=costs)
-        counted = count(layer, setting)
-        assert torch.equal(counted.table, balanced.block_table(ranges, 4, 8, costs))
-        sent.append(plan_layer(counted, layer, setting, ROUND).forward.sent.inside.sum())
-    assert sent[1] < sent[0]
-
-
 def test_a_random_index_has_its_density():
     pattern, tensors = random_index(4, 2048, 16, 0.1, vertical_share=0.01, sinks=8)
     index = pattern.index(tensors, Causal().rows(2048), 1, 4, 16)
     computed = index.dense(Causal()).sum().item()
     assert computed / (4 * 2048 * 2049 / 2) == pytest.approx(0.1, rel=0.05)
     assert ((index.verticals < 2048).sum(-1) == 20).all()
-
-
-@pytest.mark.parametrize(
-    "mask, pattern",
-    [
-        (Documents([[90, 7, 31], [120]]), VerticalSlash(recall=0.6, sinks=2, dense_below=32)),
-        (Causal(), Dense()),
-    ],
-)
-def test_an_index_survives_its_file(tmp_path, mask, pattern):
-    torch.manual_seed(0)
-    ranges = mask.rows(128)
-    indexes = []
-    for _ in range(2):
-        q = torch.randn(2, 4, 128, 8)
-        k = torch.randn(2, 2, 128, 8)
-        if pattern.dynamic:
-            indexes.append(pattern.select(q, k, ranges, block_size=16))
-        else:
-            indexes.append(pattern.index([], ranges, 2, 4, 16))
-    save_indexes(tmp_path / "index.pt", pattern, ranges, indexes)
-    loaded_ranges, loaded = load_indexes(tmp_path / "index.pt")
-    for a, b in zip(loaded_ranges[:4], ranges[:4]):
-        assert torch.equal(a, b) if torch.is_tensor(a) else a == b
-    for a, b in zip(loaded, indexes, strict=True):
-        assert torch.equal(a.dense(mask), b.dense(mask)) and a.heads == b.heads
 
 
 @pytest.mark.parametrize("name", ["text", "other", "missing"])

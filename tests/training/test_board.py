@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.distributed import run_processes
 from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.training.metrics_output import tag
-from titan_sparse.training.pictures import contact_sheet, heat_map
+from titan_sparse.training.pictures import heat_map
 
 DARK, MIDDLE, BRIGHT = (68, 1, 84), (32, 144, 140), (253, 231, 36)
 """viridis at 0, 1/2 and 1"""
@@ -90,34 +90,21 @@ def _color_at(figure: Figure, pixels: np.ndarray, head: float, layer: float) -> 
     return tuple(pixels[pixels.shape[0] - 1 - int(row), int(column)].tolist())
 
 
-def test_a_heat_map_has_axes_and_a_scale():
-    figure = heat_map(torch.tensor([[0.0, 1.0, 1.0], [torch.nan, 0.5, 0.0]]), "share of what")
-    axes, scale = figure.axes
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("query head", "layer")
-    assert scale.get_ylabel() == "share of what" and scale.get_ylim() == (0, 1)
-    pixels = _pixels(figure)
-    assert _color_at(figure, pixels, 0, 0) == DARK and _color_at(figure, pixels, 1, 0) == BRIGHT
-    assert _color_at(figure, pixels, 1, 1) == MIDDLE
-    assert _color_at(figure, pixels, 0, 1) == (255, 255, 255)
-    for name in (axes.get_xticks(), axes.get_yticks()):
-        assert all(place == int(place) for place in name)
-
-
-def test_a_contact_sheet_has_a_picture_for_each_head():
-    # Two layers, three heads, 4 x 4 cells, all of a head alike.
-    shares = torch.tensor([[0.0, 0.25, 1.0], [1.0, 0.0, 0.25]])
-    figure = contact_sheet(shares[:, :, None, None].expand(2, 3, 4, 4), gap=1)
-    axes, scale = figure.axes
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("query head", "layer")
-    pixels = _pixels(figure)
-    colors = {0.0: DARK, 0.25: MIDDLE, 1.0: BRIGHT}
-    for layer, head in itertools.product(range(2), range(3)):
-        wanted = colors[shares[layer, head].item()]
-        assert _color_at(figure, pixels, head, layer) == wanted, (layer, head)
-        # The gap on the right.
-        assert _color_at(figure, pixels, head + 0.42, layer) == (255, 255, 255)
-    # A color of the picture is the share that stands beside it.
-    labels = {
-        text.get_text(): place for text, place in zip(scale.get_yticklabels(), scale.get_yticks())
-    }
-    assert labels["0.25"] == pytest.approx(0.5) and labels["0.01"] == pytest.approx(0.1)
+def test_a_heat_map_has_a_color_for_each_head():
+    values = torch.tensor([[0.0, 1.0, 1.0], [torch.nan, 0.5, 0.0]])
+    for figure, middle in (
+        (heat_map(values, "share of what"), MIDDLE),
+        # Cells of a head that are all alike, and a root is drawn.
+        (heat_map(values.square()[:, :, None, None].expand(2, 3, 4, 4), "", (0, 0.25, 1)), MIDDLE),
+    ):
+        axes, scale = figure.axes
+        assert (axes.get_xlabel(), axes.get_ylabel()) == ("query head", "layer")
+        pixels = _pixels(figure)
+        assert _color_at(figure, pixels, -0.1, -0.1) == DARK
+        assert _color_at(figure, pixels, 0.9, -0.1) == BRIGHT
+        assert _color_at(figure, pixels, 0.9, 0.9) == middle
+        assert _color_at(figure, pixels, -0.1, 0.9) == (255, 255, 255)
+    # The gap on the right, and a color's share beside it.
+    assert _color_at(figure, pixels, 1.4, 0) == (255, 255, 255)
+    assert list(scale.get_yticks()) == [0, 0.5, 1]
+    assert [text.get_text() for text in scale.get_yticklabels()] == ["0", "0.25", "1"]

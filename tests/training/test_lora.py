@@ -59,7 +59,7 @@ SETTINGS: dict[str, object] = {
     "lr_scheduler.warmup_steps": 0,
     "lr_scheduler.min_lr_factor": 1.0,
 }
-FOREIGN = ("phi3", "qwen3_moe")
+FOREIGN = ("qwen3_moe",)
 """Models that our own decoder does not have."""
 
 
@@ -97,7 +97,6 @@ CASES = {
         },
         4,
     ),
-    "all of transformers' Phi-3": Case("phi3", {}, 8),
     "attention of transformers' Qwen3-MoE": Case("qwen3_moe", {"optimizer.name": "SGD"}, 12),
 }
 
@@ -171,7 +170,9 @@ def test_resuming_is_exact(folder):
         assert (line["loss"], line["grad_norm"]) == (wanted["loss"], wanted["grad_norm"])
     for found, wanted in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(found.full_tensor(), wanted.full_tensor())
-    # Dropout did something, and nothing of it is drawn twice.
+    # A recomputation drops what the forward has dropped.
+    train(folder, "kept-drops", "Qwen3", drops | {"activation_checkpoint.mode": "none"})
+    assert_alike(folder, "kept-drops", "whole")
     train(folder, "undropped", "Qwen3", drops | {"lora.dropout": 0.0})
     losses = [line["loss"] for line in lines_of(folder / "undropped")]
     assert losses[1:] != [line["loss"] for line in lines_of(folder / "whole")][1:]
@@ -215,8 +216,6 @@ def test_another_base_is_refused(folder, trained, capsys):
 
     for changes, said in (
         ({"lora.rank": 2}, "lora.rank was 3 and is 2, .*write lora.rank = 3"),
-        ({"lora.alpha": 5}, "lora.alpha was 12 and is 5"),
-        ({"lora.targets": "q_proj"}, "lora.targets was .all-linear. and is .q_proj."),
         ({"lora.rank": 0, "lora.alpha": 16}, "lora.rank was 3 and is 0"),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -305,13 +304,11 @@ def test_a_run_and_its_merged_export_are_evaluated_alike(folder):
     assert export_hf([str(folder / "evaluated"), str(folder / "evaluated-hf"), *export]) == 0
     of_run = _evaluate(folder, "of-run", "--checkpoint", str(folder / "evaluated"))
     of_export = _evaluate(folder, "of-export", "--hf", str(folder / "evaluated-hf"))
-    of_base = _evaluate(folder, "of-base", "--hf", str(folder / "Qwen3"))
-    losses, wanted, before = (
+    losses, wanted = (
         [bucket["loss"] for line in lines for bucket in line["buckets"]]
-        for lines in (of_run, of_export, of_base)
+        for lines in (of_run, of_export)
     )
     assert losses == pytest.approx(wanted, rel=1e-5)
-    assert losses != pytest.approx(before, rel=1e-2)
 
 
 @pytest.mark.parametrize("model", ["Llama", "qwen3_moe"])
@@ -375,7 +372,6 @@ def test_frozen_weights_stay_as_they_were_read(folder):
 MESHES = {
     "cp": {"parallelism.cp": 2},
     "shards": {"parallelism.dp_shard": 2},
-    "replicas": {"parallelism.dp_replicate": 2},
 }
 
 
@@ -402,7 +398,7 @@ def test_two_ranks_are_one(folder):
     for accumulated in (1, 2):
         settings = {"training.gradient_accumulation_steps": accumulated, "training.steps": 3}
         train(folder, f"one-{accumulated}", "Qwen3", settings)
-    for mesh, wanted in (("cp", "one-1"), ("shards", "one-2"), ("replicas", "one-2")):
+    for mesh, wanted in (("cp", "one-1"), ("shards", "one-2")):
         assert_alike(folder, mesh, wanted)
         files = [
             load_file(folder / output / "huggingface/step-3/adapter_model.safetensors")
@@ -411,36 +407,13 @@ def test_two_ranks_are_one(folder):
         assert_close(*files)
 
 
-AOT = {"compile.enable": True, "compile.backend": "aot_eager"}
-CHUNKS = {"training.mlp_chunk_tokens": 24}
-LEVERS = {
-    "kept": {"optimizer.implementation": "fused", "activation_checkpoint.mode": "none"},
-    "compiled": AOT,
-    "in chunks": CHUNKS,
-    "compiled in chunks": AOT | CHUNKS | {"lora.targets": "q_proj,up_proj"},
-    "offloaded": AOT | {"activation_checkpoint.offload": True},
-}
-SLOW = ("compiled in chunks", "offloaded")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LEVERS],
-)
-def test_levers_change_nothing(folder, name):
-    settings = LEVERS[name] | {"training.steps": 3}
-    targets = settings.get("lora.targets", "all-linear")
-    plain = f"plain-{targets}"
-    if not (folder / plain).is_dir():
-        train(folder, plain, "Qwen3", {"training.steps": 3, "lora.targets": targets})
-    train(folder, name, "Qwen3", settings)
-    assert_alike(folder, name, plain)
-
-
-def test_recomputation_drops_what_the_forward_dropped(folder):
-    """In the backward of a checkpointed block, compiled or not."""
-    drops = {"lora.dropout": 0.3, "training.steps": 3}
-    train(folder, "drops", "Qwen3", drops | {"activation_checkpoint.mode": "none"})
-    for output, settings in (("drops-again", drops), ("drops-compiled", drops | AOT)):
-        train(folder, output, "Qwen3", settings)
-        assert_alike(folder, output, "drops")
+def test_levers_change_nothing(folder):
+    """Without checkpoints of activations, and compiled with an MLP in chunks."""
+    steps = {"training.steps": 3}
+    train(folder, "plain", "Qwen3", steps)
+    compiled = {"compile.enable": True, "compile.backend": "aot_eager"}
+    chunks = {"training.mlp_chunk_tokens": 24}
+    kept = {"optimizer.implementation": "fused", "activation_checkpoint.mode": "none"}
+    for output, settings in (("kept", kept), ("compiled in chunks", compiled | chunks)):
+        train(folder, output, "Qwen3", steps | settings)
+        assert_alike(folder, output, "plain")

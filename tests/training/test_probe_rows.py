@@ -63,9 +63,8 @@ def _check_runs(folder: Path) -> None:
         # As a new process finds it.
         set_probe_seed(0)
         _, second = _run(folder, "halves", patch, parallelism__cp=2)
-        _, other = _run(folder, "other", patch, parallelism__cp=2, training__seed=8)
     assert list(whole) == [1, 2, 3, 4] and list(first) == [1, 2] and list(second) == [3, 4]
-    assert _same_rows(whole, first | second) and not _same_rows(whole, other)
+    assert _same_rows(whole, first | second)
     for step in (1, 2, 3):
         assert not whole[step][0].equal(whole[step + 1][0])
     for rows in whole.values():

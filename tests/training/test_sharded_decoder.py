@@ -5,9 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch._dynamo.utils import counters
+from torch import nn
 from torch._inductor import config as inductor
 from torch._inductor.virtualized import V
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -58,14 +56,6 @@ def test_the_device_of_a_process(monkeypatch, name, gpus, local_rank, chosen, wa
         return
     assert distributed.choose_device(name) == torch.device(wanted)
     assert current == ([torch.device(wanted)] if wanted != "cpu" else [])
-
-
-def test_a_process_alone_needs_no_launcher(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    distributed.init_distributed(torch.device("cpu"), 90)
-    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
-    distributed.leave_distributed()
-    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(
@@ -162,35 +152,10 @@ def test_blocks_are_compiled_if_asked_for(fresh_compiler, enable):
     assert len(compiled) == int(enable)
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(32)
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(self.norm(x))
-
-
-def test_inductor_takes_our_choices_and_caches(tmp_path, monkeypatch, fresh_compiler):
-    """What the choices change is in kernels of GPUs: tests/gpu/test_compiling.py."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    layer = Layer()
-    x = torch.randn(4, 32)
-    expected = layer(x)
-
-    counters.clear()
-    compile_layer(layer, "inductor")
-    torch.testing.assert_close(layer(x), expected)
+def test_inductor_takes_our_choices():
+    """What they change is in kernels of GPUs: tests/gpu/test_compiling.py."""
+    compile_layer(nn.Linear(2, 2), "inductor")
     assert isinstance(V.choices, ChoicesWithoutRaces)
     assert not inductor.triton.mix_order_reduction
-    assert counters["inductor"]["fxgraph_cache_bypass"] == 0
-    assert counters["inductor"]["fxgraph_cache_miss"] > 0
-
-    # Kernels made with inductor's own choices are others.
-    torch._dynamo.reset()
-    monkeypatch.setattr(inductor, "inductor_choices_class", None)
-    counters.clear()
-    layer.compile(fullgraph=True)
-    torch.testing.assert_close(layer(x), expected)
-    assert counters["inductor"]["fxgraph_cache_hit"] == 0
+    # Without it, inductor would not cache what it compiles.
+    assert V.choices.uuid() is not None

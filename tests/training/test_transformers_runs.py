@@ -2,17 +2,14 @@
 spread over processes they are alike, and transformers reads what they export."""
 
 import json
-import math
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.distributed import run_processes
-from tests.models.transformers_models import MODELS, WINDOW, save_model
+from tests.models.transformers_models import WINDOW, save_model
 from tests.training.wired_run import assert_alike, lines_of, run, write_shard
 from titan_sparse.commands.evaluate import main as evaluate
 from titan_sparse.commands.export_hf import main as export_hf
@@ -23,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 
 torch.set_num_threads(1)
 
-ALL = [name for name in MODELS if "," not in name]
+ALL = ("mistral", "olmo2", "olmo3", "gemma3", "granite", "mixtral", "qwen3_moe", "gpt_oss")
 STEPS = 3
 SETTINGS: dict[str, object] = {
     "model.implementation": "transformers",
@@ -38,19 +35,13 @@ SETTINGS: dict[str, object] = {
 SAVES = {"checkpoint.enable": True, "checkpoint.last_save_in_hf": True}
 CP = {"parallelism.cp": 2, "parallelism.dp_shard": 1}
 SPREAD: dict[str, dict[str, object]] = {
-    "llama": {**CP, "attention.layout": "contiguous"},
     "mistral": {**CP, "attention.layout": "balanced", "attention.schedule": "group_cast"},
-    "smollm3": CP,
     "olmo3": {**CP, "attention.layout": "balanced", "attention.schedule": "ring"},
     "gemma3": {**CP, "attention.layout": "zigzag"},
-    "phi3": CP,
     "mixtral": CP,
-    "qwen3_moe": CP,
     "gpt_oss": {**CP, "attention.layout": "balanced"},
 }
 """What two processes do."""
-
-OVER_THREE = ("llama", "olmo3", "gemma3", "phi3", "mixtral", "qwen3_moe", "gpt_oss")
 
 
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -75,8 +66,8 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["gemma3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
-def test_compiled_and_recomputed_runs_are_alike(folder: Path, name: str) -> None:
+def test_compiled_and_recomputed_runs_are_alike(folder: Path) -> None:
+    name = "gemma3"
     compiled = {"compile.enable": True, "compile.backend": "aot_eager"}
     train(folder, name, "kept", {"activation_checkpoint.mode": "none"})
     train(folder, name, "selective", {"activation_checkpoint.mode": "selective", **compiled})
@@ -85,8 +76,8 @@ def test_compiled_and_recomputed_runs_are_alike(folder: Path, name: str) -> None
         assert_alike(folder, f"{name}-{run_name}", f"{name}-one")
 
 
-@pytest.mark.parametrize("name", ["olmo3", "qwen3_moe"])
-def test_a_resumed_run_is_the_whole_run(folder: Path, name: str) -> None:
+def test_a_resumed_run_is_the_whole_run(folder: Path) -> None:
+    name = "qwen3_moe"
     saves = {"checkpoint.enable": True, "checkpoint.interval": 1, "optimizer.name": "AdamW"}
     total = {"lr_scheduler.total_steps": STEPS}
     train(folder, name, "whole", {**saves, **total})
@@ -149,15 +140,6 @@ def test_transformers_reads_what_is_exported(folder: Path) -> None:
             assert (out / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-def test_fewer_layers_are_exported_as_such(folder: Path) -> None:
-    fewer = {"model.random_weights": True, "model.layers": 1, "training.steps": 1}
-    train(folder, "olmo3", "fewer", {**SAVES, **fewer})
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        folder / "olmo3-fewer/huggingface/step-1", output_loading_info=True
-    )
-    assert len(model.model.layers) == 1 and not any(report.values()), report
-
-
 def _evaluate(folder: Path, out: str, *words: str) -> list[dict]:
     common = ["--config", str(folder / "gemma3-evaluated/config.toml"), "--lengths", "96"]
     rest = ["--buckets", "2", "--samples", "2", "--out", str(folder / out)]
@@ -196,7 +178,7 @@ def test_sparse_patterns_leave_windows_dense(folder: Path, caplog) -> None:
     assert line["loss"] != dense["loss"]
     assert dense["density"] == 1.0 and line["heads_capped"] > 0
     # Only one layer has budgets; its number is that of all layers.
-    assert re.search(r"caps keep .* in layer 1 below", caplog.text)
+    assert re.search(r"caps keep .* in layers 1 below", caplog.text)
 
 
 def test_dense_flops_know_the_window_of_each_layer(folder: Path) -> None:
@@ -209,24 +191,6 @@ def test_dense_flops_know_the_window_of_each_layer(folder: Path) -> None:
     flops = flops_per_token(config, config.heads * pairs / 64)
     tokens_per_second = line["tokens_per_second_per_device"]
     assert line["dense_equivalent_tflops"] * 1e12 == pytest.approx(flops * tokens_per_second)
-
-
-def test_first_weights_are_random_where_asked(folder: Path) -> None:
-    """A folder with nothing but config.json is a shape."""
-    shape = folder / "shape"
-    shape.mkdir()
-    shutil.copy(folder / "mistral/config.json", shape)
-    with pytest.raises(ValueError, match="neither model.safetensors"):
-        train(folder, "shape", "refused", {})
-    drawn = {"model.random_weights": True}
-    train(folder, "shape", "drawn", {**drawn, "model.layers": 1})
-    train(folder, "mistral", "drawn", drawn)
-    losses = [
-        lines_of(folder / run_name)[0]["loss"] for run_name in ("shape-drawn", "mistral-drawn")
-    ]
-    # That of equal probabilities of 320 tokens.
-    assert losses == pytest.approx([math.log(320)] * 2, abs=0.1)
-    assert losses[0] != losses[1]
 
 
 def test_another_config_json_is_refused_on_resuming(folder: Path) -> None:
@@ -247,33 +211,24 @@ def test_another_config_json_is_refused_on_resuming(folder: Path) -> None:
 
 
 def _train_spread(folder: Path) -> None:
-    ranks = dist.get_world_size()
-    for name in _names(ranks):
-        settings = SPREAD[name] if ranks == 2 else {**CP, "parallelism.cp": ranks}
-        train(folder, name, f"cp-{ranks}", settings)
+    for name, settings in SPREAD.items():
+        train(folder, name, "cp", settings)
 
 
-def _names(ranks: int) -> tuple[str, ...]:
-    return tuple(SPREAD) if ranks == 2 else OVER_THREE
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_context_parallel_runs_are_those_of_one_process(folder: Path, ranks: int) -> None:
+def test_context_parallel_runs_are_those_of_one_process(folder: Path) -> None:
     """Parameters are sharded over the same ranks."""
-    run_processes(ranks, _train_spread, folder)
-    for name in _names(ranks):
-        assert_alike(folder, f"{name}-cp-{ranks}", f"{name}-one")
+    run_processes(2, _train_spread, folder)
+    for name in SPREAD:
+        assert_alike(folder, f"{name}-cp", f"{name}-one")
 
 
 def _train_data_parallel(folder: Path) -> None:
-    cp = dist.get_world_size() // 2
     for name in ("gemma3", "mixtral"):
-        train(folder, name, f"dp-2-cp-{cp}", {"parallelism.cp": cp})
+        train(folder, name, "dp", {})
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_data_parallel_runs_are_those_of_one_process(folder: Path, ranks: int) -> None:
+def test_data_parallel_runs_are_those_of_one_process(folder: Path) -> None:
     """Mixtral's router loss is counted over both sequences, as in one process that has both."""
-    run_processes(ranks, _train_data_parallel, folder)
+    run_processes(2, _train_data_parallel, folder)
     for name in ("gemma3", "mixtral"):
-        assert_alike(folder, f"{name}-dp-2-cp-{ranks // 2}", f"{name}-one-batch-of-2")
+        assert_alike(folder, f"{name}-dp", f"{name}-one-batch-of-2")

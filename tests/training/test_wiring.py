@@ -183,11 +183,9 @@ class TwoRanks(NamedTuple):
 
 
 MESHES = {
-    "sharded": TwoRanks({"training.gradient_accumulation_steps": 1}, (2,), (1, 1)),
     "replicated": TwoRanks(
         {"training.gradient_accumulation_steps": 1, "parallelism.dp_replicate": 2}, (2, 1), (1, 1)
     ),
-    "inner_ring": TwoRanks({"parallelism.cp": 2, "attention.layout": "zigzag"}, (2,), (1, 2)),
     "outer_ring": TwoRanks({"parallelism.cp": 2, "parallelism.cp_intra": 1}, (2,), (2, 1)),
 }
 

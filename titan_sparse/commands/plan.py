@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -33,7 +32,6 @@ from titan_sparse.attention.patterns import BlockIndex, VerticalSlash
 from titan_sparse.commands import parser_of
 from titan_sparse.config import (
     Config,
-    ConfigError,
     check,
     load,
     padding_multiple,
@@ -50,7 +48,6 @@ DEFAULT_CONSTANTS = Path(__file__).parents[1] / "estimate/constants_h200.json"
 
 
 def main(words: list[str]) -> int:
-    started = time.perf_counter()
     try:
         args, config, pairs = parse(words)
         if any(path.endswith(".png") for path in args.out):
@@ -60,8 +57,11 @@ def main(words: list[str]) -> int:
         shape = shape_of(config, model)
         block_size = config.attention.block_size
         # The costs that the run would read, else those of --constants, else the built-in ones.
-        costs = costs_of_run(config, model)
-        costs = costs or costs_of(constants, shape, model.heads, block_size) or DEFAULT_COSTS
+        costs = (
+            costs_of_run(config, model)
+            or costs_of(constants, shape, model.heads, block_size)
+            or DEFAULT_COSTS
+        )
         ranges, indexes = read_indexes(args, config, model)
         settings = [
             Setting(
@@ -109,18 +109,17 @@ def main(words: list[str]) -> int:
     }
     for key, value in about.items():
         print(f"{key:>16}  {value}")
+    print(table(summaries))
     # [ranks, steps]: pairs, a mean over layers.
     works = [torch.stack([plan.work for plan in layers]).mean(0) for layers in plans]
-    for numbers, work in zip(summaries, works):
-        print(work_lines(numbers, work / 1e6))
-    print(table(summaries))
     for path in args.out:
         if path.endswith(".png"):
             draw(path, summaries, works)
         else:
-            write_json(path, summaries, works, about)
+            of_ranks = [{"pairs_of_rank": work.sum(-1).tolist()} for work in works]
+            found = [numbers | pairs for numbers, pairs in zip(summaries, of_ranks)]
+            Path(path).write_text(json.dumps(about | {"plans": found}, indent=1) + "\n")
         print(f"wrote {path}")
-    print(f"planned in {time.perf_counter() - started:.1f} s")
     return 0
 
 
@@ -161,14 +160,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config, list[tuple[str,
         args.ranks >= 1 and args.nodes >= 1 and args.ranks % args.nodes == 0,
         f"--ranks {args.ranks} do not divide evenly over {args.nodes} nodes; write another --nodes",
     )
-    require(
-        not (args.index and args.documents),
-        "--documents would be ignored: --index has the mask of its run; write one of them",
-    )
-    require(
-        not (args.index and args.density is not None),
-        "--density would be ignored with --index; leave it out",
-    )
+    given = [f"--{name}" for name in ("index", "density", "documents") if getattr(args, name)]
+    require(len(given) < 2, f"{' and '.join(given)} exclude each other; write one of them")
     require(
         args.density is None or 0 < args.density <= 1,
         f"--density {args.density} is not in (0, 1]. Write a share such as 0.05",
@@ -232,19 +225,17 @@ def read_indexes(
     ranges = mask.rows(seq_len)
     pattern = build_pattern(attention)
     tensors: list[torch.Tensor] = []
-    if pattern.dynamic:
-        require(
-            isinstance(pattern, VerticalSlash),
-            f"a random index is one of vertical_slash, not of {pattern.name}; write --index FILE with "
-            "what a run chose (titan_sparse/estimate/indexes.py), or "
-            "--attention.pattern vertical_slash",
-        )
+    if isinstance(pattern, VerticalSlash):
         density = 0.05 if args.density is None else args.density
         pattern, tensors = random_index(
             model.heads, seq_len, attention.block_size, density, seed=args.seed
         )
-    elif args.density is not None:
-        raise ConfigError("--density would be ignored with pattern dense; leave it out")
+    else:
+        require(
+            not pattern.dynamic and args.density is None,
+            f"a random index of a --density is one of vertical_slash, not of {pattern.name}; write "
+            "--attention.pattern vertical_slash, or --index FILE with what a run chose",
+        )
     return ranges, [pattern.index(tensors, ranges, 1, model.heads, attention.block_size)]
 
 
@@ -323,36 +314,6 @@ def table(summaries: list[dict]) -> str:
             cells.append(format(numbers[key], form))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def work_lines(numbers: dict, work: torch.Tensor) -> str:
-    """Work of each rank and of the steps. Where there are many ranks, only of the extreme ones.
-
-    work: million pairs of a layer, float64 [ranks, steps].
-    """
-    ranks = work.sum(-1)
-    steps = work.amax(0) / work.mean(0).clamp(min=1e-9)
-    lines = [
-        f"{numbers['layout']}, {numbers['schedule']}: million pairs a rank: "
-        f"min {ranks.min():,.1f} (rank {ranks.argmin()}), mean {ranks.mean():,.1f}, "
-        f"max {ranks.max():,.1f} (rank {ranks.argmax()}); "
-        f"worst step {steps.argmax()}: max / mean over ranks {steps.max():.2f}"
-    ]
-    if len(work) <= 16:
-        for rank, of_rank in enumerate(work.tolist()):
-            by_step = " ".join(f"{pairs:,.1f}" for pairs in of_rank)
-            lines.append(f"  rank {rank:2}: {ranks[rank].item():10,.1f} = {by_step}")
-    return "\n".join(lines)
-
-
-def write_json(path: str, summaries: list[dict], works: list[torch.Tensor], about: dict) -> None:
-    """Write all numbers, pairs by rank, and for up to 64 ranks also by rank and step."""
-    found = []
-    for numbers, work in zip(summaries, works):
-        by_step = work.tolist() if len(work) <= 64 else None
-        pairs = {"pairs_of_rank": work.sum(-1).tolist(), "pairs_of_rank_and_step": by_step}
-        found.append(numbers | pairs)
-    Path(path).write_text(json.dumps(about | {"plans": found}, indent=1) + "\n", encoding="utf-8")
 
 
 def draw(path: str, summaries: list[dict], works: list[torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ from titan_sparse.attention.backends import cudnn, flash
 from titan_sparse.attention.context_parallel.schedule import ALL_GATHER, Moves
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.config import Checkpoint, Config, padding_multiple
+from titan_sparse.config.reading import show
 from titan_sparse.estimate.flops import causal_pairs, flops_per_token, windows_of
 from titan_sparse.estimate.memory import (
     GIB,
@@ -241,11 +242,6 @@ def _of_transformers(config: Config, model: DecoderConfig) -> list[str]:
             f", {model.experts_per_token} of {model.experts} experts a token "
             f"({active / 1e6:,.1f} M active parameters)"
         )
-    if model.window:
-        with_window = sum(window > 0 for window in model.windows)
-        line += f", a window of {model.window:,} in {with_window} of {model.layers} layers"
-    if model.sinks:
-        line += ", learned sinks"
     return [
         f"{line}; the memory of its layers is estimated as if they were our own, and was not measured"
     ]
@@ -299,26 +295,17 @@ def _host_verdict(parts: dict[str, float], where: World) -> list[str]:
     return [f"{line}, of {where.host_memory:.1f}, {free}: {verdict}"]
 
 
-def _levers(step: Step) -> dict[str, dict]:
-    """What to write, and the fields that it changes, for all that lowers the peak and is unused."""
-    levers: dict[str, dict] = {}
-    if step.mode != "full":
-        levers['activation_checkpoint.mode = "full"'] = {"mode": "full"}
-    if step.loss_chunk_tokens > 1024:
-        levers["training.loss_chunk_tokens = 1024"] = {"loss_chunk_tokens": 1024}
-    if not step.reshard_after_forward:
-        levers["parallelism.reshard_after_forward = true"] = {"reshard_after_forward": True}
-    if step.backend in ("cudnn", "flex"):
-        levers['attention.backend = "triton"'] = {"backend": "triton"}
-    if not step.attention_recompute:
-        levers["activation_checkpoint.attention_recompute = 1.0"] = {"attention_recompute": 1.0}
-    if not step.offload:
-        levers["activation_checkpoint.offload = true"] = {"offload": True}
-    if not step.mlp_chunk_tokens:
-        levers["training.mlp_chunk_tokens = 4096"] = {"mlp_chunk_tokens": 4096}
-    if not step.offload_optimizer and step.adapters is None:
-        levers["optimizer.offload = true"] = {"offload_optimizer": True}
-    return levers
+_LEVERS = (
+    ("activation_checkpoint.mode", "mode", "full"),
+    ("training.loss_chunk_tokens", "loss_chunk_tokens", 1024),
+    ("parallelism.reshard_after_forward", "reshard_after_forward", True),
+    ("attention.backend", "backend", "triton"),
+    ("activation_checkpoint.attention_recompute", "attention_recompute", 1.0),
+    ("activation_checkpoint.offload", "offload", True),
+    ("training.mlp_chunk_tokens", "mlp_chunk_tokens", 4096),
+    ("optimizer.offload", "offload_optimizer", True),
+)
+"""Keys that may lower the peak, the field of Step that each sets, and the value to write."""
 
 
 def _what_helps(step: Step, where: World) -> str:
@@ -327,17 +314,19 @@ def _what_helps(step: Step, where: World) -> str:
     def with_size(text: str, size: float) -> str:
         return f"{text} {size:.1f} GiB" + (" (fits)" if where.fits(size) else "")
 
-    levers = _levers(step)
-    alone = []
-    all_changes: dict = {}
-    for text, change in levers.items():
-        alone.append((peak_gib(dataclasses.replace(step, **change)), text))
-        all_changes |= change
-    # Levers that save next to nothing are not worth a line, but they count in what comes together.
     now = peak_gib(step)
-    helps = [with_size(text, size) for size, text in sorted(alone) if size < now - 0.05]
+    improved = step
+    alone = []
+    for key, name, value in _LEVERS:
+        size = peak_gib(dataclasses.replace(step, **{name: value}))
+        if size > now or (step.adapters and name == "offload_optimizer"):
+            continue
+        # Levers that save next to nothing are not worth a line, but they count in what comes together.
+        improved = dataclasses.replace(improved, **{name: value})
+        if size < now - 0.05:
+            alone.append((size, f"{key} = {show(value)}"))
+    helps = [with_size(text, size) for size, text in sorted(alone)]
     as_well = " as well" if helps else ""
-    improved = dataclasses.replace(step, **all_changes)
     if len(helps) > 1:
         helps.append(with_size("all of these", peak_gib(improved)))
 

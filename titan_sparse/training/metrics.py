@@ -8,7 +8,6 @@ import math
 import os
 import resource
 import time
-from collections import deque
 from typing import Any
 
 import torch
@@ -30,9 +29,6 @@ logger = logging.getLogger("titan_sparse")
 
 THUMBNAIL_CELLS = 48
 """Cells on a side of a TensorBoard picture of one head's selection."""
-
-_PACE_STEPS = 10
-"""Steps that the ETA is computed from."""
 
 
 class MetricsLog:
@@ -75,9 +71,8 @@ class MetricsLog:
                 self.board = SummaryWriter(os.path.join(folder, "tensorboard"))
             if self.peak is None and device.type == "cuda":
                 logger.warning("mfu is not known: write metrics.peak_tflops for %s", name)
-        # Of the last steps. The first one of a process is left out: it compiles.
-        self.durations: deque[float] = deque(maxlen=_PACE_STEPS)
-        self.has_stepped = False
+        # The first steps of a process compile.
+        self.has_logged = False
         self.save_seconds = 0.0
         self.start_interval()
 
@@ -87,23 +82,16 @@ class MetricsLog:
         self.tokens = 0
         self.counted_steps = 0
         self.left_out = 0.0
-        self.step_began = self.began
 
     def leave_out(self, seconds: float) -> None:
         """Training has just waited so long for a save: save_seconds says so, no speed does."""
         self.save_seconds += seconds
         self.left_out += seconds
-        self.step_began += seconds
 
     def count(self, tokens: int) -> None:
         """A step has consumed `tokens`, over all ranks and each once."""
         self.tokens += tokens
         self.counted_steps += 1
-        now = time.perf_counter()
-        if self.has_stepped:
-            self.durations.append(now - self.step_began)
-        self.has_stepped = True
-        self.step_began = now
 
     def should_log(self, step: int) -> bool:
         """Whether `step` (from 1) is logged: every metrics.log_every, the first and the last."""
@@ -157,10 +145,9 @@ class MetricsLog:
         if capped is not None:
             record["capped"] = capped.of_budgets().mean().item()
             record["verticals_at_cap"] = capped.verticals.mean().item()
-        if capped is not None and self.asked is not None:
-            record["heads_capped"] = capped.of_heads(self.budget).mean().item()
-            record["recall_asked"] = self.asked
-        if capped is not None:
+            if self.asked is not None:
+                record["heads_capped"] = capped.of_heads(self.budget).mean().item()
+                record["recall_asked"] = self.asked
             # From here on, by layers.
             capped = capped.spread(self.selecting, self.model.layers)
         if self.save_seconds:
@@ -171,10 +158,11 @@ class MetricsLog:
             self.tracker.log(record)
             if self.board is not None:
                 write_board(self.board, record, recorded, capped)
-            pace = sum(self.durations) / len(self.durations) if self.durations else None
+            pace = record["step_seconds"] if self.has_logged else None
             logger.info(progress_line(record, self.steps, pace))
             for warning in self.warnings.lines(capped, recorded.recall):
                 logger.warning(warning)
+        self.has_logged = True
         self.start_interval()
 
     def _speeds(
@@ -191,14 +179,6 @@ class MetricsLog:
             mfu = utilization(
                 self.model, visited, tokens_per_second, self.peak, self.float8, self.adapters
             )
-            if mfu > 1:
-                logger.info(
-                    "an mfu of %.0f %% is impossible and not written: metrics.peak_tflops = %g is too small for this "
-                    "device",
-                    100 * mfu,
-                    self.peak / 1e12,
-                )
-                mfu = None
         return {"mfu": mfu, "dense_equivalent_tflops": dense}
 
     def close(self) -> None:

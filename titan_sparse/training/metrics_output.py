@@ -186,25 +186,27 @@ def write_board(
     for name, layers in by_layer.items():
         for number, shares in enumerate(layers):
             board.add_scalar(f"attention_{name}_by_layer/{number}", shares.mean().item(), step)
-    if recorded.thumbnails:
-        _draw(board, recorded, step)
-
-
-def _draw(board: "SummaryWriter", recorded: "Recording", step: int) -> None:
+    if not recorded.thumbnails:
+        return
     import torch
 
     # Only where asked for: it loads matplotlib.
-    from titan_sparse.training.pictures import contact_sheet, heat_map
+    from titan_sparse.training.pictures import heat_map
 
-    figures = {
-        "density_heat_map": heat_map(recorded.density(), "share of allowed pairs that are visited"),
-        "selection": contact_sheet(torch.stack(recorded.thumbnails)),
+    pictures = {
+        "density_heat_map": (by_layer["density"], "share of allowed pairs that are visited"),
+        "recall_heat_map": (recorded.recall, "share of the softmax's mass that is kept"),
     }
-    if recorded.recall:
-        recall = torch.stack(recorded.recall)
-        figures["recall_heat_map"] = heat_map(recall, "share of the softmax's mass that is kept")
-    for name, figure in figures.items():
-        board.add_figure(f"attention/{name}", figure, step)
+    for name, (layers, meaning) in pictures.items():
+        if len(layers):
+            board.add_figure(
+                f"attention/{name}", heat_map(torch.stack(list(layers)), meaning), step
+            )
+    meaning = "share of a cell's allowed pairs that is selected"
+    ticks = (0, 0.01, 0.1, 0.25, 0.5, 1)
+    board.add_figure(
+        "attention/selection", heat_map(torch.stack(recorded.thumbnails), meaning, ticks), step
+    )
 
 
 class Tracker:

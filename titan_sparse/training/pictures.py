@@ -56,68 +56,41 @@ def position_figure(results: list[dict[str, Any]]) -> Any:
     return figure
 
 
-def heat_map(values: Tensor, meaning: str) -> Any:
-    """Draw values [layers, heads] in [0, 1] as colors, with a scale that is labeled `meaning`.
+def heat_map(values: Tensor, meaning: str, ticks: tuple[float, ...] = ()) -> Any:
+    """Draw values in [0, 1] as colors, with a scale that is labeled `meaning`.
 
-    Layer 0 is on top, head 0 on the left.
+    values: [layers, heads], or [layers, heads, P, P] for a picture of each head, keys to the right
+    and queries down. Layer 0 is on top, head 0 on the left. ticks: of the scale, where roots of
+    shares are drawn, since single verticals are a small part of a cell.
     """
-    layers, heads = values.shape
+    import matplotlib
+
+    layers, heads = values.shape[:2]
     # Inches. Cells must be large enough to be distinguished, and labels need room around them.
-    size = (2.5 + 0.15 * heads, max(1.5 + 0.15 * layers, _LEAST_HEIGHT))
+    inches = 0.15
+    if values.ndim == 4:
+        # A pixel for each cell or more.
+        inches = 1.5 * values.shape[-1] / 100
+        framed = torch.nn.functional.pad(values, (0, 2, 0, 2), value=torch.nan)
+        # [layers * (P + 2), heads * (P + 2)]
+        values = framed.movedim(2, 1).flatten(2, 3).flatten(0, 1)
+    size = (2.5 + inches * heads, max(1.5 + inches * layers, _LEAST_HEIGHT))
     figure, axes = new_figure(size)
     image = axes.imshow(
-        values.double().cpu().numpy(), cmap=_colors(), vmin=0, vmax=1, aspect="auto"
-    )
-    _name_axes(axes)
-    figure.colorbar(image, label=meaning)
-    return figure
-
-
-def contact_sheet(thumbnails: Tensor, gap: int = 2) -> Any:
-    """Shares [layers, heads, P, P] as a table of pictures, keys to the right and queries down in each.
-
-    A share's root is drawn, since single verticals are a small part of a cell; the scale has the
-    shares themselves.
-    """
-    layers, heads, cells, _ = thumbnails.shape
-    # [layers, heads, P + gap, P + gap]; nan is drawn white.
-    framed = torch.nn.functional.pad(thumbnails.sqrt(), (0, gap, 0, gap), value=torch.nan)
-    # [layers * (P + gap), heads * (P + gap)]
-    sheet = framed.movedim(2, 1).flatten(2, 3).flatten(0, 1)
-
-    # A pixel for each cell or more.
-    inches = 1.5 * cells / 100
-    size = (2.5 + heads * inches, max(1.5 + layers * inches, _LEAST_HEIGHT))
-    figure, axes = new_figure(size)
-    figure.set_dpi(100)
-    # In heads and layers: number 0 is drawn from -1/2 to 1/2, as in heat_map().
-    extent = (-0.5, heads - 0.5, layers - 0.5, -0.5)
-    image = axes.imshow(
-        sheet.double().cpu().numpy(),
-        cmap=_colors(),
+        (values.sqrt() if ticks else values).double().cpu().numpy(),
+        # Its steps look even, also without color vision. nan is white.
+        cmap=matplotlib.colormaps["viridis"].with_extremes(bad="white"),
         vmin=0,
         vmax=1,
         aspect="auto",
         interpolation="nearest",
-        extent=extent,
+        # In heads and layers: number 0 is drawn from -1/2 to 1/2.
+        extent=(-0.5, heads - 0.5, layers - 0.5, -0.5),
     )
-    _name_axes(axes)
-    scale = figure.colorbar(
-        image, aspect=40, label="share of a cell's allowed pairs that is selected"
-    )
-    shares = (0, 0.01, 0.1, 0.25, 0.5, 1)
-    scale.set_ticks([share**0.5 for share in shares], labels=[f"{share:g}" for share in shares])
-    return figure
-
-
-def _name_axes(axes: Any) -> None:
     axes.set(xlabel="query head", ylabel="layer")
     for axis in (axes.xaxis, axes.yaxis):
         axis.get_major_locator().set_params(integer=True)
-
-
-def _colors() -> Any:
-    """Their steps look even, also without color vision. nan is white."""
-    import matplotlib
-
-    return matplotlib.colormaps["viridis"].with_extremes(bad="white")
+    scale = figure.colorbar(image, label=meaning)
+    if ticks:
+        scale.set_ticks([share**0.5 for share in ticks], labels=[f"{share:g}" for share in ticks])
+    return figure

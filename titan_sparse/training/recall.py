@@ -130,51 +130,29 @@ class RecallWarnings:
         cut = capped.of_heads(self.budgets.budget)
         lines = []
         if self._is_news("caps", cut.mean().item()):
-            lines.append(self._of_caps(capped, cut))
+            keys = [
+                f"{_TABLE}.max_{what} = {getattr(self.budgets, f'max_{what}')}"
+                for what, shares in (("verticals", capped.verticals), ("slashes", capped.slashes))
+                if (shares > 0).any()
+            ]
+            lines.append(
+                f"caps keep {percent(cut[cut > 0].mean())} of the heads in {_layers(cut > 0)} below "
+                f"recall = {self.asked:g}: raise {' or '.join(keys)}"
+            )
         if recall:
             by_layer = torch.stack([heads.mean() for heads in recall]).cpu()
-            missing = self.asked - by_layer
-            missing = missing.where(missing > _SLACK, 0)
-            if self._is_news("recall", missing.sum().item()):
-                lines.append(self._of_recall(by_layer, missing > 0, cut > 0))
+            is_low = by_layer < self.asked - _SLACK
+            if self._is_news("recall", (self.asked - by_layer)[is_low].sum().item()):
+                reason = (
+                    f"the probe's queries want other keys than the rest (raise {_TABLE}.recall)"
+                )
+                if (cut[is_low] > 0).any():
+                    reason = "caps cut"
+                lines.append(
+                    f"{_layers(is_low)} kept {percent(by_layer[is_low].min())} or more of the attention "
+                    f"mass, {percent(self.asked)} was asked for: {reason}"
+                )
         return lines
-
-    def _of_caps(self, capped: Capped, cut: Tensor) -> str:
-        """Which caps keep heads below the recall. cut: [layers], shares of such heads."""
-        where = cut > 0
-        keys = []
-        for what, shares, name in (
-            ("verticals", capped.verticals, "max_verticals"),
-            ("slashes", capped.slashes, "max_slashes"),
-        ):
-            if (shares[where] > 0).any():
-                most = getattr(self.budgets, name)
-                keys.append(f"{_TABLE}.{name} = {most} for more {what}")
-        return (
-            f"caps keep {percent(cut[where].mean())} of the heads in {_layers(where)} below "
-            f"recall = {self.asked:g}: raise {' or '.join(keys)}"
-        )
-
-    def _of_recall(self, by_layer: Tensor, is_low: Tensor, is_cut: Tensor) -> str:
-        """Layers that keep too little, and why.
-
-        by_layer: [layers], measured. is_low, is_cut: bool [layers], whether that is too little, and
-        whether caps cut.
-        """
-        reasons = []
-        by_caps = is_low & is_cut
-        by_probe = is_low & ~is_cut
-        if by_caps.any():
-            reasons.append(f"caps cut {_layers(by_caps)}")
-        if by_probe.any():
-            reasons.append(
-                f"the probe's queries want other keys than the rest in {_layers(by_probe)} "
-                f"(raise {_TABLE}.recall or .probe)"
-            )
-        return (
-            f"{_layers(is_low)} kept {percent(by_layer[is_low].min())} or more of the attention "
-            f"mass, {percent(self.asked)} was asked for: {'; '.join(reasons)}"
-        )
 
     def _is_news(self, reason: str, badness: float) -> bool:
         """Whether to report it. If so, it counts as reported."""
@@ -193,17 +171,5 @@ def percent(share: Tensor | float) -> str:
 
 
 def _layers(chosen: Tensor) -> str:
-    """Which layers a bool [layers] chooses: "layers 0-2, 5"."""
-    numbers = chosen.nonzero().flatten().tolist()
-    if len(numbers) == 1:
-        return f"layer {numbers[0]}"
-    names = []
-    first = None
-    for number in numbers:
-        if first is None:
-            first = number
-        if number + 1 in numbers:
-            continue
-        names.append(str(first) if number == first else f"{first}-{number}")
-        first = None
-    return f"layers {', '.join(names)}"
+    """Which layers a bool [layers] chooses: "layers 0, 5"."""
+    return f"layers {', '.join(map(str, chosen.nonzero().flatten().tolist()))}"
