@@ -93,7 +93,7 @@ def test_the_script_takes_a_saved_index(config, tmp_path, capsys):
         ("--constants missing.json", "--constants missing.json"),
         ("--training.sequence 5", "unknown key"),
         ("--schedule local --ranks 2", "local"),
-        ("--attention.pattern moba", "write --index FILE"),
+        ("--attention.pattern moba", "or --index FILE"),
         ("--documents ragged", "write --attention.pattern dense"),
         ("--documents 5 --index x.pt", "write one of them"),
         ("--attention.pattern dense --documents 9000", "add up to 8000"),

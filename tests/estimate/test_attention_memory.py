@@ -26,18 +26,14 @@ MODEL = dataclasses.replace(FLAVOURS["debug"], heads=4, kv_heads=2, head_dim=8)
     "schedule, inter, intra, circulates, kv_heads, most",
     [
         ("ring", 1, 3, "kv", 2, 1),
-        ("ring", 1, 2, "kv", 2, 1),
         ("all_gather", 1, 3, "kv", 2, 1),
-        ("double_ring", 2, 2, "kv", 2, 1),
         ("double_ring", 3, 2, "kv", 2, 1),
         ("group_cast", 1, 3, "kv", 2, 1),
         # Own blocks that are handed on between nodes are not all needed.
         ("group_cast", 3, 1, "kv", 2, 1.1),
         # Some hops of the forward have a buffer that no hop of so short a backward uses.
-        ("ring", 1, 4, "q", 2, 1.35),
         ("ring", 1, 4, "q", 4, 1.35),
         ("double_ring", 2, 2, "q", 2, 1.35),
-        ("double_ring", 2, 2, "q", 4, 1.35),
     ],
 )
 def test_buffers_are_those_that_are_kept(schedule, inter, intra, circulates, kv_heads, most):
@@ -60,7 +56,8 @@ def test_buffers_are_those_that_are_kept(schedule, inter, intra, circulates, kv_
         schedule=SCHEDULES[schedule],
         circulates_queries=circulates == "q",
     )
-    assert cp.buffers.nbytes <= cp_buffers(step) <= most * cp.buffers.nbytes
+    kept = sum(memory.nbytes for memory in cp.buffers.memory.values())
+    assert kept <= cp_buffers(step) <= most * kept
 
 
 TOKENS = 1024
