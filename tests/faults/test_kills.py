@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.faults.jobs import SETTINGS
-from tests.faults.kills import Case, cases_of, kill_many
+from tests.faults.kills import Case, kill_many
 from tests.faults.soak import soak
 
 NEEDS_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -12,20 +12,16 @@ NEEDS_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a 
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    "cases, kills",
+    "case, kills",
     [
-        # One rank that saves in the background, and one of two ranks.
-        ([Case("async", 1, "all"), Case("disabled", 2, "one")], 6),
-        (cases_of(["disabled", "async"], [1, 2]), 130),
-        pytest.param(cases_of(["async_with_pinned_mem"], [1], "cuda"), 70, marks=NEEDS_A_GPU),
+        (Case("async", 1, "all"), 3),
+        (Case("disabled", 2, "one"), 3),
+        pytest.param(Case("async", 2, "one"), 40, marks=pytest.mark.slow),
+        pytest.param(Case("async_with_pinned_mem", 1, "all", "cuda"), 20, marks=NEEDS_A_GPU),
     ],
 )
-def test_kills(tmp_path, cases, kills):
-    found = kill_many(cases, kills, seed=1, folder=tmp_path, jobs=2 if kills > 6 else 1)
-    assert found["recovered"] == found["kills"] == kills, found["problems"]
-    # No part of a save was left out.
-    moments = {"writing", "publishing", "rotating", "before the first step"}
-    assert kills == 6 or moments <= set(found["hit"])
+def test_kills(tmp_path, case, kills):
+    assert kill_many(case, kills, 1, tmp_path) == []
 
 
 @pytest.mark.faults

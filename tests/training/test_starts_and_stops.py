@@ -145,8 +145,7 @@ def test_a_run_that_goes_on(folder, monkeypatch, caplog):
     """The first step of this start is the third of the run. Changed settings are reported."""
     caplog.set_level(logging.INFO, "titan_sparse")
     settings = SETTINGS | {"training__steps": 4, "optimizer__lr": 0.1}
-    _run(monkeypatch, tiny_config(folder, "goes_on", **SETTINGS))
-    caplog.clear()
+    shutil.copytree(folder / "saved", folder / "goes_on")
     run, events = _run(monkeypatch, tiny_config(folder, "goes_on", **settings))
     assert events == ["first 3", "save 4", "export 4"]
     messages = _messages(caplog)

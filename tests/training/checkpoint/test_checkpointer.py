@@ -260,25 +260,3 @@ def test_a_folder_that_cannot_be_read_or_made_is_named(tmp_path):
     ]:
         with pytest.raises(Refusal, match=f"folder of checkpoints: .*/checkpoint: {problem}"):
             work()
-
-
-def test_a_checkpoint_is_written_for_transformers_once(tmp_path, monkeypatch):
-    exports = []
-
-    def export_weights(checkpoint: str, read, folder: str, *others, files) -> None:
-        state = {"weight": torch.zeros(5, 6)}
-        read(state)
-        Path(folder).mkdir(parents=True)
-        exports.append((checkpoint, folder, others, state["weight"]))
-
-    monkeypatch.setattr("titan_sparse.models.huggingface.export_weights", export_weights)
-    run = Run(tmp_path).train(2)
-    others = ("config", torch.bfloat16, "source")
-    for _ in range(2):
-        run.checkpointer.save_in_hf(2, *others)
-    [(checkpoint, folder, given, weight)] = exports
-    assert Path(checkpoint) == run.folder / "step-2" and given == others
-    assert Path(folder) == tmp_path / "huggingface/step-2"
-    assert torch.equal(weight, run.model.weight)
-    with pytest.raises(ValueError, match=r"last_save_in_hf: no complete checkpoint in .*step-3"):
-        run.checkpointer.save_in_hf(3, *others)

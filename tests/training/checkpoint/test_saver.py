@@ -254,13 +254,18 @@ def _save_and_read(folder: Path) -> None:
     _fails(lambda: read_into({"weight": weight}, checkpoint), "this is rank 0's")
     torch.load = load
 
-    def export_weights(_, read: Callable[[dict], None], *__, **___) -> None:
+    def export_weights(source: str, read: Callable[[dict], None], target: str, *_, **__) -> None:
+        assert (source, Path(target)) == (str(checkpoint), folder / mode / "huggingface/step-2")
         read({"weight": weight})
+        Path(target).mkdir(parents=True)  # a second time it would be there
 
     huggingface.export_weights = export_weights
     if rank == 0:  # the other one does not take part
-        run.checkpointer.save_in_hf(2, None, torch.float32, "")
+        for _ in range(2):
+            run.checkpointer.save_in_hf(2, None, torch.float32, "")
         assert torch.equal(weight, run.model.weight)
+        with pytest.raises(ValueError, match="no complete checkpoint in .*step-3"):
+            run.checkpointer.save_in_hf(3, None, torch.float32, "")
     dist.barrier()
 
     # One rank cannot write: both say so, and nothing half-written stays.
