@@ -1,7 +1,6 @@
 """Whole jobs under torchrun that lose a rank, hang, lose their launcher, or are asked to stop."""
 
 import os
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -146,21 +145,6 @@ def test_ranks_end_with_a_killed_torchrun(tmp_path):
     while any(process.exists() for process in processes_of(tmp_path, 2)):
         assert time.monotonic() - killed < 10
         time.sleep(0.1)
-
-
-@pytest.mark.faults
-def test_a_second_interrupt_of_torchrun_ends_all_at_once(tmp_path):
-    faults = {("0", rank, 3, 1): "time.sleep(1000)" for rank in "01"}
-    job = start(tmp_path, {"training.steps": 1000}, faults)
-    wait_for(tmp_path / "hit0")
-    job.send_signal(signal.SIGINT)
-    time.sleep(2)
-    assert job.poll() is None
-    job.send_signal(signal.SIGINT)
-    began = time.monotonic()
-    job.communicate(timeout=60)
-    assert job.returncode != 0 and time.monotonic() - began < 5
-    assert not any(process.exists() for process in processes_of(tmp_path, 2))
 
 
 REFUSE = "from titan_sparse.config import Refusal; raise Refusal('a.b = 1: write 2')"

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 MIN_BYTES = 2**20
 """Smaller tensors stay on the device: their copies would cost more than they free."""
@@ -214,23 +215,17 @@ class OffloadedBlocks:
         """x through all blocks, each called with (x, *shared); tensors in `shared` stay on the
         device."""
         blocks = list(blocks)
-        shared_storages = _storages(_tensors(shared))
+        shared_storages = _storages(tree_leaves(shared))
         record: _Block | None = None
         for number, block in enumerate(blocks):
-            _free_before(record)
             is_last = number == len(blocks) - 1
             record = _Block(self, before=record, stays=is_last)
             pack = _Packing(record, block, shared_storages)
             with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
                 x = block(x, *shared)
-        _free_before(record)
+            if record.before is not None:
+                record.before.free_device()  # this one's tensors are still being copied
         return x
-
-
-def _free_before(record: _Block | None) -> None:
-    """Free what the block before this one holds on the device. This one's is still being copied."""
-    if record is not None and record.before is not None:
-        record.before.free_device()
 
 
 class _Packing:
@@ -273,18 +268,6 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
 
 
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    """The tensors among the values, those in nested tuples included."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple):
-            yield from _tensors(value)
-
-
-def _storages(tensors: Iterable[Tensor]) -> set[int]:
-    """The addresses of the plain tensors' storages."""
-    plain_types = (Tensor, nn.Parameter)
-    return {
-        tensor.untyped_storage().data_ptr() for tensor in tensors if type(tensor) in plain_types
-    }
+def _storages(values: Iterable[Any]) -> set[int]:
+    """The addresses of the storages of the plain tensors among the values."""
+    return {v.untyped_storage().data_ptr() for v in values if type(v) in (Tensor, nn.Parameter)}

@@ -18,16 +18,20 @@ TEXTS = {"config.toml": "[training]\nsteps = 9\n"}
 
 
 class CountingLoader:
-    """Stands in for the PackedLoader: all that is saved of it is a place."""
+    """Stands in for the PackedLoader: all that is saved of it is a place, which changes in place."""
 
     def __init__(self) -> None:
-        self.sequence = 0
+        self.places = [0]
+
+    @property
+    def sequence(self) -> int:
+        return self.places[0]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sequence": self.sequence}
+        return {"places": self.places}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sequence = state["sequence"]
+        self.places = state["places"]
 
 
 class Run:
@@ -58,7 +62,7 @@ class Run:
         for parameter in self.model.parameters():
             parameter.grad = torch.randn_like(parameter)
         self.optimizer.step()
-        self.loader.sequence += 1
+        self.loader.places[0] += 1
         self.progress.step += 1
         self.progress.tokens_seen += 10
 

@@ -10,7 +10,6 @@ import torch.distributed.checkpoint as dcp
 
 from tests.training.checkpoint.helpers import TEXTS, Run, flip_bit, names_in, resumed, same
 from titan_sparse.config import Refusal
-from titan_sparse.training.checkpoint import newest_checkpoint
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -135,16 +134,6 @@ def test_another_model_is_refused_and_nothing_moves(tmp_path):
     assert names_in(run.folder) == {"step-1"}
 
 
-def test_look_alikes_are_neither_read_nor_deleted(tmp_path):
-    run = Run(tmp_path).train(1)
-    names = {"step-10.bad", "keep-step-1", "step-010", "step-9x"}
-    for name in names:
-        shutil.copytree(run.folder / "step-1", run.folder / name)
-    assert newest_checkpoint(str(tmp_path)) == str(run.folder / "step-1")
-    Run(tmp_path, keep_latest_k=2).train(4)
-    assert names_in(run.folder) == {"step-3", "step-4"} | names
-
-
 def test_load_step_stays_rolled_back(tmp_path, log):
     run = Run(tmp_path).train(4)
     resumed(tmp_path, load_step=4)
@@ -225,18 +214,6 @@ def test_a_save_over_an_existing_step_moves_that_aside(tmp_path):
     shutil.rmtree(run.folder / "step-2")
     (run.folder / "step-2.replaced").rename(run.folder / "step-2")
     assert same(resumed(tmp_path).state(), before)
-
-
-def test_what_a_killed_save_left_is_deleted_and_said(tmp_path, log):
-    run = Run(tmp_path).train(1)
-    (run.folder / "step-2.incomplete").mkdir()
-    (run.folder / "step-2.incomplete/__0_0.distcp").write_text("half")
-    Run(tmp_path).train(2)
-    assert names_in(run.folder) == {"step-1", "step-2"}
-    assert "cut short: step-2.incomplete" in log.text
-    log.clear()
-    Run(tmp_path).train(2)
-    assert "cut short" not in log.text
 
 
 def test_initial_weights_of_a_broken_folder_are_refused(tmp_path):

@@ -66,19 +66,3 @@ def test_rotation(tmp_path, keep, left):
         make(tmp_path, "step-1.incomplete")
     folders.rotate(tmp_path, keep)
     assert names_in(tmp_path) == {f"step-{step}" for step in left}
-
-
-def test_what_cannot_be_deleted_does_not_stop_a_run(tmp_path):
-    """A link is not followed either: what it leads to is not ours."""
-    make(tmp_path / "else", "step-1")
-    folder = tmp_path / "checkpoint"
-    make(folder, "step-2.incomplete")
-    (folder / "step-1.incomplete").symlink_to(tmp_path / "else/step-1")
-    (folder / "step-1").symlink_to(tmp_path / "else/step-1")
-    make(folder, "step-2")
-    assert set(folders.delete_incomplete(folder)) == {"step-1.incomplete", "step-2.incomplete"}
-    assert names_in(folder) == {"step-1.incomplete", "step-1", "step-2"}
-    (folder / "step-1.incomplete").unlink()
-    folders.rotate(folder, 1)
-    assert names_in(folder) == {"step-1.incomplete", "step-2"}
-    assert names_in(tmp_path / "else/step-1") == {folders.METADATA}

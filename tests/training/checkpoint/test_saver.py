@@ -3,6 +3,7 @@ failures are reported."""
 
 import errno
 import hashlib
+import logging
 import os
 import resource
 import shutil
@@ -125,6 +126,7 @@ def test_a_step_waits_for_the_copies_only(alone, tmp_path, monkeypatch, caplog):
     assert same(run.state() | {"sequence": 1}, wanted)
     assert run.checkpointer.go_back(before=1) is None
     run.checkpointer.close()
+    assert resumed(tmp_path).loader.sequence == 1
     assert groups == [run.checkpointer.group] * 2
     assert run.checkpointer.group not in (None, dist.group.WORLD)
 
@@ -192,7 +194,7 @@ def _be_killed(folder: Path, name: str, call: int, mode: str) -> None:
         ("rotate", 4, "disabled", 4),
     ],
 )
-def test_killed_inside_a_save(alone, tmp_path, name, call, mode, whole):
+def test_killed_inside_a_save(alone, tmp_path, caplog, name, call, mode, whole):
     """At any point there is a whole checkpoint, and going on from it equals never having died."""
     wanted = Run(tmp_path / "whole").train(6).state()
     arguments = (tmp_path / "run", name, call, mode)
@@ -202,7 +204,9 @@ def test_killed_inside_a_save(alone, tmp_path, name, call, mode, whole):
     killed.start()
     killed.join()
     assert killed.exitcode == -signal.SIGKILL
+    caplog.set_level(logging.INFO, "titan_sparse")
     run = resumed(tmp_path / "run", keep_latest_k=2)
+    assert ("saves that were cut short: step-" in caplog.text) == (name != "rotate")
     assert run.progress.step == whole
     run.train(6)
     assert same(run.state(), wanted)
