@@ -14,11 +14,11 @@ from tests.slice_cases import NAMES, SEQ_LEN, counts, mask_and_truth, random_leg
 from titan_sparse.attention import attend
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
-from titan_sparse.attention.masks import classification, slices
+from titan_sparse.attention.masks import slices
 from titan_sparse.attention.masks.geometry import area, slices_of_ranges
 from titan_sparse.attention.masks.packed import dilated, documents, prefix_lm, sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
-from titan_sparse.attention.masks.reach import seen_blocks, seen_chunks
+from titan_sparse.attention.masks.reach import seen_blocks, seen_chunks, tile_weights
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.observe.visits import count_visits
@@ -43,7 +43,7 @@ def _check_tiles(mask: Slices, truth: Tensor, size: int) -> None:
     # In another order than the sequence's.
     blocks = torch.arange(visible.shape[-1]).flip(0)
     visible = visible[:, blocks][:, :, blocks]
-    whole, partial, pairs = classification.tile_weights(ranges, blocks, blocks, size)
+    whole, partial, pairs = tile_weights(ranges, blocks, blocks, size)
     assert torch.equal(pairs.long(), visible)
     is_covered = visible == size * size
     assert torch.equal(whole == 1, is_covered), (

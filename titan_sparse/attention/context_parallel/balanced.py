@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan_sparse.attention.context_parallel.layouts import count_blocks
+from titan_sparse.attention.masks.bands import tiles_of_slices
 from titan_sparse.attention.masks.base import MaskRanges
-from titan_sparse.attention.masks.classification import Runs, classified
 
 _CHUNKS_PER_RANK = 64
 """64 leave the busiest rank within one percent of the mean for ragged documents. A chunk of a
@@ -80,10 +80,15 @@ class Chunks(NamedTuple):
 
 class _MaskTiles(NamedTuple):
     """The tiles of a mask. work: int64 [blocks], time of each block of queries, over all sequences.
-    touched, lines_are_keys: as in classification.Classification."""
+
+    sequence, line, first, last: int64 [n], runs of tiles that the mask touches, as in masks/bands.py.
+    """
 
     work: NDArray[np.int64]
-    touched: Runs
+    sequence: Tensor
+    line: Tensor
+    first: Tensor
+    last: Tensor
     lines_are_keys: bool
 
 
@@ -153,10 +158,8 @@ def _tiles_of_ranges(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
     partial = end - begin - whole
     work = 100 * whole + costs.partial * partial
     sequence, line = np.indices(begin.shape)
-    # The number of the slice means nothing here.
-    numbers = (sequence, sequence, line, begin, end)
-    touched = Runs(*(torch.from_numpy(x.astype(np.int64).ravel()) for x in numbers))
-    return _MaskTiles(work.sum(0, dtype=np.int64), touched, lines_are_keys=False)
+    runs = [torch.from_numpy(x.astype(np.int64).ravel()) for x in (sequence, line, begin, end)]
+    return _MaskTiles(work.sum(0, dtype=np.int64), *runs, lines_are_keys=False)
 
 
 def _tiles_of_slices(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
@@ -165,29 +168,35 @@ def _tiles_of_slices(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
         stop=ranges.stop.cpu(),
         slices=ranges.slices.cpu(),
     )
-    classification = classified(ranges, size)
+    tiles = tiles_of_slices(ranges, size)
     blocks = ranges.start.shape[1] // size
-    lines_are_keys = classification.lines_are_keys
-    whole = _count_by_query_block(classification.whole, lines_are_keys, blocks)
+    # [blocks + 1]: how many whole tiles each block of queries has. One place more, for runs that
+    # end behind the last block.
+    whole = torch.zeros(blocks + 1, dtype=torch.int64)
+    if tiles.lines_are_keys:
+        # Runs go along the queries: each adds 1 where it begins and takes it away behind its end.
+        ones = torch.ones_like(tiles.line)
+        whole.index_add_(0, tiles.whole_first, ones)
+        whole.index_add_(0, tiles.whole_last, -ones)
+        whole = whole.cumsum(0)
+        q_block = tiles.single_block
+    else:
+        whole.index_add_(0, tiles.line, tiles.whole_last - tiles.whole_first)
+        q_block = tiles.single_line
+    # The slices that fill a tile have size * size pairs together.
+    filled = torch.zeros_like(whole).index_add_(0, q_block, tiles.single_pairs * tiles.is_filled)
+    whole += filled // (size * size)
     # A tile that several slices cut counts for each of them: the kernel visits it as often.
-    partial = _count_by_query_block(classification.cut, lines_are_keys, blocks)
+    partial = torch.zeros_like(whole).index_add_(0, q_block, (~tiles.is_filled).long())
     work = 100 * whole + costs.partial * partial
-    return _MaskTiles(work.numpy(), classification.touched, lines_are_keys)
-
-
-def _count_by_query_block(runs: Runs, lines_are_keys: bool, blocks: int) -> Tensor:
-    """int64 [blocks]: how many tiles of the runs each block of queries has, over all sequences."""
-    # One place more than blocks, for runs that end behind the last block.
-    count = torch.zeros(blocks + 1, dtype=torch.int64)
-    if not lines_are_keys:
-        length = runs.last - runs.first
-        count.index_add_(0, runs.line, length)
-        return count[:-1]
-    # Runs go along the queries: each adds 1 where it begins and takes it away behind its end.
-    ones = torch.ones_like(runs.line)
-    count.index_add_(0, runs.first, ones)
-    count.index_add_(0, runs.last, -ones)
-    return count.cumsum(0)[:-1]
+    return _MaskTiles(
+        work=work[:-1].numpy(),
+        sequence=tiles.sequence,
+        line=tiles.line,
+        first=tiles.first,
+        last=tiles.last,
+        lines_are_keys=tiles.lines_are_keys,
+    )
 
 
 def _needed_keys(tiles: _MaskTiles, bounds: NDArray[np.int64], sequences: int) -> list[int]:
@@ -200,13 +209,12 @@ def _needed_keys(tiles: _MaskTiles, bounds: NDArray[np.int64], sequences: int) -
     blocks_of_chunk = np.diff(bounds)
     chunk_of_block = np.repeat(np.arange(count), blocks_of_chunk)
     chunk_of_block = torch.from_numpy(chunk_of_block)
-    touched = tiles.touched
-    holds_any = touched.first < touched.last
+    holds_any = tiles.first < tiles.last
     # [n] each: the chunks of the lines, and first and last chunk of the runs
-    sequence = touched.sequence[holds_any]
-    line = chunk_of_block[touched.line[holds_any]]
-    first = chunk_of_block[touched.first[holds_any]]
-    last_block = touched.last[holds_any] - 1
+    sequence = tiles.sequence[holds_any]
+    line = chunk_of_block[tiles.line[holds_any]]
+    first = chunk_of_block[tiles.first[holds_any]]
+    last_block = tiles.last[holds_any] - 1
     last = chunk_of_block[last_block]
     # A run adds 1 at its first chunk and takes it away behind its last one.
     row = (sequence * count + line) * (count + 1)

@@ -6,9 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.masks import classification
+from titan_sparse.attention.masks.bands import tiles_between
 from titan_sparse.attention.masks.base import MaskRanges, token_positions
-from titan_sparse.attention.masks.classification import TileWeights
 from titan_sparse.attention.masks.geometry import area
 
 
@@ -76,33 +75,30 @@ def seen_blocks(ranges: MaskRanges, table: Tensor, block_size: int) -> Tensor:
 
     table: int64 [W, n], the query blocks that each rank owns.
     """
-    if ranges.slices is not None:
-        return classification.seen_blocks(ranges, table, block_size)
     ranks = len(table)
     blocks = ranges.start.shape[1] // block_size
+    if ranges.slices is not None:
+        k_blocks = torch.arange(blocks, device=table.device)
+        seen = []
+        for q_blocks in table:
+            pairs = tile_weights(ranges, q_blocks, k_blocks, block_size).pairs
+            seen.append((pairs > 0).flatten(0, 1).any(0))
+        return torch.stack(seen)
+    # [Bm, W, n * block_size]
     queries = token_positions(table.flatten(), block_size)
-    # [W, Bm * n]
-    start = _by_rank(ranges.start[:, queries], ranks)
-    stop = _by_rank(ranges.stop[:, queries], ranks)
+    start = ranges.start[:, queries].unflatten(1, (ranks, -1)).long()
+    stop = ranges.stop[:, queries].unflatten(1, (ranks, -1)).long()
     # The first block that a query sees, and the one behind the last. Queries that see nothing go
     # behind all blocks, where they do not count.
     sees_any = start < stop
     first = torch.where(sees_any, start // block_size, blocks)
     last = torch.where(sees_any, (stop + block_size - 1) // block_size, blocks)
     # A query adds 1 at its first block and takes it away behind its last one.
-    changes = torch.zeros(ranks, blocks + 1, dtype=torch.int32, device=table.device)
+    changes = torch.zeros(len(start), ranks, blocks + 1, dtype=torch.int32, device=table.device)
     ones = torch.ones_like(first, dtype=torch.int32)
-    changes.scatter_add_(1, first, ones)
-    changes.scatter_add_(1, last, -ones)
-    return changes[:, :blocks].cumsum(1) > 0
-
-
-def _by_rank(of_queries: Tensor, ranks: int) -> Tensor:
-    """[Bm, W * n], the queries of one rank after those of the other -> int64 [W, Bm * n]."""
-    # [Bm, W, n] -> [W, Bm, n]
-    by_sequence = of_queries.unflatten(1, (ranks, -1))
-    by_rank = by_sequence.transpose(0, 1)
-    return by_rank.flatten(1).long()
+    changes.scatter_add_(2, first, ones)
+    changes.scatter_add_(2, last, -ones)
+    return (changes[..., :blocks].cumsum(-1) > 0).any(0)
 
 
 def seen_chunks(ranges: MaskRanges, table: Tensor, block_size: int) -> Tensor:
@@ -184,10 +180,6 @@ def _keys_seen_by(ranges: MaskRanges, queries: Tensor) -> Tensor:
     return changes.cumsum(-1, dtype=torch.int8) > 0
 
 
-_MAX_Q_BLOCKS = 16
-"""Query blocks that pairs_by_block() looks at together. Bounds the memory."""
-
-
 def visible_pairs(ranges: MaskRanges) -> Tensor:
     """Pairs that the mask allows, float64 [Bm]."""
     if ranges.slices is not None:
@@ -199,39 +191,30 @@ def visible_pairs(ranges: MaskRanges) -> Tensor:
     return pairs.sum(-1, dtype=torch.float64)
 
 
-def pairs_by_block(ranges: MaskRanges, q_blocks: Tensor, size: int) -> Tensor:
-    """Pairs that the mask allows between each query block and every key block, int32 [Bm, nq,
-    blocks].
+class TileWeights(NamedTuple):
+    """What a mask sees of each tile. int32 [Bm, nq, nk] each.
 
-    q_blocks: int64 [nq], global. size: tokens of a block.
+    whole: 1 if it is seen whole, else 0.
+    partial: how many slices see it in part. For a mask without slices, 1 if it is seen in part.
+    pairs: visible pairs of tokens.
     """
-    seq_len = ranges.start.shape[1]
-    # [blocks]: the first key of every block
-    begin = torch.arange(0, seq_len, size, device=ranges.start.device, dtype=torch.int32)
-    if ranges.slices is not None:
-        k_blocks = begin.long() // size
-        return classification.tile_weights(ranges, q_blocks, k_blocks, size).pairs
-    tables = []
-    for blocks in q_blocks.split(_MAX_Q_BLOCKS):
-        # [Bm, nq * size, 1] against [blocks]
-        position = token_positions(blocks, size)
-        start = ranges.start[:, position, None]
-        stop = ranges.stop[:, position, None]
-        pairs = _keys_in_block(start, stop, begin, size)
-        # [Bm, nq, size, blocks] -> [Bm, nq, blocks]
-        by_q_block = pairs.unflatten(1, (len(blocks), size))
-        tables.append(by_q_block.sum(2, dtype=torch.int32))
-    return torch.cat(tables, dim=1)
+
+    whole: Tensor
+    partial: Tensor
+    pairs: Tensor
 
 
 def tile_weights(ranges: MaskRanges, q_blocks: Tensor, k_blocks: Tensor, size: int) -> TileWeights:
-    """Of each tile whether it is seen whole or in part, and its visible pairs. int32 [Bm, nq, nk]
-    each.
-
-    q_blocks int64 [nq], k_blocks int64 [nk]: global blocks of `size` tokens.
-    """
+    """What the mask sees of each tile of these global blocks, int64 [nq] and [nk], of `size` tokens."""
     if ranges.slices is not None:
-        return classification.tile_weights(ranges, q_blocks, k_blocks, size)
+        tiles = tiles_between(ranges, q_blocks, k_blocks, size)
+        cuts = (tiles.sequence, tiles.q, tiles.k)
+        whole = tiles.whole.int()
+        partial = torch.zeros_like(whole)
+        partial.index_put_(cuts, partial.new_ones(()), accumulate=True)
+        pairs = whole * size * size
+        pairs.index_put_(cuts, tiles.pairs.int(), accumulate=True)
+        return TileWeights(whole, partial, pairs)
     reach = block_reach(ranges, token_positions(q_blocks, size), size)
     whole = seen_whole(reach, k_blocks, size)
     partial = reached(reach, k_blocks, size) & ~whole
@@ -239,18 +222,16 @@ def tile_weights(ranges: MaskRanges, q_blocks: Tensor, k_blocks: Tensor, size: i
     # Only the pairs of partial tiles are counted one by one: n tiles, [n, size] queries.
     sequence, q, k = partial.nonzero(as_tuple=True)
     positions = token_positions(q_blocks[q], size).view(-1, size)
-    start = ranges.start[sequence[:, None], positions]
-    stop = ranges.stop[sequence[:, None], positions]
     begin = k_blocks[k, None] * size
-    seen = _keys_in_block(start, stop, begin, size)
-    pairs[sequence, q, k] = seen.sum(-1).int()
+    first = torch.maximum(ranges.start[sequence[:, None], positions], begin)
+    last = torch.minimum(ranges.stop[sequence[:, None], positions], begin + size)
+    pairs[sequence, q, k] = (last - first).clamp(min=0).sum(-1).int()
     return TileWeights(whole.int(), partial.int(), pairs)
 
 
-def _keys_in_block(start: Tensor, stop: Tensor, begin: Tensor, size: int) -> Tensor:
-    """How many of the keys start .. stop - 1 lie in the block of `size` keys from `begin` on."""
-    end = begin + size
-    first = torch.maximum(start, begin)
-    last = torch.minimum(stop, end)
-    count = last - first
-    return count.clamp(min=0)
+def pairs_by_block(ranges: MaskRanges, q_blocks: Tensor, size: int) -> Tensor:
+    """Pairs that the mask allows between each query block int64 [nq] and every key block, int32
+    [Bm, nq, blocks]."""
+    blocks = -(-ranges.start.shape[1] // size)
+    k_blocks = torch.arange(blocks, device=ranges.start.device)
+    return tile_weights(ranges, q_blocks, k_blocks, size).pairs

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from titan_sparse.attention.masks.bands import tiles_between
 from titan_sparse.attention.masks.base import token_positions
-from titan_sparse.attention.masks.classification import cut_tiles, cuts_between, whole_tiles
 from titan_sparse.attention.masks.geometry import within_runs
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.base import BlockIndex
@@ -25,22 +25,16 @@ def block_tiles(
     Sequences and heads that are alike share their lists' memory.
     """
     size = index.block_size
-    total_blocks = -(-ranges.start.shape[1] // size)
     # bool [B or 1, Hq or 1, nq, nk]
     selected = index.selects(q_blocks, k_blocks)
-    whole = whole_tiles(ranges, q_blocks, k_blocks, size)[:, None] & selected
+    cuts = tiles_between(ranges, q_blocks, k_blocks, size)
+    whole = cuts.whole[:, None] & selected
+    sequence = cuts.sequence if len(ranges.slices) > 1 else None
 
-    # int64 [cuts]: the cuts between these blocks, with the places of their blocks in q_blocks and
-    # k_blocks.
-    cuts = cut_tiles(ranges, size)
-    which, q, k = cuts_between(cuts, q_blocks, k_blocks, total_blocks)
-    slice_number = cuts.slice[which]
-    sequence = cuts.sequence[which] if len(ranges.slices) > 1 else None
-
-    by_query = _lists(whole, selected, sequence, q, k, slice_number)
+    by_query = _lists(whole, selected, sequence, cuts.q, cuts.k, cuts.slice)
     by_key = None
     if transpose:
-        by_key = _lists(whole.mT, selected.mT, sequence, k, q, slice_number)
+        by_key = _lists(whole.mT, selected.mT, sequence, cuts.k, cuts.q, cuts.slice)
     q_positions = token_positions(q_blocks, size)
     k_positions = token_positions(k_blocks, size)
     start, stop = query_ranges(ranges, q_positions, batch)
