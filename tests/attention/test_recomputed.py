@@ -172,7 +172,7 @@ def test_nested():
     ],
 )
 @pytest.mark.skipif(
-    torch.cuda.is_available(), reason="interpreted; tests/gpu/test_attention.py does it on a GPU"
+    torch.cuda.is_available(), reason="interpreted; tests/gpu/test_attend.py does it on a GPU"
 )
 def test_triton_and_its_tables(monkeypatch, pattern, mask):
     """The kernels and, where there are slashes, the kernels' tables serve fewer queries than keys."""
@@ -248,7 +248,7 @@ def test_what_is_kept_shrinks_as_promised(pattern):
     if torch.__version__ < "2.12":
         pytest.skip(
             "with aot_eager torch 2.11 saves other tensors too; "
-            "tests/gpu/test_attention.py measures the memory itself, on 2.11 as well"
+            "tests/gpu/test_attend.py measures the memory itself, on 2.11 as well"
         )
     ranges, leaves, kept = Documents([100, 60]).rows(160), _problem(seq_len=160), {}
     for share in (0.0, 0.3, 1.0):

@@ -45,7 +45,7 @@ def _compiled_anew():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen3-0.6b", "llama3.1-8b", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "llama3.1-8b", "gemma3"])
 def test_layers_of_real_shapes(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
     if name == "gemma3":

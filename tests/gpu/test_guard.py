@@ -80,7 +80,7 @@ def test_the_host_does_not_wait():
     loss = torch.ones((), device=DEVICE, dtype=torch.float64)
     guard.update(1, loss, norm, ours)  # makes the states
     torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)  # about a second of work before the next update
+    torch.cuda._sleep(6_000_000_000)  # about three seconds of work before the next update
     asleep = torch.cuda.Event()
     asleep.record()
     torch.cuda.set_sync_debug_mode("error")

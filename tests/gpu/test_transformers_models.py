@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models.test_transformers_decoder import cross_entropy, gradients_by_name
-from tests.models.transformers_models import MODELS, VOCAB, save_model
+from tests.models.transformers_models import VOCAB, save_model
 from titan_sparse.attention.masks.ranges import Documents, SlidingWindow
 from titan_sparse.config import Attention
 from titan_sparse.from_config import build_attends
@@ -36,7 +36,9 @@ def _compiled_anew():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["qwen2, windows", "smollm3", "gemma3", "granite", "qwen3_moe", "gpt_oss"]
+)
 def test_compiled_bf16_is_near_eager_fp32(tmp_path: Path, name: str) -> None:
     settings = WIDER | ({"head_dim": 256} if name == "gemma3" else {})
     theirs = save_model(tmp_path, name, **settings).cuda()

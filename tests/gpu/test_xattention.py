@@ -21,8 +21,6 @@ MASKS = {
     "documents": Documents([SEQ_LEN // 2 + 5, 100, 2000, 1900]),
 }
 SHAPES = {
-    "128 x 256, 3 stages": kernels.HOPPER,
-    "128 x 256, 4 stages": Shape(stages=4),
     "256 x 128, 4 stages": Shape(query_cells=256, key_cells=128, stages=4),
     "128 x 128, 8 warps": kernels.SMALLER,
     "128 x 128, two a multiprocessor": Shape(key_cells=128, warps=4, stages=3, programs=2),
@@ -56,8 +54,7 @@ def _is_the_twins(q: Tensor, k: Tensor, pattern: XAttention, mask: Mask) -> None
     assert ((got.sum(-1) - want.sum(-1)).abs() <= 1).all()
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("threshold", [0.5, 0.9, 0.99])
+@pytest.mark.parametrize("mask, threshold", [("causal", 0.5), ("window", 0.9), ("documents", 0.99)])
 def test_kernels_choose_what_the_twins_do(mask, threshold):
     q, k = _generated(128, heads=16)
     _is_the_twins(q, k, XAttention(threshold=threshold, dense_below=256), MASKS[mask])
@@ -85,7 +82,7 @@ def test_tiles_of_all_shapes_choose_the_same(shape, monkeypatch):
     _is_the_twins(q, k, XAttention(dense_below=256), MASKS["documents"])
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", ["window", "documents"])
 def test_it_is_the_same_each_time_and_waits_for_nothing(mask):
     q, k = _generated(128)
     ranges = MASKS[mask].rows(SEQ_LEN, "cuda")

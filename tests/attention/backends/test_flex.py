@@ -1,10 +1,13 @@
 """The flex backend against the eager one. Without a GPU the ops run as plain PyTorch, uncompiled; see `compiled`."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
-from tests.reference import relative_error
+from tests.reference import gradients, relative_error
 from titan_sparse.attention import attend
 from titan_sparse.attention.backends import BACKENDS, flash
 from titan_sparse.attention.backends import flex as module
@@ -225,19 +228,16 @@ def test_refusals(case, word):
 
 
 SHAPES = [
-    (16, 2, 64, 2048),
-    (32, 8, 64, 2048),
-    (16, 16, 64, 2048),
-    (16, 2, 96, 2048),
-    (16, 2, 128, 2048),
-    (32, 8, 128, 2048),
-    (16, 16, 128, 2048),
+    ("FLASH", 16, 2, 64, 2048),
+    ("FLASH", 16, 16, 64, 2048),
+    ("FLASH", 32, 8, 96, 2048),
+    ("FLASH", 32, 8, 128, 2048),
     # FlashAttention-4 had errors in its head_dim 64 gradients that grew with the length.
-    (16, 2, 64, 16384),
-    (16, 2, 96, 16384),
-    (16, 2, 128, 16384),
+    *(("FLASH", 16, 2, dim, 16384) for dim in (64, 96, 128)),
+    ("TRITON", 16, 2, 64, 2048),
+    ("TRITON", 16, 16, 128, 2048),
 ]
-"""Query heads, KV heads, head_dim and tokens."""
+"""Kernel, query heads, KV heads, head_dim and tokens."""
 
 
 @pytest.fixture(params=["FLASH", "TRITON"])
@@ -264,7 +264,7 @@ def _check_on_gpu(
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("heads, kv_heads, head_dim, seq_len", SHAPES)
+@pytest.mark.parametrize("kernel, heads, kv_heads, head_dim, seq_len", SHAPES, indirect=["kernel"])
 def test_pieces(kernel, heads, kv_heads, head_dim, seq_len):
     _check_on_gpu(heads, kv_heads, head_dim, seq_len, torch.bfloat16, 5e-3)
     assert len(module._compiled) == 4, (
@@ -274,7 +274,7 @@ def test_pieces(kernel, heads, kv_heads, head_dim, seq_len):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("heads, kv_heads, head_dim", [(8, 2, 64), (3, 3, 128)])
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(8, 2, 64)])
 def test_verticals_by_our_kernels(kernel, heads, kv_heads, head_dim):
     """Flex computes the blocks, and the Triton kernels add the verticals: forward, dq, and dk and dv of both."""
     index = Chosen(2, heads, 2048, 128, 105, "cuda")
@@ -306,22 +306,20 @@ def test_dense_causal_as_a_whole(head_dim):
     """FlashAttention-4 is called directly only where the mask is plain causal."""
     if flash.missing():
         pytest.skip(flash.missing())
-    q, k, v, d_out = (
+    *qkv, d_out = (
         torch.randn(2, h, 2048, head_dim, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2, 4)
     )
     for mask in (Causal(), Causal(valid=(2048, 1900))):
         got, want = (
-            _with_gradients(mask, backend, q, k, v, d_out) for backend in ("flex", "eager")
+            _with_gradients(partial(attend, mask=mask, backend=backend), qkv, d_out)
+            for backend in ("flex", "eager")
         )
         assert all(relative_error(x, y) <= 5e-3 for x, y in zip(got, want, strict=True))
 
 
-def _with_gradients(
-    mask: Mask, backend: str, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor
-) -> list[Tensor]:
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves, mask, backend=backend)
-    return [out, *torch.autograd.grad(out, leaves, d_out)]
+def _with_gradients(function: Callable, qkv: list[Tensor], d_out: Tensor) -> list[Tensor]:
+    out, grads = gradients(function, d_out, *qkv)
+    return [out, *grads]
 
 
 @pytest.mark.gpu
@@ -330,10 +328,8 @@ def _with_gradients(
 @pytest.mark.parametrize(
     "head_dim, dtype, tolerance",
     [
-        (32, torch.bfloat16, 5e-3),
         (80, torch.float16, 1e-3),
         (256, torch.bfloat16, 5e-3),
-        (64, torch.float32, 2e-3),
     ],
 )
 def test_other_shapes(kernel, head_dim, dtype, tolerance):
@@ -345,7 +341,7 @@ def test_other_shapes(kernel, head_dim, dtype, tolerance):
 def test_inside_a_compiled_attend(kernel):
     """The ops compile once inside attend(), also under an outer torch.compile and on autograd's thread."""
     pattern = VerticalSlash(recall=0.8, sinks=4, max_verticals=100, dense_below=256)
-    q, k, v, d_out = (
+    *qkv, d_out = (
         torch.randn(1, h, 2048, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8)
     )
     step = torch.compile(
@@ -353,11 +349,11 @@ def test_inside_a_compiled_attend(kernel):
         fullgraph=True,
     )
     for lengths in ([700, 9, 1000, 301], [1500, 400]):
-        results = []
-        for backend in ("eager", "flex"):
-            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-            out = step(*leaves, Documents([lengths]).rows(2048, "cuda"), backend)
-            results.append([out, *torch.autograd.grad(out, leaves, d_out)])
+        ranges = Documents([lengths]).rows(2048, "cuda")
+        results = [
+            _with_gradients(partial(step, ranges=ranges, backend=backend), qkv, d_out)
+            for backend in ("eager", "flex")
+        ]
         for name, want, got in zip(("out", "dq", "dk", "dv"), *results):
             assert relative_error(got, want) <= 1e-2, name
         count = len(module._compiled)
