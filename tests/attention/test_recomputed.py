@@ -103,12 +103,7 @@ def _assert_equal(got: list[Tensor], want: list[Tensor], note: object = None) ->
 
 
 @pytest.mark.parametrize(
-    "how, compiled",
-    [
-        *((how, False) for how in CHECKPOINTS),
-        ("selective", True),
-        pytest.param("plain", True, marks=pytest.mark.slow),
-    ],
+    "how, compiled", [*((how, False) for how in CHECKPOINTS), ("selective", True)]
 )
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_equals_keeping_everything(pattern, how, compiled):
@@ -126,26 +121,19 @@ def test_equals_keeping_everything(pattern, how, compiled):
         _assert_equal(_step(function, leaves), want, (mask, share))
 
 
-@pytest.mark.parametrize("how", CHECKPOINTS)
-def test_forwards_and_backwards_in_any_order(how):
+def test_forwards_and_backwards_in_any_order():
     """Only autograd's context holds state: two forwards, an evaluation between them, the first backward last."""
     pattern, problems = PATTERNS["vertical_slash"], [_problem(seed) for seed in (1, 2)]
-    blocks = [
-        _block(mask.rows(SEQ_LEN), pattern, 0.5) for mask in (MASKS["causal"], MASKS["documents"])
-    ]
-    wanted = [
-        _step(_block(mask.rows(SEQ_LEN), pattern, 0.0), leaves)
-        for mask, leaves in zip((MASKS["causal"], MASKS["documents"]), problems)
-    ]
+    ranges = [MASKS[name].rows(SEQ_LEN) for name in ("causal", "documents")]
+    wanted = [_step(_block(*of, pattern, 0.0), x) for *of, x in zip(ranges, problems)]
     outs = []
-    for block, leaves, want in zip(blocks, problems, wanted):
-        outs.append(CHECKPOINTS[how](block, *leaves))
+    for mask, leaves, want in zip(ranges, problems, wanted):
+        block = _block(mask, pattern, 0.5)
+        outs.append(SELECTIVE(block, *leaves))
         with torch.no_grad():
             assert torch.equal(block(*leaves), want[0])
-    for number in (1, 0):
-        _assert_equal(
-            [outs[number].detach(), *_gradients(outs[number], problems[number])], wanted[number]
-        )
+    for out, leaves, want in reversed(list(zip(outs, problems, wanted))):
+        _assert_equal([out.detach(), *_gradients(out, leaves)], want)
 
 
 def test_nested():
@@ -158,7 +146,7 @@ def test_nested():
 
     leaves = _problem()
     want = _step(functools.partial(two_layers, 0.0, CHECKPOINTS["none"]), leaves)
-    for inner, share in itertools.product(("selective", "plain"), (0.5, 1.0)):
+    for inner, share in (("selective", 0.5), ("plain", 1.0)):
         function = functools.partial(two_layers, share, CHECKPOINTS[inner])
         outer = functools.partial(checkpoint, function, use_reentrant=False)
         _assert_equal(_step(outer, leaves), want, (inner, share))
@@ -212,8 +200,7 @@ def calls(monkeypatch) -> list[tuple[int, int] | str]:
     return seen
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_only_the_first_part_runs_twice(calls, compiled):
+def test_only_the_first_part_runs_twice(calls):
     ranges, leaves = MASKS["documents"].rows(SEQ_LEN), _problem()
     for share, parts, again in (
         (0.0, [(10, 10)], []),
@@ -221,7 +208,7 @@ def test_only_the_first_part_runs_twice(calls, compiled):
         (1.0, [(10, 10)], [(10, 10)]),
     ):
         function = functools.partial(SELECTIVE, _block(ranges, PATTERNS["vertical_slash"], share))
-        if compiled:
+        if share == 0.3:
             function = torch.compile(function, fullgraph=True, backend="aot_eager")
         calls.clear()
         out = function(*leaves)
@@ -242,7 +229,7 @@ def _kept_by_hooks(function: Callable, leaves: list[Tensor]) -> int:
     return sum(saved.values())
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", ["vertical_slash"])
 def test_what_is_kept_shrinks_as_promised(pattern):
     """It shrinks by out and lse of the rows before the boundary, and at 1 also by the gathered verticals."""
     if torch.__version__ < "2.12":
@@ -264,17 +251,13 @@ def test_what_is_kept_shrinks_as_promised(pattern):
     )
     assert whole == 2 * 4 * 160 * (8 + 1) * 8  # out and lse of both sequences
     assert kept[0.0] - kept[0.3] == 0.3 * whole
-    verticals = (
-        PATTERNS["vertical_slash"].vertical_capacity(160, BLOCK, packed=True)
-        if pattern == "vertical_slash"
-        else 0
-    )
+    verticals = PATTERNS[pattern].vertical_capacity(160, BLOCK, packed=True)
     assert kept[0.0] - kept[1.0] == whole + 2 * 2 * 4 * verticals * 8 * 8
 
 
 @pytest.mark.parametrize(
     "how, share",
-    [("none", 0.5), ("selective", 0.25), ("selective", 1.0), ("plain", 0.0), ("reentrant", 0.5)],
+    [("selective", 0.25), ("plain", 0.0), ("reentrant", 0.5)],
 )
 def test_a_layer_is_counted_once(how, share):
     leaves, ranges, pattern = (
@@ -307,11 +290,8 @@ def _check_ranks() -> None:
     ]
     full = [x.detach() for x in _problem(seq_len=seq_len)]
     documents = Documents([[101, 7, 1, 70], [45, 45, 45, 45]])
-    cases = [
-        (Causal(), PATTERNS["vertical_slash"]),
-        *((documents, pattern) for pattern in PATTERNS.values()),
-        (SLICES, Dense()),
-    ]
+    cases = [(Causal(), PATTERNS["vertical_slash"]), (documents, PATTERNS["vertical_slash"])]
+    cases.append((SLICES, Dense()))
     for (i, cp), (j, (mask, pattern)) in itertools.product(enumerate(contexts), enumerate(cases)):
         # One share of the three: any two of context, case and share meet.
         share = SHARES[(i + j) % 3] if cp.layout == "striped" else 1.0
@@ -341,17 +321,15 @@ def _recorded(function: Callable, leaves: list[Tensor]):
     return results, seen
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_over_ranks(ranks):
-    run_processes(ranks, _check_ranks)
+def test_over_ranks():
+    run_processes(3, _check_ranks)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_layouts_refused(layout):
+def test_layouts_refused():
     q = torch.zeros(1, 1, 4 * BLOCK, 8)
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        cp = ContextParallel(mesh, layout, "ring", BLOCK)
+        cp = ContextParallel(mesh, "zigzag", "ring", BLOCK)
         with pytest.raises(ValueError, match='recomputed=0.5 needs layout "striped"'):
             attend(q, q, q, cp=cp, recomputed=0.5)
         attend(q, q, q, cp=cp, recomputed=1.0)
