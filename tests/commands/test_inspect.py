@@ -1,6 +1,5 @@
 """titan-sparse inspect, and its numbers against tables of all pairs."""
 
-import dataclasses
 import json
 
 import pytest
@@ -20,7 +19,6 @@ from titan_sparse.evaluation.inspection import (
     curve,
     inspect_layer,
     keys_of_rows,
-    patterns,
 )
 
 BLOCK, TOKENS, PADDED = 16, 150, 160
@@ -85,18 +83,6 @@ def test_curves_against_the_table_of_all_pairs(pattern):
     assert point["density"] == pytest.approx((pairs.sum((1, 2)) / (at + 1).sum()).tolist())
     assert point["recall"] == pytest.approx((mass * pairs).sum(-1).mean(-1).tolist())
     assert ("verticals" in point) == isinstance(pattern, VerticalSlash)
-
-
-def test_independent_budgets_are_the_published_ones():
-    attention = Attention(block_size=BLOCK)
-    attention.vertical_slash.probe = 32
-    attention.vertical_slash.sinks = 3
-    joint = VerticalSlash(0.9, probe=32, sinks=3, max_verticals=TOKENS, dense_below=32)
-    published = {"sinks": 30, "local_slashes": 2, "probe_rows": "last", "count_sinks": True}
-    independent = dataclasses.replace(joint, budget="independent", **published)
-    found = {name: pattern for name, share, pattern in patterns(attention, TOKENS) if share == 0.9}
-    assert found["vertical_slash joint"] == joint
-    assert found["vertical_slash independent"] == independent
 
 
 def test_a_checkpoint_is_inspected(tmp_path):

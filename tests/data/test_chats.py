@@ -139,15 +139,6 @@ def test_the_token_that_ends_an_answer_is_learned(tmp_path, template, wanted):
     assert learned_texts(encode(folder, CHAT), folder) == wanted
 
 
-def test_a_document_is_closed_once(tmp_path):
-    """The last token of a chat of Llama 3 already is its end-of-document token."""
-    folder = write_tokenizer(tmp_path, trl_template("llama3"), end="<|eot_id|>", adds_bos=True)
-    text = marked(encode(folder, CHAT), folder)
-    assert text.endswith("yes<|eot_id|>]]") and text.count("<|eot_id|>") == len(CHAT)
-    assert text.startswith("<|begin_of_text|><|start_header_id|>")
-    assert text.count("<|begin_of_text|>") == 1
-
-
 def test_a_template_that_marks_an_answer_without_its_end_still_teaches_it(tmp_path):
     template = CHATML.replace(
         "message.content + '<|im_end|>\\n' }}",
@@ -159,28 +150,6 @@ def test_a_template_that_marks_an_answer_without_its_end_still_teaches_it(tmp_pa
     assert learned_texts(got, folder)[-1] == "the answer\n\nis \U0001f600 4<|im_end|>"
     with pytest.raises(ValueError, match="marks 2 {% generation %} blocks in 1 answers"):
         encode(folder, [{"role": "user", "content": "hi"}, {**ANSWER, "train": False}])
-
-
-def test_tool_calls_and_results(tmp_path):
-    """Arguments given as a string reach the template as an object, as servers do it."""
-    template = trl_template("qwen2_5")
-    folder = write_tokenizer(tmp_path, template)
-    got = encode(folder, {"messages": TOOL_CHAT, "tools": TOOLS})
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call><|im_end|>'
-    assert learned_texts(got, folder) == [call, "six<|im_end|>", "bye<|im_end|>"]
-    messages = copy.deepcopy(TOOL_CHAT)
-    messages[1]["tool_calls"][0]["function"]["arguments"] = {"a": 1, "b": "x"}
-    wanted = reference(folder, template, messages, TOOLS)["input_ids"]
-    assert got.tokens[: len(wanted)].tolist() == wanted
-    assert '"name": "add", "parameters"' in marked(got, folder)
-
-
-def test_reasoning_is_learned(tmp_path):
-    folder = write_tokenizer(tmp_path, trl_template("qwen3_training"))
-    for key in ("reasoning_content", "thinking", "reasoning"):
-        chat = [{"role": "user", "content": "2+2"}, {**ANSWER, key: "two and two"}]
-        (text,) = learned_texts(encode(folder, chat), folder)
-        assert text.startswith("<think>\ntwo and two\n</think>\n\nthe answer")
 
 
 @pytest.mark.parametrize(
@@ -315,24 +284,6 @@ def test_prompt_and_completion(tmp_path, prompt, completion, learned):
     asked = tokenizer.encode(prompt)
     assert got.tokens[: len(asked)].tolist() == asked.tolist()
     assert encode(folder, {"prompt": prompt, "completion": completion}, loss_on="all").learned.all()
-
-
-def test_prompt_and_completion_of_messages(tmp_path):
-    """An answer within the prompt is not learned. Stock Qwen3 makes no difference for one turn."""
-    folder = write_tokenizer(tmp_path, trl_template("qwen3"))
-    got = encode(folder, {"prompt": CHAT[:4], "completion": CHAT[4:]})
-    assert learned_texts(got, folder) == ["<think>\n\n</think>\n\nyes<|im_end|>"]
-
-
-def test_bytes_take_a_template_too(tmp_path):
-    path = tmp_path / "a.jinja"
-    path.write_text(trl_template("llama3"))
-    data = {"format": "messages", "chat_template": str(path)}
-    got = encode("bytes", CHAT[:3], chat_template=str(path))
-    text = ANSWER["content"] + "<|eot_id|><end>"
-    # No special token in a text of bytes: the closing one ends the answer.
-    assert learned_texts(got, load_tokenizer("bytes")) == [text]
-    assert ChatEncoder(Data(**data), load_tokenizer("bytes")).sample_format.template
 
 
 def test_a_template_that_writes_the_date_is_the_same_each_day(tmp_path):

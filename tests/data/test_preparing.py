@@ -65,15 +65,13 @@ def test_filters_and_histogram(tmp_path):
     assert [len(ids) - 1 for ids in read_shards(folder)] == [5, 40, 15, 16, 17, 33]
     meta = json.loads((tmp_path / "a/meta.json").read_text())
     assert meta["histogram"] == {
-        "1": [1, 1],
-        "2": [1, 3],
         "4": [1, 5],
         "8": [1, 15],
         "16": [2, 33],
         "32": [2, 73],
-        "64": [1, 90],
     }
-    assert show_histogram(meta).splitlines()[-1].split() == "64 - 127 1 90 40.9%".split()
+    assert (meta["empty"], meta["filtered"]) == (1, 3)
+    assert show_histogram(meta).splitlines()[-1].split() == "32 - 63 2 73 57.9%".split()
     recipe = Recipe(str(tmp_path / "a.jsonl"), min_length=1000)
     with pytest.raises(ValueError, match="no document"):
         prepare(recipe, str(tmp_path / "none"), 1, no_progress)

@@ -50,69 +50,56 @@ def test_folders_of_source_code_become_one_document_each(tmp_path, caplog):
         )
 
 
-def test_mds_shards_need_the_streaming_package(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "streaming", None)
-    (tmp_path / "index.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"mosaicml-streaming.*pip install"):
-        prepare(Recipe(str(tmp_path)), str(tmp_path / "out"), 1, no_progress)
-
-
-def test_a_row_that_is_no_utf8_is_named(tmp_path, monkeypatch):
-    """With a stand-in for the package, which decodes a row, as the package does, when it is read."""
-    texts = [b"first", "zweites: \u00e4".encode("latin-1"), b"last"]
+def stand_in(rows: list[dict], seen: list[str]) -> SimpleNamespace:
+    """For mosaicml-streaming, which cannot be installed beside our numpy. Texts are decoded when a
+    row is read, as by the package."""
 
     class LocalDataset:
-        shards = [SimpleNamespace(column_names=["text"])]
+        shards = [SimpleNamespace(column_names=list(rows[0]))]
 
         def __init__(self, folder: str) -> None:
-            assert folder == str(tmp_path)
+            seen.append(folder)
 
         def __len__(self) -> int:
-            return len(texts)
+            return len(rows)
 
-        def __getitem__(self, row: int) -> dict[str, str]:
-            return {"text": texts[row].decode("utf-8")}
+        def __getitem__(self, row: int) -> dict:
+            cells = rows[row].items()
+            return {name: x.decode() if type(x) is bytes else x for name, x in cells}
 
-    monkeypatch.setitem(sys.modules, "streaming", SimpleNamespace(LocalDataset=LocalDataset))
-    rows = MDSRows(str(tmp_path), "text", ByteTokenizer(), None)
-    assert len(rows) == 3
-    for row in (0, 2):
-        (document,) = rows.documents(row)
-        assert bytes(document.tokens[:-1].tolist()) == texts[row]
-    expected = re.escape(f"{tmp_path}, row 2: not UTF-8 (unexpected end of data)")
-    with pytest.raises(ValueError, match=f"^{expected}$"):
-        list(rows.documents(1))
+    return SimpleNamespace(LocalDataset=LocalDataset)
 
 
-@pytest.mark.parametrize("compression", [None, "zstd"])
-@pytest.mark.parametrize("same", [True, False])
-def test_mds_shards_of_tokens_are_decoded_and_encoded_anew(tmp_path, compression, same):
-    streaming = pytest.importorskip("streaming")
+def test_rows_of_mds_shards(tmp_path, monkeypatch):
+    """Of text, and of the ids of the same or another tokenizer, several documents to a row."""
     train_tokenizer(tmp_path, ["</s>"])
     source = load_tokenizer(str(tmp_path))
-    target = str(tmp_path) if same else "bytes"
     expected = ["first", "second document", "third", "zweites: \u00e4"]
-    encoded = [
-        np.append(source.encode(text), source.end_of_document).astype(np.uint32)
-        for text in expected
-    ]
-    columns = {"input_ids": "ndarray", "indices": "ndarray", "domain": "str"}
-    with streaming.MDSWriter(
-        out=str(tmp_path / "mds"), columns=columns, compression=compression, size_limit=200
-    ) as writer:
-        for first, second in (encoded[:2], encoded[2:]):
-            bounds = np.array(
-                [[0, len(first)], [len(first), len(first) + len(second)]], dtype=np.uint32
-            )
-            writer.write(
-                {"input_ids": np.concatenate([first, second]), "indices": bounds, "domain": "book"}
-            )
-    with pytest.raises(ValueError, match="--source-tokenizer"):
-        prepare(Recipe(str(tmp_path / "mds"), target), str(tmp_path / "none"), 1, no_progress)
-    recipe = Recipe(str(tmp_path / "mds"), target, str(tmp_path), shard_rows=1)
-    prepare(recipe, str(tmp_path / "out"), 1, no_progress)
-    prepare(recipe, str(tmp_path / "out"), 1, no_progress)  # unpacking has not changed the source
-    tokenizer = load_tokenizer(target)
-    written = read_shards(str(tmp_path / "out"), tokenizer)
-    assert [tokenizer.decode(ids) for ids in written] == expected
-    assert not same or written == [ids.tolist() for ids in encoded]
+    ids = [np.append(source.encode(text), source.end_of_document) for text in expected]
+    pairs = []
+    for first, second in (ids[:2], ids[2:]):
+        stops = [0, len(first), len(first), len(first) + len(second)]
+        row = {"input_ids": np.concatenate([first, second]), "indices": np.reshape(stops, (2, 2))}
+        pairs.append({name: values.astype(np.uint32) for name, values in row.items()})
+    seen: list[str] = []
+    alone = [{"input_ids": one.astype(np.uint32)[:, None]} for one in ids]
+    texts = [{"text": text.encode()} for text in expected]
+    for rows, made_by in ((pairs, source), (alone, source), (texts, None)):
+        monkeypatch.setitem(sys.modules, "streaming", stand_in(rows, seen))
+        for target in (source, ByteTokenizer()):
+            found = MDSRows(str(tmp_path), "text", target, made_by)
+            written = []
+            for row in range(len(found)):
+                for document in found.documents(row):
+                    assert document.tokens[-1] == target.end_of_document
+                    written.append(target.decode(document.tokens[:-1]))
+                    assert target.end_of_document not in document.tokens[:-1]
+            assert written == expected
+    assert set(seen) == {str(tmp_path)}
+    with pytest.raises(ValueError, match="has the columns text; write .*--source-tokenizer"):
+        MDSRows(str(tmp_path), "text", source, source)
+    rows = [{"text": b"good"}, {"text": "zweites: \u00e4".encode("latin-1")}]
+    monkeypatch.setitem(sys.modules, "streaming", stand_in(rows, seen))
+    expected = re.escape(f"{tmp_path}, row 2: not UTF-8 (unexpected end of data)")
+    with pytest.raises(ValueError, match=f"^{expected}$"):
+        list(MDSRows(str(tmp_path), "text", ByteTokenizer(), None).documents(1))

@@ -9,14 +9,12 @@ import struct
 import tracemalloc
 from pathlib import Path
 
-import filelock
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from titan_sparse.config import Data
 from titan_sparse.data import rows, sources
-from titan_sparse.data.recipe import open_folder
 from titan_sparse.data.rows import file_rows
 from titan_sparse.data.sources import open_source
 
@@ -116,13 +114,6 @@ def test_a_cache_that_lost_rows_is_refused(tmp_path):
     refused = refusal(path)
     assert "its cache is damaged" in refused and f"delete {cache}" in refused
     assert not list(cache.parent.glob("*.tmp"))
-
-
-def test_what_is_in_the_cache_is_opened_without_waiting_for_other_ranks(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("text")
-    assert texts_of(tmp_path / "a.txt") == ["text"]
-    monkeypatch.setattr(filelock.BaseFileLock, "acquire", lambda *_, **__: pytest.fail("waited"))
-    assert texts_of(tmp_path / "a.txt") == ["text"]
 
 
 BAD_LINES = {
@@ -293,12 +284,3 @@ def test_a_small_file_that_unpacks_to_a_huge_row_is_refused_in_little_memory(
     finally:
         tracemalloc.stop()
     assert peak < 1 << 25
-
-
-def test_a_byte_order_mark_is_not_text(tmp_path):
-    for name in ("a.txt", "b.txt.gz"):
-        raw = "text \ufeff".encode("utf-8-sig")
-        (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
-    assert texts_of(tmp_path) == ["text \ufeff"] * 2
-    (source,) = open_folder(str(tmp_path), whole=True)
-    assert source.startswith("# a.txt\ntext \ufeff")

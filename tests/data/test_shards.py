@@ -16,19 +16,8 @@ from tests.data.helpers import (
     train_tokenizer,
 )
 from titan_sparse.config import Data
-from titan_sparse.data.shards import DataError, TokenShards, token_dtype, write_shard
-from titan_sparse.data.tokenizer import ByteTokenizer, closed, load_tokenizer
-
-
-def test_large_vocabularies_take_uint32(tmp_path):
-    dtypes = [token_dtype(size) for size in (258, 65536, 65537, 151936)]
-    assert dtypes == ["uint16", "uint16", "uint32", "uint32"]
-    ids = np.array([0, 65536, 151935], dtype=np.int32)
-    documents = [closed(ids, 151643), closed(ids[:1], 151643)]
-    assert write_shard(tmp_path, 0, documents, "uint32") == ([0, 4, 6], 0)
-    written = np.fromfile(tmp_path / "shard_00000.bin", "<u4")
-    assert written.tolist() == [0, 65536, 151935, 151643, 0, 151643]
-    assert np.load(tmp_path / "shard_00000.idx.npy").tolist() == [0, 4, 6]
+from titan_sparse.data.shards import DataError, TokenShards
+from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
 
 
 def test_a_tokenizer_file_travels_with_the_shards_and_another_is_refused(tmp_path):
@@ -165,11 +154,3 @@ def test_shards_that_change_during_a_run_end_it_before_the_batch(
     if change != "large token":
         with pytest.raises(DataError, match=named):
             loader.check_unchanged()
-
-
-def test_many_shards_take_no_open_files(tmp_path):
-    opened = len(os.listdir("/proc/self/fd"))
-    folder = prepared(tmp_path, lengths=[5] * 40, shard_rows=1)
-    shards = TokenShards(folder, ByteTokenizer())
-    assert [len(shards.tokens(index)) for index in range(40)] == [6] * 40
-    assert len(os.listdir("/proc/self/fd")) < opened + 5

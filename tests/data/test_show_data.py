@@ -33,15 +33,14 @@ def test_marks_colors_and_lengths(words, capsys):
     for answer in ("the answer\n\nis \U0001f600 4", "yes"):
         text = text.replace(f"\n{answer}<|im_end|>", f"\n⟦{answer}<|im_end|>⟧")
     assert f"learned\n{text}<|endoftext|>\n" in printed
-    assert "all 2 samples: " in printed and "sample 2" not in printed
-    assert "a sequence keeps whole: 100 50.0% (training.seq_len), 32K 100.0%, 64K 100.0%" in printed
+    assert "sample 2" not in printed
 
-    assert main([*words, "--samples", "1", "--measured", "1"]) == 0
+    assert main([*words, "--samples", "1"]) == 0
     colored = capsys.readouterr().out
-    assert "the first 1 samples: " in colored and "⟦" not in colored
+    assert "⟦" not in colored
     assert "\033[32myes\033[0m\033[32m\033[1m<|im_end|>\033[0m\033[2m\n\033[0m" in colored
     plain = re.sub("[⟦⟧]", "", printed)
-    assert COLOR.sub("", colored).split("\nthe first")[0] == plain.split("\nall 2")[0]
+    assert COLOR.sub("", colored) == plain
 
 
 def test_prepared_chats_and_text_are_shown_too(words, tmp_path, capsys):

@@ -3,7 +3,6 @@
 import json
 
 import datasets
-import pyarrow
 import pytest
 
 from tests.data.helpers import TEXTS
@@ -67,19 +66,6 @@ def test_chats_of_the_hub(monkeypatch, caplog):
         source[1]
     data.bad_rows = "skip"
     assert open_source(data)[1] == "" and "owner/chats, row 2" in caplog.text
-
-
-def test_a_bad_byte_of_the_hub_is_refused_or_skipped(monkeypatch, caplog):
-    raw = pyarrow.array([b"good", b"bad \xe9"], pyarrow.binary())
-    strings = pyarrow.Array.from_buffers(pyarrow.string(), 2, raw.buffers())
-    table = datasets.table.InMemoryTable(pyarrow.table({"text": strings}))
-    hub(monkeypatch, datasets.Dataset(table))
-    source = open_source(Data(source="owner/name"))
-    assert source[0] == "good"
-    with pytest.raises(ValueError, match='owner/name, row 2: not UTF-8; .*data.bad_rows = "skip"'):
-        source[1]
-    assert list(open_source(Data(source="owner/name", bad_rows="skip"))) == ["good", ""]
-    assert 'data.bad_rows = "skip"' in caplog.text and "row 2" in caplog.text
 
 
 NUMBERS = datasets.Dataset.from_dict({"body": ["a"], "id": [1]})

@@ -2,12 +2,14 @@
 cursors, or files."""
 
 import itertools
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.data.helpers import (
     END,
@@ -21,14 +23,14 @@ from tests.data.helpers import (
     open_loader,
     prepared,
     random_documents,
+    train_tokenizer,
     write_rows,
 )
-from titan_sparse.config import Data
+from titan_sparse.config import Data, Refusal
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.loader import PackedLoader
 from titan_sparse.data.packing import Piece, pack
-from titan_sparse.data.stream import Order
-from titan_sparse.data.tokenizer import ByteTokenizer
+from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
 
 SEQ_LEN = 16
 
@@ -179,12 +181,6 @@ def test_documents_left_out_are_counted_and_logged_once(
     assert 2 * left_out <= loader.documents_left_out <= 3 * left_out
 
 
-def test_one_long_document_among_many_is_found_in_each_epoch():
-    loader = make_loader(["a"] * 9 + ["long enough"], min_document_length=5, seq_len=12)
-    found = {ByteTokenizer().decode(next(loader).tokens[0].numpy()) for _ in range(20)}
-    assert found == {"long enough"} and loader.epoch >= 19
-
-
 def test_only_the_document_that_goes_on_is_kept_in_memory():
     """Of 4, 41, 4 and 21 tokens in sequences of 16; the short ones are left out."""
     documents = ["x" * length for length in (3, 40, 3, 20)]
@@ -194,23 +190,6 @@ def test_only_the_document_that_goes_on_is_kept_in_memory():
         next(loader)
         held.append(sorted(loader.streams[0].documents._encoded))
     assert held == [[1], [1], [3], [1]]
-
-
-def test_the_order_of_an_epoch_is_shuffled_once(monkeypatch):
-    """A shuffle of many documents takes seconds. A resumed run asks for a later epoch first."""
-    shuffles = []
-    generator = np.random.default_rng
-
-    def counted(seed: list[int]) -> np.random.Generator:
-        shuffles.append(seed)
-        return generator(seed)
-
-    monkeypatch.setattr(np.random, "default_rng", counted)
-    order = Order(20, 3, True)
-    for epoch in (1, 0, 2):
-        expected = generator([3, epoch]).permutation(20).tolist()
-        assert [order.at(epoch, place) for place in range(20)] == expected
-    assert shuffles == [[3, 1], [3, 0], [3, 2]]
 
 
 def mixed(*parts: tuple[str, float]) -> PackedLoader:
@@ -265,9 +244,19 @@ def test_another_mixture_is_another_stream(tmp_path):
         ({"source": f"{parts[0]}:0.6, {parts[1]}:0.4"}, "share of data.source was 0.5 and is 0.6"),
         ({"source": parts[0]}, "data.source had 2 parts and has 1"),
         ({"sequences": "fixed"}, "data.sequences was packed and is fixed"),
+        ({"shuffle": False}, "data.shuffle was 1 and is 0"),
+        ({"min_document_length": 2}, "data.min_document_length was 0 and is 2"),
     ):
         with pytest.raises(ValueError, match=message):
             open_loader(Data(**{"source": data.source, **change})).load_state_dict(state)
+    loader = make_loader(RAGGED)
+    for source, option, message in (
+        (RAGGED, {"seq_len": 32}, "training.seq_len was 16 and is 32"),
+        (RAGGED, {"seed": 4}, "training.seed was 3 and is 4"),
+        (RAGGED[1:], {}, "documents of data.source was 8 and is 7"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_loader(source, **option).load_state_dict(loader.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -306,26 +295,72 @@ def test_what_prepared_tokens_cannot_do_is_refused(tmp_path):
             open_documents(Data(source=folder, **{name: value}), ByteTokenizer())
 
 
-def test_epochs_hold_each_document_once_and_in_another_order():
-    orders = set()
-    for seed in (3, 4):
-        loader = make_loader([chr(65 + i) for i in range(20)], seq_len=2, seed=seed)
-        taken = [int(next(loader).tokens[0, 0]) - 65 for _ in range(60)]
-        for epoch in (taken[:20], taken[20:40], taken[40:]):
-            assert sorted(epoch) == list(range(20))
-            orders.add(tuple(epoch))
-    assert len(orders) == 6
+RAGGED = random_documents([5, 40, 1, 15, 16, 17, 3, 90])
 
 
-def test_padding_follows_the_sequence():
-    source = random_documents([5, 40, 1])
-    plain, padded = (
-        make_loader(source, seq_len=7),
-        make_loader(source, seq_len=7, padding_multiple=5),
-    )
-    for _ in range(5):
-        short, batch = next(plain), next(padded)
-        assert batch.tokens.shape == (1, 10) and batch.lengths == short.lengths
-        assert batch.tokens.tolist() == [short.tokens[0].tolist() + [PADDING] * 3]
-        assert batch.labels.tolist() == [short.labels[0].tolist() + [-100] * 3]
-        assert batch.positions.tolist() == [short.positions[0].tolist() + [0] * 3]
+@pytest.mark.parametrize("depends", [True, False], ids=["batch", "fixed"])
+def test_a_layout_shards_each_batch_alike(depends):
+    """With a block table, which is made from the lengths of a batch and returned with it."""
+    seen = []
+
+    def block_table(lengths: list[list[int]], seq_len: int) -> torch.Tensor:
+        seen.append((lengths, seq_len))
+        return torch.arange(2).add(len(seen)).remainder(2)[:, None]
+
+    def shard(x: torch.Tensor, dim: int, table: torch.Tensor | None) -> torch.Tensor:
+        return x.unflatten(dim, (2, -1))[:, table[0, 0] if depends else 1]
+
+    options = {"batch_size": 3, "padding_multiple": 8, "seq_len": 13}
+    full, local = make_loader(RAGGED, **options), make_loader(RAGGED, **options)
+    local.use_layout(shard, block_table if depends else None)
+    for number in range(3):
+        whole, part = next(full), next(local)
+        assert whole.table is None and part.lengths == whole.lengths
+        assert all(sum(lengths) == 13 for lengths in part.lengths)
+        half = slice(8, 16)
+        if depends:
+            assert part.table.tolist() == [[(number + 1) % 2], [number % 2]]
+            assert seen[number] == (whole.lengths, 16)
+            half = slice(8 * ((number + 1) % 2), 8 * ((number + 1) % 2) + 8)
+        for field in ("tokens", "labels", "positions"):
+            assert getattr(part, field).dtype == torch.int64
+            assert torch.equal(getattr(part, field), getattr(whole, field)[:, half])
+    assert part.tokens.shape == (3, 8)
+
+
+def test_positions_that_do_not_restart_count_through_the_sequence():
+    """As a causal mask over whole sequences needs them, sharded like the tokens."""
+    options = {"batch_size": 2, "padding_multiple": 8, "seq_len": 13}
+    pieces = make_loader(RAGGED, **options)
+    through = make_loader(RAGGED, **options, restart_positions=False)
+    local = make_loader(RAGGED, **options, restart_positions=False)
+    local.use_layout(lambda x, dim, table: x[:, 8:])
+    for _ in range(3):
+        expected, batch, part = next(pieces), next(through), next(local)
+        assert batch.positions.dtype == torch.int64
+        assert batch.positions.tolist() == [list(range(16))] * 2
+        assert part.positions.tolist() == [list(range(8, 16))] * 2
+        assert torch.equal(batch.tokens, expected.tokens)
+        assert torch.equal(batch.labels, expected.labels)
+
+
+def test_split_special_tokens_belong_to_the_stream_and_are_off_in_older_states(tmp_path):
+    train_tokenizer(tmp_path, ["</s>"])
+    ids, letters = (load_tokenizer(str(tmp_path), split) for split in (False, True))
+    state = make_loader(RAGGED, tokenizer=ids).state_dict()
+    fingerprint = json.loads(state["fingerprint"])
+    del fingerprint[0]["split_special_tokens"]
+    older = {**state, "fingerprint": json.dumps(fingerprint)}
+    make_loader(RAGGED, tokenizer=ids).load_state_dict(older)
+    for saved in (state, older):
+        with pytest.raises(ValueError, match="data.split_special_tokens was 0 and is 1"):
+            make_loader(RAGGED, tokenizer=letters).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("where", ["cursors", "fingerprint"])
+def test_a_state_of_a_later_version_is_refused(where):
+    state = make_loader(RAGGED).state_dict()
+    (part,) = json.loads(state[where])
+    later = state | {where: json.dumps([part | {"phase": 1}])}
+    with pytest.raises(Refusal, match="phase"):
+        make_loader(RAGGED).load_state_dict(later)

@@ -89,21 +89,6 @@ def test_an_epoch_holds_each_chat_once_and_whole(
         assert loader.documents_left_out == epoch * (len(ANSWERS) - len(fits))
 
 
-def test_packing_wastes_little(tmp_path, tokenizer_folder):
-    """Of chats of up to a third of a sequence."""
-    rows = []
-    for number in range(400):
-        size = np.random.default_rng(number).integers(1, 25)
-        answer = {"role": "assistant", "content": "ab" * int(size)}
-        rows.append({"messages": [{"role": "user", "content": "?"}, answer]})
-    write_rows(tmp_path / "chats.jsonl", rows)
-    (loader,) = loaders(chats_of(tmp_path, tokenizer_folder))
-    filled = []
-    while loader.epoch == 0:
-        filled.append(sum(next(loader).lengths[0]) / SEQ_LEN)
-    assert np.mean(filled) > 0.96
-
-
 @pytest.mark.parametrize("consumed", [1, 7])
 def test_resume_equals_uninterrupted_on_any_ranks(
     tmp_path, tokenizer_folder, consumed, monkeypatch
@@ -112,15 +97,6 @@ def test_resume_equals_uninterrupted_on_any_ranks(
     monkeypatch.setattr(stream, "WINDOW", 2)
     data = chats_of(tmp_path, tokenizer_folder)
     check_resume(lambda ranks, batch_size: loaders(data, ranks, batch_size), consumed)
-
-
-def test_tokens_are_forgotten_when_a_sequence_is_handed_out(tmp_path, tokenizer_folder):
-    (loader,) = loaders(chats_of(tmp_path, tokenizer_folder))
-    stream = loader.streams[0]
-    for _ in range(3):
-        next(loader)
-        to_come = sum(stream._current()[1][stream.cursor.offset :], [])
-        assert sorted(stream.documents._encoded) == sorted(to_come)
 
 
 def test_the_mask_belongs_to_the_stream_and_not_to_older_checkpoints(tmp_path, tokenizer_folder):
@@ -233,30 +209,6 @@ def test_a_damaged_mask_is_refused(tmp_path, tokenizer_folder):
     mask.unlink()
     with pytest.raises(ValueError, match="shard_00001.mask has 0 bytes"):
         TokenShards(str(folder), tokenizer)
-
-
-def test_formats_mix(tmp_path, tokenizer_folder):
-    """Rows of chats, prepared chats and text: each part yields what it yields alone."""
-    write_rows(tmp_path / "text.jsonl", [{"text": "the answer " * 200}])
-    other = write_chats(tmp_path / "b.jsonl", "b")
-    prepared = prepare_chats(Data(source=other, tokenizer=tokenizer_folder), tmp_path / "out")
-    chats = chats_of(tmp_path, tokenizer_folder)
-    text = str(tmp_path / "text.jsonl")
-    mixed = Data(
-        source=f"{chats.source}:0.5, {prepared}:0.25, {text}:0.25",
-        format="messages, text, text",
-        tokenizer=tokenizer_folder,
-    )
-    check(Config(data=mixed), 1, 1)
-    taken = global_stream(loaders(mixed, 2), 8)
-    expected = []
-    for part in (chats, Data(source=prepared), Data(source=text)):
-        part.tokenizer = tokenizer_folder
-        count = 8 if part is chats else 4
-        alone = global_stream(loaders(part), count)
-        assert all(row in taken for row in alone)
-        expected += alone
-    assert sorted(map(str, taken)) == sorted(map(str, expected))
 
 
 @pytest.mark.parametrize(

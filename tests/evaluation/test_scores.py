@@ -21,7 +21,7 @@ from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
 from titan_sparse.data.tokenizer import ByteTokenizer, Encoded
 from titan_sparse.evaluation.answers import Sample, score_samples, string_match_all
-from titan_sparse.evaluation.generation import Sampling, choose, generate
+from titan_sparse.evaluation.generation import generate
 from titan_sparse.evaluation.load import build_scorer
 from titan_sparse.evaluation.needle import Haystack, by_cell, depths, needle_samples
 from titan_sparse.evaluation.position import first_windows, position_loss, windows
@@ -79,9 +79,6 @@ def test_what_cannot_be_measured_is_refused():
         needle_samples(HAYSTACK, [400], [50], 1, 0)
     with pytest.raises(ValueError, match="empty"):
         Haystack(TokenizedTexts(["", ""], TOKENIZER), TOKENIZER).tokens(0, 10)
-    for wrong in ({"temperature": -1.0}, {"top_p": 0.0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            Sampling(**wrong)
     for prompts in ([], [np.array([1]), np.array([], dtype=np.int64)]):
         with pytest.raises(ValueError, match="write a prompt of one token or more"):
             generate(None, prompts, 3)
@@ -144,22 +141,6 @@ def test_cells_are_means():
         {"length": 8, "depth": 0.0, "samples": 1, "score": 0.0, **rest},
         {"length": 8, "depth": 1.0, "samples": 2, "score": 0.5, **rest},
     ]
-
-
-def test_draws_follow_the_softmax():
-    """Of 20,000 rows with the same logits; with top_p only the tokens that reach it."""
-    shares = torch.tensor([0.5, 0.05, 0.3, 0.15])
-    logits = shares.log().expand(20_000, 4)
-    squared = shares**2 / (shares**2).sum()
-    for sampling, expected in (
-        (Sampling(1.0), shares),
-        (Sampling(1.0, top_p=0.7), torch.tensor([0.5 / 0.8, 0, 0.3 / 0.8, 0])),
-        # A temperature of 1/2 squares the shares.
-        (Sampling(0.5), squared),
-    ):
-        drawn = choose(logits, sampling, torch.Generator().manual_seed(0))
-        found = drawn.bincount(minlength=4) / len(drawn)
-        torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
 
 
 def _samples() -> list[Sample]:
@@ -357,26 +338,6 @@ def _prompts_do_not_meet(folder: Path) -> None:
     assert text.tolist() == mine[:last]
 
 
-def _drawn(folder: Path) -> None:
-    """A seed draws the same tokens on any ranks, and different seeds differ. A small top_p is greedy."""
-    prompts = _prompts(40, 70)
-    texts = {}
-    for cp in (1, 2):
-        scorer, _ = _scorer(folder, parallelism__cp=cp)
-        for sampling in (
-            Sampling(),
-            Sampling(3.0, seed=1),
-            Sampling(3.0, seed=2),
-            Sampling(3.0, top_p=0.8, seed=1),
-            Sampling(3.0, top_p=1e-9, seed=1),
-        ):
-            texts[cp, sampling] = _tokens(generate(scorer, prompts, NEW, sampling=sampling))
-    assert all(texts[1, sampling] == texts[2, sampling] for _, sampling in texts)
-    assert texts[1, Sampling(3.0, top_p=1e-9, seed=1)] == texts[1, Sampling()]
-    written = {str(text) for text in texts.values()}
-    assert len(written) == 4
-
-
 FAMILIES = ("llama", "gpt_oss", "granite")
 """GQA in our decoder; windows in some layers, sinks, and experts; scaled logits."""
 
@@ -411,7 +372,6 @@ def _weigh_sinks(model: torch.nn.Module) -> None:
 def _generate_on_two_ranks(folder: Path, prompts: list[np.ndarray], expected: dict) -> None:
     _ranks_write_what_one_writes(folder)
     _prompts_do_not_meet(folder)
-    _drawn(folder)
     _as_transformers(folder, prompts, expected)
 
 

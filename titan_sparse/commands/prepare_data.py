@@ -22,7 +22,6 @@ from typing import Any
 from tqdm import tqdm
 
 from titan_sparse.commands import parser_of
-from titan_sparse.data.packing import LENGTHS
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
 
@@ -68,10 +67,9 @@ def main(words: list[str]) -> int:
         "histogram in meta.json"
     )
     empty = meta["empty"] - meta["bad_rows_skipped"]
-    nonempty = sum(documents for documents, _ in meta["histogram"].values())
     print(
         f"left out: {empty:,} empty documents, {meta['bad_rows_skipped']:,} bad rows, "
-        f"{nonempty - meta['documents']:,} shorter or longer than asked for"
+        f"{meta['filtered']:,} shorter or longer than asked for"
     )
     tokenizer = "bytes" if recipe.tokenizer == "bytes" else args.out
     print(
@@ -105,7 +103,7 @@ def show_kept(meta: dict[str, Any]) -> str:
     """A line: the share of chats that fit whole in sequences of some lengths, and what is learned."""
     total = sum(documents for documents, _ in meta["histogram"].values())
     shares = []
-    for length in LENGTHS:
+    for length in (1 << 15, 1 << 16, 1 << 17):
         # Buckets are powers of two, and lengths there leave out the end-of-document token.
         whole = [count for low, (count, _) in meta["histogram"].items() if int(low) < length]
         shares.append(f"{length >> 10}K {sum(whole) / total:.1%}")

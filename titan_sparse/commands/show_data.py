@@ -1,4 +1,4 @@
-"""Show samples as the model sees them, with what is learned, and which lengths sequences keep.
+"""Show samples as the model sees them, with what is learned.
 
     titan-sparse show_data --config X.toml [--samples 3] [--plain] [--key value ...]
 
@@ -20,7 +20,6 @@ from titan_sparse.config.reading import require
 from titan_sparse.config.sources import source_formats
 from titan_sparse.data import Tokenizer, load_tokenizer
 from titan_sparse.data.documents import Documents, open_documents
-from titan_sparse.data.packing import kept_shares
 
 LEARNED = "\033[32m"
 NOT_LEARNED = "\033[2m"
@@ -31,16 +30,12 @@ RESET = "\033[0m"
 def main(words: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--samples", type=int, default=3, help="of each part of data.source")
-    parser.add_argument(
-        "--measured", type=int, default=1000, help="samples whose lengths are counted; 0: all"
-    )
     parser.add_argument("--plain", action="store_true", help="marks, not colors")
     args, rest = parser.parse_known_args(words)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("titan_sparse").setLevel(logging.INFO)
     try:
         require(args.samples >= 0, f"--samples {args.samples} is negative; write 0 or more")
-        require(args.measured >= 0, f"--measured {args.measured} is negative; write 0 or more")
         config = _load(rest)
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
         for source, row_format in source_formats(config.data).items():
@@ -48,7 +43,6 @@ def main(words: list[str]) -> int:
             documents = open_documents(part, tokenizer, config.model.initial_hf)
             print(f"{source}: {len(documents):,} samples, {documents.sample_format.format}")
             show_samples(documents, tokenizer, args.samples, args.plain)
-            print(measure(documents, args.measured, config.training.seq_len))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -67,7 +61,9 @@ def show_samples(documents: Documents, tokenizer: Tokenizer, count: int, plain: 
     """Print the first `count` samples."""
     for index in range(min(count, len(documents))):
         tokens = documents.tokens(index)
-        learned = _learned(documents, index)
+        learned = documents.learned(index)
+        if learned is None:
+            learned = np.ones(len(tokens), dtype=bool)
         print(f"\nsample {index + 1}: {len(tokens):,} tokens, {int(learned.sum()):,} learned")
         print(paint(tokens, learned, tokenizer, plain))
         documents.forget(index)
@@ -95,36 +91,3 @@ def paint(
     if plain and learned[-1]:
         parts.append("⟧")
     return "".join(parts)
-
-
-def measure(documents: Documents, count: int, seq_len: int) -> str:
-    """Lines about lengths, what a sequence keeps, and what is learned, of the first samples.
-
-    count: of samples; 0: all.
-    """
-    count = min(count or len(documents), len(documents))
-    lengths = []
-    learned = 0
-    for index in range(count):
-        lengths.append(documents.length(index))
-        learned += int(_learned(documents, index).sum())
-        documents.forget(index)
-    tokens = sum(lengths)
-    quantiles = np.quantile(lengths, [0.1, 0.5, 0.9, 0.99, 1.0]).astype(int)
-    names = ("10 %", "half", "90 %", "99 %", "all")
-    longest = [f"{name} {length:,}" for name, length in zip(names, quantiles, strict=True)]
-    which = "all" if count == len(documents) else "the first"
-    return "\n".join(
-        [
-            f"\n{which} {count:,} samples: {tokens:,} tokens, {learned / tokens:.1%} learned",
-            f"tokens at most: {', '.join(longest)}",
-            f"a sequence keeps whole: {kept_shares(np.array(lengths), seq_len)}",
-        ]
-    )
-
-
-def _learned(documents: Documents, index: int) -> NDArray[np.bool_]:
-    learned = documents.learned(index)
-    if learned is None:
-        return np.ones(documents.length(index), dtype=bool)
-    return learned

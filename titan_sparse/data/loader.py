@@ -6,14 +6,12 @@ ranks, and the context-parallel ranks cut each sequence into blocks.
 
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from titan_sparse.config.changes import data_differences
@@ -25,8 +23,6 @@ from titan_sparse.data.packing import Packed
 from titan_sparse.data.shards import DataError, TokenShards
 from titan_sparse.data.stream import Cursor, SampleStream, Stream, WalkedStream, WholeStream
 from titan_sparse.data.tokenizer import SampleFormat, Tokenizer, load_tokenizer
-
-logger = logging.getLogger("titan_sparse")
 
 _SAMPLES = 16
 """Number of documents of a part that content_digest() samples."""
@@ -98,11 +94,9 @@ class PackedLoader:
     def use_layout(self, shard: Shard, block_table: BlockTable | None = None) -> None:
         """From now on return only this context-parallel rank's blocks, as `shard` cuts them.
 
-        `block_table` is for a layout that depends on the batch. It is computed from Batch.lengths,
-        so it is the same on every rank. `shard` and the batch both receive it. Without
-        `block_table`, `shard` receives None. This is a method and not an argument of the
-        constructor, because data is opened before any process group exists, so that mistakes in it
-        are reported at once.
+        `block_table` is for a layout that depends on the batch; `shard` and the batch receive the
+        table. This is a method and not an argument of the constructor, because data is opened
+        before any process group exists, so that mistakes in it are reported at once.
         """
         self._shard = shard
         self._block_table = block_table
@@ -114,8 +108,7 @@ class PackedLoader:
 
     @property
     def epoch(self) -> int:
-        """Whole passes over the source, all ranks together. In a mixture, those over the part that
-        has had the most passes."""
+        """Whole passes over the source; in a mixture, over the part that has had the most."""
         return max(stream.cursor.epoch for stream in self.streams)
 
     @property
@@ -135,10 +128,8 @@ class PackedLoader:
 
     def fingerprint(self) -> list[dict[str, Any]]:
         """What decides the stream of sequences, a dict for each part."""
-        parts = []
-        for stream, share in zip(self.streams, self.shares, strict=True):
-            parts.append({**stream.fingerprint(), "share": round(share, 9)})
-        return parts
+        pairs = zip(self.streams, self.shares, strict=True)
+        return [{**stream.fingerprint(), "share": round(share, 9)} for stream, share in pairs]
 
     def content_digest(self) -> str:
         """A digest of the content: of each part a sample of documents, evenly spaced, because
@@ -184,9 +175,8 @@ class PackedLoader:
 
     def _next_stream(self) -> Stream:
         due = self.sequence + 1
-        behind = []
-        for stream, share in zip(self.streams, self.shares, strict=True):
-            behind.append(share * due - stream.cursor.sequence)
+        pairs = zip(self.streams, self.shares, strict=True)
+        behind = [share * due - stream.cursor.sequence for stream, share in pairs]
         return self.streams[behind.index(max(behind))]
 
     def state_dict(self) -> dict[str, Any]:
@@ -224,63 +214,20 @@ class PackedLoader:
             )
         for stream, cursor in zip(self.streams, cursors, strict=True):
             stream.cursor = Cursor(**cursor)
-        if (state["dp_size"], state["batch_size"]) != (self.dp_size, self.batch_size):
-            logger.info(
-                "loader: saved with %d data-parallel ranks x %d sequences, "
-                "goes on with %d x %d from global sequence %d",
-                state["dp_size"],
-                state["batch_size"],
-                self.dp_size,
-                self.batch_size,
-                state["sequence"],
-            )
 
     def _batch(self, sequences: list[Packed]) -> Batch:
         lengths = [sequence.lengths for sequence in sequences]
         # [b, S] each
         tokens = np.stack([sequence.tokens for sequence in sequences])
         labels = np.stack([sequence.labels for sequence in sequences])
-        if self.restart_positions:
-            positions = np.stack([sequence.positions for sequence in sequences])
-        else:
-            positions = np.tile(np.arange(tokens.shape[1]), (len(sequences), 1))
-
-        table = None
-        if self._block_table is not None:
-            table = self._block_table(lengths, tokens.shape[1])
-        return Batch(
-            tokens=self._local(tokens, table),
-            labels=self._local(labels, table),
-            positions=self._local(positions, table),
-            lengths=lengths,
-            table=table,
-        )
-
-    def _local(self, whole: NDArray[np.int64], table: Tensor | None) -> Tensor:
-        """[b, S] -> [b, S_local]."""
-        tensor = torch.from_numpy(whole)
-        if self._shard is None:
-            return tensor
-        return self._shard(tensor, 1, table)
-
-
-def _build_stream(
-    data: Data, tokenizer: Tokenizer, seq_len: int, seed: int, model_folder: str = ""
-) -> Stream:
-    """The stream of one part of a mixture, `data.source`, whose format is data.format."""
-    documents = open_documents(data, tokenizer, model_folder)
-    if documents.sample_format.is_chat:
-        if data.sequences != "packed":
-            raise ValueError(
-                f'data.sequences = "{data.sequences}" would cut answers of data.source = '
-                f'"{data.source}"; write data.sequences = "packed", which keeps chats whole'
-            )
-        kind = WholeStream
-    elif data.sequences != "packed" and isinstance(documents, TokenShards):
-        kind = SampleStream
-    else:
-        kind = WalkedStream
-    return kind(documents, tokenizer, data, seq_len, seed)
+        positions = np.stack([sequence.positions for sequence in sequences])
+        if not self.restart_positions:
+            positions[:] = np.arange(positions.shape[1])
+        table = self._block_table(lengths, tokens.shape[1]) if self._block_table else None
+        local = [torch.from_numpy(whole) for whole in (tokens, labels, positions)]
+        if self._shard is not None:
+            local = [self._shard(whole, 1, table) for whole in local]
+        return Batch(*local, lengths, table)
 
 
 def build_loader(
@@ -303,10 +250,21 @@ def build_loader(
     """
     if tokenizer is None:
         tokenizer = load_tokenizer(data.tokenizer, data.split_special_tokens)
-    streams = []
+    streams: list[Stream] = []
     for source, row_format in source_formats(data).items():
         part = replace(data, source=source, format=row_format)
-        streams.append(_build_stream(part, tokenizer, seq_len, seed, model_folder))
+        documents = open_documents(part, tokenizer, model_folder)
+        kind: type[Stream] = WalkedStream
+        if documents.sample_format.is_chat:
+            kind = WholeStream
+            if data.sequences != "packed":
+                raise ValueError(
+                    f'data.sequences = "{data.sequences}" would cut answers of data.source = '
+                    f'"{source}"; write data.sequences = "packed", which keeps chats whole'
+                )
+        elif data.sequences != "packed" and isinstance(documents, TokenShards):
+            kind = SampleStream
+        streams.append(kind(documents, tokenizer, part, seq_len, seed))
     return PackedLoader(
         streams,
         list(source_weights(data.source).values()),

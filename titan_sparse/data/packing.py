@@ -66,11 +66,6 @@ def pack(pieces: Sequence[Piece], seq_len: int, padding_id: int) -> Packed:
     return packed
 
 
-LENGTHS = (1 << 15, 1 << 16, 1 << 17)
-"""Sequence lengths for which the share of documents kept is logged, in addition to the run's
-own."""
-
-
 def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Numbers of the documents in each sequence of `room` tokens. The longest document comes first,
     and each goes into the first sequence that has room for it.
@@ -89,17 +84,3 @@ def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
         sequences[place].append(number)
         left[place] -= lengths[number]
     return sorted(sorted(numbers) for numbers in sequences)
-
-
-def kept_shares(lengths: NDArray[np.integer], seq_len: int) -> str:
-    """The share of documents that have at most this many tokens, for LENGTHS and for `seq_len`.
-
-    lengths: int [documents], the end-of-document token included.
-    """
-    shares = []
-    for length in sorted({*LENGTHS, seq_len}):
-        share = float(np.mean(lengths <= length))
-        name = f"{length >> 10}K" if length in LENGTHS else f"{length:,}"
-        mark = " (training.seq_len)" if length == seq_len else ""
-        shares.append(f"{name} {share:.1%}{mark}")
-    return ", ".join(shares)

@@ -13,6 +13,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from titan_sparse.config.sections import Data
 from titan_sparse.data.chat_template import exported_files
 from titan_sparse.data.documents import TokenizedTexts
@@ -60,22 +63,18 @@ class Writer:
         self.shards = -(-len(self.rows) // self.shard_rows)
 
     def write(self, number: int) -> int:
-        """Write a shard; returns its number.
-
-        The shard's .json holds what was kept, and the lengths of all documents.
-        """
+        """Write a shard; returns its number. The shard's .json holds what was kept."""
         if self.encoder:
             self.encoder.skipped.clear()
         # Filled as write_shard() goes through the documents.
-        lengths: list[int] = []
-        documents = self._kept_documents(number, lengths)
+        left_out: Counter[str] = Counter(empty=0, filtered=0)
+        documents = self._kept_documents(number, left_out)
         offsets, learned = write_shard(self.folder, number, documents, self.dtype)
         counts = {
             "number": number,
             "documents": len(offsets) - 1,
             "tokens": offsets[-1],
-            "empty": lengths.count(0),
-            "histogram": histogram([length for length in lengths if length]),
+            **left_out,
         }
         if self.encoder:
             counts["learned"] = learned
@@ -84,17 +83,19 @@ class Writer:
         write_json(shard_path(self.folder, number, "json"), counts)
         return number
 
-    def _kept_documents(self, number: int, lengths: list[int]) -> Iterator[Encoded]:
-        """The documents of a shard that are within the limits. `lengths` receives the length of
-        every document; the end-of-document token is not counted."""
+    def _kept_documents(self, number: int, left_out: Counter[str]) -> Iterator[Encoded]:
+        """The documents of a shard that are within the limits; the others are counted."""
         first = number * self.shard_rows
         for row in range(first, min(first + self.shard_rows, len(self.rows))):
             for document in self.rows.documents(row):
+                # Without the end-of-document token.
                 length = len(document.tokens) - 1
-                lengths.append(length)
-                max_length = self.recipe.max_length or length
-                if length > 0 and self.recipe.min_length <= length <= max_length:
+                if length == 0:
+                    left_out["empty"] += 1
+                elif self.recipe.min_length <= length <= (self.recipe.max_length or length):
                     yield document
+                else:
+                    left_out["filtered"] += 1
 
 
 def _letters_of_a_row(texts: LazyTexts) -> int:
@@ -103,18 +104,18 @@ def _letters_of_a_row(texts: LazyTexts) -> int:
     return max(sum(len(texts[row]) for row in rows) // len(rows), 1)
 
 
-def histogram(lengths: list[int]) -> dict[str, list[int]]:
+def histogram(lengths: NDArray[np.int64]) -> dict[str, list[int]]:
     """Documents by length: {power of two: [documents, their tokens]}.
 
     A power of two counts the documents with at least that many tokens and less than twice as many.
     """
-    documents = Counter()
-    tokens = Counter()
-    for length in lengths:
-        bucket = 1 << (length.bit_length() - 1)
-        documents[bucket] += 1
-        tokens[bucket] += length
-    return {str(bucket): [documents[bucket], tokens[bucket]] for bucket in sorted(documents)}
+    found = {}
+    for exponent in range(int(lengths.max()).bit_length()):
+        bucket = 1 << exponent
+        within = lengths[(lengths >= bucket) & (lengths < 2 * bucket)]
+        if len(within):
+            found[str(bucket)] = [len(within), int(within.sum())]
+    return found
 
 
 def prepare(
@@ -127,7 +128,10 @@ def prepare(
     tokenizer or option, and if no document is left.
     """
     folder = Path(out).expanduser()
-    _check_out(folder, out)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{out} is a file; write a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / PLAN).is_file():
+        raise ValueError(f"{out} holds other files; write a new or empty folder")
     if recipe.document == "row" and is_mds(recipe.source):
         unpack(recipe.source)
     writer = Writer(recipe, folder)
@@ -185,22 +189,16 @@ def _write_shards(writer: Writer, missing: list[int], processes: int) -> Iterato
         pool.shutdown(cancel_futures=True)
 
 
-def _check_out(folder: Path, out: str) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{out} is a file; write a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / PLAN).is_file():
-        raise ValueError(f"{out} holds other files; write a new or empty folder")
-
-
 def _plan(writer: Writer) -> dict[str, Any]:
     """The content of plan.json: everything that decides what the shards of `writer` hold."""
     tokenizer = writer.tokenizer
+    path = Path(writer.recipe.source).expanduser()
     template = {"template_digest": writer.sample_format.template} if writer.encoder else {}
     return {
         "format": FORMAT_OF_CHATS if writer.encoder else FORMAT,
         **asdict(writer.recipe),
         **template,
-        "source": _absolute(writer.recipe.source),
+        "source": str(path.resolve()) if path.exists() else writer.recipe.source,
         "tokenizer_digest": tokenizer.digest,
         "end_of_document": tokenizer.end_of_document,
         "vocab_size": tokenizer.vocab_size,
@@ -208,11 +206,6 @@ def _plan(writer: Writer) -> dict[str, Any]:
         "rows": len(writer.rows),
         "source_files": _source_digest(writer),
     }
-
-
-def _absolute(source: str) -> str:
-    path = Path(source).expanduser()
-    return str(path.resolve()) if path.exists() else source
 
 
 def _source_digest(writer: Writer) -> str:
@@ -262,27 +255,27 @@ def _check_plan(folder: Path, out: str, plan: dict[str, Any]) -> None:
 def _finish(writer: Writer, out: str, beside: dict[str, bytes]) -> dict[str, Any]:
     """Write the files `beside` and meta.json, which makes the folder complete."""
     folder = writer.folder
-    source = writer.recipe.source
     shards = []
+    lengths = []
     for number in range(writer.shards):
         shard = _read_counts(shard_path(folder, number, "json"))
         # Also check shards of an interrupted run: the files must match what was counted.
-        read_offsets(out, folder, shard, writer.dtype, writer.sample_format.is_chat)
+        is_chat = writer.sample_format.is_chat
+        offsets = read_offsets(out, folder, shard, writer.dtype, is_chat)
+        lengths.append(np.diff(offsets) - 1)
         shards.append(shard)
 
     def total(key: str) -> int:
-        return sum(shard[key] for shard in shards)
+        return sum(shard.get(key, 0) for shard in shards)
 
     skipped: Counter[str] = Counter()
     for shard in shards:
         skipped.update(shard.get("skipped", {}))
-    if total("documents") == 0 and skipped:
-        reason, count = skipped.most_common(1)[0]
-        raise ValueError(f"{source}: all chats are skipped, {count:,} because {reason}")
     if total("documents") == 0:
-        raise ValueError(
-            f"no document of {source} is within --min-length and --max-length; {out} holds none"
-        )
+        reason = "no document is within --min-length and --max-length"
+        if skipped:
+            reason = f"all chats are skipped, most because {skipped.most_common(1)[0][0]}"
+        raise ValueError(f"{writer.recipe.source}: {reason}")
     bad_rows = writer.texts.source.skipped if writer.texts else 0
     meta = {
         **json.loads((folder / PLAN).read_text(encoding="utf-8")),
@@ -290,8 +283,9 @@ def _finish(writer: Writer, out: str, beside: dict[str, bytes]) -> dict[str, Any
         "documents": total("documents"),
         "tokens": total("tokens"),
         "empty": total("empty"),
+        "filtered": total("filtered"),
         "bad_rows_skipped": bad_rows + skipped.total(),
-        "histogram": _add_histograms([shard["histogram"] for shard in shards]),
+        "histogram": histogram(np.concatenate(lengths)),
         "shards": [{key: shard[key] for key in SHARD_COUNTS} for shard in shards],
     }
     if writer.encoder:
@@ -307,14 +301,3 @@ def _read_counts(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}; delete it and run again") from error
-
-
-def _add_histograms(histograms: list[dict[str, list[int]]]) -> dict[str, list[int]]:
-    total: dict[str, list[int]] = {}
-    for one in histograms:
-        for bucket, (documents, tokens) in one.items():
-            sums = total.setdefault(bucket, [0, 0])
-            sums[0] += documents
-            sums[1] += tokens
-    # Sort as numbers, because as text "16" would come before "2".
-    return {bucket: total[bucket] for bucket in sorted(total, key=int)}

@@ -187,10 +187,7 @@ class MDSRows:
 
 def unpack(source: str) -> None:
     """Decompress all shards next to their compressed files. Call this once, before several
-    processes read them.
-
-    Raises ValueError if the mosaicml-streaming package is missing.
-    """
+    processes read them."""
     streaming = _library()
     folder = Path(source).expanduser()
     compressed_files = folder.glob("*.mds.*")

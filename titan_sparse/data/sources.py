@@ -48,11 +48,7 @@ class LazyTexts:
 
 
 def open_source(data: Data) -> LazyTexts:
-    """Open the documents that the [data] section names.
-
-    Raises ValueError, naming the key, for a source, column, subset or split that does not exist or
-    has no documents.
-    """
+    """Open the documents that the [data] section names."""
     if data.source == "python":
         source = _open_python(data.join_packages)
     elif is_path(data.source):
@@ -192,11 +188,7 @@ def _file_states(files: Sequence[str | Path]) -> list[FileState]:
 
 
 def _write_cache(path: Path, states: list[FileState], field: str, data: Data) -> None:
-    """Write the rows of the files, completely or not at all.
-
-    Raises ValueError, naming file and row, for a damaged file, for a bad row to refuse, and if
-    there is no row.
-    """
+    """Write the rows of the files, completely or not at all."""
     import pyarrow
 
     string = pyarrow.large_string()

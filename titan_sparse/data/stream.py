@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from titan_sparse.config.sections import Data
 from titan_sparse.data.documents import Documents
-from titan_sparse.data.packing import Packed, Piece, first_fit, kept_shares, pack
+from titan_sparse.data.packing import Packed, Piece, first_fit, pack
 from titan_sparse.data.shards import TokenShards
 from titan_sparse.data.tokenizer import Tokenizer
 
@@ -362,8 +362,7 @@ class WholeStream(Stream):
         return place, [[indices[number] for number in numbers] for numbers in packed]
 
     def _log_kept(self) -> None:
-        """Log the share of samples that fit a sequence, for some lengths, by the lengths known so
-        far."""
+        """Log how many samples fit a sequence, by the lengths known so far."""
         documents = self.documents
         if isinstance(documents, TokenShards):
             lengths = documents.lengths()
@@ -377,12 +376,11 @@ class WholeStream(Stream):
             kept = sum(sequences, [])
             learned = np.concatenate([documents.learned(index) for index in kept]).mean()
         logger.info(
-            "data: %d of %s%d samples are longer than a sequence and dropped; one of so many tokens "
-            "keeps whole: %s; %.1f%% of the tokens are learned",
+            "data: %d of %s%d samples are longer than a sequence and dropped; %.1f%% of the tokens "
+            "are learned",
             int((lengths > self.seq_len).sum()),
             "" if len(lengths) == len(documents) else "the first ",
             len(lengths),
-            kept_shares(lengths, self.seq_len),
             100 * learned,
         )
 

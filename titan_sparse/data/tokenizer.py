@@ -145,10 +145,7 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 
 def read_config(folder: Path, key: str) -> dict[str, Any]:
-    """The tokenizer_config.json of a folder; empty without one.
-
-    Raises ValueError, naming `key`, for a file that cannot be read or is not an object.
-    """
+    """The tokenizer_config.json of a folder; empty without one."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return {}

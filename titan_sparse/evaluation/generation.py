@@ -1,4 +1,4 @@
-"""Generate text, greedily or by drawing tokens, with keys and values kept on the ranks of a sequence.
+"""Generate text greedily, with keys and values kept on the ranks of a sequence.
 
 The prompt goes through the model's own attention, dense or sparse, in the run's layout and schedule.
 Each rank keeps the keys that it has computed. The ranks take turns to keep the keys of new tokens. A
@@ -8,7 +8,6 @@ group write the same tokens.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,38 +29,16 @@ _NOWHERE = 2**62
 """The position of what no query sees: padding."""
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen.
-
-    temperature: of the softmax; 0 takes the most likely token. top_p: only the most likely tokens
-    that together reach this probability. seed: the same on all ranks of a group.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature = {self.temperature} is negative; write 0 or more")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"top_p = {self.top_p} is not in (0, 1]. Write 1 to draw from all tokens"
-            )
-
-
 def generate(
     scorer: Scorer,
     prompts: list[NDArray[np.int64]],
     new_tokens: int,
     stop: Stop | None = None,
-    sampling: Sampling | None = None,
 ) -> list[NDArray[np.int64]]:
     """What the model writes after each prompt: up to `new_tokens` tokens, int64 [n] each.
 
     prompts: int64 [n] each, of any lengths above 0; they go through the model together. stop: ends
-    a text, with its last token. Greedy without `sampling`.
+    a text, with its last token.
 
     Collective over the world: each data-parallel rank brings prompts of its own, and the ranks of a
     context-parallel group bring the same ones. Raises ValueError for an empty prompt, or none.
@@ -77,9 +54,6 @@ def generate(
         asked.append(Sequence(prompt, labels))
     batch = scorer.batch(asked, int(lengths.max()))
     places = _Places(batch, lengths, scorer.cp)
-    sampling = sampling or Sampling()
-    # On the CPU, so that numbers do not depend on the device.
-    generator = torch.Generator().manual_seed(sampling.seed)
     texts: list[list[int]] = [[] for _ in prompts]
     is_done = [False] * len(prompts)
     with _cached(scorer, places):
@@ -90,7 +64,7 @@ def generate(
         logits = scorer.cp.all_reduce(logits)
         for number in range(new_tokens):
             # Ranks may round their sums differently. Their texts would then diverge without a notice.
-            tokens = scorer.cp.all_gather(choose(logits, sampling, generator))[0]
+            tokens = scorer.cp.all_gather(logits.argmax(-1))[0]
             for row, token in enumerate(tokens.tolist()):
                 if not is_done[row]:
                     texts[row].append(token)
@@ -112,23 +86,6 @@ def _everywhere(is_done: bool, scorer: Scorer) -> bool:
     waiting = torch.tensor([not is_done], dtype=torch.int32, device=scorer.device)
     dist.all_reduce(waiting)
     return waiting.item() == 0
-
-
-def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """The next tokens: logits [B, V] -> int64 [B]."""
-    if sampling.temperature == 0:
-        return logits.argmax(-1)
-    shares = (logits.double() / sampling.temperature).softmax(-1)
-    shares, tokens = shares.sort(dim=-1, descending=True)
-    before = shares.cumsum(-1) - shares
-    # The most likely token always stays.
-    shares = shares.masked_fill(before >= sampling.top_p, 0)
-    up_to = shares.cumsum(-1)
-    drawn = torch.rand(len(logits), 1, dtype=torch.float64, generator=generator)
-    # The first token whose cumulated share is beyond what was drawn: right=True.
-    place = torch.searchsorted(up_to, drawn.to(up_to.device) * up_to[:, -1:], right=True)
-    last = (shares > 0).sum(-1, keepdim=True) - 1
-    return tokens.gather(1, place.minimum(last))[:, 0]
 
 
 class _Places:

@@ -78,10 +78,7 @@ def load_for_evaluation(words: list[str], hf: str | None, dense: bool) -> Config
 
 
 def find_checkpoint(path: str) -> str:
-    """The folder step-N that `path` names: that folder, or the newest one of an output_dir.
-
-    Raises ValueError if there is none.
-    """
+    """The folder step-N that `path` names: that folder, or the newest one of an output_dir."""
     if os.path.isfile(os.path.join(path, ".metadata")):
         return path
     folder = newest_checkpoint(path)
@@ -94,10 +91,7 @@ def find_checkpoint(path: str) -> str:
 
 def find_config(source: str) -> str:
     """The config.toml of what find_checkpoint() takes. A checkpoint of an older version has that of
-    its run.
-
-    Raises ValueError if there is none.
-    """
+    its run."""
     for folder in (source, os.path.join(os.path.realpath(source), "..", "..")):
         path = os.path.normpath(os.path.join(folder, "config.toml"))
         if os.path.isfile(path):

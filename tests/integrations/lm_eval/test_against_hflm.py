@@ -114,21 +114,6 @@ def test_choices_that_read_the_same_share_a_forward(pair, monkeypatch):
         assert mine == (pytest.approx(other[0], abs=1e-4), other[1])
 
 
-def test_no_code_of_a_tokenizer_is_run(tmp_path, monkeypatch):
-    """transformers would ask on stdin, and run it after a "y"."""
-    folder = write_folder(tmp_path / "model")
-    path = folder / "tokenizer_config.json"
-    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | own))
-    (folder / "own.py").write_text(f"open({str(tmp_path / 'was run')!r}, 'w')\nclass Own: pass\n")
-    asked = []
-    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "y")
-    with pytest.raises(ValueError, match="code of its own is not run") as caught:
-        TitanSparseLM(pretrained=str(folder), device="cpu")
-    assert "\n" not in str(caught.value)
-    assert not asked and not (tmp_path / "was run").exists()
-
-
 def test_rolling_windows(pair):
     ours, theirs = pair
     strings = [("a b c " * 40,), ("One.",), ("d" * LONGEST,), ("e" * (LONGEST + 1),)]
@@ -158,26 +143,6 @@ def test_generation(pair):
     found = ask(ours, "generate_until", requests)
     assert found == expected
     assert found[4] == whole[0].split(whole[0][5:8])[0] != whole[0]
-
-
-def test_stops_at_once(pair):
-    """Generation stops with the token that completes a stop string, however long the text is."""
-    ours, _ = pair
-    stop = ours._stop(["a dog"])
-    tokens = np.array(ours.tokenizer.encode("x" * 50 + "a dog", add_special_tokens=False))
-    assert stop(tokens) and not stop(tokens[:-1])
-    assert stop(np.array([5, ours.eot_token_id])) and not stop(np.array([5]))
-
-
-def test_drawn_texts(pair):
-    """Repeats differ, and the same seed draws the same."""
-    ours, _ = pair
-    asked = ("A dog", {"do_sample": True, "temperature": 3.0, "top_p": 0.95, "max_gen_toks": 12})
-    ours.draws = 0
-    first = ask(ours, "generate_until", [asked] * 6)
-    assert len(set(first)) == 6
-    ours.draws = 0
-    assert ask(ours, "generate_until", [asked] * 6) == first
 
 
 def test_texts_begin_once(pair):
@@ -259,11 +224,8 @@ def test_no_group_of_processes_is_needed_to_refuse(tmp_path):
         ({"pretrained": folder, "attention": "sparse"}, 'write "dense" or "as_trained"'),
         ({"pretrained": folder, "attention": "as_trained"}, "needs config=FILE.toml of a run"),
         ({"pretrained": folder, "batch_size": "auto"}, "batch_size = auto is not a positive"),
-        ({"pretrained": folder, "max_batch_size": 4}, "unknown"),
         ({"pretrained": folder, "attention.patern": "moba"}, "attention.pattern"),
-        ({"pretrained": str(tmp_path)}, "needs a readable config.json"),
-        ({"pretrained": folder, "tokenizer": str(tmp_path)}, "data.tokenizer"),
-        ({"pretrained": folder, "device": "gpu"}, "training.device"),
+        ({"pretrained": folder, "device": "cuda:1"}, "training.device"),
     ):
         with pytest.raises(ValueError, match=reason) as caught:
             TitanSparseLM(**arguments)
@@ -275,6 +237,7 @@ def test_what_a_task_asks_and_is_not_there_is_refused(pair):
     ours, _ = pair
     for options, reason in (
         ({"max_gen_toks": 3, "top_k": 3}, r"gen_kwargs: top_k is not there; write \['do_sample'"),
+        ({"max_gen_toks": 3, "do_sample": True}, "write do_sample=false"),
         ({"max_gen_toks": LONGEST}, "leaves no room for a context in max_length = 64"),
     ):
         with pytest.raises(ValueError, match=reason):

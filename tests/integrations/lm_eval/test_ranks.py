@@ -2,13 +2,12 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from tests.distributed import run_processes, run_program
+from tests.distributed import run_processes
 from tests.integrations.lm_eval.folders import write_folder, write_tasks
 from tests.runs import tiny_config, train, write_texts
 from titan_sparse.config import save
@@ -19,7 +18,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
-from titan_sparse.integrations.lm_eval import TitanSparseLM, __main__
+from titan_sparse.integrations.lm_eval import TitanSparseLM
 from titan_sparse.integrations.lm_eval.model import _of_rank_zero
 
 TASKS = ["local_choice", "local_roll", "local_write"]
@@ -141,47 +140,3 @@ def test_a_run_sparse_and_dense(tmp_path):
     assert sparse[1][0] == pytest.approx(others[1][0], abs=1e-5)
     with pytest.raises(ValueError, match="write tokenizer=FOLDER"):
         TitanSparseLM(checkpoint=str(run))
-
-
-def _command_line(words: list[str]) -> int:
-    sys.argv = ["lm_eval", *words]
-    return __main__.main()
-
-
-@pytest.mark.slow
-def test_the_command_line_of_lm_eval(tmp_path, capsys):
-    """One table and one results.json from two ranks."""
-    write_folder(tmp_path / "model")
-    write_tasks(tmp_path / "tasks")
-    words = ["--model", "titan_sparse", "--tasks", "local_choice", "--device", "cpu"]
-    words += ["--include_path", str(tmp_path / "tasks"), "--output_path", str(tmp_path / "out")]
-    model = f"pretrained={tmp_path}/model,training.dtype=float32,attention.block_size=16"
-    printed = run_program(2, _command_line, [*words, "--model_args", f"{model},parallelism.cp=2"])
-    assert printed.count("|local_choice|") == 1
-    (file,) = (tmp_path / "out").rglob("results*.json")
-    results = json.loads(file.read_text())
-    assert results["config"]["context_parallel"] == 2
-    assert results["results"]["local_choice"]["sample_len"] == 3
-    capsys.readouterr()
-    assert _command_line([*words, "--model_args", f"{model},parallelism.cp=2"]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: parallelism.")
-
-
-@pytest.mark.slow
-def test_tasks_of_ruler(tmp_path):
-    """Those that need no network. They make 500 prompts, whatever `limit` says."""
-    folder = write_folder(tmp_path / "model")
-    results = simple_evaluate(
-        "titan_sparse",
-        f"pretrained={folder},training.dtype=float32,attention.block_size=16,max_length=8192",
-        tasks=["niah_single_1", "ruler_fwe"],
-        device="cpu",
-        metadata={"max_seq_lengths": [4096]},
-        log_samples=True,
-        bootstrap_iters=0,
-        limit=1,
-    )
-    for task in ("niah_single_1", "ruler_fwe"):
-        assert results["results"][task]["4096,none"] == 0
-        assert results["samples"][task][0]["resps"][0][0]

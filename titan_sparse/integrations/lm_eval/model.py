@@ -31,7 +31,7 @@ from titan_sparse.config.reading import require
 from titan_sparse.config.sources import tokenizer_file
 from titan_sparse.data import Tokenizer, load_tokenizer
 from titan_sparse.data.packing import IGNORED_LABEL
-from titan_sparse.evaluation.generation import Sampling, Stop, generate
+from titan_sparse.evaluation.generation import Stop, generate
 from titan_sparse.evaluation.load import (
     build_scorer,
     find_checkpoint,
@@ -110,7 +110,6 @@ class TitanSparseLM(TemplateLM):
             self.max_length = max(self.max_length, self.config.training.seq_len)
         folders = [folder for folder in (pretrained, tokenizer) if folder is not None]
         self.ends = _end_tokens(self.tokenizer, folders)
-        self.draws = 0
         self._device = self.scorer.device
         if dist.get_rank() != 0:
             # lm_eval reports where LOCAL_RANK is 0, which would be once per node.
@@ -247,6 +246,16 @@ class TitanSparseLM(TemplateLM):
         self, contexts: list[str], arguments: dict[str, Any], disable_tqdm: bool
     ) -> list[str]:
         known = normalize_gen_kwargs(arguments, _NEW_TOKENS)
+        unknown = sorted(set(known) - _GENERATION)
+        require(
+            not unknown,
+            f"gen_kwargs: {', '.join(unknown)} is not there; write {sorted(_GENERATION)}",
+        )
+        require(
+            not known.get("do_sample"),
+            "gen_kwargs: do_sample draws tokens, but texts are generated greedily here; write "
+            "do_sample=false",
+        )
         end = self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False)
         until = handle_stop_sequences(known.get("until"), eos=end)
         new_tokens = known["max_gen_toks"]
@@ -269,8 +278,7 @@ class TitanSparseLM(TemplateLM):
             batch = [prompts[place] for place in places] or [np.array([self.prefix_token_id])]
             # A rank without requests takes part until the others are done.
             ends = stop if places else lambda _: True
-            sampling = _sampling(known, self._next_seed())
-            found = generate(self.scorer, batch, new_tokens, ends, sampling)
+            found = generate(self.scorer, batch, new_tokens, ends)
             for tokens in found[: len(places)]:
                 yield postprocess_generated_text(self._text(tokens), until, None)
 
@@ -295,12 +303,6 @@ class TitanSparseLM(TemplateLM):
             return any(string in text for string in strings)
 
         return stop
-
-    def _next_seed(self) -> int:
-        """A new seed for each batch, so that repeats differ. It follows from lm_eval's --seed."""
-        self.draws += 1
-        number = self.draws * self.scorer.dp_size + self.scorer.dp_rank
-        return (torch.initial_seed() * 1_000_003 + number) % 2**63
 
     # Ranks
 
@@ -443,18 +445,6 @@ def _end_tokens(text: Any, folders: list[str]) -> frozenset[int]:
             ids = json.loads(path.read_text(encoding="utf-8-sig")).get("eos_token_id")
             found |= set(ids) if isinstance(ids, list) else {ids} - {None}
     return frozenset(found)
-
-
-def _sampling(arguments: dict[str, Any], seed: int) -> Sampling:
-    """Raises Refusal for options that generate() does not support."""
-    unknown = sorted(set(arguments) - _GENERATION)
-    require(
-        not unknown, f"gen_kwargs: {', '.join(unknown)} is not there; write {sorted(_GENERATION)}"
-    )
-    if not arguments.get("do_sample"):
-        return Sampling()
-    temperature = float(arguments.get("temperature", 1.0))
-    return Sampling(temperature, float(arguments.get("top_p", 1.0)), seed)
 
 
 def _of_rank_zero(value: Any) -> Any:
