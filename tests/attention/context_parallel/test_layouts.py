@@ -1,5 +1,8 @@
 """Layouts and schedules are integers: permutations, balance, and rings simulated hop by hop."""
 
+import itertools
+import math
+
 import pytest
 import torch
 
@@ -11,7 +14,6 @@ from titan_sparse.attention.context_parallel.layouts import (
     take_blocks,
 )
 from titan_sparse.attention.context_parallel.schedule import (
-    SCHEDULES,
     choose,
     circulates_queries,
     double_ring,
@@ -22,80 +24,50 @@ from titan_sparse.attention.context_parallel.schedule import (
 from titan_sparse.config import Attention, resolve_overlap_stages
 from titan_sparse.from_config import schedule_named
 
-WORLDS = [
-    (inter, size // inter)
-    for size in range(1, 9)
-    for inter in range(1, size + 1)
-    if size % inter == 0
-]
-SIZES = [1, 2, 3, 8]
+WORLDS = [(1, 1), (1, 2), (1, 5), (2, 2), (2, 3), (3, 2), (4, 1)]
 
 
 @pytest.mark.parametrize(
     "layout, cp, table",
     [
-        ("contiguous", 1, [[0, 1, 2, 3, 4, 5, 6, 7]]),
-        ("contiguous", 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        ("contiguous", 4, [[0, 1], [2, 3], [4, 5], [6, 7]]),
         ("zigzag", 1, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ("contiguous", 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
         ("zigzag", 2, [[0, 1, 6, 7], [2, 3, 4, 5]]),
         ("zigzag", 4, [[0, 7], [1, 6], [2, 5], [3, 4]]),
-        ("striped", 1, [[0, 1, 2, 3, 4, 5, 6, 7]]),
-        ("striped", 2, [[0, 2, 4, 6], [1, 3, 5, 7]]),
         ("striped", 4, [[0, 4], [1, 5], [2, 6], [3, 7]]),
     ],
 )
 def test_eight_blocks(layout, cp, table):
-    assert LAYOUTS[layout](cp, 8).tolist() == table
     assert block_ids(layout, cp, 8 * 16, 16).tolist() == table
 
 
-def test_twelve_tokens_are_taken_and_restored():
-    tokens = torch.arange(12)
-    table = block_ids("striped", 2, 12, 2)
-    shards = [take_blocks(tokens, 0, blocks, 2) for blocks in table]
-    assert shards[0].tolist() == [0, 1, 4, 5, 8, 9]
-    assert shards[1].tolist() == [2, 3, 6, 7, 10, 11]
-    assert restore_blocks(torch.cat(shards), 0, table, 2).tolist() == list(range(12))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("runs", [1, 3])
+@pytest.mark.parametrize("layout, size, runs", itertools.product(LAYOUTS, (1, 2, 3), (1, 3)))
 def test_a_layout_is_a_permutation_in_equal_shares(layout, size, runs):
     blocks = runs * block_multiple(layout, size)
     table = block_ids(layout, size, blocks * 4, 4)
     assert table.dtype == torch.int64 and table.shape == (size, blocks // size)
     assert sorted(table.flatten().tolist()) == list(range(blocks))
+    for dim in (0, 1, -1):
+        shape = [2, 3, 5]
+        shape[dim] = blocks * 4
+        x = torch.arange(math.prod(shape)).view(shape)
+        shards = [take_blocks(x, dim, owned, 4) for owned in table]
+        assert all(shard.shape[dim] == blocks * 4 // size for shard in shards)
+        assert torch.equal(restore_blocks(torch.cat(shards, dim), dim, table, 4), x)
+
+
+def test_twelve_tokens_are_taken():
+    shards = [take_blocks(torch.arange(12), 0, own, 2) for own in block_ids("striped", 2, 12, 2)]
+    assert shards[0].tolist() == [0, 1, 4, 5, 8, 9]
 
 
 @pytest.mark.parametrize(
     "layout, size, seq_len, multiple",
-    [
-        ("contiguous", 2, 24, 16),
-        ("striped", 3, 32, 24),
-        ("striped", 2, 20, 16),
-        ("zigzag", 2, 48, 32),
-        ("zigzag", 1, 8, 16),
-    ],
+    [("contiguous", 2, 24, 16), ("striped", 3, 32, 24), ("zigzag", 2, 48, 32)],
 )
 def test_a_length_that_does_not_divide_is_refused(layout, size, seq_len, multiple):
     with pytest.raises(ValueError, match=f"multiple of {multiple}$"):
         block_ids(layout, size, seq_len, 8)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dim", [0, 1, -1])
-def test_restore_is_the_inverse_of_take(layout, size, dim):
-    seq_len = 3 * block_multiple(layout, size) * 4
-    shape = [2, 3, 5]
-    shape[dim] = seq_len
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    table = block_ids(layout, size, seq_len, 4)
-    shards = [take_blocks(x, dim, owned, 4) for owned in table]
-    assert all(shard.shape[dim] == seq_len // size for shard in shards)
-    assert torch.equal(restore_blocks(torch.cat(shards, dim), dim, table, 4), x)
 
 
 def _imbalance(layout: str, size: int, blocks: int) -> float:
@@ -104,13 +76,12 @@ def _imbalance(layout: str, size: int, blocks: int) -> float:
     return (area.max() / area.mean()).item()
 
 
-@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("size", [2, 3, 8])
 def test_balance_under_a_causal_mask(size):
     blocks = 64 * size
     assert _imbalance("zigzag", size, blocks) == 1.0
-    assert 1.0 <= _imbalance("striped", size, blocks) < 1.03
-    assert _imbalance("contiguous", size, blocks) > 2 - 1.1 / size - 0.01
-    assert size < 8 or _imbalance("contiguous", size, blocks) > 1.5
+    assert 1.0 < _imbalance("striped", size, blocks) < 1.03
+    assert _imbalance("contiguous", size, blocks) == pytest.approx(2 - 1 / size, rel=0.01)
 
 
 def _previous(rank: int, first: int, size: int, stride: int) -> int:
@@ -169,20 +140,8 @@ def test_verticals_are_dealt_over_the_steps_that_compute(
 
 def test_local_serves_one_rank_only():
     assert local(1, 1, 0) == [[0]]
-    for inter, intra in WORLDS[1:]:
-        with pytest.raises(ValueError, match="ring"):
-            local(inter, intra, 0)
-
-
-@pytest.mark.parametrize("inter, intra", WORLDS)
-def test_auto_moves_nothing_needless(inter, intra):
-    chosen = choose(inter, intra).name
-    assert chosen in SCHEDULES
-    assert (chosen == "local") == (inter * intra == 1)
-    assert (chosen == "double_ring") == (min(inter, intra) > 1)
-    assert (chosen == "all_gather") == (inter == 1 and intra > 1)
-    assert SCHEDULES[chosen].windows(inter, intra, 0)[0][0] == 0
-    assert choose(inter, intra, "q").name == ("ring" if chosen == "all_gather" else chosen)
+    with pytest.raises(ValueError, match="ring"):
+        local(1, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -190,11 +149,8 @@ def test_auto_moves_nothing_needless(inter, intra):
     [(1, 1, "local"), (1, 4, "all_gather"), (2, 4, "double_ring"), (4, 1, "ring")],
 )
 def test_auto_casts_where_few_blocks_are_needed(inter, intra, usual):
-    """auto picks group_cast for documents or a window under a static pattern, in the layout made
-    for it.
-
-    Otherwise the mesh decides.
-    """
+    """These are documents or a window under a static pattern, in the layout made for it. Otherwise
+    the mesh decides."""
 
     def named(**keys) -> str:
         settings = {"pattern": "dense", "layout": "balanced"} | keys
@@ -209,6 +165,8 @@ def test_auto_casts_where_few_blocks_are_needed(inter, intra, usual):
         == usual
     )
     assert named(mask="documents", backward_circulates="q") == usual.replace("all_gather", "ring")
+    assert choose(inter, intra).name == usual
+    assert choose(inter, intra, "q").name == usual.replace("all_gather", "ring")
     assert named(mask="documents", schedule="ring") == "ring"
     stages = 2 if inter > 1 else 1
     assert resolve_overlap_stages(Attention(), inter) == (stages, stages)

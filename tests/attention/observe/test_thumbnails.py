@@ -7,18 +7,13 @@ from tests.reference import structured_qkv
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.observe.statistics import recording
-from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
+from titan_sparse.attention.patterns import Dense, VerticalSlash, XAttention
 
 BLOCK, TOKENS = 16, 192
 SPARSE = VerticalSlash(recall=0.8, sinks=3, local_slashes=1, max_verticals=12, dense_below=48)
 CASES = {
     "dense": (Dense(), Causal() & SlidingWindow(50)),
-    "slashes": (
-        VerticalSlash(recall=0.6, sinks=0, local_slashes=1, max_verticals=0, dense_below=48),
-        Documents([[100, 30, 55]]),
-    ),
     "xattention": (XAttention(stride=4, threshold=0.6, dense_below=48), Causal(valid=(170,))),
-    "moba": (MoBA(chunk_size=32, top_k=2), Causal()),
     "verticals": (SPARSE, Documents([[100, 30, 55]])),
 }
 
