@@ -14,17 +14,6 @@ from titan_sparse.training.metrics_output import read_lines
 ROOT = Path(__file__).parents[1]
 
 
-def _run(*command: str, **environment: str) -> subprocess.CompletedProcess:
-    clean = {key: value for key, value in os.environ.items() if not key.endswith(("RANK", "SIZE"))}
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=clean | {"OMP_NUM_THREADS": "1"} | environment,
-        capture_output=True,
-        text=True,
-    )
-
-
 def test_demo(tmp_path):
     """README's command, as it stands there, with options that shorten it."""
     words = demo_command()
@@ -49,12 +38,6 @@ def test_demo(tmp_path):
     for words in ("vertical_slash", "eager", "100 %  ETA 00:00:00"):
         assert words in printed
     assert len(re.findall(r"^step ", printed, re.MULTILINE)) == 4
-
-
-def test_refusal_comes_before_anything_starts():
-    result = _run("train.py", "--config", "train_configs/demo_cpu.toml", WORLD_SIZE="3")
-    assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert "parallelism.cp" in result.stderr
 
 
 def test_reader_of_the_output_may_leave(tmp_path):

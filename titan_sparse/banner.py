@@ -6,12 +6,6 @@ from titan_sparse.config import Attention, Config
 from titan_sparse.models.flavours import choose_implementation, number_of_parameters
 from titan_sparse.models.lora_config import adapter_elements
 
-_REACHES_RECALL = {
-    "joint": "a head",
-    "independent": "of verticals and of slashes",
-}
-"""What reaches the recall, by attention.vertical_slash.budget."""
-
 
 def banner(parts: Parts, padded_seq_len: int, memory: dict[str, float]) -> str:
     """Several lines, each with its name to the left.
@@ -20,6 +14,8 @@ def banner(parts: Parts, padded_seq_len: int, memory: dict[str, float]) -> str:
     by part, at the step's peak.
     """
     config = parts.config
+    # Others would show as 0.00.
+    parts_of_peak = [f"{name} {size:.2f}" for name, size in memory.items() if size >= 0.005]
     lines = {
         "model": _model(parts),
         "mesh": _mesh(parts),
@@ -28,7 +24,7 @@ def banner(parts: Parts, padded_seq_len: int, memory: dict[str, float]) -> str:
         "layout": f"{parts.cp.layout}, schedule {parts.cp.schedule}",
         "kernel": parts.kernel,
         "blocks": _blocks(config, parts.recomputed),
-        "memory": _memory(memory),
+        "memory": f"expect a peak of {sum(memory.values()):.2f} GiB a device: {', '.join(parts_of_peak)}",
         "timeouts": (
             f"collectives fail after {config.parallelism.first_step_timeout_seconds:,} s in the first step and in "
             f"saves, else after {config.parallelism.timeout_seconds:,} s"
@@ -61,10 +57,9 @@ def _model(parts: Parts) -> str:
 
 def _mesh(parts: Parts) -> str:
     replicas = parts.config.parallelism.dp_replicate
-    shards = parts.meshes.dp_size // replicas
     cp = parts.cp
     return (
-        f"{replicas} dp_replicate x {shards} dp_shard"
+        f"{replicas} dp_replicate x {parts.meshes.dp_size // replicas} dp_shard"
         f" x {cp.inter} cp_inter x {cp.intra} cp_intra on {parts.device.type}"
     )
 
@@ -87,24 +82,11 @@ def _attention(attention: Attention, cp: ContextParallel) -> str:
         mask += f", window {attention.sliding_window}"
     if attention.window_sinks:
         mask += f" and {attention.window_sinks} sinks"
-    pattern = _pattern(attention)
+    options = vars(getattr(attention, attention.pattern)).items()
+    pattern = f"{attention.pattern} ({', '.join(f'{name} {value}' for name, value in options)})"
     if attention.dense_layers:
         pattern += f", layers {attention.dense_layers} dense"
-    return f"{mask} mask, {pattern}, blocks of {cp.block_size}"
-
-
-def _pattern(attention: Attention) -> str:
-    """The pattern and its most important choices."""
-    if attention.pattern == "moba":
-        return f"moba (chunks of {attention.moba.chunk_size}, top {attention.moba.top_k})"
-    if attention.pattern == "xattention":
-        section = attention.xattention
-        return f"xattention (threshold {section.threshold:g}, stride {section.stride})"
-    if attention.pattern == "vertical_slash":
-        section = attention.vertical_slash
-        recall = f"recall {section.recall:g} {_REACHES_RECALL[section.budget]}"
-        return f"vertical_slash ({recall}, at most {section.max_verticals} verticals)"
-    return attention.pattern
+    return f"{mask} mask, {pattern.removesuffix(' ()')}, blocks of {cp.block_size}"
 
 
 def _blocks(config: Config, recomputed: float) -> str:
@@ -113,13 +95,3 @@ def _blocks(config: Config, recomputed: float) -> str:
         kept += f" (attention of the first {100 * recomputed:g} % too)"
     compiled = f"compiled by {config.compile.backend}" if config.compile.enable else "not compiled"
     return f"{kept}, {compiled}"
-
-
-def _memory(memory: dict[str, float]) -> str:
-    total = sum(memory.values())
-    parts = []
-    for name, size in memory.items():
-        # Others would show as 0.00.
-        if size >= 0.005:
-            parts.append(f"{name} {size:.2f}")
-    return f"expect a peak of {total:.2f} GiB a device: {', '.join(parts)}"

@@ -9,14 +9,14 @@ import gc
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_sparse.attention.observe.statistics import Recording, recording
+from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed
 from titan_sparse.banner import banner
 from titan_sparse.build import Parts
@@ -162,8 +162,12 @@ class Trainer(Parts):
             if number > 0 and self._lacks_time(began, number, accumulated):
                 self._leave_step_out(*before)
                 return True
-            is_recorded = is_logged and number == accumulated - 1
-            with self.metrics.caps.counting(), self._recording(step, is_recorded) as recorded:
+            records = nullcontext()
+            if is_logged and number == accumulated - 1:
+                records = recording(
+                    self.metrics.recall_rows(step), self.metrics.thumbnail_cells(step)
+                )
+            with self.metrics.caps.counting(), records as recorded:
                 loss += self._forward_backward(batch, valid)
 
         with torch.profiler.record_function("Optimizer.update"):
@@ -237,12 +241,6 @@ class Trainer(Parts):
         dist.all_reduce(totals)
         labels, tokens, ranks_asked = totals.tolist()
         return max(labels, 1), tokens, ranks_asked > 0
-
-    def _recording(self, step: int, is_logged: bool) -> AbstractContextManager[Recording | None]:
-        """Records the attention of what runs inside, if the step is logged."""
-        if not is_logged:
-            return nullcontext()
-        return recording(self.metrics.recall_rows(step), self.metrics.thumbnail_cells(step))
 
     def _forward_backward(self, batch: Batch, valid: int) -> Tensor:
         """This rank's share of the mean loss over `valid` labels, gradients left in the parameters."""

@@ -285,9 +285,6 @@ def test_peft_loads_what_is_exported(folder, trained):
         model = peft.PeftModel.from_pretrained(read_model(folder / "Llama"), path)
         assert model.peft_config["default"].base_model_name_or_path == str(folder / "Llama")
         assert _distance(_logits(model), ours) < 1e-5
-    assert export_hf([str(folder / "trained"), str(folder / "half"), "--dtype", "bfloat16"]) == 0
-    tensors = load_file(folder / "half/adapter_model.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
 
 def _evaluate(folder: Path, out: str, *words: str) -> list[dict]:
@@ -318,11 +315,9 @@ def test_merged_weights_are_what_peft_merges(folder, trained, model):
         output = "merged-run"
         train(folder, output, model, {"optimizer.lr": 0.1})
     out = folder / f"{model}-merged"
-    _write_tokenizer(folder / model)
     # In the dtype of the run.
     assert export_hf([str(folder / output), str(out), "--merge"]) == 0
     assert {x.dtype for x in load_file(out / "model.safetensors").values()} == {torch.float32}
-    assert _chat(out) == _chat(folder / model)
     found, report = transformers.AutoModelForCausalLM.from_pretrained(
         out, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
     )
@@ -337,15 +332,6 @@ def test_merged_weights_are_what_peft_merges(folder, trained, model):
         moved += not torch.equal(tensor, base[name])
     assert moved == (14 if model == "Llama" else 12)
     assert _distance(_logits(found), _logits(expected)) < 1e-5
-
-    # Merged before it is rounded.
-    half = folder / f"{model}-half"
-    assert export_hf([str(folder / output), str(half), "--merge", "--dtype", "bfloat16"]) == 0
-    rounded = transformers.AutoModelForCausalLM.from_pretrained(half, dtype=torch.bfloat16)
-    wrong = 0
-    for name, tensor in expected.state_dict().items():
-        wrong += (rounded.state_dict()[name] != tensor.bfloat16()).sum().item()
-    assert wrong / sum(x.numel() for x in expected.parameters()) < 1e-3
 
 
 def test_frozen_weights_stay_as_they_were_read(folder):

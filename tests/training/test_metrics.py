@@ -21,13 +21,8 @@ TOKENS = 6 * BLOCK  # of a rank
 
 
 def _cp(layout: str, schedule: str, *options) -> ContextParallel:
-    names = ("cp_inter", "cp_intra") if schedule == "double_ring" else ("cp",)
-    axes = (
-        (2, dist.get_world_size() // 2) if schedule == "double_ring" else (dist.get_world_size(),)
-    )
-    return ContextParallel(
-        init_device_mesh("cpu", axes, mesh_dim_names=names), layout, schedule, BLOCK, *options
-    )
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    return ContextParallel(mesh, layout, schedule, BLOCK, *options)
 
 
 def _record(
@@ -75,9 +70,9 @@ SPARSE = VerticalSlash(
 )
 
 
-def _check_sparse_work(schedules: tuple[str, ...]) -> None:
+def _check_sparse_work() -> None:
     """Against the count of visits.py, which test_visits.py checks against index.dense()."""
-    for schedule in schedules:
+    for schedule in ("ring", "all_gather"):
         cp = _cp("striped", schedule)
         mask = Documents([[dist.get_world_size() * TOKENS - 70], [100, 30, 50]])
         seen, index = _record(cp, mask=mask, pattern=SPARSE)
@@ -113,7 +108,7 @@ def _check_waiting() -> None:
         _, compute, elapsed = (x[0] for x in seen.by_rank())
         waited = elapsed - compute
         assert (elapsed >= compute).all() and (compute > 0).all()
-        assert waited[0] > 800 and waited[1] < 500, (schedule, waited)
+        assert min(waited[0], waited[2]) > 800 and waited[1] < 500, (schedule, waited)
         assert compute.max() < 500 and elapsed[dist.get_rank()] < took
         logged = context_parallel_averages(seen)
         assert logged["exposed_communication_ms"] == pytest.approx(waited.mean().item())
@@ -145,7 +140,7 @@ def test_times_on_a_gpu_need_no_waiting():
 
 
 def _check_bytes() -> None:
-    """Chunks of keys and values in bf16 (1), their gradients in fp32 (2) or bf16 (1), on rings of 2 and 3."""
+    """Chunks of keys and values in bf16 (1), their gradients in fp32 (2) or bf16 (1), on a ring of 3."""
     rank, ranks, n = dist.get_rank(), dist.get_world_size(), TOKENS
     chunk = 2 * BATCH * KV_HEADS * n * DIM * 2
 
@@ -162,7 +157,7 @@ def _check_bytes() -> None:
         seen = record(layout, schedule)
         assert (seen.bytes_sent, seen.plain_ring_bytes) == (plain, plain), (layout, schedule)
     # Causal and contiguous: chunk s is needed by the ranks after s; its gradient comes home around the whole ring.
-    keys, gradients = {2: ([1, 0], [0, 1]), 3: ([1, 2, 0], [1, 1, 2])}[ranks]
+    keys, gradients = [1, 2, 0], [1, 1, 2]
     seen = record("contiguous", "ring")
     assert (
         seen.bytes_sent == (2 * keys[rank] + 2 * gradients[rank]) * chunk
@@ -181,11 +176,6 @@ def _check_bytes() -> None:
     seen = record("zigzag", "ring", "q")
     queries = BATCH * HEADS * n * (DIM * (2 * 2 + 4) + 2 * 4)
     assert seen.bytes_sent == (ranks - 1) * (chunk + queries) and seen.plain_ring_bytes == plain
-    cp = _cp("zigzag", "ring")
-    for _ in range(2):  # what was sent before a recording is not in it
-        seen, _ = _record(cp)
-        assert seen.bytes_sent == seen.plain_ring_bytes == (ranks - 1) * chunk * 4
-        attend(*[cp.shard(x, 2) for x in structured_qkv(1, 1, 1, 12 * ranks * BLOCK, 8)], cp=cp)
 
 
 def _check_bytes_besides() -> None:
@@ -212,15 +202,13 @@ def _check_bytes_besides() -> None:
     assert _record(_cp("striped", "ring"))[0].bytes_of_verticals == 0
 
 
-def _check_all(schedules: tuple[str, ...]) -> None:
+def _check_all() -> None:
     _check_work()
-    _check_sparse_work(schedules)
+    _check_sparse_work()
     _check_bytes()
     _check_bytes_besides()
-    if dist.get_world_size() == 2:
-        _check_waiting()
+    _check_waiting()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_recorded_over_ranks(ranks):
-    run_processes(ranks, _check_all, ("ring", "all_gather"))
+def test_recorded_over_ranks():
+    run_processes(3, _check_all)

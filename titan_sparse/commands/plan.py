@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -43,6 +44,7 @@ from titan_sparse.estimate.indexes import load_indexes, ragged_lengths, random_i
 from titan_sparse.estimate.planner import Counted, Layer, LayerPlan, Setting, count, plan_layer
 from titan_sparse.from_config import build_pattern, schedule_named
 from titan_sparse.models.flavours import DecoderConfig, resolve
+from titan_sparse.training.pictures import has_matplotlib, new_figure
 
 DEFAULT_CONSTANTS = Path(__file__).parents[1] / "estimate/constants_h200.json"
 
@@ -50,8 +52,10 @@ DEFAULT_CONSTANTS = Path(__file__).parents[1] / "estimate/constants_h200.json"
 def main(words: list[str]) -> int:
     try:
         args, config, pairs = parse(words)
-        if any(path.endswith(".png") for path in args.out):
-            import matplotlib  # noqa: F401  missing? say so before minutes of work
+        require(
+            has_matplotlib() or not any(path.endswith(".png") for path in args.out),
+            'a picture needs matplotlib; write pip install -e ".[eval]", or no .png',
+        )
         constants = load_constants(args.constants)
         model = resolve(**vars(config.model))
         shape = shape_of(config, model)
@@ -82,12 +86,6 @@ def main(words: list[str]) -> int:
                 if setting.layout not in counted:
                     counted[setting.layout] = count(layer, setting)
                 layers.append(plan_layer(counted[setting.layout], layer, setting, constants))
-    except ModuleNotFoundError as error:
-        print(
-            f'error: a picture needs {error.name}: write pip install -e ".[eval]", or no .png',
-            file=sys.stderr,
-        )
-        return 2
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -263,7 +261,7 @@ def summary(plans: list[LayerPlan]) -> dict:
 
     Times are in ms, and sent bytes of the busiest rank in MB (1e6 bytes).
     """
-    of_layers = []
+    totals: Counter[str] = Counter()
     for plan in plans:
         computing = plan.forward.compute.sum(-1).mean().item()
         numbers = {
@@ -278,12 +276,10 @@ def summary(plans: list[LayerPlan]) -> dict:
             numbers[f"{name}_exposed_ms"] = of_pass.exposed() * 1e3
             numbers[f"{name}_inside_mb"] = of_pass.sent.inside.max().item() / 1e6
             numbers[f"{name}_across_mb"] = of_pass.sent.across.max().item() / 1e6
-        of_layers.append(numbers)
+        totals.update(numbers)
     setting = plans[0].setting
-    means = {"layout": setting.layout, "schedule": setting.schedule.name}
-    for key in of_layers[0]:
-        means[key] = sum(numbers[key] for numbers in of_layers) / len(of_layers)
-    return means
+    means = {key: total / len(plans) for key, total in totals.items()}
+    return {"layout": setting.layout, "schedule": setting.schedule.name} | means
 
 
 COLUMNS = {
@@ -318,11 +314,8 @@ def table(summaries: list[dict]) -> str:
 
 def draw(path: str, summaries: list[dict], works: list[torch.Tensor]) -> None:
     """Draw the work of each rank and step, relative to the mean of all, a panel for each setting."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.2 * len(works), 4), layout="constrained")
-    panels = figure.subplots(1, len(works), squeeze=False)[0]
-    for axes, numbers, work in zip(panels, summaries, works):
+    figure, panels = new_figure((4.2 * len(works), 4), len(works))
+    for axes, numbers, work in zip(figure.axes, summaries, works):
         relative = (work / work.mean()).numpy()
         image = axes.imshow(relative, aspect="auto", vmin=0, vmax=3, interpolation="nearest")
         axes.set(
@@ -332,5 +325,5 @@ def draw(path: str, summaries: list[dict], works: list[torch.Tensor]) -> None:
             xlabel="step",
             ylabel="rank",
         )
-    figure.colorbar(image, ax=axes, label="work / mean")
+    figure.colorbar(image, ax=panels, label="work / mean")
     figure.savefig(path, dpi=110)

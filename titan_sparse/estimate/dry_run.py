@@ -109,18 +109,16 @@ def world(ranks: int, ranks_per_node: int, device_memory: float, host_memory: fl
 def host_of_this_machine() -> float:
     """GiB: its memory, or what a container may have of it."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if _CGROUP_LIMIT.is_file():
-        limit = _CGROUP_LIMIT.read_text().strip()
-        if limit.isdecimal():
-            size = min(size, int(limit))
-    return size / GIB
+    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
+    return min(size, int(limit)) / GIB if limit.isdecimal() else size / GIB
 
 
 def dry_run(config: Config, where: World) -> tuple[str, bool]:
     """The report, and whether the step fits. A step fits if the device's memory is unknown."""
     model = resolve(**vars(config.model))
     pattern = build_pattern(config.attention)
-    step = _step(config, model, pattern, where)
+    backend = _backend(config, model)
+    step = step_of(config, model, pattern, backend, where.ranks, where.ranks_per_node)
     needed = peak_gib(step)
     on_host = host_gib(step, config.checkpoint)
     lines = [
@@ -148,12 +146,13 @@ def find_max_length(config: Config, where: World) -> tuple[str, bool]:
     model = resolve(**vars(config.model))
     pattern = build_pattern(config.attention)
     multiple = padding_multiple(config)
+    backend = _backend(config, model)
 
     def measure(multiples: int) -> tuple[float, dict[str, float]]:
         """GiB of the device and of the host."""
         longer = copy.deepcopy(config)
         longer.training.seq_len = multiples * multiple
-        step = _step(longer, model, pattern, where)
+        step = step_of(longer, model, pattern, backend, where.ranks, where.ranks_per_node)
         return peak_gib(step), host_gib(step, config.checkpoint)
 
     # Bisection: `low` fits (0 tokens do), and nothing above `high` does.
@@ -181,11 +180,6 @@ def find_max_length(config: Config, where: World) -> tuple[str, bool]:
         f"that fits on {where}: {needs}"
     )
     return line, True
-
-
-def _step(config: Config, model: DecoderConfig, pattern: Pattern, where: World) -> Step:
-    backend = _backend(config, model)
-    return step_of(config, model, pattern, backend, where.ranks, where.ranks_per_node)
 
 
 def _backend(config: Config, model: DecoderConfig) -> str:
@@ -359,14 +353,10 @@ def _flops(config: Config, model: DecoderConfig, pattern: Pattern, where: World)
 
     # Of the layers that the pattern applies to, and of all others.
     selecting = selecting_layers(attention, model)
-    dense_pairs = 0.0
-    other_pairs = 0.0
-    for layer, window in enumerate(windows_of(model, attention.sliding_window)):
-        pairs = causal_pairs(seq_len, window, attention.window_sinks)
-        if layer in selecting:
-            dense_pairs += pairs
-        else:
-            other_pairs += pairs
+    windows = windows_of(model, attention.sliding_window)
+    pairs = [causal_pairs(seq_len, window, attention.window_sinks) for window in windows]
+    dense_pairs = sum(pairs[layer] for layer in selecting)
+    other_pairs = sum(pairs) - dense_pairs
     dense = step_flops(dense_pairs + other_pairs)
     attention_percent = 100 * (1 - step_flops(0.0) / dense)
     lines = [

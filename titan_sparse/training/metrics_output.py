@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from titan_sparse.attention.observe.statistics import Recording
     from titan_sparse.training.recall import Capped
 
-_BLOCK = 1 << 16
-"""Bytes that are read at a time in search of the last line."""
+_END = 1 << 24
+"""Bytes that are read in search of the last line."""
 
 _NOT_SHOWN = ("step", "time")
 """What TensorBoard itself has of each value."""
@@ -70,40 +70,29 @@ class JsonLines:
         line = (json.dumps(record) + "\n").encode()
         status = os.fstat(self.descriptor)
         if status.st_nlink == 0:
-            raise FileNotFoundError(
-                errno.ENOENT, "the file was deleted while the run goes on", self.path
-            )
-        end = status.st_size
+            said = "the file was deleted while the run goes on"
+            raise FileNotFoundError(errno.ENOENT, said, self.path)
         try:
             written = os.write(self.descriptor, line)
         except OSError as error:
             raise OSError(error.errno, f"cannot write: {error.strerror}", self.path) from error
         if written < len(line):
-            os.ftruncate(self.descriptor, end)
-            raise OSError(
-                errno.ENOSPC,
-                f"only {written} of a line's {len(line)} bytes could be written, the disk is full",
-                self.path,
-            )
+            os.ftruncate(self.descriptor, status.st_size)
+            said = f"only {written} of a line's {len(line)} bytes fit, the disk is full"
+            raise OSError(errno.ENOSPC, said, self.path)
 
     def close(self) -> None:
         """Nothing can be written any more."""
         os.close(self.descriptor)
 
     def _end_last_line(self) -> None:
-        # From the end: the lines of a long run are hundreds of megabytes.
         size = os.fstat(self.descriptor).st_size
-        begin, last = size, b""
-        while begin > 0 and b"\n" not in last:
-            block = min(_BLOCK, begin)
-            begin -= block
-            last = os.pread(self.descriptor, block, begin) + last
-        last = last[last.rfind(b"\n") + 1 :]
-        if not last:
-            return
-        if _parsed(last) is None:
+        # The end is enough: the lines of a long run are hundreds of megabytes.
+        end = os.pread(self.descriptor, _END, max(0, size - _END))
+        last = end.rpartition(b"\n")[2]
+        if last and _parsed(last) is None:
             os.ftruncate(self.descriptor, size - len(last))
-        else:
+        elif last:
             os.write(self.descriptor, b"\n")
 
 
