@@ -102,6 +102,7 @@ def wrong_values() -> Iterator[BadStart]:
 
 PATHS = {
     "training.output_dir": (
+        "{folder}/file",
         "{folder}/file/run",
         "{folder}/dangling",
         "{folder}/loop",

@@ -2,7 +2,6 @@
 spread over processes they are alike, and transformers reads what they export."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -157,7 +156,7 @@ def test_a_run_and_its_export_are_evaluated_alike(folder: Path) -> None:
     assert _evaluate(folder, "of-first", *words, "--hf", str(folder / "gemma3")) != found
 
 
-def test_sparse_patterns_leave_windows_dense(folder: Path, caplog) -> None:
+def test_sparse_patterns_leave_windows_dense(folder: Path) -> None:
     """Of Gemma's two layers, the second has full attention and selects."""
     sparse = {
         "attention.pattern": "vertical_slash",
@@ -177,8 +176,6 @@ def test_sparse_patterns_leave_windows_dense(folder: Path, caplog) -> None:
     assert line["density"] > 0.5
     assert line["loss"] != dense["loss"]
     assert dense["density"] == 1.0 and line["heads_capped"] > 0
-    # Only one layer has budgets; its number is that of all layers.
-    assert re.search(r"caps keep .* in layers 1 below", caplog.text)
 
 
 def test_dense_flops_know_the_window_of_each_layer(folder: Path) -> None:

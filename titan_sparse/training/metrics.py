@@ -23,7 +23,7 @@ from titan_sparse.from_config import selecting_layers
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.lora_config import resolve_adapters
 from titan_sparse.training.metrics_output import JsonLines, Tracker, write_board
-from titan_sparse.training.recall import CapCount, RecallWarnings, asked_recall, percent
+from titan_sparse.training.recall import CapCount, asked_recall, percent
 
 logger = logging.getLogger("titan_sparse")
 
@@ -59,7 +59,6 @@ class MetricsLog:
         self.caps = CapCount()
         self.asked = asked_recall(config.attention)
         self.budget = config.attention.vertical_slash.budget
-        self.warnings = RecallWarnings(self.asked, config.attention.vertical_slash)
         self.tracker = tracker
         self.json = None
         self.board = None
@@ -160,8 +159,6 @@ class MetricsLog:
                 write_board(self.board, record, recorded, capped)
             pace = record["step_seconds"] if self.has_logged else None
             logger.info(progress_line(record, self.steps, pace))
-            for warning in self.warnings.lines(capped, recorded.recall):
-                logger.warning(warning)
         self.has_logged = True
         self.start_interval()
 

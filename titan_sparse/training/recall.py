@@ -1,4 +1,4 @@
-"""Report the requested recall, the measured recall, and which cap caused the difference."""
+"""The requested recall, and how many heads the caps keep below it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,15 +10,6 @@ from torch import Tensor
 
 from titan_sparse.attention.recorder import counting_caps
 from titan_sparse.config import Attention
-from titan_sparse.options import VerticalSlashOptions
-
-_TABLE = "attention.vertical_slash"
-
-_SLACK = 0.02
-"""Tolerance of a layer's recall below the requested recall, because only a few rows are measured."""
-
-_WORSE = 2.0
-"""A warning is repeated once things are this many times as bad as when it was given."""
 
 
 class Capped(NamedTuple):
@@ -108,68 +99,9 @@ def asked_recall(attention: Attention) -> float | None:
     return budgets.recall
 
 
-class RecallWarnings:
-    """Why attention keeps less than was asked for.
-
-    Each reason is given once, and again when it is twice as bad.
-    """
-
-    def __init__(self, asked: float | None, budgets: VerticalSlashOptions) -> None:
-        self.asked = asked
-        self.budgets = budgets
-        # By reason: how bad it was when it was given.
-        self.said: dict[str, float] = {}
-
-    def lines(self, capped: Capped | None, recall: list[Tensor]) -> list[str]:
-        """The warnings of a logged step.
-
-        capped: what CapCount.read() gave. recall: [Hq] a layer, empty where it was not measured.
-        """
-        if self.asked is None or capped is None:
-            return []
-        cut = capped.of_heads(self.budgets.budget)
-        lines = []
-        if self._is_news("caps", cut.mean().item()):
-            keys = [
-                f"{_TABLE}.max_{what} = {getattr(self.budgets, f'max_{what}')}"
-                for what, shares in (("verticals", capped.verticals), ("slashes", capped.slashes))
-                if (shares > 0).any()
-            ]
-            lines.append(
-                f"caps keep {percent(cut[cut > 0].mean())} of the heads in {_layers(cut > 0)} below "
-                f"recall = {self.asked:g}: raise {' or '.join(keys)}"
-            )
-        if recall:
-            by_layer = torch.stack([heads.mean() for heads in recall]).cpu()
-            is_low = by_layer < self.asked - _SLACK
-            if self._is_news("recall", (self.asked - by_layer)[is_low].sum().item()):
-                reason = (
-                    f"the probe's queries want other keys than the rest (raise {_TABLE}.recall)"
-                )
-                if (cut[is_low] > 0).any():
-                    reason = "caps cut"
-                lines.append(
-                    f"{_layers(is_low)} kept {percent(by_layer[is_low].min())} or more of the attention "
-                    f"mass, {percent(self.asked)} was asked for: {reason}"
-                )
-        return lines
-
-    def _is_news(self, reason: str, badness: float) -> bool:
-        """Whether to report it. If so, it counts as reported."""
-        is_news = badness > _WORSE * self.said.get(reason, 0.0)
-        if is_news:
-            self.said[reason] = badness
-        return is_news
-
-
 def percent(share: Tensor | float) -> str:
     """A share in percent with one decimal. What is above 0 never looks like 0."""
     share = float(share)
     if 0 < share < 0.001:
         return "< 0.1 %"
     return f"{100 * share:.1f} %"
-
-
-def _layers(chosen: Tensor) -> str:
-    """Which layers a bool [layers] chooses: "layers 0, 5"."""
-    return f"layers {', '.join(map(str, chosen.nonzero().flatten().tolist()))}"
