@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,20 +52,6 @@ KEYS = {
 }
 
 
-def _other_texts(folder: Path) -> None:
-    path = folder / "texts/03.txt"
-    path.write_text(path.read_text().swapcase())
-
-
-def _more_texts(folder: Path) -> None:
-    shutil.copy(folder / "texts/03.txt", folder / "texts/99.txt")
-
-
-def _other_tokenizer(folder: Path) -> None:
-    path = folder / "tokenizer.json"
-    path.write_text(path.read_text() + "\n")
-
-
 def _write_costs(folder: Path, dense_tflops: float) -> None:
     constants = json.loads(DEFAULT_CONSTANTS.read_text())["constants"]
     for name, value in (("dense_tflops", dense_tflops), ("partial_tile", 3), ("inside_gb_s", 1)):
@@ -74,22 +59,23 @@ def _write_costs(folder: Path, dense_tflops: float) -> None:
     (folder / "costs.json").write_text(json.dumps({"constants": constants}))
 
 
-def _other_weights(folder: Path) -> None:
-    change_tensors(folder / "hf", lambda tensors: tensors["model.norm.weight"].add_(1))
+def _add_line(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("\n# another line\n" if path.suffix == ".py" else "\n")
 
 
-def _other_model(folder: Path) -> None:
-    write_config(folder / "hf", rms_norm_eps=0.5)
+def _add_one(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"].add_(1)
 
 
 FILES = {
     # what is named -> another file at the same path
-    "the digest of documents of data.source": _other_texts,
-    "the number of documents of data.source (part 1)": _more_texts,
-    "the digest of data.tokenizer": _other_tokenizer,
-    "the digest of attention.balance_costs": partial(_write_costs, dense_tflops=28),
-    "the digest of the weights of model.initial_hf": _other_weights,
-    "the model's norm_eps": _other_model,
+    "the digest of documents of data.source": lambda f: _add_line(f / "texts/03.txt"),
+    "the number of documents of data.source (part 1)": lambda f: _add_line(f / "texts/99.txt"),
+    "the digest of data.tokenizer": lambda f: _add_line(f / "tokenizer.json"),
+    "the digest of attention.balance_costs": lambda f: _write_costs(f, 28),
+    "the digest of the weights of model.initial_hf": lambda f: change_tensors(f / "hf", _add_one),
+    "the model's norm_eps": lambda f: write_config(f / "hf", rms_norm_eps=0.5),
 }
 
 
@@ -147,7 +133,6 @@ def test_ranks_that_differ_are_refused(tmp_path):
     # An old checkout on one node.
     package = tmp_path / "titan_sparse"
     shutil.copytree(setup.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
-    with (package / "kernels/merge.py").open("a") as file:
-        file.write("\n# another line\n")
+    _add_line(package / "kernels/merge.py")
     run_program(2, _table, [str(tmp_path)])
     assert not (files / "outputs/checkpoint").exists()

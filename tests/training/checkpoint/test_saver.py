@@ -319,7 +319,7 @@ def test_a_disk_too_small_is_refused(
     run.progress.step = step
     usage = shutil.disk_usage(tmp_path)
     for free, fits in [(needed * ONE_SAVE, True), (needed * ONE_SAVE - 1, False)]:
-        monkeypatch.setattr(saver.shutil, "disk_usage", lambda _, f=free: usage._replace(free=f))
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, f=free: usage._replace(free=f))
         if fits:
             run.checkpointer.check_disk(steps)
             continue

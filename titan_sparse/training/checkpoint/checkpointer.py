@@ -8,6 +8,7 @@ dataloader.*; train_state.*. Whatever else has a state is saved under its own na
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ from titan_sparse.training.checkpoint.reader import (
     read_metadata,
     verify,
 )
-from titan_sparse.training.checkpoint.saver import Saver, disk_problem, expected_bytes
+from titan_sparse.training.checkpoint.saver import Saver, expected_bytes, gib
 
 LOADER = "dataloader"
 
@@ -165,13 +166,26 @@ class Checkpointer(Saver):
 
     def check_disk(self, steps: int) -> None:
         """Refuse a disk that is too small for the saves up to `steps`. Raises Refusal on all ranks."""
-        saves_left = -(-max(steps - self.progress.step, 1) // self.section.interval)
         needed_bytes = expected_bytes(self.model, self.optimizers)
-        problem = _on_first_rank(
-            lambda: disk_problem(self.folder, self.section, needed_bytes, saves_left)
-        )
-        if problem:
-            raise Refusal(problem)
+        saves_left = -(-max(steps - self.progress.step, 1) // self.section.interval)
+
+        def check() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            saves = 1
+            if self.section.keep_latest_k:
+                # Rotation deletes the oldest when the new one is whole: for a moment there is one more.
+                saved = len(folders.complete_steps(self.folder))
+                saves = max(1, min(saves_left, self.section.keep_latest_k + 1 - saved))
+            free_bytes = shutil.disk_usage(self.folder).free
+            if free_bytes < saves * needed_bytes:
+                raise Refusal(
+                    f"{self.folder} has {gib(free_bytes)} GiB free, a save needs {gib(needed_bytes)} GiB "
+                    f"and up to {saves} more will be there at once; free some, lower "
+                    f"checkpoint.keep_latest_k = {self.section.keep_latest_k}, or write another "
+                    "training.output_dir"
+                )
+
+        _on_first_rank(check)
 
     def go_back(self, before: int) -> int | None:
         """Return to the newest whole checkpoint of a step < `before`, and move newer ones aside.
@@ -321,11 +335,13 @@ class Checkpointer(Saver):
 
 
 def _on_first_rank(work: Callable[[], Any]) -> Any:
-    """What `work` returns on rank 0, on all ranks. An OSError is a Refusal on all of them."""
+    """What `work` returns on rank 0, on all ranks. Its Refusal or OSError is a Refusal on all of them."""
     outcome: list[Any] = [None, ""]
     if dist.get_rank() == 0:
         try:
             outcome[0] = work()
+        except Refusal as error:
+            outcome[1] = str(error)
         except OSError as error:
             outcome[1] = f"the folder of checkpoints: {error.filename}: {error.strerror}"
     dist.broadcast_object_list(outcome, src=0)

@@ -43,7 +43,6 @@ from titan_sparse.config import Checkpoint, Refusal
 from titan_sparse.training.checkpoint.folders import (
     CHECKSUMS,
     METADATA,
-    complete_steps,
     incomplete_folder,
     publish,
     rotate,
@@ -93,28 +92,7 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def disk_problem(folder: Path, section: Checkpoint, needed_bytes: int, saves_left: int) -> str:
-    """In one line, why the disk is too small for what will be saved; empty: it is not.
-
-    needed_bytes: of one save. saves_left: what the run will do at most. Makes the folder.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    saves = 1
-    if section.keep_latest_k:
-        # Rotation deletes the oldest when the new one is whole: for a moment there is one more.
-        room_for = section.keep_latest_k + 1 - len(complete_steps(folder))
-        saves = max(1, min(saves_left, room_for))
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes >= saves * needed_bytes:
-        return ""
-    return (
-        f"{folder} has {_gib(free_bytes)} GiB free, a save needs {_gib(needed_bytes)} GiB and up to "
-        f"{saves} more will be there at once; free some, lower checkpoint.keep_latest_k = "
-        f"{section.keep_latest_k}, or write another training.output_dir"
-    )
-
-
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
     return f"{size / 2**30:.3g}"
 
 
@@ -401,7 +379,7 @@ def _describe(checkpoint: Path, error: BaseException, size: int) -> str:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return (
             f"{what}: no space left on the disk ({error.strerror}); a save needs "
-            f"{_gib(size)} GiB more than checkpoint.keep_latest_k of them; "
+            f"{gib(size)} GiB more than checkpoint.keep_latest_k of them; "
             "free some, or write another training.output_dir"
         )
     last_line = str(error).strip().splitlines()[-1:] or [type(error).__name__]
