@@ -178,7 +178,16 @@ class _Keeps(nn.Module):
         return product * shared + gaps * rows[0]
 
 
-def test_neither_parameters_nor_shared_nor_small_tensors_nor_anything_twice():
+def test_neither_parameters_nor_shared_nor_small_tensors_nor_anything_twice(monkeypatch):
+    saved, save = [], offload._Block.save
+
+    def noted_save(self, tensor):
+        record = save(self, tensor)
+        if all(reference() is not record for reference in saved):
+            saved.append(weakref.ref(record))
+        return record
+
+    monkeypatch.setattr(offload._Block, "save", noted_save)
     model = nn.ModuleList(_Keeps() for _ in range(3))
     x = torch.randn(32, 64, requires_grad=True)
     shared = torch.randn(32, 64)
@@ -195,10 +204,14 @@ def test_neither_parameters_nor_shared_nor_small_tensors_nor_anything_twice():
     nbytes = 32 * 64 * 4
     assert blocks.pool.count == 2 * 2
     assert set(blocks.pool.free) == {nbytes}
-    # A graph may be kept for a second backward.
+    # A graph may be kept for a second backward. What was used does not stay on the device.
     for retain in (True, False):
         (got,) = torch.autograd.grad(out.sum(), x, retain_graph=retain)
         torch.testing.assert_close(got, want, rtol=0, atol=0)
+        on_device = [
+            r.on_device is not None for reference in saved if (r := reference()) is not None
+        ]
+        assert sum(on_device) == (2 if retain else 0)
     assert blocks.pool.count == len(blocks.pool.free[nbytes]) == 4
 
     # A graph that is dropped gives its buffers back.

@@ -76,7 +76,6 @@ class Watch:
         self.timeout_seconds = timeout_seconds
         self.signals = signals or StopSignals()
         self.folder = folder
-        self.stacks_written = 0
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.main = threading.main_thread().ident
@@ -96,8 +95,8 @@ class Watch:
         self.failures = _Unchanged()
         # The step in which a collective of this rank has timed out.
         self.overdue_in = -1
-        # The step in which nothing has moved, and the line that this rank has reported for it.
-        self.stuck_in = -1
+        # The steps in which nothing has moved, and the line that this rank has reported for the last.
+        self.stuck_in: list[int] = []
         self.stuck_line = ""
         # All ranks make theirs in the same order: the number keeps the keys of earlier ones apart.
         self.prefix = f"watch {next(_watches)}"
@@ -243,9 +242,9 @@ class Watch:
 
     def _report_stuck(self, still: float) -> None:
         """Once a step: this rank's stacks, and from the first rank that comes one line."""
-        if self.stuck_in == self.step:
+        if self.step in self.stuck_in:
             return
-        self.stuck_in = self.step
+        self.stuck_in.append(self.step)
         where = self._write_stacks()
         if self._claim(f"stuck {self.step}"):
             self.stuck_line = (
@@ -255,9 +254,8 @@ class Watch:
             logger.error("%s", self.stuck_line)
 
     def _write_stacks(self) -> str:
-        if self.folder is None or self.stacks_written == _MAX_STACKS:
+        if self.folder is None or len(self.stuck_in) > _MAX_STACKS:
             return ""
-        self.stacks_written += 1
         folder = self.folder / f"step-{self.step}"
         try:
             write_stacks(folder, self.rank)
