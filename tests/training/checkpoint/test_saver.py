@@ -2,6 +2,7 @@
 failures are reported."""
 
 import errno
+import gc
 import hashlib
 import logging
 import os
@@ -10,6 +11,7 @@ import shutil
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -129,6 +131,29 @@ def test_a_step_waits_for_the_copies_only(alone, tmp_path, monkeypatch, caplog):
     assert resumed(tmp_path).loader.sequence == 1
     assert groups == [run.checkpointer.group] * 2
     assert run.checkpointer.group not in (None, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("error", [0, 2])
+def test_memory_stays_pinned_until_the_end(alone, tmp_path, monkeypatch, caplog, error):
+    """A save without pinned memory is better than none."""
+    released = []
+
+    def pin(memory: torch.Tensor) -> int:
+        weakref.finalize(memory, released.append, memory.nbytes)
+        return error
+
+    monkeypatch.setattr(saver, "pin", pin)
+    run = Run(tmp_path, async_mode="async_with_pinned_mem")
+    for step in (1, 2):
+        run.step()
+        run.checkpointer.save(step)
+        run.checkpointer.wait()
+    gc.collect()
+    assert not released and ("can't be pinned (CUDA error 2)" in caplog.text) == bool(error)
+    run.checkpointer.close()
+    gc.collect()
+    assert len(released) == 1 and released[0] % 512 == 0
+    assert same(resumed(tmp_path).state(), run.state())
 
 
 @pytest.mark.parametrize("how", ["at once", "at the next step", "at the next save", "at the end"])

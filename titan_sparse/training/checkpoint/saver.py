@@ -234,10 +234,11 @@ def _threads() -> int:
     return max(1, min(_FILES_PER_RANK, len(os.sched_getaffinity(0)) // ranks))
 
 
-def _memory_like(tensors: dict[str, Tensor], pinned: bool) -> dict[str, Tensor]:
-    """CPU tensors like these, in one piece of memory, so that it can be pinned as a whole.
+def _memory_like(tensors: dict[str, Tensor], pinned: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """One piece of CPU memory, which can be pinned as a whole, and in it tensors like these.
 
-    Each has its own storage, which torch.save() needs.
+    Each has its own storage, which torch.save() needs. The memory is pinned as long as the first
+    result is there.
     """
     offsets, size = [], 0
     for tensor in tensors.values():
@@ -258,7 +259,7 @@ def _memory_like(tensors: dict[str, Tensor], pinned: bool) -> dict[str, Tensor]:
         if count := prod(tensor.shape):
             flat = torch.frombuffer(memory.numpy(), dtype=tensor.dtype, count=count, offset=offset)
         copies[name] = flat.view(tensor.shape)
-    return copies
+    return memory, copies
 
 
 class Saver:
@@ -273,8 +274,9 @@ class Saver:
         self.last_save_seconds: float | None = None
         """from save() to the name step-N, of the last save that got it; None before the first"""
         self.pending: Future[None] | None = None
+        self.memory: Tensor | None = None
         self.copies: dict[str, Tensor] = {}
-        """of this rank's shards, by name, for saves in the background"""
+        """of this rank's shards, by name, in that memory, for saves in the background"""
         self.copier = Copier(device)
         self.copied: torch.cuda.Event | None = None
         self.group: dist.ProcessGroup | None = None
@@ -320,7 +322,7 @@ class Saver:
             for name, tensor in tensors.items()
         }
         if shards.keys() != self.copies.keys():
-            self.copies = _memory_like(shards, self.section.async_mode == PINNED)
+            self.memory, self.copies = _memory_like(shards, self.section.async_mode == PINNED)
         for name, shard in shards.items():
             self.copied = self.copier.start(self.copies[name], shard)
 
@@ -346,7 +348,7 @@ class Saver:
         finally:
             if self.thread is not None:
                 self.thread.shutdown()
-            self.copies = {}
+            self.memory, self.copies = None, {}
 
     def _write(self, step: int, state: dict[str, Any], began: float) -> None:
         if self.copied is not None:
