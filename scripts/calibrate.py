@@ -18,7 +18,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scripts.benchmarks.options import parser_of
 from scripts.benchmarks.provenance import provenance
 from titan_sparse.attention import attend
 from titan_sparse.attention.backends import choose
@@ -61,15 +62,10 @@ def main(words: list[str]) -> int:
         return 2
     if dist.get_rank() == 0:
         about = provenance(args, device)
-        nodes = world // ranks_of_node
-        result = {
-            "machine": f"{about['gpu']}, {nodes} nodes of {ranks_of_node}",
-            **about,
-            "constants": {
-                name: {"value": value, "source": source}
-                for name, (value, source) in constants.items()
-            },
-        }
+        machine = f"{about['gpu']}, {world // ranks_of_node} nodes of {ranks_of_node}"
+        result = {"machine": machine, **about, "constants": {}}
+        for name, (value, source) in constants.items():
+            result["constants"][name] = {"value": value, "source": source}
         text = json.dumps(result, indent=1)
         Path(args.out).write_text(text + "\n", encoding="utf-8")
         print(text)
@@ -78,30 +74,17 @@ def main(words: list[str]) -> int:
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="torchrun -m scripts.calibrate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--out", required=True, help="JSON file to write")
-    parser.add_argument(
-        "--seq-len", type=tokens, default=131072, help="tokens of the timed attention"
-    )
-    parser.add_argument(
-        "--heads", type=int, nargs=2, default=[16, 2], help="query heads and KV heads"
-    )
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument(
-        "--megabytes", type=float, default=32, help="size of a timed message, 1e6 bytes"
-    )
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument(
-        "--across-gb-s",
-        type=float,
-        help="rate between nodes, where there is only one to measure on",
-    )
-    parser.add_argument("--across-latency-ms", type=float, default=0.05, help="with --across-gb-s")
+    parser = parser_of("scripts.calibrate", __doc__)
+    add = parser.add_argument
+    add("--out", required=True, help="JSON file to write")
+    add("--seq-len", type=tokens, default=131072, help="tokens of the timed attention")
+    add("--heads", type=int, nargs=2, default=[16, 2], help="query heads and KV heads")
+    add("--head-dim", type=int, default=128)
+    add("--megabytes", type=float, default=32, help="size of a timed message, 1e6 bytes")
+    add("--repeats", type=int, default=7)
+    add("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    add("--across-gb-s", type=float, help="rate between nodes, where there is only one node")
+    add("--across-latency-ms", type=float, default=0.05, help="with --across-gb-s")
     return parser.parse_args(words)
 
 
@@ -127,50 +110,21 @@ def refusal(args: argparse.Namespace, world: int, ranks_of_node: int) -> str | N
 
 def measure(args: argparse.Namespace, device: torch.device, ranks_of_node: int) -> Constants:
     """Value and source of every constant."""
+    heads = f"{args.heads[0]}:{args.heads[1]} heads"
     large = kernel_seconds(args.seq_len, args, device)
     small = kernel_seconds(args.seq_len // 4, args, device)
     constants: Constants = {}
-    launch_ms = 0.0
-    for name, flops, long, short in (
-        ("forward", FORWARD_FLOPS, large.forward, small.forward),
-        ("backward", BACKWARD_FLOPS, large.backward, small.backward),
-    ):
-        long_seconds = slowest(long)
-        short_seconds = slowest(short)
-        long_flops = large.pairs * flops * args.head_dim
-        short_flops = small.pairs * flops * args.head_dim
-        rate, launch = line((long_flops, short_flops), (long_seconds, short_seconds))
-        source = (
-            f"attend(), {long_seconds * 1e3:.2f} ms at {args.seq_len} tokens, "
-            f"{args.heads[0]}:{args.heads[1]} heads"
-        )
+    launches = []
+    for name, flops in (("forward", FORWARD_FLOPS), ("backward", BACKWARD_FLOPS)):
+        took = [slowest(getattr(times, name)) for times in (large, small)]
+        work = [times.pairs * flops * args.head_dim for times in (large, small)]
+        rate, launch = line(work, took)
+        launches.append(launch * 1e3)
+        source = f"attend(), {took[0] * 1e3:.2f} ms at {args.seq_len} tokens, {heads}"
         constants[f"{name}_tflops"] = (rate / 1e12, source)
-        launch_ms = max(launch * 1e3, launch_ms)
-        source = "time of attend() at no work, extrapolated; the host's time of a call is in it"
-        constants["launch_ms"] = (launch_ms, source)
-    constants |= tile_constants(args, device)
+    source = "time of attend() at no work, extrapolated; the host's time of a call is in it"
+    constants["launch_ms"] = (max(launches), source)
 
-    world = dist.get_world_size()
-    nodes = [list(range(first, first + ranks_of_node)) for first in range(0, world, ranks_of_node)]
-    across = [list(range(place, world, ranks_of_node)) for place in range(ranks_of_node)]
-    rate, latency = link(nodes, args, device)
-    source = f"hops of {args.megabytes:g} MB in rings of {ranks_of_node}"
-    constants["inside_gb_s"] = (rate, source)
-    constants["inside_latency_ms"] = (latency, source)
-    if world == ranks_of_node:
-        rate = args.across_gb_s
-        latency = args.across_latency_ms
-        source = "given on the command line"
-    else:
-        rate, latency = link(across, args, device)
-        source = f"hops of {args.megabytes:g} MB in rings of {len(across[0])}"
-    constants["across_gb_s"] = (rate, source)
-    constants["across_latency_ms"] = (latency, source)
-    return constants
-
-
-def tile_constants(args: argparse.Namespace, device: torch.device) -> Constants:
-    """dense_tflops and partial_tile."""
     runs = windowed_runs(args, device)
     whole_seconds, partial_seconds = tile_seconds(runs)
     tile_flops = args.heads[0] * BLOCK_SIZE**2 * args.head_dim * (FORWARD_FLOPS + BACKWARD_FLOPS)
@@ -178,12 +132,27 @@ def tile_constants(args: argparse.Namespace, device: torch.device) -> Constants:
     backend = choose("auto", device.type, _dtype(device), args.head_dim, BLOCK_SIZE)
     source = (
         f"attend() with pattern dense under {len(runs)} windows, up to {longest * 1e3:.2f} ms at "
-        f"{args.seq_len} tokens, {args.heads[0]}:{args.heads[1]} heads, backend {backend}"
+        f"{args.seq_len} tokens, {heads}, backend {backend}"
     )
-    return {
-        "dense_tflops": (tile_flops / whole_seconds / 1e12, source),
-        "partial_tile": (partial_seconds / whole_seconds, source),
+    constants["dense_tflops"] = (tile_flops / whole_seconds / 1e12, source)
+    constants["partial_tile"] = (partial_seconds / whole_seconds, source)
+
+    world = dist.get_world_size()
+    places = {
+        "inside": [range(first, first + ranks_of_node) for first in range(0, world, ranks_of_node)],
+        "across": [range(place, world, ranks_of_node) for place in range(ranks_of_node)],
     }
+    for name, rings in places.items():
+        if len(rings[0]) == 1:
+            rate = args.across_gb_s
+            latency = args.across_latency_ms
+            source = "given on the command line"
+        else:
+            rate, latency = link(rings, args, device)
+            source = f"hops of {args.megabytes:g} MB in rings of {len(rings[0])}"
+        constants[f"{name}_gb_s"] = (rate, source)
+        constants[f"{name}_latency_ms"] = (latency, source)
+    return constants
 
 
 class TiledRun(NamedTuple):
@@ -310,12 +279,12 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 
 def link(
-    groups: list[list[int]], args: argparse.Namespace, device: torch.device
+    groups: list[range], args: argparse.Namespace, device: torch.device
 ) -> tuple[float, float]:
     """(GB/s, latency in ms) of hops in these rings, every rank of the world being in one of them."""
     for ranks in groups:
         # Creating a group is collective: every rank creates all of them, and keeps its own.
-        group = dist.new_group(ranks)
+        group = dist.new_group(list(ranks))
         if dist.get_rank() in ranks:
             ring = group
     large = args.megabytes * 1e6
@@ -344,7 +313,7 @@ def hop_seconds(group: dist.ProcessGroup, size: float, repeats: int, device: tor
     return seconds(hop, device, repeats)
 
 
-def line(work: tuple[float, float], took: tuple[float, float]) -> tuple[float, float]:
+def line(work: Sequence[float], took: Sequence[float]) -> tuple[float, float]:
     """(rate, seconds at no work) of the line through two timings, the larger first.
 
     The line goes through the origin where it would meet it below zero, and where times do not grow

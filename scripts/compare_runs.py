@@ -5,50 +5,48 @@
 
 A and B are output_dirs of runs, or files metrics.jsonl. Prints a table. Status 0: no step is
 further apart than the thresholds (or none was given); 1: some step is; 2: the runs cannot be
-compared, as their logged steps differ, or the plot cannot be written. Plots need
-pip install -e ".[eval]"
+compared, as their logged steps differ, or the plot cannot be written.
 """
 
 import argparse
-import functools
 import math
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from scripts.benchmarks.options import parser_of
 from titan_sparse.training.metrics_output import read_metrics
+
+ROWS = 10
+"""Of the table, about."""
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.compare_runs",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("a", metavar="A")
-    parser.add_argument("b", metavar="B")
-    parser.add_argument("--field", default="loss", help="a field of metrics.jsonl")
-    add_threshold = functools.partial(parser.add_argument, type=_threshold, default=math.inf)
-    add_threshold("--max-difference", help="largest |B - A| of a step")
-    add_threshold("--relative", help="largest |B - A| / |A| of a step")
-    parser.add_argument("--plot", help="PNG to write")
+    parser = parser_of("scripts.compare_runs", __doc__)
+    add = parser.add_argument
+    add("a", metavar="A")
+    add("b", metavar="B")
+    add("--field", default="loss", help="a field of metrics.jsonl")
+    add("--max-difference", type=_threshold, default=math.inf, help="largest |B - A| of a step")
+    add("--relative", type=_threshold, default=math.inf, help="largest |B - A| / |A| of a step")
+    add("--plot", help="PNG to write")
     args = parser.parse_args(words)
     try:
         steps = differences(args.a, args.b, args.field)
         if args.plot:
-            plot(steps, (args.a, args.b), args.field, args.plot)
+            plot(steps, args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(table(steps))
     too_far = beyond(steps, args.max_difference, args.relative)
-    if too_far:
-        print(
-            f"{len(too_far)} of {len(steps)} steps are beyond the threshold, "
-            f"step {too_far[0].step} first"
-        )
-        return 1
-    return 0
+    if not too_far:
+        return 0
+    print(
+        f"{len(too_far)} of {len(steps)} steps are beyond the threshold, "
+        f"step {too_far[0].step} first"
+    )
+    return 1
 
 
 def _threshold(text: str) -> float:
@@ -82,35 +80,33 @@ def differences(a: str | Path, b: str | Path, field: str = "loss") -> list[Diffe
     """
     first = read_metrics(a)
     second = read_metrics(b)
-    if first.keys() != second.keys() or not first:
-        message = (
-            f"the runs have logged different steps: {a} has {len(first)}, {b} has {len(second)}"
+    apart = sorted(first.keys() ^ second.keys())
+    if apart:
+        raise ValueError(
+            f"the runs have logged different steps: {a} has {len(first)}, {b} has {len(second)}, "
+            f"and only one of them has step {apart[0]}"
         )
-        apart = sorted(first.keys() ^ second.keys())
-        if apart:
-            message += f", and only one of them has step {apart[0]}"
-        raise ValueError(message)
-    steps = sorted(first)
-    for step in steps:
-        if field not in first[step] or field not in second[step]:
-            raise ValueError(
-                f"{field} was not logged by both runs at step {step}; write --field loss or another"
-            )
-    return [_difference(step, first[step][field], second[step][field]) for step in steps]
+    found = []
+    for step in sorted(first):
+        values = []
+        for line in (first[step], second[step]):
+            if field not in line:
+                raise ValueError(
+                    f"{field} was not logged by both runs at step {step}; write another --field"
+                )
+            # metrics.jsonl holds null where a number is not finite.
+            values.append(math.nan if line[field] is None else float(line[field]))
+        found.append(_difference(step, *values))
+    return found
 
 
-def _difference(step: int, a: float | None, b: float | None) -> Difference:
-    # metrics.jsonl holds null where a number is not finite.
-    a = math.nan if a is None else float(a)
-    b = math.nan if b is None else float(b)
+def _difference(step: int, a: float, b: float) -> Difference:
     absolute = abs(b - a)
     if not math.isfinite(absolute):  # also where both are not finite: nothing says that they agree
         return Difference(step, a, b, math.inf, math.inf)
-    if a:
-        relative = absolute / abs(a)
-    else:
-        relative = 0.0 if absolute == 0 else math.inf
-    return Difference(step, a, b, absolute, relative)
+    if absolute == 0:
+        return Difference(step, a, b, 0.0, 0.0)
+    return Difference(step, a, b, absolute, absolute / abs(a) if a else math.inf)
 
 
 def beyond(steps: list[Difference], max_difference: float, relative: float) -> list[Difference]:
@@ -118,14 +114,11 @@ def beyond(steps: list[Difference], max_difference: float, relative: float) -> l
     return [step for step in steps if step.absolute > max_difference or step.relative > relative]
 
 
-def table(steps: list[Difference], rows: int = 10) -> str:
-    """About `rows` steps evenly spread, and the largest difference of all."""
-    every = max(1, -(-len(steps) // rows))
-    shown = steps[::every]
-    if steps[-1] not in shown:
-        shown.append(steps[-1])
+def table(steps: list[Difference]) -> str:
+    """Steps evenly spread and the last one, and the largest difference of all."""
+    every = -(-len(steps) // ROWS)
     lines = [f"{'step':>8} {'A':>12} {'B':>12} {'B - A':>12} {'share':>10}"]
-    for step in shown:
+    for step in [*steps[:-1:every], steps[-1]]:
         lines.append(
             f"{step.step:>8} {step.a:>12.6g} {step.b:>12.6g} "
             f"{step.b - step.a:>+12.3e} {step.relative:>10.2e}"
@@ -139,26 +132,21 @@ def table(steps: list[Difference], rows: int = 10) -> str:
     return "\n".join(lines)
 
 
-def plot(steps: list[Difference], names: tuple[str, str], field: str, path: str) -> None:
-    """A plot with both curves above and their difference below.
+def plot(steps: list[Difference], args: argparse.Namespace) -> None:
+    """A plot with both curves above and their difference below."""
+    from matplotlib.figure import Figure  # no pyplot: no display
 
-    Raises ValueError without matplotlib, OSError for the path.
-    """
-    try:
-        from matplotlib.figure import Figure  # no pyplot: no display
-    except ImportError:
-        raise ValueError('--plot needs matplotlib: pip install -e ".[eval]"') from None
     numbers = [step.step for step in steps]
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
-    above.plot(numbers, [step.a for step in steps], label=names[0])
-    above.plot(numbers, [step.b for step in steps], label=names[1])
-    above.set_ylabel(field)
+    above.plot(numbers, [step.a for step in steps], label=args.a)
+    above.plot(numbers, [step.b for step in steps], label=args.b)
+    above.set_ylabel(args.field)
     above.legend()
     below.plot(numbers, [step.b - step.a for step in steps], color="tab:red")
     below.axhline(0, color="gray", linewidth=0.8)
     below.set(xlabel="step", ylabel="B - A")
-    figure.savefig(path, dpi=120)
+    figure.savefig(args.plot, dpi=120)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,10 @@
 
     python -m scripts.summarize_trace outputs/RUN/profile/rank0.json [--json OUT] [--top 15]
 
-By part of the step (attention, linear layers, ...), then by kind of work, then the kernels that
-take longest; milliseconds a step. `ms` and shares are exclusive and add up to the whole: where
-several run at the same time, computing counts before copies and communication, and idle is where
-nothing runs, so that the GPU waits for the host. `ran` is the time of a part whatever else runs
-beside it.
+By part of the step (attention, linear layers, ...), then the kernels that take longest;
+milliseconds a step. `ms` and shares are exclusive and add up to the whole: where several run at the
+same time, computing counts before copies and communication, and idle is where nothing runs, so that
+the GPU waits for the host. `ran` is the time of a part whatever else runs beside it.
 
 A GPU's kernel belongs to the call that launched it (both have its "correlation"), and that call to
 the CPU ops and ranges around it. Of these the innermost that names a part decides: our custom ops
@@ -15,14 +14,13 @@ rest is linear layers, by their matmuls, and elementwise work. A trace without a
 by its CPU ops: each counts while none runs inside it.
 """
 
-import argparse
 import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from scripts.benchmarks.traces import KINDS, kind, short
+from scripts.benchmarks.options import parser_of, positive
 
 Interval = tuple[float, float]
 
@@ -82,8 +80,8 @@ _ELEMENTWISE_KERNELS = ("triton_poi_", "triton_red_", "triton_per_", "elementwis
 class Work(NamedTuple):
     """What ran from start to end, us.
 
-    kind: of KINDS in benchmarks/traces.py. around: names of the CPU ops and ranges that it was
-    launched in, outermost first. on_cpu: of an op that stands for a kernel.
+    kind: compute, send-receive, collective, or copy. around: names of the CPU ops and ranges that
+    it was launched in, outermost first. on_cpu: of an op that stands for a kernel.
     """
 
     start: float
@@ -95,26 +93,15 @@ class Work(NamedTuple):
 
 
 def main(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.summarize_trace",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("scripts.summarize_trace", __doc__)
     parser.add_argument("trace", help="<output_dir>/profile/rank<r>.json")
     parser.add_argument("--json", help="a file for the same numbers")
-    parser.add_argument("--top", type=int, default=15, help="kernels listed")
-    parser.add_argument(
-        "--steps",
-        type=int,
-        help="steps in the trace, over which times are averaged; default: as it marks them, or 1",
-    )
+    parser.add_argument("--top", type=positive, default=15, help="kernels listed")
     args = parser.parse_args(words)
-    if args.steps is not None and args.steps < 1:
-        sys.exit(f"--steps {args.steps}: write 1 or more")
     with open(args.trace) as file:
         events = json.load(file)["traceEvents"]
     try:
-        found = summary(events, args.top, args.steps)
+        found = summary(events, args.top)
     except ValueError as error:
         sys.exit(f"{args.trace}: {error}; write profiling.enable = true for a run on a GPU")
     print(table(found))
@@ -139,96 +126,88 @@ def length(intervals: list[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def summary(events: list[dict], top: int = 15, steps: int | None = None) -> dict:
-    """Milliseconds a step of the events of a Chrome trace.
+def summary(events: list[dict], top: int = 15) -> dict:
+    """Milliseconds a step of the events of a Chrome trace, the mean of the steps that it marks.
 
-    Returns steps, device, span_ms, launches, part_ms, ran_ms and launches by part, share_ms by
-    kind, and the `top` kernels. steps: in the trace; None: as many as it marks. ValueError if
-    nothing ran.
+    Returns steps, device, span_ms, launches, part_ms, ran_ms and launches by part, and the `top`
+    kernels. ValueError if nothing ran.
     """
     works = work_of(events)
     if not works:
         raise ValueError("the trace has no work of a GPU, nor ops of a CPU")
-    if steps is None:
-        steps = _marked_steps(events)
+    steps = max(1, len({event["name"] for event in events if _marks_step(event)}))
+    ms = 1e3 * steps
     by_part = defaultdict(list)
-    by_kind = defaultdict(list)
     by_name = defaultdict(list)
     for work in works:
-        by_part[part_of(work)].append(work)
-        by_kind[work.kind].append(work)
+        by_part[part_of(work)].append((work.start, work.end))
         by_name[short(work.name)].append(work.end - work.start)
 
-    ms = 1e3 * steps
-    longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:top]
+    part_ms = {}
+    covered: list[Interval] = []
+    covered_us = 0.0
+    for part in PARTS:
+        # What a part takes where none before it runs.
+        covered = union([*covered, *by_part[part]])
+        part_ms[part] = (length(covered) - covered_us) / ms
+        covered_us = length(covered)
+    span_us = covered[-1][1] - covered[0][0]
+    longest = sorted(by_name, key=lambda name: -sum(by_name[name]))
     return {
         "steps": steps,
         "device": "cpu" if works[0].on_cpu else "gpu",
-        "span_ms": _span(works) / ms,
+        "span_ms": span_us / ms,
         "launches": len(works) / steps,
-        "part_ms": exclusive(by_part, PARTS, ms),
-        "ran_ms": {part: length(union(_intervals(by_part[part]))) / ms for part in PARTS},
+        "part_ms": part_ms | {"idle": (span_us - covered_us) / ms},
+        "ran_ms": {part: length(union(by_part[part])) / ms for part in PARTS},
         "launches_of_part": {part: len(by_part[part]) / steps for part in PARTS},
-        "share_ms": exclusive(by_kind, KINDS, ms),
         "kernels": [
-            {"name": name, "calls": len(times) / steps, "total_ms": sum(times) / ms}
-            for name, times in longest
+            {"name": name, "calls": len(by_name[name]) / steps, "total_ms": sum(by_name[name]) / ms}
+            for name in longest[:top]
         ],
     }
 
 
-def exclusive(works: dict[str, list[Work]], names: tuple[str, ...], ms: float) -> dict[str, float]:
-    """What each name takes where none before it in `names` runs, and "idle"; in units of `ms` us."""
-    shares = {}
-    covered: list[Interval] = []
-    covered_us = 0.0
-    for name in names:
-        covered = union([*covered, *_intervals(works[name])])
-        shares[name] = (length(covered) - covered_us) / ms
-        covered_us = length(covered)
-    shares["idle"] = (covered[-1][1] - covered[0][0] - covered_us) / ms
-    return shares
-
-
-def _intervals(works: list[Work]) -> list[Interval]:
-    return [(work.start, work.end) for work in works]
-
-
-def _span(works: list[Work]) -> float:
-    """From the first start to the last end, us."""
-    return max(work.end for work in works) - min(work.start for work in works)
-
-
-def _marked_steps(events: list[dict]) -> int:
-    """How many steps the profiler has marked; 1 if none."""
-    marks = set()
-    for event in events:
-        name = event.get("name", "")
-        if event.get("cat") == "user_annotation" and name.startswith("ProfilerStep#"):
-            marks.add(name)
-    return max(1, len(marks))
+def _marks_step(event: dict) -> bool:
+    is_range = event.get("cat") == "user_annotation"
+    return is_range and event["name"].startswith("ProfilerStep#")
 
 
 def table(found: dict) -> str:
     span = found["span_ms"]
-    steps = found["steps"]
-    unit = "launches" if found["device"] == "gpu" else "pieces of CPU ops"
-    lines = [f"{span:.1f} ms a step, {found['launches']:.0f} {unit} (mean of {steps} steps)"]
-    if steps == 1:
-        lines = [f"{span:.1f} ms, {found['launches']:.0f} {unit}"]
-    lines.append(f"  {'part':<28}{'ms':>9}{'%':>8}{'ran ms':>10}{unit.split()[0]:>10}")
+    unit = "launches" if found["device"] == "gpu" else "pieces"
+    lines = [
+        f"{span:.1f} ms a step, {found['launches']:.0f} {unit} (mean of {found['steps']} steps)",
+        f"  {'part':<28}{'ms':>9}{'%':>8}{'ran ms':>10}{unit:>10}",
+    ]
     for part, time in found["part_ms"].items():
         line = f"  {part:<28}{time:9.1f}{100 * time / span:8.1f}"
         if part != "idle":
             line += f"{found['ran_ms'][part]:10.1f}{found['launches_of_part'][part]:10.0f}"
         lines.append(line)
-    lines.append("  kind")
-    for name, time in found["share_ms"].items():
-        lines.append(f"  {name:<28}{time:9.1f}{100 * time / span:8.1f}")
     lines.append("  longest")
     for kernel in found["kernels"]:
         lines.append(f"  {kernel['total_ms']:9.1f} ms {kernel['calls']:8.1f} x  {kernel['name']}")
     return "\n".join(lines)
+
+
+def kind(event: dict) -> str:
+    name = event["name"].lower()
+    sends = ("sendrecv", "gloo:send", "gloo:recv", "c10d::send", "c10d::recv")
+    if any(word in name for word in sends):
+        return "send-receive"
+    if any(word in name for word in ("nccl", "gloo:", "c10d::")):
+        return "collective"
+    if "memcpy" in event["cat"] or "memset" in event["cat"]:
+        return "copy"
+    return "compute"
+
+
+def short(name: str) -> str:
+    """A kernel's name without return type, templates and arguments, at most 40 characters."""
+    without_type = name.removeprefix("void ")
+    without_template = without_type.partition("<")[0]
+    return without_template.partition("(")[0][:40]
 
 
 # Parts --------------------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ from scripts.benchmarks.attention_cases import (
 from scripts.benchmarks.harness import (
     Bench,
     about,
+    add_common_options,
     causal_pairs,
     faster,
     mean,
@@ -70,7 +71,7 @@ from scripts.benchmarks.harness import (
     training_call,
     visited_share,
 )
-from scripts.benchmarks.options import add_common_options, head_set, parser_of, positive, share
+from scripts.benchmarks.options import head_set, parser_of, positive, share
 from scripts.benchmarks.patterns import add_pattern_options, patterns
 from titan_sparse.attention import backends
 from titan_sparse.attention.backends import flash
@@ -134,7 +135,7 @@ def refusal(args: argparse.Namespace) -> str | None:
         return f"--seq-lens {shortest}: realistic q and k need 2048 tokens or more"
     if "masks" in args.cases and 4 * args.window > shortest:
         return f"--window {args.window}: write a quarter of the sequence or less"
-    if "patterns" in args.cases and min(args.chunk_size) < args.block_size:
+    if "patterns" in args.cases and args.chunk_size < args.block_size:
         return f"--chunk-size: write --block-size ({args.block_size}) or more"
     return None
 
@@ -179,23 +180,23 @@ def sparse(bench: Bench) -> Iterator[dict]:
 
 def _timed(bench: Bench, name: str, call: Attention, tensors: list[Tensor], repeats: int) -> dict:
     """Times and peak memory. tensors: q, k, v, d_out."""
-    leaves = tensors[:3]
-    d_out = tensors[3]
-    steps = training_call(call, leaves, d_out)
+    steps = training_call(call, tensors)
     measured = timed(bench, steps, repeats)
     if bench.on_gpu:
-        measured["peak_extra_of_qkvo"] = round(peak_extra(call, leaves, d_out), 4)
+        measured["peak_extra_of_qkvo"] = round(peak_extra(call, tensors), 4)
     if name in (*bench.args.backends, *OURS_DENSE):
         idle = torch.cuda.synchronize if bench.on_gpu else lambda: None
         spent = rounds(steps, repeats, bench.on_gpu, idle)
-        measured["alone_ms"] = round(sum(map(statistics.median, zip(*spent))), 3)
+        of_steps = [statistics.median(of_step) for of_step in zip(*spent)]
+        measured["alone_ms"] = round(sum(of_steps), 3)
     return measured
 
 
-def peak_extra(call: Attention, leaves: list[Tensor], d_out: Tensor) -> float:
+def peak_extra(call: Attention, tensors: list[Tensor]) -> float:
     """Peak bytes above inputs, outputs and gradients, as a share of q + k + v + out."""
-    inputs = sum(leaf.nbytes for leaf in leaves)
-    held = d_out.nbytes + inputs  # out is as large as its gradient
+    # out is as large as its gradient.
+    held = sum(tensor.nbytes for tensor in tensors)
+    *leaves, d_out = tensors
     kept = []
 
     def step() -> None:
@@ -307,7 +308,7 @@ def _masked(
     measured = []
     for seed in range(packs):
         mask, peer = make(shape, seed)
-        steps = training_call(_call(name, mask, peer, shape), tensors[:3], tensors[3])
+        steps = training_call(_call(name, mask, peer, shape), tensors)
         of_seed = timed(bench, steps)
         of_seed["pairs"] = visible_pairs(mask.rows(shape.seq_len)).item()
         if name != FLASH4:

@@ -1,9 +1,9 @@
-"""Attention over several GPUs: scaling, peers, pretended nodes, documents, timelines, errors.
+"""Attention over several GPUs: scaling, dense peers, and documents.
 
     torchrun --standalone --nproc-per-node 4 -m scripts.benchmarks.context_parallel \\
         scaling dense --out results.json
     torchrun --standalone --nproc-per-node 4 -m scripts.benchmarks.context_parallel \\
-        nodes timeline --pretend-nodes 2 --out nodes.json
+        scaling --schedules ring double_ring --pretend-nodes 2 --out nodes.json
 
 All in bf16. Times are of the forward and the backward of attend(), medians of --repeats after
 --warm-ups. GPUs start together, and their hosts run ahead by a sleep of some 20 ms. `total_ms` is
@@ -16,17 +16,13 @@ scaling   sparse attention with a random index of --density, striped, for every 
           ranks, which is the same work for one GPU, on every rank at the same time. `of_alone` is
           the ratio of their TFLOP/s. The index is given; choosing one is timed beside it. One
           rank: `alone` and nothing else
-dense     zigzag and striped, ring and all_gather; torch's context_parallel over cuDNN attention,
-          load balancing on. With --brief only zigzag with ring and torch's all-gather
-nodes     double_ring against ring over --pretend-nodes. `compute_alone`: the same kernels, nothing
-          sent; `outer_alone`: only the hops between nodes. `..._of_limit` is time / the larger
+dense     our layout zigzag in each of --schedules, and torch's context_parallel over cuDNN
+          attention with its defaults
 varlen    packed documents (indexes.ragged_lengths), or a causal window, by layouts and schedules,
           group_cast with each of --stages; means over --packs. `megabytes_needed_...`: keys and
           values that ranks see and do not hold, again in the backward, and their gradients in fp32.
           `worker_imbalance`: pairs of the busiest rank / mean. torch's context_parallel knows no
           documents: it computes the causal mask, and its TFLOP/s count that
-timeline  what the streams of rank 0 do, for scripts.benchmarks.plots
-errors    relative errors against fp32, on one rank alone and by every schedule
 
 A measurement that fails is a row with `error`, and the run goes on; a rank that fails alone ends it
 after --timeout. --pretend-nodes makes NCCL treat the ranks of this host as those of several, so
@@ -36,23 +32,17 @@ that it sends over sockets between them. With --device cpu everything runs over 
 import argparse
 import functools
 import itertools
-import math
 import os
 import sys
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from scripts.benchmarks.attention_cases import (
-    Attention,
     Shape,
-    capped,
     chosen_backend,
     draw,
-    errors,
-    ready_index,
     sdpa,
 )
 from scripts.benchmarks.harness import (
@@ -61,10 +51,10 @@ from scripts.benchmarks.harness import (
     Case,
     Step,
     about,
+    add_common_options,
     causal_pairs,
     cp_mesh,
     faster,
-    gather,
     mean,
     measure,
     place,
@@ -73,12 +63,10 @@ from scripts.benchmarks.harness import (
     sent_by_rank,
     sparse,
     timed,
-    traced,
     training_call,
     visited_share,
 )
-from scripts.benchmarks.nodes import nodes
-from scripts.benchmarks.options import add_common_options, head_set, parser_of, positive, share
+from scripts.benchmarks.options import head_set, parser_of, positive, share
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.context_parallel.layouts import block_multiple
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges, SlidingWindow
@@ -88,6 +76,7 @@ from titan_sparse.estimate.indexes import ragged_lengths
 
 PROGRAM = "scripts.benchmarks.context_parallel"
 SCHEDULES = ("all_gather", "ring", "double_ring")
+TORCH = "torch context_parallel"
 
 
 def main(words: list[str]) -> int:
@@ -112,7 +101,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--sinks", type=int, default=30)
     add("--schedules", nargs="+", default=["all_gather", "ring"], choices=SCHEDULES)
     add("--gradient-dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
-    add("--brief", action="store_true", help="of dense: one row of ours and one of torch")
     add("--packs", type=positive, default=4, help="sequences of documents, of varlen")
     add("--window", type=positive, default=4096, help="tokens that a query sees, of varlen")
     add("--varlen-masks", nargs="+", choices=["documents", "window"], default=["documents"])
@@ -128,14 +116,11 @@ def refusal(args: argparse.Namespace, world: int) -> str | None:
     multiple = block_multiple("zigzag", world) * args.block_size
     if world % nodes:
         return f"--pretend-nodes {nodes} does not divide {world} ranks; write a divisor"
-    if "nodes" in args.cases and nodes == 1:
-        return "the case nodes compares schedules across nodes; write --pretend-nodes 2"
-    if world == 1 and not set(args.cases) <= {"errors", "scaling"}:
+    if world == 1 and args.cases != ["scaling"]:
         return "one rank shares nothing; start torchrun with --nproc-per-node 2 or more"
     if args.backend == "cudnn" and set(args.cases) != {"dense"}:
         return "--backend cudnn computes dense attention; write the case dense alone, or auto"
-    doubles = "double_ring" in args.schedules and "scaling" in args.cases
-    if world > 1 and doubles and world % max(2, nodes):
+    if world > 1 and "double_ring" in args.schedules and world % max(2, nodes):
         return f"double_ring needs an even number of ranks, not {world}; leave it out"
     if any(seq_len % multiple for seq_len in args.seq_lens):
         return f"--seq-lens: write multiples of {multiple}"
@@ -163,32 +148,36 @@ def scaling(bench: Bench) -> Iterator[dict]:
         # Pairs grow with the square of the length: a rank's share of them fits into this length.
         blocks = round(shape.seq_len / bench.world**0.5 / shape.block_size)
         short = shape._replace(seq_len=max(4, blocks) * shape.block_size)
-        backend = {"backend": chosen_backend(bench.args.backend, shape, dynamic=True)}
-        row = about("scaling", short) | {"schedule": "alone"} | backend
+        backend = chosen_backend(bench.args.backend, shape, dynamic=True)
+        row = about("scaling", short)
+        row |= {"schedule": "alone", "backend": backend}
         alone = bench.attempt(row, _scaled, short, None)
         yield alone
         if bench.world == 1:
             continue
-        ways = itertools.product(bench.args.schedules, bench.args.gradient_dtypes)
-        for schedule, dtype in ways:
-            row = about("scaling", shape) | {"schedule": schedule, "layout": "striped"} | backend
-            row["gradient_dtype"] = dtype
-            cp = bench.context("striped", schedule, gradient_dtype=DTYPES[dtype])
-            found = bench.attempt(row, _scaled, shape, cp)
-            if "error" not in found and "error" not in alone:
-                found["of_alone"] = rounded(found["visited_tflops"] / alone["visited_tflops"])
-            yield found
+        for schedule in bench.args.schedules:
+            for dtype in bench.args.gradient_dtypes:
+                row = about("scaling", shape)
+                row |= {"schedule": schedule, "layout": "striped", "backend": backend}
+                row |= {"gradient_dtype": dtype, "nodes": bench.nodes}
+                cp = bench.context("striped", schedule, gradient_dtype=DTYPES[dtype])
+                found = bench.attempt(row, _scaled, shape, cp)
+                if "error" not in found and "error" not in alone:
+                    of_alone = found["visited_tflops"] / alone["visited_tflops"]
+                    found["of_alone"] = rounded(of_alone)
+                yield found
 
 
 def _scaled(bench: Bench, shape: Shape, cp: ContextParallel | None) -> dict:
     call, tensors, select = sparse(bench, shape, cp)
     density = visited_share(call, tensors[:3])
-    measured = timed(bench, training_call(call, tensors[:3], tensors[3]))
+    measured = timed(bench, training_call(call, tensors))
     pairs = density * causal_pairs(shape.seq_len)
+    speed = rates(shape, measured, pairs, cp.size if cp else 1)
     return measured | {
         "density": rounded(density),
         "selection_ms": timed(bench, [select])["total_ms"],
-        "visited_tflops": rates(shape, measured, pairs, cp.size if cp else 1)["total_tflops"],
+        "visited_tflops": speed["total_tflops"],
     }
 
 
@@ -196,67 +185,61 @@ def _scaled(bench: Bench, shape: Shape, cp: ContextParallel | None) -> dict:
 
 
 def dense(bench: Bench) -> Iterator[dict]:
-    """Dense causal attention: our layouts and schedules, and both of torch's rotations."""
+    """Dense causal attention, ours and torch's."""
     for shape in bench.shapes(262144, [(16, 2)]):
         backend = chosen_backend(bench.args.backend, shape, dynamic=False)
-        ways = list(itertools.product(("zigzag", "striped"), ("ring", "all_gather")))
-        methods = ["allgather", "alltoall"]
-        if bench.args.brief:
-            ways = ways[:1]
-            methods = methods[:1]
-        rows = []
-        for layout, schedule in ways:
-            row = {"name": "ours", "layout": layout, "schedule": schedule, "backend": backend}
-            rows.append((row, _our_dense, layout, schedule))
-        for method in methods:
-            row = {"name": "torch context_parallel", "rotate": method}
-            rows.append((row, torch_dense, method))
-        for row, way, *options in rows:
-            found = bench.attempt(about("dense", shape) | row, way, shape, *options)
-            if "error" not in found:
-                pairs = causal_pairs(shape.seq_len)
-                found["tflops"] = rates(shape, found, pairs, bench.world)["total_tflops"]
-            yield found
+        row = about("dense", shape)
+        for schedule in bench.args.schedules:
+            named = {"name": "ours", "schedule": schedule, "backend": backend}
+            found = bench.attempt(row | named, _our_dense, shape, schedule)
+            yield with_rates(bench, shape, found)
+        found = bench.attempt(row | {"name": TORCH}, torch_dense, shape)
+        yield with_rates(bench, shape, found)
 
 
-def _our_dense(bench: Bench, shape: Shape, layout: str, schedule: str) -> dict:
-    ranges = Causal().rows(shape.seq_len, bench.device)
-    cp = bench.context(layout, schedule)
+def _our_dense(bench: Bench, shape: Shape, schedule: str) -> dict:
+    cp = bench.context("zigzag", schedule)
+    call = bench.attention(Dense(), Causal().rows(shape.seq_len, bench.device), cp)
     tensors = draw(shape._replace(seq_len=shape.seq_len // cp.size))
-    call = bench.attention(Dense(), ranges, cp)
-    return timed(bench, training_call(call, tensors[:3], tensors[3]))
+    return timed(bench, training_call(call, tensors))
 
 
-def torch_dense(bench: Bench, shape: Shape, method: str) -> dict:
+def torch_dense(bench: Bench, shape: Shape) -> dict:
     """torch's context_parallel with its defaults: cuDNN, load balancing on.
 
     Where it refuses grouped heads, keys and values are repeated first.
     """
     try:
-        return _torch_timed(bench, shape, method) | {"repeated_heads": False}
+        return _torch_timed(bench, shape) | {"repeated_heads": False}
     except Exception:  # the versions of torch raise different ones
         repeated = shape._replace(kv_heads=shape.heads)
-        return _torch_timed(bench, repeated, method) | {"repeated_heads": True}
+        return _torch_timed(bench, repeated) | {"repeated_heads": True}
 
 
-def _torch_timed(bench: Bench, shape: Shape, method: str) -> dict:
-    from torch.distributed.tensor.experimental import _attention, context_parallel
+def _torch_timed(bench: Bench, shape: Shape) -> dict:
+    from torch.distributed.tensor.experimental import context_parallel
 
-    if not _attention._cp_options.enable_load_balance:
-        raise RuntimeError("torch's load balancer is off")
-    _attention.set_rotate_method(method)
-    tensors = [tensor.detach() for tensor in draw(shape)]
-    buffers = tensors[:3]
-    d_out = tensors[3]
+    *buffers, d_out = (tensor.detach() for tensor in draw(shape))
     mesh = cp_mesh(bench.device.type, 1, bench.world)
     # Shards are made in place, and only outside of autograd; inside they are leaves.
     with context_parallel(
-        mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2], no_restore_buffers=set(buffers)
+        mesh,
+        buffers=buffers,
+        buffer_seq_dims=[2, 2, 2],
+        no_restore_buffers=set(buffers),
     ):
         leaves = [buffer.requires_grad_() for buffer in buffers]
         local = d_out[:, :, : buffers[0].shape[2]].contiguous()
         call = functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION)
-        return timed(bench, training_call(call, leaves, local))
+        return timed(bench, training_call(call, [*leaves, local]))
+
+
+def with_rates(bench: Bench, shape: Shape, found: dict) -> dict:
+    """A row of causal attention with the TFLOP/s of a rank."""
+    if "error" in found:
+        return found
+    pairs = causal_pairs(shape.seq_len)
+    return found | {"pairs": pairs} | rates(shape, found, pairs, bench.world)
 
 
 # varlen -------------------------------------------------------------------------------------------
@@ -273,33 +256,24 @@ def varlen(bench: Bench) -> Iterator[dict]:
     # 8,192 tokens a rank, as in MagiAttention's benchmarks.
     for shape in bench.shapes(8192 * bench.world, [(64, 8)]):
         row = about("varlen", shape) | {"ranks": bench.world}
-        peers = []
-        for method in ("allgather", "alltoall"):
-            named = {"name": "torch context_parallel", "rotate": method, "mask": "causal"}
-            peers.append(bench.attempt(row | named, _torch_causal, shape, method))
-            yield peers[-1]
-        best = min(peers, key=lambda peer: peer.get("total_ms", math.inf))
-        for mask, (layout, schedule, stages) in itertools.product(args.varlen_masks, ways):
+        causal = row | {"name": TORCH, "mask": "causal"}
+        peer = with_rates(bench, shape, bench.attempt(causal, torch_dense, shape))
+        yield peer
+        for mask in args.varlen_masks:
             masks = packs_of(mask, args, shape.seq_len)
-            named = row | {"name": "ours", "mask": mask, "packs": len(masks), "layout": layout}
-            named |= {"schedule": schedule}
-            if schedule == "group_cast":
-                named["overlap_stages"] = stages
-            found = bench.attempt(named, _masked, shape, layout, schedule, stages, masks)
-            yield found | faster("times_faster_than_torch", found, best)
+            for layout, schedule, stages in ways:
+                named = row | {"name": "ours", "mask": mask, "packs": len(masks)}
+                named |= {"layout": layout, "schedule": schedule, "overlap_stages": stages}
+                found = bench.attempt(named, _masked, shape, layout, schedule, stages, masks)
+                yield found | faster("times_faster_than_torch", found, peer)
 
 
 def packs_of(mask: str, args: argparse.Namespace, seq_len: int) -> list[Mask]:
     """The masks of one row: --packs sequences of documents, or one window, which is always the same."""
     if mask == "window":
         return [SlidingWindow(args.window)]
-    return [Documents(ragged_lengths(seq_len, seed)) for seed in range(args.packs)]
-
-
-def _torch_causal(bench: Bench, shape: Shape, method: str) -> dict:
-    measured = torch_dense(bench, shape, method)
-    measured["pairs"] = causal_pairs(shape.seq_len)
-    return measured | rates(shape, measured, measured["pairs"], bench.world)
+    seeds = range(args.packs)
+    return [Documents(ragged_lengths(seq_len, seed)) for seed in seeds]
 
 
 def _masked(
@@ -311,10 +285,10 @@ def _masked(
     packs = []
     for mask in masks:
         ranges = cp.balance(mask.rows(shape.seq_len, bench.device))
-        steps = training_call(bench.attention(Dense(), ranges, cp), tensors[:3], tensors[3])
+        steps = training_call(bench.attention(Dense(), ranges, cp), tensors)
         measured = timed(bench, steps)
-        pairs = visible_pairs(ranges).item()
-        measured |= {"pairs": pairs, "worker_imbalance": imbalance(cp, ranges)}
+        measured["pairs"] = visible_pairs(ranges).item()
+        measured["worker_imbalance"] = imbalance(cp, ranges)
         measured |= _megabytes(bench, shape, cp, ranges, steps)
         packs.append(measured)
     average = mean(packs)
@@ -340,97 +314,27 @@ def _megabytes(
     bench: Bench, shape: Shape, cp: ContextParallel, ranges: MaskRanges, steps: list[Step]
 ) -> dict:
     """1e6 bytes, summed over ranks: what is sent, and what would be enough."""
-    sent = sent_by_rank(bench, cp, steps).sum(0).tolist()
+    forward, backward = sent_by_rank(bench, cp, steps).sum(0).tolist()
+    # Blocks of keys that the mask lets a rank see and that another one holds.
+    table = cp.table(ranges)  # [ranks, n]
+    seen = seen_blocks(ranges, table, cp.block_size)
+    blocks = int(seen.sum() - seen.gather(1, table).sum())
     # Of K and V, and of their gradients.
-    elements = needed_blocks(cp, ranges) * 2 * shape.kv_heads * shape.block_size * shape.head_dim
+    elements = blocks * 2 * shape.kv_heads * shape.block_size * shape.head_dim
     keys = elements * torch.bfloat16.itemsize / 1e6
     gradients = elements * torch.float32.itemsize / 1e6
     return {
-        "megabytes_sent_forward": sent[0],
+        "megabytes_sent_forward": forward,
         "megabytes_needed_forward": keys,
-        "megabytes_sent_backward": sent[1],
+        "megabytes_sent_backward": backward,
         "megabytes_needed_backward": keys + gradients,
     }
-
-
-def needed_blocks(cp: ContextParallel, ranges: MaskRanges) -> int:
-    """Blocks of keys that the mask lets ranks see and that others hold, summed over ranks."""
-    table = cp.table(ranges)  # [ranks, n]
-    seen = seen_blocks(ranges, table, cp.block_size)
-    return int(seen.sum() - seen.gather(1, table).sum())
-
-
-# timeline and errors ------------------------------------------------------------------------------
-
-
-def timeline(bench: Bench) -> Iterator[dict]:
-    """What rank 0's streams do in one forward and backward of sparse attention, by schedule."""
-    schedules = ["ring", "all_gather"]
-    if bench.nodes > 1:
-        schedules.append("double_ring")
-    for shape in bench.shapes(262144, [(16, 2)]):
-        for schedule in schedules:
-            row = about("timeline", shape) | {"schedule": schedule, "layout": "striped"}
-            yield bench.attempt(row | {"nodes": bench.nodes}, _timeline, shape, schedule)
-
-
-def _timeline(bench: Bench, shape: Shape, schedule: str) -> dict:
-    call, tensors, _ = sparse(bench, shape, bench.context("striped", schedule))
-    return {"intervals": traced(bench, training_call(call, tensors[:3], tensors[3]))}
-
-
-def accuracy(bench: Bench) -> Iterator[dict]:
-    """Relative Frobenius errors in bf16 against fp32: one rank alone, then every schedule."""
-    [shape] = bench.shapes(8192, [(16, 2)])
-    ranges = Causal().rows(shape.seq_len, bench.device)
-    q, k, _, _ = draw(shape)
-    pattern = capped(shape.seq_len)
-    index = pattern.select(q.detach(), k.detach(), ranges, block_size=bench.args.block_size)
-    ready = ready_index(pattern, index.tensors())
-    seen = index.dense(Causal())[0]  # [Hq, S, S]
-
-    def largest(bench: Bench, call: Attention) -> dict:
-        """Of any rank; ranks get the same whole tensors."""
-        here = errors(call, shape, seen)
-        return dict(zip(here, gather(bench, list(here.values())).amax(0).tolist()))
-
-    row = about("errors", shape) | {"ranks": bench.world}
-    yield bench.attempt(row | {"schedule": "alone"}, largest, bench.attention(ready, ranges))
-    schedules = [name for name in SCHEDULES if name != "double_ring" or bench.world % 2 == 0]
-    for schedule, dtype in itertools.product(schedules if bench.world > 1 else ["local"], DTYPES):
-        cp = bench.context("striped", schedule, gradient_dtype=DTYPES[dtype])
-        call = functools.partial(_Sharded.apply, cp, bench.attention(ready, ranges, cp))
-        named = row | {"schedule": schedule, "layout": "striped", "gradient_dtype": dtype}
-        yield bench.attempt(named, largest, call)
-
-
-class _Sharded(torch.autograd.Function):
-    """Attention of whole tensors by way of shards."""
-
-    @staticmethod
-    def forward(
-        ctx, cp: ContextParallel, call: Attention, q: Tensor, k: Tensor, v: Tensor
-    ) -> Tensor:
-        ctx.cp = cp
-        ctx.leaves = [cp.shard(whole.detach(), 2).requires_grad_() for whole in (q, k, v)]
-        with torch.enable_grad():
-            ctx.out = call(*ctx.leaves)
-        return cp.unshard(ctx.out.detach(), 2)
-
-    @staticmethod
-    def backward(ctx, d_out: Tensor) -> tuple:
-        gradients = torch.autograd.grad(ctx.out, ctx.leaves, ctx.cp.shard(d_out, 2))
-        dq, dk, dv = (ctx.cp.unshard(gradient, 2) for gradient in gradients)
-        return None, None, dq, dk, dv
 
 
 CASES: dict[str, Case] = {
     "scaling": scaling,
     "dense": dense,
-    "nodes": nodes,
     "varlen": varlen,
-    "timeline": timeline,
-    "errors": accuracy,
 }
 
 

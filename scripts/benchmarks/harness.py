@@ -5,13 +5,11 @@ measurement that fails on any rank is a row with `error`, and the run goes on.
 """
 
 import argparse
-import contextlib
 import functools
 import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -31,9 +29,9 @@ from scripts.benchmarks.attention_cases import (
     random_index,
     ready_index,
 )
+from scripts.benchmarks.options import positive
 from scripts.benchmarks.provenance import provenance
-from scripts.benchmarks.traces import intervals
-from titan_sparse.attention import ContextParallel
+from titan_sparse.attention import ContextParallel, backends
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Pattern
@@ -76,14 +74,13 @@ class Bench(NamedTuple):
         self,
         layout: str,
         schedule: str,
-        kind: type[ContextParallel] = ContextParallel,
         gradient_dtype: torch.dtype | None = None,
         overlap_stages: int = 2,
     ) -> ContextParallel:
-        """A context-parallel group of all ranks, or a stand-in for one."""
+        """A context-parallel group of all ranks."""
         # double_ring needs two axes even where all ranks are on one node.
         axes = {"double_ring": max(2, self.nodes), "group_cast": self.nodes}
-        return kind(
+        return ContextParallel(
             cp_mesh(self.device.type, axes.get(schedule, 1), self.world),
             layout,
             schedule,
@@ -146,6 +143,19 @@ def sparse(
     return bench.attention(ready_index(pattern, index), ranges, cp), tensors, select
 
 
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """Options of every benchmark that harness.measure() runs."""
+    add = parser.add_argument
+    add("--head-dim", type=positive, default=128)
+    add("--block-size", type=positive, default=128)
+    add("--backend", default="auto", choices=["auto", *backends.BACKENDS])
+    add("--device", default="cuda", choices=["cuda", "cpu"])
+    add("--repeats", type=positive, default=5)
+    add("--warm-ups", type=int, default=2, help="calls before the timed ones")
+    add("--timeout", type=positive, default=180, help="seconds until a missing rank ends the run")
+    add("--out", default="", help="JSON file, written anew after each row")
+
+
 # Rows ---------------------------------------------------------------------------------------------
 
 
@@ -203,11 +213,10 @@ def run(bench: Bench, result: dict, cases: dict[str, Case]) -> None:
 
 
 def report(bench: Bench, result: dict, row: dict) -> None:
-    """Print a row without its intervals, and write all rows so far."""
+    """Print a row, and write all rows so far."""
     if bench.rank != 0:
         return
-    shown = {key: value for key, value in row.items() if key != "intervals"}
-    print(json.dumps(shown), flush=True)
+    print(json.dumps(row), flush=True)
     result["rows"].append(row)
     if bench.args.out:
         write(Path(bench.args.out), result)
@@ -229,13 +238,12 @@ def about(case: str, shape: Shape) -> dict:
 # Times and memory ---------------------------------------------------------------------------------
 
 
-def training_call(
-    call: Callable[..., Tensor], leaves: list[Tensor], d_out: Tensor | None = None
-) -> list[Step]:
-    """The two steps of one call: the forward, and the backward from its output and d_out.
+def training_call(call: Callable[..., Tensor], tensors: list[Tensor | None]) -> list[Step]:
+    """The two steps of one call: the forward, and the backward.
 
-    d_out: None for a scalar.
+    tensors: what the call takes, and the gradient of its result, None for a scalar.
     """
+    *leaves, d_out = tensors
     kept = {}
 
     def forward() -> None:
@@ -345,31 +353,6 @@ def sent_by_rank(bench: Bench, cp: ContextParallel, steps: list[Step]) -> Tensor
         step()
         sent.append((cp.bytes_sent - before) / 1e6)
     return gather(bench, sent)
-
-
-def traced(bench: Bench, steps: Sequence[Step]) -> list[dict]:
-    """intervals() of rank 0 in one call of the steps, after one to warm up.
-
-    The other ranks take part and return [].
-    """
-    for step in steps:
-        step()
-    profile = contextlib.nullcontext()
-    if bench.rank == 0:
-        kinds = torch.profiler.ProfilerActivity
-        profile = torch.profiler.profile(activities=[kinds.CUDA if bench.on_gpu else kinds.CPU])
-    with profile:
-        start_together(bench)
-        for step in steps:
-            step()
-        if bench.on_gpu:
-            torch.cuda.synchronize()
-    if bench.rank != 0:
-        return []
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        return intervals(json.loads(path.read_text())["traceEvents"], bench.on_gpu)
 
 
 # Numbers ------------------------------------------------------------------------------------------

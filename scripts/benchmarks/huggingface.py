@@ -7,35 +7,28 @@
 
 Qwen3's shapes with random weights, one sequence a step, bf16, activation checkpointing, AdamW, the
 head and its loss in chunks for all, since full logits of 131,072 tokens do not fit beside the
-model. Arms differ in attention alone: sdpa with the kernel that torch picks, and with its
-FlashAttention-2, flash_attention_2 where flash-attn is installed, ours dense, and ours with
-vertical_slash. "kept" arms are ours with keep_attention(): checkpointing keeps attention's output,
-where the others compute attention again.
+model. Arms differ in attention alone: sdpa with the kernel that torch picks, ours dense, and ours
+with vertical_slash.
 
 With --packed the sequence is packed documents (indexes.ragged_lengths), under FSDP2, and all
-processes share it. Nothing else runs packed documents under context parallelism: sdpa's arms run on
-one process alone.
+processes share it. Nothing else runs packed documents under context parallelism: sdpa runs on one
+process alone.
 
 Random weights attend to nearly everything, so that sparse rows have fixed budgets, and say which
 density and recall their times belong to (recall without --packed). Times are medians of --steps.
 """
 
 import argparse
-import contextlib
 import gc
-import importlib.util
 import json
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     PreTrainedModel,
     Qwen3Config,
@@ -51,7 +44,7 @@ from scripts.benchmarks.provenance import provenance
 from titan_sparse import recording
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 from titan_sparse.estimate.indexes import ragged_lengths
-from titan_sparse.integrations.transformers import AttentionSettings, keep_attention, register
+from titan_sparse.integrations.transformers import AttentionSettings, register
 from titan_sparse.integrations.transformers.context_parallel import (
     ContextParallelConfig,
     ContextParallelTrainer,
@@ -86,43 +79,23 @@ SHAPES = {
 }
 
 
-@dataclass(frozen=True)
-class Arm:
-    """A row: the attention, and how activations are checkpointed.
+def arms(args: argparse.Namespace, tokens: int, world: int) -> dict[str, Pattern | None]:
+    """{name: pattern of our attention}, None for sdpa.
 
-    pattern: of our attention. kernel: the one that sdpa has to use, or None for torch's choice.
+    Half of the density is a number of verticals, half one of slashes, as they are spread.
     """
-
-    name: str
-    implementation: str
-    pattern: Pattern = Dense()
-    keeps_attention: bool = False
-    kernel: SDPBackend | None = None
-
-
-def arms(density: float, seq_len: int, block_size: int) -> list[Arm]:
-    """All rows of one shape and length.
-
-    Random weights attend to nearly everything, so that no recall makes them sparse. Half of the
-    density is a number of verticals, half one of slashes, as they are spread.
-    """
-    verticals = round(density / 2 * seq_len)
-    slashes = max(1, round(density / 2 * seq_len / block_size))
-    sparse = VerticalSlash(
-        min_verticals=verticals,
-        max_verticals=verticals,
-        min_slashes=slashes,
-        max_slashes=slashes,
-    )
-    return [
-        Arm("sdpa", "sdpa"),
-        Arm("sdpa, flash", "sdpa", kernel=SDPBackend.FLASH_ATTENTION),
-        Arm("flash_attention_2", "flash_attention_2"),
-        Arm("ours, dense", OURS),
-        Arm("ours, dense, kept", OURS, keeps_attention=True),
-        Arm("ours, vertical_slash", OURS, sparse),
-        Arm("ours, vertical_slash, kept", OURS, sparse, keeps_attention=True),
-    ]
+    verticals = round(args.density / 2 * tokens)
+    slashes = max(1, round(args.density / 2 * tokens / args.block_size))
+    ours = {
+        "ours, dense": Dense(),
+        "ours, vertical_slash": VerticalSlash(
+            min_verticals=verticals,
+            max_verticals=verticals,
+            min_slashes=slashes,
+            max_slashes=slashes,
+        ),
+    }
+    return ours if world > 1 else {"sdpa": None, **ours}
 
 
 class PackedTrainer(ContextParallelTrainer, Trainer):
@@ -160,11 +133,16 @@ def main(words: list[str]) -> int:
     result = provenance(args, args.device) | {"ranks": world, "rows": []}
     for shape in args.shapes:
         for tokens in args.tokens:
-            for arm in arms(args.density, tokens, args.block_size):
-                found = row(shape, tokens, arm, args, world)
-                result["rows"].append(found)
+            for name, pattern in arms(args, tokens, world).items():
+                row = {"shape": shape, "tokens": tokens, "arm": name}
+                try:
+                    row |= measure(shape, tokens, pattern, args)
+                except torch.OutOfMemoryError:
+                    row["error"] = "out of memory"
+                gc.collect()
+                result["rows"].append(row)
                 if rank == 0:
-                    print(json.dumps(found), flush=True)
+                    print(json.dumps(row), flush=True)
                 if rank == 0 and args.out:
                     write(Path(args.out), result)
     return 0
@@ -178,47 +156,20 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--layers", type=positive, help="instead of the shape's 28")
     add("--density", type=share, default=0.1, help="about, of vertical_slash")
     add("--steps", type=positive, default=4, help="timed, after one untimed")
-    add("--arms", nargs="+", help="names of rows; all by default")
     add("--packed", action="store_true", help="packed documents, shared by all processes")
     add("--layout", default="balanced", help="of packed documents")
     add("--block-size", type=positive, default=128)
     add("--out", default="", help="JSON file, written anew after each row")
-    args = parser.parse_args(words)
-    known = [arm.name for arm in arms(args.density, args.tokens[0], args.block_size)]
-    args.arms = args.arms or known
-    for name in set(args.arms) - set(known):
-        parser.error(f'--arms "{name}" is unknown; write of {", ".join(known)}')
-    args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    return args
+    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args(words)
 
 
-def row(shape: str, tokens: int, arm: Arm, args: argparse.Namespace, world: int) -> dict:
-    """One training run's numbers, or why there are none."""
-    status = "ran"
-    found: dict = {}
-    if arm.name not in args.arms or (world > 1 and arm.implementation != OURS):
-        status = "left out"
-    elif arm.implementation.startswith("flash") and not importlib.util.find_spec("flash_attn"):
-        status = "not installed"
-    else:
-        try:
-            found = measure(shape, tokens, arm, args)
-        except torch.OutOfMemoryError:
-            status = "out of memory"
-        gc.collect()
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
-    return {"shape": shape, "tokens": tokens, "arm": arm.name, "status": status} | found
-
-
-def measure(shape: str, tokens: int, arm: Arm, args: argparse.Namespace) -> dict:
+def measure(shape: str, tokens: int, pattern: Pattern | None, args: argparse.Namespace) -> dict:
     """Trains for some steps. Times are medians; peak memory is that of the busiest process."""
     times = StepTimes(args.device)
-    kernel = sdpa_kernel(arm.kernel) if arm.kernel else contextlib.nullcontext()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(folder, shape, tokens, arm, args, times)
-        with kernel:
-            trained = trainer.train()
+        trainer = make_trainer(folder, shape, tokens, pattern, args, times)
+        trained = trainer.train()
     timed = times.seconds[1:]
     seconds = statistics.median(timed)
     found = {
@@ -229,7 +180,7 @@ def measure(shape: str, tokens: int, arm: Arm, args: argparse.Namespace) -> dict
         "peak_bytes": peak_bytes(args.device),
         "loss": trained.training_loss,
     }
-    if arm.implementation == OURS:
+    if pattern is not None:
         text = {key: value[None] for key, value in trainer.train_dataset[0].items()}
         found |= what_was_kept(trainer, text)
     trainer.accelerator.free_memory()
@@ -247,14 +198,18 @@ def peak_bytes(device: str) -> int | None:
 
 
 def make_trainer(
-    folder: str, shape: str, tokens: int, arm: Arm, args: argparse.Namespace, times: StepTimes
+    folder: str,
+    shape: str,
+    tokens: int,
+    pattern: Pattern | None,
+    args: argparse.Namespace,
+    times: StepTimes,
 ) -> Trainer:
     """A trainer of random weights on random tokens, the same for all arms."""
     on_gpu = args.device == "cuda"
-    options: dict[str, Any] = {}
-    shares = args.packed and arm.implementation == OURS
-    if shares:
-        options["parallelism_config"] = ContextParallelConfig(
+    parallelism = None
+    if args.packed and pattern is not None:
+        parallelism = ContextParallelConfig(
             layout=args.layout,
             schedule="group_cast" if args.layout == "balanced" else "auto",
             block_size=args.block_size,
@@ -273,14 +228,14 @@ def make_trainer(
         disable_tqdm=True,
         dataloader_pin_memory=False,
         remove_unused_columns=False,
-        **options,
+        parallelism_config=parallelism,
     )
-    if arm.implementation == OURS:
-        group = training.parallelism_config.group() if shares else None
-        register(AttentionSettings(arm.pattern, group), name=OURS)
-    model = build_model(shape, tokens, arm, args)
+    if pattern is not None:
+        group = parallelism.group() if parallelism else None
+        register(AttentionSettings(pattern, group), name=OURS)
+    model = build_model(shape, tokens, "sdpa" if pattern is None else OURS, args)
     dataset = texts(model.config.vocab_size, tokens, args)
-    kind = PackedTrainer if shares else Trainer
+    kind = PackedTrainer if parallelism else Trainer
     return kind(model, training, train_dataset=dataset, callbacks=[times])
 
 
@@ -299,7 +254,9 @@ def texts(vocab_size: int, tokens: int, args: argparse.Namespace) -> list[dict]:
     return found
 
 
-def build_model(shape: str, tokens: int, arm: Arm, args: argparse.Namespace) -> PreTrainedModel:
+def build_model(
+    shape: str, tokens: int, attention: str, args: argparse.Namespace
+) -> PreTrainedModel:
     """Random weights, the same for all arms, with checkpointed layers and a loss in chunks."""
     sizes = dict(SHAPES[shape], max_position_embeddings=tokens)
     if args.layers:
@@ -309,12 +266,10 @@ def build_model(shape: str, tokens: int, arm: Arm, args: argparse.Namespace) -> 
     dtype = torch.float32 if args.packed else torch.bfloat16
     with torch.device(args.device):
         model = Qwen3ForCausalLM._from_config(
-            Qwen3Config(**sizes), attn_implementation=arm.implementation, dtype=dtype
+            Qwen3Config(**sizes), attn_implementation=attention, dtype=dtype
         )
     chunk_loss(model)
-    # Not by Trainer's arguments, which would have to be written as JSON.
-    checkpointing = keep_attention() if arm.keeps_attention else {"use_reentrant": False}
-    model.gradient_checkpointing_enable(checkpointing)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 

@@ -1,8 +1,6 @@
-"""The command lines of benchmarks: types of options, and options that several share."""
+"""The command lines of scripts: parsers, and types of options. Imports no torch."""
 
 import argparse
-
-from titan_sparse.attention import backends
 
 
 def parser_of(program: str, description: str | None) -> argparse.ArgumentParser:
@@ -13,19 +11,6 @@ def parser_of(program: str, description: str | None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-
-
-def add_common_options(parser: argparse.ArgumentParser) -> None:
-    """Options of every benchmark that harness.measure() runs."""
-    add = parser.add_argument
-    add("--head-dim", type=positive, default=128)
-    add("--block-size", type=positive, default=128)
-    add("--backend", default="auto", choices=["auto", *backends.BACKENDS])
-    add("--device", default="cuda", choices=["cuda", "cpu"])
-    add("--repeats", type=positive, default=5)
-    add("--warm-ups", type=int, default=2, help="calls before the timed ones")
-    add("--timeout", type=positive, default=180, help="seconds until a missing rank ends the run")
-    add("--out", default="", help="JSON file, written anew after each row")
 
 
 def head_set(text: str) -> tuple[int, int]:

@@ -5,7 +5,7 @@ ones (these as published: the last 64 rows, 30 sinks, 2 local slashes), xattenti
 few values of the knob of each. The index is given to forward and backward, choosing it is
 `selection_ms`; `step_ms` is all three. Density is counted; recall is the share of the softmax mass
 that --recall-rows sampled rows keep. `of_dense_x_density` is attention's time / (the time of dense
-x the density). At the end what each costs --at-recalls, linear between measurements.
+x the density).
 """
 
 import argparse
@@ -13,21 +13,16 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 from scripts.benchmarks import synthetic
-from scripts.benchmarks.attention_cases import Attention, Shape, chosen_backend, ready_index, sdpa
+from scripts.benchmarks.attention_cases import Shape, chosen_backend, ready_index
 from scripts.benchmarks.harness import Bench, about, rounded, timed, training_call
 from scripts.benchmarks.options import positive, share
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
-
-READ_OFF = ("selection_ms", "forward_ms", "backward_ms", "step_ms", "density")
-"""What is interpolated at equal recall."""
 
 PUBLISHED: dict[str, Any] = {
     "budget": "independent",
@@ -41,47 +36,37 @@ PUBLISHED: dict[str, Any] = {
 
 
 def add_pattern_options(parser: argparse.ArgumentParser) -> None:
-    def add(name: str, kind: type, default: list | int, text: str = "") -> None:
-        many = {"nargs": "*"} if isinstance(default, list) else {}
-        parser.add_argument(name, type=kind, default=default, help=text, **many)
-
-    recalls = [0.3, 0.5, 0.7, 0.8, 0.9, 0.95]
-    add("--independent-recalls", share, recalls, "of patterns, as all below")
-    add("--joint-recalls", share, [0.8, 0.85, 0.9, 0.95, 0.98])
-    add("--max-verticals", positive, 4096, "of vertical_slash")
-    add("--thresholds", share, [0.5, 0.9, 0.99, 0.999], "of xattention")
-    add("--top-ks", positive, [4, 12, 24, 48], "of moba")
-    add("--chunk-size", positive, [4096], "of moba, tokens")
-    add("--recall-rows", positive, 256, "rows whose recall is measured")
-    add("--at-recalls", share, [0.9, 0.95], "where costs are compared")
+    add = functools.partial(parser.add_argument, nargs="*")
+    add("--independent-recalls", type=share, default=[0.3, 0.5, 0.7, 0.8, 0.9, 0.95])
+    add("--joint-recalls", type=share, default=[0.8, 0.85, 0.9, 0.95, 0.98])
+    add("--thresholds", type=share, default=[0.5, 0.9, 0.99, 0.999], help="of xattention")
+    add("--top-ks", type=positive, default=[4, 12, 24, 48], help="of moba")
+    parser.add_argument("--chunk-size", type=positive, default=4096, help="of moba, tokens")
+    parser.add_argument("--max-verticals", type=positive, default=4096, help="of vertical_slash")
+    parser.add_argument("--recall-rows", type=positive, default=256, help="rows that are measured")
 
 
 def patterns(bench: Bench) -> Iterator[dict]:
-    """Patterns over their knobs, and times at equal recall."""
-    args = bench.args
+    """Dense attention, and patterns over their knobs."""
     for shape in bench.shapes(524288, [(16, 2)]):
         row = about("patterns", shape)
         q, k = realistic(shape)
         torch.manual_seed(1)
-        v = torch.randn_like(k)
-        d_out = torch.randn_like(q)
-        tensors = [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), d_out]
-        dense = {}
-        for name, call in dense_calls(bench, shape):
-            dense[name] = bench.attempt(row | {"name": name}, _dense, tensors, call)
-            yield dense[name]
-        measured = []
-        for name, knob, value, pattern in grid(args):
-            named = row | {"name": name, "knob": knob, "value": value}
+        tensors = [
+            q.requires_grad_(),
+            k.requires_grad_(),
+            torch.randn_like(k).requires_grad_(),
+            torch.randn_like(q),
+        ]
+        dense = bench.attempt(row | {"name": "dense"}, _dense, shape, tensors)
+        yield dense
+        for name, value, pattern in grid(bench.args):
+            named = row | {"name": name, "value": value}
             found = bench.attempt(named, _pattern, shape, pattern, tensors)
-            if "error" not in found and "error" not in dense["dense"]:
-                ideal_ms = dense["dense"]["total_ms"] * found["density"]
+            if "error" not in found and "error" not in dense:
+                ideal_ms = dense["total_ms"] * found["density"]
                 found["of_dense_x_density"] = rounded(found["total_ms"] / ideal_ms)
-            measured.append(found)
             yield found
-        for recall in args.at_recalls:
-            for at in at_recall(measured, recall):
-                yield row | at
 
 
 def realistic(shape: Shape) -> tuple[Tensor, Tensor]:
@@ -94,50 +79,37 @@ def realistic(shape: Shape) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def dense_calls(bench: Bench, shape: Shape) -> Iterator[tuple[str, Attention]]:
-    """(name, attention): ours, and on a GPU cuDNN's through torch."""
-    yield "dense", bench.attention(Dense(), Causal().rows(shape.seq_len, bench.device))
-    if bench.on_gpu:
-        yield "cudnn", functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION)
-
-
-def grid(args: argparse.Namespace) -> Iterator[tuple[str, str, float, Pattern]]:
-    """(name, knob, its value, pattern)."""
+def grid(args: argparse.Namespace) -> Iterator[tuple[str, float, Pattern]]:
+    """(name, value of the knob, pattern)."""
     recalls = {"joint": args.joint_recalls, "independent": args.independent_recalls}
     for budget, of_budget in recalls.items():
         options = PUBLISHED if budget == "independent" else {}
         for recall in of_budget:
             pattern = VerticalSlash(recall=recall, max_verticals=args.max_verticals, **options)
-            yield f"vertical_slash, {budget}", "recall", recall, pattern
+            yield f"vertical_slash, {budget}", recall, pattern
     for threshold in args.thresholds:
-        yield "xattention", "threshold", threshold, XAttention(threshold=threshold)
-    for chunk_size in args.chunk_size:
-        name = "moba" if len(args.chunk_size) == 1 else f"moba, chunks of {chunk_size}"
-        for top_k in args.top_ks:
-            yield name, "top_k", top_k, MoBA(chunk_size, top_k)
+        yield "xattention", threshold, XAttention(threshold=threshold)
+    for top_k in args.top_ks:
+        yield "moba", top_k, MoBA(args.chunk_size, top_k)
 
 
-def _dense(bench: Bench, tensors: list[Tensor], call: Attention) -> dict:
+def _dense(bench: Bench, shape: Shape, tensors: list[Tensor]) -> dict:
     """One call: it takes seconds at full length."""
-    measured = timed(bench, training_call(call, tensors[:3], tensors[3]), repeats=1)
-    return measured | {"step_ms": measured["total_ms"]}
+    call = bench.attention(Dense(), Causal().rows(shape.seq_len, bench.device))
+    return timed(bench, training_call(call, tensors), repeats=1)
 
 
 def _pattern(bench: Bench, shape: Shape, pattern: Pattern, tensors: list[Tensor]) -> dict:
-    """Times of the selection, and of attention with the index given; and what it keeps.
-
-    step_ms is all of it.
-    """
-    q, k, v, d_out = tensors
+    """Times of the selection, and of attention with the index given; and what it keeps."""
+    *qkv, _ = tensors
+    q, k, _ = (leaf.detach() for leaf in qkv)
     ranges = Causal().rows(shape.seq_len, bench.device)
-    select = functools.partial(
-        pattern.select, q.detach(), k.detach(), ranges, block_size=shape.block_size
-    )
+    select = functools.partial(pattern.select, q, k, ranges, block_size=shape.block_size)
     selection_ms = timed(bench, [select])["total_ms"]
     call = bench.attention(ready_index(pattern, select().tensors()), ranges)
-    measured = timed(bench, training_call(call, [q, k, v], d_out))
+    measured = timed(bench, training_call(call, tensors))
     with torch.no_grad(), recording(recall_rows=bench.args.recall_rows) as seen:
-        call(q, k, v)
+        call(*qkv)
     kept = {
         "density": seen.density().mean(),
         "recall": seen.recall[0].mean(),
@@ -152,25 +124,3 @@ def _pattern(bench: Bench, shape: Shape, pattern: Pattern, tensors: list[Tensor]
         **{name: rounded(value.item()) for name, value in kept.items()},
         "backend": chosen_backend(bench.args.backend, shape, dynamic=True),
     }
-
-
-def at_recall(measured: list[dict], recall: float) -> Iterator[dict]:
-    """A row for each pattern: READ_OFF at this recall, linear between the measurements around it.
-
-    "error" where there are none. measured: rows of _pattern(), in any order, including failed ones.
-    """
-    for name in dict.fromkeys(row["name"] for row in measured):
-        of_pattern = [row for row in measured if row["name"] == name and "error" not in row]
-        of_pattern.sort(key=lambda row: row["recall"])
-        recalls = [row["recall"] for row in of_pattern]
-        found = {"name": name, "at_recall": recall}
-        if not recalls:
-            yield found | {"error": "nothing was measured"}
-        elif not recalls[0] <= recall <= recalls[-1]:
-            span = f"{recalls[0]:.3f} to {recalls[-1]:.3f}"
-            yield found | {"error": f"{span} was measured"}
-        else:
-            for key in READ_OFF:
-                values = [row[key] for row in of_pattern]
-                found[key] = rounded(float(np.interp(recall, recalls, values)))
-            yield found

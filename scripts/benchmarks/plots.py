@@ -1,16 +1,10 @@
-"""Pictures of what benchmarks of attention measured.
+"""A picture of what scripts.benchmarks.attention measured.
 
-    python -m scripts.benchmarks.plots attention benchmarks/results/A.json ... --out attention.png
-    python -m scripts.benchmarks.plots timeline benchmarks/results/FILE.json --out timeline.png
+    python -m scripts.benchmarks.plots benchmarks/results/A.json ... --out attention.png
 
-attention  time against length and against density, of rows of scripts.benchmarks.attention; dense
-           attention is dashed. Times are forward + backward, without the selection. Also prints up
-           to which density sparse pays at each length: with the selection, against FlashAttention-4,
-           or cuDNN where that was not timed
-timeline   rows of the case timeline of scripts.benchmarks.context_parallel. A lane is a stream of
-           rank 0: one for the kernels, one for each communicator. Where a lane of sends and
-           receives is long and the lane of kernels has no gap, the transfer is hidden. NCCL's
-           kernels wait for their peer inside, so that they are longer than the transfer
+Time against length and against density; dense attention is dashed. Times are forward + backward,
+without the selection. Also prints up to which density sparse pays at each length: with the
+selection, against FlashAttention-4, or cuDNN where that was not timed.
 """
 
 import argparse
@@ -22,17 +16,14 @@ from itertools import pairwise
 from pathlib import Path
 
 from scripts.benchmarks.options import parser_of
-from scripts.benchmarks.traces import KINDS
 
 NAMES = ("ours, dense", "flash-attn-4", "triton", "eager", "flex", "ours, triton")
 NAMES += ("ours, cudnn", "cudnn")
 COLORS = {name: f"C{number}" for number, name in enumerate(NAMES)}
-COLORS_OF_KINDS = dict(zip(KINDS, ("tab:green", "tab:orange", "tab:blue", "tab:gray"), strict=True))
 
 
 def main(words: list[str]) -> int:
     parser = parser_of("scripts.benchmarks.plots", __doc__)
-    parser.add_argument("kind", choices=["attention", "timeline"])
     parser.add_argument("results", nargs="+", help="JSON files of one GPU")
     parser.add_argument("--out", required=True, help="the picture, .png")
     parser.add_argument("--heads", help="of attention, as 16:2/128; default: the first")
@@ -46,14 +37,8 @@ def main(words: list[str]) -> int:
     gpus = {result["gpu"] for result in results}
     if len(gpus) > 1:
         sys.exit(f"the files are of different GPUs ({', '.join(sorted(gpus))}). Give those of one")
-    if args.kind == "timeline":
-        draw_timeline(results[0], args.out)
-    else:
-        draw_attention(attention_rows(results), args)
+    draw_attention(attention_rows(results), args)
     return 0
-
-
-# attention ----------------------------------------------------------------------------------------
 
 
 def attention_rows(results: list[dict]) -> list[dict]:
@@ -145,59 +130,6 @@ def draw_attention(rows: list[dict], args: argparse.Namespace) -> None:
         axes.legend(fontsize=8)
     figure.suptitle(f"attention, heads {heads}, bf16, causal", fontsize=10)
     figure.savefig(args.out, dpi=110)
-    pyplot.close(figure)
-
-
-# timeline -----------------------------------------------------------------------------------------
-
-
-def lanes(intervals: list[dict]) -> dict[str, list[dict]]:
-    """The intervals of each stream under the name of its main use, the kernels' stream first."""
-    streams = defaultdict(list)
-    spent = defaultdict(Counter)
-    for interval in intervals:
-        streams[interval["stream"]].append(interval)
-        spent[interval["stream"]][interval["kind"]] += interval["duration_us"]
-    main = {stream: of_kind.most_common(1)[0][0] for stream, of_kind in spent.items()}
-    order = sorted(streams, key=lambda stream: (KINDS.index(main[stream]), str(stream)))
-    return {f"{main[stream]} {stream}": streams[stream] for stream in order}
-
-
-def draw_timeline(result: dict, out: str) -> None:
-    """A panel for each schedule, all to the same scale of time."""
-    from matplotlib import patches, pyplot
-
-    rows = [row for row in result["rows"] if row.get("intervals")]
-    if not rows:
-        sys.exit("the file has no rows of the case timeline")
-    lanes_of_rows = [lanes(row["intervals"]) for row in rows]
-    heights = [len(of_row) for of_row in lanes_of_rows]
-    figure, panels = pyplot.subplots(
-        len(rows),
-        1,
-        figsize=(10, 1 + sum(0.3 * height + 0.6 for height in heights)),
-        sharex=True,
-        squeeze=False,
-        layout="constrained",
-        height_ratios=heights,
-    )
-    for axes, row, of_row in zip(panels[:, 0], rows, lanes_of_rows):
-        for place, intervals in enumerate(of_row.values()):
-            bars = [(each["start_us"] / 1e3, each["duration_us"] / 1e3) for each in intervals]
-            colors = [COLORS_OF_KINDS[each["kind"]] for each in intervals]
-            axes.broken_barh(bars, (place - 0.4, 0.8), facecolors=colors)
-        axes.set_yticks(range(len(of_row)), list(of_row), fontsize=7)
-        axes.invert_yaxis()
-        described = f"{row['schedule']}, {row['layout']}, {row['seq_len']:,} tokens"
-        axes.set_title(described, fontsize=9, loc="left")
-    panels[-1, 0].set_xlabel("ms")
-    handles = [patches.Patch(color=color, label=kind) for kind, color in COLORS_OF_KINDS.items()]
-    panels[0, 0].legend(
-        handles=handles, fontsize=7, ncols=4, loc="lower right", bbox_to_anchor=(1, 1)
-    )
-    title = f"rank 0 of {result['ranks']}, {result['gpu']}, forward and backward"
-    figure.suptitle(title, fontsize=9)
-    figure.savefig(out, dpi=100)
     pyplot.close(figure)
 
 

@@ -8,7 +8,6 @@ The masks are examples over documents of ragged lengths; for others call picture
 selects on queries and keys made to look like real ones. Needs matplotlib: pip install -e ".[eval]"
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from scripts.benchmarks.options import parser_of
 from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
 from titan_sparse.attention.masks.packed import (
     block_causal,
@@ -199,11 +199,7 @@ def _write(figure: Figure, out: str) -> None:
 
 
 def main(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.docs.draw_attention",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("scripts.docs.draw_attention", __doc__)
     parser.add_argument("--mask", choices=EXAMPLES, default="causal")
     parser.add_argument("--pattern", choices=("dense", "vertical_slash"), default="dense")
     parser.add_argument("--layout", choices=ALL_LAYOUTS, default="striped")

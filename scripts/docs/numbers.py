@@ -7,7 +7,6 @@ A page shows a table between the comments <!-- table NAME --> and <!-- end of ta
 function of this file.
 """
 
-import argparse
 import functools
 import json
 import re
@@ -16,14 +15,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean, median
 
+from scripts.benchmarks.options import parser_of
+
 ROOT = Path(__file__).parents[2]
 _TABLE = re.compile(r"(<!-- table (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("scripts.docs.numbers", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if stale")
     args = parser.parse_args(words)
     stale = []

@@ -27,6 +27,7 @@ import sys
 import time
 from pathlib import Path
 
+from scripts.benchmarks.options import parser_of
 from scripts.study.settings import (
     SIZES,
     START,
@@ -82,7 +83,21 @@ def main(words: list[str]) -> int:
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, Size]:
     """The options, with the names of the parts to do; exits with status 2 on a mistake."""
-    parser = _parser()
+    parser = parser_of("scripts.study", __doc__)
+    add = parser.add_argument
+    add("--out", default="outputs/study", help="folder of all that is written; up to 50 GB")
+    add("--model", help="folder that scripts.study.real_model wrote; default: made in OUT/model")
+    for name, text in (
+        ("short", "about 15 minutes on an H200"),
+        ("toy", "a minute on a CPU, a model of random weights; the numbers mean nothing"),
+    ):
+        add(f"--{name}", dest="size", action="store_const", const=name, default="full", help=text)
+    add("--equal-time", action="store_true", help="as many steps as fit into the dense ones' time")
+    add("--part", type=int, help="do this part only; --list names them")
+    add("--runs", default="", help="of the extensions only these, with commas between")
+    text = "stop after that many: the step ends and is saved; what would not get far is not begun"
+    add("--minutes", type=float, default=math.inf, help=text)
+    add("--list", action="store_true", help="print the parts and stop")
     args = parser.parse_args(words)
     size = at_equal_time(SIZES[args.size]) if args.equal_time else SIZES[args.size]
     least = size.reserve_seconds / 30
@@ -100,36 +115,6 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Size]:
     if not args.parts:
         parser.error(f"--part {args.part} is {asked[0]}, which --runs leaves out")
     return args, size
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.study",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--out", default="outputs/study", help="folder of all that is written; up to 50 GB")
-    add("--model", help="folder that scripts.study.real_model wrote; default: made in OUT/model")
-    sizes = parser.add_mutually_exclusive_group()
-    for name, text in (
-        ("long", "131,072 tokens instead of 65,536, with fewer steps"),
-        ("short", "about 15 minutes on an H200"),
-        ("toy", "a minute on a CPU, a model of random weights; the numbers mean nothing"),
-    ):
-        sizes.add_argument(f"--{name}", dest="size", action="store_const", const=name, help=text)
-    add("--equal-time", action="store_true", help="as many steps as fit into the dense ones' time")
-    add("--part", type=int, help="do this part only; --list names them")
-    add("--runs", default="", help="of the extensions only these, with commas between")
-    add(
-        "--minutes",
-        type=float,
-        default=math.inf,
-        help="stop after that many: the step ends and is saved; what would not get far is not begun",
-    )
-    add("--list", action="store_true", help="print the parts and stop")
-    parser.set_defaults(size="full")
-    return parser
 
 
 def make_model(study: Study) -> None:
@@ -174,11 +159,10 @@ def claim(study: Study) -> None:
     folder = study.folder
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "study.json"
-    wanted = json.dumps({"size": study.size.title}) + "\n"
     if not path.is_file():
         others = {item.name for item in folder.iterdir()} - {"text", "model", "packages"}
         require(not others, f"--out {folder} holds something else; write a new or empty folder")
-        path.write_text(wanted, encoding="utf-8")
+        path.write_text(json.dumps({"size": study.size.title}) + "\n", encoding="utf-8")
     found = json.loads(path.read_text(encoding="utf-8"))["size"]
     require(
         found == study.size.title,

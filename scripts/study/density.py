@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scripts.benchmarks.options import positive
+from scripts.benchmarks.options import parser_of, positive
 from scripts.benchmarks.provenance import provenance
 from scripts.study.mass import (
     BLOCK,
@@ -96,11 +96,7 @@ def main(words: list[str]) -> int:
 
 def parse(words: list[str]) -> argparse.Namespace:
     """The command line. Ends the program with status 2 for what cannot run here."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.study.density",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("scripts.study.density", __doc__)
     add = parser.add_argument
     names = [spec.name for spec in SPECS]
     needles = 4 if torch.cuda.is_available() else 0

@@ -8,7 +8,6 @@ the loss with the pattern in all layers, less that of dense attention, against d
 one setting, the mean over layers and texts.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
-from scripts.benchmarks.options import positive
+from scripts.benchmarks.options import parser_of, positive
 from scripts.study.settings import DENSE, FULL, SPARSE, START, methods
 
 COLORS = {name: f"C{number % 10}" for number, name in enumerate([START, *methods(FULL)])}
@@ -36,11 +35,7 @@ DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.study.pictures",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("scripts.study.pictures", __doc__)
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULT")
     parser.add_argument("--out", type=Path, required=True, help="the picture, png or svg")
     parser.add_argument("--length", type=positive, default=8192, help="tokens of the texts")

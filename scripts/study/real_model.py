@@ -8,7 +8,6 @@ dequantizes them to fp32. The folder (540 MB) is what model.initial_hf and data.
 the end both read it, and their logits are compared. A folder that is there already is left alone.
 """
 
-import argparse
 import hashlib
 import importlib.util
 import logging
@@ -24,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scripts.benchmarks.options import parser_of
 from scripts.study.texts import standard_library_text
 from titan_sparse.config.reading import Refusal
 from titan_sparse.data.tokenizer import load_tokenizer
@@ -42,11 +42,7 @@ _CHECKED_TOKENS = 512
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.study.real_model",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("scripts.study.real_model", __doc__)
     parser.add_argument("--out", type=Path, default=Path("outputs/smollm2"), help="the new folder")
     parser.add_argument(
         "--cache", type=Path, default=Path("outputs/wheels"), help="where the package is kept"

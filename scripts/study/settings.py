@@ -89,18 +89,6 @@ SHORT = dataclasses.replace(
     common=FULL.common | {"metrics.recall_every": 8},
     reserve_seconds=40,
 )
-LONG = dataclasses.replace(
-    FULL,
-    name="long",
-    context=131072,
-    steps=100,
-    # As much text as FULL.
-    text={"code": 180, "prose": 160, "mixed": 100},
-    windows=6,
-    lengths=(8192, 32768, 131072),
-    needles=2,
-    window=8192,
-)
 TOY = Size(
     "toy",
     context=1024,
@@ -130,7 +118,7 @@ TOY = Size(
     },
     reserve_seconds=0,
 )
-SIZES = {size.name: size for size in (FULL, LONG, SHORT, TOY)}
+SIZES = {size.name: size for size in (FULL, SHORT, TOY)}
 
 
 def at_equal_time(size: Size) -> Size:

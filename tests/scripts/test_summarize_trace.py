@@ -129,8 +129,6 @@ def test_parts_of_a_step_by_hand():
     # With what ran beside attention.
     assert found["ran_ms"]["context-parallel transfers"] == pytest.approx(8)
     assert found["launches_of_part"]["attention, forward"] == 2
-    assert sum(found["share_ms"].values()) == pytest.approx(50.5)
-    assert found["share_ms"]["collective"] == pytest.approx(4 + 1 + 2 + 5 + 1)
 
 
 def test_numbers_are_those_of_a_step():
@@ -147,8 +145,6 @@ def test_numbers_are_those_of_a_step():
     assert found["part_ms"] == pytest.approx(wanted)
     assert found["span_ms"] == pytest.approx(sum(wanted.values()))
     assert found["kernels"][0] == {"name": "flash_backward", "calls": 1, "total_ms": 10}
-    whole = summary(once + again, steps=1)
-    assert whole["part_ms"]["attention, backward"] == pytest.approx(22)
 
 
 @pytest.mark.parametrize("launch_thread", [None, 12345], ids=["no launch", "unknown thread"])
@@ -228,7 +224,6 @@ def _traced(folder: Path, ranks: int, **settings) -> tuple[list[dict], dict]:
     found = summary(events)
     assert found["device"] == "cpu" and found["steps"] == 1
     assert sum(found["part_ms"].values()) == pytest.approx(found["span_ms"])
-    assert sum(found["share_ms"].values()) == pytest.approx(found["span_ms"])
     assert found["part_ms"]["not attributed"] == 0
     return events, found
 
@@ -272,35 +267,21 @@ EVENTS = [
     _event("aten::mm", 0, 100, "cpu_op"),
     _event("void gemm<int>(float)", 0, 4),
     _event("gemm", 3, 6),
-    _event("ncclDevKernel_AllGather", 5, 9),  # 3 of 4 ms in the open
-    _event("ncclDevKernel_SendRecv", 8, 10),
-    _event("Memcpy HtoD", 9.5, 11, "gpu_memcpy"),
+    _event("Memcpy HtoD", 5.5, 11, "gpu_memcpy"),
     _event("softmax", 13, 14),
 ]
 
 
-def test_shares_add_up_and_hidden_work_counts_nothing():
-    found = summary(EVENTS, top=2)
-    assert found["span_ms"] == pytest.approx(14) and found["launches"] == 6
-    assert found["share_ms"] == pytest.approx(
-        {"compute": 7, "send-receive": 2, "collective": 2, "copy": 1, "idle": 2}
-    )
-    assert found["kernels"][0] == {"name": "gemm", "calls": 2, "total_ms": pytest.approx(7)}
-    assert len(found["kernels"]) == 2
-
-
 def test_script(tmp_path, capsys):
-    def run(events: list[dict], *words: str) -> str:
+    def run(events: list[dict]) -> str:
         trace = tmp_path / "rank0.json"
         trace.write_text(json.dumps({"traceEvents": events}))
-        summarize_trace.main([str(trace), "--json", str(tmp_path / "out.json"), *words])
+        summarize_trace.main([str(trace), "--json", str(tmp_path / "out.json"), "--top", "1"])
         return capsys.readouterr().out
 
-    assert "14.0 ms, 6 launches" in run(EVENTS)
-    assert json.loads((tmp_path / "out.json").read_text()) == summary(EVENTS)
-    assert "100.0 ms, 1 pieces of CPU ops" in run(EVENTS[:1])
-    assert "7.0 ms a step, 3 launches (mean of 2 steps)" in run(EVENTS, "--steps", "2")
-    with pytest.raises(SystemExit, match="--steps 0: write 1 or more"):
-        run(EVENTS, "--steps", "0")
+    assert "14.0 ms a step, 4 launches" in run(EVENTS)
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["kernels"] == [{"name": "gemm", "calls": 2, "total_ms": pytest.approx(7)}]
+    assert "100.0 ms a step, 1 pieces" in run(EVENTS[:1])
     with pytest.raises(SystemExit, match="no work of a GPU.*profiling.enable = true"):
         run([])

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from scripts.benchmarks import context_parallel as benchmark
-from scripts.benchmarks import harness, plots, traces
+from scripts.benchmarks import harness
 from tests.distributed import run_processes, run_program
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.ranges import Documents
@@ -31,25 +31,14 @@ def _run(ranks, out, *runs):
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    runs = ("scaling", "dense --brief", "errors", "varlen")
+    runs = ("scaling --schedules ring", "dense --schedules ring", "varlen")
     return _run(2, tmp_path_factory.mktemp("two"), *runs)
-
-
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory):
-    out = tmp_path_factory.mktemp("four")
-    return out, _run(4, out, "nodes --pretend-nodes 2", "timeline")
 
 
 def test_scaling_compares_the_same_work(two_ranks):
     alone, *shared = two_ranks["scaling"]
     assert alone["seq_len"] == 704  # 1024 / sqrt(2), in blocks of 64
-    assert [(row["schedule"], row["gradient_dtype"]) for row in shared] == [
-        ("all_gather", "float32"),
-        ("all_gather", "bfloat16"),
-        ("ring", "float32"),
-        ("ring", "bfloat16"),
-    ]
+    assert [row["gradient_dtype"] for row in shared] == ["float32", "bfloat16"]
     for row in (alone, *shared):
         pairs = row["density"] * row["seq_len"] * (row["seq_len"] + 1) / 2
         flops = 14 * 32 * 4 * pairs / (1 if row is alone else 2)
@@ -63,18 +52,9 @@ def test_scaling_compares_the_same_work(two_ranks):
 def test_dense_rows_and_a_peer_that_cannot_run(two_ranks):
     ours, peer = two_ranks["dense"]
     flops = 14 * 32 * 4 * 1024 * 1025 / 2 / 2
-    assert ours["tflops"] == pytest.approx(flops / ours["total_ms"] / 1e9, rel=1e-3)
+    assert ours["total_tflops"] == pytest.approx(flops / ours["total_ms"] / 1e9, rel=1e-3)
     # No cuDNN here.
     assert peer["error"].startswith("rank 0: ") and "total_ms" not in peer
-
-
-def test_errors_do_not_grow(two_ranks):
-    alone, *shared = two_ranks["errors"]
-    assert {row["schedule"] for row in shared} == {"ring", "all_gather", "double_ring"}
-    for row in shared:
-        allowed = 1.05 if row["gradient_dtype"] == "float32" else 1.7
-        for name in ("out", "dq", "dk", "dv"):
-            assert 0 < row[name] <= allowed * alone[name] < 5e-3, row
 
 
 def test_documents_over_two_ranks(two_ranks):
@@ -111,34 +91,6 @@ def test_documents_over_two_ranks(two_ranks):
     assert sent == pytest.approx((16 * block, 48 * block), rel=1e-3)  # all_gather: everything
 
 
-def test_nodes_rows(four_ranks):
-    rows = four_ranks[1]["nodes"]
-    chunk = 2 * 2 * 1024 // 4 * 32 * 2 / 1e6  # K and V, 2 heads, bf16
-    # dK and dV in fp32 are twice as many bytes.
-    for (ring, double_ring, compared), width in ((rows[:3], 2), (rows[3:], 1)):
-        for row in (ring, double_ring):
-            sent = {"forward": 3 * chunk, "backward": 3 * chunk + 3 * width * chunk}
-            assert row["megabytes_sent"] == pytest.approx(sent)
-        faster = ring["total_ms"] / double_ring["total_ms"]
-        assert "outer_alone" not in ring
-        assert compared["times_faster"] == pytest.approx(faster, abs=1e-3)
-        limits = [double_ring[name]["total_ms"] for name in ("compute_alone", "outer_alone")]
-        of_limit = double_ring["total_ms"] / max(limits)
-        assert double_ring["total_of_limit"] == pytest.approx(of_limit, abs=1e-3)
-
-
-def test_timelines_of_a_run_and_their_picture(four_ranks, tmp_path):
-    folder, rows = four_ranks
-    assert [row["schedule"] for row in rows["timeline"]] == ["ring", "all_gather", "double_ring"]
-    for row in rows["timeline"]:
-        kinds = {interval["kind"] for interval in row["intervals"]}
-        sends = "collective" if row["schedule"] == "all_gather" else "send-receive"
-        assert {"compute", sends} <= kinds and row["intervals"][0]["start_us"] == 0
-    out = tmp_path / "pictures/timeline.png"
-    plots.main(["timeline", str(folder / "timeline.json"), "--out", str(out)])
-    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
 def _check_harness():
     """Rank 1 is slow in its backward, and fails alone."""
     args = SimpleNamespace(warm_ups=0, repeats=1)
@@ -164,7 +116,6 @@ def test_clocks_and_failures_on_two_ranks():
     "text, world, words",
     [
         ("scaling --pretend-nodes 3", 4, "write a divisor"),
-        ("nodes", 4, "write --pretend-nodes 2"),
         ("dense", 1, "--nproc-per-node 2"),
         ("scaling --schedules double_ring", 3, "even number of ranks"),
         ("scaling --seq-lens 1000", 2, "write multiples of 512"),
@@ -173,24 +124,3 @@ def test_clocks_and_failures_on_two_ranks():
 )
 def test_refusals(text, world, words):
     assert words in benchmark.refusal(benchmark.parse(text.split()), world)
-
-
-def _event(start, duration, stream, name, cat="kernel"):
-    return {"cat": cat, "ts": start, "dur": duration, "tid": stream, "name": name}
-
-
-def test_intervals_of_a_trace():
-    events = [
-        _event(0, 50, 20, "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage)"),
-        _event(60, 9, 1, "cudaLaunchKernel", "cuda_runtime"),
-        _event(110, 10, 7, "void small<float>(int)"),
-        _event(170, 5, 7, "Memcpy DtoD (Device -> Device)", "gpu_memcpy"),
-        _event(100, 80, 24, "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"),
-    ]
-    found = traces.intervals(events, on_gpu=True)
-    assert [tuple(interval.values()) for interval in found] == [
-        (0, 80, 24, "send-receive", "ncclDevKernel_SendRecv"),
-        (10, 10, 7, "compute", "small"),
-        (70, 5, 7, "copy", "Memcpy DtoD "),
-    ]
-    assert list(plots.lanes(found)) == ["compute 7", "send-receive 24"]
