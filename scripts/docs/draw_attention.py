@@ -5,7 +5,7 @@
     python -m scripts.docs.draw_attention --gallery docs/pictures/masks.png
 
 The masks are examples over documents of ragged lengths; for others call picture(). vertical_slash
-selects on queries and keys made to look like real ones. Needs matplotlib: pip install -e ".[eval]"
+selects on queries and keys made to look like real ones.
 """
 
 import os
@@ -18,6 +18,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from scripts.benchmarks import synthetic
 from scripts.benchmarks.options import parser_of
 from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
 from titan_sparse.attention.masks.packed import (
@@ -33,7 +34,6 @@ from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.visits import count_visits
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
-from titan_sparse.estimate import synthetic
 from titan_sparse.estimate.planner import table_of
 
 SHARES = (0.34, 0.06, 0.4, 0.16)
@@ -81,7 +81,7 @@ def select(pattern: str, mask: Mask, tokens: int, block_size: int) -> BlockIndex
         q = torch.zeros(1, 1, tokens, 16)
         return Dense().index([], mask.rows(tokens), *q.shape[:2], block_size)
     heads = synthetic.draw_heads(tokens, heads=1, kv_heads=1, head_dim=64)
-    q, k = synthetic.queries(heads, 0, tokens), synthetic.keys(heads, 0, tokens)
+    q, k = synthetic.queries(heads), synthetic.keys(heads)
     chosen = VerticalSlash(
         recall=0.9,
         sinks=4,
