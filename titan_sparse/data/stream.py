@@ -160,6 +160,7 @@ class Stream(ABC):
                 self._log_left_out()
 
     def _log_left_out(self) -> None:
+        """Log how many documents are left out, and why: once."""
         if self._left_out_because and self.documents_left_out:
             logger.info(
                 "data: %d of %d documents are left out: %s",
@@ -167,6 +168,7 @@ class Stream(ABC):
                 len(self.documents),
                 self._left_out_because,
             )
+        self._left_out_because = ""
 
 
 class WalkedStream(Stream):
@@ -261,7 +263,6 @@ class SampleStream(Stream):
         self.order = Order(int(self._stop[-1]), self.order.seed, self.data.shuffle)
         self._left_out_because = f"they have fewer than {shortest} tokens"
         self._log_left_out()
-        self._left_out_because = ""
 
     @property
     def documents_left_out(self) -> int:

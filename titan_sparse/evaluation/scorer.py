@@ -23,9 +23,6 @@ from titan_sparse.models.decoder import Decoder
 
 T = TypeVar("T")
 
-_FAR = 2**40
-"""Beyond any position: the places of the next sequence of a batch begin."""
-
 
 class Sequence(NamedTuple):
     """One sequence in global order."""
@@ -119,19 +116,18 @@ class Scorer:
             return answer_scores(wanted, weight, labels[rows, columns], *rest)
 
         losses, predicted = self.run(batch, scores)
-        # Each rank has some of the N labels. It puts its results where they belong; a sum over ranks
-        # then fills in the rest.
-        scored = []
+        # Each rank has some of the labels. It puts its results at their positions; a sum over ranks
+        # then fills in the rest. Token ids are exact in float64.
+        shape = (2, len(batch.labels), length + -length % self.multiple)
+        table = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        places = batch.positions[text_of_row[rows], columns]
+        table[:, rows, places] = torch.stack([losses.double(), predicted.double()])
+        table = self.cp.all_reduce(table)
+        results = []
         for row, labels in enumerate(itertools.chain(*answers)):
-            scored.append(np.flatnonzero(labels != IGNORED_LABEL) + row * _FAR)
-        places = batch.positions[text_of_row[rows], columns] + rows * _FAR
-        slots = torch.searchsorted(torch.from_numpy(np.concatenate(scored)).to(self.device), places)
-        counts = [len(of_row) for of_row in scored]
-        gathered = torch.zeros(2, sum(counts), dtype=torch.float64, device=self.device)
-        # Token ids are exact in float64.
-        gathered[:, slots] = torch.stack([losses.double(), predicted.double()])
-        gathered = self.cp.all_reduce(gathered)
-        return list(zip(gathered[0].split(counts), gathered[1].long().split(counts)))
+            losses, predicted = table[:, row, np.flatnonzero(labels != IGNORED_LABEL)]
+            results.append((losses, predicted.long()))
+        return results
 
     def release(self) -> None:
         """Free the parameters that FSDP keeps gathered after a forward without a backward."""

@@ -114,6 +114,30 @@ def test_choices_that_read_the_same_share_a_forward(pair, monkeypatch):
         assert mine == (pytest.approx(other[0], abs=1e-4), other[1])
 
 
+def test_no_code_of_a_tokenizer_is_run(tmp_path, monkeypatch):
+    """transformers would ask on stdin, and run it after a "y"."""
+    folder = write_folder(tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'was run')!r}, 'w')\nclass Own: pass\n")
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "y")
+    with pytest.raises(ValueError, match="code of its own is not run") as caught:
+        TitanSparseLM(pretrained=str(folder), device="cpu")
+    assert "\n" not in str(caught.value)
+    assert not asked and not (tmp_path / "was run").exists()
+
+
+def test_stops_at_once(pair):
+    """Generation stops with the token that completes a stop string, however long the text is."""
+    ours, _ = pair
+    stop = ours._stop(["a dog"])
+    tokens = np.array(ours.tokenizer.encode("x" * 50 + "a dog", add_special_tokens=False))
+    assert stop(tokens) and not stop(tokens[:-1])
+    assert stop(np.array([5, ours.eot_token_id])) and not stop(np.array([5]))
+
+
 def test_rolling_windows(pair):
     ours, theirs = pair
     strings = [("a b c " * 40,), ("One.",), ("d" * LONGEST,), ("e" * (LONGEST + 1),)]
