@@ -31,7 +31,7 @@ def select_arguments(
     ranges: MaskRanges, pattern: Pattern, block_size: int, scale: float | None = None
 ) -> tuple[list[Tensor], str]:
     """(mask, call), which follow q and k in the op select, on one rank."""
-    from titan_sparse.attention.patterns.selection import _selection_key
+    from titan_sparse.attention.patterns.base import _selection_key
 
     names, tensors = mask_tensors(ranges)
     return tensors, _selection_key(pattern.key, one_rank(block_size).key, names, scale)

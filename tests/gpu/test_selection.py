@@ -10,7 +10,7 @@ from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash import independent, priced, probe
-from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed
+from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
 
 pytestmark = [
     pytest.mark.gpu,

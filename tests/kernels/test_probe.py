@@ -13,7 +13,7 @@ from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns.spans import Spans, find_spans
 from titan_sparse.attention.patterns.vertical_slash import probe as vertical_slash_probe
 from titan_sparse.attention.patterns.vertical_slash.priced import priced_geometry
-from titan_sparse.attention.patterns.vertical_slash.rows import last_rows, spread_rows
+from titan_sparse.attention.patterns.vertical_slash.probe import last_rows, spread_rows
 from titan_sparse.kernels import prices
 from titan_sparse.kernels import probe as kernels
 from titan_sparse.kernels.probe import KeyBlocks, Probe

@@ -13,7 +13,7 @@ from scripts.compare_runs import differences
 from tests.distributed import run_processes
 from tests.runs import tiny_config, write_texts
 from titan_sparse.attention.patterns.vertical_slash import pattern
-from titan_sparse.attention.patterns.vertical_slash.rows import probe_seed, set_probe_seed
+from titan_sparse.attention.patterns.vertical_slash.probe import probe_seed, set_probe_seed
 from titan_sparse.evaluation.scorer import Sequence, fixed_probe_rows
 from titan_sparse.trainer import Trainer, draw_probe_rows
 from titan_sparse.training import build_model

@@ -17,9 +17,8 @@ from titan_sparse.attention.inputs import (
     resolve_mask,
 )
 from titan_sparse.attention.masks.ranges import Causal, Mask, MaskRanges
-from titan_sparse.attention.patterns.base import BlockIndex, Pattern
+from titan_sparse.attention.patterns.base import BlockIndex, Pattern, check_pattern, select
 from titan_sparse.attention.patterns.dense import Dense
-from titan_sparse.attention.patterns.selection import check_pattern, select
 from titan_sparse.attention.recomputed import attend_in_parts
 
 

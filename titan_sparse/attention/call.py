@@ -15,8 +15,7 @@ from titan_sparse.attention.context_parallel.group import ContextParallel, conte
 from titan_sparse.attention.inputs import mask_of_tensors, mask_of_whole_blocks
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.merge import accumulation_dtype
-from titan_sparse.attention.patterns.base import BlockIndex, Pattern
-from titan_sparse.attention.patterns.selection import pattern_of
+from titan_sparse.attention.patterns.base import BlockIndex, Pattern, pattern_of
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Attention as custom ops, which torch.compile sees as one node each.
 
-select (patterns/selection.py) has no gradient. Activation checkpointing keeps the results of select
+select (patterns/base.py) has no gradient. Activation checkpointing keeps the results of select
 and attend_forward (SAVED_OPS), so that index, out and lse survive recomputation and no collective
 runs twice. What may be computed twice to save memory goes through attend_recomputed, which is
 attend_forward by another name (recomputed.py).

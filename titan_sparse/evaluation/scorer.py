@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titan_sparse.attention import ContextParallel
-from titan_sparse.attention.patterns.vertical_slash.rows import probe_seed, set_probe_seed
+from titan_sparse.attention.patterns.vertical_slash.probe import probe_seed, set_probe_seed
 from titan_sparse.config import Config, padding_multiple
 from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ from tests.attention.patterns.helpers import published
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
-from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed
+from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
 
 FILE = Path(__file__).parent / "data" / "smollm2_heads.safetensors"
 RECALL = 0.9

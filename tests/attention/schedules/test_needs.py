@@ -17,7 +17,7 @@ from titan_sparse.attention.masks.base import MaskRanges
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed
+from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
 from titan_sparse.attention.schedules import needs
 from titan_sparse.attention.schedules.needs import needed_chunks_of
 

@@ -11,7 +11,7 @@ from tests.reference import dense_attention, gradients, relative_error, structur
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed
+from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
 from titan_sparse.attention.schedules import verticals
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

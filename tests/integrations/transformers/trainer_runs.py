@@ -25,7 +25,7 @@ from transformers import (
 
 from tests.distributed import run_processes
 from titan_sparse.attention.patterns import Pattern, VerticalSlash
-from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed
+from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
 from titan_sparse.integrations.transformers import (
     AttentionSettings,
     keep_attention,

@@ -61,13 +61,18 @@ class Mask:
     def dense(self, seq_len: int, device: torch.device | str = "cpu") -> Tensor:
         """bool [Bm, S, S] in global order, for tests and pictures of small sequences."""
         ranges = self.rows(seq_len, device)
-        if ranges.slices is not None:
-            return _dense_of_slices(ranges)
-        # [Bm, S, 1] against [S]
-        start = ranges.start[..., None]
-        stop = ranges.stop[..., None]
-        keys = torch.arange(seq_len, device=device)
-        return (keys >= start) & (keys < stop)
+        token = torch.arange(seq_len, device=device)
+        if ranges.slices is None:
+            # [Bm, S, 1] against [S]
+            return (token >= ranges.start[..., None]) & (token < ranges.stop[..., None])
+        distance = token - token[:, None]
+        seen = torch.zeros(len(ranges.slices), seq_len, seq_len, dtype=torch.bool, device=device)
+        for seen_in_sequence, slices in zip(seen, ranges.slices.tolist()):
+            for q_start, q_stop, k_start, k_stop, low, high in slices:
+                here = (slice(q_start, q_stop), slice(k_start, k_stop))
+                held = (distance[here] >= low) & (distance[here] <= high)
+                seen_in_sequence[here] |= held
+        return seen
 
 
 @dataclass(frozen=True)
@@ -126,26 +131,17 @@ def _intersected_slices(a: MaskRanges, b: MaskRanges) -> MaskRanges:
 
 def _slices_of_sequences(ranges: MaskRanges, batch: int) -> list[Tensor]:
     """int64 [N, 6] on the CPU for each of `batch` sequences."""
-    sequences = []
     if ranges.slices is not None:
-        for padded in ranges.slices.long().cpu():
-            sequences.append(tightened(padded))
+        sequences = [tightened(padded) for padded in ranges.slices.long().cpu()]
     else:
-        for start, stop in zip(ranges.start, ranges.stop):
-            sequences.append(slices_of_ranges(start, stop))
-    if len(sequences) == 1:
-        # One mask for all sequences of the batch.
-        return sequences * batch
-    return sequences
+        sequences = [slices_of_ranges(*ends) for ends in zip(ranges.start, ranges.stop)]
+    # One mask may be for all sequences of the batch.
+    return sequences * batch if len(sequences) == 1 else sequences
 
 
 def never_sees_later(sequences: list[Tensor]) -> bool:
     """Whether no slice of any sequence, int64 [N, 6] each and tightened, holds a later key."""
-    for slices in sequences:
-        high = slices[:, 5]
-        if (high > 0).any():
-            return False
-    return True
+    return not any((slices[:, 5] > 0).any() for slices in sequences)
 
 
 def ranges_of_slices(
@@ -169,23 +165,6 @@ def ranges_of_slices(
     start = torch.where(sees_any, 0, seq_len).int().to(device)
     stop = torch.full_like(start, seq_len)
     return MaskRanges(start, stop, None, causal=causal, slices=slices)
-
-
-def _dense_of_slices(ranges: MaskRanges) -> Tensor:
-    """bool [Bm, S, S] of a mask with slices, in global order."""
-    batch = len(ranges.slices)
-    seq_len = ranges.start.shape[1]
-    device = ranges.start.device
-    token = torch.arange(seq_len, device=device)
-    seen = torch.zeros(batch, seq_len, seq_len, dtype=torch.bool, device=device)
-    for seen_in_sequence, slices in zip(seen, ranges.slices.tolist()):
-        for q_start, q_stop, k_start, k_stop, low, high in slices:
-            queries = token[q_start:q_stop, None]
-            keys = token[k_start:k_stop]
-            distance = keys - queries
-            held = (distance >= low) & (distance <= high)
-            seen_in_sequence[q_start:q_stop, k_start:k_stop] |= held
-    return seen
 
 
 def whole_number(value: object, refusal: str) -> int:
@@ -241,7 +220,8 @@ def once_per_mask(
         if tensor is not None and not tensor.is_inference():
             versions.append(tensor._version)
     entry = _entries.get(ranges.start)
-    if entry is None or entry.versions != versions or not _same_tensors(entry.others, others):
+    is_same = entry is not None and all(map(operator.is_, entry.others, others))
+    if not is_same or entry.versions != versions:
         entry = _Entry(versions, others, {})
         _entries[ranges.start] = entry
     known_version, result = entry.results.get(key, (None, None))
@@ -249,10 +229,3 @@ def once_per_mask(
         result = compute()
         entry.results[key] = (version, result)
     return result
-
-
-def _same_tensors(a: tuple[Tensor | None, ...], b: tuple[Tensor | None, ...]) -> bool:
-    for first, second in zip(a, b):
-        if first is not second:
-            return False
-    return True

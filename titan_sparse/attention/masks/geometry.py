@@ -8,13 +8,13 @@ cases.
 Everything here works on plain integer tensors whose last dim holds the six numbers.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 _MAX_PAIRS = 1 << 20
 """Pairs of slices that are compared at once. Bounds the memory."""
+_MAX_PLACES = 1 << 8
+"""Slices that are compared at once with all those that begin before they end."""
 
 
 def within_runs(count: Tensor) -> Tensor:
@@ -58,16 +58,12 @@ def _holds_any(slices: Tensor, tight: Tensor) -> Tensor:
 
     Looks at the ranges as given too. An empty range may look nonempty once it is tightened.
     """
-    return _no_range_is_empty(slices) & _no_range_is_empty(tight)
-
-
-def _no_range_is_empty(slices: Tensor) -> Tensor:
-    q_start, q_stop, k_start, k_stop, low, high = slices.unbind(-1)
-    # `high` is included in its range, the stops are not.
-    any_query = q_start < q_stop
-    any_key = k_start < k_stop
-    any_diagonal = low <= high
-    return any_query & any_key & any_diagonal
+    holds_any = torch.ones_like(slices[..., 0], dtype=torch.bool)
+    for form in (slices, tight):
+        q_start, q_stop, k_start, k_stop, low, high = form.unbind(-1)
+        # `high` is included in its range, the stops are not.
+        holds_any &= (q_start < q_stop) & (k_start < k_stop) & (low <= high)
+    return holds_any
 
 
 def overlap(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,9 +141,11 @@ def check_disjoint(slices: Tensor) -> None:
     stops[2] += 1  # `high` is included in its range, the other stops are not
     sweeps = [_sweep(start, stop) for start, stop in zip(starts, stops)]
     order, following = min(sweeps, key=lambda sweep: int(sweep[1].sum()))
-    for first, second in _candidates(following):
+    for place in torch.arange(len(order)).split(_MAX_PLACES):
+        count = following[place]
+        first = torch.repeat_interleave(place, count)
+        second = order[first + 1 + within_runs(count)]
         first = order[first]
-        second = order[second]
         # Keep the pairs of slices whose ranges meet in all three directions.
         for start, stop in zip(starts, stops):
             meet = (start[first] < stop[second]) & (start[second] < stop[first])
@@ -156,10 +154,18 @@ def check_disjoint(slices: Tensor) -> None:
         # Meeting ranges are not enough: diagonals may leave out what they share.
         both, twice = overlap(tight[first], tight[second])
         if twice.any():
-            one = int(kept[first[twice][0]])
-            other = int(kept[second[twice][0]])
             shared = both[twice][0].tolist()
-            _refuse(slices, min(one, other), max(one, other), shared)
+            numbers = [int(kept[which[twice][0]]) for which in (first, second)]
+            one, other = (
+                "{} (queries {}..{}, keys {}..{}, {} <= k - q <= {})".format(
+                    number, *slices[number].tolist()
+                )
+                for number in sorted(numbers)
+            )
+            raise ValueError(
+                f"Slices: {one} and {other} both hold query {shared[0]}, key {shared[2]}; "
+                "write them so that each pair is in one slice only"
+            )
 
 
 def _sweep(start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,41 +176,6 @@ def _sweep(start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
     begun_before = torch.arange(1, len(order) + 1)
     following = (begun - begun_before).clamp(min=0)
     return order, following
-
-
-def _candidates(following: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of each place of an ordered list with the `following` places after it.
-
-    Yields about _MAX_PAIRS pairs at a time, as two vectors of places.
-    """
-    pairs_so_far = following.cumsum(0)
-    begin = 0
-    while begin < len(following):
-        done = int(pairs_so_far[begin - 1]) if begin else 0
-        fits = int(torch.searchsorted(pairs_so_far, done + _MAX_PAIRS, right=True))
-        # One place at least, however many follow it.
-        end = max(begin + 1, fits)
-        count = following[begin:end]
-        place = torch.arange(begin, begin + len(count))
-        first = torch.repeat_interleave(place, count)
-        second = first + 1 + within_runs(count)
-        yield first, second
-        begin = end
-
-
-def _refuse(slices: Tensor, first: int, second: int, both: list[int]) -> None:
-    """both: the six numbers of the pairs that slices `first` and `second` share."""
-    raise ValueError(
-        f"Slices: {_described(slices, first)} and {_described(slices, second)} "
-        f"both hold query {both[0]}, key {both[2]}; "
-        "write them so that each pair is in one slice only"
-    )
-
-
-def _described(slices: Tensor, number: int) -> str:
-    return "{} (queries {}..{}, keys {}..{}, {} <= k - q <= {})".format(
-        number, *slices[number].tolist()
-    )
 
 
 def slices_of_ranges(start: Tensor, stop: Tensor) -> Tensor:

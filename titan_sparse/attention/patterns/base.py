@@ -1,17 +1,30 @@
-"""Define patterns and their indices: the interface between choosing blocks and computing them."""
+"""Patterns, their indices, and the op that selects."""
 
 import copy
 import dataclasses
 import math
+import weakref
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.context_parallel.group import ContextParallel
-from titan_sparse.attention.inputs import check_tensors, constant, ranks_of, resolve_mask
+from titan_sparse.attention import recorder, registry
+from titan_sparse.attention.context_parallel.group import ContextParallel, context_of
+from titan_sparse.attention.inputs import (
+    Ranks,
+    check_tensors,
+    constant,
+    mask_of_tensors,
+    mask_of_whole_blocks,
+    mask_tensors,
+    ranks_of,
+    resolve_mask,
+    whole_blocks,
+)
 from titan_sparse.attention.masks.ranges import Mask, MaskRanges
-from titan_sparse.attention.patterns import selection
+from titan_sparse.kernels import compact as compact_kernels
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits
 from titan_sparse.options import PatternOptions
 
@@ -140,6 +153,16 @@ def gather_blocks(x: Tensor, cp: ContextParallel, ranges: MaskRanges) -> Tensor:
     return by_rank[:, :, global_order]
 
 
+def compact(selected: Tensor, capacity: int, fill: int) -> Tensor:
+    """Positions int32 [N, capacity] of the True elements of bool [N, L], ascending.
+
+    What is left of the capacity is filled up with `fill`.
+    """
+    if selected.is_cuda:
+        return compact_kernels.compact(selected, capacity, fill)
+    return compact_kernels.compact_naive(selected, capacity, fill)
+
+
 class Pattern(PatternOptions):
     """What is worth seeing. Subclasses are dataclasses of their options, which cannot be changed.
 
@@ -154,7 +177,7 @@ class Pattern(PatternOptions):
     def __post_init__(self) -> None:
         self.check()
         object.__setattr__(self, "key", f"{self.name}:{dataclasses.asdict(self)}")
-        selection.register_pattern(self)
+        _PATTERNS[self.key] = self
 
     def __setattr__(self, name: str, value: object) -> None:
         if "key" in self.__dict__:
@@ -167,7 +190,7 @@ class Pattern(PatternOptions):
     def __setstate__(self, state: dict) -> None:
         """Patterns that come from another process are known here too."""
         self.__dict__.update(state)
-        selection.register_pattern(self)
+        _PATTERNS[self.key] = self
 
     def select(
         self,
@@ -186,12 +209,12 @@ class Pattern(PatternOptions):
         ranks = ranks_of(cp, block_size)
         check_tensors(q, k, k)
         ranges = resolve_mask(mask, q, ranks)
-        selection.check_pattern(self, ranges, ranks)
+        check_pattern(self, ranges, ranks)
         if scale is not None:
             scale = constant(scale)
         tensors = []
         if self.dynamic:
-            tensors = selection.select(q, k, ranges, self, ranks, scale)
+            tensors = select(q, k, ranges, self, ranks, scale)
         return self.index(tensors, ranges, q.shape[0], q.shape[1], ranks.block_size)
 
     def select_tensors(
@@ -216,3 +239,103 @@ class Pattern(PatternOptions):
     ) -> BlockIndex:
         """The BlockIndex that select_tensors()'s result stands for."""
         raise NotImplementedError
+
+
+# Patterns are values of a few numbers. Equal ones share a key and an entry, which stays for good.
+_PATTERNS: dict[str, Pattern] = {}
+
+
+def pattern_of(key: str) -> Pattern:
+    """The pattern that a key names."""
+    return _PATTERNS[key]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The options of the select op. mask: names of the mask's tensors (inputs.mask_tensors)."""
+
+    pattern: Pattern
+    cp: weakref.ref
+    mask: str
+    scale: float | None
+
+
+@torch.compiler.assume_constant_result
+def _selection_key(pattern: str, cp: str, mask: str, scale: float | None) -> str:
+    owner = context_of(cp)
+
+    def make() -> Selection:
+        return Selection(pattern_of(pattern), weakref.ref(owner), mask, scale)
+
+    return registry.register_owned(owner.calls, f"select {pattern} {cp} {mask} {scale}", make)
+
+
+def check_pattern(pattern: Pattern, ranges: MaskRanges, ranks: Ranks) -> None:
+    """Raises ValueError for a pattern that does not fit the mask or the block size."""
+    pattern.check_block_size(ranks.block_size)
+    if ranges.slices is not None and not pattern.takes_slices:
+        raise ValueError(
+            f'pattern "{pattern.name}" needs a mask of one range of keys a query, not Slices; write '
+            "pattern=Dense(), or a mask of Causal, SlidingWindow and Documents"
+        )
+    if pattern.dynamic and not ranges.causal:
+        raise ValueError(
+            f'pattern "{pattern.name}" needs a causal mask; '
+            "write mask=Causal() & ... or pattern=Dense()"
+        )
+
+
+def select(
+    q: Tensor,
+    k: Tensor,
+    ranges: MaskRanges,
+    pattern: Pattern,
+    ranks: Ranks,
+    scale: float | None,
+) -> list[Tensor]:
+    """The tensors of a dynamic pattern's index. No gradient. Collective over the ranks.
+
+    Patterns rank keys by the softmax over keys. Learned sinks are not asked: a sink takes the same
+    factor from every key of a row, so it changes no row's ranking. A head's budget weighs all rows
+    alike, as recall does (observe/statistics.py). With the sinks, rows that leave little to the keys
+    would weigh less.
+    """
+    names, tensors = mask_tensors(ranges)
+    key = _selection_key(pattern.key, ranks.key, names, scale)
+    return torch.ops.titan_sparse.select(q.detach(), k.detach(), tensors, key)
+
+
+@torch.library.custom_op("titan_sparse::select", mutates_args=())
+def _select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]:
+    if q.numel() == 0:
+        # No batch or no tokens: nothing is selected, as zeros say in every pattern's tensors.
+        return [torch.zeros_like(tensor) for tensor in _fake_select(q, k, mask, call)]
+    selection = registry.lookup(call)
+    cp = selection.cp()
+    ranges = mask_of_whole_blocks(mask_of_tensors(selection.mask, mask), cp.block_size)
+    scale = q.shape[-1] ** -0.5 if selection.scale is None else selection.scale
+    sent_before = cp.sent["collectives"]
+    tensors = selection.pattern.select_tensors(
+        whole_blocks(q, 2, cp.block_size), whole_blocks(k, 2, cp.block_size), ranges, cp, scale
+    )
+    if recorder.listening and (observer := recorder.observer()):
+        observer.selection(cp.sent["collectives"] - sent_before)
+    shares = recorder.capped_shares()
+    if shares is not None:
+        index = selection.pattern.index(tensors, ranges, *q.shape[:2], cp.block_size)
+        if index.capped is not None:
+            # [B, Hq, 3]
+            both = index.capped.all(-1, keepdim=True)
+            capped = torch.cat([index.capped, both], dim=-1)
+            shares.append(capped.mean((0, 1), dtype=torch.float64))
+    return tensors
+
+
+@_select.register_fake
+def _fake_select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]:
+    selection = registry.lookup(call)
+    block_size = selection.cp().block_size
+    seq_len = mask[0].shape[1]
+    seq_len += -seq_len % block_size
+    packed = "document_start" in selection.mask
+    return selection.pattern.empty_tensors(q, seq_len, block_size, packed)

@@ -12,8 +12,7 @@ from torch import Tensor
 from titan_sparse.attention.masks.base import token_positions
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.reach import Reach, block_reach, reached, seen_whole
-from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.patterns.vertical_slash.budget import compact
+from titan_sparse.attention.patterns.base import BlockIndex, compact
 from titan_sparse.kernels.bits import pack
 from titan_sparse.kernels.block_sparse import BlockLists, Tiles
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.patterns.vertical_slash.budget import Segments, smallest_sets
+from titan_sparse.attention.patterns.vertical_slash.independent import Segments, smallest_sets
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MOST_MASS = 128

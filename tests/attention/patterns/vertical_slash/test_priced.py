@@ -14,8 +14,13 @@ from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, Sliding
 from titan_sparse.attention.patterns.spans import Spans, find_spans
 from titan_sparse.attention.patterns.vertical_slash import priced
 from titan_sparse.attention.patterns.vertical_slash.priced import Priced
-from titan_sparse.attention.patterns.vertical_slash.probe import Geometry, look, probe_geometry
-from titan_sparse.attention.patterns.vertical_slash.rows import last_rows, spread_rows
+from titan_sparse.attention.patterns.vertical_slash.probe import (
+    Geometry,
+    last_rows,
+    look,
+    probe_geometry,
+    spread_rows,
+)
 from titan_sparse.kernels import prices
 
 BLOCK = 8

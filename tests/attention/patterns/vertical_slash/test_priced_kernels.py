@@ -13,7 +13,7 @@ from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, Sliding
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash import priced, probe
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
-from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed
+from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
 from titan_sparse.kernels import compact
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,7 +10,7 @@ from scripts.benchmarks import synthetic
 from tests.reference import structured_qkv
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed
+from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
 
 BLOCK = 16
 SEQ_LEN = 256

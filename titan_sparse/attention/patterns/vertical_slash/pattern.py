@@ -26,9 +26,9 @@ from titan_sparse.attention.patterns.spans import (
     spans_of_blocks,
     spans_of_mask,
 )
-from titan_sparse.attention.patterns.vertical_slash.budget import Segments
 from titan_sparse.attention.patterns.vertical_slash.independent import (
     Pairs,
+    Segments,
     choose_independent,
     sequences_of_pairs,
     tiles_of_diagonals,
@@ -39,9 +39,10 @@ from titan_sparse.attention.patterns.vertical_slash.priced import (
     choose_priced,
     priced_geometry,
 )
-from titan_sparse.attention.patterns.vertical_slash.probe import Geometry, probe_geometry
-from titan_sparse.attention.patterns.vertical_slash.rows import (
+from titan_sparse.attention.patterns.vertical_slash.probe import (
+    Geometry,
     last_rows,
+    probe_geometry,
     probe_seed,
     spread_rows,
 )
@@ -293,7 +294,7 @@ class VerticalSlash(Pattern, VerticalSlashOptions):
         blocks = seq_len // cp.block_size
         sequence = sequences_of_pairs(batch, heads, cp, spans.start.device)
         diagonals = entries(seq_len, cp.block_size, spans.start.shape[1])
-        tile = tiles_of_diagonals(spans, geometry.rows, blocks, cp.block_size)
+        tile = tiles_of_diagonals(spans, geometry, blocks, cp.block_size)
         return Pairs(self._segments(spans, seq_len, diagonals, sequence), tile[sequence])
 
     def _segments(self, spans: Spans, seq_len: int, diagonals: int, sequence: Tensor) -> Segments:

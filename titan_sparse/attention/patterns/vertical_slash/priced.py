@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
+from titan_sparse.attention.patterns.base import compact
 from titan_sparse.attention.patterns.spans import Spans, lookup, span_of_tokens
-from titan_sparse.attention.patterns.vertical_slash.budget import compact
 from titan_sparse.attention.patterns.vertical_slash.probe import (
     Geometry,
+    blocks_and_rows,
     by_kernels,
     diagonals_of_entries,
     look,
+    tiles_of_blocks,
 )
-from titan_sparse.attention.patterns.vertical_slash.rows import ProbedRows
 from titan_sparse.kernels import prices as kernels
 from titan_sparse.kernels.prices import PSEUDO_ROWS, Counted, SpanTokens
 from titan_sparse.kernels.probe import KeyBlocks
@@ -96,9 +97,9 @@ def priced_geometry(
     span, distance = diagonals_of_entries(spans, blocks, block_size)
     is_local = (span < n) & (distance < local)
     # [B, U, E]
-    block, rows = _blocks_and_rows(spans, geometry.rows, span, distance)
+    block, rows = blocks_and_rows(spans, geometry.rows, span, distance)
     rows = rows.masked_fill(is_local[:, None], 0)
-    tile = _tiles_of_blocks(geometry, block, span, blocks)
+    tile = tiles_of_blocks(geometry, block, span, blocks)
     tile = tile.masked_fill(rows == 0, -1)
 
     # [B, n]
@@ -129,48 +130,6 @@ def priced_geometry(
         span_of_entry=span,
         span_of_token=span_of_token,
     )
-
-
-def _blocks_and_rows(
-    spans: Spans, rows: ProbedRows, span: Tensor, distance: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The block of keys that each group of rows meets on a slash, and how many rows do.
-
-    span, distance: int64 [B, E], of diagonals_of_entries(). Returns int64 [B, U, E] each, with 0
-    rows where the block does not exist.
-    """
-    n, groups = rows.group_rows.shape[1:]
-    known = span.clamp(max=n - 1)
-    # [B, U, E]
-    by_group = known[:, None].expand(-1, groups, -1)
-    block = rows.group_block.mT.gather(2, by_group) - distance[:, None]
-    count = rows.group_rows.mT.gather(2, by_group)
-    # [B, 1, E]
-    first_block = lookup(spans.first_block, known)[:, None]
-    is_used = (span < n)[:, None]
-    return block, count.where(is_used & (block >= first_block), 0)
-
-
-def _tiles_of_blocks(geometry: Geometry, block: Tensor, span: Tensor, blocks: int) -> Tensor:
-    """int64 [B, U, E]: this rank's tile of a block, a span and a group, negative for none.
-
-    Tiles are numbered (local block, span touching it, group of rows).
-    block: int64 [B, U, E]. span: int64 [B, E]. blocks: K, of the sequence.
-    """
-    device = block.device
-    n_local, touching = geometry.slot.shape[1:]
-    n, groups = geometry.rows.group_rows.shape[1:]
-    # [K]
-    local_number = torch.full((blocks,), -1, device=device)
-    local_number[geometry.blocks.long()] = torch.arange(n_local, device=device)
-    # [B, U, E]
-    number = local_number[block.clamp(0, blocks - 1)]
-    # Spans that touch a block are consecutive, so that the span's place among them is a difference.
-    first_slot = lookup(geometry.slot[..., 0].long(), number.clamp(min=0))
-    slot = span.clamp(max=n - 1)[:, None] - first_slot
-    group = torch.arange(groups, device=device)[:, None]
-    tile = (number * touching + slot) * groups + group
-    return tile.where(number >= 0, -1)
 
 
 def choose_priced(
