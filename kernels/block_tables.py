@@ -13,8 +13,6 @@ In the kernels i_bh is a sequence and head, i_b the sequence, i_q a query block'
 `spans` are five numbers a query block, `reach` four, as slash_lists() documents them.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -174,7 +172,7 @@ def slash_lists(
     sides = [(nq, capacity)]
     if key_capacity is not None:
         sides.append((nk, key_capacity))
-    memory = _new_lists(batch, heads, sides, slashes.device)
+    counts, tables, lists = _new_lists(batch, heads, sides, slashes.device)
     rows = sum(n for n, _ in sides)
     _lists_kernel[(rows, batch * heads)](
         slashes.view(torch.uint8),
@@ -182,37 +180,30 @@ def slash_lists(
         reach,
         q_blocks,
         k_blocks,
-        memory.counts,
-        memory.tables,
+        counts,
+        tables,
         heads,
         entries,
         nq,
         nk,
         capacity,
         key_capacity or 0,
-        memory.tables.shape[1],
+        tables.shape[1],
         size,
         CHUNK=min(_CHUNK, triton.next_power_of_2(max(nq, nk))),
         num_warps=4,
     )
-    return memory.lists
-
-
-class _Memory(NamedTuple):
-    """counts: int32 [2, rows]; tables: int32 [2, entries]: of full tiles, then of partial ones.
-
-    lists: views of them for each side, one side after the other.
-    """
-
-    counts: Tensor
-    tables: Tensor
-    lists: list[FourLists]
+    return lists
 
 
 def _new_lists(
     batch: int, heads: int, sides: list[tuple[int, int]], device: torch.device
-) -> _Memory:
-    """Memory for the lists of several sides, each of n blocks and of m entries a block."""
+) -> tuple[Tensor, Tensor, list[FourLists]]:
+    """Memory for the lists of several sides, each of n blocks and of m entries a block.
+
+    Returns counts int32 [2, rows] and tables int32 [2, entries], of full tiles and then of partial
+    ones; and the lists, which are views of them, one side after the other.
+    """
     rows = [batch * heads * n for n, _ in sides]
     entries = [batch * heads * n * m for n, m in sides]
     counts = torch.empty(2, sum(rows), dtype=torch.int32, device=device)
@@ -224,7 +215,7 @@ def _new_lists(
         full_count, partial_count = count.unflatten(1, (batch, heads, n))
         full, partial = table.unflatten(1, (batch, heads, n, m))
         lists.append((full_count, full, partial_count, partial))
-    return _Memory(counts, tables, lists)
+    return counts, tables, lists
 
 
 @triton.jit
@@ -341,8 +332,7 @@ def vertical_lists(
     kind = None
     if by_key:
         kind = torch.empty(batch, heads, nq, tiles, dtype=torch.int8, device=device)
-    [by_query] = _new_lists(batch, heads, [(nq, tiles)], device).lists
-    full_count, full, partial_count, partial = by_query
+    _, _, [by_query] = _new_lists(batch, heads, [(nq, tiles)], device)
     _verticals_kernel[(nq, batch * heads)](
         slashes.view(torch.uint8),
         spans,
@@ -351,10 +341,7 @@ def vertical_lists(
         verticals.contiguous(),
         covered.view(torch.int16),
         kind,
-        full_count,
-        full,
-        partial_count,
-        partial,
+        *by_query,
         heads,
         slashes.shape[-1],
         nq,
@@ -407,14 +394,10 @@ def kind_lists(kind: Tensor) -> FourLists:
     kind: int8 [B, H, nq, tiles], contiguous: 0 not seen, 1 partly, 2 wholly.
     """
     batch, heads, nq, tiles = kind.shape
-    [lists] = _new_lists(batch, heads, [(tiles, nq)], kind.device).lists
-    full_count, full, partial_count, partial = lists
+    _, _, [lists] = _new_lists(batch, heads, [(tiles, nq)], kind.device)
     _kinds_kernel[(tiles, batch * heads)](
         kind,
-        full_count,
-        full,
-        partial_count,
-        partial,
+        *lists,
         nq,
         tiles,
         CHUNK=min(_CHUNK, triton.next_power_of_2(nq)),

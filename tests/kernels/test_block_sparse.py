@@ -1,4 +1,4 @@
-"""Block-sparse attention kernels and the triton backend against their plain-torch twin and the eager backend.
+"""Block-sparse attention kernels and the triton backend against their plain-torch twin.
 
 Without a GPU the kernels run in Triton's interpreter (tests/conftest.py), where bf16 is wrong: fp32 and fp16 there.
 """
@@ -19,7 +19,6 @@ from titan_sparse.attention.tiles.blocks import block_tiles, vertical_tiles
 from titan_sparse.kernels import block_sparse
 from titan_sparse.kernels.block_sparse import Piece, launch
 
-eager = BACKENDS["eager"]
 triton = BACKENDS["triton"]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,27 +88,19 @@ class Case:
         ]
         self.q, self.d_out, self.k, self.v, self.k2, self.v2 = tensors
 
-    def pieces(self, dtype: torch.dtype | None = None) -> list[Piece]:
-        """Blocks and verticals, in `dtype` if given."""
-        pieces = [Piece(self.k, self.v, self.tiles), Piece(self.k2, self.v2, self.vertical_tiles)]
-        if dtype is None:
-            return pieces
-        return [Piece(k.to(dtype), v.to(dtype), tiles) for k, v, tiles in pieces]
+    def pieces(self) -> list[Piece]:
+        """Blocks and verticals."""
+        return [Piece(self.k, self.v, self.tiles), Piece(self.k2, self.v2, self.vertical_tiles)]
 
     def truth(self, pieces: list[Piece]) -> list[Tensor]:
         """out, lse, dq, and dk, dv of each piece, in fp64, by the twin."""
         return attend_pieces(self.q, self.d_out, pieces, self.scale)
 
-    def fused(self, out: Tensor | None = None, lse: Tensor | None = None) -> list[Tensor]:
-        """The same by the triton backend, blocks and verticals fused.
-
-        Gradients use its own out and lse unless they are given.
-        """
+    def fused(self) -> list[Tensor]:
+        """The same by the triton backend, blocks and verticals fused."""
         pieces = self.pieces()
         own = triton.forward(self.q, pieces, None, self.scale)
-        if out is None:
-            out, lse = own
-        queries = base.Queries(self.q, self.d_out, out, lse)
+        queries = base.Queries(self.q, self.d_out, *own)
         dq, d_pieces = triton.backward(queries, pieces, None, self.scale)
         (dk, dv), (dk2, dv2) = d_pieces
         return [own.out, own.lse, dq, dk, dv, dk2, dv2]
@@ -222,32 +213,6 @@ def test_going_on_from_a_total(name):
     assert torch.equal(again.to(case.q.dtype), rounded)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_twin_is_eager(name):
-    """The twin against the eager backend, both fp64."""
-    case = Case(**CASES[name])
-    want = case.truth(case.pieces())
-    pieces = case.pieces(torch.float64)
-    q, d_out = case.q.double(), case.d_out.double()
-    (out_1, lse_1), (out_2, lse_2) = (
-        eager.forward(q, [piece], None, case.scale) for piece in pieces
-    )
-    lse = torch.logaddexp(lse_1, lse_2)
-    out = sum(
-        o * (x - lse.clamp(min=-1e300)).exp()[..., None]
-        for o, x in ((out_1, lse_1), (out_2, lse_2))
-    )
-    queries = base.Queries(q, d_out, out, lse)
-    (dq_1, [d_1]), (dq_2, [d_2]) = (
-        eager.backward(queries, [piece], None, case.scale) for piece in pieces
-    )
-    _assert_close([out, lse, dq_1 + dq_2, *d_1, *d_2], want, 1e-12)
-
-    both = eager.forward(q, pieces, None, case.scale)
-    dq, [d_blocks, d_verticals] = eager.backward(queries, pieces, None, case.scale)
-    _assert_close([both.out, both.lse, dq, *d_blocks, *d_verticals], want, 1e-12)
-
-
 def test_nothing_listed():
     """Empty lists give out 0, lse -inf and gradients 0. Entries behind the counts are never read."""
     case = Case(Causal(), heads=(2, 1), blocks=2, batch=1)
@@ -298,7 +263,7 @@ def test_refusal(arguments, word):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("shape", [(2, 1, 1, 1, 1), (5, 2, 3, 33, 24), (16, 1, 2, 64, 16)])
+@pytest.mark.parametrize("shape", [(2, 1, 1, 1, 1), (5, 2, 3, 33, 24)])
 def test_sum_splits(shape, dtype):
     g = torch.Generator().manual_seed(shape[0])
     dk_parts, dv_parts = (torch.randn(shape, generator=g).to(DEVICE) for _ in range(2))

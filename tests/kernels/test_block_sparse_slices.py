@@ -3,13 +3,11 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.distributed import run_processes
 from tests.kernels.block_sparse_twin import attend_pieces
 from tests.reference import dense_attention, gradients, relative_error, structured_qkv
 from tests.slice_cases import Slice, counts, random_legal
-from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention import attend
 from titan_sparse.attention.backends import BACKENDS, base
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.patterns.dense import DenseIndex
@@ -61,11 +59,9 @@ def _check(got: list[Tensor], qkv: list[Tensor], d_out: Tensor, seen: Tensor) ->
         assert error < TOLERANCE, name
 
 
-def _attend(
-    mask: Slices, qkv: list[Tensor], d_out: Tensor, cp: ContextParallel | None = None
-) -> list[Tensor]:
+def _attend(mask: Slices, qkv: list[Tensor], d_out: Tensor) -> list[Tensor]:
     leaves = [x.clone().requires_grad_() for x in qkv]
-    out, aux = attend(*leaves, mask, cp=cp, backend="triton", block_size=BLOCK, return_aux=True)
+    out, aux = attend(*leaves, mask, backend="triton", block_size=BLOCK, return_aux=True)
     return [out.detach(), aux.lse, *torch.autograd.grad(out, leaves, d_out)]
 
 
@@ -118,18 +114,3 @@ def test_kernels_equal_their_twin_on_some_blocks(name, choosing):
     assert want.any() and torch.equal(lse.isneginf(), want_lse.isneginf())
     for a, b in zip((out, lse, got_dq, *d_kv), (want, want_lse, *wanted), strict=True):
         assert relative_error(a.nan_to_num(neginf=0), b.nan_to_num(neginf=0)) < TOLERANCE
-
-
-def _over_ranks() -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    qkv, d_out = _problem(1)
-    cp = ContextParallel(mesh, "striped", "ring", BLOCK, "q")
-    got = _attend(
-        Slices.of(WRITTEN["strips"]), [cp.shard(x, 2) for x in qkv], cp.shard(d_out, 2), cp
-    )
-    _check([cp.unshard(x, 2) for x in got], qkv, d_out, counts(WRITTEN["strips"], S)[None] > 0)
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="gloo ranks on the CPU")
-def test_two_ranks():
-    run_processes(2, _over_ranks)

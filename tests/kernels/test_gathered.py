@@ -1,17 +1,21 @@
-"""Kernels over gathered queries against their twins in plain torch.
+"""Kernels over gathered queries: lists against their twins, attention against dense attention.
 
 Without a GPU they run in Triton's interpreter (tests/conftest.py), where bf16 is wrong.
 """
 
+import functools
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.kernels import gathered_twin as naive
-from tests.reference import relative_error
-from titan_sparse.kernels import block_sparse
+from tests.reference import dense_attention, gradients, relative_error
+from titan_sparse.attention import attend
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask
+from titan_sparse.attention.patterns import MoBA
 from titan_sparse.kernels.bits import pack
 from titan_sparse.kernels.gathered import (
     Choices,
@@ -19,11 +23,13 @@ from titan_sparse.kernels.gathered import (
     gather_queries,
     tile_table,
 )
-from titan_sparse.kernels.gathered.backward import add_key_gradient, add_query_gradient
-from titan_sparse.kernels.gathered.forward import add_attention
-from titan_sparse.kernels.gathered.launch import Share, list_shares, row_tile, total_shares
+from titan_sparse.kernels.gathered.launch import Share, list_shares, total_shares
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def drawn(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def draw_choices(
@@ -31,7 +37,7 @@ def draw_choices(
 ) -> Choices:
     """Every query chooses some of the earlier chunks of its document, up to `slots`; the sequences'
     last `padding` tokens none."""
-    g = torch.Generator().manual_seed(chunk)
+    g = drawn(chunk)
     batch = len(documents)
     seq_len = sum(documents[0])
     room = seq_len // chunk
@@ -114,95 +120,59 @@ def test_tiles_hold_every_pair_once_a_slot(rows):
                 assert sorted(found) == wanted
 
 
-class Case:
-    """Inputs with sums that some queries have met keys for, and others not."""
+class Case(NamedTuple):
+    """attend() with queries that are gathered by chunk."""
 
-    def __init__(self, lists: dict, kv_heads: int, dim: int, size: int, dtype=torch.float32):
-        self.choices = draw_choices(**lists)
-        batch, heads, seq_len, _ = self.choices.words.shape
-        g = torch.Generator().manual_seed(dim)
+    pattern: MoBA
+    mask: Mask
+    heads: tuple[int, int] = (4, 2)
+    dim: int = 16
+    tokens: int = 256
+    dtype: torch.dtype = torch.float32
 
-        def draw(heads: int) -> Tensor:
+    def inputs(self) -> tuple[list[Tensor], Tensor]:
+        *qkv, d_out = (
+            torch.randn(2, self.tokens, heads, self.dim, generator=drawn(heads + place))
             # [B, S, H, D] in memory, as models have it.
-            x = torch.randn(batch, seq_len, heads, dim, generator=g)
-            return x.transpose(1, 2).to(DEVICE, dtype)
-
-        self.q, self.d_out = draw(heads), draw(heads)
-        self.k, self.v = draw(kv_heads), draw(kv_heads)
-        self.out = draw(heads).float().contiguous()
-        self.lse = torch.randn(batch, heads, seq_len, generator=g).to(DEVICE) + 3
-        self.out[:, :, ::7] = 0
-        self.lse[:, :, ::7] = -torch.inf
-        self.size = size
-        self.scale = dim**-0.5
-
-    def lists(self):
-        chunks = self.choices.begin.shape[1]
-        gathered = naive.gather_queries(naive.chosen_pairs(self.choices), chunks)
-        chunk = self.choices.tokens
-        rows, _ = row_tile(self.q.shape[-1], self.size, self.q.element_size(), chunk)
-        return gathered, tile_table(gathered, rows)
-
-    def kernels(self) -> list[Tensor]:
-        lists = self.lists()
-        out, lse = self.out.clone(), self.lse.clone()
-        add_attention(
-            self.q, self.k, self.v, self.choices, lists, self.scale, self.size, (out, lse)
+            .transpose(1, 2)
+            .to(DEVICE, self.dtype)
+            for place, heads in enumerate((self.heads[0], *self.heads[1:] * 2, self.heads[0]))
         )
-        nobody = torch.zeros_like(self.choices.earlier)
-        tiles = block_sparse.Tiles(None, None, nobody, nobody, nobody, None, self.size)
-        side = block_sparse.query_side(self.d_out, self.q, out, lse, tiles, self.scale)
-        # What is there already stays: the gradient is added.
-        dq = torch.ones_like(self.out)
-        dk = torch.ones(self.k.shape, dtype=torch.float32, device=DEVICE)
-        dv = torch.ones_like(dk)
-        add_query_gradient(side, self.k, self.v, self.choices, lists, dq)
-        add_key_gradient(side, self.k, self.v, self.choices, lists[0], (dk, dv))
-        return [out, lse, dq - 1, dk - 1, dv - 1]
-
-    def twin(self) -> list[Tensor]:
-        gathered, _ = self.lists()
-        tensors = [x.double() for x in (self.q, self.k, self.v)]
-        total = (self.out.double(), self.lse.double())
-        out, lse = naive.forward(*tensors, self.choices, gathered, self.scale, total)
-        gradients = naive.backward(
-            self.d_out.double(),
-            tensors[0],
-            out,
-            lse,
-            *tensors[1:],
-            self.choices,
-            gathered,
-            self.scale,
-        )
-        return [out, lse, *gradients]
+        return qkv, d_out
 
 
 CASES = {
-    "causal": Case(dict(documents=[[320]], chunk=64, slots=3, heads=4), 2, 32, 64),
+    "causal": Case(MoBA(64, 3), Causal(), dim=32),
     "packed, a chunk of no tile": Case(
-        dict(documents=[[190, 40, 90], [20, 300]], chunk=72, slots=2, heads=3, padding=20),
-        1,
-        16,
-        64,
+        MoBA(72, 3), Documents([[146, 40, 50], [20, 236]]), heads=(3, 1)
     ),
-    "head_dim 96": Case(dict(documents=[[256]], chunk=64, slots=2, heads=2), 2, 96, 64),
-    "fp16": Case(dict(documents=[[256]], chunk=64, slots=2, heads=2), 1, 64, 64, torch.float16),
+    "head_dim 96": Case(MoBA(64, 3), Causal(), heads=(2, 2), dim=96),
+    "fp16": Case(MoBA(64, 3), Causal(), heads=(2, 1), dim=64, dtype=torch.float16),
 }
 
 
+def _results(case: Case, qkv: list[Tensor], d_out: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """out, lse, dq, dk and dv, and the same by dense attention over the pairs that were chosen."""
+    options = dict(mask=case.mask, pattern=case.pattern, block_size=64, backend="triton")
+    _, aux = attend(*qkv, **options, return_aux=True)
+    seen = aux.index.dense(case.mask)
+    exact = [x.double() for x in qkv]
+    want, want_grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out.double(), *exact)
+    out, grads = gradients(functools.partial(attend, **options), d_out, *qkv)
+    want_lse = dense_attention(*exact, seen)[1]
+    return [out, aux.lse, *grads], [want, want_lse, *want_grads]
+
+
 def _check(case: Case) -> None:
-    got = case.kernels()
-    want = case.twin()
-    tolerance = 2e-3 if case.q.dtype == torch.float16 else 3e-6
+    got, want = _results(case, *case.inputs())
+    tolerance = 2e-3 if case.dtype == torch.float16 else 3e-6
     assert torch.equal(got[1].isinf(), want[1].isinf())
     for a, b in zip(got, want, strict=True):
-        assert b.abs().max() > 0
-        assert relative_error(a.clamp(min=-1e9), b.clamp(min=-1e9)) < tolerance
+        assert relative_error(a.double().clamp(min=-1e9), b.clamp(min=-1e9)) < tolerance
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_are_their_twins(name):
+def test_attention_is_dense_attention_over_what_was_chosen(name):
     _check(CASES[name])
 
 
@@ -215,25 +185,12 @@ def test_lists_cut_into_parts(monkeypatch):
 
 def test_logits_far_below_zero():
     """Keys behind a chunk's end have logit 0, far above all others, and must not cause infinities."""
-    case = Case(dict(documents=[[144]], chunk=72, slots=1, heads=2), 1, 16, 64)
-    case.q = 10 + case.q
-    case.k = -30 + case.k
-    # Every row's normalizer is far below 0.
-    case.lse.fill_(-torch.inf)
-    case.out.zero_()
-    got, want = case.kernels(), case.twin()
-    assert want[1][:, :, 72:].max() < -200
+    case = Case(MoBA(72, 2), Causal(), heads=(2, 1), tokens=144)
+    (q, k, v), d_out = case.inputs()
+    got, want = _results(case, [10 + q, -30 + k, v], d_out)
+    assert want[1].max() < -200
     for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a[:, :, 72:].double(), b[:, :, 72:], rtol=1e-3, atol=1e-3)
-        assert not a.isnan().any()
-
-
-def test_nobody_chose():
-    case = Case(dict(documents=[[128]], chunk=64, slots=1, heads=1), 1, 16, 64)
-    case.choices.earlier.zero_()
-    out, lse, *gradients = case.kernels()
-    assert torch.equal(out, case.out) and torch.equal(lse, case.lse)
-    assert all((x == 0).all() for x in gradients)
+        assert relative_error(a, b) < 1e-3
 
 
 def _covered(shares: list[Share], batch: int, heads: int, kv_heads: int) -> None:

@@ -32,8 +32,8 @@ class _Case(NamedTuple):
     dtype: torch.dtype
     head_dim: int
     block_size: int
-    slices: bool
-    dynamic: bool
+    slices: bool = False
+    dynamic: bool = False
 
 
 @torch.compiler.assume_constant_result
@@ -68,29 +68,22 @@ def choose(
     return name
 
 
-def explain(
-    name: str,
-    device_type: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    block_size: int,
-    slices: bool = False,
-    dynamic: bool = False,
-) -> str:
+def explain(name: str, *case, **options) -> str:
     """What choose() returns and why, for the banner. Arguments and errors as in choose()."""
-    chosen = choose(name, device_type, dtype, head_dim, block_size, slices, dynamic)
+    chosen = choose(name, *case, **options)
     description = BACKENDS[chosen].describe()
     if name != "auto":
         return f"{description}; asked for"
 
-    case = _Case(device_type, dtype, head_dim, block_size, slices, dynamic)
+    case = _Case(*case, **options)
     for faster in _by_speed(case):
         if faster == chosen:
             break
         description += f"; not {faster}, since {_refusal(faster, case)}"
 
     # These come before flex only where FlashAttention-4 is missing or does not fit the inputs.
-    if chosen in ("cudnn", "triton") and not slices and head_dim in flash.HEAD_DIMS:
+    could_be_flash = not case.slices and case.head_dim in flash.HEAD_DIMS
+    if chosen in ("cudnn", "triton") and could_be_flash:
         missing = flash.missing()
         if missing:
             description += f"; flex would be faster, but {missing}"
