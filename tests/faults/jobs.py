@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 
 from tests.faults.planted import Faults, plant
 
@@ -103,12 +102,7 @@ class ForkedJob:
     def __enter__(self) -> "ForkedJob":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.signal(signal.SIGKILL)
         for process in self.processes:
             process.join()
