@@ -15,8 +15,6 @@ from titan_sparse.config import (
     world_from_environment,
 )
 from titan_sparse.config.sources import source_weights
-from titan_sparse.models.flavours import resolve
-from titan_sparse.models.lora_config import resolve_adapters
 
 CP = " --parallelism.cp 2"
 SLASH = "--attention.vertical_slash."
@@ -251,25 +249,3 @@ def test_world_from_environment(monkeypatch, world, local, expected):
 def test_weights_of_a_mixture(source, weights):
     assert source_weights(source) == pytest.approx(weights)
     check(Config(data=Data(source=source)), 1, 1)
-
-
-@pytest.mark.parametrize(
-    "words, wanted",
-    [
-        (
-            "--lora.targets all-linear",
-            ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        ),
-        # In the model's order, each once.
-        ("--lora.targets up_proj,q_proj,up_proj", ("q_proj", "up_proj")),
-        # Experts are no linear layers.
-        (
-            "--model.initial_hf train_configs/shapes/qwen3_30b_a3b --model.random_weights",
-            ("q_proj", "k_proj", "v_proj", "o_proj"),
-        ),
-    ],
-)
-def test_targets_of_adapters(words, wanted):
-    config = check_words(LORA + words)
-    adapters = resolve_adapters(resolve(**vars(config.model)), **vars(config.lora))
-    assert adapters.targets == wanted and adapters.scale == 2.0

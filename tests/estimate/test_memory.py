@@ -344,7 +344,6 @@ def test_options_become_a_step(ranks, words, expected):
     [
         ("", "triton"),  # documents
         ("--attention.layout zigzag", "cudnn"),
-        ("--attention.layout striped", "triton"),
         ("--parallelism.cp 1", "cudnn"),
         ("--attention.layout zigzag --attention.sliding_window 4096", "triton"),
         ("--attention.layout zigzag --attention.schedule group_cast", "triton"),

@@ -85,18 +85,6 @@ def _check_sparse_work() -> None:
         assert (compute > 0)[work > 0].all(), schedule
 
 
-def test_times_of_a_call(monkeypatch):
-    """What is computed between marks, and the call as a whole."""
-    seconds = iter([10.0, 11.0, 13.0, 13.0, 14.0, 20.0, 21.0, 23.0])
-    monkeypatch.setattr(recorder, "mark", lambda device: next(seconds))
-    call = recorder.TimedCall(ContextParallel(None, schedule="local"), torch.device("cpu"))
-    for _ in range(3):
-        with call.computing():
-            pass
-    call.ended = recorder.mark(torch.device("cpu"))
-    assert call.milliseconds() == (4000, 13000)
-
-
 def _check_waiting() -> None:
     """A rank that is late makes the others wait, and that is not computing."""
     for schedule in ("ring", "all_gather"):

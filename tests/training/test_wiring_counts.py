@@ -5,7 +5,6 @@ import gc
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -161,36 +160,6 @@ def test_validation_is_the_loss_of_transformers(folder):
         (totals / counts).tolist(), rel=1e-5
     )
     assert lines[0]["loss"] != lines[1]["loss"]
-
-
-def test_fixed_samples_are_of_one_document(folder):
-    """Whole runs of 64 tokens, from each document's beginning on. Rests are left out."""
-    samples = []
-    for document in by_hand.read_documents(folder / "shards"):
-        # The label of a sample's last token is the document's next token, where it has one.
-        padded = np.append(document, [0] * SEQ_LEN)
-        padded = torch.from_numpy(padded)
-        for start in range(0, len(document) - SEQ_LEN + 1, SEQ_LEN):
-            labels = padded[start + 1 : start + SEQ_LEN + 1].clone()
-            labels[len(document) - 1 - start :] = by_hand.IGNORED
-            samples.append([by_hand.Piece(padded[start : start + SEQ_LEN], labels)])
-    _assert_sequences(folder, samples, data__sequences="fixed")
-
-
-def _assert_sequences(folder: Path, sequences: list[list[by_hand.Piece]], **settings) -> None:
-    """The losses of six steps that move no weights are those of the first six sequences."""
-    steps = 6
-    first = sequences[:steps]
-    assert len(first) == steps
-    _run(folder, "sequences", training__steps=steps, optimizer__lr=1e-12, **settings)
-    model = read_model(folder / "Qwen2")
-    wanted = []
-    for pieces in first:
-        with torch.no_grad():
-            total = sum(by_hand.loss_sum(model, piece, 0.0).item() for piece in pieces)
-        wanted.append(total / by_hand.count_labels(pieces))
-    got = [line["loss"] for line in lines_of(folder / "sequences")[-steps:]]
-    assert got == pytest.approx(wanted, rel=2e-6)
 
 
 class _Products(TorchDispatchMode):
