@@ -46,8 +46,8 @@ def _reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, 
     return loss.detach(), *torch.autograd.grad(loss, leaves)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 16, 1000])
-@pytest.mark.parametrize("shape", [(1, 17, 8, 33), (2, 13, 5, 7), (3, 8, 16, 101)])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
+@pytest.mark.parametrize("shape", [(1, 17, 8, 33), (3, 8, 16, 101)])
 @pytest.mark.parametrize("z_loss, upstream", [(0.0, 1.0), (0.02, -0.37)])
 def test_matches_full_logits_in_fp64(shape, chunk_tokens, z_loss, upstream):
     hidden, weight, labels = _inputs(*shape)
@@ -73,7 +73,7 @@ def test_terms_and_their_gradients_under_any_weights(z_loss, chunk_tokens):
     torch.testing.assert_close(got, wanted, **EXACT)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_all_ignored_gives_zero_without_nan(dtype):
     hidden, weight, labels = _inputs(2, 11, 4, 9, dtype)
     loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, -100), 4)

@@ -202,6 +202,9 @@ def _loss_by_chunks(
         d_weight = torch.zeros_like(weight, dtype=logits_dtype)
     gradient_dtype = hidden.dtype if any(wanted) else None
 
+    # The kernel where it runs, else its plain-torch twin.
+    has_kernel = hidden.is_cuda and logits_dtype == torch.float32
+    cross_entropy_of = cross_entropy if has_kernel else cross_entropy_naive
     # All chunks use one buffer for logits in turn. It is the largest tensor of the step.
     padded_vocab = -(-vocab_size // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     buffer = torch.empty(
@@ -211,7 +214,7 @@ def _loss_by_chunks(
         chunk = slice(start, start + chunk_tokens)
         # [chunk_tokens, D] @ [D, V] -> [chunk_tokens, V]
         logits = _matmul(rows[chunk], weight.T, buffer[: len(rows[chunk]), :vocab_size])
-        losses[chunk], d_logits = _cross_entropy(
+        losses[chunk], d_logits = cross_entropy_of(
             logits,
             targets[chunk],
             None if scales is None else scales[chunk],
@@ -228,19 +231,6 @@ def _loss_by_chunks(
             _matmul(d_logits.T, rows[chunk], d_weight, beta=1)
     d_hidden = None if d_rows is None else d_rows.view(hidden.shape)
     return losses, d_hidden, d_weight
-
-
-def _cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    scales: Tensor | None,
-    z_loss: float,
-    gradient_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None]:
-    """The kernel where it runs, else its plain-torch twin."""
-    has_kernel = logits.is_cuda and logits.dtype == torch.float32
-    function = cross_entropy if has_kernel else cross_entropy_naive
-    return function(logits, targets, scales, z_loss, gradient_dtype)
 
 
 def _matmul(a: Tensor, b: Tensor, out: Tensor, beta: int = 0) -> Tensor:

@@ -35,7 +35,7 @@ class Parsed(Exception):
     """A command line was accepted."""
 
 
-EVALUATED = ("--lengths", "2048", "--samples", "1", "--depths", "2")
+EVALUATED = ("--lengths", "1024", "--samples", "1", "--depths", "2")
 INSPECTED = ("--length", "150", "--rows", "8", "--layers", "0")
 FEW_RANKS = ("--ranks", "4", "--nodes", "2", "--seq-len", "16384")
 SMALL_LOSS = ("--tokens=64", "--hidden=16", "--vocab=100", "--chunk-tokens=32", "--repeats=1")

@@ -52,9 +52,7 @@ def _pair(
 
 
 @pytest.mark.parametrize("targets", ["", "gate_proj,up_proj,down_proj", "up_proj", "none"])
-@pytest.mark.parametrize(
-    "compile_backend, chunk_tokens", [("", 1), ("", 7), ("", 58), ("", 1000), ("aot_eager", 16)]
-)
+@pytest.mark.parametrize("compile_backend, chunk_tokens", [("", 7), ("", 1000), ("aot_eager", 16)])
 def test_equals_the_whole_mlp(compile_backend, chunk_tokens, targets):
     """2 x 29 rows: ragged last chunks, and chunks across the boundary of two sequences."""
     whole, chunked = _pair(torch.float64, chunk_tokens, compile_backend, targets)
@@ -66,17 +64,17 @@ def test_equals_the_whole_mlp(compile_backend, chunk_tokens, targets):
 
 @pytest.mark.parametrize("targets", ["", "gate_proj,up_proj"])
 def test_error_of_gradients_does_not_grow_with_chunks(targets):
-    x = torch.randn(1, 4096, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-    exact = _pair(torch.bfloat16, 4096, targets=targets)[0].double()
+    x = torch.randn(1, 1024, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = _pair(torch.bfloat16, 1024, targets=targets)[0].double()
     wanted = _gradients(exact, x.double())
     errors = {}
-    for chunk_tokens in (4096, 8):
+    for chunk_tokens in (1024, 8):
         got = _gradients(_pair(torch.bfloat16, chunk_tokens, targets=targets)[1], x)
         errors[chunk_tokens] = [
             ((g.double() - w).norm() / w.norm()).item()
             for g, w in zip(got[2:], wanted[2:], strict=True)
         ]
-    assert all(many < 1.1 * one for many, one in zip(errors[8], errors[4096], strict=True)), errors
+    assert all(many < 1.1 * one for many, one in zip(errors[8], errors[1024], strict=True)), errors
 
 
 def test_the_activation_is_rounded_once():

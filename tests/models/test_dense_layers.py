@@ -60,7 +60,7 @@ def test_a_run_counts_them(tmp_path):
         config = tiny_config(
             tmp_path,
             f"dense {layers}",
-            training__steps=2,
+            training__steps=1,
             metrics__tensorboard=layers == "0",
             attention__dense_layers=layers,
             attention__vertical_slash__max_verticals=2,

@@ -35,9 +35,7 @@ ORIGINAL = "original_max_position_embeddings"
     "changes, named",
     [
         ({"architectures": ["MistralForCausalLM"]}, "only Qwen2ForCausalLM"),
-        ({"architectures": None}, "architectures = None"),
         ({"model_type": "mistral"}, "model_type = 'mistral' beside architectures"),
-        ({"model_type": None}, "model_type = None"),
         ({"hidden_size": None}, "has no hidden_size"),
         ({"hidden_act": "gelu"}, "hidden_act = gelu; only silu"),
         ({"attention_bias": True}, "attention_bias = True"),
@@ -50,7 +48,6 @@ ORIGINAL = "original_max_position_embeddings"
         ({ORIGINAL: "64", "rope_parameters": YARN}, f"{ORIGINAL} = '64'"),
         ({ORIGINAL: None, "rope_parameters": YARN}, f"{ORIGINAL} = null"),
         ({"rope_scaling": YARN, "rope_parameters": {"rope_theta": 5e5}}, "disagree on"),
-        ({"rope_theta": None, "rope_parameters": {}}, "rope_theta = null"),
     ],
     ids=str,
 )
@@ -63,31 +60,21 @@ def test_config_json_that_cannot_be_trained(tmp_path, changes, named):
     [
         (PLAIN | {"rope_theta": 0}, "rope_theta = 0"),
         (PLAIN | {"rope_theta": 2**31}, "rope_theta = 2147483648"),
-        (PLAIN | {"rope_theta": True}, "rope_theta = true"),
         (PLAIN | {"rope_type": "linear"}, 'rope_type = "linear" is unknown'),
-        (PLAIN | {"rope_type": "dynamic"}, 'rope_type = "dynamic" is unknown'),
-        (PLAIN | {"rope_type": "none"}, 'rope_type = "none" is unknown'),
         (PLAIN | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (PLAIN | {"factor": 2.0}, 'rope scaling "default" with factor'),
         ({"full_attention": YARN}, 'scaling "default" with full_attention'),
-        (LLAMA3 | {"factor": 0.0}, "factor = 0.0"),
         (LLAMA3 | {"low_freq_factor": 4.0}, "low_freq_factor = 4.0 cannot be trained"),
         ({"rope_type": "yarn", "rope_theta": 1e4}, 'rope scaling "yarn" needs factor'),
         (YARN | {"mscale": 0.7}, 'rope scaling "yarn" with mscale'),
         (YARN | {"rope_type": ["yarn"]}, 'rope_type = ["yarn"] is unknown'),
-        (YARN | {ORIGINAL: 64.0}, f"{ORIGINAL} = 64.0"),
         (YARN | {ORIGINAL: 64.5}, f"{ORIGINAL} = 64.5"),
         (YARN | {"factor": 0.99}, "factor = 0.99 cannot be trained; write 1 or more"),
-        (YARN | {"factor": "4"}, 'factor = "4"'),
-        (YARN | {"factor": True}, "factor = true"),
         (YARN | {"factor": 10**400}, "is not a positive number"),
         (YARN | {"beta_fast": -1}, "beta_fast = -1"),
-        (YARN | {"beta_slow": "1"}, 'beta_slow = "1"'),
         (YARN | {"rope_theta": 1.0}, "needs a rope_theta above 1, not 1.0"),
         (YARN | {"rope_theta": None}, "rope_theta = null"),
         (YARN | {"truncate": False}, "truncate = false"),
-        (YARN | {"truncate": None}, "truncate = null"),
-        (YARN | {"attention_factor": 1.0}, "attention_factor = 1.0"),
         # Not the same number any more, even in fp32.
         (YARN | {"attention_factor": (0.1 * math.log(4) + 1) * (1 + 1.5e-6)}, "only 1.13863"),
     ],
@@ -113,7 +100,6 @@ def assert_refused(folder, changes, named):
     "rope, model, expected",
     [
         (PLAIN, {"vocab_size": 330}, "model.vocab_size = 330 does not agree with"),
-        (PLAIN, {"layers": 7}, "model.layers = 7 does not agree with"),
         (PLAIN, {"rope_theta": 5e5}, "model.rope_theta = 500000.0 does not agree with"),
         (
             PLAIN,
@@ -129,11 +115,6 @@ def assert_refused(folder, changes, named):
             YARN,
             {"rope_scaling": "yarn", "rope_factor": 8.0},
             "has yarn with factor 4 over 64 tokens; leave them out",
-        ),
-        (
-            YARN,
-            {"rope_scaling": "none"},
-            "already has yarn with factor 4 over 64 tokens; leave them out",
         ),
     ],
 )
@@ -188,20 +169,23 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         ),
     ],
 )
-def test_tensors_that_do_not_fit_are_named_before_anything_starts(
-    tmp_path, monkeypatch, change, expected
-):
+def test_tensors_that_do_not_fit_are_named(tmp_path, change, expected):
+    save_reference(tmp_path)
+    change_tensors(tmp_path, change)
+    with pytest.raises(ValueError, match=expected) as caught:
+        check_weights(str(tmp_path), read_config(str(tmp_path)))
+    assert "\n" not in str(caught.value)
+
+
+def test_tensors_are_checked_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(flavours, "FLAVOURS", dict(flavours.FLAVOURS))  # tiny_config() adds to it
     save_reference(tmp_path / "in")
-    change_tensors(tmp_path / "in", change)
+    change_tensors(tmp_path / "in", lambda tensors: tensors.pop(Q))
     write_texts(tmp_path / "texts")
-    with pytest.raises(ValueError, match=expected) as caught:
-        Trainer(
-            tiny_config(
-                tmp_path, "run", model__flavour="debug", model__initial_hf=str(tmp_path / "in")
-            )
-        )
-    assert not dist.is_initialized() and "\n" not in str(caught.value)
+    settings = {"model__flavour": "debug", "model__initial_hf": str(tmp_path / "in")}
+    with pytest.raises(ValueError, match=f"has no tensor {Q}"):
+        Trainer(tiny_config(tmp_path, "run", **settings))
+    assert not dist.is_initialized()
 
 
 INDEX = "model.safetensors.index.json"
@@ -213,12 +197,10 @@ INDEX = "model.safetensors.index.json"
         (None, "has neither model.safetensors nor model.safetensors.index.json"),
         ('{"weight_map": {"a": "model-00001.safetensors"}}', "00001.safetensors cannot be read"),
         ("[]", "has no readable weight_map"),
-        ("5", "has no readable weight_map"),
-        ('{"weight_map": []}', "has no readable weight_map"),
         ("[" * 100_000, "has no readable weight_map"),
         *[
             (json.dumps({"weight_map": {"a": name}}), "index.json names the file")
-            for name in ("../aside", "/model.safetensors", "a/b.safetensors", "..", "", "a.pt", 5)
+            for name in ("../aside", "/model.safetensors", "a/b.safetensors", "a.pt", 5)
         ],
     ],
     ids=lambda value: str(value)[:40],
@@ -248,8 +230,8 @@ POSITIVE = [
 @pytest.mark.parametrize(
     "key, values",
     [
-        *[(key, ("x", "5", -1, 0, [], {}, 1.5, True, 2**64)) for key in POSITIVE],
-        ("rms_norm_eps", ("x", -1, 0, [], float("nan"), float("inf"))),
+        *[(key, ("5", 0, [], 1.5, True, 2**64)) for key in POSITIVE],
+        ("rms_norm_eps", ("x", 0, float("nan"), float("inf"))),
         ("tie_word_embeddings", ("x", 1, [])),
         ("rope_scaling", (5, "x", [1], {"rope_type": "yarn", "factor": []})),
         ("layer_types", (5, "x", {"a": 1})),

@@ -58,7 +58,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     yield weights
 
 
-@pytest.mark.parametrize("rank, shape", [(0, (1,)), (1, (2,)), (2, (3,)), (30, (31,)), (4, (2, 3))])
+@pytest.mark.parametrize("rank, shape", [(2, (3,)), (30, (31,)), (4, (2, 3))])
 def test_each_rank_reads_its_own_rows(saved, tmp_path, rank, shape):
     """Shards are ragged over 3 ranks, and some of 31 have no rows. (2, 3) is HSDP."""
     ranks = shape[-1]

@@ -40,13 +40,6 @@ def test_distributions() -> None:
             assert x.std().item() == pytest.approx(std, rel=0.05) and x.abs().max() <= 3 * std
 
 
-def test_fp64_weights_are_the_fp32_ones() -> None:
-    wide, narrow = (
-        build(TINY, dtype=dtype).state_dict() for dtype in (torch.float64, torch.float32)
-    )
-    assert all(torch.equal(wide[name], narrow[name].double()) for name in wide)
-
-
 def test_wrappers_do_not_change_the_weights() -> None:
     plain, wrapped = build(TINY, seed=1), build(TINY, seed=2)
     wrapped.layers["0"] = torch.compile(wrapped.layers["0"], backend="eager")
@@ -63,7 +56,7 @@ def test_meta_parameters_are_refused() -> None:
         initialize(model, 0, TINY)
 
 
-@pytest.mark.parametrize("rank", range(6))
+@pytest.mark.parametrize("rank", [0, 5])
 def test_shards_are_cut_from_the_same_weights(rank: int) -> None:
     """37, 24, 40 and 8 rows over 3 ranks are ragged shards."""
     full = dict(build(TINY, seed=5).named_parameters())

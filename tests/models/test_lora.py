@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.models.helpers import TINY, causal, dense_attend, pretended_rank, sample
-from tests.models.transformers_models import MODELS, save_model
+from tests.models.transformers_models import save_model
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.huggingface_files import weights_digest
@@ -51,7 +51,7 @@ def _decoder(adapters: Adapters, dtype: torch.dtype = torch.float64) -> Decoder:
     return model
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if "," not in name])
+@pytest.mark.parametrize("name", ["qwen2", "phi3", "gemma3", "mixtral", "qwen3_moe", "gpt_oss"])
 def test_every_linear_layer_of_a_family(tmp_path: Path, name: str):
     """Names and sizes are those of the modules that transformers builds."""
     save_model(tmp_path, name)

@@ -149,7 +149,10 @@ def new_folder(folder: str, checkpoint: str) -> Iterator[Path]:
     incomplete = Path(f"{folder}.incomplete")
     if path.exists():
         raise ValueError(f"{folder} is already there; write the name of a new folder")
-    if _looks_like_checkpoint(path, Path(checkpoint).resolve().parent):
+    checkpoints = Path(checkpoint).resolve().parent
+    resolved = path.resolve()
+    inside = resolved.is_relative_to(checkpoints) and resolved.relative_to(checkpoints).parts[0]
+    if inside and re.search(r"step-\d", inside):
         raise ValueError(
             f"{folder} lies among the run's checkpoints, where old ones are deleted; "
             "write another folder"
@@ -179,14 +182,6 @@ def _config_to_write(config: DecoderConfig, dtype: str, source: str) -> dict[str
     }
 
 
-def _looks_like_checkpoint(folder: Path, checkpoints: Path) -> bool:
-    folder = folder.resolve()
-    if not folder.is_relative_to(checkpoints):
-        return False
-    first_name = folder.relative_to(checkpoints).parts[0]
-    return re.search(r"step-\d", first_name) is not None
-
-
 def _write_tensors(
     read: Callable[[dict[str, Tensor]], None],
     folder: Path,
@@ -203,25 +198,20 @@ def _write_tensors(
         file = SINGLE_FILE if files == 1 else f"model-{number:05}-of-{files:05}.safetensors"
         state = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
         read(state)
-        state = _as_stored(state, config)
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in state.items():
+            for stored in stored_tensors(name, tensor.shape, config):
+                part = part_of(tensor, stored)
+                # Copy a part of a tensor, because two entries of a file may not share memory.
+                tensors[stored.name] = part if part.shape == tensor.shape else part.clone()
         # transformers requires the format.
-        save_file(state, folder / file, metadata={"format": "pt"})
-        file_of_tensor |= dict.fromkeys(state, file)
-        total_bytes += sum(tensor.nbytes for tensor in state.values())
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        file_of_tensor |= dict.fromkeys(tensors, file)
+        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
     if files > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of_tensor}
         index_text = json.dumps(index, indent=2) + "\n"
         (folder / INDEX_FILE).write_text(index_text, encoding="utf-8")
-
-
-def _as_stored(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        for stored in stored_tensors(name, tensor.shape, config):
-            part = part_of(tensor, stored)
-            # Copy a part of a tensor, because two entries of a file may not share memory.
-            tensors[stored.name] = part if part.shape == tensor.shape else part.clone()
-    return tensors
 
 
 def _split_over_files(

@@ -35,14 +35,8 @@ def initialize(
             )
         if is_adapter(name):
             continue
-        full = _draw(
-            canonical_name(name),
-            parameter.shape,
-            device or parameter.device,
-            seed,
-            config,
-        )
-        assign(parameter, full)
+        where = device or parameter.device
+        assign(parameter, _draw(canonical_name(name), parameter.shape, where, seed, config))
 
 
 def canonical_name(name: str) -> str:
@@ -59,22 +53,18 @@ def _draw(
     # Biases of experts are parameters of their own, such as gate_up_proj_bias.
     if name.endswith((".bias", "_bias")):
         return full.zero_()
-    # Apart from biases and learned sinks, the only vectors are norm weights.
+    # Apart from biases and learned sinks, the only vectors are norm weights. They begin with the
+    # value with which a norm does not scale.
     if len(shape) == 1 and not name.endswith(".sinks"):
-        return full.fill_(_norm_weight(config))
+        if isinstance(config, TransformersConfig):
+            return full.fill_(FAMILIES[config.model_type].norm_starts_at)
+        return full.fill_(1.0)
     # Each layer adds two residual branches. Scale down their outputs, so that the residual stream
     # keeps its variance.
     writes_residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
     std = _STD / math.sqrt(2 * config.layers) if writes_residual else _STD
     generator = torch.Generator(device=device).manual_seed(stable_seed(seed, name))
     return nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator)
-
-
-def _norm_weight(config: DecoderConfig) -> float:
-    """The norm weight with which a norm does not scale."""
-    if isinstance(config, TransformersConfig):
-        return FAMILIES[config.model_type].norm_starts_at
-    return 1.0
 
 
 def stable_seed(seed: int, name: str) -> int:

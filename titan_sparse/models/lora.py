@@ -96,10 +96,8 @@ def initialize_adapters(
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             name = canonical_name(name)
-            assign(
-                parameter,
-                _draw(name, parameter.shape, device or parameter.device, seed, adapters),
-            )
+            where = device or parameter.device
+            assign(parameter, _draw(name, parameter.shape, where, seed, adapters))
 
 
 def _draw(
@@ -136,7 +134,11 @@ def export_adapter(
         state |= _empty_adapter(layer, config, adapters, dtype)
     with new_folder(folder, checkpoint) as incomplete:
         read(state)
-        tensors = {_name_in_peft(name): tensor for name, tensor in state.items()}
+        tensors = {}
+        for name, tensor in state.items():
+            # PEFT leaves out the adapter's name, and puts its wrappers before transformers' names.
+            own_name = huggingface_name(name).replace(f".{NAME}.", ".")
+            tensors[f"base_model.model.{own_name}"] = tensor
         save_file(tensors, incomplete / ADAPTER_FILE, metadata={"format": "pt"})
         settings = peft_config(adapters, source)
         settings.inference_mode = True
@@ -156,7 +158,12 @@ def merged(read: Read, config: DecoderConfig, adapters: Adapters, source: str) -
     def fill(state: dict[str, Tensor]) -> None:
         for name, tensor in state.items():
             wide = torch.promote_types(tensor.dtype, torch.float32)
-            weight = _read_base(name, tensor.shape, wide, config, source)
+            weight = torch.empty(tensor.shape, dtype=wide)
+            with ExitStack() as stack:
+                file_of_tensor = open_tensors(source, stack)
+                for stored in stored_tensors(name, tensor.shape, config):
+                    part = file_of_tensor[stored.name].get_tensor(stored.name)
+                    part_of(weight, stored).copy_(part)
             if name in adapted:
                 state_of_adapter = _empty_adapter(adapted[name], config, adapters, wide)
                 read(state_of_adapter)
@@ -194,20 +201,3 @@ def _empty_adapter(
         f"{layer}.lora_A.{NAME}.weight": torch.empty(adapters.rank, size.inputs, dtype=dtype),
         f"{layer}.lora_B.{NAME}.weight": torch.empty(size.outputs, adapters.rank, dtype=dtype),
     }
-
-
-def _name_in_peft(name: str) -> str:
-    """PEFT leaves out the adapter's name, and puts its own wrappers before transformers' names."""
-    return "base_model.model." + huggingface_name(name).replace(f".{NAME}.", ".")
-
-
-def _read_base(
-    name: str, shape: torch.Size, dtype: torch.dtype, config: DecoderConfig, source: str
-) -> Tensor:
-    weight = torch.empty(shape, dtype=dtype)
-    with ExitStack() as stack:
-        file_of_tensor = open_tensors(source, stack)
-        for stored in stored_tensors(name, shape, config):
-            read = file_of_tensor[stored.name].get_tensor(stored.name)
-            part_of(weight, stored).copy_(read)
-    return weight

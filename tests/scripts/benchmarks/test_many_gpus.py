@@ -63,7 +63,7 @@ def test_a_run_without_end_is_killed_with_its_children(tmp_path, monkeypatch, ca
     assert state.stdout.strip()[:1] in ("", "Z")
 
 
-@pytest.mark.parametrize("gpus", [2, 4, 8])
+@pytest.mark.parametrize("gpus", [2, 4])
 def test_words_for_gpus_are_taken(gpus):
     found = many_gpus.runs(gpus)
     names = [run.name for run in found]

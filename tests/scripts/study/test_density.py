@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scripts.study import density as program
 from scripts.study import pictures, real_model
-from scripts.study.density import DEFAULT, SPECS, Spec, measure
+from scripts.study.density import DEFAULT, SPECS, Spec
 from scripts.study.mass import (
     BLOCK,
     ORACLES,
@@ -22,7 +22,7 @@ from scripts.study.mass import (
     pairs_by_key,
 )
 from scripts.study.quality import RealModel, hide_needles, next_tokens, quality
-from scripts.study.texts import KINDS, text_of
+from scripts.study.texts import text_of
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.data.packing import IGNORED_LABEL
@@ -103,20 +103,6 @@ def test_the_best_static_choice_finds_what_was_planted():
     assert dear.density == pytest.approx(blocks * BLOCK * (BLOCK + 1) / 2 / CAUSAL_PAIRS)
 
 
-def test_layers_are_measured_apart():
-    """A batch of layers gives the rows that each gives alone."""
-    q, k = _random()
-    both = measure(torch.cat([q, q.flip(2)]), torch.cat([k, k.flip(2)]), [SHORT])
-    for number, layer in enumerate([(q, k), (q.flip(2), k.flip(2))]):
-        alone = measure(*layer, [SHORT])
-        for key in ("rows", "oracles"):
-            for row, row_alone in zip(both[key], alone[key], strict=True):
-                assert row["recall_by_layer"][number] == row_alone["recall_by_layer"][0]
-                assert row["density_by_layer"][number] == row_alone["density_by_layer"][0]
-    first, second = both["rows"][0]["recall_by_layer"]
-    assert first != second
-
-
 class BruteForce:
     """The model in PyTorch's own attention, with what a pattern chose as a mask in each layer."""
 
@@ -194,15 +180,6 @@ def test_needles_lie_at_their_depths_and_are_asked_for(tiny):
         assert text.endswith(f"mentioned in the provided text is {number}.")
         places.append(text.index(f"is: {number}.") / len(text))
     assert places == sorted(places) and len(set(places)) == 4
-
-
-def test_texts_are_of_every_kind(tiny):
-    tokenizer = load_tokenizer(str(tiny))
-    for kind in KINDS:
-        first, second = (text_of(kind, number).tokens(tokenizer, 256) for number in (0, 1))
-        assert first.shape == (1, 256) and not torch.equal(first, second)
-    with pytest.raises(ValueError, match="write --lengths up to that"):
-        text_of("code", 0).tokens(tokenizer, 10**6)
 
 
 def test_a_run_continues_with_texts_that_are_missing(tiny, tmp_path, monkeypatch, capsys):

@@ -1,7 +1,6 @@
 """scripts.study: the toy from text to report, stopped and gone on; configurations; what is refused."""
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 
 from scripts.study import __main__ as study
 from scripts.study import pictures, real_model
-from scripts.study.report import comparison_table, comparisons, scores_of
+from scripts.study.report import comparison_table, comparisons
 from scripts.study.settings import (
     DENSE,
     FULL,
@@ -27,7 +26,6 @@ from scripts.study.settings import (
     runs,
     training_configuration,
 )
-from titan_sparse.config import load
 from titan_sparse.data.tokenizer import load_tokenizer
 from titan_sparse.training.checkpoint import newest_checkpoint
 from titan_sparse.training.metrics_output import read_metrics
@@ -69,19 +67,6 @@ def test_held_out_packages_are_not_trained_on(toy):
     assert training and held_out and not training & held_out
     said = json.loads((toy / "text/text.json").read_text())["held_out"]
     assert {name.split("-", 1)[1] for name in held_out} <= {*said["code"], *said["prose"]}
-
-
-@pytest.mark.slow
-def test_runs_have_the_same_weights_and_data(toy):
-    dense, *others = (read_metrics(toy / name) for name in CHOSEN)
-    assert dense.keys() == set(range(1, TOY.steps + 1)) and dense[1]["density"] == 1
-    for other in others:
-        assert [line["tokens_seen"] for line in other.values()] == [
-            line["tokens_seen"] for line in dense.values()
-        ]
-        # The same tokens, in another attention.
-        assert 0 < abs(dense[1]["loss"] - other[1]["loss"]) < 0.1
-    assert others[0][1]["density"] < 1
 
 
 @pytest.mark.slow
@@ -163,19 +148,11 @@ def test_folders_that_are_refused(tmp_path, capsys):
     assert "holds a study of the size toy, not short" in error
 
 
-def test_text_may_be_carried_here(tmp_path):
-    (tmp_path / "text").mkdir()
-    (tmp_path / "model").mkdir()
-    study.claim(Study(TOY, tmp_path, tmp_path / "model"))
-    assert json.loads((tmp_path / "study.json").read_text()) == {"size": "toy"}
-
-
 @pytest.mark.parametrize(
     "words, reason",
     [
         (["--part", "20"], "--part 20: write 0 to 15"),
         (["--runs", "sparse"], "--runs sparse: write some of dense,default"),
-        (["--minutes", "1"], "--minutes 1 is too little"),
         (["--part", "2", "--runs", "moba"], "which --runs leaves out"),
     ],
 )
@@ -223,15 +200,6 @@ def test_every_method_is_read_densely_and_by_itself(size):
         assert {(f"{name}_seed1", name), (f"{name}_seed2", name)} <= set(pairs)
 
 
-def test_forced_answers_count_by_token():
-    cells = [
-        {"length": 512, "depth": depth, "score": 1.0, "correct": correct}
-        for depth, correct in ((0.0, 0.25), (1.0, 0.75))
-    ]
-    found = scores_of({"needle_forced": {"cells": cells}})
-    assert found == {"needle forced": 50.0, "needle forced, 512": 50.0}
-
-
 def row(method: str, seed: int, loss: float, needles: float, mode: str = "") -> dict:
     scores = {"loss": loss, "needle forced": needles}
     return {"method": method, "mode": mode or method, "seed": seed, "scores": scores}
@@ -272,35 +240,6 @@ def test_a_tokenizer_takes_digits_one_by_one(tmp_path):
     ids = tokenizer.encode("range 1234567")
     assert [tokenizer.decode([token]) for token in ids[-7:]] == list("1234567")
     assert tokenizer.vocab_size <= 300 and tokenizer.decode(tokenizer.encode(text)) == text
-
-
-@pytest.mark.slow
-def test_all_runs(tmp_path):
-    out = tmp_path / "all"
-    assert study.main(["--toy", "--out", str(out)]) == 0
-    found = report_of(out)
-    assert found["runs"].keys() == runs(TOY).keys()
-    pairs = [(row["weights"], row["mode"]) for row in found["evaluations"]]
-    assert pairs == [tuple(pair) for part in evaluations(TOY).values() for pair in part]
-    for name, run in found["runs"].items():
-        assert (run["mean_density"] < 1) == (run["method"] != DENSE), name
-    losses = {name: run["loss"][0] for name, run in found["runs"].items()}
-    # Another order of the data; the same order in another attention.
-    assert abs(losses["dense"] - losses["dense_seed1"]) > 1e-3
-    tested = [one for one in found["comparisons"] if one["method"] == one["mode"] == SPARSE]
-    assert tested and all(one["is_noise"] is not None for one in tested)
-    config = load(["--config", str(out / "published_95/config.toml")])[0]
-    assert config.attention.vertical_slash.budget == "independent"
-
-
-def test_a_missing_library_is_named(tmp_path, monkeypatch, capsys):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name)
-    )
-    assert real_model.main(["--out", str(tmp_path / "model")]) == 2
-    error = capsys.readouterr().err
-    assert "gguf" in error and 'pip install "titan-sparse[study]"' in error
 
 
 def test_logits_are_compared_with_transformers(tiny, monkeypatch):

@@ -60,22 +60,6 @@ def test_an_sdist_gives_its_documentation_and_as_much_code(tmp_path):
     assert names == ["docs/a.rst", "thing/b.py", "docs/e.md", "thing/c.py"]
 
 
-def test_two_kinds_come_in_turns_until_one_ends():
-    assert text.interleave(["a" * 4, "b"], ["x" * 3, "y", "z" * 9]) == [
-        *("aaaa", "xxx", "y", "b", "z" * 9)
-    ]
-    assert text.interleave(["a"], []) == ["a"]
-
-
-def test_installed_prose_is_of_two_packages(tmp_path, monkeypatch):
-    (tmp_path / "thing-1.dist-info").mkdir()
-    (tmp_path / "thing-1.dist-info/METADATA").write_text("Name: thing\n\nread\n\nme")
-    monkeypatch.setattr(text, "_installed_roots", lambda: [tmp_path])
-    found = text.installed_prose()
-    assert found["descriptions"] == ["# thing-1.dist-info\nread\n\nme\n"]
-    assert len(found["reference"]) > 50
-
-
 def test_copies_of_a_file_come_once(tmp_path, monkeypatch):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -98,11 +82,6 @@ def test_a_file_that_cannot_be_fetched_is_named(tmp_path, monkeypatch):
     path.write_bytes(b"something else")
     with pytest.raises(ValueError, match="has sha256 .* delete it and run again"):
         fetch("thing==1.0", path, "0" * 64)
-
-
-def test_documents_are_joined_and_none_is_lost():
-    texts = ["aaa", "bbbb", "ccccccccc", "d", "e", "f"]
-    assert list(text.documents(texts, 6)) == ["aaabbbb", "ccccccccc", "def"]
 
 
 def test_the_first_documents_of_all_packages_come_first(tmp_path):
