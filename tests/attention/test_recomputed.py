@@ -306,13 +306,6 @@ def _check_ranks() -> None:
         assert len(seen.calls) == len(seen.work) == (1 if share == 1 else 2)
         assert torch.equal(sum(seen.work), want_seen.work[0])
         assert (seen.by_rank().elapsed > 0).all()
-        # Keys and values of the first part go round twice more, those of the rest and gradients
-        # as often as before.
-        again = 1 if share == 1 else 2 * int(share * 12 / world + 0.5) * world / 12
-        extra = again * 2 * leaves[1].nbytes * (world - 1)
-        assert seen.plain_ring_bytes == want_seen.plain_ring_bytes + extra, (share, cp.key)
-        if cp.schedule == "all_gather":
-            assert seen.bytes_sent == seen.plain_ring_bytes
 
 
 def _recorded(function: Callable, leaves: list[Tensor]):

@@ -41,16 +41,12 @@ def attend_in_parts(
     if boundary == blocks:
         return ops.attend_recomputed(*inputs, whole)[:2]
     # Both parts are differentiated together, by attend_join, which also adds the sinks.
-    qkv = (q.detach(), k.detach(), v.detach())
+    qkv = (q.detach(), k.detach(), v.detach(), None)
     share = constant(recomputed)
-    second_out, second_lse, vertical_kv = ops.attend_forward(
-        *qkv, None, index, mask, key(share, 1.0)
-    )
-    first_out, first_lse, _ = ops.attend_recomputed(
-        *qkv, None, [*index, vertical_kv], mask, key(0.0, share)
-    )
-    parts = [first_out, second_out, first_lse, second_lse, vertical_kv]
-    return ops.attend_join(*inputs, whole, parts)
+    out, lse, vertical_kv = ops.attend_forward(*qkv, index, mask, key(share, 1.0))
+    index = [*index, vertical_kv]
+    first_out, first_lse, _ = ops.attend_recomputed(*qkv, index, mask, key(0.0, share))
+    return ops.attend_join(*inputs, whole, [first_out, out, first_lse, lse, vertical_kv])
 
 
 def _boundary(recomputed: float, q: Tensor, ranges: MaskRanges, ranks: Ranks) -> tuple[int, int]:

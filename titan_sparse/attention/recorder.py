@@ -15,20 +15,13 @@ from torch import Tensor
 
 
 class Observer(Protocol):
-    """What a listener receives. `call` is an AttentionCall (attention/call.py)."""
+    """What observe/statistics.Recording receives. `call` is an AttentionCall."""
 
     calls: "list[TimedCall]"
-    """the forwards with several context-parallel ranks, in their order"""
 
-    def selection(self, bytes_sent: int) -> None:
-        """After a selection, with the bytes that this rank sent for it."""
-
-    def forward(self, call: Any, q: Tensor, k: Tensor) -> None:
-        """After a forward of the whole sequence or of a share of it, with padded inputs."""
-
-    def layer(self, call: Any, q: Tensor, k: Tensor, lse: Tensor) -> None:
-        """Once for each attention, after its forwards, with padded inputs and the lse
-        [B, Hq, S_local] of all rows, without learned sinks."""
+    def selection(self, bytes_sent: int) -> None: ...
+    def forward(self, call: Any, q: Tensor, k: Tensor) -> None: ...
+    def layer(self, call: Any, q: Tensor, k: Tensor, lse: Tensor) -> None: ...
 
 
 listening: Observer | None = None

@@ -26,9 +26,9 @@ MESH_AXES = ("cp_inter", "cp_intra")
 PACKED = Documents([150, 106])
 
 
-def _context(axes: tuple[int, int], schedule: str) -> ContextParallel:
+def _context(axes: tuple[int, int], schedule: str, **options) -> ContextParallel:
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=MESH_AXES)
-    return ContextParallel(mesh, "striped", schedule, BLOCK)
+    return ContextParallel(mesh, "striped", schedule, BLOCK, **options)
 
 
 def _inputs(cp: ContextParallel) -> list[Tensor]:
@@ -199,11 +199,12 @@ GAINS = 4 * 16 * 16 * 4 * 3 // 2
 CODES = 4 * (64 + 256 * (4 + 4)) * 3
 
 
+@pytest.mark.parametrize("gradient_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("schedule", BYTES)
-def test_bytes_of_a_bf16_layer_by_hand(schedule):
+def test_bytes_of_a_bf16_layer_by_hand(schedule, gradient_dtype):
     """Nothing is wider on the wire than necessary, and sums are in fp32."""
     with fake_world(4):
-        cp = _context((1, 4), schedule)
+        cp = _context((1, 4), schedule, gradient_dtype=gradient_dtype)
         q, k, v = [x.detach().bfloat16().requires_grad_() for x in _inputs(cp)]
         out = attend(q, k, v, Causal(), VERTICAL, cp, "eager")
         forward, backward, gradients = BYTES[schedule]
@@ -213,5 +214,7 @@ def test_bytes_of_a_bf16_layer_by_hand(schedule):
         cp.sent.clear()
         out.sum().backward()
         assert cp.sent["inner"] == backward
-        assert cp.sent["inner_gradient"] == gradients
+        assert cp.sent["inner_gradient"] == (gradients // 2 if gradient_dtype else gradients)
+        # A ring that skips nothing sends as much, in both passes.
+        assert cp.plain_ring_bytes == forward + cp.bytes_sent
         assert cp.sent["verticals"] == VERTICALS * 4 * 3 // 2

@@ -164,26 +164,6 @@ def test_any_number_of_heads_at_a_time(monkeypatch):
         _assert_close(rest, want[2:], 1e-6)
 
 
-def test_the_mask_is_looked_at_once(monkeypatch):
-    """The host waits for a packed mask once and not in every layer. It never waits for a plain mask."""
-    looked = []
-    real = schedule.shows_the_past
-
-    def look(ranges):
-        looked.append(ranges)
-        return real(ranges)
-
-    monkeypatch.setattr(schedule, "shows_the_past", look)
-    q = torch.randn(1, 1, 128, 16, device=DEVICE)
-    options = dict(pattern=MoBA(64, 2), block_size=SIZE, backend="triton")
-    attend(q, q, q, Causal(), **options)
-    assert looked == []
-    ranges = Documents([128]).rows(128, DEVICE)
-    attend(q, q, q, ranges, **options)
-    attend(q, q, q, ranges, **options)
-    assert len(looked) == 1
-
-
 @pytest.mark.parametrize(
     "mask, wanted",
     [

@@ -15,10 +15,9 @@ from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.base import MaskRanges
 from titan_sparse.attention.masks.ranges import Causal, Documents
-from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
-from titan_sparse.attention.schedules import needs
 from titan_sparse.attention.schedules.needs import needed_chunks_of
 
 eager = BACKENDS["eager"]
@@ -110,7 +109,8 @@ def test_hops_and_work_that_the_index_saves(monkeypatch):
 
     monkeypatch.setattr(eager, "forward", counted)
     with fake_world(RANKS):
-        cp = _ring("contiguous")
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+        cp = ContextParallel(mesh, "contiguous", "ring", BLOCK)
         inputs = _inputs_that_look_at_themselves()
         q, k, v = [cp.shard(x, 2).requires_grad_() for x in inputs]
         with collectives() as said:
@@ -124,27 +124,3 @@ def test_hops_and_work_that_the_index_saves(monkeypatch):
         # Its chunk once more. Of the gradients its own comes home, and those of chunks 1 and 2 pass
         # by on their way from ranks 2 and 3.
         assert (hops["send"], hops["receive"]) == (3, 3)
-
-
-def _ring(layout: str) -> ContextParallel:
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
-    return ContextParallel(mesh, layout, "ring", BLOCK)
-
-
-def test_the_mask_is_looked_at_once_a_batch(monkeypatch):
-    looked = []
-    seen_chunks = needs.seen_chunks
-
-    def counted(*args):
-        looked.append(args)
-        return seen_chunks(*args)
-
-    monkeypatch.setattr(needs, "seen_chunks", counted)
-    with fake_world(RANKS):
-        cp = _ring("zigzag")
-        q, k, v = [cp.shard(x, 2).requires_grad_() for x in structured_qkv(1, 2, 1, SEQ_LEN, 8)]
-        for batch in (1, 2):
-            ranges = Causal().rows(SEQ_LEN)
-            for _ in range(3):
-                attend(q, k, v, ranges, Dense(), cp, "eager").sum().backward()
-            assert len(looked) == batch

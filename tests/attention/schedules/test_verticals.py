@@ -23,8 +23,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
-@pytest.mark.parametrize("mask", MASKS.values(), ids=list(MASKS))
+@pytest.mark.parametrize("mask, heads", zip(MASKS.values(), [(4, 2), (3, 1), (2, 2)]))
 def test_attend_by_kernels_of_verticals(mask: Mask, heads: tuple[int, int], monkeypatch):
     """out and gradients are those of dense attention over the pairs that were selected."""
     monkeypatch.setattr(verticals, "_has_kernels", lambda x: True)

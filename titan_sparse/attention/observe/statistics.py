@@ -119,11 +119,11 @@ class Recording:
     # What the ops report (recorder.Observer)
 
     def selection(self, bytes_sent: int) -> None:
-        """After a selection, with the bytes that this rank sent for it."""
+        """After a selection, for which this rank sent so much."""
         self.bytes_of_selection += bytes_sent
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor) -> None:
-        """After a forward of the whole sequence or of a share, with padded inputs."""
+        """After a forward of the whole sequence or of a share of it, with padded inputs."""
         # [B, Hq]
         in_blocks, in_verticals = visited_pairs(call, len(q))
         # [2, B, Hq], then averaged over sequences
@@ -134,8 +134,8 @@ class Recording:
         self.visited_by_call.append(visited.mean(1))
 
     def layer(self, call: AttentionCall, q: Tensor, k: Tensor, lse: Tensor) -> None:
-        """Once for each attention, with padded inputs and the lse [B, Hq, S_local] of all rows,
-        without learned sinks."""
+        """Once for each attention, after its forwards, with padded inputs and the lse
+        [B, Hq, S_local] of all rows, without learned sinks."""
         # [Hq] each, summed over the calls that the attention has made
         visited, in_blocks = torch.stack(self.visited_by_call).sum(0)
         self.visited_by_call.clear()

@@ -9,7 +9,7 @@ in a ring.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -32,16 +32,21 @@ class AllGather(Transport):
         self.dtype = call.sum_dtype(k)
         self.rectangles = _rectangles(call, q)
         self.scattered: list[tuple[Pending, Pending]] = []
-        # Made once for all heads, when the first of them meets verticals.
-        of_verticals = functools.cache(
-            functools.partial(call_tiles.tiles_of_verticals, call, len(k))
-        )
+
+        # Made when the first heads meet verticals, and once for all heads.
+        @functools.cache
+        def of_verticals(by_key: bool) -> Tiles:
+            return call_tiles.tiles_of_verticals(call, len(k), by_key)
+
         heads_of_group = q.shape[1] // k.shape[1]
         self.groups = []
         for first in range(0, q.shape[1], heads_of_group):
             heads = slice(first, first + heads_of_group)
-            tiles = functools.partial(_vertical_tiles, of_verticals, heads)
-            self.groups.append(Group(call, heads, len(self.rectangles) or 1, tiles))
+
+            def vertical_tiles(by_key: bool, heads: slice = heads) -> Tiles:
+                return _tiles_of_heads(of_verticals(by_key), heads)
+
+            self.groups.append(Group(call, heads, len(self.rectangles) or 1, vertical_tiles))
 
     def steps(self) -> Iterator[Step]:
         # The first head is on its way while tables are made.
@@ -135,10 +140,6 @@ def _one_rank_after_the_other(gathered: Pending) -> Tensor:
     # [B, 1, ranks, S_local, D]
     by_batch = by_rank.permute(1, 2, 0, 3, 4)
     return by_batch.flatten(2, 3)
-
-
-def _vertical_tiles(of_all: Callable[[bool], Tiles], heads: slice, by_key: bool) -> Tiles:
-    return _tiles_of_heads(of_all(by_key), heads)
 
 
 def _tiles_of_heads(tiles: Tiles, heads: slice) -> Tiles:

@@ -85,15 +85,9 @@ def _slots(call: AttentionCall) -> int:
 
 
 def _plan(call: AttentionCall, geometry: Geometry, k: Tensor, v: Tensor) -> gathered.Plan:
-    choices = gathered.Choices(
-        words=call.index.words,
-        earlier=geometry.earlier,
-        offset=geometry.offset,
-        begin=geometry.begin,
-        tokens=call.pattern.chunk_size,
-        slots=_slots(call),
-    )
-    return gathered.Plan(own=Piece(k, v, geometry.tiles), choices=choices, scale=call.scale)
+    tiles, *tables = geometry
+    choices = gathered.Choices(call.index.words, *tables, call.pattern.chunk_size, _slots(call))
+    return gathered.Plan(own=Piece(k, v, tiles), choices=choices, scale=call.scale)
 
 
 def _find_geometry(call: AttentionCall, batch: int) -> Geometry:

@@ -24,7 +24,7 @@ from titan_sparse.kernels.block_sparse import Piece
 
 
 class Ring(Transport):
-    """Keys and values of each group of heads travel as one tensor [2, B, Hkv, S_local, D].
+    """Moves the keys and values of each group of heads as one tensor [2, B, Hkv, S_local, D].
 
     All heads are one group, but up to four in a double ring. With several groups, the first chunk
     from another node is computed while the next is on its way, and its gradient leaves while the
