@@ -164,10 +164,10 @@ class _Planner:
         gradient_seconds = self._hop_seconds(gradient_hops, self.gradient_bytes)
         last_gradient = gradient_seconds[-1].item()
         gradient_seconds[-1] = 0
-        forward_work = self._work_by_step(needed, backward=False)
-        forward = self._pass(forward_work, key_seconds, launches=groups)
+        work = self._work_by_step(needed)
+        forward = self._pass(work, key_seconds, launches=groups)
         backward = self._pass(
-            self._work_by_step(needed, backward=True),
+            work,
             torch.maximum(key_seconds, gradient_seconds),
             backward=True,
             ends=last_gradient / groups,
@@ -177,7 +177,7 @@ class _Planner:
             forward, backward = self._between_nodes(forward, backward, windows, groups)
         forward = forward._replace(sent=_bytes((keys, self.key_bytes)))
         sent = _bytes((keys, self.key_bytes), (gradients, self.gradient_bytes))
-        return forward_work, forward, backward._replace(sent=sent)
+        return work, forward, backward._replace(sent=sent)
 
     def _hop_seconds(self, hops: routing.Hops, size: int) -> Tensor:
         """Seconds of the hops around the inner rings after each step, float64 [W]."""
@@ -217,7 +217,7 @@ class _Planner:
     def all_gather(self) -> tuple[Tensor, Pass, Pass]:
         """Everything is sent to everybody, one KV head at a time."""
         heads = self.layer.shape.kv_heads
-        work = self._work_by_step(self._needed(), backward=False)
+        work = self._work_by_step(self._needed())
         # [W, KV heads]: heads are assumed to be alike.
         of_head = (work.sum(1, keepdim=True) / heads).expand(-1, heads)
         chunks = routing.all_gather_traffic(self.setting.ranks, self.setting.intra)
@@ -297,13 +297,12 @@ class _Planner:
             ranges = ranges._replace(table=self.table)
         return needed_chunks_of(self.layer.index, ranges, self.setting.layout, self.setting.ranks)
 
-    def _work_by_step(self, needed: Tensor, backward: bool) -> Tensor:
-        """Pairs of tokens by step, float64 [W, W]."""
+    def _work_by_step(self, needed: Tensor) -> Tensor:
+        """Pairs of tokens by step of the forward, float64 [W, W]."""
         setting = self.setting
-        windows, _ = setting.schedule.rings(setting.inter, setting.intra)
         # By rank and step, the rank whose keys and values are computed on: int64 [W, W].
         sources = torch.tensor(setting.schedule.step_sources(setting.inter, setting.intra))
-        return by_step(self.visits, sources, needed, backward, windows).sum((0, 1)).double()
+        return by_step(self.visits, sources, needed).sum((0, 1))
 
     def _link_seconds(self, size: Tensor | float, across: bool) -> Tensor:
         """Seconds of a transfer of `size` bytes inside a node or across; none where there are none."""

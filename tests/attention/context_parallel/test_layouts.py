@@ -19,7 +19,7 @@ from titan_sparse.attention.context_parallel.schedule import (
     double_ring,
     local,
     ring,
-    vertical_steps,
+    vertical_shares,
 )
 from titan_sparse.config import Attention, resolve_overlap_stages
 from titan_sparse.from_config import schedule_named
@@ -117,25 +117,9 @@ def test_rings_list_what_the_hops_bring(inter, intra):
             assert sources[0] == rank and sorted(sources) == list(range(size))
 
 
-@pytest.mark.parametrize(
-    "computes, blocks, windows, forward, backward",
-    [
-        ("1111", 9, 1, [1, 2, 3], [0, 1, 2]),
-        ("1111", 2, 1, [2, 3], [0, 1]),
-        ("1111", 0, 1, [], []),
-        ("10101", 9, 1, [2, 4], [0, 2]),
-        ("1", 3, 1, [0], [0]),
-        ("10", 3, 1, [0], [0]),
-        ("111111", 9, 2, [1, 2, 3, 4, 5], [0, 3, 4, 5, 1]),
-        ("110011", 9, 3, [1, 4, 5], [0, 4, 5]),
-    ],
-)
-def test_verticals_are_dealt_over_the_steps_that_compute(
-    computes, blocks, windows, forward, backward
-):
-    computes = [step == "1" for step in computes]
-    assert vertical_steps(computes, blocks, windows=windows) == forward
-    assert vertical_steps(computes, blocks, backward=True, windows=windows) == backward
+def test_verticals_are_dealt_over_all_steps_but_one():
+    assert [vertical_shares(steps, 3) for steps in (1, 2, 3, 4, 5)] == [1, 1, 2, 3, 3]
+    assert vertical_shares(4, 0) == 0
 
 
 def test_local_serves_one_rank_only():

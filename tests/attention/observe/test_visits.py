@@ -103,10 +103,8 @@ def test_verticals_come_with_chunks_that_a_rank_computes_on():
     visits = Visits(pairs, pairs, pairs, verticals)
     sources = torch.tensor(SCHEDULES["ring"].step_sources(1, 3))
     needed = pairs[0, 0] > 0
-    forward = by_step(visits, sources, needed)[0, 0]
-    assert forward.tolist() == [[74, 0, 0], [6, 75, 0], [7, 52, 21]]
-    backward = by_step(visits, sources, needed, backward=True)[0, 0]
-    assert backward.tolist() == [[74, 0, 0], [76, 5, 0], [57, 22, 1]]
+    work = by_step(visits, sources, needed)[0, 0]
+    assert work.tolist() == [[74, 0, 0], [6, 75, 0], [7, 37, 36]]
 
 
 def test_imbalance_degrees_by_hand():

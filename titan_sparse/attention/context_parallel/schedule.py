@@ -160,32 +160,6 @@ def vertical_shares(steps: int, blocks: int) -> int:
     return min(max(steps - 1, 1), blocks)
 
 
-def vertical_steps(
-    computes: list[bool], blocks: int, backward: bool = False, windows: int = 1
-) -> list[int]:
-    """The steps that meet a share of the gathered verticals, in order.
-
-    The i-th of n such steps meets every n-th of the `blocks` blocks of verticals, from block i on.
-    computes: by step, in the forward's order, whether the rank computes at all. windows: of the
-    schedule.
-
-    The forward leaves out its first step and the backward its last one, behind which the exchange
-    of the verticals hides. Where there are few blocks, more steps are left out.
-
-    Of the first window a backward takes only the first step, then the other windows, then the rest
-    of the first (schedules/transport.py says why).
-    """
-    order = list(range(len(computes)))
-    if backward:
-        rest_of_first_window = order[1 : len(order) // windows]
-        order = [0, *order[len(order) // windows :], *rest_of_first_window]
-    steps = [step for step in order if computes[step]]
-    shares = vertical_shares(len(steps), blocks)
-    if backward:
-        return steps[:shares]
-    return steps[len(steps) - shares :]
-
-
 def head_groups(kv_heads: int, windows: int) -> int:
     """Equal groups of KV heads that travel on their own: one, but up to four in a double ring.
 

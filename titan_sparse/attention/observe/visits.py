@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.context_parallel.schedule import vertical_steps
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.reach import queries_seeing, tile_weights
 from titan_sparse.attention.patterns.base import BlockIndex
@@ -140,29 +139,21 @@ def _covered(index: BlockIndex, q_blocks: Tensor, verticals: Tensor) -> Tensor:
     return covered[..., : verticals.shape[-1]]
 
 
-def by_step(
-    visits: Visits, sources: Tensor, needed: Tensor, backward: bool = False, windows: int = 1
-) -> Tensor:
-    """Pairs of tokens that each rank computes at each step, int64 [B, H, W, W].
+def by_step(visits: Visits, sources: Tensor, needed: Tensor) -> Tensor:
+    """Pairs of tokens that each rank computes at each step, float64 [B, H, W, W].
 
     sources: int64 [W, W], by rank and step the rank whose keys and values are computed on.
     needed: bool [W, W], the chunks that ranks compute on (schedules/needs.py). A rank always computes
-    on its own one. windows: of the schedule (inter for a double ring).
+    on its own one, first.
 
-    Steps are counted as in the forward, in the backward too. With several windows the backward
-    takes them in another order. It computes the same tiles, but meets the verticals at other steps.
+    Verticals count evenly for the steps that compute, but not for the first one if there are others.
     """
     # [B, H, W, W]: in the last dim steps take the place of ranks.
-    work = visits.pairs.gather(-1, sources.expand_as(visits.pairs))
-    computed = needed | torch.eye(len(sources), dtype=torch.bool)
-    blocks = visits.vertical_pairs.shape[-1]
-    for rank, computes in enumerate(computed.gather(-1, sources).tolist()):
-        steps = vertical_steps(computes, blocks, backward, windows)
-        for first_block, step in enumerate(steps):
-            # Each step meets every len(steps)-th block of verticals.
-            met = visits.vertical_pairs[:, :, rank, first_block :: len(steps)]
-            work[:, :, rank, step] += met.sum(-1)
-    return work
+    work = visits.pairs.gather(-1, sources.expand_as(visits.pairs)).double()
+    meets = needed.gather(-1, sources)
+    meets[:, 0] = ~meets[:, 1:].any(-1)
+    verticals = visits.vertical_pairs.sum(-1, keepdim=True)
+    return work + verticals * (meets / meets.sum(-1, keepdim=True))
 
 
 def worker_imbalance(work: Tensor) -> Tensor:
