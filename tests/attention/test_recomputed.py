@@ -136,22 +136,6 @@ def test_forwards_and_backwards_in_any_order():
         _assert_equal([out.detach(), *_gradients(out, leaves)], want)
 
 
-def test_nested():
-    """Layers after each other, each under a checkpoint of its own inside one around both."""
-    ranges = MASKS["documents"].rows(SEQ_LEN)
-
-    def two_layers(share: float, inner: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        block = _block(ranges, PATTERNS["vertical_slash"], share)
-        return inner(block, inner(block, q, k, v), k, v)
-
-    leaves = _problem()
-    want = _step(functools.partial(two_layers, 0.0, CHECKPOINTS["none"]), leaves)
-    for inner, share in (("selective", 0.5), ("plain", 1.0)):
-        function = functools.partial(two_layers, share, CHECKPOINTS[inner])
-        outer = functools.partial(checkpoint, function, use_reentrant=False)
-        _assert_equal(_step(outer, leaves), want, (inner, share))
-
-
 @pytest.mark.parametrize(
     "pattern, mask",
     [

@@ -209,24 +209,6 @@ def test_ragged_documents_are_balanced_with_few_bytes(monkeypatch):
     assert incoming_blocks(ranges, table, BLOCK).max() < incoming_blocks(ranges, plain, BLOCK).min()
 
 
-def test_dear_partial_tiles_are_shared_out():
-    """Long documents have mostly whole tiles, short ones only partial tiles. The kind of tile that
-    costs anything is spread evenly.
-    """
-    ranges = Documents([1 << 14, 1 << 13] + [200] * 40).rows(1 << 15)
-    index = Dense().index([], ranges, 1, 1, BLOCK)
-    degrees = {}
-    for partial in (1, 100_000):
-        table = block_table(ranges, 4, BLOCK, Costs(partial=partial, transfer=0))
-        visits = count_visits(index, ranges, table)
-        # [ranks]
-        whole_tiles = visits.full.sum((0, 1, 3)).double()
-        partial_tiles = visits.partial.sum((0, 1, 3)).double()
-        degrees[partial] = (degree(whole_tiles), degree(partial_tiles))
-    assert degrees[1][0] < 1.01 and degrees[1][1] > 1.1
-    assert degrees[100_000][0] > 1.3 and degrees[100_000][1] < 1.02
-
-
 def test_costs_are_those_of_the_constants():
     machine = load_constants(CONSTANTS)
     seconds_of_a_pair = (

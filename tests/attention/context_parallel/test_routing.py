@@ -119,10 +119,3 @@ def test_traffic_of_whole_schedules():
     assert gather.across.tolist() == [2] * 6 and (gather.inside + gather.across).tolist() == [5] * 6
     assert all_gather_traffic(4, 4).across.tolist() == [0] * 4
     assert traffic(all_hops(1, 4), 4).across.sum() == 0
-
-
-def test_a_local_pattern_saves_most_hops():
-    needed = torch.eye(8, dtype=torch.bool) | torch.eye(8, dtype=torch.bool).roll(1, 0)
-    sent = traffic(hops_needed(needed, 1, 8), 8)
-    assert sent.inside.tolist() == [1] * 8
-    assert traffic(gradient_hops(needed, 1, 8), 8).inside.tolist() == [7] * 8

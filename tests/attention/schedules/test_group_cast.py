@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 from tests.distributed import run_processes
 from tests.reference import dense_attention, gradients, structured_qkv, tiles_of
@@ -36,7 +35,6 @@ from titan_sparse.attention.masks.ranges import (
 )
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
-from titan_sparse.training.build_model import checkpoint_contexts
 
 eager = BACKENDS["eager"]
 
@@ -264,7 +262,6 @@ def _check_ranks(world: int) -> None:
         _check_lengths_that_are_compiled_for()
         _check_calls_with_other_heads()
     if world == 4:
-        _check_compiled_and_recomputed()
         _check_half_precision()
 
 
@@ -311,23 +308,6 @@ def _check_calls_with_other_heads() -> None:
         got = torch.autograd.grad(out, leaves, cp.shard(d_out, 2))
         for a, b in zip(got, wanted, strict=True):
             assert (cp.unshard(a, 2) - b).abs().max() < 1e-9, kv_heads
-
-
-def _check_compiled_and_recomputed() -> None:
-    """As in training: compiled without graph breaks, checkpointed, partly recomputed."""
-    cp = _context((1, 2, 2), "striped")
-    qkv, d_out = _inputs()
-
-    call = functools.partial(
-        attend, mask=MASKS["documents"], pattern=PATTERNS["vertical_slash"], cp=cp, recomputed=0.4
-    )
-    layer = torch.compile(lambda *x: call(*x) * 2, backend="aot_eager", fullgraph=True)
-    leaves = [cp.shard(x, 2).requires_grad_() for x in qkv]
-    out = checkpoint(layer, *leaves, use_reentrant=False, context_fn=checkpoint_contexts)
-    wanted = _wanted("documents", "vertical_slash")
-    got = [out.detach(), *torch.autograd.grad(out, leaves, cp.shard(d_out, 2))]
-    for a, b in zip(got, (wanted[0], *wanted[2:]), strict=True):
-        assert (cp.unshard(a, 2) - 2 * b).abs().max() < 1e-9
 
 
 def _check_half_precision() -> None:

@@ -79,23 +79,11 @@ def _plan(call: AttentionCall, stages: int) -> Plan:
     """This rank's plan on the data's device, the same for all layers if the pattern is static."""
     cp = call.cp
 
-    def host_table() -> Tensor:
-        return cp.table(call.mask).cpu()
-
     def make() -> Plan:
         # int64 [W, n]: the blocks that each rank owns
-        table = once_per_mask(call.mask, ("table on the host", cp.key), host_table)
-        table = table[:, : call.last]
-        host_plan = plan(
-            needed_blocks(call),
-            table,
-            cp.inter,
-            cp.intra,
-            cp.rank,
-            stages,
-        )
-        device = call.mask.start.device
-        return host_plan.to(device)
+        table = cp.table(call.mask).cpu()[:, : call.last]
+        host_plan = plan(needed_blocks(call), table, cp.inter, cp.intra, cp.rank, stages)
+        return host_plan.to(call.mask.start.device)
 
     if call.pattern.dynamic:
         return make()
