@@ -56,7 +56,9 @@ class Plan(NamedTuple):
         """The same plan with its tensors on a device."""
 
         def moved(exchange: Exchange | None) -> Exchange | None:
-            return exchange and exchange._replace(rows=exchange.rows.to(device))
+            if exchange is None:
+                return None
+            return exchange._replace(rows=exchange.rows.to(device))
 
         stages = []
         for stage in self.stages:

@@ -109,5 +109,6 @@ def restore_blocks(x: Tensor, dim: int, table: Tensor, block_size: int) -> Tenso
     # Shard by shard, the global position of each token; its argsort is the inverse.
     blocks = table.flatten()
     positions = token_positions(blocks, block_size)
-    place = torch.argsort(positions).to(x.device)
+    place = torch.argsort(positions)
+    place = place.to(x.device)
     return x.index_select(dim, place)

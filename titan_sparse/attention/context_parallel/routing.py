@@ -50,8 +50,10 @@ def visited_ranks(inter: int, intra: int) -> Tensor:
     source_node = source // intra
     source_local_rank = source % intra
     # A window is one node further, a step one rank further inside the node.
-    node = (source_node + window) % inter
-    local_rank = (source_local_rank + step) % intra
+    node = source_node + window
+    node = node % inter
+    local_rank = source_local_rank + step
+    local_rank = local_rank % intra
     return node * intra + local_rank
 
 

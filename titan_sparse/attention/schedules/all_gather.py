@@ -59,7 +59,9 @@ class AllGather(Transport):
             arriving = following
             if number + 1 < len(self.groups):
                 following = self._start(number + 1)
-            k, v = [_one_rank_after_the_other(pending) for pending in arriving]
+            k_pending, v_pending = arriving
+            k = _one_rank_after_the_other(k_pending)
+            v = _one_rank_after_the_other(v_pending)
             if self.rectangles:
                 yield from self._rectangle_steps(number, k, v)
                 continue

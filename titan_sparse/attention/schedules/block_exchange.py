@@ -90,8 +90,10 @@ def _block_by_block(
     # Not -1: there may be no tokens at all, which leaves the number of blocks open.
     count = k.shape[2] // size
     # [B, H, blocks, size, D] -> [blocks, B, H, size, D]
-    k_blocks = k.unflatten(2, (count, size)).movedim(2, 0)
-    v_blocks = v.unflatten(2, (count, size)).movedim(2, 0)
+    k_blocks = k.unflatten(2, (count, size))
+    v_blocks = v.unflatten(2, (count, size))
+    k_blocks = k_blocks.movedim(2, 0)
+    v_blocks = v_blocks.movedim(2, 0)
     if out is None:
         out = k.new_empty(count, 2, *k_blocks.shape[1:], dtype=dtype)
     # The copies convert to the dtype of `out`.

@@ -132,7 +132,8 @@ def _narrowed(lists: BlockLists, width: int) -> BlockLists:
         batch, heads = field.shape[:2]
         # All heads share their memory, and so may all sequences.
         sequences = 1 if field.stride(0) == 0 else batch
-        field = field[:sequences, :1, :, :width].contiguous()
+        field = field[:sequences, :1, :, :width]
+        field = field.contiguous()
         return field.expand(batch, heads, -1, -1)
 
     return mapped(lists, narrow)

@@ -148,8 +148,10 @@ def block_distances(
     owner[table] = torch.arange(ranks, device=device)[:, None]
     distances = torch.zeros(blocks, pairs, device=device)
     for distance in range(blocks):
-        # Query owner and key owner.
-        distances[distance, owner[distance:] * ranks + owner[: blocks - distance]] = 1
+        query_owner = owner[distance:]
+        key_owner = owner[: blocks - distance]
+        pair = query_owner * ranks + key_owner
+        distances[distance, pair] = 1
     return distances
 
 

@@ -81,7 +81,9 @@ def packing_of(call: AttentionCall, q: Tensor) -> Packing | None:
         return None
     if call.plain:
         shape = DenseShape(causal=True, is_whole=True, block_size=call.cp.block_size)
-        return Packing(shape, None) if call.backend.serves_dense(q, shape) else None
+        if call.backend.serves_dense(q, shape):
+            return Packing(shape, None)
+        return None
     has_documents = call.mask.document_start is not None
     shape = DenseShape(causal=True, is_whole=True, is_packed=True, has_documents=has_documents)
     # Asked twice: the first time spares the host the wait, the second time the window is known.
@@ -144,7 +146,8 @@ def _dense_forward(
     call: AttentionCall, packing: Packing, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """out [B, Hq, S, D] and lse [B, Hq, S]; 0 and -inf for padding."""
-    out, lse = call.backend.dense_forward(q, k, v, packing.shape, call.scale)
+    shape = packing.shape
+    out, lse = call.backend.dense_forward(q, k, v, shape, call.scale)
     if packing.padding is None:
         return out, lse
     # [B, 1, S]
@@ -163,4 +166,5 @@ def _dense_backward(
         padding = packing.padding[:, None]
         lse = queries.lse.masked_fill(padding, torch.inf)
         queries = queries._replace(lse=lse)
-    return call.backend.dense_backward(queries, k, v, packing.shape, call.scale)
+    shape = packing.shape
+    return call.backend.dense_backward(queries, k, v, shape, call.scale)

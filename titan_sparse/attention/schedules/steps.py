@@ -176,7 +176,8 @@ class BackwardSum:
         self.queries = Queries._make(tensor[:, group.heads] for tensor in queries)
         self.places = at_last(group.steps, into)
         self.d_verticals = d_verticals
-        blocks = d_verticals.vertical_kv.shape[3] // group.call.cp.block_size
+        block_size = group.call.cp.block_size
+        blocks = d_verticals.vertical_kv.shape[3] // block_size
         self.shares = vertical_shares(group.steps, blocks)
         # The first steps meet the verticals.
         self.share = 0
@@ -194,7 +195,8 @@ class BackwardSum:
             )
             return dk, dv
         by_key = call.backend.READS_BY_KEY
-        pieces = [Piece(step.k, step.v, step.tiles(by_key))]
+        tiles = step.tiles(by_key)
+        pieces = [Piece(step.k, step.v, tiles)]
         has_verticals = self.share < self.shares
         if has_verticals:
             kv = self.d_verticals.vertical_kv

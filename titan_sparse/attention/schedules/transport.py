@@ -81,8 +81,9 @@ def _route(windows: tuple[tuple[int, ...], ...], rank: int, needed_bytes: bytes)
     # [inter, intra]
     sources = torch.tensor(windows)
     inter, intra = sources.shape
+    ranks = inter * intra
     needed = torch.frombuffer(bytearray(needed_bytes), dtype=torch.bool)
-    needed = needed.view(inter * intra, -1)
+    needed = needed.view(ranks, ranks)
     # A rank always computes on its own chunk.
     computes = needed[rank, sources] | (sources == rank)
     return Route(

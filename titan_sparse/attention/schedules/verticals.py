@@ -32,7 +32,8 @@ def gather(call: AttentionCall, k: Tensor, v: Tensor) -> Pending:
     gather_here = kernel.gather_verticals if _has_kernels(k) else kernel.gather_verticals_naive
     # What a rank does not hold it adds as zeros. That is exact in any dtype, and the host need not
     # know any counts.
-    return call.cp.start_all_reduce(gather_here(k, v, positions, lookup))
+    gathered_here = gather_here(k, v, positions, lookup)
+    return call.cp.start_all_reduce(gathered_here)
 
 
 class Gradients:
