@@ -20,6 +20,7 @@ from tests.slice_cases import mask_and_truth
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.group_cast_plan import (
+    assign_stages,
     blocks_before_others,
     plan,
     traffic,
@@ -114,6 +115,9 @@ def _play(needed: Tensor, table: Tensor, inter: int, intra: int, stages: int) ->
     assert sorted(crossings) == sorted(wanted_crossings)
 
     wanted = wanted_blocks(needed, table, inter, intra)
+    for stage_of_block in assign_stages(wanted, stages).flatten(1):
+        by_stage = stage_of_block[stage_of_block >= 0].bincount(minlength=stages)
+        assert by_stage.max() - by_stage.min() <= 1
     for back, sums in ((False, (inside, across)), (True, (back_inside, back_across))):
         for counted, blocks in zip(traffic(wanted, stages, back), sums, strict=True):
             assert torch.equal(counted.sum(1), blocks)

@@ -217,10 +217,10 @@ def test_a_hop_between_nodes_has_the_work_of_a_window(monkeypatch, inter, intra,
     assert work_behind(forward, "inner") == [1] * inter * (intra - 1) * kv_heads
     # In the backward the first window is one step a head.
     assert work_behind(backward, "outer") == [kv_heads + x for x in heads_before] + later_hops
-    if kv_heads == 1:
-        # The last gradient has the rest of the first window.
-        homeward = work_behind(backward, "outer_gradient")
-        assert homeward == [intra] * (inter - 2) + [intra - 1]
+    # A gradient leaves when the next head begins. The last one has the rest of the first window.
+    heads_after = [intra * (kv_heads - 1 - head) for head in range(kv_heads)]
+    rest = (intra - 1) * kv_heads
+    assert work_behind(backward, "outer_gradient") == later_hops + [rest + x for x in heads_after]
 
 
 @pytest.mark.parametrize(
