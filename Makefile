@@ -40,7 +40,7 @@ test-faults: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -m faults
 
 test-gpu: $(VENV)/.installed
-	$(VENV)/bin/python -m pytest -m gpu
+	$(VENV)/bin/python -m pytest -m gpu --numprocesses 12
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff format --check .

@@ -43,6 +43,8 @@ SETTINGS = {
     "compile__enable": True,
     "metrics__recall_every": 0,
 }
+EXACT = {"compile__backend": "aot_eager", "training__deterministic": True}
+"""Runs that are equal to the bit. inductor may sum in another order in a second compilation."""
 
 
 class _Result(NamedTuple):
@@ -73,6 +75,12 @@ def _one_process(monkeypatch) -> Iterator[None]:
 def plain(tmp_path_factory) -> _Result:
     """The run without levers, which all others are compared with."""
     return _run_apart(tmp_path_factory.mktemp("plain"), {})
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory) -> _Result:
+    """The same in a way that a second run repeats."""
+    return _run_apart(tmp_path_factory.mktemp("exact"), EXACT)
 
 
 @pytest.fixture(scope="module")
@@ -123,55 +131,44 @@ def _distances(a: _Result, b: _Result) -> dict[str, float]:
     """Relative distance between each step's gradients, where they are not equal to the bit."""
     names = a.names * len(a.losses)
     return {
-        f"{place}: {name}": ((x - y).norm() / y.norm()).item()
+        f"{place // len(a.names)}: {name}": ((x - y).norm() / y.norm()).item()
         for place, (name, x, y) in enumerate(zip(names, a.gradients, b.gradients, strict=True))
         if not torch.equal(x, y)
     }
 
 
-def test_activation_offload(tmp_path, plain):
-    """To the bit, but for the embedding's gradient, which was 1e-5 off in a first step.
-
-    Runs without offload are not always equal either.
-    """
-    again, _ = _run(tmp_path, "again")
-    offloaded, trainer = _run(tmp_path, "offloaded", activation_checkpoint__offload=True)
-    noise, errors = _distances(again, plain), _distances(offloaded, plain)
-    print(f"repeated: {noise}\noffloaded: {errors}")
-    assert offloaded.losses == pytest.approx(plain.losses, rel=1e-6)
-    assert all("embed_tokens" in name and error < 1e-4 for name, error in errors.items()), (
-        noise,
-        errors,
-    )
+def test_activation_offload(tmp_path, exact):
+    offloaded, trainer = _run(tmp_path, "offloaded", activation_checkpoint__offload=True, **EXACT)
+    assert _distances(offloaded, exact) == {}
+    assert offloaded.losses == exact.losses
     pool = trainer.model.run_blocks.pool
     # Of each block but the last: input and out in bf16, and the LSE of 16 heads in fp32.
     total = (MODEL.layers - 1) * TOKENS * (2 * 1024 * 2 + 16 * 4)
     assert total <= pool.nbytes < 1.1 * total
     block = total / (MODEL.layers - 1)
-    saved = plain.peak - offloaded.peak
+    saved = exact.peak - offloaded.peak
     print(
-        f"peak {plain.peak / 2**30:.2f} -> {offloaded.peak / 2**30:.2f} GiB, {total / 2**30:.2f} GiB on the CPU"
+        f"peak {exact.peak / 2**30:.2f} -> {offloaded.peak / 2**30:.2f} GiB, {total / 2**30:.2f} GiB on the CPU"
     )
     assert saved > (MODEL.layers - 4) * block  # at most three blocks' worth stays
 
 
-def test_optimizer_offload(tmp_path, plain):
-    offloaded, trainer = _run(tmp_path, "offloaded", optimizer__offload=True)
+def test_optimizer_offload(tmp_path, exact):
+    offloaded, trainer = _run(tmp_path, "offloaded", optimizer__offload=True, **EXACT)
     parameters = list(trainer.model.parameters())
     assert all(p.to_local().device.type == "cpu" and p.to_local().is_pinned() for p in parameters)
-    # The first step's gradients come from the same weights.
-    errors = _distances(offloaded, plain)
-    first = {name: error for name, error in errors.items() if name.startswith("0: ")}
-    assert all("embed_tokens" in name and error < 1e-4 for name, error in first.items()), first
-    assert offloaded.losses == pytest.approx(plain.losses, rel=1e-3)
+    # The first step's gradients come from the same weights. AdamW on a CPU rounds in its own way.
+    assert not [name for name in _distances(offloaded, exact) if name.startswith("0: ")]
+    assert offloaded.losses == pytest.approx(exact.losses, rel=1e-3)
     fp32 = sum(p.numel() for p in parameters) * 4
-    print(f"peak {plain.peak / 2**30:.2f} -> {offloaded.peak / 2**30:.2f} GiB")
+    print(f"peak {exact.peak / 2**30:.2f} -> {offloaded.peak / 2**30:.2f} GiB")
     # Weights and both states, but for one layer's fp32 weights on their way; gradients are not complete at the peak.
-    assert plain.peak - offloaded.peak > 2.5 * fp32
+    assert exact.peak - offloaded.peak > 2.5 * fp32
 
 
 def test_optimizer_offload_resumes(tmp_path):
     keys = {"optimizer__offload": True, "checkpoint__enable": True, "lr_scheduler__total_steps": 3}
+    keys |= EXACT
     whole, trainer = _run(tmp_path, "whole", **keys)
     _run(tmp_path, "halves", **keys, training__steps=2)
     halves, resumed = _run(tmp_path, "halves", **keys)

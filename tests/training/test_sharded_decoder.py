@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor import config as inductor
-from torch._inductor.virtualized import V
+from torch._inductor.choices import InductorChoices
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -152,8 +152,11 @@ def test_blocks_are_compiled_if_asked_for(fresh_compiler, enable):
 
 def test_inductor_takes_our_choices():
     """What they change is in kernels of GPUs: tests/gpu/test_compiling.py."""
+    made_before = InductorChoices()  # what a thread keeps that has compiled something else
     compile_layer(nn.Linear(2, 2), "inductor")
-    assert isinstance(V.choices, ChoicesWithoutRaces)
+    for choices in (made_before, inductor.inductor_choices_class()):
+        function = choices.should_use_persistent_reduction
+        assert function is ChoicesWithoutRaces.should_use_persistent_reduction
     assert not inductor.triton.mix_order_reduction
     # Without it, inductor would not cache what it compiles.
-    assert V.choices.uuid() is not None
+    assert inductor.inductor_choices_class().uuid() is not None

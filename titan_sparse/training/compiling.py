@@ -13,6 +13,8 @@ from torch._inductor.virtualized import V
 _LARGEST_ROW = 16384
 """Elements of a row that a program can hold: more than any norm here has."""
 
+_holds_rows_in_inductor = InductorChoices.should_use_persistent_reduction
+
 
 def compile_layer(layer: nn.Module, backend: str) -> None:
     """layer.compile() as one graph, in place, without two fusions of torch 2.10 to 2.13 that make
@@ -26,9 +28,10 @@ def compile_layer(layer: nn.Module, backend: str) -> None:
     """
     inductor.triton.mix_order_reduction = False
     inductor.inductor_choices_class = ChoicesWithoutRaces
-    # Each thread makes its own at first use: this one may have the default already.
-    if not isinstance(V.choices, ChoicesWithoutRaces):
-        V.set_choices_handler(ChoicesWithoutRaces())
+    # Each thread makes its own choices at first use. Those that have compiled before, such as the
+    # backward's, keep inductor's: so these change too.
+    ours = ChoicesWithoutRaces.should_use_persistent_reduction
+    InductorChoices.should_use_persistent_reduction = staticmethod(ours)
     layer.compile(backend=backend, fullgraph=True)
 
 
@@ -44,7 +47,7 @@ class ChoicesWithoutRaces(InductorChoices):
         fits = V.graph.sizevars.statically_known_leq(features.reduction_numel, _LARGEST_ROW)
         if fits and reads_back(features):
             return True
-        return InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
+        return _holds_rows_in_inductor(features, cooperative_reduction)
 
     def uuid(self) -> str:
         """Says in the keys of inductor's caches what kernels were made with."""
