@@ -1,6 +1,5 @@
 """attend() on one rank against dense masked attention in fp64, and invariants of every selection."""
 
-import dataclasses
 import weakref
 from typing import NamedTuple
 
@@ -73,11 +72,7 @@ def _gap(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize(
     "shape, mask, pattern",
-    [
-        (SHAPES[(number + shift) % 4], *combination)
-        for number, combination in enumerate(COMBINATIONS)
-        for shift in (0, 1)
-    ],
+    [(SHAPES[number % 4], *combination) for number, combination in enumerate(COMBINATIONS)],
     ids=str,
 )
 def test_attend_is_dense_attention_over_what_was_selected(shape, mask, pattern):
@@ -113,13 +108,6 @@ def test_the_default_block_size_is_128():
     out, aux = attend(*p.qkv, return_aux=True)
     assert aux.index.block_size == 128
     assert _gap(out, _attend(p)[0]) < 1e-12
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_rows_of_a_mask_serve_as_the_mask(pattern):
-    p = _problem(SHAPES[1], "documents, window", PATTERNS[pattern])
-    got = attend(*p.qkv, p.mask.rows(157), p.pattern, block_size=p.block)
-    assert torch.equal(got, _attend(p)[0])
 
 
 @pytest.mark.parametrize(
@@ -281,12 +269,8 @@ REFUSED = [
     ({"mask": Causal(valid=(3, 4, 5))}, "3 sequences"),
     ({"mask": Documents([9, 8])}, "17 tokens"),
     ({"mask": "causal"}, "mask=str is not a mask; write a mask of titan_sparse.attention.masks"),
-    ({"mask": _x(16, 16)}, "mask=Tensor is not a mask"),
     ({"mask": Full(), "pattern": SPARSE, "block_size": 16}, "causal"),
-    ({"mask": Full() & Full(), "pattern": SPARSE, "block_size": 16}, "causal"),
-    ({"mask": Full().rows(16), "pattern": SPARSE, "block_size": 16}, "causal"),
     ({"pattern": "dense"}, "pattern=str is not a pattern; write one of"),
-    ({"pattern": Dense}, "pattern=type is not a pattern"),
     ({"pattern": VerticalSlash(dense_below=15), "block_size": 16}, "dense_below = 16 or more"),
     (
         {"pattern": VerticalSlash(dense_below=16, probe=17), "block_size": 8},
@@ -294,26 +278,21 @@ REFUSED = [
     ),
     ({"backend": "nothing"}, "attention.backend"),
     ({"block_size": 0}, "block_size"),
-    ({"block_size": -4}, "block_size"),
     (
         {"cp": ContextParallel(None, "contiguous", "local", 8), "block_size": 16},
         "block_size=16",
     ),
     ({"recomputed": -0.1, "block_size": 4}, "0 to 1"),
-    ({"recomputed": 1.5, "block_size": 4}, "0 to 1"),
     ({"recomputed": 0.5, "block_size": 4, "mask": Full()}, "write recomputed=0 or 1"),
     (
         {"recomputed": 0.5, "block_size": 4, "mask": prefix_lm([16], [9])},
         "causal mask; write recomputed=0 or 1",
     ),
     ({"sinks": _x(3)}, r"sinks has shape \[3\]; write one logit a query head, \[2\]"),
-    ({"sinks": _x(1, 2)}, r"sinks has shape \[1, 2\]"),
-    ({"sinks": _x()}, r"sinks has shape \[\]"),
     (
         {"sinks": _x(2, dtype=torch.float64)},
         r"sinks is torch.float64; write sinks.float\(\), or the dtype of q \(torch.float32\)",
     ),
-    ({"sinks": _x(2, dtype=torch.int64)}, "sinks is torch.int64"),
     ({"sinks": _x(2).to("meta")}, 'sinks is on meta, q on cpu; write sinks.to."cpu".'),
 ]
 
@@ -323,25 +302,6 @@ def test_options_that_do_not_fit(options, words):
     q = _x(2, 2, 16, 8)
     with pytest.raises(ValueError, match=words):
         attend(q, q, q, **options)
-
-
-COUNTS_AND_CHOICES = [f.name for f in dataclasses.fields(VerticalSlash) if f.name != "recall"]
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"recall": 0.0}, "recall"),
-        ({"recall": 1.1}, "recall"),
-        ({"local_slashes": 0}, "local_slashes"),
-        ({"min_verticals": 5, "max_verticals": 4}, "min_verticals = 4 or less"),
-        ({"min_slashes": 3, "max_slashes": 2}, "min_slashes = 2 or less"),
-        *[({name: -1}, name) for name in COUNTS_AND_CHOICES],
-    ],
-)
-def test_parameters_out_of_range(options, words):
-    with pytest.raises(ValueError, match=words):
-        VerticalSlash(**options)
 
 
 @pytest.mark.parametrize(

@@ -177,9 +177,13 @@ def test_equals_the_attention_of_gpt_oss(window):
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
-    "how, compiled", [("selective", False), ("plain", False), ("selective", True)]
+    "how, compiled, pattern",
+    [
+        ("selective", False, "dense"),
+        ("plain", False, "vertical_slash"),
+        ("selective", True, "vertical_slash"),
+    ],
 )
-@pytest.mark.parametrize("pattern", ["dense", "vertical_slash"])
 def test_recomputed_in_part_or_whole(pattern, how, compiled):
     p = _problem("documents", pattern)
     want = _wanted(p)
@@ -212,11 +216,10 @@ def test_recomputed_in_part_or_whole(pattern, how, compiled):
         _assert_equal(got, want, share)
 
 
-@pytest.mark.parametrize("pattern", ["dense", "vertical_slash"])
 @pytest.mark.parametrize(
-    "dtype, sink_dtype",
-    [(torch.float64, None), (torch.float64, torch.float64), (torch.bfloat16, torch.float32)],
-    ids=["no sinks", "fp64", "bf16, sinks fp32"],
+    "dtype, sink_dtype, pattern",
+    [(torch.float64, torch.float64, "vertical_slash"), (torch.bfloat16, None, "dense")],
+    ids=["fp64, selected", "bf16, no sinks"],
 )
 def test_opcheck(dtype, sink_dtype, pattern):
     """All ops, with sinks and without; a part of attention has no gradient of its own."""
@@ -286,14 +289,12 @@ def test_nothing_to_attend_to(pattern, batch, tokens):
     "dtype, sink_dtype, bound",
     [
         (torch.float64, torch.float32, 1e-6),
-        (torch.float32, torch.float32, 1e-5),
         (torch.bfloat16, torch.float32, 1e-2),
-        (torch.bfloat16, torch.bfloat16, 1e-2),
         (torch.float16, torch.float16, 2e-3),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("pattern", ["dense", "vertical_slash"])
+@pytest.mark.parametrize("pattern", ["vertical_slash"])
 def test_lower_precision(pattern, dtype, sink_dtype, bound):
     p = _problem("documents", pattern)
     q, k, v = (x.to(dtype) for x in (p.q, p.k, p.v))

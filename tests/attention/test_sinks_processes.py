@@ -1,4 +1,4 @@
-"""Learned sinks over 2, 3 and 4 processes against one: every schedule and layout."""
+"""Learned sinks over 3 and 4 processes against one: every schedule and layout."""
 
 import pytest
 import torch
@@ -100,6 +100,6 @@ def _check_ranks(axes: tuple[int, ...]) -> None:
                     assert (a - b).abs().max() < 1e-9, (name, cp.key, mask, pattern.key, recomputed)
 
 
-@pytest.mark.parametrize("axes", [(2,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("axes", [(3,), (2, 2)], ids=str)
 def test_ranks_equal_one(axes):
     run_processes(torch.Size(axes).numel(), _check_ranks, axes)

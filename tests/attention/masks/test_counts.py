@@ -37,14 +37,6 @@ def test_pairs_in_all(name):
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_pairs_by_block(name):
-    got = pairs_by_block(MASKS[name].rows(SEQ_LEN), Q_BLOCKS, SIZE)
-    want = _pairs(MASKS[name].dense(SEQ_LEN), SIZE)[:, Q_BLOCKS]
-    assert got.dtype == torch.int32
-    assert torch.equal(got.long(), want)
-
-
-@pytest.mark.parametrize("name", MASKS)
 def test_weights_of_tiles(name):
     k_blocks = torch.arange(BLOCKS).flip(0)[3:]
     weights = tile_weights(MASKS[name].rows(SEQ_LEN), Q_BLOCKS, k_blocks, SIZE)

@@ -8,22 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.attention.calls import op_arguments
 from tests.reference import dense_attention, gradients, structured_qkv, tiles_of
 from tests.slice_cases import NAMES, SEQ_LEN, counts, mask_and_truth, random_legal
 from titan_sparse.attention import attend
-from titan_sparse.attention.context_parallel.group import one_rank
-from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
 from titan_sparse.attention.masks import slices
 from titan_sparse.attention.masks.geometry import area, slices_of_ranges
 from titan_sparse.attention.masks.packed import dilated, documents, prefix_lm, sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
-from titan_sparse.attention.masks.reach import seen_blocks, seen_chunks, tile_weights
+from titan_sparse.attention.masks.reach import tile_weights
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.statistics import recording
-from titan_sparse.attention.observe.visits import count_visits
-from titan_sparse.attention.patterns import Dense, VerticalSlash
-from titan_sparse.attention.patterns.dense import DenseIndex
+from titan_sparse.attention.patterns import VerticalSlash
 
 BLOCK = 16
 
@@ -70,13 +65,6 @@ def test_tiles_are_empty_partial_or_full(name):
     mask, truth = mask_and_truth(name)
     for size in (16, 7):
         _check_tiles(mask, truth[None], size)
-
-
-def test_tiles_of_a_batch():
-    cases = [mask_and_truth(name) for name in ("random 5", "nothing", "128 slices make a square")]
-    _check_tiles(
-        Slices.batch([mask for mask, _ in cases]), torch.stack([truth for _, truth in cases]), 16
-    )
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -210,25 +198,6 @@ def test_statistics(name):
     assert (seen.density() == 1).all() and (seen.recall[0] - 1).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "name", ["random 11", "stripes of keys", "one key", "one query", "far future"]
-)
-def test_work_and_needs_of_ranks(name, layout):
-    mask, truth = mask_and_truth(name)
-    table = block_ids(layout, 3, SEQ_LEN, 8)
-    index = DenseIndex(2, SEQ_LEN, 8, torch.empty(1, 2, 0, dtype=torch.int32))
-    want = _by_tile(truth[None], 8)[0][table][:, :, table].sum((1, 3))
-    assert torch.equal(count_visits(index, mask.rows(SEQ_LEN), table).pairs[0, 1], want)
-    assert torch.equal(seen_chunks(mask.rows(SEQ_LEN), table, 8), want > 0)
-    want = _by_tile(truth[None], 8)[0][table].sum(1) > 0
-    assert torch.equal(seen_blocks(mask.rows(SEQ_LEN), table, 8), want)
-    assert torch.equal(
-        seen_blocks(mask.rows(SEQ_LEN), table[:, 2:3], 8),
-        _by_tile(truth[None], 8)[0][table[:, 2]] > 0,
-    )
-
-
 def test_compiles_once_for_any_number_of_slices():
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -250,22 +219,7 @@ def test_compiles_once_for_any_number_of_slices():
         for a, b in zip((got[0], *got[1]), (want[0], *want[1]), strict=True):
             torch.testing.assert_close(a, b)
     assert counter.frame_count == 1
-    mask = mask_and_truth("random 3")[0]
-
-    def with_mask_inside(q):
-        return attend(q, q, q, mask, Dense(), block_size=BLOCK)
-
-    inside = torch.compile(with_mask_inside, fullgraph=True, backend="aot_eager")
-    q = qkv[0]
-    torch.testing.assert_close(inside(q), attend(q, q, q, mask, block_size=BLOCK))
     torch._dynamo.reset()
-
-
-def test_opcheck():
-    ranges = mask_and_truth("random 4")[0].rows(SEQ_LEN)
-    leaves = [x.clone().requires_grad_() for x in structured_qkv(1, 2, 1, SEQ_LEN, 8)]
-    rest = op_arguments([], ranges, Dense(), one_rank(BLOCK), 0.3)
-    torch.library.opcheck(torch.ops.titan_sparse.attend_forward.default, (*leaves, *rest))
 
 
 def test_the_mask_of_a_run_with_sinks():

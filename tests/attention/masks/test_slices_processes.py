@@ -1,9 +1,5 @@
-"""Attention over masks of slices on 2, 3 and 4 ranks against dense attention in fp64: layouts x
-schedules x what circulates.
-
-Runs are chosen so that every mask meets every layout, schedule and number of ranks. The fast test
-takes a share of the masks. For all of them: pytest -m slow
-tests/attention/masks/test_slices_processes.py
+"""Attention over masks of slices on 3 and 4 ranks against dense attention in fp64: layouts x
+schedules x what circulates. Each mask meets one layout and schedule.
 """
 
 import functools
@@ -22,7 +18,7 @@ from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.statistics import recording
 
 BLOCK = 8
-AXES = [(1, 2), (1, 3), (2, 2)]
+AXES = [(1, 3), (2, 2)]
 LAYOUTS = ("contiguous", "zigzag", "striped")
 SCHEDULES = (
     ("ring", "kv"),
@@ -31,27 +27,6 @@ SCHEDULES = (
     ("double_ring", "q"),
     ("all_gather", "auto"),
 )
-
-
-def _picked(number: int, world: int) -> list[tuple[str, tuple[str, str]]]:
-    """Two settings of mask `number` on the mesh AXES[world]."""
-    return [
-        (LAYOUTS[(number + world + i) % 3], SCHEDULES[(number + number // 5 + 2 * world + i) % 5])
-        for i in range(2)
-    ]
-
-
-def test_every_pair_of_choices_occurs():
-    runs = [
-        (n, w, layout, schedule)
-        for n in range(len(NAMES))
-        for w in range(3)
-        for layout, schedule in _picked(n, w)
-    ]
-    sizes = (len(NAMES), 3, 3, 5)
-    for a in range(4):
-        for b in range(a):
-            assert len({(run[a], run[b]) for run in runs}) == sizes[a] * sizes[b], (a, b)
 
 
 @functools.cache
@@ -86,28 +61,23 @@ def _check(name: str, mask: Slices, cp: ContextParallel, want: list[Tensor]) -> 
     assert (seen.visited[0] == seen.visible[0]).all(), (name, cp.key)
 
 
-def _check_masks(world: int, numbers: list[int], runs: int) -> None:
+def _check_masks(world: int, numbers: list[int]) -> None:
     mesh = init_device_mesh("cpu", AXES[world], mesh_dim_names=("cp_inter", "cp_intra"))
     make = functools.cache(
         lambda layout, schedule: ContextParallel(mesh, layout, schedule[0], BLOCK, schedule[1])
     )
     for number in numbers:
         mask = mask_and_truth(NAMES[number])[0]
-        for layout, schedule in _picked(number, world)[:runs]:
-            _check(NAMES[number], mask, make(layout, schedule), _wanted(NAMES[number]))
+        layout = LAYOUTS[(number + world) % 3]
+        schedule = SCHEDULES[(number + number // 5 + 2 * world) % 5]
+        _check(NAMES[number], mask, make(layout, schedule), _wanted(NAMES[number]))
 
 
-@pytest.mark.parametrize("world", range(3), ids=[str(axes) for axes in AXES])
+@pytest.mark.parametrize("world", range(2), ids=[str(axes) for axes in AXES])
 def test_some_masks(world):
     run_processes(
-        torch.Size(AXES[world]).numel(), _check_masks, world, list(range(world, len(NAMES), 3)), 1
+        torch.Size(AXES[world]).numel(), _check_masks, world, list(range(world, len(NAMES), 2))
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", range(3), ids=[str(axes) for axes in AXES])
-def test_all_masks(world):
-    run_processes(torch.Size(AXES[world]).numel(), _check_masks, world, list(range(len(NAMES))), 2)
 
 
 def _check_bytes() -> None:

@@ -7,7 +7,6 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 
-from tests.attention.calls import select_arguments
 from tests.attention.context_parallel.test_group import SEQ_LEN, check_everything
 from tests.attention.patterns.helpers import BLOCK, MIXED, MOBA, XATTENTION, Case, cases_of_masks
 from tests.distributed import run_processes
@@ -84,9 +83,6 @@ def test_attention_is_dense_attention_over_what_was_selected(pattern, name):
     "axes, every",
     [
         ((3,), 2),
-        ((2, 2), 2),
-        pytest.param((2,), 1, marks=pytest.mark.slow),
-        pytest.param((3,), 1, marks=pytest.mark.slow),
         pytest.param((2, 2), 1, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -99,15 +95,6 @@ def test_ranks_select_and_compute_as_one_does(axes, every):
     patterns = [XATTENTION, MoBA(chunk_size=40, top_k=3)]
     arguments = (axes, masks, patterns, (4, 2), every)
     run_processes(torch.Size(axes).numel(), check_everything, *arguments)
-
-
-@pytest.mark.parametrize("pattern", BOTH, ids=str)
-def test_opcheck(pattern):
-    """Shapes for torch.compile, ragged and packed."""
-    q, k, _ = structured_qkv(2, 4, 2, 125, 8)
-    for mask in (Causal(), Documents(MIXED[1][:3])):
-        arguments = select_arguments(mask.rows(125), pattern, BLOCK, 0.3)
-        torch.library.opcheck(torch.ops.titan_sparse.select.default, (q, k, *arguments))
 
 
 @pytest.mark.parametrize("pattern", [XATTENTION, MoBA(19, 3)], ids=str)

@@ -145,7 +145,7 @@ def test_a_recall_needs_no_more_than_it_did(heads, known, best, budget):
         assert points[1].recall == pytest.approx(TARGETS[budget][1], abs=0.01)
 
 
-@pytest.mark.parametrize("probe_rows", ["spread", "both"])
+@pytest.mark.parametrize("probe_rows", ["both"])
 def test_what_lies_behind_the_sinks_is_kept(heads, probe_rows):
     """By default sinks do not count. The recall is the mean over rows of the share of the remaining mass."""
     behind = _known(heads, sinks=VerticalSlash().sinks)

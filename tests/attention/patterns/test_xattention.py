@@ -25,7 +25,7 @@ CASES = cases_of_masks(XATTENTION) | {
     "cells of one": Case(XAttention(1, 0.7, 48), Documents(MIXED), MIXED),
     "cells of a block": Case(XAttention(16, 0.7, 16), Documents(SHORT), [SHORT]),
 }
-KERNEL_CASES = ["causal", "padding", "packed", "packed, window", "packed, two long in one block"]
+KERNEL_CASES = ["padding", "packed, window"]
 
 
 def _cell_scores(

@@ -59,26 +59,6 @@ def test_a_head_of_its_own(recall, limit):
     assert got == [[limit]]
 
 
-def test_heads_and_spans_of_their_own():
-    """Each uses its own rows. A span without rows loses nothing."""
-    first_head = [STEPS, {40: 1.0}]
-    second_head = [{5: 0.5, 200: 9.0}, {}]
-    mass = _mass(first_head, second_head)
-
-    first, second = _limits(mass, [10, 5], 0.9)
-    assert first == [20, 40]
-    assert second == [200, ALWAYS]
-
-    first, _ = _limits(mass, [10, 0], 0.9)
-    assert first[1] == 40
-
-
-def test_a_recall_of_one_takes_everything():
-    """This includes keys with no mass in the probed rows."""
-    mass = _mass({0: 0.1, 30: 1.0}, {77: 1.0})
-    assert _limits(mass, [10], 1.0) == [[0], [0]]
-
-
 def _count(*heads: dict[int, int]) -> Tensor:
     """fp32 [1, Hq, 1, CODES], as sums of products are."""
     count = torch.zeros(1, len(heads), 1, CODES)

@@ -316,26 +316,6 @@ def test_equal_bounds_are_fixed_budgets():
     assert index.slashes[..., :2].all()
 
 
-def test_selection_has_no_gradient():
-    case = CASES["gqa"]
-    q, k = _inputs(case)
-    q.requires_grad_()
-    k.requires_grad_()
-    index = case.pattern.select(q, k, case.mask, block_size=16)
-    assert not any(x.requires_grad for x in index.tensors())
-
-
-def test_padding_known_from_another_mask_ends_the_span():
-    """Documents & Causal(valid): the probe is the last queries that see a key."""
-    q, k, _ = structured_qkv(1, 2, 1, 128, 8)
-    pattern = published(recall=0.7, sinks=2, local_slashes=1, dense_below=16)
-    padded = Documents([128]) & Causal(valid=(100,))
-    shorter = Documents([100])
-    first = pattern.select(q, k, padded, block_size=16).dense(padded)
-    second = pattern.select(q, k, shorter, block_size=16).dense(shorter)
-    assert torch.equal(first, second)
-
-
 def test_patterns_on_one_mask_do_not_share_what_is_remembered():
     """Two patterns with different spans on the same ranges give the same results as on separate ranges."""
     q, k, _ = structured_qkv(1, 2, 1, 192, 8)

@@ -17,19 +17,16 @@ from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
 from titan_sparse.kernels import compact
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SEQ_LEN = 256
+SEQ_LEN = 128
 MASKS = {
-    "causal": Causal(valid=(SEQ_LEN, SEQ_LEN - 50)),
     "window": Causal() & SlidingWindow(100),
-    "documents": Documents([[131, 7, 1, 90], [60, 60, 60, 60]]),
+    "documents": Documents([[71, 7, 1, 49], [60, 60]]),
 }
 PATTERNS = {
     "joint": VerticalSlash(recall=0.9, sinks=3, dense_below=48),
     "capped": VerticalSlash(
         recall=0.8, sinks=0, max_verticals=20, max_slashes=4, min_slashes=2, dense_below=64
     ),
-    "floors": VerticalSlash(recall=0.1, min_verticals=30, dense_below=64),
-    "everything": VerticalSlash(recall=1.0, max_verticals=SEQ_LEN, dense_below=48),
 }
 
 
@@ -40,22 +37,7 @@ def the_same_rows() -> Iterator[None]:
     set_probe_seed(0)
 
 
-@pytest.mark.parametrize(
-    "pattern, mask",
-    [
-        ("joint", "documents"),
-        ("capped", "window"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("joint", "causal"),
-                ("capped", "documents"),
-                ("floors", "documents"),
-                ("everything", "causal"),
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize("pattern, mask", [("joint", "documents"), ("capped", "window")])
 def test_selection_by_kernels_is_that_of_the_twins(pattern: str, mask: str, monkeypatch):
     """They match except for elements that rounding moves over a limit. A GPU's arithmetic moves more."""
     allowed = 0.01 if DEVICE == "cuda" else 0.001

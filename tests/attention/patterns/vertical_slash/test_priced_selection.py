@@ -8,7 +8,7 @@ from torch import Tensor
 
 from scripts.benchmarks import synthetic
 from tests.reference import structured_qkv
-from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
 
@@ -50,9 +50,10 @@ def _generated(kind: str, seq_len: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "mask", [Causal(), Documents([[1200, 40, 500, 308]])], ids=["causal", "packed"]
+    "kind, mask",
+    [("noisy", Causal()), ("bands and outliers", Documents([[1200, 40, 500, 308]]))],
+    ids=["causal", "packed"],
 )
-@pytest.mark.parametrize("kind", ["bands and outliers", "noisy"])
 def test_all_rows_keep_the_recall_that_was_asked_for(kind, mask):
     """Means over probe seeds and heads, of all rows of long documents.
 
@@ -77,43 +78,6 @@ def test_all_rows_keep_the_recall_that_was_asked_for(kind, mask):
         mean = sum(kept) / len(kept)
         print(f"{kind}, asked {recall}: {mean:.4f}, {min(kept):.4f} to {max(kept):.4f}")
         assert -0.01 <= mean - recall <= 0.05
-
-
-def test_recall_of_what_lies_behind_the_sinks():
-    """Keys with most of the mass say little about the rest. count_sinks = False excludes them, and
-    the mean over all rows of the rest reaches the recall.
-    """
-    seq_len, block, sinks = 2048, 32, 3
-    q, k = _generated("noisy", seq_len)
-    # Each query points a little toward the first tokens.
-    q[..., 0] = 1.0
-    k[..., 0] = 0.0
-    k[:, :, :sinks, 0] = 11.0 * 32**0.5
-    mask = Causal()
-    scores = (q @ k.repeat_interleave(2, 1).mT * 32**-0.5).masked_fill(
-        ~mask.dense(seq_len), -torch.inf
-    )
-    of_all = scores.softmax(-1)
-    behind = scores.clone()
-    behind[..., :sinks] = -torch.inf
-    # The sinks themselves see nothing behind them.
-    of_rest = behind[..., sinks:, :].softmax(-1)
-    assert of_all[..., sinks:, :sinks].sum(-1).mean() > 0.5
-
-    kept = {}
-    for count_sinks in (True, False):
-        means = []
-        for seed in range(4):
-            set_probe_seed(seed)
-            pattern = _pattern(sinks=sinks, probe=128, dense_below=128, count_sinks=count_sinks)
-            chosen = pattern.select(q, k, mask, block_size=block).dense(mask)
-            assert chosen[..., sinks:, :sinks].all()
-            all_kept = (of_all * chosen).sum(-1).mean()
-            rest_kept = (of_rest * chosen[..., sinks:, :]).sum(-1).mean()
-            means.append([all_kept, rest_kept])
-        kept[count_sinks] = torch.tensor(means).mean(0).tolist()
-    assert kept[True][0] == pytest.approx(0.9, abs=0.025) and kept[True][1] < 0.8
-    assert kept[False][1] == pytest.approx(0.9, abs=0.015) and kept[False][0] > 0.94
 
 
 @pytest.mark.parametrize("probe_rows", ["both", "spread", "last"])
@@ -218,20 +182,6 @@ def test_a_sequence_without_tokens_selects_nothing():
     assert torch.equal(index.slashes[0], alone.slashes[0])
 
 
-def test_a_window_hides_mass():
-    """Keys behind it hold no mass, whatever they would hold without it."""
-    mask = Causal() & SlidingWindow(100)
-    q, k, _ = structured_qkv(2, 4, 2, SEQ_LEN, 8)
-    # Seen from everywhere, were it not for the window.
-    k[:, :, 50] = 20 * q[:, ::2].mean(2)
-    chosen = _pattern(probe=48).select(q, k, mask, block_size=BLOCK).dense(mask)
-    seen = mask.dense(SEQ_LEN)
-    scores = (q @ k.repeat_interleave(2, 1).mT * 8**-0.5).masked_fill(~seen, -torch.inf)
-    kept = (scores.softmax(-1) * chosen).sum(-1).mean()
-    assert 0.89 < kept < 0.99
-    assert not (chosen & ~seen).any() and chosen.sum() < 0.9 * 8 * seen.sum()
-
-
 @pytest.mark.parametrize("probe_rows", ["spread", "last"])
 def test_what_lies_outside_the_span_changes_nothing(probe_rows):
     """Padding and other documents may hold any finite values if each head has its own budget."""
@@ -258,11 +208,3 @@ def test_scale_is_that_of_the_softmax():
     for one, other in zip(index.tensors(), same.tensors(), strict=True):
         assert torch.equal(one, other)
     assert not torch.equal(index.dense(Causal()), usual.dense(Causal()))
-
-
-def test_fp32_chooses_nearly_what_fp64_does():
-    exact, rounded = (
-        _select(_pattern(), Causal(), dtype).dense(Causal())
-        for dtype in (torch.float64, torch.float32)
-    )
-    assert (exact != rounded).double().mean() < 0.002

@@ -68,14 +68,6 @@ def test_last_rows_of_documents_by_hand():
     assert rows.group_rows[0].tolist() == [[2, 3], [0, 0]]
 
 
-def test_last_rows_of_a_short_span():
-    """Three tokens, five rows: two of them do not exist."""
-    rows = last_rows(_spans(Causal(valid=(3,)), 16), 5, 16, BLOCK)
-    assert _positions(rows, 0, 0) == [0, 1, 2]
-    assert rows.exists.tolist() == [[[False, False, True, True, True]]]
-    assert rows.group_rows.tolist() == [[[3, 0]]]
-
-
 def test_spread_rows_by_hand():
     """One row per four tokens from 4 on, as the hash of seeds 0 and 1 draws them.
 
@@ -153,16 +145,6 @@ def test_offsets_are_even_over_seeds_and_parts():
         is_equal = offset.narrow(dim, 1, count) == offset.narrow(dim, 0, count)
         share = is_equal.double().mean()
         assert 0.5 / 64 < share < 2 / 64
-
-
-def test_other_seeds_draw_other_rows():
-    spans = _spans(Causal(), 4096)
-    seeds = (0, 1, 2, 2**16, 2**16 + 1, 2**33 + 5)
-    drawn = set()
-    for seed in seeds:
-        rows = spread_rows(spans, 64, 4096, BLOCK, seed)
-        drawn.add(tuple(_positions(rows, 0, 0)))
-    assert len(drawn) == len(seeds)
 
 
 def test_a_selection_follows_the_seed():
