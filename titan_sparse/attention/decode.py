@@ -48,9 +48,18 @@ def attend_cached(
             out, lse = _attend(q, keys, part.values[:, :, chunk], part.seen[:, chunk], scale)
             total = merge(total, out, lse, out.dtype)
     if total is None:
-        total = _nothing(q)
+        dtype = accumulation_dtype(q.dtype)
+        nothing = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+        total = torch.zeros_like(q, dtype=dtype), nothing
     if cp.size > 1:
-        total = _merge_over_ranks(*total, cp)
+        out, lse = total
+        # In one collective: [ranks, B, Hq, 1, D + 1].
+        of_ranks = cp.all_gather(torch.cat([out, lse[..., None]], dim=-1))
+        total = None
+        for of_rank in of_ranks:
+            piece = of_rank[..., :-1].contiguous()
+            piece_lse = of_rank[..., -1].contiguous()
+            total = merge(total, piece, piece_lse, piece.dtype)
     if sinks is not None:
         total = add_sinks(*total, sinks)
     return total[0].to(q.dtype)
@@ -84,20 +93,3 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
         product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype)
         return product.unflatten(0, a.shape[:2])
     return a.to(dtype) @ b.to(dtype)
-
-
-def _nothing(q: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = accumulation_dtype(q.dtype)
-    out = torch.zeros_like(q, dtype=dtype)
-    return out, q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-
-
-def _merge_over_ranks(out: Tensor, lse: Tensor, cp: ContextParallel) -> tuple[Tensor, Tensor]:
-    # In one collective: [ranks, B, Hq, 1, D + 1].
-    of_ranks = cp.all_gather(torch.cat([out, lse[..., None]], dim=-1))
-    total = None
-    for of_rank in of_ranks:
-        piece = of_rank[..., :-1].contiguous()
-        piece_lse = of_rank[..., -1].contiguous()
-        total = merge(total, piece, piece_lse, piece.dtype)
-    return total

@@ -134,8 +134,12 @@ def resolve_mask(mask: Mask | MaskRanges, q: Tensor, ranks: Ranks) -> MaskRanges
             f"mask={type(mask).__name__} is not a mask; write a mask of titan_sparse.attention.masks, "
             "for example Causal(), or what its rows(seq_len) returned"
         )
-    else:
-        _check_devices(mask, q.device)
+    for tensor in mask_tensors(mask)[1]:
+        if tensor.device != q.device:
+            raise ValueError(
+                f"the mask is on {tensor.device}, q on {q.device}; "
+                f'write mask.rows(seq_len, device="{q.device}")'
+            )
     if mask.start.shape[1] != seq_len:
         raise ValueError(
             f"the mask is for {mask.start.shape[1]} tokens, q and cp make {seq_len}; "
@@ -154,17 +158,6 @@ def resolve_mask(mask: Mask | MaskRanges, q: Tensor, ranks: Ranks) -> MaskRanges
             )
         _check_table(mask.table, ranks, q.shape[2] // ranks.block_size)
     return mask
-
-
-def _check_devices(ranges: MaskRanges, device: torch.device) -> None:
-    """Raises ValueError for a mask with a tensor that is not on `device`."""
-    _, tensors = mask_tensors(ranges)
-    for tensor in tensors:
-        if tensor.device != device:
-            raise ValueError(
-                f"the mask is on {tensor.device}, q on {device}; "
-                f'write mask.rows(seq_len, device="{device}")'
-            )
 
 
 def _check_table(table: Tensor | None, ranks: Ranks, blocks: int) -> None:
@@ -230,19 +223,18 @@ def mask_of_whole_blocks(ranges: MaskRanges, block_size: int) -> MaskRanges:
     missing = -ranges.start.shape[1] % block_size
     if missing == 0:
         return ranges
-    key = ("whole blocks", block_size)
-    return once_per_mask(ranges, key, lambda: _padded(ranges, block_size, missing))
 
+    def padded() -> MaskRanges:
+        # start = stop means "sees nothing". At the padded length both stay nondecreasing.
+        padded_length = ranges.start.shape[1] + missing
+        document_start = ranges.document_start
+        if document_start is not None:
+            document_start = whole_blocks(document_start, 1, block_size, -1)
+        return MaskRanges(
+            start=whole_blocks(ranges.start, 1, block_size, padded_length),
+            stop=whole_blocks(ranges.stop, 1, block_size, padded_length),
+            document_start=document_start,
+            slices=ranges.slices,
+        )
 
-def _padded(ranges: MaskRanges, block_size: int, missing: int) -> MaskRanges:
-    # start = stop means "sees nothing". At the padded length both stay nondecreasing.
-    padded_length = ranges.start.shape[1] + missing
-    document_start = ranges.document_start
-    if document_start is not None:
-        document_start = whole_blocks(document_start, 1, block_size, -1)
-    return MaskRanges(
-        start=whole_blocks(ranges.start, 1, block_size, padded_length),
-        stop=whole_blocks(ranges.stop, 1, block_size, padded_length),
-        document_start=document_start,
-        slices=ranges.slices,
-    )
+    return once_per_mask(ranges, ("whole blocks", block_size), padded)

@@ -14,19 +14,13 @@ OBJECTS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 """Everything registered whose owner still lives, by key."""
 
 
-def register(key: str, value: Any) -> None:
-    """Let lookup(key) find `value` as long as other references to it exist."""
-    OBJECTS[key] = value
-
-
 def register_owned(owned: dict[str, Any], key: str, make: Callable[[], Any]) -> str:
     """Register make() unless `owned`, the dict in which its owner holds it, has it already.
 
     Returns the key.
     """
     if key not in owned:
-        owned[key] = make()
-        register(key, owned[key])
+        owned[key] = OBJECTS[key] = make()
     return key
 
 

@@ -101,7 +101,7 @@ class ContextParallel(Communicator):
         self.calls: dict[str, Any] = {}
         """The options of attention calls over this group, by key (registry.py)."""
         self.key = f"cp{next(_numbers)}:{layout}:{self.schedule}:{block_size}:{self.ranks}"
-        registry.register(self.key, self)
+        registry.OBJECTS[self.key] = self
 
     def _refuse_different_costs(self, device_type: str) -> None:
         """Raises ValueError unless all ranks were given the same costs. Collective.
