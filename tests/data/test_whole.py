@@ -218,10 +218,7 @@ def test_a_damaged_mask_is_refused(tmp_path, tokenizer_folder):
         ({"format": "chat"}, 'data.format = "chat" is not one of "text", "messages"'),
         ({"format": "text, messages"}, "2 formats for the 1 parts"),
         ({"source": "python", "format": "messages"}, 'data.format = "messages" does not go with'),
-        ({"loss_on": "all"}, 'data.loss_on = "all" would be ignored with data.format = "text"'),
-        ({"chat_template": "x"}, "data.chat_template"),
         ({"format": "prompt_completion", "messages_field": "x"}, "data.messages_field"),
-        ({"format": "messages", "text_field": "x"}, "data.text_field"),
         ({"format": "messages", "split_special_tokens": True}, "data.split_special_tokens = true"),
     ],
 )

@@ -177,8 +177,6 @@ def _parquet_rows(path: Path, field: str, row_format: str) -> Iterator[Row]:
                     yield _text_row(where, row or b"")
                 else:
                     yield value_row(where, without_nulls(row), field, row_format)
-        if number != file.metadata.num_rows:
-            raise ValueError(f"{path} has {number} rows instead of {file.metadata.num_rows}")
 
 
 def _no_column(field: str, columns: list[str]) -> str:
