@@ -78,9 +78,11 @@ def test_the_script_takes_a_saved_index(config, tmp_path, capsys):
     q = torch.randn(1, 2, 1024, 8)
     index = pattern.select(q, torch.randn(1, 1, 1024, 8), rows, block_size=64)
     path = str(tmp_path / "index.pt")
-    save_indexes(path, pattern, rows, [index])
+    save_indexes(path, pattern, rows, [index, index])
     found = _plans(tmp_path, config, "--ranks", "4", "--index", path)
-    assert sum(found["plans"][0]["pairs_of_rank"]) == index.dense(Causal()).sum()
+    pairs = index.dense(Causal()).sum().item()
+    assert sum(found["plans"][0]["pairs_of_rank"]) == pairs
+    assert found["density"] == pytest.approx(pairs / (2 * 1024 * 1025 / 2))
     assert main([config, "--ranks", "4", "--seq-len", "512", "--index", path]) == 2
     assert "--seq-len 512" in capsys.readouterr().err
 

@@ -159,7 +159,8 @@ def test_a_run_of_the_cpu_cannot_go_on_on_a_gpu(tmp_path):
     saved = _saved(tmp_path, Config())
     assert 'write training.device = "cpu"' in _refusal(saved, Config(), device="cuda")
     saved = _saved(tmp_path, Config(), device="cuda")
-    refuse_changes(saved, Config(), _origin(Config(), device="cpu"))
+    for device in ("cpu", "cuda"):
+        refuse_changes(saved, Config(), _origin(Config(), device=device))
 
 
 def test_configurations_of_other_versions(tmp_path):

@@ -105,6 +105,7 @@ def test_what_does_not_fit_says_what_would(program):
     words = "--activation_checkpoint.mode none --training.loss_chunk_tokens 16384"
     status, printed = program(SMALL, f"{words} --dry-run --device-memory 40")
     assert status == 1 and "does NOT fit" in printed
+    assert "reshard_after_forward" not in printed, "it is on already"
     assert re.search(r'mode = "full" \S+ GiB \(fits\)', printed)
     assert re.search(r"all of these \S+ GiB \(fits\); parallelism.cp = 2 on 2 ranks", printed)
     assert "GiB (fits)" not in re.search(r"loss_chunk_tokens = 1024 .*?;|$", printed)[0]

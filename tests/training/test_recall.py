@@ -21,7 +21,7 @@ from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.recorder import counting_caps
 from titan_sparse.config import Attention
 from titan_sparse.options import VerticalSlashOptions as Budgets
-from titan_sparse.training.recall import CapCount, asked_recall
+from titan_sparse.training.recall import CapCount, Capped, asked_recall
 
 LAYERS, BLOCK, TOKENS = 2, 16, 192
 CUT = VerticalSlash(recall=0.9, sinks=2, local_slashes=1, max_verticals=20, max_slashes=3)
@@ -240,3 +240,8 @@ def test_counting_on_a_gpu_waits_for_nothing():
 def test_the_recall_that_was_asked_for(pattern, budgets, wanted):
     attention = Attention(pattern=pattern, vertical_slash=Budgets(recall=0.7, **budgets))
     assert asked_recall(attention) == wanted
+
+
+def test_a_head_that_both_caps_cut_counts_once():
+    capped = Capped(*torch.tensor([[0.5], [0.75], [0.25]]))
+    assert capped.of_heads("joint") == 1.0 and capped.of_heads("independent") == 0.25
