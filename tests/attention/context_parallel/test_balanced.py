@@ -15,6 +15,7 @@ from tests.slice_cases import NAMES, SEQ_LEN, mask_and_truth, random_legal
 from titan_sparse.attention.context_parallel import balanced
 from titan_sparse.attention.context_parallel.balanced import Costs, block_table, cut_into_chunks
 from titan_sparse.attention.context_parallel.layouts import block_ids
+from titan_sparse.attention.masks.bands import tiles_of_slices
 from titan_sparse.attention.masks.ranges import (
     Causal,
     Documents,
@@ -23,6 +24,7 @@ from titan_sparse.attention.masks.ranges import (
     MaskRanges,
     SlidingWindow,
 )
+from titan_sparse.attention.masks.reach import visible_pairs
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.visits import count_visits
 from titan_sparse.attention.patterns import Dense
@@ -176,6 +178,17 @@ def test_any_documents_are_dealt_in_equal_shares(lengths, ranks, size, window, m
 def test_slices_are_dealt_in_equal_shares():
     for seed, ranks in ((1, 2), (2, 3), (3, 6)):
         _check_table(Slices.of(random_legal(seed, 8)).rows(SEQ_LEN), ranks, 8)
+
+
+def test_a_thousand_unaligned_slices_stay_few_runs():
+    """One by one, these would be four million tiles, and a table would take seconds."""
+    bounds = torch.linspace(0, MILLION, 1001).int().tolist()
+    ranges = Slices.of([(a, b, 0, b, "causal") for a, b in zip(bounds, bounds[1:])]).rows(MILLION)
+    tiles = tiles_of_slices(ranges, BLOCK)
+    runs = [tiles.whole, tiles.cut]
+    assert sum(len(x.line) for x in runs) < 30_000
+    pairs = sum(int((x.pairs * (x.last - x.first)).sum()) for x in runs)
+    assert pairs == visible_pairs(ranges)
 
 
 def test_a_table_is_that_of_the_numbers():

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan_sparse.attention.context_parallel.layouts import count_blocks
-from titan_sparse.attention.masks.bands import tiles_of_slices
+from titan_sparse.attention.masks.bands import Runs, tiles_of_slices
 from titan_sparse.attention.masks.base import MaskRanges
 
 _CHUNKS_PER_RANK = 64
@@ -170,33 +170,33 @@ def _tiles_of_slices(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
     )
     tiles = tiles_of_slices(ranges, size)
     blocks = ranges.start.shape[1] // size
-    # [blocks + 1]: how many whole tiles each block of queries has. One place more, for runs that
-    # end behind the last block.
-    whole = torch.zeros(blocks + 1, dtype=torch.int64)
-    if tiles.lines_are_keys:
-        # Runs go along the queries: each adds 1 where it begins and takes it away behind its end.
-        ones = torch.ones_like(tiles.line)
-        whole.index_add_(0, tiles.whole_first, ones)
-        whole.index_add_(0, tiles.whole_last, -ones)
-        whole = whole.cumsum(0)
-        q_block = tiles.single_block
-    else:
-        whole.index_add_(0, tiles.line, tiles.whole_last - tiles.whole_first)
-        q_block = tiles.single_line
-    # The slices that fill a tile have size * size pairs together.
-    filled = torch.zeros_like(whole).index_add_(0, q_block, tiles.single_pairs * tiles.is_filled)
-    whole += filled // (size * size)
+    whole = _count_by_query_block(tiles.whole, blocks, tiles.lines_are_keys)
     # A tile that several slices cut counts for each of them: the kernel visits it as often.
-    partial = torch.zeros_like(whole).index_add_(0, q_block, (~tiles.is_filled).long())
+    partial = _count_by_query_block(tiles.cut, blocks, tiles.lines_are_keys)
     work = 100 * whole + costs.partial * partial
+    touched = tiles.touched
     return _MaskTiles(
-        work=work[:-1].numpy(),
-        sequence=tiles.sequence,
-        line=tiles.line,
-        first=tiles.first,
-        last=tiles.last,
+        work=work.numpy(),
+        sequence=touched.sequence,
+        line=touched.line,
+        first=touched.first,
+        last=touched.last,
         lines_are_keys=tiles.lines_are_keys,
     )
+
+
+def _count_by_query_block(runs: Runs, blocks: int, lines_are_keys: bool) -> Tensor:
+    """int64 [blocks]: how many tiles of these runs each block of queries has."""
+    # One place more, for runs that end behind the last block.
+    count = torch.zeros(blocks + 1, dtype=torch.int64)
+    if lines_are_keys:
+        # Runs go along the queries: each adds 1 where it begins and takes it away behind its end.
+        ones = torch.ones_like(runs.line)
+        count.index_add_(0, runs.first, ones).index_add_(0, runs.last, -ones)
+        count = count.cumsum(0)
+    else:
+        count.index_add_(0, runs.line, runs.last - runs.first)
+    return count[:-1]
 
 
 def _needed_keys(tiles: _MaskTiles, bounds: NDArray[np.int64], sequences: int) -> list[int]:

@@ -2,9 +2,8 @@
 
 A tile is a pair of a query block and a KV block. Cut each slice to one block of rows, a *band*. A
 band touches one run of blocks of the other side. Except for at most four blocks, where the slice's
-edges go through, it covers them whole for its rows. If these are all rows of the block, the tiles
-are whole, and they are kept as a run. All other tiles are looked at one by one: several slices may
-fill one together. So 1M tokens take well under a second.
+edges go through, it holds equally many pairs of each. So tiles are counted run by run, and 1M
+tokens take well under a second. A tile that several slices fill together is whole too.
 """
 
 from typing import NamedTuple
@@ -15,34 +14,44 @@ from torch import Tensor
 from titan_sparse.attention.masks.base import MaskRanges, once_per_mask
 from titan_sparse.attention.masks.geometry import area, overlap, within_runs
 
+_BLOCK_BITS = 24
+"""Blocks are numbered below 2**24."""
+_BLOCK_MASK = (1 << _BLOCK_BITS) - 1
 
-class Tiles(NamedTuple):
-    """Every tile that is not empty. int64 [bands] or [singles] each, unless said otherwise.
 
-    lines_are_keys: a line is a KV block, and its runs are of query blocks. Otherwise the other way
-        round.
-    sequence, line: of each band. first, last: the blocks that it touches, `last` not included.
-    whole_first, whole_last: those that it covers whole, in all rows of the line.
-    single_sequence, single_slice: of each tile that is not in such a run, once for each slice in
-        it. Slices are numbered as in MaskRanges.slices.
-    single_line, single_block: where it lies.
-    single_pairs: pairs of tokens that the slice holds in the tile.
-    is_filled: bool [singles], all slices together fill the tile.
+class Runs(NamedTuple):
+    """Runs of tiles, each in one line of blocks. int64 [n] each.
+
+    sequence, slice: which sequence of the batch, and which of its slices in MaskRanges.slices.
+    line: the block of one side. first, last: the blocks of the other side, `last` not included.
+    pairs: of tokens that the slice holds in each tile.
     """
 
-    lines_are_keys: bool
     sequence: Tensor
+    slice: Tensor
     line: Tensor
     first: Tensor
     last: Tensor
-    whole_first: Tensor
-    whole_last: Tensor
-    single_sequence: Tensor
-    single_slice: Tensor
-    single_line: Tensor
-    single_block: Tensor
-    single_pairs: Tensor
-    is_filled: Tensor
+    pairs: Tensor
+
+    def select(self, which: Tensor) -> "Runs":
+        return Runs._make(field[which] for field in self)
+
+
+class Tiles(NamedTuple):
+    """Every tile that is not empty.
+
+    lines_are_keys: a line is a KV block, and its runs are of query blocks. Otherwise the other way
+        round.
+    touched: what a slice holds anything of, one run for each line of a slice, without `pairs`.
+    whole: what all slices together fill, each tile once, without `slice`.
+    cut: what the mask sees in part, once for each slice.
+    """
+
+    lines_are_keys: bool
+    touched: Runs
+    whole: Runs
+    cut: Runs
 
 
 class TileTable(NamedTuple):
@@ -99,42 +108,54 @@ def _tiles(slices: Tensor, size: int) -> Tiles:
     any_inner = inner_first < inner_last
     inner_first = inner_first.where(any_inner, first)
     inner_last = inner_last.where(any_inner, first)
-    # A band without all rows of its line has no whole tiles.
     rows = bottom - top + 1
-    whole_last = inner_last.where(rows == size, inner_first)
-
-    # [singles]: what lies before the inner runs, behind them, and in those that are not whole.
-    run_first = torch.cat([first, inner_last, whole_last])
-    run_last = torch.cat([inner_first, last, inner_last])
-    count = run_last - run_first
-    run = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
-    block = run_first[run] + within_runs(count)
-    band = run % len(line) if len(line) else run
-    # In an inner run the slice holds all rows of the band. Elsewhere its edges decide.
-    edges = int((run < 2 * len(line)).sum())
-    held, _ = overlap(flat[number[band[:edges]]], _tile(line[band[:edges]], block[:edges], size))
-    pairs = torch.cat([area(held), rows[band[edges:]] * size])
     sequence = number // slices_of_sequence
-    # [singles]: one number for each tile. Slices share no pair, so it is enough to count pairs.
-    # Blocks are numbered below 2**24.
-    tile = (sequence[band] << 48) + (line[band] << 24) + block
-    _, tile = tile.unique(return_inverse=True)
-    total = torch.zeros_like(pairs).index_add_(0, tile, pairs)
-    return Tiles(
-        lines_are_keys=lines_are_keys,
-        sequence=sequence,
-        line=line,
-        first=first,
-        last=last,
-        whole_first=inner_first,
-        whole_last=whole_last,
-        single_sequence=sequence[band],
-        single_slice=(number % slices_of_sequence)[band],
-        single_line=line[band],
-        single_block=block,
-        single_pairs=pairs,
-        is_filled=total[tile] == size * size,
+    # Only the fields that name a band matter here, the others are overwritten.
+    bands = Runs(sequence, number % slices_of_sequence, line, first, last, pairs=rows)
+
+    # [edges]: single tiles before and behind the inner runs, where the slice's edges decide.
+    edge_first = torch.cat([first, inner_last])
+    edges = torch.cat([inner_first, last]) - edge_first
+    band = torch.arange(len(line), device=line.device)
+    edge_band = torch.repeat_interleave(band.repeat(2), edges)
+    block = torch.repeat_interleave(edge_first, edges) + within_runs(edges)
+    held, _ = overlap(flat[number[edge_band]], _tile(line[edge_band], block, size))
+
+    # [runs]: all edges, then all inner runs
+    runs = bands.select(torch.cat([edge_band, band]))._replace(
+        first=torch.cat([block, inner_first]),
+        last=torch.cat([block + 1, inner_last]),
+        pairs=torch.cat([area(held), rows * size]),
     )
+    # One number for each tile, ascending in sequence, then line, then block. A run adds its pairs
+    # where it begins and takes them away where it ends. From one such place to the next, all tiles
+    # have equally many pairs. Slices share no pair, so a tile with all pairs is whole.
+    of_line = ((runs.sequence << _BLOCK_BITS) + runs.line) << _BLOCK_BITS
+    ends = torch.cat([of_line + runs.first, of_line + runs.last])
+    place, step = ends.unique(return_inverse=True)
+    changes = torch.cat([runs.pairs, -runs.pairs])
+    is_whole = torch.zeros_like(place).index_add_(0, step, changes).cumsum(0) == size * size
+    whole = is_whole.nonzero().flatten()
+    begin = place[whole]
+    whole_runs = Runs(
+        sequence=begin >> 2 * _BLOCK_BITS,
+        slice=torch.zeros_like(whole),
+        line=(begin >> _BLOCK_BITS) & _BLOCK_MASK,
+        first=begin & _BLOCK_MASK,
+        last=place[whole + 1] & _BLOCK_MASK,
+        pairs=torch.full_like(whole, size * size),
+    )
+    # Each run, cut at these places, is cut tiles where it is not whole.
+    begin, end = step.chunk(2)
+    steps = end - begin
+    run = torch.repeat_interleave(torch.arange(len(steps), device=steps.device), steps)
+    step = begin[run] + within_runs(steps)
+    run = run[~is_whole[step]]
+    step = step[~is_whole[step]]
+    cut = runs.select(run)._replace(
+        first=place[step] & _BLOCK_MASK, last=place[step + 1] & _BLOCK_MASK
+    )
+    return Tiles(lines_are_keys, bands, whole_runs, cut)
 
 
 def _lines(slices: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -160,25 +181,24 @@ def tiles_between(ranges: MaskRanges, q_blocks: Tensor, k_blocks: Tensor, size: 
     # [Bm, lines, blocks + 1]: a run adds 1 where it begins and takes it away where it ends.
     shape = (len(ranges.slices), len(lines), blocks + 1)
     changes = torch.zeros(shape, dtype=torch.int8, device=lines.device)
-    band = (place_of_line[tiles.line] >= 0).nonzero().flatten()
-    row = tiles.sequence[band] * len(lines) + place_of_line[tiles.line[band]]
+    runs = tiles.whole.select(place_of_line[tiles.whole.line] >= 0)
+    row = (runs.sequence * len(lines) + place_of_line[runs.line]) * (blocks + 1)
     ones = torch.ones_like(row, dtype=torch.int8)
-    changes.view(-1).scatter_add_(0, row * (blocks + 1) + tiles.whole_first[band], ones)
-    changes.view(-1).scatter_add_(0, row * (blocks + 1) + tiles.whole_last[band], -ones)
+    changes.view(-1).scatter_add_(0, row + runs.first, ones)
+    changes.view(-1).scatter_add_(0, row + runs.last, -ones)
     whole = changes.cumsum(-1, dtype=torch.int8)[..., others] > 0
 
-    line = place_of_line[tiles.single_line]
-    other = place_of_other[tiles.single_block]
-    listed = (line >= 0) & (other >= 0)
-    filled = listed & tiles.is_filled
-    whole[tiles.single_sequence[filled], line[filled], other[filled]] = True
-    cut = (listed & ~tiles.is_filled).nonzero().flatten()
-    sequence = tiles.single_sequence[cut]
-    slice_number = tiles.single_slice[cut]
-    pairs = tiles.single_pairs[cut]
+    runs = tiles.cut.select(place_of_line[tiles.cut.line] >= 0)
+    # [tiles in these runs]
+    count = runs.last - runs.first
+    run = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
+    other = place_of_other[runs.first[run] + within_runs(count)]
+    cuts = runs.select(run[other >= 0])
+    line = place_of_line[cuts.line]
+    other = other[other >= 0]
     if tiles.lines_are_keys:
-        return TileTable(whole.mT, sequence, slice_number, other[cut], line[cut], pairs)
-    return TileTable(whole, sequence, slice_number, line[cut], other[cut], pairs)
+        return TileTable(whole.mT, cuts.sequence, cuts.slice, other, line, cuts.pairs)
+    return TileTable(whole, cuts.sequence, cuts.slice, line, other, cuts.pairs)
 
 
 def _tile(line: Tensor, other: Tensor, size: int) -> Tensor:
