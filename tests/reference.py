@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_sparse.models.flavours import DecoderConfig
 
@@ -108,3 +109,16 @@ def attention_bytes(config: DecoderConfig, tokens: int, dtype: torch.dtype) -> i
     out_bytes = config.head_dim * dtype.itemsize
     lse_bytes = max(dtype.itemsize, 4)
     return tokens * config.heads * (out_bytes + lse_bytes)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Counts the elements of the largest tensor that is made inside of it."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -31,22 +30,14 @@ TINY = DecoderConfig(
     rope=RopeConfig(theta=1e4, scaling="none", factor=1.0, original_length=64),
 )
 
-VARIANTS = {
-    "5:1, bias, qk_norm, tied": TINY,
-    "multi-head, plain, untied": replace(
-        TINY, heads=3, kv_heads=3, qkv_bias=False, qk_norm=False, tied_embeddings=False
-    ),
-    "6:2, bias, untied, yarn": replace(
-        TINY,
-        heads=6,
-        kv_heads=2,
-        qk_norm=False,
-        tied_embeddings=False,
-        rope=RopeConfig(1e4, "yarn", 4.0, 16),
-    ),
-}
-
-variants = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+WITH_YARN = replace(
+    TINY,
+    heads=6,
+    kv_heads=2,
+    qk_norm=False,
+    tied_embeddings=False,
+    rope=RopeConfig(1e4, "yarn", 4.0, 16),
+)
 
 
 def dense_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -117,6 +117,12 @@ def write_config(folder: Path, **changes) -> None:
     )
 
 
+def set_values(folder: Path, **values) -> None:
+    """Unlike write_config(), writes null for None."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
 def change_tensors(folder: Path, change) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)

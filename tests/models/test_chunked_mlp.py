@@ -1,13 +1,14 @@
 """The MLP over chunks of tokens: equal to the whole one, one op in a compiled block, no forward run for nothing."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.helpers import causal, dense_attend
+from tests.reference import LargestTensor
 from tests.runs import TINY
 from titan_sparse.models import chunked_mlp
 from titan_sparse.models.chunked_mlp import ChunkedMLP
@@ -92,52 +93,27 @@ def test_the_activation_is_rounded_once():
         torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=1e-6)
 
 
-class _LargestTensor(TorchDispatchMode):
-    """The most elements that any tensor made inside has, also inside of the two ops."""
-
-    largest = 0
+class _Largest(LargestTensor):
+    """Also inside of the two ops."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         inside = {
             torch.ops.titan_sparse.chunked_mlp.default: chunked_mlp._forward._init_fn,
             torch.ops.titan_sparse.chunked_mlp_backward.default: chunked_mlp._backward._init_fn,
         }
-        if func in inside:
-            with self:
-                return inside[func](*args)
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, Tensor):
-                self.largest = max(self.largest, tensor.numel())
-        return out
+        if func not in inside:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        with self:
+            return inside[func](*args)
 
 
 @pytest.mark.parametrize("targets", ["", "gate_proj,down_proj"])
 def test_no_intermediate_of_all_tokens(targets):
     _, chunked = _pair(torch.float32, 16, targets=targets)
     x = torch.randn(1, 640, 32, requires_grad=True)
-    with _LargestTensor() as seen:
+    with _Largest() as seen:
         chunked(x).sum().backward()
-    assert seen.largest == x.numel()  # the intermediate size is larger: 640 x 48 would be seen
-
-
-@pytest.fixture
-def calls(monkeypatch) -> dict[str, int]:
-    """How often a chunk was computed forward and backward."""
-    count = {"forward": 0, "backward": 0}
-    forward, backward = chunked_mlp.swiglu, chunked_mlp.swiglu_backward
-
-    def counted_forward(*args):
-        count["forward"] += 1
-        return forward(*args)
-
-    def counted_backward(*args):
-        count["backward"] += 1
-        return backward(*args)
-
-    monkeypatch.setattr(chunked_mlp, "swiglu", counted_forward)
-    monkeypatch.setattr(chunked_mlp, "swiglu_backward", counted_backward)
-    return count
+    assert seen.elements == x.numel()  # the intermediate size is larger: 640 x 48 would be seen
 
 
 def _block(chunk_tokens: int) -> tuple[Block, tuple[Tensor, ...]]:
@@ -155,11 +131,15 @@ def _block(chunk_tokens: int) -> tuple[Block, tuple[Tensor, ...]]:
     "backend, forwards",
     [("aot_eager", 1), (None, 2), pytest.param("inductor", 1, marks=pytest.mark.slow)],
 )
-def test_in_a_checkpointed_block(calls, backend, forwards):
+def test_in_a_checkpointed_block(monkeypatch, backend, forwards):
     """Compiled, a step runs each op once: 48 chunks forward, 48 backward, and the block is one graph.
 
     Not compiled, the recomputation runs the forward again, as it does all of a block.
     """
+    forward = Mock(side_effect=chunked_mlp.swiglu)
+    backward = Mock(side_effect=chunked_mlp.swiglu_backward)
+    monkeypatch.setattr(chunked_mlp, "swiglu", forward)
+    monkeypatch.setattr(chunked_mlp, "swiglu_backward", backward)
     x = torch.randn(1, 96, 32, dtype=torch.float64)
     block, args = _block(0)
     want = _gradients(block, x, *args)
@@ -169,4 +149,4 @@ def test_in_a_checkpointed_block(calls, backend, forwards):
         block.compile(backend=backend, fullgraph=True)
     for got, wanted in zip(_gradients(block, x, *args), want, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
-    assert calls == {"forward": 48 * forwards, "backward": 48}
+    assert (forward.call_count, backward.call_count) == (48 * forwards, 48)

@@ -1,19 +1,27 @@
-"""Hugging Face checkpoints in and out: transformers is the reference for logits, for config.json and for the files."""
+"""Hugging Face checkpoints in and out: transformers is the reference for the loss and gradients, for
+config.json, and for the files."""
 
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from safetensors.torch import load_file
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
 
 from tests.data.chat_helpers import CHAT, CHATML, GLM, write_tokenizer
 from tests.distributed import run_processes
+from tests.models.helpers import causal
 from tests.models.huggingface_reference import (
     FAMILIES,
+    LENGTH,
     LLAMA3,
     PLAIN,
     YARN,
@@ -23,22 +31,59 @@ from tests.models.huggingface_reference import (
     export,
     save_checkpoint,
     save_reference,
+    set_values,
+    tokens_and_positions,
+    write_config,
 )
 from tests.runs import tiny_config, train, write_texts
 from titan_sparse.commands.export_hf import main as export_hf
-from titan_sparse.config import Model, save
+from titan_sparse.config import Config, Model, check_start, save
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
+from titan_sparse.models import huggingface_files
 from titan_sparse.models.flavours import resolve
-from titan_sparse.models.huggingface import check_weights
-from titan_sparse.models.huggingface_config import config_json, read_config
+from titan_sparse.models.huggingface import check_weights, huggingface_name
+from titan_sparse.models.huggingface_config import read_config
 
 transformers = pytest.importorskip("transformers")
 
 torch.set_num_threads(1)
 
+ORIGINAL = "original_max_position_embeddings"
+# None: the key is left out.
+WITHOUT_ROPE = {"rope_parameters": None, "rope_theta": None, "rope_scaling": None}
+YARN_4 = {key: value for key, value in YARN.items() if key != "rope_theta"}
+LLAMA3_4 = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
 
-# Logits
+
+def reload(folder: Path) -> torch.nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+
+
+def export_from(folder: Path, out: Path) -> None:
+    """Reads `folder` and exports it again, with itself as the source."""
+    checkpoint = save_checkpoint(decoder(folder), out.with_name("checkpoint") / "step-1")
+    export(checkpoint, str(out), read_config(str(folder)), torch.float32, str(folder))
+
+
+def assert_same_in_and_out(tmp_path: Path, folder: Path) -> None:
+    assert_same_logits(decoder(folder), reload(folder))
+    export_from(folder, tmp_path / "out")
+    assert_same_logits(decoder(folder), reload(tmp_path / "out"))
+
+
+# Families
+
+
+class InFloat64:
+    """torch as transformers' code sees it: what it computes in float32 is computed in float64."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -47,101 +92,305 @@ torch.set_num_threads(1)
     [(PLAIN, 1, True), (YARN, 2, False), (LLAMA3, 3, True)],
     ids=["default", "yarn", "llama3"],
 )
-def test_logits_are_those_of_transformers_in_and_out(tmp_path, name, rope, kv_heads, tied):
+def test_loss_and_gradients_are_those_of_transformers(
+    tmp_path, monkeypatch, name, rope, kv_heads, tied
+):
     theirs = save_reference(
         tmp_path / "in",
         name,
+        torch.float64,
         num_key_value_heads=kv_heads,
         tie_word_embeddings=tied,
         rope_parameters=dict(rope),
     )
-    ours = decoder(tmp_path / "in")
-    assert_same_logits(ours, theirs)
+    ours = decoder(tmp_path / "in", torch.float64)
+    # Both are float32. test_rope.py compares them.
+    theirs.model.rotary_emb.inv_freq = ours.inv_freq
+    tokens, positions = tokens_and_positions()
+    labels = tokens.masked_fill(tokens < 60, -100)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "float", torch.Tensor.double)
+        for module in (modeling_llama, modeling_qwen2, modeling_qwen3):
+            patched.setattr(module, "torch", InFloat64())
+        logits = theirs(tokens).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss = ours(tokens, positions, causal(LENGTH), labels=labels, loss_chunk_tokens=47)
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+    expected.backward()
+    loss.backward()
+    gradients = {huggingface_name(n): p.grad for n, p in ours.named_parameters()}
+    wanted = {n: p.grad for n, p in theirs.named_parameters()}
+    assert gradients.keys() == wanted.keys()
+    for key, gradient in wanted.items():
+        assert (gradients[key] - gradient).norm() < 1e-9 * gradient.norm(), key
+
     config = read_config(str(tmp_path / "in"))
-    export(
-        save_checkpoint(ours, tmp_path / "checkpoint/step-1"),
-        str(tmp_path / "out"),
-        config,
-        torch.float32,
-    )
+    checkpoint = save_checkpoint(ours, tmp_path / "checkpoint/step-1")
+    export(checkpoint, str(tmp_path / "out"), config, torch.float64)
     again, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True
     )
     assert type(again).__name__ == name and not any(report.values()), report
-    assert (
-        again.config.tie_word_embeddings == tied
-        and again.config.rope_parameters["rope_theta"] == rope["rope_theta"]
-    )
-    assert_same_logits(ours, again)
+    assert again.config.tie_word_embeddings == tied
+    for key, value in theirs.config.rope_parameters.items():
+        assert again.config.rope_parameters[key] == value
+    for key, weight in theirs.state_dict().items():
+        assert torch.equal(again.state_dict()[key], weight), key
     assert replace(read_config(str(tmp_path / "out")), max_positions=256) == config
 
 
-def test_yarn_on_top_of_an_unscaled_checkpoint(tmp_path):
-    save_reference(tmp_path / "in", max_position_embeddings=64)
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+# Rotary embedding
+
+
+@pytest.mark.parametrize(
+    "changes, original_length, theta",
+    [
+        # The original length at the top level beats the table.
+        ({"rope_parameters": YARN, ORIGINAL: 32}, 32, 1e3),
+        ({"rope_parameters": LLAMA3, ORIGINAL: 128}, 128, 1e3),
+        ({"rope_scaling": YARN_4, "rope_theta": 700.0, ORIGINAL: 16}, 16, 700),
+        ({"rope_scaling": LLAMA3_4, "rope_theta": 700.0, ORIGINAL: 16}, 16, 700),
+        (
+            {"rope_parameters": {k: v for k, v in YARN.items() if k != ORIGINAL}, ORIGINAL: 64},
+            64,
+            1e3,
+        ),
+        ({ORIGINAL: 32, "rope_theta": 1e3}, 32, 1e3),
+        # What is left out is transformers' default.
+        ({}, 256, 1e4),
+        ({"rope_scaling": YARN_4}, 64, 1e4),
+        ({"rope_parameters": YARN_4}, 64, 1e4),
+        ({"rope_parameters": YARN_4, "rope_theta": 700.0}, 64, 700),
+        ({"rope_parameters": YARN, "rope_theta": 700.0}, 64, 1e3),
+        ({"rope_parameters": YARN | {"beta_fast": 9.0, "beta_slow": 2.5}}, 64, 1e3),
+        ({"rope_parameters": YARN | {"beta_fast": 0, "beta_slow": 0}}, 64, 1e3),
+        ({"rope_parameters": YARN | {"beta_fast": None, "beta_slow": None}}, 64, 1e3),
+        ({"rope_parameters": YARN | {"attention_factor": None}}, 64, 1e3),
+    ],
+)
+def test_rotary_embeddings_in_and_out(tmp_path, changes, original_length, theta):
+    folder = tmp_path / "in"
+    write_config(folder, **WITHOUT_ROPE | changes)
+    rope = read_config(str(folder)).rope
+    assert (rope.original_length, rope.theta) == (original_length, theta)
+    assert_same_in_and_out(tmp_path, folder)
+    assert read_config(str(tmp_path / "out")).rope == rope
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written.get(ORIGINAL) == changes.get(ORIGINAL)
+
+
+def test_a_run_adds_yarn_over_another_length_than_the_source_names(tmp_path):
+    write_config(tmp_path / "in", max_position_embeddings=64, **{ORIGINAL: 256})
+    settings = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_length": 64}
+    config = resolve("debug", initial_hf=str(tmp_path / "in"), **settings)
+    ours = decoder(tmp_path / "in", **settings)
+    checkpoint = save_checkpoint(ours, tmp_path / "checkpoint/step-1")
+    export(checkpoint, str(tmp_path / "out"), config, torch.float32, str(tmp_path / "in"))
+    yarn = {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 64}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "in",
         rope_parameters=PLAIN | yarn,
         max_position_embeddings=256,
+        original_max_position_embeddings=64,
         attn_implementation="eager",
     )
-    ours = decoder(tmp_path / "in", rope_scaling="yarn", rope_factor=4.0)
     assert_same_logits(ours, theirs)
-    config = resolve("debug", rope_scaling="yarn", rope_factor=4.0, initial_hf=str(tmp_path / "in"))
-    values = config_json(config, "bfloat16", str(tmp_path / "in"))
-    assert values["max_position_embeddings"] == 256 and values["torch_dtype"] == "bfloat16"
-    assert values["rope_scaling"].items() >= yarn.items()
+    assert_same_logits(ours, reload(tmp_path / "out"))
+    values = json.loads((tmp_path / "out/config.json").read_text())
+    assert values["max_position_embeddings"] == 256 and values["torch_dtype"] == "float32"
     assert (values["bos_token_id"], values["eos_token_id"]) == (3, 4)
 
 
-# Files
+# Weights
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_round_trip_is_bit_equal(tmp_path, dtype):
-    """In from several files, out to several; weights are float32 in between, as in training."""
-    theirs = save_reference(tmp_path / "in", dtype=dtype)
+def test_bfloat16_in_from_several_files_and_out_to_several(tmp_path):
+    """Weights are float32 in between, as in training."""
+    theirs = save_reference(tmp_path / "in", dtype=torch.bfloat16)
     shutil.rmtree(tmp_path / "in")
     theirs.save_pretrained(tmp_path / "in", max_shard_size="50KB")
     assert len(list((tmp_path / "in").glob("*.safetensors"))) > 2
     (tmp_path / "in/tokenizer.json").write_text("{}")
     config = read_config(str(tmp_path / "in"))
     checkpoint = save_checkpoint(decoder(tmp_path / "in"), tmp_path / "checkpoint/step-1")
-    for name, limit in (("one", 10**9), ("many", 60_000)):
-        export(checkpoint, str(tmp_path / name), config, dtype, str(tmp_path / "in"), limit)
+    wanted = theirs.state_dict()
+    for name, limit in (("one", 10**9), ("many", 30_000)):
+        export(
+            checkpoint, str(tmp_path / name), config, torch.bfloat16, str(tmp_path / "in"), limit
+        )
         files = sorted((tmp_path / name).glob("*.safetensors"))
         out = {key: x for file in files for key, x in load_file(file).items()}
-        wanted = theirs.state_dict()
         assert out.keys() == wanted.keys()
-        assert all(x.dtype == dtype and torch.equal(x, wanted[key]) for key, x in out.items())
-        assert (len(files) == 1) == (name == "one") and (
-            tmp_path / name / "tokenizer.json"
-        ).is_file()
-        assert all(file.stat().st_size < max(limit, 331 * 64 * 4 + 5000) for file in files)
+        assert all(x.dtype == torch.bfloat16 and x.equal(wanted[key]) for key, x in out.items())
+        assert (len(files) == 1) == (name == "one")
+        assert (tmp_path / name / "tokenizer.json").is_file()
+        # The largest tensor has a file of its own.
+        assert all(file.stat().st_size < max(limit, 331 * 64 * 2 + 5000) for file in files)
         check_weights(str(tmp_path / name), config)
-        assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).dtype == dtype
-    again = decoder(tmp_path / "many").state_dict()
-    assert all(
-        torch.equal(x, again[key]) for key, x in decoder(tmp_path / "in").state_dict().items()
-    )
-
-
-def test_the_spare_head_of_a_tied_checkpoint_is_passed_over(tmp_path):
-    theirs = save_reference(tmp_path, tie_word_embeddings=True)
-    copy = theirs.model.embed_tokens.weight.detach().clone()
-    change_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": copy}))
-    assert read_config(str(tmp_path)).tied_embeddings
-    assert_same_logits(decoder(tmp_path), theirs)
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert again.dtype == torch.bfloat16
+    first = decoder(tmp_path / "in").state_dict()
+    for key, weight in decoder(tmp_path / "many").state_dict().items():
+        assert torch.equal(weight, first[key]), key
 
 
 def test_export_overwrites_nothing(tmp_path):
     save_reference(tmp_path / "in")
     config = read_config(str(tmp_path / "in"))
     checkpoint = save_checkpoint(decoder(tmp_path / "in"), tmp_path / "checkpoint/step-3")
-    with pytest.raises(ValueError, match="already there"):
-        export(checkpoint, str(tmp_path / "in"), config, torch.float32)
-    with pytest.raises(ValueError, match="among the run's checkpoints"):
-        export(checkpoint, str(tmp_path / "checkpoint/step-3-hf"), config, torch.float32)
+    for name, words in (("in", "already there"), ("checkpoint/step-3-hf", "among the run's")):
+        with pytest.raises(ValueError, match=words):
+            export(checkpoint, str(tmp_path / name), config, torch.float32)
+
+
+def test_a_single_file_beats_a_left_over_index(tmp_path):
+    old = save_reference(tmp_path / "in")
+    (tmp_path / "in/model.safetensors").unlink()
+    old.save_pretrained(tmp_path / "in", max_shard_size="50KB")
+    assert (tmp_path / "in/model.safetensors.index.json").is_file()
+    with torch.no_grad():
+        old.lm_head.weight.mul_(-1)
+    old.save_pretrained(tmp_path / "new")
+    new_file = tmp_path / "new/model.safetensors"
+    (tmp_path / "in/model.safetensors").write_bytes(new_file.read_bytes())
+    assert_same_logits(decoder(tmp_path / "in"), reload(tmp_path / "in"))
+    # Nor are shards missed that the left-over index names.
+    for path in (tmp_path / "in").glob("model-*.safetensors"):
+        path.unlink()
+    check_weights(str(tmp_path / "in"), read_config(str(tmp_path / "in")))
+
+
+@pytest.mark.parametrize("difference", [0, 100], ids=["a copy", "another head"])
+def test_a_head_beside_a_config_json_that_says_tied(tmp_path, monkeypatch, difference):
+    """The heads differ in the last element only, and several files hold the weights."""
+    monkeypatch.setattr(huggingface_files, "_CHUNK_BYTES", 50_000)
+    model = save_reference(tmp_path / "in")
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+        model.lm_head.weight[-1, -1] += difference
+    (tmp_path / "in/model.safetensors").unlink()
+    model.save_pretrained(tmp_path / "in", max_shard_size="50KB")
+    set_values(tmp_path / "in", tie_word_embeddings=True)
+    is_tied = difference == 0
+    assert read_config(str(tmp_path / "in")).tied_embeddings == is_tied
+    assert_same_logits(decoder(tmp_path / "in"), model)
+    assert_same_in_and_out(tmp_path, tmp_path / "in")
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["tie_word_embeddings"] is is_tied
+    out = load_file(tmp_path / "out/model.safetensors")
+    assert ("lm_head.weight" in out) != is_tied
+
+
+def test_a_head_of_another_shape_or_dtype_is_refused(tmp_path):
+    """The first one begins with the bytes of the embedding."""
+    weight = save_reference(tmp_path, tie_word_embeddings=True).lm_head.weight.detach()
+    longer = torch.cat((weight, weight[:1]))
+    change_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": longer}))
+    with pytest.raises(ValueError, match=r"lm_head.weight in .* is \[332, 64\]"):
+        check_weights(str(tmp_path), read_config(str(tmp_path)))
+    half = weight.bfloat16()
+    change_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": half}))
+    with pytest.raises(ValueError, match="config.json: .*lm_head.weight is BF16 and .* F32"):
+        read_config(str(tmp_path))
+
+
+_HUGE = '{"dtype": "F32", "shape": [1], "data_offsets": [0, 1000000000000000]}'
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "[]",
+        '{"lm_head.weight": 5, "model.embed_tokens.weight": 5}',
+        f'{{"lm_head.weight": {_HUGE}, "model.embed_tokens.weight": {_HUGE}}}',
+    ],
+)
+def test_broken_weights_leave_the_shape_readable(tmp_path, header):
+    """A run that resumes needs the shape only; check_weights() names the file."""
+    save_reference(tmp_path, tie_word_embeddings=True)
+    path = tmp_path / "model.safetensors"
+    text = header.encode()
+    for data in (len(text).to_bytes(8, "little") + text, b"\xff" * 20, b"", None):
+        path.unlink()
+        if data is not None:
+            path.write_bytes(data)
+        config = read_config(str(tmp_path))
+        assert config.tied_embeddings
+        with pytest.raises(ValueError, match="model.safetensors cannot be read|has neither"):
+            check_weights(str(tmp_path), config)
+
+
+def test_an_export_drops_no_head_of_a_checkpoint(tmp_path, capsys):
+    """The weights that showed that the head is not tied have since been deleted."""
+    save_reference(tmp_path / "in")
+    set_values(tmp_path / "in", tie_word_embeddings=True)
+    checkpoint = Path(save_checkpoint(decoder(tmp_path / "in"), tmp_path / "run/checkpoint/step-1"))
+    (checkpoint / "config.toml").write_text(f'[model]\ninitial_hf = "{tmp_path / "in"}"\n')
+    arguments = [str(checkpoint), str(tmp_path / "out"), "--dtype", "float32"]
+    assert export_hf(arguments) == 0
+    assert_same_logits(decoder(tmp_path / "in"), reload(tmp_path / "out"))
+    (tmp_path / "in/model.safetensors").unlink()
+    assert export_hf([str(checkpoint), str(tmp_path / "again")]) == 2
+    assert "has lm_head.weight, but" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+
+
+def test_links_out_of_the_folder_are_not_followed(tmp_path):
+    """Links of Hugging Face's cache are followed: snapshots/COMMIT/FILE -> ../../blobs/DIGEST."""
+    (tmp_path / "secret").write_text("a private key")
+    save_reference(tmp_path / "in")
+    (tmp_path / "in/vocab.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match="vocab.json is a link to .*secret, outside of its folder"):
+        export_from(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    config = Config()
+    config.training.output_dir = str(tmp_path / "run")
+    config.model.initial_hf = str(tmp_path / "in")
+    config.checkpoint.last_save_in_hf = True
+    with pytest.raises(ValueError, match="vocab.json is a link to"):
+        check_start(config)
+
+    cache = tmp_path / "models--a--b"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "blobs/12ab").write_text("{}")
+    save_reference(cache / "snapshots/1")
+    (cache / "snapshots/1/vocab.json").symlink_to("../../blobs/12ab")
+    export_from(cache / "snapshots/1", tmp_path / "out")
+    assert (tmp_path / "out/vocab.json").read_text() == "{}"
+
+
+def test_what_the_source_says_beside_the_shape_is_kept(tmp_path):
+    save_reference(tmp_path / "in", "LlamaForCausalLM", rope_parameters=dict(YARN))
+    kept = {
+        "eos_token_id": [4, 5],
+        "pad_token_id": 6,
+        "initializer_range": 0.013,
+        "use_cache": False,
+        "my_field": {"a": [1, None, "é"]},
+        "my_null": None,
+    }
+    set_values(tmp_path / "in", **kept, dtype="bfloat16", auto_map={"AutoConfig": "code.Config"})
+    generation = transformers.GenerationConfig(
+        do_sample=True, temperature=0.7, top_k=17, eos_token_id=[4, 5], pad_token_id=6
+    )
+    generation.save_pretrained(tmp_path / "in")
+    export_from(tmp_path / "in", tmp_path / "out")
+
+    again = reload(tmp_path / "out")
+    for key, value in kept.items():
+        assert getattr(again.config, key) == value, key
+    assert not hasattr(again.config, "auto_map")
+    written = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert written.dtype == torch.float32
+    source = transformers.AutoConfig.from_pretrained(tmp_path / "in")
+    assert written.rope_parameters.items() >= source.rope_parameters.items()
+    said = {"do_sample": True, "temperature": 0.7, "top_k": 17, "pad_token_id": 6}
+    for key, value in said.items():
+        assert getattr(again.generation_config, key) == value, key
+    assert again.generation_config.eos_token_id == [4, 5]
+    # What can be read again is complete.
+    assert read_config(str(tmp_path / "out")) == read_config(str(tmp_path / "in"))
 
 
 # Runs

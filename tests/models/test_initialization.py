@@ -1,16 +1,22 @@
-"""titan_sparse.models.initialization: weights that depend on the seed and the name only."""
+"""Weights of a decoder, drawn or read: they depend on the seed and the name only, and each rank has its
+own rows."""
 
 import math
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from tests.models.helpers import TINY, build, dense_attend, pretended_rank
 from titan_sparse.config import ActivationCheckpoint, Compile
+from titan_sparse.models import huggingface
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import FLAVOURS
+from titan_sparse.models.huggingface import check_weights, huggingface_name, load_weights
 from titan_sparse.models.initialization import initialize
 from titan_sparse.training.build_model import parallelize
 
@@ -49,27 +55,71 @@ def test_wrappers_do_not_change_the_weights() -> None:
         assert torch.equal(a, b)
 
 
-def test_meta_parameters_are_refused() -> None:
-    with torch.device("meta"):
-        model = Decoder(TINY, dense_attend)
-    with pytest.raises(ValueError, match="to_empty"):
-        initialize(model, 0, TINY)
+class Counted:
+    """An open file, or a tensor in it, that counts the elements that are read."""
+
+    elements = 0
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def get_slice(self, name: str) -> "Counted":
+        return Counted(self.inner.get_slice(name))
+
+    def __getitem__(self, part: Any) -> Tensor:
+        tensor = self.inner[part]
+        Counted.elements += tensor.numel()
+        return tensor
 
 
-@pytest.mark.parametrize("rank", [0, 5])
-def test_shards_are_cut_from_the_same_weights(rank: int) -> None:
-    """37, 24, 40 and 8 rows over 3 ranks are ragged shards."""
-    full = dict(build(TINY, seed=5).named_parameters())
-    with pretended_rank(rank, 6):
-        # names of its own per rank: DTensor caches by mesh equality, which does not see who is asking
-        names = (f"replicate_of_{rank}", f"shard_of_{rank}")
-        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=names)
+@contextmanager
+def sharded_decoder(rank: int, shape: tuple[int, ...]):
+    """A decoder without weights, in shards of this rank of a mesh."""
+    with pretended_rank(rank, math.prod(shape)):
         with torch.device("meta"):
             model = Decoder(TINY, dense_attend).double()
+        with pytest.raises(ValueError, match="to_empty"):
+            initialize(model, 0, TINY)
+        # torch remembers what it knows of a mesh by its ranks and its name, not by this rank.
+        names = [f"axis_{axis}_of_{rank}_{shape}" for axis in range(len(shape))]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         parallelize(model, mesh, torch.float64, True, ActivationCheckpoint("none"), Compile())
-        model.to_empty(device="cpu")
-        initialize(model, 5, TINY)
-        for name, p in model.named_parameters():
-            shards = list(full[name].chunk(3)) + [full[name][:0]] * 3
-            assert isinstance(p, DTensor)
-            assert torch.equal(p.to_local(), shards[rank % 3]), name
+        yield model.to_empty(device="cpu")
+
+
+@pytest.mark.parametrize("rank, shape", [(2, (3,)), (30, (31,)), (4, (2, 3))])
+def test_each_rank_has_its_own_rows(tmp_path, monkeypatch, rank, shape) -> None:
+    """Shards are ragged over 3 ranks, and some of 31 have no rows. (2, 3) is HSDP."""
+    full = build(TINY, seed=5).state_dict()
+    by_name = {huggingface_name(name): weight for name, weight in full.items()}
+    save_file(by_name, tmp_path / "model.safetensors")
+    plain = huggingface.open_tensors
+
+    def open_tensors(*words) -> dict[str, Counted]:
+        return {name: Counted(file) for name, file in plain(*words).items()}
+
+    monkeypatch.setattr(huggingface, "open_tensors", open_tensors)
+    Counted.elements = 0
+    check_weights(str(tmp_path), TINY)
+    # It reads headers only.
+    assert Counted.elements == 0
+    with sharded_decoder(rank, shape) as model:
+        ranks = shape[-1]
+        for is_read in (False, True):
+            wanted = 0
+            if is_read:
+                load_weights(model, str(tmp_path), TINY)
+            else:
+                initialize(model, 5, TINY)
+            for name, parameter in model.named_parameters():
+                # torch.chunk() deals out the rows; by hand, not by what the model holds.
+                rows = -(-len(full[name]) // ranks)
+                begin = rank % ranks * rows
+                own = full[name][begin : begin + rows]
+                assert torch.equal(parameter.to_local(), own), name
+                wanted += own.numel()
+                torch.nn.init.zeros_(parameter)
+    assert Counted.elements == wanted

@@ -13,7 +13,7 @@ from tests.models.helpers import TINY, pretended_rank
 from titan_sparse.config import ActivationCheckpoint, Compile
 from titan_sparse.models.config import RopeConfig
 from titan_sparse.models.decoder import Decoder, apply_rope, inverse_frequencies, rope_tables
-from titan_sparse.models.huggingface_config import read_rope, write_rope
+from titan_sparse.models.huggingface_config import read_rope
 from titan_sparse.training.build_model import parallelize
 
 ORIGINAL = "original_max_position_embeddings"
@@ -70,20 +70,6 @@ def test_frequencies_are_those_of_transformers(table: dict[str, Any]) -> None:
     assert rope.original_length == length
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        RopeConfig(1e3, "yarn", 3.0, 96, beta_fast=9.0, beta_slow=2.5),
-        RopeConfig(1e3, "llama3", 3.0, 96, low_frequency_factor=2.0, high_frequency_factor=6.0),
-        RopeConfig(1e3, "none", 1.0, 256),
-    ],
-    ids=lambda rope: rope.scaling,
-)
-def test_what_is_written_is_read_again(rope: RopeConfig) -> None:
-    given = {"max_position_embeddings": 256, "rope_theta": 1e3, "rope_scaling": write_rope(rope)}
-    assert read_rope(given) == rope
-
-
 def test_two_tables_must_agree() -> None:
     older = {"type": "yarn", "factor": 4.0, ORIGINAL: 64}
     given = {"max_position_embeddings": 256, "rope_theta": 1e3, "rope_scaling": older}
@@ -97,21 +83,6 @@ def test_two_tables_must_agree() -> None:
         for first, second in ((YARN, table), (table, YARN)):
             with pytest.raises(ValueError, match=f"disagree on {key};"):
                 read_rope(values(first, rope_scaling=second))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_rope_dtypes(dtype: torch.dtype) -> None:
-    inv_freq, attention_factor = inverse_frequencies(TINY.rope, 8)
-    positions = torch.tensor([[0, 1, 1_048_575]])
-    cos, sin = rope_tables(inv_freq, attention_factor, positions)
-    x = torch.randn(1, 2, 3, 8).to(dtype)
-    out = apply_rope(x, cos, sin)
-    assert cos.dtype == sin.dtype == torch.float32 and cos.shape == sin.shape == (1, 1, 3, 8)
-    assert out.dtype == dtype
-    wanted = apply_rope(x.double(), cos, sin).to(dtype)
-    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
-    angles = positions[0, :, None].float() * inv_freq
-    torch.testing.assert_close(cos[0, 0, :, :4], angles.cos(), rtol=0, atol=0)
 
 
 def test_rope_tables_in_half_precision_are_refused() -> None:

@@ -42,15 +42,14 @@ def test_status_by_threshold(tmp_path, options, status, capsys):
     assert "largest difference" in out and ("step 2 first" in out) == (status == 1)
 
 
-def test_a_loss_that_is_no_number_is_beyond_any_threshold(tmp_path):
-    a, b = _run(tmp_path / "a", {1: None}), _run(tmp_path / "b", {1: None})
-    assert main([a, b, "--max-difference", "1e9"]) == 1
-
-
 def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     a, b = _run(tmp_path / "a", {1: 5.0, 2: 4.0}), _run(tmp_path / "b", {1: 5.0, 3: 4.0})
     empty = _run(tmp_path / "empty", {})
+    nan = _run(tmp_path / "nan", {1: None})
+    # NaN is beyond any threshold.
+    assert main([nan, nan, "--max-difference", "1e9"]) == 1
+    capsys.readouterr()
     for words, reason in (
         ([a, b], "only one of them has step 2"),
         ([a, str(tmp_path)], "neither a run's output_dir"),
@@ -61,10 +60,6 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
         assert main(words) == 2
         error = capsys.readouterr().err
         assert reason in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize("threshold", ["nan", "-1", "x"])
-def test_a_threshold_that_nothing_is_beyond_is_refused(capsys, threshold):
-    with pytest.raises(SystemExit) as caught:
-        main(["a", "b", "--relative", threshold])
-    assert caught.value.code == 2 and "not a finite number of 0 or more" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([a, b, "--relative", "-1"])
+    assert "not a finite number of 0 or more" in capsys.readouterr().err

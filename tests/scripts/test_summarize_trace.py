@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts import summarize_trace
-from scripts.summarize_trace import PARTS, enclosing, part_of, summary, work_of
+from scripts.summarize_trace import PARTS, part_of, summary, work_of
 from tests.distributed import run_processes
 from tests.runs import tiny_config, train, write_texts
 
@@ -181,29 +181,10 @@ def test_names_of_kernels_tell_what_they_can(kernel, part):
     assert part_of(work) == part
 
 
-def test_enclosing_frames():
-    """A range of a transfer outlasts the op that began it."""
-    spans = {"a": (0, 10), "b": (2, 4), "sending": (3, 8), "c": (6, 7)}
-    frames = [{"name": n, "ts": start, "dur": end - start} for n, (start, end) in spans.items()]
-    found = enclosing(frames, [6.5, 1, 3.5, 5, 11, 4])
-    names = [[frame["name"] for frame in inside] for inside in found]
-    assert names == [
-        ["a", "sending", "c"],
-        ["a"],
-        ["a", "b", "sending"],
-        ["a", "sending"],
-        [],
-        [
-            "a",
-            "sending",
-        ],
-    ]
-
-
-def _trace(folder: Path, name: str, settings: dict) -> None:
+def _trace(folder: Path) -> None:
     config = tiny_config(
         folder,
-        name,
+        "run",
         training__steps=2,
         training__dtype="float32",
         training__seq_len=64,
@@ -211,27 +192,20 @@ def _trace(folder: Path, name: str, settings: dict) -> None:
         profiling__enable=True,
         profiling__first_step=2,
         profiling__steps=1,
-        **settings,
+        parallelism__cp=2,
+        attention__schedule="ring",
+        optimizer__name="AdamW",
     )
     train(config)
 
 
-def _traced(folder: Path, ranks: int, **settings) -> tuple[list[dict], dict]:
-    """Events of the second step of a run on the CPU, and their summary."""
-    write_texts(folder / "texts")
-    run_processes(ranks, _trace, folder, "run", settings)
-    events = json.loads((folder / "run/profile/rank0.json").read_text())["traceEvents"]
+def test_parts_of_a_run_on_two_ranks(tmp_path):
+    write_texts(tmp_path / "texts")
+    run_processes(2, _trace, tmp_path)
+    events = json.loads((tmp_path / "run/profile/rank0.json").read_text())["traceEvents"]
     found = summary(events)
     assert found["device"] == "cpu" and found["steps"] == 1
     assert sum(found["part_ms"].values()) == pytest.approx(found["span_ms"])
-    assert found["part_ms"]["not attributed"] == 0
-    return events, found
-
-
-def test_parts_of_a_run_on_two_ranks(tmp_path):
-    events, found = _traced(
-        tmp_path, 2, parallelism__cp=2, attention__schedule="ring", optimizer__name="AdamW"
-    )
     # The CPU copies by ops, which are elementwise work.
     absent = {part for part in PARTS if found["launches_of_part"][part] == 0}
     assert absent == {"not attributed", "other copies"}
@@ -243,17 +217,6 @@ def test_parts_of_a_run_on_two_ranks(tmp_path):
     assert parts["c10d::recv_"] == {"context-parallel transfers"}
     assert parts["c10d::_reduce_scatter_base_"] == {"FSDP reduce-scatter"}
     assert parts["titan_sparse::attend_backward"] == {"attention, backward"}
-
-
-@pytest.mark.slow
-def test_parts_of_a_compiled_run(tmp_path):
-    """Custom ops keep their names inside of compiled blocks."""
-    events, found = _traced(tmp_path, 1, compile__enable=True)
-    for part in PARTS[:7]:
-        assert found["part_ms"][part] > 0, part
-    for work in work_of(events):
-        if work.name == "aten::mm" and any("Compiled" in name for name in work.around):
-            assert part_of(work) == "linear layers"
 
 
 # The command --------------------------------------------------------------------------------------

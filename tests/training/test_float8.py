@@ -7,7 +7,7 @@ import torch
 import torch._inductor.config
 from torch import Tensor, nn
 
-from tests.models.test_decoder import causal, dense_attend
+from tests.models.helpers import causal, dense_attend
 from tests.runs import TINY
 from titan_sparse.config import Float8
 from titan_sparse.models.decoder import Decoder

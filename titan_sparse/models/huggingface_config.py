@@ -37,6 +37,20 @@ _SIZES = {
     "max_positions": "max_position_embeddings",
 }
 
+_ORIGINAL = "original_max_position_embeddings"
+
+# Keys of config.json that are numbers, if they are given, and those that need not be integers.
+_FLOATS = ("rms_norm_eps", "rope_theta")
+_NUMBERS = (*_SIZES.values(), "num_key_value_heads", "head_dim", "rope_theta", _ORIGINAL)
+
+# Other keys whose type is checked.
+_TYPES = {
+    "tie_word_embeddings": bool,
+    "rope_scaling": dict,
+    "rope_parameters": dict,
+    "layer_types": list,
+}
+
 # Key of config.json -> its only accepted value. The decoder cannot compute others.
 _ONLY = {
     "hidden_act": "silu",
@@ -53,9 +67,6 @@ _ONLY = {
 # Those of them that transformers' own code computes.
 _ELSEWHERE = ("hidden_act", "attention_bias", "mlp_bias", "use_sliding_window")
 _INSTEAD = ' by our decoder; write model.implementation = "transformers"'
-
-# Keys of config.json that need not be integers.
-_FLOATS = ("rms_norm_eps", "rope_theta")
 
 # Keys of the source that an export drops: those that it writes in the words of transformers 4,
 # and the names of files with code.
@@ -77,41 +88,66 @@ def config_of(values: dict[str, Any], path: Path) -> DecoderConfig:
 
     Raises ValueError as read_config() does.
     """
-    names = values.get("architectures")
-    name = _architecture_in(values)
-    if name is None:
-        raise ValueError(
-            f"model.initial_hf: {path} has architectures = {names}; "
-            f"only {', '.join(_FAMILIES)} can be read"
-        )
-    family = _FAMILIES[name]
-    missing = [key for key in _SIZES.values() if values.get(key) is None]
-    if missing:
-        raise ValueError(f"model.initial_hf: {path} has no {missing[0]}")
-    _check_values(path, values)
-    _refuse_settings(path, values)
-    # transformers uses model_type, and ignores `architectures`.
-    if values.get("model_type") != family.model_type:
-        raise ValueError(
-            f"model.initial_hf: {path} has model_type = {values.get('model_type')!r} beside "
-            f'architectures = {names}; only "{family.model_type}" fits'
-        )
-
-    sizes = {field: values[key] for field, key in _SIZES.items()}
-    heads = sizes["heads"]
     try:
+        family = _check(values)
+        heads = values["num_attention_heads"]
         return DecoderConfig(
-            **sizes,
+            **{field: values[key] for field, key in _SIZES.items()},
             kv_heads=values.get("num_key_value_heads") or heads,
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
-            head_dim=values.get("head_dim") or family.head_dim or sizes["hidden_size"] // heads,
+            head_dim=values.get("head_dim") or family.head_dim or values["hidden_size"] // heads,
             tied_embeddings=bool(values.get("tie_word_embeddings"))
             and not has_own_head(path.parent),
             rope=read_rope(values),
         )
     except ValueError as error:
         raise ValueError(f"model.initial_hf: {path}: {error}") from error
+
+
+def _check(values: dict[str, Any]) -> _Family:
+    """The family of a config.json that our decoder can compute. Raises ValueError otherwise."""
+    names = values.get("architectures")
+    name = _architecture_in(values)
+    if name is None:
+        raise ValueError(f"architectures = {names}; only {', '.join(_FAMILIES)} can be read")
+    for key in _SIZES.values():
+        if values.get(key) is None:
+            raise ValueError(f"there is no {key}")
+    for key in _NUMBERS:
+        if values.get(key) is not None:
+            _check_number(key, values[key], is_integer=key not in _FLOATS)
+    for key, kind in _TYPES.items():
+        value = values.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{key} = {json.dumps(value)} is not a {kind.__name__}")
+    for key, accepted in _ONLY.items():
+        if values.get(key, accepted) not in (accepted, None):
+            raise ValueError(
+                f"{key} = {values[key]}; "
+                f"only {accepted} can be trained{_INSTEAD if key in _ELSEWHERE else ''}"
+            )
+    others = set(values.get("layer_types") or ()) - {"full_attention"}
+    if others:
+        raise ValueError(
+            f"layer_types with {sorted(others)}; "
+            f"only full_attention can be trained{_INSTEAD if others <= {'sliding_attention'} else ''}"
+        )
+    # transformers uses model_type, and ignores `architectures`.
+    family = _FAMILIES[name]
+    if values.get("model_type") != family.model_type:
+        raise ValueError(
+            f"model_type = {values.get('model_type')!r} beside architectures = {names}; "
+            f'only "{family.model_type}" fits'
+        )
+    return family
+
+
+def _check_number(key: str, value: Any, is_integer: bool) -> None:
+    is_number = type(value) is int or (type(value) is float and not is_integer)
+    if not (is_number and 0 < value < 2**31):
+        kind = "integer" if is_integer else "number"
+        raise ValueError(f"{key} = {json.dumps(value)} is not a positive {kind}")
 
 
 def _architecture_in(values: dict[str, Any]) -> str | None:
@@ -135,8 +171,7 @@ def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str
 
     It uses the keys of transformers 4, which transformers 5 reads too. `source` is a folder whose
     config.json gives everything that the decoder does not decide, such as the ids of special
-    tokens;
-    empty: none. Raises ValueError if no family has such a shape.
+    tokens; empty: none. Raises ValueError if no family has such a shape.
     """
     name = architecture(config)
     values: dict[str, Any] = read_json(source) if source else {}
@@ -151,18 +186,26 @@ def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str
     values["hidden_act"] = "silu"
     values["tie_word_embeddings"] = config.tied_embeddings
     values["torch_dtype"] = dtype
-    values["rope_theta"] = config.rope.theta
-    values["rope_scaling"] = write_rope(config.rope)
+    rope = config.rope
+    values["rope_theta"] = rope.theta
+    values["rope_scaling"] = None
+    if rope.scaling == "none":
+        return values
+    table = {"rope_type": rope.scaling, "factor": rope.factor, _ORIGINAL: rope.original_length}
+    values["rope_scaling"] = table
     # The table has this key too, but in transformers the top level wins.
-    if config.rope.scaling != "none" and "original_max_position_embeddings" in values:
-        values["original_max_position_embeddings"] = config.rope.original_length
-
-    # transformers 4 computes YaRN's factor as max_position_embeddings / original, so the product
-    # must be right.
-    extended = round(config.rope.factor * config.rope.original_length)
-    if config.rope.scaling == "yarn":
+    if _ORIGINAL in values:
+        values[_ORIGINAL] = rope.original_length
+    extended = round(rope.factor * rope.original_length)
+    if rope.scaling == "yarn":
+        table["beta_fast"] = rope.beta_fast
+        table["beta_slow"] = rope.beta_slow
+        # transformers 4 computes YaRN's factor as max_position_embeddings / original, so the
+        # product must be right.
         values["max_position_embeddings"] = extended
-    elif config.rope.scaling == "llama3":
+    else:
+        table["low_freq_factor"] = rope.low_frequency_factor
+        table["high_freq_factor"] = rope.high_frequency_factor
         values["max_position_embeddings"] = max(extended, config.max_positions)
     return values
 
@@ -202,46 +245,8 @@ def read_json(folder: str) -> dict[str, Any]:
     return values
 
 
-def _check_values(path: Path, values: dict[str, Any]) -> None:
-    others = ("num_key_value_heads", "head_dim", "rope_theta", "original_max_position_embeddings")
-    for key in (*_SIZES.values(), *others):
-        value = values.get(key)
-        is_number = type(value) is int or (type(value) is float and key in _FLOATS)
-        if value is not None and not (is_number and 0 < value < 2**31):
-            kind = "a positive number" if key in _FLOATS else "a positive integer"
-            raise ValueError(f"model.initial_hf: {path} has {key} = {value!r}, which is not {kind}")
-    for key, kind in (
-        ("tie_word_embeddings", bool),
-        ("rope_scaling", dict),
-        ("rope_parameters", dict),
-        ("layer_types", list),
-    ):
-        value = values.get(key)
-        if value is not None and not isinstance(value, kind):
-            raise ValueError(
-                f"model.initial_hf: {path} has {key} = {value!r}, which is no {kind.__name__}"
-            )
-
-
-def _refuse_settings(path: Path, values: dict[str, Any]) -> None:
-    for key, accepted in _ONLY.items():
-        if values.get(key, accepted) not in (accepted, None):
-            raise ValueError(
-                f"model.initial_hf: {path} has {key} = {values[key]}; "
-                f"only {accepted} can be trained{_INSTEAD if key in _ELSEWHERE else ''}"
-            )
-    layer_types = set(values.get("layer_types") or ())
-    others = layer_types - {"full_attention"}
-    if others:
-        raise ValueError(
-            f"model.initial_hf: {path} has layer_types with {sorted(others)}; "
-            f"only full_attention can be trained{_INSTEAD if others <= {'sliding_attention'} else ''}"
-        )
-
-
 _DEFAULT_THETA = 10_000.0
 """transformers' default if config.json has none."""
-_ORIGINAL = "original_max_position_embeddings"
 
 # rope_type of config.json -> RopeConfig.scaling.
 _SCALINGS: dict[str, Scaling] = {"default": "none", "llama3": "llama3", "yarn": "yarn"}
@@ -250,16 +255,16 @@ _SCALINGS: dict[str, Scaling] = {"default": "none", "llama3": "llama3", "yarn": 
 _BETAS = ("beta_fast", "beta_slow")
 _NULLABLE = (*_BETAS, "attention_factor")
 
-# RopeConfig.scaling -> the keys that config.json must give for it, and all that it may give.
+# RopeConfig.scaling -> the keys that config.json must give for it, and those that it may give too.
 _NEEDED = {
     "none": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
-_KEYS = {
+_OPTIONAL = {
     "none": {"rope_theta"},
-    "llama3": {"rope_theta", _ORIGINAL, *_NEEDED["llama3"]},
-    "yarn": {"rope_theta", _ORIGINAL, *_NEEDED["yarn"], *_NULLABLE, "truncate"},
+    "llama3": {"rope_theta", _ORIGINAL},
+    "yarn": {"rope_theta", _ORIGINAL, *_NULLABLE},
 }
 
 
@@ -279,9 +284,15 @@ def read_rope(values: dict[str, Any]) -> RopeConfig:
             'only "default", "llama3" and "yarn" can be trained'
         )
     scaling = _SCALINGS[rope_type]
-    if table.pop("partial_rotary_factor", 1) != 1:
-        raise ValueError("partial_rotary_factor other than 1 cannot be trained")
-    unknown = set(table) - _KEYS[scaling]
+    # truncate is an option of YaRN.
+    only = {"partial_rotary_factor": 1} | ({"truncate": True} if scaling == "yarn" else {})
+    for key, accepted in only.items():
+        value = table.pop(key, accepted)
+        if value != accepted:
+            raise ValueError(
+                f'rope scaling "{rope_type}" with {key} = {json.dumps(value)} cannot be trained'
+            )
+    unknown = set(table) - _OPTIONAL[scaling] - set(_NEEDED[scaling])
     if unknown:
         raise ValueError(f'rope scaling "{rope_type}" with {min(unknown)} cannot be trained')
     for key in _NEEDED[scaling]:
@@ -292,7 +303,10 @@ def read_rope(values: dict[str, Any]) -> RopeConfig:
         table.setdefault(_ORIGINAL, original_length)
         # Unlike for rope_theta, the top level wins over the table here.
         original_length = table[_ORIGINAL] = values.get(_ORIGINAL, table[_ORIGINAL])
-    _check_numbers(table)
+    for key, value in table.items():
+        is_unset = (value is None and key in _NULLABLE) or (value == 0 and key in _BETAS)
+        if not is_unset:
+            _check_number(key, value, is_integer=key == _ORIGINAL)
     rope = RopeConfig(
         float(table["rope_theta"]),
         scaling,
@@ -331,24 +345,6 @@ def _check_yarn(rope: RopeConfig, attention_factor: float | None) -> None:
         )
 
 
-def write_rope(rope: RopeConfig) -> dict[str, Any] | None:
-    """The table rope_scaling of config.json, None without scaling. rope_theta is a separate key."""
-    if rope.scaling == "none":
-        return None
-    table = {
-        "rope_type": rope.scaling,
-        "factor": rope.factor,
-        _ORIGINAL: rope.original_length,
-    }
-    if rope.scaling == "llama3":
-        table["low_freq_factor"] = rope.low_frequency_factor
-        table["high_freq_factor"] = rope.high_frequency_factor
-    else:
-        table["beta_fast"] = rope.beta_fast
-        table["beta_slow"] = rope.beta_slow
-    return table
-
-
 def _table(values: dict[str, Any]) -> dict[str, Any]:
     """The table that transformers reads, with rope_type and rope_theta filled in."""
     defaults = {"rope_theta": values.get("rope_theta", _DEFAULT_THETA)}
@@ -369,21 +365,3 @@ def _table(values: dict[str, Any]) -> dict[str, Any]:
             "transformers reads rope_scaling only: remove one of them"
         )
     return tables[0]
-
-
-def _check_numbers(table: dict[str, Any]) -> None:
-    for key, value in table.items():
-        if key == "truncate":
-            if value is not True:
-                raise ValueError(
-                    f'rope scaling "yarn" with truncate = {json.dumps(value)} cannot be trained'
-                )
-            continue
-        if value is None and key in _NULLABLE:
-            continue
-        is_number = type(value) is int or (type(value) is float and key != _ORIGINAL)
-        is_unset = value == 0 and key in _BETAS
-        if is_number and (0 < value < 2**31 or is_unset):
-            continue
-        kind = "a positive integer" if key == _ORIGINAL else "a positive number"
-        raise ValueError(f"{key} = {json.dumps(value)} of the rotary embedding is not {kind}")

@@ -1,7 +1,6 @@
 """What the density tool measures, against brute force, and what it writes."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,6 @@ from scripts.study.quality import RealModel, hide_needles, next_tokens, quality
 from scripts.study.texts import text_of
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
-from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import load_tokenizer
 
 SEQ_LEN = 512
@@ -55,9 +53,7 @@ def _softmax(q: Tensor, k: Tensor) -> Tensor:
     "pattern",
     [
         VerticalSlash(recall=0.6, local_slashes=1, sinks=2),
-        VerticalSlash(recall=0.5, probe_rows="last", local_slashes=1, sinks=2),
         XAttention(threshold=0.6),
-        MoBA(chunk_size=128, top_k=2),
         MoBA(chunk_size=256, top_k=1),
     ],
     ids=lambda pattern: pattern.key,
@@ -130,7 +126,7 @@ class BruteForce:
 
 @pytest.mark.parametrize(
     "pattern",
-    [VerticalSlash(recall=0.6), XAttention(threshold=0.4), MoBA(chunk_size=128, top_k=2)],
+    [VerticalSlash(recall=0.6), MoBA(chunk_size=128, top_k=2)],
     ids=lambda pattern: pattern.name,
 )
 def test_a_pattern_is_in_all_layers(tiny, pattern):
@@ -169,19 +165,6 @@ def test_longer_texts_are_read_by_yarn(tiny):
         assert found.item() / (length - 1) == pytest.approx(wanted, rel=1e-5)
 
 
-def test_needles_lie_at_their_depths_and_are_asked_for(tiny):
-    tokenizer = load_tokenizer(str(tiny))
-    needles = hide_needles(text_of("code", 0), tokenizer, SEQ_LEN, 4)
-    places = []
-    for tokens, labels in zip(needles.tokens, needles.labels, strict=True):
-        number = tokenizer.decode(labels[labels != IGNORED_LABEL]).strip(" .")
-        assert re.fullmatch(r"\d{7}", number)
-        text = tokenizer.decode(tokens)
-        assert text.endswith(f"mentioned in the provided text is {number}.")
-        places.append(text.index(f"is: {number}.") / len(text))
-    assert places == sorted(places) and len(set(places)) == 4
-
-
 def test_a_run_continues_with_texts_that_are_missing(tiny, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out/density.json"
     words = ["--model", str(tiny), "--out", str(out), "--lengths", "512", "--texts", "1"]
@@ -217,10 +200,5 @@ def test_results_of_the_repository_are_drawn(tmp_path, capsys):
     with pytest.raises(SystemExit):
         pictures.main([str(RESULTS / "density_h200.json"), "--out", str(out), "--patterns", "none"])
     assert "--patterns none was not measured; write some of" in capsys.readouterr().err
-    texts = list(json.loads((RESULTS / "density_h200.json").read_text())["texts"].values())
-    rows = [[row for row in text["rows"] if row["name"] == DEFAULT][0] for text in texts]
-    recalls, densities = pictures.curve(texts, DEFAULT)
-    assert recalls[0] == pytest.approx(sum(row["recall"] for row in rows) / len(rows))
-    assert densities[0] == pytest.approx(sum(row["density"] for row in rows) / len(rows))
     [default] = [spec for spec in SPECS if spec.name == DEFAULT]
     assert default.patterns()[4] == VerticalSlash(recall=0.9)

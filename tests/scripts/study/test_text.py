@@ -84,14 +84,6 @@ def test_a_file_that_cannot_be_fetched_is_named(tmp_path, monkeypatch):
         fetch("thing==1.0", path, "0" * 64)
 
 
-def test_the_first_documents_of_all_packages_come_first(tmp_path):
-    found = {"many": ["x" * 100] * 5, "one": ["y" * 100]}
-    text.write_documents(tmp_path, found, "code", least=50, most=200)
-    # NUMBER-HASH-KIND-PACKAGE
-    written = {path.name.split("-", 2)[2] for path in tmp_path.iterdir()}
-    assert written == {"code-many", "code-one"}
-
-
 def test_held_out_packages_are_neither_small_nor_large():
     found = {"large": ["x" * 50_000], "small": ["x" * 10]}
     found |= {f"p{number}": ["x" * 900] for number in range(20)}
