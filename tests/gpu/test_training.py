@@ -1,7 +1,6 @@
-"""What training does otherwise on a GPU, in short runs on one: saves, validation, traces, metrics."""
+"""What training does otherwise on a GPU, in short runs: the demo, saves, traces, stacks."""
 
 import json
-import logging
 import os
 import subprocess
 from collections.abc import Iterator
@@ -15,11 +14,8 @@ import torch.distributed as dist
 from scripts.summarize_trace import PARTS, summary
 from tests.distributed import torchrun
 from tests.runs import TINY, metrics_of, tiny_config, train, write_texts
-from titan_sparse.estimate import dry_run
 from titan_sparse.models import flavours
-from titan_sparse.training import metrics
-from titan_sparse.training.build_model import check_float8
-from titan_sparse.training.distributed import choose_device, write_stacks
+from titan_sparse.training.distributed import write_stacks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -99,38 +95,6 @@ def test_two_and_two_steps_are_four(tmp_path, mode):
         assert torch.equal(a.to_local(), b.to_local())
 
 
-def test_validation_leaves_no_trace(tmp_path):
-    keys = {"training__deterministic": True, "attention__backend": "eager"}
-    plain = _config(tmp_path, "plain", **keys)
-    train(plain)
-    state = torch.cuda.get_rng_state()
-    keys |= {
-        "validation__enable": True,
-        "validation__every": 2,
-        "validation__windows": 2,
-        "validation__position_buckets": 2,
-    }
-    validated = _config(tmp_path, "validated", **keys)
-    train(validated)
-    assert _losses(validated) == _losses(plain)
-    assert torch.equal(torch.cuda.get_rng_state(), state)
-    assert (tmp_path / "validated/validation.jsonl").read_text().count("\n") == 2
-
-
-@pytest.mark.parametrize("free, recomputed", [(None, 0), (0, 1)])
-def test_auto_recomputes_what_does_not_fit(tmp_path, monkeypatch, free, recomputed):
-    if free is not None:
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2**30))
-    config = _config(
-        tmp_path,
-        "auto",
-        training__dtype="bfloat16",
-        activation_checkpoint__attention_recompute=-1.0,
-        training__steps=1,
-    )
-    assert train(config).recomputed == recomputed
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 def test_kernels_of_a_trace_are_attributed(tmp_path, compiled):
     """Each was launched in a CPU op that says what it was for."""
@@ -152,40 +116,6 @@ def test_kernels_of_a_trace_are_attributed(tmp_path, compiled):
     assert found["launches_of_part"]["not attributed"] == 0
     for part in PARTS[:7]:
         assert found["ran_ms"][part] > 0, part
-
-
-def test_memory_and_an_unknown_gpu(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(metrics, "peak_flops", lambda name, peak: None)
-    with caplog.at_level(logging.WARNING, "titan_sparse"):
-        config = _config(tmp_path, "unknown", training__steps=1)
-        train(config)
-    name = torch.cuda.get_device_name()
-    assert f"write metrics.peak_tflops for {name}" in caplog.text
-    assert metrics_of(config)[-1]["memory_gib"] > 0
-    start = next((tmp_path / "unknown/starts").glob("*/start.json"))
-    assert name in start.read_text()
-
-
-def test_a_gpu_before_hopper_is_named(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(ValueError, match=f"not {torch.cuda.get_device_name()}; write float8"):
-        check_float8(torch.device("cuda", 0))
-
-
-def test_the_device_of_a_process(monkeypatch):
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    assert choose_device("auto") == choose_device("cuda") == torch.device("cuda", 0)
-    count = torch.cuda.device_count()
-    monkeypatch.setenv("LOCAL_RANK", str(count))
-    with pytest.raises(ValueError, match=f"this node has {count} GPUs"):
-        choose_device("auto")
-
-
-def test_a_dry_run_asks_the_gpu(tmp_path):
-    total = torch.cuda.get_device_properties(0).total_memory / 2**30
-    assert dry_run.world(1, 1, 0.0).device_memory == pytest.approx(total)
-    config = _config(tmp_path, "dry", attention__backend="auto", training__dtype="bfloat16")
-    assert dry_run._backend(config, flavours.FLAVOURS["small"]) == "triton"
 
 
 def test_stacks_come_with_records_of_nccl(tmp_path):

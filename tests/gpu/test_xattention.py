@@ -7,8 +7,6 @@ from torch import Tensor
 from scripts.benchmarks import synthetic
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import XAttention, xattention
-from titan_sparse.kernels import antidiagonals as kernels
-from titan_sparse.kernels.antidiagonals import Shape
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,11 +17,6 @@ MASKS = {
     "causal": Causal(),
     "window": Causal(valid=(SEQ_LEN - 100,)) & SlidingWindow(3000),
     "documents": Documents([SEQ_LEN // 2 + 5, 100, 2000, 1900]),
-}
-SHAPES = {
-    "256 x 128, 4 stages": Shape(query_cells=256, key_cells=128, stages=4),
-    "128 x 128, 8 warps": kernels.SMALLER,
-    "128 x 128, two a multiprocessor": Shape(key_cells=128, warps=4, stages=3, programs=2),
 }
 
 
@@ -43,43 +36,28 @@ def _chosen(q: Tensor, k: Tensor, pattern: XAttention, mask: Mask, by_kernels: b
     return pattern.select(q, k, mask.rows(SEQ_LEN, "cuda")).selects(block, block)
 
 
-def _is_the_twins(q: Tensor, k: Tensor, pattern: XAttention, mask: Mask) -> None:
+@pytest.mark.parametrize(
+    "mask, heads, head_dim, stride, threshold, dtype",
+    [
+        ("causal", 16, 128, 16, 0.5, torch.bfloat16),
+        ("window", 16, 128, 16, 0.9, torch.bfloat16),
+        ("documents", 16, 128, 16, 0.99, torch.bfloat16),
+        ("documents", 4, 64, 8, 0.9, torch.bfloat16),
+        ("documents", 4, 96, 4, 0.9, torch.bfloat16),
+        ("documents", 4, 256, 32, 0.9, torch.bfloat16),
+        ("documents", 4, 128, 16, 0.9, torch.float16),
+    ],
+)
+def test_kernels_choose_what_the_twins_do(mask, heads, head_dim, stride, threshold, dtype):
     """They match except for blocks that rounding moves over the limit, which are worth about as much as others."""
-    got = _chosen(q, k, pattern, mask, by_kernels=True)
-    want = _chosen(q, k, pattern, mask, by_kernels=False)
+    q, k = _generated(head_dim, heads, dtype)
+    pattern = XAttention(stride, threshold, dense_below=256)
+    got, want = (_chosen(q, k, pattern, MASKS[mask], by_kernels) for by_kernels in (True, False))
     share = want.double().mean()
     assert 0.02 < share < 0.45
     assert (got != want).double().mean() < 0.002 * share
     # As many of a query block, but where the one more or less is what rounding moved.
     assert ((got.sum(-1) - want.sum(-1)).abs() <= 1).all()
-
-
-@pytest.mark.parametrize("mask, threshold", [("causal", 0.5), ("window", 0.9), ("documents", 0.99)])
-def test_kernels_choose_what_the_twins_do(mask, threshold):
-    q, k = _generated(128, heads=16)
-    _is_the_twins(q, k, XAttention(threshold=threshold, dense_below=256), MASKS[mask])
-
-
-@pytest.mark.parametrize(
-    "head_dim, stride, dtype",
-    [
-        (64, 8, torch.bfloat16),
-        (96, 4, torch.bfloat16),
-        (256, 32, torch.bfloat16),
-        (128, 16, torch.float16),
-    ],
-    ids=str,
-)
-def test_other_sizes(head_dim, stride, dtype):
-    q, k = _generated(head_dim, dtype=dtype)
-    _is_the_twins(q, k, XAttention(stride=stride, dense_below=256), MASKS["documents"])
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_tiles_of_all_shapes_choose_the_same(shape, monkeypatch):
-    monkeypatch.setattr(kernels, "shape_for", lambda device: SHAPES[shape])
-    q, k = _generated(128, heads=6)
-    _is_the_twins(q, k, XAttention(dense_below=256), MASKS["documents"])
 
 
 @pytest.mark.parametrize("mask", ["window", "documents"])
@@ -95,14 +73,6 @@ def test_it_is_the_same_each_time_and_waits_for_nothing(mask):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(words, first) for words in again)
-
-
-def test_fp32_goes_to_the_twin():
-    """It has no tensor cores at full precision."""
-    q, k = (x.float() for x in _generated(64))
-    pattern = XAttention(dense_below=256)
-    by_kernels, by_twin = (_chosen(q, k, pattern, Causal(), one) for one in (True, False))
-    assert torch.equal(by_kernels, by_twin)
 
 
 def test_memory_at_524288_tokens():

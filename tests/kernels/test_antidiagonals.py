@@ -172,17 +172,6 @@ def test_choice_of_masses(mass, forced, threshold, want):
     assert unpack(words, 128)[0, 0, 0].nonzero().flatten().tolist() == want
 
 
-def test_tiles():
-    """Of 5 x 3 tiles of a causal mask, those on and below the diagonal, two rows side by side."""
-    blocks = problem("causal").blocks
-    shape = Shape(query_cells=16, key_cells=32)
-    number, count, _ = kernels.visible_tiles(blocks, SEQ_LEN // 4, 4, shape)
-    seen = number[: count.item()].tolist()
-    row_pairs = [[0, 3], [6, 9, 7, 10], [12, 13, 14]]
-    first = [tile for tiles in row_pairs for tile in tiles]
-    assert seen == first + [tile + 15 for tile in first]
-
-
 def test_tiles_of_windows_and_documents():
     """All tiles that any cell sees are included, and many that no cell sees are left out."""
     for mask in ("window", "documents, window"):

@@ -38,14 +38,6 @@ def test_positions(shape, capacity, share):
         assert (got[row, len(listed) :] == fill).all()
 
 
-def test_positions_in_a_transposed_table():
-    """As tiles.block_tiles() asks for them where one list serves all heads: a view."""
-    on = torch.rand(1, 1, 70, 90, generator=torch.Generator().manual_seed(2)).to(DEVICE) < 0.4
-    view = on.mT.flatten(0, 2)
-    assert not view.is_contiguous()
-    assert torch.equal(compact(view, 70, 0), compact_naive(view, 70, 0))
-
-
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 144])
 def test_bits(n):
     flags = torch.rand(2, 3, n, generator=torch.Generator().manual_seed(n)) < 0.5

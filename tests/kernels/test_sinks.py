@@ -38,15 +38,9 @@ def test_the_kernel_does_what_its_twin_does(shape, dtype):
     assert got.dtype == torch.float32 and got[0] == 0 and (got[1:] != 0).all()
     assert ((got - want).norm() / want.norm()).item() < 1e-5
     assert torch.equal(got, sinks_gradient(d_out, out, lse, sinks))
-
-
-@pytest.mark.parametrize("function", [sinks_gradient, sinks_gradient_naive])
-def test_the_gradient_has_the_dtype_of_the_sinks(function):
-    d_out, out, lse, sinks = _problem((1, 3, 64, 16), torch.float16)
     low = sinks.half()
-    got = function(d_out, out, lse, low)
-    assert got.dtype == torch.float16
-    torch.testing.assert_close(got, function(d_out, out, lse, low.float()).half())
+    got = sinks_gradient(d_out, out, lse, low)
+    torch.testing.assert_close(got, sinks_gradient(d_out, out, lse, low.float()).half())
 
 
 def test_memory_of_any_layout():
@@ -56,13 +50,6 @@ def test_memory_of_any_layout():
     by_token = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (d_out, out, lse)]
     column = torch.stack([sinks, sinks + 1], dim=1)[:, 0]
     assert torch.equal(sinks_gradient(*by_token, column), want)
-
-
-@pytest.mark.parametrize("shape", [(0, 2, 8, 16), (2, 2, 0, 16)], ids=str)
-def test_no_rows(shape):
-    out, lse = torch.empty(shape, device=DEVICE), torch.empty(shape[:-1], device=DEVICE)
-    sinks = torch.ones(2, device=DEVICE)
-    assert torch.equal(sinks_gradient(out, out, lse, sinks), torch.zeros(2, device=DEVICE))
 
 
 def test_the_gradient_is_that_of_autograd():

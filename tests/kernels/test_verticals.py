@@ -41,69 +41,51 @@ def held_row(position: int, size: int) -> int | None:
     return BLOCKS.index(block) * size + in_block
 
 
-@pytest.mark.parametrize(
-    "heads, dim, size, dtype",
-    [(*shape, dtype) for shape, dtype in zip(SHAPES, [torch.float32, torch.float16] * 2)],
-)
-def test_verticals_are_gathered(heads, dim, size, dtype):
-    """Each row is a copy of the key or value that the rank holds, or zeros; also from strided memory."""
-    q_heads, kv_heads = heads
+@pytest.mark.parametrize("dtype, shape", zip([torch.float32, torch.float16] * 2, SHAPES))
+def test_verticals_are_gathered_and_go_home(dtype, shape):
+    """Each row is a copy of the key or value that the rank holds, or zeros. Its gradient is added
+    where its key is, if the rank holds it, also for several heads of a group."""
+    (q_heads, kv_heads), dim, size = shape
     g = torch.Generator().manual_seed(dim)
     verticals = ascending_verticals(q_heads, size, g)
+    keys = len(BLOCKS) * size
     # [2, S_local, Hkv, D], as a projection leaves them.
-    k, v = (
-        torch.randn(2, len(BLOCKS) * size, kv_heads, dim, generator=g).to(DEVICE, dtype)
-        for _ in range(2)
-    )
+    k, v = torch.randn(2, 2, keys, kv_heads, dim, generator=g).to(DEVICE, dtype)
     # What is not held must not be read: a NaN times 0 would not be 0.
     k[:, 0] = torch.nan
     k, v = k.transpose(1, 2), v.transpose(1, 2)
+    # Views, as the two halves of what was reduced are.
+    parts = torch.randn(2, *verticals.shape, dim, generator=g).to(DEVICE)
+    totals = torch.randn(2, 2, kv_heads, keys, dim, generator=g).to(DEVICE, dtype)
 
     local = torch.full((7 * size + 1,), -1)
-    want = torch.zeros(2, *verticals.shape, dim, dtype=dtype, device=DEVICE)
     for position in range(7 * size):
         row = held_row(position, size)
         if row is not None:
             local[position] = row
+    want = torch.zeros(2, *verticals.shape, dim, dtype=dtype, device=DEVICE)
+    want_totals = totals.double()
     for b, h, c in itertools.product(*map(range, verticals.shape)):
         row = held_row(int(verticals[b, h, c]), size)
         if row is not None:
-            want[0, b, h, c] = k[b, h // (q_heads // kv_heads), row]
-            want[1, b, h, c] = v[b, h // (q_heads // kv_heads), row]
+            kv_head = h // (q_heads // kv_heads)
+            want[0, b, h, c] = k[b, kv_head, row]
+            want[1, b, h, c] = v[b, kv_head, row]
+            want_totals[:, b, kv_head, row] += parts[:, b, h, c].double()
+
     for gather in (gather_verticals, gather_verticals_naive):
         got = gather(k, v, verticals.to(DEVICE), local.to(DEVICE))
         assert got.dtype == dtype and got.is_contiguous()
         torch.testing.assert_close(got, want, atol=0, rtol=0, equal_nan=True)
 
-
-@pytest.mark.parametrize(
-    "heads, dim, size, dtype",
-    [(*shape, dtype) for shape, dtype in zip(SHAPES, [torch.float32, torch.float16] * 2)],
-)
-def test_verticals_go_home(heads, dim, size, dtype):
-    """Each row is added where its key is, if the rank holds it, also for several heads of a group."""
-    q_heads, kv_heads = heads
-    g = torch.Generator().manual_seed(dim)
-    verticals = ascending_verticals(q_heads, size, g)
-    # Views, as the two halves of what was reduced are.
-    parts = torch.randn(2, *verticals.shape, dim, generator=g).to(DEVICE)
-    keys = len(BLOCKS) * size
-    totals = torch.randn(2, 2, kv_heads, keys, dim, generator=g).to(DEVICE, dtype)
-
-    want = totals.double()
-    for b, h, c in itertools.product(*map(range, verticals.shape)):
-        row = held_row(int(verticals[b, h, c]), size)
-        if row is not None:
-            want[:, b, h // (q_heads // kv_heads), row] += parts[:, b, h, c].double()
-
     blocks = torch.tensor(BLOCKS, device=DEVICE)
-    rounding = 1e-6 if dtype == torch.float32 else 1e-3
+    rounding = 4e-6 if dtype == torch.float32 else 4e-3
     for add in (add_verticals, add_verticals_naive):
         got = [total.clone() for total in totals]
         add(got, parts, verticals.to(DEVICE), blocks, size)
-        for one, wanted in zip(got, want):
+        for one, wanted in zip(got, want_totals):
             assert one.dtype == dtype
-            torch.testing.assert_close(one.double(), wanted, atol=4 * rounding, rtol=4 * rounding)
+            torch.testing.assert_close(one.double(), wanted, atol=rounding, rtol=rounding)
 
 
 @pytest.mark.parametrize("count", [1, 2, 15, 16, 17])

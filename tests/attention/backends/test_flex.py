@@ -1,19 +1,14 @@
 """The flex backend against the eager one. Without a GPU the ops run as plain PyTorch, uncompiled; see `compiled`."""
 
-from collections.abc import Callable
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
 
-from tests.reference import gradients, relative_error
-from titan_sparse.attention import attend
+from tests.reference import relative_error
 from titan_sparse.attention.backends import BACKENDS, flash
 from titan_sparse.attention.backends import flex as module
 from titan_sparse.attention.backends.base import Queries
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
-from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.tiles.blocks import block_tiles, vertical_tiles
 from titan_sparse.kernels.bits import pack
@@ -192,41 +187,6 @@ def test_pieces_uncompiled(compiled, heads, kv_heads, verticals, seq_len):
     assert len(compiled) == 4, "two pieces forward and backward compile once, whatever the mask"
 
 
-class Everything(BlockIndex):
-    """All block pairs, so that the mask alone decides."""
-
-    def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
-        return torch.ones(1, 1, len(q_blocks), len(k_blocks), dtype=torch.bool)
-
-
-def test_shared_positions_uncompiled(compiled):
-    """Tiles without `covered`, with key positions that all heads share."""
-    index = Everything(4, 96, 16, torch.empty(2, 4, 0, dtype=torch.int32))
-    q, d_out, kv = _inputs(2, 4, 2, 96, 16, 16, torch.float64, "cpu")
-    for mask in _ragged(96):
-        tiles = block_tiles(
-            mask.rows(96), index, torch.tensor([1, 4, 5]), torch.tensor([0, 2, 5]), 2, True
-        )
-        assert tiles.covered is None and tiles.k_positions.shape == (1, 1, 48)
-        whole = eager.forward(q, [Piece(*kv[0], tiles)], None, 0.25)
-        _check_piece(tiles, q, d_out, kv[0], whole, 1e-6)
-    assert len(compiled) == 2
-
-
-@pytest.mark.parametrize(
-    "case, word",
-    [
-        (("cpu", torch.bfloat16, 128, 128), "CUDA"),
-        (("cuda", torch.float64, 128, 128), "float64"),
-        (("cuda", torch.bfloat16, 128, 64), "attention.block_size = 128"),
-        (("cuda", torch.bfloat16, 72, 128), "72"),
-        (("cuda", torch.bfloat16, 8, 128), "head_dim"),
-    ],
-)
-def test_refusals(case, word):
-    assert word in flex.refusal(*case)
-
-
 SHAPES = [
     ("FLASH", 16, 2, 64, 2048),
     ("FLASH", 16, 16, 64, 2048),
@@ -270,91 +230,3 @@ def test_pieces(kernel, heads, kv_heads, head_dim, seq_len):
     assert len(module._compiled) == 4, (
         "two pieces forward and backward compile once, whatever the mask"
     )
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("heads, kv_heads, head_dim", [(8, 2, 64)])
-def test_verticals_by_our_kernels(kernel, heads, kv_heads, head_dim):
-    """Flex computes the blocks, and the Triton kernels add the verticals: forward, dq, and dk and dv of both."""
-    index = Chosen(2, heads, 2048, 128, 105, "cuda")
-    q, d_out, kv = _inputs(
-        2, heads, kv_heads, 2048, index.verticals.shape[-1], head_dim, torch.bfloat16, "cuda"
-    )
-    scale = head_dim**-0.5
-    for mask in _ragged(2048):
-        blocks, verticals = _pieces(mask, index)
-        pieces = [Piece(*kv[0], blocks), Piece(*kv[1], verticals)]
-        want_out, want_lse = eager.forward(q, pieces, None, scale)
-        out, lse = flex.forward(q, pieces, None, scale)
-        assert relative_error(out, want_out) <= 5e-3
-        assert torch.equal(lse.isinf(), want_lse.isinf())
-
-        queries = Queries(q, d_out, want_out.bfloat16(), want_lse)
-        got = _flat(flex.backward(queries, pieces, None, scale))
-        want = _flat(eager.backward(queries, pieces, None, scale))
-        # dq, dk and dv of blocks, dk and dv of verticals.
-        assert [x.dtype for x in got] == [torch.bfloat16] * 3 + [torch.float32] * 2
-        for a, b in zip(got, want, strict=True):
-            assert relative_error(a, b) <= 5e-3
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_dense_causal_as_a_whole(head_dim):
-    """FlashAttention-4 is called directly only where the mask is plain causal."""
-    if flash.missing():
-        pytest.skip(flash.missing())
-    *qkv, d_out = (
-        torch.randn(2, h, 2048, head_dim, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2, 4)
-    )
-    for mask in (Causal(), Causal(valid=(2048, 1900))):
-        got, want = (
-            _with_gradients(partial(attend, mask=mask, backend=backend), qkv, d_out)
-            for backend in ("flex", "eager")
-        )
-        assert all(relative_error(x, y) <= 5e-3 for x, y in zip(got, want, strict=True))
-
-
-def _with_gradients(function: Callable, qkv: list[Tensor], d_out: Tensor) -> list[Tensor]:
-    out, grads = gradients(function, d_out, *qkv)
-    return [out, *grads]
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("kernel", ["TRITON"], indirect=True)
-@pytest.mark.parametrize(
-    "head_dim, dtype, tolerance",
-    [
-        (80, torch.float16, 1e-3),
-        (256, torch.bfloat16, 5e-3),
-    ],
-)
-def test_other_shapes(kernel, head_dim, dtype, tolerance):
-    _check_on_gpu(4, 2, head_dim, 1024, dtype, tolerance)
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_inside_a_compiled_attend(kernel):
-    """The ops compile once inside attend(), also under an outer torch.compile and on autograd's thread."""
-    pattern = VerticalSlash(recall=0.8, sinks=4, max_verticals=100, dense_below=256)
-    *qkv, d_out = (
-        torch.randn(1, h, 2048, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8)
-    )
-    step = torch.compile(
-        lambda q, k, v, ranges, backend: attend(q, k, v, ranges, pattern, backend=backend),
-        fullgraph=True,
-    )
-    for lengths in ([700, 9, 1000, 301], [1500, 400]):
-        ranges = Documents([lengths]).rows(2048, "cuda")
-        results = [
-            _with_gradients(partial(step, ranges=ranges, backend=backend), qkv, d_out)
-            for backend in ("eager", "flex")
-        ]
-        for name, want, got in zip(("out", "dq", "dk", "dv"), *results):
-            assert relative_error(got, want) <= 1e-2, name
-        count = len(module._compiled)
-    assert count == 2

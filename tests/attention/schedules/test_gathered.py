@@ -1,6 +1,7 @@
 """attend() with MoBA on one rank, where queries are gathered by chunk, against brute force."""
 
 import itertools
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -29,6 +30,7 @@ class Case(NamedTuple):
     seq_len: int = 256
     dtype: torch.dtype = torch.float32
     is_gathered: bool = True
+    dim: int = 16
 
     @property
     def its_mask(self) -> Mask:
@@ -36,7 +38,7 @@ class Case(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         heads, kv_heads = self.heads
-        drawn = structured_qkv(len(self.documents), heads, kv_heads, self.seq_len, 16, seed=5)
+        drawn = structured_qkv(len(self.documents), heads, kv_heads, self.seq_len, self.dim, seed=5)
         d_out = torch.randn(drawn[0].shape, generator=torch.Generator().manual_seed(0))
         return [x.to(DEVICE, self.dtype) for x in (d_out, *drawn)]
 
@@ -49,6 +51,8 @@ CASES = {
     "padding": Case(MoBA(64, 3), [[150], [0]], Causal(valid=(150, 0)), heads=(2, 1), seq_len=192),
     "everything": Case(MoBA(64, 99), [[192]], Causal(), heads=(1, 1), seq_len=192),
     "fp16": Case(MoBA(64, 3), [[192]], Causal(), (1, 1), 192, dtype=torch.float16),
+    "head_dim 96": Case(MoBA(64, 3), [[192]], Causal(), (2, 2), 192, dim=96),
+    "more than a word of chunks": Case(MoBA(16, 3), [[530, 46]], heads=(2, 1), seq_len=576),
     "window": Case(
         MoBA(64, 3), [[192]], Causal() & SlidingWindow(150), (1, 1), 192, is_gathered=False
     ),
@@ -120,6 +124,25 @@ def test_brute_force(taken, name):
     tolerance = 2e-3 if case.dtype == torch.float16 else 1e-5
     _assert_close(_run(case, backend="triton"), _wanted(case), tolerance)
     assert taken == (["forward", "backward"] if case.is_gathered else [])
+
+
+def test_lists_cut_into_parts(monkeypatch):
+    """The queries of a chunk are split over several programs, whose sums are added."""
+    module = sys.modules["titan_sparse.kernels.gathered.backward"]
+    monkeypatch.setattr(module, "list_splits", lambda programs: 3)
+    case = CASES["packed and padded"]
+    _assert_close(_run(case, backend="triton"), _wanted(case), 1e-5)
+
+
+def test_logits_far_below_zero():
+    """Keys behind a chunk's end have logit 0, far above all others, and must not cause infinities."""
+    case = CASES["a chunk of no tile"]
+    d_out, q, k, v = case.tensors()
+    q, k = 10 + q, -30 + k
+    options = dict(pattern=case.pattern, block_size=SIZE)
+    out, grads = gradients(lambda *x: attend(*x, backend="triton", **options), d_out, q, k, v)
+    want, wanted = gradients(lambda *x: attend(*x, backend="eager", **options), d_out, q, k, v)
+    _assert_close([out, *grads], [want, *wanted], 1e-3)
 
 
 def test_normalizer_and_rows_that_see_nothing():

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import run_processes
 from tests.integrations.transformers.trainer_runs import (
     assert_trains_alike,
     numbers,
@@ -52,18 +51,6 @@ def test_two_processes_train_like_one(tmp_path):
         state = json.loads((tmp_path / name / "trainer_state.json").read_text())
         assert state["global_step"] == 3
     assert (tmp_path / "trl_sft/tokenizer.json").exists()
-
-
-@pytest.mark.slow
-def test_sparse_attention(tmp_path):
-    """The results differ from dense attention. Random weights attend nearly evenly, so rounding
-    changes some selected keys, and two processes are only close to one.
-    """
-    run_all(tmp_path, [sparse, trainer])
-    run_processes(2, run_all, tmp_path, [sparse])
-    one = read(tmp_path, "sparse", 1)
-    for found, wanted in zip(read(tmp_path, "sparse", 2), one, strict=True):
-        assert found["loss"] == pytest.approx(wanted["loss"], rel=5e-4)
-        assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=5e-3)
-    dense = read(tmp_path, "trainer", 1)[0]["grad_norm"]
-    assert one[0]["grad_norm"] != pytest.approx(dense, rel=1e-5)
+    run_all(tmp_path, [sparse])
+    found, dense = (read(tmp_path, name, 1)[0]["grad_norm"] for name in ("sparse", "trainer"))
+    assert found != pytest.approx(dense, rel=1e-5)

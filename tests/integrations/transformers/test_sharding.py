@@ -7,7 +7,6 @@ pytest.importorskip("accelerate")
 
 from tests.integrations.transformers.families import positions, pretended_ranks, tokens
 from titan_sparse.attention.context_parallel.layouts import restore_blocks
-from titan_sparse.attention.masks import Documents
 from titan_sparse.integrations.transformers.context_parallel import check_same_batch, shard_batch
 
 LENGTHS = [30, 7, 13]
@@ -37,32 +36,6 @@ def test_shards_are_those_of_the_whole_batch(layout):
     assert torch.equal(shifted[:, :49], labels[:, 1:]) and (shifted[:, 49:] == -100).all()
     # transformers would shift these once more.
     assert (whole("labels", batch, layout) == -100).all()
-
-
-def test_the_mask_is_that_of_the_whole_sequence():
-    batch = {"input_ids": tokens(1, 50), "position_ids": positions(*LENGTHS)}
-    batch["shift_labels"] = batch["input_ids"]
-    masks = [shard_batch(batch, pretended_ranks(rank=rank))["attention_mask"] for rank in (0, 1)]
-    wanted = Documents(LENGTHS).dense(64)
-    for mask in masks:
-        ranges = mask.mask
-        keys = torch.arange(64)
-        seen = (keys >= ranges.start[..., None]) & (keys < ranges.stop[..., None])
-        assert torch.equal(seen, wanted)
-    # Blocks 0 and 2 are whole; of block 3, two tokens are.
-    assert [int(mask.sum()) for mask in masks] == [32, 18]
-
-
-def test_padding_on_both_sides():
-    attention_mask = torch.tensor([[0] * 10 + [1] * 40, [1] * 20 + [0] * 30])
-    batch = {"input_ids": tokens(2, 50), "attention_mask": attention_mask, "unread": 7}
-    batch["labels"] = batch["input_ids"]
-    local = shard_batch(batch, pretended_ranks())
-    ranges = local["attention_mask"].mask
-    visible = (ranges.stop - ranges.start)[:, :50]
-    assert torch.equal(visible > 0, attention_mask.bool())
-    assert local["unread"] == 7
-    assert torch.equal(local["position_ids"][0, :16], torch.arange(16))
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,12 @@
 import pytest
 
 from tests.integrations.transformers.trainer_runs import (
-    MORE,
     RUNS,
     WIDE,
     assert_trains_alike,
     plain,
     read,
+    streamed,
 )
 
 
@@ -19,6 +19,6 @@ def test_two_processes_train_like_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes, runs", [(2, MORE), (3, [plain]), (4, WIDE)])
+@pytest.mark.parametrize("processes, runs", [(2, [streamed]), (3, [plain]), (4, WIDE)])
 def test_more_processes_and_runs(tmp_path, processes, runs):
     assert_trains_alike(tmp_path, processes, runs)

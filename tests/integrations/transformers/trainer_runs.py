@@ -167,16 +167,6 @@ def plain(folder: Path) -> list[dict[str, float]]:
     return trained(folder)
 
 
-def zigzag(folder: Path) -> list[dict[str, float]]:
-    config = ContextParallelConfig(layout="zigzag", schedule="ring", block_size=BLOCK)
-    return trained(folder, parallelism_config=config)
-
-
-def contiguous(folder: Path) -> list[dict[str, float]]:
-    config = ContextParallelConfig(layout="contiguous", block_size=BLOCK)
-    return trained(folder, parallelism_config=config)
-
-
 def balanced(folder: Path) -> list[dict[str, float]]:
     config = ContextParallelConfig(layout="balanced", schedule="group_cast", block_size=BLOCK)
     return trained(folder, parallelism_config=config)
@@ -290,7 +280,6 @@ def two_copies(folder: Path) -> list[dict[str, float]]:
 
 WIDE = (two_sequences, two_copies)
 RUNS = (plain, balanced, sparse, padded, sharded, sharded_lora, resumed, noisy)
-MORE = (zigzag, contiguous, streamed)
 
 
 def run_all(folder: Path, runs: Sequence[Callable[[Path], list]]) -> None:

@@ -1,0 +1,139 @@
+"""Which backend computes what, which one refuses, and an installation of flash-attn-4 with missing parts.
+
+The GPU is pretended.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_sparse.attention import backends
+from titan_sparse.attention.backends import cudnn, flash
+from titan_sparse.kernels import block_sparse
+
+CASE = ("cuda", torch.bfloat16, 128, 128)
+NARROW = ("cuda", torch.bfloat16, 256, 64)
+
+
+def _forget() -> None:
+    flash._installed.cache_clear()
+    flash._import_failure.cache_clear()
+
+
+@pytest.fixture
+def patch(monkeypatch):
+    """A Hopper GPU with cuDNN and Triton, and without FlashAttention-4."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(cudnn, "_failure", lambda dtype, head_dim: None)
+    monkeypatch.setattr(block_sparse, "INTERPRETED", False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    _forget()
+    yield monkeypatch
+    _forget()
+
+
+def _install_flash(folder: Path, patch: pytest.MonkeyPatch, interface: str) -> None:
+    """A package flash_attn.cute whose kernels' module says `interface`."""
+    for name in ("flash_attn/cute/interface.py", "cutlass/cute.py"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).touch()
+    (folder / "flash_attn/cute/interface.py").write_text(interface)
+    patch.syspath_prepend(folder)
+    kept = [name for name in sys.modules if name.partition(".")[0] not in ("flash_attn", "cutlass")]
+    patch.setattr(sys, "modules", {name: sys.modules[name] for name in kept})
+    patch.setattr(importlib.util, "find_spec", lambda name: name)
+    _forget()
+
+
+def test_auto(patch, tmp_path):
+    """FlashAttention-4 where it is installed, cuDNN for dense attention, our kernels for the rest."""
+    others = [
+        ("triton", CASE, {"dynamic": True}),
+        ("triton", CASE, {"slices": True}),
+        ("triton", ("cuda", torch.float32, 128, 128), {}),
+        ("cudnn", NARROW, {}),
+        ("eager", ("cuda", torch.float64, 128, 128), {}),
+        ("eager", ("cpu", torch.bfloat16, 128, 128), {}),
+    ]
+    for expected, case, options in [("cudnn", CASE, {}), *others]:
+        assert backends.choose("auto", *case, **options) == expected
+    assert "flex would be faster" in backends.explain("auto", *CASE)
+    assert "would be faster" not in backends.explain("auto", *NARROW)
+    _install_flash(tmp_path, patch, "")
+    others[0] = ("flex", CASE, {"dynamic": True})
+    for expected, case, options in [("flex", CASE, {}), *others]:
+        assert backends.choose("auto", *case, **options) == expected
+
+
+@pytest.mark.parametrize(
+    "name, case, words",
+    [
+        ("cudnn", ("cpu", torch.bfloat16, 128, 128), "needs CUDA, not cpu"),
+        ("cudnn", ("cuda", torch.float32, 128, 128), "bf16 or fp16, not torch.float32"),
+        ("cudnn", ("cuda", torch.bfloat16, 128, 32), "attention.block_size 64 or 128, not 32"),
+        ("cudnn", ("cuda", torch.bfloat16, 72, 128), "in steps of 16, and 256, not 72"),
+        ("cudnn", ("cuda", torch.bfloat16, 192, 128), "in steps of 16, and 256, not 192"),
+        ("cudnn", (*CASE, True), "does not compute masks of Slices"),
+        ("cudnn", (*CASE, False, True), "this pattern is sparse"),
+        ("flex", ("cpu", torch.bfloat16, 128, 128), "needs CUDA"),
+        ("flex", ("cuda", torch.float64, 128, 128), "not torch.float64"),
+        ("flex", ("cuda", torch.bfloat16, 128, 64), "attention.block_size = 128"),
+        ("flex", ("cuda", torch.bfloat16, 72, 128), "not 72"),
+        ("flex", ("cuda", torch.bfloat16, 272, 128), "not 272"),
+        ("flex", (*CASE, True), "does not compute masks of Slices"),
+        ("triton", ("cpu", torch.float32, 64, 64), "needs CUDA, not cpu"),
+        ("triton", ("cuda", torch.float64, 64, 64), "torch.float64"),
+        ("triton", ("cuda", torch.float32, 64, 32), "block_size 64 or 128, not 32"),
+        ("triton", ("cuda", torch.float32, 72, 64), "head_dim .* not 72"),
+        ("triton", ("cuda", torch.float32, 272, 64), "head_dim .* not 272"),
+        ("cuda", CASE, "is unknown"),
+    ],
+)  # fmt: skip
+def test_refusals(patch, name, case, words):
+    with pytest.raises(ValueError, match=words) as error:
+        backends.choose(name, *case)
+    assert "\n" not in str(error.value)
+    assert backends.choose("auto", *case) != name
+
+
+@pytest.mark.parametrize(
+    "target, name, value, words",
+    [
+        (torch.cuda, "get_device_capability", lambda: (7, 5), "Ampere"),
+        (torch.backends.cudnn, "is_available", lambda: False, "no cuDNN"),
+        (torch.version, "cuda", None, "no cuDNN"),
+        (torch, "are_deterministic_algorithms_enabled", lambda: True, "not deterministic"),
+        (cudnn, "_failure", lambda dtype, head_dim: "it says no", "it says no"),
+    ],
+)
+def test_where_cudnn_does_not_run(patch, target, name, value, words):
+    patch.setattr(target, name, value)
+    with pytest.raises(ValueError, match=f'"cudnn" cannot run: .*{words}.*; write "triton"'):
+        backends.choose("cudnn", *CASE)
+    banner = backends.explain("auto", *CASE)
+    assert banner.startswith("triton") and "not cudnn, since" in banner and words in banner
+
+
+@pytest.mark.parametrize(
+    "interface, words",
+    [
+        ("import cutlass._no_such_part", "No module named 'cutlass._no_such_part'"),
+        # As cutlass does without its package for the CUDA version.
+        ("raise RuntimeError('no toolkit found\\nand more')", "no toolkit found"),
+    ],
+)
+def test_a_half_installation_is_not_chosen(patch, tmp_path, interface, words):
+    _install_flash(tmp_path, patch, interface)
+    assert backends.choose("auto", *CASE) == "cudnn"
+    banner = backends.explain("auto", *CASE)
+    assert "flash-attn-4 is installed in part" in banner and words in banner
+    assert "\n" not in banner
+    with pytest.raises(ValueError, match="flex cannot run: flash-attn-4 is installed in part"):
+        backends.choose("flex", *CASE)
