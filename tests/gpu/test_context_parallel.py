@@ -1,8 +1,6 @@
 """Context parallelism on two or four GPUs (NCCL): errors, late ranks and transfers, memory, hangs.
 
-For what attention does, the processes are started once, and each writes what it found. They run on
-the CPU too, at toy size:
-OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 -m tests.gpu.test_context_parallel FOLDER cpu
+For what attention does, the processes are started once, and each writes what it found.
 """
 
 import contextlib
@@ -20,7 +18,6 @@ import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -53,32 +50,12 @@ LATE_SECONDS = 2
 LONGEST_DELAY_SECONDS = 0.01
 
 
-class Case(NamedTuple):
-    """What is computed on a kind of device. The sequence, blocks * block_size, is cut for 1 to 4 ranks."""
-
-    backend: str
-    block_size: int
-    blocks: int
-    documents: list[int]
-    pattern: VerticalSlash
-
-
-CASES = {
-    "cuda": Case(
-        "triton",
-        128,
-        24,
-        [1100, 9, 1500, 301],
-        VerticalSlash(recall=0.8, sinks=4, max_verticals=400, dense_below=256),
-    ),
-    "cpu": Case(
-        "eager",
-        16,
-        24,
-        [140, 1, 190, 37],
-        VerticalSlash(recall=0.8, sinks=3, max_verticals=60, dense_below=48),
-    ),
-}
+BACKEND = "triton"
+SIZE = 128
+TOKENS = 24 * SIZE
+"""Cut for 1 to 4 ranks."""
+DOCUMENTS = Documents([1100, 9, 1500, 301])
+SPARSE = VerticalSlash(recall=0.8, sinks=4, max_verticals=400, dense_below=256)
 
 
 def _torchrun(processes: int, *words: object) -> subprocess.Popen:
@@ -99,7 +76,7 @@ def _succeeds(process: subprocess.Popen) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("found")
-    _succeeds(_torchrun(RANKS, "-m", "tests.gpu.test_context_parallel", folder, "cuda"))
+    _succeeds(_torchrun(RANKS, "-m", "tests.gpu.test_context_parallel", folder))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
@@ -140,43 +117,35 @@ def test_memory_does_not_grow(found):
             assert 0 < after_5 == after_50, (name, after_5, after_50)
 
 
-def _main(folder: str, device: str) -> None:
-    case = CASES[device]
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        timeout=timedelta(seconds=HANG_SECONDS),
-    )
+def _main(folder: str) -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=HANG_SECONDS))
     mesh = init_device_mesh(
-        device, (dist.get_world_size() // 2, 2), mesh_dim_names=("cp_inter", "cp_intra")
+        "cuda", (dist.get_world_size() // 2, 2), mesh_dim_names=("cp_inter", "cp_intra")
     )
-    contexts = {name: ContextParallel(mesh, "striped", name, case.block_size) for name in SCHEDULES}
+    contexts = {name: ContextParallel(mesh, "striped", name, SIZE) for name in SCHEDULES}
     results = {
-        **_errors(case, device, mesh, contexts),
-        "memory": {name: _memory(case, device, cp) for name, cp in contexts.items()},
-        "delays": _delays(case, device, contexts),
+        **_errors(mesh, contexts),
+        "memory": {name: _memory(cp) for name, cp in contexts.items()},
+        "delays": _delays(contexts),
     }
     (Path(folder) / f"{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _inputs(tokens: int, device: str, seed: int = 0) -> list[Tensor]:
+def _inputs(tokens: int, seed: int = 0) -> list[Tensor]:
     q, k, v = structured_qkv(1, 8, 2, tokens, 64, seed, torch.bfloat16)
     d_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(seed + 1)).bfloat16()
-    return [x.to(device) for x in (q, k, v, d_out)]
+    return [x.cuda() for x in (q, k, v, d_out)]
 
 
-def _errors(
-    case: Case, device: str, mesh: DeviceMesh, contexts: dict[str, ContextParallel]
-) -> dict:
+def _errors(mesh: DeviceMesh, contexts: dict[str, ContextParallel]) -> dict:
     """By "ranks data pattern schedule": errors of out, dq, dk, dv; and by data those of flash attention."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    size = case.block_size
 
     def over(mesh: DeviceMesh | None, layout: str, *schedules: str) -> list[ContextParallel]:
-        return [ContextParallel(mesh, layout, name, size) for name in schedules]
+        return [ContextParallel(mesh, layout, name, SIZE) for name in schedules]
 
     # Ranks, name of the data, and context.
     [alone] = over(None, "contiguous", "local")
@@ -184,34 +153,32 @@ def _errors(
     runs += [(world, "0", cp) for cp in contexts.values()]
     runs += [(world, "0", cp) for cp in over(mesh, "striped", "group_cast")]
     runs += [(world, "0", cp) for cp in over(mesh, "balanced", "ring", "group_cast")]
-    if device == "cuda":
-        ways = over(mesh, "zigzag", "ring", "double_ring", "all_gather")
-        ways += over(mesh, "contiguous", "ring") + over(mesh, "striped", "ring")
-        runs += [(world, "cudnn", cp) for cp in ways]
+    ways = over(mesh, "zigzag", "ring", "double_ring", "all_gather")
+    ways += over(mesh, "contiguous", "ring") + over(mesh, "striped", "ring")
+    runs += [(world, "cudnn", cp) for cp in ways]
     if world == 4:
-        two = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "cp"))
+        two = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "cp"))
         group = str(two.get_local_rank("dp"))
         runs += [(2, group, cp) for cp in over(two["cp"], "striped", "all_gather", "ring")]
         runs += [(1, group, alone)]
         # Last: torch names a group by how many its process knows, and from here on rank 0 knows fewer.
-        three = DeviceMesh(device, [1, 2, 3], mesh_dim_names=("cp",))
+        three = DeviceMesh("cuda", [1, 2, 3], mesh_dim_names=("cp",))
         if rank > 0:
             runs += [(3, "0", cp) for cp in over(three, "zigzag", "all_gather", "ring")]
     set_timeout(HANG_SECONDS)
 
-    tokens = size * case.blocks
     found = {}
     flash = {}
     for name in sorted({name for _, name, _ in runs}):
         of_cudnn = name == "cudnn"
-        data = _inputs(2 * tokens, device) if of_cudnn else _inputs(tokens, device, int(name))
+        data = _inputs(2 * TOKENS) if of_cudnn else _inputs(TOKENS, int(name))
         flash[name] = flash_errors(data[:3], data[3])
-        mask = Causal() if of_cudnn else Documents(case.documents)
-        patterns = [Dense()] if of_cudnn else [Dense(), case.pattern]
+        mask = Causal() if of_cudnn else DOCUMENTS
+        patterns = [Dense()] if of_cudnn else [Dense(), SPARSE]
         for (ranks, _, cp), pattern in itertools.product(
             [run for run in runs if run[1] == name], patterns
         ):
-            backend = "cudnn" if of_cudnn else case.backend
+            backend = "cudnn" if of_cudnn else BACKEND
             way = "local" if ranks == 1 else f"{cp.layout}/{cp.schedule}"
             label = f"{ranks} {name} {pattern.name} {way}"
             found[label] = _errors_of(cp, mask, pattern, data, backend)
@@ -235,43 +202,33 @@ def _errors_of(
     return errors([cp.unshard(x, 2, ranges.table) for x in got], want)
 
 
-def _memory(case: Case, device: str, cp: ContextParallel) -> list[int]:
+def _memory(cp: ContextParallel) -> list[int]:
     """Bytes after 5 and after 50 calls, forward and backward, without garbage collection, as in training."""
-    *qkv, d_out = (cp.shard(x, 2) for x in _inputs(case.block_size * case.blocks, device))
+    *qkv, d_out = (cp.shard(x, 2) for x in _inputs(TOKENS))
     gc.collect()
     gc.disable()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    torch.cuda.reset_peak_memory_stats()
     found = []
     for call in range(1, 51):
         gradients(
-            lambda *x: attend(*x, Documents(case.documents), case.pattern, cp, case.backend),
+            lambda *x: attend(*x, DOCUMENTS, SPARSE, cp, BACKEND),
             d_out,
             *qkv,
         )
-        found += [_bytes(device)] if call in (5, 50) else []
+        found += [torch.cuda.max_memory_allocated()] if call in (5, 50) else []
     gc.enable()
     return found
 
 
-def _bytes(device: str) -> int:
-    """The peak on a GPU; on the CPU, which does not know it, what is held."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return sum(x.nbytes for x in gc.get_objects() if issubclass(type(x), torch.Tensor))
-
-
-def _delays(case: Case, device: str, contexts: dict[str, ContextParallel]) -> dict:
+def _delays(contexts: dict[str, ContextParallel]) -> dict:
     """Which results of three layers (out, dq, dk, dv, ...) differ when they are computed again.
 
     And again with delays.
     """
-    made = [
-        x.to(device, torch.bfloat16) for x in layer_inputs(8, case.block_size * case.blocks, 64)
-    ]
+    made = [x.to("cuda", torch.bfloat16) for x in layer_inputs(8, TOKENS, 64)]
 
     def compute(cp: ContextParallel) -> list[torch.Tensor]:
-        return layers(cp, Causal(), case.pattern, made, case.backend, case.block_size)
+        return layers(cp, Causal(), SPARSE, made, BACKEND, SIZE)
 
     wanted = {name: compute(cp) for name, cp in contexts.items()}
     differing = {}
@@ -284,20 +241,20 @@ def _delays(case: Case, device: str, contexts: dict[str, ContextParallel]) -> di
 
     for name in contexts:
         compare("repeated", name)
-    count = _inject_delays(case, device)
+    count = _inject_delays()
     for number, name in enumerate(contexts):
         time.sleep(LATE_SECONDS if dist.get_rank() == number else 0)
         compare("delayed", name)
     return {"differing": differing, "count": count}
 
 
-def _inject_delays(case: Case, device: str) -> Counter:
+def _inject_delays() -> Counter:
     """Delay this process from here on, by a different time at every call: the host, the compute
     stream before work, waits and collectives, and transfers alone. Returns the number of delays by
     kind.
     """
     delays, count = random.Random(dist.get_rank()), Counter()
-    beside = torch.cuda.Stream() if device == "cuda" else None
+    beside = torch.cuda.Stream()
 
     def delayed(kind, function):
         @functools.wraps(function)
@@ -309,14 +266,14 @@ def _inject_delays(case: Case, device: str) -> Counter:
             )
             time.sleep(host)
             with _started_on(beside if kind == "transfer" else None):
-                torch.cuda._sleep(int(stream * 1e9)) if device == "cuda" else time.sleep(stream)
+                torch.cuda._sleep(int(stream * 1e9))
                 return function(*args, **kwargs)
 
         return late
 
     transfers = ("shift", "start_all_gather", "start_reduce_scatter", "start_all_reduce")
     for kind, owner, names in (
-        ("work", BACKENDS[case.backend], ("forward", "backward")),
+        ("work", BACKENDS[BACKEND], ("forward", "backward")),
         ("wait", Pending, ("wait",)),
         ("transfer", ContextParallel, transfers),
         ("collective", ContextParallel, ("all_reduce", "all_gather", "all_to_all")),

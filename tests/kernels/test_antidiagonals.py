@@ -170,21 +170,3 @@ def test_choice_of_masses(mass, forced, threshold, want):
     words = kernels.chosen_blocks(sums, blocks, threshold, len(mass), 100)
     assert words.shape == (1, 1, 1, 4)
     assert unpack(words, 128)[0, 0, 0].nonzero().flatten().tolist() == want
-
-
-def test_tiles_of_windows_and_documents():
-    """All tiles that any cell sees are included, and many that no cell sees are left out."""
-    for mask in ("window", "documents, window"):
-        blocks = problem(mask).blocks
-        shape = Shape(query_cells=16, key_cells=8)
-        number, count, _ = kernels.visible_tiles(blocks, SEQ_LEN // 4, 1, shape)
-        listed = torch.zeros(2 * 5 * 10, dtype=torch.bool)
-        listed[number[: count.item()].long().cpu()] = True
-        # [2, 80, 80]
-        cell = torch.arange(80, device=DEVICE)
-        seen = (cell >= blocks.first.flatten(1)[..., None]) & (
-            cell < blocks.stop.flatten(1)[..., None]
-        )
-        needed = seen.unflatten(2, (10, 8)).unflatten(1, (5, 16)).any(4).any(2).flatten()
-        assert torch.equal(listed, needed.cpu())
-        assert count < 50

@@ -1,4 +1,4 @@
-"""Block-sparse attention kernels and the triton backend against their plain-torch twin.
+"""Block-sparse attention kernels and the triton backend against the eager backend in fp64.
 
 Without a GPU the kernels run in Triton's interpreter (tests/conftest.py), where bf16 is wrong: fp32 and fp16 there.
 """
@@ -10,19 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.block_sparse_twin import attend_pieces
 from tests.reference import relative_error
+from tests.slice_cases import random_legal
 from titan_sparse.attention.backends import BACKENDS, base
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
+from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.patterns.base import BlockIndex
+from titan_sparse.attention.patterns.dense import DenseIndex
 from titan_sparse.attention.tiles.blocks import block_tiles, vertical_tiles
+from titan_sparse.attention.tiles.slices import block_tiles as slice_tiles
 from titan_sparse.kernels import block_sparse
 from titan_sparse.kernels.block_sparse import Piece
+from titan_sparse.kernels.chunks import ChosenChunks
 
-triton = BACKENDS["triton"]
+triton, eager = BACKENDS["triton"], BACKENDS["eager"]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
 
 
 class RandomIndex(BlockIndex):
@@ -89,18 +92,25 @@ class Case:
         """Blocks and verticals."""
         return [Piece(self.k, self.v, self.tiles), Piece(self.k2, self.v2, self.vertical_tiles)]
 
-    def truth(self, pieces: list[Piece]) -> list[Tensor]:
-        """out, lse, dq, and dk, dv of each piece, in fp64, by the twin."""
-        return attend_pieces(self.q, self.d_out, pieces, self.scale)
+    def truth(self) -> list[Tensor]:
+        return _exact(self.q, self.d_out, self.pieces(), self.scale)
 
     def fused(self) -> list[Tensor]:
-        """The same by the triton backend, blocks and verticals fused."""
-        pieces = self.pieces()
-        own = triton.forward(self.q, pieces, None, self.scale)
-        queries = base.Queries(self.q, self.d_out, *own)
-        dq, d_pieces = triton.backward(queries, pieces, None, self.scale)
-        (dk, dv), (dk2, dv2) = d_pieces
-        return [own.out, own.lse, dq, dk, dv, dk2, dv2]
+        return _results(triton, self.q, self.d_out, self.pieces(), self.scale)
+
+
+def _results(
+    backend: base.Backend, q: Tensor, d_out: Tensor, pieces: list[Piece], scale: float
+) -> list[Tensor]:
+    """out, lse, dq, and dk and dv of each piece."""
+    own = backend.forward(q, pieces, None, scale)
+    dq, d_pieces = backend.backward(base.Queries(q, d_out, *own), pieces, None, scale)
+    return [*own, dq, *(x for d_kv in d_pieces for x in d_kv)]
+
+
+def _exact(q: Tensor, d_out: Tensor, pieces: list[Piece], scale: float) -> list[Tensor]:
+    exact = [piece._replace(k=piece.k.double(), v=piece.v.double()) for piece in pieces]
+    return _results(eager, q.double(), d_out.double(), exact, scale)
 
 
 def _assert_close(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
@@ -136,7 +146,7 @@ CASES = {
 
 
 def _check(case: Case) -> None:
-    want = case.truth(case.pieces())
+    want = case.truth()
     assert float(want[0].abs().max()) > 0
     _assert_close(case.fused(), want, 2e-3 if case.q.dtype == torch.float16 else 2e-5)
 
@@ -155,7 +165,7 @@ def test_going_on_from_a_total(name):
     out and dq of the total are fp32, and its memory is reused.
     """
     case = Case(**CASES[name])
-    out, lse, dq, *rest = case.truth(case.pieces())
+    out, lse, dq, *rest = case.truth()
     tolerance = 2e-3 if case.q.dtype == torch.float16 else 2e-5
     blocks, verticals = case.pieces()
 
@@ -193,6 +203,44 @@ def test_going_on_from_a_total(name):
     assert torch.equal(again.to(case.q.dtype), rounded)
 
 
+@pytest.mark.parametrize(
+    "name, choosing",
+    [("random", False), ("strips", False), ("strips", True), ("blind", False)],
+)
+def test_slices(name, choosing):
+    """The blocks of one rank and the chunk of another; also where each query has chosen chunks of
+    keys as well."""
+    size = 16 if block_sparse.INTERPRETED else 64
+    seq_len = 4 * size
+    written = {
+        "random": random_legal(3, 9, seq_len),
+        "strips": [
+            (0, 5, 0, seq_len, "full"),
+            (5, size + 3, 0, seq_len - 7, "inv_causal"),
+            (size + 3, seq_len - 1, 0, seq_len, "causal"),
+        ],
+        "blind": [
+            (3, seq_len // 2, 2 * size, seq_len, "bi_causal"),
+            (seq_len - 9, seq_len, 0, 9, "full"),
+        ],
+    }
+    g = torch.Generator().manual_seed(4)
+    q_blocks, k_blocks = torch.tensor([3, 1], device=DEVICE), torch.tensor([0, 2, 3], device=DEVICE)
+    index = DenseIndex(2, seq_len, size, torch.empty(1, 2, 0, dtype=torch.int32, device=DEVICE))
+    rows = Slices.of(written[name]).rows(seq_len, DEVICE)
+    tiles = slice_tiles(rows, index, q_blocks, k_blocks, 1, True)
+    q, d_out = torch.randn(2, 1, 2, 2 * size, 16, generator=g).to(DEVICE)
+    k, v = torch.randn(2, 1, 1, 3 * size, 16, generator=g).to(DEVICE)
+    if choosing:
+        words = torch.randint(8, (1, 2, 2 * size, 1), generator=g).int().to(DEVICE)
+        chosen = ChosenChunks(words, torch.full_like(tiles.start, 3), size + 9)
+        tiles = tiles._replace(chosen=chosen)
+    pieces = [Piece(k, v, tiles)]
+    want = _exact(q, d_out, pieces, 0.2)
+    assert want[0].any()
+    _assert_close(_results(triton, q, d_out, pieces, 0.2), want, 2e-5)
+
+
 def test_nothing_listed():
     """Empty lists give out 0, lse -inf and gradients 0. Entries behind the counts are never read."""
     case = Case(Causal(), heads=(2, 1), blocks=2, batch=1)
@@ -215,14 +263,4 @@ def test_splits_of_dk_and_dv(monkeypatch, parts):
     module = sys.modules["titan_sparse.kernels.block_sparse.backward"]
     monkeypatch.setattr(module, "key_splits", lambda *_: parts)
     case = Case(Causal(), heads=(3, 1), blocks=4, batch=1, whole=True)
-    _assert_close(case.fused(), case.truth(case.pieces()), 2e-5)
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_deterministic():
-    """The same bits twice, with query lists cut into parts too."""
-    case = Case(
-        Causal(), heads=(8, 2), dim=128, size=128, blocks=16, whole=True, dtype=torch.bfloat16
-    )
-    assert all(torch.equal(a, b) for a, b in zip(case.fused(), case.fused()))
+    _assert_close(case.fused(), case.truth(), 2e-5)

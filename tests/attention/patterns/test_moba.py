@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.attention.patterns.helpers import MIXED, MOBA, Case, cases_of_masks, check_selection
-from tests.kernels.block_sparse_twin import attend_pieces
-from tests.reference import dense_attention, structured_qkv
+from tests.reference import dense_attention, gradients, structured_qkv
 from titan_sparse.attention import attend
 from titan_sparse.attention.backends import BACKENDS, base
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full
@@ -71,11 +70,8 @@ def test_equal_scores_are_taken_in_order_of_position():
     ids=["more than a word of chunks", "chunks beside blocks"],
 )
 def test_kernels_keep_to_the_choice(block, blocks, last, pattern, documents):
-    """The last query blocks against all keys.
-
-    Triton kernels (without a GPU in the interpreter, which takes smaller blocks) and eager against
-    the twin, the twin against dense attention.
-    """
+    """The last query blocks against all keys: Triton kernels (without a GPU in the interpreter,
+    which takes smaller blocks) and eager against dense attention."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         pattern = MoBA(64 // block * pattern.chunk_size, pattern.top_k)
@@ -91,20 +87,19 @@ def test_kernels_keep_to_the_choice(block, blocks, last, pattern, documents):
     d_out = torch.randn_like(q)
 
     pieces = [Piece(k, v, tiles)]
-    out, *wanted = attend_pieces(q, d_out, pieces, 0.25)
-
+    seen = index.dense(mask)[:, :, -last * block :].to(device)
+    exact = [x.double() for x in (q, k, v)]
+    want, grads = gradients(lambda *x: dense_attention(*x, seen, 0.25)[0], d_out.double(), *exact)
+    wanted = (want, dense_attention(*exact, seen, 0.25)[1], *grads)
     for backend in (triton, eager):
         got_out, got_lse = backend.forward(q, pieces, None, 0.25)
         queries = base.Queries(q, d_out, got_out, got_lse)
         got_dq, [got_dkv] = backend.backward(queries, pieces, None, 0.25)
         got = (got_out, got_lse, got_dq, *got_dkv)
-        for a, b in zip(got, (out, *wanted), strict=True):
+        for a, b in zip(got, wanted, strict=True):
             assert torch.equal(a.isfinite(), b.isfinite())
             assert (a - b).abs().nan_to_num(0).max() < 1e-4
 
-    seen = index.dense(mask)[:, :, -last * block :].to(device)
-    want, _ = dense_attention(q.double(), k.double(), v.double(), seen, 0.25)
-    assert (want - out).abs().max() < 1e-9
     # The case is worth it: partial tiles, and fewer pairs than the mask allows.
     visible = mask.dense(seq_len, device)[:, None, -last * block :]
     assert (tiles.by_query.partial_count > 1).any()
