@@ -294,11 +294,37 @@ def test_a_template_that_writes_the_date_is_the_same_each_day(tmp_path):
     assert text.startswith("26 Jul 2024 2024-07-26 26 July Friday<|im_start|>")
 
 
+ENDLESS = (
+    "{% for i in range(100000) %}" * 2 + "{% endfor %}" * 2,
+    "{% macro a(n) %}{% if n %}{{ a(n - 1) }}{{ a(n - 1) }}{% endif %}{% endmacro %}{{ a(40) }}",
+    "{% set n = namespace(n=40) %}{% block a %}{% if n.n %}{% set n.n = n.n - 1 %}"
+    "{{ self.a() }}{{ self.a() }}{% set n.n = n.n + 1 %}{% endif %}{% endblock %}",
+)
+
+
+@pytest.mark.parametrize("skip", ["refuse", "skip"])
+@pytest.mark.parametrize("template", ENDLESS, ids=["loops", "macros", "blocks"])
+def test_a_template_that_never_ends(tmp_path, template, skip, monkeypatch):
+    """Its chats are not skipped: on another rank it may be fast enough."""
+    monkeypatch.setattr(chat_template, "_SECONDS", 0.1)
+    folder = write_tokenizer(tmp_path, template + CHATML)
+    with pytest.raises(
+        ValueError, match="more than 0.1 seconds for one chat; write another data.ch"
+    ):
+        encode(folder, CHAT, bad_rows=skip)
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
         ("{{ [1, 2] | random }}", "cannot render it: it draws at random"),
         ("{{ lipsum() }}", "cannot render it: it draws at random"),
+        (
+            "{{ 10 ** 10 ** 10 }}",
+            r"cannot render it: it computes 10 \*\* 10, which may take forever",
+        ),
+        ("{{ 'a' * 10000000000 }}", "cannot render it: it repeats a text or list 10,000,000,000"),
+        ("{{ 1000001 * [0] }}", "cannot render it: it repeats a text or list 1,000,001 times"),
         ("{% for %}", "cannot be compiled: .*; write another data.chat_template"),
     ],
 )

@@ -273,7 +273,6 @@ def test_a_small_file_that_unpacks_to_a_huge_row_is_refused_in_little_memory(
     tmp_path, monkeypatch, name
 ):
     monkeypatch.setattr(rows, "MOST_BYTES", 1 << 22)
-    monkeypatch.setattr(rows, "MOST_BYTES_OF_ARRAY", 1 << 22)
     pack = zstd if name.endswith("zst") else gzip.compress
     start = b'[{"text": "' if ".json." in name else b""
     (tmp_path / name).write_bytes(pack(start + bytes(1 << 26)))

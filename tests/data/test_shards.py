@@ -113,6 +113,16 @@ def test_a_document_that_is_not_closed_is_refused(tmp_path):
             shards.tokens(index)
 
 
+@pytest.mark.parametrize("row", [0, 2, 39], ids=["first", "between", "last"])
+def test_the_digest_of_content_is_of_the_first_the_last_and_documents_between(tmp_path, row):
+    folder = Path(prepared(tmp_path, lengths=[5] * 40, shard_rows=40))
+    before = open_loader(Data(source=str(folder))).content_digest()
+    tokens = np.memmap(folder / "shard_00000.bin", "<u2", "r+")
+    tokens[6 * row] += 1
+    tokens.flush()
+    assert open_loader(Data(source=str(folder))).content_digest() != before
+
+
 def with_old_time(path: Path, change) -> None:
     stat = path.stat()
     change(path)

@@ -24,7 +24,7 @@ from titan_sparse.data.tokenizer import ByteTokenizer, Encoded
 from titan_sparse.evaluation import answers
 from titan_sparse.evaluation.answers import Sample, score_samples, string_match_all
 from titan_sparse.evaluation.generation import generate
-from titan_sparse.evaluation.load import build_scorer
+from titan_sparse.evaluation.load import build_scorer, find_config
 from titan_sparse.evaluation.needle import Haystack, by_cell, depths, needle_samples
 from titan_sparse.evaluation.position import first_windows, position_loss, windows
 from titan_sparse.evaluation.scorer import Scorer
@@ -418,3 +418,18 @@ def test_tokens_of_one_rank_and_of_transformers(tmp_path):
             expected[name].append(out[0, len(prompt) :].tolist())
     write_texts(tmp_path / "texts")
     run_processes(2, _generate_on_two_ranks, tmp_path, prompts, expected)
+
+
+def test_a_checkpoint_has_a_configuration_of_its_own(tmp_path):
+    """Of an older version, it has that of its run. A run has none but its own."""
+    run = tmp_path / "outputs/run"
+    step = run / "checkpoint/step-2"
+    step.mkdir(parents=True)
+    (step / ".metadata").touch()
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(ValueError, match="outputs/run has no config.toml; copy that of the run"):
+        find_config(str(run))
+    for folder, found in ((run, run), (step, step)):
+        (folder / "config.toml").touch()
+        assert find_config(str(step)) == str(found / "config.toml")
+        assert find_config(str(run)) == str(run / "config.toml")

@@ -3,7 +3,7 @@
     titan-sparse export_hf RUN_OR_CHECKPOINT OUT [--dtype float32] [--merge]
 
 RUN_OR_CHECKPOINT is the output_dir of a run, for its newest checkpoint, or one of its folders
-checkpoint/step-N. The run's config.toml says which model it is. The run itself is not changed. One
+checkpoint/step-N. The config.toml in it says which model it is. The run itself is not changed. One
 process on the CPU is enough, whatever the run had.
 
 Of a run with adapters (lora.rank) OUT holds these alone, for PeftModel.from_pretrained() on the

@@ -10,6 +10,8 @@ import datetime
 import hashlib
 import json
 import re
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +29,8 @@ _DAY = datetime.datetime(2024, 7, 26)
 """Some templates write today's date, but samples must be the same on every day. This is Llama 3.1's
 date."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+_SECONDS = 10
+"""Time limit of a template for one chat. Milliseconds are usual."""
 
 
 class ChatTemplate:
@@ -57,8 +61,18 @@ class ChatTemplate:
         self._render = _render_with_assistant_indices
         # Past the cache: what is changed in this environment must not reach other users.
         environment = _compile_jinja_template.__wrapped__("").environment
-        environment.globals |= {"strftime_now": _DAY.strftime, "lipsum": _refuse_chance}
+        environment.globals |= {
+            "strftime_now": _DAY.strftime,
+            "lipsum": _refuse_chance,
+            "_check_time": self._check_time,
+        }
         environment.filters["random"] = _refuse_chance
+        # One operation on constants can take hours, even when the template is compiled.
+        environment.intercepted_binops = frozenset(["**", "*"])
+        environment.binop_table |= {"**": _refuse_power, "*": _product}
+        # Jinja's hook for what becomes of a parsed template.
+        environment._generate = partial(_generate_with_checks, environment._generate)
+        self._deadline = 0.0
         self._texts = texts
         self._kwargs = kwargs or {}
         self.special_tokens = special_tokens
@@ -102,6 +116,7 @@ class ChatTemplate:
         shown = []
         for message in messages:
             shown.append({key: value for key, value in message.items() if key != "train"})
+        self._deadline = time.monotonic() + _SECONDS
         try:
             return self._render(
                 compiled_template=self._compiled[self._name(tools)],
@@ -111,6 +126,12 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens | self._kwargs,
             )
+        # Never skipped as a bad row: on another rank it may have been fast enough.
+        except TimeoutError as error:
+            raise ValueError(
+                f"the chat template took more than {_SECONDS} seconds for one chat; write another "
+                "data.chat_template"
+            ) from error
         # Jinja's errors, the template's own refusals, and what Python raises inside of it.
         except Exception as error:
             reason = " ".join(str(error).split())
@@ -119,9 +140,36 @@ class ChatTemplate:
     def _name(self, tools: list[Any]) -> str:
         return "tool_use" if tools and "tool_use" in self._texts else "default"
 
+    def _check_time(self) -> None:
+        if time.monotonic() > self._deadline:
+            raise TimeoutError
+
 
 def _refuse_chance(*_: Any, **__: Any) -> str:
     raise ValueError("it draws at random, so that ranks would train on different texts")
+
+
+def _refuse_power(left: Any, right: Any) -> Any:
+    raise ValueError(f"it computes {left} ** {right}, which may take forever")
+
+
+def _product(left: Any, right: Any) -> Any:
+    for one, other in ((left, right), (right, left)):
+        if hasattr(one, "__len__") and len(one) * other > 1_000_000:
+            raise ValueError(f"it repeats a text or list {other:,} times")
+    return left * right
+
+
+def _generate_with_checks(generate: Any, tree: Any, *args: Any, **kwargs: Any) -> str:
+    """Python code of a template that checks the clock in each pass of a loop and each call of a macro
+    or block."""
+    from jinja2 import nodes
+
+    for node in tree.find_all((nodes.For, nodes.Macro, nodes.Block)):
+        call = nodes.Call(nodes.Name("_check_time", "load"), [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(call, lineno=node.lineno))
+    tree.set_environment(tree.environment)
+    return generate(tree, *args, **kwargs)
 
 
 def _variables(environment: Any, texts: dict[str, str]) -> set[str]:

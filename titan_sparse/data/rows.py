@@ -19,9 +19,9 @@ from titan_sparse.config.sources import data_ending
 CHUNK = 1 << 17
 """Bytes of a file that are unpacked at a time."""
 MOST_BYTES = 1 << 28
-"""The largest row of JSON, and the largest text in a compressed file."""
+"""The largest row of JSON, and the largest text or array in a compressed file."""
 MOST_BYTES_OF_ARRAY = 1 << 32
-"""The largest .json file that is one array, which is parsed as a whole."""
+"""The largest .json file that is one array, which is parsed as a whole; compressed: MOST_BYTES."""
 STRING_TYPES = {"string", "large_string", "string_view"}
 """Names of pyarrow's types of text."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -62,7 +62,8 @@ def file_rows(path: Path, field: str, row_format: str = "text") -> Iterator[Row]
                 most = MOST_BYTES if compression else path.stat().st_size
                 yield _text_row(str(path), _whole(path, file, most))
             elif ending == ".json" and file.peek().lstrip().startswith(b"["):
-                elements = json.loads(_whole(path, file, MOST_BYTES_OF_ARRAY))
+                most = MOST_BYTES if compression else MOST_BYTES_OF_ARRAY
+                elements = json.loads(_whole(path, file, most))
                 for number, element in enumerate(elements, 1):
                     yield value_row(f"{path}, row {number}", element, field, row_format)
             else:

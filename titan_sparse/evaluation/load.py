@@ -90,10 +90,13 @@ def find_checkpoint(path: str) -> str:
 
 
 def find_config(source: str) -> str:
-    """The config.toml of what find_checkpoint() takes. A checkpoint of an older version has that of
-    its run."""
-    for folder in (source, os.path.join(os.path.realpath(source), "..", "..")):
-        path = os.path.normpath(os.path.join(folder, "config.toml"))
+    """The config.toml of what find_checkpoint() takes: that of a run, or of a checkpoint, which a
+    resumed run may have changed since. A checkpoint of an older version has that of its run."""
+    folders = [source]
+    if os.path.isfile(os.path.join(source, ".metadata")):
+        folders.append(os.path.dirname(os.path.dirname(os.path.realpath(source))))
+    for folder in folders:
+        path = os.path.join(folder, "config.toml")
         if os.path.isfile(path):
             return path
     raise ValueError(f"{source} has no config.toml; copy that of the run there")
