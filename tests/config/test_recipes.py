@@ -1,26 +1,33 @@
-"""train_configs/: in every file no query sees another document, and the claims of the comments
-hold.
+"""train_configs/: in every file no query sees another document, the claims of the comments hold, and the
+published variants train at toy size.
 
 A file may let documents see each other only by attention.mask = "causal_across_documents".
 """
 
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.demo_model import in_a_folder_with_the_model
-from titan_sparse.config import load, load_and_check
+from tests.distributed import run_processes
+from tests.runs import metrics_of, tiny_config, train, write_texts
+from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
+from titan_sparse.config import Config, load, load_and_check
 from titan_sparse.estimate.dry_run import World, dry_run
+from titan_sparse.from_config import build_pattern
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
-FILES = sorted(FOLDER.rglob("*.toml"))
+ALL_FILES = sorted(FOLDER.rglob("*.toml"))
 
 DEVICE_MEMORY = 139.8
 
 
 def test_no_file_lets_a_query_see_another_document():
-    for path in FILES:
+    for path in ALL_FILES:
         config, _ = load(["--config", str(path)])
         masks = ("documents", "causal") if config.data.sequences != "packed" else ("documents",)
         assert config.attention.mask in masks, path
@@ -30,7 +37,7 @@ def test_the_shares_are_what_a_dry_run_says(monkeypatch, tmp_path):
     """The percentages of verticals and of pairs that the comments of files claim."""
     in_a_folder_with_the_model(monkeypatch, tmp_path)
     claims = 0
-    for path in FILES:
+    for path in ALL_FILES:
         text = path.read_text().replace("\n# ", " ")
         verticals = re.findall(r"([\d.]+) % of the keys", text)
         pairs = re.findall(r"([\d.]+) % of the causal pairs", text)
@@ -46,3 +53,105 @@ def test_the_shares_are_what_a_dry_run_says(monkeypatch, tmp_path):
             density = re.search(r"density ([\d.]+) %", report).group(1)
             assert float(share) == pytest.approx(float(density), abs=0.3)
     assert claims == 11
+
+
+FILES = sorted((Path(__file__).parents[2] / "train_configs/variants").glob("*.toml"))
+PUBLISHED = VerticalSlash(
+    recall=0.95,
+    budget="independent",
+    probe=64,
+    probe_rows="last",
+    sinks=30,
+    count_sinks=True,
+    local_slashes=2,
+)
+ROWS = {
+    "mtraining": (PUBLISHED, "striped", "double_ring"),
+    "mtraining_without_hierarchy": (PUBLISHED, "striped", "ring"),
+    "mtraining_zigzag": (PUBLISHED, "zigzag", "ring"),
+    "mtraining_xattention": (XAttention(stride=16, threshold=0.9), "striped", "double_ring"),
+    "xattention": (XAttention(stride=16, threshold=0.9), "zigzag", "ring"),
+    "moba": (MoBA(chunk_size=4096, top_k=12), "zigzag", "ring"),
+    "minference": (
+        replace(PUBLISHED, min_verticals=1000, max_verticals=1000, min_slashes=48, max_slashes=48),
+        "striped",
+        "double_ring",
+    ),
+    "dense_zigzag": (Dense(), "zigzag", "ring"),
+    "dense_striped": (Dense(), "striped", "ring"),
+    "burst_engine": (Dense(), "striped", "double_ring"),
+    "packed": (PUBLISHED, "striped", "double_ring"),
+    "magi_attention": (Dense(), "balanced", "group_cast"),
+}
+DOCUMENTS = ("packed", "magi_attention")
+TRAINED = ("mtraining", "xattention", "moba", "magi_attention")
+"""One of each pattern. The others differ from them by a layout or a schedule."""
+
+
+def test_every_variant_is_listed():
+    assert {path.stem for path in FILES} == set(ROWS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_variant_says_what_was_published(path):
+    config, _ = load_and_check(["--config", str(path)], 32, 8)
+    attention = config.attention
+    assert (build_pattern(attention), attention.layout, attention.schedule) == ROWS[path.stem]
+    assert attention.mask == ("documents" if path.stem in DOCUMENTS else "causal")
+    assert (config.training.seq_len, config.parallelism.cp, config.model.rope_factor) == (
+        524288,
+        32,
+        32.0,
+    )
+    assert Path(config.training.output_dir).name == path.stem
+
+
+def _toy(folder: Path, path: Path) -> Config:
+    """The variant over two ranks, with sizes for 300 tokens in blocks of 16."""
+    attention = load(["--config", str(path)])[0].attention
+    slash = attention.vertical_slash
+    sizes = {
+        "mask": attention.mask,
+        "pattern": attention.pattern,
+        "layout": attention.layout,
+        "schedule": attention.schedule,
+        "vertical_slash__budget": slash.budget,
+        "vertical_slash__probe": 16,
+        "vertical_slash__probe_rows": slash.probe_rows,
+        "vertical_slash__count_sinks": slash.count_sinks,
+        "vertical_slash__min_verticals": min(slash.min_verticals, 9),
+        "vertical_slash__max_verticals": min(slash.max_verticals, 40),
+        "vertical_slash__min_slashes": min(slash.min_slashes, 3),
+        "vertical_slash__max_slashes": min(slash.max_slashes, 3),
+        "xattention__stride": 4,
+        "xattention__threshold": 0.7,
+        "xattention__dense_below": 64,
+        "moba__chunk_size": 32,
+        "moba__top_k": 2,
+    }
+    return tiny_config(
+        folder,
+        path.stem,
+        **{f"attention__{key}": value for key, value in sizes.items()},
+        training__steps=2,
+        parallelism__cp=2,
+        parallelism__cp_intra=1,
+        metrics__recall_every=0,
+    )
+
+
+def _train_all(folder: Path) -> None:
+    for path in FILES:
+        if path.stem not in TRAINED:
+            continue
+        config = _toy(folder, path)
+        train(config)
+        dist.barrier()
+        lines = metrics_of(config)
+        assert all(math.isfinite(line["grad_norm"]) and 0 < line["density"] <= 1 for line in lines)
+        assert (lines[0]["density"] < 1) != isinstance(ROWS[path.stem][0], Dense), path.stem
+
+
+def test_variants_train_at_toy_size(tmp_path):
+    write_texts(tmp_path / "texts")
+    run_processes(2, _train_all, tmp_path)

@@ -6,17 +6,13 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.estimate.steps import step_of_words
 from tests.fake_step import fake_world
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.context_parallel.schedule import SCHEDULES
 from titan_sparse.attention.masks.ranges import Causal, Full
 from titan_sparse.attention.patterns import Dense
-from titan_sparse.estimate import memory
 from titan_sparse.estimate.attention_memory import attention_workspace, cp_buffers
-from titan_sparse.estimate.memory import GIB, estimate
 from titan_sparse.estimate.step import Step
-from titan_sparse.kernels.gathered import launch
 from titan_sparse.models.flavours import FLAVOURS
 
 MODEL = dataclasses.replace(FLAVOURS["debug"], heads=4, kv_heads=2, head_dim=8)
@@ -116,57 +112,3 @@ def test_workspace_by_hand(of_both, change, expected):
     before = dataclasses.replace(ALONE, **of_both)
     after = dataclasses.replace(before, **change)
     assert attention_workspace(after) - attention_workspace(before) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    "change, expected",
-    [
-        ({}, 0.17 * 2 * 2 * (QUERY + KV)),
-        # Full and partial lists, by query and by key, four bytes each; with verticals by head.
-        ({"most_blocks": 10_000}, 4 * 4 * (TOKENS // 128) * 10_000),
-        ({"most_blocks": 10_000, "verticals": 128}, 4 * 4 * 4 * (TOKENS // 128) * 10_000),
-        # Three tables of scores in fp32: a query block of all heads against all keys.
-        ({"backend": "eager", "sequences": 2}, 3 * 4 * (2 * 4 * 128) * TOKENS),
-    ],
-)
-def test_workspace_without_a_schedule(change, expected):
-    assert attention_workspace(dataclasses.replace(ALONE, **change)) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("schedule", ["ring", "all_gather", "group_cast"])
-def test_the_estimate_counts_workspace_and_buffers(monkeypatch, schedule):
-    """Workspace counts in the backward of blocks, buffers in every phase, including the loss."""
-    # Without an MLP to speak of, attention's backward is the worst point of a block's.
-    model = dataclasses.replace(MODEL, intermediate_size=1)
-    step = dataclasses.replace(ALONE, backend="flex", **_on_four(schedule), model=model)
-    with_all = estimate(step)
-    workspace = attention_workspace(step) / GIB
-    buffers = cp_buffers(step) / GIB
-    assert min(workspace, buffers) > 0
-    monkeypatch.setattr(memory, "attention_workspace", lambda step: 0)
-    monkeypatch.setattr(memory, "cp_buffers", lambda step: 0)
-    for phase, parts in estimate(step).items():
-        missing = sum(with_all[phase].values()) - sum(parts.values())
-        of_backward = workspace if phase.startswith("backward") else 0
-        assert missing == pytest.approx(buffers + of_backward, rel=1e-6), phase
-
-
-@pytest.mark.parametrize(
-    "backend, ranks, words, gathers",
-    [
-        ("triton", 1, [], True),
-        ("flex", 1, [], True),
-        ("eager", 1, [], False),
-        ("triton", 2, ["--parallelism.cp", "2"], False),
-        ("triton", 1, ["--attention.sliding_window", "8192"], False),
-        ("triton", 1, ["--attention.pattern", "dense"], False),
-    ],
-)
-def test_moba_on_one_rank_gathers_queries(backend, ranks, words, gathers):
-    """Lists and sums of some heads at a time, and dk and dv in fp32."""
-    one = ["--parallelism.cp", "1", "--parallelism.cp_intra", "0"]
-    step = step_of_words("variants/moba", backend, ranks, *one, *words)
-    assert step.gathers_queries == gathers
-    by_blocks = attention_workspace(dataclasses.replace(step, gathers_queries=False))
-    more = launch._LIST_BYTES + launch._TOTAL_BYTES + 2 * 4 * step.kv if gathers else 0
-    assert attention_workspace(step) == by_blocks + more

@@ -1,4 +1,4 @@
-"""Plans of a layer: against runs that were measured, and by hand."""
+"""Plans of a layer, against runs that were measured and by hand, and the constants that they read."""
 
 import dataclasses
 import json
@@ -7,15 +7,25 @@ from pathlib import Path
 import pytest
 import torch
 
+from titan_sparse.attention.context_parallel.balanced import Costs
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.context_parallel.schedule import SCHEDULES
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.masks.reach import seen_blocks
-from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.attention.patterns import Dense
 from titan_sparse.commands.plan import DEFAULT_CONSTANTS
-from titan_sparse.estimate.constants import Constants, Shape, load_constants
+from titan_sparse.config import Config
+from titan_sparse.estimate.constants import (
+    Constants,
+    Shape,
+    costs_of,
+    costs_of_run,
+    load_constants,
+    shape_of,
+)
 from titan_sparse.estimate.indexes import load_indexes, random_index
 from titan_sparse.estimate.planner import Layer, Setting, count, plan_layer
+from titan_sparse.models.flavours import FLAVOURS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
@@ -86,20 +96,6 @@ def test_measured_runs_are_predicted(half_a_million, name, constants, schedules,
     assert compared == 2 * len(schedules)
 
 
-def test_bytes_and_times_of_a_plan_by_hand():
-    p = _plan("ring", 2, 2)
-    assert p.density == 1.0
-    assert p.forward.sent.inside.tolist() == [3 * CHUNK, 0, 3 * CHUNK, 0]
-    assert p.forward.sent.across.tolist() == [0, 3 * CHUNK, 0, 3 * CHUNK]
-    assert p.backward.sent.inside.tolist() == [3 * CHUNK + 3 * 2 * CHUNK, 0] * 2
-    assert p.work.sum() == 4 * 512 * 513 / 2
-    torch.testing.assert_close(p.forward.compute, p.work * 4 * 16 / 1e12)
-    # Only the slow link counts.
-    assert p.forward.seconds == pytest.approx(3 * CHUNK / 1e8, rel=0.01)
-    assert p.forward.exposed() == pytest.approx(p.forward.seconds - p.work.sum(1).max() * 64 / 1e12)
-    assert _plan("local", 1, 1).backward.exposed() == 0
-
-
 @pytest.mark.parametrize(
     "schedule, inter, intra, forward, backward",
     # In hops of a chunk over the slow link, if kernels take no time. Gradients are twice as large.
@@ -153,31 +149,78 @@ def test_group_cast_sends_what_is_needed():
     assert p.work.sum() == pytest.approx(4 * 512 * 513 / 2)
 
 
-def test_a_ring_skips_what_a_window_does_not_need():
-    ranges = Causal().rows(64 * 8)
-    slashes = torch.zeros(1, 2, 64, dtype=torch.bool)
-    slashes[..., :3] = True
-    verticals = torch.full((1, 2, 8), 512, dtype=torch.int32)
-    capped = torch.zeros(1, 2, 2, dtype=torch.bool)
-    index = VerticalSlash(dense_below=8).index([slashes, verticals, capped], ranges, 1, 2, 8)
-    layer = Layer(index, ranges, Shape(1, 16, 2, 4))
-    setting = Setting("contiguous", SCHEDULES["ring"], 1, 8)
-    p = plan_layer(count(layer, setting), layer, setting, ROUND)
-    chunk = 2 * 64 * 16 * 2
-    assert p.forward.sent.inside.tolist() == [chunk] * 7 + [0]
-
-
-def test_a_random_index_has_its_density():
-    pattern, tensors = random_index(4, 2048, 16, 0.1, vertical_share=0.01, sinks=8)
-    index = pattern.index(tensors, Causal().rows(2048), 1, 4, 16)
-    computed = index.dense(Causal()).sum().item()
-    assert computed / (4 * 2048 * 2049 / 2) == pytest.approx(0.1, rel=0.05)
-    assert ((index.verticals < 2048).sum(-1) == 20).all()
-
-
 @pytest.mark.parametrize("name", ["text", "other", "missing"])
 def test_other_files_are_refused(tmp_path, name):
     (tmp_path / "text").write_text("no index")
     torch.save({"x": 1}, tmp_path / "other")
     with pytest.raises(ValueError, match=f"--index .*{name}: "):
         load_indexes(tmp_path / name)
+
+
+BUILT_IN = load_constants(DEFAULT_CONSTANTS)
+MODEL = FLAVOURS["debug"]
+# 14 TFLOP of a tile's 14 x 64 x 64 pairs take a second; 1 GB travels in one.
+ROUND_RATES = dataclasses.replace(BUILT_IN, dense_tflops=14.0, partial_tile=1.5, inside_gb_s=1.0)
+
+
+def _config_with(folder, constants: dict | str) -> Config:
+    """A configuration that reads these constants from a file."""
+    if isinstance(constants, dict):
+        entries = {}
+        for name, value in constants.items():
+            if value is not None:
+                entries[name] = {"value": value, "source": "planted"}
+        constants = json.dumps({"constants": entries})
+    path = folder / "constants.json"
+    path.write_text(constants)
+    config = Config()
+    config.attention.balance_costs = str(path)
+    return config
+
+
+@pytest.mark.parametrize(
+    "change, shape, block_size, transfer",
+    [
+        # Blocks of 64, head_dim 8, 4 query heads to a KV head: a tile is 4 x 64 x 64 x 8 x 14 FLOP,
+        # 131 ns. A block in bf16 is 2 x 64 x 8 x (2 + 2 + 4) bytes, 8.192 us.
+        ({}, (2, 8, 2, 4), 64, 6250),
+        # Faster kernels make transfers dear.
+        ({"dense_tflops": 28.0}, (2, 8, 2, 4), 64, 12500),
+        ({"inside_gb_s": 2.0}, (2, 8, 2, 4), 64, 3125),
+        ({}, (8, 8, 2, 4), 64, 25000),
+        ({}, (2, 8, 2, 4), 128, 3125),
+        ({}, (2, 8, 2, 2), 64, 4688),
+    ],
+)
+def test_costs_by_hand(change, shape, block_size, transfer):
+    constants = dataclasses.replace(ROUND_RATES, **change)
+    assert costs_of(constants, Shape(*shape), 8, block_size) == Costs(150, transfer)
+
+
+def test_a_run_reads_its_file(tmp_path):
+    assert costs_of_run(Config(), MODEL) is None
+    config = _config_with(tmp_path, vars(ROUND_RATES))
+    wanted = costs_of(
+        ROUND_RATES, shape_of(config, MODEL), MODEL.heads, config.attention.block_size
+    )
+    assert costs_of_run(config, MODEL) == wanted
+
+
+@pytest.mark.parametrize(
+    "constants, words",
+    [
+        ({"dense_tflops": None}, "dense_tflops or partial_tile is missing.*scripts.calibrate"),
+        ({"inside_gb_s": float("inf")}, "inside_gb_s = inf"),
+        ({"launch_ms": -1.0}, "launch_ms = -1.0"),
+        ({"x": 1.0}, "x is unknown"),
+        ('{"traceEvents": []}', r'write \{"constants"'),
+    ],
+)
+def test_a_file_without_costs_is_refused_by_the_key(tmp_path, constants, words):
+    if isinstance(constants, dict):
+        constants = vars(ROUND_RATES) | constants
+    config = _config_with(tmp_path, constants)
+    with pytest.raises(ValueError, match=words) as error:
+        costs_of_run(config, MODEL)
+    assert str(error.value).startswith('attention.balance_costs = "')
+    assert "\n" not in str(error.value)

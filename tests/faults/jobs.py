@@ -12,6 +12,7 @@ import re
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -123,6 +124,30 @@ def metrics(run: Path) -> list[dict]:
     """The lines of a run's metrics.jsonl. Raises ValueError for one that is no JSON."""
     path = run / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def whole_checkpoints(folder: Path) -> tuple[int | None, list[str]]:
+    """The newest step whose checkpoint is whole, None without one, and what is wrong with others.
+
+    Looks at the files alone, with sha256sum.
+    """
+    newest = None
+    problems = []
+    for path in folder.glob("step-*"):
+        if not re.fullmatch(r"step-\d+", path.name):
+            continue
+        check = ["sha256sum", "--check", "--strict", "--quiet", "checksums.sha256"]
+        done = subprocess.run(check, cwd=path, capture_output=True, text=True)
+        there = {entry.name for entry in path.iterdir()} - {"checksums.sha256"}
+        listed = set()
+        if done.returncode == 0:
+            lines = (path / "checksums.sha256").read_text().splitlines()
+            listed = {line.split("  ", 1)[1] for line in lines}
+        if there != listed or ".metadata" not in listed:
+            problems.append(f"{path.name} is not whole: {done.stderr}{sorted(there ^ listed)}")
+        else:
+            newest = max(newest or 0, int(path.name.removeprefix("step-")))
+    return newest, problems
 
 
 def _free_port() -> int:

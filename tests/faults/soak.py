@@ -25,7 +25,7 @@ from pathlib import Path
 
 from scripts.benchmarks.provenance import provenance
 from tests.distributed import torchrun
-from tests.faults.jobs import ROOT, SETTINGS, metrics, words_of
+from tests.faults.jobs import ROOT, SETTINGS, metrics, whole_checkpoints, words_of
 from tests.faults.planted import Faults
 from tests.runs import write_texts
 
@@ -146,6 +146,7 @@ def soak(
         for run in (disturbed, undisturbed)
         if run.status or {line["step"] for line in run.lines} != set(range(1, steps + 1))
     ]
+    problems += whole_checkpoints(folder / "disturbed/checkpoint")[1]
     if problems:
         return results | {"problems": problems}
 

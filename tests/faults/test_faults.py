@@ -1,14 +1,16 @@
 """Faults in a whole job: its exit status, its one line, and what is left.
 
 Ranks that are killed or stuck, and launchers, are in tests/training/test_restarts.py and
-test_watch.py; kills inside of saves in test_kills.py.
+test_watch.py; kills at every moment of a save in checkpoint/test_saver.py.
 """
 
 from pathlib import Path
 
-from tests.faults.jobs import SETTINGS, metrics, run_job, words_of
-from tests.faults.kills import whole_checkpoints
+import pytest
+
+from tests.faults.jobs import SETTINGS, metrics, run_job, whole_checkpoints, words_of
 from tests.faults.planted import Faults
+from tests.faults.soak import soak
 from tests.runs import write_texts
 
 
@@ -54,3 +56,12 @@ def test_poison_without_end_ends_with_status_3(tmp_path):
     assert status == 3, text
     assert f"look at loss and grad_norm in {tmp_path / 'run/metrics.jsonl'}" in _one_line(text)
     assert whole_checkpoints(tmp_path / "run/checkpoint") == (2, [])
+
+
+@pytest.mark.faults
+def test_three_kills_as_saves_begin_and_a_poisoned_gradient_lose_nothing(tmp_path):
+    settings = SETTINGS | {"training.steps": 60, "checkpoint.interval": 4}
+    found = soak(tmp_path, settings, ranks=2, kill_every=16)
+    assert not found["problems"], found
+    assert found["kills"] == 3 and found["lines_equal_to_the_bit"] == found["lines"] > 60
+    assert found["skipped_updates"] == 1

@@ -19,7 +19,6 @@ from titan_sparse.training.guard import (
     Guard,
     Report,
     all_finite,
-    optimizer_states,
     refuse_bad_weights,
 )
 
@@ -162,16 +161,6 @@ def test_what_is_a_spike(alone, options, norms, skipped):
     assert _judge(Guard(section, CPU, False), norms) == skipped
 
 
-def test_the_host_reads_a_step_later(alone):
-    guard = Guard(SECTION, CPU, False)
-    seen = []
-    for step in (1, 2):
-        guard.update(step, torch.zeros(()), torch.ones(()), _Updates())
-        seen.append([report.step for report in guard.reports(all_of_them=False)])
-    assert seen == [[], [1]]
-    assert [report.step for report in guard.reports(all_of_them=True)] == [2]
-
-
 def test_a_resumed_guard_goes_on_to_the_last_digit(alone):
     first, second = Guard(SECTION, CPU, False), Guard(SECTION, CPU, False)
     _judge(first, [1.0, 1.1, 0.7, math.nan, math.nan])
@@ -219,22 +208,3 @@ def _one_rank_is_poisoned() -> None:
 
 def test_what_one_rank_finds_holds_for_all():
     run_processes(3, _one_rank_is_poisoned)
-
-
-def test_states_as_large_as_parameters():
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2)).sum().backward()
-    optimizer.step()
-    optimizer.state[model.bias]["nothing"] = None
-    states = optimizer_states(SimpleNamespace(optimizers=[optimizer]))
-    assert [tuple(state.shape) for state in states] == [(2, 2), (2, 2), (2,), (2,)]
-
-
-def test_bad_first_weights_are_named_and_counted(alone):
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    for name in ("0.weight", "0.bias", "1.bias"):
-        model.get_parameter(name).data.view(-1)[-1] = math.nan
-    wanted = r"^somewhere: 0.weight is not finite everywhere \(and 2 more\)$"
-    with pytest.raises(ValueError, match=wanted):
-        refuse_bad_weights(model, "somewhere", CPU)

@@ -1,20 +1,36 @@
-"""Balance and communication in the training log: counted by hand, times by a clock of our own, bytes hop by hop."""
+"""What a run logs: balance and communication counted by hand, the file of metrics, TensorBoard, wandb."""
 
+import io
+import itertools
+import json
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.device_mesh import init_device_mesh
 
+from scripts.compare_runs import differences
 from tests.distributed import run_processes
 from tests.reference import structured_qkv
+from tests.runs import TINY, metrics_of, tiny_config, train, write_texts
 from titan_sparse.attention import ContextParallel, attend, recorder
 from titan_sparse.attention.masks.ranges import Causal, Documents
-from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.observe.statistics import Recording, recording
 from titan_sparse.attention.observe.visits import count_visits, worker_imbalance
 from titan_sparse.attention.patterns import Dense, VerticalSlash
-from titan_sparse.training.metrics import context_parallel_averages
+from titan_sparse.config import Config, ConfigError, check_start
+from titan_sparse.training import metrics
+from titan_sparse.training.metrics import MetricsLog, context_parallel_averages, json_ready
+from titan_sparse.training.metrics_output import JsonLines, Tracker, read_lines, read_metrics, tag
+from titan_sparse.training.pictures import heat_map
 
 BLOCK, BATCH, HEADS, KV_HEADS, DIM = 16, 2, 4, 2, 8
 TOKENS = 6 * BLOCK  # of a rank
@@ -200,3 +216,275 @@ def _check_all() -> None:
 
 def test_recorded_over_ranks():
     run_processes(3, _check_all)
+
+
+ROOT = Path(__file__).parents[2]
+FULL = """
+import resource, sys
+from titan_sparse.training.metrics_output import JsonLines
+lines = JsonLines(sys.argv[1])
+lines.write({"step": 1, "loss": 1.5})
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
+for step in (2, 3):
+    try:
+        lines.write({"step": step, "loss": 2.5})
+    except OSError as error:
+        print(error)
+assert "torch" not in sys.modules
+"""
+LINE = len('{"step": 1, "loss": 1.5}\n')
+
+
+@pytest.mark.parametrize("room", [LINE, LINE + 10])
+def test_a_disk_that_is_full_leaves_no_torn_line(tmp_path, room):
+    """No byte of the second line fits, or ten."""
+    path = tmp_path / "metrics.jsonl"
+    result = subprocess.run(
+        [sys.executable, "-c", FULL, str(path), str(room)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    messages = result.stdout.splitlines()
+    assert len(messages) == 2 and all(str(path) in message for message in messages)
+    assert path.read_text() == '{"step": 1, "loss": 1.5}\n'
+
+
+@pytest.mark.parametrize("torn", ['{"step": 3, "lo', "{", "\0\0\0", "\0" * 200_000, '{"step": 3}'])
+def test_a_torn_last_line_is_left_out_and_cut_off(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    whole = '{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 4.0}\n'
+    path.write_text(whole + torn)
+    is_whole = torn.endswith("}")
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3][: 2 + is_whole]
+    if not is_whole:
+        assert [item.step for item in differences(tmp_path, path)] == [1, 2]
+
+    # The next start writes below what is whole.
+    lines = JsonLines(path)
+    lines.write({"step": 9})
+    lines.close()
+    assert path.read_text() == whole + (torn + "\n" if is_whole else "") + '{"step": 9}\n'
+
+
+def test_names_of_an_earlier_version_are_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "columns": 5, "columns_at_cap": 0.5, "cp_gib_columns": 2}\n')
+    assert read_metrics(path)[1] == {
+        "step": 1,
+        "verticals": 5,
+        "verticals_at_cap": 0.5,
+        "cp_gib_verticals": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ('{"step": 1}\n{"st\n{"step": 3}\n', "line 2 is not a JSON object"),
+        ('{"step": 1}\n[2]\n', "line 2 is not a JSON object"),
+        ('{"loss": 1}\n', "line 1 does not hold a step's metrics"),
+        (None, "neither a run's output_dir"),
+    ],
+)
+def test_what_is_no_metrics_is_refused(tmp_path, text, reason):
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=reason):
+        read_metrics(tmp_path)
+
+
+def _speeds(folder) -> None:
+    """A clock of our own: two steps of 1 s, with 30 s of saving and a validation between them."""
+    config = tiny_config(folder, "run", training__steps=100, metrics__log_every=2)
+    now = [0.0]
+    metrics.time.perf_counter = lambda: now[0]
+    progress = []
+    metrics.logger.info = progress.append
+    log = MetricsLog(config, TINY, torch.device("cpu"), writes=True, tracker=Tracker(None))
+    values = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1}
+    nothing = Recording()
+    nothing.visited, nothing.visible = [torch.ones(4)], [torch.ones(())]
+
+    def step(number: int) -> None:
+        now[0] += 1
+        log.count(1000)
+        if log.should_log(number):
+            log.log(number, 0, values, nothing, 10.0)
+
+    for number in (1, 2, 3):
+        step(number)
+    now[0] += 30
+    log.leave_out(30.0)
+    step(4)
+    now[0] += 20
+    log.leave_out(20.0)
+    now[0] += 7
+    log.start_interval()
+    step(5)
+    step(6)
+    log.close()
+    lines = {line["step"]: line for line in metrics_of(config)}
+    for line in lines.values():
+        assert line["tokens_per_second_per_device"] == pytest.approx(1000)
+        assert line["step_seconds"] == pytest.approx(1)
+    assert [lines[n].get("save_seconds") for n in (1, 2, 4, 6)] == [None, None, 30, 20]
+    assert [said.split("ETA ")[1].split()[0] for said in progress[:2]] == ["?", "00:01:38"]
+
+
+def test_speeds_leave_saves_out(tmp_path):
+    run_processes(1, _speeds, tmp_path)
+
+
+def _train_with_pictures(folder: Path) -> None:
+    config = tiny_config(
+        folder,
+        "run",
+        training__steps=4,
+        parallelism__cp=2,
+        checkpoint__enable=True,
+        checkpoint__interval=2,
+        metrics__tensorboard=True,
+        metrics__pictures_every=2,
+    )
+    train(config)
+
+
+def _sorted(tags: list[str]) -> list[str]:
+    """As TensorBoard sorts tags: by letters, with slashes and underscores before them."""
+    return sorted(tags, key=lambda tag: ["/_".find(c) - 2 if c in "/_" else ord(c) for c in tag])
+
+
+def test_tensorboard_opens_on_the_loss(tmp_path):
+    write_texts(tmp_path / "texts")
+    run_processes(2, _train_with_pictures, tmp_path)
+    events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    tags = _sorted(events.Tags()["scalars"])
+    assert tags[:2] == ["Train/grad_norm", "Train/loss"]
+    sections = [name for name, _ in itertools.groupby(tags, lambda tag: tag.split("/")[0])]
+    assert sections == [
+        "Train",
+        "attention",
+        "attention_capped_by_layer",
+        "attention_density_by_layer",
+        "attention_recall_by_layer",
+        "comm",
+        "memory",
+        "speed",
+    ]
+    lines = metrics_of(tiny_config(tmp_path, "run"))
+    for field in lines[-1].keys() - {"step", "time", "mfu"}:
+        assert events.Scalars(tag(field))[-1].value == pytest.approx(lines[-1][field]), field
+    # The save after step 2 is in the line of step 3; that after the last step is in none.
+    assert [line["step"] for line in lines if "save_seconds" in line] == [3]
+    assert len(events.Scalars("speed/save_seconds")) == 1
+    times = [line["time"] for line in lines]
+    assert times == sorted(times) and events.Scalars("Train/loss")[-1].wall_time - times[-1] < 5
+
+    pictures = [
+        f"attention/{name}" for name in ("density_heat_map", "recall_heat_map", "selection")
+    ]
+    assert sorted(events.Tags()["images"]) == pictures
+    for name in pictures:
+        assert [event.step for event in events.Images(name)] == [1, 2, 4]
+        encoded = events.Images(name)[-1].encoded_image_string
+        image = np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
+        assert image.shape[0] > 100 and image.shape[1] > 200
+        # White paper, black letters.
+        assert (image == 255).all(-1).any() and (image < 60).all(-1).any()
+
+
+def test_a_heat_map_has_a_color_for_each_head():
+    values = torch.tensor([[0.0, 1.0, 1.0], [torch.nan, 0.25, 0.0]])
+    # A root is drawn, and a picture of each head with a gap on its right and below.
+    figure = heat_map(values[:, :, None, None].expand(2, 3, 4, 4), "share", (0, 0.25, 1))
+    axes, scale = figure.axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("query head", "layer")
+    drawn = torch.tensor(axes.images[0].get_array().filled(torch.nan)).view(2, 6, 3, 6)
+    wanted = values.sqrt()[:, None, :, None].expand(2, 4, 3, 4)
+    torch.testing.assert_close(drawn[:, :4, :, :4].float(), wanted, equal_nan=True)
+    assert drawn[:, 4:].isnan().all() and drawn[..., 4:].isnan().all()
+    assert list(scale.get_yticks()) == [0, 0.5, 1]
+    assert [text.get_text() for text in scale.get_yticklabels()] == ["0", "0.25", "1"]
+
+
+TRACKED = {
+    "metrics__trackers": "wandb",
+    "training__steps": 2,
+    "training__dtype": "float32",
+    "checkpoint__enable": True,
+    "validation__enable": True,
+    "validation__every": 2,
+    "validation__windows": 2,
+    "validation__position_buckets": 2,
+    "validation__needle_lengths": "420",
+    "validation__needle_depths": 1,
+    "validation__needle_samples": 1,
+}
+
+
+OFFLINE = {
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+    "WANDB_CONSOLE": "off",
+    # Its own process may start slowly, beside other tests.
+    "WANDB__SERVICE_WAIT": "300",
+    "WANDB_INIT_TIMEOUT": "300",
+}
+"""For the processes of a run, which are forked from one that knows no variables set here."""
+
+
+def _two_halves(folder: Path) -> None:
+    """Leaves in folder/seen.jsonl what wandb was given: the run, its planned steps, the record."""
+    os.environ |= OFFLINE
+    import wandb
+
+    log = wandb.Run.log
+
+    def noted_log(run: wandb.Run, record: dict) -> None:
+        seen = [run.id, run.config["training"]["steps"], json_ready(record)]
+        with open(folder / "seen.jsonl", "a") as file:
+            file.write(json.dumps(seen) + "\n")
+        log(run, record)
+
+    wandb.Run.log = noted_log
+    config = tiny_config(folder, "run", **TRACKED)
+    train(config)
+    config.training.steps = 4
+    train(config)
+
+
+def test_a_run_and_its_continuation_are_one_run(tmp_path):
+    pytest.importorskip("wandb")
+    write_texts(tmp_path / "texts")
+    run_processes(2, _two_halves, tmp_path)
+    run = tmp_path / "run"
+    number = (run / "wandb_run_id").read_text().strip()
+    # Rank 0 alone, before and after.
+    files = (run / "wandb").glob("offline-run-*/*.wandb")
+    assert [file.name for file in files] == [f"run-{number}.wandb"] * 2
+    seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    assert {name for name, _, _ in seen} == {number}
+    lines = metrics_of(tiny_config(tmp_path, "run"))
+    found = [(steps, record) for _, steps, record in seen if "loss" in record]
+    assert [steps for steps, _ in found] == [2, 2, 4, 4]
+    assert [record for _, record in found] == lines
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    validations = [record for _, _, record in seen if "validation/loss" in record]
+    text = (run / "validation.jsonl").read_text()
+    for row, line in zip(validations, map(json.loads, text.splitlines()), strict=True):
+        assert row["step"] == line["step"]
+        assert row["validation/loss"] == pytest.approx(line["loss"])
+        assert row["validation_needle/loss"] == pytest.approx(line["needle"]["loss"])
+        start = line["buckets"][1]["start"]
+        assert row[f"validation_loss_by_position/{start}"] == line["buckets"][1]["loss"]
+
+
+def test_what_is_not_installed_is_refused(tmp_path, monkeypatch):
+    """Also beside a folder "wandb" of earlier runs, which Python takes for a package."""
+    config = Config()
+    config.training.output_dir = str(tmp_path / "run")
+    config.metrics.trackers = "wandb"
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.delitem(__import__("sys").modules, "wandb", raising=False)
+    with pytest.raises(ConfigError, match=r'is not installed; pip install -e "\.\[wandb\]"'):
+        check_start(config)

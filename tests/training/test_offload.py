@@ -1,8 +1,6 @@
 """What blocks keep for the backward, on the CPU: the same to the bit, from a pool of buffers that does not grow."""
 
 import functools
-import gc
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -117,109 +115,6 @@ def test_two_forwards_before_their_backwards():
     _assert_equal(_gradients(model), wanted[0])
     losses[1].backward()
     _assert_equal(_gradients(model), wanted[1])
-
-
-def test_selective_checkpointing():
-    results = []
-    for blocks in (None, OffloadedBlocks(CPU)):
-        model = _decoder("eager", "selective", blocks)
-        _loss(model, 0).backward()
-        results.append(_gradients(model))
-    assert blocks.pool.count >= LAYERS - 1  # the input of each
-    _assert_equal(*results)
-
-
-def test_two_blocks_are_held_and_fetched_one_block_ahead(monkeypatch):
-    living, held, order = [], [], []
-    save, fetch, get = offload._Block.save, offload._Block.fetch, offload._Saved.get
-
-    def number(block: offload._Block) -> int:
-        return 0 if block.before is None else number(block.before) + 1
-
-    def noted_save(self, tensor):
-        saved = save(self, tensor)
-        living.append(weakref.ref(saved))
-        alive = [record for reference in living if (record := reference()) is not None]
-        held.append(len({id(record.block) for record in alive if record.on_device is not None}))
-        return saved
-
-    def noted_fetch(self):
-        if not self.fetched:
-            order.append(("fetch", number(self)))
-        fetch(self)
-
-    def noted_get(self):
-        order.append(("get", number(self.block)))
-        return get(self)
-
-    monkeypatch.setattr(offload._Block, "save", noted_save)
-    monkeypatch.setattr(offload._Block, "fetch", noted_fetch)
-    monkeypatch.setattr(offload._Saved, "get", noted_get)
-    loss = _loss(_decoder("eager", blocks=OffloadedBlocks(CPU)), 0)
-    assert max(held) == 2
-    loss.backward()
-    first_get = {block: order.index(("get", block)) for block in range(LAYERS)}
-    fetched = {block: order.index(("fetch", block)) for block in range(LAYERS)}
-    assert all(fetched[block] == first_get[block + 1] + 1 for block in range(LAYERS - 1)), order
-    assert order.count(("fetch", 0)) == 1
-
-
-class _Keeps(nn.Module):
-    """Saves its input twice, its parameter, a view with gaps and what all blocks share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(64, 64))
-
-    def forward(self, x: Tensor, shared: Tensor, rows: tuple) -> Tensor:
-        product = (x * x) @ self.weight.T
-        # Of every second column: a view with gaps.
-        gaps = x[:, ::2].square().sum()
-        return product * shared + gaps * rows[0]
-
-
-def test_neither_parameters_nor_shared_nor_small_tensors_nor_anything_twice(monkeypatch):
-    saved, save = [], offload._Block.save
-
-    def noted_save(self, tensor):
-        record = save(self, tensor)
-        if all(reference() is not record for reference in saved):
-            saved.append(weakref.ref(record))
-        return record
-
-    monkeypatch.setattr(offload._Block, "save", noted_save)
-    model = nn.ModuleList(_Keeps() for _ in range(3))
-    x = torch.randn(32, 64, requires_grad=True)
-    shared = torch.randn(32, 64)
-    row = torch.randn(32, 64)
-    plain = x
-    for block in model:
-        plain = block(plain, shared, (row,))
-    (want,) = torch.autograd.grad(plain.sum(), x)
-
-    blocks = OffloadedBlocks(CPU)
-    out = blocks(model, x, shared, (row,))
-    # Of two blocks, as the third one's stay: the input, which x * x saves twice, and the product
-    # before `shared`.
-    nbytes = 32 * 64 * 4
-    assert blocks.pool.count == 2 * 2
-    assert set(blocks.pool.free) == {nbytes}
-    # A graph may be kept for a second backward. What was used does not stay on the device.
-    for retain in (True, False):
-        (got,) = torch.autograd.grad(out.sum(), x, retain_graph=retain)
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
-        on_device = [
-            r.on_device is not None for reference in saved if (r := reference()) is not None
-        ]
-        assert sum(on_device) == (2 if retain else 0)
-    assert blocks.pool.count == len(blocks.pool.free[nbytes]) == 4
-
-    # A graph that is dropped gives its buffers back.
-    out = blocks(model, x, shared, (row,))
-    assert not blocks.pool.free[nbytes]
-    del out
-    gc.collect()
-    assert blocks.pool.count == len(blocks.pool.free[nbytes]) == 4
 
 
 def test_what_is_kept_may_not_change():

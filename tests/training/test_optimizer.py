@@ -1,9 +1,8 @@
-"""Optimizer and schedule: how they are set up, and optimizer.offload on the CPU.
+"""The optimizer and the schedule: how they are set up, changed on resuming, and optimizer.offload.
 
 What crosses to a GPU: tests/gpu/test_offload.py.
 """
 
-import os
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from titan_sparse.training.optimizer import (
     build_optimizer,
     build_schedule,
     parameter_groups,
+    resume_schedule,
 )
 
 
@@ -49,56 +49,6 @@ def test_fused_where_there_is_such_a_kernel(name, implementation, device_type, o
     section = Optimizer(name=name, implementation=implementation, offload=offload)
     defaults = build_optimizer(nn.Linear(3, 3), section, device_type).optimizers[0].defaults
     assert (defaults["fused"], defaults["foreach"]) == (wanted == "fused", wanted == "foreach")
-
-
-@pytest.mark.parametrize(
-    "processes, device_type, offload, before, cores, wanted",
-    [
-        ("3", "cuda", True, 1, 11, 3),
-        ("3", "cuda", True, 2, 11, 2),  # told by OMP_NUM_THREADS
-        ("3", "cuda", False, 1, 11, 1),
-        (None, "cuda", True, 1, 11, 11),  # without a launcher
-    ],
-)
-def test_an_update_on_the_cpu_takes_its_share_of_the_cores(
-    monkeypatch, processes, device_type, offload, before, cores, wanted
-):
-    affinities = {0: set(range(cores))}
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: affinities[process])
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    if processes is not None:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-    torch.set_num_threads(before)
-    build_optimizer(nn.Linear(2, 2), Optimizer(offload=offload), device_type)
-    assert torch.get_num_threads() == wanted
-
-
-LINEAR = {"warmup_steps": 0, "decay_type": "linear", "min_lr_factor": 0.0}
-
-
-@pytest.mark.parametrize(
-    "options, wanted",
-    [
-        ({"decay_ratio": 0.0}, [1.0, 1.0, 1.0, 1.0]),
-        ({"decay_ratio": 0.5}, [1.0, 1.0, 1.0, 0.5]),
-        ({"decay_ratio": 0.5, "decay_type": "sqrt"}, [1.0, 1.0, 1.0, 1 - 0.5**0.5]),
-        ({"decay_ratio": -1.0}, [1.0, 0.75, 0.5, 0.25]),
-        # Half a cosine of two steps, and no rise after it.
-        (
-            {"total_steps": 2, "decay_type": "cosine", "min_lr_factor": 0.5},
-            [1.0, 0.75, 0.5, 0.5, 0.5],
-        ),
-    ],
-)
-def test_the_learning_rate_of_each_step(options, wanted):
-    """As a share of the peak."""
-    section = LRScheduler(**LINEAR | options)
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=2.0)
-    schedule = build_schedule([optimizer], section, len(wanted))
-    for factor in wanted:
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(2.0 * factor)
-        optimizer.step()
-        schedule.step()
 
 
 SETTINGS = {
@@ -138,3 +88,80 @@ def _equal_and_resumed(folder: Path) -> None:
 def test_a_run_equals_the_one_without_and_resumes(tmp_path):
     write_texts(tmp_path / "texts")
     run_processes(2, _equal_and_resumed, tmp_path)
+
+
+class Layer(torch.nn.Module):
+    """A matrix, which decays, and a bias, which does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2, dtype=torch.float64)
+
+
+def _steps(model: Layer, optimizer, schedule, count: int, first: int = 0) -> None:
+    for step in range(first, first + count):
+        generator = torch.Generator().manual_seed(step)
+        model.linear(torch.randn(5, 3, generator=generator, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("implementation", ["fused", "for-loop"])
+def test_changed_settings_equal_a_loop_that_sets_them_by_hand(implementation):
+    torch.manual_seed(0)
+    model, twin = Layer(), Layer()
+    twin.load_state_dict(model.state_dict())
+    before = Optimizer(lr=0.1, weight_decay=0.1)
+    now = Optimizer("AdamW", 0.03, 0.5, 0.6, 1e-3, 0.7, implementation)
+    saved_optimizer = build_optimizer(model, before, "cpu")
+    saved_schedule = build_schedule(saved_optimizer, LRScheduler(2, total_steps=10), 10)
+    _steps(model, saved_optimizer, saved_schedule, 3)
+    state = saved_optimizer.state_dict()
+
+    optimizer = build_optimizer(model, now, "cpu")
+    schedule = build_schedule(optimizer, LRScheduler(5, total_steps=10), 10)
+    optimizer.load_state_dict(state)
+    groups = optimizer.optimizers[0].param_groups
+    assert groups[0]["betas"] == (0.9, 0.95), "the checkpoint brings its own settings"
+    resume_schedule(optimizer, schedule, now, 3)
+    assert all(group["fused"] == (implementation == "fused") for group in groups)
+    assert [group["weight_decay"] for group in groups] == [0.7, 0.0]
+
+    by_hand = torch.optim.AdamW(
+        [
+            {"params": [twin.linear.weight], "weight_decay": 0.1},
+            {"params": [twin.linear.bias], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+        fused=implementation == "fused",
+    )
+    for step, factor in enumerate((1 / 2, 1, 1)):
+        for group in by_hand.param_groups:
+            group["lr"] = 0.1 * factor
+        _steps(twin, by_hand, None, 1, first=step)
+    for group, weight_decay in zip(by_hand.param_groups, (0.7, 0.0)):
+        group |= {"betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": weight_decay}
+    # Warm-up over five steps: the fourth update is at 4/5 of the peak.
+    for step, factor in ((3, 4 / 5), (4, 1)):
+        for group in by_hand.param_groups:
+            group["lr"] = 0.03 * factor
+        assert schedule.schedulers[0].get_last_lr() == pytest.approx([0.03 * factor] * 2)
+        _steps(model, optimizer, schedule, 1, first=step)
+        _steps(twin, by_hand, None, 1, first=step)
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("section", [LRScheduler(), LRScheduler(3, 0.3), LRScheduler(0, 0.0)])
+def test_resumed_schedule_is_the_stepped_one(section):
+    model = Layer()
+    optimizer = build_optimizer(model, Optimizer(), "cpu")
+    stepped = build_schedule(optimizer, section, 20)
+    # Beyond its last step too, where it stays as it is.
+    for step in range(25):
+        resumed = build_schedule(optimizer, section, 20)
+        resume_schedule(optimizer, resumed, Optimizer(), step)
+        assert resumed.schedulers[0].get_last_lr() == stepped.schedulers[0].get_last_lr()
+        optimizer.step()
+        stepped.step()

@@ -1,27 +1,32 @@
-"""What a run reports about recall: how much the caps cut, counted by hand, and what was requested."""
+"""What a run reports about recall, and the rows that probes look at."""
 
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
+from scripts.compare_runs import differences
 from tests.distributed import run_processes
 from tests.reference import structured_qkv
 from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.attention.patterns.vertical_slash import pattern
+from titan_sparse.attention.patterns.vertical_slash.probe import probe_seed, set_probe_seed
 from titan_sparse.attention.recorder import counting_caps
 from titan_sparse.config import Attention
+from titan_sparse.evaluation.scorer import Sequence
 from titan_sparse.options import VerticalSlashOptions as Budgets
-from titan_sparse.training.recall import CapCount, Capped, asked_recall
+from titan_sparse.trainer import Trainer, draw_probe_rows
+from titan_sparse.training import build_model
+from titan_sparse.training.recall import CapCount, asked_recall
 
 LAYERS, BLOCK, TOKENS = 2, 16, 192
 CUT = VerticalSlash(recall=0.9, sinks=2, local_slashes=1, max_verticals=20, max_slashes=3)
@@ -59,7 +64,7 @@ def _heads(capped: Tensor) -> Tensor:
     return torch.stack([verticals, slashes, both], dim=-1)
 
 
-def _run(folder: Path, output: str, caplog, **settings) -> SimpleNamespace:
+def _run(folder: Path, output: str, **settings) -> SimpleNamespace:
     """Five steps of two micro-batches; lines of steps 1, 3 and 5, recall in those of 1 and 3."""
     shared = {
         "training__gradient_accumulation_steps": 2,
@@ -68,15 +73,13 @@ def _run(folder: Path, output: str, caplog, **settings) -> SimpleNamespace:
         "metrics__tensorboard": True,
     }
     config = tiny_config(folder, output, **shared | settings)
-    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, "titan_sparse"):
+    with pytest.MonkeyPatch.context() as patch:
         seen = _note_selections(patch)
         train(config)
-    said = [record for record in caplog.records if record.name == "titan_sparse"]
     return SimpleNamespace(
         # [steps, micro-batches, layers, B, Hq, 2]
         capped=torch.stack(seen).unflatten(0, (5, 2, LAYERS)).double(),
         lines=metrics_of(config),
-        progress=[r.getMessage() for r in said if r.getMessage().startswith("step ")],
         board=EventAccumulator(str(folder / output / "tensorboard")).Reload(),
     )
 
@@ -84,13 +87,12 @@ def _run(folder: Path, output: str, caplog, **settings) -> SimpleNamespace:
 @pytest.mark.parametrize(
     "budget, max_verticals, max_slashes", [("independent", 200, 12), ("joint", 60, 8)]
 )
-def test_a_run_whose_caps_cut(folder, caplog, budget, max_verticals, max_slashes):
+def test_a_run_whose_caps_cut(folder, budget, max_verticals, max_slashes):
     """Every selection counts, of steps without a line too, and each of them once, although blocks
     are computed again."""
     run = _run(
         folder,
         budget,
-        caplog,
         attention__vertical_slash__budget=budget,
         attention__vertical_slash__probe_rows="last",
         attention__vertical_slash__sinks=30,
@@ -111,18 +113,7 @@ def test_a_run_whose_caps_cut(folder, caplog, budget, max_verticals, max_slashes
         assert line["capped"] == pytest.approx(run.capped[steps].mean().item())
         assert line["verticals_at_cap"] == pytest.approx(verticals[steps].mean().item())
         assert line["recall_asked"] == 0.8
-    _check_progress_and_board(run)
-
-
-def _check_progress_and_board(run: SimpleNamespace) -> None:
-    for line, progress in zip(run.lines, run.progress, strict=True):
-        assert progress.endswith(f"capped {100 * line['heads_capped']:.1f} % of heads")
-        said = f"recall {100 * line.get('recall', 0):.1f} % (asked 80 %)"
-        assert (said in progress) == ("recall" in line) == ("recall" in progress)
-    for field in ("capped", "heads_capped", "verticals_at_cap", "recall_asked"):
-        values = [event.value for event in run.board.Scalars(f"attention/{field}")]
-        assert values == pytest.approx([line[field] for line in run.lines])
-    # [layers], of the steps since the line before
+    # Of layers, in the steps since the line before.
     last = run.capped[3:].mean((0, 1, 3, 4, 5))
     for layer in range(LAYERS):
         [_, _, event] = run.board.Scalars(f"attention_capped_by_layer/{layer}")
@@ -135,24 +126,6 @@ def _check_progress_and_board(run: SimpleNamespace) -> None:
 def _capped_by_hand(q: Tensor, k: Tensor) -> Tensor:
     index = CUT.select(q, k, Causal(), block_size=BLOCK)
     return _heads(index.capped).mean((0, 1))
-
-
-def test_what_a_checkpoint_repeats_is_counted_once(monkeypatch):
-    q, k, v = (x.requires_grad_() for x in structured_qkv(2, 4, 2, TOKENS, 8))
-    by_hand = _capped_by_hand(q, k)
-    assert 0 < by_hand.min() and by_hand.max() <= 1
-    ran = _note_selections(monkeypatch)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, pattern=CUT, block_size=BLOCK)
-
-    with counting_caps() as shares:
-        # It keeps nothing, not even what was selected.
-        checkpoint(run, q, k, v, use_reentrant=False).sum().backward()
-    assert len(ran) == 2 and len(shares) == 1
-    assert torch.equal(shares[0], by_hand)
-    run(q, k, v)
-    assert len(shares) == 1, "counted outside of counting_caps()"
 
 
 def test_compiled_selections_are_counted(fresh_compiler):
@@ -199,29 +172,6 @@ def test_ranks_agree():
     run_processes(2, _check_ranks)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_counting_on_a_gpu_waits_for_nothing():
-    q, k, v = (x.to("cuda", torch.bfloat16) for x in structured_qkv(1, 4, 2, 2048, 64))
-    ranges = Causal().rows(2048, "cuda")
-    count = CapCount()
-
-    def run() -> None:
-        with count.counting():
-            attend(q, k, v, ranges, CUT)
-
-    run()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    by_hand = _heads(CUT.select(q, k, ranges).capped).mean((0, 1))
-    means = count.sums / count.forwards
-    assert torch.equal(means[0], by_hand) and by_hand.max() > 0
-
-
 # What is asked for, and what is said
 
 
@@ -242,6 +192,102 @@ def test_the_recall_that_was_asked_for(pattern, budgets, wanted):
     assert asked_recall(attention) == wanted
 
 
-def test_a_head_that_both_caps_cut_counts_once():
-    capped = Capped(*torch.tensor([[0.5], [0.75], [0.25]]))
-    assert capped.of_heads("joint") == 1.0 and capped.of_heads("independent") == 0.25
+PROBING = {
+    "training__steps": 4,
+    "training__seed": 7,
+    "training__gradient_accumulation_steps": 2,
+    "data__sequences": "fixed",
+    "attention__mask": "causal",
+    "attention__pattern": "vertical_slash",
+    "attention__vertical_slash__probe_rows": "spread",
+    "metrics__recall_every": 0,
+    "checkpoint__enable": True,
+    "checkpoint__interval": 2,
+}
+
+
+def _run_noting_rows(
+    folder: Path, name: str, patch: pytest.MonkeyPatch, **settings
+) -> tuple[Trainer, dict]:
+    """A trained run, and by step the rows that it looked at: a list of [n] each."""
+    rows: dict[int, list[Tensor]] = {}
+    spread_rows = pattern.spread_rows
+    trainer = Trainer(tiny_config(folder, name, **PROBING | settings))
+
+    def noted(*args):
+        drawn = spread_rows(*args)
+        rows.setdefault(trainer.progress.step + 1, []).append(drawn.position.flatten())
+        return drawn
+
+    patch.setattr(pattern, "spread_rows", noted)
+    trainer.train()
+    patch.setattr(pattern, "spread_rows", spread_rows)
+    dist.barrier()
+    return trainer, rows
+
+
+def _same_rows(rows: dict, other: dict) -> bool:
+    return rows.keys() == other.keys() and all(
+        all(map(torch.equal, rows[step], other[step])) for step in rows
+    )
+
+
+def _check_runs(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        _, whole = _run_noting_rows(folder, "whole", patch, parallelism__cp=2)
+        _, first = _run_noting_rows(folder, "halves", patch, parallelism__cp=2, training__steps=2)
+        # As a new process finds it.
+        set_probe_seed(0)
+        _, second = _run_noting_rows(folder, "halves", patch, parallelism__cp=2)
+    assert list(whole) == [1, 2, 3, 4] and list(first) == [1, 2] and list(second) == [3, 4]
+    assert _same_rows(whole, first | second)
+    for step in (1, 2, 3):
+        assert not whole[step][0].equal(whole[step + 1][0])
+    for rows in whole.values():
+        of_ranks = [torch.empty_like(rows[0]) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_ranks, rows[0])
+        assert of_ranks[0].equal(of_ranks[1])
+    for field in ("loss", "grad_norm"):
+        found = differences(folder / "whole", folder / "halves", field)
+        assert all(step.absolute == 0 for step in found)
+
+
+def test_rows_of_a_step_are_the_same_on_all_ranks_and_when_resumed(tmp_path):
+    write_texts(tmp_path / "texts")
+    run_processes(2, _check_runs, tmp_path)
+
+
+def _check_recomputation_and_evaluation(folder: Path) -> None:
+    """Both look at the same rows again: of the step, and of no step."""
+    settings = {"training__steps": 2, "checkpoint__enable": False}
+    select = pattern.VerticalSlash.select_tensors
+    selections = []
+    with pytest.MonkeyPatch.context() as patch:
+        trainer, _ = _run_noting_rows(
+            folder, "kept", patch, activation_checkpoint__mode="none", **settings
+        )
+        # Nothing is kept of attention: the backward selects anew.
+        patch.setattr(build_model, "SAVED_OPS", ())
+        counted = lambda *args: selections.append(0) or select(*args)  # noqa: E731
+        patch.setattr(pattern.VerticalSlash, "select_tensors", counted)
+        _run_noting_rows(
+            folder, "recomputed", patch, activation_checkpoint__mode="full", **settings
+        )
+    assert len(selections) > 2 * 2 * 2
+    for field in ("loss", "grad_norm"):
+        found = differences(folder / "kept", folder / "recomputed", field)
+        assert all(step.relative < 1e-9 for step in found)
+
+    tokens = np.arange(300) % 250
+    losses = []
+    for step in (1, 2):
+        draw_probe_rows(7, step)
+        seed = probe_seed()
+        losses.append(trainer.scorer.token_losses(Sequence(tokens, tokens), 300)[0])
+        assert probe_seed() == seed
+    assert losses[0].equal(losses[1])
+
+
+def test_a_recomputation_and_an_evaluation_look_at_the_same_rows(tmp_path):
+    write_texts(tmp_path / "texts")
+    run_processes(1, _check_recomputation_and_evaluation, tmp_path)

@@ -1,15 +1,26 @@
-"""Whole jobs under torchrun that lose a rank, hang, lose their launcher, or are asked to stop."""
+"""Jobs under torchrun that lose a rank, lose their launcher, or are asked to stop, and the store that
+an earlier attempt has left behind."""
 
 import os
+import signal
+import socket
 import subprocess
+import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from tests.distributed import torchrun
 from tests.faults.jobs import SETTINGS, words_of
 from tests.runs import write_texts
+from titan_sparse.training.distributed import agree_on_name, store_of_this_start
+from titan_sparse.training.heartbeat import Watch, has_ended, machine
+from titan_sparse.training.launcher import StopSignals
 from titan_sparse.training.metrics_output import read_lines
 
 ROOT = Path(__file__).parents[2]
@@ -135,18 +146,6 @@ def processes_of(folder: Path, ranks: int) -> list[Path]:
     return [Path("/proc", number) for number in numbers]
 
 
-@pytest.mark.faults
-def test_ranks_end_with_a_killed_torchrun(tmp_path):
-    job = start(tmp_path, {"training.steps": 1000}, {("0", "0", 3, 1): "pass"}, seconds=0.2)
-    wait_for(tmp_path / "hit0")
-    job.kill()
-    killed = time.monotonic()
-    job.communicate(timeout=60)  # ranks hold the pipe open
-    while any(process.exists() for process in processes_of(tmp_path, 2)):
-        assert time.monotonic() - killed < 10
-        time.sleep(0.1)
-
-
 REFUSE = "from titan_sparse.config import Refusal; raise Refusal('a.b = 1: write 2')"
 FILL = "raise OSError(28, 'No space left on device', 'a/b')"
 
@@ -172,3 +171,153 @@ def test_an_end_is_told_in_one_line(tmp_path, action, ranks, words, status):
     assert len(told) == 1 and words in told[0] and words in summary, output
     assert f"exitcode  : {status} " in summary, output
     assert "Traceback" not in lines, output
+
+
+STUCK = """
+import ctypes, sys
+from titan_sparse.training.launcher import end_with_launcher
+from titan_sparse.training.launcher import StopSignals
+end_with_launcher()
+with StopSignals():
+    print("ready", flush=True)
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second time waits in C for good
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+# Starts the program above, tells its number, and waits.
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def _start(*words: str, **environment: str) -> tuple[subprocess.Popen, str]:
+    """A Python program, and the first line that it prints."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", *words],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return process, process.stdout.readline().strip()
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float = 5) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_interrupt_ends_at_once_and_terminations_are_patient(second):
+    process, line = _start(STUCK)
+    assert line == "ready"
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        process.send_signal(number)
+        time.sleep(0.2)
+    assert process.poll() is None
+    process.send_signal(second)
+    assert process.wait(5) == 130
+
+
+def test_a_signal_is_noted_and_handlers_come_back():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with StopSignals() as signals:
+        assert not signals.asked and signals.has_time_for(1e9, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        _wait_for(lambda: signals.asked)
+        assert signals.has_time_for(1, 60) and not signals.has_time_for(61, 60)
+    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("under_torchrun", [True, False])
+def test_a_rank_ends_with_its_torchrun_but_not_with_a_shell(under_torchrun):
+    parent, line = _start(PARENT, STUCK, **{"TORCHELASTIC_RUN_ID": "a"} if under_torchrun else {})
+    child = int(line)
+    parent.kill()
+    parent.wait()
+    if under_torchrun:
+        _wait_for(lambda: has_ended({"machine": machine(), "process": child}))
+    else:
+        time.sleep(1.3)
+        assert not has_ended({"machine": machine(), "process": child})
+        os.kill(child, signal.SIGKILL)
+
+
+def _beside_a_dead_peer(rank: int, folder: Path) -> None:
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    with StopSignals() as signals, Watch(60, signals) as watch:
+        watch.step = 1
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        (folder / "ready").touch()
+        store.wait(["never"])  # in C++, for five minutes
+
+
+def test_a_rank_with_a_dead_peer_leaves_soon_after_sigterm(tmp_path):
+    context = mp.get_context("forkserver")
+    ranks = [context.Process(target=_beside_a_dead_peer, args=(r, tmp_path)) for r in (0, 1)]
+    for process in ranks:
+        process.start()
+    ranks[1].join(60)
+    assert ranks[1].exitcode == -signal.SIGKILL
+    _wait_for((tmp_path / "ready").exists)
+    assert ranks[0].is_alive()
+    os.kill(ranks[0].pid, signal.SIGTERM)
+    ranks[0].join(8)
+    assert ranks[0].exitcode == 1
+
+
+def _names(store: dist.Store, order: list[int]) -> list[str]:
+    """What the ranks of one attempt agree on, if they come in this order."""
+    names = {}
+
+    def join(rank: int) -> None:
+        names[rank] = agree_on_name(store, rank, len(order), timeout_seconds=10)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in order]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    return [names[rank] for rank in sorted(names)]
+
+
+def test_each_attempt_agrees_on_a_new_name_whoever_comes_first():
+    store = dist.HashStore()
+    attempts = [_names(store, order) for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2])]
+    assert all(len(names) == 3 and len(set(names)) == 1 for names in attempts)
+    assert len({names[0] for names in attempts}) == 3
+
+
+def test_an_attempt_that_died_in_between_is_passed_over():
+    store = dist.HashStore()
+    # Rank 0 has published a name, and rank 1 has greeted it; then all were killed.
+    store.set("name of the start", "old")
+    store.set("old greeting 1", "a process that is dead")
+    store.set("old answer a process that is dead", "welcome")
+    names = _names(store, [1, 0])
+    assert names[0] == names[1] != "old"
+
+
+def test_a_rank_that_never_comes_is_named(monkeypatch):
+    """Without torchrun, as Slurm starts them: one line, which main() gives to an OSError."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConnectionError, match=f"^rank 1 cannot reach rank 0 at 127.0.0.1:{port}"):
+        store_of_this_start(1)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(TimeoutError, match="^rank 0 has waited 1 s for rank 1 to start"):
+        store_of_this_start(1)

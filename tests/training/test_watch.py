@@ -13,7 +13,7 @@ from tests.distributed import run_processes
 from tests.faults.jobs import SETTINGS, run_job, words_of
 from tests.faults.planted import Faults
 from tests.runs import write_texts
-from titan_sparse.training.heartbeat import Watch, culprits, describe
+from titan_sparse.training.heartbeat import Watch, culprits
 
 
 def test_a_rank_that_sleeps_is_named_before_the_timeout(tmp_path):
@@ -137,15 +137,3 @@ def test_culprits():
         (set(), (victim, elsewhere), []),  # in different groups
     ):
         assert culprits(dict(enumerate(statuses)), silent) == wanted
-
-
-def test_description_is_one_short_line_for_many_ranks():
-    statuses = {rank: _status() for rank in range(1000)} | {
-        999: _status(3, False, place="a.py:1 in b")
-    }
-    line = describe(statuses, set())
-    assert line == (
-        "rank 999 (host a, process 7) holds up the others in step 3, at a.py:1 in b; "
-        "ranks 0, 1, 2, 3, 4, 5, 6, 7 ... at ring.py:1 in forward"
-    )
-    assert len(describe(statuses, set(range(1000)))) < 2000

@@ -2,9 +2,13 @@
 
 Other tests compare the program with itself: a setting that is dropped everywhere passes them. Here
 loss, gradient norm and learning rate of every step, and all weights after the last, are compared
-with reference_loop.py. Learning rates are written out.
+with reference_loop.py. Learning rates are written out. What has no number in that loop is counted
+from outside: lines, checkpoints, chunks, recomputed products.
 """
 
+import functools
+import gc
+import json
 import math
 from pathlib import Path
 from typing import NamedTuple
@@ -12,10 +16,14 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_processes
+from tests.runs import weights_of
 from tests.training import reference_loop as by_hand
-from tests.training.reference_loop import Line
+from tests.training.reference_loop import Line, Piece
 from tests.training.wired_run import (
     SEQ_LEN,
     lines_of,
@@ -24,8 +32,13 @@ from tests.training.wired_run import (
     write_model,
     write_shard,
 )
-
-pytest.importorskip("transformers")
+from titan_sparse import loss as loss_module
+from titan_sparse import trainer as trainer_module
+from titan_sparse.attention import attend
+from titan_sparse.attention.masks.ranges import Documents
+from titan_sparse.models.decoder import Decoder
+from titan_sparse.models.flavours import resolve
+from titan_sparse.trainer import Trainer
 
 LR = 0.01
 
@@ -119,8 +132,10 @@ CASES = {"AdamW": ADAMW, "Adam": ADAM, "SGD": SGD}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
+    """A shard, another for validation, and the models."""
     folder = tmp_path_factory.mktemp("wiring")
     write_shard(folder)
+    write_shard(folder / "other", seed=1)
     for case in CASES.values():
         write_model(folder, case.family)
     return folder
@@ -204,3 +219,268 @@ def test_two_ranks_are_the_textbook_loop(folder):
     run_processes(2, _on_two_ranks, folder)
     for output in MESHES:
         _compare(folder, output, ADAMW)
+
+
+LAYERS = 2
+
+
+def _run(folder: Path, output: str, **settings) -> Trainer:
+    """A short run. settings: keys, with __ for the dot."""
+    short = {
+        "model.initial_hf": folder / "Qwen2",
+        "training.steps": 2,
+        "lr_scheduler.warmup_steps": 0,
+        "checkpoint.enable": False,
+        "checkpoint.last_save_in_hf": False,
+    }
+    overrides = {key.replace("__", "."): value for key, value in settings.items()}
+    return run(folder, output, short | overrides)
+
+
+def test_every_key_does_what_it_says(folder, monkeypatch):
+    """Seven steps with what can be counted from outside."""
+    recorded, collected, rows, lengths = [], [], [], []
+
+    def counted(module, name: str, note) -> None:
+        function = getattr(module, name)
+
+        def call(*args, **kwargs):
+            note(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    counted(trainer_module, "recording", lambda rows, cells: recorded.append((rows, cells)))
+    counted(gc, "collect", lambda generation=2: collected.append(generation))
+    counted(loss_module, "cross_entropy_naive", lambda logits, *_: rows.append(len(logits)))
+    counted(nn.functional, "silu", lambda x, *_, **__: lengths.append(x.shape[-2]))
+    trainer = _run(
+        folder,
+        "all",
+        training__steps=7,
+        training__gc_interval=2,
+        training__deterministic=True,
+        training__loss_chunk_tokens=40,
+        training__mlp_chunk_tokens=24,
+        parallelism__reshard_after_forward=False,
+        activation_checkpoint__attention_recompute=0.25,
+        checkpoint__enable=True,
+        checkpoint__interval=2,
+        checkpoint__keep_latest_k=2,
+        metrics__log_every=3,
+        metrics__recall_every=2,
+        metrics__recall_rows=9,
+        metrics__peak_tflops=2.0,
+        profiling__enable=True,
+        profiling__first_step=3,
+        profiling__steps=3,
+        profiling__with_stack=True,
+    )
+    # The first line, every third, the last. Recall in those of the first and each second step.
+    lines = lines_of(folder / "all")
+    assert [line["step"] for line in lines] == [1, 3, 6, 7]
+    assert [line["tokens_seen"] for line in lines] == [SEQ_LEN * step for step in (1, 3, 6, 7)]
+    assert recorded == [(9, 0), (0, 0), (9, 0), (0, 0)]
+    assert [line["step"] for line in lines if "recall" in line] == [1, 6]
+    # Dense attention computes all that the mask allows: both speeds are of the same FLOPs.
+    speeds = [line["dense_equivalent_tflops"] / 2 for line in lines]
+    assert [line["mfu"] for line in lines] == pytest.approx(speeds)
+    assert not (folder / "all/tensorboard").exists()
+    # Every second step and the last one are saved, and the last two of these are kept.
+    assert {path.name for path in (folder / "all/checkpoint").glob("step*")} == {"step-6", "step-7"}
+    assert collected.count(1) == 3  # after steps 2, 4 and 6
+    assert torch.are_deterministic_algorithms_enabled()
+
+    # Of 64 tokens.
+    assert rows == [40, 24] * 7
+    assert set(lengths) == {24, 16} and lengths[:3] == [24, 24, 16]
+    for block in trainer.model.layers.values():
+        assert block.self_attn.attend.keywords["recomputed"] == 0.25
+        group = block._get_fsdp_state()._fsdp_param_group
+        assert group._reshard_after_forward is False
+
+    # The third step to the fifth. The profiler counts from 0.
+    events = json.loads((folder / "all/profile/rank0.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
+    assert names == {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"}
+    assert any("trainer.py" in event["name"] for event in events)  # with_stack
+
+
+def test_validation_is_the_loss_of_transformers(folder):
+    """After every third step and the last: of the documents' first windows, one by one."""
+    _run(
+        folder,
+        "validated",
+        training__steps=4,
+        training__z_loss=0.1,
+        checkpoint__enable=True,
+        checkpoint__interval=2,
+        checkpoint__keep_latest_k=0,
+        checkpoint__last_save_in_hf=True,
+        optimizer__lr=0.01,
+        validation__enable=True,
+        validation__source=folder / "other/shards",
+        validation__every=3,
+        validation__windows=5,
+        validation__position_buckets=4,
+    )
+    text = (folder / "validated/validation.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["step"] for line in lines] == [3, 4]
+    saved = {path.name for path in (folder / "validated/checkpoint").glob("step*")}
+    assert saved == {"step-2", "step-4"}
+
+    model = read_model(folder / "validated/huggingface/step-4")
+    windows = []
+    for document in by_hand.read_documents(folder / "other/shards"):
+        # A window scores the token after its last, so the next begins with that.
+        for start in range(0, len(document) - 1, SEQ_LEN):
+            part = torch.from_numpy(document[start : start + SEQ_LEN + 1])
+            windows.append((part[:SEQ_LEN], part[1:]))
+    totals, counts = torch.zeros(4), torch.zeros(4)
+    with torch.no_grad():
+        for tokens, labels in windows[:5]:
+            logits = model(input_ids=tokens[None]).logits[0, : len(labels)]
+            losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+            bucket = torch.arange(len(labels)) // (SEQ_LEN // 4)
+            totals.index_add_(0, bucket, losses)
+            counts.index_add_(0, bucket, torch.ones(len(labels)))
+    assert lines[-1]["tokens"] == counts.sum()
+    assert lines[-1]["loss"] == pytest.approx((totals.sum() / counts.sum()).item(), rel=1e-5)
+    buckets = lines[-1]["buckets"]
+    assert [bucket["tokens"] for bucket in buckets] == counts.tolist()
+    assert [bucket["loss"] for bucket in buckets] == pytest.approx(
+        (totals / counts).tolist(), rel=1e-5
+    )
+    assert lines[0]["loss"] != lines[1]["loss"]
+
+
+class _Products(TorchDispatchMode):
+    """Counts matrix products, with and without a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_computed_again(folder):
+    """Of a block's seven products the backward recomputes all but the last, half of these, or none."""
+    products = {}
+    for mode in ("none", "selective", "full"):
+        with _Products() as counted:
+            _run(folder, mode, training__steps=1, activation_checkpoint__mode=mode)
+        products[mode] = counted.count
+    # The last product, of down_proj, is nothing that a gradient needs.
+    assert products["none"] == LAYERS * 7 * 3
+    assert products["full"] - products["none"] == LAYERS * 6
+    assert products["selective"] - products["none"] == LAYERS * 3
+
+
+pytest.importorskip("transformers")
+
+RANKS = 2
+ACCUMULATED = 2
+STEPS = 3
+BFLOAT16_LR = 0.02
+BFLOAT16_ADAMW = {"betas": (0.7, 0.8), "eps": 0.003, "weight_decay": 0.5}
+
+BFLOAT16 = {
+    "training.dtype": "bfloat16",
+    "training.steps": STEPS,
+    "training.gradient_accumulation_steps": ACCUMULATED,
+    "training.max_norm": 0.0,
+    "optimizer.lr": BFLOAT16_LR,
+    "optimizer.beta1": 0.7,
+    "optimizer.beta2": 0.8,
+    "optimizer.eps": 0.003,
+    "optimizer.weight_decay": 0.5,
+    "lr_scheduler.warmup_steps": 0,
+    "lr_scheduler.decay_ratio": 0.0,
+    "checkpoint.last_save_in_hf": False,
+}
+
+
+def _gradients(
+    model: Decoder, masters: dict[str, Tensor], pieces: list[Piece], labels: int
+) -> tuple[Tensor, list[Tensor]]:
+    """Loss and gradients of one rank's sequence. Forward, backward and gradients are bfloat16."""
+    weights = {name: w.detach().bfloat16().requires_grad_() for name, w in masters.items()}
+    lengths = [len(piece.tokens) for piece in pieces]
+    inputs = (
+        torch.cat([piece.tokens for piece in pieces])[None],
+        torch.cat([torch.arange(length) for length in lengths])[None],
+        Documents([lengths]),
+        torch.cat([piece.labels for piece in pieces])[None],
+    )
+    loss = torch.func.functional_call(model, weights, inputs) / labels
+    return loss.detach(), list(torch.autograd.grad(loss, list(weights.values())))
+
+
+def _bfloat16_reference(folder: Path) -> tuple[list[Line], dict[str, Tensor]]:
+    """Float32 master weights, rounded for each forward; float32 sums of the ranks' gradients."""
+    config = resolve(flavour="debug", initial_hf=str(folder / "Qwen2"))
+    dense = functools.partial(attend, backend="eager", block_size=16)
+    with torch.device("meta"):
+        model = Decoder(config, dense)
+    masters = {}
+    for name, weight in load_file(folder / "Qwen2/model.safetensors").items():
+        masters[name.removeprefix("model.")] = weight.float()
+    assert masters.keys() == dict(model.named_parameters()).keys()
+    matrices = [weight for weight in masters.values() if weight.ndim > 1]
+    vectors = [weight for weight in masters.values() if weight.ndim == 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=BFLOAT16_LR, **BFLOAT16_ADAMW)
+
+    documents = by_hand.ordered(by_hand.read_documents(folder / "shards"), 3)
+    sequences = iter(by_hand.pack(documents, SEQ_LEN))
+    lines = []
+    for _ in range(STEPS):
+        of_step = [next(sequences) for _ in range(ACCUMULATED * RANKS)]
+        labels = sum(by_hand.count_labels(pieces) for pieces in of_step)
+        loss = 0.0
+        for weight in masters.values():
+            weight.grad = torch.zeros_like(weight)
+        for pieces in of_step:
+            share, gradients = _gradients(model, masters, pieces, labels)
+            loss += share.item()
+            for weight, gradient in zip(masters.values(), gradients, strict=True):
+                weight.grad += gradient.float()
+        norm = torch.nn.utils.get_total_norm([weight.grad for weight in masters.values()])
+        optimizer.step()
+        lines.append(Line(loss, norm.item(), BFLOAT16_LR))
+    return lines, masters
+
+
+def _bfloat16_runs(folder: Path) -> None:
+    for output, replicas in (("bfloat16-sharded", 1), ("bfloat16-replicated", RANKS)):
+        settings = {
+            "model.initial_hf": folder / "Qwen2",
+            "parallelism.dp_replicate": replicas,
+            **BFLOAT16,
+        }
+        trainer = run(folder, output, settings)
+        weights = weights_of(trainer)
+        if dist.get_rank() == 0:
+            torch.save(weights, folder / f"{output}.pt")
+
+
+def test_a_bfloat16_run_keeps_float32_weights_and_sums(folder):
+    """And gradients are summed over ranks in float32. The loop has the same decoder, so that both round
+    alike: sums in bfloat16 would be off in the third digit."""
+    run_processes(RANKS, _bfloat16_runs, folder)
+    lines, masters = _bfloat16_reference(folder)
+    for output in ("bfloat16-sharded", "bfloat16-replicated"):
+        for wanted, got in zip(lines, lines_of(folder / output), strict=True):
+            assert got["loss"] == pytest.approx(wanted.loss, rel=1e-6)
+            assert got["grad_norm"] == pytest.approx(wanted.grad_norm, rel=1e-6)
+            assert got["lr"] == BFLOAT16_LR
+        weights = torch.load(folder / f"{output}.pt")
+        assert weights.keys() == masters.keys()
+        for name, weight in masters.items():
+            assert weights[name].dtype == torch.float32
+            torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-6, msg=name)

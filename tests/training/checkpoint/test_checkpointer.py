@@ -63,12 +63,9 @@ def empty(path: Path) -> None:
         ("__0_0.distcp", truncate),
         ("__0_0.distcp", Path.unlink),
         (".metadata", flip_bit),
-        (".metadata", empty),
         (".metadata", Path.unlink),
-        ("config.toml", flip_bit),
         ("config.toml", Path.unlink),
         ("checksums.sha256", flip_bit),
-        ("checksums.sha256", truncate),
         ("checksums.sha256", empty),
     ],
 )
@@ -226,14 +223,3 @@ def test_initial_weights_of_a_broken_folder_are_refused(tmp_path):
     with pytest.raises(Refusal, match=r"initial_load_path = .*__0_0\.distcp"):
         Run(tmp_path / "c", initial_load_path=path).checkpointer.load()
     assert names_in(source.folder) == {"step-1"}
-
-
-def test_a_folder_that_cannot_be_read_or_made_is_named(tmp_path):
-    (tmp_path / "checkpoint").write_text("a file")
-    checkpointer = Run(tmp_path).checkpointer
-    for work, problem in [
-        (checkpointer.load, "Not a directory"),
-        (lambda: checkpointer.check_disk(10), "File exists"),
-    ]:
-        with pytest.raises(Refusal, match=f"folder of checkpoints: .*/checkpoint: {problem}"):
-            work()

@@ -1,24 +1,35 @@
-"""Where a run's tensors live: its device, its process group, its meshes, what FSDP does with weights,
-and what is compiled. GPUs and other ranks are stand-ins."""
+"""Where a run's tensors live: its device, its meshes, what FSDP does with weights, what is compiled,
+what is recomputed, and float8. GPUs and other ranks are stand-ins."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
-from torch._inductor import config as inductor
-from torch._inductor.choices import InductorChoices
+import torch._inductor.config
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.attention.collectives import collectives, counts
 from tests.fake_step import fake_world
-from tests.models.helpers import TINY, causal, dense_attend, sample
-from titan_sparse.config import ActivationCheckpoint, Compile, Parallelism
+from tests.models.helpers import causal, dense_attend, sample
+from tests.runs import TINY, tiny_config, write_texts
+from titan_sparse.config import ActivationCheckpoint, Compile, Float8, Parallelism
+from titan_sparse.estimate.memory import peak_gib
+from titan_sparse.estimate.step import step_of
+from titan_sparse.from_config import build_pattern
 from titan_sparse.models.decoder import Decoder
-from titan_sparse.training import distributed
-from titan_sparse.training.build_model import parallelize
-from titan_sparse.training.compiling import ChoicesWithoutRaces, compile_layer
+from titan_sparse.models.flavours import resolve
+from titan_sparse.models.initialization import initialize
+from titan_sparse.trainer import Trainer
+from titan_sparse.training import distributed, setup
+from titan_sparse.training.build_model import (
+    check_float8,
+    checkpointed,
+    convert_to_float8,
+    parallelize,
+)
 from titan_sparse.training.distributed import build_meshes
 
 BLOCKS = TINY.layers
@@ -150,13 +161,96 @@ def test_blocks_are_compiled_if_asked_for(fresh_compiler, enable):
     assert len(compiled) == int(enable)
 
 
-def test_inductor_takes_our_choices():
-    """What they change is in kernels of GPUs: tests/gpu/test_compiling.py."""
-    made_before = InductorChoices()  # what a thread keeps that has compiled something else
-    compile_layer(nn.Linear(2, 2), "inductor")
-    for choices in (made_before, inductor.inductor_choices_class()):
-        function = choices.should_use_persistent_reduction
-        assert function is ChoicesWithoutRaces.should_use_persistent_reduction
-    assert not inductor.triton.mix_order_reduction
-    # Without it, inductor would not cache what it compiles.
-    assert inductor.inductor_choices_class().uuid() is not None
+CONFIG = replace(TINY, tied_embeddings=False)
+TOKENS = torch.randint(0, 258, (1, 64), generator=torch.Generator().manual_seed(0))
+
+
+def _model(section: Float8 | None) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(CONFIG, dense_attend).bfloat16()
+    if section is not None:
+        convert_to_float8(model, section, emulate=True)
+    for name, block in model.layers.items():
+        model.layers[name] = checkpointed(block, "full")
+    model.to_empty(device="cpu")
+    initialize(model, 0, CONFIG)
+    return model
+
+
+def _float8_loss(model: nn.Module) -> Tensor:
+    labels = TOKENS.roll(-1, 1)
+    return model(TOKENS, torch.arange(64)[None], causal(64), labels) / 64
+
+
+@pytest.mark.parametrize(
+    "options, left_out, scales",
+    [
+        ({"recipe": "tensorwise"}, (), "tensorwise"),
+        ({"recipe": "rowwise"}, (), "axiswise"),
+        ({"filter": "o_proj, layers.0.mlp"}, ("o_proj", "layers.0.mlp"), None),
+    ],
+)
+def test_the_blocks_linears_and_nothing_else(monkeypatch, options, left_out, scales):
+    monkeypatch.setattr(torch._inductor.config, "emulate_precision_casts", False)
+    with torch.device("meta"):
+        model = Decoder(CONFIG, dense_attend)
+    names = list(model.state_dict())
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    wanted = {name for name in linears if name.startswith("layers.")}
+    wanted = {name for name in wanted if not any(part in name for part in left_out)}
+    count = convert_to_float8(model, Float8(enable=True, **options), emulate=True)
+    modules = model.named_modules()
+    converted = {name for name, module in modules if type(module).__name__ == "Float8Linear"}
+    assert converted == wanted and count == len(wanted) == (9 if left_out else 14)
+    assert list(model.state_dict()) == names
+    if scales:
+        cast = model.layers["0"].mlp.up_proj.config.cast_config_input
+        assert cast.scaling_granularity.value == scales
+        assert torch._inductor.config.emulate_precision_casts == (scales == "axiswise")
+
+
+def test_refusals():
+    for name in ("attention", "layers"):
+        with torch.device("meta"), pytest.raises(ValueError, match="float8.filter"):
+            convert_to_float8(Decoder(CONFIG, dense_attend), Float8(filter=name), emulate=True)
+    with pytest.raises(ValueError, match="float8.enable = true needs a Hopper GPU"):
+        check_float8(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_gradients_are_near_and_training_goes_down(recipe):
+    plain, float8 = _model(None), _model(Float8(enable=True, recipe=recipe))
+    for model in (plain, float8):
+        _float8_loss(model).backward()
+    for (name, a), b in zip(plain.named_parameters(), float8.parameters(), strict=True):
+        error = (a.grad - b.grad).float().norm() / a.grad.float().norm()
+        assert error < 0.3, (name, error)
+        # Three bits of mantissa must be seen in what goes through a converted layer.
+        assert error > 0.01 or "layers" not in name or a.grad.norm() == 0, (name, error)
+    losses = {}
+    for key, model in (("bfloat16", plain), ("float8", float8)):
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=0.1
+        )  # larger steps make any rounding grow
+        for _ in range(15):
+            optimizer.zero_grad()
+            loss = _float8_loss(model)
+            loss.backward()
+            optimizer.step()
+        losses[key] = loss.item()
+    assert losses["float8"] < 5.0 and losses["float8"] == pytest.approx(
+        losses["bfloat16"], rel=0.01
+    ), losses
+
+
+def test_a_run_recomputes_as_much_of_attention_as_its_memory_requires(tmp_path, monkeypatch):
+    """attention_recompute = -1 with free memory for the estimated peak of a share, of which 90 % count."""
+    write_texts(tmp_path / "texts")
+    config = tiny_config(tmp_path, "run", training__seq_len=640, attention__pattern="dense")
+    model = resolve(**vars(config.model))
+    for wanted, more in ((0.5, 1.001), (0.5625, 0.999), (0.0, 10), (1.0, 0.1)):
+        config.activation_checkpoint.attention_recompute = 0.5
+        peak = peak_gib(step_of(config, model, build_pattern(config.attention), "eager", 1, 1))
+        config.activation_checkpoint.attention_recompute = -1.0
+        monkeypatch.setattr(setup, "free_gib", lambda device, free=more * peak / 0.9: free)
+        assert Trainer(config).recomputed == wanted
