@@ -10,7 +10,7 @@ import pytest
 
 from tests.data.helpers import no_progress, read_shards, train_tokenizer
 from titan_sparse.data.preparing import prepare
-from titan_sparse.data.recipe import MDSRows, Recipe
+from titan_sparse.data.recipe import MDSRows, Recipe, open_rows
 from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
 
 
@@ -98,6 +98,10 @@ def test_rows_of_mds_shards(tmp_path, monkeypatch):
     assert set(seen) == {str(tmp_path)}
     with pytest.raises(ValueError, match="has the columns text; write .*--source-tokenizer"):
         MDSRows(str(tmp_path), "text", source, source)
+    (tmp_path / "index.json").write_text("{}")
+    recipe = Recipe(str(tmp_path), text_field="body", source_tokenizer=str(tmp_path))
+    with pytest.raises(ValueError, match="--text-field would be ignored with this source"):
+        open_rows(recipe, source)
     rows = [{"text": b"good"}, {"text": "zweites: \u00e4".encode("latin-1")}]
     monkeypatch.setitem(sys.modules, "streaming", stand_in(rows, seen))
     expected = re.escape(f"{tmp_path}, row 2: not UTF-8 (unexpected end of data)")

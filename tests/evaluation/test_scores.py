@@ -101,6 +101,13 @@ def test_prepared_tokens_give_the_windows_and_haystack_of_their_texts(tmp_path):
     for one, other in zip(*windows_of, strict=True):
         assert (one.tokens == other.tokens).all() and (one.labels == other.labels).all()
     assert (haystacks[0] == haystacks[1]).all()
+    tokens = np.memmap(tmp_path / "out/shard_00000.bin", "<u2", "r+")
+    tokens[3] = 258
+    documents = open_documents(Data(source=str(tmp_path / "out")), tokenizer)
+    with pytest.raises(ValueError, match="holds the token 258, of a vocabulary of 258; copy"):
+        first_windows(documents, 50, LENGTH, 100, 30)
+    with pytest.raises(ValueError, match="holds the token 258"):
+        Haystack(documents, tokenizer).tokens(40, 6000)
 
 
 def test_samples_have_exact_length_and_depth():

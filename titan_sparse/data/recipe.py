@@ -117,8 +117,9 @@ def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> "TokenizedTexts | MDSRows
 def _refuse_unused(recipe: Recipe, reads_mds: bool) -> None:
     unused = ["row_format", *ROW_OPTIONS, "source_tokenizer"]
     if reads_mds:
-        unused.remove("text_field")
         unused.remove("source_tokenizer")
+        if not recipe.source_tokenizer:
+            unused.remove("text_field")
     elif recipe.document == "row":
         unused = ["source_tokenizer"]
     for item in fields(Recipe):

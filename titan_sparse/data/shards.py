@@ -117,7 +117,7 @@ class TokenShards:
             )
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         self.source = source
-        self._end = tokenizer.end_of_document
+        self.tokenizer = tokenizer
         self._shards: list[_Shard] = []
         # The index of each shard's first document, and the number of all documents.
         self._first = [0]
@@ -163,7 +163,7 @@ class TokenShards:
         """
         shard, row = self._find(index)
         tokens = self._part(shard, row, "bin", self.dtype)
-        if tokens[-1] != self._end:
+        if tokens[-1] != self.tokenizer.end_of_document:
             path, _ = shard.files["bin"]
             _refuse(
                 self.source,

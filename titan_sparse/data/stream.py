@@ -16,7 +16,7 @@ from titan_sparse.config.sections import Data
 from titan_sparse.data.documents import Documents
 from titan_sparse.data.packing import Packed, Piece, first_fit, pack
 from titan_sparse.data.shards import TokenShards
-from titan_sparse.data.tokenizer import Tokenizer
+from titan_sparse.data.tokenizer import Tokenizer, check_ids
 
 logger = logging.getLogger("titan_sparse")
 
@@ -124,7 +124,7 @@ class Stream(ABC):
     def pack(self, spans: list[Span], length: int) -> Packed:
         """Read the tokens of a sequence just taken by `next_sequence`, padded to `length`.
 
-        Raises ValueError if a token is beyond the vocabulary, because a GPU would crash.
+        Raises ValueError if a token is beyond the vocabulary.
         """
         pieces = []
         for span in spans:
@@ -132,12 +132,7 @@ class Stream(ABC):
             learned = self.documents.learned(span.index)
             pieces.append(Piece(document, span.start, span.stop, learned))
         packed = pack(pieces, length, self.tokenizer.padding)
-        largest = max(packed.tokens.max(), packed.labels.max())
-        if largest >= self.tokenizer.vocab_size:
-            raise ValueError(
-                f"data.source holds the token {largest}, of a vocabulary of "
-                f"{self.tokenizer.vocab_size}; copy the folder again, or prepare it anew"
-            )
+        check_ids(np.stack([packed.tokens, packed.labels]), self.tokenizer)
         return packed
 
     def release(self, spans: list[Span]) -> None:

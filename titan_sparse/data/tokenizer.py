@@ -110,6 +110,16 @@ class FileTokenizer:
 Tokenizer = ByteTokenizer | FileTokenizer
 
 
+def check_ids(ids: NDArray[np.integer], tokenizer: Tokenizer) -> None:
+    """Raises ValueError if a token is beyond the vocabulary, because a GPU would crash."""
+    largest = ids.max(initial=0)
+    if largest >= tokenizer.vocab_size:
+        raise ValueError(
+            f"data.source holds the token {largest}, of a vocabulary of {tokenizer.vocab_size}; copy "
+            "the folder again, or prepare it anew"
+        )
+
+
 def load_tokenizer(name: str, split_special_tokens: bool = False) -> Tokenizer:
     """Return the tokenizer named "bytes", or that of a tokenizer.json (the path of the file or of
     its folder).

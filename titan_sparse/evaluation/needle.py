@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan_sparse.data.documents import Documents
-from titan_sparse.data.tokenizer import Tokenizer
+from titan_sparse.data.tokenizer import Tokenizer, check_ids
 from titan_sparse.evaluation.answers import Sample
 
 _ADJECTIVES = tuple(
@@ -52,7 +52,7 @@ class Haystack:
     def tokens(self, start: int, count: int) -> NDArray[np.int64]:
         """int64 [count], from token `start` on, a line break between documents.
 
-        Raises ValueError if no document holds text.
+        Raises ValueError if no document holds text, or a token is beyond the vocabulary.
         """
         if len(self._tokens) < start + count:
             self._read(start + count)
@@ -68,6 +68,7 @@ class Haystack:
             index = self._documents_read % len(self.documents)
             # Without the end-of-document token.
             ids = self.documents.tokens(index)[:-1]
+            check_ids(ids, self.tokenizer)
             self.documents.forget(index)
             self._documents_read += 1
             if len(ids):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from titan_sparse.data.documents import Documents
 from titan_sparse.data.packing import IGNORED_LABEL
-from titan_sparse.data.tokenizer import Encoded
+from titan_sparse.data.tokenizer import Encoded, check_ids
 from titan_sparse.evaluation.scorer import Scorer, Sequence
 
 
@@ -24,11 +24,13 @@ def long_documents(documents: Documents, min_length: int) -> Iterator[Encoded]:
     """Each document in the source's order, closed by the end-of-document token.
 
     Documents with fewer than `min_length` tokens (that token not counted), and empty ones, are
-    skipped.
+    skipped. Raises ValueError if a token is beyond the vocabulary.
     """
     for index in range(len(documents)):
         if documents.length(index) > max(min_length, 1):
-            yield Encoded(documents.tokens(index).astype(np.int64), documents.learned(index))
+            tokens = documents.tokens(index).astype(np.int64)
+            check_ids(tokens, documents.tokenizer)
+            yield Encoded(tokens, documents.learned(index))
         documents.forget(index)
 
 
