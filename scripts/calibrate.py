@@ -39,8 +39,6 @@ from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
 from titan_sparse.training.distributed import choose_device, init_distributed, leave_distributed
 
 BLOCK_SIZE = 128
-
-
 Constants = dict[str, tuple[float, str]]
 """{name of a constant: (its value, where it comes from)}."""
 
@@ -301,12 +299,14 @@ def hop_seconds(group: dist.ProcessGroup, size: float, repeats: int, device: tor
     """
     ranks = dist.get_world_size(group)
     rank = dist.get_rank(group)
+    following = (rank + 1) % ranks
+    previous = (rank - 1) % ranks
     sent = torch.zeros(max(1, int(size)), dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
 
     def hop() -> None:
-        send = dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % ranks)
-        receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks)
+        send = dist.P2POp(dist.isend, sent, group=group, group_peer=following)
+        receive = dist.P2POp(dist.irecv, received, group=group, group_peer=previous)
         for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
 
@@ -324,8 +324,10 @@ def line(work: Sequence[float], took: Sequence[float]) -> tuple[float, float]:
             f"{took[0]} s is not a time: these timings are noise; "
             "write a larger --seq-len or --repeats"
         )
-    if work[0] > work[1] and took[0] > took[1]:
-        rate = (work[0] - work[1]) / (took[0] - took[1])
+    more_work = work[0] - work[1]
+    more_time = took[0] - took[1]
+    if more_work > 0 and more_time > 0:
+        rate = more_work / more_time
         at_no_work = took[1] - work[1] / rate
         if at_no_work > 0:
             return rate, at_no_work
@@ -352,7 +354,8 @@ def synchronize(device: torch.device) -> None:
 def slowest(number: float) -> float:
     """The largest of all ranks' numbers."""
     numbers = torch.tensor(number, dtype=torch.float64)
-    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    largest = dist.ReduceOp.MAX
+    dist.all_reduce(numbers, op=largest)
     return numbers.item()
 
 

@@ -39,7 +39,10 @@ def main(words: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(table(steps))
-    too_far = beyond(steps, args.max_difference, args.relative)
+    too_far = []
+    for step in steps:
+        if step.absolute > args.max_difference or step.relative > args.relative:
+            too_far.append(step)
     if not too_far:
         return 0
     print(
@@ -72,18 +75,18 @@ class Difference(NamedTuple):
     relative: float
 
 
-def differences(a: str | Path, b: str | Path, field: str = "loss") -> list[Difference]:
+def differences(one: str | Path, other: str | Path, field: str = "loss") -> list[Difference]:
     """The differences of two runs in `field`, for every logged step in order.
 
     Raises ValueError, one line, if they have not logged the same steps, or steps without that
     field.
     """
-    first = read_metrics(a)
-    second = read_metrics(b)
+    first = read_metrics(one)
+    second = read_metrics(other)
     apart = sorted(first.keys() ^ second.keys())
     if apart:
         raise ValueError(
-            f"the runs have logged different steps: {a} has {len(first)}, {b} has {len(second)}, "
+            f"the runs have logged different steps: {one} has {len(first)}, {other} has {len(second)}, "
             f"and only one of them has step {apart[0]}"
         )
     found = []
@@ -96,22 +99,16 @@ def differences(a: str | Path, b: str | Path, field: str = "loss") -> list[Diffe
                 )
             # metrics.jsonl holds null where a number is not finite.
             values.append(math.nan if line[field] is None else float(line[field]))
-        found.append(_difference(step, *values))
+        a, b = values
+        absolute = abs(b - a)
+        relative = 0.0
+        if not math.isfinite(absolute):
+            # Also where both are not finite: nothing says that they agree.
+            absolute = relative = math.inf
+        elif absolute > 0:
+            relative = absolute / abs(a) if a else math.inf
+        found.append(Difference(step, a, b, absolute, relative))
     return found
-
-
-def _difference(step: int, a: float, b: float) -> Difference:
-    absolute = abs(b - a)
-    if not math.isfinite(absolute):  # also where both are not finite: nothing says that they agree
-        return Difference(step, a, b, math.inf, math.inf)
-    if absolute == 0:
-        return Difference(step, a, b, 0.0, 0.0)
-    return Difference(step, a, b, absolute, absolute / abs(a) if a else math.inf)
-
-
-def beyond(steps: list[Difference], max_difference: float, relative: float) -> list[Difference]:
-    """Those further apart than a threshold. math.inf: none is."""
-    return [step for step in steps if step.absolute > max_difference or step.relative > relative]
 
 
 def table(steps: list[Difference]) -> str:

@@ -114,10 +114,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Disjoint (start, end) in order that cover the same."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
+        if not joined or start > joined[-1][1]:
             joined.append((start, end))
+            continue
+        first, last = joined[-1]
+        last = max(end, last)
+        joined[-1] = (first, last)
     return joined
 
 
@@ -135,7 +137,11 @@ def summary(events: list[dict], top: int = 15) -> dict:
     works = work_of(events)
     if not works:
         raise ValueError("the trace has no work of a GPU, nor ops of a CPU")
-    steps = max(1, len({event["name"] for event in events if _marks_step(event)}))
+    marks = set()
+    for event in events:
+        if event.get("cat") == "user_annotation" and event["name"].startswith("ProfilerStep#"):
+            marks.add(event["name"])
+    steps = max(1, len(marks))
     ms = 1e3 * steps
     by_part = defaultdict(list)
     by_name = defaultdict(list)
@@ -152,7 +158,10 @@ def summary(events: list[dict], top: int = 15) -> dict:
         part_ms[part] = (length(covered) - covered_us) / ms
         covered_us = length(covered)
     span_us = covered[-1][1] - covered[0][0]
-    longest = sorted(by_name, key=lambda name: -sum(by_name[name]))
+    kernels = []
+    for name, times in by_name.items():
+        kernels.append({"name": name, "calls": len(times) / steps, "total_ms": sum(times) / ms})
+    kernels.sort(key=lambda kernel: -kernel["total_ms"])
     return {
         "steps": steps,
         "device": "cpu" if works[0].on_cpu else "gpu",
@@ -161,16 +170,8 @@ def summary(events: list[dict], top: int = 15) -> dict:
         "part_ms": part_ms | {"idle": (span_us - covered_us) / ms},
         "ran_ms": {part: length(union(by_part[part])) / ms for part in PARTS},
         "launches_of_part": {part: len(by_part[part]) / steps for part in PARTS},
-        "kernels": [
-            {"name": name, "calls": len(by_name[name]) / steps, "total_ms": sum(by_name[name]) / ms}
-            for name in longest[:top]
-        ],
+        "kernels": kernels[:top],
     }
-
-
-def _marks_step(event: dict) -> bool:
-    is_range = event.get("cat") == "user_annotation"
-    return is_range and event["name"].startswith("ProfilerStep#")
 
 
 def table(found: dict) -> str:
@@ -207,7 +208,8 @@ def short(name: str) -> str:
     """A kernel's name without return type, templates and arguments, at most 40 characters."""
     without_type = name.removeprefix("void ")
     without_template = without_type.partition("<")[0]
-    return without_template.partition("(")[0][:40]
+    without_arguments = without_template.partition("(")[0]
+    return without_arguments[:40]
 
 
 # Parts --------------------------------------------------------------------------------------------
@@ -310,8 +312,13 @@ def _work_of_gpu(ran: list[dict], events: list[dict], frames: list[dict]) -> lis
 
     works = []
     for number, event in enumerate(ran):
-        end = event["ts"] + event["dur"]
-        work = Work(event["ts"], end, event["name"], kind(event), around.get(number, ()))
+        work = Work(
+            start=event["ts"],
+            end=event["ts"] + event["dur"],
+            name=event["name"],
+            kind=kind(event),
+            around=around.get(number, ()),
+        )
         works.append(work)
     return works
 
@@ -353,7 +360,10 @@ def enclosing(frames: list[dict], moments: list[float]) -> list[list[dict]]:
 
 def _close(is_open: list[dict], moment: float) -> None:
     """Remove the frames that have ended. Ranges of transfers may outlast the frames around them."""
-    is_open[:] = [frame for frame in is_open if frame["ts"] + frame["dur"] > moment]
+    for frame in list(is_open):
+        end = frame["ts"] + frame["dur"]
+        if end <= moment:
+            is_open.remove(frame)
 
 
 def _thread(event: dict) -> tuple:

@@ -13,8 +13,8 @@ by plain PyTorch, to try it out at small sizes.
 sparse    a random index beside dense peers: per query head the first --sinks, --verticals of the
           sequence as random verticals, two local slashes, and random ones up to each of
           --densities. Our times include the block tables, but not the selection, which is timed
-          beside them. `alone_ms` is one call on an idle GPU. With --densities and no number: dense
-          attention alone. Before, everything is checked at 4096 tokens against fp32
+          beside them. With --densities and no number: dense attention alone. Before, everything is
+          checked at 4096 tokens against fp32
 masks     causal inside packed documents, and a causal window of --window, by each of --backends and
           by FlashAttention-4's own attention for that mask. `..._of_flash_attn_4`: its time / ours.
           `tables_ms`: the share of our time that builds block tables. Each is checked as above.
@@ -23,13 +23,12 @@ masks     causal inside packed documents, and a causal window of --window, by ea
 patterns  our patterns on realistic q and k (patterns.py)
 
 A measurement that fails, or a peer that is missing, is a row with `error`, and the run goes on.
-Rows are written at once. Where sparse stops paying: scripts.benchmarks.plots.
+Rows are written at once.
 """
 
 import argparse
 import functools
 import itertools
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 
@@ -59,14 +58,11 @@ from scripts.benchmarks.harness import (
     Bench,
     about,
     add_common_options,
-    causal_pairs,
     faster,
     mean,
     measure,
-    peak_bytes,
     place,
     rates,
-    rounds,
     timed,
     training_call,
     visited_share,
@@ -79,11 +75,10 @@ from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, Sliding
 from titan_sparse.attention.masks.reach import visible_pairs
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.attention.tiles.blocks import block_tiles
+from titan_sparse.estimate.flops import causal_pairs
 from titan_sparse.estimate.indexes import ragged_lengths
 
 PROGRAM = "scripts.benchmarks.attention"
-MATMUL_PEAK = 790.0
-"""TFLOP/s of a large bf16 matmul on random data, measured on an H200: the roofline of every row."""
 LONG = 262144
 """Dense attention over more tokens than this is timed once: it takes seconds."""
 CHECKED_LENGTH = 4096
@@ -91,7 +86,8 @@ CHECKED_LENGTH = 4096
 
 def main(words: list[str]) -> int:
     args = parse(words)
-    return measure([args], CASES, refusal(args))
+    refused = refusal(args)
+    return measure([args], CASES, refused)
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -126,8 +122,9 @@ def refusal(args: argparse.Namespace) -> str | None:
     """Why these options cannot run here, None if they can."""
     if place()[1] > 1:
         return f"{PROGRAM} is for one GPU; start it with python, not with torchrun"
-    if any(seq_len % args.block_size for seq_len in args.seq_lens):
-        return f"--seq-lens: write multiples of --block-size ({args.block_size})"
+    for seq_len in args.seq_lens:
+        if seq_len % args.block_size:
+            return f"--seq-lens: write multiples of --block-size ({args.block_size})"
     shortest = min(args.seq_lens, default=32768)
     if "sparse" in args.cases and shortest < 4 * args.block_size:
         return f"--seq-lens {shortest}: write four blocks or more"
@@ -161,7 +158,7 @@ def sparse(bench: Bench) -> Iterator[dict]:
         for name, call in dense_peers(args.peers, ranges, shape.block_size).items():
             repeats = 1 if shape.seq_len > LONG else args.repeats
             named = row | {"name": name, "target_density": None}
-            dense[name] = bench.attempt(named, _timed, name, call, tensors, repeats)
+            dense[name] = bench.attempt(named, timed, training_call(call, tensors), repeats)
             yield dense[name] | _of_peers(shape, 1.0, dense[name], dense)
         for target in args.densities:
             pattern, index = random_index(shape, target, args.verticals, args.sinks)
@@ -174,36 +171,8 @@ def sparse(bench: Bench) -> Iterator[dict]:
                 call = ours(name, ready, ranges, shape.block_size)
                 density = density or visited_share(call, tensors[:3])
                 named = row | {"name": name, "target_density": target}
-                measured = bench.attempt(named, _timed, name, call, tensors, args.repeats)
+                measured = bench.attempt(named, timed, training_call(call, tensors))
                 yield measured | selection | _of_peers(shape, density, measured, dense)
-
-
-def _timed(bench: Bench, name: str, call: Attention, tensors: list[Tensor], repeats: int) -> dict:
-    """Times and peak memory. tensors: q, k, v, d_out."""
-    steps = training_call(call, tensors)
-    measured = timed(bench, steps, repeats)
-    if bench.on_gpu:
-        measured["peak_extra_of_qkvo"] = round(peak_extra(call, tensors), 4)
-    if name in (*bench.args.backends, *OURS_DENSE):
-        idle = torch.cuda.synchronize if bench.on_gpu else lambda: None
-        spent = rounds(steps, repeats, bench.on_gpu, idle)
-        of_steps = [statistics.median(of_step) for of_step in zip(*spent)]
-        measured["alone_ms"] = round(sum(of_steps), 3)
-    return measured
-
-
-def peak_extra(call: Attention, tensors: list[Tensor]) -> float:
-    """Peak bytes above inputs, outputs and gradients, as a share of q + k + v + out."""
-    # out is as large as its gradient.
-    held = sum(tensor.nbytes for tensor in tensors)
-    *leaves, d_out = tensors
-    kept = []
-
-    def step() -> None:
-        out = call(*leaves)
-        kept.extend([out, *torch.autograd.grad(out, leaves, d_out)])
-
-    return (peak_bytes([step]) - held) / held
 
 
 def _of_peers(shape: Shape, density: float, measured: dict, dense: dict[str, dict]) -> dict:
@@ -216,12 +185,13 @@ def _of_peers(shape: Shape, density: float, measured: dict, dense: dict[str, dic
     found = {
         "density": round(density, 4),
         "visited_tflops": round(flops / spent / 1e9, 1),
-        "roofline_ms": round(flops / MATMUL_PEAK / 1e9, 3),
     }
     for key, peer in (("ratio_to_cudnn", CUDNN), ("ratio_to_flash_attn_4", FLASH4)):
         row = dense.get(peer, {"error": "not timed"})
-        of_peer = None if "error" in row else row["forward_ms"] + row["backward_ms"]
-        found[key] = of_peer and round(spent / of_peer, 4)
+        found[key] = None
+        if "error" not in row:
+            of_peer = row["forward_ms"] + row["backward_ms"]
+            found[key] = round(spent / of_peer, 4)
     return found
 
 
@@ -244,7 +214,8 @@ def window(tokens: int, shape: Shape, seed: int) -> Masked:
     """A causal window, smaller at the checked length so that it is still a window there."""
     tokens = min(tokens, shape.seq_len // 4)
     # Keys before the query's own, and after.
-    return SlidingWindow(tokens), functools.partial(flash4, window_size=(tokens - 1, 0))
+    sides = (tokens - 1, 0)
+    return SlidingWindow(tokens), functools.partial(flash4, window_size=sides)
 
 
 def flash4_varlen(starts: Tensor, longest: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -321,7 +292,8 @@ def _masked(
 def _call(name: str, mask: Mask, peer: Attention, shape: Shape) -> Attention:
     if name == FLASH4:
         return peer
-    return ours(name, Dense(), mask.rows(shape.seq_len, shape.device), shape.block_size)
+    ranges = mask.rows(shape.seq_len, shape.device)
+    return ours(name, Dense(), ranges, shape.block_size)
 
 
 def _tables(bench: Bench, shape: Shape, backend: str, mask: Mask) -> float:

@@ -19,9 +19,7 @@ scaling   sparse attention with a random index of --density, striped, for every 
 dense     our layout zigzag in each of --schedules, and torch's context_parallel over cuDNN
           attention with its defaults
 varlen    packed documents (indexes.ragged_lengths), or a causal window, by layouts and schedules,
-          group_cast with each of --stages; means over --packs. `megabytes_needed_...`: keys and
-          values that ranks see and do not hold, again in the backward, and their gradients in fp32.
-          `worker_imbalance`: pairs of the busiest rank / mean. torch's context_parallel knows no
+          group_cast with each of --stages; means over --packs. torch's context_parallel knows no
           documents: it computes the causal mask, and its TFLOP/s count that
 
 A measurement that fails is a row with `error`, and the run goes on; a rank that fails alone ends it
@@ -36,7 +34,6 @@ import os
 import sys
 from collections.abc import Iterator
 
-import torch
 from torch.nn.attention import SDPBackend
 
 from scripts.benchmarks.attention_cases import (
@@ -49,10 +46,8 @@ from scripts.benchmarks.harness import (
     DTYPES,
     Bench,
     Case,
-    Step,
     about,
     add_common_options,
-    causal_pairs,
     cp_mesh,
     faster,
     mean,
@@ -60,7 +55,6 @@ from scripts.benchmarks.harness import (
     place,
     rates,
     rounded,
-    sent_by_rank,
     sparse,
     timed,
     training_call,
@@ -69,9 +63,10 @@ from scripts.benchmarks.harness import (
 from scripts.benchmarks.options import head_set, parser_of, positive, share
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.context_parallel.layouts import block_multiple
-from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges, SlidingWindow
-from titan_sparse.attention.masks.reach import seen_blocks, visible_pairs
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.masks.reach import visible_pairs
 from titan_sparse.attention.patterns import Dense
+from titan_sparse.estimate.flops import causal_pairs
 from titan_sparse.estimate.indexes import ragged_lengths
 
 PROGRAM = "scripts.benchmarks.context_parallel"
@@ -147,7 +142,8 @@ def scaling(bench: Bench) -> Iterator[dict]:
     for shape in bench.shapes(524288, [(16, 2)]):
         # Pairs grow with the square of the length: a rank's share of them fits into this length.
         blocks = round(shape.seq_len / bench.world**0.5 / shape.block_size)
-        short = shape._replace(seq_len=max(4, blocks) * shape.block_size)
+        blocks = max(4, blocks)
+        short = shape._replace(seq_len=blocks * shape.block_size)
         backend = chosen_backend(bench.args.backend, shape, dynamic=True)
         row = about("scaling", short)
         row |= {"schedule": "alone", "backend": backend}
@@ -158,8 +154,11 @@ def scaling(bench: Bench) -> Iterator[dict]:
         for schedule in bench.args.schedules:
             for dtype in bench.args.gradient_dtypes:
                 row = about("scaling", shape)
-                row |= {"schedule": schedule, "layout": "striped", "backend": backend}
-                row |= {"gradient_dtype": dtype, "nodes": bench.nodes}
+                row["schedule"] = schedule
+                row["layout"] = "striped"
+                row["backend"] = backend
+                row["gradient_dtype"] = dtype
+                row["nodes"] = bench.nodes
                 cp = bench.context("striped", schedule, gradient_dtype=DTYPES[dtype])
                 found = bench.attempt(row, _scaled, shape, cp)
                 if "error" not in found and "error" not in alone:
@@ -173,7 +172,8 @@ def _scaled(bench: Bench, shape: Shape, cp: ContextParallel | None) -> dict:
     density = visited_share(call, tensors[:3])
     measured = timed(bench, training_call(call, tensors))
     pairs = density * causal_pairs(shape.seq_len)
-    speed = rates(shape, measured, pairs, cp.size if cp else 1)
+    ranks = cp.size if cp else 1
+    speed = rates(shape, measured, pairs, ranks)
     return measured | {
         "density": rounded(density),
         "selection_ms": timed(bench, [select])["total_ms"],
@@ -260,7 +260,10 @@ def varlen(bench: Bench) -> Iterator[dict]:
         peer = with_rates(bench, shape, bench.attempt(causal, torch_dense, shape))
         yield peer
         for mask in args.varlen_masks:
-            masks = packs_of(mask, args, shape.seq_len)
+            masks: list[Mask] = [SlidingWindow(args.window)]
+            if mask == "documents":
+                packs = [ragged_lengths(shape.seq_len, seed) for seed in range(args.packs)]
+                masks = [Documents(lengths) for lengths in packs]
             for layout, schedule, stages in ways:
                 named = row | {"name": "ours", "mask": mask, "packs": len(masks)}
                 named |= {"layout": layout, "schedule": schedule, "overlap_stages": stages}
@@ -268,67 +271,24 @@ def varlen(bench: Bench) -> Iterator[dict]:
                 yield found | faster("times_faster_than_torch", found, peer)
 
 
-def packs_of(mask: str, args: argparse.Namespace, seq_len: int) -> list[Mask]:
-    """The masks of one row: --packs sequences of documents, or one window, which is always the same."""
-    if mask == "window":
-        return [SlidingWindow(args.window)]
-    seeds = range(args.packs)
-    return [Documents(ragged_lengths(seq_len, seed)) for seed in seeds]
-
-
 def _masked(
     bench: Bench, shape: Shape, layout: str, schedule: str, stages: int, masks: list[Mask]
 ) -> dict:
-    """Means over masks of times, bytes and imbalance."""
+    """Means over masks."""
     cp = bench.context(layout, schedule, overlap_stages=stages)
     tensors = draw(shape._replace(seq_len=shape.seq_len // cp.size))
     packs = []
     for mask in masks:
         ranges = cp.balance(mask.rows(shape.seq_len, bench.device))
-        steps = training_call(bench.attention(Dense(), ranges, cp), tensors)
+        call = bench.attention(Dense(), ranges, cp)
+        steps = training_call(call, tensors)
         measured = timed(bench, steps)
         measured["pairs"] = visible_pairs(ranges).item()
-        measured["worker_imbalance"] = imbalance(cp, ranges)
-        measured |= _megabytes(bench, shape, cp, ranges, steps)
         packs.append(measured)
     average = mean(packs)
-    needed = average["megabytes_needed_forward"] + average["megabytes_needed_backward"]
-    sent = average["megabytes_sent_forward"] + average["megabytes_sent_backward"]
-    return {
-        **average,
-        **rates(shape, average, average["pairs"], cp.size),
-        "sent_of_needed": rounded(sent / needed) if needed else None,
-        "backend": chosen_backend(bench.args.backend, shape, dynamic=False),
-    }
-
-
-def imbalance(cp: ContextParallel, ranges: MaskRanges) -> float:
-    """Visible pairs of the busiest rank / mean."""
-    of_token = (ranges.stop - ranges.start)[0].double()
-    of_block = of_token.unflatten(0, (-1, cp.block_size)).sum(-1)
-    of_rank = of_block[cp.table(ranges)].sum(-1)
-    return (of_rank.max() / of_rank.mean()).item()
-
-
-def _megabytes(
-    bench: Bench, shape: Shape, cp: ContextParallel, ranges: MaskRanges, steps: list[Step]
-) -> dict:
-    """1e6 bytes, summed over ranks: what is sent, and what would be enough."""
-    forward, backward = sent_by_rank(bench, cp, steps).sum(0).tolist()
-    # Blocks of keys that the mask lets a rank see and that another one holds.
-    table = cp.table(ranges)  # [ranks, n]
-    seen = seen_blocks(ranges, table, cp.block_size)
-    blocks = int(seen.sum() - seen.gather(1, table).sum())
-    # Of K and V, and of their gradients.
-    elements = blocks * 2 * shape.kv_heads * shape.block_size * shape.head_dim
-    keys = elements * torch.bfloat16.itemsize / 1e6
-    gradients = elements * torch.float32.itemsize / 1e6
-    return {
-        "megabytes_sent_forward": forward,
-        "megabytes_needed_forward": keys,
-        "megabytes_sent_backward": backward,
-        "megabytes_needed_backward": keys + gradients,
-    }
+    backend = chosen_backend(bench.args.backend, shape, dynamic=False)
+    speed = rates(shape, average, average["pairs"], cp.size)
+    return {**average, **speed, "backend": backend}
 
 
 CASES: dict[str, Case] = {

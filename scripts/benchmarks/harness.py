@@ -107,9 +107,9 @@ class Bench(NamedTuple):
             measured = {"error": f"{type(error).__name__}: {str(error).strip()[:500]}"}
         every = [None] * self.world
         dist.all_gather_object(every, measured.get("error"))
-        failed = [f"rank {rank}: {error}" for rank, error in enumerate(every) if error]
-        if failed:
-            return row | {"error": failed[0]}
+        for rank, error in enumerate(every):
+            if error:
+                return row | {"error": f"rank {rank}: {error}"}
         return row | measured
 
 
@@ -317,14 +317,16 @@ def timed(bench: Bench, steps: Sequence[Step], repeats: int = 0) -> dict:
     repeats = warm_ups + (repeats or bench.args.repeats)
     begin = functools.partial(start_together, bench)
     spent = rounds(steps, repeats, bench.on_gpu, begin)
-    every = gather(bench, spent[warm_ups:])  # [ranks, repeats, steps]
+    # [ranks, repeats, steps]
+    every = gather(bench, spent[warm_ups:])
     measured = {}
     if len(steps) == 2:
         slowest = every.amax(0)  # [repeats, steps]
         measured["forward_ms"] = _median(slowest[:, 0])
         measured["backward_ms"] = _median(slowest[:, 1])
     total = every.sum(-1)  # [ranks, repeats]
-    measured["total_ms"] = _median(total.amax(0))
+    slowest_total = total.amax(0)
+    measured["total_ms"] = _median(slowest_total)
     if bench.world > 1:
         measured["per_rank_ms"] = [_median(of_rank) for of_rank in total]
     return measured
@@ -343,16 +345,6 @@ def peak_bytes(steps: Sequence[Step]) -> int:
         step()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
-
-
-def sent_by_rank(bench: Bench, cp: ContextParallel, steps: list[Step]) -> Tensor:
-    """1e6 bytes that each rank sends in each step, float64 [ranks, steps]."""
-    sent = []
-    for step in steps:
-        before = cp.bytes_sent
-        step()
-        sent.append((cp.bytes_sent - before) / 1e6)
-    return gather(bench, sent)
 
 
 # Numbers ------------------------------------------------------------------------------------------
@@ -378,10 +370,6 @@ def visited_share(call: Attention, leaves: list[Tensor]) -> float:
     with recording() as seen, torch.no_grad():
         call(*leaves)
     return seen.density().mean().item()
-
-
-def causal_pairs(seq_len: int) -> float:
-    return seq_len * (seq_len + 1) / 2
 
 
 def rates(shape: Shape, measured: dict, pairs: float, ranks: int = 1) -> dict:

@@ -121,7 +121,8 @@ class StepTimes(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
-        self.seconds.append(time.perf_counter() - self._began)
+        seconds = time.perf_counter() - self._began
+        self.seconds.append(seconds)
 
 
 def main(words: list[str]) -> int:
@@ -160,7 +161,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--layout", default="balanced", help="of packed documents")
     add("--block-size", type=positive, default=128)
     add("--out", default="", help="JSON file, written anew after each row")
-    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.set_defaults(device=device)
     return parser.parse_args(words)
 
 
@@ -174,8 +176,6 @@ def measure(shape: str, tokens: int, pattern: Pattern | None, args: argparse.Nam
     seconds = statistics.median(timed)
     found = {
         "step_ms": 1e3 * seconds,
-        "step_ms_least": 1e3 * min(timed),
-        "step_ms_most": 1e3 * max(timed),
         "tokens_per_second": tokens / seconds,
         "peak_bytes": peak_bytes(args.device),
         "loss": trained.training_loss,
@@ -242,7 +242,8 @@ def make_trainer(
 def texts(vocab_size: int, tokens: int, args: argparse.Namespace) -> list[dict]:
     """Random tokens for all steps, with --packed in documents."""
     size = (args.steps + 1, tokens)
-    drawn = torch.randint(vocab_size, size, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(vocab_size, size, generator=generator)
     if not args.packed:
         return [{"input_ids": text, "labels": text} for text in drawn]
     lengths = ragged_lengths(tokens, seed=0)
@@ -250,7 +251,8 @@ def texts(vocab_size: int, tokens: int, args: argparse.Namespace) -> list[dict]:
     found = []
     for text in drawn:
         labels = text.masked_fill(position == 0, -100)
-        found.append({"input_ids": text, "labels": labels, "position_ids": position})
+        sample = {"input_ids": text, "labels": labels, "position_ids": position}
+        found.append(sample)
     return found
 
 
@@ -276,8 +278,10 @@ def build_model(
 def what_was_kept(trainer: Trainer, text: dict[str, torch.Tensor]) -> dict:
     """Density of our attention in one more step, and without context parallelism its recall."""
     packed = "position_ids" in text
-    with recording(recall_rows=0 if packed else RECALL_ROWS) as seen:
-        trainer.training_step(trainer.model_wrapped, trainer._prepare_inputs(text))
+    recall_rows = 0 if packed else RECALL_ROWS
+    inputs = trainer._prepare_inputs(text)
+    with recording(recall_rows=recall_rows) as seen:
+        trainer.training_step(trainer.model_wrapped, inputs)
     found = {"density": seen.density().mean().item()}
     if not packed:
         found["recall"] = torch.stack(seen.recall).mean().item()

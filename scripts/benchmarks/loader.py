@@ -3,8 +3,7 @@
     python -m scripts.benchmarks.loader --data.source PREPARED --training.seq_len 524288 \\
         [--seconds 10]
 
-Other options are those of train.py. One process loads all sequences. It is compared with a node of
-eight H200 at 13,000 tokens a second each, in 512K sequences.
+Other options are those of train.py. One process loads all sequences.
 """
 
 import sys
@@ -14,8 +13,6 @@ from scripts.benchmarks.options import parser_of
 from titan_sparse.config import Config, ConfigError, Flags, load_and_check, padding_multiple
 from titan_sparse.config.reading import require
 from titan_sparse.data import build_loader
-
-NODE_TOKENS_PER_SECOND = 8 * 13_000
 
 
 def tokens_per_second(config: Config, seconds: float) -> float:
@@ -56,8 +53,7 @@ def main(words: list[str]) -> int:
         return 2
     print(
         f"{config.data.source}, {config.data.sequences}, "
-        f"{config.training.seq_len:,} tokens a sequence: {rate / 1e6:.1f} million tokens a second, "
-        f"{rate / NODE_TOKENS_PER_SECOND:.0f} times what a node of eight H200 trains on"
+        f"{config.training.seq_len:,} tokens a sequence: {rate / 1e6:.1f} million tokens a second"
     )
     return 0
 

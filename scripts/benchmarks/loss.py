@@ -74,9 +74,11 @@ def one_loss(bench: Bench, loss: Loss, small: Inputs, inputs: Inputs) -> dict:
 
     steps = training_call(mean_loss, [hidden, weight, None])
     spent = timed(bench, steps)
-    found["ms"] = round(spent["forward_ms"] + spent["backward_ms"], 3)
+    ms = spent["forward_ms"] + spent["backward_ms"]
+    found["ms"] = round(ms, 3)
     found["peak_bytes"] = peak_bytes(steps) if bench.on_gpu else None
-    found["tflops"] = round(6 * hidden.numel() * len(weight) / found["ms"] / 1e9, 1)
+    flops = 6 * hidden.numel() * len(weight)
+    found["tflops"] = round(flops / ms / 1e9, 1)
     found["gradient_bytes"] = hidden.nbytes + weight.nbytes
     return found
 

@@ -1,7 +1,6 @@
 """All measurements of long sequences over several GPUs, by one command, for all GPUs there are.
 
     python -m scripts.benchmarks.many_gpus --out many --seconds 570
-    python -m scripts.benchmarks.many_gpus --out many --list
 
 1  attention scaling on 1, 2, 4 and 8 GPUs (the goal on 4 is 0.88 of one GPU's speed, on 8 0.85),
    beside torch's context_parallel; a ring and a double ring over two simulated nodes
@@ -195,16 +194,13 @@ def main(words: list[str]) -> int:
     args = parse(words)
     gpus = args.gpus or torch.cuda.device_count()
     if not gpus:
-        print("there is no GPU here; write --gpus 8 --list to see the runs", file=sys.stderr)
+        print("there is no GPU here; start it where there are 2 or more", file=sys.stderr)
         return 2
-    asked = [run for run in runs(gpus) if run.part in args.parts]
-    if args.only:
-        asked = [run for run in asked if run.name.startswith(tuple(args.only))]
-    if args.list:
-        for run in asked:
-            seconds = f"{run.seconds:8.0f} s" if run.ranks <= gpus else "   no GPUs"
-            print(f"part {run.part} {run.name:<44} {run.ranks} GPUs {seconds}")
-        return 0
+    names = tuple(args.only) if args.only else ("",)
+    asked = []
+    for run in runs(gpus):
+        if run.part in args.parts and run.name.startswith(names):
+            asked.append(run)
     out = Path(args.out)
     (out / "logs").mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + args.seconds if args.seconds else math.inf
@@ -225,7 +221,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--out", default="outputs/many_gpus", help="folder of the results")
     add("--parts", type=int, nargs="+", choices=range(1, 6), default=[1, 2, 3, 4, 5])
     add("--only", nargs="+", default=[], help="of these parts, runs whose names begin so")
-    add("--list", action="store_true", help="print the runs with their expected seconds, and stop")
     add("--seconds", type=float, help="for all runs together; default: as long as it takes")
     add("--gpus", type=positive, help="use fewer than there are")
     return parser.parse_args(words)

@@ -16,8 +16,8 @@ def parser_of(program: str, description: str | None) -> argparse.ArgumentParser:
 def head_set(text: str) -> tuple[int, int]:
     """Query heads and KV heads: "16:2" -> (16, 2)."""
     heads, _, kv_heads = text.partition(":")
-    numbers = heads.isdigit() and kv_heads.isdigit() and int(kv_heads) > 0
-    if not numbers or int(heads) % int(kv_heads):
+    are_numbers = heads.isdigit() and kv_heads.isdigit()
+    if not are_numbers or int(kv_heads) == 0 or int(heads) % int(kv_heads):
         raise argparse.ArgumentTypeError(
             f"{text}: write query heads:KV heads, a multiple and its divisor, as 16:2"
         )
@@ -37,6 +37,7 @@ def share(text: str) -> float:
 
 def positive(text: str) -> int:
     """A whole number above 0."""
-    if not text.isdigit() or int(text) < 1:
+    number = int(text) if text.isdigit() else 0
+    if number < 1:
         raise argparse.ArgumentTypeError(f"{text}: write a whole number, 1 or more")
-    return int(text)
+    return number

@@ -81,12 +81,12 @@ def realistic(shape: Shape) -> tuple[Tensor, Tensor]:
 
 def grid(args: argparse.Namespace) -> Iterator[tuple[str, float, Pattern]]:
     """(name, value of the knob, pattern)."""
-    recalls = {"joint": args.joint_recalls, "independent": args.independent_recalls}
-    for budget, of_budget in recalls.items():
-        options = PUBLISHED if budget == "independent" else {}
-        for recall in of_budget:
-            pattern = VerticalSlash(recall=recall, max_verticals=args.max_verticals, **options)
-            yield f"vertical_slash, {budget}", recall, pattern
+    most = args.max_verticals
+    for recall in args.joint_recalls:
+        yield "vertical_slash, joint", recall, VerticalSlash(recall=recall, max_verticals=most)
+    for recall in args.independent_recalls:
+        pattern = VerticalSlash(recall=recall, max_verticals=most, **PUBLISHED)
+        yield "vertical_slash, independent", recall, pattern
     for threshold in args.thresholds:
         yield "xattention", threshold, XAttention(threshold=threshold)
     for top_k in args.top_ks:
@@ -110,17 +110,19 @@ def _pattern(bench: Bench, shape: Shape, pattern: Pattern, tensors: list[Tensor]
     measured = timed(bench, training_call(call, tensors))
     with torch.no_grad(), recording(recall_rows=bench.args.recall_rows) as seen:
         call(*qkv)
+    density = seen.density().mean()
     kept = {
-        "density": seen.density().mean(),
+        "density": density,
         "recall": seen.recall[0].mean(),
         "recall_of_worst_head": seen.recall[0].amin(),
     }
     if seen.capped:  # of patterns with caps
         kept["capped"] = seen.capped[0].mean()
+    step_ms = selection_ms + measured["total_ms"]
     return {
         "selection_ms": selection_ms,
         **measured,
-        "step_ms": rounded(selection_ms + measured["total_ms"]),
+        "step_ms": rounded(step_ms),
         **{name: rounded(value.item()) for name, value in kept.items()},
         "backend": chosen_backend(bench.args.backend, shape, dynamic=True),
     }

@@ -3,16 +3,13 @@
     python -m scripts.benchmarks.plots benchmarks/results/A.json ... --out attention.png
 
 Time against length and against density; dense attention is dashed. Times are forward + backward,
-without the selection. Also prints up to which density sparse pays at each length: with the
-selection, against FlashAttention-4, or cuDNN where that was not timed.
+without the selection.
 """
 
 import argparse
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
 from pathlib import Path
 
 from scripts.benchmarks.options import parser_of
@@ -49,43 +46,16 @@ def attention_rows(results: list[dict]) -> list[dict]:
     rows = {}
     for result in results:
         for row in result["rows"]:
-            if "target_density" in row and "error" not in row:
-                row["head_set"] = f"{row['heads']}:{row['kv_heads']}/{row['head_dim']}"
-                row["total_ms"] = row["forward_ms"] + row["backward_ms"]
-                size = (row["head_set"], row["block_size"], row["seq_len"])
-                rows[row["name"], size, row["target_density"]] = row
+            if "target_density" not in row or "error" in row:
+                continue
+            row["head_set"] = f"{row['heads']}:{row['kv_heads']}/{row['head_dim']}"
+            row["total_ms"] = row["forward_ms"] + row["backward_ms"]
+            size = (row["head_set"], row["block_size"], row["seq_len"])
+            case = (row["name"], size, row["target_density"])
+            rows[case] = row
     if not rows:
         sys.exit("no file has rows of python -m scripts.benchmarks.attention sparse")
     return list(rows.values())
-
-
-def break_even(dense: list[dict], sparse: list[dict]) -> Iterator[str]:
-    """For each backend and length, up to which density sparse pays. Rows of one head set."""
-    limits = {}
-    for peer in ("cudnn", "flash-attn-4"):
-        limits |= {row["seq_len"]: row["total_ms"] for row in dense if row["name"] == peer}
-    points = defaultdict(list)
-    for row in sparse:
-        cost = row["total_ms"] + row["selection_ms"]
-        points[row["name"], row["seq_len"]].append((row["density"], cost))
-    for (backend, seq_len), measured in sorted(points.items()):
-        if seq_len in limits:
-            found = first_reaching(measured, limits[seq_len])
-            yield f"{backend}: at {seq_len:,} tokens sparse pays up to a density of {found}"
-
-
-def first_reaching(points: Iterable[tuple[float, float]], level: float) -> str:
-    """The smallest x where y, linear between the (x, y) points, rises to `level`.
-
-    Nothing is extrapolated: "above" the largest x, or "below" the smallest.
-    """
-    points = sorted(points)
-    if points[0][1] >= level:
-        return f"below {points[0][0]:.1%}"
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if y1 >= level:
-            return f"{x0 + (x1 - x0) * (level - y0) / (y1 - y0):.1%}"
-    return f"above {points[-1][0]:.1%}"
 
 
 def lines(rows: list[dict], x: str) -> dict[str, list[tuple[float, float]]]:
@@ -103,8 +73,6 @@ def draw_attention(rows: list[dict], args: argparse.Namespace) -> None:
     rows = [row for row in rows if row["head_set"] == heads]
     dense = [row for row in rows if row["target_density"] is None]
     sparse = [row for row in rows if row["target_density"] is not None]
-    for line in break_even(dense, sparse):
-        print(line)
     of_density = [row for row in sparse if row["target_density"] == args.density]
     if not of_density:
         sys.exit(f"no row of heads {heads} has --density {args.density}")

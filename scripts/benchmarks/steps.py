@@ -82,8 +82,10 @@ def command_of(start: dict) -> str:
     # Without the interpreter and its own options: python -u train.py, python -m titan_sparse.train.
     for place, word in enumerate(words):
         if word == "-m" or word.endswith(".py"):
-            program = [os.path.basename(word), *words[place + 1 :]]
-            return shlex.join(["torchrun", "--nproc-per-node", str(start["world_size"]), *program])
+            ranks = str(start["world_size"])
+            options = words[place + 1 :]
+            program = [os.path.basename(word), *options]
+            return shlex.join(["torchrun", "--nproc-per-node", ranks, *program])
     return "unknown: the run was no program of its own"
 
 

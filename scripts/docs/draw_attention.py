@@ -102,7 +102,8 @@ def picture(mask: Mask, index: BlockIndex, layout: str, ranks: int, title: str, 
     work = count_visits(index, ranges, table).total()[0, 0]
     figure = Figure(figsize=(19, 5.4), layout="constrained")
     panels = figure.subplots(1, 4, width_ratios=(1, 1, 1, 0.7))
-    seen = mask.dense(index.seq_len)[0]  # [S, S]
+    # [S, S] each
+    seen = mask.dense(index.seq_len)[0]
     computed = index.dense(mask)[0, 0]
     _draw_pairs(panels[0], seen, index.block_size, f"1. Mask: a query may see\n{_share(seen)}")
     _draw_pairs(
@@ -117,10 +118,12 @@ def picture(mask: Mask, index: BlockIndex, layout: str, ranks: int, title: str, 
         index.block_size,
         f"3. Layout {layout}: color shows the rank\nthat owns the block of queries",
     )
-    colors = [colormaps["tab10"](rank % 10) for rank in range(ranks)]
+    palette = colormaps["tab10"]
+    colors = [palette(rank % 10) for rank in range(ranks)]
     panels[3].bar(range(ranks), work.tolist(), color=colors)
     panels[3].set_xticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
-    imbalance = work.max() / work.double().mean().clamp(min=1)
+    mean = work.double().mean().clamp(min=1)
+    imbalance = work.max() / mean
     panels[3].set_title(f"4. Work: pairs of each rank\nbusiest / mean = {imbalance:.2f}")
     figure.suptitle(title, fontsize=12)
     _write(figure, out)

@@ -46,7 +46,8 @@ def with_tables(text: str) -> str:
         begin, name, _, end = match.groups()
         if name not in TABLES:
             raise ValueError(f"there is no table {name}. Write one of {', '.join(TABLES)}")
-        return begin + "\n".join(TABLES[name]()) + "\n" + end
+        content = "\n".join(TABLES[name]())
+        return begin + content + "\n" + end
 
     return _TABLE.sub(table, text)
 
@@ -69,11 +70,6 @@ def lines(heads: str, rows: Iterable[list[str]]) -> list[str]:
     names = [head.strip() for head in heads.split("|")]
     table = ["| " + " | ".join(cells) + " |" for cells in [names, *rows]]
     return [table[0], "|---" * len(names) + "|", *table[1:]]
-
-
-def ms(found: dict, digits: int) -> str:
-    """Milliseconds of the forward and the backward."""
-    return f"{found['forward_ms']:,.{digits}f} + {found['backward_ms']:,.{digits}f}"
 
 
 # README -------------------------------------------------------------------------------------------
@@ -123,16 +119,18 @@ def attention_by_length() -> list[str]:
 
 def scaling() -> list[str]:
     """Of attention over four GPUs."""
+    labels = {"alone": "one GPU alone", "double_ring": "double_ring, 2 x 2"}
     rows = []
     for backend, file in (("triton", ""), ("flex", "_flex")):
         for schedule in ("alone", "all_gather", "ring", "double_ring"):
-            if (backend, schedule) == ("flex", "double_ring"):
+            if backend == "flex" and schedule == "double_ring":
                 continue
             found = row(f"context_parallel{file}_4xh200", case="scaling", schedule=schedule)
-            label = {"alone": "one GPU alone", "double_ring": "double_ring, 2 x 2"}
+            label = labels.get(schedule, schedule)
             rate = f"{found['visited_tflops']:.0f}"
             of_one = f"{found.get('of_alone', 1):.3f}"
-            rows.append([backend, label.get(schedule, schedule), ms(found, 1), rate, of_one])
+            times = f"{found['forward_ms']:,.1f} + {found['backward_ms']:,.1f}"
+            rows.append([backend, label, times, rate, of_one])
     return lines("backend | schedule | fwd + bwd | TFLOP/s per GPU | of one GPU", rows)
 
 
@@ -238,30 +236,32 @@ def study() -> list[str]:
         as_trained = _evaluated(file, name, run["method"])
         as_dense = _evaluated(file, name, "dense")
         kept = as_trained["attention"] if name != "dense" else {"density": 1}
-        recall = f"{kept['recall']:.2f}" if kept.get("recall") and name != "window" else ""
+        recall = ""
+        if kept.get("recall") and name != "window":
+            recall = f"{kept['recall']:.2f}"
         cells = [label, f"{100 * kept['density']:.1f} %", recall]
         cells.append(f"{run['tokens_per_second']:,.0f}")
         base = _held_out(_evaluated(file, "dense", "dense"))
         cells += [f"{_held_out(each) - base:.3f}" for each in (as_trained, as_dense)]
-        cells += [_needles(each) for each in (as_trained, as_dense)]
+        for each in (as_trained, as_dense):
+            short = each["scores"]["needle forced, 8192"]
+            long = each["scores"]["needle forced, 65536"]
+            cells.append(f"{short:.0f} / {long:.0f} %")
         rows.append(cells)
     heads = "trained with | density | recall | tokens/s | loss above dense | read densely"
     return lines(f"{heads} | needles, 8K / 64K | read densely", rows)
 
 
 def _evaluated(file: str, name: str, mode: str) -> dict:
-    return next(
-        one for one in result(file)["evaluations"] if (one["weights"], one["mode"]) == (name, mode)
-    )
+    for one in result(file)["evaluations"]:
+        if one["weights"] == name and one["mode"] == mode:
+            return one
+    raise LookupError(f"{file} has no evaluation of {name} by {mode}")
 
 
 def _held_out(evaluated: dict) -> float:
-    return mean(evaluated["scores"][f"loss, {kind}"] for kind in ("code", "prose", "mixed"))
-
-
-def _needles(evaluated: dict) -> str:
     scores = evaluated["scores"]
-    return f"{scores['needle forced, 8192']:.0f} / {scores['needle forced, 65536']:.0f} %"
+    return mean(scores[f"loss, {kind}"] for kind in ("code", "prose", "mixed"))
 
 
 TABLES = {

@@ -4,15 +4,13 @@
         hours on one GPU; --short: 15 minutes; --toy: a minute on a CPU
     python -m scripts.study --out outputs/study --equal-time
         each method trains for the same seconds instead of the same steps
-    python -m scripts.study --out outputs/study --list
-        the parts, ordered by worth
-    python -m scripts.study --out outputs/study --part 0 --model FOLDER
+    python -m scripts.study --out outputs/study --parts text --model FOLDER
         the text alone: needs a network, and no GPU. OUT/text can be carried to another machine
-    python -m scripts.study --out outputs/study --part 3 --minutes 9
-        one part, as much of it as fits into nine minutes
+    python -m scripts.study --out outputs/study --parts dense,default --minutes 9
+        two runs with their evaluations, as much of them as fits into nine minutes
 
 SmolLM2-135M-Instruct (scripts.study.real_model makes its folder) is extended with YaRN on long
-documents, code, prose and both, by each method: same weights, data and order. Parts from 1 on can
+documents, code, prose and both, by each method: same weights, data and order. Parts but the text can
 run at the same time, each on a GPU of its own by CUDA_VISIBLE_DEVICES. What is there already is not
 done again, and a run that was stopped goes on. OUT/report has the results of all that is done.
 Status 0: all parts that were asked for are done. Status 3: stopped before the end, and the same
@@ -36,7 +34,6 @@ from scripts.study.settings import (
     Study,
     at_equal_time,
     evaluations,
-    parts,
     runs,
 )
 from titan_sparse.config.reading import Refusal, require
@@ -47,10 +44,6 @@ MORE_TO_DO = 3
 
 def main(words: list[str]) -> int:
     args, size = parse(words)
-    if args.list:
-        for number, name in enumerate(parts(size)):
-            print(f"{number:>4} {name}")
-        return 0
     folder = Path(args.out)
     study = Study(size, folder, Path(args.model) if args.model else folder / "model")
     deadline = time.monotonic() + 60 * args.minutes
@@ -93,27 +86,19 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Size]:
     ):
         add(f"--{name}", dest="size", action="store_const", const=name, default="full", help=text)
     add("--equal-time", action="store_true", help="as many steps as fit into the dense ones' time")
-    add("--part", type=int, help="do this part only; --list names them")
-    add("--runs", default="", help="of the extensions only these, with commas between")
+    add("--parts", default="", help="only these, with commas between: text, start, names of runs")
     text = "stop after that many: the step ends and is saved; what would not get far is not begun"
     add("--minutes", type=float, default=math.inf, help=text)
-    add("--list", action="store_true", help="print the parts and stop")
     args = parser.parse_args(words)
     size = at_equal_time(SIZES[args.size]) if args.equal_time else SIZES[args.size]
     least = size.reserve_seconds / 30
     if not args.minutes > least:
         parser.error(f"--minutes {args.minutes:g} is too little; write more than {least:g}")
-    names = parts(size)
-    known = list(runs(size))
-    chosen = args.runs.split(",") if args.runs else known
-    if not set(chosen) <= set(known):
-        parser.error(f"--runs {args.runs}: write some of {','.join(known)}")
-    if args.part is not None and args.part not in range(len(names)):
-        parser.error(f"--part {args.part}: write 0 to {len(names) - 1}")
-    asked = names if args.part is None else [names[args.part]]
-    args.parts = [name for name in asked if name not in known or name in chosen]
-    if not args.parts:
-        parser.error(f"--part {args.part} is {asked[0]}, which --runs leaves out")
+    names = ["text", START, *runs(size)]
+    args.parts = args.parts.split(",") if args.parts else names
+    unknown = set(args.parts) - set(names)
+    if unknown:
+        parser.error(f"--parts {min(unknown)} is unknown; write some of {','.join(names)}")
     return args, size
 
 
@@ -140,7 +125,7 @@ def do_part(study: Study, name: str, deadline: float) -> None:
         return
     require(
         (study.text / "text.json").is_file(),
-        f"{name} needs part 0 in {study.folder}; leave --part out, or write --part 0 first",
+        f"{name} needs the part text in {study.folder}; leave --parts out, or write --parts text first",
     )
     from scripts.study.work import evaluate, train
 

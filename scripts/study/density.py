@@ -60,7 +60,11 @@ class Spec(NamedTuple):
 
     def patterns(self) -> list[Pattern]:
         """At each value of its knob."""
-        return [self.kind(**self.fixed, **{self.knob: value}) for value in self.values]
+        found = []
+        for value in self.values:
+            options = self.fixed | {self.knob: value}
+            found.append(self.kind(**options))
+        return found
 
 
 _JOINT: dict[str, Any] = {"budget": "joint", "sinks": 4, "count_sinks": True}
@@ -170,10 +174,11 @@ def measure_text(
     for row, pattern in zip(measured["rows"], patterns, strict=True):
         row["in_all_layers"] = found = quality(model, tokens, needles, pattern)
         found["above_dense"] = round(found["loss"] - dense["loss"], 5)
+    digest = hashlib.sha256(text.content.encode())
     return {
         "kind": text.kind,
         "source": text.source,
-        "sha256": hashlib.sha256(text.content.encode()).hexdigest(),
+        "sha256": digest.hexdigest(),
         "tokens": length,
         "yarn_factor": max(1.0, length / model.config.max_positions),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -203,20 +208,17 @@ def measure(q: Tensor, k: Tensor, specs: list[Spec]) -> dict[str, Any]:
     for layer, (layer_q, layer_k) in enumerate(zip(q, k)):
         mass = attention_mass(layer_q, layer_k)
         for points, (pattern, index) in zip(of_rows, chosen, strict=True):
-            recall, density = kept(_of_layer(pattern, index, layer), mass)
+            tensors = [tensor[layer : layer + 1] for tensor in index.tensors()]
+            of_layer = pattern.index(tensors, mask, 1, index.heads, BLOCK)
+            recall, density = kept(of_layer, mass)
             points.append((recall.mean().item(), density.mean().item()))
         curves = [oracle(layer_q, layer_k, mass, at) for oracle in ORACLES.values()]
         for points, point in zip(of_best, itertools.chain(*curves), strict=True):
             points.append(point)
-    for row, points in zip([*rows, *best], [*of_rows, *of_best], strict=True):
+    measured = [*of_rows, *of_best]
+    for row, points in zip([*rows, *best], measured, strict=True):
         row |= _means(torch.tensor(points, dtype=torch.float64))
     return {"rows": rows, "oracles": best}
-
-
-def _of_layer(pattern: Pattern, index: BlockIndex, layer: int) -> BlockIndex:
-    tensors = [tensor[layer : layer + 1] for tensor in index.tensors()]
-    mask = causal_mask(index.seq_len, index.verticals.device)
-    return pattern.index(tensors, mask, 1, index.heads, BLOCK)
 
 
 def _means(points: Tensor) -> dict[str, Any]:

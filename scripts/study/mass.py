@@ -126,9 +126,11 @@ def _chosen(index: BlockIndex) -> tuple[Tensor, Tensor]:
         return _keys_of_blocks(index), pairs_by_key(index.seq_len, position.device)
     # Whole blocks.
     block_begin = position[::BLOCK]
-    chosen = chosen_keys(chunks, block_begin.view(1, 1, -1))[0]
+    begin = block_begin.view(1, 1, -1)
+    chosen = chosen_keys(chunks, begin)[0]
     # Keys of each block that each query sees.
-    pairs = (position[:, None] + 1 - block_begin).clamp(0, BLOCK).float()
+    stop = position[:, None] + 1
+    pairs = (stop - block_begin).clamp(0, BLOCK).float()
     return chosen, pairs
 
 

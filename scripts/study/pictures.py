@@ -1,9 +1,8 @@
-"""Pictures of the study's results, and of density against recall; needs pip install -e ".[eval]".
+"""A picture of density against recall, and of the loss; needs pip install -e ".[eval]".
 
     python -m scripts.study.pictures RESULT... --out docs/pictures/density_recall.png
 
-draws results of scripts.study.density, or the equal-time results of scripts.study: held-out loss
-against seconds of training. Of density, for each kind of text: density against recall, and below it
+draws results of scripts.study.density. For each kind of text: density against recall, and below it
 the loss with the pattern in all layers, less that of dense attention, against density. A point is
 one setting, the mean over layers and texts.
 """
@@ -18,10 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
 from scripts.benchmarks.options import parser_of, positive
-from scripts.study.settings import DENSE, FULL, SPARSE, START, methods
 
-COLORS = {name: f"C{number % 10}" for number, name in enumerate([START, *methods(FULL)])}
-"""The same in all pictures of a study."""
 PATTERNS = (
     "joint, behind sinks, both",
     "independent",
@@ -42,10 +38,6 @@ def main(words: list[str]) -> int:
     parser.add_argument("--patterns", nargs="+", metavar="NAME")
     args = parser.parse_args(words)
     results = [json.loads(path.read_text(encoding="utf-8")) for path in args.results]
-    if all("runs" in result for result in results):
-        equal_time_figure(results, args.patterns or [DENSE, SPARSE]).savefig(args.out, dpi=120)
-        print(f"wrote {args.out}")
-        return 0
     texts = []
     for result in results:
         texts += [text for text in result["texts"].values() if text["tokens"] == args.length]
@@ -61,29 +53,6 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def equal_time_figure(results: list[dict[str, Any]], methods: list[str]) -> Figure:
-    """A panel for each study: held-out loss, mean over kinds of text and seeds, in the attention
-    that is trained with."""
-    figure = Figure(figsize=(5 * len(results), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(results), squeeze=False)[0]
-    for axes, found in zip(panels, results, strict=True):
-        for method in methods:
-            runs = [run for run in found["runs"].values() if run["method"] == method]
-            curves = []
-            for run in runs:
-                losses = [np.mean(list(point["loss"].values())) for point in run["held_out"]]
-                seconds = [run["step_seconds"] * point["step"] for point in run["held_out"]]
-                curves.append(list(zip(seconds, losses)))
-            if curves:
-                label = "dense attention" if method == DENSE else f"titan_sparse, {method}"
-                axes.plot(*_mean_curve(curves), marker=".", label=label, color=COLORS[method])
-        axes.set(title=f"{max(found['lengths']):,} tokens", xlabel="seconds of training on one GPU")
-        axes.set(ylabel="held-out loss, nats a token")
-        axes.grid(alpha=0.3)
-        axes.legend()
-    return figure
-
-
 def density_figure(texts: list[dict[str, Any]], patterns: list[str]) -> Figure:
     """texts: values of "texts" in a result."""
     kinds = list(dict.fromkeys(text["kind"] for text in texts))
@@ -92,11 +61,13 @@ def density_figure(texts: list[dict[str, Any]], patterns: list[str]) -> Figure:
     for (above, below), kind in zip(panels.T, kinds):
         of_kind = [text for text in texts if text["kind"] == kind]
         for name, color in ORACLES.items():
-            above.plot(*curve(of_kind, name), color=color, linestyle="--", label=name)
+            above.plot(
+                *curve(of_kind, name, "recall", "density"), color=color, linestyle="--", label=name
+            )
         for number, name in enumerate(patterns):
             style = {"color": f"C{number}", "marker": "."}
-            above.plot(*curve(of_kind, name), label=name, **style)
-            below.plot(*loss_curve(of_kind, name), **style)
+            above.plot(*curve(of_kind, name, "recall", "density"), label=name, **style)
+            below.plot(*curve(of_kind, name, "density", "above_dense"), **style)
         above.set(title=kind, xlabel="recall, mean of all rows", xlim=(0.7, 1.0))
         above.set(yscale="log", ylim=(0.005, 1.0), yticks=DENSITIES)
         below.axhline(0.0, color="black", linewidth=1.0)
@@ -111,26 +82,17 @@ def density_figure(texts: list[dict[str, Any]], patterns: list[str]) -> Figure:
     return figure
 
 
-def curve(texts: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    """Recalls and densities of a pattern or best choice, ascending: means over the texts."""
+def curve(
+    texts: list[dict[str, Any]], name: str, x: str, y: str
+) -> tuple[list[float], list[float]]:
+    """Two measures of a pattern or best choice, ascending by the first: means over the texts."""
     curves = []
     for text in texts:
         rows = [row for row in (*text["oracles"], *text["rows"]) if row["name"] == name]
-        curves.append([(row["recall"], row["density"]) for row in rows])
-    return _mean_curve(curves)
-
-
-def loss_curve(texts: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    """Densities of a pattern in all layers, ascending, and losses above dense, as in curve()."""
-    curves = []
-    for text in texts:
-        found = [row["in_all_layers"] for row in text["rows"] if row["name"] == name]
-        curves.append([(quality["density"], quality["above_dense"]) for quality in found])
-    return _mean_curve(curves)
-
-
-def _mean_curve(curves: list[list[tuple[float, float]]]) -> tuple[list[float], list[float]]:
-    """The mean point of each setting, by ascending x. All curves have the same settings."""
+        if y == "above_dense":
+            rows = [row["in_all_layers"] for row in rows]
+        curves.append([(row[x], row[y]) for row in rows])
+    # The mean point of each setting, by ascending x. All texts have the same settings.
     points = [np.mean(of_setting, axis=0).tolist() for of_setting in zip(*curves, strict=True)]
     points.sort()
     return [x for x, _ in points], [y for _, y in points]

@@ -141,7 +141,8 @@ def quality(
         _, dense = _attend_by(Dense(), q, k, v, model.dtype)
         # Both normalizers sum exp(scores), one of them over what was selected.
         recall = (found.lse - dense.lse).double().exp().mean()
-        kept.append(torch.stack([density(found.index).mean(), recall]))
+        density_of_layer = density(found.index).mean()
+        kept.append(torch.stack([density_of_layer, recall]))
         return out
 
     def attend_alone(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
@@ -158,7 +159,8 @@ def quality(
     if needles is not None:
         losses, predicted = model.run(*needles, attend_alone, answer_scores)
         answers = needles.labels[needles.labels != IGNORED_LABEL]
-        measured["needles"] = (predicted.cpu() == answers).double().mean().item()
+        is_right = predicted.cpu() == answers
+        measured["needles"] = is_right.double().mean().item()
         measured["needle_loss"] = losses.mean().item()
     return {name: round(value, 5) for name, value in measured.items()}
 

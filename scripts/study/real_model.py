@@ -140,12 +140,16 @@ def check(folder: Path) -> str:
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     # [1, S, V]
     want = reference(tokens[:, :-1]).logits
-    got = load_decoder(folder, dense_attention)(tokens[:, :-1], positions_of(tokens)[:, :-1], None)
-    error = (got - want).abs().max().item()
-    losses = [F.cross_entropy(logits[0], tokens[0, 1:]).item() for logits in (got, want)]
+    decoder = load_decoder(folder, dense_attention)
+    got = decoder(tokens[:, :-1], positions_of(tokens)[:, :-1], None)
+    difference = got - want
+    error = difference.abs().max().item()
+    labels = tokens[0, 1:]
+    our_loss = F.cross_entropy(got[0], labels).item()
+    their_loss = F.cross_entropy(want[0], labels).item()
     text = (
-        f"{_CHECKED_TOKENS} tokens of argparse.py: cross entropy {losses[0]:.6f}, "
-        f"of transformers {losses[1]:.6f}; largest difference of logits {error:.1e}"
+        f"{_CHECKED_TOKENS} tokens of argparse.py: cross entropy {our_loss:.6f}, "
+        f"of transformers {their_loss:.6f}; largest difference of logits {error:.1e}"
     )
     if not error <= LARGEST_ERROR:
         raise Refusal(f"{folder} is read differently by us and by transformers: {text}")
@@ -167,7 +171,8 @@ def positions_of(tokens: Tensor) -> Tensor:
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
     """As Decoder wants it, causal."""
-    group = q.shape[1] // k.shape[1]
+    heads = q.shape[1]
+    group = heads // k.shape[1]
     # Repeated, since SDPA in fp32 on a GPU takes groups of heads by its slowest way only.
     k = k.repeat_interleave(group, dim=1)
     v = v.repeat_interleave(group, dim=1)

@@ -75,9 +75,10 @@ def run_results(study: Study, run: Run) -> dict[str, Any]:
     chooses = run.method not in (DENSE, "window")
     recall = {line["step"]: line["recall"] for line in lines if chooses and "recall" in line}
     step_seconds = study.step_seconds(run.method)
-    path = study.held_out(run.name)
-    points = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    text = _read_json(study.text / "text.json")["train"]["tokens"]
+    text = _read_json(study.text / "text.json")
+    times_read = lines[-1]["tokens_seen"] / text["train"]["tokens"]
+    last_tenth = loss[-max(1, len(loss) // 10) :]
+    mean_recall = fmean(recall.values()) if recall else None
     return {
         "method": run.method,
         "seed": run.seed,
@@ -87,14 +88,12 @@ def run_results(study: Study, run: Run) -> dict[str, Any]:
         "recall": recall,
         "seconds": [step_seconds * line["step"] for line in lines],
         "step_seconds": step_seconds,
-        "times_read": lines[-1]["tokens_seen"] / text,
-        "final_loss": fmean(loss[-max(1, len(loss) // 10) :]),
+        "times_read": times_read,
+        "final_loss": fmean(last_tenth),
         "mean_density": fmean(density),
-        "mean_recall": fmean(recall.values()) if recall else None,
+        "mean_recall": mean_recall,
         "tokens_per_second": study.size.context / step_seconds,
         "peak_gib": lines[-1]["memory_gib"],
-        # Of a step that was repeated after a stop the last.
-        "held_out": list({point["step"]: point for point in map(json.loads, points)}.values()),
     }
 
 
@@ -129,11 +128,12 @@ def _attention(study: Study, mode: str, kinds: dict[str, Any]) -> dict[str, floa
     """Density and recall, means over kinds of text. Recall only where keys are chosen."""
     if not kinds:
         return {"density": None, "recall": None}
-    mean = {name: fmean(kind[name] for kind in kinds.values()) for name in ("density", "recall")}
-    return {
-        "density": causal_share(study.size, mode) * mean["density"],
-        "recall": None if mode in (DENSE, "window") else mean["recall"],
-    }
+    recall = None
+    if mode not in (DENSE, "window"):
+        recall = fmean(kind["recall"] for kind in kinds.values())
+    density = fmean(kind["density"] for kind in kinds.values())
+    density *= causal_share(study.size, mode)
+    return {"density": density, "recall": recall}
 
 
 def scores_of(answers: dict[str, Any]) -> dict[str, float]:
@@ -203,7 +203,7 @@ def is_noise(values: list[float]) -> bool | None:
 
 def tables(found: dict[str, Any]) -> str:
     """All tables of a results.json, in markdown."""
-    parts = (comparison_table(found), training_table(found), evaluation_table(found))
+    parts = [comparison_table(found), training_table(found)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -215,7 +215,10 @@ def comparison_table(found: dict[str, Any]) -> str:
         if one["measure"] in COMPARED:
             cells = rows.setdefault((one["method"], one["mode"]), dict.fromkeys(columns, ""))
             column = f"{COMPARED[one['measure']]} against {one['against']}"
-            cells[column] = _tested(one["worse"], one["is_noise"])
+            cells[column] = f"{fmean(one['worse']):.4g}"
+            if one["is_noise"] is not None:
+                word = "noise" if one["is_noise"] else "sure"
+                cells[column] += f" ± {stdev(one['worse']):.2g}, {word}"
     caption = (
         f"Differences to {DENSE} weights read densely, and to {SPARSE} weights read by {SPARSE}: "
         "held-out loss, and points of needles lost at all lengths. Negative is better. Mean and "
@@ -224,13 +227,6 @@ def comparison_table(found: dict[str, Any]) -> str:
     )
     lines = [[*names, *cells.values()] for names, cells in rows.items()]
     return _markdown(caption, ["trained", "read by", *columns], lines)
-
-
-def _tested(values: list[float], is_noise: bool | None) -> str:
-    mean = f"{fmean(values):.4g}"
-    if is_noise is None:
-        return mean
-    return f"{mean} ± {stdev(values):.2g}, {'noise' if is_noise else 'sure'}"
 
 
 def training_table(found: dict[str, Any]) -> str:
@@ -247,28 +243,6 @@ def training_table(found: dict[str, Any]) -> str:
         "and recall are means over all steps."
     )
     return _markdown(caption, [*columns, "tokens/s", "peak GiB"], rows)
-
-
-def evaluation_table(found: dict[str, Any]) -> str:
-    """A row for each pair of weights and attention. One column holds needles at all lengths."""
-    names = list(dict.fromkeys(name for row in found["evaluations"] for name in row["scores"]))
-    losses = [name for name in names if name.startswith("loss")]
-    rows = []
-    for row in found["evaluations"]:
-        scores = row["scores"]
-        cells = [row["weights"], row["mode"]]
-        cells += [_percent(row["attention"][name]) for name in ("density", "recall")]
-        cells += [f"{scores[name]:.4f}" if name in scores else "" for name in losses]
-        needles = [scores.get(f"needle forced, {length}") for length in found["lengths"]]
-        cells.append(" / ".join("-" if value is None else f"{value:.0f}" for value in needles))
-        rows.append(cells)
-    lengths = " / ".join(f"{length:,}" for length in found["lengths"])
-    caption = (
-        "Evaluation on held-out text. Needles: the share of the answer's tokens that are the most "
-        f"likely, in % at {lengths} tokens."
-    )
-    columns = ["trained", "read by", "density", "recall", *losses, "needles"]
-    return _markdown(caption, columns, rows)
 
 
 def _percent(share: float | None) -> str:

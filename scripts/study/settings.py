@@ -26,8 +26,7 @@ class Size:
     the prompts, so many needles at each length and depth. most_characters: of each installed
     package. has_sdists: False takes the text of installed packages alone. common: keys that all
     runs share. reserve_seconds: with less time left nothing is begun. equal_time: each method has
-    as many steps as fit into the seconds of `steps` dense steps, and its held-out loss is measured
-    `points` times on the way.
+    as many steps as fit into the seconds of `steps` dense steps.
     """
 
     name: str
@@ -50,7 +49,6 @@ class Size:
     common: dict[str, Any] = field(default_factory=dict)
     reserve_seconds: float = 60
     equal_time: bool = False
-    points: int = 6
 
     @property
     def title(self) -> str:
@@ -124,7 +122,7 @@ SIZES = {size.name: size for size in (FULL, SHORT, TOY)}
 def at_equal_time(size: Size) -> Size:
     """The study of this size that gives each method the same seconds."""
     timed = dataclasses.replace(size, equal_time=True, compile=size.name != "toy")
-    return dataclasses.replace(timed, steps=60, points=4) if size.name == "short" else timed
+    return dataclasses.replace(timed, steps=60) if size.name == "short" else timed
 
 
 START = "start"
@@ -148,12 +146,8 @@ class Study:
 
     @property
     def text(self) -> Path:
-        """What part 0 writes."""
+        """What the part text writes."""
         return self.folder / "text"
-
-    def held_out(self, run: str) -> Path:
-        """The held-out loss of a run at equal time, on the way."""
-        return self.folder / run / "held_out.jsonl"
 
     def seconds_file(self, method: str) -> Path:
         """The seconds of a step of the method that is not logged, in JSON."""
@@ -254,10 +248,6 @@ def evaluations(size: Size) -> dict[str, list[Evaluation]]:
     return found
 
 
-def parts(size: Size) -> list[str]:
-    return ["text", START, *runs(size)]
-
-
 def training_configuration(study: Study, run: Run, steps: int) -> Config:
     """The checked configuration of a run. Raises ConfigError."""
     keys = _common(study, run.method) | {
@@ -304,8 +294,9 @@ def _common(study: Study, method: str) -> dict[str, Any]:
 def _checked(keys: dict[str, Any]) -> Config:
     words = []
     for key, value in keys.items():
-        shown = show(value) if isinstance(value, bool) else value
-        words.append(f"--{key}={shown}")
+        if isinstance(value, bool):
+            value = show(value)
+        words.append(f"--{key}={value}")
     config, _ = load_and_check(words, 1, 1)
     return config
 
@@ -322,11 +313,13 @@ def check_time(size: Size, deadline: float) -> None:
 
 def is_done(study: Study, run: Run) -> bool:
     """Whether a run has all its steps."""
-    # Imported here, as it loads torch, which --list does without.
+    # Imported here, as it loads torch, which --help does without.
     from titan_sparse.training.checkpoint import newest_checkpoint
 
     newest = newest_checkpoint(str(study.folder / run.name))
-    return newest is not None and newest.endswith(f"step-{study.steps(run.method)}")
+    if newest is None:
+        return False
+    return newest.endswith(f"step-{study.steps(run.method)}")
 
 
 def causal_share(size: Size, method: str) -> float:

@@ -1,4 +1,4 @@
-"""The study's part 0: long real documents as tokens, and prompts with things hidden in them.
+"""The study's text: long real documents as tokens, and prompts with things hidden in them.
 
 It needs no GPU, and a network. OUT/text is all that the other parts read, so that it can be made on
 one machine and carried to another. OUT/packages keeps what pip fetched, OUT/documents the documents
@@ -151,7 +151,9 @@ def installed_code(most_characters: int) -> Packages:
     in_sdists = {file.rpartition("-")[0] for file, *_ in _sdists()}
     for name, path in sorted(_python_files()):
         package = name.partition("/")[0] if "/" in name else "modules"
-        if package in in_sdists or characters[package] + path.stat().st_size > most_characters:
+        if package in in_sdists:
+            continue
+        if characters[package] + path.stat().st_size > most_characters:
             continue
         content = path.read_bytes()
         digest = hashlib.sha256(content).digest()
@@ -194,13 +196,10 @@ def installed_prose() -> Packages:
             # After the headers, the long description.
             _, _, description = path.read_bytes().partition(b"\n\n")
             descriptions.append(_headed(path.parent.name, description))
-    topics = sorted(pydoc_data.topics.topics.items())
-    reference = [_headed(name, topic.encode()) for name, topic in topics]
+    reference = []
+    for name, topic in sorted(pydoc_data.topics.topics.items()):
+        reference.append(_headed(name, topic.encode()))
     return {"descriptions": descriptions, "reference": reference}
-
-
-def _is_documentation(path: PurePosixPath) -> bool:
-    return path.suffix in _DOCUMENTATION and not _LEFT_OUT.search(path.as_posix())
 
 
 def _headed(name: str, content: bytes) -> str:
@@ -221,7 +220,8 @@ def sdist_texts(path: Path, kind: str) -> list[str]:
             name = PurePosixPath(*PurePosixPath(member.name).parts[1:])
             if not member.isfile() or "tests" in name.parts:
                 continue
-            if _is_documentation(name) and name.parts[0] in ("doc", "docs"):
+            in_docs = name.parts[0] in ("doc", "docs") and name.suffix in _DOCUMENTATION
+            if in_docs and not _LEFT_OUT.search(name.as_posix()):
                 prose.append(_headed(name.as_posix(), archive.extractfile(member).read()))
             elif kind == "mixed" and name.suffix == ".py":
                 code.append(_headed(name.as_posix(), archive.extractfile(member).read()))
@@ -235,7 +235,8 @@ def interleave(first: list[str], second: list[str]) -> list[str]:
     """
     mixed: list[str] = []
     lead = 0  # characters of `first` that `second` is behind
-    left, right = iter(first), iter(second)
+    left = iter(first)
+    right = iter(second)
     while (text := next(left if lead <= 0 else right, None)) is not None:
         mixed.append(text)
         lead += len(text) if lead <= 0 else -len(text)
@@ -317,10 +318,12 @@ def read_prompts(folder: Path) -> list[Sample]:
     tokens = np.load(folder / "prompts.npy").astype(np.int64)
     samples = []
     start = 0
-    for record in json.loads((folder / "prompts.json").read_text(encoding="utf-8")):
+    records = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
+    for record in records:
         stop = start + record["prompt"]
         record["prompt"] = tokens[start:stop]
-        record["answer"] = np.array(record["answer"], dtype=np.int64)
+        answer = record["answer"]
+        record["answer"] = np.array(answer, dtype=np.int64)
         record["references"] = tuple(record["references"])
         samples.append(Sample(**record))
         start = stop

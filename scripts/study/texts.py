@@ -43,7 +43,8 @@ class Text(NamedTuple):
                 f"{self.kind} ({self.source}) has {len(ids)} tokens; "
                 f"write --lengths up to that, not {count}"
             )
-        return torch.from_numpy(ids[:count].astype(np.int64))[None]
+        first = ids[:count].astype(np.int64)
+        return torch.from_numpy(first)[None]
 
 
 def text_of(kind: str, number: int) -> Text:
@@ -64,11 +65,14 @@ def standard_library_text(name: str) -> str:
 
 def _chat(number: int) -> str:
     """All chats as one session; number 1 begins in the middle."""
-    chats = [json.loads(line) for line in _CHATS.read_text(encoding="utf-8").splitlines()]
+    lines = _CHATS.read_text(encoding="utf-8").splitlines()
+    chats = [json.loads(line) for line in lines]
     begin = number * len(chats) // TEXTS_OF_KIND
     messages = [{"role": "system", "content": _SYSTEM}]
-    for chat in chats[begin:] + chats[:begin]:
+    ordered = chats[begin:] + chats[:begin]
+    for chat in ordered:
         messages += chat
-    return "".join(
-        f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages
-    )
+    text = ""
+    for message in messages:
+        text += f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+    return text

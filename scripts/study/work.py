@@ -1,13 +1,12 @@
 """The study's work: train a run, and evaluate weights.
 
-Imported only when there is work: it loads torch, which --list does without, and before which the
+Imported only when there is work: it loads torch, which --help does without, and before which the
 allocator has to be set.
 """
 
 import contextlib
 import dataclasses
 import gc
-import json
 import sys
 import threading
 import time
@@ -63,8 +62,6 @@ def train(study: Study, run: Run, deadline: float) -> None:
     check_time(study.size, deadline)
     config = training_configuration(study, run, study.steps(run.method))
     with training(config) as trainer:
-        if study.size.equal_time:
-            trainer.validation = HeldOut(study, run)
         with stopped_in_time(trainer, deadline):
             trainer.train()
     if not is_done(study, run):
@@ -108,31 +105,6 @@ def time_steps(study: Study, method: str) -> None:
     study.seconds_file(method).parent.mkdir(exist_ok=True)
     write_json(study.seconds_file(method), seconds)
     print(f"{method}: {seconds:.3f} s a step", flush=True)
-
-
-class HeldOut:
-    """Held-out loss on the way, in place of the trainer's validation, which reads a single source.
-
-    Appends {"step", "loss" by kind of text} to OUT/NAME/held_out.jsonl.
-    """
-
-    def __init__(self, study: Study, run: Run) -> None:
-        self.path = study.held_out(run.name)
-        self.length = study.size.context
-        self.windows = {kind: read_windows(study, kind) for kind in study.size.text}
-        steps, points = study.steps(run.method), study.size.points
-        self.steps = {-(-steps * number // points) for number in range(1, points + 1)}
-
-    def is_due(self, step: int) -> bool:
-        return step in self.steps
-
-    def run(self, scorer: Scorer, step: int, metrics: Any, writes: bool) -> None:
-        losses = {}
-        for kind, windows in self.windows.items():
-            losses[kind] = position.position_loss(scorer, windows, self.length, 1)["loss"]
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "loss": losses}) + "\n")
-        print(f"{self.path.parent.name}, step {step}: held out {losses}", flush=True)
 
 
 @contextlib.contextmanager
@@ -194,7 +166,7 @@ def position_losses(study: Study, scorer: Scorer) -> dict[str, Any]:
 
 
 def forced_needles(study: Study, scorer: Scorer) -> dict[str, Any]:
-    """Answers to part 0's prompts, each token after the right ones before it, and their averages."""
+    """Answers to the prompts, each token after the right ones before it, and their averages."""
     records = score_samples(scorer, read_prompts(study.text), generate=False)
     return {"cells": needle.by_cell(records), "records": records}
 
@@ -211,7 +183,8 @@ def read_windows(study: Study, kind: str) -> list[Sequence]:
     context = study.size.context
     config = evaluation_configuration(study, DENSE)
     config.data.source = str(study.text / kind)
-    documents = open_documents(config.data, load_tokenizer(config.data.tokenizer))
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    documents = open_documents(config.data, tokenizer)
     windows = []
     for document in position.long_documents(documents, context):
         windows.append(next(position.windows([document], context, context)))

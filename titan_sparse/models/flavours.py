@@ -66,7 +66,19 @@ def resolve(
 
     name, _ = choose_implementation(initial_hf, implementation)
     if name == "transformers":
-        _refuse_overrides(flavour, vocab_size, rope_scaling, rope_factor, rope_theta)
+        # transformers reads only config.json.
+        for key, value, unset in (
+            ("flavour", flavour, "debug"),
+            ("vocab_size", vocab_size, 0),
+            ("rope_scaling", rope_scaling, "flavour"),
+            ("rope_factor", rope_factor, 1.0),
+            ("rope_theta", rope_theta, 0.0),
+        ):
+            if value != unset:
+                raise ValueError(
+                    f"model.{key} = {value!r} is not read by transformers' own code; leave it out, "
+                    "and change config.json of model.initial_hf instead"
+                )
         published = read_transformers_config(initial_hf, router_loss)
         if layers and layers != published.layers and not random_weights:
             raise ValueError(
@@ -123,24 +135,6 @@ def choose_implementation(initial_hf: str, implementation: str) -> tuple[str, st
     return "transformers", "our decoder does not have the family"
 
 
-def _refuse_overrides(
-    flavour: str, vocab_size: int, rope_scaling: str, rope_factor: float, rope_theta: float
-) -> None:
-    """Refuse overrides of a transformers model, because transformers reads only config.json."""
-    for key, value, unset in (
-        ("flavour", flavour, "debug"),
-        ("vocab_size", vocab_size, 0),
-        ("rope_scaling", rope_scaling, "flavour"),
-        ("rope_factor", rope_factor, 1.0),
-        ("rope_theta", rope_theta, 0.0),
-    ):
-        if value != unset:
-            raise ValueError(
-                f"model.{key} = {value!r} is not read by transformers' own code; leave it out, and "
-                "change config.json of model.initial_hf instead"
-            )
-
-
 def _check_agreement(
     folder: str,
     published: DecoderConfig,
@@ -150,13 +144,11 @@ def _check_agreement(
     rope_theta: float,
 ) -> None:
     """Refuse a [model] section that contradicts config.json, read as `published`."""
-    said_and_published = {}
-    if vocab_size:
-        said_and_published["model.vocab_size"] = (vocab_size, published.vocab_size)
-    if layers:
-        said_and_published["model.layers"] = (layers, published.layers)
-    if rope_theta:
-        said_and_published["model.rope_theta"] = (rope_theta, published.rope.theta)
+    said_and_published = {
+        "model.vocab_size": (vocab_size or published.vocab_size, published.vocab_size),
+        "model.layers": (layers or published.layers, published.layers),
+        "model.rope_theta": (rope_theta or published.rope.theta, published.rope.theta),
+    }
     if flavour != "debug":
         for field in fields(DecoderConfig):
             # The same shape is published with different lengths and rope scalings.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -27,7 +28,6 @@ from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.huggingface_config import config_json, read_json
 from titan_sparse.models.huggingface_files import (
     INDEX_FILE,
-    SINGLE_FILE,
     weight_files,
     write_files,
 )
@@ -58,9 +58,11 @@ def check_weights(folder: str, config: DecoderConfig) -> None:
     }
     with ExitStack() as stack:
         file_of_tensor = open_tensors(folder, stack)
-        needed_names = {name for name in file_of_tensor if not _is_spare(name, config)}
+        # transformers also ignores the copy of a tied head, and early Llamas' rotary tables.
+        ignored = ("lm_head.weight",) if config.tied_embeddings else ()
+        found = {name for name in file_of_tensor if not name.endswith(".rotary_emb.inv_freq")}
         _refuse_names("has no tensor", shapes.keys() - file_of_tensor.keys(), folder)
-        _refuse_names("has an unexpected tensor", needed_names - shapes.keys(), folder)
+        _refuse_names("has an unexpected tensor", found - shapes.keys() - set(ignored), folder)
         for name, shape in shapes.items():
             header = file_of_tensor[name].get_slice(name)
             if tuple(header.get_shape()) != tuple(shape):
@@ -97,7 +99,13 @@ def load_weights(model: nn.Module, folder: str, config: DecoderConfig) -> None:
             if is_adapter(parameter_name):
                 continue
             name = canonical_name(parameter_name)
-            local, begin = _local_part(parameter)
+            local = parameter
+            begin = (0,) * parameter.ndim
+            if isinstance(parameter, DTensor):
+                local = parameter.to_local()
+                _, begin = compute_local_shape_and_global_offset(
+                    parameter.shape, parameter.device_mesh, parameter.placements
+                )
             for stored in stored_tensors(name, parameter.shape, config):
                 # With more ranks than rows, some ranks have nothing to read.
                 found = overlap(stored, begin, tuple(local.shape))
@@ -190,12 +198,11 @@ def _write_tensors(
     max_file_bytes: int,
 ) -> None:
     shapes = tensor_shapes(config)
-    names_by_file = _split_over_files(shapes, dtype.itemsize, max_file_bytes)
-    files = len(names_by_file)
+    with torch.device("meta"):
+        empty = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    split = split_torch_state_dict_into_shards(empty, max_shard_size=max_file_bytes)
     file_of_tensor: dict[str, str] = {}
-    total_bytes = 0
-    for number, names in enumerate(names_by_file, 1):
-        file = SINGLE_FILE if files == 1 else f"model-{number:05}-of-{files:05}.safetensors"
+    for file, names in split.filename_to_tensors.items():
         state = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
         read(state)
         tensors: dict[str, Tensor] = {}
@@ -207,27 +214,10 @@ def _write_tensors(
         # transformers requires the format.
         save_file(tensors, folder / file, metadata={"format": "pt"})
         file_of_tensor |= dict.fromkeys(tensors, file)
-        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
-    if files > 1:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of_tensor}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": file_of_tensor}
         index_text = json.dumps(index, indent=2) + "\n"
         (folder / INDEX_FILE).write_text(index_text, encoding="utf-8")
-
-
-def _split_over_files(
-    shapes: dict[str, torch.Size], itemsize: int, max_file_bytes: int
-) -> list[list[str]]:
-    """Names in order, cut so that a file has at most max_file_bytes, or a single tensor."""
-    names_by_file: list[list[str]] = [[]]
-    file_bytes = 0
-    for name, shape in shapes.items():
-        tensor_bytes = shape.numel() * itemsize
-        if names_by_file[-1] and file_bytes + tensor_bytes > max_file_bytes:
-            names_by_file.append([])
-            file_bytes = 0
-        names_by_file[-1].append(name)
-        file_bytes += tensor_bytes
-    return names_by_file
 
 
 def open_tensors(folder: str, stack: ExitStack) -> dict[str, safe_open]:
@@ -240,24 +230,6 @@ def open_tensors(folder: str, stack: ExitStack) -> dict[str, safe_open]:
             raise ValueError(f"model.initial_hf: {path} cannot be read: {error}") from error
         file_of_tensor |= dict.fromkeys(file.keys(), file)
     return file_of_tensor
-
-
-def _is_spare(name: str, config: DecoderConfig) -> bool:
-    """Whether transformers also ignores a tensor of this name: the copy of a tied head, and the
-    rotary tables of early Llama checkpoints."""
-    if name.endswith(".rotary_emb.inv_freq"):
-        return True
-    return config.tied_embeddings and name == "lm_head.weight"
-
-
-def _local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of a parameter, and where in the parameter it begins."""
-    if not isinstance(parameter, DTensor):
-        return parameter, (0,) * parameter.ndim
-    _, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return parameter.to_local(), tuple(offset)
 
 
 class Stored(NamedTuple):

@@ -65,7 +65,7 @@ def test_sparse_rows(rows):
     spent = row["forward_ms"] + row["backward_ms"]
     flops = row["density"] * 14 * 32 * 2 * 2048 * 2049 / 2
     assert row["density"] == pytest.approx(0.3, abs=0.03)
-    assert row["roofline_ms"] == pytest.approx(flops / 790e9, abs=1e-3)
+    assert row["visited_tflops"] == pytest.approx(flops / spent / 1e9, abs=0.1)
     assert row["selection_ms"] > 0 and row["ratio_to_cudnn"] is None
     dense = {"cudnn": {"forward_ms": 1.0, "backward_ms": spent - 1.0}}
     found = benchmark._of_peers(SHAPE, 0.3, row, dense)
@@ -100,27 +100,17 @@ def test_rows_of_patterns(rows):
         assert row["of_dense_x_density"] == pytest.approx(row["total_ms"] / ideal_ms, rel=1e-3)
 
 
-def test_break_even_and_plot(tmp_path, capsys):
+def test_plot(tmp_path):
     rows = []
-    sizes = {"heads": 16, "kv_heads": 2, "head_dim": 128, "block_size": 128, "selection_ms": 2}
-    for seq_len, of_dense, of_sparse in ((1024, 10, (6, 12)), (4096, 100, (20, 40))):
-        for name, density, ms in (
-            ("flash-attn-4", None, of_dense),
-            ("triton", 0.1, of_sparse[0]),
-            ("triton", 0.3, of_sparse[1]),
-        ):
+    sizes = {"heads": 16, "kv_heads": 2, "head_dim": 128, "block_size": 128, "backward_ms": 2}
+    for seq_len in (1024, 4096):
+        for name, density in (("flash-attn-4", None), ("triton", 0.1), ("triton", 0.3)):
             row = sizes | {"name": name, "seq_len": seq_len, "target_density": density}
-            row |= {"density": density, "forward_ms": ms / 4, "backward_ms": 3 * ms / 4}
-            rows.append(row)
+            rows.append(row | {"density": density, "forward_ms": seq_len / 1e3})
     (tmp_path / "a.json").write_text(json.dumps({"gpu": "x", "rows": rows}))
     out = tmp_path / "pictures/attention.png"
     plots.main([str(tmp_path / "a.json"), "--out", str(out), "--density", "0.1"])
     assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    # 8 ms at 0.1, 14 at 0.3, dense 10.
-    assert capsys.readouterr().out.splitlines() == [
-        "triton: at 1,024 tokens sparse pays up to a density of 16.7%",
-        "triton: at 4,096 tokens sparse pays up to a density of above 30.0%",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -151,4 +141,4 @@ def test_small_run_on_a_gpu(tmp_path):
     assert dense["name"] == "cudnn" and dense["ratio_to_cudnn"] == 1
     for row in sparse:
         assert abs(row["density"] - row["target_density"]) < 0.05
-        assert row["alone_ms"] > 0 and row["ratio_to_cudnn"] > 0 and row["peak_extra_of_qkvo"] > 0
+        assert row["ratio_to_cudnn"] > 0

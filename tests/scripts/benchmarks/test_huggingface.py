@@ -19,7 +19,7 @@ def test_arms_differ_in_attention_alone(tmp_path):
     rows = {row["arm"]: row for row in json.loads(out.read_text())["rows"]}
     assert list(rows) == ["sdpa", "ours, dense", "ours, vertical_slash"]
     for row in rows.values():
-        assert row["step_ms_least"] <= row["step_ms"] <= row["step_ms_most"]
+        assert row["tokens_per_second"] == pytest.approx(512e3 / row["step_ms"])
         # Attention over random weights is an average: the loss is that of chance in all arms.
         assert row["loss"] == pytest.approx(rows["sdpa"]["loss"], rel=2e-3)
     dense, sparse = rows["ours, dense"], rows["ours, vertical_slash"]

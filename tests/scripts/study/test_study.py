@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scripts.study import __main__ as study
-from scripts.study import pictures, real_model
+from scripts.study import real_model
 from scripts.study.report import comparison_table, comparisons
 from scripts.study.settings import (
     DENSE,
@@ -43,11 +43,11 @@ def toy(tmp_path_factory) -> Path:
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("study")
     words = ["--toy", "--out", str(out)]
-    assert study.main([*words, "--part", "0"]) == 0
-    assert study.main([*words, "--part", "2", "--minutes", "0.003"]) == study.MORE_TO_DO
+    assert study.main([*words, "--parts", "text"]) == 0
+    assert study.main([*words, "--parts", DENSE, "--minutes", "0.003"]) == study.MORE_TO_DO
     stopped = newest_checkpoint(str(out / DENSE))
     assert stopped is None or int(stopped.rpartition("-")[2]) < TOY.steps
-    assert study.main([*words, "--runs", ",".join(CHOSEN)]) == 0
+    assert study.main([*words, "--parts", ",".join((START, *CHOSEN))]) == 0
     return out
 
 
@@ -99,21 +99,6 @@ def test_report_says_what_was_logged(toy):
     assert window["recall"] == {} and window["mean_recall"] is None
 
 
-@pytest.mark.slow
-def test_what_is_there_is_not_done_again(toy):
-    def state() -> dict[Path, int]:
-        paths = [
-            path
-            for folder in (DENSE, "evaluation", "text", "model")
-            for path in (toy / folder).rglob("*")
-        ]
-        return {path: path.stat().st_mtime_ns for path in paths if path.is_file()}
-
-    before = state()
-    assert study.main(["--toy", "--out", str(toy), "--runs", DENSE]) == 0
-    assert state() == before and len(before) > 20
-
-
 def test_folders_and_options_that_are_refused(tmp_path, capsys):
     new = str(tmp_path / "new")
     (tmp_path / "notes.txt").write_text("mine")
@@ -125,15 +110,10 @@ def test_folders_and_options_that_are_refused(tmp_path, capsys):
     assert "holds something else" in refused("--toy", "--out", str(tmp_path))
     error = refused("--toy", "--out", new, "--model", str(tmp_path / "none"))
     assert "none has no config.json; write a folder that has" in error
-    assert "dense needs part 0" in refused("--toy", "--out", new, "--part", "2")
-    for words, reason in (
-        (["--part", "20"], "--part 20: write 0 to 15"),
-        (["--runs", "sparse"], "--runs sparse: write some of dense,default"),
-        (["--part", "2", "--runs", "moba"], "which --runs leaves out"),
-    ):
-        with pytest.raises(SystemExit):
-            study.main(words)
-        assert reason in capsys.readouterr().err
+    assert "dense needs the part text" in refused("--toy", "--out", new, "--parts", DENSE)
+    with pytest.raises(SystemExit):
+        study.main(["--parts", "sparse"])
+    assert "--parts sparse is unknown; write some of text,start,dense," in capsys.readouterr().err
     error = refused("--short", "--out", new)
     assert "holds a study of the size toy, not short" in error
 
@@ -209,10 +189,10 @@ def test_logits_are_compared_with_transformers(tiny, monkeypatch):
 
 @pytest.mark.slow
 def test_equal_time(tmp_path):
-    """Methods have the steps that fit into the seconds of the dense ones, and held-out loss on the way."""
+    """Methods have the steps that fit into the seconds of the dense ones."""
     torch.set_num_threads(1)
     out = tmp_path / "equal"
-    words = ["--toy", "--equal-time", "--out", str(out), "--runs", f"{DENSE},{SPARSE}"]
+    words = ["--toy", "--equal-time", "--out", str(out), "--parts", f"text,{DENSE},{SPARSE}"]
     (out / "steps").mkdir(parents=True)
     (out / "study.json").write_text('{"size": "toy, equal time"}')
     for method, seconds in ((DENSE, 3.0), (SPARSE, 2.0)):
@@ -222,13 +202,3 @@ def test_equal_time(tmp_path):
     dense, sparse = (found["runs"][name] for name in (DENSE, SPARSE))
     assert dense["steps"][-1] == TOY.steps and sparse["steps"][-1] == 6
     assert dense["seconds"][-1] == sparse["seconds"][-1] == 12
-    assert [point["step"] for point in dense["held_out"]] == [1, 2, 3, 4]
-    assert [point["step"] for point in sparse["held_out"]] == [1, 2, 3, 4, 5, 6]
-    # The last point is of the weights, and in the attention, that are evaluated at the end.
-    for name, run in ((DENSE, dense), (SPARSE, sparse)):
-        losses = answers(out, name, name, "position")["losses"]
-        for kind, loss in run["held_out"][-1]["loss"].items():
-            assert loss == pytest.approx(losses[kind]["loss"], abs=1e-5)
-    picture = tmp_path / "picture.png"
-    words = [str(out / "report/results.json"), "--out", str(picture)]
-    assert pictures.main(words) == 0 and picture.stat().st_size > 5000

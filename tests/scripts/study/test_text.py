@@ -11,9 +11,6 @@ import pytest
 from scripts.study import text
 from scripts.study.real_model import fetch, train_tokenizer
 from scripts.study.settings import TOY
-from scripts.study.text import read_prompts, write_prompts
-from titan_sparse.data.preparing import prepare
-from titan_sparse.data.recipe import Recipe
 from titan_sparse.data.tokenizer import load_tokenizer
 
 SIZE = dataclasses.replace(
@@ -106,19 +103,7 @@ def test_text_that_was_stopped_goes_on(tmp_path, monkeypatch, tokenizer_folder):
     about = text.prepare_text(tmp_path, tokenizer_folder, SIZE)
     assert about["held_out"]["prose"] == ["large"] and about["train"]["tokens"] > 1000
     prompts = (tmp_path / "text/prompts.json").read_bytes()
-    for name in ("text.json", "prose/meta.json", "train/shard_00000.json", "prompts.json"):
-        (tmp_path / "text" / name).unlink()
-    assert text.prepare_text(tmp_path, tokenizer_folder, SIZE) == about
-    assert (tmp_path / "text/prompts.json").read_bytes() == prompts
-
-
-def test_prompts_are_read_as_they_were_made(tmp_path, tokenizer_folder):
-    (tmp_path / "texts/only").mkdir(parents=True)
-    (tmp_path / "texts/only/text").write_text("The grass is green. The sky is blue. " * 200)
-    recipe = Recipe(str(tmp_path / "texts"), str(tokenizer_folder), document="folder")
-    prepare(recipe, str(tmp_path / "prose"), 1, lambda done, shards: None)
-    write_prompts(tmp_path, SIZE)
-    samples = read_prompts(tmp_path)
+    samples = text.read_prompts(tmp_path / "text")
     assert len(samples) == 2 * 3 * 2
     tokenizer = load_tokenizer(str(tokenizer_folder))
     for sample in samples:
@@ -126,3 +111,7 @@ def test_prompts_are_read_as_they_were_made(tmp_path, tokenizer_folder):
         assert all(reference in shown for reference in sample.references)
         assert sample.prompt.dtype == sample.answer.dtype == np.int64
         assert len(sample.prompt) + len(sample.answer) <= sample.length
+    for name in ("text.json", "prose/meta.json", "train/shard_00000.json", "prompts.json"):
+        (tmp_path / "text" / name).unlink()
+    assert text.prepare_text(tmp_path, tokenizer_folder, SIZE) == about
+    assert (tmp_path / "text/prompts.json").read_bytes() == prompts
