@@ -177,6 +177,8 @@ def test_rotary_embeddings_in_and_out(tmp_path, changes, original_length, theta)
     assert read_config(str(tmp_path / "out")).rope == rope
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert written.get(ORIGINAL) == changes.get(ORIGINAL)
+    if rope.scaling == "llama3":
+        assert written["max_position_embeddings"] == max(256, 8 * original_length)
 
 
 def test_a_run_adds_yarn_over_another_length_than_the_source_names(tmp_path):
