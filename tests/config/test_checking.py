@@ -59,15 +59,11 @@ IGNORED = {
     "--model.rope_original_length 8192 --model.rope_scaling none": "model.rope_scaling",
     "--data.join_packages --data.source x.txt": "data.source",
     "--data.text_field body": "data.source",
-    "--data.bad_rows skip": "data.source",
-    "--data.subset en": "data.source",
     "--data.messages_field b --data.source x.jsonl": "data.format",
     "--data.chat_template t --data.source x.jsonl": "data.format",
     "--attention.balance_costs c.json" + CP: "attention.layout",
-    "--attention.backward_circulates q": "parallelism.cp",
     "--attention.backward_circulates kv --attention.schedule all_gather" + CP: "attention.schedule",
     "--attention.backward_circulates q --attention.schedule group_cast" + CP: "attention.schedule",
-    "--attention.route_by mask --attention.schedule all_gather" + CP: "attention.schedule",
     "--attention.overlap_stages 3 --attention.schedule group_cast": "parallelism.cp",
     "--attention.overlap_stages_backward 3 --attention.schedule ring" + CP: "attention.schedule",
     "--attention.gradient_dtype bfloat16": "parallelism.cp",
@@ -77,7 +73,6 @@ IGNORED = {
     "--optimizer.beta1 0.8 --optimizer.name SGD": "optimizer.name",
     "--float8.recipe tensorwise": "float8.enable",
     "--lora.alpha 8": "lora.rank",
-    "--lora.targets q_proj": "lora.rank",
     "--checkpoint.initial_load_path a": "checkpoint.enable",
     "--metrics.pictures_every 10 --metrics.tensorboard false": "metrics.tensorboard",
     "--validation.windows 3": "validation.enable",
@@ -149,7 +144,6 @@ REFUSED = {
     "--model.initial_hf train_configs/shapes/qwen3_30b_a3b --model.random_weights "
     "--checkpoint.enable --checkpoint.initial_load_path x": "does not go with checkpoint.initial_l",
     "--data.source a:0.7,b": "to some parts only",
-    "--data.source a:1,a:2": "a part twice",
     "--data.source a:1,b:0": "a weight of 0",
 }
 

@@ -64,7 +64,6 @@ KV = TOKENS * 2 * 8
 """Elements of k."""
 ALONE = Step(model=MODEL, sequences=1, seq_len=TOKENS, backend="triton")
 MHA = {"model": dataclasses.replace(MODEL, kv_heads=4)}
-ONE_KV = {"model": dataclasses.replace(MODEL, kv_heads=1)}
 
 
 def _on_four(schedule: str, **changes) -> dict:
@@ -77,7 +76,6 @@ def _on_four(schedule: str, **changes) -> dict:
     [
         # dq, dk and dv; and the keys and values, or gradients, that are sent.
         ({}, _on_four("ring"), 4 * QUERY + 4 * 2 * KV + 4 * 2 * KV),
-        ({}, _on_four("double_ring", inter=2), 4 * QUERY + 4 * 2 * KV + 4 * 2 * KV),
         # dk and dv; dq as a sum and as it is sent; q, d_out and out in bf16.
         (
             {},
@@ -86,7 +84,6 @@ def _on_four(schedule: str, **changes) -> dict:
         ),
         # dk and dv of four ranks, of both heads, or of the only one.
         ({}, _on_four("all_gather"), 2 * 4 * 4 * KV),
-        (ONE_KV, _on_four("all_gather"), 2 * 4 * 4 * KV / 2),
         # Two stages of 1.5 chunks, each with gradients and twice: as sent and as received.
         ({}, _on_four("group_cast"), 4 * QUERY + 2 * KV * (2 * 4 + 2 * 1.5 * (2 + 4))),
         # Between nodes sums of what is handed on as well.
@@ -102,8 +99,6 @@ def _on_four(schedule: str, **changes) -> dict:
         ),
         # cuDNN: dq, and where query heads share keys also rounded dk and dv of each query head.
         ({}, {"backend": "cudnn"}, 4 * QUERY + 2 * 2 * QUERY),
-        (MHA, {"backend": "cudnn"}, 4 * QUERY),
-        (_on_four("ring"), {"backend": "cudnn"}, 4 * QUERY + 2 * 2 * QUERY),
         # all_gather: one head at a time.
         (_on_four("all_gather"), {"backend": "cudnn"}, (4 * QUERY + 2 * 2 * QUERY) / 2),
     ],

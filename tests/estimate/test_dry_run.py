@@ -4,7 +4,6 @@ Also the allocator's default, the ready configurations and the launch scripts.
 """
 
 import dataclasses
-import json
 import os
 import re
 import subprocess
@@ -15,7 +14,7 @@ import pytest
 
 from tests.demo_model import in_a_folder_with_the_model
 from titan_sparse import train
-from titan_sparse.config import Config, load, load_and_check
+from titan_sparse.config import load, load_and_check
 from titan_sparse.estimate.dry_run import World, _backend, dry_run, find_max_length, host_gib
 from titan_sparse.estimate.memory import GIB
 from titan_sparse.estimate.step import step_of
@@ -233,50 +232,12 @@ def test_a_node_needs_what_its_ranks_need():
 
 # Models that run through transformers' own code -------------------------------------------------
 
-ONE_GPU = World(1, 1, 139.8)
-
-
-def _olmo3(folder: Path, **settings) -> Config:
-    values = {
-        "model_type": "olmo3",
-        "vocab_size": 1000,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 65536,
-    }
-    (folder / "config.json").write_text(json.dumps(values | settings))
-    config = Config()
-    config.model.initial_hf = str(folder)
-    config.training.seq_len = 65536
-    config.attention.pattern = "dense"
-    return config
-
 
 def _number(pattern: str, report: str) -> float:
     return float(re.search(pattern, report).group(1).replace(",", ""))
 
 
 DENSE = r"([\d.,]+) PFLOP dense"
-
-
-@pytest.mark.parametrize("full_layers, dense", [(0, ""), (2, ""), (2, "0,1")])
-def test_a_pattern_saves_nothing_in_windows_and_dense_layers(tmp_path, full_layers, dense):
-    types = ["full_attention"] * full_layers + ["sliding_attention"] * (8 - full_layers)
-    config = _olmo3(tmp_path, sliding_window=512, layer_types=types)
-    config.attention.pattern = "vertical_slash"
-    config.attention.dense_layers = dense
-    config.attention.vertical_slash.max_verticals = 512
-    config.attention.vertical_slash.max_slashes = 16
-    report, _ = dry_run(config, ONE_GPU)
-    most = _number(r"at most ([\d.,]+) PFLOP", report)
-    density = _number(r"density ([\d.]+) %", report)
-    if full_layers and not dense:
-        assert most < _number(DENSE, report) and density < 20
-    else:
-        assert most == _number(DENSE, report) and density == 100
 
 
 def test_active_parameters_of_a_mixture_of_experts():

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.estimate.steps import ROOT, step_of_words
 from tests.fake_step import fake_world, peaks_of_a_step
-from titan_sparse.attention.context_parallel.schedule import ALL_GATHER, RING
 from titan_sparse.config import Checkpoint, Config
 from titan_sparse.estimate import memory
 from titan_sparse.estimate.dry_run import host_gib
@@ -192,11 +191,6 @@ MODEL = dataclasses.replace(
 STEP = Step(model=MODEL, sequences=1, seq_len=TOKENS, backend="triton", compiled=True)
 BACKWARD = "backward of the last block"
 BLOCK_BACKWARD = (BACKWARD, "block and attention")
-# Queries and out, keys and values; gate, up and down; two norms.
-BLOCK = HIDDEN * 2 * (HEADS + KV_HEADS) * HEAD_DIM + 3 * HIDDEN * WIDE + 2 * HIDDEN
-# The last norm lies in no block, and is counted as if it did.
-BLOCK += HIDDEN / LAYERS
-EMBEDDING = VOCABULARY * HIDDEN
 
 
 def _part(step: Step, phase: str, name: str) -> float:
@@ -224,22 +218,6 @@ def test_what_an_option_adds(place, changes, added):
     assert more == pytest.approx(added, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    "shards, reshards, phase, elements",
-    [
-        (1, True, "loss", EMBEDDING),
-        # The last block stays gathered for its backward.
-        (4, True, "loss", EMBEDDING + BLOCK),
-        # A block, the next one, and the buffer that it arrives in.
-        (4, True, BACKWARD, EMBEDDING + 3 * BLOCK),
-        (4, False, BACKWARD, EMBEDDING + (LAYERS + 1) * BLOCK),
-    ],
-)
-def test_gathered_weights(shards, reshards, phase, elements):
-    step = dataclasses.replace(STEP, shards=shards, reshard_after_forward=reshards)
-    assert _part(step, phase, "gathered weights") == pytest.approx(2 * elements, rel=1e-9)
-
-
 def test_nothing_frozen_has_a_gradient():
     model, _ = LLAMA
     whole = Step(model=model, sequences=1, seq_len=4096)
@@ -257,47 +235,3 @@ def test_nothing_frozen_has_a_gradient():
 
 
 # A configuration becomes a step -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "ranks, words, expected",
-    [
-        (
-            8,
-            "",
-            {
-                "tokens": 131072,
-                "shards": 8,
-                "cp": 8,
-                "schedule": ALL_GATHER,
-                "compiled": True,
-                # One list of 5242 + 4 verticals in whole blocks; a flag a slash; two flags a budget.
-                "verticals": 5248,
-                "index_bytes": 32 * (5248 * 4 + 8192 + 2),
-            },
-        ),
-        (
-            16,
-            "--parallelism.dp_replicate 2 --training.gradient_accumulation_steps 2 "
-            "--attention.schedule ring --attention.gradient_dtype bfloat16 --optimizer.name SGD "
-            "--activation_checkpoint.mode none --training.seq_len 1000000 "
-            "--optimizer.implementation foreach --parallelism.reshard_after_forward false "
-            "--training.loss_chunk_tokens 512",
-            {
-                "shards": 8,
-                "schedule": RING,
-                "gradient_width": 2,
-                "accumulates": True,
-                "optimizer_scratch": True,
-                "optimizer_states": 0,
-                "mode": "none",
-                "seq_len": 1000448,
-                "reshard_after_forward": False,
-                "loss_chunk_tokens": 512,
-            },
-        ),
-    ],
-)
-def test_options_become_a_step(ranks, words, expected):
-    step = step_of_words("qwen3_8b_1m", "flex", ranks, *words.split())
-    assert {name: getattr(step, name) for name in expected} == expected

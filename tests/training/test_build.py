@@ -23,7 +23,7 @@ from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.initialization import initialize
 from titan_sparse.trainer import Trainer
-from titan_sparse.training import distributed, setup
+from titan_sparse.training import setup
 from titan_sparse.training.build_model import (
     check_float8,
     checkpointed,
@@ -33,38 +33,6 @@ from titan_sparse.training.build_model import (
 from titan_sparse.training.distributed import build_meshes
 
 BLOCKS = TINY.layers
-
-
-def _see_gpus(monkeypatch, count: int, local_rank: str | None) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    if local_rank is not None:
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
-
-
-@pytest.mark.parametrize(
-    "name, gpus, local_rank, chosen, wanted",
-    [
-        ("auto", 0, None, 0, "cpu"),
-        ("auto", 2, None, 1, "cuda:1"),
-        ("cuda", 2, "1", 0, "cuda:1"),
-        ("cuda", 0, None, 0, "torch sees no GPU; write"),
-        ("cuda", 2, "2", 0, "^this node has 2 GPUs; start at most"),
-    ],
-)
-def test_the_device_of_a_process(monkeypatch, name, gpus, local_rank, chosen, wanted):
-    """On GPUs it becomes the current one. Without torchrun it is the one that the program has chosen."""
-    _see_gpus(monkeypatch, gpus, local_rank)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen)
-    current = []
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    if ";" in wanted:
-        with pytest.raises(ValueError, match=wanted):
-            distributed.choose_device(name)
-        return
-    assert distributed.choose_device(name) == torch.device(wanted)
-    assert current == ([torch.device(wanted)] if wanted != "cpu" else [])
 
 
 @pytest.mark.parametrize(
@@ -130,20 +98,6 @@ def test_weights_are_given_back_after_the_forward(reshards):
     if reshards:
         said["all_gather"] = BLOCKS
     assert counts(backward) == said
-
-
-def test_replicas_add_up_what_their_shards_hold():
-    """Two replicas of two shards: sums over the shards, then of each part over the replicas."""
-    with fake_world(4):
-        meshes = build_meshes(Parallelism(dp_replicate=2, cp=2), 2, "cpu")
-        model = _decoder(meshes.fsdp)
-        loss = _loss(model)
-        with collectives() as said:
-            loss.backward()
-    over_shards = [call.ranks for call in said if call.kind == "reduce_scatter"]
-    over_replicas = [call.ranks for call in said if call.kind == "all_reduce"]
-    assert over_shards == [(0, 1)] * (BLOCKS + 1)
-    assert over_replicas == [(0, 2)] * (BLOCKS + 1)
 
 
 @pytest.mark.parametrize("enable", [False, True])

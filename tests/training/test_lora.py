@@ -339,15 +339,3 @@ def test_two_ranks_are_one(folder):
             for output in (mesh, wanted)
         ]
         assert_close(*files)
-
-
-def test_levers_change_nothing(folder):
-    """Without checkpoints of activations, and compiled with an MLP in chunks."""
-    steps = {"training.steps": 3}
-    train(folder, "plain", "Qwen3", steps)
-    compiled = {"compile.enable": True, "compile.backend": "aot_eager"}
-    chunks = {"training.mlp_chunk_tokens": 24}
-    kept = {"optimizer.implementation": "fused", "activation_checkpoint.mode": "none"}
-    for output, settings in (("kept", kept), ("compiled in chunks", compiled | chunks)):
-        train(folder, output, "Qwen3", steps | settings)
-        assert_alike(folder, output, "plain")

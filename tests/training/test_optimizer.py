@@ -34,23 +34,6 @@ def test_what_decays_and_what_is_frozen():
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.3, 0.0)
 
 
-@pytest.mark.parametrize(
-    "name, implementation, device_type, offload, wanted",
-    [
-        ("AdamW", "auto", "cuda", False, "fused"),
-        ("AdamW", "auto", "cpu", False, "foreach"),
-        ("SGD", "auto", "cuda", False, "foreach"),
-        ("AdamW", "foreach", "cuda", True, "foreach"),
-        ("AdamW", "fused", "cpu", False, "fused"),
-    ],
-)
-def test_fused_where_there_is_such_a_kernel(name, implementation, device_type, offload, wanted):
-    """Or what is asked for."""
-    section = Optimizer(name=name, implementation=implementation, offload=offload)
-    defaults = build_optimizer(nn.Linear(3, 3), section, device_type).optimizers[0].defaults
-    assert (defaults["fused"], defaults["foreach"]) == (wanted == "fused", wanted == "foreach")
-
-
 SETTINGS = {
     "training__steps": 4,
     "attention__pattern": "dense",

@@ -75,20 +75,6 @@ def test_compiled_and_recomputed_runs_are_alike(folder: Path) -> None:
         assert_alike(folder, f"{name}-{run_name}", f"{name}-one")
 
 
-def test_a_resumed_run_is_the_whole_run(folder: Path) -> None:
-    name = "qwen3_moe"
-    saves = {"checkpoint.enable": True, "checkpoint.interval": 1, "optimizer.name": "AdamW"}
-    total = {"lr_scheduler.total_steps": STEPS}
-    train(folder, name, "whole", {**saves, **total})
-    train(folder, name, "resumed", {**saves, **total, "training.steps": 1})
-    train(folder, name, "resumed", {**saves, **total})
-    whole = lines_of(folder / f"{name}-whole")
-    resumed = lines_of(folder / f"{name}-resumed")
-    assert [line["step"] for line in resumed] == [1, 2, 3]
-    for line, wanted in zip(resumed, whole, strict=True):
-        assert (line["loss"], line["grad_norm"]) == (wanted["loss"], wanted["grad_norm"])
-
-
 def _tensors_on_disk(folder: Path) -> dict[str, list[int]]:
     from safetensors import safe_open
 
