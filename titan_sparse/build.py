@@ -120,7 +120,6 @@ class Parts:
         )
 
     def _join(self, alike_in_run: dict[str, str]) -> None:
-        """Who works together, and on the same."""
         config = self.config
         parallelism = config.parallelism
         init_distributed(self.device, parallelism.first_step_timeout_seconds, alike_in_run)
@@ -134,7 +133,6 @@ class Parts:
         self.loader.use_layout(self.cp.shard, table_of_batch)
 
     def _make(self) -> None:
-        """What is trained, saved and measured."""
         config = self.config
         training = config.training
         size = functools.partial(step_size, config, self.model_config, self.backend)

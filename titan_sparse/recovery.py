@@ -69,10 +69,6 @@ class Recovery:
         self.save_is_late = is_due and self.bad_in_a_row > 0 and not is_last
         return is_due and not self.save_is_late
 
-    def has_saved(self) -> None:
-        """There is a new checkpoint."""
-        self.gone_back_to = None
-
     def go_back(self, problem: str) -> None:
         """Load the last good checkpoint, without its place in the data: the batches that led here
         are not seen again. Collective.

@@ -215,7 +215,6 @@ class Trainer(Parts):
         return self._any_rank(not self.signals.has_time_for(needed, grace))
 
     def _any_rank(self, condition: bool) -> bool:
-        """Whether it holds on any rank. Collective, on the CPU."""
         ranks = torch.tensor([int(condition)])
         dist.all_reduce(ranks)
         return ranks.item() > 0
@@ -297,7 +296,7 @@ class Trainer(Parts):
             self.loader.check_unchanged()
             self.metrics.leave_out(self.checkpointer.save(step))
             self.saved_step = step
-            self.recovery.has_saved()
+            self.recovery.gone_back_to = None
         if validates:
             with without_dropout(self.model):
                 self.validation.run(self.scorer, step, self.metrics, writes=dist.get_rank() == 0)
@@ -350,7 +349,6 @@ class Trainer(Parts):
         self.watch.timeout_seconds = seconds
 
     def _announce(self) -> None:
-        """Rank 0: the banner, and the resolved config in the run's folder."""
         if dist.get_rank() > 0:
             return
         step = step_size(self.config, self.model_config, self.backend, self.recomputed)
@@ -376,7 +374,6 @@ def draw_dropout(config: Config, step: int) -> None:
 
 @contextlib.contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Inside, nothing is dropped."""
     dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout)]
     for module in dropouts:
         module.eval()

@@ -8,13 +8,10 @@ would have it: arguments, environment, output, exit status.
 import json
 import multiprocessing
 import os
-import re
 import resource
-import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from tests.faults.planted import Faults, plant
@@ -42,82 +39,33 @@ def words_of(settings: dict[str, object]) -> list[str]:
     return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
-class ForkedJob:
-    """A job of `ranks` processes, started at once. Used as a context, it leaves none behind.
+def run_job(
+    words: list[str],
+    output: Path,
+    ranks: int = 1,
+    faults: Faults | None = None,
+    file_bytes: int = 0,
+) -> tuple[int, str]:
+    """A job of `ranks` processes to its end. One that does not end within a minute is killed.
 
     words: train.py's command line. output: the file that stdout and stderr of all ranks go to.
-    faults: what goes wrong inside of it. file_bytes: no process can write a file that is longer.
+    file_bytes: no process can write a file that is longer. Returns the job's status, which is 0 or
+    that of the first rank that did not end with 0, and what it has printed.
     """
-
-    def __init__(
-        self,
-        words: list[str],
-        output: Path,
-        ranks: int = 1,
-        faults: Faults | None = None,
-        file_bytes: int = 0,
-        forks: bool = True,
-    ):
-        """forks: from a process with all modules loaded, which is fast. CUDA cannot be forked."""
-        self.output = output
-        output.parent.mkdir(parents=True, exist_ok=True)
-        # torchtitan asks for GPUs when it is imported, which must not start CUDA before the fork.
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        context = multiprocessing.get_context("forkserver" if forks else "spawn")
-        if forks:
-            context.set_forkserver_preload(["datasets", "titan_sparse.trainer"])
-        shared = (ranks, _free_port(), words, str(output), faults or Faults(), file_bytes)
-        self.processes = [
-            context.Process(target=_rank_main, args=(rank, *shared)) for rank in range(ranks)
-        ]
-        for process in self.processes:
-            process.start()
-
-    def text(self) -> str:
-        return self.output.read_text(errors="replace") if self.output.exists() else ""
-
-    def steps(self) -> list[int]:
-        return [int(step) for step in re.findall(r"^step (\d+)/", self.text(), re.MULTILINE)]
-
-    def is_running(self) -> bool:
-        return all(process.is_alive() for process in self.processes)
-
-    def wait(self, seconds: float = 60) -> int:
-        """The status it ends with: 0, or that of the first rank that did not end with 0.
-
-        A signal counts negatively. Raises TimeoutError after so many seconds.
-        """
-        deadline = time.monotonic() + seconds
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                raise TimeoutError(f"process {process.pid} has not ended after {seconds:.0f} s")
-        return next((process.exitcode for process in self.processes if process.exitcode), 0)
-
-    def signal(self, number: int, ranks: list[int] | None = None) -> None:
-        """Send a signal to these ranks, or to all, as far as they are there."""
-        for rank, process in enumerate(self.processes):
-            if (ranks is None or rank in ranks) and process.is_alive():
-                os.kill(process.pid, number)
-
-    def __enter__(self) -> "ForkedJob":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.signal(signal.SIGKILL)
-        for process in self.processes:
-            process.join()
-
-
-def run_job(
-    words: list[str], output: Path, seconds: float = 60, **options: object
-) -> tuple[int, str]:
-    """A ForkedJob with these options, to its end, which must come within so many seconds.
-
-    Returns its status and what it has printed.
-    """
-    with ForkedJob(words, output, **options) as job:
-        return job.wait(seconds), job.text()
+    # torchtitan asks for GPUs when it is imported, which must not start CUDA before the fork.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["datasets", "titan_sparse.trainer"])
+    shared = (ranks, _free_port(), words, str(output), faults or Faults(), file_bytes)
+    processes = [context.Process(target=_rank_main, args=(rank, *shared)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+        process.join()
+    status = next((process.exitcode for process in processes if process.exitcode), 0)
+    return status, output.read_text(errors="replace")
 
 
 def metrics(run: Path) -> list[dict]:
@@ -131,23 +79,17 @@ def whole_checkpoints(folder: Path) -> tuple[int | None, list[str]]:
 
     Looks at the files alone, with sha256sum.
     """
-    newest = None
-    problems = []
-    for path in folder.glob("step-*"):
-        if not re.fullmatch(r"step-\d+", path.name):
-            continue
+    whole, problems = [], []
+    for path in folder.glob("step-*[0-9]"):
         check = ["sha256sum", "--check", "--strict", "--quiet", "checksums.sha256"]
         done = subprocess.run(check, cwd=path, capture_output=True, text=True)
-        there = {entry.name for entry in path.iterdir()} - {"checksums.sha256"}
-        listed = set()
-        if done.returncode == 0:
-            lines = (path / "checksums.sha256").read_text().splitlines()
-            listed = {line.split("  ", 1)[1] for line in lines}
-        if there != listed or ".metadata" not in listed:
-            problems.append(f"{path.name} is not whole: {done.stderr}{sorted(there ^ listed)}")
+        lines = (path / "checksums.sha256").read_text().splitlines() if not done.returncode else []
+        listed = {line.split("  ", 1)[1] for line in lines} | {"checksums.sha256"}
+        if {entry.name for entry in path.iterdir()} == listed >= {".metadata"}:
+            whole.append(int(path.name.removeprefix("step-")))
         else:
-            newest = max(newest or 0, int(path.name.removeprefix("step-")))
-    return newest, problems
+            problems.append(f"{path.name} is not whole: {done.stderr}")
+    return max(whole, default=None), problems
 
 
 def _free_port() -> int:

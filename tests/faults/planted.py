@@ -23,8 +23,6 @@ class Faults:
     """all steps from this one on are poisoned; 0: none"""
     stuck_at: int = 0
     """the step whose first micro-batch never ends; 0: none"""
-    seconds: float = 0.0
-    """that each micro-batch takes longer, on all ranks"""
 
 
 def plant(faults: Faults) -> None:
@@ -47,12 +45,11 @@ def plant(faults: Faults) -> None:
     def slow_forward_backward(self: Trainer, *args: object) -> torch.Tensor:
         if self.progress.step + 1 == faults.stuck_at and dist.get_rank() == faults.rank:
             time.sleep(1e6)
-        time.sleep(faults.seconds)
         return forward_backward(self, *args)
 
     if faults.poisoned or faults.poisoned_from:
         Trainer._clip = poisoned_clip
-    if faults.stuck_at or faults.seconds:
+    if faults.stuck_at:
         Trainer._forward_backward = slow_forward_backward
 
 

@@ -59,8 +59,6 @@ class Origin:
 
 @dataclass(frozen=True)
 class Saved:
-    """What is known of the start that wrote a checkpoint."""
-
     checkpoint: str
     """its folder"""
     values: dict[str, Any]
@@ -82,7 +80,6 @@ class Change:
 
 
 def origin_text(origin: Origin) -> str:
-    """What a checkpoint holds as origin.json."""
     return json.dumps(dataclasses.asdict(origin), indent=1) + "\n"
 
 

@@ -154,7 +154,6 @@ def _check_source(source: str, key: str) -> None:
 
 
 def _check_first_checkpoint(section: Checkpoint, output_dir: Path) -> None:
-    """Refuse a first checkpoint that does not exist. Whether it is complete is checked later."""
     path = section.initial_load_path
     require(
         not path or os.path.isfile(os.path.join(path, ".metadata")),

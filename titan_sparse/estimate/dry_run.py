@@ -69,7 +69,6 @@ class World:
 
     @property
     def outside(self) -> float:
-        """GiB of a device's memory that PyTorch cannot hand out."""
         return OUTSIDE_GIB + (COMMUNICATORS_GIB if self.ranks > 1 else 0)
 
     @property
@@ -149,7 +148,6 @@ def find_max_length(config: Config, where: World) -> tuple[str, bool]:
     backend = _backend(config, model)
 
     def measure(multiples: int) -> tuple[float, dict[str, float]]:
-        """GiB of the device and of the host."""
         longer = copy.deepcopy(config)
         longer.training.seq_len = multiples * multiple
         step = step_of(longer, model, pattern, backend, where.ranks, where.ranks_per_node)
@@ -208,7 +206,6 @@ def _backend(config: Config, model: DecoderConfig) -> str:
 
 
 def _shape(config: Config, step: Step, where: World) -> list[str]:
-    """What is trained, and how."""
     name = config.model.initial_hf or config.model.flavour
     parameters = number_of_parameters(step.model) / 1e6
     trained = ""
@@ -225,7 +222,6 @@ def _shape(config: Config, step: Step, where: World) -> list[str]:
 
 
 def _of_transformers(config: Config, model: DecoderConfig) -> list[str]:
-    """What is special about a model that runs through transformers' own code."""
     if not isinstance(model, TransformersConfig):
         return []
     _, reason = choose_implementation(config.model.initial_hf, config.model.implementation)
@@ -263,7 +259,6 @@ def _table(step: Step) -> list[str]:
 
 
 def _verdict(needed: float, where: World) -> list[str]:
-    """Whether `needed` GiB fit."""
     total = (
         f"peak {needed:.2f} GiB, and {where.outside:.1f} outside of PyTorch's allocator: "
         f"{needed + where.outside:.2f} GiB"

@@ -65,7 +65,6 @@ def estimate(step: Step) -> dict[str, dict[str, float]]:
 
 
 def peak_phase(phases: dict[str, dict[str, float]]) -> str:
-    """The phase that needs the most. phases: from estimate()."""
     return max(phases, key=lambda phase: sum(phases[phase].values()))
 
 
@@ -91,7 +90,6 @@ def frozen_bytes(step: Step) -> float:
 
 
 def _matrix(step: Step) -> int:
-    """Elements of the embedding, or of the head."""
     return step.model.vocab_size * step.model.hidden_size
 
 
@@ -126,7 +124,6 @@ def _gathered(step: Step, blocks: int) -> float:
 def _bytes(
     step: Step, hidden: float = 0, query: float = 0, kv: float = 0, intermediate: float = 0
 ) -> float:
-    """Bytes of that many tensors."""
     elements = hidden * step.tokens * step.model.hidden_size + query * step.query + kv * step.kv
     elements += intermediate * _mlp_tokens(step) * step.model.intermediate_size
     return step.width * elements

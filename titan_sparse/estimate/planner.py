@@ -118,7 +118,6 @@ def count(layer: Layer, setting: Setting) -> Counted:
 
 
 def plan_layer(counted: Counted, layer: Layer, setting: Setting, constants: Constants) -> LayerPlan:
-    """The plan of one layer in one setting. counted: from count()."""
     planner = _Planner(counted, layer, setting, constants)
     if setting.schedule.moves is Moves.HEADS:
         work, forward, backward = planner.all_gather()
@@ -149,7 +148,6 @@ class _Planner:
         self.gradient_bytes = elements * shape.gradient_bytes
 
     def ring(self) -> tuple[Tensor, Pass, Pass]:
-        """A ring, a double ring, or one rank alone."""
         setting = self.setting
         windows, steps = setting.schedule.rings(setting.inter, setting.intra)
         groups = head_groups(self.layer.shape.kv_heads, windows)

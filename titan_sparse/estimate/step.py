@@ -194,7 +194,6 @@ def _computing_backend(config: Config, backend: str, schedule: Schedule) -> str:
 def _selection(
     config: Config, model: DecoderConfig, pattern: Pattern, seq_len: int
 ) -> dict[str, int]:
-    """index_bytes, verticals and most_blocks of Step."""
     block_size = config.attention.block_size
     packed = config.attention.mask == "documents"
     blocks = -(-seq_len // block_size)

@@ -82,7 +82,6 @@ def build_model(
 
 
 def _mlp(config: Config) -> Callable[[DecoderConfig], nn.Module]:
-    """What makes a layer's MLP."""
     chunk_tokens = config.training.mlp_chunk_tokens
     if not chunk_tokens:
         return MLP

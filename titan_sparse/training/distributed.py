@@ -96,7 +96,6 @@ def init_distributed(
 
 
 def leave_distributed() -> None:
-    """The end of a distributed program: no process group is left."""
     dist.destroy_process_group()
 
 
@@ -266,7 +265,6 @@ def agree_on_name(store: dist.Store, rank: int, world_size: int, timeout_seconds
 
 
 def _missing(store: dist.Store, name: str, world_size: int) -> str:
-    """The ranks that have not greeted rank 0."""
     first, *others = [r for r in range(1, world_size) if not store.check([f"{name} greeting {r}"])]
     return f"rank {first}" + (f" and {len(others)} more of {world_size}" if others else "")
 

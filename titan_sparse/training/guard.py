@@ -44,7 +44,6 @@ class Report(NamedTuple):
     """bad steps up to this one, without a good one between"""
 
     def reason(self) -> str:
-        """Why the update was skipped, for people."""
         if self.bad_loss:
             return "the loss is not finite"
         if self.bad_norm:
@@ -183,7 +182,6 @@ def all_finite(tensors: Iterable[Tensor], device: torch.device) -> bool:
 
 
 def optimizer_states(optimizers: OptimizersContainer) -> list[Tensor]:
-    """The tensors of the optimizers' states that are as large as parameters."""
     return [
         value
         for optimizer in optimizers.optimizers

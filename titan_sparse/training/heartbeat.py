@@ -424,7 +424,6 @@ def collectives_begun() -> dict[str, int]:
 
 
 def place_of_thread(thread: int) -> tuple[str, bool]:
-    """place_of() of where a thread is now."""
     frame = sys._current_frames().get(thread)
     frames = []
     while frame is not None:

@@ -123,11 +123,9 @@ class StopSignals:
 
     @property
     def asked(self) -> bool:
-        """Whether this process has been asked to stop."""
         return self.asked_at is not None
 
     def ask(self) -> None:
-        """Ask this process to stop, as a signal does."""
         if self.asked_at is None:
             self.asked_at = time.monotonic()
 

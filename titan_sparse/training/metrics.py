@@ -188,7 +188,6 @@ class MetricsLog:
         return {"mfu": mfu, "dense_equivalent_tflops": dense}
 
     def close(self) -> None:
-        """Flush the files."""
         if self.json is not None:
             self.json.close()
         if self.board is not None:

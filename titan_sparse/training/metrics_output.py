@@ -82,7 +82,6 @@ class JsonLines:
             raise OSError(errno.ENOSPC, said, self.path)
 
     def close(self) -> None:
-        """Nothing can be written any more."""
         os.close(self.descriptor)
 
     def _end_last_line(self) -> None:
@@ -136,7 +135,6 @@ def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """The JSON object, None where it is none."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -202,7 +200,6 @@ class Tracker:
     """Writes nothing where `run` is None."""
 
     def __init__(self, run: Any) -> None:
-        """run: of wandb.init()."""
         self.run = run
         if run is not None:
             # Steps are ours: a run that goes back to a checkpoint writes some of them again.
@@ -210,7 +207,6 @@ class Tracker:
             run.define_metric("*", step_metric="step")
 
     def log(self, record: dict[str, Any]) -> None:
-        """A line of metrics.jsonl."""
         if self.run is not None:
             self.run.log(record)
 
@@ -229,7 +225,6 @@ class Tracker:
         self.run.log(values)
 
     def close(self) -> None:
-        """Send the remaining values and end the run."""
         if self.run is not None:
             self.run.finish()
 

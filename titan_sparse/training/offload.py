@@ -61,7 +61,6 @@ class BufferPool:
         return buffer
 
     def give_back(self, buffer: Tensor) -> None:
-        """What was taken may be taken again."""
         self.free[buffer.numel()].append(buffer)
 
 
@@ -114,7 +113,6 @@ class _Saved:
             self.event = block.owner.copier.start(self._in_buffer(), self.on_device)
 
     def _in_buffer(self) -> Tensor:
-        """The buffer, seen as the tensor that it holds."""
         return self.buffer.view(self.dtype).as_strided(self.size, self.stride)
 
     def free_device(self) -> None:
@@ -129,7 +127,6 @@ class _Saved:
         self.on_device = None
 
     def fetch(self) -> None:
-        """Start the copy back, unless the tensor is there or on its way."""
         if self.on_device is not None:
             return
         # Allocated on the stream that computes, so that its memory is free for that stream's next
@@ -189,7 +186,6 @@ class _Block:
             saved.free_device()
 
     def fetch(self) -> None:
-        """Start the copies back to the device, once. A tensor that was used and dropped must not return."""
         if self.fetched:
             return
         self.fetched = True
@@ -244,7 +240,6 @@ class _Packing:
         return self.record.save(tensor)
 
     def _stays(self, tensor: Tensor) -> bool:
-        """Whether it is a parameter, or shared by all blocks."""
         if self.parameter_storages is None:
             # Asked for inside the block's forward: only there does FSDP show the gathered parameters.
             self.parameter_storages = _storages(self.block.parameters())
@@ -269,5 +264,4 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _storages(values: Iterable[Any]) -> set[int]:
-    """The addresses of the storages of the plain tensors among the values."""
     return {v.untyped_storage().data_ptr() for v in values if type(v) in (Tensor, nn.Parameter)}

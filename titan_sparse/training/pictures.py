@@ -14,7 +14,6 @@ _LEAST_HEIGHT = 3.5
 
 
 def has_matplotlib() -> bool:
-    """Whether pictures can be drawn."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

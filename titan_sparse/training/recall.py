@@ -23,7 +23,6 @@ class Capped(NamedTuple):
     both: Tensor
 
     def of_budgets(self) -> Tensor:
-        """Shares of all budgets, [layers]."""
         return (self.verticals + self.slashes) / 2
 
     def spread(self, selecting: list[int], layers: int) -> "Capped":
@@ -58,7 +57,6 @@ class CapCount:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the selections of one forward."""
         with counting_caps() as shares:
             yield
         if not shares:

@@ -99,7 +99,6 @@ def _this_rank(device: torch.device) -> dict[str, Any]:
 
 
 def _describe(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The content of start.json."""
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(sys.orig_argv),

@@ -50,12 +50,10 @@ _STEPS = 16
 
 
 def local_world_size() -> int:
-    """Ranks of this node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def checkpoint_to_resume(config: Config) -> str | None:
-    """The folder that the run goes on from, None without one."""
     output_dir, load_step = config.training.output_dir, config.checkpoint.load_step
     if not config.checkpoint.enable:
         return None
@@ -65,7 +63,6 @@ def checkpoint_to_resume(config: Config) -> str | None:
 
 
 def step_path(config: Config, step: int) -> str:
-    """The folder of a step's checkpoint."""
     return os.path.join(config.training.output_dir, FOLDER, f"step-{step}")
 
 
@@ -87,7 +84,6 @@ def _reads_initial_hf(config: Config) -> bool:
 
 
 def read_initial_hf(config: Config, model: nn.Module, model_config: DecoderConfig) -> None:
-    """Read the weights of model.initial_hf into the model, where they are wanted."""
     if config.model.initial_hf and not config.model.random_weights:
         # Only where asked for: it needs safetensors.
         from titan_sparse.models.huggingface import load_weights
@@ -170,7 +166,6 @@ def open_data(config: Config, model: DecoderConfig) -> PackedLoader:
 
 
 def step_size(config: Config, model: DecoderConfig, backend: str, recomputed: float) -> Step:
-    """What a step's memory depends on, with this share of attention recomputed."""
     step = step_of(
         config,
         model,
@@ -204,7 +199,6 @@ def recomputed_share(
 
 
 def free_gib(device: torch.device) -> float | None:
-    """Free memory of a GPU; None for the CPU, where nothing is given up for want of memory."""
     if device.type != "cuda":
         return None
     free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -251,7 +245,6 @@ def report_changes(saved: Saved, config: Config, step: int) -> None:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """The learning rate of the update that follows `step` updates."""
     placeholder = torch.optim.SGD([torch.zeros(1)], lr=config.optimizer.lr)
     schedule = build_schedule([placeholder], config.lr_scheduler, config.training.steps)
     return config.optimizer.lr * schedule.schedulers[0].lr_lambdas[0](step)

@@ -71,7 +71,6 @@ class Progress:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a saved state."""
         counts = dict(state)
         torch.set_rng_state(counts.pop("cpu_generator"))
         if self.device.type == "cuda":

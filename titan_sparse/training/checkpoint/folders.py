@@ -43,12 +43,10 @@ _held: dict[str, int] = {}
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is, among those in `folder`."""
     return folder / f"step-{step}"
 
 
 def incomplete_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is while it is written."""
     return folder / f"step-{step}.incomplete"
 
 
@@ -69,7 +67,6 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def newest_checkpoint(output_dir: str) -> str | None:
-    """The newest complete checkpoint of a run, None without one."""
     folder = Path(output_dir, FOLDER)
     steps = complete_steps(folder)
     return str(step_folder(folder, steps[-1])) if steps else None
@@ -183,7 +180,6 @@ def lock_run(output_dir: str, wait_seconds: float = WAIT_SECONDS) -> None:
 
 
 def unlock_run(output_dir: str) -> None:
-    """Give the lock back, if this process has it."""
     descriptor = _held.pop(_path(output_dir), None)
     if descriptor is not None:
         os.close(descriptor)

@@ -131,7 +131,6 @@ class HashedFile(io.FileIO):
 
 
 def _write_bytes(path: Path, data: bytes) -> str:
-    """Write a new file; returns its sha256."""
     with HashedFile(path) as file:
         file.write(data)
     return file.sum.hexdigest()
