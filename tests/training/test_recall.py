@@ -26,7 +26,7 @@ from titan_sparse.evaluation.scorer import Sequence
 from titan_sparse.options import VerticalSlashOptions as Budgets
 from titan_sparse.trainer import Trainer, draw_probe_rows
 from titan_sparse.training import build_model
-from titan_sparse.training.recall import CapCount, asked_recall
+from titan_sparse.training.recall import CapCount, Capped, asked_recall
 
 LAYERS, BLOCK, TOKENS = 2, 16, 192
 CUT = VerticalSlash(recall=0.9, sinks=2, local_slashes=1, max_verticals=20, max_slashes=3)
@@ -291,3 +291,8 @@ def _check_recomputation_and_evaluation(folder: Path) -> None:
 def test_a_recomputation_and_an_evaluation_look_at_the_same_rows(tmp_path):
     write_texts(tmp_path / "texts")
     run_processes(1, _check_recomputation_and_evaluation, tmp_path)
+
+
+def test_a_head_that_both_caps_cut_counts_once():
+    capped = Capped(*torch.tensor([[0.5], [0.75], [0.25]]))
+    assert capped.of_heads("joint") == 1.0 and capped.of_heads("independent") == 0.25
