@@ -361,6 +361,10 @@ def test_tensorboard_opens_on_the_loss(tmp_path):
     # The save after step 2 is in the line of step 3; that after the last step is in none.
     assert [line["step"] for line in lines if "save_seconds" in line] == [3]
     assert len(events.Scalars("speed/save_seconds")) == 1
+    for before, line in itertools.pairwise(lines):
+        tokens = line["tokens_seen"] - before["tokens_seen"]
+        of_device = line["tokens_per_second_per_device"] * line["step_seconds"]
+        assert 2 * of_device == pytest.approx(tokens)
     times = [line["time"] for line in lines]
     assert times == sorted(times) and events.Scalars("Train/loss")[-1].wall_time - times[-1] < 5
 
