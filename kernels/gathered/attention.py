@@ -40,8 +40,11 @@ class Plan(NamedTuple):
         """The plan of a share, as views."""
         keys = (share.batches, share.kv_heads)
         tiles = self.own.tiles
+        lists = (
+            None if field is None else field[share.batches, share.heads] for field in tiles.by_query
+        )
         tiles = tiles._replace(
-            by_query=_lists_of(tiles.by_query, share),
+            by_query=BlockLists._make(lists),
             # dk and dv of the blocks are computed for all heads at once.
             by_key=None,
             start=tiles.start[share.batches],
@@ -68,34 +71,22 @@ def forward(q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
     for work in _works(q, plan):
-        for part in _parts(q, work):
-            rows = (part.share.batches, part.share.heads)
-            _forward_of(q[rows], part, out[rows], lse[rows])
+        for share, part, gathered, tiles in _parts(q, work):
+            rows = (share.batches, share.heads)
+            own = part.own
+            total = (torch.zeros(q[rows].shape, dtype=torch.float32, device=q.device), lse[rows])
+            add_attention(
+                q[rows],
+                own.k,
+                own.v,
+                part.choices,
+                (gathered, tiles),
+                part.scale,
+                own.tiles.block_size,
+                total,
+            )
+            block_sparse.forward(q[rows], [own], part.scale, total=total, into=out[rows])
     return out, lse
-
-
-def _forward_of(q: Tensor, work: Work, out: Tensor, lse: Tensor) -> None:
-    """out and lse, which is -inf before, of a share whose sums are kept at once."""
-    _, plan, gathered, tiles = work
-    own = plan.own
-    total = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    add_attention(
-        q,
-        own.k,
-        own.v,
-        plan.choices,
-        (gathered, tiles),
-        plan.scale,
-        own.tiles.block_size,
-        (total, lse),
-    )
-    block_sparse.forward(
-        q,
-        [own],
-        plan.scale,
-        total=(total, lse),
-        into=out,
-    )
 
 
 def backward(
@@ -118,19 +109,15 @@ def backward(
             (dk[keys], dv[keys]),
         )
         for part in _parts(q, work):
-            rows = (part.share.batches, part.share.heads)
-            _query_gradient_of(_queries_of(queries, part), part, dq[rows])
+            own = part.plan.own
+            some = _queries_of(queries, part)
+            total = torch.zeros(some.q.shape, dtype=torch.float32, device=q.device)
+            lists = (part.gathered, part.tiles)
+            add_query_gradient(some, own.k, own.v, part.plan.choices, lists, total)
+            into = dq[part.share.batches, part.share.heads]
+            output = GradientOutput(dq.dtype, [], before=total, into=into)
+            block_sparse.query_gradient(some, [own], output)
     return dq, dk.to(q.dtype), dv.to(q.dtype)
-
-
-def _query_gradient_of(queries: QuerySide, work: Work, dq: Tensor) -> None:
-    """dq of a share whose sums are kept at once."""
-    _, plan, gathered, tiles = work
-    own = plan.own
-    total = torch.zeros(queries.q.shape, dtype=torch.float32, device=dq.device)
-    add_query_gradient(queries, own.k, own.v, plan.choices, (gathered, tiles), total)
-    output = GradientOutput(dq.dtype, [], before=total, into=dq)
-    block_sparse.query_gradient(queries, [own], output)
 
 
 def _works(q: Tensor, plan: Plan) -> Iterator[Work]:
@@ -161,13 +148,6 @@ def _parts(q: Tensor, work: Work) -> Iterator[Work]:
 def _within(outer: slice, inner: slice) -> slice:
     """Shift `inner`, which counts from the beginning of `outer`, to count in the whole."""
     return slice(outer.start + inner.start, outer.start + inner.stop)
-
-
-def _lists_of(lists: BlockLists, share: Share) -> BlockLists:
-    fields = []
-    for field in lists:
-        fields.append(None if field is None else field[share.batches, share.heads])
-    return BlockLists._make(fields)
 
 
 def _queries_of(queries: QuerySide, work: Work) -> QuerySide:

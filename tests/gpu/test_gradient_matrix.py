@@ -118,6 +118,8 @@ CELLS = [
     # Chunks that end inside of blocks: the Triton kernels compute what single queries chose.
     Cell("flex", 64, (4, 2), "causal", "moba"),
     *(_dense("flex", dim, mask="causal") for dim in (64, 96, 128)),
+    # FlashAttention-4 had errors in its head_dim 64 gradients that grew with the length.
+    *(Cell("flex", dim, (2, 1), "causal", "joint", tokens=16384) for dim in (64, 96, 128)),
     Cell("flex", 80, (4, 2), dtype=torch.float16),
     Cell("flex", 256, (4, 2)),
     _dense("flex", 128, (8, 2), "padding", sinks=FP32),
@@ -206,26 +208,3 @@ def test_compiled(cell):
     for function in (compiled, compiled, cell.function()):
         for a, b in zip(with_gradients(function, inputs, d_out), want, strict=True):
             assert torch.equal(a, b)
-
-
-def test_memory_of_sinks():
-    """Sinks cost memory of rows, not of rows times head_dim."""
-    leaves = [
-        torch.randn(1, heads, 32768, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for heads in (8, 2, 2)
-    ]
-    ranges = Causal().rows(32768, "cuda")
-    peaks = []
-    for sinks in (None, torch.linspace(-3, 9, 8, device="cuda", requires_grad=True)):
-        inputs = leaves if sinks is None else [*leaves, sinks]
-        # The first time something may be compiled, and remembered for the mask.
-        for _ in range(2):
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            out = attend(*leaves, ranges, backend="triton", sinks=sinks)
-            torch.autograd.grad(out, inputs, out.detach())
-            peak = torch.cuda.max_memory_allocated() - before
-            del out
-        peaks.append(peak)
-    assert peaks[1] - peaks[0] < leaves[0].nbytes / 4

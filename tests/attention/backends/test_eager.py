@@ -102,29 +102,3 @@ def test_dense_shapes(name):
     lse = dense_attention(*qkv, seen, SCALE)[1]
     for a, b in zip(_dense(qkv, d_out, shape), (want, lse, *grads), strict=True):
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
-
-
-def test_queries_against_fewer_keys():
-    """All keys of another chunk, with the out and lse of more keys."""
-    (q, k, v), d_out = _problem(torch.float64, (4, 2), 2, 200)
-    shape = DenseShape(causal=False, is_whole=False)
-    first, second = (
-        eager.dense_forward(q, k[:, :, keys], v[:, :, keys], shape, SCALE)
-        for keys in (slice(60), slice(60, 200))
-    )
-    lse = torch.logaddexp(first.lse, second.lse)
-    out = sum(x.out * (x.lse - lse).exp()[..., None] for x in (first, second))
-    whole = eager.dense_forward(q, k, v, shape, SCALE)
-    torch.testing.assert_close((out, lse), tuple(whole), atol=1e-11, rtol=1e-11)
-    queries = Queries(q, d_out, out, lse)
-    dq, dk, dv = eager.dense_backward(queries, k, v, shape, SCALE)
-    parts = [
-        eager.dense_backward(queries, k[:, :, keys], v[:, :, keys], shape, SCALE)
-        for keys in (slice(60), slice(60, 200))
-    ]
-    got = (
-        parts[0][0] + parts[1][0],
-        torch.cat([parts[0][1], parts[1][1]], 2),
-        torch.cat([parts[0][2], parts[1][2]], 2),
-    )
-    torch.testing.assert_close(got, (dq, dk, dv), atol=1e-11, rtol=1e-11)

@@ -28,7 +28,6 @@ from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.integrations.transformers import (
     AttentionMask,
     AttentionSettings,
-    attention,
     keep_attention,
     register,
 )
@@ -191,22 +190,6 @@ def test_autocast_computes_in_its_dtype(attended):
         wanted = model(input_ids).logits
     assert {x.dtype for call in attended for x in call.tensors} == {torch.bfloat16}
     assert (ours - wanted).norm() < 0.02 * wanted.norm()
-
-
-def test_sinks_may_have_another_dtype():
-    """Those of weights in bf16 where autocast makes queries fp16."""
-    q = torch.randn(1, 4, SEQ_LEN, 16)
-    sinks = torch.randn(4).bfloat16()
-    layer = torch.nn.Module()
-    outs = []
-    for s_aux in (sinks, sinks.float()):
-        out, _ = attention.attention_forward(
-            AttentionSettings(), layer, q, q, q, Causal(), s_aux=s_aux
-        )
-        outs.append(out)
-    assert torch.equal(*outs)
-    without, _ = attention.attention_forward(AttentionSettings(), layer, q, q, q, Causal())
-    assert not torch.allclose(without, outs[0])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """register(), the settings, and what is refused by name."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -49,22 +47,6 @@ def test_the_last_settings_of_a_name_hold_and_names_live_beside_each_other():
     assert density(model) < 1.0
     register(name="ours_sparse")
     assert density(model) == 1.0
-
-
-def test_one_line_says_that_transformers_is_missing():
-    program = """
-import sys
-sys.modules["transformers"] = None
-import titan_sparse.integrations
-try:
-    import titan_sparse.integrations.transformers
-except ImportError as error:
-    print(error)
-"""
-    words = [sys.executable, "-c", program]
-    printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    assert printed.count("\n") == 1
-    assert 'pip install "titan-sparse[huggingface]"' in printed
 
 
 LATENT = {

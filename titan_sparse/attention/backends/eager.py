@@ -305,8 +305,10 @@ def _visible(tiles: Tiles, q_block: int, kv_blocks: Tensor, is_listed: Tensor) -
     all_positions = tiles.k_positions.expand(batch, heads, -1)
     position = _tokens_of_blocks(all_positions, kv_blocks, size)
 
+    queries = slice(q_block * size, (q_block + 1) * size)
     if tiles.slices is None:
-        start, stop = _bounds(tiles, q_block)
+        # [B, 1, block, 1]
+        start, stop = tiles.start[:, None, queries, None], tiles.stop[:, None, queries, None]
     else:
         start, stop = _bounds_in_slices(tiles, q_block)
     visible = (position[:, :, None] >= start) & (position[:, :, None] < stop)
@@ -318,25 +320,16 @@ def _visible(tiles: Tiles, q_block: int, kv_blocks: Tensor, is_listed: Tensor) -
         visible &= ~_tokens_of_blocks(covered, kv_blocks, size)[:, :, None]
     if tiles.chosen is not None:
         words, origin, chunk_tokens = tiles.chosen
-        queries = slice(q_block * size, (q_block + 1) * size)
         chosen = ChosenChunks(words[:, :, queries], origin[:, queries], chunk_tokens)
         # All queries of a full tile chose it, so looking again changes nothing there.
         visible &= chosen_keys(chosen, position)
     return visible
 
 
-def _bounds(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
-    """start and stop of the queries of one block, int32 [B, 1, block, 1]."""
-    queries = slice(q_block * tiles.block_size, (q_block + 1) * tiles.block_size)
-    start = tiles.start[:, None, queries, None]
-    stop = tiles.stop[:, None, queries, None]
-    return start, stop
-
-
 def _bounds_in_slices(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
-    """start and stop as in _bounds(), for each entry of _listed_kv_blocks() on its own.
+    """Where each query of a block begins and stops to see each entry of _listed_kv_blocks().
 
-    int64 [B, Hq, block, K * block]. Every key of a full tile is seen; in a partial one the entry's
+    Two of int64 [B, Hq, block, K * block]. Every key of a full tile is seen; in a partial one the entry's
     slice decides.
     """
     lists = tiles.by_query
@@ -407,13 +400,9 @@ def _hidden(here: slice, met: slice, shape: DenseShape, device: torch.device) ->
     if shape.window is not None:
         hidden |= query - key >= shape.window
     if shape.offsets is not None:
-        hidden |= _document(key, shape.offsets) != _document(query, shape.offsets)
+        number = torch.searchsorted(shape.offsets, key.int(), right=True)
+        hidden |= number[keys - queries :, None] != number
     return hidden
-
-
-def _document(position: Tensor, offsets: Tensor) -> Tensor:
-    """The number of the document that a token is in, counted from 1."""
-    return torch.searchsorted(offsets, position.int(), right=True)
 
 
 def _one_sequence(x: Tensor) -> Tensor:
