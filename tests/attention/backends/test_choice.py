@@ -15,7 +15,7 @@ from titan_sparse.attention.backends import cudnn, flash
 from titan_sparse.kernels import block_sparse
 
 CASE = ("cuda", torch.bfloat16, 128, 128)
-NARROW = ("cuda", torch.bfloat16, 256, 64)
+WIDE = ("cuda", torch.bfloat16, 256, 128)
 
 
 def _forget() -> None:
@@ -58,14 +58,15 @@ def test_auto(patch, tmp_path):
         ("triton", CASE, {"dynamic": True}),
         ("triton", CASE, {"slices": True}),
         ("triton", ("cuda", torch.float32, 128, 128), {}),
-        ("cudnn", NARROW, {}),
+        ("cudnn", WIDE, {}),
         ("eager", ("cuda", torch.float64, 128, 128), {}),
         ("eager", ("cpu", torch.bfloat16, 128, 128), {}),
     ]
     for expected, case, options in [("cudnn", CASE, {}), *others]:
         assert backends.choose("auto", *case, **options) == expected
     assert "flex would be faster" in backends.explain("auto", *CASE)
-    assert "would be faster" not in backends.explain("auto", *NARROW)
+    assert "would be faster" not in backends.explain("auto", *WIDE)
+    assert "cudnn" not in backends.explain("auto", *CASE, dynamic=True)
     _install_flash(tmp_path, patch, "")
     others[0] = ("flex", CASE, {"dynamic": True})
     for expected, case, options in [("flex", CASE, {}), *others]:
