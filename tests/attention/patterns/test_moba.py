@@ -10,9 +10,8 @@ from torch import Tensor
 
 from tests.attention.patterns.helpers import MIXED, MOBA, Case, cases_of_masks, check_selection
 from tests.reference import dense_attention, gradients, structured_qkv
-from titan_sparse.attention import attend
 from titan_sparse.attention.backends import BACKENDS, base
-from titan_sparse.attention.masks.ranges import Causal, Documents, Full
+from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.patterns import MoBA
 from titan_sparse.attention.patterns.moba import _largest
 from titan_sparse.attention.tiles.blocks import block_tiles
@@ -104,9 +103,3 @@ def test_kernels_keep_to_the_choice(block, blocks, last, pattern, documents):
     visible = mask.dense(seq_len, device)[:, None, -last * block :]
     assert (tiles.by_query.partial_count > 1).any()
     assert (seen != visible).any()
-
-
-def test_a_mask_that_is_not_causal_is_refused():
-    x = torch.zeros(1, 1, 16, 8)
-    with pytest.raises(ValueError, match="causal"):
-        attend(x, x, x, mask=Full(), pattern=MoBA(), block_size=16)
