@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from titan_sparse.attention import attend
-from titan_sparse.attention.inputs import mask_of_whole_blocks
 from titan_sparse.attention.masks import Causal, Dilated, Documents, Full, Mask, SlidingWindow
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
@@ -69,15 +68,6 @@ def test_a_mask_on_another_device_is_refused(name, pattern):
         mask=ranges,
         pattern=PATTERNS[pattern],
     )
-
-
-def test_selection_refuses_as_well():
-    q = _x(1, 2, SEQ_LEN, 8)
-    pattern = PATTERNS["vertical_slash"]
-    with pytest.raises(ValueError, match="one device"):
-        pattern.select(q, q.to("meta"), Causal(), block_size=BLOCK)
-    with pytest.raises(ValueError, match="mask is on meta"):
-        pattern.select(q, q, Causal().rows(SEQ_LEN, "meta"), block_size=BLOCK)
 
 
 @pytest.mark.parametrize("mask, pattern", COMBINATIONS)
@@ -161,11 +151,3 @@ def test_no_heads_and_no_dimensions_are_refused(heads, kv_heads, head_dim):
     q = _x(1, heads, SEQ_LEN, head_dim)
     k = _x(1, kv_heads, SEQ_LEN, head_dim)
     _refused("Hq, Hkv and D must be 1 or more", q, k, k)
-
-
-def test_layers_share_a_padded_mask_until_it_changes():
-    ranges = Causal().rows(40, torch.device("cpu"))
-    padded = mask_of_whole_blocks(ranges, 16)
-    assert mask_of_whole_blocks(ranges, 16) is padded
-    ranges.start[:, 39] = 20
-    assert mask_of_whole_blocks(ranges, 16).start[0, 39] == 20

@@ -4,7 +4,6 @@ Nothing is widened or rounded in a pass of its own. Sums stay fp32 until the las
 forward, for dq, and for dk and dv on their way.
 """
 
-import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +16,7 @@ from titan_sparse.attention.backends.base import Partial
 from titan_sparse.attention.backends.eager import Eager
 from titan_sparse.attention.context_parallel import group_cast_plan
 from titan_sparse.attention.masks.ranges import Documents
-from titan_sparse.attention.merge import add, at_last, merge, results
+from titan_sparse.attention.merge import add, merge
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 
 BLOCK, SEQ_LEN = 8, 192
@@ -104,21 +103,12 @@ def _check(schedule: str, pattern: str, **options) -> dict[str, list[torch.dtype
     got, sent = _run(mask, PATTERNS[pattern], cp), dict(cp.sent)
     for name, a, b, c in zip(("out", "dq", "dk", "dv"), got, alone, want, strict=True):
         # Each piece is rounded, and once their sum; a sum in bf16 is rounded more often.
-        assert (a - c).norm() < 1.75 * (b - c).norm(), (
-            schedule,
-            options,
-            pattern,
-            name,
-            (a - c).norm() / (b - c).norm(),
-        )
+        assert (a - c).norm() < 1.75 * (b - c).norm(), (schedule, options, pattern, name)
     BACKENDS["eager"] = eager
     cp.sent.clear()
     _run(mask, PATTERNS[pattern], cp)
-    assert sent == dict(cp.sent), (
-        schedule,
-        options,
-        pattern,
-    )  # gradients in fp32 on the wire, as of a backend that does not round
+    # Gradients in fp32 on the wire, as of a backend that does not round.
+    assert sent == dict(cp.sent), (schedule, options, pattern)
     return backend.seen
 
 
@@ -152,40 +142,3 @@ def _check_all() -> None:
 
 def test_sums_over_three_processes():
     run_processes(3, _check_all)
-
-
-def test_merge_and_add_do_not_widen():
-    x, lse = torch.randn(1, 2, 8, 4).bfloat16(), torch.randn(1, 2, 8)
-    assert merge(None, x, lse, torch.float32)[0] is x and add(None, x, torch.float32) is x
-    assert merge(None, x.float(), lse, torch.bfloat16)[0].dtype == torch.bfloat16
-    assert (
-        add(x, x, torch.float32).dtype == torch.float32
-        and merge((x, lse), x, lse, torch.float32)[0].dtype == torch.float32
-    )
-    place = torch.empty_like(x)
-    assert (
-        merge((x, lse), x, lse, torch.float32, place)[0]
-        is add(x.float(), x, torch.float32, place)
-        is place
-    )
-    assert torch.equal(add(None, x, torch.float32, place), x) and list(at_last(3, place)) == [
-        None,
-        None,
-        place,
-    ]
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_results_of_groups_of_heads(batch):
-    """Contiguous each, and one tensor where sequences do not part them."""
-    q, heads = torch.randn(batch, 6, 8, 4), [slice(0, 2), slice(2, 4), slice(4, 6)]
-    found = results(q, heads, 1)
-    for part, own in zip(found.parts, heads, strict=True):
-        assert part.is_contiguous()
-        part.copy_(q[:, own])
-    assert torch.equal(found.joined(found.parts), q) and (found.whole is None) == (batch > 1)
-    assert (
-        results(q, [slice(None)], 1).parts == [None]
-        and results(q, [slice(None)], 2).parts[0].shape == q.shape
-    )
-    assert results(q, [slice(None)], 1).joined([q]) is q

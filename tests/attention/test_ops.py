@@ -18,7 +18,6 @@ from titan_sparse.attention import SAVED_OPS, ContextParallel, attend
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.attention.schedules import single
-from titan_sparse.training.build_model import checkpointed
 
 BLOCK, SEQ_LEN, WIDTH = 16, 128, 32
 ONE_RANK = ContextParallel(None, "contiguous", "local", BLOCK)
@@ -174,11 +173,3 @@ def test_saved_ops_run_once_a_step(calls, pattern, compiled):
     for step in (2, 3):
         _assert_equal(_step(layer, function, _input(0), ranges), want)
         assert calls == {"forward": step, "select": step * selections}
-
-
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
-def test_the_trainers_checkpointing_runs_attention_once(calls, mode):
-    """activation_checkpoint.checkpointed() as parallelize.py uses it, on the layer of this file."""
-    layer, ranges = Layer(PATTERNS["vertical_slash"]), Documents(LENGTHS[1]).rows(SEQ_LEN)
-    _step(layer, checkpointed(layer, mode), _input(0), ranges)
-    assert calls == {"forward": 1, "select": 1}

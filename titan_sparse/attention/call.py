@@ -50,12 +50,8 @@ class CallOptions:
         seq_len: local tokens. The last + 1 is None for the end of the sequence.
         """
         block_size = self.cp().block_size
-        first = 0
-        last = None
-        if self.begin > 0:
-            first, _ = blocks_before(self.begin, seq_len, block_size)
-        if self.end < 1:
-            last, _ = blocks_before(self.end, seq_len, block_size)
+        first = blocks_before(self.begin, seq_len, block_size)[0] if self.begin > 0 else 0
+        last = blocks_before(self.end, seq_len, block_size)[0] if self.end < 1 else None
         return first, last
 
 
@@ -85,19 +81,10 @@ def options_key(
         return key
     owner = context_of(cp)
 
-    def make() -> CallOptions:
-        return CallOptions(
-            pattern=pattern_of(pattern),
-            cp=weakref.ref(owner),
-            backend=backend,
-            mask=mask,
-            plain=plain,
-            scale=scale,
-            begin=begin,
-            end=end,
-        )
-
-    return registry.register_owned(owner.calls, key, make)
+    options = CallOptions(
+        pattern_of(pattern), weakref.ref(owner), backend, mask, plain, scale, begin, end
+    )
+    return registry.register_owned(owner.calls, key, lambda: options)
 
 
 @dataclass(frozen=True)
@@ -141,13 +128,8 @@ class AttentionCall:
         """The queries and keys [B, H, S_local, D] that this call is about, as views."""
         size = self.cp.block_size
         begin = self.first * size
-        end = q.shape[2]
-        if self.last is not None:
-            end = self.last * size
-        q_share = q[:, :, begin:end]
-        k_share = k[:, :, :end]
-        v_share = v[:, :, :end]
-        return q_share, k_share, v_share
+        end = q.shape[2] if self.last is None else self.last * size
+        return q[:, :, begin:end], k[:, :, :end], v[:, :, :end]
 
     def of_heads(self, heads: slice) -> "AttentionCall":
         """The call for some of the query heads."""
@@ -162,13 +144,11 @@ class AttentionCall:
 
     def key_blocks(self, rank: int | None = None) -> Tensor:
         """int64 [n]: global blocks of the keys of `rank` (default: this rank), on the device."""
-        blocks = self.cp.blocks(self.mask, rank)
-        return blocks[: self.last]
+        return self.cp.blocks(self.mask, rank)[: self.last]
 
     def query_blocks(self, rank: int | None = None) -> Tensor:
         """int64 [n]: global blocks of the queries of `rank` (default: this rank)."""
-        blocks = self.key_blocks(rank)
-        return blocks[self.first :]
+        return self.key_blocks(rank)[self.first :]
 
     def count_plain_ring(self, k: Tensor, backward: bool = False) -> None:
         """Add to cp.plain_ring_bytes what a ring sends in which each chunk visits every rank.
@@ -182,8 +162,7 @@ class AttentionCall:
             element_bytes += gradient_dtype.itemsize
         # 2: keys and values.
         chunk_bytes = 2 * k.numel() * element_bytes
-        hops = self.cp.size - 1
-        self.cp.plain_ring_bytes += chunk_bytes * hops
+        self.cp.plain_ring_bytes += chunk_bytes * (self.cp.size - 1)
 
 
 def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> AttentionCall:
@@ -201,26 +180,13 @@ def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> Attent
     first, last = options.block_range(seq_len)
     ranges = mask_of_tensors(options.mask, mask, options.plain)
     ranges = mask_of_whole_blocks(ranges, cp.block_size)
-    scale = options.scale
-    if scale is None:
-        scale = head_dim**-0.5
-
-    def make_index() -> BlockIndex:
-        return options.pattern.index(
-            index,
-            ranges,
-            batch,
-            heads,
-            cp.block_size,
-        )
-
     return AttentionCall(
         mask=ranges,
-        make_index=make_index,
+        make_index=lambda: options.pattern.index(index, ranges, batch, heads, cp.block_size),
         pattern=options.pattern,
         cp=cp,
         backend=BACKENDS[options.backend],
-        scale=scale,
+        scale=head_dim**-0.5 if options.scale is None else options.scale,
         plain=ranges.plain and not options.pattern.dynamic,
         first=first,
         last=last,

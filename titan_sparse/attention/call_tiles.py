@@ -29,29 +29,25 @@ def tiles_of_rank(
 
     def k_blocks() -> Tensor:
         if source is None:
-            # [ranks, n]
-            table = call.cp.table(call.mask)
-            return table[:, : call.last].flatten()
+            return call.cp.table(call.mask)[:, : call.last].flatten()
         return call.key_blocks(source)
 
     if _has_table_kernels(call):
-
-        def make_key_side() -> slash_tables.KeySide:
-            return slash_tables.key_side(k_blocks(), call.index.block_size)
-
-        key = ("key side", call.cp.key, source, call.last)
-        key_side = once_per_mask(call.mask, key, make_key_side)
+        key_side = once_per_mask(
+            call.mask,
+            ("key side", call.cp.key, source, call.last),
+            lambda: slash_tables.key_side(k_blocks(), call.index.block_size),
+        )
         query_side = _query_side(call, batch, query_rank)
         return slash_tables.block_tiles(query_side, call.index, key_side, transpose)
     if not call.pattern.dynamic:
         # Made once, for the forward and for the backward.
         transpose = transpose or call.backend.READS_BY_KEY
-
-    def make() -> Tiles:
-        return _block_tiles(call, batch, transpose, k_blocks(), query_rank)
-
-    name = ("tiles", source, query_rank, batch, transpose)
-    return _once_if_static(call, name, make)
+    return _once_if_static(
+        call,
+        ("tiles", source, query_rank, batch, transpose),
+        lambda: _block_tiles(call, batch, transpose, k_blocks(), query_rank),
+    )
 
 
 def tiles_of_blocks(
@@ -86,12 +82,7 @@ def tiles_of_verticals(call: AttentionCall, batch: int, transpose: bool) -> Tile
     if _has_table_kernels(call):
         query_side = _query_side(call, batch)
         return slash_tables.vertical_tiles(query_side, call.index, transpose)
-    return block_tables.vertical_tiles(
-        call.mask,
-        call.index,
-        call.query_blocks(),
-        transpose,
-    )
+    return block_tables.vertical_tiles(call.mask, call.index, call.query_blocks(), transpose)
 
 
 def vertical_piece(
@@ -111,13 +102,12 @@ def vertical_piece(
     if shares > 1:
         size = call.index.block_size
         # [B, Hq, C]
-        positions = call.index.verticals
-        positions = every_nth_block(positions, 2, size, share, shares).flatten(2, 3)
+        positions = every_nth_block(call.index.verticals, size, share, shares).flatten(2, 3)
+        # [B, Hq, C, D]
+        k = every_nth_block(k, size, share, shares).flatten(2, 3)
+        v = every_nth_block(v, size, share, shares).flatten(2, 3)
         index = call.index.with_verticals(positions)
         call = replace(call, make_index=lambda: index)
-        # [B, Hq, C, D]
-        k = every_nth_block(k, 2, size, share, shares).flatten(2, 3)
-        v = every_nth_block(v, 2, size, share, shares).flatten(2, 3)
     tiles = tiles_of_verticals(call, batch, transpose)
     return Piece(k, v, tiles)
 
@@ -138,50 +128,29 @@ def _block_tiles(
 def _once_if_static(call: AttentionCall, name: tuple, make: Callable[[], Tiles]) -> Tiles:
     if call.pattern.dynamic:
         return make()
-    key = (
-        *name,
-        call.pattern.key,
-        call.cp.key,
-        call.index.heads,
-        call.first,
-        call.last,
-    )
+    key = (*name, call.pattern.key, call.cp.key, call.index.heads, call.first, call.last)
     return once_per_mask(call.mask, key, make)
 
 
 def _has_table_kernels(call: AttentionCall) -> bool:
     """Whether kernels make the tables, with no wait of the host."""
-    is_vertical_slash = isinstance(call.index, VerticalSlashIndex)
-    on_gpu = call.mask.start.is_cuda
-    has_no_slices = call.mask.slices is None
-    return is_vertical_slash and on_gpu and has_no_slices
+    if not isinstance(call.index, VerticalSlashIndex):
+        return False
+    return call.mask.start.is_cuda and call.mask.slices is None
 
 
 def _query_side(call: AttentionCall, batch: int, rank: int | None = None) -> slash_tables.QuerySide:
     """What the kernels' tables need of the queries of a rank, remembered with the mask."""
-
-    def make() -> slash_tables.QuerySide:
-        q_blocks = call.query_blocks(rank)
-        return slash_tables.query_side(call.mask, call.index, q_blocks, batch)
-
-    key = (
-        "query side",
-        call.pattern.key,
-        call.cp.key,
-        batch,
-        rank,
-        call.first,
-        call.last,
+    return once_per_mask(
+        call.mask,
+        ("query side", call.pattern.key, call.cp.key, batch, rank, call.first, call.last),
+        lambda: slash_tables.query_side(call.mask, call.index, call.query_blocks(rank), batch),
     )
-    return once_per_mask(call.mask, key, make)
 
 
-def every_nth_block(x: Tensor, dim: int, block_size: int, first: int, n: int) -> Tensor:
-    """A view of every n-th block along `dim`, from block `first` on.
+def every_nth_block(x: Tensor, block_size: int, first: int, n: int) -> Tensor:
+    """A view of every n-th block along dim 2, from block `first` on.
 
     The dim becomes two: blocks, and the tokens of a block.
     """
-    blocks = x.unflatten(dim, (-1, block_size))
-    all_before = (slice(None),) * dim
-    every_nth = slice(first, None, n)
-    return blocks[(*all_before, every_nth)]
+    return x.unflatten(2, (-1, block_size))[:, :, first::n]

@@ -116,8 +116,7 @@ def check_tangents(**tensors: Tensor) -> None:
 
 
 def _shapes(*tensors: Tensor) -> str:
-    shapes = [str(list(x.shape)) for x in tensors]
-    return ", ".join(shapes)
+    return ", ".join(str(list(x.shape)) for x in tensors)
 
 
 def resolve_mask(mask: Mask | MaskRanges, q: Tensor, ranks: Ranks) -> MaskRanges:
@@ -181,22 +180,14 @@ _MASK_TENSORS = ("start", "stop", "document_start", "slices", "table")
 
 def mask_tensors(ranges: MaskRanges) -> tuple[str, list[Tensor]]:
     """The names of the tensors that a mask has, with a space between, and the tensors."""
-    names = []
-    tensors = []
-    for name in _MASK_TENSORS:
-        tensor = getattr(ranges, name)
-        if tensor is not None:
-            names.append(name)
-            tensors.append(tensor)
-    return " ".join(names), tensors
+    names = [name for name in _MASK_TENSORS if getattr(ranges, name) is not None]
+    return " ".join(names), [getattr(ranges, name) for name in names]
 
 
 def mask_of_tensors(names: str, tensors: list[Tensor], plain: bool = False) -> MaskRanges:
     """The inverse of mask_tensors()."""
     # What is not named stays None.
-    fields = dict.fromkeys(_MASK_TENSORS)
-    given = zip(names.split(), tensors, strict=True)
-    fields.update(given)
+    fields = dict.fromkeys(_MASK_TENSORS) | dict(zip(names.split(), tensors, strict=True))
     return MaskRanges(**fields, plain=plain)
 
 

@@ -6,7 +6,7 @@ first piece that arrives rounded stays rounded, and the last sum is written stra
 result.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,14 +37,7 @@ def merge(
         return _first(out, dtype, into), lse
     total_out, total_lse = total
     if out.is_cuda and lse.dtype == torch.float32:
-        return merge_kernel.merge(
-            total_out,
-            total_lse,
-            out,
-            lse,
-            dtype,
-            into,
-        )
+        return merge_kernel.merge(total_out, total_lse, out, lse, dtype, into)
     merged, merged_lse = merge_kernel.merge_naive(total_out, total_lse, out, lse)
     if into is None:
         return merged.to(dtype), merged_lse
@@ -108,20 +101,7 @@ def results(q: Tensor, heads: Sequence[slice], steps: int) -> Results:
         return Results(whole=None, parts=[None])
     if len(heads) > 1 and len(q) > 1:
         # With several sequences the heads of one group are not contiguous in the whole.
-        parts = []
-        for group in heads:
-            part = torch.empty_like(q[:, group], memory_format=torch.contiguous_format)
-            parts.append(part)
+        parts = [q.new_empty(q[:, group].shape) for group in heads]
         return Results(whole=None, parts=parts)
     whole = q.new_empty(q.shape)
-    parts = []
-    for group in heads:
-        parts.append(whole[:, group])
-    return Results(whole, parts)
-
-
-def at_last(steps: int, into: Tensor | None) -> Iterator[Tensor | None]:
-    """Where each of `steps` steps writes its sum: the last one `into`, the others nowhere given."""
-    for _ in range(steps - 1):
-        yield None
-    yield into
+    return Results(whole, [whole[:, group] for group in heads])

@@ -24,29 +24,16 @@ def test_once_per_mask():
         calls.append(1)
         return len(calls)
 
-    assert [once_per_mask(ranges, "a", compute) for _ in range(3)] == [1, 1, 1]
-    assert once_per_mask(ranges, "b", compute) == 2
-    assert once_per_mask(Causal().rows(8), "a", compute) == 3
-    assert once_per_mask(MaskRanges(ranges.start, ranges.stop.clone(), None), "a", compute) == 4
-    ranges.stop.sub_(1)
-    assert once_per_mask(ranges, "a", compute) == 5
-
-
-def test_only_the_last_version_is_kept():
-    ranges = Causal().rows(8)
-    calls = []
-
-    def compute() -> int:
-        calls.append(1)
-        return len(calls)
-
-    first = [once_per_mask(ranges, "a", compute, version) for version in (7, 7, 0, 0)]
-    assert first == [1, 1, 2, 2]
-    # A version that was forgotten is worked out anew, and other keys have versions of their own.
-    assert once_per_mask(ranges, "a", compute, version=7) == 3
-    assert once_per_mask(ranges, "b", compute, version=7) == 4
-    assert once_per_mask(ranges, "a", compute, version=7) == 3
+    # Of the versions only the last one is kept.
+    assert [once_per_mask(ranges, "a", compute, i) for i in (7, 7, 0, 0, 7)] == [1, 1, 2, 2, 3]
+    assert once_per_mask(ranges, "b", compute) == 4
+    assert once_per_mask(ranges, "a", compute, 7) == 3
     assert len(_entries[ranges.start].results) == 2
+    assert once_per_mask(Causal().rows(8), "a", compute, 7) == 5
+    assert once_per_mask(MaskRanges(ranges.start, ranges.stop.clone(), None), "a", compute) == 6
+    assert once_per_mask(ranges, "a", compute, 7) == 7, "the other stop took the place"
+    ranges.stop.sub_(1)
+    assert once_per_mask(ranges, "a", compute, 7) == 8
 
 
 def test_nothing_outlives_its_mask():

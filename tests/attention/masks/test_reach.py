@@ -8,6 +8,7 @@ from tests.attention.masks.dense_cases import MASKS, RANGES
 from tests.reference import tiles_of
 from tests.slice_cases import SEQ_LEN
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
+from titan_sparse.attention.masks.base import token_positions
 from titan_sparse.attention.masks.reach import (
     block_reach,
     queries_seeing,
@@ -28,30 +29,20 @@ def _tiles(dense: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", RANGES)
-def test_reached_tiles_hold_all_that_is_seen(name):
-    """The tiles end exactly where the visible keys do. A mask may empty a tile in between."""
+def test_tiles_reached_and_seen_whole(name):
+    """Reached tiles end exactly where the visible keys do. A mask may empty a tile in between."""
     ranges = RANGES[name].rows(SEQ_LEN)
-    tiles = _tiles(RANGES[name].dense(SEQ_LEN))
+    dense = RANGES[name].dense(SEQ_LEN)
     q_blocks = torch.tensor([3, 17, 0])
-    positions = (q_blocks[:, None] * SIZE + torch.arange(SIZE)).flatten()
     k_blocks = torch.arange(BLOCKS).flip(0)
-    got = reached(block_reach(ranges, positions, SIZE), k_blocks, SIZE)
-    want = tiles[:, q_blocks][:, :, k_blocks]
-    assert (want <= got).all()
+    reach = block_reach(ranges, token_positions(q_blocks, SIZE), SIZE)
+    got = reached(reach, k_blocks, SIZE)
+    want = _tiles(dense)[:, q_blocks][:, :, k_blocks]
     before = want.cumsum(-1) > 0
     behind = want.flip(-1).cumsum(-1).flip(-1) > 0
     assert torch.equal(got, before & behind)
-
-
-@pytest.mark.parametrize("name", RANGES)
-def test_tiles_seen_whole(name):
-    ranges = RANGES[name].rows(SEQ_LEN)
-    hidden = _tiles(~RANGES[name].dense(SEQ_LEN))
-    q_blocks = torch.tensor([3, 17, 0])
-    positions = (q_blocks[:, None] * SIZE + torch.arange(SIZE)).flatten()
-    k_blocks = torch.arange(BLOCKS).flip(0)
-    got = seen_whole(block_reach(ranges, positions, SIZE), k_blocks, SIZE)
-    assert torch.equal(got, ~hidden[:, q_blocks][:, :, k_blocks])
+    hidden = _tiles(~dense)[:, q_blocks][:, :, k_blocks]
+    assert torch.equal(seen_whole(reach, k_blocks, SIZE), ~hidden)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

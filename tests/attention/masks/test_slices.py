@@ -21,6 +21,7 @@ from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import VerticalSlash
 
 BLOCK = 16
+QKV = torch.zeros(3, 1, 1, 64, 16)
 
 
 def _by_tile(seen: Tensor, size: int) -> Tensor:
@@ -131,25 +132,14 @@ def test_rows_as_slices_and_intersections(mask):
         (lambda: sliding_window([5], 0), "window"),
         (lambda: dilated([5], 4, 0), "1 or more"),
         (lambda: documents([5, 5], causal=[True]), "one for each"),
+        (lambda: attend(*QKV, documents([64]), VerticalSlash()), "vertical_slash.* not Slices"),
+        (lambda: attend(*QKV, documents([64]), backend="flex"), "flex"),
         (lambda: (Slices.batch([Slices.of([])] * 3) & Causal(valid=(1, 2))).rows(8), "sequences"),
     ],
 )
 def test_refusals(make, words):
     with pytest.raises(ValueError, match=words):
         make()
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"pattern": VerticalSlash()}, 'pattern "vertical_slash" needs .* not Slices'),
-        ({"backend": "flex"}, "flex"),
-    ],
-)
-def test_attend_refuses(options, words):
-    q = torch.zeros(1, 1, 64, 16)
-    with pytest.raises(ValueError, match=words):
-        attend(q, q, q, mask=documents([64]), **options)
 
 
 def _check_attention(mask: Mask, truth: Tensor) -> None:

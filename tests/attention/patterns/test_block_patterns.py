@@ -82,7 +82,7 @@ def test_attention_is_dense_attention_over_what_was_selected(pattern, name):
 @pytest.mark.parametrize(
     "axes, every",
     [
-        ((3,), 2),
+        ((3,), 4),
         pytest.param((2, 2), 1, marks=pytest.mark.slow),
     ],
     ids=str,

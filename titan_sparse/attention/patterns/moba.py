@@ -121,17 +121,13 @@ class MoBAIndex(BlockIndex):
         first_chunk = first_key.clamp(min=0) // self.chunk
         last_chunk = last_key.clamp(min=0) // self.chunk
 
-        # [B, Hq, nq, nk]
         in_first = chosen_bits(words, first_chunk[:, None])
         in_last = chosen_bits(words, last_chunk[:, None])
         return in_first, in_last
 
     def chosen_chunks(self, q_positions: Tensor) -> ChosenChunks:
-        # [B, Hq, Sq, W]
-        words = self.words[:, :, q_positions]
-        # [B, Sq]
-        origin = self.origin[:, q_positions]
-        return ChosenChunks(words, origin, self.chunk)
+        # [B, Hq, Sq, W] and [B, Sq]
+        return ChosenChunks(self.words[:, :, q_positions], self.origin[:, q_positions], self.chunk)
 
     def tensors(self) -> list[Tensor]:
         return [self.words, self.any_words, self.all_words]
@@ -142,9 +138,7 @@ class MoBAIndex(BlockIndex):
         # [B, Hq, S, S]
         chosen = chosen_keys(self.chosen_chunks(position), position.view(1, 1, -1))
 
-        # [Bm, 1, S, S]
-        visible = mask.dense(self.seq_len, device)[:, None]
-        return chosen & visible
+        return chosen & mask.dense(self.seq_len, device)[:, None]
 
     def pairs(self, ranges: MaskRanges, q_blocks: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """float64 [B, Hq, parts]: pairs of tokens computed for these queries, by part of the keys.
@@ -193,8 +187,7 @@ class MoBAIndex(BlockIndex):
             # [B, m chunks, parts]
             seen = seen.movedim(0, -1).flatten(1, 2).double()
             # [B, Hq, m chunks]
-            chosen = unpack(self.words[:, :, position], chunk_count)
-            chosen = chosen.flatten(2).double()
+            chosen = unpack(self.words[:, :, position], chunk_count).flatten(2).double()
             # [B, Hq, parts]
             total += chosen @ seen
         return total
@@ -218,23 +211,18 @@ class MoBA(Pattern, MoBAOptions):
         most_chunks = max(means.shape[2], -(-seq_len // self.chunk_size))
         step = max(1, _CHUNK_ELEMENTS // (batch * heads * size * most_chunks))
         # [B, Hq, m, size, W], [B, Hq, m, T, W] and [B, Hq, m, W] at a time.
-        words = []
-        any_words = []
-        all_words = []
+        pieces = []
         for first in range(0, seq_len // cp.size // size, step):
             last = first + step
             tokens = slice(first * size, last * size)
             # [B, Hq, m size, C]
             chosen = self._choose(q[:, :, tokens], means, chunks, tokens, seq_len)
-            packed = _pack_by_blocks(chosen, chunks.member[:, first:last], size)
-            words.append(packed[0])
-            any_words.append(packed[1])
-            all_words.append(packed[2])
+            pieces.append(_pack_by_blocks(chosen, chunks.member[:, first:last], size))
 
         # Those of all ranks, as MoBAIndex holds them.
-        words = gather_blocks(torch.cat(words, dim=2), cp, ranges)
-        any_words = gather_blocks(torch.cat(any_words, dim=2), cp, ranges)
-        all_words = gather_blocks(torch.cat(all_words, dim=2), cp, ranges)
+        words, any_words, all_words = (
+            gather_blocks(torch.cat(of_pieces, dim=2), cp, ranges) for of_pieces in zip(*pieces)
+        )
         return [words.flatten(2, 3), any_words, all_words]
 
     def _choose(
@@ -278,11 +266,7 @@ class MoBA(Pattern, MoBAOptions):
         """The chunks that the mask's long documents have, for this rank's queries."""
         spans = self._spans(ranges, batch, cp.block_size)
         return once_per_selection(
-            ranges,
-            "chunks",
-            self,
-            cp,
-            (batch,),
+            *(ranges, "chunks", self, cp, (batch,)),
             lambda: _find_chunks(ranges, spans, cp, self.chunk_size),
         )
 
@@ -470,13 +454,8 @@ def _pack_by_blocks(chosen: Tensor, member: Tensor, size: int) -> tuple[Tensor, 
     # [B, Hq, m, size, C]
     chosen = chosen.unflatten(2, (-1, size))
 
-    # T times [B, Hq, m, C]
-    any_chosen = []
-    for in_document in member.unbind(-1):
-        # [B, 1, m, size, 1]
-        in_document = in_document[:, None, ..., None]
-        any_chosen.append((chosen & in_document).any(3))
-
-    # [B, Hq, m, T, C]
-    any_chosen = torch.stack(any_chosen, dim=3)
-    return pack(chosen), pack(any_chosen), pack(chosen.all(3))
+    # T times [B, Hq, m, C]; `member` as [B, 1, m, size, 1] at a time
+    any_chosen = [
+        (chosen & in_document[:, None, ..., None]).any(3) for in_document in member.unbind(-1)
+    ]
+    return pack(chosen), pack(torch.stack(any_chosen, dim=3)), pack(chosen.all(3))

@@ -16,7 +16,7 @@ from titan_sparse.attention.backends.base import Partial, Queries
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.context_parallel.schedule import vertical_shares
-from titan_sparse.attention.merge import accumulation_dtype, at_last, results
+from titan_sparse.attention.merge import accumulation_dtype, results
 from titan_sparse.attention.schedules import rectangles, verticals
 from titan_sparse.attention.schedules.rectangles import Rectangle
 from titan_sparse.kernels.block_sparse import Piece, Tiles
@@ -131,7 +131,8 @@ class ForwardSum:
         self.group = group
         self.q = q[:, group.heads]
         self.dtype = q.dtype if group.steps == 1 else accumulation_dtype(q.dtype)
-        self.places = at_last(group.steps, into)
+        # The last step writes `into`, the others nowhere given.
+        self.places = iter([None] * (group.steps - 1) + [into])
         self.gathered = gathered
         block_size = group.call.cp.block_size
         self.shares = vertical_shares(group.steps, gathered.result.shape[3] // block_size)
@@ -174,7 +175,8 @@ class BackwardSum:
         """queries: of all heads. d_verticals: receives the verticals' gradients."""
         self.group = group
         self.queries = Queries._make(tensor[:, group.heads] for tensor in queries)
-        self.places = at_last(group.steps, into)
+        # The last step writes `into`, the others nowhere given.
+        self.places = iter([None] * (group.steps - 1) + [into])
         self.d_verticals = d_verticals
         block_size = group.call.cp.block_size
         blocks = d_verticals.vertical_kv.shape[3] // block_size

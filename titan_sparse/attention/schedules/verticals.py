@@ -57,7 +57,7 @@ class Gradients:
         block_size = self.call.cp.block_size
         for whole, gradient in zip(self.sums[:, :, heads], gradients, strict=True):
             # [B, H, blocks of the share, block, D], a view
-            place = every_nth_block(whole, 2, block_size, share, shares)
+            place = every_nth_block(whole, block_size, share, shares)
             place.copy_(gradient.unflatten(2, (-1, block_size)))
         self.missing -= 1
         if self.missing == 0:

@@ -14,25 +14,6 @@ from titan_sparse.kernels.prices import (
 )
 from titan_sparse.kernels.prices.naive import limited, price_limits
 
-
-def _mass(*heads: dict[int, float] | list[dict[int, float]]) -> Tensor:
-    """[1, Hq, n, CODES], from {code: mass} of each head, or of each span of a head."""
-    spans_of_heads = [head if isinstance(head, list) else [head] for head in heads]
-    n = len(spans_of_heads[0])
-    mass = torch.zeros(1, len(heads), n, CODES, dtype=torch.float64)
-    for head, spans in enumerate(spans_of_heads):
-        for span, by_code in enumerate(spans):
-            for code, held in by_code.items():
-                mass[0, head, span, code] = held
-    return mass
-
-
-def _limits(mass: Tensor, probed: list[int], recall: float) -> list[list[int]]:
-    """Of each head, of each span. probed: rows of each span."""
-    allowed = loss_allowed(torch.tensor([probed]), recall)
-    return price_limits(mass, allowed)[0].tolist()
-
-
 STEPS = {10: 1.0, 20: 2.0, 30: 1.0}
 """Masses of a head whose probe has ten rows; the other six are always on."""
 
@@ -54,9 +35,11 @@ STEPS = {10: 1.0, 20: 2.0, 30: 1.0}
     ],
 )
 def test_a_head_of_its_own(recall, limit):
-    mass = _mass(STEPS)
-    got = _limits(mass, [10], recall)
-    assert got == [[limit]]
+    mass = torch.zeros(1, 1, 1, CODES, dtype=torch.float64)
+    for code, held in STEPS.items():
+        mass[..., code] = held
+    allowed = loss_allowed(torch.tensor([[10]]), recall)
+    assert price_limits(mass, allowed).tolist() == [[[limit]]]
 
 
 def _count(*heads: dict[int, int]) -> Tensor:

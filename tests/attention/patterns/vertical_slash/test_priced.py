@@ -17,7 +17,6 @@ from titan_sparse.attention.patterns.vertical_slash.priced import Priced
 from titan_sparse.attention.patterns.vertical_slash.probe import (
     Geometry,
     last_rows,
-    look,
     probe_geometry,
     spread_rows,
 )
@@ -203,9 +202,6 @@ class Made(NamedTuple):
     spans: Spans
     geometry: Geometry
     needed: Priced
-    first: Tensor
-    gains: Tensor
-    diagonal: Tensor
     diagonals: priced.Diagonals
     codes: Tensor
     mass: Tensor
@@ -228,14 +224,8 @@ def _made(case: Case) -> Made:
         rows = last_rows(spans, case.queries, case.seq_len, BLOCK)
     geometry = probe_geometry(ranges, spans, rows, cp)
     needed = priced.priced_geometry(spans, geometry, case.seq_len, BLOCK, case.sinks, case.local)
-    probe, keys, lse = look(q, k, geometry, cp, SCALE)
-
-    free = probe._replace(start=needed.free_start, stop=needed.free_stop)
-    first, *table = prices.naive.first_prices(free, keys, lse)
-    gains = prices.naive.diagonal_gains(*table, needed.tile, needed.rows)
-    diagonal, _ = prices.naive.diagonal_prices(gains, needed.cost, needed.is_local)
     by_span = priced._codes(q, k, geometry, needed, cp, SCALE)
-    return Made(spans, geometry, needed, first, gains, diagonal, *by_span)
+    return Made(spans, geometry, needed, *by_span)
 
 
 def _softmax(case: Case, seen: Tensor, b: int, h: int) -> list[list[float]]:
@@ -292,7 +282,7 @@ def _check(case: Case) -> None:
                     assert not made.mass[b, h, span].any()
                     assert not made.count[b, h, span].any()
                     continue
-                _check_span(made, known, Place(b, h, span))
+                _check_span(made, known, (b, h, span))
                 in_a_span |= set(known.keys())
                 checked += 1
             outside = [key for key in range(case.seq_len) if key not in in_a_span]
@@ -301,63 +291,45 @@ def _check(case: Case) -> None:
     assert checked >= 4
 
 
-class Place(NamedTuple):
-    """A span of a head of a sequence."""
-
-    sequence: int
-    head: int
-    span: int
-
-
-def _check_span(made: Made, known: Known, at: Place) -> None:
+def _check_span(made: Made, known: Known, at: tuple[int, int, int]) -> None:
+    """at: the sequence, the head and the span."""
     first = _first_prices(known)
-    got_first = made.first[at.sequence, at.head].flatten()[known.start : known.stop]
-    assert got_first.tolist() == pytest.approx(list(first.values()), rel=1e-9)
-
     diagonals = _check_diagonals(made, known, at, first)
     _check_final(made, known, at, _final(known, first, diagonals))
 
-    is_sink = made.needed.is_sink[at.sequence, known.start : known.stop]
+    is_sink = made.needed.is_sink[at[0], known.start : known.stop]
     wanted_sinks = torch.arange(known.stop - known.start) < known.case.sinks
     assert torch.equal(is_sink, wanted_sinks)
 
-    assert made.geometry.rows.group_rows[at.sequence, at.span].sum() == len(known.rows)
+    assert made.geometry.rows.group_rows[at[0], at[2]].sum() == len(known.rows)
 
 
-def _check_diagonals(made: Made, known: Known, at: Place, first: dict[int, float]) -> list[float]:
-    """Gains, prices and codes of a span's slashes. Returns the prices."""
-    offset = int(made.spans.offset[at.sequence, at.span])
-    count = int(made.spans.diagonals[at.sequence, at.span])
+def _check_diagonals(
+    made: Made, known: Known, at: tuple[int, int, int], first: dict[int, float]
+) -> list[float]:
+    """Codes of a span's slashes. Returns the prices."""
+    offset = int(made.spans.offset[at[0], at[2]])
+    count = int(made.spans.diagonals[at[0], at[2]])
     assert count == (known.stop - 1) // BLOCK - known.start // BLOCK + 1
 
-    # [count, levels]
-    gains = made.gains[at.sequence, at.head, offset : offset + count].tolist()
-    for distance in range(known.case.local, count):
-        for number, level in enumerate(LEVEL_PRICES):
-            want = _gain(known, distance, level, first)
-            assert gains[distance][number] == pytest.approx(want, rel=1e-9, abs=1e-12)
-
     diagonals = [_diagonal_price(known, distance, first) for distance in range(count)]
-    got = made.diagonal[at.sequence, at.head, offset : offset + count]
-    assert got.tolist() == pytest.approx(diagonals, rel=1e-6)
-
     wanted_codes = [_code(price) for price in diagonals]
     wanted_codes[: known.case.local] = [255] * min(known.case.local, count)
-    got_codes = made.diagonals.codes[at.sequence, at.head, offset : offset + count]
+    got_codes = made.diagonals.codes[*at[:2], offset : offset + count]
     assert got_codes.tolist() == wanted_codes
     counted = Counter(wanted_codes[known.case.local :])
-    got_count = made.diagonals.count[at.sequence, at.head, at.span]
+    got_count = made.diagonals.count[at]
     assert got_count.tolist() == [counted[code] for code in range(256)]
     return diagonals
 
 
-def _check_final(made: Made, known: Known, at: Place, want: Final) -> None:
+def _check_final(made: Made, known: Known, at: tuple[int, int, int], want: Final) -> None:
     """Codes of a span's keys, masses and numbers of elements by code."""
-    codes = made.codes[at.sequence, at.head].flatten()[known.start : known.stop]
+    codes = made.codes[at[:2]].flatten()[known.start : known.stop]
     assert codes.tolist() == list(want.codes.values())
     # [256]
-    mass = made.mass[at.sequence, at.head, at.span].tolist()
-    count = made.count[at.sequence, at.head, at.span].tolist()
+    mass = made.mass[at].tolist()
+    count = made.count[at].tolist()
     for code in range(256):
         assert mass[code] == pytest.approx(want.mass[code], abs=1e-9)
         assert count[code] == want.count[code]

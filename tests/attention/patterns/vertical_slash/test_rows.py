@@ -43,17 +43,6 @@ def _positions(rows: ProbedRows, sequence: int, span: int) -> list[int]:
     return position[exists].tolist()
 
 
-def test_last_rows_by_hand():
-    """The span ends at 10: the last block holds two of six rows, the block before it four."""
-    rows = last_rows(_spans(Causal(valid=(10,)), 16), 6, 16, BLOCK)
-    assert rows.position.tolist() == [[[4, 5, 6, 7, 8, 9]]]
-    assert rows.exists.all()
-    assert rows.group.tolist() == [[[1, 1, 1, 1, 0, 0]]]
-    # Six rows could lie in three blocks.
-    assert rows.group_block.tolist() == [[[2, 1, 0]]]
-    assert rows.group_rows.tolist() == [[[2, 4, 0]]]
-
-
 def test_last_rows_of_documents_by_hand():
     """Only 9 to 18 is a span: the documents of 3 and 6 tokens are short. One slot is unused."""
     rows = last_rows(_spans(Documents([[3, 6, 9]]), 20), 5, 20, BLOCK)
