@@ -2,7 +2,8 @@
 
     python -m scripts.study.pictures RESULT... --out docs/pictures/density_recall.png
 
-draws results of scripts.study.density. For each kind of text: density against recall, and below it
+draws results of scripts.study.density, or the equal-time results of scripts.study: held-out loss
+against seconds of training. Of density, for each kind of text: density against recall, and below it
 the loss with the pattern in all layers, less that of dense attention, against density. A point is
 one setting, the mean over layers and texts.
 """
@@ -17,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
 from scripts.benchmarks.options import parser_of, positive
+from scripts.study.settings import DENSE, SPARSE
 
 PATTERNS = (
     "joint, behind sinks, both",
@@ -38,6 +40,10 @@ def main(words: list[str]) -> int:
     parser.add_argument("--patterns", nargs="+", metavar="NAME")
     args = parser.parse_args(words)
     results = [json.loads(path.read_text(encoding="utf-8")) for path in args.results]
+    if all("runs" in result for result in results):
+        equal_time_figure(results, args.patterns or [DENSE, SPARSE]).savefig(args.out, dpi=120)
+        print(f"wrote {args.out}")
+        return 0
     texts = []
     for result in results:
         texts += [text for text in result["texts"].values() if text["tokens"] == args.length]
@@ -51,6 +57,29 @@ def main(words: list[str]) -> int:
     density_figure(texts, patterns).savefig(args.out, dpi=120)
     print(f"wrote {args.out}")
     return 0
+
+
+def equal_time_figure(results: list[dict[str, Any]], methods: list[str]) -> Figure:
+    """A panel for each study: held-out loss, mean over kinds of text and seeds, in the attention
+    that is trained with."""
+    figure = Figure(figsize=(5 * len(results), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(results), squeeze=False)[0]
+    for axes, found in zip(panels, results, strict=True):
+        for method in methods:
+            runs = [run for run in found["runs"].values() if run["method"] == method]
+            curves = []
+            for run in runs:
+                losses = [np.mean(list(point["loss"].values())) for point in run["held_out"]]
+                seconds = [run["step_seconds"] * point["step"] for point in run["held_out"]]
+                curves.append(list(zip(seconds, losses)))
+            if curves:
+                label = "dense attention" if method == DENSE else f"titan_sparse, {method}"
+                axes.plot(*mean_curve(curves), marker=".", label=label)
+        axes.set(title=f"{max(found['lengths']):,} tokens", xlabel="seconds of training on one GPU")
+        axes.set(ylabel="held-out loss, nats a token")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    return figure
 
 
 def density_figure(texts: list[dict[str, Any]], patterns: list[str]) -> Figure:
@@ -92,7 +121,11 @@ def curve(
         if y == "above_dense":
             rows = [row["in_all_layers"] for row in rows]
         curves.append([(row[x], row[y]) for row in rows])
-    # The mean point of each setting, by ascending x. All texts have the same settings.
+    return mean_curve(curves)
+
+
+def mean_curve(curves: list[list[tuple[float, float]]]) -> tuple[list[float], list[float]]:
+    """The mean point of each setting, by ascending x. All curves have the same settings."""
     points = [np.mean(of_setting, axis=0).tolist() for of_setting in zip(*curves, strict=True)]
     points.sort()
     return [x for x, _ in points], [y for _, y in points]

@@ -75,6 +75,10 @@ def run_results(study: Study, run: Run) -> dict[str, Any]:
     chooses = run.method not in (DENSE, "window")
     recall = {line["step"]: line["recall"] for line in lines if chooses and "recall" in line}
     step_seconds = study.step_seconds(run.method)
+    path = study.held_out(run.name)
+    points = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    # Of a step that was repeated after a stop the last.
+    held_out = {point["step"]: point for point in map(json.loads, points)}
     text = _read_json(study.text / "text.json")
     times_read = lines[-1]["tokens_seen"] / text["train"]["tokens"]
     last_tenth = loss[-max(1, len(loss) // 10) :]
@@ -94,6 +98,7 @@ def run_results(study: Study, run: Run) -> dict[str, Any]:
         "mean_recall": mean_recall,
         "tokens_per_second": study.size.context / step_seconds,
         "peak_gib": lines[-1]["memory_gib"],
+        "held_out": list(held_out.values()),
     }
 
 

@@ -26,7 +26,8 @@ class Size:
     the prompts, so many needles at each length and depth. most_characters: of each installed
     package. has_sdists: False takes the text of installed packages alone. common: keys that all
     runs share. reserve_seconds: with less time left nothing is begun. equal_time: each method has
-    as many steps as fit into the seconds of `steps` dense steps.
+    as many steps as fit into the seconds of `steps` dense steps, and its held-out loss is measured
+    `points` times on the way.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Size:
     common: dict[str, Any] = field(default_factory=dict)
     reserve_seconds: float = 60
     equal_time: bool = False
+    points: int = 6
 
     @property
     def title(self) -> str:
@@ -122,7 +124,7 @@ SIZES = {size.name: size for size in (FULL, SHORT, TOY)}
 def at_equal_time(size: Size) -> Size:
     """The study of this size that gives each method the same seconds."""
     timed = dataclasses.replace(size, equal_time=True, compile=size.name != "toy")
-    return dataclasses.replace(timed, steps=60) if size.name == "short" else timed
+    return dataclasses.replace(timed, steps=60, points=4) if size.name == "short" else timed
 
 
 START = "start"
@@ -148,6 +150,10 @@ class Study:
     def text(self) -> Path:
         """What the part text writes."""
         return self.folder / "text"
+
+    def held_out(self, run: str) -> Path:
+        """The held-out loss of a run at equal time, on the way."""
+        return self.folder / run / "held_out.jsonl"
 
     def seconds_file(self, method: str) -> Path:
         """The seconds of a step of the method that is not logged, in JSON."""

@@ -7,6 +7,7 @@ allocator has to be set.
 import contextlib
 import dataclasses
 import gc
+import json
 import sys
 import threading
 import time
@@ -62,6 +63,8 @@ def train(study: Study, run: Run, deadline: float) -> None:
     check_time(study.size, deadline)
     config = training_configuration(study, run, study.steps(run.method))
     with training(config) as trainer:
+        if study.size.equal_time:
+            trainer.validation = HeldOut(study, run)
         with stopped_in_time(trainer, deadline):
             trainer.train()
     if not is_done(study, run):
@@ -105,6 +108,31 @@ def time_steps(study: Study, method: str) -> None:
     study.seconds_file(method).parent.mkdir(exist_ok=True)
     write_json(study.seconds_file(method), seconds)
     print(f"{method}: {seconds:.3f} s a step", flush=True)
+
+
+class HeldOut:
+    """Held-out loss on the way, in place of the trainer's validation, which reads a single source.
+
+    Appends {"step", "loss" by kind of text} to OUT/NAME/held_out.jsonl.
+    """
+
+    def __init__(self, study: Study, run: Run) -> None:
+        self.path = study.held_out(run.name)
+        self.length = study.size.context
+        self.windows = {kind: read_windows(study, kind) for kind in study.size.text}
+        steps, points = study.steps(run.method), study.size.points
+        self.steps = {-(-steps * number // points) for number in range(1, points + 1)}
+
+    def is_due(self, step: int) -> bool:
+        return step in self.steps
+
+    def run(self, scorer: Scorer, step: int, metrics: Any, writes: bool) -> None:
+        losses = {}
+        for kind, windows in self.windows.items():
+            losses[kind] = position.position_loss(scorer, windows, self.length, 1)["loss"]
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "loss": losses}) + "\n")
+        print(f"{self.path.parent.name}, step {step}: held out {losses}", flush=True)
 
 
 @contextlib.contextmanager

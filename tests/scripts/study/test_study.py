@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scripts.study import __main__ as study
-from scripts.study import real_model
+from scripts.study import pictures, real_model
 from scripts.study.report import comparison_table, comparisons
 from scripts.study.settings import (
     DENSE,
@@ -189,7 +189,7 @@ def test_logits_are_compared_with_transformers(tiny, monkeypatch):
 
 @pytest.mark.slow
 def test_equal_time(tmp_path):
-    """Methods have the steps that fit into the seconds of the dense ones."""
+    """Methods have the steps that fit into the seconds of the dense ones, and held-out loss on the way."""
     torch.set_num_threads(1)
     out = tmp_path / "equal"
     words = ["--toy", "--equal-time", "--out", str(out), "--parts", f"text,{DENSE},{SPARSE}"]
@@ -202,3 +202,13 @@ def test_equal_time(tmp_path):
     dense, sparse = (found["runs"][name] for name in (DENSE, SPARSE))
     assert dense["steps"][-1] == TOY.steps and sparse["steps"][-1] == 6
     assert dense["seconds"][-1] == sparse["seconds"][-1] == 12
+    assert [point["step"] for point in dense["held_out"]] == [1, 2, 3, 4]
+    assert [point["step"] for point in sparse["held_out"]] == [1, 2, 3, 4, 5, 6]
+    # The last point is of the weights, and in the attention, that are evaluated at the end.
+    for name, run in ((DENSE, dense), (SPARSE, sparse)):
+        losses = answers(out, name, name, "position")["losses"]
+        for kind, loss in run["held_out"][-1]["loss"].items():
+            assert loss == pytest.approx(losses[kind]["loss"], abs=1e-5)
+    picture = tmp_path / "picture.png"
+    words = [str(out / "report/results.json"), "--out", str(picture)]
+    assert pictures.main(words) == 0 and picture.stat().st_size > 5000
