@@ -24,6 +24,7 @@ from titan_sparse.from_config import (
     block_table,
     build_attends,
     build_context_parallel,
+    build_shard,
 )
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.lora import peft_config
@@ -130,7 +131,7 @@ class Parts:
         table_of_batch = None
         if self.cp.depends_on_mask:
             table_of_batch = functools.partial(block_table, config.attention, self.cp)
-        self.loader.use_layout(self.cp.shard, table_of_batch)
+        self.loader.use_layout(build_shard(self.model_config, self.cp), table_of_batch)
 
     def _make(self) -> None:
         config = self.config

@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.context_parallel.balanced import Costs
+from titan_sparse.attention.context_parallel.contiguous import Move
 from titan_sparse.attention.context_parallel.schedule import choose
+from titan_sparse.attention.linear import Pieces, gated_delta_net, split_documents
 from titan_sparse.attention.masks.packed import sliding_window
 from titan_sparse.attention.masks.ranges import (
     Causal,
@@ -130,9 +132,10 @@ def build_layer_masks(
 ) -> MaskRanges | LayerMasks:
     """What the decoder is given as a mask, for one batch of sequences of `seq_len` tokens.
 
-    LayerMasks for a model that has windows or routers of its own. lengths: as for build_mask().
-    table: of the layout "balanced", the same for all layers.
+    LayerMasks for a model that has windows, routers or linear attention of its own. lengths: as for
+    build_mask(). table: of the layout "balanced", the same for all layers.
     """
+    linear, move = _linear(attention, model, lengths, seq_len, cp, device, table)
     if table is not None:
         table = table.to(device)
 
@@ -147,8 +150,41 @@ def build_layer_masks(
     if model.router_loss:
         counts = torch.tensor([sum(sequence) for sequence in lengths])
         is_token = torch.arange(seq_len) < counts[:, None]
-        tokens = cp.shard(is_token.to(device), 1, table)
-    return LayerMasks(resolved(mask), window, tokens)
+        tokens = build_shard(model, cp)(is_token.to(device), 1, table)
+    return LayerMasks(resolved(mask), window, tokens, linear, move)
+
+
+def _linear(
+    attention: Attention,
+    model: DecoderConfig,
+    lengths: list[list[int]],
+    seq_len: int,
+    cp: ContextParallel,
+    device: torch.device,
+    table: Tensor | None,
+) -> tuple[Pieces | None, Move | None]:
+    """LayerMasks.linear and .move. Arguments as for build_layer_masks()."""
+    if not has_linear_layers(model):
+        return None, None
+    if attention.mask != "documents":
+        lengths = [[sum(sequence)] for sequence in lengths]
+    pieces = split_documents(lengths, seq_len, model.convolution, cp, device)
+    if cp.size == 1 or cp.layout == "contiguous":
+        return pieces, None
+    table = cp.block_table(seq_len) if table is None else table.cpu()
+    return pieces, Move(table, cp.block_size, cp, device)
+
+
+def has_linear_layers(model: DecoderConfig) -> bool:
+    """Whether hidden states are kept as contiguous tokens, and move around attention."""
+    return isinstance(model, TransformersConfig) and len(model.linear_layers) > 0
+
+
+def build_shard(model: DecoderConfig, cp: ContextParallel) -> Callable[..., Tensor]:
+    """shard(x, dim, table): this rank's part of what goes into the model."""
+    if not has_linear_layers(model):
+        return cp.shard
+    return lambda x, dim, table=None: x.chunk(cp.size, dim)[cp.rank].contiguous()
 
 
 def build_attends(attention: Attention, cp: ContextParallel, recomputed: float = 0.0) -> Attends:
@@ -159,14 +195,17 @@ def build_attends(attention: Attention, cp: ContextParallel, recomputed: float =
         full=build_attend(attention, cp, recomputed),
         window=build_attend(dense, cp, recomputed),
         dense_layers=frozenset(dense_layers(attention)),
+        linear=gated_delta_net,
     )
 
 
 def selecting_layers(attention: Attention, model: DecoderConfig) -> list[int]:
     """The layers that the pattern applies to."""
-    windows = model.windows if isinstance(model, TransformersConfig) else (0,) * model.layers
-    dense = dense_layers(attention)
-    return [layer for layer, window in enumerate(windows) if not window and layer not in dense]
+    others = set(dense_layers(attention))
+    if isinstance(model, TransformersConfig):
+        others.update(model.linear_layers)
+        others.update(layer for layer, window in enumerate(model.windows) if window)
+    return [layer for layer in range(model.layers) if layer not in others]
 
 
 def build_attend(

@@ -53,8 +53,12 @@ def mixers(module: nn.Module, path: str = "") -> Iterator[str]:
     """The modules that are not known to be token-wise, as "layers.0.conv (Lfm2ShortConv)".
 
     Attention that asks transformers' AttentionInterface for its function is known. What it is made
-    of is looked at like everything else.
+    of is looked at like everything else. So is linear attention whose forward is one of ours.
     """
+    if type(module).__name__.endswith("GatedDeltaNet"):
+        if "forward" not in vars(module):
+            yield f"{path} ({type(module).__name__})"
+        return
     if not _is_known(module):
         yield f"{path} ({type(module).__name__})"
         return

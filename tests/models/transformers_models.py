@@ -7,6 +7,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from titan_sparse.attention.context_parallel.group import one_rank
+from titan_sparse.attention.linear import split_documents
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.config import Attention
 from titan_sparse.from_config import build_attends
@@ -36,6 +38,14 @@ SHAPE: dict[str, Any] = {
 
 TWO_KINDS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LINEAR = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 MULTIPLIERS = {
     "embedding_multiplier": 3.0,
     "logits_scaling": 2.0,
@@ -66,6 +76,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         EXPERTS | {"num_hidden_layers": 3, "moe_intermediate_size": 16, "mlp_only_layers": [1]},
     ),
     "gpt_oss": ("GptOssConfig", EXPERTS | TWO_KINDS),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        LINEAR
+        | {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", LINEAR | {"tie_word_embeddings": True}),
 }
 
 
@@ -107,7 +128,13 @@ def masks_of(config: TransformersConfig, lengths: list[list[int]] | None, batch:
     window = None
     if config.window:
         window = (mask & SlidingWindow(config.window)).rows(LENGTH)
-    return LayerMasks(full, window)
+    linear = None
+    if config.linear_layers:
+        lengths = lengths or [[LENGTH]] * batch
+        linear = split_documents(
+            lengths, LENGTH, config.convolution, one_rank(16), torch.device("cpu")
+        )
+    return LayerMasks(full, window, linear=linear)
 
 
 def batch_of_tokens(batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,6 +20,7 @@ from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.decode import Cached, attend_cached
 from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.evaluation.scorer import Batch, Scorer, Sequence, attention_replaced
+from titan_sparse.from_config import has_linear_layers
 from titan_sparse.loss import answer_logits
 
 Stop = Callable[[NDArray[np.int64]], bool]
@@ -45,6 +46,11 @@ def generate(
     """
     if not prompts or min(len(prompt) for prompt in prompts) == 0:
         raise ValueError("a prompt is empty or missing; write a prompt of one token or more")
+    if has_linear_layers(scorer.model_config):
+        raise ValueError(
+            "text cannot be generated here with linear attention, whose states are not kept; export "
+            "the model, and write it with transformers"
+        )
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=scorer.device)
     asked = []
     for prompt in prompts:

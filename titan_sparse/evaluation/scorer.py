@@ -16,7 +16,7 @@ from titan_sparse.attention.patterns.vertical_slash.probe import probe_seed, set
 from titan_sparse.config import Config, padding_multiple
 from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import Tokenizer
-from titan_sparse.from_config import build_layer_masks, build_mask
+from titan_sparse.from_config import build_layer_masks, build_mask, build_shard
 from titan_sparse.loss import answer_scores, token_cross_entropy
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.decoder import Decoder
@@ -66,6 +66,7 @@ class Scorer:
         self.model_config = model_config
         self.attention = config.attention
         self.cp = cp
+        self.shard = build_shard(model_config, cp)
         self.device = device
         self.tokenizer = tokenizer
         self.dp_rank = dp_rank
@@ -163,7 +164,7 @@ class Scorer:
             for row in itertools.chain(*map(np.atleast_2d, rows)):
                 padded.append(np.pad(row, (0, total - len(row)), constant_values=padding))
             whole = torch.from_numpy(np.stack(padded).astype(np.int64))
-            return self.cp.shard(whole, 1, table).to(self.device)
+            return self.shard(whole, 1, table).to(self.device)
 
         return Batch(
             tokens=local([sequence.tokens for sequence in sequences], self.tokenizer.padding),

@@ -22,12 +22,15 @@ class LayerMasks(NamedTuple):
     them.
 
     full: for layers that see everything. window: for layers with a window. tokens: bool [B, S],
-    false for padding; None if no token is padding.
+    false for padding; None if no token is padding. linear: for layers with linear attention. move:
+    between the tokens of these and those of attention; None where they are the same.
     """
 
     full: Any
     window: Any = None
     tokens: Tensor | None = None
+    linear: Any = None
+    move: Any = None
 
 
 class Attends(NamedTuple):
@@ -35,11 +38,13 @@ class Attends(NamedTuple):
     transformers also pass scale=, and sinks= if they have them.
 
     full: for layers that a pattern applies to. window: for layers with a window, and dense_layers.
+    linear: the forward of transformers' linear attention, called with the module first.
     """
 
     full: Callable[..., Tensor]
     window: Callable[..., Tensor]
     dense_layers: frozenset[int] = frozenset()
+    linear: Callable[..., Tensor] = nn.Module.forward
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

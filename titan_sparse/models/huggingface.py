@@ -7,6 +7,7 @@ a layer together: gate_up_proj [E, 2 I, H] and down_proj [E, H, I].
 """
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -35,6 +36,8 @@ from titan_sparse.models.initialization import canonical_name
 from titan_sparse.models.lora_config import is_adapter
 from titan_sparse.models.transformers_config import TransformersConfig
 
+logger = logging.getLogger("titan_sparse")
+
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -61,6 +64,10 @@ def check_weights(folder: str, config: DecoderConfig) -> None:
         # transformers also ignores the copy of a tied head, and early Llamas' rotary tables.
         ignored = ("lm_head.weight",) if config.tied_embeddings else ()
         found = {name for name in file_of_tensor if not name.endswith(".rotary_emb.inv_freq")}
+        heads = {name for name in found if name.startswith("mtp.")}
+        if heads and getattr(config, "linear_layers", ()):
+            logger.info("the MTP head of %s is left out: it is not trained or exported", folder)
+            found -= heads
         _refuse_names("has no tensor", shapes.keys() - file_of_tensor.keys(), folder)
         _refuse_names("has an unexpected tensor", found - shapes.keys() - set(ignored), folder)
         for name, shape in shapes.items():
@@ -254,6 +261,7 @@ class _Names(NamedTuple):
 _SPLIT = {
     "mixtral": _Names("block_sparse_moe", "w1", "w3", "w2"),
     "qwen3_moe": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
+    "qwen3_next": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
 }
 """Families that store experts separately, by model_type. GPT-OSS stores tensors as they are in
 memory."""

@@ -13,6 +13,7 @@ from titan_sparse.models.lora_config import is_adapter
 from titan_sparse.models.transformers_config import FAMILIES, TransformersConfig
 
 _STD = 0.02
+_DECAY_RATES = (0.01, 16.0)
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")
 
 
@@ -50,20 +51,27 @@ def _draw(
     name: str, shape: torch.Size, device: torch.device, seed: int, config: DecoderConfig
 ) -> Tensor:
     full = torch.empty(shape, dtype=torch.float32, device=device)
+    generator = torch.Generator(device=device).manual_seed(stable_seed(seed, name))
+    if name.endswith(".A_log"):
+        # Rates of decay in linear attention.
+        return full.uniform_(*_DECAY_RATES, generator=generator).log_()
+    if name.endswith((".linear_attn.norm.weight", ".dt_bias")):
+        return full.fill_(1.0)
     # Biases of experts are parameters of their own, such as gate_up_proj_bias.
     if name.endswith((".bias", "_bias")):
         return full.zero_()
-    # Apart from biases and learned sinks, the only vectors are norm weights. They begin with the
-    # value with which a norm does not scale.
+    # Of the other vectors, all but learned sinks are norm weights. They begin with the value with
+    # which a norm does not scale.
     if len(shape) == 1 and not name.endswith(".sinks"):
         if isinstance(config, TransformersConfig):
             return full.fill_(FAMILIES[config.model_type].norm_starts_at)
         return full.fill_(1.0)
     # Each layer adds two residual branches. Scale down their outputs, so that the residual stream
     # keeps its variance.
-    writes_residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
+    writes_residual = name.endswith(
+        ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")
+    )
     std = _STD / math.sqrt(2 * config.layers) if writes_residual else _STD
-    generator = torch.Generator(device=device).manual_seed(stable_seed(seed, name))
     return nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator)
 
 

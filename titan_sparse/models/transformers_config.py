@@ -26,7 +26,9 @@ class TransformersConfig(DecoderConfig):
     tokens that a query of each layer sees, 0 for all. parameters: the number of all parameters.
     linear_weights: elements of the layers' matrices that one token is multiplied by. experts: 0 for
     a dense model. router_loss: weight of the load-balancing loss. settings: the other entries of
-    config.json except names and ids, sorted.
+    config.json except names and ids, sorted. linear_layers: those with linear attention in place of
+    attention. convolution: tokens in the window of their convolution. linear_state: elements of one
+    layer's recurrent state. linear_width: elements of a token's q, k, v and gate in such a layer.
     """
 
     folder: str
@@ -40,6 +42,10 @@ class TransformersConfig(DecoderConfig):
     experts_per_token: int
     router_loss: float
     settings: tuple[tuple[str, Any], ...]
+    linear_layers: tuple[int, ...] = ()
+    convolution: int = 0
+    linear_state: int = 0
+    linear_width: int = 0
 
     @property
     def window(self) -> int:
@@ -53,7 +59,10 @@ class Family(NamedTuple):
     architecture: str
     norm_starts_at: float = 1.0
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
 
+
+_HYBRID = ("full_attention", "linear_attention")
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
@@ -69,6 +78,8 @@ FAMILIES = {
     "mixtral": Family("MixtralForCausalLM"),
     "qwen3_moe": Family("Qwen3MoeForCausalLM"),
     "gpt_oss": Family("GptOssForCausalLM"),
+    "qwen3_next": Family("Qwen3NextForCausalLM", norm_starts_at=0.0, layer_types=_HYBRID),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", norm_starts_at=0.0, layer_types=_HYBRID),
 }
 """By model_type of config.json."""
 
@@ -132,6 +143,8 @@ _NO_FUNCTION = (
     "use_cache",
 )
 
+_OF_HYBRIDS = ("linear_num_value_heads", "full_attention_interval")
+
 AS_PUBLISHED = -1.0
 """model.router_loss: as config.json says."""
 
@@ -179,14 +192,16 @@ def read_transformers_config(
         experts_per_token=per_token,
         router_loss=_router_loss(theirs, counts.experts, router_loss),
         settings=_settings(given),
+        **_linear_shape(theirs),
     )
 
 
 def _refuse(path: Path, values: dict[str, Any]) -> None:
     """Raises ValueError for a model that cannot be trained, or has not been tested."""
     model_type = values.get("model_type")
+    is_hybrid = model_type in FAMILIES and FAMILIES[model_type].layer_types == _HYBRID
     for key, reason in _MUST_BE_OFF.items():
-        if values.get(key):
+        if values.get(key) and not (is_hybrid and key in _OF_HYBRIDS):
             raise ValueError(
                 f'model.initial_hf: {path}, model_type = "{model_type}", has {key} = '
                 f"{json.dumps(values[key])}, but {reason}; write 0, false or null, or a folder of "
@@ -210,11 +225,16 @@ def _refuse(path: Path, values: dict[str, Any]) -> None:
             raise ValueError(
                 f"model.initial_hf: {path} has {key} = {value!r}, which is not a positive integer"
             )
-    unknown = set(values.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    unknown = set(values.get("layer_types") or ()) - set(family.layer_types)
     if unknown:
         raise ValueError(
             f"model.initial_hf: {path} has layer_types with {sorted(unknown)}; "
-            "only full_attention and sliding_attention can be trained"
+            f"only {' and '.join(family.layer_types)} can be trained"
+        )
+    if is_hybrid and values.get("hidden_act", "silu") != "silu":
+        raise ValueError(
+            f"model.initial_hf: {path} has hidden_act = {values['hidden_act']!r}; the convolution of "
+            "linear attention is only computed with silu"
         )
     for rope_type in _rope_types(values):
         if rope_type not in family.rope_types:
@@ -318,14 +338,14 @@ def _count(folder: str, text: str, layers: int, tied: bool) -> _Counts:
     expert_size = 0
     linear_weights = 0
     for name, parameter in model.model.layers.named_parameters():
-        if parameter.ndim == 3:
+        if parameter.ndim == 3 and not name.endswith("conv1d.weight"):
             experts, rows, columns = parameter.shape
             linear_weights += rows * columns * config.num_experts_per_tok
             if name.endswith("down_proj"):
                 expert_size = rows * columns // config.hidden_size
-        elif parameter.ndim == 2 and not name.endswith("bias"):
+        elif parameter.ndim >= 2 and not name.endswith("bias"):
             linear_weights += parameter.numel()
-    attention = model.model.layers[0].self_attn
+    attention = next(x.self_attn for x in model.model.layers if hasattr(x, "self_attn"))
     return _Counts(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         linear_weights=linear_weights,
@@ -344,6 +364,21 @@ def _windows(config: Any) -> tuple[int, ...]:
     window = known.get("sliding_window") or 0
     layer_types = known.get("layer_types") or ["sliding_attention"] * config.num_hidden_layers
     return tuple(window if name == "sliding_attention" else 0 for name in layer_types)
+
+
+def _linear_shape(config: Any) -> dict[str, Any]:
+    """The fields of TransformersConfig that linear attention adds."""
+    if not hasattr(config, "linear_num_value_heads"):
+        return {}
+    kinds = enumerate(config.layer_types)
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    return {
+        "linear_layers": tuple(layer for layer, kind in kinds if kind == "linear_attention"),
+        "convolution": config.linear_conv_kernel_dim,
+        "linear_state": values * config.linear_key_head_dim,
+        "linear_width": 2 * (keys + values),
+    }
 
 
 def _router_loss(config: Any, experts: int, wanted: float) -> float:

@@ -10,9 +10,10 @@ expert e (summed over the k choices of a token) and P_e the router's mean probab
 tokens of all layers, E * sum_e f_e P_e. f has no gradient, so its sum over ranks needs none.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ class _Step(NamedTuple):
     """One layer with the call of a block of models.decoder. It is not part of what is compiled."""
 
     layer: nn.Module
-    has_window: bool
+    kind: Literal["full", "window", "linear"]
     router_logits: list[Tensor]
     """filled by layers that route"""
 
@@ -67,14 +68,24 @@ class _Step(NamedTuple):
         self, x: Tensor, full_tables: Any, window_tables: Any, masks: LayerMasks, positions: Tensor
     ) -> Tensor:
         """x [B, S, hidden_size] -> the same. tables: cos and sin, each [B, S, D]."""
+        # Hidden states are narrower than q, k, v and out, so that they are what moves.
+        move = None if self.kind == "linear" else masks.move
+        if move is not None:
+            x = move.to_layout(x)
         out = self.layer(
             x,
-            attention_mask=masks.window if self.has_window else masks.full,
-            position_embeddings=window_tables if self.has_window else full_tables,
+            attention_mask=getattr(masks, self.kind),
+            position_embeddings=window_tables if self.kind == "window" else full_tables,
             position_ids=positions,
         )
+        logits = None
         if isinstance(out, tuple):
             out, logits = out
+        if move is not None:
+            out = move.to_contiguous(out)
+        if move is not None and logits is not None:
+            logits = move.to_contiguous(logits.view(*x.shape[:2], -1)).flatten(0, 1)
+        if logits is not None:
             self.router_logits.append(logits)
         return out
 
@@ -107,11 +118,16 @@ class TransformersDecoder(nn.Module):
         self.rotary = _Rotary(type(inner.rotary_emb), theirs.config)
         self.router_loss = RouterLoss(config) if config.router_loss else None
         self._keep_scale_of_embedding()
-        self._check(config)
-        layers = enumerate(zip(self.layers.values(), config.windows, strict=True))
-        for number, (layer, window) in layers:
-            is_dense = window or number in attends.dense_layers
+        self.kinds = ["window" if window else "full" for window in config.windows]
+        for number in config.linear_layers:
+            self.kinds[number] = "linear"
+        for number, (layer, kind) in enumerate(zip(self.layers.values(), self.kinds, strict=True)):
+            if kind == "linear":
+                layer.linear_attn.forward = functools.partial(attends.linear, layer.linear_attn)
+                continue
+            is_dense = kind == "window" or number in attends.dense_layers
             layer.self_attn.attend = attends.window if is_dense else attends.full
+        self._check(config)
         if self.router_loss is not None:
             for name, layer in self.layers.items():
                 if hasattr(layer.mlp, "experts"):
@@ -140,9 +156,11 @@ class TransformersDecoder(nn.Module):
             x = x * self.embedding_multiplier
         router_logits: list[Tensor] = []
         steps = [
-            _Step(layer, window > 0, router_logits)
-            for layer, window in zip(self.layers.values(), self.config.windows, strict=True)
+            _Step(layer, kind, router_logits)
+            for layer, kind in zip(self.layers.values(), self.kinds, strict=True)
         ]
+        if mask.move is not None:
+            positions = mask.move.to_layout(positions[..., None])[..., 0]
         full_tables, window_tables = self.rotary.tables(x, positions)
         x = self.run_blocks(steps, x, full_tables, window_tables, mask, positions)
         hidden = self.norm(x)
@@ -221,14 +239,21 @@ class RoutedLayer(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.input_layernorm = layer.input_layernorm
-        self.self_attn = layer.self_attn
+        self.is_linear = hasattr(layer, "linear_attn")
+        if self.is_linear:
+            self.linear_attn = layer.linear_attn
+        else:
+            self.self_attn = layer.self_attn
         self.post_attention_layernorm = layer.post_attention_layernorm
         self.mlp = layer.mlp
 
     def forward(self, x: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
         """x [B, S, hidden_size] -> the same, and logits [B * S, E]."""
-        attended, _ = self.self_attn(self.input_layernorm(x), **arguments)
-        x = x + attended
+        normed = self.input_layernorm(x)
+        if self.is_linear:
+            x = x + self.linear_attn(normed, **arguments)
+        else:
+            x = x + self.self_attn(normed, **arguments)[0]
         normed = self.post_attention_layernorm(x)
         # The router runs twice, here and in the block. It is small: only E output features.
         router = self.mlp.router if hasattr(self.mlp, "router") else self.mlp.gate

@@ -18,7 +18,8 @@ _holds_rows_in_inductor = InductorChoices.should_use_persistent_reduction
 
 def compile_layer(layer: nn.Module, backend: str) -> None:
     """layer.compile() as one graph, in place, without two fusions of torch 2.10 to 2.13 that make
-    gradients wrong, silently. What is turned off is so for the whole process.
+    gradients wrong, silently. What is turned off is so for the whole process. Only linear attention
+    breaks the graph.
 
     * Reductions over rows fused with reductions over columns, as the backward of a norm has them,
       may leave one of the results unwritten (pytorch/pytorch#193061).
@@ -32,7 +33,8 @@ def compile_layer(layer: nn.Module, backend: str) -> None:
     # backward's, keep inductor's: so these change too.
     ours = ChoicesWithoutRaces.should_use_persistent_reduction
     InductorChoices.should_use_persistent_reduction = staticmethod(ours)
-    layer.compile(backend=backend, fullgraph=True)
+    is_linear = any(name.endswith("linear_attn") for name, _ in layer.named_modules())
+    layer.compile(backend=backend, fullgraph=not is_linear)
 
 
 class ChoicesWithoutRaces(InductorChoices):
