@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -232,6 +232,8 @@ def _of_transformers(config: Config, model: DecoderConfig) -> list[str]:
             f", {model.experts_per_token} of {model.experts} experts a token "
             f"({active / 1e6:,.1f} M active parameters)"
         )
+    if model.linear_layers:
+        line += f", linear attention in {len(model.linear_layers)} of {model.layers} layers"
     return [
         f"{line}; the memory of its layers is estimated as if they were our own, and was not measured"
     ]
@@ -350,6 +352,8 @@ def _flops(config: Config, model: DecoderConfig, pattern: Pattern, where: World)
     selecting = selecting_layers(attention, model)
     windows = windows_of(model, attention.sliding_window)
     pairs = [causal_pairs(seq_len, window, attention.window_sinks) for window in windows]
+    for layer in getattr(model, "linear_layers", ()):
+        pairs[layer] = 0.0
     dense_pairs = sum(pairs[layer] for layer in selecting)
     other_pairs = sum(pairs) - dense_pairs
     dense = step_flops(dense_pairs + other_pairs)

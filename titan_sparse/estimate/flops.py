@@ -64,6 +64,16 @@ def head_flops_per_token(config: DecoderConfig, adapters: Adapters | None = None
     return (4.0 if adapters else 6.0) * config.vocab_size * config.hidden_size
 
 
+def state_flops_per_token(config: DecoderConfig) -> float:
+    """Training FLOPs of one token in the recurrent states of linear attention.
+
+    A token reads the state with its key, adds to it, and reads it with its query: 2 each for an
+    element of the state. Kernels compute more, in chunks of tokens.
+    """
+    state = getattr(config, "linear_state", 0)
+    return 3 * 6.0 * state * len(getattr(config, "linear_layers", ()))
+
+
 def attention_flops(config: DecoderConfig, visited_pairs: float) -> float:
     """Training FLOPs of attention over `visited_pairs`, summed over layers and heads.
 
@@ -108,6 +118,7 @@ def flops_per_token(
         linear_flops_per_token(config, adapters)
         + head_flops_per_token(config, adapters)
         + attention_flops(config, pairs_per_token)
+        + state_flops_per_token(config)
     )
 
 

@@ -172,7 +172,25 @@ def kept_by_block(step: Step) -> float:
     # K and V of the gathered verticals.
     vectors = 2 * step.sequences * step.model.heads * step.verticals
     selection = step.index_bytes + vectors * step.model.head_dim * step.width
-    return kept + kept_share * attention + selection
+    return kept + _attention_layers(step) * (kept_share * attention + selection)
+
+
+def _attention_layers(step: Step) -> float:
+    """The share of layers that have attention; the others have linear attention."""
+    return 1 - len(getattr(step.model, "linear_layers", ())) / step.model.layers
+
+
+def _linear_attention(step: Step) -> float:
+    """Bytes that the backward of a layer of linear attention needs at one time.
+
+    q, k, v and gate before and after the convolution, with their gradients; the state that each 64
+    tokens begin with, and its gradient. Over several ranks, a second state goes beside it.
+    """
+    if not getattr(step.model, "linear_layers", ()):
+        return 0
+    states = 2 * step.model.linear_state / 64 * (2 if step.cp > 1 else 1)
+    width = 2 * (step.model.linear_keys + step.model.linear_values)
+    return step.width * step.tokens * (4 * width + states)
 
 
 def _kept(step: Step, blocks: int) -> float:
@@ -284,7 +302,8 @@ def _block_backward(step: Step) -> float:
         mlp += _mlp_tokens(step) * 8 * model.intermediate_size
     # A block whose attention is recomputed did not keep out, which now exists again.
     recomputed_out = step.recomputed * _bytes(step, query=1)
-    return max(mlp, attention + attention_workspace(step)) + recomputed_out
+    attention += attention_workspace(step)
+    return max(mlp, attention, _linear_attention(step)) + recomputed_out
 
 
 def _embedding(step: Step, gradients: float) -> dict[str, float]:

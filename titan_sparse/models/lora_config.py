@@ -70,22 +70,25 @@ def resolve_adapters(
 
 
 def linear_sizes(model: DecoderConfig) -> dict[str, Size]:
-    """The linear layers of a block that can have adapters, by the last part of their names.
+    """The linear layers of blocks that can have adapters, by the last part of their names.
 
     In a mixture of experts, only attention's layers can: the experts are not linear layers.
     """
     hidden_size = model.hidden_size
+    of_linear = _sizes_of_linear_attention(model)
     query_size = model.heads * model.head_dim
     kv_size = model.kv_heads * model.head_dim
     if _is_phi3(model):
         sizes = {"qkv_proj": Size(hidden_size, query_size + 2 * kv_size)}
     else:
         sizes = {
-            "q_proj": Size(hidden_size, query_size),
+            # With linear attention in other layers, q comes with a gate.
+            "q_proj": Size(hidden_size, (2 if of_linear else 1) * query_size),
             "k_proj": Size(hidden_size, kv_size),
             "v_proj": Size(hidden_size, kv_size),
         }
     sizes["o_proj"] = Size(query_size, hidden_size)
+    sizes |= of_linear
     if isinstance(model, TransformersConfig) and model.experts:
         return sizes
     if _is_phi3(model):
@@ -101,14 +104,41 @@ def _is_phi3(model: DecoderConfig) -> bool:
     return isinstance(model, TransformersConfig) and model.model_type == "phi3"
 
 
-def block_elements(model: DecoderConfig, adapters: Adapters) -> int:
-    """Elements of all adapters of a block."""
-    sizes = linear_sizes(model)
-    return sum(adapters.rank * sum(sizes[name]) for name in adapters.targets)
+def _sizes_of_linear_attention(model: DecoderConfig) -> dict[str, Size]:
+    if not isinstance(model, TransformersConfig) or not model.linear_layers:
+        return {}
+    keys, values, heads = model.linear_keys, model.linear_values, model.linear_heads
+    if model.model_type == "qwen3_next":
+        outputs = {"in_proj_qkvz": 2 * (keys + values), "in_proj_ba": 2 * heads}
+    else:
+        outputs = {
+            "in_proj_qkv": 2 * keys + values,
+            "in_proj_z": values,
+            "in_proj_b": heads,
+            "in_proj_a": heads,
+        }
+    sizes = {name: Size(model.hidden_size, size) for name, size in outputs.items()}
+    return sizes | {"out_proj": Size(values, model.hidden_size)}
+
+
+def block_elements(model: DecoderConfig, adapters: Adapters) -> float:
+    """Elements of all adapters of a block, on average over the blocks."""
+    return adapter_elements(model, adapters) / model.layers
 
 
 def adapter_elements(model: DecoderConfig, adapters: Adapters | None) -> int:
     """Elements of all adapters, which is everything that is trained. 0 without adapters."""
     if adapters is None:
         return 0
-    return model.layers * block_elements(model, adapters)
+    sizes = linear_sizes(model)
+    of_linear = _sizes_of_linear_attention(model)
+    linear_layers = len(getattr(model, "linear_layers", ()))
+    elements = 0
+    for name in adapters.targets:
+        layers = model.layers
+        if name in of_linear:
+            layers = linear_layers
+        elif name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            layers -= linear_layers
+        elements += layers * adapters.rank * sum(sizes[name])
+    return elements

@@ -28,7 +28,8 @@ class TransformersConfig(DecoderConfig):
     a dense model. router_loss: weight of the load-balancing loss. settings: the other entries of
     config.json except names and ids, sorted. linear_layers: those with linear attention in place of
     attention. convolution: tokens in the window of their convolution. linear_state: elements of one
-    layer's recurrent state. linear_width: elements of a token's q, k, v and gate in such a layer.
+    layer's recurrent state. linear_keys, linear_values, linear_heads: elements of a token's k and v in
+    such a layer, and its heads of v.
     """
 
     folder: str
@@ -45,7 +46,9 @@ class TransformersConfig(DecoderConfig):
     linear_layers: tuple[int, ...] = ()
     convolution: int = 0
     linear_state: int = 0
-    linear_width: int = 0
+    linear_keys: int = 0
+    linear_values: int = 0
+    linear_heads: int = 0
 
     @property
     def window(self) -> int:
@@ -377,7 +380,9 @@ def _linear_shape(config: Any) -> dict[str, Any]:
         "linear_layers": tuple(layer for layer, kind in kinds if kind == "linear_attention"),
         "convolution": config.linear_conv_kernel_dim,
         "linear_state": values * config.linear_key_head_dim,
-        "linear_width": 2 * (keys + values),
+        "linear_keys": keys,
+        "linear_values": values,
+        "linear_heads": config.linear_num_value_heads,
     }
 
 
