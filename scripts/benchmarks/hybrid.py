@@ -36,7 +36,7 @@ from scripts.benchmarks.provenance import provenance
 from titan_sparse.attention import linear
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.config import Attention
-from titan_sparse.estimate.synthetic import ragged_lengths
+from titan_sparse.estimate.indexes import ragged_lengths
 from titan_sparse.from_config import build_attends, build_layer_masks
 from titan_sparse.integrations.transformers.context_parallel import chunk_loss
 from titan_sparse.models.build import build_decoder
