@@ -38,7 +38,7 @@ from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.config import Attention
 from titan_sparse.estimate.indexes import ragged_lengths
 from titan_sparse.from_config import build_attends, build_layer_masks
-from titan_sparse.integrations.transformers.context_parallel import chunk_loss
+from titan_sparse.integrations.transformers.chunked_loss import chunk_loss
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.transformers_config import read_transformers_config
 from titan_sparse.training.build_model import checkpointed
