@@ -4,6 +4,7 @@ Nothing is widened or rounded in a pass of its own. Sums stay fp32 until the las
 forward, for dq, and for dk and dv on their way.
 """
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,7 +17,7 @@ from titan_sparse.attention.backends.base import Partial
 from titan_sparse.attention.backends.eager import Eager
 from titan_sparse.attention.context_parallel import group_cast_plan
 from titan_sparse.attention.masks.ranges import Documents
-from titan_sparse.attention.merge import add, merge
+from titan_sparse.attention.merge import add, merge, results
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 
 BLOCK, SEQ_LEN = 8, 192
@@ -142,3 +143,15 @@ def _check_all() -> None:
 
 def test_sums_over_three_processes():
     run_processes(3, _check_all)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_groups_of_heads_write_to_contiguous_memory(batch):
+    """One tensor is the whole, unless several sequences part the heads of a group in it."""
+    q = torch.randn(batch, 6, 8, 4)
+    heads = [slice(0, 2), slice(2, 4), slice(4, 6)]
+    found = results(q, heads, 1)
+    for part, own in zip(found.parts, heads, strict=True):
+        assert part.is_contiguous()
+        part.copy_(q[:, own])
+    assert torch.equal(found.joined(found.parts), q) and (found.whole is None) == (batch > 1)

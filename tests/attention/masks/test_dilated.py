@@ -48,7 +48,7 @@ def test_sees_the_definition(window, rate):
         Slices.of([(0, 61, 5, 40, "full")]),
         Dilated(30, 4),
     ],
-    ids=str,
+    ids=lambda mask: type(mask).__name__,
 )
 def test_intersections(other):
     want = other.dense(SEQ_LEN) & _definition(20, 3)
