@@ -121,7 +121,9 @@ def test_a_start_is_refused_before_it_begins(folder, settings, reason):
         Trainer(config)
     assert os.listdir(folder / "saved/starts") == starts
     if config.data != tiny_config(folder, "saved", **SETTINGS).data:
-        assert f'checkpoint.initial_load_path = "{folder}/saved/checkpoint/step-2"' in str(refused)
+        assert f'checkpoint.initial_load_path = "{folder}/saved/checkpoint/step-2"' in str(
+            refused.value
+        )
 
 
 def test_a_run_whose_folder_is_deleted_ends(folder, monkeypatch):
