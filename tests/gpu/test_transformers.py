@@ -70,7 +70,7 @@ def _reference(model: nn.Module, input_ids: Tensor, **others: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("pattern", [None, VerticalSlash(recall=0.8, dense_below=128)])
-@pytest.mark.parametrize("inputs", ["packed", "padded"])
+@pytest.mark.parametrize("inputs", ["plain", "packed", "padded"])
 def test_more_layers_wait_no_more(inputs, pattern):
     """The host waits for the device where the mask is built, and in no layer."""
     register(AttentionSettings() if pattern is None else AttentionSettings(pattern=pattern))
