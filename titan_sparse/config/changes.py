@@ -219,7 +219,7 @@ def _saved_model(saved: Saved) -> dict[str, Any]:
 def model_functions(model: dict[str, Any]) -> dict[str, Any]:
     """What decides over a model's shape and functions, by dotted names."""
     # The largest position limits the data. The weights do not depend on it.
-    elsewhere = ("max_positions", "rope", "folder", "settings")
+    elsewhere = ("max_positions", "rope", "folder", "settings", "linears")
     fields = {name: model[name] for name in model if name not in elsewhere}
     # Tuples, which have become lists in origin.json.
     fields = {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}
