@@ -19,12 +19,11 @@ from titan_sparse.attention.masks.ranges import Mask, MaskRanges
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern, gather_blocks, no_verticals
 from titan_sparse.attention.patterns.spans import (
     Spans,
+    find_spans,
     lookup,
-    once_per_selection,
     slots,
     span_of_tokens,
     spans_of_blocks,
-    spans_of_mask,
 )
 from titan_sparse.kernels.bits import pack, unpack
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits, chosen_keys
@@ -260,13 +259,14 @@ class MoBA(Pattern, MoBAOptions):
 
     def _spans(self, ranges: MaskRanges, batch: int, block_size: int) -> Spans:
         """The documents that have a whole chunk."""
-        return spans_of_mask(ranges, batch, self.chunk_size, block_size)
+        return find_spans(ranges, batch, self.chunk_size, block_size)
 
     def chunks_of(self, ranges: MaskRanges, batch: int, cp: ContextParallel) -> "Chunks":
         """The chunks that the mask's long documents have, for this rank's queries."""
         spans = self._spans(ranges, batch, cp.block_size)
-        return once_per_selection(
-            *(ranges, "chunks", self, cp, (batch,)),
+        return once_per_mask(
+            ranges,
+            ("moba", self, cp.key, batch),
             lambda: _find_chunks(ranges, spans, cp, self.chunk_size),
         )
 

@@ -15,10 +15,7 @@ from titan_sparse.attention.masks.base import once_per_mask, token_positions
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.reach import block_reach, reached, seen_blocks, seen_chunks
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.patterns.vertical_slash.pattern import (
-    VerticalSlashIndex,
-    heads_selecting,
-)
+from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.attention.tiles.blocks import all_blocks
 
 _LARGEST_TABLE = 1 << 27
@@ -123,7 +120,7 @@ def met_blocks(ranges: MaskRanges, index: BlockIndex, table: Tensor) -> Tensor:
         for q_blocks in blocks_of_rank.split(q_blocks_at_once):
             reach = block_reach(ranges, token_positions(q_blocks, size), size)
             # [B, nq, blocks]: how many heads select each block
-            selecting = heads_selecting(index, q_blocks, keys)[:, 0]
+            selecting = index.heads_selecting(q_blocks, keys)[:, 0]
             tiles = reached(reach, keys, size) & (selecting > 0)
             is_met[rank] |= tiles.flatten(0, 1).any(0)
     return is_met
