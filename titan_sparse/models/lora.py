@@ -22,11 +22,10 @@ from titan_sparse.models.huggingface import (
     check_weights,
     huggingface_name,
     new_folder,
-    open_tensors,
     part_of,
     stored_tensors,
 )
-from titan_sparse.models.huggingface_files import write_files
+from titan_sparse.models.huggingface_files import open_tensors, write_files
 from titan_sparse.models.initialization import assign, canonical_name, stable_seed
 from titan_sparse.models.lora_config import Adapters, is_adapter
 
