@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention import call_tiles
-from titan_sparse.attention.backends.base import Queries
+from titan_sparse.attention.backends.base import Queries, Sum
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.schedule import circulates_queries, head_groups
 from titan_sparse.attention.schedules import verticals
@@ -124,7 +124,7 @@ def backward_with_queries_circulating(
         # Verticals do not travel: every rank has them. Their gradients hide behind the ring.
         piece = call_tiles.vertical_piece(call, vertical_kv, len(q), by_key)
         dq_of_verticals, [d_verticals] = call.backend.backward(
-            queries, [piece], None, call.scale, dtype
+            queries, [piece], call.scale, Sum(dtype)
         )
         reduced = call.cp.start_all_reduce(_stacked(*d_verticals, dtype))
 
@@ -145,7 +145,7 @@ def backward_with_queries_circulating(
         passing = Queries(passing_q, passing_d_out, passing_out, passing_lse)
         tiles = call_tiles.tiles_of_rank(call, len(q), call.cp.rank, by_key, at.source)
         dq, [d_kv_here] = call.backend.backward(
-            passing, [Piece(k, v, tiles)], None, call.scale, dtype
+            passing, [Piece(k, v, tiles)], call.scale, Sum(dtype)
         )
         at.gradient = dq.to(dtype)
         if d_kv is None:
