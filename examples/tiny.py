@@ -12,21 +12,28 @@ from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
     Qwen3Config,
 )
 
+SHAPE = dict(
+    vocab_size=257,  # Bytes, and the end of a turn.
+    hidden_size=64,
+    intermediate_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+)
 
-def tiny_model() -> PreTrainedModel:
+
+def tiny_model(hybrid: bool = False) -> PreTrainedModel:
+    """hybrid: with linear attention in three of four layers, as in Qwen3.5."""
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=257,  # Bytes, and the end of a turn.
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-    )
+    config = Qwen3Config(**SHAPE, num_hidden_layers=2)
+    if hybrid:
+        heads = dict(linear_num_key_heads=2, linear_num_value_heads=4)
+        sizes = dict(linear_key_head_dim=16, linear_value_head_dim=16)
+        config = Qwen3_5TextConfig(**SHAPE, **heads, **sizes, num_hidden_layers=4)
     return AutoModelForCausalLM.from_config(config, attn_implementation="titan_sparse")
 
 

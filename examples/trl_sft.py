@@ -1,12 +1,14 @@
 """Supervised fine-tuning by TRL on packed conversations, every sequence spread over the GPUs.
 
     torchrun --nproc-per-node 2 examples/trl_sft.py --tiny
+    torchrun --nproc-per-node 2 examples/trl_sft.py --tiny --hybrid
     torchrun --nproc-per-node 8 examples/trl_sft.py --model FOLDER --data FILE.jsonl --bf16 \
         --tokens 262144
 
-A line of FILE is {"messages": [{"role": "user", "content": ...}, ...]}. The first command takes
-seconds, on two CPU processes. What is marked (*) makes a script for one GPU one for long sequences
-on many. TRL itself refuses to pack under context parallelism.
+A line of FILE is {"messages": [{"role": "user", "content": ...}, ...]}. The first two commands take
+seconds, on two CPU processes. Hybrid models such as Qwen3.5 need nothing else. What is marked (*)
+makes a script for one GPU one for long sequences on many. TRL itself refuses to pack under context
+parallelism.
 """
 
 import argparse
@@ -33,6 +35,7 @@ def main() -> SFTTrainer:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--tiny", action="store_true", help="a random model of bytes, on CPUs")
     which.add_argument("--model", help="a folder, or a name of the Hugging Face hub")
+    parser.add_argument("--hybrid", action="store_true", help="with --tiny: like Qwen3.5")
     parser.add_argument("--data", help="a .jsonl file of conversations, for --model")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--tokens", type=int, default=1000, help="of a packed sequence")
@@ -74,7 +77,8 @@ def main() -> SFTTrainer:
     register(AttentionSettings(pattern, cp=args.parallelism_config.group()))
 
     if options.tiny:
-        model, tokenizer, dataset = tiny_model(), tiny_tokenizer(), tiny_conversations(200)
+        model, tokenizer = tiny_model(options.hybrid), tiny_tokenizer()
+        dataset = tiny_conversations(200)
     else:
         name = options.model
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="titan_sparse")

@@ -37,13 +37,17 @@ def trl_sft(out: Path) -> list[dict[str, float]]:
     return run_example(out, "trl_sft")
 
 
+def trl_hybrid(out: Path) -> list[dict[str, float]]:
+    return run_example(out, "trl_sft", "--hybrid", "--steps", "2")
+
+
 def sparse(out: Path) -> list[dict[str, float]]:
     return run_example(out, "trainer", "--sparse", "--layout", "zigzag")
 
 
 def test_two_processes_train_like_one(tmp_path):
     pytest.importorskip("trl")
-    assert_trains_alike(tmp_path, 2, [trainer, trl_sft])
+    assert_trains_alike(tmp_path, 2, [trainer, trl_sft, trl_hybrid])
     for name in ("trainer", "trl_sft"):
         losses = [line["loss"] for line in read(tmp_path, name, 1)]
         assert len(losses) == 3 and losses[2] < losses[0]

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from tests.distributed import run_processes
+from tests.integrations.transformers.families import family
 from titan_sparse.attention.patterns import Pattern, VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
 from titan_sparse.integrations.transformers import (
@@ -195,6 +196,14 @@ def padded(folder: Path) -> list[dict[str, float]]:
     return trained(folder, options={"data_collator": collate})
 
 
+def hybrid(folder: Path) -> list[dict[str, float]]:
+    """Linear attention, with our checkpointing."""
+    model = family("qwen3_next", vocab_size=VOCAB)
+    model.set_attn_implementation("titan_sparse")
+    model.gradient_checkpointing_enable(keep_attention())
+    return trained(folder, options={"model": model}, max_steps=2)
+
+
 def sharded(
     folder: Path, changes: dict[str, Any] | None = None, lora: LoraConfig | None = None
 ) -> list[dict[str, float]]:
@@ -279,7 +288,7 @@ def two_copies(folder: Path) -> list[dict[str, float]]:
 
 
 WIDE = (two_sequences, two_copies)
-RUNS = (plain, balanced, sparse, padded, sharded, sharded_lora, resumed, noisy)
+RUNS = (plain, balanced, sparse, hybrid, padded, sharded, sharded_lora, resumed, noisy)
 
 
 def run_all(folder: Path, runs: Sequence[Callable[[Path], list]]) -> None:

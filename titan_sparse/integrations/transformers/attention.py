@@ -21,6 +21,7 @@ from titan_sparse.integrations.transformers.masks import (
     AttentionMask,
     LayerMask,
     MaskRule,
+    as_layer_mask,
     read_rule,
 )
 from titan_sparse.integrations.transformers.refusals import (
@@ -33,7 +34,11 @@ from titan_sparse.integrations.transformers.refusals import (
     check_rope,
     note_mixers,
 )
-from titan_sparse.integrations.transformers.settings import ON_ONE_RANK, AttentionSettings
+from titan_sparse.integrations.transformers.settings import (
+    ON_ONE_RANK,
+    AttentionSettings,
+    settings_of,
+)
 
 
 def register(settings: AttentionSettings | None = None, name: str = "titan_sparse") -> None:
@@ -56,14 +61,6 @@ def register(settings: AttentionSettings | None = None, name: str = "titan_spars
     # Without the second, transformers would build no mask and ignore padding and packing.
     AttentionInterface.register(name, functools.partial(attention_forward, settings))
     AttentionMaskInterface.register(name, functools.partial(layer_mask, settings))
-
-
-def settings_of(name: object) -> AttentionSettings | None:
-    """The settings registered under this name; None for other names."""
-    function = AttentionInterface().get(name)
-    if isinstance(function, functools.partial) and function.func is attention_forward:
-        return function.args[0]
-    return None
 
 
 @functools.cache
@@ -238,7 +235,7 @@ def attention_forward(
     if isinstance(attention_mask, Tensor):
         out = attention_beside_cache(module, query, key, value, attention_mask, scaling, s_aux)
         return out, None
-    mask = _for_layers(attention_mask, query.shape[2])
+    mask = as_layer_mask(attention_mask, query.shape[2])
     ranges = mask.ranges(kwargs.get("position_ids"), query, settings)
     check_mixing(module, ranges, settings.ranks)
     sees_far = not mask.rule.is_local and sliding_window is None
@@ -266,16 +263,6 @@ def attention_forward(
     # generate() reads the first answer at the last token, also where that is padding.
     last = torch.where(mask.padding[:, -1, None, None, None], out[:, -1:], last)
     return torch.cat([out[:, :-1], last], dim=1), None
-
-
-def _for_layers(mask: AttentionMask | Mask | MaskRanges, keys: int) -> LayerMask:
-    """The mask in the form that layers read. A mask that a user gave for one kind of layer is
-    kept."""
-    if isinstance(mask, LayerMask):
-        return mask
-    if isinstance(mask, AttentionMask):
-        mask = mask.mask
-    return LayerMask(MaskRule(), padding=None, own=mask, keys=keys)
 
 
 def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:

@@ -24,10 +24,9 @@ from transformers import Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
-from titan_sparse.integrations.transformers.attention import settings_of
 from titan_sparse.integrations.transformers.chunked_loss import chunk_loss
 from titan_sparse.integrations.transformers.refusals import check_modules, check_rope
-from titan_sparse.integrations.transformers.settings import check_block_size
+from titan_sparse.integrations.transformers.settings import check_block_size, settings_of
 from titan_sparse.integrations.transformers.sharding import (
     IGNORE_INDEX,
     shard_batch,

@@ -196,6 +196,27 @@ class LayerMask(AttentionMask):
         return _rows(own, seq_len, device)
 
 
+def as_layer_mask(mask: AttentionMask | Mask | MaskRanges, keys: int) -> LayerMask:
+    """The mask in the form that layers read. A mask that a user gave for one kind of layer is
+    kept."""
+    if isinstance(mask, LayerMask):
+        return mask
+    if isinstance(mask, AttentionMask):
+        mask = mask.mask
+    return LayerMask(MaskRule(), padding=None, own=mask, keys=keys)
+
+
+def has_documents(ranges: MaskRanges) -> bool:
+    """Whether a sequence may have several documents. Slices do not say. The host waits for the device
+    unless there is one document."""
+    starts = ranges.document_start
+    if starts is None:
+        return ranges.slices is not None
+    # [Bm, S], -1 on padding
+    first = torch.where(starts < 0, starts.shape[1], starts).amin(1)
+    return bool((starts.amax(1) > first).any())
+
+
 _known_rows: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """From a Mask to what its rows() last returned: (seq_len, device, ranges). A mask that a user gave
 in a dict reaches each layer as it is."""
@@ -258,7 +279,9 @@ def ranges_of_tokens(
             f"attention_mask has padding between tokens, which {settings.pattern.name} does not "
             "compute; move the padding to one side, or write register(AttentionSettings())"
         )
-    return intersect(ranges, _real_keys(real))
+    # Linear attention needs the documents too.
+    seen = intersect(ranges, _real_keys(real))
+    return seen._replace(document_start=ranges.document_start)
 
 
 def _check_positions(position_ids: Tensor, q: Tensor) -> None:

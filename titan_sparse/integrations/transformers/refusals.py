@@ -1,11 +1,11 @@
 """What attend() does not compute, refused by name before anything is computed."""
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from titan_sparse.attention.masks import Mask, MaskRanges
-from titan_sparse.integrations.transformers.masks import AttentionMask, LayerMask
+from titan_sparse.integrations.transformers.linear import keep_documents_apart
+from titan_sparse.integrations.transformers.masks import AttentionMask, LayerMask, has_documents
 from titan_sparse.token_mixing import calls_interface, chooses_keys, mixers, numbers_tokens
 
 _OTHERS = 'write attn_implementation="eager"'
@@ -56,6 +56,7 @@ def check_modules(model: PreTrainedModel, name: str, ranks: int) -> None:
     name: its attn_implementation.
     """
     text = _text_part(model)
+    keep_documents_apart(text)
     attention = [module for module in text.modules() if calls_interface(module)]
     mixer = next(mixers(text), None)
     if not attention:
@@ -86,6 +87,7 @@ def check_modules(model: PreTrainedModel, name: str, ranks: int) -> None:
 def note_mixers(model: PreTrainedModel) -> None:
     """Mark the model's attention if a module is not known to be token-wise."""
     text = _text_part(model)
+    keep_documents_apart(text)
     mixer = next(mixers(text), None)
     for module in text.modules():
         if calls_interface(module):
@@ -108,12 +110,7 @@ def check_mixing(module: nn.Module, ranges: MaskRanges, ranks: int) -> None:
         return
     if ranks > 1:
         raise ValueError(f"{mixer} {_UNKNOWN_TO_RANKS}")
-    starts = ranges.document_start
-    if starts is None:
-        return
-    # [Bm, S], -1 on padding
-    first = torch.where(starts < 0, starts.shape[1], starts).amin(1)
-    if bool((starts.amax(1) > first).any()):
+    if has_documents(ranges):
         raise ValueError(
             f"{mixer} is not known to treat each token by itself, so that packed documents would "
             "see each other; write packing=False, or a row for each document"

@@ -1,6 +1,9 @@
 """The settings of register(): how the attention of one name is computed."""
 
+import functools
 from dataclasses import dataclass, field
+
+from transformers import AttentionInterface
 
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.group import ContextParallel
@@ -70,3 +73,11 @@ class AttentionSettings:
     def ranks(self) -> int:
         """How many ranks share a sequence."""
         return 1 if self.cp is None else self.cp.size
+
+
+def settings_of(name: object) -> AttentionSettings | None:
+    """The settings registered under this name; None for other names."""
+    function = AttentionInterface().get(name)
+    if isinstance(function, functools.partial) and isinstance(function.args[0], AttentionSettings):
+        return function.args[0]
+    return None
