@@ -15,6 +15,7 @@ import pytest
 from titan_sparse import train
 from titan_sparse.config import check_launch, check_start, load_and_check
 from titan_sparse.config.reading import KINDS, ConfigError, load
+from titan_sparse.options import plain
 
 ROOT = Path(__file__).parents[1]
 
@@ -93,7 +94,7 @@ def wrong_values() -> Iterator[BadStart]:
         str: (),
     }
     for key, kind in KINDS.items():
-        for value in values[kind] if kind in values else ("nothing", ""):
+        for value in values[plain(kind)] if plain(kind) in values else ("nothing", ""):
             yield BadStart(key, (f"--{key}={value}",))
 
 

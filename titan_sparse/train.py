@@ -57,6 +57,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    set_allocator()
     config, flags = load_and_check(words, *world_from_environment())
     if not flags.starts_nothing:
         check_launch()
@@ -65,7 +66,6 @@ def _run(words: list[str]) -> int:
         print(to_toml(config))
         return 0
 
-    set_allocator()
     if flags.dry_run or flags.find_max_length:
         return estimate(config, flags)
 

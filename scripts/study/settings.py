@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_sparse.config import Config, load_and_check
-from titan_sparse.config.reading import show
 from titan_sparse.estimate.flops import causal_pairs
+from titan_sparse.options import show
 
 
 @dataclass(frozen=True)

@@ -280,7 +280,7 @@ def documents(texts: Iterable[str], characters: int) -> Iterator[str]:
 
 def _tokenize(source: Path, out: Path, model: Path, size: Size) -> dict[str, Any]:
     """Write the tokens of a folder of documents; returns how many."""
-    recipe = Recipe(str(source), str(model), document="folder")
+    recipe = Recipe(str(source), tokenizer=str(model), document="folder")
     # Processes take seconds to start, which a toy does not need.
     processes = (os.cpu_count() or 1) if size.has_sdists else 1
     meta = prepare(recipe, str(out), processes, lambda done, shards: None)

@@ -2,11 +2,12 @@
 
 from torch import Tensor
 
-from titan_sparse.attention.call import AttentionCall, bind, options_key
+from titan_sparse.attention.call import AttentionCall, bind
 from titan_sparse.attention.context_parallel.group import ContextParallel, one_rank
 from titan_sparse.attention.inputs import mask_tensors
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns import Pattern
+from titan_sparse.attention.patterns.base import options_key
 
 
 def op_arguments(
@@ -23,7 +24,7 @@ def op_arguments(
     begin, end: as options_key() takes them.
     """
     names, tensors = mask_tensors(ranges)
-    key = options_key(pattern.key, cp.key, "eager", names, ranges.plain, scale, begin, end)
+    key = options_key(pattern.key, cp.key, names, scale, "eager", ranges.plain, begin, end)
     return None, index, tensors, key
 
 
@@ -31,10 +32,8 @@ def select_arguments(
     ranges: MaskRanges, pattern: Pattern, block_size: int, scale: float | None = None
 ) -> tuple[list[Tensor], str]:
     """(mask, call), which follow q and k in the op select, on one rank."""
-    from titan_sparse.attention.patterns.base import _selection_key
-
     names, tensors = mask_tensors(ranges)
-    return tensors, _selection_key(pattern.key, one_rank(block_size).key, names, scale)
+    return tensors, options_key(pattern.key, one_rank(block_size).key, names, scale)
 
 
 def bound_call(

@@ -13,7 +13,7 @@ from tests.distributed import run_processes
 from tests.reference import dense_attention, gradients, structured_qkv
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
-from titan_sparse.attention.backends.base import Partial
+from titan_sparse.attention.backends.base import Partial, Sum
 from titan_sparse.attention.backends.eager import Eager
 from titan_sparse.attention.context_parallel import group_cast_plan
 from titan_sparse.attention.masks.ranges import Documents
@@ -38,23 +38,24 @@ class Rounding(Eager):
     def __init__(self):
         self.seen = {"out": [], "dq": []}
 
-    def forward(self, q, pieces, total, scale, dtype=None, into=None):
+    def forward(self, q, pieces, scale, total):
         blocks, *verticals = pieces
-        dtype = dtype or q.dtype
-        out, lse = super().forward(q, [blocks], None, scale, q.dtype)
+        dtype, before, into = total
+        out, lse = super().forward(q, [blocks], scale, Sum(q.dtype))
         if not verticals:
-            return self._note("out", Partial(*merge(total, out, lse, dtype, into)))
-        total = Partial(*merge(total, out, lse, torch.float32))
-        return self._note("out", super().forward(q, verticals, total, scale, dtype, into))
+            return self._note("out", Partial(*merge(before, out, lse, dtype, into)))
+        before = Partial(*merge(before, out, lse, torch.float32))
+        total = Sum(dtype, before, into)
+        return self._note("out", super().forward(q, verticals, scale, total))
 
-    def backward(self, queries, pieces, dq, scale, dtype=None, into=None):
+    def backward(self, queries, pieces, scale, total):
         blocks, *verticals = pieces
-        dtype = dtype or queries.q.dtype
-        piece_dq, gradients = super().backward(queries, [blocks], None, scale, queries.q.dtype)
+        dtype, dq, into = total
+        piece_dq, gradients = super().backward(queries, [blocks], scale, Sum(queries.q.dtype))
         if not verticals:
             return self._note("dq", (add(dq, piece_dq, dtype, into), gradients))
         dq = add(dq, piece_dq, torch.float32)
-        dq, d_verticals = super().backward(queries, verticals, dq, scale)
+        dq, d_verticals = super().backward(queries, verticals, scale, Sum(torch.float32, dq))
         dq = dq.to(dtype) if into is None else into.copy_(dq)
         return self._note("dq", (dq, gradients + d_verticals))
 

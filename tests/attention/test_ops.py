@@ -14,10 +14,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from titan_sparse.attention import SAVED_OPS, ContextParallel, attend
+from titan_sparse.attention import SAVED_OPS, ContextParallel, attend, schedules
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
-from titan_sparse.attention.schedules import single
 
 BLOCK, SEQ_LEN, WIDTH = 16, 128, 32
 ONE_RANK = ContextParallel(None, "contiguous", "local", BLOCK)
@@ -152,7 +151,7 @@ def calls(monkeypatch) -> dict[str, int]:
 
         return wrapper
 
-    monkeypatch.setattr(single, "forward", counting("forward", single.forward))
+    monkeypatch.setattr(schedules, "forward", counting("forward", schedules.forward))
     monkeypatch.setattr(
         VerticalSlash, "select_tensors", counting("select", VerticalSlash.select_tensors)
     )

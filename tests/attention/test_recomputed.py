@@ -16,14 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from tests.distributed import run_processes
 from tests.fake_step import fake_world
 from tests.reference import attention_bytes, structured_qkv
-from titan_sparse.attention import ContextParallel, attend, call_tiles
+from titan_sparse.attention import ContextParallel, attend, call_tiles, schedules
 from titan_sparse.attention.masks.packed import sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
-from titan_sparse.attention.schedules import single
 from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.training.build_model import checkpoint_contexts
 
@@ -171,7 +170,7 @@ def calls(monkeypatch) -> list[tuple[int, int] | str]:
     """Record query and key blocks of each attention forward that ran, and the selections."""
     seen = []
 
-    def counting(call, q, k, v, forward=single.forward):
+    def counting(call, q, k, v, forward=schedules.forward):
         seen.append((q.shape[2] // BLOCK, k.shape[2] // BLOCK))
         return forward(call, q, k, v)
 
@@ -179,7 +178,7 @@ def calls(monkeypatch) -> list[tuple[int, int] | str]:
         seen.append("select")
         return select(*args)
 
-    monkeypatch.setattr(single, "forward", counting)
+    monkeypatch.setattr(schedules, "forward", counting)
     monkeypatch.setattr(VerticalSlash, "select_tensors", selecting)
     return seen
 

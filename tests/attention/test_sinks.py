@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.attention.calls import op_arguments, select_arguments
+from tests.attention.dense_twin import let_eager_serve_dense
 from tests.attention.test_recomputed import CHECKPOINTS
 from tests.reference import attention_with_sinks, dense_attention, gradients, structured_qkv
 from titan_sparse.attention import attend
@@ -124,7 +125,7 @@ def test_packed_kernels(monkeypatch):
         p = _problem(mask)
         want = _wanted(p)
         with monkeypatch.context() as patch:
-            patch.setattr(eager, "serves_dense", lambda q, shape: shape.is_packed)
+            let_eager_serve_dense(patch, lambda shape: shape.is_packed)
             patch.setattr(eager, "forward", None)
             _assert_equal(_results(p), want, mask)
 

@@ -93,7 +93,7 @@ REFUSED = {
     "--model.flavour qwen2.5-3": 'model.flavour = .* write "qwen2.5-3b"',
     "--model.vocab_size 257": 'model.vocab_size = 257 is too small for data.tokenizer = "bytes"',
     "--model.rope_scaling yarn": "model.rope_factor must be above 1",
-    "--data.tokenizer=": 'data.tokenizer is empty; write "bytes"',
+    "--data.tokenizer=": "data.tokenizer is empty; write a value",
     "--training.steps 9": "lr_scheduler.warmup_steps = 10 is above training.steps = 9",
     "--lr_scheduler.total_steps 9": "warmup_steps = 10 is above lr_scheduler.total_steps = 9",
     "--training.dtype float64": 'write training.device = "cpu"',
@@ -137,12 +137,12 @@ REFUSED = {
     LORA + "--float8.enable": "write float8.enable = false",
     LORA
     + "--optimizer.offload": "optimizer.offload = true .* with lora.rank = 8; write optimizer.offload = false",
-    LORA + "--activation_checkpoint.mode selective": '"full" or "none"',
+    LORA + "--activation_checkpoint.mode selective": 'activation_checkpoint.mode = "full"',
     LORA + "--training.mlp_chunk_tokens 512 --lora.dropout 0.1": "write lora.dropout = 0.0",
     LORA + "--checkpoint.enable --checkpoint.initial_load_path x": "initial_load_path.*export",
     LORA + "--checkpoint.enable --checkpoint.last_save_in_hf": "last_save_in_hf.*random weights",
     "--model.initial_hf train_configs/shapes/qwen3_30b_a3b --model.random_weights "
-    "--checkpoint.enable --checkpoint.initial_load_path x": "does not go with checkpoint.initial_l",
+    "--checkpoint.enable --checkpoint.initial_load_path x": "does not go with model.initial_hf",
     "--data.source a:0.7,b": "to some parts only",
     "--data.source a:1,b:0": "a weight of 0",
 }

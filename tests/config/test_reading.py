@@ -128,14 +128,14 @@ BAD_WORDS = [
     ),
     (
         ["--atention.pattern", "dense"],
-        "atention.pattern (no section atention); did you mean attention.pattern?",
+        "unknown key atention.pattern; did you mean attention.pattern?",
     ),
     (
         ["--attention.recall", "0.9"],
         "attention.recall; did you mean attention.vertical_slash.recall?",
     ),
     (["--training.lr", "1"], "training.lr; did you mean optimizer.lr?"),
-    (["--confg", "x.toml"], "unknown option --confg; did you mean --config?"),
+    (["--confg", "x.toml"], "unknown key confg; did you mean --config?"),
     (["--training.steps", "abc"], 'training.steps = "abc" is not an integer'),
     (["--training.seq_len", "1kb"], "is not a number of tokens; write for example 131072 or 128k"),
     (["--training.steps", "--compile.enable"], "training.steps needs a value"),
@@ -147,7 +147,7 @@ BAD_WORDS = [
     ),
     (["run.toml"], 'unexpected word "run.toml"'),
     (["--config", "a.toml", "--config=b.toml"], "--config is given more than once"),
-    (["--print-config=yes"], "--print-config takes no value"),
+    (["--print-config=yes"], '--print-config = "yes" is not true or false'),
 ]
 
 

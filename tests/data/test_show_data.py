@@ -45,7 +45,7 @@ def test_marks_colors_and_lengths(words, capsys):
 
 def test_prepared_chats_and_text_are_shown_too(words, tmp_path, capsys):
     tokenizer = str(tmp_path / "tokenizer")
-    recipe = Recipe(str(tmp_path / "chats.jsonl"), tokenizer, row_format="messages")
+    recipe = Recipe(str(tmp_path / "chats.jsonl"), tokenizer=tokenizer, format="messages")
     prepare(recipe, str(tmp_path / "out"), 1, no_progress)
     write_rows(tmp_path / "text.jsonl", [{"text": "hello"}])
     source = f"{tmp_path}/out:0.5, {tmp_path}/text.jsonl:0.5"

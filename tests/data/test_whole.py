@@ -122,7 +122,9 @@ def test_the_mask_belongs_to_the_stream_and_not_to_older_checkpoints(tmp_path, t
 
 
 def prepare_chats(data: Data, out: Path, **options) -> str:
-    recipe = Recipe(data.source, data.tokenizer, row_format="messages", shard_rows=4, **options)
+    recipe = Recipe(
+        data.source, tokenizer=data.tokenizer, format="messages", shard_rows=4, **options
+    )
     prepare(recipe, str(out), 1, no_progress)
     return str(out)
 

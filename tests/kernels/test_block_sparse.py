@@ -103,8 +103,8 @@ def _results(
     backend: base.Backend, q: Tensor, d_out: Tensor, pieces: list[Piece], scale: float
 ) -> list[Tensor]:
     """out, lse, dq, and dk and dv of each piece."""
-    own = backend.forward(q, pieces, None, scale)
-    dq, d_pieces = backend.backward(base.Queries(q, d_out, *own), pieces, None, scale)
+    own = backend.forward(q, pieces, scale, base.Sum(q.dtype))
+    dq, d_pieces = backend.backward(base.Queries(q, d_out, *own), pieces, scale, base.Sum(q.dtype))
     return [*own, dq, *(x for d_kv in d_pieces for x in d_kv)]
 
 
@@ -170,24 +170,25 @@ def test_going_on_from_a_total(name):
     blocks, verticals = case.pieces()
 
     def over_blocks() -> base.Partial:
-        return triton.forward(case.q, [blocks], None, case.scale, torch.float32)
+        return triton.forward(case.q, [blocks], case.scale, base.Sum(torch.float32))
 
     total = over_blocks()
-    got = triton.forward(case.q, [verticals], total, case.scale, torch.float32)
+    got = triton.forward(case.q, [verticals], case.scale, base.Sum(torch.float32, total))
     assert got.out.data_ptr() == total.out.data_ptr()
     assert got.out.dtype == torch.float32
     _assert_close(list(got), [out, lse], tolerance)
 
     # The last piece may write into a tensor of the inputs' dtype.
     into = case.q.new_empty(case.q.shape)
-    other = triton.forward(case.q, [verticals], over_blocks(), case.scale, torch.float32, into)
+    last = base.Sum(torch.float32, over_blocks(), into)
+    other = triton.forward(case.q, [verticals], case.scale, last)
     assert other.out is into
     _assert_close([other.out.float(), other.lse], [out, lse], 2 * tolerance)
 
     queries = base.Queries(case.q, case.d_out, out.to(case.q.dtype), lse.float())
 
     def backward(piece: Piece, d_total: Tensor | None, into: Tensor | None = None):
-        return triton.backward(queries, [piece], d_total, case.scale, torch.float32, into)
+        return triton.backward(queries, [piece], case.scale, base.Sum(torch.float32, d_total, into))
 
     d_total, [d_blocks] = backward(blocks, None)
     d_total, [d_verticals] = backward(verticals, d_total)

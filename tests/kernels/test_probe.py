@@ -10,9 +10,10 @@ from torch import Tensor
 from tests.reference import structured_qkv
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
+from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.spans import Spans, find_spans
 from titan_sparse.attention.patterns.vertical_slash import probe as vertical_slash_probe
-from titan_sparse.attention.patterns.vertical_slash.priced import priced_geometry
+from titan_sparse.attention.patterns.vertical_slash.priced import make_plan
 from titan_sparse.attention.patterns.vertical_slash.probe import last_rows, spread_rows
 from titan_sparse.kernels import prices
 from titan_sparse.kernels import probe as kernels
@@ -30,7 +31,7 @@ MASKS = {
 
 class Seen(NamedTuple):
     spans: Spans
-    geometry: vertical_slash_probe.Geometry
+    geometry: vertical_slash_probe.ProbeGeometry
     probe: Probe
     keys: KeyBlocks
 
@@ -124,7 +125,7 @@ def test_gains_of_many_groups(groups, entries):
 def test_prices(mask, kind, queries):
     spans, geometry, probe, keys = look(mask, kind, queries)
     lse = kernels.naive.span_lse(kernels.naive.block_lse(probe, keys), geometry.slot, geometry.run)
-    priced = priced_geometry(spans, geometry, SEQ_LEN, SIZE, sinks=3, local=2)
+    priced = make_plan(VerticalSlash(sinks=3, count_sinks=True), spans, geometry, SEQ_LEN, SIZE)
 
     free = probe._replace(start=priced.free_start, stop=priced.free_stop)
 

@@ -265,7 +265,7 @@ def test_a_single_file_beats_a_left_over_index(tmp_path):
 @pytest.mark.parametrize("difference", [0, 100], ids=["a copy", "another head"])
 def test_a_head_beside_a_config_json_that_says_tied(tmp_path, monkeypatch, difference):
     """The heads differ in the last element only, and several files hold the weights."""
-    monkeypatch.setattr(huggingface_files, "_CHUNK_BYTES", 50_000)
+    monkeypatch.setattr(huggingface_files, "_CHUNK_ROWS", 100)
     model = save_reference(tmp_path / "in")
     with torch.no_grad():
         model.lm_head.weight.copy_(model.model.embed_tokens.weight)
@@ -442,7 +442,7 @@ def test_an_export_has_the_tokenizer_and_template_of_its_run(tmp_path):
     recipe = Recipe(
         str(tmp_path / "chats.jsonl"),
         tokenizer=own,
-        row_format="messages",
+        format="messages",
         chat_template=str(tmp_path / "other_end.jinja"),
     )
     prepare(recipe, str(tmp_path / "prepared"), 1, lambda *_: None)

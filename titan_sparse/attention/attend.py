@@ -6,7 +6,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from titan_sparse.attention import backends
-from titan_sparse.attention.call import options_key
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.inputs import (
     check_sinks,
@@ -17,7 +16,13 @@ from titan_sparse.attention.inputs import (
     resolve_mask,
 )
 from titan_sparse.attention.masks.ranges import Causal, Mask, MaskRanges
-from titan_sparse.attention.patterns.base import BlockIndex, Pattern, check_pattern, select
+from titan_sparse.attention.patterns.base import (
+    BlockIndex,
+    Pattern,
+    check_pattern,
+    options_key,
+    select,
+)
 from titan_sparse.attention.patterns.dense import Dense
 from titan_sparse.attention.recomputed import attend_in_parts
 
@@ -103,7 +108,7 @@ def attend(
     names, tensors = mask_tensors(ranges)
 
     def key(begin: float, end: float) -> str:
-        return options_key(pattern.key, ranks.key, backend, names, ranges.plain, scale, begin, end)
+        return options_key(pattern.key, ranks.key, names, scale, backend, ranges.plain, begin, end)
 
     inputs = (q, k, v, sinks, index, tensors)
     out, lse = attend_in_parts(inputs, recomputed, ranges, ranks, key)

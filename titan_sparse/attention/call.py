@@ -1,7 +1,6 @@
 """What one attention call computes with."""
 
 import functools
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -11,80 +10,11 @@ from torch import Tensor
 from titan_sparse.attention import registry
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.backends.base import Backend
-from titan_sparse.attention.context_parallel.group import ContextParallel, context_of
+from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.inputs import mask_of_tensors, mask_of_whole_blocks
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.merge import accumulation_dtype
-from titan_sparse.attention.patterns.base import BlockIndex, Pattern, pattern_of
-
-
-@dataclass(frozen=True)
-class CallOptions:
-    """Options of an attention op. It looks them up by a key (registry.py).
-
-    cp: a weak reference, as the ContextParallel owns this object.
-    mask: names of the mask's tensors (inputs.mask_tensors).
-    plain: the mask is causal and nothing else.
-    scale: of the scores; None for D ** -0.5.
-    begin, end: the call is about the query blocks of this range alone, as shares of the sequence.
-    A range that ends before the sequence does is given the verticals' keys and values.
-    """
-
-    pattern: Pattern
-    cp: weakref.ref
-    backend: str
-    mask: str
-    plain: bool
-    scale: float | None
-    begin: float = 0.0
-    end: float = 1.0
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether the call is about a part of the queries."""
-        return self.begin > 0 or self.end < 1
-
-    def block_range(self, seq_len: int) -> tuple[int, int | None]:
-        """The range of local query blocks that the call is about: first, and last + 1.
-
-        seq_len: local tokens. The last + 1 is None for the end of the sequence.
-        """
-        block_size = self.cp().block_size
-        first = blocks_before(self.begin, seq_len, block_size)[0] if self.begin > 0 else 0
-        last = blocks_before(self.end, seq_len, block_size)[0] if self.end < 1 else None
-        return first, last
-
-
-def blocks_before(share: float, seq_len: int, block_size: int) -> tuple[int, int]:
-    """How many blocks of a rank are before this share of the sequence, and how many there are.
-
-    seq_len: tokens of the rank. Both numbers are the same on every rank.
-    """
-    blocks = -(-seq_len // block_size)
-    return int(share * blocks + 0.5), blocks
-
-
-@torch.compiler.assume_constant_result
-def options_key(
-    pattern: str,
-    cp: str,
-    backend: str,
-    mask: str,
-    plain: bool,
-    scale: float | None,
-    begin: float = 0.0,
-    end: float = 1.0,
-) -> str:
-    """The key of CallOptions, for a pattern and a ContextParallel named by their keys."""
-    key = f"attend {pattern} {cp} {backend} {mask} {plain} {scale} {begin} {end}"
-    if key in registry.OBJECTS:
-        return key
-    owner = context_of(cp)
-
-    options = CallOptions(
-        pattern_of(pattern), weakref.ref(owner), backend, mask, plain, scale, begin, end
-    )
-    return registry.register_owned(owner.calls, key, lambda: options)
+from titan_sparse.attention.patterns.base import BlockIndex, CallOptions, Pattern
 
 
 @dataclass(frozen=True)
@@ -171,7 +101,7 @@ def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> Attent
     q: [B, Hq, S_local, D]. index, mask: the tensors of the index and of the mask. For the first of
     two shares the keys and values of the verticals are the last tensor of `index`.
     """
-    options: CallOptions = registry.OBJECTS.get(key) or registry.lookup(key)
+    options: CallOptions = registry.lookup(key)
     cp = options.cp()
     vertical_kv = None
     if options.end < 1:

@@ -6,7 +6,7 @@ runs twice. What may be computed twice to save memory goes through attend_recomp
 attend_forward by another name (recomputed.py).
 
 A forward takes (q, k, v, sinks, index, mask, call): learned sinks or None, the tensors of the index
-and of the mask, and the key of CallOptions (call.py). It adds the sinks at its end, so that out and
+and of the mask, and the key of CallOptions (patterns/base.py). It adds the sinks at its end, so that out and
 lse, as they are returned and kept for the backward, count them (kernels/sinks.py). Schedules,
 backends and observers know nothing of sinks.
 """

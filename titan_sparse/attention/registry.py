@@ -6,22 +6,11 @@ The table holds weak references only: what it names lives as long as its owner, 
 group outlives the ContextParallel that made it.
 """
 
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
 OBJECTS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 """Everything registered whose owner still lives, by key."""
-
-
-def register_owned(owned: dict[str, Any], key: str, make: Callable[[], Any]) -> str:
-    """Register make() unless `owned`, the dict in which its owner holds it, has it already.
-
-    Returns the key.
-    """
-    if key not in owned:
-        owned[key] = OBJECTS[key] = make()
-    return key
 
 
 def lookup(key: str) -> Any:

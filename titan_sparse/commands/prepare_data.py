@@ -17,20 +17,22 @@ import os
 import sys
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from tqdm import tqdm
 
 from titan_sparse.commands import parser_of
+from titan_sparse.config import Data, field_docs
 from titan_sparse.data.preparing import prepare
-from titan_sparse.data.recipe import Recipe
+from titan_sparse.data.recipe import OPTIONS, Recipe
+from titan_sparse.options import plain
 
 
 def main(words: list[str]) -> int:
     args = arguments(words)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("titan_sparse").setLevel(logging.INFO)
-    recipe = Recipe(**{item.name: getattr(args, item.name) for item in fields(Recipe)})
+    recipe = Recipe(args.source, **{name: getattr(args, name) for name in OPTIONS})
     bar = tqdm(unit="shard", disable=None)
 
     def progress(done: int, shards: int) -> None:
@@ -84,14 +86,17 @@ def arguments(words: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("source", metavar="SOURCE")
     add("out", metavar="OUT", help="a new folder, or one that was begun with the same options")
-    for option in fields(Recipe)[1:]:
-        more = dict(option.metadata)
-        flag = more.pop("flag", f"--{option.name.replace('_', '-')}")
-        if option.default is False:
-            more["action"] = "store_true"
-        elif isinstance(option.default, int):
-            more["type"] = _count
-        add(flag, dest=option.name, default=option.default, **more)
+    docs = field_docs(Data) | field_docs(Recipe)
+    for option in fields(Recipe):
+        kind = plain(option.type)
+        more = {"help": docs[option.name], "type": _count if kind is int else str}
+        if kind is bool:
+            more = {"help": docs[option.name], "action": "store_true"}
+        elif get_origin(kind) is Literal:
+            more["choices"] = get_args(kind)
+        if option.name in OPTIONS:
+            flag = option.name.replace("_", "-")
+            add(f"--{flag}", dest=option.name, default=option.default, **more)
     add("--processes", type=_count, default=os.cpu_count(), help="default: as many as CPUs")
     args = parser.parse_args(words)
     if args.processes == 0:

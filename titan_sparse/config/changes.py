@@ -15,10 +15,11 @@ from typing import Any, NoReturn
 
 import tomli
 
-from titan_sparse.config.reading import KINDS, ConfigError, flatten, key_now, show, typed
+from titan_sparse.config.reading import KINDS, ConfigError, flatten, key_now
 from titan_sparse.config.sections import Config
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.flavours import resolve
+from titan_sparse.options import check_value, show
 
 ORIGIN_FILE = "origin.json"
 """Beside config.toml in a checkpoint: origin_text()."""
@@ -129,8 +130,8 @@ def saved_config(saved: Saved) -> Config:
         if key not in KINDS:
             continue
         try:
-            value = typed(key, value, "")
-        except ConfigError:
+            value = check_value(key, KINDS[key], value)
+        except ValueError:
             continue
         section, _, name = key.rpartition(".")
         setattr(attrgetter(section)(config), name, value)
@@ -218,7 +219,7 @@ def _saved_model(saved: Saved) -> dict[str, Any]:
 def model_functions(model: dict[str, Any]) -> dict[str, Any]:
     """What decides over a model's shape and functions, by dotted names."""
     # The largest position limits the data. The weights do not depend on it.
-    elsewhere = ("max_positions", "rope", "folder", "settings")
+    elsewhere = ("max_positions", "rope", "folder", "settings", "linears")
     fields = {name: model[name] for name in model if name not in elsewhere}
     # Tuples, which have become lists in origin.json.
     fields = {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}

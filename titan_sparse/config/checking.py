@@ -4,11 +4,11 @@ exists."""
 import json
 import math
 from operator import attrgetter
-from typing import Any, get_args
+from typing import Any
 
 from titan_sparse.config.ignored import check_ignored
 from titan_sparse.config.reading import (
-    ANNOTATED,
+    KINDS,
     ConfigError,
     clash,
     config_file,
@@ -16,7 +16,6 @@ from titan_sparse.config.reading import (
     load,
     require,
     show,
-    typed,
 )
 from titan_sparse.config.sections import Attention, Config, Data, Flags, Parallelism, Validation
 from titan_sparse.config.sources import single_source, source_formats
@@ -57,44 +56,27 @@ def padding_multiple(config: Config) -> int:
 def check(config: Config, world_size: int, local_world_size: int) -> None:
     """Refuse what cannot run on `world_size` ranks with `local_world_size` per node.
 
-    Raises ConfigError, one line that names the keys and what to write instead. Types are checked
+    Raises ConfigError, one line that names the keys and what to write instead. Values are checked
     again, for configurations made in Python.
     """
     try:
-        _check_values(config)
+        for key, kind in KINDS.items():
+            check_value(key, kind, attrgetter(key)(config))
         check_ignored(config)
         model = resolve(**vars(config.model))
         _check_model(config, model)
-        _check_dense_layers(config.attention, model.layers)
         check_formats(config.data)
         _check_world(config.parallelism, world_size, local_world_size)
         _check_attention(config)
         _check_memory(config)
-        if config.float8.enable:
-            _check_float8(config)
-        if config.lora.rank:
-            resolve_adapters(model, **vars(config.lora))
+        _check_float8(config)
+        if resolve_adapters(model, **vars(config.lora)):
             _check_lora(config)
         _check_run(config)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def _check_values(config: Config) -> None:
-    """Refuse values of another type or out of range, and texts that cannot be file names."""
-    default = Config()
-    for key, kind in ANNOTATED.items():
-        value = typed(key, attrgetter(key)(config), "")
-        check_value(key, kind, value)
-        if isinstance(value, str):
-            is_missing = value == "" and "not empty" in get_args(kind)
-            unset = attrgetter(key)(default)
-            require(not is_missing, f"{key} is empty; write {show(unset)} or another")
-            # Bytes of the command line that are not UTF-8 arrive as lone surrogates.
-            is_text = not any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in value)
-            require(is_text, f"{key} = {ascii(value)} is not text in UTF-8; write other letters")
 
 
 def load_and_check(argv: list[str], world_size: int, local_world_size: int) -> tuple[Config, Flags]:
@@ -116,34 +98,30 @@ def _check_model(config: Config, model: DecoderConfig) -> None:
     vocab_size = config.model.vocab_size
     if config.data.tokenizer == "bytes" and 0 < vocab_size < 258:
         clash(config, "model.vocab_size", "data.tokenizer", "0 or 258 or more", "is too small for")
+    listed = config.attention.dense_layers
+    require(
+        not listed
+        or {word.strip() for word in listed.split(",")} <= set(map(str, range(model.layers))),
+        f"attention.dense_layers = {show(listed)} are not all layers of the model; "
+        f"write some of 0 to {model.layers - 1}, such as [0, {model.layers - 1}]",
+    )
     if config.model.initial_hf and config.checkpoint.initial_load_path:
-        instead = "one of them, which says where the first weights come from"
-        clash(config, "model.initial_hf", "checkpoint.initial_load_path", instead)
+        clash(config, "checkpoint.initial_load_path", "model.initial_hf")
     if not isinstance(model, TransformersConfig):
         if config.checkpoint.last_save_in_hf:
             architecture(model)
         return
-
-    why = "does not go with transformers' own code, which runs"
-    if config.training.mlp_chunk_tokens:
-        key = "training.mlp_chunk_tokens"
-        clash(config, key, "model.initial_hf", f"{key} = 0", why)
-    if config.float8.enable and model.experts:
-        why = "does not go with experts that are not linear layers, as in"
-        clash(config, "float8.enable", "model.initial_hf", "float8.enable = false", why)
-    if config.attention.window_sinks and model.window:
-        key = "attention.window_sinks"
-        why = "does not go with layers that have windows of their own, as in"
-        clash(config, key, "model.initial_hf", f"{key} = 0", why)
-
-
-def _check_dense_layers(attention: Attention, layers: int) -> None:
-    words = attention.dense_layers.split(",") if attention.dense_layers else []
-    require(
-        {word.strip() for word in words} <= {str(layer) for layer in range(layers)},
-        f"attention.dense_layers = {show(attention.dense_layers)} are not all layers of the model; "
-        f"write some of 0 to {layers - 1}, such as [0, {layers - 1}]",
-    )
+    of_model = {
+        "training.mlp_chunk_tokens": True,
+        # Experts are not linear layers.
+        "float8.enable": model.experts > 0,
+        # Layers have windows of their own.
+        "attention.window_sinks": model.window > 0,
+    }
+    for key, is_refused in of_model.items():
+        if is_refused and attrgetter(key)(config):
+            why = "does not go with what transformers' own code computes of"
+            clash(config, key, "model.initial_hf", why=why)
 
 
 def check_formats(data: Data) -> None:
@@ -152,12 +130,11 @@ def check_formats(data: Data) -> None:
     formats = source_formats(data)
     config = Config(data=data)
     if formats.get("python", "text") != "text":
-        clash(config, "data.format", "data.source", 'data.format = "text"')
+        clash(config, "data.format", "data.source")
     check_ignored(config, "data")
     if data.split_special_tokens and set(formats.values()) != {"text"}:
-        instead = "data.split_special_tokens = false"
         why = "would split the tokens of the chat template of"
-        clash(config, "data.split_special_tokens", "data.format", instead, why)
+        clash(config, "data.split_special_tokens", "data.format", why=why)
     chat_template_kwargs(data)
 
 
@@ -215,32 +192,23 @@ def _check_world(parallelism: Parallelism, world_size: int, local_world_size: in
 
 def _check_attention(config: Config) -> None:
     attention = config.attention
-    cp = config.parallelism.cp
     size = attention.block_size
+    cp = config.parallelism.cp
     require(
         size >= 16 and size & (size - 1) == 0,
         f"attention.block_size = {size} is not a power of two of at least 16; write 64 or 128",
     )
-    if attention.schedule == "local" and cp > 1:
-        instead = 'attention.schedule = "auto" or parallelism.cp = 1'
-        clash(config, "attention.schedule", "parallelism.cp", instead)
-    if attention.schedule == "double_ring" and cp == 1:
-        clash(config, "attention.schedule", "parallelism.cp", 'attention.schedule = "auto"')
     if attention.mask == "causal" and config.data.sequences == "packed":
         instead = (
             'attention.mask = "documents" or data.sequences = "fixed", or '
             'attention.mask = "causal_across_documents" if a query should see other documents'
         )
         clash(config, "attention.mask", "data.sequences", instead)
+    if attention.schedule == "local" and cp > 1 or attention.schedule == "double_ring" and cp == 1:
+        clash(config, "attention.schedule", "parallelism.cp")
     if attention.gradient_dtype == "bfloat16" and config.training.dtype == "float64":
-        instead = 'attention.gradient_dtype = "float32"'
-        clash(
-            config,
-            "attention.gradient_dtype",
-            "training.dtype",
-            instead,
-            "would round what is exact in",
-        )
+        why = "would round what is exact in"
+        clash(config, "attention.gradient_dtype", "training.dtype", why=why)
     # A window with sinks gives a query two ranges of keys, which not everything takes.
     if attention.window_sinks and attention.pattern != "dense":
         instead = 'attention.pattern = "dense" or attention.window_sinks = 0'
@@ -250,28 +218,18 @@ def _check_attention(config: Config) -> None:
         clash(config, "attention.window_sinks", "attention.backend", instead)
     # cuDNN computes dense attention, and its backward adds up in any order.
     if attention.backend == "cudnn" and attention.pattern != "dense":
-        instead = 'attention.backend = "auto"'
-        clash(config, "attention.backend", "attention.pattern", instead)
+        clash(config, "attention.backend", "attention.pattern")
     if attention.backend == "cudnn" and config.training.deterministic:
-        instead = 'attention.backend = "triton" or training.deterministic = false'
-        clash(config, "attention.backend", "training.deterministic", instead)
-    _check_pattern(config)
-
-
-def _check_pattern(config: Config) -> None:
-    """Check the options of the pattern in use. Those of other patterns may have any value in
-    range."""
-    attention = config.attention
+        clash(config, "attention.backend", "training.deterministic")
     options = getattr(attention, attention.pattern)
     try:
         options.check()
-        options.check_block_size(attention.block_size)
+        options.check_block_size(size)
     except ValueError as error:
         raise ConfigError(f"attention.{error}") from error
     # Without a probe it is one block, which fits: the loader pads sequences to whole blocks.
-    key = "attention.vertical_slash.probe"
     if attention.pattern == "vertical_slash" and options.probe > config.training.seq_len:
-        clash(config, key, "training.seq_len", f"{key} = 0", "is above")
+        clash(config, "attention.vertical_slash.probe", "training.seq_len", why="is above")
 
 
 def _check_memory(config: Config) -> None:
@@ -308,20 +266,19 @@ def _check_memory(config: Config) -> None:
 
 
 def _check_float8(config: Config) -> None:
-    float8 = config.float8
-    if config.training.device == "cpu":
-        why = "needs a GPU (Hopper or newer), not"
-        clash(config, "float8.enable", "training.device", "float8.enable = false", why)
-    if config.training.dtype != "bfloat16":
-        instead = 'training.dtype = "bfloat16" or float8.enable = false'
-        clash(config, "float8.enable", "training.dtype", instead)
-    names = [name.strip() for name in float8.filter.split(",")]
+    names = [name.strip() for name in config.float8.filter.split(",")]
     require(
-        float8.filter == "" or all(names),
-        f"float8.filter = {show(float8.filter)} holds an empty name, which is part of every "
+        config.float8.filter == "" or all(names),
+        f"float8.filter = {show(config.float8.filter)} holds an empty name, which is part of every "
         'name; write for example "o_proj,mlp"',
     )
-    if config.training.mlp_chunk_tokens and "mlp" not in names:
+    if config.float8.enable and config.training.device == "cpu":
+        why = "needs a GPU (Hopper or newer), not"
+        clash(config, "float8.enable", "training.device", why=why)
+    if config.float8.enable and config.training.dtype != "bfloat16":
+        instead = 'training.dtype = "bfloat16" or float8.enable = false'
+        clash(config, "float8.enable", "training.dtype", instead)
+    if config.float8.enable and config.training.mlp_chunk_tokens and "mlp" not in names:
         instead = 'float8.filter = "mlp" or training.mlp_chunk_tokens = 0'
         clash(config, "training.mlp_chunk_tokens", "float8.filter", instead)
 
@@ -333,33 +290,26 @@ def trains_random_base(config: Config) -> bool:
 
 
 def _check_lora(config: Config) -> None:
-    # Checkpoints hold only adapters.
-    checkpoint = config.checkpoint
-    if checkpoint.initial_load_path:
-        instead = (
-            "an export of that checkpoint (titan-sparse export_hf) as model.initial_hf, where "
-            "frozen weights come from"
-        )
+    # Checkpoints hold only adapters. Frozen weights come from model.initial_hf.
+    if config.checkpoint.initial_load_path:
+        instead = "model.initial_hf = an export of that checkpoint (titan-sparse export_hf)"
         clash(config, "checkpoint.initial_load_path", "lora.rank", instead)
-    if checkpoint.last_save_in_hf and trains_random_base(config):
-        instead = "checkpoint.last_save_in_hf = false"
+    if config.checkpoint.last_save_in_hf and trains_random_base(config):
         why = "would write adapters of random weights with"
-        clash(config, "checkpoint.last_save_in_hf", "lora.rank", instead, why)
+        clash(config, "checkpoint.last_save_in_hf", "lora.rank", why=why)
+    # Adapters are not on float8's linear layers.
     if config.float8.enable:
-        # Adapters are not on float8's linear layers.
-        clash(config, "float8.enable", "lora.rank", "float8.enable = false")
+        clash(config, "float8.enable", "lora.rank")
     if config.optimizer.offload:
         why = "would keep the frozen weights on the CPU too with"
-        clash(config, "optimizer.offload", "lora.rank", "optimizer.offload = false", why)
+        clash(config, "optimizer.offload", "lora.rank", why=why)
+    # Every second matmul is an adapter's.
     if config.activation_checkpoint.mode == "selective":
-        # Every second matmul is an adapter's.
-        instead = 'activation_checkpoint.mode = "full" or "none"'
-        clash(config, "activation_checkpoint.mode", "lora.rank", instead)
+        clash(config, "activation_checkpoint.mode", "lora.rank")
+    # An MLP is computed twice.
     if config.training.mlp_chunk_tokens and config.lora.dropout:
-        # An MLP is computed twice.
-        instead = "lora.dropout = 0.0 or training.mlp_chunk_tokens = 0"
         why = "would drop other inputs each time with"
-        clash(config, "lora.dropout", "training.mlp_chunk_tokens", instead, why)
+        clash(config, "lora.dropout", "training.mlp_chunk_tokens", why=why)
 
 
 def _check_run(config: Config) -> None:
@@ -368,10 +318,9 @@ def _check_run(config: Config) -> None:
     if scheduler.warmup_steps > attrgetter(source)(config):
         key = "lr_scheduler.warmup_steps"
         clash(config, key, source, f"a smaller {key}", "is above")
+    # It does not exist for sharded parameters.
     if config.optimizer.name == "SGD" and config.optimizer.implementation == "fused":
-        # It does not exist for sharded parameters.
-        instead = 'optimizer.implementation = "auto"'
-        clash(config, "optimizer.implementation", "optimizer.name", instead)
+        clash(config, "optimizer.implementation", "optimizer.name")
     last = config.profiling.first_step + config.profiling.steps - 1
     if config.profiling.enable and last > config.training.steps:
         instead = "a smaller profiling.first_step"

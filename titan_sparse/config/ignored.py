@@ -4,9 +4,10 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import NamedTuple
 
-from titan_sparse.config.reading import clash, show
+from titan_sparse.config.reading import clash
 from titan_sparse.config.sections import Config
 from titan_sparse.config.sources import source_formats, source_weights
+from titan_sparse.options import show
 
 
 class Rule(NamedTuple):

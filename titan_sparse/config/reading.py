@@ -1,27 +1,25 @@
 """Convert text to a configuration and back. The command line wins over the TOML file, and the file
 over the defaults.
 
-load() reads, to_toml() and save() write, usage() explains. The dotted keys (KINDS) and helpers for
-types and messages are also here.
+load() reads, to_toml() and save() write, usage() explains. The dotted keys (KINDS) are also here.
 """
 
 import ast
 import difflib
 import inspect
 import itertools
-import json
 import os
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, NoReturn, get_args
 
 import tomli
 
 from titan_sparse.config.sections import Attention, Config, Flags
-from titan_sparse.options import check_value, plain
+from titan_sparse.options import as_toml, check_value, plain, show
 
 
 def walk(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -37,17 +35,8 @@ def walk(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 SECTIONS = {key: kind for key, kind in walk(Config) if is_dataclass(kind)}
 """Dotted key -> class of every section."""
 
-ANNOTATED = {key: kind for key, kind in walk(Config) if not is_dataclass(kind)}
+KINDS = {key: kind for key, kind in walk(Config) if not is_dataclass(kind)}
 """Dotted key -> type of every other field, with its range."""
-
-KINDS = {key: plain(kind) for key, kind in ANNOTATED.items()}
-"""Dotted key -> the same without its range."""
-
-TOKENS = frozenset(key for key, kind in ANNOTATED.items() if "tokens" in get_args(kind))
-"""Keys that count tokens."""
-
-LAYERS = frozenset(key for key, kind in ANNOTATED.items() if "layers" in get_args(kind))
-"""Keys that list layers."""
 
 
 def field_docs(section: type) -> dict[str, str]:
@@ -67,11 +56,8 @@ def field_docs(section: type) -> dict[str, str]:
 _FLAGS = {item.name.replace("_", "-"): item for item in fields(Flags)}
 """Name of a flag on the command line -> field of Flags."""
 
-_SWITCHES = ("help", *(name for name, item in _FLAGS.items() if item.type is bool))
-"""Names that take no value."""
-
-_OPTIONS = ("config", "help", *_FLAGS)
-"""Names on the command line that are not dotted keys."""
+_OPTIONS = [f"--{name}" for name in ("config", "help", *_FLAGS)]
+"""What stands on the command line beside dotted keys."""
 
 _SLASH = "attention.vertical_slash."
 
@@ -86,8 +72,6 @@ _OLD = {
 }
 """Of an earlier version: a key -> its name now, which is still read. A key with a value -> what to
 write instead; empty: it has no effect any more."""
-
-_KIND_NAMES = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
 
 
 class Refusal(ValueError):
@@ -111,49 +95,35 @@ def load(argv: list[str]) -> tuple[Config, Flags]:
     Prints usage() and exits with status 0 on `--help`. Raises ConfigError.
     """
     options = _split_words(argv)
-    names = [name for name, _ in options]
-    if "help" in names:
+    if any(name == "help" for name, _ in options):
         print(usage())
         raise SystemExit(0)
-    require(
-        names.count("config") <= 1,
-        "command line: --config is given more than once; write one file",
-    )
-
     config = Config()
     # The file first, as the command line wins over it wherever --config stands.
     path = config_file(argv)
     if path is not None:
         _apply_file(config, path)
-    for name, text in options:
-        if name not in _OPTIONS:
-            _apply_option(config, name, text)
-    return config, _read_flags(options)
-
-
-def _read_flags(options: list[tuple[str, str | None]]) -> Flags:
-    values = {}
+    flags = {}
     for name, text in options:
         if name in _FLAGS:
             item = _FLAGS[name]
-            kind = plain(item.type)
-            value = True if kind is bool else _from_text(text or "", kind)
-            value = as_kind(f"command line: --{name}", value, kind)
-            try:
-                check_value(f"command line: --{name}", item.type, value)
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
-            values[item.name] = value
-    flags = Flags(**values)
+            value = _from_text(name, text, item.type)
+            flags[item.name] = checked(f"command line: --{name}", item.type, value)
+        elif name != "config":
+            value = _from_text(name, text, KINDS.get(key_now(name)))
+            _assign(config, name, value, "command line")
+    return config, _check_flags(Flags(**flags), flags)
 
-    actions = [f"--{name}" for name, item in _FLAGS.items() if values.get(item.name) is True]
+
+def _check_flags(flags: Flags, given: Collection[str]) -> Flags:
+    actions = [f"--{name}" for name, item in _FLAGS.items() if getattr(flags, item.name) is True]
     require(
         len(actions) <= 1,
         f"command line: {' and '.join(actions)} exclude each other; write one of them",
     )
     for name in ("ranks", "device_memory", "host_memory"):
         require(
-            flags.dry_run or flags.find_max_length or name not in values,
+            flags.dry_run or flags.find_max_length or name not in given,
             f"command line: --{name.replace('_', '-')} would be ignored; write --dry-run or "
             "--find-max-length too, or leave it out",
         )
@@ -162,54 +132,41 @@ def _read_flags(options: list[tuple[str, str | None]]) -> Flags:
 
 def config_file(argv: list[str]) -> str | None:
     """The file of --config, None without one. Raises ConfigError for words that are no options."""
-    return dict(_split_words(argv)).get("config")
+    files = [_from_text(name, text, str) for name, text in _split_words(argv) if name == "config"]
+    require(len(files) <= 1, "command line: --config is given more than once; write one file")
+    return files[0] if files else None
 
 
 def _split_words(argv: list[str]) -> list[tuple[str, str | None]]:
     """Pairs of an option's name and its text, None where it has none."""
     options: list[tuple[str, str | None]] = []
-    words = ["--help" if word == "-h" else word for word in argv]
-    while words:
-        word = words.pop(0)
+    for word in argv:
         name, equals, text = word.removeprefix("--").partition("=")
-        require(
-            word.startswith("--") and name != "",
-            f"command line: unexpected word {show(word)}; write --section.key value",
-        )
-        is_switch = name in _SWITCHES
-        require(
-            not (is_switch and equals),
-            f"command line: --{name} takes no value; write --{name}",
-        )
-        if not equals:
-            has_text = not is_switch and words and not words[0].startswith("--")
-            text = words.pop(0) if has_text else None
-        require(
-            text is not None or name != "config",
-            "command line: --config needs a file; write --config FILE.toml",
-        )
-        options.append((name, text))
+        if word == "-h":
+            options.append(("help", None))
+        elif word.startswith("--") and name:
+            options.append((name, text if equals else None))
+            takes_text = not equals
+            continue
+        else:
+            require(
+                bool(options) and takes_text,
+                f"command line: unexpected word {show(word)}; write --section.key value",
+            )
+            options[-1] = (options[-1][0], word)
+        takes_text = False
     return options
 
 
-def _apply_option(config: Config, key: str, text: str | None) -> None:
-    """Set one key to the text of the command line; None stands for true."""
-    near = difflib.get_close_matches(key, _OPTIONS, 1)
-    if "." not in key and key not in SECTIONS and near:
-        raise ConfigError(f"command line: unknown option --{key}; did you mean --{near[0]}?")
-    kind = KINDS.get(key_now(key))
-    if text is None and kind not in (None, bool):
-        raise ConfigError(f"command line: {key} needs a value; write --{key} VALUE")
-    _assign(config, key, _from_text(text, kind), "command line")
-
-
-def _from_text(text: str | None, kind: Any) -> Any:
-    """The text as a value of that type, or unchanged if it is not one, which as_kind() refuses.
-
-    None stands for true.
-    """
-    if kind is bool or text is None:
-        return {"true": True, "false": False, None: True}.get(text, text)
+def _from_text(name: str, text: str | None, kind: Any) -> Any:
+    """The text of the command line as a value of that type, or unchanged if it is not one, which
+    check_value() refuses. None stands for true."""
+    kind = plain(kind)
+    if text is None:
+        require(kind in (bool, None), f"command line: {name} needs a value; write --{name} VALUE")
+        return True
+    if kind is bool:
+        return {"true": True, "false": False}.get(text, text)
     if kind not in (int, float):
         return text
     try:
@@ -262,9 +219,8 @@ def _assign(config: Config, key: str, value: Any, where: str) -> None:
         key = key_now(key)
     if key not in KINDS:
         raise ConfigError(f"{where}: {_unknown(key)}")
-    section_key, _, name = key.rpartition(".")
-    section = attrgetter(section_key)(config)
-    if key in TOKENS and isinstance(value, str):
+    kind = KINDS[key]
+    if "tokens" in get_args(kind) and isinstance(value, str):
         try:
             value = tokens(value)
         except ValueError as error:
@@ -272,9 +228,10 @@ def _assign(config: Config, key: str, value: Any, where: str) -> None:
                 f"{where}: {key} = {show(value)} is not a number of tokens; "
                 "write for example 131072 or 128k"
             ) from error
-    if key in LAYERS and isinstance(value, list):
+    if "layers" in get_args(kind) and isinstance(value, list):
         value = ",".join(map(str, value))
-    setattr(section, name, typed(key, value, f"{where}: "))
+    section, _, name = key.rpartition(".")
+    setattr(attrgetter(section)(config), name, checked(f"{where}: {key}", kind, value))
 
 
 def _say_once(line: str) -> None:
@@ -304,36 +261,12 @@ def lengths_of(text: str, name: str) -> list[int]:
     return lengths
 
 
-def typed(key: str, value: Any, where: str) -> Any:
-    """The value in the type of the field with that dotted key. Raises ConfigError for another type,
-    with `where` in front."""
-    return as_kind(where + key, value, KINDS[key])
-
-
-def as_kind(name: str, value: Any, kind: Any) -> Any:
-    """The value in this type. A bool is not an int here, and an int is a valid float.
-
-    Raises ConfigError.
-    """
-    if get_origin(kind) is Literal:
-        return one_of(name, value, get_args(kind))
-    if kind is float:
-        # The comparison refuses nan, inf and integers beyond every float.
-        if type(value) in (int, float) and abs(value) <= sys.float_info.max:
-            return float(value)
-    elif type(value) is kind:
-        return value
-    raise ConfigError(f"{name} = {show(value)} is not {_KIND_NAMES[kind]}")
-
-
-def one_of(name: str, value: Any, choices: Collection[str]) -> str:
-    """The value, or ConfigError when it is none of the choices."""
-    if value in tuple(choices):
-        return value
-    near = difflib.get_close_matches(str(value), choices, 1)
-    hint = f"; did you mean {show(near[0])}?" if near else ""
-    listed = ", ".join(show(choice) for choice in choices)
-    raise ConfigError(f"{name} = {show(value)} is not one of {listed}{hint}")
+def checked(key: str, kind: Any, value: Any) -> Any:
+    """check_value(), whose error is a ConfigError."""
+    try:
+        return check_value(key, kind, value)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _unknown(key: str) -> str:
@@ -341,15 +274,12 @@ def _unknown(key: str) -> str:
     if key in SECTIONS:
         keys = [other for other in KINDS if other.startswith(key + ".")]
         return f"{key} is a section, not a key; it has {', '.join(keys) or 'no keys'}"
-    section, _, name = key.rpartition(".")
     # The right name in the wrong section, however far, else any similar key.
-    same_name = [other for other in KINDS if other.endswith("." + name)]
+    same_name = [other for other in KINDS if other.endswith("." + key.rpartition(".")[2])]
     near = difflib.get_close_matches(key, same_name, 1, cutoff=0.0)
-    near += difflib.get_close_matches(key, KINDS if section else [*KINDS, *SECTIONS], 1)
-    siblings = [other for other in KINDS if other.rpartition(".")[0] == section]
-    hint = f"did you mean {near[0]}?" if near else f"write one of {', '.join(siblings or SECTIONS)}"
-    missing = f" (no section {section})" if section and section not in SECTIONS else ""
-    return f"unknown key {key}{missing}; {hint}"
+    near += difflib.get_close_matches(key, [*KINDS, *SECTIONS, *_OPTIONS], 1)
+    hint = f"did you mean {near[0]}?" if near else "--help lists all"
+    return f"unknown key {key}; {hint}"
 
 
 def require(condition: bool, message: str) -> None:
@@ -359,31 +289,18 @@ def require(condition: bool, message: str) -> None:
 
 
 def clash(
-    config: Config, key: str, other: str, instead: str, why: str = "does not go with"
+    config: Config, key: str, other: str, instead: str = "", why: str = "does not go with"
 ) -> NoReturn:
-    """Raises ConfigError: the value of `key` cannot be used because of that of `other`."""
-    value, reason = (show(attrgetter(name)(config)) for name in (key, other))
-    raise ConfigError(f"{key} = {value} {why} {other} = {reason}; write {instead}")
+    """Raises ConfigError: the value of `key` cannot be used because of that of `other`.
 
-
-def show(value: Any) -> str:
-    """A value as TOML writes it, for messages: its beginning and its end where it is long."""
-    text = as_toml(value)
-    return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"
-
-
-def as_toml(value: Any) -> str:
-    """A value as TOML writes it; other objects (tables, dates) as Python does."""
-    if isinstance(value, str):
-        # A JSON string is a TOML string but for DEL, which TOML wants escaped.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, bool):
-        return str(value).lower()
-    try:
-        return repr(value)
-    except (ValueError, RecursionError):
-        # An integer of thousands of digits, or arrays of thousands of levels.
-        return f"(a huge {type(value).__name__})"
+    instead: what to write; empty for the default of `key`.
+    """
+    value, reason, default = (
+        show(attrgetter(name)(of)) for name, of in ((key, config), (other, config), (key, Config()))
+    )
+    raise ConfigError(
+        f"{key} = {value} {why} {other} = {reason}; write {instead or f'{key} = {default}'}"
+    )
 
 
 def to_toml(config: Config) -> str:
@@ -432,7 +349,7 @@ def usage() -> str:
             lines += ["", f"[{key}] {summary}"]
         else:
             name = key.rpartition(".")[2]
-            kind = KINDS[key]
+            kind = plain(kind)
             choices = "|".join(get_args(kind)) or kind.__name__
             default = show(attrgetter(key)(Config()))
             lines.append(f"  --{key} {choices} (default {default}): {docs[name]}")

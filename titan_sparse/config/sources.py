@@ -9,10 +9,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
-from titan_sparse.config.reading import ConfigError, one_of, require, show
+from titan_sparse.config.reading import ConfigError, checked, require
 from titan_sparse.config.sections import Data
+from titan_sparse.options import show
 
 FORMATS = ("text", "messages", "prompt_completion")
 """Of a part of data.source."""
@@ -68,7 +69,7 @@ def source_formats(data: Data) -> dict[str, str]:
     parts = list(source_weights(data.source))
     formats = [word.strip() for word in data.format.split(",")]
     for name in formats:
-        one_of("data.format", name, FORMATS)
+        checked("data.format", Literal[FORMATS], name)
     require(
         len(formats) in (1, len(parts)),
         f"data.format = {show(data.format)} has {len(formats)} formats for the {len(parts)} parts of "

@@ -9,7 +9,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from titan_sparse.config.reading import ConfigError, require, show
+from titan_sparse.config.reading import ConfigError, require
 from titan_sparse.config.sections import Checkpoint, Config, Flags, Metrics, Parallelism
 from titan_sparse.config.sources import (
     data_files,
@@ -19,6 +19,7 @@ from titan_sparse.config.sources import (
     tokenizer_file,
 )
 from titan_sparse.models.huggingface_files import files_to_copy
+from titan_sparse.options import show
 
 RANKS_PER_NODE = 8
 """Ranks of a node where torchrun does not say."""
@@ -60,22 +61,20 @@ def check_launch() -> None:
     world_size, local_world_size = world_from_environment()
     rank = _number("RANK", 0, least=0)
     local_rank = _number("LOCAL_RANK", 0, least=0)
+    names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if not os.environ.get(name)]
+    if "RANK" not in os.environ:
+        missing = ["RANK"] if world_size > 1 else []
     require(
-        "RANK" in os.environ or world_size == 1,
-        f"environment: WORLD_SIZE = {world_size} without RANK; start with torchrun, or unset "
-        "WORLD_SIZE to train in one process",
+        not missing,
+        f"environment: {', '.join(missing)} is not set, but other variables of torchrun are; start "
+        "with torchrun, or unset RANK and WORLD_SIZE to train in one process",
     )
     require(
         rank < world_size and local_rank < local_world_size <= world_size,
         f"environment: RANK = {rank}, WORLD_SIZE = {world_size}, LOCAL_RANK = {local_rank} and "
         f"LOCAL_WORLD_SIZE = {local_world_size} do not go together; start with torchrun or unset them",
     )
-    for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        require(
-            "RANK" not in os.environ or os.environ.get(name, "") != "",
-            f"environment: RANK = {rank} without {name}; start with torchrun, or unset RANK to train "
-            "in one process",
-        )
 
 
 def _number(name: str, default: int, least: int) -> int:

@@ -8,7 +8,6 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from titan_sparse.config.sections import Data
 from titan_sparse.data.chat_template import exported_files
 from titan_sparse.data.documents import TokenizedTexts
-from titan_sparse.data.recipe import Recipe, is_mds, open_rows, unpack
+from titan_sparse.data.recipe import OPTIONS, Recipe, is_mds, open_rows, unpack
 from titan_sparse.data.shards import (
     FORMAT,
     FORMAT_OF_CHATS,
@@ -32,14 +31,10 @@ from titan_sparse.data.shards import (
     write_json,
     write_shard,
 )
-from titan_sparse.data.sources import LazyTexts
 from titan_sparse.data.tokenizer import Encoded, SampleFormat, load_tokenizer
 from titan_sparse.models.huggingface_files import write_files
 
 logger = logging.getLogger("titan_sparse")
-
-SHARD_LETTERS = 1 << 20
-"""Letters of a small source in one shard. A tokenizer needs about a second for them."""
 
 
 class Writer:
@@ -55,11 +50,8 @@ class Writer:
         self.encoder = self.texts.encoder if self.texts else None
         self.sample_format = self.texts.sample_format if self.texts else SampleFormat()
         self.dtype = token_dtype(self.tokenizer.vocab_size)
-        self.shard_rows = recipe.shard_rows
-        if self.shard_rows == 0:
-            rows_for_256_shards = -(-len(self.rows) // 256)
-            least = SHARD_LETTERS // _letters_of_a_row(self.texts.source) if self.texts else 1
-            self.shard_rows = min(max(rows_for_256_shards, least, 1), 16384)
+        rows_for_128_shards = -(-len(self.rows) // 128)
+        self.shard_rows = recipe.shard_rows or min(max(rows_for_128_shards, 1), 16384)
         self.shards = -(-len(self.rows) // self.shard_rows)
 
     def write(self, number: int) -> int:
@@ -96,12 +88,6 @@ class Writer:
                     yield document
                 else:
                     left_out["filtered"] += 1
-
-
-def _letters_of_a_row(texts: LazyTexts) -> int:
-    """The mean number of letters of about 64 rows, evenly spaced over the source, at least 1."""
-    rows = range(0, len(texts), -(-len(texts) // 64))
-    return max(sum(len(texts[row]) for row in rows) // len(rows), 1)
 
 
 def histogram(lengths: NDArray[np.int64]) -> dict[str, list[int]]:
@@ -196,7 +182,7 @@ def _plan(writer: Writer) -> dict[str, Any]:
     template = {"template_digest": writer.sample_format.template} if writer.encoder else {}
     return {
         "format": FORMAT_OF_CHATS if writer.encoder else FORMAT,
-        **asdict(writer.recipe),
+        **_options(writer.recipe),
         **template,
         "source": str(path.resolve()) if path.exists() else writer.recipe.source,
         "tokenizer_digest": tokenizer.digest,
@@ -206,6 +192,11 @@ def _plan(writer: Writer) -> dict[str, Any]:
         "rows": len(writer.rows),
         "source_files": _source_digest(writer),
     }
+
+
+def _options(recipe: Recipe) -> dict[str, Any]:
+    names = {name: "row_format" if name == "format" else name for name in OPTIONS}
+    return {names[name]: getattr(recipe, name) for name in OPTIONS}
 
 
 def _source_digest(writer: Writer) -> str:
@@ -235,7 +226,7 @@ def _check_plan(folder: Path, out: str, plan: dict[str, Any]) -> None:
         write_json(path, plan)
         return
     # A folder of an older version lacks newer options, and was written with their defaults.
-    saved = {**asdict(Recipe("")), **_read_counts(path)}
+    saved = _options(Recipe()) | _read_counts(path)
     differences = []
     for key, value in plan.items():
         # Two paths that are written differently name the same file if the digests are equal.

@@ -10,7 +10,7 @@ import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -19,71 +19,39 @@ from numpy.typing import NDArray
 
 from titan_sparse.config.checking import check_formats
 from titan_sparse.config.sections import Data
-from titan_sparse.config.sources import FORMATS
 from titan_sparse.data.chats import ChatEncoder
 from titan_sparse.data.documents import ROW_OPTIONS, TokenizedTexts
 from titan_sparse.data.sources import LazyTexts, join_files, open_source
 from titan_sparse.data.tokenizer import Encoded, Tokenizer, closed, load_tokenizer
+from titan_sparse.options import Count
 
 logger = logging.getLogger("titan_sparse")
 
 
-def _option(default: Any, help: str, **more: Any) -> Any:
-    """A field, with what titan-sparse prepare_data says about it. more: "choices", and "flag" for
-    another name."""
-    return field(default=default, metadata={"help": help, **more})
+@dataclass
+class Recipe(Data):
+    """Everything that decides what the shards hold: OPTIONS of [data], and these.
+
+    source may also be a folder of repositories or of MDS shards.
+    """
+
+    source_tokenizer: str = ""
+    """tokenizer.json that made the ids of MDS shards"""
+    document: Literal["row", "folder", "source"] = "row"
+    """one document is a row or file; the files of a folder directly in SOURCE (a repository, a
+    package), joined; all files, joined"""
+    min_length: Count = 0
+    """leave shorter documents out; tokens, the end-of-document token not counted"""
+    max_length: Count = 0
+    """leave longer ones out; tokens; 0: none"""
+    shard_rows: Count = 0
+    """rows of a shard; 0: so many that there are about 128 shards"""
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Everything that decides what the shards hold, except for the number of processes."""
-
-    source: str
-    """as data.source, or a folder of repositories or of MDS shards"""
-    tokenizer: str = _option("bytes", "bytes, or the path of a tokenizer.json")
-    source_tokenizer: str = _option("", "tokenizer.json that made the ids of MDS shards")
-    document: str = _option(
-        "row",
-        "one document is a row or file; the files of a folder directly in SOURCE (a repository, a "
-        "package), joined; all files, joined",
-        choices=("row", "folder", "source"),
-    )
-    row_format: str = _option(
-        "text",
-        "what a row holds; chats get a mask of what is learned",
-        choices=FORMATS,
-        flag="--format",
-    )
-    text_field: str = _option("text", "column that holds the text")
-    messages_field: str = _option("messages", "column that holds a chat's messages")
-    loss_on: Literal["assistant", "last_assistant", "all"] = _option(
-        "assistant",
-        "messages of a chat that are learned",
-        choices=("assistant", "last_assistant", "all"),
-    )
-    chat_template: str = _option(
-        "", "file of the template of chats; default: that beside --tokenizer"
-    )
-    chat_template_kwargs: str = _option(
-        "", """variables of the template as JSON, such as '{"enable_thinking": false}'"""
-    )
-    subset: str = _option("", "configuration name of a Hugging Face dataset")
-    split: str = _option("train", "split of a Hugging Face dataset")
-    bad_rows: Literal["refuse", "skip"] = _option(
-        "refuse",
-        "rows that are not UTF-8, JSON, text or chats: refuse SOURCE, or skip and count them",
-        choices=("refuse", "skip"),
-    )
-    split_special_tokens: bool = _option(
-        False, "a special token that is spelled out in a text is read as letters, not as its id"
-    )
-    min_length: int = _option(
-        0, "leave shorter documents out; tokens, the end-of-document token not counted"
-    )
-    max_length: int = _option(0, "leave longer ones out; tokens; 0: none")
-    shard_rows: int = _option(
-        0, "rows of a shard; 0: so many that a small source gets few shards, and others about 256"
-    )
+OPTIONS = ("tokenizer", "format", *ROW_OPTIONS, "split_special_tokens") + tuple(
+    item.name for item in fields(Recipe)[len(fields(Data)) :]
+)
+"""Fields of Recipe that prepare_data has options for, and that plan.json holds."""
 
 
 def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> "TokenizedTexts | MDSRows":
@@ -101,21 +69,13 @@ def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> "TokenizedTexts | MDSRows
         texts = open_folder(recipe.source, whole=recipe.document == "source")
         return TokenizedTexts(texts, tokenizer)
 
-    options = {name: getattr(recipe, name) for name in ROW_OPTIONS}
-    data = Data(
-        source=recipe.source,
-        format=recipe.row_format,
-        tokenizer=recipe.tokenizer,
-        split_special_tokens=recipe.split_special_tokens,
-        **options,
-    )
-    check_formats(data)
-    encoder = None if data.format == "text" else ChatEncoder(data, tokenizer)
-    return TokenizedTexts(open_source(data), tokenizer, encoder)
+    check_formats(recipe)
+    encoder = None if recipe.format == "text" else ChatEncoder(recipe, tokenizer)
+    return TokenizedTexts(open_source(recipe), tokenizer, encoder)
 
 
 def _refuse_unused(recipe: Recipe, reads_mds: bool) -> None:
-    unused = ["row_format", *ROW_OPTIONS, "source_tokenizer"]
+    unused = ["format", *ROW_OPTIONS, "source_tokenizer"]
     if reads_mds:
         unused.remove("source_tokenizer")
         if not recipe.source_tokenizer:
@@ -124,8 +84,8 @@ def _refuse_unused(recipe: Recipe, reads_mds: bool) -> None:
         unused = ["source_tokenizer"]
     for item in fields(Recipe):
         if item.name in unused and getattr(recipe, item.name) != item.default:
-            flag = item.metadata.get("flag", f"--{item.name.replace('_', '-')}")
-            raise ValueError(f"{flag} would be ignored with this source; leave it out")
+            flag = item.name.replace("_", "-")
+            raise ValueError(f"--{flag} would be ignored with this source; leave it out")
 
 
 def is_mds(source: str) -> bool:

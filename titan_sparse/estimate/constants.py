@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from titan_sparse.attention.context_parallel.balanced import Costs
 from titan_sparse.config import Config
-from titan_sparse.config.reading import show
 from titan_sparse.models.config import DecoderConfig
+from titan_sparse.options import show
 
 FORWARD_FLOPS = 4
 """Per visited pair of tokens, query head and element of D: 2 products, as in the benchmark."""

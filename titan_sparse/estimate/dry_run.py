@@ -16,7 +16,6 @@ from titan_sparse.attention.backends import cudnn, flash
 from titan_sparse.attention.context_parallel.schedule import ALL_GATHER, Moves
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.config import Checkpoint, Config, padding_multiple
-from titan_sparse.config.reading import show
 from titan_sparse.estimate.flops import causal_pairs, flops_per_token, windows_of
 from titan_sparse.estimate.memory import (
     GIB,
@@ -36,6 +35,7 @@ from titan_sparse.models.flavours import (
     resolve,
 )
 from titan_sparse.models.lora_config import adapter_elements, resolve_adapters
+from titan_sparse.options import show
 
 OUTSIDE_GIB = 1.5
 """Device memory that PyTorch's allocator does not hand out: CUDA context, libraries and gaps."""

@@ -13,7 +13,7 @@ minute, and knows nothing of the compiler.
 from titan_sparse.estimate.attention_memory import attention_workspace, cp_buffers
 from titan_sparse.estimate.step import Step
 from titan_sparse.models.flavours import number_of_parameters
-from titan_sparse.models.lora_config import adapter_elements, block_elements
+from titan_sparse.models.lora_config import adapter_elements
 
 GIB = 2**30
 
@@ -112,7 +112,7 @@ def _gathered(step: Step, blocks: int) -> float:
     """
     block = _block(step)
     if step.adapters:
-        block += block_elements(step.model, step.adapters)
+        block += adapter_elements(step.model, step.adapters) / step.model.layers
     if not step.reshard_after_forward:
         # All blocks stay gathered after the forward.
         blocks = step.model.layers
@@ -189,8 +189,7 @@ def _linear_attention(step: Step) -> float:
     if not getattr(step.model, "linear_layers", ()):
         return 0
     states = 2 * step.model.linear_state / 64 * (2 if step.cp > 1 else 1)
-    width = 2 * (step.model.linear_keys + step.model.linear_values)
-    return step.width * step.tokens * (4 * width + states)
+    return step.width * step.tokens * (4 * step.model.linear_width + states)
 
 
 def _kept(step: Step, blocks: int) -> float:
@@ -240,7 +239,7 @@ def _backward(step: Step, held: float, blocks_left: int) -> dict[str, float]:
     """
     blocks_done = step.model.layers - blocks_left
     if step.adapters:
-        block = block_elements(step.model, step.adapters)
+        block = adapter_elements(step.model, step.adapters) / step.model.layers
         head = 0
     else:
         block = _block(step)

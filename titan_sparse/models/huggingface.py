@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -29,7 +28,7 @@ from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.huggingface_config import config_json, read_json
 from titan_sparse.models.huggingface_files import (
     INDEX_FILE,
-    weight_files,
+    open_tensors,
     write_files,
 )
 from titan_sparse.models.initialization import canonical_name
@@ -225,18 +224,6 @@ def _write_tensors(
         index = {"metadata": split.metadata, "weight_map": file_of_tensor}
         index_text = json.dumps(index, indent=2) + "\n"
         (folder / INDEX_FILE).write_text(index_text, encoding="utf-8")
-
-
-def open_tensors(folder: str, stack: ExitStack) -> dict[str, safe_open]:
-    """The open file that holds each tensor. Files stay open until `stack` is left."""
-    file_of_tensor: dict[str, safe_open] = {}
-    for path in weight_files(Path(folder).expanduser()):
-        try:
-            file = stack.enter_context(safe_open(path, framework="pt"))
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"model.initial_hf: {path} cannot be read: {error}") from error
-        file_of_tensor |= dict.fromkeys(file.keys(), file)
-    return file_of_tensor
 
 
 class Stored(NamedTuple):

@@ -39,12 +39,11 @@ _SIZES = {
 
 _ORIGINAL = "original_max_position_embeddings"
 
-# Keys of config.json that are numbers, if they are given, and those that need not be integers.
-_FLOATS = ("rms_norm_eps", "rope_theta")
-_NUMBERS = (*_SIZES.values(), "num_key_value_heads", "head_dim", "rope_theta", _ORIGINAL)
-
-# Other keys whose type is checked.
-_TYPES = {
+# The types of keys of config.json and of its table of the rotary embedding. Numbers are positive.
+_TYPES: dict[str, type] = {
+    **dict.fromkeys((*_SIZES.values(), "num_key_value_heads", "head_dim", _ORIGINAL), int),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "factor", "attention_factor"), float),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), float),
     "tie_word_embeddings": bool,
     "rope_scaling": dict,
     "rope_parameters": dict,
@@ -114,13 +113,7 @@ def _check(values: dict[str, Any]) -> _Family:
     for key in _SIZES.values():
         if values.get(key) is None:
             raise ValueError(f"there is no {key}")
-    for key in _NUMBERS:
-        if values.get(key) is not None:
-            _check_number(key, values[key], is_integer=key not in _FLOATS)
-    for key, kind in _TYPES.items():
-        value = values.get(key)
-        if value is not None and not isinstance(value, kind):
-            raise ValueError(f"{key} = {json.dumps(value)} is not a {kind.__name__}")
+    _check_types({key: value for key, value in values.items() if value is not None})
     for key, accepted in _ONLY.items():
         if values.get(key, accepted) not in (accepted, None):
             raise ValueError(
@@ -143,11 +136,16 @@ def _check(values: dict[str, Any]) -> _Family:
     return family
 
 
-def _check_number(key: str, value: Any, is_integer: bool) -> None:
-    is_number = type(value) is int or (type(value) is float and not is_integer)
-    if not (is_number and 0 < value < 2**31):
-        kind = "integer" if is_integer else "number"
-        raise ValueError(f"{key} = {json.dumps(value)} is not a positive {kind}")
+def _check_types(values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        kind = _TYPES.get(key)
+        if kind is None:
+            continue
+        fits = type(value) is kind or (kind is float and type(value) is int)
+        is_number = kind in (int, float)
+        if not fits or (is_number and not 0 < value < 2**31):
+            positive = "positive " if is_number else ""
+            raise ValueError(f"{key} = {json.dumps(value)} is not a {positive}{kind.__name__}")
 
 
 def _architecture_in(values: dict[str, Any]) -> str | None:
@@ -192,21 +190,17 @@ def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str
     if rope.scaling == "none":
         return values
     table = {"rope_type": rope.scaling, "factor": rope.factor, _ORIGINAL: rope.original_length}
+    for field, key in _FREQUENCIES[rope.scaling].items():
+        table[key] = getattr(rope, field)
     values["rope_scaling"] = table
     # The table has this key too, but in transformers the top level wins.
     if _ORIGINAL in values:
         values[_ORIGINAL] = rope.original_length
+    # transformers 4 computes YaRN's factor as max_position_embeddings / original, so the product must
+    # be right.
     extended = round(rope.factor * rope.original_length)
-    if rope.scaling == "yarn":
-        table["beta_fast"] = rope.beta_fast
-        table["beta_slow"] = rope.beta_slow
-        # transformers 4 computes YaRN's factor as max_position_embeddings / original, so the
-        # product must be right.
-        values["max_position_embeddings"] = extended
-    else:
-        table["low_freq_factor"] = rope.low_frequency_factor
-        table["high_freq_factor"] = rope.high_frequency_factor
-        values["max_position_embeddings"] = max(extended, config.max_positions)
+    longest = extended if rope.scaling == "yarn" else max(extended, config.max_positions)
+    values["max_position_embeddings"] = longest
     return values
 
 
@@ -251,20 +245,26 @@ _DEFAULT_THETA = 10_000.0
 # rope_type of config.json -> RopeConfig.scaling.
 _SCALINGS: dict[str, Scaling] = {"default": "none", "llama3": "llama3", "yarn": "yarn"}
 
-# Keys that transformers ignores if they are null; the betas also if they are 0.
-_BETAS = ("beta_fast", "beta_slow")
-_NULLABLE = (*_BETAS, "attention_factor")
+# RopeConfig.scaling -> field of RopeConfig -> key of the table.
+_FREQUENCIES: dict[Scaling, dict[str, str]] = {
+    "none": {},
+    "llama3": {
+        "low_frequency_factor": "low_freq_factor",
+        "high_frequency_factor": "high_freq_factor",
+    },
+    "yarn": {"beta_fast": "beta_fast", "beta_slow": "beta_slow"},
+}
 
-# RopeConfig.scaling -> the keys that config.json must give for it, and those that it may give too.
+# RopeConfig.scaling -> the keys that the table must give for it, and those that it may give too.
 _NEEDED = {
-    "none": (),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
+    "none": set(),
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+    "yarn": {"factor"},
 }
 _OPTIONAL = {
     "none": {"rope_theta"},
     "llama3": {"rope_theta", _ORIGINAL},
-    "yarn": {"rope_theta", _ORIGINAL, *_NULLABLE},
+    "yarn": {"rope_theta", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor"},
 }
 
 
@@ -273,10 +273,16 @@ def read_rope(values: dict[str, Any]) -> RopeConfig:
     types.
 
     transformers 4 writes rope_theta and rope_scaling. transformers 5 writes one table
-    rope_parameters with both. Missing values have transformers' defaults. Raises ValueError, one
-    line, that names the key.
+    rope_parameters with both, and reads rope_scaling where a file has that too. Missing values have
+    transformers' defaults. Raises ValueError, one line, that names the key.
     """
-    table = _table(values)
+    given = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    table = {
+        "rope_type": given.get("type", "default"),
+        "rope_theta": values.get("rope_theta", _DEFAULT_THETA),
+        **given,
+    }
+    table.pop("type", None)
     rope_type = table.pop("rope_type")
     if not isinstance(rope_type, str) or rope_type not in _SCALINGS:
         raise ValueError(
@@ -284,84 +290,53 @@ def read_rope(values: dict[str, Any]) -> RopeConfig:
             'only "default", "llama3" and "yarn" can be trained'
         )
     scaling = _SCALINGS[rope_type]
-    # truncate is an option of YaRN.
-    only = {"partial_rotary_factor": 1} | ({"truncate": True} if scaling == "yarn" else {})
-    for key, accepted in only.items():
+    for key, accepted in (("partial_rotary_factor", 1), ("truncate", True)):
         value = table.pop(key, accepted)
         if value != accepted:
             raise ValueError(
                 f'rope scaling "{rope_type}" with {key} = {json.dumps(value)} cannot be trained'
             )
-    unknown = set(table) - _OPTIONAL[scaling] - set(_NEEDED[scaling])
+    unknown = table.keys() - _OPTIONAL[scaling] - _NEEDED[scaling]
     if unknown:
         raise ValueError(f'rope scaling "{rope_type}" with {min(unknown)} cannot be trained')
-    for key in _NEEDED[scaling]:
-        if key not in table:
-            raise ValueError(f'rope scaling "{rope_type}" needs {key}')
+    for key in sorted(_NEEDED[scaling] - table.keys()):
+        raise ValueError(f'rope scaling "{rope_type}" needs {key}')
     original_length = values.get(_ORIGINAL) or values["max_position_embeddings"]
     if scaling != "none":
-        table.setdefault(_ORIGINAL, original_length)
         # Unlike for rope_theta, the top level wins over the table here.
-        original_length = table[_ORIGINAL] = values.get(_ORIGINAL, table[_ORIGINAL])
-    for key, value in table.items():
-        is_unset = (value is None and key in _NULLABLE) or (value == 0 and key in _BETAS)
-        if not is_unset:
-            _check_number(key, value, is_integer=key == _ORIGINAL)
+        original_length = values.get(_ORIGINAL, table.get(_ORIGINAL, original_length))
+        table[_ORIGINAL] = original_length
+    # As in transformers, null is no value for these, and neither is 0 for the betas.
+    for key, unset in (("beta_fast", 0), ("beta_slow", 0), ("attention_factor", None)):
+        if table.get(key) in (None, unset):
+            table.pop(key, None)
+    _check_types(table)
+    frequencies = _FREQUENCIES[scaling].items()
     rope = RopeConfig(
         float(table["rope_theta"]),
         scaling,
         float(table.get("factor", 1)),
         original_length,
-        low_frequency_factor=float(table.get("low_freq_factor", 1)),
-        high_frequency_factor=float(table.get("high_freq_factor", 4)),
-        # transformers also uses these values for null and 0.
-        beta_fast=float(table.get("beta_fast") or 32),
-        beta_slow=float(table.get("beta_slow") or 1),
+        **{field: float(table[key]) for field, key in frequencies if key in table},
     )
     if rope.low_frequency_factor >= rope.high_frequency_factor:
         raise ValueError(
             f'rope scaling "llama3" with low_freq_factor = {rope.low_frequency_factor} cannot be '
             f"trained; write one below high_freq_factor = {rope.high_frequency_factor}"
         )
-    if scaling == "yarn":
-        _check_yarn(rope, table.get("attention_factor"))
-    return rope
-
-
-def _check_yarn(rope: RopeConfig, attention_factor: float | None) -> None:
-    """attention_factor: as the table says, which may leave it out."""
-    if rope.factor < 1:
+    if scaling != "yarn":
+        return rope
+    if rope.factor < 1 or rope.theta <= 1:
         raise ValueError(
-            f'rope scaling "yarn" with factor = {rope.factor} cannot be trained; write 1 or more'
+            f'rope scaling "yarn" with factor = {rope.factor} and rope_theta = {rope.theta} cannot '
+            "be trained; write a factor of 1 or more, and a rope_theta above 1"
         )
-    if rope.theta <= 1:
-        raise ValueError(f'rope scaling "yarn" needs a rope_theta above 1, not {rope.theta}')
     # The decoder multiplies cos and sin by this (models/decoder.py), and has no other factor.
     ours = 0.1 * math.log(rope.factor) + 1
-    if attention_factor is not None and not math.isclose(attention_factor, ours, rel_tol=1e-6):
+    attention_factor = table.get("attention_factor", ours)
+    if not math.isclose(attention_factor, ours, rel_tol=1e-6):
         raise ValueError(
             f'rope scaling "yarn" with factor = {rope.factor} and attention_factor = '
             f"{attention_factor} cannot be trained, only {ours:.6g}"
         )
-
-
-def _table(values: dict[str, Any]) -> dict[str, Any]:
-    """The table that transformers reads, with rope_type and rope_theta filled in."""
-    defaults = {"rope_theta": values.get("rope_theta", _DEFAULT_THETA)}
-    tables = []
-    for key in ("rope_scaling", "rope_parameters"):
-        given = values.get(key)
-        if given:
-            table = {"rope_type": given.get("type", "default")} | defaults | given
-            table.pop("type", None)
-            tables.append(table)
-    if not tables:
-        return {"rope_type": "default"} | defaults
-    if len(tables) == 2 and tables[0] != tables[1]:
-        first, second = tables
-        keys = [key for key in first | second if first.get(key) != second.get(key)]
-        raise ValueError(
-            f"rope_scaling and rope_parameters disagree on {min(keys, default='a null')}; "
-            "transformers reads rope_scaling only: remove one of them"
-        )
-    return tables[0]
+    return rope

@@ -1,11 +1,13 @@
 """The files of a Hugging Face folder: which weights count, whether a tied head is one of them, and
-what an export copies. Imports no torch."""
+what an export copies."""
 
 import hashlib
 import json
 import re
+from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+
+from safetensors import SafetensorError, safe_open
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -21,23 +23,11 @@ _COPIED_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_CHUNK_BYTES = 2**24
+_CHUNK_ROWS = 2**12
 _HEADER_BYTES = 2**20
 """Large enough for the names in most safetensors files."""
 _SAMPLES = 64
 _SAMPLE_BYTES = 2**16
-_MAX_HEADER_BYTES = 10**8
-"""safetensors also refuses longer headers."""
-
-
-class _Stored(NamedTuple):
-    path: Path
-    dtype: str
-    shape: list[int]
-    begin: int
-    """in bytes from the start of the file"""
-    size: int
-    """in bytes"""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -130,49 +120,38 @@ def has_own_head(folder: Path) -> bool:
     gone or broken: a run that resumes does without them, and check_weights() names what is wrong.
     Raises ValueError, one line, if the two are stored in different dtypes.
     """
-    try:
-        paths = weight_files(folder)
-        head = _find(paths, "lm_head.weight")
-        embedding = _find(paths, "model.embed_tokens.weight")
-        if head is None or embedding is None:
+    names = ("lm_head.weight", "model.embed_tokens.weight")
+    with ExitStack() as stack:
+        try:
+            file_of_tensor = open_tensors(str(folder), stack, "np")
+            head, embedding = (file_of_tensor[name].get_slice(name) for name in names)
+        except (ValueError, KeyError):
             return False
-        if head.shape != embedding.shape:
+        if head.get_shape() != embedding.get_shape():
             return True
-        if head.dtype == embedding.dtype:
-            return not _same_bytes(head, embedding)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return False
+        if head.get_dtype() == embedding.get_dtype():
+            # Few folders hold both, so torch is seldom loaded for this.
+            file_of_tensor = open_tensors(str(folder), stack)
+            head, embedding = (file_of_tensor[name].get_slice(name) for name in names)
+            rows = range(0, head.get_shape()[0], _CHUNK_ROWS)
+            chunks = (slice(start, start + _CHUNK_ROWS) for start in rows)
+            return not all(head[chunk].equal(embedding[chunk]) for chunk in chunks)
     raise ValueError(
-        f"tie_word_embeddings = true, but lm_head.weight is {head.dtype} and "
-        f"model.embed_tokens.weight {embedding.dtype}; write false, or remove lm_head.weight"
+        f"tie_word_embeddings = true, but lm_head.weight is {head.get_dtype()} and "
+        f"model.embed_tokens.weight {embedding.get_dtype()}; write false, or remove lm_head.weight"
     )
 
 
-def _find(paths: list[Path], name: str) -> _Stored | None:
-    # If several files hold a tensor, the last one is read.
-    for path in reversed(paths):
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            if header_bytes > _MAX_HEADER_BYTES:
-                raise ValueError(f"{path} is not a safetensors file")
-            header = json.loads(file.read(header_bytes))
-        if name in header:
-            entry = header[name]
-            begin, end = entry["data_offsets"]
-            data = 8 + header_bytes
-            return _Stored(path, entry["dtype"], entry["shape"], data + begin, end - begin)
-    return None
+def open_tensors(folder: str, stack: ExitStack, framework: str = "pt") -> dict[str, safe_open]:
+    """The open file that holds each tensor. Files stay open until `stack` is left.
 
-
-def _same_bytes(first: _Stored, second: _Stored) -> bool:
-    with first.path.open("rb") as file, second.path.open("rb") as other:
-        file.seek(first.begin)
-        other.seek(second.begin)
-        for read in range(0, first.size, _CHUNK_BYTES):
-            count = min(_CHUNK_BYTES, first.size - read)
-            data = file.read(count)
-            if len(data) < count:
-                raise ValueError(f"{first.path} ends early")
-            if data != other.read(count):
-                return False
-    return True
+    framework: "pt", which loads torch, or "np" to look at headers alone.
+    """
+    file_of_tensor: dict[str, safe_open] = {}
+    for path in weight_files(Path(folder).expanduser()):
+        try:
+            file = stack.enter_context(safe_open(path, framework=framework))
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"model.initial_hf: {path} cannot be read: {error}") from error
+        file_of_tensor |= dict.fromkeys(file.keys(), file)
+    return file_of_tensor

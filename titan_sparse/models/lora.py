@@ -16,19 +16,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from titan_sparse.models.build import build_decoder
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.huggingface import (
     check_weights,
     huggingface_name,
     new_folder,
-    open_tensors,
     part_of,
     stored_tensors,
-    tensor_shapes,
 )
-from titan_sparse.models.huggingface_files import write_files
+from titan_sparse.models.huggingface_files import open_tensors, write_files
 from titan_sparse.models.initialization import assign, canonical_name, stable_seed
-from titan_sparse.models.lora_config import Adapters, is_adapter, linear_sizes
+from titan_sparse.models.lora_config import Adapters, is_adapter
 
 NAME = "default"
 """The adapter's name in PEFT, a part of its parameters' names."""
@@ -129,9 +128,8 @@ def export_adapter(
     checkpoint: a folder step-N. files: as in export_weights(). Raises ValueError as
     export_weights() does.
     """
-    state = {}
-    for layer in _adapted_layers(config, adapters):
-        state |= _empty_adapter(layer, config, adapters, dtype)
+    shapes = adapter_shapes(config, adapters)
+    state = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
     with new_folder(folder, checkpoint) as incomplete:
         read(state)
         tensors = {}
@@ -153,7 +151,7 @@ def merged(read: Read, config: DecoderConfig, adapters: Adapters, source: str) -
     W + scale * B A is computed in float32 (float64 for float64).
     """
     check_weights(source, config)
-    adapted = {f"{layer}.weight": layer for layer in _adapted_layers(config, adapters)}
+    shapes = adapter_shapes(config, adapters)
 
     def fill(state: dict[str, Tensor]) -> None:
         for name, tensor in state.items():
@@ -164,10 +162,11 @@ def merged(read: Read, config: DecoderConfig, adapters: Adapters, source: str) -
                 for stored in stored_tensors(name, tensor.shape, config):
                     part = file_of_tensor[stored.name].get_tensor(stored.name)
                     part_of(weight, stored).copy_(part)
-            if name in adapted:
-                state_of_adapter = _empty_adapter(adapted[name], config, adapters, wide)
-                read(state_of_adapter)
-                a, b = state_of_adapter.values()
+            layer = name.removesuffix(".weight")
+            names = [f"{layer}.lora_{side}.{NAME}.weight" for side in "AB"]
+            if names[0] in shapes:
+                a, b = (torch.empty(shapes[side], dtype=wide) for side in names)
+                read(dict(zip(names, (a, b))))
                 weight += (b @ a) * adapters.scale
             tensor.copy_(weight)
 
@@ -176,28 +175,7 @@ def merged(read: Read, config: DecoderConfig, adapters: Adapters, source: str) -
 
 def adapter_shapes(config: DecoderConfig, adapters: Adapters) -> dict[str, torch.Size]:
     """Shape of every tensor of the adapters, by its name in a checkpoint."""
-    shapes = {}
     with torch.device("meta"):
-        for layer in _adapted_layers(config, adapters):
-            empty = _empty_adapter(layer, config, adapters, torch.float32)
-            shapes |= {name: tensor.shape for name, tensor in empty.items()}
-    return shapes
-
-
-def _adapted_layers(config: DecoderConfig, adapters: Adapters) -> list[str]:
-    names = []
-    for name in tensor_shapes(config):
-        layer, _, kind = name.rpartition(".")
-        if kind == "weight" and layer.rpartition(".")[2] in adapters.targets:
-            names.append(layer)
-    return names
-
-
-def _empty_adapter(
-    layer: str, config: DecoderConfig, adapters: Adapters, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    size = linear_sizes(config)[layer.rpartition(".")[2]]
-    return {
-        f"{layer}.lora_A.{NAME}.weight": torch.empty(adapters.rank, size.inputs, dtype=dtype),
-        f"{layer}.lora_B.{NAME}.weight": torch.empty(size.outputs, adapters.rank, dtype=dtype),
-    }
+        model = build_decoder(config)
+        add_adapters(model, adapters)
+    return {name: x.shape for name, x in model.named_parameters() if is_adapter(name)}

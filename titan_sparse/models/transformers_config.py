@@ -8,7 +8,8 @@ rest, and shapes are those of the model that it builds.
 import functools
 import json
 import logging
-from dataclasses import dataclass, fields
+from collections import Counter
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +25,12 @@ class TransformersConfig(DecoderConfig):
     intermediate_size: in a mixture of experts, the total of the experts of one token, their inputs
     included. qkv_bias, norm_eps: not used. rope: theta alone; transformers reads its own. windows:
     tokens that a query of each layer sees, 0 for all. parameters: the number of all parameters.
-    linear_weights: elements of the layers' matrices that one token is multiplied by. experts: 0 for
+    linear_weights: elements of the layers' matrices that one token is multiplied by. linears: name,
+    inputs, outputs and number of the layers' linear layers, without those of experts. experts: 0 for
     a dense model. router_loss: weight of the load-balancing loss. settings: the other entries of
     config.json except names and ids, sorted. linear_layers: those with linear attention in place of
     attention. convolution: tokens in the window of their convolution. linear_state: elements of one
-    layer's recurrent state. linear_keys, linear_values, linear_heads: elements of a token's k and v in
-    such a layer, and its heads of v.
+    layer's recurrent state. linear_width: elements of a token's q, k, v and gate in such a layer.
     """
 
     folder: str
@@ -39,6 +40,7 @@ class TransformersConfig(DecoderConfig):
     sinks: bool
     parameters: int
     linear_weights: int
+    linears: tuple[tuple[str, int, int, int], ...]
     experts: int
     experts_per_token: int
     router_loss: float
@@ -46,9 +48,7 @@ class TransformersConfig(DecoderConfig):
     linear_layers: tuple[int, ...] = ()
     convolution: int = 0
     linear_state: int = 0
-    linear_keys: int = 0
-    linear_values: int = 0
-    linear_heads: int = 0
+    linear_width: int = 0
 
     @property
     def window(self) -> int:
@@ -169,37 +169,13 @@ def read_transformers_config(
     _refuse(path, given)
     theirs = read_their_config(folder, layers)
     tied = theirs.tie_word_embeddings and not has_own_head(path.parent)
-    counts = _count(folder, json.dumps(given), layers, tied)
-    per_token = theirs.num_experts_per_tok if counts.experts else 0
-    mlp_size = theirs.intermediate_size
-    if counts.experts:
-        mlp_size = per_token * (counts.expert_size + theirs.hidden_size)
-    return TransformersConfig(
-        vocab_size=theirs.vocab_size,
-        hidden_size=theirs.hidden_size,
-        layers=theirs.num_hidden_layers,
-        heads=theirs.num_attention_heads,
-        kv_heads=theirs.num_key_value_heads,
-        head_dim=counts.head_dim,
-        intermediate_size=mlp_size,
-        qkv_bias=given["model_type"] == "qwen2",
-        qk_norm=counts.qk_norm,
-        tied_embeddings=tied,
-        norm_eps=given.get("rms_norm_eps") or 1e-6,
-        max_positions=theirs.max_position_embeddings,
-        rope=RopeConfig(_theta(given), "none", 1.0, theirs.max_position_embeddings),
-        folder=folder,
-        model_type=given["model_type"],
-        windows=_windows(theirs),
-        sinks=counts.sinks,
-        parameters=counts.parameters,
-        linear_weights=counts.linear_weights,
-        experts=counts.experts,
-        experts_per_token=per_token,
-        router_loss=_router_loss(theirs, counts.experts, router_loss),
-        settings=_settings(given),
-        **_linear_shape(theirs),
-    )
+    config = _read(folder, json.dumps(given), layers, tied)
+    if router_loss > 0 and not config.experts:
+        raise ValueError(
+            f"model.router_loss = {router_loss:g}, but a {config.model_type} has no router; "
+            "leave it out"
+        )
+    return config if router_loss == AS_PUBLISHED else replace(config, router_loss=router_loss)
 
 
 def _refuse(path: Path, values: dict[str, Any]) -> None:
@@ -213,40 +189,39 @@ def _refuse(path: Path, values: dict[str, Any]) -> None:
                 f"{json.dumps(values[key])}, but {reason}; write 0, false or null, or a folder of "
                 f"another family ({', '.join(FAMILIES)})"
             )
+    has = f"model.initial_hf: {path} has"
     if model_type not in FAMILIES:
         raise ValueError(
-            f"model.initial_hf: {path} has model_type = {json.dumps(model_type)}, a family that has "
-            f"not been tested; write a folder of one of {', '.join(FAMILIES)}"
+            f"{has} model_type = {json.dumps(model_type)}, a family that has not been tested; "
+            f"write a folder of one of {', '.join(FAMILIES)}"
         )
     family = FAMILIES[model_type]
     names = values.get("architectures")
     if names not in (None, [family.architecture]):
         raise ValueError(
-            f'model.initial_hf: {path} has architectures = {names} beside model_type = "{model_type}"; '
+            f'{has} architectures = {names} beside model_type = "{model_type}"; '
             f"only {family.architecture} can be trained"
         )
     for key in _SIZES:
         value = values.get(key)
         if type(value) is not int or value <= 0:
-            raise ValueError(
-                f"model.initial_hf: {path} has {key} = {value!r}, which is not a positive integer"
-            )
+            raise ValueError(f"{has} {key} = {value!r}, which is not a positive integer")
     unknown = set(values.get("layer_types") or ()) - set(family.layer_types)
     if unknown:
         raise ValueError(
-            f"model.initial_hf: {path} has layer_types with {sorted(unknown)}; "
+            f"{has} layer_types with {sorted(unknown)}; "
             f"only {' and '.join(family.layer_types)} can be trained"
         )
     if is_hybrid and values.get("hidden_act", "silu") != "silu":
         raise ValueError(
-            f"model.initial_hf: {path} has hidden_act = {values['hidden_act']!r}; the convolution of "
-            "linear attention is only computed with silu"
+            f"{has} hidden_act = {values['hidden_act']!r}; the convolution of linear attention is "
+            "only computed with silu"
         )
     for rope_type in _rope_types(values):
         if rope_type not in family.rope_types:
             raise ValueError(
-                f'model.initial_hf: {path} has the rotary embedding "{rope_type}", whose angles '
-                "depend on a batch's longest document or are not tested; "
+                f'{has} the rotary embedding "{rope_type}", whose angles depend on a batch\'s '
+                "longest document or are not tested; "
                 f"only {', '.join(family.rope_types)} can be trained"
             )
 
@@ -319,29 +294,18 @@ def _cannot_read(folder: str, error: Exception) -> str:
     return f"model.initial_hf: transformers cannot build {folder}/config.json: {reason}"
 
 
-class _Counts(NamedTuple):
-    """What the built model shows. Fields as in TransformersConfig."""
-
-    parameters: int
-    linear_weights: int
-    head_dim: int
-    experts: int
-    expert_size: int
-    """intermediate_size of one expert"""
-    qk_norm: bool
-    sinks: bool
-
-
 @functools.cache
-def _count(folder: str, text: str, layers: int, tied: bool) -> _Counts:
+def _read(folder: str, text: str, layers: int, tied: bool) -> TransformersConfig:
     """text: the content of config.json, because it may change under the same name."""
     import torch
 
     with torch.device("meta"):
         model = build_their_model(folder, layers, tied)
+    given = json.loads(text)
     config = model.config
     experts = 0
-    expert_size = 0
+    # Of one token, in a mixture of experts.
+    mlp_size = 0
     linear_weights = 0
     for name, parameter in model.model.layers.named_parameters():
         if parameter.ndim == 3 and not name.endswith("conv1d.weight"):
@@ -349,17 +313,42 @@ def _count(folder: str, text: str, layers: int, tied: bool) -> _Counts:
             linear_weights += rows * columns * config.num_experts_per_tok
             if name.endswith("down_proj"):
                 expert_size = rows * columns // config.hidden_size
+                mlp_size = config.num_experts_per_tok * (expert_size + config.hidden_size)
         elif parameter.ndim >= 2 and not name.endswith("bias"):
             linear_weights += parameter.numel()
+    linears = Counter(
+        (name.rpartition(".")[2], module.in_features, module.out_features)
+        for name, module in model.model.layers.named_modules()
+        if isinstance(module, torch.nn.Linear) and not (experts and ".mlp." in name)
+    )
     attention = next(x.self_attn for x in model.model.layers if hasattr(x, "self_attn"))
-    return _Counts(
+    has_router_loss = experts and config.output_router_logits
+    return TransformersConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        intermediate_size=mlp_size or config.intermediate_size,
+        qkv_bias=given["model_type"] == "qwen2",
+        qk_norm=hasattr(attention, "q_norm"),
+        tied_embeddings=tied,
+        norm_eps=given.get("rms_norm_eps") or 1e-6,
+        max_positions=config.max_position_embeddings,
+        rope=RopeConfig(_theta(given), "none", 1.0, config.max_position_embeddings),
+        folder=folder,
+        model_type=given["model_type"],
+        windows=_windows(config),
+        sinks=hasattr(attention, "sinks"),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         linear_weights=linear_weights,
-        head_dim=attention.head_dim,
+        linears=tuple((*linear, count) for linear, count in linears.items()),
         experts=experts,
-        expert_size=expert_size,
-        qk_norm=hasattr(attention, "q_norm"),
-        sinks=hasattr(attention, "sinks"),
+        experts_per_token=config.num_experts_per_tok if experts else 0,
+        router_loss=float(config.router_aux_loss_coef) if has_router_loss else 0.0,
+        settings=_settings(given),
+        **_linear_shape(config),
     )
 
 
@@ -383,23 +372,8 @@ def _linear_shape(config: Any) -> dict[str, Any]:
         "linear_layers": tuple(layer for layer, kind in kinds if kind == "linear_attention"),
         "convolution": config.linear_conv_kernel_dim,
         "linear_state": values * config.linear_key_head_dim,
-        "linear_keys": keys,
-        "linear_values": values,
-        "linear_heads": config.linear_num_value_heads,
+        "linear_width": 2 * (keys + values),
     }
-
-
-def _router_loss(config: Any, experts: int, wanted: float) -> float:
-    if not experts:
-        if wanted > 0:
-            raise ValueError(
-                f"model.router_loss = {wanted:g}, but a {config.model_type} has no router; "
-                "leave it out"
-            )
-        return 0.0
-    if wanted != AS_PUBLISHED:
-        return wanted
-    return float(config.router_aux_loss_coef) if config.output_router_logits else 0.0
 
 
 def _settings(given: dict[str, Any]) -> tuple[tuple[str, Any], ...]:

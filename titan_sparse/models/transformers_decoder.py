@@ -56,7 +56,7 @@ def attention(
 transformers.AttentionInterface.register(ATTENTION, attention)
 
 
-class _Step(NamedTuple):
+class _LayerCall(NamedTuple):
     """One layer with the call of a block of models.decoder. It is not part of what is compiled."""
 
     layer: nn.Module
@@ -117,7 +117,11 @@ class TransformersDecoder(nn.Module):
         self.logits_scaling = getattr(theirs.config, "logits_scaling", 1.0)
         self.rotary = _Rotary(type(inner.rotary_emb), theirs.config)
         self.router_loss = RouterLoss(config) if config.router_loss else None
-        self._keep_scale_of_embedding()
+        scale = getattr(self.embed_tokens, "scalar_embed_scale", None)
+        if scale is not None:
+            # Gemma's embedding has it as a buffer, which to_empty() would wipe.
+            del self.embed_tokens.embed_scale
+            self.embed_tokens.embed_scale = torch.tensor(scale, device="cpu")
         self.kinds = ["window" if window else "full" for window in config.windows]
         for number in config.linear_layers:
             self.kinds[number] = "linear"
@@ -156,7 +160,7 @@ class TransformersDecoder(nn.Module):
             x = x * self.embedding_multiplier
         router_logits: list[Tensor] = []
         steps = [
-            _Step(layer, kind, router_logits)
+            _LayerCall(layer, kind, router_logits)
             for layer, kind in zip(self.layers.values(), self.kinds, strict=True)
         ]
         if mask.move is not None:
@@ -176,13 +180,6 @@ class TransformersDecoder(nn.Module):
             total = total + self.router_loss(router_logits, labels, mask.tokens)
         return total
 
-    def _keep_scale_of_embedding(self) -> None:
-        """Gemma's embedding has its scale as a buffer, which to_empty() would wipe."""
-        scale = getattr(self.embed_tokens, "scalar_embed_scale", None)
-        if scale is not None:
-            del self.embed_tokens.embed_scale
-            self.embed_tokens.embed_scale = torch.tensor(scale, device="cpu")
-
     def _check(self, config: TransformersConfig) -> None:
         """Raises ValueError if tokens are mixed, or a buffer would be wiped by to_empty()."""
         mixer = next(mixers(self.layers), None)
@@ -192,13 +189,12 @@ class TransformersDecoder(nn.Module):
                 "each token by itself, which context parallelism and packing need; "
                 "write a folder of another family"
             )
-        for number, layer in self.layers.items():
-            buffers = [name for name, _ in layer.named_buffers()]
-            if buffers:
-                raise ValueError(
-                    f"model.initial_hf: layer {number} of a {config.model_type} has the buffer "
-                    f"{buffers[0]}, which is not known here"
-                )
+        buffer = next(self.layers.named_buffers(), None)
+        if buffer is not None:
+            raise ValueError(
+                f"model.initial_hf: a {config.model_type} has the buffer {buffer[0]} in its layers, "
+                "which is not known here; write a folder of another family"
+            )
 
 
 class _Rotary:
@@ -209,14 +205,11 @@ class _Rotary:
         with torch.device("cpu"):
             self.module = rotary_class(config)
         self.is_by_layer = "layer_type" in inspect.signature(rotary_class.forward).parameters
-        self.device = torch.device("cpu")
 
     def tables(self, x: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor] | None]:
         """cos and sin [B, S, D] in fp32 (fp64 for fp64 x), for layers that see everything and for
         those with a window."""
-        if self.device != x.device:
-            self.module.to(x.device)
-            self.device = x.device
+        self.module.to(x.device)
         # Only its dtype and device are used. Tables in bf16 could not distinguish far positions.
         wide = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
         if not self.is_by_layer:
@@ -238,19 +231,14 @@ class RoutedLayer(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.input_layernorm = layer.input_layernorm
-        self.is_linear = hasattr(layer, "linear_attn")
-        if self.is_linear:
-            self.linear_attn = layer.linear_attn
-        else:
-            self.self_attn = layer.self_attn
-        self.post_attention_layernorm = layer.post_attention_layernorm
-        self.mlp = layer.mlp
+        mixer = "linear_attn" if hasattr(layer, "linear_attn") else "self_attn"
+        for name in ("input_layernorm", mixer, "post_attention_layernorm", "mlp"):
+            self.add_module(name, getattr(layer, name))
 
     def forward(self, x: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
         """x [B, S, hidden_size] -> the same, and logits [B * S, E]."""
         normed = self.input_layernorm(x)
-        if self.is_linear:
+        if hasattr(self, "linear_attn"):
             x = x + self.linear_attn(normed, **arguments)
         else:
             x = x + self.self_attn(normed, **arguments)[0]

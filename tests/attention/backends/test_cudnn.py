@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.attention import dense_twin
 from tests.attention.backends.cudnn_twin import on_the_cpu
 from tests.distributed import run_processes
 from tests.reference import gradients, structured_qkv
@@ -81,7 +82,7 @@ def _by_token(x: Tensor) -> Tensor:
 )
 def test_squares_and_rectangles(calls, shape, q_len, k_len, pieces, heads):
     qkv, d_out = _problem(q_len, k_len, heads)
-    _assert_close(_dense(cudnn, qkv, d_out, shape), _dense(eager, qkv, d_out, shape))
+    _assert_close(_dense(cudnn, qkv, d_out, shape), _dense(dense_twin, qkv, d_out, shape))
     assert len(calls) == 2 * pieces
 
 
@@ -89,7 +90,7 @@ def test_squares_and_rectangles(calls, shape, q_len, k_len, pieces, heads):
 def test_layouts(calls, layout):
     """out and d_out come as [B, H, S, D]. q, k and v have the model's layout or are slices of a larger tensor."""
     qkv, d_out = _problem(16, 16)
-    want = _dense(eager, qkv, d_out, CAUSAL)
+    want = _dense(dense_twin, qkv, d_out, CAUSAL)
     q, k, v = qkv
     if layout in ("q", "all"):
         q = _by_token(q)
@@ -104,11 +105,11 @@ def test_layouts(calls, layout):
 def test_rows_that_see_nothing(calls, nothing):
     """Their lse may be plus or minus infinity. They contribute no gradient and no NaN."""
     (q, k, v), d_out = _problem(12, 12)
-    out, lse, *_ = _dense(eager, [q, k, v], d_out, CAUSAL)
+    out, lse, *_ = _dense(dense_twin, [q, k, v], d_out, CAUSAL)
     hidden_lse = lse.index_fill(2, torch.arange(8, 12), nothing)
     got = cudnn.dense_backward(Queries(q, d_out, out, hidden_lse), k, v, CAUSAL, SCALE)
     seen = d_out.index_fill(2, torch.arange(8, 12), 0)
-    want = eager.dense_backward(Queries(q, seen, out, lse), k, v, CAUSAL, SCALE)
+    want = dense_twin.dense_backward(Queries(q, seen, out, lse), k, v, CAUSAL, SCALE)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
     assert (got[0][:, :, 8:] == 0).all()

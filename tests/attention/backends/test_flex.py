@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.reference import relative_error
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.backends import flex as module
-from titan_sparse.attention.backends.base import Partial, Queries
+from titan_sparse.attention.backends.base import Partial, Queries, Sum
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.tiles.blocks import block_tiles, vertical_tiles
@@ -65,8 +65,8 @@ def _tiles(mask: Mask, index: Chosen) -> list[Tiles]:
 
 def _check_piece(piece: Piece, q: Tensor, d_out: Tensor, whole: Partial) -> None:
     """Forward, and backward with the out and lse of all pieces, against the eager backend."""
-    out, lse = flex.forward(q, [piece], None, SCALE)
-    want_out, want_lse = eager.forward(q, [piece], None, SCALE)
+    out, lse = flex.forward(q, [piece], SCALE, Sum(q.dtype))
+    want_out, want_lse = eager.forward(q, [piece], SCALE, Sum(q.dtype))
     assert out.dtype == q.dtype
     is_blind = want_lse == -torch.inf
     assert torch.equal(lse == -torch.inf, is_blind)
@@ -75,8 +75,8 @@ def _check_piece(piece: Piece, q: Tensor, d_out: Tensor, whole: Partial) -> None
     assert (lse - want_lse)[~is_blind].abs().max() <= 1e-5 * SCALE
 
     queries = Queries(q, d_out, *whole)
-    dq, [d_kv] = flex.backward(queries, [piece], None, SCALE)
-    want_dq, [want_d_kv] = eager.backward(queries, [piece], None, SCALE)
+    dq, [d_kv] = flex.backward(queries, [piece], SCALE, Sum(q.dtype))
+    want_dq, [want_d_kv] = eager.backward(queries, [piece], SCALE, Sum(q.dtype))
     # Keys whose dv is 0 are seen by nothing.
     is_unseen = (want_d_kv[1] == 0).all(-1)
     got, want = (dq, *d_kv), (want_dq, *want_d_kv)
@@ -129,7 +129,7 @@ def test_pieces_uncompiled(compiled, heads, kv_heads, verticals, seq_len):
             if tiles.covered is not None:
                 covered |= tiles.covered
             pieces.append(Piece(k, v, tiles._replace(covered=covered)))
-        whole = eager.forward(q, pieces, None, SCALE)
+        whole = eager.forward(q, pieces, SCALE, Sum(q.dtype))
         for piece in pieces:
             _check_piece(piece, q, d_out, whole)
     assert len(compiled) == 4, "two pieces forward and backward compile once, whatever the mask"

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tests.attention.dense_twin import let_eager_serve_dense
 from tests.distributed import run_processes
 from tests.fake_step import fake_world
 from tests.reference import gradients, structured_qkv
@@ -105,7 +106,7 @@ def _check_two_ranks() -> None:
     for mask, pattern in ((second & SlidingWindow(30), PATTERN), (Causal(), Dense())):
         ranges = mask.rows(SEQ_LEN)._replace(table=tables[0])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(eager, "serves_dense", lambda q, shape: True)
+            let_eager_serve_dense(patch)
             local = [cp.shard(x, 2, tables[0]) for x in _inputs()[:3]]
             got = cp.unshard(attend(*local, ranges, pattern, cp), 2, tables[0])
         assert (got - _single(mask, pattern)[0]).abs().max() < 1e-9

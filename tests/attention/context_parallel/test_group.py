@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.attention.dense_twin import let_eager_serve_dense
 from tests.distributed import on_one_rank, run_processes
 from tests.fake_step import fake_world
 from tests.reference import structured_qkv
@@ -85,7 +86,7 @@ def _check_rectangles(axes: tuple[int, ...]) -> None:
             return run(*args)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(eager, "serves_dense", lambda q, shape: True)
+            let_eager_serve_dense(patch)
             patch.setattr(eager, "DENSE_BY_CHUNK", True)
             patch.setattr(rectangles, "backward", noted)
             got = _parallel(cp, full, d_out, Causal(), Dense())

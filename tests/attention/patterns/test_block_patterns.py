@@ -139,7 +139,7 @@ def test_indexes_in_a_file(tmp_path, pattern):
         ),
         (lambda: VerticalSlash(local_slashes=0), "local_slashes = 0 .* 1 or more"),
         (lambda: VerticalSlash(budget="layer"), '"joint", "independent"'),
-        (lambda: VerticalSlash(count_sinks=0.5), "true, false"),
+        (lambda: VerticalSlash(count_sinks=0.5), "count_sinks = 0.5"),
         (lambda: VerticalSlash(budget="independent"), "write count_sinks = true"),
         (lambda: VerticalSlash(min_verticals=9, max_verticals=8), "min_verticals = 9 is above"),
         (lambda: VerticalSlash(min_slashes=9, max_slashes=8), "min_slashes = 9 is above"),

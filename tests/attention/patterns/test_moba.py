@@ -91,9 +91,9 @@ def test_kernels_keep_to_the_choice(block, blocks, last, pattern, documents):
     want, grads = gradients(lambda *x: dense_attention(*x, seen, 0.25)[0], d_out.double(), *exact)
     wanted = (want, dense_attention(*exact, seen, 0.25)[1], *grads)
     for backend in (triton, eager):
-        got_out, got_lse = backend.forward(q, pieces, None, 0.25)
+        got_out, got_lse = backend.forward(q, pieces, 0.25, base.Sum(q.dtype))
         queries = base.Queries(q, d_out, got_out, got_lse)
-        got_dq, [got_dkv] = backend.backward(queries, pieces, None, 0.25)
+        got_dq, [got_dkv] = backend.backward(queries, pieces, 0.25, base.Sum(q.dtype))
         got = (got_out, got_lse, got_dq, *got_dkv)
         for a, b in zip(got, wanted, strict=True):
             assert torch.equal(a.isfinite(), b.isfinite())

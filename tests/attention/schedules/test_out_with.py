@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from titan_sparse.attention.backends import BACKENDS
+from tests.attention import dense_twin
 from titan_sparse.attention.backends.base import DenseShape, Queries
 from titan_sparse.attention.schedules.ring import _out_with
-
-eager = BACKENDS["eager"]
 
 SHAPE = DenseShape(causal=True, is_whole=True)
 SCALE = 0.3
@@ -35,12 +33,12 @@ def test_the_product_is_right(dtype, size):
 def test_the_gradients_are_those_of_the_true_out():
     torch.manual_seed(0)
     q, k, v, d_out = torch.randn(4, 1, 2, 40, 16, dtype=torch.float64)
-    partial = eager.dense_forward(q, k, v, SHAPE, SCALE)
+    partial = dense_twin.dense_forward(q, k, v, SHAPE, SCALE)
     delta = (d_out * partial.out).sum(-1)
     stand_in = _out_with(d_out, delta)
     assert (stand_in - partial.out).abs().max() > 0.1
     queries = Queries(q, d_out, partial.out, partial.lse)
-    wanted = eager.dense_backward(queries, k, v, SHAPE, SCALE)
-    got = eager.dense_backward(queries._replace(out=stand_in), k, v, SHAPE, SCALE)
+    wanted = dense_twin.dense_backward(queries, k, v, SHAPE, SCALE)
+    got = dense_twin.dense_backward(queries._replace(out=stand_in), k, v, SHAPE, SCALE)
     for x, y in zip(got, wanted, strict=True):
         assert (x - y).abs().max() < 1e-12

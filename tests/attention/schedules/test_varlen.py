@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.attention.dense_twin import let_eager_serve_dense
 from tests.reference import gradients, structured_qkv
 from titan_sparse.attention import attend
 from titan_sparse.attention.backends import BACKENDS, flash
@@ -51,7 +52,7 @@ def test_equals_attention_over_tiles(name, monkeypatch):
 
     want = found()
     calls = []
-    monkeypatch.setattr(eager, "serves_dense", lambda q, shape: shape.is_packed)
+    let_eager_serve_dense(monkeypatch, lambda shape: shape.is_packed)
     for kind in ("dense_forward", "dense_backward"):
         inner = getattr(eager, kind)
 

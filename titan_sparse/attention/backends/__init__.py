@@ -3,12 +3,10 @@
 What a backend offers is in base.py.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from titan_sparse.attention.backends import flash
-from titan_sparse.attention.backends.base import Backend
+from titan_sparse.attention.backends.base import Backend, Case
 from titan_sparse.attention.backends.cudnn import Cudnn
 from titan_sparse.attention.backends.eager import Eager
 from titan_sparse.attention.backends.flex import Flex
@@ -22,39 +20,15 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-class _Case(NamedTuple):
-    """The inputs that a backend has to serve.
-
-    slices: whether the mask has Slices. dynamic: whether the pattern chooses by the inputs.
-    """
-
-    device_type: str
-    dtype: torch.dtype
-    head_dim: int
-    block_size: int
-    slices: bool = False
-    dynamic: bool = False
-
-
 @torch.compiler.assume_constant_result
-def choose(
-    name: str,
-    device_type: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    block_size: int,
-    slices: bool = False,
-    dynamic: bool = False,
-) -> str:
-    """The name of the backend for these inputs. "auto" means the fastest one that serves them.
-
-    slices: whether the mask has Slices. dynamic: whether the pattern chooses by the inputs, as all
-    but Dense do.
+def choose(name: str, *case, **options) -> str:
+    """The name of the backend for the inputs of a Case, whose fields follow. "auto" means the
+    fastest one that serves them.
 
     Raises ValueError for an unknown name, and if the named backend cannot serve the inputs; the
     message says why.
     """
-    case = _Case(device_type, dtype, head_dim, block_size, slices, dynamic)
+    case = Case(*case, **options)
     if name == "auto":
         # The eager backend serves everything, so the search always ends.
         return next(backend for backend in _by_speed(case) if _refusal(backend, case) is None)
@@ -75,7 +49,7 @@ def explain(name: str, *case, **options) -> str:
     if name != "auto":
         return f"{description}; asked for"
 
-    case = _Case(*case, **options)
+    case = Case(*case, **options)
     for faster in _by_speed(case):
         if faster == chosen:
             break
@@ -95,7 +69,7 @@ def has_flash_attention_4() -> bool:
     return flash.missing() is None
 
 
-def _by_speed(case: _Case) -> tuple[str, ...]:
+def _by_speed(case: Case) -> tuple[str, ...]:
     """Names of backends, fastest first, as measured on an H200 (docs/benchmarks.md)."""
     if case.device_type != "cuda":
         # On the CPU the kernels run in an interpreter, which is for tests only.
@@ -107,7 +81,7 @@ def _by_speed(case: _Case) -> tuple[str, ...]:
     return (*ours, "flex", "eager")
 
 
-def _refusal(name: str, case: _Case) -> str | None:
+def _refusal(name: str, case: Case) -> str | None:
     backend = BACKENDS[name]
     if case.slices and not backend.SERVES_SLICES:
         serving = [other for other in BACKENDS if BACKENDS[other].SERVES_SLICES]
@@ -120,4 +94,4 @@ def _refusal(name: str, case: _Case) -> str | None:
             'attention.backend = "cudnn" computes dense attention, and this pattern is sparse; '
             'write "auto" or "triton"'
         )
-    return backend.refusal(case.device_type, case.dtype, case.head_dim, case.block_size)
+    return backend.refusal(case)

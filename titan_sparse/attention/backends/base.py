@@ -44,7 +44,6 @@ class DenseShape(NamedTuple):
     earlier ones. Otherwise all queries see all keys.
     is_whole: there are no keys but these, so that out may be rounded to q's dtype.
     is_packed: causal inside each of several documents.
-    block_size: tokens of a block of attend().
 
     Of packed documents:
     offsets: int32 [n + 1], where each document begins in the tokens of all sequences, one after the
@@ -56,11 +55,63 @@ class DenseShape(NamedTuple):
     causal: bool
     is_whole: bool
     is_packed: bool = False
-    block_size: int = 128
     offsets: Tensor | None = None
     longest: int = 0
     window: int | None = None
     has_documents: bool = False
+
+
+class Case(NamedTuple):
+    """The inputs that a backend has to serve.
+
+    slices: whether the mask has Slices. dynamic: whether the pattern chooses by the inputs, as all
+    but Dense do.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+    block_size: int
+    slices: bool = False
+    dynamic: bool = False
+
+
+class Served(NamedTuple):
+    """The inputs that a backend computes."""
+
+    device_types: Sequence[str]
+    dtypes: Sequence[torch.dtype]
+    block_sizes: Sequence[int]
+    head_dims: Sequence[int]
+
+    def refusal(self, backend: str, case: Case) -> str | None:
+        for what, value, served, instead in (
+            ("device", case.device_type, self.device_types, "eager"),
+            ("dtype", case.dtype, self.dtypes, "eager"),
+            ("attention.block_size", case.block_size, self.block_sizes, "auto"),
+            ("head_dim", case.head_dim, self.head_dims, "auto"),
+        ):
+            if value not in served:
+                return (
+                    f'attention.backend = "{backend}" needs {what} {" or ".join(map(str, served))}, '
+                    f'not {value}; write "{instead}"'
+                )
+        return None
+
+
+class Sum(NamedTuple):
+    """A sum over pieces of keys, to which one more is added.
+
+    dtype: of the new sum.
+    before: the sum over the keys so far: a Partial, or the dq of a backward. It is contiguous, and
+    may be overwritten with the new sum. None for no keys: then a result that the kernel rounds to
+    q's dtype is not widened.
+    into: contiguous memory for the new out or dq, whose dtype wins.
+    """
+
+    dtype: torch.dtype
+    before: Partial | Tensor | None = None
+    into: Tensor | None = None
 
 
 class Backend(ABC):
@@ -77,9 +128,7 @@ class Backend(ABC):
     GATHERS_QUERIES = False
     """Whether kernels.gathered computes chunks that single queries chose, on one rank."""
 
-    def refusal(
-        self, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int
-    ) -> str | None:
+    def refusal(self, case: Case) -> str | None:
         """Why this backend cannot serve such inputs, in one sentence; None if it can."""
         return None
 
@@ -88,39 +137,20 @@ class Backend(ABC):
         """What computes, for the banner."""
 
     @abstractmethod
-    def forward(
-        self,
-        q: Tensor,
-        pieces: Sequence[Piece],
-        total: Partial | None,
-        scale: float,
-        dtype: torch.dtype | None = None,
-        into: Tensor | None = None,
-    ) -> Partial:
+    def forward(self, q: Tensor, pieces: Sequence[Piece], scale: float, total: Sum) -> Partial:
         """Attention of q [B, Hq, Sq, D] over one piece or two, and over the keys of `total`.
 
-        The sum is kept in `dtype`, or written to the memory `into`. The default dtype is q's (eager:
-        fp32 or fp64; triton: total's, where there is one). Without a total, a result that the
-        kernel rounds to q's dtype is not widened. A total is contiguous, and may be overwritten
-        with the sum. Rows that see nothing: out 0, lse -inf.
+        Rows that see nothing: out 0, lse -inf.
         """
 
     @abstractmethod
     def backward(
-        self,
-        queries: Queries,
-        pieces: Sequence[Piece],
-        dq: Tensor | None,
-        scale: float,
-        dtype: torch.dtype | None = None,
-        into: Tensor | None = None,
+        self, queries: Queries, pieces: Sequence[Piece], scale: float, total: Sum
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """dq, and (dk, dv) of each piece.
+        """dq with that of `total`, and (dk, dv) of each piece.
 
-        dq: what came through other keys, contiguous, which is added; it may be overwritten with the
-        sum. `dtype` is of dq and of the first piece's dk and dv (default: q's; eager: fp32 or
-        fp64). Kernels that round those to q's dtype leave them so. The dk and dv of a second piece,
-        the verticals, are fp32 (fp64 for fp64). into: contiguous memory for dq, in its dtype.
+        The first piece's dk and dv are in the sum's dtype too, or in q's if kernels round to it. The
+        dk and dv of a second piece, the verticals, are fp32 (fp64 for fp64).
         """
 
     def serves_dense(self, q: Tensor, shape: DenseShape) -> bool:

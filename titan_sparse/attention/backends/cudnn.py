@@ -14,15 +14,12 @@ import functools
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.backends.base import DenseShape, Partial, Queries
-from titan_sparse.attention.backends.triton import Triton
+from titan_sparse.attention.backends.base import Case, DenseShape, Partial, Queries, Served
+from titan_sparse.attention.backends.triton import BLOCK_SIZES, Triton
 from titan_sparse.attention.merge import merge
 
-DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (*range(16, 129, 16), 256)
 """Those with a backward on Hopper GPUs, as far as the Triton kernels take them too."""
-BLOCK_SIZES = (64, 128)
-"""Those of the Triton kernels, for masks that go by tiles."""
 _NOTHING_SEEN = 1e30
 """The lse of a row that sees nothing, for the backward: exp(score - 1e30) is 0 for any score, even
 -inf."""
@@ -35,25 +32,12 @@ class Cudnn(Triton):
     DENSE_BY_CHUNK = True
     GATHERS_QUERIES = False
 
-    def refusal(
-        self, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int
-    ) -> str | None:
-        if device_type != "cuda":
-            return f'attention.backend = "cudnn" needs CUDA, not {device_type}; write "eager"'
-        if dtype not in DTYPES:
-            return (
-                f'attention.backend = "cudnn" computes in bf16 or fp16, not {dtype}; write "auto"'
-            )
-        if block_size not in BLOCK_SIZES:
-            return f'attention.backend = "cudnn" takes attention.block_size 64 or 128, not {block_size}'
-        if head_dim not in HEAD_DIMS:
-            return (
-                'attention.backend = "cudnn" takes head_dim 16 to 128 in steps of 16, and 256, '
-                f'not {head_dim}; write "auto"'
-            )
-        reason = missing()
-        if reason is None:
-            reason = _failure(dtype, head_dim)
+    def refusal(self, case: Case) -> str | None:
+        served = Served(("cuda",), (torch.bfloat16, torch.float16), BLOCK_SIZES, HEAD_DIMS)
+        refusal = served.refusal("cudnn", case)
+        if refusal is not None:
+            return refusal
+        reason = missing() or _failure(case.dtype, case.head_dim)
         if reason is not None:
             return f'attention.backend = "cudnn" cannot run: {reason}; write "triton"'
         return None

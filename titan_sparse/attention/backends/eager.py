@@ -5,12 +5,12 @@ is not selected, neither in the forward nor in the backward. Arithmetic is fp32,
 inputs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.backends.base import Backend, DenseShape, Partial, Queries
+from titan_sparse.attention.backends.base import Backend, Partial, Queries, Sum
 from titan_sparse.attention.merge import accumulation_dtype, merge
 from titan_sparse.kernels.bits import unpack
 from titan_sparse.kernels.block_sparse import Piece, Tiles
@@ -26,39 +26,18 @@ class Eager(Backend):
     def describe(self) -> str:
         return "eager: plain PyTorch over the selected KV blocks"
 
-    def forward(
-        self,
-        q: Tensor,
-        pieces: Sequence[Piece],
-        total: Partial | None,
-        scale: float,
-        dtype: torch.dtype | None = None,
-        into: Tensor | None = None,
-    ) -> Partial:
-        sum_dtype = accumulation_dtype(q.dtype)
+    def forward(self, q: Tensor, pieces: Sequence[Piece], scale: float, total: Sum) -> Partial:
+        before = total.before
         for piece in pieces[:-1]:
-            out, lse = _piece_forward(q, piece, scale)
-            total = merge(total, out, lse, sum_dtype)
-
+            before = merge(before, *_piece_forward(q, piece, scale), accumulation_dtype(q.dtype))
         # Only the last sum is rounded, or written to the memory that the caller wants.
-        if dtype is None:
-            dtype = sum_dtype
-        out, lse = _piece_forward(q, pieces[-1], scale)
-        out, lse = merge(total, out, lse, dtype, into)
-        return Partial(out, lse)
+        last = _piece_forward(q, pieces[-1], scale)
+        return Partial(*merge(before, *last, total.dtype, total.into))
 
     def backward(
-        self,
-        queries: Queries,
-        pieces: Sequence[Piece],
-        dq: Tensor | None,
-        scale: float,
-        dtype: torch.dtype | None = None,
-        into: Tensor | None = None,
+        self, queries: Queries, pieces: Sequence[Piece], scale: float, total: Sum
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        sum_dtype = accumulation_dtype(queries.q.dtype)
-        if dtype is None:
-            dtype = sum_dtype
+        dq = total.before
         gradients = []
         # The verticals first: they are added in full precision, and the blocks round the sum once.
         for piece in reversed(pieces):
@@ -69,94 +48,10 @@ class Eager(Backend):
             gradients.insert(0, (dk, dv))
 
         blocks_dk, blocks_dv = gradients[0]
-        gradients[0] = (blocks_dk.to(dtype), blocks_dv.to(dtype))
-        if into is not None:
-            return into.copy_(dq), gradients
-        return dq.to(dtype), gradients
-
-    def serves_dense(self, q: Tensor, shape: DenseShape) -> bool:
-        """Whether to compute without tiles: plain causal attention, which then makes no tables.
-
-        A chunk of a longer sequence keeps its tiles, as its sums are fp32.
-        """
-        return shape.causal and shape.is_whole and not shape.is_packed
-
-    def dense_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float
-    ) -> Partial:
-        # A block of queries at a time, so that there is never more than one block of scores.
-        if shape.offsets is not None:
-            batch = len(q)
-            q, k, v = _one_sequence(q), _one_sequence(k), _one_sequence(v)
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        group = q.shape[1] // k.shape[1]
-        # [B, Hq, Sk, D]
-        keys = k.to(dtype).repeat_interleave(group, 1)
-        values = v.to(dtype).repeat_interleave(group, 1)
-        out = q.new_empty(q.shape)
-        lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
-
-        for here, met in _dense_steps(q, k, shape):
-            out[:, :, here], lse[:, :, here] = _rows(
-                q[:, :, here].to(dtype),
-                keys[:, :, met],
-                values[:, :, met],
-                scale,
-                _hidden(here, met, shape, q.device),
-            )
-
-        if shape.offsets is not None:
-            out = _many_sequences(out, batch)
-            lse = _many_sequences(lse[..., None], batch)[..., 0]
-        return Partial(out, lse)
-
-    def dense_backward(
-        self, queries: Queries, k: Tensor, v: Tensor, shape: DenseShape, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, d_out, out, lse = queries
-        if shape.offsets is not None:
-            batch = len(q)
-            q, d_out, out = _one_sequence(q), _one_sequence(d_out), _one_sequence(out)
-            k, v = _one_sequence(k), _one_sequence(v)
-            lse = _one_sequence(lse[..., None])[..., 0]
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        kv_heads = k.shape[1]
-        group = q.shape[1] // kv_heads
-        # [B, Hq, Sk, D]
-        keys = k.to(dtype).repeat_interleave(group, 1)
-        values = v.to(dtype).repeat_interleave(group, 1)
-        dq = q.new_empty(q.shape)
-        dk = torch.zeros(k.shape, dtype=dtype, device=k.device)
-        dv = torch.zeros(v.shape, dtype=dtype, device=v.device)
-        # [B, Hq, Sq, 1]
-        delta = (d_out.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
-
-        for here, met in _dense_steps(q, k, shape):
-            dq[:, :, here], dk_here, dv_here = _row_gradients(
-                q[:, :, here].to(dtype),
-                d_out[:, :, here].to(dtype),
-                keys[:, :, met],
-                values[:, :, met],
-                lse[:, :, here],
-                delta[:, :, here],
-                scale,
-                _hidden(here, met, shape, q.device),
-            )
-            # [B, Hkv, group, keys, D]
-            dk_here = dk_here.unflatten(1, (kv_heads, group))
-            dv_here = dv_here.unflatten(1, (kv_heads, group))
-            # Head after head, in the order in which _piece_backward() adds them.
-            for member in range(group):
-                dk[:, :, met] += dk_here[:, :, member]
-                dv[:, :, met] += dv_here[:, :, member]
-
-        dk = dk.to(q.dtype)
-        dv = dv.to(q.dtype)
-        if shape.offsets is not None:
-            dq = _many_sequences(dq, batch)
-            dk = _many_sequences(dk, batch)
-            dv = _many_sequences(dv, batch)
-        return dq, dk, dv
+        gradients[0] = (blocks_dk.to(total.dtype), blocks_dv.to(total.dtype))
+        if total.into is not None:
+            return total.into.copy_(dq), gradients
+        return dq.to(total.dtype), gradients
 
 
 def _piece_forward(q: Tensor, piece: Piece, scale: float) -> tuple[Tensor, Tensor]:
@@ -180,8 +75,11 @@ def _piece_forward(q: Tensor, piece: Piece, scale: float) -> tuple[Tensor, Tenso
         values = v_blocks[rows].to(dtype).flatten(2, 3)
 
         hidden = ~_visible(tiles, q_block, kv_blocks, is_listed)
-        q_here = q[:, :, queries].to(dtype)
-        out[:, :, queries], lse[:, :, queries] = _rows(q_here, keys, values, scale, hidden)
+        scores = q[:, :, queries].to(dtype) @ keys.mT * scale
+        scores = scores.masked_fill(hidden, -torch.inf)
+        lse_here = scores.logsumexp(-1)
+        p = (scores - _finite(lse_here[..., None])).exp()
+        out[:, :, queries], lse[:, :, queries] = p @ values, lse_here
     return out, lse
 
 
@@ -214,46 +112,14 @@ def _piece_backward(queries: Queries, piece: Piece, scale: float) -> tuple[Tenso
         values = v_blocks[rows].to(dtype).flatten(2, 3)
 
         hidden = ~_visible(tiles, q_block, kv_blocks, is_listed)
-        dq[:, :, here], dk_here, dv_here = _row_gradients(
-            q_here, d_here, keys, values, lse[:, :, here], delta[:, :, here], scale, hidden
-        )
+        scores = (q_here @ keys.mT * scale).masked_fill(hidden, -torch.inf)
+        p = (scores - _finite(lse[:, :, here, None])).exp()
+        d_scores = p * (d_here @ values.mT - delta[:, :, here]) * scale
+        dq[:, :, here] = d_scores @ keys
         # Several query heads share a KV head, so a row may come up more than once.
-        dk_blocks.index_add_(0, rows.flatten(), _in_blocks(dk_here, size))
-        dv_blocks.index_add_(0, rows.flatten(), _in_blocks(dv_here, size))
+        dk_blocks.index_add_(0, rows.flatten(), _in_blocks(d_scores.mT @ q_here, size))
+        dv_blocks.index_add_(0, rows.flatten(), _in_blocks(p.mT @ d_here, size))
     return dq, dk, dv
-
-
-def _rows(
-    q: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Tensor
-) -> tuple[Tensor, Tensor]:
-    """out [B, Hq, n, D] and lse [B, Hq, n] of some queries [B, Hq, n, D].
-
-    keys, values: [B, Hq, m, D]. hidden: bool, [B, Hq, n, m] or less, the pairs that are not seen.
-    """
-    scores = (q @ keys.mT * scale).masked_fill(hidden, -torch.inf)
-    lse = scores.logsumexp(-1)
-    p = (scores - _finite(lse[..., None])).exp()
-    return p @ values, lse
-
-
-def _row_gradients(
-    q: Tensor,
-    d_out: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    scale: float,
-    hidden: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of what _rows() takes: dq [B, Hq, n, D], dk and dv [B, Hq, m, D].
-
-    delta: [B, Hq, n, 1], the product of out and d_out.
-    """
-    scores = (q @ keys.mT * scale).masked_fill(hidden, -torch.inf)
-    p = (scores - _finite(lse[..., None])).exp()
-    d_scores = p * (d_out @ values.mT - delta) * scale
-    return d_scores @ keys, d_scores.mT @ q, p.mT @ d_out
 
 
 def _busy_query_blocks(tiles: Tiles) -> list[int]:
@@ -373,43 +239,3 @@ def _finite(lse: Tensor) -> Tensor:
     """lse without -inf, which would give NaN in exp(-inf - lse)."""
     lowest = torch.finfo(lse.dtype).min
     return lse.clamp(min=lowest)
-
-
-def _dense_steps(q: Tensor, k: Tensor, shape: DenseShape) -> Iterator[tuple[slice, slice]]:
-    q_len = q.shape[2]
-    k_len = k.shape[2]
-    for first in range(0, q_len, shape.block_size):
-        last = min(first + shape.block_size, q_len)
-        last_key = k_len - q_len + last if shape.causal else k_len
-        yield slice(first, last), slice(last_key)
-
-
-def _hidden(here: slice, met: slice, shape: DenseShape, device: torch.device) -> Tensor:
-    """bool [queries, keys]: the pairs of a step of _dense_steps() that are not seen.
-
-    The last of the keys is that of the last query, if the shape is causal.
-    """
-    queries = here.stop - here.start
-    keys = met.stop
-    if not shape.causal:
-        return torch.zeros(queries, keys, dtype=torch.bool, device=device)
-    # [queries, 1] and [keys]
-    query = torch.arange(keys - queries, keys, device=device)[:, None]
-    key = torch.arange(keys, device=device)
-    hidden = key > query
-    if shape.window is not None:
-        hidden |= query - key >= shape.window
-    if shape.offsets is not None:
-        number = torch.searchsorted(shape.offsets, key.int(), right=True)
-        hidden |= number[keys - queries :, None] != number
-    return hidden
-
-
-def _one_sequence(x: Tensor) -> Tensor:
-    """[B, H, S, D] -> [1, H, B * S, D], where documents are counted through all sequences."""
-    return x.transpose(0, 1).flatten(1, 2)[None]
-
-
-def _many_sequences(x: Tensor, batch: int) -> Tensor:
-    by_head = x[0].unflatten(1, (batch, -1))
-    return by_head.transpose(0, 1)

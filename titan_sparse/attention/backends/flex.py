@@ -22,14 +22,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask, _identity
 
 from titan_sparse.attention.backends import flash
-from titan_sparse.attention.backends.base import DenseShape, Partial, Queries
-from titan_sparse.attention.backends.triton import Triton
+from titan_sparse.attention.backends.base import Case, DenseShape, Partial, Queries, Served, Sum
+from titan_sparse.attention.backends.triton import DTYPES, HEAD_DIMS, Triton
 from titan_sparse.attention.merge import add, merge
 from titan_sparse.attention.tiles.blocks import list_width
 from titan_sparse.kernels.bits import unpack
 from titan_sparse.kernels.block_sparse import BlockLists, Piece, Tiles
 
-BLOCK_SIZE = 128
 LSE_UNIT = {"TRITON": math.log(2), "FLASH": 1.0}
 """One unit of the op's lse as a natural logarithm: Triton kernels count in base 2."""
 
@@ -43,25 +42,12 @@ class Flex(Triton):
     SERVES_SLICES = False
     COMPILES_BY_LENGTH = True
 
-    def refusal(
-        self, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int
-    ) -> str | None:
-        if device_type != "cuda":
-            return 'flex needs CUDA; write attention.backend = "eager"'
-        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return f'flex computes in bf16, fp16 or fp32, not {dtype}; write attention.backend = "eager"'
-        if block_size != BLOCK_SIZE:
-            return (
-                f"flex takes blocks of {BLOCK_SIZE} tokens, not {block_size}; "
-                f"write attention.block_size = {BLOCK_SIZE}"
-            )
-        if head_dim % 16 or not 16 <= head_dim <= 256:
-            return (
-                f"flex needs a head_dim of 16 to 256 in steps of 16, not {head_dim}; "
-                'write attention.backend = "eager"'
-            )
+    def refusal(self, case: Case) -> str | None:
+        refusal = Served(("cuda",), DTYPES, (128,), HEAD_DIMS).refusal("flex", case)
+        if refusal is not None:
+            return refusal
         broken = flash.broken()
-        if broken:
+        if broken is not None:
             return (
                 f"flex cannot run: {broken}; install titan_sparse[flash] again or write "
                 'attention.backend = "triton"'
@@ -78,46 +64,27 @@ class Flex(Triton):
             f"with head_dim {head_dims}, Triton kernels otherwise"
         )
 
-    def forward(
-        self,
-        q: Tensor,
-        pieces: Sequence[Piece],
-        total: Partial | None,
-        scale: float,
-        dtype: torch.dtype | None = None,
-        into: Tensor | None = None,
-    ) -> Partial:
-        """Without a total the kernel's result, which has q's dtype, is not widened. The first call
-        with a shape compiles, which takes about ten seconds.
+    def forward(self, q: Tensor, pieces: Sequence[Piece], scale: float, total: Sum) -> Partial:
+        """The first call with a shape compiles, which takes about ten seconds.
 
         Verticals, the second piece, are left to our own kernels. FlexAttention's would look up for each
         single pair of a vertical tile whether it is covered, which takes two to three times as long,
         and their results would have to be merged.
         """
         if len(pieces) == 1:
-            return self._blocks_forward(q, pieces[0], total, scale, dtype, into)
+            return self._blocks_forward(q, pieces[0], scale, total)
         blocks, verticals = pieces
-        total = self._blocks_forward(q, blocks, total, scale, torch.float32, None)
+        over_blocks = self._blocks_forward(q, blocks, scale, Sum(torch.float32, total.before))
         # Our kernel goes on from the blocks, and reads contiguous memory.
-        total = Partial(total.out.contiguous(), total.lse.contiguous())
-        if dtype is None:
-            dtype = q.dtype
-        return super().forward(q, [verticals], total, scale, dtype, into)
+        before = Partial(over_blocks.out.contiguous(), over_blocks.lse.contiguous())
+        return super().forward(q, [verticals], scale, total._replace(before=before))
 
-    def _blocks_forward(
-        self,
-        q: Tensor,
-        piece: Piece,
-        total: Partial | None,
-        scale: float,
-        dtype: torch.dtype | None,
-        into: Tensor | None,
-    ) -> Partial:
+    def _blocks_forward(self, q: Tensor, piece: Piece, scale: float, total: Sum) -> Partial:
         """forward() over the blocks of one chunk of keys."""
         tiles = piece.tiles
         if tiles.chosen is not None:
             # What single queries chose: our own kernels look that up once a tile, not once a pair.
-            return super().forward(q, [piece], total, scale, dtype, into)
+            return super().forward(q, [piece], scale, total)
         kernel = _kernel(q)
         size = tiles.block_size
         options = _options(kernel, q.shape[-1])
@@ -135,52 +102,35 @@ class Flex(Triton):
         operands = [q, piece.k, piece.v, *tables, *_mask_operands(tiles, q.shape[1])]
         out, lse = _call(("forward", kernel, scale, size), compute, operands)
 
-        if dtype is None:
-            dtype = q.dtype
         if LSE_UNIT[kernel] != 1:
             lse = lse * LSE_UNIT[kernel]
-        out, lse = merge(total, out, lse, dtype, into)
-        return Partial(out, lse)
+        return Partial(*merge(total.before, out, lse, total.dtype, total.into))
 
     def backward(
-        self,
-        queries: Queries,
-        pieces: Sequence[Piece],
-        dq: Tensor | None,
-        scale: float,
-        dtype: torch.dtype | None = None,
-        into: Tensor | None = None,
+        self, queries: Queries, pieces: Sequence[Piece], scale: float, total: Sum
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """The first piece's dk and dv come in q's dtype, to which flex's kernels round (in `dtype`
-        where our own compute what single queries chose), and so does dq if nothing is added to it.
-        """
         if len(pieces) == 1:
-            dq, dk, dv = self._blocks_backward(queries, pieces[0], dq, scale, dtype, into)
-            return dq, [(dk, dv)]
+            dq, d_blocks = self._blocks_backward(queries, pieces[0], scale, total)
+            return dq, [d_blocks]
         blocks, verticals = pieces
-        dq, dk, dv = self._blocks_backward(queries, blocks, dq, scale, torch.float32, None)
+        over_blocks = Sum(torch.float32, total.before)
+        dq, d_blocks = self._blocks_backward(queries, blocks, scale, over_blocks)
         dq = dq.contiguous()
-        if dtype is None:
-            dtype = queries.q.dtype
-        if into is None and dq.dtype == dtype:
+        into = total.into
+        if into is None and dq.dtype == total.dtype:
             # The sum may take the place of what it is added to.
             into = dq
-        dq, d_verticals = super().backward(queries, [verticals], dq, scale, torch.float32, into)
-        return dq, [(dk, dv), d_verticals[0]]
+        with_verticals = Sum(torch.float32, dq, into)
+        dq, d_verticals = super().backward(queries, [verticals], scale, with_verticals)
+        return dq, [d_blocks, *d_verticals]
 
     def _blocks_backward(
-        self,
-        queries: Queries,
-        piece: Piece,
-        dq: Tensor | None,
-        scale: float,
-        dtype: torch.dtype | None,
-        into: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, queries: Queries, piece: Piece, scale: float, total: Sum
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         tiles = piece.tiles
         if tiles.chosen is not None:
-            dq, [(dk, dv)] = super().backward(queries, [piece], dq, scale, dtype, into)
-            return dq, dk, dv
+            dq, [d_blocks] = super().backward(queries, [piece], scale, total)
+            return dq, d_blocks
         q, d_out, out, lse = queries
         kernel = _kernel(q)
         size = tiles.block_size
@@ -218,9 +168,7 @@ class Flex(Triton):
         operands += [*by_query, *by_key, *_mask_operands(tiles, q.shape[1])]
         piece_dq, dk, dv = _call(("backward", kernel, scale, size), compute, operands)
 
-        if dtype is None:
-            dtype = q.dtype
-        return add(dq, piece_dq, dtype, into), dk, dv
+        return add(total.before, piece_dq, total.dtype, total.into), (dk, dv)
 
     def serves_dense(self, q: Tensor, shape: DenseShape) -> bool:
         return _kernel(q) == "FLASH"

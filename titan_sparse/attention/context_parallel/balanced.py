@@ -15,7 +15,6 @@ keys count.
 All numbers are integers, so every rank computes the same table without communication.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +25,7 @@ from torch import Tensor
 from titan_sparse.attention.context_parallel.layouts import count_blocks
 from titan_sparse.attention.masks.bands import Runs, tiles_of_slices
 from titan_sparse.attention.masks.base import MaskRanges
+from titan_sparse.attention.masks.reach import block_reach
 
 _CHUNKS_PER_RANK = 64
 """64 leave the busiest rank within one percent of the mean for ragged documents. A chunk of a
@@ -122,7 +122,9 @@ def cut_into_chunks(ranges: MaskRanges, ranks: int, block_size: int, costs: Cost
     chunks_per_rank = min(blocks // ranks, most_per_rank)
     count = ranks * chunks_per_rank
     bounds = np.arange(count + 1) * blocks // count
+    ranges = ranges._replace(start=ranges.start.cpu(), stop=ranges.stop.cpu())
     if ranges.slices is not None:
+        ranges = ranges._replace(slices=ranges.slices.cpu())
         tiles = _tiles_of_slices(ranges, block_size, costs)
     else:
         tiles = _tiles_of_ranges(ranges, block_size, costs)
@@ -135,39 +137,27 @@ def cut_into_chunks(ranges: MaskRanges, ranks: int, block_size: int, costs: Cost
 
 
 def _tiles_of_ranges(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
-    # [Bm, blocks, size]
-    batch = len(ranges.start)
-    start = ranges.start.cpu().numpy().reshape(batch, -1, size)
-    stop = ranges.stop.cpu().numpy().reshape(batch, -1, size)
-    sees_any = start < stop
-    # Both ends are sorted: the first query that sees anything sees the earliest keys of its block,
-    # the last one the latest.
-    # [Bm, blocks, 1]
-    first_query = sees_any.argmax(-1)[..., None]
-    last_query = size - 1 - sees_any[..., ::-1].argmax(-1)[..., None]
-    # [Bm, blocks]
-    block_sees_any = np.take_along_axis(sees_any, first_query, -1)[..., 0]
-    earliest_key = np.take_along_axis(start, first_query, -1)[..., 0]
-    behind_latest_key = np.take_along_axis(stop, last_query, -1)[..., 0]
+    positions = torch.arange(ranges.start.shape[1])
+    # [Bm, blocks] each
+    reach = block_reach(ranges, positions, size)
+    sees_any = reach.first < reach.last
     # Blocks of keys that are touched, from `begin` to before `end`; both 0 where none is.
-    begin = earliest_key // size * block_sees_any
-    end = -(-behind_latest_key // size) * block_sees_any
-    # A tile that the first and the last query see whole is whole for all queries between them. If
-    # one of them sees nothing, there is no such tile.
-    whole = (stop[..., 0] // size - -(-start[..., -1] // size)).clip(min=0)
-    partial = end - begin - whole
-    work = 100 * whole + costs.partial * partial
-    sequence, line = np.indices(begin.shape)
-    runs = [torch.from_numpy(x.astype(np.int64).ravel()) for x in (sequence, line, begin, end)]
-    return _MaskTiles(work.sum(0, dtype=np.int64), *runs, lines_are_keys=False)
+    begin = reach.first // size * sees_any
+    end = (reach.last + size - 1) // size * sees_any
+    whole = (reach.all_last // size - (reach.all_first + size - 1) // size).clamp(min=0)
+    work = 100 * whole + costs.partial * (end - begin - whole)
+    batch, blocks = begin.shape
+    return _MaskTiles(
+        work=work.sum(0).numpy(),
+        sequence=torch.arange(batch).repeat_interleave(blocks),
+        line=torch.arange(blocks).repeat(batch),
+        first=begin.flatten(),
+        last=end.flatten(),
+        lines_are_keys=False,
+    )
 
 
 def _tiles_of_slices(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
-    ranges = ranges._replace(
-        start=ranges.start.cpu(),
-        stop=ranges.stop.cpu(),
-        slices=ranges.slices.cpu(),
-    )
     tiles = tiles_of_slices(ranges, size)
     blocks = ranges.start.shape[1] // size
     whole = _count_by_query_block(tiles.whole, blocks, tiles.lines_are_keys)
@@ -233,30 +223,6 @@ def _needed_keys(tiles: _MaskTiles, bounds: NDArray[np.int64], sequences: int) -
     return [int.from_bytes(bits.tobytes(), "little") for bits in packed]
 
 
-@dataclass
-class _RankLoad:
-    """What a rank has been dealt so far.
-
-    room: how many short and how many long chunks it still takes.
-    work: time to compute. own: bits of its chunks. seen: bits of the chunks whose keys its queries
-    see. incoming: how many chunks of keys others have to send to it.
-    """
-
-    room: list[int]
-    work: int = 0
-    own: int = 0
-    seen: int = 0
-    incoming: int = 0
-
-    def with_chunk(self, own: int, needs: int, work: int, is_long: bool) -> "_RankLoad":
-        """What the rank would have with one more chunk. own, needs: bits, as above."""
-        room = list(self.room)
-        room[is_long] -= 1
-        own |= self.own
-        seen = self.seen | needs
-        return _RankLoad(room, self.work + work, own, seen, (seen & ~own).bit_count())
-
-
 def deal_chunks(chunks: Chunks, ranks: int, transfer: int) -> NDArray[np.int64]:
     """int64 [C]: the rank that owns each chunk. transfer: Costs.transfer, for a block of keys."""
     count = len(chunks.work)
@@ -264,8 +230,10 @@ def deal_chunks(chunks: Chunks, ranks: int, transfer: int) -> NDArray[np.int64]:
     short = int(lengths.min())
     is_long = (lengths > short).tolist()
     long_chunks = sum(is_long)
-    room = [(count - long_chunks) // ranks, long_chunks // ranks]
-    loads = [_RankLoad(room) for _ in range(ranks)]
+    # Of each rank: how many short and how many long chunks it still takes, the time to compute, its
+    # chunks and those whose keys its queries see as bits, and how many others have to send to it.
+    room = [[(count - long_chunks) // ranks, long_chunks // ranks] for _ in range(ranks)]
+    work, own, seen, incoming = ([0] * ranks for _ in range(4))
     # The bit of chunk 0 in every sequence; shifted by c, that of chunk c.
     first_chunk_everywhere = sum(1 << count * sequence for sequence in range(chunks.sequences))
     works = chunks.work.tolist()
@@ -274,23 +242,26 @@ def deal_chunks(chunks: Chunks, ranks: int, transfer: int) -> NDArray[np.int64]:
     owner = np.empty(count, dtype=np.int64)
     # Longest first; of equally long ones the earlier first.
     for number in np.argsort(-chunks.work, kind="stable").tolist():
-        chunk = (first_chunk_everywhere << number, chunks.needs[number], works[number])
+        chunk = first_chunk_everywhere << number
         work_left -= works[number]
         # (fetched, time, rank)
         offers = []
-        possible = {}
-        for rank, load in enumerate(loads):
-            if load.room[is_long[number]] > 0:
-                then = load.with_chunk(*chunk, is_long[number])
-                possible[rank] = then
+        for rank in range(ranks):
+            if room[rank][is_long[number]] > 0:
+                missing = (seen[rank] | chunks.needs[number]) & ~(own[rank] | chunk)
+                coming = missing.bit_count()
                 # Keys travel while others are computed on, so the longer of the two counts.
-                time = max(then.work, then.incoming * short * transfer)
-                offers.append((then.incoming - load.incoming, time, rank))
+                time = max(work[rank] + works[number], coming * short * transfer)
+                offers.append((coming - incoming[rank], time, rank))
         best_time = min(time for _, time, _ in offers)
         percents = _SLACK_PERCENT * total_work + _SLACK_PERCENT_OF_REST * work_left
         slack = percents // (100 * ranks)
         # Of the ranks that would be done soon enough, the one with the fewest keys to fetch.
-        _, _, rank = min(offer for offer in offers if offer[1] <= best_time + slack)
-        loads[rank] = possible[rank]
+        fetched, _, rank = min(offer for offer in offers if offer[1] <= best_time + slack)
+        room[rank][is_long[number]] -= 1
+        work[rank] += works[number]
+        own[rank] |= chunk
+        seen[rank] |= chunks.needs[number]
+        incoming[rank] += fetched
         owner[number] = rank
     return owner

@@ -52,23 +52,17 @@ class Plan(NamedTuple):
     stages: list[Stage]
     memory: int
 
-    def to(self, device: torch.device) -> "Plan":
-        """The same plan with its tensors on a device."""
 
-        def moved(exchange: Exchange | None) -> Exchange | None:
-            if exchange is None:
-                return None
-            return exchange._replace(rows=exchange.rows.to(device))
-
-        stages = []
-        for stage in self.stages:
-            k_blocks = stage.k_blocks.to(device)
-            stages.append(Stage(moved(stage.outer), moved(stage.inner), stage.relayed, k_blocks))
-        return self._replace(stages=stages)
-
-
-def plan(needed: Tensor, table: Tensor, inter: int, intra: int, rank: int, stages: int) -> Plan:
-    """The plan of one rank of inter x intra. All tensors are on the CPU.
+def plan(
+    needed: Tensor,
+    table: Tensor,
+    inter: int,
+    intra: int,
+    rank: int,
+    stages: int,
+    device: torch.device | str = "cpu",
+) -> Plan:
+    """The plan of one rank of inter x intra, for data on `device`. Tensors come on the CPU.
 
     needed: bool [W, blocks], rank r needs global block b. What it says of a rank's own blocks does
     not matter. table: int64 [W, n], the blocks that each rank owns.
@@ -97,30 +91,31 @@ def plan(needed: Tensor, table: Tensor, inter: int, intra: int, rank: int, stage
         first_relayed = memory
         memory += int(arriving.sum())
         rows[arriving] = torch.arange(first_relayed, memory)
-        outer = _exchange(outgoing, arriving, own_rows, bool(crossing.any()))
+        outer = None
+        if crossing.any():
+            outer = _exchange(outgoing, arriving, own_rows, device)
 
         # [to rank, from node, by rank, n]: what ranks of this node send inside it
         handed_on = wanted_here & (stage_of[node] == number)
         sent = handed_on[:, :, local_rank]
         # [by rank, from node, n]
         received = handed_on[local_rank].transpose(0, 1)
-        inner = _exchange(sent, received, rows, bool(handed_on.any()))
+        inner = None
+        if handed_on.any():
+            inner = _exchange(sent, received, rows, device)
 
-        planned.append(Stage(outer, inner, (first_relayed, memory), k_blocks=owned[received]))
+        k_blocks = owned[received].to(device)
+        planned.append(Stage(outer, inner, (first_relayed, memory), k_blocks))
     return Plan(planned, memory)
 
 
-def _exchange(sent: Tensor, received: Tensor, rows: Tensor, is_made: bool) -> Exchange | None:
-    """An exchange from what goes to each member and what comes from each.
-
-    sent: bool [members, ...], which of `rows` [...] go to each member.
+def _exchange(sent: Tensor, received: Tensor, rows: Tensor, device: torch.device) -> Exchange:
+    """sent: bool [members, ...], which of `rows` [...] go to each member.
     received: bool [members, ...], what comes from each member. Only the counts matter.
     """
-    if not is_made:
-        return None
     return Exchange(
         # Member after member, as boolean indexing goes along the first dim first.
-        rows=rows.expand_as(sent)[sent],
+        rows=rows.expand_as(sent)[sent].to(device),
         sends=sent.flatten(1).sum(1).tolist(),
         receives=received.flatten(1).sum(1).tolist(),
     )

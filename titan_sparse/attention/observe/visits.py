@@ -14,12 +14,6 @@ from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.reach import queries_seeing, tile_weights
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.moba import MoBAIndex
-from titan_sparse.attention.patterns.vertical_slash.pattern import (
-    VerticalSlashIndex,
-    heads_selecting,
-    values_on_slashes,
-)
-from titan_sparse.attention.tiles.blocks import all_blocks, covered_verticals
 
 _ELEMENTS = 1 << 23
 """Tiles looked at together: bounds the memory."""
@@ -78,7 +72,7 @@ def count_visits(
         for q_blocks in rank_blocks.split(max(1, _ELEMENTS // (batch * heads * len(k_blocks)))):
             # [B or 1, H or 1, nq, nk]
             if sum_heads:
-                selected = heads_selecting(index, q_blocks, k_blocks)
+                selected = index.heads_selecting(q_blocks, k_blocks)
             else:
                 selected = index.selects(q_blocks, k_blocks)
             weights = tile_weights(ranges, q_blocks, k_blocks, index.block_size)
@@ -106,7 +100,9 @@ def vertical_pairs(index: BlockIndex, ranges: MaskRanges, q_blocks: Tensor) -> T
     q_blocks: int64 [nq], global. Returns int64 [B, Hq, C], C blocks of verticals.
     """
     block_size = index.block_size
-    capacity = index.verticals.shape[-1]
+    batch, heads, capacity = index.verticals.shape
+    if capacity == 0:
+        return torch.zeros(batch, heads, 0, dtype=torch.int64, device=index.verticals.device)
     # Lists are filled up with the sequence length. Only the blocks with any vertical are looked at, on the CPU.
     longest = capacity
     if index.verticals.numel() and not index.verticals.is_cuda:  # for which the host would wait
@@ -121,22 +117,10 @@ def vertical_pairs(index: BlockIndex, ranges: MaskRanges, q_blocks: Tensor) -> T
         first_seeing = torch.maximum(first_query[:, :, None], begin)
         behind_seeing = torch.minimum(behind_query[:, :, None], begin + block_size)
         seeing = (behind_seeing - first_seeing).clamp(min=0)
-        counted += (seeing * ~_covered(index, now, verticals)).sum(2)
+        counted += (seeing * ~index.covers(now, verticals)).sum(2)
     # Unused blocks of verticals count 0.
     counted = torch.nn.functional.pad(counted, (0, capacity - verticals.shape[-1]))
     return counted.unflatten(-1, (capacity // block_size, block_size)).sum(-1)
-
-
-def _covered(index: BlockIndex, q_blocks: Tensor, verticals: Tensor) -> Tensor:
-    """Whether each vertical lies in a tile that the query block computes, bool [B, Hq, nq, C]."""
-    if isinstance(index, VerticalSlashIndex):
-        # [B, Hq, 1, C]
-        k_blocks = (verticals // index.block_size)[:, :, None]
-        slashes = index.slashes.to(torch.int8)
-        return values_on_slashes(index, slashes, 1, q_blocks, k_blocks).bool()
-    covered = covered_verticals(index, index.selects(q_blocks, all_blocks(index)))
-    # The caller may have left out blocks of verticals that are not used.
-    return covered[..., : verticals.shape[-1]]
 
 
 def by_step(visits: Visits, sources: Tensor, needed: Tensor) -> Tensor:

@@ -59,6 +59,19 @@ class BlockIndex:
         computed whole."""
         raise NotImplementedError
 
+    def heads_selecting(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
+        """How many heads compute each pair of global blocks (int [nq], int [nk]): int32 [B or 1, 1,
+        nq, nk]."""
+        selected = self.selects(q_blocks, k_blocks)
+        # A pattern that treats all heads alike answers for one of them.
+        heads_per_answer = self.heads // selected.shape[1]
+        return selected.sum(1, keepdim=True, dtype=torch.int32) * heads_per_answer
+
+    def covers(self, q_blocks: Tensor, verticals: Tensor) -> Tensor:
+        """bool [B, Hq, nq, C]: the vertical [B, Hq, C] lies in a block that the query block computes
+        whole. Only patterns with verticals have it."""
+        raise NotImplementedError
+
     def of_heads(self, heads: slice) -> "BlockIndex":
         index = copy.copy(self)
         for name in self.by_head:
@@ -245,29 +258,72 @@ class Pattern(PatternOptions):
 _PATTERNS: dict[str, Pattern] = {}
 
 
-def pattern_of(key: str) -> Pattern:
-    """The pattern that a key names."""
-    return _PATTERNS[key]
-
-
 @dataclass(frozen=True)
-class Selection:
-    """The options of the select op. mask: names of the mask's tensors (inputs.mask_tensors)."""
+class CallOptions:
+    """Options of the ops. They look them up by a key (registry.py).
+
+    cp: a weak reference, as the ContextParallel owns this object.
+    mask: names of the mask's tensors (inputs.mask_tensors).
+    scale: of the scores; None for D ** -0.5.
+    The select op does not read the rest:
+    plain: the mask is causal and nothing else.
+    begin, end: the call is about the query blocks of this range alone, as shares of the sequence.
+    A range that ends before the sequence does is given the verticals' keys and values.
+    """
 
     pattern: Pattern
     cp: weakref.ref
     mask: str
     scale: float | None
+    backend: str = ""
+    plain: bool = False
+    begin: float = 0.0
+    end: float = 1.0
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the call is about a part of the queries."""
+        return self.begin > 0 or self.end < 1
+
+    def block_range(self, seq_len: int) -> tuple[int, int | None]:
+        """The range of local query blocks that the call is about: first, and last + 1.
+
+        seq_len: local tokens. The last + 1 is None for the end of the sequence.
+        """
+        block_size = self.cp().block_size
+        first = blocks_before(self.begin, seq_len, block_size)[0] if self.begin > 0 else 0
+        last = blocks_before(self.end, seq_len, block_size)[0] if self.end < 1 else None
+        return first, last
+
+
+def blocks_before(share: float, seq_len: int, block_size: int) -> tuple[int, int]:
+    """How many blocks of a rank are before this share of the sequence, and how many there are.
+
+    seq_len: tokens of the rank. Both numbers are the same on every rank.
+    """
+    blocks = -(-seq_len // block_size)
+    return int(share * blocks + 0.5), blocks
 
 
 @torch.compiler.assume_constant_result
-def _selection_key(pattern: str, cp: str, mask: str, scale: float | None) -> str:
-    owner = context_of(cp)
-
-    def make() -> Selection:
-        return Selection(pattern_of(pattern), weakref.ref(owner), mask, scale)
-
-    return registry.register_owned(owner.calls, f"select {pattern} {cp} {mask} {scale}", make)
+def options_key(
+    pattern: str,
+    cp: str,
+    mask: str,
+    scale: float | None,
+    backend: str = "",
+    plain: bool = False,
+    begin: float = 0.0,
+    end: float = 1.0,
+) -> str:
+    """The key of CallOptions, for a pattern and a ContextParallel named by their keys."""
+    options = (mask, scale, backend, plain, begin, end)
+    key = " ".join(map(str, ("attend", pattern, cp, *options)))
+    if key not in registry.OBJECTS:
+        owner = context_of(cp)
+        owner.calls[key] = CallOptions(_PATTERNS[pattern], weakref.ref(owner), *options)
+        registry.OBJECTS[key] = owner.calls[key]
+    return key
 
 
 def check_pattern(pattern: Pattern, ranges: MaskRanges, ranks: Ranks) -> None:
@@ -301,7 +357,7 @@ def select(
     would weigh less.
     """
     names, tensors = mask_tensors(ranges)
-    key = _selection_key(pattern.key, ranks.key, names, scale)
+    key = options_key(pattern.key, ranks.key, names, scale)
     return torch.ops.titan_sparse.select(q.detach(), k.detach(), tensors, key)
 
 
@@ -310,19 +366,19 @@ def _select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]
     if q.numel() == 0:
         # No batch or no tokens: nothing is selected, as zeros say in every pattern's tensors.
         return [torch.zeros_like(tensor) for tensor in _fake_select(q, k, mask, call)]
-    selection = registry.lookup(call)
-    cp = selection.cp()
-    ranges = mask_of_whole_blocks(mask_of_tensors(selection.mask, mask), cp.block_size)
-    scale = q.shape[-1] ** -0.5 if selection.scale is None else selection.scale
+    options = registry.lookup(call)
+    cp = options.cp()
+    ranges = mask_of_whole_blocks(mask_of_tensors(options.mask, mask), cp.block_size)
+    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
     sent_before = cp.sent["collectives"]
-    tensors = selection.pattern.select_tensors(
+    tensors = options.pattern.select_tensors(
         whole_blocks(q, 2, cp.block_size), whole_blocks(k, 2, cp.block_size), ranges, cp, scale
     )
     if recorder.listening and (observer := recorder.observer()):
         observer.selection(cp.sent["collectives"] - sent_before)
     shares = recorder.capped_shares()
     if shares is not None:
-        index = selection.pattern.index(tensors, ranges, *q.shape[:2], cp.block_size)
+        index = options.pattern.index(tensors, ranges, *q.shape[:2], cp.block_size)
         if index.capped is not None:
             # [B, Hq, 3]
             both = index.capped.all(-1, keepdim=True)
@@ -333,9 +389,9 @@ def _select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]
 
 @_select.register_fake
 def _fake_select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]:
-    selection = registry.lookup(call)
-    block_size = selection.cp().block_size
+    options = registry.lookup(call)
+    block_size = options.cp().block_size
     seq_len = mask[0].shape[1]
     seq_len += -seq_len % block_size
-    packed = "document_start" in selection.mask
-    return selection.pattern.empty_tensors(q, seq_len, block_size, packed)
+    packed = "document_start" in options.mask
+    return options.pattern.empty_tensors(q, seq_len, block_size, packed)

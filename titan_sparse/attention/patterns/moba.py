@@ -19,12 +19,11 @@ from titan_sparse.attention.masks.ranges import Mask, MaskRanges
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern, gather_blocks, no_verticals
 from titan_sparse.attention.patterns.spans import (
     Spans,
+    find_spans,
     lookup,
-    once_per_selection,
     slots,
     span_of_tokens,
     spans_of_blocks,
-    spans_of_mask,
 )
 from titan_sparse.kernels.bits import pack, unpack
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits, chosen_keys
@@ -72,24 +71,18 @@ class MoBAIndex(BlockIndex):
         q_blocks = q_blocks.long()
         k_blocks = k_blocks.long()
         past = q_blocks[:, None] >= k_blocks  # [nq, nk]
-
         # [B, 1, nq, nk]: short documents are seen whole.
-        dense_from = spans.dense_from[:, q_blocks, None]
-        selected = ((k_blocks >= dense_from) & past)[:, None]
-
+        selected = ((k_blocks >= spans.dense_from[:, q_blocks, None]) & past)[:, None]
         # [B, nq, T]: a query block touches one long document or two.
         touching = spans_of_blocks(spans, q_blocks, self.block_size)
         for number, slot in enumerate(touching.unbind(-1)):
-            # [B, nq]
             known = slot.clamp(min=0)
-            document_start = spans.start.gather(1, known)
             first_block = spans.first_block.gather(1, known)
             # [B, nq, nk]
             inside = (slot >= 0)[..., None] & past & (k_blocks >= first_block[..., None])
-
             # [B, Hq, nq, nk]
             words = self.any_words[:, :, q_blocks, number]
-            in_first, in_last = self._touched_bits(words, document_start, k_blocks)
+            in_first, in_last = self._touched_bits(words, spans.start.gather(1, known), k_blocks)
             selected = selected | ((in_first | in_last) & inside[:, None])
         return selected
 
@@ -98,8 +91,6 @@ class MoBAIndex(BlockIndex):
         # [B, nq], of the first query. Where a block touches two documents, the mask does not let
         # all of its queries see all keys anyway.
         document_start = self.origin[:, q_blocks * self.block_size]
-
-        # [B, Hq, nq, nk]
         words = self.all_words[:, :, q_blocks]
         in_first, in_last = self._touched_bits(words, document_start, k_blocks.long())
         return in_first & in_last
@@ -112,18 +103,12 @@ class MoBAIndex(BlockIndex):
         bool [B, Hq, nq, nk] each.
         words: int32 [B, Hq, nq, W]. document_start: [B, nq], where the chunks are counted from.
         """
-        # [B, nq, nk], counted from the document's start. A block has no more tokens than a chunk,
-        # so that it touches two chunks at most.
-        first_key = k_blocks * self.block_size - document_start[..., None]
+        # [B, 1, nq, nk], counted from the document's start. A block has no more tokens than a
+        # chunk, so that it touches two chunks at most.
+        first_key = (k_blocks * self.block_size - document_start[..., None])[:, None]
         last_key = first_key + self.block_size - 1
-
-        # [B, nq, nk]
-        first_chunk = first_key.clamp(min=0) // self.chunk
-        last_chunk = last_key.clamp(min=0) // self.chunk
-
-        in_first = chosen_bits(words, first_chunk[:, None])
-        in_last = chosen_bits(words, last_chunk[:, None])
-        return in_first, in_last
+        in_first = chosen_bits(words, first_key.clamp(min=0) // self.chunk)
+        return in_first, chosen_bits(words, last_key.clamp(min=0) // self.chunk)
 
     def chosen_chunks(self, q_positions: Tensor) -> ChosenChunks:
         # [B, Hq, Sq, W] and [B, Sq]
@@ -147,48 +132,31 @@ class MoBAIndex(BlockIndex):
         chunks are intersected with what the mask shows each query.
         """
         device = q_blocks.device
-        part_count = len(parts)
         chunk_count = self.words.shape[-1] * 32
         batch, heads = self.words.shape[:2]
-
-        # For every part: whether it has a block [parts, blocks + 1], and its tokens in front of the
-        # block.
-        blocks = self.seq_len // self.block_size
-        owned = torch.zeros(part_count, blocks + 1, dtype=torch.int64, device=device)
+        # [parts, S + 1]: tokens of each part in front of each position.
+        owned = torch.zeros(len(parts), self.seq_len + 1, dtype=torch.int32, device=device)
         for part_owned, part in zip(owned, parts):
-            part_owned[part + 1] = 1
-        owned_before = owned.cumsum(1) * self.block_size
-        owns = F.pad(owned[:, 1:], (0, 1))
+            part_owned[token_positions(part, self.block_size) + 1] = 1
+        owned_before = owned.cumsum(1, dtype=torch.int32)
 
-        def tokens_before(position: Tensor) -> Tensor:
-            """int64 [parts, ...]: tokens of each part in front of the positions int64 [...]."""
-            block = position // self.block_size
-            in_block = position % self.block_size
-            # Of the block that holds the position, the tokens in front of it.
-            return owned_before[:, block] + owns[:, block] * in_block
-
-        total = torch.zeros(batch, heads, part_count, dtype=torch.float64, device=device)
+        total = torch.zeros(batch, heads, len(parts), dtype=torch.float64, device=device)
         chunk_start = torch.arange(chunk_count, device=device) * self.chunk
-        step = max(1, _COUNTED_ELEMENTS // (chunk_count * part_count * self.block_size))
+        step = max(1, _COUNTED_ELEMENTS // (chunk_count * len(parts) * self.block_size))
         for step_blocks in q_blocks.split(step):
-            # [m]
+            # [m], then [Bm, m, 1]
             position = token_positions(step_blocks, self.block_size)
-            # [Bm, m, 1]
             start = ranges.start[:, position, None].long()
             stop = ranges.stop[:, position, None].long()
-
             # [B, m, chunks]: each chunk, as far as the mask shows it to the query.
             begin = self.origin[:, position, None] + chunk_start
             low = torch.minimum(torch.maximum(begin, start), stop)
             high = torch.maximum(torch.minimum(begin + self.chunk, stop), low)
-
-            # [parts, B, m, chunks]
-            seen = tokens_before(high) - tokens_before(low)
-            # [B, m chunks, parts]
+            # [parts, B, m, chunks] -> [B, m chunks, parts]
+            seen = owned_before[:, high] - owned_before[:, low]
             seen = seen.movedim(0, -1).flatten(1, 2).double()
             # [B, Hq, m chunks]
             chosen = unpack(self.words[:, :, position], chunk_count).flatten(2).double()
-            # [B, Hq, parts]
             total += chosen @ seen
         return total
 
@@ -215,9 +183,13 @@ class MoBA(Pattern, MoBAOptions):
         for first in range(0, seq_len // cp.size // size, step):
             last = first + step
             tokens = slice(first * size, last * size)
-            # [B, Hq, m size, C]
+            # [B, Hq, m, size, C]
             chosen = self._choose(q[:, :, tokens], means, chunks, tokens, seq_len)
-            pieces.append(_pack_by_blocks(chosen, chunks.member[:, first:last], size))
+            chosen = chosen.unflatten(2, (-1, size))
+            # T times [B, Hq, m, C]; members as [B, 1, m, size, 1] at a time
+            members = chunks.member[:, None, first:last, :, None].unbind(-1)
+            of_any = torch.stack([(chosen & member).any(3) for member in members], dim=3)
+            pieces.append((pack(chosen), pack(of_any), pack(chosen.all(3))))
 
         # Those of all ranks, as MoBAIndex holds them.
         words, any_words, all_words = (
@@ -226,7 +198,7 @@ class MoBA(Pattern, MoBAOptions):
         return [words.flatten(2, 3), any_words, all_words]
 
     def _choose(
-        self, q: Tensor, means: Tensor, chunks: "Chunks", tokens: slice, seq_len: int
+        self, q: Tensor, means: Tensor, chunks: "MoBAChunks", tokens: slice, seq_len: int
     ) -> Tensor:
         """bool [B, Hq, m, C]: the chunks of its own document that each query sees.
 
@@ -260,13 +232,14 @@ class MoBA(Pattern, MoBAOptions):
 
     def _spans(self, ranges: MaskRanges, batch: int, block_size: int) -> Spans:
         """The documents that have a whole chunk."""
-        return spans_of_mask(ranges, batch, self.chunk_size, block_size)
+        return find_spans(ranges, batch, self.chunk_size, block_size)
 
-    def chunks_of(self, ranges: MaskRanges, batch: int, cp: ContextParallel) -> "Chunks":
+    def chunks_of(self, ranges: MaskRanges, batch: int, cp: ContextParallel) -> "MoBAChunks":
         """The chunks that the mask's long documents have, for this rank's queries."""
         spans = self._spans(ranges, batch, cp.block_size)
-        return once_per_selection(
-            *(ranges, "chunks", self, cp, (batch,)),
+        return once_per_mask(
+            ranges,
+            ("moba", self, cp.key, batch),
             lambda: _find_chunks(ranges, spans, cp, self.chunk_size),
         )
 
@@ -295,30 +268,27 @@ class MoBA(Pattern, MoBAOptions):
         return MoBAIndex(words, any_words, all_words, origin, spans, self.chunk_size, block_size)
 
 
-class Chunks(NamedTuple):
-    """What the gate needs to know of the mask and the layout; int64 unless said otherwise.
+class MoBAChunks(NamedTuple):
+    """What the gate needs to know of the mask and the layout. It is the same for every layer.
 
-    It is the same for every layer.
-    n whole chunks of all long documents, document by document.
-    begin: [B, n], the first token of a chunk; the sequence length for one that does not exist.
-    first, last: [B, n], the blocks that a chunk begins and ends in.
-    exists: bool [B, n].
-    slot: [B, blocks], the first chunk that a block touches or that comes after it.
-    weight: bool [B, n_local, 2, block], which tokens of this rank's blocks are in chunk slot, and
-        in chunk slot + 1.
-    offset: [B, S_local], where the chunks of the document begin that each of this rank's queries is
-        in.
-    own: [B, S_local], the number of each query's own chunk in the document.
+    The n whole chunks of all long documents are numbered document by document.
+    begin: int64 [B, n], the first token of a chunk; the sequence length for one that does not
+        exist.
+    in_chunk: bool [B, n_local, 2, block], which tokens of this rank's blocks are in each of the two
+        chunks that a block can touch.
+    entry: int64 [B, n, m], of all blocks' two sums those that make up each chunk, 2 for each block.
+    counts: bool [B, n, m], which of these there are.
+    offset: int64 [B, S_local], where the chunks of the document begin that each of this rank's
+        queries is in.
+    own: int64 [B, S_local], the number of each query's own chunk in the document.
     member: bool [B, n_local, block, T], in which of the long documents that touch the block a query
         is.
     """
 
     begin: Tensor
-    first: Tensor
-    last: Tensor
-    exists: Tensor
-    slot: Tensor
-    weight: Tensor
+    in_chunk: Tensor
+    entry: Tensor
+    counts: Tensor
     offset: Tensor
     own: Tensor
     member: Tensor
@@ -331,7 +301,7 @@ def document_origin(ranges: MaskRanges) -> Tensor:
     return ranges.document_start.clamp(min=0).int()
 
 
-def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: int) -> Chunks:
+def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: int) -> MoBAChunks:
     seq_len = ranges.start.shape[1]
     size = cp.block_size
     device = ranges.start.device
@@ -350,13 +320,11 @@ def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: i
     begin = spans.start.gather(1, span) + number_in_span * chunk
     begin = begin.where(exists, seq_len)
 
-    # [B, blocks]
+    # [B, blocks]: the first chunk that a block touches or that comes after it.
     block_begin = torch.arange(0, seq_len, size, device=device)
     block_begin = block_begin.expand(batch, -1).contiguous()
     slot = torch.searchsorted(begin + chunk, block_begin, right=True)
-
-    # Which tokens of this rank's blocks are in the two chunks that a block can touch, [B, n_local,
-    # 2, block].
+    # [B, n_local, 2, block]
     own_blocks = cp.blocks(ranges)
     position = token_positions(own_blocks, size)  # [S_local]
     two_chunks = slot[:, own_blocks, None] + torch.arange(2, device=device)
@@ -365,28 +333,30 @@ def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: i
     token = position.view(-1, 1, size)
     in_chunk = (chunk_begin <= token) & (token < chunk_begin + chunk)
 
+    # [B, n, m]: the blocks that each chunk touches, and whether it is their first chunk or second.
+    block = (begin // size)[..., None] + torch.arange(-(-chunk // size) + 1, device=device)
+    counts = (block <= ((begin + chunk - 1) // size)[..., None]) & exists[..., None]
+    block = block.where(counts, 0)
+    which = (number[..., None] - lookup(slot, block)).clamp(0, 1)
+
     # Of this rank's queries, [B, S_local]: their span, and their own chunk in the document.
     token_span = span_of_tokens(spans.start, spans.stop, seq_len)[:, position]
-    query_offset = F.pad(offset, (0, 1)).gather(1, token_span)
     query_origin = document_origin(ranges)[:, position].expand(batch, -1)
-    # [B, n_local, block, T]
+    # [B, n_local, T]
     touching = spans_of_blocks(spans, own_blocks, size)
-    member = token_span.unflatten(1, (-1, size))[..., None] == touching[:, :, None]
-    return Chunks(
+    return MoBAChunks(
         begin=begin,
-        first=begin // size,
-        last=(begin + chunk - 1) // size,
-        exists=exists,
-        slot=slot,
-        weight=in_chunk,
-        offset=query_offset,
+        in_chunk=in_chunk,
+        entry=block * 2 + which,
+        counts=counts,
+        offset=F.pad(offset, (0, 1)).gather(1, token_span),
         own=(position - query_origin) // chunk,
-        member=member,
+        member=token_span.unflatten(1, (-1, size))[..., None] == touching[:, :, None],
     )
 
 
 def _mean_keys(
-    k: Tensor, chunks: Chunks, cp: ContextParallel, chunk: int, ranges: MaskRanges
+    k: Tensor, chunks: MoBAChunks, cp: ContextParallel, chunk: int, ranges: MaskRanges
 ) -> Tensor:
     """Mean key of every whole chunk, [B, Hkv, n, D], from k [B, Hkv, S_local, D].
 
@@ -394,35 +364,18 @@ def _mean_keys(
     Keys are summed within blocks on the rank that owns them. These sums are added up over blocks in
     global order on every rank, so that the number of ranks does not change the result.
     """
-    _, kv_heads, _, dim = k.shape
+    kv_heads, _, dim = k.shape[1:]
     dtype = torch.promote_types(k.dtype, torch.float32)
-
     # [B, Hkv, n_local, block, D]
     k_blocks = k.unflatten(2, (-1, cp.block_size)).to(dtype)
-    # [B, Hkv, n_local, 2, D]: for each block the sums over the two chunks that it can touch.
-    sums = chunks.weight[:, None].to(dtype) @ k_blocks
-    # [B, Hkv, blocks, 2, D]
-    sums = gather_blocks(sums, cp, ranges)
-
-    # [B, n, blocks a chunk]: the blocks that each chunk touches.
-    blocks_a_chunk = -(-chunk // cp.block_size) + 1
-    block = chunks.first[..., None] + torch.arange(blocks_a_chunk, device=k.device)
-    valid = (block <= chunks.last[..., None]) & chunks.exists[..., None]
-    block = block.where(valid, 0)
-    # [B, n, blocks a chunk], 0 or 1: the chunk is the first or the second one that the block
-    # touches.
-    number = torch.arange(block.shape[1], device=k.device)[:, None]
-    which = (number - lookup(chunks.slot, block)).clamp(0, 1)
-
-    # [B, Hkv, n * blocks a chunk, D]
-    entry = (block * 2 + which).flatten(1)
-    entry = entry[:, None, :, None].expand(-1, kv_heads, -1, dim)
+    # [B, Hkv, n_local, 2, D], then of all ranks: [B, Hkv, blocks, 2, D]
+    sums = gather_blocks(chunks.in_chunk[:, None].to(dtype) @ k_blocks, cp, ranges)
+    # [B, Hkv, n m, D]
+    entry = chunks.entry.flatten(1)[:, None, :, None].expand(-1, kv_heads, -1, dim)
     block_sums = sums.flatten(2, 3).gather(2, entry)
-
-    # [B, Hkv, n, blocks a chunk, D]
-    block_sums = block_sums.unflatten(2, block.shape[1:])
-    block_sums = block_sums * valid[:, None, ..., None]
-    # [B, Hkv, n, D]
+    # [B, Hkv, n, m, D]
+    block_sums = block_sums.unflatten(2, chunks.entry.shape[1:])
+    block_sums = block_sums * chunks.counts[:, None, ..., None]
     return block_sums.sum(3) / chunk
 
 
@@ -443,19 +396,3 @@ def _largest(gate: Tensor, count: int) -> Tensor:
     # [..., 1]: how many of these there is room for.
     left = count - above.sum(-1, keepdim=True)
     return above | (equal & (equal.cumsum(-1) <= left))
-
-
-def _pack_by_blocks(chosen: Tensor, member: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The words of MoBAIndex by blocks: [B, Hq, m, size, W], [B, Hq, m, T, W] and [B, Hq, m, W].
-
-    chosen: bool [B, Hq, m size, C], of each query. member: bool [B, m, size, T], the queries of
-        each document.
-    """
-    # [B, Hq, m, size, C]
-    chosen = chosen.unflatten(2, (-1, size))
-
-    # T times [B, Hq, m, C]; `member` as [B, 1, m, size, 1] at a time
-    any_chosen = [
-        (chosen & in_document[:, None, ..., None]).any(3) for in_document in member.unbind(-1)
-    ]
-    return pack(chosen), pack(torch.stack(any_chosen, dim=3)), pack(chosen.all(3))

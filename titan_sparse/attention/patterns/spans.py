@@ -6,18 +6,14 @@ with a selection of its own; shorter documents are computed whole. At most two s
 because dense_below >= block_size.
 """
 
-from collections.abc import Callable, Hashable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.base import once_per_mask
 from titan_sparse.attention.masks.ranges import MaskRanges
-
-T = TypeVar("T")
 
 
 class Spans(NamedTuple):
@@ -64,62 +60,50 @@ def entries(seq_len: int, block_size: int, n: int) -> int:
     return blocks + n - 1
 
 
-def spans_of_mask(ranges: MaskRanges, batch: int, dense_below: int, block_size: int) -> Spans:
-    """find_spans(), remembered for the mask.
-
-    All layers, and all patterns with the same limit, share the result.
-    """
-    # Nothing else decides the spans.
-    key = ("spans", batch, dense_below, block_size)
-    return once_per_mask(
-        ranges,
-        key,
-        lambda: find_spans(ranges, batch, dense_below, block_size),
-    )
-
-
-def once_per_selection(
-    ranges: MaskRanges,
-    name: str,
-    pattern: Hashable,
-    cp: ContextParallel,
-    shape: tuple[int, ...],
-    compute: Callable[[], T],
-    version: int = 0,
-) -> T:
-    """compute(), remembered for the mask: geometry that is the same in every layer.
-
-    It may depend on the mask, on the pattern's parameters, on cp's ranks, layout and block size,
-    and on `shape`: the batch size and, where it matters, the number of heads. `name`
-    distinguishes the results of one selection. The result of another version is dropped.
-    """
-    # cp.key stands for the ranks, the layout and the block size.
-    key = (name, pattern, cp.key, shape)
-    return once_per_mask(ranges, key, compute, version)
-
-
 def find_spans(ranges: MaskRanges, batch: int, dense_below: int, block_size: int) -> Spans:
-    """The spans of a resolved mask, [batch, n]."""
-    # [Bm, n]
-    if ranges.document_start is None:
-        stop = _tokens(ranges)
-        start = torch.zeros_like(stop)
-    else:
-        start, stop = _long_documents(ranges.document_start, dense_below)
-    first_block = start // block_size
-    last_block = (stop - 1).clamp(min=0) // block_size
-    diagonals = torch.where(start < stop, last_block - first_block + 1, 0)
-    spans = Spans(
-        start=start,
-        stop=stop,
-        first_block=first_block,
-        last_block=last_block,
-        offset=diagonals.cumsum(-1) - diagonals,
-        dense_from=_dense_from(ranges, start, stop, block_size),
-        tokens=_tokens(ranges),
-    )
-    # searchsorted() wants contiguous memory.
-    return Spans._make(field.expand(batch, -1).contiguous() for field in spans)
+    """The spans of a resolved mask, [batch, n].
+
+    They are remembered for the mask: all layers, and all patterns with the same limit, share them.
+    """
+
+    def find() -> Spans:
+        # [Bm, n]
+        if ranges.document_start is None:
+            stop = _tokens(ranges)
+            start = torch.zeros_like(stop)
+        else:
+            start, stop = _long_documents(ranges.document_start, dense_below)
+        first_block = start // block_size
+        last_block = (stop - 1).clamp(min=0) // block_size
+        diagonals = torch.where(start < stop, last_block - first_block + 1, 0)
+        spans = Spans(
+            start=start,
+            stop=stop,
+            first_block=first_block,
+            last_block=last_block,
+            offset=diagonals.cumsum(-1) - diagonals,
+            dense_from=_dense_from(ranges, start, stop, block_size),
+            tokens=_tokens(ranges),
+        )
+        # searchsorted() wants contiguous memory.
+        return Spans._make(field.expand(batch, -1).contiguous() for field in spans)
+
+    return once_per_mask(ranges, ("spans", batch, dense_below, block_size), find)
+
+
+def share_of_cap(most: int, least: int, spans: Spans) -> Tensor:
+    """int64 [B, n]: each span's part of a budget's cap.
+
+    It is all of the cap for an unpacked sequence, else in proportion to length.
+    Padding does not count as length: the number of ranks, which padding depends on, does not change
+    the selection.
+    """
+    length = spans.stop - spans.start
+    # [B, 1], not 0 where all is padding.
+    tokens = spans.tokens.clamp(min=1)
+    # [B, n], rounded up.
+    share = (most * length + spans.tokens - 1) // tokens
+    return share.clamp(min=least)
 
 
 def _tokens(ranges: MaskRanges) -> Tensor:

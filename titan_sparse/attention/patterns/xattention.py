@@ -20,11 +20,10 @@ from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.base import BlockSets, Pattern, gather_blocks
 from titan_sparse.attention.patterns.spans import (
     Spans,
+    find_spans,
     lookup,
-    once_per_selection,
     span_of_tokens,
     spans_of_blocks,
-    spans_of_mask,
 )
 from titan_sparse.kernels import antidiagonals as kernels
 from titan_sparse.kernels.antidiagonals import QueryBlocks, Tiles
@@ -47,12 +46,9 @@ class XAttention(Pattern, XAttentionOptions):
         kv_heads = k.shape[1]
         group = heads // kv_heads
         by_kernels = _by_kernels(q, cp, self.stride)
-        plan = once_per_selection(
+        plan = once_per_mask(
             ranges,
-            "plan",
-            self,
-            cp,
-            (batch, group, by_kernels),
+            ("xattention", self, cp.key, batch, group, by_kernels),
             lambda: self._plan(ranges, cp, batch, group, by_kernels),
         )
         chosen = []
@@ -70,7 +66,7 @@ class XAttention(Pattern, XAttentionOptions):
         self, ranges: MaskRanges, cp: ContextParallel, batch: int, group: int, by_kernels: bool
     ) -> "Plan":
         """What this rank looks at, the same for every layer."""
-        spans = spans_of_mask(ranges, batch, self.dense_below, cp.block_size)
+        spans = find_spans(ranges, batch, self.dense_below, cp.block_size)
         own_blocks = cp.blocks(ranges)
         # On the host, so that no layer but the first waits for the device.
         numbers = once_per_mask(ranges, ("own blocks", cp.key), own_blocks.tolist)

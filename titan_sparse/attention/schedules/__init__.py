@@ -9,12 +9,14 @@ from titan_sparse.attention import recorder
 from titan_sparse.attention.backends.base import Queries
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.schedule import Moves
-from titan_sparse.attention.schedules import ring, single, steps
+from titan_sparse.attention.schedules import gathered, ring, steps
 from titan_sparse.attention.schedules.all_gather import AllGather
 from titan_sparse.attention.schedules.group_cast import GroupCast
 from titan_sparse.attention.schedules.ring import Ring
+from titan_sparse.attention.schedules.single import Single
 
 TRANSPORTS: dict[Moves, type[steps.Transport]] = {
+    Moves.NOTHING: Single,
     Moves.CHUNKS: Ring,
     Moves.HEADS: AllGather,
     Moves.BLOCKS: GroupCast,
@@ -25,8 +27,10 @@ TRANSPORTS: dict[Moves, type[steps.Transport]] = {
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the keys and values of the gathered
     verticals [2, B, Hq, C, D]."""
-    if call.cp.moves is Moves.NOTHING:
-        return single.forward(call, q, k, v)
+    geometry = gathered.geometry_of(call, len(q))
+    if geometry is not None:
+        no_verticals = q.new_empty(2, *q.shape[:2], 0, q.shape[3])
+        return *gathered.forward(call, geometry, q, k, v), no_verticals
     call.count_plain_ring(k)
     return steps.forward(call, TRANSPORTS[call.cp.moves], q, k, v)
 
@@ -35,8 +39,9 @@ def backward(
     call: AttentionCall, queries: Queries, k: Tensor, v: Tensor, vertical_kv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v, in their dtype."""
-    if call.cp.moves is Moves.NOTHING:
-        return single.backward(call, queries, k, v, vertical_kv)
+    geometry = gathered.geometry_of(call, len(k))
+    if geometry is not None:
+        return gathered.backward(call, geometry, queries, k, v)
     call.count_plain_ring(k, backward=True)
     if call.cp.moves is Moves.CHUNKS and ring.circulates_queries_of(call, queries.q, k):
         return ring.backward_with_queries_circulating(call, queries, k, v, vertical_kv)

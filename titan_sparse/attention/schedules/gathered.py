@@ -42,7 +42,7 @@ def geometry_of(call: AttentionCall, batch: int) -> Geometry | None:
     """
     if not isinstance(call.pattern, MoBA) or not call.backend.GATHERS_QUERIES:
         return None
-    if call.mask.slices is not None or call.is_partial:
+    if call.cp.size > 1 or call.mask.slices is not None or call.is_partial:
         return None
     if _slots(call) == 0:
         return None

@@ -82,8 +82,8 @@ def _plan(call: AttentionCall, stages: int) -> Plan:
     def make() -> Plan:
         # int64 [W, n]: the blocks that each rank owns
         table = cp.table(call.mask).cpu()[:, : call.last]
-        host_plan = plan(needed_blocks(call), table, cp.inter, cp.intra, cp.rank, stages)
-        return host_plan.to(call.mask.start.device)
+        device = call.mask.start.device
+        return plan(needed_blocks(call), table, cp.inter, cp.intra, cp.rank, stages, device)
 
     if call.pattern.dynamic:
         return make()

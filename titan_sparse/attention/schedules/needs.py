@@ -4,7 +4,6 @@ All ranks compute the same answer without communication, from the mask and, wher
 """
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,10 +14,7 @@ from titan_sparse.attention.masks.base import once_per_mask, token_positions
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.reach import block_reach, reached, seen_blocks, seen_chunks
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.patterns.vertical_slash.pattern import (
-    VerticalSlashIndex,
-    heads_selecting,
-)
+from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.attention.tiles.blocks import all_blocks
 
 _LARGEST_TABLE = 1 << 27
@@ -28,15 +24,13 @@ _TILES_AT_ONCE = 1 << 26
 _LAYOUTS_BY_INDEX = ("contiguous", "zigzag")
 """Where the index is looked at. Under "balanced" any few slashes touch every rank; under "striped"
 they do with few ranks."""
-ALL_HEADS = slice(None)
 
 
-def needed_chunks(call: AttentionCall, groups: Sequence[slice] = (ALL_HEADS,)) -> list[Tensor]:
-    """For each group of query heads bool [W, W], on the host: some query of rank r meets a block of
-    rank s outside the verticals.
+def needed_chunks(call: AttentionCall) -> Tensor:
+    """bool [W, W] on the host: some query of rank r meets a block of rank s outside the verticals.
 
     The result may contain chunks that are not needed, but misses none. The mask is looked at once a
-    batch. For what _without_unmet() looks at, the host waits for the selection, once for all groups.
+    batch. For what met_chunks() looks at, the host waits for the selection.
     """
 
     def by_mask() -> Tensor:
@@ -44,13 +38,13 @@ def needed_chunks(call: AttentionCall, groups: Sequence[slice] = (ALL_HEADS,)) -
         return seen_chunks(call.mask, table, call.cp.block_size).cpu()
 
     seen = once_per_mask(call.mask, ("needed", call.cp.key), by_mask)
-    if call.cp.route_by == "mask" or call.cp.layout not in _LAYOUTS_BY_INDEX:
-        return [seen] * len(groups)
-    return _without_unmet(seen, call.index, call.cp.layout, groups)
+    if call.cp.route_by == "mask":
+        return seen
+    return met_chunks(seen, call.index, call.cp.layout)
 
 
 def needed_chunks_of(index: BlockIndex, ranges: MaskRanges, layout: str, ranks: int) -> Tensor:
-    """needed_chunks() of a call over so many ranks, without a ContextParallel, for all heads.
+    """needed_chunks() of a call over so many ranks, without a ContextParallel.
 
     ranges: for the layout "balanced" with their table.
     """
@@ -59,36 +53,24 @@ def needed_chunks_of(index: BlockIndex, ranges: MaskRanges, layout: str, ranks: 
     else:
         table = block_ids(layout, ranks, index.seq_len, index.block_size)
     seen = seen_chunks(ranges, table.to(ranges.start.device), index.block_size).cpu()
-    if layout not in _LAYOUTS_BY_INDEX:
-        return seen
-    [needed] = _without_unmet(seen, index, layout, [ALL_HEADS])
-    return needed
+    return met_chunks(seen, index, layout)
 
 
-def _without_unmet(
-    by_mask: Tensor, index: BlockIndex, layout: str, groups: Sequence[slice]
-) -> list[Tensor]:
-    """Of the chunks that the mask lets ranks see, those that slashes of each group of heads
-    meet: bool [W, W] each.
+def met_chunks(seen: Tensor, index: BlockIndex, layout: str) -> Tensor:
+    """Of the chunks bool [W, W] that the mask lets ranks see, those that slashes of some head meet.
 
-    by_mask: bool [W, W]. It is returned unchanged where there is nothing to look at. In a packed
-    sequence this is a bound: a diagonal counts for all documents.
+    `seen` is returned unchanged where there is nothing to look at. In a packed sequence this is a
+    bound: a diagonal counts for all documents.
     """
-    if not isinstance(index, VerticalSlashIndex):
-        return [by_mask] * len(groups)
-    ranks = len(by_mask)
-    # [blocks, W * W]
-    distances = block_distances(
-        layout, ranks, index.seq_len, index.block_size, index.slashes.device
-    )
+    if layout not in _LAYOUTS_BY_INDEX or not isinstance(index, VerticalSlashIndex):
+        return seen
+    device = index.slashes.device
+    distances = block_distances(layout, len(seen), index.seq_len, index.block_size, device)
     if distances is None:
-        return [by_mask] * len(groups)
-    # [groups, blocks]
-    diagonals_on = torch.stack([distances_on(index.of_heads(heads)) for heads in groups])
-    # [groups, W * W]: at how many distances a pair of ranks has blocks and a diagonal is on
-    shared = diagonals_on.to(distances.dtype) @ distances
-    meets = shared.view(-1, ranks, ranks) > 0
-    return list(by_mask & meets.cpu())
+        return seen
+    # [W * W]: at how many distances a pair of ranks has blocks and a diagonal is on
+    shared = distances_on(index).to(distances.dtype) @ distances
+    return seen & (shared > 0).view(seen.shape).cpu()
 
 
 def needed_blocks(call: AttentionCall) -> Tensor:
@@ -123,7 +105,7 @@ def met_blocks(ranges: MaskRanges, index: BlockIndex, table: Tensor) -> Tensor:
         for q_blocks in blocks_of_rank.split(q_blocks_at_once):
             reach = block_reach(ranges, token_positions(q_blocks, size), size)
             # [B, nq, blocks]: how many heads select each block
-            selecting = heads_selecting(index, q_blocks, keys)[:, 0]
+            selecting = index.heads_selecting(q_blocks, keys)[:, 0]
             tiles = reached(reach, keys, size) & (selecting > 0)
             is_met[rank] |= tiles.flatten(0, 1).any(0)
     return is_met

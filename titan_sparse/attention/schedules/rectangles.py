@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.backends.base import DenseShape, Partial, Queries
+from titan_sparse.attention.backends.base import DenseShape, Partial, Queries, Sum
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.merge import merge
 
@@ -19,12 +19,13 @@ class Rectangle(NamedTuple):
     """What queries see of a chunk: local queries from `q_start` on see local keys before `k_stop`.
 
     If `shape` is causal, chunk and queries are of the same rank, and each query sees its own key
-    and earlier ones.
+    and earlier ones. padding: bool [B, S], queries that see nothing; None if there are none.
     """
 
     q_start: int
     k_stop: int
     shape: DenseShape
+    padding: Tensor | None = None
 
 
 def rectangle_of(call: AttentionCall, q: Tensor, source: int) -> Rectangle | None:
@@ -53,65 +54,60 @@ def rectangle_of(call: AttentionCall, q: Tensor, source: int) -> Rectangle | Non
 
 
 def forward(
-    call: AttentionCall,
-    rectangle: Rectangle,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    total: Partial | None,
-    dtype: torch.dtype,
-    into: Tensor | None,
+    call: AttentionCall, rectangle: Rectangle, q: Tensor, k: Tensor, v: Tensor, total: Sum
 ) -> Partial:
-    """Like a backend's forward(), over one rectangle.
-
-    total: of all queries; it is changed in place.
-    """
+    """Like a backend's forward(), over one rectangle. total.before is changed in place."""
     # Only these queries see anything of the chunk, and only these keys are seen.
     queries = slice(rectangle.q_start, None)
     keys = slice(rectangle.k_stop)
     out, lse = call.backend.dense_forward(
         q[:, :, queries], k[:, :, keys], v[:, :, keys], rectangle.shape, call.scale
     )
-    if total is None:
+    if rectangle.padding is not None:
+        # [B, 1, S]
+        padding = rectangle.padding[:, None]
+        out = out.masked_fill(padding[..., None], 0)
+        lse = lse.masked_fill(padding, -torch.inf)
+    dtype, before, into = total
+    if before is None:
         # The rank's own chunk comes first, and all queries see some of it.
         first_out = out.to(dtype) if into is None else into.copy_(out)
         return Partial(first_out, lse)
-    seeing_out = total.out[:, :, queries]
-    seeing_lse = total.lse[:, :, queries]
+    seeing_out = before.out[:, :, queries]
+    seeing_lse = before.lse[:, :, queries]
     merged_out, merged_lse = merge((seeing_out, seeing_lse), out, lse, dtype)
     seeing_out.copy_(merged_out)
     seeing_lse.copy_(merged_lse)
     if into is None:
-        return total
-    return Partial(into.copy_(total.out), total.lse)
+        return before
+    return Partial(into.copy_(before.out), before.lse)
 
 
 def backward(
-    call: AttentionCall,
-    rectangle: Rectangle,
-    queries: Queries,
-    k: Tensor,
-    v: Tensor,
-    dq: Tensor | None,
-    dtype: torch.dtype,
-    into: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, as a backend's backward() gives them."""
+    call: AttentionCall, rectangle: Rectangle, queries: Queries, k: Tensor, v: Tensor, total: Sum
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """dq, and dk and dv, as a backend's backward() gives them."""
+    dtype, dq, into = total
     q_start = rectangle.q_start
     keys = slice(rectangle.k_stop)
     rounded = queries._replace(out=queries.out.to(queries.q.dtype))
+    if rectangle.padding is not None:
+        # exp(score - inf) is 0: rows of padding have no share in anything.
+        lse = queries.lse.masked_fill(rectangle.padding[:, None], torch.inf)
+        rounded = rounded._replace(lse=lse)
     seeing = Queries._make(tensor[:, :, q_start:] for tensor in rounded)
     d_seeing, dk, dv = call.backend.dense_backward(
         seeing, k[:, :, keys], v[:, :, keys], rectangle.shape, call.scale
     )
-    # Keys that no query sees get gradients of 0.
-    padding = (0, 0, 0, k.shape[2] - rectangle.k_stop)
-    dk = torch.nn.functional.pad(dk.to(dtype), padding)
-    dv = torch.nn.functional.pad(dv.to(dtype), padding)
+    d_kv = (dk.to(dtype), dv.to(dtype))
+    unseen = k.shape[2] - rectangle.k_stop
+    if unseen > 0:
+        # Keys that no query sees get gradients of 0.
+        d_kv = tuple(torch.nn.functional.pad(x, (0, 0, 0, unseen)) for x in d_kv)
     if dq is None:
         dq = d_seeing.to(dtype)
     else:
         dq[:, :, q_start:] += d_seeing
     if into is not None:
         dq = into.copy_(dq)
-    return dq, dk, dv
+    return dq, d_kv

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention import call_tiles
-from titan_sparse.attention.backends.base import Queries
+from titan_sparse.attention.backends.base import Queries, Sum
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.schedule import circulates_queries, head_groups
 from titan_sparse.attention.schedules import verticals
@@ -39,31 +39,28 @@ class Ring(Transport):
         self.dtype = call.sum_dtype(q)
         count = head_groups(k.shape[1], len(call.cp.windows))
         heads = _equal_slices(q.shape[1], count)
+        kv_heads = _equal_slices(k.shape[1], count)
+        self.route = route_of(call.cp, needed_chunks(call))
         self.groups = []
-        self.routes = []
         self.chunks = []
         self.homes = []
-        for number, needed in enumerate(needed_chunks(call, heads)):
+        for number in range(count):
             # The heads of a single group are not taken out of the index.
             group_call = call if count == 1 else call.of_heads(heads[number])
-            route = route_of(call.cp, needed)
-            kv_heads = _equal_slices(k.shape[1], count)[number]
-            self.groups.append(Group(group_call, heads[number], route.computing_steps))
-            self.routes.append(route)
-            self.chunks.append([torch.stack([k[:, kv_heads], v[:, kv_heads]])])
-            self.homes.append(RingGradients(call.cp, route, number))
+            self.groups.append(Group(group_call, heads[number], self.route.computing_steps))
+            self.chunks.append([torch.stack([k[:, kv_heads[number]], v[:, kv_heads[number]]])])
+            self.homes.append(RingGradients(call.cp, self.route, number))
 
     def steps(self) -> Iterator[Step]:
         homes = self.homes if self.backward else None
-        for at in circulate(self.call.cp, self.routes, self.chunks, homes):
-            if at.computes:
-                call = self.groups[at.group].call
-                tiles = functools.partial(call_tiles.tiles_of_rank, call, len(self.q), at.source)
-                rectangle = rectangle_of(self.call, self.q, at.source)
-                step = Step(at.group, *at.chunk[0], tiles, rectangle)
-                yield step
-                if self.backward:
-                    at.gradient = _stacked(*step.d_kv, self.dtype)
+        for at in circulate(self.call.cp, self.route, self.chunks, homes):
+            call = self.groups[at.group].call
+            tiles = functools.partial(call_tiles.tiles_of_rank, call, len(self.q), at.source)
+            rectangle = rectangle_of(self.call, self.q, at.source)
+            step = Step(at.group, *at.chunk[0], tiles, rectangle)
+            yield step
+            if self.backward:
+                at.gradient = _stacked(*step.d_kv, self.dtype)
 
     def gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         by_group = [home.finish() for home in self.homes]
@@ -124,28 +121,25 @@ def backward_with_queries_circulating(
         # Verticals do not travel: every rank has them. Their gradients hide behind the ring.
         piece = call_tiles.vertical_piece(call, vertical_kv, len(q), by_key)
         dq_of_verticals, [d_verticals] = call.backend.backward(
-            queries, [piece], None, call.scale, dtype
+            queries, [piece], call.scale, Sum(dtype)
         )
         reduced = call.cp.start_all_reduce(_stacked(*d_verticals, dtype))
 
     # Queries are needed by the ranks whose keys they meet, the reverse of chunks of keys.
-    [needed] = needed_chunks(call)
-    route = route_of(call.cp, needed.T)
+    route = route_of(call.cp, needed_chunks(call).T)
     # [B, Hq, S_local]
     delta = (d_out.to(dtype) * out.to(dtype)).sum(-1)
     # [2, B, Hq, S_local, D] and [2, B, Hq, S_local]
     chunk = [torch.stack([q, d_out]), torch.stack([lse, delta])]
     home = RingGradients(call.cp, route, 0)
     d_kv = None
-    for at in circulate(call.cp, [route], [chunk], [home]):
-        if not at.computes:
-            continue
+    for at in circulate(call.cp, route, [chunk], [home]):
         (passing_q, passing_d_out), (passing_lse, passing_delta) = at.chunk
         passing_out = _out_with(passing_d_out, passing_delta)
         passing = Queries(passing_q, passing_d_out, passing_out, passing_lse)
         tiles = call_tiles.tiles_of_rank(call, len(q), call.cp.rank, by_key, at.source)
         dq, [d_kv_here] = call.backend.backward(
-            passing, [Piece(k, v, tiles)], None, call.scale, dtype
+            passing, [Piece(k, v, tiles)], call.scale, Sum(dtype)
         )
         at.gradient = dq.to(dtype)
         if d_kv is None:

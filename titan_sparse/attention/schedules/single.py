@@ -1,78 +1,37 @@
-"""Attention on one rank: no chunks, no transfers, one piece of blocks and one of verticals."""
+"""Attention on one rank: no transfers, one step over all keys."""
 
-from typing import NamedTuple
+import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from titan_sparse.attention import call_tiles
-from titan_sparse.attention.backends.base import DenseShape, Queries
+from titan_sparse.attention.backends.base import DenseShape
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.masks.base import once_per_mask
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.schedules import gathered, verticals
-from titan_sparse.kernels.block_sparse import Piece
+from titan_sparse.attention.schedules.rectangles import Rectangle
+from titan_sparse.attention.schedules.steps import Group, Step, Transport
 
 
-def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """out [B, Hq, S, D], lse [B, Hq, S], and keys and values of the verticals [2, B, Hq, C, D]."""
-    no_verticals = q.new_empty(2, *q.shape[:2], 0, q.shape[3])
-    packing = packing_of(call, q)
-    if packing is not None:
-        return *_dense_forward(call, packing, q, k, v), no_verticals
-    geometry = gathered.geometry_of(call, len(q))
-    if geometry is not None:
-        return *gathered.forward(call, geometry, q, k, v), no_verticals
-    # Everything else goes by tiles.
-    vertical_kv = verticals.gather(call, k, v).wait()
-    pieces = _pieces(call, k, v, vertical_kv, transpose=False)
-    out, lse = call.backend.forward(q, pieces, None, call.scale, q.dtype)
-    return out, lse, vertical_kv
+class Single(Transport):
+    def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool):
+        tiles = functools.partial(call_tiles.tiles_of_rank, call, len(k), 0)
+        self.step = Step(0, k, v, tiles, packing_of(call, q))
+        self.groups = [Group(call, slice(None), steps=1)]
+
+    def steps(self) -> Iterator[Step]:
+        yield self.step
+
+    def gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self.step.d_kv
 
 
-def backward(
-    call: AttentionCall, queries: Queries, k: Tensor, v: Tensor, vertical_kv: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, in their dtype."""
-    q = queries.q
-    packing = packing_of(call, q)
-    if packing is not None:
-        return _dense_backward(call, packing, queries, k, v)
-    geometry = gathered.geometry_of(call, len(q))
-    if geometry is not None:
-        return gathered.backward(call, geometry, queries, k, v)
-    pieces = _pieces(call, k, v, vertical_kv, call.backend.READS_BY_KEY)
-    dq, gradients = call.backend.backward(queries, pieces, None, call.scale, q.dtype)
-    dk, dv = gradients[0]
-    if len(pieces) > 1:
-        verticals.add_gradients(call, (dk, dv), gradients[1])
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+def packing_of(call: AttentionCall, q: Tensor) -> Rectangle | None:
+    """All keys of a dense call that is causal inside documents, with or without a window.
 
-
-def _pieces(
-    call: AttentionCall, k: Tensor, v: Tensor, vertical_kv: Tensor, transpose: bool
-) -> list[Piece]:
-    """All keys by tiles, and the verticals if there are any."""
-    tiles = call_tiles.tiles_of_rank(call, len(k), source=0, transpose=transpose)
-    pieces = [Piece(k, v, tiles)]
-    if vertical_kv.shape[3] > 0:
-        pieces.append(call_tiles.vertical_piece(call, vertical_kv, len(k), transpose))
-    return pieces
-
-
-class Packing(NamedTuple):
-    """Documents of all sequences, one sequence after the other. A run of padding counts as one.
-
-    padding: bool [B, S]; None if there is none.
-    """
-
-    shape: DenseShape
-    padding: Tensor | None
-
-
-def packing_of(call: AttentionCall, q: Tensor) -> Packing | None:
-    """The packing of a dense call that is causal inside documents, with or without a window.
-
+    Documents of all sequences come one sequence after the other, and a run of padding counts as one.
     None for any other call, or if no kernel serves it without tables of blocks. Tables would cost a
     kernel that knows documents 10 % and more, and every layer would have to make them. The host
     waits for a mask that is not plain, once a batch.
@@ -80,9 +39,9 @@ def packing_of(call: AttentionCall, q: Tensor) -> Packing | None:
     if call.pattern.dynamic or call.mask.slices is not None:
         return None
     if call.plain:
-        shape = DenseShape(causal=True, is_whole=True, block_size=call.cp.block_size)
+        shape = DenseShape(causal=True, is_whole=True)
         if call.backend.serves_dense(q, shape):
-            return Packing(shape, None)
+            return Rectangle(0, q.shape[2], shape)
         return None
     has_documents = call.mask.document_start is not None
     shape = DenseShape(causal=True, is_whole=True, is_packed=True, has_documents=has_documents)
@@ -97,8 +56,8 @@ def packing_of(call: AttentionCall, q: Tensor) -> Packing | None:
     return packing
 
 
-def find_packing(ranges: MaskRanges, batch: int) -> Packing | None:
-    """The packing of a mask; None if it is anything but causal documents with one window for all.
+def find_packing(ranges: MaskRanges, batch: int) -> Rectangle | None:
+    """The rectangle of a mask, with its documents; None if it is anything but causal documents with one window for all.
 
     The host waits for the mask.
     """
@@ -139,32 +98,4 @@ def find_packing(ranges: MaskRanges, batch: int) -> Packing | None:
         window=window if window_cuts else None,
         has_documents=ranges.document_start is not None,
     )
-    return Packing(shape, padding if has_padding else None)
-
-
-def _dense_forward(
-    call: AttentionCall, packing: Packing, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
-    """out [B, Hq, S, D] and lse [B, Hq, S]; 0 and -inf for padding."""
-    shape = packing.shape
-    out, lse = call.backend.dense_forward(q, k, v, shape, call.scale)
-    if packing.padding is None:
-        return out, lse
-    # [B, 1, S]
-    padding = packing.padding[:, None]
-    out = out.masked_fill(padding[..., None], 0)
-    lse = lse.masked_fill(padding, -torch.inf)
-    return out, lse
-
-
-def _dense_backward(
-    call: AttentionCall, packing: Packing, queries: Queries, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, in their dtype; 0 for padding."""
-    if packing.padding is not None:
-        # exp(score - inf) is 0: rows of padding have no share in anything.
-        padding = packing.padding[:, None]
-        lse = queries.lse.masked_fill(padding, torch.inf)
-        queries = queries._replace(lse=lse)
-    shape = packing.shape
-    return call.backend.dense_backward(queries, k, v, shape, call.scale)
+    return Rectangle(0, seq_len, shape, padding if has_padding else None)

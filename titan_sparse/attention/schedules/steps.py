@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention import call_tiles, recorder
-from titan_sparse.attention.backends.base import Partial, Queries
+from titan_sparse.attention.backends.base import Partial, Queries, Sum
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.context_parallel.schedule import vertical_shares
@@ -142,23 +142,19 @@ class ForwardSum:
 
     def add(self, step: Step) -> None:
         call = self.group.call
-        into = next(self.places)
+        total = Sum(self.dtype, self.total, next(self.places))
         has_verticals = self.share >= 0
         if has_verticals:
             self.gathered.wait()
         with recorder.computing():
             if step.rectangle is not None:
-                self.total = rectangles.forward(
-                    call, step.rectangle, self.q, step.k, step.v, self.total, self.dtype, into
-                )
+                self.total = rectangles.forward(call, step.rectangle, self.q, step.k, step.v, total)
             else:
                 pieces = [Piece(step.k, step.v, step.tiles(False))]
                 if has_verticals:
                     kv = self.gathered.result
                     pieces.append(_vertical_piece(self.group, kv, False, self.share, self.shares))
-                self.total = call.backend.forward(
-                    self.q, pieces, self.total, call.scale, self.dtype, into
-                )
+                self.total = call.backend.forward(self.q, pieces, call.scale, total)
         self.share += 1
 
 
@@ -189,13 +185,12 @@ class BackwardSum:
     def add(self, step: Step) -> tuple[Tensor, Tensor]:
         """dk and dv of the next step."""
         call = self.group.call
-        dtype = call.sum_dtype(step.k)
-        into = next(self.places)
+        total = Sum(call.sum_dtype(step.k), self.dq, next(self.places))
         if step.rectangle is not None:
-            self.dq, dk, dv = rectangles.backward(
-                call, step.rectangle, self.queries, step.k, step.v, self.dq, dtype, into
+            self.dq, d_kv = rectangles.backward(
+                call, step.rectangle, self.queries, step.k, step.v, total
             )
-            return dk, dv
+            return d_kv
         by_key = call.backend.READS_BY_KEY
         tiles = step.tiles(by_key)
         pieces = [Piece(step.k, step.v, tiles)]
@@ -203,9 +198,7 @@ class BackwardSum:
         if has_verticals:
             kv = self.d_verticals.vertical_kv
             pieces.append(_vertical_piece(self.group, kv, by_key, self.share, self.shares))
-        self.dq, gradients = call.backend.backward(
-            self.queries, pieces, self.dq, call.scale, dtype, into
-        )
+        self.dq, gradients = call.backend.backward(self.queries, pieces, call.scale, total)
         if has_verticals:
             self.d_verticals.put(gradients[1], self.group.heads, self.share, self.shares)
             self.share += 1

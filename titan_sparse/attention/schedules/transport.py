@@ -21,26 +21,20 @@ from titan_sparse.attention.context_parallel.group import ContextParallel
 Chunk = list[Tensor]
 
 
-class Hops(NamedTuple):
-    """Whether this rank sends in a hop, and whether it receives.
-
-    inner: by [window][step], of the step's chunk. outer: by [window], of the window's first chunk.
-    After the last window a chunk's gradient comes home, to the rank that had it in the first.
-    """
-
-    inner: list[list[list[bool]]]
-    outer: list[list[bool]]
-
-
 class Route(NamedTuple):
-    """What this rank does. computes: by [window][step], whether it computes on the chunk.
+    """What this rank does in a ring, by [window][step].
 
-    kv, gradient: the hops of the chunks, and of their gradients.
+    computes: whether it computes on the step's chunk. inner, outer: whether it sends and receives in
+    a chunk's hop to the next rank, and by [window] in that of the window's first chunk to the next
+    node. gradient_inner, gradient_outer: the same for gradients. After the last window a gradient
+    comes home, to the rank that had the chunk in the first.
     """
 
     computes: list[list[bool]]
-    kv: Hops
-    gradient: Hops
+    inner: list[list[list[bool]]]
+    outer: list[list[bool]]
+    gradient_inner: list[list[list[bool]]]
+    gradient_outer: list[list[bool]]
 
     @property
     def computing_steps(self) -> int:
@@ -49,24 +43,20 @@ class Route(NamedTuple):
 
 @dataclass
 class RingStep:
-    """A step of a schedule, for one group of KV heads.
+    """A step in which this rank computes, for one group of KV heads.
 
-    source: rank of the chunk. computes: whether this rank computes on the chunk. If not, the chunk
-    may not be there. gradient: of what the chunk holds, which the caller leaves here in a backward.
+    source: rank of the chunk. gradient: of what the chunk holds, which the caller leaves here in a
+    backward.
     """
 
     group: int
     source: int
     chunk: Chunk
-    computes: bool
     gradient: Tensor | None = None
 
 
 def route_of(cp: ContextParallel, needed: Tensor) -> Route:
-    """The route of this rank.
-
-    needed: bool [W, W] on the host, rank r computes on the chunk of rank s.
-    """
+    """needed: bool [W, W] on the host, rank r computes on the chunk of rank s."""
     # The cache of _route() needs values that it can hash.
     windows = tuple(tuple(window) for window in cp.windows)
     return _route(windows, cp.rank, needed.numpy().tobytes())
@@ -84,41 +74,31 @@ def _route(windows: tuple[tuple[int, ...], ...], rank: int, needed_bytes: bytes)
     ranks = inter * intra
     needed = torch.frombuffer(bytearray(needed_bytes), dtype=torch.bool)
     needed = needed.view(ranks, ranks)
+    window = torch.arange(inter)
+    place = torch.arange(intra)
+    hops = []
+    for find in (routing.hops_needed, routing.gradient_hops):
+        made = find(needed, inter, intra)
+        # A rank sends what it holds, and receives what it holds next.
+        inner = [made.inner[sources.roll(by, 1), window[:, None], place] for by in (0, -1)]
+        outer = [made.outer[sources[:, 0].roll(by), window] for by in (0, -1)]
+        hops += [torch.stack(inner, -1).tolist(), torch.stack(outer, -1).tolist()]
     # A rank always computes on its own chunk.
     computes = needed[rank, sources] | (sources == rank)
-    return Route(
-        computes=computes.tolist(),
-        kv=_hops_of_rank(routing.hops_needed(needed, inter, intra), sources),
-        gradient=_hops_of_rank(routing.gradient_hops(needed, inter, intra), sources),
-    )
-
-
-def _hops_of_rank(made: routing.Hops, sources: Tensor) -> Hops:
-    """The hops of a rank that meets the chunks of `sources` [inter, intra].
-
-    In each it sends what it holds, and receives what it holds next.
-    """
-    window = torch.arange(len(sources))
-    place = torch.arange(sources.shape[1])
-    inner = []
-    outer = []
-    for shift in (0, -1):
-        inner.append(made.inner[sources.roll(shift, 1), window[:, None], place])
-        outer.append(made.outer[sources[:, 0].roll(shift), window])
-    return Hops(torch.stack(inner, -1).tolist(), torch.stack(outer, -1).tolist())
+    return Route(computes.tolist(), *hops)
 
 
 def circulate(
     cp: ContextParallel,
-    routes: list[Route],
+    route: Route,
     chunks: list[Chunk],
     homes: "list[RingGradients] | None" = None,
 ) -> Iterator[RingStep]:
     """The steps in the schedule's order; transfers run while the caller computes.
 
-    routes, chunks: this rank's, of each group of KV heads. Within a window one group comes after the
-    other, so that with several groups the second is still on its way from another node while the
-    first is computed.
+    chunks: this rank's, of each group of KV heads. Within a window one group comes after the other,
+    so that with several groups the second is still on its way from another node while the first is
+    computed.
     homes: of a backward, where the gradients of each group go. Its order lets compute hide their
     transfers: only the first step of the first window, then the other windows, then the rest of the
     first one, while the last gradients come home from other nodes.
@@ -128,14 +108,14 @@ def circulate(
     groups = range(len(chunks))
 
     def to_next_rank(group: int, window: int, place: int, chunk: Chunk, slot: object) -> Pending:
-        hops = routes[group].kv.inner[window][place]
+        hops = route.inner[window][place]
         return cp.shift(chunk, "inner", f"inner {slot} {group}", *hops)
 
     def to_next_node(group: int, window: int, chunk: Chunk) -> Pending | None:
         if window + 1 == inter:
             return None
-        hops = routes[group].kv.outer[window]
-        return cp.shift(chunk, "outer", f"outer {window % 2} {group}", *hops)
+        slot = f"outer {window % 2} {group}"
+        return cp.shift(chunk, "outer", slot, *route.outer[window])
 
     def received(group: int, transfer: Pending) -> Chunk:
         # Where nothing came, this rank's own chunk has the right shape; it is never read.
@@ -150,9 +130,9 @@ def circulate(
                 # this step is computed, not after: the hop inside the node that it waits for is the
                 # shorter.
                 homes[group - 1].finish_node()
-            source = cp.windows[window][place]
-            step = RingStep(group, source, chunk, routes[group].computes[window][place])
-            yield step
+            step = RingStep(group, cp.windows[window][place], chunk)
+            if route.computes[window][place]:
+                yield step
             if homes:
                 homes[group].add(window, place, step.gradient)
             if place + 1 < stop:
@@ -191,7 +171,7 @@ class RingGradients:
 
     def __init__(self, cp: ContextParallel, route: Route, group: int):
         self.cp = cp
-        self.hops = route.gradient
+        self.route = route
         self.group = group
         self.own: Tensor | None = None
         self.node: tuple[int, Tensor | None] | None = None
@@ -205,7 +185,7 @@ class RingGradients:
             self.like = gradient
         if place > 0:
             gradient = self._sum(gradient, self.inner)
-            hops = self.hops.inner[window][place]
+            hops = self.route.gradient_inner[window][place]
             self.inner = self._shift(gradient, "inner", place, hops)
             return
         # This share waits here, for what comes around the inner ring: nothing travels yet.
@@ -225,7 +205,7 @@ class RingGradients:
         window, gradient = self.node
         gradient = self._sum(gradient, self.inner)
         gradient = self._sum(gradient, self.outer)
-        self.outer = self._shift(gradient, "outer", window, self.hops.outer[window])
+        self.outer = self._shift(gradient, "outer", window, self.route.gradient_outer[window])
         self.inner = None
         self.node = None
 

@@ -41,19 +41,26 @@ class Gradients:
 
     missing: shares that are still to come. The sum begins with the last of them, and travels behind
     the steps that remain.
+    sums: [2, B, Hq, C, D], made for several ranks with the first share.
     """
 
     def __init__(self, call: AttentionCall, vertical_kv: Tensor):
         """vertical_kv: [2, B, Hq, C, D], their keys and values."""
         self.call = call
         self.vertical_kv = vertical_kv
-        sum_dtype = accumulation_dtype(vertical_kv.dtype)
-        self.sums = vertical_kv.new_empty(vertical_kv.shape, dtype=sum_dtype)
+        self.sums: Tensor | None = None
         self.missing = 0
         self.reduced: Pending | None = None
 
     def put(self, gradients: Sequence[Tensor], heads: slice, share: int, shares: int) -> None:
         """dk and dv [B, H, n, D] of call_tiles.vertical_piece(), for the query heads `heads`."""
+        if self.call.cp.size == 1:
+            # They come in one share.
+            self.reduced = Pending(gradients)
+            return
+        if self.sums is None:
+            sum_dtype = accumulation_dtype(self.vertical_kv.dtype)
+            self.sums = torch.empty_like(self.vertical_kv, dtype=sum_dtype)
         block_size = self.call.cp.block_size
         for whole, gradient in zip(self.sums[:, :, heads], gradients, strict=True):
             # [B, H, blocks of the share, block, D], a view

@@ -83,7 +83,7 @@ def vertical_tiles(
     last = vertical_blocks[..., -1]
 
     # [B, Hq, nq, C], and the rest [B, Hq, nq, n].
-    covered = covered_verticals(index, index.selects(q_blocks, all_blocks(index)))
+    covered = index.covers(q_blocks, verticals)
     any_covered = covered.unflatten(-1, (-1, size)).any(-1)
     any_seen = (reach.first <= last) & (reach.last > first)
     all_seen = (reach.all_first <= first) & (reach.all_last > last)
@@ -197,23 +197,6 @@ def query_ranges(ranges: MaskRanges, q_positions: Tensor, batch: int) -> tuple[T
     start = start.expand(batch, -1).contiguous()
     stop = stop.expand(batch, -1).contiguous()
     return start, stop
-
-
-def covered_verticals(index: BlockIndex, selected: Tensor) -> Tensor:
-    """bool [B, Hq, nq, C]: the vertical lies in a block that the query block computes whole.
-
-    selected: bool, what index.selects() says of nq query blocks and all key blocks.
-    """
-    batch, heads, _ = index.verticals.shape
-    queries, blocks = selected.shape[2:]
-    # [B, Hq, C]: what fills up the list lies behind the last block.
-    block = index.verticals.long() // index.block_size
-    block = block.clamp(max=blocks - 1)
-    # [B, Hq, nq, C]
-    block = block[:, :, None].expand(-1, -1, queries, -1)
-    # [B, Hq, nq, blocks]
-    selected = selected.expand(batch, heads, -1, -1)
-    return selected.gather(3, block)
 
 
 def all_blocks(index: BlockIndex) -> Tensor:

@@ -11,11 +11,12 @@ from torch import Tensor
 from tests.reference import structured_qkv
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.spans import Spans, find_spans
 from titan_sparse.attention.patterns.vertical_slash import priced
-from titan_sparse.attention.patterns.vertical_slash.priced import Priced
+from titan_sparse.attention.patterns.vertical_slash.priced import JointPlan
 from titan_sparse.attention.patterns.vertical_slash.probe import (
-    Geometry,
+    ProbeGeometry,
     last_rows,
     probe_geometry,
     spread_rows,
@@ -200,9 +201,10 @@ class Made(NamedTuple):
     """By the twins. codes, mass, count: what a selection is made from, of each span."""
 
     spans: Spans
-    geometry: Geometry
-    needed: Priced
-    diagonals: priced.Diagonals
+    geometry: ProbeGeometry
+    needed: JointPlan
+    slash_codes: Tensor
+    slash_count: Tensor
     codes: Tensor
     mass: Tensor
     count: Tensor
@@ -223,9 +225,9 @@ def _made(case: Case) -> Made:
     else:
         rows = last_rows(spans, case.queries, case.seq_len, BLOCK)
     geometry = probe_geometry(ranges, spans, rows, cp)
-    needed = priced.priced_geometry(spans, geometry, case.seq_len, BLOCK, case.sinks, case.local)
-    by_span = priced._codes(q, k, geometry, needed, cp, SCALE)
-    return Made(spans, geometry, needed, *by_span)
+    options = VerticalSlash(sinks=case.sinks, local_slashes=case.local, count_sinks=True)
+    needed = priced.make_plan(options, spans, geometry, case.seq_len, BLOCK)
+    return Made(spans, geometry, needed, *priced._codes(q, k, needed, cp, SCALE))
 
 
 def _softmax(case: Case, seen: Tensor, b: int, h: int) -> list[list[float]]:
@@ -315,10 +317,10 @@ def _check_diagonals(
     diagonals = [_diagonal_price(known, distance, first) for distance in range(count)]
     wanted_codes = [_code(price) for price in diagonals]
     wanted_codes[: known.case.local] = [255] * min(known.case.local, count)
-    got_codes = made.diagonals.codes[*at[:2], offset : offset + count]
+    got_codes = made.slash_codes[*at[:2], offset : offset + count]
     assert got_codes.tolist() == wanted_codes
     counted = Counter(wanted_codes[known.case.local :])
-    got_count = made.diagonals.count[at]
+    got_count = made.slash_count[at]
     assert got_count.tolist() == [counted[code] for code in range(256)]
     return diagonals
 

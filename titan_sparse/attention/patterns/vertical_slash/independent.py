@@ -13,16 +13,20 @@ from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.patterns.base import compact
-from titan_sparse.attention.patterns.spans import Spans, spans_of_blocks
+from titan_sparse.attention.patterns.spans import (
+    Spans,
+    share_of_cap,
+    span_of_tokens,
+    spans_of_blocks,
+)
 from titan_sparse.attention.patterns.vertical_slash.probe import (
-    Geometry,
-    blocks_and_rows,
+    ProbeGeometry,
     by_kernels,
-    diagonals_of_entries,
     look,
-    tiles_of_blocks,
+    slash_tiles,
 )
 from titan_sparse.kernels import probe as kernels
+from titan_sparse.options import VerticalSlashOptions
 
 
 class Segments(NamedTuple):
@@ -111,41 +115,93 @@ def smallest_sets(
     return selected, left_out[:, :n] > 0
 
 
-class Pairs(NamedTuple):
+class IndependentPlan(NamedTuple):
     """What a rank chooses for: N = ceil(B Hq / ranks) pairs of a sequence and a head.
 
-    segments: what is chosen from in a row of masses [S + E], in 2 n segments: each span's
-        verticals, then each span's slashes.
-    tile: int64 [N, E U], the tiles that make up each slash (tiles_of_diagonals).
+    recall: that is asked for. segments: what is chosen from in a row of masses [S + E], in 2 n
+        segments: each span's verticals, then each span's slashes.
+    tile: int64 [N, E U], the tiles that make up each slash, in global order. The one behind the last
+        stands for none.
     """
 
+    geometry: ProbeGeometry
+    recall: float
     segments: Segments
     tile: Tensor
 
 
-def choose_independent(
-    q: Tensor,
-    k: Tensor,
-    geometry: Geometry,
-    pairs: Pairs,
+def make_plan(
+    options: VerticalSlashOptions,
+    spans: Spans,
+    geometry: ProbeGeometry,
+    seq_len: int,
     cp: ContextParallel,
-    scale: float,
-    recall: float,
-    capacity: int,
+    heads: int,
+) -> IndependentPlan:
+    batch, n = spans.start.shape
+    device = spans.start.device
+    # [N]: the sequence of each pair. The last ranks may have pairs too many; they choose for the
+    # last one again.
+    pairs = -(-batch * heads // cp.size)
+    pair = torch.arange(pairs, device=device) + cp.rank * pairs
+    sequence = pair.clamp(max=batch * heads - 1) // heads
+
+    blocks = torch.arange(seq_len // cp.block_size, device=device)
+    slot = spans_of_blocks(spans, blocks, cp.block_size)
+    of_all_ranks = geometry._replace(blocks=blocks, slot=slot)
+    slashes = slash_tiles(spans, of_all_ranks, seq_len, cp.block_size)
+    groups, diagonals = slashes.tile.shape[1:]
+    none = len(blocks) * slot.shape[-1] * groups
+    # [B, U, E] -> [B, E U]
+    tile = slashes.tile.where(slashes.tile >= 0, none).mT.flatten(1)
+
+    # [B, S + E]: the segment of a vertical is its span, those of the slashes come after them.
+    vertical_segment = span_of_tokens(spans.start, spans.stop, seq_len)
+    vertical_segment = vertical_segment.where(vertical_segment < n, 2 * n)
+    segment = torch.cat([vertical_segment, n + slashes.span], dim=1)
+    most_verticals = share_of_cap(options.max_verticals, options.min_verticals, spans)
+    # No cap must not be shared out: a short span can touch more slashes than its part of the list's
+    # length.
+    most_slashes = spans.diagonals
+    if options.max_slashes:
+        most_slashes = share_of_cap(options.max_slashes, options.min_slashes, spans)
+    first = seq_len + spans.offset
+    kinds = (
+        (spans.start, spans.stop, options.min_verticals, most_verticals, options.sinks),
+        (
+            first,
+            first + spans.diagonals,
+            options.min_slashes,
+            most_slashes,
+            options.local_slashes,
+        ),
+    )
+    bounds = []
+    for begin, stop, least, most, always in kinds:
+        fields = (begin, stop, torch.full_like(begin, least), most, torch.full_like(begin, always))
+        bounds.append(torch.stack(fields, dim=-1))
+    # [B, 2 n, 5]; the counts may be larger than int32, for example an unlimited maximum.
+    bounds = torch.cat(bounds, dim=1).clamp(max=seq_len + diagonals)
+    segments = Segments(sequence.int(), segment.int(), bounds.int())
+    return IndependentPlan(geometry, options.recall, segments, tile[sequence])
+
+
+def choose(
+    q: Tensor, k: Tensor, plan: IndependentPlan, cp: ContextParallel, scale: float, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Verticals int32 [B, Hq, capacity], slashes bool [B, Hq, E], and capped bool [B, Hq, 2].
 
     Collective over cp. q, k: [B, Hq, S_local, D] and [B, Hkv, S_local, D], whole blocks.
     """
     batch, heads = q.shape[:2]
-    verticals, diagonals = _masses(q, k, geometry, pairs.tile, cp, scale)
+    verticals, diagonals = _masses(q, k, plan, cp, scale)
     seq_len = verticals.shape[1]
     entry_count = diagonals.shape[1]
-    queries = geometry.start.shape[2]
+    queries = plan.geometry.start.shape[2]
 
     # selected: bool [N, S + E], capped: bool [N, 2 n].
     mass = torch.cat([verticals, diagonals], dim=1)
-    selected, capped = smallest_sets(mass, pairs.segments, recall, queries)
+    selected, capped = smallest_sets(mass, plan.segments, plan.recall, queries)
 
     # One gather for everything chosen, int32 [N, C + E + 2] a rank.
     positions = compact(selected[:, :seq_len], capacity, seq_len)
@@ -160,16 +216,11 @@ def choose_independent(
 
 
 def _masses(
-    q: Tensor,
-    k: Tensor,
-    geometry: Geometry,
-    tile: Tensor,
-    cp: ContextParallel,
-    scale: float,
+    q: Tensor, k: Tensor, plan: IndependentPlan, cp: ContextParallel, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Masses that the probe gives to verticals [N, S] and to slashes [N, E] of N pairs."""
     batch, heads = q.shape[:2]
-    probe, keys, lse = look(q, k, geometry, cp, scale)
+    probe, keys, lse = look(q, k, plan.geometry, cp, scale)
     # Of this rank's keys, for all heads: [B, Hq, n_local, b] and [B, Hq, n_local, T, U].
     module = kernels if by_kernels(keys) else kernels.naive
     vertical, tiles = module.block_masses(probe, keys, lse)
@@ -191,42 +242,15 @@ def _masses(
 
     # [N, K, b] and [N, K, T U], in global order.
     vertical_masses = vertical_masses.reshape(pairs, -1, vertical.shape[3])
-    vertical_masses = vertical_masses[:, geometry.order]
+    vertical_masses = vertical_masses[:, plan.geometry.order]
     tile_masses = tile_masses.reshape(pairs, -1, tiles[0, 0, 0].numel())
-    tile_masses = tile_masses[:, geometry.order]
+    tile_masses = tile_masses[:, plan.geometry.order]
 
     # [N, K T U + 1]: the last entry is the tile that stands for none.
     tile_masses = F.pad(tile_masses.flatten(1), (0, 1))
     # [N, E U]. Gathered, not scattered: with atomic additions a slash's mass would depend on
     # their order.
-    diagonal_tiles = tile_masses.gather(1, tile)
+    diagonal_tiles = tile_masses.gather(1, plan.tile)
     # [N, E, U] -> [N, E]
     diagonal_masses = diagonal_tiles.unflatten(1, (-1, probe.groups)).sum(-1)
     return vertical_masses.flatten(1), diagonal_masses
-
-
-def sequences_of_pairs(batch: int, heads: int, cp: ContextParallel, device: torch.device) -> Tensor:
-    """int64 [N]: the sequence of each (sequence, head) pair that this rank chooses for."""
-    pairs = -(-batch * heads // cp.size)
-    # [N]. The last ranks may have pairs too many; they choose for the last one again.
-    pair = torch.arange(pairs, device=device) + cp.rank * pairs
-    pair = pair.clamp(max=batch * heads - 1)
-    return pair // heads
-
-
-def tiles_of_diagonals(spans: Spans, geometry: Geometry, blocks: int, block_size: int) -> Tensor:
-    """int64 [B, E U]: the tiles that make up each slash.
-
-    Entry e of the list of all spans' slashes is the sum of tiles U e .. U e + U - 1 of these.
-    Tiles are numbered (key block, span touching it, group of rows); the one behind the last stands
-    for none. blocks: K, of the sequence.
-    """
-    span, distance = diagonals_of_entries(spans, blocks, block_size)
-    block, rows = blocks_and_rows(spans, geometry.rows, span, distance)
-    everywhere = torch.arange(blocks, device=span.device)
-    touching = spans_of_blocks(spans, everywhere, block_size)
-    of_all_ranks = geometry._replace(blocks=everywhere, slot=touching)
-    tile = tiles_of_blocks(of_all_ranks, block, span, blocks)
-    none = blocks * touching.shape[-1] * rows.shape[1]
-    # [B, U, E] -> [B, E U]
-    return tile.where(rows > 0, none).mT.flatten(1)

@@ -6,50 +6,30 @@ block diagonals, that carry the target share of the attention mass. A slash is o
 list per head, never a mask.
 """
 
-from collections.abc import Callable
-from typing import TypeVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
+from titan_sparse.attention.masks.base import once_per_mask
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern
 from titan_sparse.attention.patterns.spans import (
     Spans,
     entries,
+    find_spans,
     lookup,
-    once_per_selection,
     slots,
-    span_of_tokens,
     spans_of_blocks,
-    spans_of_mask,
 )
-from titan_sparse.attention.patterns.vertical_slash.independent import (
-    Pairs,
-    Segments,
-    choose_independent,
-    sequences_of_pairs,
-    tiles_of_diagonals,
-)
-from titan_sparse.attention.patterns.vertical_slash.priced import (
-    Limits,
-    Priced,
-    choose_priced,
-    priced_geometry,
-)
+from titan_sparse.attention.patterns.vertical_slash import independent, priced
 from titan_sparse.attention.patterns.vertical_slash.probe import (
-    Geometry,
     last_rows,
     probe_geometry,
     probe_seed,
     spread_rows,
 )
-from titan_sparse.kernels.prices import loss_allowed
 from titan_sparse.options import VerticalSlashOptions
-
-T = TypeVar("T")
 
 
 class VerticalSlashIndex(BlockIndex):
@@ -82,34 +62,46 @@ class VerticalSlashIndex(BlockIndex):
         self.most_blocks = most_blocks
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
-        spans = self.spans
-        batch, heads = self.slashes.shape[:2]
-        q_blocks = q_blocks.long()
-        k_blocks = k_blocks.long()
-        # [nq, nk]
-        delta = q_blocks[:, None] - k_blocks
-        past = delta >= 0
-        # [B, 1, nq, nk]: short documents are seen whole.
-        dense_from = spans.dense_from[:, q_blocks, None]
-        selected = (k_blocks >= dense_from)[:, None] & past
+        return self._at_slashes(self.slashes, 1, q_blocks, k_blocks.view(1, 1, 1, -1))
 
-        # [B, nq, T]: a query block touches one span or two.
-        touching = spans_of_blocks(spans, q_blocks, self.block_size)
-        for slot in touching.unbind(-1):
-            # [B, nq, 1]
-            known = slot.clamp(min=0)
-            first_block = spans.first_block.gather(1, known)[..., None]
-            offset = spans.offset.gather(1, known)[..., None]
-            # [B, nq, nk]
-            inside = (slot >= 0)[..., None] & past & (k_blocks >= first_block)
-            # [B, nq, nk] -> [B, Hq, nq * nk]: the slash of each pair of blocks.
-            entry = torch.where(inside, offset + delta, 0)
-            entry = entry.view(batch, 1, -1).expand(-1, heads, -1)
-            # [B, Hq, nq, nk]
-            on = self.slashes.gather(2, entry)
-            on = on.view(batch, heads, *delta.shape)
-            selected = selected | (on & inside[:, None])
-        return selected
+    def heads_selecting(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
+        # Summed over heads before they are looked up, which is about Hq times cheaper.
+        heads_with_slash = self.slashes.sum(1, keepdim=True, dtype=torch.int32)
+        k_blocks = k_blocks.view(1, 1, 1, -1)
+        return self._at_slashes(heads_with_slash, self.heads, q_blocks, k_blocks)
+
+    def covers(self, q_blocks: Tensor, verticals: Tensor) -> Tensor:
+        # [B, Hq, 1, C]
+        k_blocks = (verticals // self.block_size)[:, :, None]
+        return self._at_slashes(self.slashes, 1, q_blocks, k_blocks)
+
+    def _at_slashes(
+        self, values: Tensor, value_of_short: int, q_blocks: Tensor, k_blocks: Tensor
+    ) -> Tensor:
+        """Look up `values` at the slash of each pair of blocks; 0 where there is none.
+
+        values: [B, H, E], one for each entry of self.slashes. value_of_short: the value inside
+        short documents, which are computed whole. q_blocks: int [nq]. k_blocks: [B or 1, H or 1, 1,
+        m]. Returns [B, H, nq, m].
+
+        Two documents can meet in a query block. The later one adds only the tile on the main
+        diagonal, and the earlier one has that tile already, because local_slashes is 1 or more. So
+        the entries of the first span are enough.
+        """
+        # [B, 1, nq, 1] each: first entry of the span, its first block, the block from which on short
+        # documents are computed whole.
+        spans = self.block_spans(q_blocks)[:, None, :, None]
+        begin, first_block, _, _, dense_from = spans.unbind(-1)
+        # [B or 1, H or 1, nq, m]
+        delta = q_blocks.int()[:, None] - k_blocks.int()
+        in_span = (begin >= 0) & (delta >= 0) & (k_blocks >= first_block)
+        # Entry 0 stands in outside of the span, where the product below removes its value.
+        entry = (begin + delta) * in_span
+        flat = entry.flatten(2).long().expand(*values.shape[:2], -1)
+        looked_up = values.gather(2, flat).view(*values.shape[:2], *entry.shape[2:]) * in_span
+        in_short = (k_blocks >= dense_from) & (delta >= 0)
+        short = in_short * torch.tensor(value_of_short, dtype=values.dtype)
+        return torch.maximum(looked_up, short)
 
     def tensors(self) -> list[Tensor]:
         return [self.slashes, self.verticals, self.capped]
@@ -137,57 +129,6 @@ class VerticalSlashIndex(BlockIndex):
         return torch.cat([fields, dense_from], dim=-1).int()
 
 
-def heads_selecting(index: BlockIndex, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
-    """How many heads compute each pair of global blocks: int32 [B or 1, 1, nq, nk].
-
-    q_blocks: int64 [nq]. k_blocks: int64 [nk]. The slashes of a vertical-slash index are summed
-    over heads before they are looked up, which is about Hq times cheaper.
-    """
-    if isinstance(index, VerticalSlashIndex):
-        # [B, 1, E]
-        heads_with_slash = index.slashes.sum(1, keepdim=True, dtype=torch.int32)
-        return values_on_slashes(
-            index, heads_with_slash, index.heads, q_blocks, k_blocks.view(1, 1, 1, -1)
-        )
-    # [B or 1, Hq or 1, nq, nk]
-    selected = index.selects(q_blocks, k_blocks)
-    # A pattern that treats all heads alike answers for one of them.
-    heads_per_answer = index.heads // selected.shape[1]
-    return selected.sum(1, keepdim=True, dtype=torch.int32) * heads_per_answer
-
-
-def values_on_slashes(
-    index: VerticalSlashIndex,
-    values: Tensor,
-    value_of_short: int,
-    q_blocks: Tensor,
-    k_blocks: Tensor,
-) -> Tensor:
-    """Look up `values` at the slash of each pair of blocks; 0 where there is none.
-
-    values: [B, H, E], one for each entry of index.slashes. value_of_short: the value inside short
-    documents, which are computed whole. q_blocks: int64 [nq]. k_blocks: [B or 1, H or 1, 1, m].
-    Returns [B, H, nq, m].
-
-    Two documents can meet in a query block. The later one adds only the tile on the main diagonal,
-    and the earlier one has that tile already, because local_slashes is 1 or more. So the entries
-    of the first span are enough.
-    """
-    # [B, 1, nq, 1] each: first entry of the span, its first block, the block from which on short
-    # documents are computed whole.
-    spans = index.block_spans(q_blocks)[:, None, :, None]
-    begin, first_block, _, _, dense_from = spans.unbind(-1)
-    # [B or 1, H or 1, nq, m]
-    delta = q_blocks.int()[:, None] - k_blocks.int()
-    in_span = (begin >= 0) & (delta >= 0) & (k_blocks >= first_block)
-    # Entry 0 stands in outside of the span, where the product below removes its value.
-    entry = ((begin + delta) * in_span).expand(*values.shape[:2], -1, -1)
-    looked_up = values.gather(2, entry.flatten(2).long()).view(entry.shape) * in_span
-    in_short = (k_blocks >= dense_from) & (delta >= 0)
-    short = in_short * torch.tensor(value_of_short, dtype=values.dtype)
-    return torch.maximum(looked_up, short)
-
-
 class VerticalSlash(Pattern, VerticalSlashOptions):
     """Verticals and slashes chosen online from a probe. VerticalSlashOptions has the parameters."""
 
@@ -210,43 +151,21 @@ class VerticalSlash(Pattern, VerticalSlashOptions):
         batch, heads = q.shape[:2]
         seq_len = ranges.start.shape[1]
         capacity = self.vertical_capacity(seq_len, cp.block_size, ranges.document_start is not None)
-        geometry = self._remembered(ranges, "probe", cp, (batch,), self._geometry)
-        if self.budget == "independent":
-            pairs = self._remembered(ranges, "pairs", cp, (batch, heads), self._pairs)
-            chosen = choose_independent(q, k, geometry, pairs, cp, scale, self.recall, capacity)
-        else:
-            priced = self._remembered(ranges, "priced", cp, (batch,), self._priced)
-            limits = self._remembered(ranges, "limits", cp, (batch,), self._limits)
-            chosen = choose_priced(q, k, geometry, priced, limits, cp, scale, capacity)
-        verticals, slashes, capped = chosen
+        # What follows from the mask and the rows alone is worked out once, not once a layer.
+        plan = once_per_mask(
+            ranges,
+            ("vertical_slash", self, cp.key, batch, heads),
+            lambda: self._plan(ranges, cp, batch, heads),
+            version=0 if self.probe_rows == "last" else probe_seed(),
+        )
+        module = independent if self.budget == "independent" else priced
+        verticals, slashes, capped = module.choose(q, k, plan, cp, scale, capacity)
         return [slashes, verticals, capped]
 
-    # What follows from the mask and the rows alone is worked out once, not once a layer.
-
-    def _remembered(
-        self,
-        ranges: MaskRanges,
-        name: str,
-        cp: ContextParallel,
-        shape: tuple[int, ...],
-        compute: Callable[[MaskRanges, ContextParallel, tuple[int, ...]], T],
-    ) -> T:
-        """compute(), remembered for the mask, and for the seed where rows are drawn.
-
-        shape: batch size and, where it matters, query heads.
-        """
-        seed = 0 if self.probe_rows == "last" else probe_seed()
-        return once_per_selection(
-            ranges, name, self, cp, shape, lambda: compute(ranges, cp, shape), version=seed
-        )
-
-    def _spans(self, ranges: MaskRanges, batch: int, block_size: int) -> Spans:
-        return spans_of_mask(ranges, batch, self.dense_below, block_size)
-
-    def _geometry(
-        self, ranges: MaskRanges, cp: ContextParallel, shape: tuple[int, ...]
-    ) -> Geometry:
-        spans = self._spans(ranges, shape[0], cp.block_size)
+    def _plan(
+        self, ranges: MaskRanges, cp: ContextParallel, batch: int, heads: int
+    ) -> independent.IndependentPlan | priced.JointPlan:
+        spans = find_spans(ranges, batch, self.dense_below, cp.block_size)
         seq_len = ranges.start.shape[1]
         queries = self.probe_queries(cp.block_size)
         if self.probe_rows == "last":
@@ -254,88 +173,10 @@ class VerticalSlash(Pattern, VerticalSlashOptions):
         else:
             last = queries // 4 if self.probe_rows == "both" else 0
             rows = spread_rows(spans, queries, seq_len, cp.block_size, probe_seed(), last)
-        return probe_geometry(ranges, spans, rows, cp)
-
-    def _priced(self, ranges: MaskRanges, cp: ContextParallel, shape: tuple[int, ...]) -> Priced:
-        spans = self._spans(ranges, shape[0], cp.block_size)
-        geometry = self._remembered(ranges, "probe", cp, shape, self._geometry)
-        seq_len = ranges.start.shape[1]
-        return priced_geometry(
-            spans,
-            geometry,
-            seq_len,
-            cp.block_size,
-            self.sinks,
-            self.local_slashes,
-            self.count_sinks,
-        )
-
-    def _limits(self, ranges: MaskRanges, cp: ContextParallel, shape: tuple[int, ...]) -> Limits:
-        spans = self._spans(ranges, shape[0], cp.block_size)
-        geometry = self._remembered(ranges, "probe", cp, shape, self._geometry)
-        # [B, n]
-        probed = geometry.rows.group_rows.sum(-1)
-        most_diagonals = None
-        if self.max_slashes:
-            most_diagonals = _share(self.max_slashes, self.min_slashes, spans)
-        return Limits(
-            allowed=loss_allowed(probed, self.recall),
-            least_verticals=self.min_verticals,
-            least_diagonals=self.min_slashes,
-            most_verticals=_share(self.max_verticals, self.min_verticals, spans),
-            most_diagonals=most_diagonals,
-        )
-
-    def _pairs(self, ranges: MaskRanges, cp: ContextParallel, shape: tuple[int, ...]) -> Pairs:
-        batch, heads = shape
-        spans = self._spans(ranges, batch, cp.block_size)
-        geometry = self._remembered(ranges, "probe", cp, (batch,), self._geometry)
-        seq_len = ranges.start.shape[1]
-        blocks = seq_len // cp.block_size
-        sequence = sequences_of_pairs(batch, heads, cp, spans.start.device)
-        diagonals = entries(seq_len, cp.block_size, spans.start.shape[1])
-        tile = tiles_of_diagonals(spans, geometry, blocks, cp.block_size)
-        return Pairs(self._segments(spans, seq_len, diagonals, sequence), tile[sequence])
-
-    def _segments(self, spans: Spans, seq_len: int, diagonals: int, sequence: Tensor) -> Segments:
-        """What is chosen from in a row of masses [S + E], in 2 n segments.
-
-        These are each span's verticals, then each span's slashes.
-        diagonals: E. sequence: int64 [N], of each row.
-        """
-        n = spans.start.shape[1]
-        # [B, S]: the segment of each vertical is its span.
-        vertical_segment = span_of_tokens(spans.start, spans.stop, seq_len)
-        vertical_segment = vertical_segment.where(vertical_segment < n, 2 * n)
-        # [B, E]: those of the slashes come after them.
-        entry = torch.arange(diagonals, device=spans.start.device)
-        entry = entry.expand(len(vertical_segment), -1).contiguous()
-        first_behind = spans.offset + spans.diagonals
-        diagonal_segment = n + torch.searchsorted(first_behind, entry, right=True)
-
-        most_verticals = _share(self.max_verticals, self.min_verticals, spans)
-        if self.max_slashes:
-            most_slashes = _share(self.max_slashes, self.min_slashes, spans)
-        else:
-            # No cap must not be shared out: a short span can touch more slashes than its part of
-            # the list's length.
-            most_slashes = spans.diagonals
-        first_diagonal = seq_len + spans.offset
-        vertical_bounds = _bounds(
-            spans.start, spans.stop, self.min_verticals, most_verticals, self.sinks
-        )
-        diagonal_bounds = _bounds(
-            first_diagonal,
-            first_diagonal + spans.diagonals,
-            self.min_slashes,
-            most_slashes,
-            self.local_slashes,
-        )
-        # [B, 2 n, 5]; the counts may be larger than int32, for example an unlimited maximum.
-        bounds = torch.cat([vertical_bounds, diagonal_bounds], dim=1)
-        bounds = bounds.clamp(max=seq_len + diagonals)
-        segment = torch.cat([vertical_segment, diagonal_segment], dim=1)
-        return Segments(sequence.int(), segment.int(), bounds.int())
+        geometry = probe_geometry(ranges, spans, rows, cp)
+        if self.budget == "independent":
+            return independent.make_plan(self, spans, geometry, seq_len, cp, heads)
+        return priced.make_plan(self, spans, geometry, seq_len, cp.block_size)
 
     def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
         batch, heads = q.shape[:2]
@@ -357,7 +198,7 @@ class VerticalSlash(Pattern, VerticalSlashOptions):
         slashes, verticals, capped = tensors
         seq_len = ranges.start.shape[1]
         packed = ranges.document_start is not None
-        spans = self._spans(ranges, batch, block_size)
+        spans = find_spans(ranges, batch, self.dense_below, block_size)
         most_blocks = self.most_blocks(seq_len, block_size, packed)
         return VerticalSlashIndex(
             slashes, verticals, capped, spans, seq_len, block_size, most_blocks
@@ -378,29 +219,3 @@ class VerticalSlash(Pattern, VerticalSlashOptions):
         # A document that begins anywhere in a block touches one block more.
         short_documents = -(-self.dense_below // block_size) + 1
         return min(blocks, 2 * slashes + short_documents)
-
-
-def _bounds(begin: Tensor, stop: Tensor, least: int, most: Tensor, always: int) -> Tensor:
-    """int64 [B, n, 5], as Segments holds them."""
-    # [B, n]
-    least = torch.full_like(begin, least)
-    always = torch.full_like(begin, always)
-    # In the order that Segments names.
-    fields = [begin, stop, least, most, always]
-    return torch.stack(fields, dim=-1)
-
-
-def _share(most: int, least: int, spans: Spans) -> Tensor:
-    """int64 [B, n]: each span's part of a budget's cap.
-
-    It is all of the cap for an unpacked sequence, else in proportion to length.
-    Padding does not count as length: the number of ranks, which padding depends on, does not change
-    the selection.
-    """
-    # [B, n]
-    length = spans.stop - spans.start
-    # [B, 1], not 0 where all is padding.
-    tokens = spans.tokens.clamp(min=1)
-    # [B, n], rounded up.
-    share = (most * length + spans.tokens - 1) // tokens
-    return torch.maximum(share, torch.full_like(length, least))

@@ -14,37 +14,21 @@ from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.patterns.base import compact
-from titan_sparse.attention.patterns.spans import Spans, lookup, span_of_tokens
+from titan_sparse.attention.patterns.spans import Spans, lookup, share_of_cap, span_of_tokens
 from titan_sparse.attention.patterns.vertical_slash.probe import (
-    Geometry,
-    blocks_and_rows,
+    ProbeGeometry,
     by_kernels,
-    diagonals_of_entries,
     look,
-    tiles_of_blocks,
+    slash_tiles,
 )
 from titan_sparse.kernels import prices as kernels
-from titan_sparse.kernels.prices import PSEUDO_ROWS, Counted, SpanTokens
+from titan_sparse.kernels.prices import PSEUDO_ROWS, Counted, SpanTokens, loss_allowed
 from titan_sparse.kernels.probe import KeyBlocks
+from titan_sparse.options import VerticalSlashOptions
 
 
-class Limits(NamedTuple):
-    """What a budget must keep to, sinks and local slashes not counted.
-
-    allowed: float64 [B, n], the mass of the probe's rows that need not be reached.
-    least_verticals, least_diagonals: of a head in a span.
-    most_verticals, most_diagonals: int64 [B, n]; None for no cap.
-    """
-
-    allowed: Tensor
-    least_verticals: int
-    least_diagonals: int
-    most_verticals: Tensor
-    most_diagonals: Tensor | None
-
-
-class Priced(NamedTuple):
-    """What prices need in addition to the Geometry. It is the same for every layer.
+class JointPlan(NamedTuple):
+    """What prices and limits need to know of mask, rows and layout.
 
     counted_start: int32 [B, n, P], the first key of each row whose mass counts in recall.
     free_start, free_stop: int32 [B, n, P], the keys that each row sees and that are not always
@@ -58,8 +42,13 @@ class Priced(NamedTuple):
     cost: fp32 [B, E], pairs of the probe's rows on each slash.
     is_local: bool [B, E], the slashes that are always on.
     span_of_entry, span_of_token: int64 [B, E] and [B, S], n for none.
+    allowed: float64 [B, n], the mass of the probe's rows that need not be reached.
+    most_verticals, most_slashes: int64 [B, n], the caps, sinks and local slashes not counted; None
+        for no cap.
     """
 
+    options: VerticalSlashOptions
+    geometry: ProbeGeometry
     counted_start: Tensor
     free_start: Tensor
     free_stop: Tensor
@@ -73,37 +62,31 @@ class Priced(NamedTuple):
     is_local: Tensor
     span_of_entry: Tensor
     span_of_token: Tensor
+    allowed: Tensor
+    most_verticals: Tensor
+    most_slashes: Tensor | None
 
 
-def priced_geometry(
+def make_plan(
+    options: VerticalSlashOptions,
     spans: Spans,
-    geometry: Geometry,
+    geometry: ProbeGeometry,
     seq_len: int,
     block_size: int,
-    sinks: int,
-    local: int,
-    count_sinks: bool = True,
-) -> Priced:
-    """The Priced of a probe's Geometry.
-
-    sinks, local: tokens of each span, and nearest slashes, that are always on. count_sinks:
-    whether the sinks' mass counts.
-    """
+) -> JointPlan:
     device = spans.start.device
     n = spans.start.shape[1]
-    blocks = seq_len // block_size
+    local = options.local_slashes
 
+    slashes = slash_tiles(spans, geometry, seq_len, block_size)
     # [B, E]
-    span, distance = diagonals_of_entries(spans, blocks, block_size)
-    is_local = (span < n) & (distance < local)
+    is_local = (slashes.span < n) & (slashes.distance < local)
     # [B, U, E]
-    block, rows = blocks_and_rows(spans, geometry.rows, span, distance)
-    rows = rows.masked_fill(is_local[:, None], 0)
-    tile = tiles_of_blocks(geometry, block, span, blocks)
-    tile = tile.masked_fill(rows == 0, -1)
+    rows = slashes.rows.masked_fill(is_local[:, None], 0)
+    tile = slashes.tile.masked_fill(rows == 0, -1)
 
     # [B, n]
-    sink_stop = torch.minimum(spans.start + sinks, spans.stop)
+    sink_stop = torch.minimum(spans.start + options.sinks, spans.stop)
     # [B, n, P]: a row's nearest slashes are all keys from some block's first on.
     first_local = (geometry.row_block - local + 1) * block_size
     behind_sinks = torch.maximum(geometry.start, sink_stop[..., None]).int()
@@ -115,8 +98,13 @@ def priced_geometry(
     # [B, 1, n_local T] and [n, 1]
     slots = geometry.slot.flatten(1)[:, None]
     numbers = torch.arange(n, device=device)[:, None]
-    return Priced(
-        counted_start=geometry.start if count_sinks else behind_sinks,
+    most_slashes = None
+    if options.max_slashes:
+        most_slashes = share_of_cap(options.max_slashes, options.min_slashes, spans)
+    return JointPlan(
+        options=options,
+        geometry=geometry,
+        counted_start=geometry.start if options.count_sinks else behind_sinks,
         free_start=behind_sinks,
         free_stop=torch.minimum(geometry.stop, first_local).int(),
         is_sink=is_sink,
@@ -127,86 +115,81 @@ def priced_geometry(
         rows=rows.int().contiguous(),
         cost=(rows.sum(1) + PSEUDO_ROWS) * block_size,
         is_local=is_local,
-        span_of_entry=span,
+        span_of_entry=slashes.span,
         span_of_token=span_of_token,
+        allowed=loss_allowed(geometry.rows.group_rows.sum(-1), options.recall),
+        most_verticals=share_of_cap(options.max_verticals, options.min_verticals, spans),
+        most_slashes=most_slashes,
     )
 
 
-def choose_priced(
-    q: Tensor,
-    k: Tensor,
-    geometry: Geometry,
-    priced: Priced,
-    limits: Limits,
-    cp: ContextParallel,
-    scale: float,
-    capacity: int,
+def choose(
+    q: Tensor, k: Tensor, plan: JointPlan, cp: ContextParallel, scale: float, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Verticals int32 [B, Hq, capacity], slashes bool [B, Hq, E], and capped bool [B, Hq, 2].
 
     Collective over cp. q, k: [B, Hq, S_local, D] and [B, Hkv, S_local, D], whole blocks.
     """
     batch, heads = q.shape[:2]
-    seq_len = priced.span_of_token.shape[1]
-    keys = KeyBlocks(k, geometry.blocks, geometry.slot, cp.block_size)
+    seq_len = plan.span_of_token.shape[1]
+    found = _codes(q, k, plan, cp, scale)
+    codes, mass, count = _of_all_ranks(found.codes, found.mass, found.count, cp)
+
+    keys = KeyBlocks(k, plan.geometry.blocks, plan.geometry.slot, cp.block_size)
     module = kernels if by_kernels(keys) else kernels.naive
-    diagonals, *of_this_rank = _codes(q, k, geometry, priced, cp, scale)
-    codes, mass, count = _of_all_ranks(*of_this_rank, cp)
-
     counted = [
-        Counted(count, limits.least_verticals, limits.most_verticals),
-        Counted(diagonals.count, limits.least_diagonals, limits.most_diagonals),
+        Counted(count, plan.options.min_verticals, plan.most_verticals),
+        Counted(found.slash_count, plan.options.min_slashes, plan.most_slashes),
     ]
-    chosen = module.head_limits(mass, limits.allowed, *counted)
-
+    chosen = module.head_limits(mass, plan.allowed, *counted)
     elements = kernels.Elements(
         verticals=codes,
-        order=geometry.order,
-        is_sink=priced.is_sink,
-        diagonals=diagonals.codes,
-        span_of_token=priced.span_of_token,
-        span_of_entry=priced.span_of_entry,
+        order=plan.geometry.order,
+        is_sink=plan.is_sink,
+        diagonals=found.slash_codes,
+        span_of_token=plan.span_of_token,
+        span_of_entry=plan.span_of_entry,
     )
     is_vertical, slashes = module.taken(elements, chosen.verticals, chosen.diagonals)
     verticals = compact(is_vertical.flatten(0, 1), capacity, seq_len)
     return verticals.view(batch, heads, capacity), slashes, chosen.capped
 
 
-class Diagonals(NamedTuple):
-    """Codes of all slashes, uint8 [B, Hq, E]; and how many have each, [B, Hq, n, CODES]."""
+class Codes(NamedTuple):
+    """Of all slashes, and of this rank's keys.
 
+    slash_codes: uint8 [B, Hq, E]. slash_count: how many have each code, [B, Hq, n, CODES].
+    codes: uint8 [B, Hq, n_local, b]. mass, count: what is held from each code down, and how many
+    verticals have it, [B, Hq, n, CODES].
+    """
+
+    slash_codes: Tensor
+    slash_count: Tensor
     codes: Tensor
+    mass: Tensor
     count: Tensor
 
 
-def _codes(
-    q: Tensor, k: Tensor, geometry: Geometry, priced: Priced, cp: ContextParallel, scale: float
-) -> tuple[Diagonals, Tensor, Tensor, Tensor]:
-    """All slashes; and of this rank's keys codes, masses and counts.
-
-    The codes are uint8 [B, Hq, n_local, b]. Masses that are held from each code down, and counts of
-    verticals, are [B, Hq, n, CODES].
-    """
-    counted = geometry._replace(start=priced.counted_start)
+def _codes(q: Tensor, k: Tensor, plan: JointPlan, cp: ContextParallel, scale: float) -> Codes:
+    counted = plan.geometry._replace(start=plan.counted_start)
     probe, keys, lse = look(q, k, counted, cp, scale)
-    free = probe._replace(start=priced.free_start, stop=priced.free_stop)
-    tile = priced.tile
+    free = probe._replace(start=plan.free_start, stop=plan.free_stop)
     module = kernels if by_kernels(keys) else kernels.naive
     first, *of_tiles = module.first_prices(free, keys, lse)
-    gains = cp.all_reduce(module.diagonal_gains(*of_tiles, tile, priced.rows))
-    diagonal, diagonal_codes = module.diagonal_prices(gains, priced.cost, priced.is_local)
-    final = module.final_prices(free, keys, lse, first, diagonal, priced.offset)
-    by_code = module.mass_by_code(final, keys, priced.span_tokens)
-    on_diagonals = module.diagonal_masses(final.tiles, tile)
+    gains = cp.all_reduce(module.diagonal_gains(*of_tiles, plan.tile, plan.rows))
+    diagonal, slash_codes = module.diagonal_prices(gains, plan.cost, plan.is_local)
+    final = module.final_prices(free, keys, lse, first, diagonal, plan.offset)
+    by_code = module.mass_by_code(final, keys, plan.span_tokens)
+    on_diagonals = module.diagonal_masses(final.tiles, plan.tile)
 
     # [B, 1, n, n_local T] @ [2, B, Hq, n_local T, CODES]
-    of_spans = priced.spans_of_slots[:, None].to(by_code.dtype)
+    of_spans = plan.spans_of_slots[:, None].to(by_code.dtype)
     of_verticals, count = of_spans @ by_code.flatten(3, 4)
     # Local slashes hold no mass here.
-    mass, diagonal_count = module.add_diagonals(
-        of_verticals, on_diagonals, diagonal_codes, priced.span_of_entry, priced.offset
+    mass, slash_count = module.add_diagonals(
+        of_verticals, on_diagonals, slash_codes, plan.span_of_entry, plan.offset
     )
-    return Diagonals(diagonal_codes, diagonal_count), final.codes, mass, count
+    return Codes(slash_codes, slash_count, final.codes, mass, count)
 
 
 def _of_all_ranks(

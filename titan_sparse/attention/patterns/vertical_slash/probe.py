@@ -124,7 +124,7 @@ def _random_bits(number: Tensor, seed: int) -> Tensor:
     return (x ^ (x >> 16)) & ((1 << _FRACTION_BITS) - 1)
 
 
-class Geometry(NamedTuple):
+class ProbeGeometry(NamedTuple):
     """What a probe needs to know about rows, spans and layout. It is the same for every layer.
 
     int32 where a kernel reads it.
@@ -153,8 +153,8 @@ class Geometry(NamedTuple):
 
 def probe_geometry(
     ranges: MaskRanges, spans: Spans, rows: ProbedRows, cp: ContextParallel
-) -> Geometry:
-    """The Geometry of these rows of a resolved mask's spans."""
+) -> ProbeGeometry:
+    """The ProbeGeometry of these rows of a resolved mask's spans."""
     batch, n = spans.start.shape
     # [n_local], and [B, n_local, T]
     blocks = cp.blocks(ranges)
@@ -164,7 +164,7 @@ def probe_geometry(
     stop = lookup(ranges.stop.expand(batch, -1), rows.position)
     # [B, n P]
     local = cp.local_position(rows.position.flatten(1), ranges)
-    return Geometry(
+    return ProbeGeometry(
         rows=rows,
         blocks=blocks.int(),
         slot=slot.int(),
@@ -203,64 +203,53 @@ def _runs(slot: Tensor, n: int) -> Tensor:
     return run.int().contiguous()
 
 
-def diagonals_of_entries(spans: Spans, blocks: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """The span and the distance in blocks of each entry of the list of all spans' slashes.
+class SlashTiles(NamedTuple):
+    """The tiles of masses that make up each entry of the list of all spans' slashes.
 
-    blocks: K, of the sequence. Returns int64 [N, E] each; the span is n for none.
+    span, distance: int64 [B, E], the slash's span (n for none), and its distance in blocks.
+    rows: int64 [B, U, E], how many rows of each group meet a block of keys on the slash.
+    tile: int64 [B, U, E], the tile that they meet there, -1 for none. Tiles are numbered (local
+    block, span touching it, group of rows).
     """
-    rows, n = spans.start.shape
-    count = entries(blocks * block_size, block_size, n)
-    entry = torch.arange(count, device=spans.start.device)
-    entry = entry.expand(rows, -1).contiguous()
-    span = torch.searchsorted(spans.offset + spans.diagonals, entry, right=True)
-    offset = spans.offset.gather(1, span.clamp(max=n - 1))
-    return span, entry - offset
+
+    span: Tensor
+    distance: Tensor
+    rows: Tensor
+    tile: Tensor
 
 
-def blocks_and_rows(
-    spans: Spans, rows: ProbedRows, span: Tensor, distance: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The block of keys that each group of rows meets on a slash, and how many rows do.
-
-    span, distance: int64 [B, E], of diagonals_of_entries(). Returns int64 [B, U, E] each, with 0
-    rows where the block does not exist.
-    """
-    n, groups = rows.group_rows.shape[1:]
-    known = span.clamp(max=n - 1)
-    # [B, U, E]
-    by_group = known[:, None].expand(-1, groups, -1)
-    block = rows.group_block.mT.gather(2, by_group) - distance[:, None]
-    count = rows.group_rows.mT.gather(2, by_group)
-    # [B, 1, E]
-    first_block = lookup(spans.first_block, known)[:, None]
-    is_used = (span < n)[:, None]
-    return block, count.where(is_used & (block >= first_block), 0)
-
-
-def tiles_of_blocks(geometry: Geometry, block: Tensor, span: Tensor, blocks: int) -> Tensor:
-    """int64 [B, U, E]: the tile of a local block, a span and a group, negative for none.
-
-    Tiles are numbered (local block, span touching it, group of rows).
-    block: int64 [B, U, E]. span: int64 [B, E]. blocks: K, of the sequence.
-    """
-    device = block.device
-    n_local, touching = geometry.slot.shape[1:]
+def slash_tiles(spans: Spans, geometry: ProbeGeometry, seq_len: int, block_size: int) -> SlashTiles:
+    """The SlashTiles of the blocks in a geometry."""
     n, groups = geometry.rows.group_rows.shape[1:]
-    # [K]
+    n_local, touching = geometry.slot.shape[1:]
+    blocks = seq_len // block_size
+    device = spans.start.device
+    # [B, E]
+    entry = torch.arange(entries(seq_len, block_size, n), device=device)
+    entry = entry.expand(len(spans.start), -1).contiguous()
+    span = torch.searchsorted(spans.offset + spans.diagonals, entry, right=True)
+    known = span.clamp(max=n - 1)
+    distance = entry - spans.offset.gather(1, known)
+
+    # [B, U, E]: the block of keys that each group meets.
+    by_group = known[:, None].expand(-1, groups, -1)
+    block = geometry.rows.group_block.mT.gather(2, by_group) - distance[:, None]
+    exists = (span < n)[:, None] & (block >= lookup(spans.first_block, known)[:, None])
+    rows = geometry.rows.group_rows.mT.gather(2, by_group).where(exists, 0)
+
+    # [blocks], then [B, U, E]
     local_number = torch.full((blocks,), -1, device=device)
     local_number[geometry.blocks.long()] = torch.arange(n_local, device=device)
-    # [B, U, E]
     number = local_number[block.clamp(0, blocks - 1)]
     # Spans that touch a block are consecutive, so that the span's place among them is a difference.
-    first_slot = lookup(geometry.slot[..., 0].long(), number.clamp(min=0))
-    slot = span.clamp(max=n - 1)[:, None] - first_slot
+    slot = known[:, None] - lookup(geometry.slot[..., 0].long(), number.clamp(min=0))
     group = torch.arange(groups, device=device)[:, None]
     tile = (number * touching + slot) * groups + group
-    return tile.where(number >= 0, -1)
+    return SlashTiles(span, distance, rows, tile.where((number >= 0) & (rows > 0), -1))
 
 
 def look(
-    q: Tensor, k: Tensor, geometry: Geometry, cp: ContextParallel, scale: float
+    q: Tensor, k: Tensor, geometry: ProbeGeometry, cp: ContextParallel, scale: float
 ) -> tuple[Probe, KeyBlocks, Tensor]:
     """The probe's rows on every rank, this rank's keys, and the rows' normalizers over all keys.
 
@@ -273,7 +262,7 @@ def look(
     return probe, keys, _normalizer(probe, keys, geometry.run, cp)
 
 
-def _gather_probe(q: Tensor, geometry: Geometry, cp: ContextParallel, scale: float) -> Probe:
+def _gather_probe(q: Tensor, geometry: ProbeGeometry, cp: ContextParallel, scale: float) -> Probe:
     """The probe's rows of q [B, Hq, S_local, D], on every rank."""
     batch, heads, _, dim = q.shape
     has_kernels = q.is_cuda and q.dtype != torch.float64
@@ -296,7 +285,7 @@ def _gather_probe(q: Tensor, geometry: Geometry, cp: ContextParallel, scale: flo
 def _normalizer(probe: Probe, keys: KeyBlocks, run: Tensor, cp: ContextParallel) -> Tensor:
     """Log of the softmax sum over all ranks' keys, [B, Hq, n, P].
 
-    -inf for rows that see nothing. run: as in Geometry.
+    -inf for rows that see nothing. run: as in ProbeGeometry.
     """
     module = kernels if by_kernels(keys) else kernels.naive
     local_lse = module.span_lse(module.block_lse(probe, keys), keys.slot, run)
