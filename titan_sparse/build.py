@@ -32,7 +32,6 @@ from titan_sparse.models.lora_config import resolve_adapters
 from titan_sparse.training.build_model import build_model, check_float8
 from titan_sparse.training.checkpoint import (
     Checkpointer,
-    NoCheckpoints,
     Progress,
     check_async_mode,
     lock_run,
@@ -147,18 +146,16 @@ class Parts:
         self.progress = Progress(self.device)
         on_device = decides_on_device(self.optimizers, self.device)
         self.guard = Guard(config.guard, self.device, on_device)
-        self.checkpointer: Checkpointer | NoCheckpoints = NoCheckpoints()
-        if config.checkpoint.enable:
-            self.checkpointer = Checkpointer(
-                config.checkpoint,
-                training.output_dir,
-                self.model,
-                self.optimizers,
-                self.loader,
-                self.progress,
-                states={"guard": self.guard},
-                texts={"config.toml": to_toml(config), ORIGIN_FILE: origin_text(self.origin)},
-            )
+        self.checkpointer = Checkpointer(
+            config.checkpoint,
+            training.output_dir,
+            self.model,
+            self.optimizers,
+            self.loader,
+            self.progress,
+            states={"guard": self.guard},
+            texts={"config.toml": to_toml(config), ORIGIN_FILE: origin_text(self.origin)},
+        )
         self.scorer = Scorer(
             self.model,
             self.model_config,

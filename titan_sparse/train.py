@@ -27,7 +27,6 @@ from titan_sparse.training.launcher import (
     Poisoned,
     end_now,
     end_with_launcher,
-    outlive_readers,
     report_to_launcher,
 )
 
@@ -38,7 +37,6 @@ def main(words: list[str] | None = None) -> int:
     0: done, or stopped by a signal; 1: failed, or a step that does not fit; 2: something has to be
     changed by the user; 3: the guard has given up; 130: ended by a second Ctrl-C.
     """
-    outlive_readers()
     end_with_launcher()
     try:
         return _run(sys.argv[1:] if words is None else words)

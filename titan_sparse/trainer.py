@@ -7,6 +7,7 @@ imported from.
 import contextlib
 import gc
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -23,7 +24,6 @@ from titan_sparse.build import Parts
 from titan_sparse.config import Config, save
 from titan_sparse.config.changes import read_saved, refuse_changes
 from titan_sparse.data import Batch
-from titan_sparse.data.chat_template import exported_files
 from titan_sparse.estimate.memory import estimate, peak_phase
 from titan_sparse.from_config import build_layer_masks
 from titan_sparse.loss import count_valid
@@ -320,17 +320,14 @@ class Trainer(Parts):
     def _save_in_hf(self) -> None:
         # The other ranks wait for rank 0.
         self._use_long_timeout()
-        if dist.get_rank() == 0:
-            dtype = getattr(torch, self.config.training.dtype)
-            initial_hf = self.config.model.initial_hf
-            self.checkpointer.save_in_hf(
-                self.progress.step,
-                self.model_config,
-                dtype,
-                initial_hf,
-                self.adapters,
-                exported_files(self.config.data, initial_hf),
-            )
+        step, output_dir = self.progress.step, self.config.training.output_dir
+        folder = os.path.join(output_dir, "huggingface", f"step-{step}")
+        if dist.get_rank() == 0 and not os.path.exists(folder):
+            # Only where asked for: it needs safetensors.
+            from titan_sparse.training.export import export
+
+            export(step_path(self.config, step), self.config, folder)
+            logger.info("saved %s for transformers", folder)
         barrier()
 
     def _use_long_timeout(self) -> None:

@@ -15,7 +15,7 @@ from scripts.summarize_trace import PARTS, summary
 from tests.distributed import torchrun
 from tests.runs import TINY, metrics_of, tiny_config, train, write_texts
 from titan_sparse.models import flavours
-from titan_sparse.training.distributed import write_stacks
+from titan_sparse.training.heartbeat import write_stacks
 
 pytestmark = [
     pytest.mark.gpu,

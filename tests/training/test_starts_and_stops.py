@@ -20,6 +20,7 @@ from tests.distributed import run_processes
 from tests.runs import metrics_of, tiny_config, write_texts
 from titan_sparse.config import Config
 from titan_sparse.trainer import Trainer
+from titan_sparse.training import export
 
 SETTINGS = {
     "training__steps": 2,
@@ -65,9 +66,7 @@ def _run(monkeypatch, config: Config, **hooks) -> tuple[Trainer, list]:
     monkeypatch.setattr(run.checkpointer, "save", noted_save)
     monkeypatch.setattr(run, "_after_step", noted_after_step)
     # Transformers has nothing like the tiny model.
-    monkeypatch.setattr(
-        run.checkpointer, "save_in_hf", lambda step, *_: events.append(f"export {step}")
-    )
+    monkeypatch.setattr(export, "export", lambda *_: events.append(f"export {run.progress.step}"))
     for name, hook in hooks.items():
         monkeypatch.setattr(run, name, _followed(run, getattr(run, name), hook))
     run.train()

@@ -10,20 +10,15 @@ Of a run with adapters (lora.rank) OUT holds these alone, for PeftModel.from_pre
 model of model.initial_hf; with --merge, that model with the adapters merged into its weights.
 """
 
-import functools
 import sys
 
 import torch
 
 from titan_sparse.commands import parser_of
 from titan_sparse.config import load, trains_random_base
-from titan_sparse.data.chat_template import exported_files
 from titan_sparse.evaluation.load import find_checkpoint, find_config
-from titan_sparse.models.flavours import resolve
-from titan_sparse.models.huggingface import export_weights
-from titan_sparse.models.lora import export_adapter, merged
-from titan_sparse.models.lora_config import resolve_adapters
-from titan_sparse.training.checkpoint import read_into, read_metadata, verify
+from titan_sparse.training.checkpoint import verify
+from titan_sparse.training.export import export as export_checkpoint
 from titan_sparse.training.setup import check_base
 
 
@@ -56,33 +51,15 @@ def export(source: str, out: str, dtype: torch.dtype | None = None, merge: bool 
     """
     checkpoint = find_checkpoint(source)
     config, _ = load(["--config", find_config(source)])
-    model = config.model
-    shape = resolve(**vars(model))
     verify(checkpoint)
-    if shape.tied_embeddings and "lm_head.weight" in read_metadata(checkpoint).state_dict_metadata:
-        # Its weights, which showed that the head is not tied, have gone since.
-        raise ValueError(
-            f"{checkpoint} has lm_head.weight, but {model.initial_hf}/config.json says "
-            "tie_word_embeddings = true; write false there"
-        )
-    files = exported_files(config.data, model.initial_hf)
-    read = functools.partial(read_into, checkpoint=checkpoint)
-    trained = getattr(torch, config.training.dtype)
-    adapters = resolve_adapters(shape, **vars(config.lora))
-    if adapters is None:
-        if merge:
-            raise ValueError(f"--merge: {checkpoint} has no adapters; leave --merge out")
-    else:
+    if not config.lora.rank and merge:
+        raise ValueError(f"--merge: {checkpoint} has no adapters; leave --merge out")
+    if config.lora.rank:
         if trains_random_base(config):
             raise ValueError(
                 f"{checkpoint} has adapters of random weights (training.seed = "
                 f"{config.training.seed}), which no folder holds; train with model.initial_hf"
             )
         check_base(config, checkpoint)
-        if not merge:
-            dtype = dtype or torch.promote_types(trained, torch.float32)
-            export_adapter(checkpoint, read, out, shape, adapters, dtype, model.initial_hf, files)
-            return checkpoint
-        read = merged(read, shape, adapters, model.initial_hf)
-    export_weights(checkpoint, read, out, shape, dtype or trained, model.initial_hf, files=files)
+    export_checkpoint(checkpoint, config, out, dtype, merge)
     return checkpoint

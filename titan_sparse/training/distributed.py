@@ -8,7 +8,6 @@ Timeouts are long while the first step compiles and while a checkpoint is writte
 otherwise. A collective has the timeout that its process group had when the collective began.
 """
 
-import faulthandler
 import json
 import os
 import socket
@@ -16,8 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -129,21 +127,6 @@ def build_meshes(parallelism: Parallelism, cp_intra: int, device_type: str) -> M
     )
 
 
-def write_stacks(folder: Path, rank: int) -> None:
-    """Into folder: stacks_rank_N.txt, the stacks of all threads of this process; and on GPUs
-    nccl_trace_rank_N, for `torchfrtrace --prefix nccl_trace_rank_ FOLDER`.
-
-    Raises OSError if they cannot be written.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"stacks_rank_{rank}.txt", "w") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-    if torch.cuda.is_available():
-        # Pickled by torch. Without stacks: they would make it many times longer.
-        trace = torch._C._distributed_c10d._dump_nccl_trace(includeStackTraces=False)
-        (folder / f"nccl_trace_rank_{rank}").write_bytes(trace)
-
-
 def set_timeout(seconds: float, without: dist.ProcessGroup | None = None) -> None:
     """Change the timeout of every process group made so far, those of meshes and of ContextParallel
     included.
@@ -162,6 +145,20 @@ def barrier() -> None:
     On the CPU, so that no GPU is waited for.
     """
     dist.all_reduce(torch.zeros(()))
+
+
+def on_first_rank(work: Callable[[], Any]) -> Any:
+    """What `work` returns on rank 0, on all ranks; or its Refusal or OSError, raised on all of them."""
+    outcome: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            outcome = [work()]
+        except (Refusal, OSError) as error:
+            outcome = [error]
+    dist.broadcast_object_list(outcome, device=torch.device("cpu"))
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
 
 
 def store_of_this_start(timeout_seconds: float) -> tuple[dist.Store, int, int]:
@@ -242,37 +239,31 @@ def agree_on_name(store: dist.Store, rank: int, world_size: int, timeout_seconds
     earlier start are dead by now.
     """
     own = uuid.uuid4().hex
+    name = ""
     deadline = time.monotonic() + timeout_seconds
     if rank == 0:
+        name = own
         store.set("name of the start", own)
-        for other in range(1, world_size):
-            greeting = f"{own} greeting {other}"
-            while not store.check([greeting]):
-                _pause(deadline, lambda: _missing(store, own, world_size), rank, timeout_seconds)
-            guest = store.get(greeting).decode()
-            store.set(f"{own} answer {guest}", "welcome")
-        return own
-
-    name = ""
-    while not (name and store.check([f"{name} answer {own}"])):
-        if store.check(["name of the start"]):
+    awaited = set(range(1, world_size)) if rank == 0 else {0}
+    while awaited:
+        if rank == 0:
+            come = {other for other in awaited if store.check([f"{own} greeting {other}"])}
+            for other in come:
+                guest = store.get(f"{own} greeting {other}").decode()
+                store.set(f"{own} answer {guest}", "welcome")
+            awaited -= come
+        elif store.check(["name of the start"]):
             newest = store.get("name of the start").decode()
             if newest != name:
                 name = newest
                 store.set(f"{name} greeting {rank}", own)
-        _pause(deadline, lambda: "rank 0", rank, timeout_seconds)
+            if store.check([f"{name} answer {own}"]):
+                break
+        if awaited and time.monotonic() > deadline:
+            more = f" and {len(awaited) - 1} more of {world_size}" if len(awaited) > 1 else ""
+            raise TimeoutError(
+                f"rank {rank} has waited {timeout_seconds:.0f} s for rank {min(awaited)}{more} to "
+                "start; parallelism.first_step_timeout_seconds says how long"
+            )
+        time.sleep(_POLL_SECONDS)
     return name
-
-
-def _missing(store: dist.Store, name: str, world_size: int) -> str:
-    first, *others = [r for r in range(1, world_size) if not store.check([f"{name} greeting {r}"])]
-    return f"rank {first}" + (f" and {len(others)} more of {world_size}" if others else "")
-
-
-def _pause(deadline: float, missing: Callable[[], str], rank: int, timeout_seconds: float) -> None:
-    if time.monotonic() > deadline:
-        raise TimeoutError(
-            f"rank {rank} has waited {timeout_seconds:.0f} s for {missing()} to start; "
-            "parallelism.first_step_timeout_seconds says how long"
-        )
-    time.sleep(_POLL_SECONDS)

@@ -8,6 +8,7 @@ nothing moves, when a collective has failed, or when this rank is asked to stop.
 every rank also writes its stacks, and NCCL's records, to files.
 """
 
+import faulthandler
 import functools
 import itertools
 import json
@@ -28,16 +29,12 @@ import torch
 import torch.distributed as dist
 
 from titan_sparse.config import Refusal
-from titan_sparse.training.distributed import write_stacks
 from titan_sparse.training.launcher import OtherRankFailed, StopSignals, end_now, report_to_launcher
 
 logger = logging.getLogger("titan_sparse")
 
 _BEATS_OF_SILENCE = 8
 """A rank whose sign of life has not changed for so many beats counts as dead."""
-
-_MAX_STACKS = 3
-"""Times that a rank writes its stacks: a bound for the disk."""
 
 _watches = itertools.count()
 """Numbers of the watches of this process."""
@@ -79,12 +76,11 @@ class Watch:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.main = threading.main_thread().ident
-        self.wake = threading.Event()
         self.beat = 0
-        self._step = 0
+        self.step = 0
         # The main thread has left the `with`; and this rank does not look after another one any more.
         self.left = False
-        self.closed = False
+        self.closed = threading.Event()
         # Where the main thread has failed, as place_of() returns it.
         self.frozen: tuple[str, bool] | None = None
         # What ranks wrote last, of those that were read last; and which of these are dead.
@@ -93,10 +89,9 @@ class Watch:
         self.beats = [_Unchanged() for _ in range(self.size)]
         self.progress = _Unchanged()
         self.failures = _Unchanged()
-        # The step in which a collective of this rank has timed out.
-        self.overdue_in = -1
-        # The steps in which nothing has moved, and the line that this rank has reported for the last.
-        self.stuck_in: list[int] = []
+        # The steps in which a collective of this rank has timed out, and in which nothing has moved;
+        # and the line that this rank has reported for that.
+        self.overdue_in = self.stuck_in = -1
         self.stuck_line = ""
         # All ranks make theirs in the same order: the number keeps the keys of earlier ones apart.
         self.prefix = f"watch {next(_watches)}"
@@ -109,15 +104,6 @@ class Watch:
     @property
     def silence_seconds(self) -> float:
         return _BEATS_OF_SILENCE * self.beat_seconds
-
-    @property
-    def step(self) -> int:
-        return self._step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._step = step
-        self.wake.set()  # the thread writes it at once
 
     def __enter__(self) -> "Watch":
         if self.size > 1:
@@ -139,9 +125,8 @@ class Watch:
         try:
             if error is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
                 follows = self._explain(error, frames)
-            self.closed = True
+            self.closed.set()
             self._give_sign()
-            self.wake.set()
             if error is None:
                 # A thread that is inside the store when Python ends aborts the process.
                 self.thread.join(5 * self.beat_seconds)
@@ -163,17 +148,14 @@ class Watch:
                 "host": socket.gethostname(),
                 "machine": machine(),
                 "process": os.getpid(),
-                "closed": self.closed,
-                "failed": self.frozen is not None,
+                "has_said_so": self.closed.is_set() or self.frozen is not None,
                 "collectives": collectives_begun(),
             }
             self.store.set(f"rank {self.rank}", json.dumps(status))
 
     def _watch(self) -> None:
         has_store = True
-        while not self.closed:
-            self.wake.wait(self.beat_seconds)
-            self.wake.clear()
+        while not self.closed.wait(self.beat_seconds):
             # For how long the main thread has not moved.
             still = self.progress.seconds((self.step, collectives_begun()))
             if self.left:
@@ -184,7 +166,7 @@ class Watch:
                     self._look(still)
             except RuntimeError as broken:
                 has_store = False
-                if not self.closed:
+                if not self.closed.is_set():
                     self._say_that_store_is_gone(broken)
             # Without the store a stop signal alone may end a rank that stands still.
             if not has_store and self.signals.asked and still > self.silence_seconds:
@@ -202,7 +184,9 @@ class Watch:
             if self._claim(f"silent {rank} {status['beat']}"):
                 logger.error("%s", describe({rank: status}, {rank}))
         # By then the silent ranks are known.
-        if still > 0.6 * self.timeout_seconds + self.silence_seconds + self.beat_seconds:
+        known_after = 0.6 * self.timeout_seconds + self.silence_seconds + self.beat_seconds
+        if still > known_after and self.stuck_in != self.step:
+            self.stuck_in = self.step
             self._report_stuck(still)
         if still > self.timeout_seconds and self.overdue_in != self.step:
             # NCCL does not inform the main thread of a timeout, and takes a minute to end the
@@ -227,8 +211,8 @@ class Watch:
         dead = set()
         for rank, status in statuses.items():
             silent = self.beats[rank].seconds(status["beat"])
-            has_said_so = status["closed"] or status["failed"]
-            if not has_said_so and (silent > self.silence_seconds or has_ended(status)):
+            is_gone = silent > self.silence_seconds or has_ended(status)
+            if is_gone and not status["has_said_so"]:
                 dead.add(rank)
         self.statuses, self.dead = statuses, dead
 
@@ -241,28 +225,21 @@ class Watch:
         )
 
     def _report_stuck(self, still: float) -> None:
-        """Once a step: this rank's stacks, and from the first rank that comes one line."""
-        if self.step in self.stuck_in:
-            return
-        self.stuck_in.append(self.step)
-        where = self._write_stacks()
+        """Write this rank's stacks, and from the first rank that comes one line."""
+        where = ""
+        if self.folder is not None:
+            folder = self.folder / f"step-{self.step}"
+            try:
+                write_stacks(folder, self.rank)
+                where = f"; stacks of all ranks: {folder}"
+            except Exception as error:  # whatever it is, the watch goes on
+                logger.warning("rank %d cannot write its stacks: %s", self.rank, error)
         if self._claim(f"stuck {self.step}"):
             self.stuck_line = (
                 f"nothing has moved for {still:.0f} s, collectives fail after "
                 f"{self.timeout_seconds:.0f} s: {describe(self.statuses, self.dead)}{where}"
             )
             logger.error("%s", self.stuck_line)
-
-    def _write_stacks(self) -> str:
-        if self.folder is None or len(self.stuck_in) > _MAX_STACKS:
-            return ""
-        folder = self.folder / f"step-{self.step}"
-        try:
-            write_stacks(folder, self.rank)
-        except Exception as error:  # whatever it is, the watch goes on
-            logger.warning("rank %d cannot write its stacks: %s", self.rank, error)
-            return ""
-        return f"; stacks of all ranks: {folder}"
 
     def _claim(self, what: str) -> bool:
         # One line per job, not one per rank.
@@ -282,21 +259,23 @@ class Watch:
         waited = waits or isinstance(error, dist.DistError)
         if not is_first:  # a full disk meets all ranks alike
             return waited or isinstance(error, OSError)
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        if not waited:
-            self._log(
+        if waited:
+            # The thread reads all ranks now. A silent one is known after some beats.
+            deadline = time.monotonic() + self.silence_seconds + 2 * self.beat_seconds
+            while time.monotonic() < deadline and not (
+                self.dead and len(self.statuses) == self.size
+            ):
+                time.sleep(self.beat_seconds)
+            line = f"a collective failed on rank {self.rank}: {describe(self.statuses, self.dead)}"
+        else:
+            line = (
                 f"rank {self.rank} (host {socket.gethostname()}, process {os.getpid()}) failed in "
-                f"step {self.step}, at {place}: {reason}"
+                f"step {self.step}, at {place}"
             )
-            return False
-        # The thread reads all ranks now. A silent one is known after some beats.
-        deadline = time.monotonic() + self.silence_seconds + 2 * self.beat_seconds
-        while time.monotonic() < deadline and not (self.dead and len(self.statuses) == self.size):
-            time.sleep(self.beat_seconds)
-        self._log(
-            f"a collective failed on rank {self.rank}: {describe(self.statuses, self.dead)}: {reason}"
-        )
-        return bool(self.dead)
+        line += f": {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        logger.error("%s", line)
+        report_to_launcher(line)
+        return waited and bool(self.dead)
 
     def _end(self, why: str) -> None:
         if self.left:
@@ -306,10 +285,6 @@ class Watch:
         logger.error("%s", line)
         report_to_launcher(self.stuck_line or line)
         end_now(1)
-
-    def _log(self, line: str) -> None:
-        logger.error("%s", line)
-        report_to_launcher(line)
 
 
 class _Unchanged:
@@ -353,6 +328,21 @@ def has_ended(status: dict) -> bool:
         return True
 
 
+def write_stacks(folder: Path, rank: int) -> None:
+    """Into folder: stacks_rank_N.txt, the stacks of all threads of this process; and on GPUs
+    nccl_trace_rank_N, for `torchfrtrace --prefix nccl_trace_rank_ FOLDER`.
+
+    Raises OSError if they cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"stacks_rank_{rank}.txt", "w") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+    if torch.cuda.is_available():
+        # Pickled by torch. Without stacks: they would make it many times longer.
+        trace = torch._C._distributed_c10d._dump_nccl_trace(includeStackTraces=False)
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(trace)
+
+
 def culprits(statuses: dict[int, dict], silent: set[int]) -> list[int]:
     """The ranks that the others seem to wait for, by their statuses.
 
@@ -390,16 +380,13 @@ def describe(statuses: dict[int, dict], silent: set[int]) -> str:
         )
     if len(named) > 8:
         parts.append(f"{len(named) - 8} more")
-    others: dict[str, list[int]] = {}
+    others: dict[str, list[str]] = {}
     for rank, status in statuses.items():
         if rank not in named:
-            others.setdefault(status["place"], []).append(rank)
+            others.setdefault(status["place"], []).append(str(rank))
     for place, ranks in list(others.items())[:4]:
-        names = ", ".join(map(str, ranks[:8]))
-        if len(ranks) > 8:
-            names += " ..."
         noun = "ranks" if len(ranks) > 1 else "rank"
-        parts.append(f"{noun} {names} at {place}")
+        parts.append(f"{noun} {', '.join(ranks[:8])}{' ...' * (len(ranks) > 8)} at {place}")
     return "; ".join(parts)
 
 

@@ -4,7 +4,6 @@ A process ends together with the torchrun that started it, and reports its error
 and SIGTERM ask a run to stop. Mistakes in a configuration are reported before torch is imported.
 """
 
-import io
 import json
 import logging
 import os
@@ -29,31 +28,6 @@ class OtherRankFailed(RuntimeError):
 
 class Poisoned(RuntimeError):
     """The guard has given up: the run cannot go on by itself. The same on every rank. Status 3."""
-
-
-class _Output(io.FileIO):
-    def write(self, data) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            return len(data)
-
-
-def outlive_readers() -> None:
-    """From now on, output is dropped once its reader has gone, as in `train.py --help | head`.
-
-    A run trains on, and its log is in the run's folder anyway. Streams that someone has replaced,
-    such as a test, stay as they are.
-    """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        # None: closed by the shell.
-        if stream is not None and stream is getattr(sys, f"__{name}__"):
-            raw = _Output(stream.fileno(), "w", closefd=False)
-            kept = io.TextIOWrapper(
-                io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True
-            )
-            setattr(sys, name, kept)
 
 
 def end_with_launcher() -> None:
@@ -119,7 +93,6 @@ class StopSignals:
     def __init__(self) -> None:
         # time.monotonic() of the first signal.
         self.asked_at: float | None = None
-        self._was_interrupted = False
 
     @property
     def asked(self) -> bool:
@@ -138,9 +111,10 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        # The C part of Python's handlers writes the number of each signal into this socket.
+        # The C part of Python's handlers writes the number of each signal into this socket. Without
+        # a handler in Python it does not run.
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._previous = {number: signal.signal(number, _do_nothing) for number in _HEARD}
+        self._previous = {number: signal.signal(number, lambda *_: None) for number in _HEARD}
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
         return self
@@ -154,19 +128,14 @@ class StopSignals:
         self._reader.close()
 
     def _listen(self) -> None:
-        while numbers := self._reader.recv(16):  # nothing once the writer is closed
-            for number in numbers:
-                if number in _HEARD:
-                    self._hear(number)
-
-    def _hear(self, number: int) -> None:
-        if self._was_interrupted:
-            end_now(130)
-        self._was_interrupted = number == signal.SIGINT
-        if not self.asked:
-            logger.info("%s: stopping", signal.Signals(number).name)
-        self.ask()
-
-
-def _do_nothing(*_: object) -> None:
-    """A handler in Python, without which the C part does not run either."""
+        was_interrupted = False
+        while numbers := self._reader.recv(1):  # nothing once the writer is closed
+            number = numbers[0]
+            if number not in _HEARD:
+                continue
+            if was_interrupted:
+                end_now(130)
+            was_interrupted = number == signal.SIGINT
+            if not self.asked:
+                logger.info("%s: stopping", signal.Signals(number).name)
+            self.ask()

@@ -6,7 +6,6 @@
 
 import contextlib
 import datetime
-import functools
 import importlib.metadata
 import itertools
 import json
@@ -25,12 +24,11 @@ import torch
 import torch.distributed as dist
 
 from titan_sparse.config import Config, Profiling, save
+from titan_sparse.training.distributed import on_first_rank
 
 STARTS = "starts"
 
 _PACKAGES = ("torch", "triton", "flash-attn-4", "torchtitan", "torchao", "numpy", "tokenizers")
-
-_GIT_SECONDS = 10.0
 
 
 def begin_start(config: Config, device: torch.device) -> Path:
@@ -39,23 +37,24 @@ def begin_start(config: Config, device: torch.device) -> Path:
     Call it once the process group exists. All ranks get the same folder, and no two starts do.
     Raises OSError, on all ranks, where rank 0 cannot make it.
     """
+    this_rank = {
+        "rank": dist.get_rank(),
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+    }
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, _this_rank(device))
-    output_dir = Path(config.training.output_dir)
-    answer: list[str | OSError] = [""]
-    if dist.get_rank() == 0:
-        try:
-            folder = _new_folder(output_dir / STARTS)
-            start = json.dumps(_describe(ranks), indent=1)
-            (folder / "start.json").write_text(start + "\n", encoding="utf-8")
-            save(config, folder)
-            answer = [folder.name]
-        except OSError as error:
-            answer = [error]
-    dist.broadcast_object_list(answer, device=torch.device("cpu"))
-    if isinstance(answer[0], OSError):
-        raise answer[0]
-    folder = output_dir / STARTS / answer[0]
+    dist.all_gather_object(ranks, this_rank)
+    starts = Path(config.training.output_dir, STARTS)
+
+    def make() -> str:
+        folder = _new_folder(starts)
+        start = json.dumps(_describe(ranks), indent=1)
+        (folder / "start.json").write_text(start + "\n", encoding="utf-8")
+        save(config, folder)
+        return folder.name
+
+    folder = starts / on_first_rank(make)
     # Other hosts may have disks of their own.
     folder.mkdir(parents=True, exist_ok=True)
     _log_to(folder / f"rank{dist.get_rank()}.log")
@@ -63,10 +62,7 @@ def begin_start(config: Config, device: torch.device) -> Path:
 
 
 def log_error(error: BaseException) -> None:
-    """Write an error's traceback to this rank's log, and only there.
-
-    For errors that are caught and reported in another way. What ends the process uncaught is written anyway.
-    """
+    """Write an error's traceback to this rank's log, and only there. The terminal gets one line."""
     trace = (type(error), error, error.__traceback__)
     record = logging.LogRecord(
         "titan_sparse", logging.ERROR, __file__, 0, "ended by an error", None, trace
@@ -87,15 +83,6 @@ def _new_folder(parent: Path) -> Path:
             folder.mkdir()
             break
     return folder
-
-
-def _this_rank(device: torch.device) -> dict[str, Any]:
-    return {
-        "rank": dist.get_rank(),
-        "host": socket.gethostname(),
-        "process": os.getpid(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-    }
 
 
 def _describe(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -134,28 +121,18 @@ def git_commit(file: Path) -> dict[str, Any] | None:
     None where git does not know the file, such as a package installed below a checkout of something
     else, or where there is no git.
     """
-    # As git sets them for its hooks: they would name another repository.
-    environment = {key: os.environ[key] for key in os.environ if not key.startswith("GIT_")}
 
     def git(*words: str) -> str:
-        result = subprocess.run(
-            ("git", *words),
-            cwd=file.parent,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=_GIT_SECONDS,
-        )
-        return result.stdout.strip()
+        return subprocess.check_output(
+            ("git", *words), cwd=file.parent, stderr=subprocess.DEVNULL, text=True, timeout=10
+        ).strip()
 
     try:
         git("ls-files", "--error-unmatch", file.name)
-        commit = git("rev-parse", "HEAD")
         changed = git("status", "--porcelain", "--untracked-files=no")
+        return {"commit": git("rev-parse", "HEAD"), "changed_files": len(changed.splitlines())}
     except (OSError, subprocess.SubprocessError):
         return None
-    return {"commit": commit, "changed_files": len(changed.splitlines())}
 
 
 class RankLog(logging.FileHandler):
@@ -163,44 +140,24 @@ class RankLog(logging.FileHandler):
 
 
 def _log_to(path: Path) -> None:
-    """Also write what this process logs (INFO and above) to a file. The terminal shows the same as
-    before."""
+    """Also write what this process logs to a file: of this package from INFO on. The terminal shows
+    the same as before."""
     root, ours = logging.getLogger(), logging.getLogger("titan_sparse")
-    if not root.handlers and logging.lastResort is not None:
+    if not root.handlers:
         # Python shows warnings with this handler, but only while there is no other handler.
         root.addHandler(logging.lastResort)
-    levels = {True: ours.getEffectiveLevel(), False: root.level}
+    for handler in root.handlers[:]:
+        if isinstance(handler, RankLog):  # of an earlier run in this process
+            root.removeHandler(handler)
+            handler.close()
+        else:
+            handler.setLevel(max(handler.level, ours.getEffectiveLevel()))
+    ours.setLevel(logging.INFO)
     log = RankLog(path, encoding="utf-8")
-    log.setLevel(logging.INFO)
     log.setFormatter(
         logging.Formatter(f"%(asctime)s rank {dist.get_rank()} %(levelname)s %(name)s: %(message)s")
     )
-    # The root logger, and those that do not hand their records on to it, such as torch's.
-    known = logging.root.manager.loggerDict.values()
-    apart = [item for item in known if isinstance(item, logging.Logger) and not item.propagate]
-    for logger in (root, *apart):
-        for handler in logger.handlers[:]:
-            if isinstance(handler, RankLog):  # of an earlier run in this process
-                logger.removeHandler(handler)
-                handler.close()
-            elif logger is root:
-                handler.addFilter(lambda r: r.levelno >= levels[r.name.startswith("titan_sparse")])
-        logger.addHandler(log)
-    root.setLevel(min(root.level, logging.INFO))
-    ours.setLevel(logging.INFO)
-    _log_uncaught_errors()
-
-
-@functools.cache
-def _log_uncaught_errors() -> None:
-    """What ends the process is in the log before it is printed on the terminal."""
-    print_error = sys.excepthook
-
-    def log_and_print(kind, error, traceback) -> None:
-        log_error(error)
-        print_error(kind, error, traceback)
-
-    sys.excepthook = log_and_print
+    root.addHandler(log)
 
 
 @contextlib.contextmanager
@@ -215,24 +172,16 @@ def profiler(profiling: Profiling, output_dir: str, rank: int) -> Iterator[Calla
     if not profiling.enable:
         yield lambda step: None
         return
-
-    def write(profile) -> None:
-        folder = os.path.join(output_dir, "profile")
-        os.makedirs(folder, exist_ok=True)
-        profile.export_chrome_trace(os.path.join(folder, f"rank{rank}.json"))
-
+    path = Path(output_dir, "profile", f"rank{rank}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
     before = profiling.first_step - 1
     warmup = min(1, before)
     schedule = torch.profiler.schedule(
         wait=before - warmup, warmup=warmup, active=profiling.steps, repeat=1
     )
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(
-        activities=activities,
         schedule=schedule,
-        on_trace_ready=write,
+        on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
         with_stack=profiling.with_stack,
     ) as profile:
 

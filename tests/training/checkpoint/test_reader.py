@@ -157,7 +157,7 @@ BY_DICT = b"}S'version'\nS'changed'\nsb."
         (b"\x82\x01.", "extension"),
         # A name of torch's, elsewhere.
         (b"cposix\nfloat32\n.", r"posix\.float32"),
-        (b"cbuiltins\ngetattr\n(" + METADATA + b"S'__init__'\ntR.", "asks for an attribute"),
+        (b"cbuiltins\ngetattr\n(" + METADATA + b"S'__init__'\ntR.", "can't be read"),
         # 256 MiB for a place in the memo, and for a bytearray. It could be 64 GiB.
         (b"Nr" + (2**24).to_bytes(4, "little") + b".", "can't be read"),
         (b"\x80\x05\x96" + (2**28).to_bytes(8, "little") + b".", "can't be read"),

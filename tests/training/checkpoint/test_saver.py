@@ -33,12 +33,12 @@ from titan_sparse.config import Refusal
 from titan_sparse.training.checkpoint import (
     Broken,
     SaveError,
-    checkpointer,
     read_into,
     read_metadata,
     saver,
     verify,
 )
+from titan_sparse.training.distributed import on_first_rank
 
 MODES = ["disabled", "async"]
 
@@ -224,7 +224,7 @@ def _fails(work: Callable[[], None], text: str) -> None:
 def _save_and_read(folder: Path) -> None:
     rank = dist.get_rank()
     done = []
-    assert checkpointer._on_first_rank(lambda: done.append(rank) or "the answer") == "the answer"
+    assert on_first_rank(lambda: done.append(rank) or "the answer") == "the answer"
     assert done == ([0] if rank == 0 else [])
     if rank == 1:
         saver._Files.prepare_global_plan = saver._Files.finish = saver.shutil.rmtree = _refuse

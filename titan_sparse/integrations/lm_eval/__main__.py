@@ -9,12 +9,10 @@ from lm_eval.__main__ import cli_evaluate
 import titan_sparse.integrations.lm_eval  # noqa: F401
 from titan_sparse.config import Refusal
 from titan_sparse.training.distributed import leave_distributed
-from titan_sparse.training.launcher import outlive_readers
 
 
 def main() -> int:
     """The exit status."""
-    outlive_readers()
     try:
         cli_evaluate()
     except Refusal as error:

@@ -9,7 +9,7 @@ checkpointer.py: what a run does. saver.py: a save over all ranks. reader.py: ch
 folders.py: names, moving aside, rotation, and the lock of a run.
 """
 
-from titan_sparse.training.checkpoint.checkpointer import Checkpointer, NoCheckpoints, Progress
+from titan_sparse.training.checkpoint.checkpointer import Checkpointer, Progress
 from titan_sparse.training.checkpoint.folders import (
     FOLDER,
     check_lock,
@@ -24,7 +24,6 @@ __all__ = [
     "FOLDER",
     "Broken",
     "Checkpointer",
-    "NoCheckpoints",
     "Progress",
     "SaveError",
     "check_async_mode",

@@ -9,13 +9,11 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,9 +25,7 @@ from torch.optim import Optimizer
 
 from titan_sparse.config import Checkpoint, Refusal
 from titan_sparse.data import PackedLoader
-from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.initialization import canonical_name
-from titan_sparse.models.lora_config import Adapters
 from titan_sparse.training.checkpoint import folders
 from titan_sparse.training.checkpoint.reader import (
     Broken,
@@ -38,7 +34,8 @@ from titan_sparse.training.checkpoint.reader import (
     read_metadata,
     verify,
 )
-from titan_sparse.training.checkpoint.saver import Saver, expected_bytes, gib
+from titan_sparse.training.checkpoint.saver import Saver, expected_bytes
+from titan_sparse.training.distributed import on_first_rank
 
 LOADER = "dataloader"
 
@@ -78,34 +75,9 @@ class Progress:
         vars(self).update(counts)
 
 
-class NoCheckpoints:
-    """What takes the Checkpointer's place where checkpoint.enable is false: it does nothing."""
-
-    last_save_seconds: float | None = 0.0
-    group: dist.ProcessGroup | None = None
-
-    def load(self) -> bool:
-        return False
-
-    def go_back(self, before: int) -> int | None:
-        return None
-
-    def is_due(self, step: int, last: bool) -> bool:
-        return False
-
-    def check_disk(self, steps: int) -> None: ...
-
-    def before_update(self) -> None: ...
-
-    def raise_failure(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Checkpointer(Saver):
-    """The run's checkpoints, in <output_dir>/checkpoint/step-N. Has the methods of NoCheckpoints too.
-
-    All but raise_failure() is collective.
+    """The run's checkpoints, in <output_dir>/checkpoint/step-N. Where checkpoint.enable is false there
+    are none. All but raise_failure() is collective.
     """
 
     def __init__(
@@ -153,7 +125,9 @@ class Checkpointer(Saver):
         Raises Refusal on all ranks: if there are checkpoints and none is whole, if load_step or the
         path has none, or if one does not fit the model.
         """
-        deleted = _on_first_rank(lambda: folders.delete_incomplete(self.folder))
+        if not self.section.enable:
+            return False
+        deleted = on_first_rank(lambda: folders.delete_incomplete(self.folder))
         if deleted:
             logger.info("deleted saves that were cut short: %s", ", ".join(deleted))
         if self.section.load_step >= 0:
@@ -165,6 +139,8 @@ class Checkpointer(Saver):
 
     def check_disk(self, steps: int) -> None:
         """Refuse a disk that is too small for the saves up to `steps`. Raises Refusal on all ranks."""
+        if not self.section.enable:
+            return
         needed_bytes = expected_bytes(self.model, self.optimizers)
         saves_left = -(-max(steps - self.progress.step, 1) // self.section.interval)
 
@@ -178,13 +154,14 @@ class Checkpointer(Saver):
             free_bytes = shutil.disk_usage(self.folder).free
             if free_bytes < saves * needed_bytes:
                 raise Refusal(
-                    f"{self.folder} has {gib(free_bytes)} GiB free, a save needs {gib(needed_bytes)} GiB "
-                    f"and up to {saves} more will be there at once; free some, lower "
+                    f"{self.folder} has {free_bytes / 2**30:.3g} GiB free, a save needs "
+                    f"{needed_bytes / 2**30:.3g} GiB and up to {saves} more will be there at once; "
+                    "free some, lower "
                     f"checkpoint.keep_latest_k = {self.section.keep_latest_k}, or write another "
                     "training.output_dir"
                 )
 
-        _on_first_rank(check)
+        on_first_rank(check)
 
     def go_back(self, before: int) -> int | None:
         """Return to the newest whole checkpoint of a step < `before`, and move newer ones aside.
@@ -192,6 +169,8 @@ class Checkpointer(Saver):
         Everything is as it was then, but for the loader, which goes on where it is. Returns the
         step, None if there is no such checkpoint: then nothing has changed.
         """
+        if not self.section.enable:
+            return None
         self.wait()
         try:
             step = self._load_newest(before, with_loader=False)
@@ -204,45 +183,7 @@ class Checkpointer(Saver):
 
     def is_due(self, step: int, last: bool) -> bool:
         """Whether save() would save: at every interval, and at the run's last step."""
-        return last or step % self.section.interval == 0
-
-    def save_in_hf(
-        self,
-        step: int,
-        config: DecoderConfig,
-        dtype: torch.dtype,
-        source: str,
-        adapters: Adapters | None = None,
-        files: dict[str, bytes] | None = None,
-    ) -> None:
-        """Write step's checkpoint once more, for transformers, as export_weights() does; adapters
-        for PEFT, in float32.
-
-        Does nothing if that folder is there already. Call it after close(), and on one rank only,
-        which reads what all have saved. Raises ValueError if there is nothing to read.
-        """
-        checkpoint = folders.step_folder(self.folder, step)
-        folder = self.folder.parent / "huggingface" / f"step-{step}"
-        if not folders.is_complete(checkpoint):
-            raise ValueError(f"checkpoint.last_save_in_hf: no complete checkpoint in {checkpoint}")
-        if not folder.exists():
-            # Only where asked for: it needs safetensors.
-            from titan_sparse.models.huggingface import export_weights
-            from titan_sparse.models.lora import export_adapter
-
-            def read(state: dict[str, Tensor]) -> None:
-                read_into(state, checkpoint, alone=True)
-
-            if adapters:
-                wide = torch.promote_types(dtype, torch.float32)
-                export_adapter(
-                    str(checkpoint), read, str(folder), config, adapters, wide, source, files or {}
-                )
-            else:
-                export_weights(
-                    str(checkpoint), read, str(folder), config, dtype, source, files=files
-                )
-            logger.info("saved %s for transformers", folder)
+        return self.section.enable and (last or step % self.section.interval == 0)
 
     def _load_newest(self, before: int | None = None, with_loader: bool = True) -> int | None:
         """Load the newest checkpoint that is whole, of a step < `before`. Returns its step.
@@ -250,7 +191,7 @@ class Checkpointer(Saver):
         Newer ones that are broken are moved aside. None if there is no checkpoint at all. Raises
         Refusal, and moves nothing, if all are broken.
         """
-        steps = _on_first_rank(lambda: folders.saved_steps(self.folder))
+        steps = on_first_rank(lambda: folders.saved_steps(self.folder))
         broken: dict[Path, str] = {}
         for step in reversed(steps):
             if before is not None and step >= before:
@@ -263,7 +204,7 @@ class Checkpointer(Saver):
                 broken[checkpoint] = str(error)
                 continue
             for path, problem in broken.items():
-                aside = _on_first_rank(lambda path=path: folders.move_aside(path, "broken"))
+                aside = on_first_rank(lambda path=path: folders.move_aside(path, "broken"))
                 logger.warning("checkpoint damaged: %s; moved to %s", problem, aside)
             return step
         if broken:
@@ -305,7 +246,7 @@ class Checkpointer(Saver):
             for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
         ]
         is_restart = any(count.isdecimal() and int(count) > 0 for count in restarts)
-        if _on_first_rank(lambda: is_restart and path.exists() and path.read_text() == record):
+        if on_first_rank(lambda: is_restart and path.exists() and path.read_text() == record):
             return
         try:
             verify(folders.step_folder(self.folder, step))
@@ -315,10 +256,10 @@ class Checkpointer(Saver):
                 "write another step, or -1 for the newest"
             ) from None
         self._move_newer(step)
-        _on_first_rank(lambda: path.write_text(record, encoding="utf-8"))
+        on_first_rank(lambda: path.write_text(record, encoding="utf-8"))
 
     def _move_newer(self, step: int) -> None:
-        aside = _on_first_rank(lambda: folders.roll_back(self.folder, step))
+        aside = on_first_rank(lambda: folders.roll_back(self.folder, step))
         if aside is not None:
             logger.info("checkpoints newer than step %d are in %s now", step, aside)
 
@@ -331,19 +272,3 @@ class Checkpointer(Saver):
                 f"checkpoint.initial_load_path = {path} holds no whole checkpoint ({error}); "
                 "write a folder step-N of a run"
             ) from None
-
-
-def _on_first_rank(work: Callable[[], Any]) -> Any:
-    """What `work` returns on rank 0, on all ranks. Its Refusal or OSError is a Refusal on all of them."""
-    outcome: list[Any] = [None, ""]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = work()
-        except Refusal as error:
-            outcome[1] = str(error)
-        except OSError as error:
-            outcome[1] = f"the folder of checkpoints: {error.filename}: {error.strerror}"
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1]:
-        raise Refusal(outcome[1])
-    return outcome[0]

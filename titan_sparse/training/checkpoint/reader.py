@@ -5,9 +5,9 @@ torch.load(weights_only=True) does. Errors are Refusals: one line each.
 """
 
 import dataclasses
-import enum
 import hashlib
 import io
+import operator
 import os
 import pickle
 import re
@@ -88,17 +88,11 @@ class _Unpickler(pickle._Unpickler):
             return super().find_class(module.removesuffix("._local"), name)
         if (module, name) == ("builtins", "getattr"):
             # How Python 3.11.0 to 3.11.3 write the member of an enum.
-            return _member
+            return operator.getitem
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
-
-
-def _member(kind: type[enum.Enum], name: str) -> enum.Enum:
-    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
-        raise pickle.UnpicklingError("it asks for an attribute, which no checkpoint needs")
-    return kind[name]
 
 
 def read_metadata(checkpoint: str | Path) -> Metadata:
@@ -152,8 +146,9 @@ def verify(checkpoint: str | Path) -> None:
     rank, world_size = 0, 1
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
+    problem = ""
     try:
-        problem = _problem(Path(checkpoint), rank, world_size)
+        _check(Path(checkpoint), rank, world_size)
     except (Broken, OSError) as error:
         problem = str(error)
     problems = [problem] * world_size
@@ -163,8 +158,8 @@ def verify(checkpoint: str | Path) -> None:
         raise Broken(text)
 
 
-def _problem(checkpoint: Path, rank: int, world_size: int) -> str:
-    """What is wrong with this rank's share of the files; empty: nothing."""
+def _check(checkpoint: Path, rank: int, world_size: int) -> None:
+    """Raises Broken for what is wrong with this rank's share of the files."""
     # Bytes that each file has at least.
     sizes: dict[str, int] = {}
     for place in read_metadata(checkpoint).storage_data.values():
@@ -173,36 +168,33 @@ def _problem(checkpoint: Path, rank: int, world_size: int) -> str:
     for name, size in sizes.items():
         path = checkpoint / name
         if not path.is_file():
-            return f"{path} is missing"
+            raise Broken(f"{path} is missing")
         if path.stat().st_size < size:
-            return f"{path} has {path.stat().st_size} bytes, of at least {size}"
+            raise Broken(f"{path} has {path.stat().st_size} bytes, of at least {size}")
     if not has_checksums(checkpoint):
-        return ""
+        return
     path = checkpoint / CHECKSUMS
     matches = list(map(_SUM_LINE.fullmatch, path.read_text(errors="replace").splitlines()))
     if None in matches:
-        return f"{path} has a line that is not a checksum"
+        raise Broken(f"{path} has a line that is not a checksum")
     sums = {match[2]: match[1] for match in matches}
     for name in (METADATA, *sizes):
         if name not in sums:
-            return f"{path} has no line for {name}"
+            raise Broken(f"{path} has no line for {name}")
     own = sorted(sums)[rank::world_size]
     with ThreadPoolExecutor(_THREADS) as pool:
         found = list(pool.map(lambda name: _sum_of(checkpoint / name), own))
     for name, value in zip(own, found, strict=True):
-        if value is None:
-            return f"{checkpoint / name} is missing"
         if value != sums[name]:
-            return f"{checkpoint / name} is not what was written: its sha256 is another"
-    return ""
+            raise Broken(f"{checkpoint / name} is not what was written: its sha256 is another")
 
 
-def _sum_of(path: Path) -> str | None:
+def _sum_of(path: Path) -> str:
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
-        return None
+        raise Broken(f"{path} is missing") from None
 
 
 class _Planner(DefaultLoadPlanner):

@@ -17,7 +17,6 @@ import os
 import pickle
 import shutil
 import time
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -63,6 +62,8 @@ _FILES_PER_RANK = 4
 
 _LONG_WAIT_SECONDS = 0.5
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 class SaveError(OSError):
     """A save that failed: one line for the user. The checkpoints before it are as they were."""
@@ -82,18 +83,9 @@ def expected_bytes(model: nn.Module, optimizers: list[Optimizer]) -> int:
 
     Replicas are written once, frozen weights not at all. Adam has two tensors of each parameter's size.
     """
-    total = _bytes_of(p for p in model.parameters() if p.requires_grad)
+    total = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     moments = 0 if all(isinstance(o, torch.optim.SGD) for o in optimizers) else 2
     return total * (1 + moments)
-
-
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Over all ranks: a DTensor counts all its elements."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def gib(size: int) -> str:
-    return f"{size / 2**30:.3g}"
 
 
 class HashedFile(io.FileIO):
@@ -270,7 +262,7 @@ class Saver:
         self.section = section
         self.folder = folder
         self.texts = texts
-        self.last_save_seconds: float | None = None
+        self.last_save_seconds: float | None = None if section.enable else 0.0
         """from save() to the name step-N, of the last save that got it; None before the first"""
         self.pending: Future[None] | None = None
         self.memory: Tensor | None = None
@@ -280,7 +272,7 @@ class Saver:
         self.copied: torch.cuda.Event | None = None
         self.group: dist.ProcessGroup | None = None
         self.thread: ThreadPoolExecutor | None = None
-        if section.async_mode != "disabled":
+        if section.enable and section.async_mode != "disabled":
             # Not the world's group, over which training communicates at the same time.
             self.group = dist.new_group(backend="gloo")
             self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -368,20 +360,14 @@ class Saver:
             [error, _], *_ = failure.failures.values()
             if not isinstance(error, OSError):
                 logger.warning("%s", failure)
-            size = _bytes_of(value for value in state.values() if isinstance(value, Tensor))
-            raise SaveError(_describe(checkpoint, error, size)) from None
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            if isinstance(error, OSError) and error.errno in _FULL:
+                size = sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+                reason = (
+                    f"no space left on the disk ({error.strerror}); a save needs "
+                    f"{size / 2**30:.3g} GiB more than checkpoint.keep_latest_k of them; "
+                    "free some, or write another training.output_dir"
+                )
+            raise SaveError(f"{checkpoint} could not be saved: {reason}") from None
         self.last_save_seconds = time.perf_counter() - began
         logger.info("saved %s in %.1f s", checkpoint, self.last_save_seconds)
-
-
-def _describe(checkpoint: Path, error: BaseException, size: int) -> str:
-    """Why a save failed, in one line. size: of its tensors in bytes."""
-    what = f"{checkpoint} could not be saved"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return (
-            f"{what}: no space left on the disk ({error.strerror}); a save needs "
-            f"{gib(size)} GiB more than checkpoint.keep_latest_k of them; "
-            "free some, or write another training.output_dir"
-        )
-    last_line = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-    return f"{what}: {last_line[0]}"
