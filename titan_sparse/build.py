@@ -5,7 +5,6 @@ import functools
 import os
 
 import torch
-import torch.distributed as dist
 
 from titan_sparse.attention import backends
 from titan_sparse.config import Config, resolve_cp_intra, to_toml
@@ -39,7 +38,7 @@ from titan_sparse.training.checkpoint import (
 from titan_sparse.training.distributed import build_meshes, choose_device, init_distributed
 from titan_sparse.training.guard import Guard, decides_on_device
 from titan_sparse.training.metrics import MetricsLog
-from titan_sparse.training.metrics_output import open_tracker
+from titan_sparse.training.metrics_output import open_wandb
 from titan_sparse.training.optimizer import build_optimizer, build_schedule
 from titan_sparse.training.run_folder import begin_start
 from titan_sparse.training.setup import (
@@ -66,12 +65,11 @@ class Parts:
         alike_in_run = self._check()
         if os.environ.get("RANK", "0") == "0":
             lock_run(config.training.output_dir)
-        tracker = open_tracker(config)
+        wandb_run = open_wandb(config)
         torch.manual_seed(config.training.seed)
         self._join(alike_in_run)
         self._make()
-        is_first = dist.get_rank() == 0
-        self.metrics = MetricsLog(config, self.model_config, self.device, is_first, tracker)
+        self.metrics = MetricsLog(config, self.model_config, self.device, wandb_run)
 
     def _check(self) -> dict[str, str]:
         """Whatever may be refused, before any process group exists. Returns what must be the same on

@@ -7,7 +7,6 @@ import os
 from typing import Any
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
 from titan_sparse.config import Config, Data, needle_lengths
 from titan_sparse.config.sources import format_of, single_source
@@ -91,9 +90,11 @@ class Validation:
             lines = JsonLines(path)
             lines.write(json_ready(record))
             lines.close()
-            if metrics.board is not None:
-                _write_board(metrics.board, record)
-            metrics.tracker.log_validation(record)
+            metrics.write_scalars(step, _scalars(record))
+            if metrics.board is not None and self.needles:
+                for name in ("score", "correct"):
+                    figure = pictures.needle_figure(record["needle"]["cells"], name)
+                    metrics.board.add_figure(f"validation_needle/{name}_by_depth", figure, step)
             logger.info(_line(record))
         return record
 
@@ -130,21 +131,15 @@ def _data(config: Config) -> Data:
     )
 
 
-def _write_board(board: SummaryWriter, record: dict[str, Any]) -> None:
-    step = record["step"]
-    for name in ("loss", "perplexity"):
-        board.add_scalar(f"validation/{name}", record[name], step)
+def _scalars(record: dict[str, Any]) -> dict[str, float | None]:
+    """By tags of TensorBoard."""
+    values = {f"validation/{name}": record[name] for name in ("loss", "perplexity")}
     for bucket in record["buckets"]:
-        if bucket["loss"] is not None:
-            name = f"validation_loss_by_position/{bucket['start']}"
-            board.add_scalar(name, bucket["loss"], step)
+        values[f"validation_loss_by_position/{bucket['start']}"] = bucket["loss"]
     if "needle" in record:
-        needles = record["needle"]
         for name in ("score", "exact", "correct", "loss"):
-            board.add_scalar(f"validation_needle/{name}", needles[name], step)
-        for name in ("score", "correct"):
-            figure = pictures.needle_figure(needles["cells"], name)
-            board.add_figure(f"validation_needle/{name}_by_depth", figure, step)
+            values[f"validation_needle/{name}"] = record["needle"][name]
+    return values
 
 
 def _line(record: dict[str, Any]) -> str:

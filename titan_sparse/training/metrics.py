@@ -8,7 +8,7 @@ import math
 import os
 import resource
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,11 @@ from titan_sparse.estimate.flops import flops_per_token, peak_flops, utilization
 from titan_sparse.from_config import selecting_layers
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.lora_config import resolve_adapters
-from titan_sparse.training.metrics_output import JsonLines, Tracker, write_board
+from titan_sparse.training.metrics_output import JsonLines, write_board
 from titan_sparse.training.recall import CapCount, asked_recall, percent
+
+if TYPE_CHECKING:
+    import wandb
 
 logger = logging.getLogger("titan_sparse")
 
@@ -32,7 +35,7 @@ THUMBNAIL_CELLS = 48
 
 
 class MetricsLog:
-    """Writes the metrics of logged steps. A rank that does not write only keeps the time.
+    """Writes the metrics of logged steps, on the first rank. The others only keep the time.
 
     Made when the process group exists: the throughput is shared by all its ranks.
     """
@@ -42,8 +45,7 @@ class MetricsLog:
         config: Config,
         model: DecoderConfig,
         device: torch.device,
-        writes: bool,
-        tracker: Tracker,
+        wandb_run: "wandb.Run | None" = None,
     ):
         self.section = config.metrics
         self.steps = config.training.steps
@@ -59,10 +61,10 @@ class MetricsLog:
         self.caps = CapCount()
         self.asked = asked_recall(config.attention)
         self.budget = config.attention.vertical_slash.budget
-        self.tracker = tracker
+        self.wandb_run = wandb_run
         self.json = None
         self.board = None
-        if writes:
+        if dist.get_rank() == 0:
             folder = config.training.output_dir
             os.makedirs(folder, exist_ok=True)
             self.json = JsonLines(os.path.join(folder, "metrics.jsonl"))
@@ -154,7 +156,8 @@ class MetricsLog:
             self.save_seconds = 0.0
         if self.json is not None:
             self.json.write(json_ready(record))
-            self.tracker.log(record)
+            if self.wandb_run is not None:
+                self.wandb_run.log(record)
             if self.board is not None:
                 write_board(self.board, record, recorded, capped)
             pace = record["step_seconds"] if self.has_logged else None
@@ -171,28 +174,39 @@ class MetricsLog:
         over layers and heads.
         """
         dense = flops_per_token(self.model, visible, self.adapters) * tokens_per_second / 1e12
-        mfu = None
-        if self.peak is not None:
-            mfu = utilization(
-                self.model, visited, tokens_per_second, self.peak, self.float8, self.adapters
+        speeds = {"mfu": None, "dense_equivalent_tflops": dense}
+        if self.peak is None:
+            return speeds
+        mfu = utilization(
+            self.model, visited, tokens_per_second, self.peak, self.float8, self.adapters
+        )
+        if mfu <= 1:
+            return speeds | {"mfu": mfu}
+        if self.json is not None:
+            logger.warning(
+                "an mfu of %.0f %% is impossible and is not logged: metrics.peak_tflops = %g "
+                "is too small for this device; write its dense bf16 peak",
+                100 * mfu,
+                self.peak / 1e12,
             )
-            if mfu > 1:
-                if self.json is not None:
-                    logger.warning(
-                        "an mfu of %.0f %% is impossible and is not logged: metrics.peak_tflops = %g "
-                        "is too small for this device; write its dense bf16 peak",
-                        100 * mfu,
-                        self.peak / 1e12,
-                    )
-                mfu = None
-        return {"mfu": mfu, "dense_equivalent_tflops": dense}
+        return speeds
+
+    def write_scalars(self, step: int, values: dict[str, float | None]) -> None:
+        """Write values by tags of TensorBoard, there and to metrics.trackers."""
+        known = {tag: value for tag, value in values.items() if value is not None}
+        if self.wandb_run is not None:
+            self.wandb_run.log({"step": step, **known})
+        if self.board is not None:
+            for tag, value in known.items():
+                self.board.add_scalar(tag, value, step)
 
     def close(self) -> None:
         if self.json is not None:
             self.json.close()
         if self.board is not None:
             self.board.close()
-        self.tracker.close()
+        if self.wandb_run is not None:
+            self.wandb_run.finish()
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -307,11 +321,9 @@ def progress_line(record: dict[str, Any], steps: int, step_seconds: float | None
 
 def eta(steps_left: int, step_seconds: float | None) -> str:
     """Hours, minutes and seconds that are left, with the days before them; ? where that is not known."""
-    if steps_left <= 0:
-        return "00:00:00"
-    if step_seconds is None:
+    if steps_left > 0 and step_seconds is None:
         return "?"
-    days, seconds = divmod(round(steps_left * step_seconds), 24 * 3600)
+    days, seconds = divmod(round(steps_left * (step_seconds or 0)), 24 * 3600)
     clock = time.strftime("%H:%M:%S", time.gmtime(seconds))
     return f"{days} d {clock}" if days else clock
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from titan_sparse.config import Config
 
 if TYPE_CHECKING:
+    import wandb
     from torch.utils.tensorboard import SummaryWriter
 
     from titan_sparse.attention.observe.statistics import Recording
@@ -60,31 +61,8 @@ class JsonLines:
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
         self.descriptor = os.open(self.path, flags, 0o666)
-        self._end_last_line()
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Add a line, in one write. Raises OSError, naming the file, where it does not fit, or where
-        the file was deleted; it is as it was then."""
-        line = (json.dumps(record) + "\n").encode()
-        status = os.fstat(self.descriptor)
-        if status.st_nlink == 0:
-            said = "the file was deleted while the run goes on"
-            raise FileNotFoundError(errno.ENOENT, said, self.path)
-        try:
-            written = os.write(self.descriptor, line)
-        except OSError as error:
-            raise OSError(error.errno, f"cannot write: {error.strerror}", self.path) from error
-        if written < len(line):
-            os.ftruncate(self.descriptor, status.st_size)
-            said = f"only {written} of a line's {len(line)} bytes fit, the disk is full"
-            raise OSError(errno.ENOSPC, said, self.path)
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-
-    def _end_last_line(self) -> None:
         size = os.fstat(self.descriptor).st_size
         # The end is enough: the lines of a long run are hundreds of megabytes.
         end = os.pread(self.descriptor, _END, max(0, size - _END))
@@ -93,6 +71,23 @@ class JsonLines:
             os.ftruncate(self.descriptor, size - len(last))
         elif last:
             os.write(self.descriptor, b"\n")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add a line, in one write. Raises OSError, naming the file, where it does not fit; the file
+        is as it was then."""
+        line = (json.dumps(record) + "\n").encode()
+        size = os.fstat(self.descriptor).st_size
+        try:
+            written = os.write(self.descriptor, line)
+        except OSError as error:
+            raise OSError(error.errno, f"cannot write: {error.strerror}", self.path) from error
+        if written < len(line):
+            os.ftruncate(self.descriptor, size)
+            said = f"only {written} of a line's {len(line)} bytes fit, the disk is full"
+            raise OSError(errno.ENOSPC, said, self.path)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
@@ -196,56 +191,26 @@ def write_board(
     )
 
 
-class Tracker:
-    """Writes nothing where `run` is None."""
-
-    def __init__(self, run: Any) -> None:
-        self.run = run
-        if run is not None:
-            # Steps are ours: a run that goes back to a checkpoint writes some of them again.
-            run.define_metric("step")
-            run.define_metric("*", step_metric="step")
-
-    def log(self, record: dict[str, Any]) -> None:
-        if self.run is not None:
-            self.run.log(record)
-
-    def log_validation(self, record: dict[str, Any]) -> None:
-        """A line of validation.jsonl: what its tags in TensorBoard say."""
-        if self.run is None:
-            return
-        values = {"step": record["step"]}
-        for name in ("loss", "perplexity"):
-            values[f"validation/{name}"] = record[name]
-        for bucket in record["buckets"]:
-            values[f"validation_loss_by_position/{bucket['start']}"] = bucket["loss"]
-        for name, value in record.get("needle", {}).items():
-            if name != "cells":
-                values[f"validation_needle/{name}"] = value
-        self.run.log(values)
-
-    def close(self) -> None:
-        if self.run is not None:
-            self.run.finish()
-
-
-def open_tracker(config: Config) -> Tracker:
-    """The tracker of metrics.trackers; on other ranks than the first, one that writes nothing.
+def open_wandb(config: Config) -> "wandb.Run | None":
+    """The run of metrics.trackers; None on other ranks than the first, and without trackers.
 
     Call it before any process group. Raises ValueError, one line, where wandb cannot begin.
     """
     if config.metrics.trackers == "none" or os.environ.get("RANK", "0") != "0":
-        return Tracker(None)
+        return None
     # Only where asked for: it is optional.
     import wandb
 
     folder = Path(config.training.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        id_file = folder / RUN_ID
+        if not id_file.is_file():
+            id_file.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
         run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "titan_sparse"),
             name=os.environ.get("WANDB_NAME", folder.name),
-            id=_run_id(folder / RUN_ID),
+            id=id_file.read_text(encoding="utf-8").strip(),
             resume="allow",
             dir=folder,
         )
@@ -257,10 +222,7 @@ def open_tracker(config: Config) -> Tracker:
             f'metrics.trackers = "wandb": {reason}; set WANDB_MODE=offline, or write '
             'metrics.trackers = "none"'
         ) from error
-    return Tracker(run)
-
-
-def _run_id(path: Path) -> str:
-    if not path.is_file():
-        path.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
-    return path.read_text(encoding="utf-8").strip()
+    # Steps are ours: a run that goes back to a checkpoint writes some of them again.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
