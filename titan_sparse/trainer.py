@@ -28,12 +28,11 @@ from titan_sparse.estimate.memory import estimate, peak_phase
 from titan_sparse.from_config import build_layer_masks
 from titan_sparse.loss import count_valid
 from titan_sparse.models.initialization import stable_seed
-from titan_sparse.recovery import Recovery
 from titan_sparse.training.checkpoint import check_lock, unlock_run
 from titan_sparse.training.distributed import barrier, set_timeout
-from titan_sparse.training.guard import refuse_bad_weights
+from titan_sparse.training.guard import all_finite, optimizer_states, refuse_bad_weights
 from titan_sparse.training.heartbeat import Watch
-from titan_sparse.training.launcher import StopSignals
+from titan_sparse.training.launcher import Poisoned, StopSignals
 from titan_sparse.training.optimizer import clip_gradients, resume_schedule
 from titan_sparse.training.run_folder import profiler
 from titan_sparse.training.setup import (
@@ -58,7 +57,6 @@ class Trainer(Parts):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.recovery = Recovery(self)
         self.signals = StopSignals()
         self.watch = Watch(
             config.parallelism.first_step_timeout_seconds, self.signals, self.start_folder
@@ -67,6 +65,12 @@ class Trainer(Parts):
         self.step_seconds = 0.0
         # The step whose state is on disk.
         self.saved_step = 0
+        # Bad steps up to now, without a good one between, as far as the host knows.
+        self.bad_in_a_row = 0
+        # A save was due in the middle of bad steps.
+        self.save_is_late = False
+        # The checkpoint that the run has gone back to, as long as it has saved none since.
+        self.gone_back_to: int | None = None
         # Groups made after the world's have torch's own timeout so far, 10 minutes for NCCL.
         self._use_long_timeout()
 
@@ -93,35 +97,30 @@ class Trainer(Parts):
 
     def _load(self) -> None:
         """Resume from the run's newest checkpoint, else read model.initial_hf where that is given."""
-        initial_hf = self.config.model.initial_hf
+        config, initial_hf = self.config, self.config.model.initial_hf
         # A checkpoint does not hold frozen weights.
         if self.adapters:
-            read_initial_hf(self.config, self.model, self.model_config)
+            read_initial_hf(config, self.model, self.model_config)
         if self.checkpointer.load():
             instead = ""
             if initial_hf and not self.adapters:
                 instead = (
                     f", from the run's own checkpoint and not from model.initial_hf = {initial_hf}"
                 )
-            logger.info("resumed at step %d%s", self.progress.step, instead)
-            self._take_up_settings()
+            step = self.progress.step
+            logger.info("resumed at step %d%s", step, instead)
+            # Not always the one looked at first, which may have been damaged.
+            saved = read_saved(step_path(config, step))
+            if saved is not None:
+                refuse_changes(saved, config, self.origin)
+            # What the user writes counts, and not what the checkpoint was saved with.
+            resume_schedule(self.optimizers, self.schedule, config.optimizer, step)
+            if saved is not None and dist.get_rank() == 0:
+                report_changes(saved, config, step)
         elif not self.adapters:
-            read_initial_hf(self.config, self.model, self.model_config)
-        self.checkpointer.check_disk(self.config.training.steps)
-        refuse_bad_weights(
-            self.model, source_of_weights(self.config, self.progress.step), self.device
-        )
-
-    def _take_up_settings(self) -> None:
-        """What the user writes counts, and not what the checkpoint was saved with."""
-        step = self.progress.step
-        # Not always the one looked at first, which may have been damaged.
-        saved = read_saved(step_path(self.config, step))
-        if saved is not None:
-            refuse_changes(saved, self.config, self.origin)
-        resume_schedule(self.optimizers, self.schedule, self.config.optimizer, step)
-        if saved is not None and dist.get_rank() == 0:
-            report_changes(saved, self.config, step)
+            read_initial_hf(config, self.model, self.model_config)
+        self.checkpointer.check_disk(config.training.steps)
+        refuse_bad_weights(self.model, source_of_weights(config, self.progress.step), self.device)
 
     def _run_steps(self) -> bool:
         """All steps that are left. Returns whether a signal ended them."""
@@ -181,7 +180,7 @@ class Trainer(Parts):
         self.progress.step = step
         self.progress.tokens_seen += tokens
         self.metrics.count(tokens)
-        self.recovery.read_guard(all_of_them=is_logged)
+        self._read_guard(all_of_them=is_logged)
         if is_logged:
             dist.all_reduce(loss)
             values = {
@@ -280,13 +279,16 @@ class Trainer(Parts):
             check_lock(training.output_dir)
         is_last = stopped or step == training.steps
         is_due = self.checkpointer.is_due(step, is_last) and step != self.saved_step
-        problem = self.recovery.problem(saves=is_due, is_last=is_last)
+        problem = self._problem(is_due or self.save_is_late, is_last)
         if problem and not stopped:
             self._go_back(problem)
             return
         if problem and is_due:
             logger.error("step %d is not saved: %s", step, problem)
-        saves = not problem and self.recovery.may_save(is_due, is_last)
+        saves = not problem and (is_due or self.save_is_late)
+        # A checkpoint in the middle of bad steps would be no place to go back to.
+        self.save_is_late = saves and self.bad_in_a_row > 0 and not is_last
+        saves = saves and not self.save_is_late
         validates = self.validation.is_due(step) and not self._any_rank(self.signals.asked)
         if saves or validates:
             # Disks may be slow, and not alike. The first validation compiles what training has not.
@@ -296,7 +298,7 @@ class Trainer(Parts):
             self.loader.check_unchanged()
             self.metrics.leave_out(self.checkpointer.save(step))
             self.saved_step = step
-            self.recovery.gone_back_to = None
+            self.gone_back_to = None
         if validates:
             with without_dropout(self.model):
                 self.validation.run(self.scorer, step, self.metrics, writes=dist.get_rank() == 0)
@@ -306,14 +308,74 @@ class Trainer(Parts):
         if step % training.gc_interval == 0:
             gc.collect(1)
 
-    def _go_back(self, problem: str) -> None:
-        """Go on from the last good checkpoint, with the batches that come next. Collective.
+    def _read_guard(self, all_of_them: bool) -> None:
+        """Log and count the updates that the guard has skipped. all_of_them: Guard.reports()."""
+        for report in self.guard.reports(all_of_them):
+            self.bad_in_a_row = report.in_a_row
+            if report.skipped:
+                self.progress.skipped_updates += 1
+                logger.warning(
+                    "step %d: update skipped, as %s (%d in a row, %d in this run)",
+                    report.step,
+                    report.reason(),
+                    report.in_a_row,
+                    self.progress.skipped_updates,
+                )
 
-        Raises Poisoned if that is not possible.
+    def _problem(self, saves: bool, is_last: bool) -> str:
+        """Why the run cannot go on from here; empty if it can. Collective.
+
+        saves: a checkpoint is due, which must hold nothing but finite numbers.
+        """
+        section = self.config.guard
+        if not section.enable:
+            return ""
+        self._read_guard(all_of_them=saves or is_last)
+        if self.bad_in_a_row >= section.max_skips_in_a_row:
+            return f"{self.bad_in_a_row} updates in a row were skipped"
+        if saves:
+            tensors = [*self.model.parameters(), *optimizer_states(self.optimizers)]
+            if not all_finite(tensors, self.device):
+                return "weights or optimizer states are not finite"
+        return ""
+
+    def _go_back(self, problem: str) -> None:
+        """Load the last good checkpoint, without its place in the data: the batches that led here
+        are not seen again. Collective.
+
+        Raises Poisoned if there is none, or if that was done guard.max_rollbacks times.
         """
         self._use_long_timeout()
-        self.recovery.go_back(problem)
-        self.saved_step = self.progress.step
+        step, skipped = self.progress.step, self.progress.skipped_updates
+        times, limit = self.progress.times_gone_back, self.config.guard.max_rollbacks
+        metrics_file = os.path.join(self.config.training.output_dir, "metrics.jsonl")
+        advice = f"look at loss and grad_norm in {metrics_file} before step {step}"
+        if times >= limit:
+            raise Poisoned(
+                f"step {step}: {problem}, and the run has gone back {times} times "
+                f"(guard.max_rollbacks = {limit}); {advice}"
+            )
+        # A checkpoint that did not help is not tried again: then it is the one before.
+        first_bad = step - self.bad_in_a_row + 1
+        before = first_bad if self.gone_back_to is None else self.gone_back_to
+        good = self.checkpointer.go_back(before)
+        if good is None:
+            raise Poisoned(
+                f"step {step}: {problem}, and there is no good checkpoint before step {before}; {advice}"
+            )
+        resume_schedule(self.optimizers, self.schedule, self.config.optimizer, good)
+        self.gone_back_to = self.saved_step = good
+        self.save_is_late = False
+        self.bad_in_a_row = 0
+        self.progress.skipped_updates = skipped
+        self.progress.times_gone_back = times + 1
+        logger.warning(
+            "step %d: %s; gone back to the checkpoint of step %d, on with the batches after step %d",
+            step,
+            problem,
+            good,
+            step,
+        )
         self.metrics.start_interval()
         self._use_short_timeout()
 

@@ -11,7 +11,6 @@ _SCHEDULES = ["tests/attention/schedules", "tests/attention/context_parallel"]
 PLACES: dict[str, list[str]] = {
     "titan_sparse/trainer.py": _RUNS,
     "titan_sparse/build.py": _RUNS,
-    "titan_sparse/recovery.py": _RUNS,
     "titan_sparse/loss.py": ["tests/test_loss.py"],
     "titan_sparse/training/build_model.py": _RUNS,
     "titan_sparse/training/guard.py": _RUNS,

@@ -4,7 +4,7 @@ A step is bad if its loss or its gradient norm is not finite, or if the norm is 
 running statistics. The device decides, and the fused optimizers leave everything as it was: the
 host waits for nothing. The host reads each step's report one step later, when it is there anyway.
 Saves wait for a good step. After several bad steps in a row the run goes back to its last good
-checkpoint (recovery.py).
+checkpoint (trainer.py).
 """
 
 import math
