@@ -2,7 +2,7 @@
 
 from titan_sparse.attention import ContextParallel
 from titan_sparse.build import Parts
-from titan_sparse.config import Attention, Config
+from titan_sparse.config import Attention
 from titan_sparse.models.flavours import choose_implementation, number_of_parameters
 from titan_sparse.models.lora_config import adapter_elements
 
@@ -13,33 +13,46 @@ def banner(parts: Parts, padded_seq_len: int, memory: dict[str, float]) -> str:
     padded_seq_len: tokens of a sequence, padded to whole blocks of every rank. memory: GiB a device
     by part, at the step's peak.
     """
-    config = parts.config
+    config, cp = parts.config, parts.cp
+    training, parallelism = config.training, config.parallelism
+    replicas, dp_size = parallelism.dp_replicate, parts.meshes.dp_size
+    sequences = training.local_batch_size * training.gradient_accumulation_steps * dp_size
+    blocks = f"activation checkpointing {config.activation_checkpoint.mode}"
+    if parts.recomputed:
+        blocks += f" (attention of the first {100 * parts.recomputed:g} % too)"
+    compiled = f"compiled by {config.compile.backend}" if config.compile.enable else "not compiled"
     # Others would show as 0.00.
     parts_of_peak = [f"{name} {size:.2f}" for name, size in memory.items() if size >= 0.005]
     lines = {
         "model": _model(parts),
-        "mesh": _mesh(parts),
-        "data": _data(parts, padded_seq_len),
-        "attention": _attention(config.attention, parts.cp),
-        "layout": f"{parts.cp.layout}, schedule {parts.cp.schedule}",
+        "mesh": (
+            f"{replicas} dp_replicate x {dp_size // replicas} dp_shard"
+            f" x {cp.inter} cp_inter x {cp.intra} cp_intra on {parts.device.type}"
+        ),
+        "data": (
+            f"{config.data.source}, tokenizer {config.data.tokenizer},"
+            f" {sequences} sequences a step of {training.seq_len:,} tokens"
+            f" (padded to {padded_seq_len:,}, {padded_seq_len // cp.size:,} a rank)"
+        ),
+        "attention": _attention(config.attention, cp),
+        "layout": f"{cp.layout}, schedule {cp.schedule}",
         "kernel": parts.kernel,
-        "blocks": _blocks(config, parts.recomputed),
+        "blocks": f"{blocks}, {compiled}",
         "memory": f"expect a peak of {sum(memory.values()):.2f} GiB a device: {', '.join(parts_of_peak)}",
         "timeouts": (
-            f"collectives fail after {config.parallelism.first_step_timeout_seconds:,} s in the first step and in "
-            f"saves, else after {config.parallelism.timeout_seconds:,} s"
+            f"collectives fail after {parallelism.first_step_timeout_seconds:,} s in the first step"
+            f" and in saves, else after {parallelism.timeout_seconds:,} s"
         ),
-        "output": config.training.output_dir,
+        "output": training.output_dir,
     }
     return "\n".join(f"{name:>10}  {text}" for name, text in lines.items())
 
 
 def _model(parts: Parts) -> str:
-    config = parts.config
-    name = config.model.initial_hf or config.model.flavour
+    config, adapters = parts.config, parts.adapters
+    initial_hf = config.model.initial_hf
     millions = number_of_parameters(parts.model_config) / 1e6
     dtype = config.training.dtype
-    adapters = parts.adapters
     if adapters:
         trained = adapter_elements(parts.model_config, adapters) / 1e6
         dtype += (
@@ -48,32 +61,11 @@ def _model(parts: Parts) -> str:
         )
     elif dtype != "float64":
         dtype += ", float32 weights and optimizer"
-    line = f"{name}, {millions:,.1f} M parameters, {dtype}"
-    if not config.model.initial_hf:
+    line = f"{initial_hf or config.model.flavour}, {millions:,.1f} M parameters, {dtype}"
+    if not initial_hf:
         return line
-    code, reason = choose_implementation(config.model.initial_hf, config.model.implementation)
+    code, reason = choose_implementation(initial_hf, config.model.implementation)
     return f"{line}; {code} code ({reason})"
-
-
-def _mesh(parts: Parts) -> str:
-    replicas = parts.config.parallelism.dp_replicate
-    cp = parts.cp
-    return (
-        f"{replicas} dp_replicate x {parts.meshes.dp_size // replicas} dp_shard"
-        f" x {cp.inter} cp_inter x {cp.intra} cp_intra on {parts.device.type}"
-    )
-
-
-def _data(parts: Parts, padded: int) -> str:
-    config = parts.config
-    training = config.training
-    accumulated = training.local_batch_size * training.gradient_accumulation_steps
-    sequences = accumulated * parts.meshes.dp_size
-    return (
-        f"{config.data.source}, tokenizer {config.data.tokenizer},"
-        f" {sequences} sequences a step of {training.seq_len:,}"
-        f" tokens (padded to {padded:,}, {padded // parts.cp.size:,} a rank)"
-    )
 
 
 def _attention(attention: Attention, cp: ContextParallel) -> str:
@@ -87,11 +79,3 @@ def _attention(attention: Attention, cp: ContextParallel) -> str:
     if attention.dense_layers:
         pattern += f", layers {attention.dense_layers} dense"
     return f"{mask} mask, {pattern.removesuffix(' ()')}, blocks of {cp.block_size}"
-
-
-def _blocks(config: Config, recomputed: float) -> str:
-    kept = f"activation checkpointing {config.activation_checkpoint.mode}"
-    if recomputed:
-        kept += f" (attention of the first {100 * recomputed:g} % too)"
-    compiled = f"compiled by {config.compile.backend}" if config.compile.enable else "not compiled"
-    return f"{kept}, {compiled}"

@@ -50,7 +50,6 @@ from titan_sparse.training.setup import (
     local_world_size,
     open_data,
     recomputed_share,
-    step_size,
 )
 
 
@@ -133,9 +132,8 @@ class Parts:
     def _make(self) -> None:
         config = self.config
         training = config.training
-        size = functools.partial(step_size, config, self.model_config, self.backend)
         # Share of attention that the backward computes again.
-        self.recomputed = recomputed_share(config, size, self.device)
+        self.recomputed = recomputed_share(config, self.model_config, self.backend, self.device)
         attends = build_attends(config.attention, self.cp, self.recomputed)
         self.model = build_model(config, self.model_config, attends, self.meshes.fsdp, self.device)
         self.optimizers = build_optimizer(self.model, config.optimizer, self.device.type)

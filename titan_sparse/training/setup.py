@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 
@@ -54,12 +53,11 @@ def local_world_size() -> int:
 
 
 def checkpoint_to_resume(config: Config) -> str | None:
-    output_dir, load_step = config.training.output_dir, config.checkpoint.load_step
     if not config.checkpoint.enable:
         return None
-    if load_step >= 0:
-        return step_path(config, load_step)
-    return newest_checkpoint(output_dir)
+    if config.checkpoint.load_step >= 0:
+        return step_path(config, config.checkpoint.load_step)
+    return newest_checkpoint(config.training.output_dir)
 
 
 def step_path(config: Config, step: int) -> str:
@@ -71,20 +69,20 @@ def check_initial_weights(config: Config, model: DecoderConfig) -> None:
 
     Raises ValueError.
     """
-    if _reads_initial_hf(config):
+    if _initial_hf(config) and checkpoint_to_resume(config) is None:
         # Only where asked for: it needs safetensors.
         from titan_sparse.models.huggingface import check_weights
 
         check_weights(config.model.initial_hf, model)
 
 
-def _reads_initial_hf(config: Config) -> bool:
-    reads_weights = bool(config.model.initial_hf) and not config.model.random_weights
-    return reads_weights and checkpoint_to_resume(config) is None
+def _initial_hf(config: Config) -> str:
+    """The folder of the first weights; empty where they are random."""
+    return "" if config.model.random_weights else config.model.initial_hf
 
 
 def read_initial_hf(config: Config, model: nn.Module, model_config: DecoderConfig) -> None:
-    if config.model.initial_hf and not config.model.random_weights:
+    if _initial_hf(config):
         # Only where asked for: it needs safetensors.
         from titan_sparse.models.huggingface import load_weights
 
@@ -98,7 +96,7 @@ def source_of_weights(config: Config, step: int) -> str:
         return f"the checkpoint of step {step}"
     if config.checkpoint.initial_load_path:
         return f"checkpoint.initial_load_path = {config.checkpoint.initial_load_path}"
-    if config.model.initial_hf and not config.model.random_weights:
+    if _initial_hf(config):
         return f"model.initial_hf = {config.model.initial_hf}"
     return f"the first weights (training.seed = {config.training.seed})"
 
@@ -132,7 +130,7 @@ def alike_in_files(config: Config, origin: Origin) -> dict[str, str]:
     for number, part in enumerate(origin.data, 1):
         for name, value in part.items():
             values[f"{DATA_KEYS[name]} (part {number})"] = show(value)
-    if _reads_initial_hf(config):
+    if _initial_hf(config) and checkpoint_to_resume(config) is None:
         digest = weights_digest(config.model.initial_hf)
         values["the digest of the weights of model.initial_hf"] = digest[:12]
     if config.attention.balance_costs:
@@ -178,12 +176,10 @@ def step_size(config: Config, model: DecoderConfig, backend: str, recomputed: fl
 
 
 def recomputed_share(
-    config: Config, step_of_share: Callable[[float], Step], device: torch.device
+    config: Config, model: DecoderConfig, backend: str, device: torch.device
 ) -> float:
     """activation_checkpoint.attention_recompute. For auto it is the smallest multiple of a sixteenth
     whose estimated peak fits into the free memory, on the rank with the least memory. Collective.
-
-    step_of_share: the step with that share recomputed.
     """
     share = config.activation_checkpoint.attention_recompute
     if share != AUTO:
@@ -191,9 +187,12 @@ def recomputed_share(
     needed = torch.zeros(())
     free = free_gib(device)
     if free is not None:
-        shares = (step / _STEPS for step in range(_STEPS))
-        fitting = (s for s in shares if peak_gib(step_of_share(s)) <= _AUTO_SHARE * free)
-        needed.fill_(next(fitting, 1.0))
+        needed.fill_(1.0)
+        for number in range(_STEPS):
+            step = step_size(config, model, backend, number / _STEPS)
+            if peak_gib(step) <= _AUTO_SHARE * free:
+                needed.fill_(number / _STEPS)
+                break
     dist.all_reduce(needed, dist.ReduceOp.MAX)
     return needed.item()
 
