@@ -195,15 +195,11 @@ def convert_to_float8(model: Decoder, section: Float8, emulate: bool = False) ->
         for name, module in model.layers.named_modules(prefix="layers")
         if isinstance(module, nn.Linear)
     ]
-    for name in excluded:
-        if not any(name in linear for linear in linears):
-            raise ValueError(
-                f'float8.filter: "{name}" is part of no layer\'s name; write for example "o_proj" or "mlp"'
-            )
     chosen = {linear for linear in linears if not any(name in linear for name in excluded)}
-    if not chosen:
+    if not chosen or not all(any(name in linear for linear in linears) for name in excluded):
         raise ValueError(
-            f'float8.filter = "{section.filter}" leaves no layer; write float8.enable = false'
+            f'float8.filter = "{section.filter}" must name parts of some of the layers; write for '
+            'example "o_proj, layers.0.mlp"'
         )
     recipe = torchao_float8.Float8LinearConfig.from_recipe_name(section.recipe)
     torchao_float8.convert_to_float8_training(

@@ -158,18 +158,33 @@ class _Saved:
 
 
 class _Block:
-    """What one block keeps in one forward. `before`: the block that the backward reaches next."""
+    """What one block keeps in one forward."""
 
-    def __init__(self, owner: "OffloadedBlocks", before: "_Block | None", stays: bool) -> None:
+    def __init__(
+        self,
+        owner: "OffloadedBlocks",
+        module: nn.Module,
+        shared_storages: set[int],
+        before: "_Block | None",
+        is_last: bool,
+    ) -> None:
         self.owner = owner
+        self.module = module
+        self.shared_storages = shared_storages
+        self.parameter_storages: set[int] | None = None
+        # The block that the backward reaches next.
         self.before = before
-        self.stays = stays
+        self.is_last = is_last
         self.fetched = False
         # By address and shape. Weak: only autograd decides how long a tensor is kept.
         self.saved: weakref.WeakValueDictionary[tuple, _Saved] = weakref.WeakValueDictionary()
 
-    def save(self, tensor: Tensor) -> _Saved:
-        """The tensor's record: a new one, or that of the same tensor in this block or the one before."""
+    def pack(self, tensor: Tensor) -> Tensor | _Saved:
+        """The pack hook: called for every tensor that autograd saves in this block's forward. Returns
+        a new record, or that of the same tensor in this block or the one before."""
+        is_worth_it = type(tensor) is Tensor and tensor.nbytes >= MIN_BYTES and _is_dense(tensor)
+        if not is_worth_it or self._stays(tensor):
+            return tensor
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         # An address identifies a tensor as long as the device's memory is held: for this block and
         # the one before.
@@ -177,9 +192,16 @@ class _Block:
         if saved is None and self.before is not None:
             saved = self.before.saved.get(key)
         if saved is None:
-            saved = _Saved(tensor, self, copies=not self.stays)
+            saved = _Saved(tensor, self, copies=not self.is_last)
         self.saved[key] = saved
         return saved
+
+    def _stays(self, tensor: Tensor) -> bool:
+        if self.parameter_storages is None:
+            # Asked for inside the block's forward: only there does FSDP show the gathered parameters.
+            self.parameter_storages = _storages(self.module.parameters())
+        address = tensor.untyped_storage().data_ptr()
+        return address in self.shared_storages or address in self.parameter_storages
 
     def free_device(self) -> None:
         for saved in self.saved.values():
@@ -213,38 +235,13 @@ class OffloadedBlocks:
         blocks = list(blocks)
         shared_storages = _storages(tree_leaves(shared))
         record: _Block | None = None
-        for number, block in enumerate(blocks):
-            is_last = number == len(blocks) - 1
-            record = _Block(self, before=record, stays=is_last)
-            pack = _Packing(record, block, shared_storages)
-            with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        for block in blocks:
+            record = _Block(self, block, shared_storages, record, block is blocks[-1])
+            with torch.autograd.graph.saved_tensors_hooks(record.pack, _unpack):
                 x = block(x, *shared)
             if record.before is not None:
                 record.before.free_device()  # this one's tensors are still being copied
         return x
-
-
-class _Packing:
-    """The pack hook of one block's forward. Called for every tensor that autograd saves in it."""
-
-    def __init__(self, record: _Block, block: nn.Module, shared_storages: set[int]) -> None:
-        self.record = record
-        self.block = block
-        self.shared_storages = shared_storages
-        self.parameter_storages: set[int] | None = None
-
-    def __call__(self, tensor: Tensor) -> Tensor | _Saved:
-        is_worth_it = type(tensor) is Tensor and tensor.nbytes >= MIN_BYTES and _is_dense(tensor)
-        if not is_worth_it or self._stays(tensor):
-            return tensor
-        return self.record.save(tensor)
-
-    def _stays(self, tensor: Tensor) -> bool:
-        if self.parameter_storages is None:
-            # Asked for inside the block's forward: only there does FSDP show the gathered parameters.
-            self.parameter_storages = _storages(self.block.parameters())
-        address = tensor.untyped_storage().data_ptr()
-        return address in self.shared_storages or address in self.parameter_storages
 
 
 def _unpack(packed: Tensor | _Saved) -> Tensor:
