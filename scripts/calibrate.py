@@ -185,7 +185,7 @@ def windowed_runs(args: argparse.Namespace, device: torch.device) -> list[TiledR
             took = slowest(seconds(call, device, args.repeats))
             on_cpu = mask.rows(args.seq_len)
             index = Dense().index([], on_cpu, 1, 1, BLOCK_SIZE)
-            visits = count_visits(index, on_cpu, one_rank, sum_heads=True)
+            visits = count_visits(index, on_cpu, one_rank)
             runs.append(TiledRun(visits.full.sum().item(), visits.partial.sum().item(), took))
     return runs
 
@@ -256,7 +256,7 @@ def kernel_seconds(seq_len: int, args: argparse.Namespace, device: torch.device)
     index_on_cpu = [tensor.cpu() for tensor in select().tensors()]
     index = pattern.index(index_on_cpu, ranges_on_cpu, 1, args.heads[0], BLOCK_SIZE)
     one_rank = block_ids("contiguous", 1, seq_len, BLOCK_SIZE)
-    visits = count_visits(index, ranges_on_cpu, one_rank, sum_heads=True)
+    visits = count_visits(index, ranges_on_cpu, one_rank)
     return KernelTimes(int(visits.total().sum()), forward, backward)
 
 

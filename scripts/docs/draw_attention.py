@@ -99,7 +99,7 @@ def picture(mask: Mask, index: BlockIndex, layout: str, ranks: int, title: str, 
     """
     ranges = mask.rows(index.seq_len)
     table = table_of(ranges, layout, ranks, index.block_size)
-    work = count_visits(index, ranges, table).total()[0, 0]
+    work = count_visits(index, ranges, table).total()
     figure = Figure(figsize=(19, 5.4), layout="constrained")
     panels = figure.subplots(1, 4, width_ratios=(1, 1, 1, 0.7))
     # [S, S] each

@@ -56,7 +56,7 @@ class Setting:
 class Counted(NamedTuple):
     """What a layout gives each rank.
 
-    table: its blocks, int64 [W, n]. visits: the pairs that it computes, all heads together.
+    table: its blocks, int64 [W, n]. visits: the pairs that it computes.
     """
 
     table: Tensor
@@ -114,7 +114,7 @@ def count(layer: Layer, setting: Setting) -> Counted:
     """What the layout of a setting gives each rank. It is the same for all schedules."""
     index = layer.index
     table = table_of(layer.ranges, setting.layout, setting.ranks, index.block_size, setting.balance)
-    return Counted(table, count_visits(index, layer.ranges, table, sum_heads=True))
+    return Counted(table, count_visits(index, layer.ranges, table))
 
 
 def plan_layer(counted: Counted, layer: Layer, setting: Setting, constants: Constants) -> LayerPlan:
@@ -247,9 +247,9 @@ class _Planner:
         wanted = group_cast_plan.wanted_blocks(needed, self.table, setting.inter, setting.intra)
 
         # [W, 1]: on own blocks, and on those of others, which come in equal stages.
-        pairs = self.visits.pairs.sum((0, 1)).double()
+        pairs = self.visits.pairs.double()
         own = pairs.diagonal()[:, None]
-        verticals = self.visits.vertical_pairs.sum((0, 1, 3))[:, None]
+        verticals = self.visits.vertical_pairs[:, None]
         others = pairs.sum(1, keepdim=True) - own + verticals
         forward_stages, backward_stages = setting.overlap_stages
         work = torch.cat([own, *[others / forward_stages] * forward_stages], 1)
@@ -300,7 +300,7 @@ class _Planner:
         setting = self.setting
         # By rank and step, the rank whose keys and values are computed on: int64 [W, W].
         sources = torch.tensor(setting.schedule.step_sources(setting.inter, setting.intra))
-        return by_step(self.visits, sources, needed).sum((0, 1))
+        return by_step(self.visits, sources, needed)
 
     def _link_seconds(self, size: Tensor | float, across: bool) -> Tensor:
         """Seconds of a transfer of `size` bytes inside a node or across; none where there are none."""

@@ -81,9 +81,9 @@ def _truth(
     some = tiles.any(-1).any(-1)
     whole = tiles.all(-1).all(-1)
     if partial is None:
-        partial = some & ~whole
-    work = 100 * whole + costs.partial * partial
-    return work.sum((0, 2)), some
+        partial = (some & ~whole).sum(0)
+    work = 100 * whole.sum(0) + costs.partial * partial
+    return work.sum(1), some
 
 
 def _check_cut(
@@ -134,7 +134,7 @@ def test_work_and_needs_of_slices(name):
         mask.rows(SEQ_LEN),
         torch.arange(SEQ_LEN // 16)[:, None],
     )
-    _check_cut(mask.rows(SEQ_LEN), mask.dense(SEQ_LEN), 16, 3, visits.partial[:, 0])
+    _check_cut(mask.rows(SEQ_LEN), mask.dense(SEQ_LEN), 16, 3, visits.partial)
 
 
 def _check_table(ranges: MaskRanges, ranks: int, size: int) -> Tensor:

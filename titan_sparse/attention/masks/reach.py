@@ -75,30 +75,12 @@ def seen_blocks(ranges: MaskRanges, table: Tensor, block_size: int) -> Tensor:
 
     table: int64 [W, n], the query blocks that each rank owns.
     """
-    ranks = len(table)
-    blocks = ranges.start.shape[1] // block_size
-    if ranges.slices is not None:
-        k_blocks = torch.arange(blocks, device=table.device)
-        seen = []
-        for q_blocks in table:
-            pairs = tile_weights(ranges, q_blocks, k_blocks, block_size).pairs
-            seen.append((pairs > 0).flatten(0, 1).any(0))
-        return torch.stack(seen)
-    # [Bm, W, n * block_size]
-    queries = token_positions(table.flatten(), block_size)
-    start = ranges.start[:, queries].unflatten(1, (ranks, -1)).long()
-    stop = ranges.stop[:, queries].unflatten(1, (ranks, -1)).long()
-    # The first block that a query sees, and the one behind the last. Queries that see nothing go
-    # behind all blocks, where they do not count.
-    sees_any = start < stop
-    first = torch.where(sees_any, start // block_size, blocks)
-    last = torch.where(sees_any, (stop + block_size - 1) // block_size, blocks)
-    # A query adds 1 at its first block and takes it away behind its last one.
-    changes = torch.zeros(len(start), ranks, blocks + 1, dtype=torch.int32, device=table.device)
-    ones = torch.ones_like(first, dtype=torch.int32)
-    changes.scatter_add_(2, first, ones)
-    changes.scatter_add_(2, last, -ones)
-    return (changes[..., :blocks].cumsum(-1) > 0).any(0)
+    k_blocks = torch.arange(ranges.start.shape[1] // block_size, device=table.device)
+    seen = []
+    for q_blocks in table:
+        pairs = tile_weights(ranges, q_blocks, k_blocks, block_size).pairs
+        seen.append((pairs > 0).flatten(0, 1).any(0))
+    return torch.stack(seen)
 
 
 def seen_chunks(ranges: MaskRanges, table: Tensor, block_size: int) -> Tensor:

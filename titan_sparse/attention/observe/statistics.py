@@ -200,7 +200,7 @@ def visited_pairs(call: AttentionCall, batch: int) -> tuple[Tensor, Tensor]:
         # [B, Hq, nq, blocks]
         selected = index.selects(q_blocks, keys)
         in_blocks += torch.where(selected, allowed_pairs[:, None], 0).sum(dim=(-2, -1))
-    return in_blocks, vertical_pairs(index, ranges, query_blocks).sum(-1).double()
+    return in_blocks, vertical_pairs(index, ranges, query_blocks).double()
 
 
 def recall(call: AttentionCall, q: Tensor, k: Tensor, lse: Tensor, samples: int) -> Tensor:

@@ -20,15 +20,13 @@ _ELEMENTS = 1 << 23
 
 
 class Visits(NamedTuple):
-    """What the queries of rank r compute on the keys of rank s, all int64.
+    """What the queries of rank r compute on the keys of rank s, all sequences and heads together.
 
-    W is the number of ranks. H is the number of query heads, or 1 where all heads are summed.
-
-    full: [B, H, W, W], tiles (pairs of blocks) in which the mask lets every query see every key.
-    partial: [B, H, W, W], tiles that the mask cuts through, once for each slice of the mask.
-    pairs: [B, H, W, W], pairs of tokens computed in both kinds of tiles.
-    vertical_pairs: [B, H, W, C], pairs of tokens of each block of gathered verticals, without
-        those in computed tiles.
+    All int64. W is the number of ranks.
+    full: [W, W], tiles (pairs of blocks) in which the mask lets every query see every key.
+    partial: [W, W], tiles that the mask cuts through, once for each slice of the mask.
+    pairs: [W, W], pairs of tokens computed in both kinds of tiles.
+    vertical_pairs: [W], pairs of tokens with gathered verticals, without those in computed tiles.
     """
 
     full: Tensor
@@ -37,94 +35,67 @@ class Visits(NamedTuple):
     vertical_pairs: Tensor
 
     def total(self) -> Tensor:
-        """Pairs of tokens that each rank computes, int64 [B, H, W].
+        """Pairs of tokens that each rank computes, int64 [W].
 
         Their sum over ranks is what statistics.py calls visited.
         """
-        return self.pairs.sum(-1) + self.vertical_pairs.sum(-1)
+        return self.pairs.sum(-1) + self.vertical_pairs
 
 
-def count_visits(
-    index: BlockIndex, ranges: MaskRanges, table: Tensor, sum_heads: bool = False
-) -> Visits:
-    """What the queries of each rank compute. table: int64 [W, n], the layout's blocks of each rank.
-
-    sum_heads: H = 1. For a vertical-slash index this is about Hq times cheaper.
-    """
+def count_visits(index: BlockIndex, ranges: MaskRanges, table: Tensor) -> Visits:
+    """What the queries of each rank compute. table: int64 [W, n], the layout's blocks of each rank."""
     ranks = len(table)
     k_blocks = table.flatten()
-    batch, heads, capacity = index.verticals.shape
-    if sum_heads:
-        heads = 1
+    batch, heads = index.verticals.shape[:2]
+    size = index.block_size
     # By kind (full, partial, pairs), as the fields of Visits.
-    counts = torch.zeros(3, batch, heads, ranks, ranks, dtype=torch.int64)
-    vertical_blocks = capacity // index.block_size
-    verticals = torch.zeros(batch, heads, ranks, vertical_blocks, dtype=torch.int64)
-
-    def over_heads(x: Tensor) -> Tensor:
-        return x.sum(1, keepdim=True) if sum_heads else x
-
-    def by_k_rank(x: Tensor) -> Tensor:
-        """[B, H, nq, nk] -> [B, H, W]; k_blocks lists the blocks rank by rank."""
-        return x.sum(2).unflatten(-1, (ranks, -1)).sum(-1)
-
+    counts = torch.zeros(3, ranks, ranks, dtype=torch.int64)
+    verticals = torch.zeros(ranks, dtype=torch.int64)
+    at_once = max(1, _ELEMENTS // (batch * heads * len(k_blocks)))
     for rank, rank_blocks in enumerate(table):
-        for q_blocks in rank_blocks.split(max(1, _ELEMENTS // (batch * heads * len(k_blocks)))):
-            # [B or 1, H or 1, nq, nk]
-            if sum_heads:
-                selected = index.heads_selecting(q_blocks, k_blocks)
-            else:
-                selected = index.selects(q_blocks, k_blocks)
-            weights = tile_weights(ranges, q_blocks, k_blocks, index.block_size)
-            for kind, weight in enumerate(weights):
-                counts[kind, :, :, rank] += by_k_rank(selected * weight[:, None])
-        verticals[:, :, rank] = over_heads(vertical_pairs(index, ranges, rank_blocks))
-        if not isinstance(index, MoBAIndex):
-            continue
-        # Queries of one block may choose different blocks of keys. A tile that not all of its
-        # queries chose is partial, and has fewer pairs.
-        for q_blocks in rank_blocks.split(max(1, _ELEMENTS // (index.heads * len(k_blocks)))):
-            whole = tile_weights(ranges, q_blocks, k_blocks, index.block_size).whole
-            chosen_by_any = index.selects(q_blocks, k_blocks)
-            chosen_by_some = chosen_by_any & ~index.selects_for_all(q_blocks, k_blocks)
-            no_longer_full = over_heads(by_k_rank(chosen_by_some * whole[:, None]))
-            counts[0, :, :, rank] -= no_longer_full
-            counts[1, :, :, rank] += no_longer_full
-        counts[2, :, :, rank] = over_heads(index.pairs(ranges, rank_blocks, table))
+        for q_blocks in rank_blocks.split(at_once):
+            # [B or 1, nq, nk]: how many heads compute a tile, and for how many all of its queries do.
+            some, every = index.heads_selecting(q_blocks, k_blocks)
+            # A mask or an index may stand for all sequences.
+            alike = batch // max(len(some), len(ranges.start))
+            whole, partial, pairs = tile_weights(ranges, q_blocks, k_blocks, size)
+            kinds = (every * whole, some * partial + (some - every) * whole, some * pairs)
+            for kind, tiles in enumerate(kinds):
+                # k_blocks lists the blocks rank by rank.
+                by_rank = tiles.sum((0, 1)).unflatten(-1, (ranks, -1)).sum(-1)
+                counts[kind, rank] += by_rank * alike
+        verticals[rank] = vertical_pairs(index, ranges, rank_blocks).sum()
+        if isinstance(index, MoBAIndex):
+            # Of a tile that not all of its queries chose, fewer pairs are computed.
+            counts[2, rank] = index.pairs(ranges, rank_blocks, table).sum((0, 1))
     return Visits(*counts, verticals)
 
 
 def vertical_pairs(index: BlockIndex, ranges: MaskRanges, q_blocks: Tensor) -> Tensor:
     """Pairs of these blocks' queries with verticals, outside the tiles that they compute.
 
-    q_blocks: int64 [nq], global. Returns int64 [B, Hq, C], C blocks of verticals.
+    q_blocks: int64 [nq], global. Returns int64 [B, Hq].
     """
-    block_size = index.block_size
-    batch, heads, capacity = index.verticals.shape
-    if capacity == 0:
-        return torch.zeros(batch, heads, 0, dtype=torch.int64, device=index.verticals.device)
-    # Lists are filled up with the sequence length. Only the blocks with any vertical are looked at, on the CPU.
-    longest = capacity
-    if index.verticals.numel() and not index.verticals.is_cuda:  # for which the host would wait
-        longest = int((index.verticals < index.seq_len).sum(-1).max())
-    # [B, Hq, c]
-    verticals = index.verticals[..., : -(-longest // block_size) * block_size]
+    verticals = index.verticals
+    counted = torch.zeros(verticals.shape[:2], dtype=torch.int64, device=verticals.device)
+    if verticals.numel() and not verticals.is_cuda:  # for which the host would wait
+        # Lists are filled up with the sequence length.
+        verticals = verticals[..., : int((verticals < index.seq_len).sum(-1).max())]
+    if verticals.numel() == 0:
+        return counted
     first_query, behind_query = queries_seeing(ranges, verticals)
-    counted = torch.zeros_like(verticals, dtype=torch.int64)
-    for now in q_blocks.split(max(1, _ELEMENTS // max(1, verticals.numel()))):
-        # [n, 1], then [B, Hq, n, c]: the block's queries that see each vertical
-        begin = now.int()[:, None] * block_size
+    for now in q_blocks.split(max(1, _ELEMENTS // verticals.numel())):
+        # [n, 1], then [B, Hq, n, C]: the block's queries that see each vertical
+        begin = now.int()[:, None] * index.block_size
         first_seeing = torch.maximum(first_query[:, :, None], begin)
-        behind_seeing = torch.minimum(behind_query[:, :, None], begin + block_size)
+        behind_seeing = torch.minimum(behind_query[:, :, None], begin + index.block_size)
         seeing = (behind_seeing - first_seeing).clamp(min=0)
-        counted += (seeing * ~index.covers(now, verticals)).sum(2)
-    # Unused blocks of verticals count 0.
-    counted = torch.nn.functional.pad(counted, (0, capacity - verticals.shape[-1]))
-    return counted.unflatten(-1, (capacity // block_size, block_size)).sum(-1)
+        counted += (seeing * ~index.covers(now, verticals)).sum((2, 3))
+    return counted
 
 
 def by_step(visits: Visits, sources: Tensor, needed: Tensor) -> Tensor:
-    """Pairs of tokens that each rank computes at each step, float64 [B, H, W, W].
+    """Pairs of tokens that each rank computes at each step, float64 [W, W].
 
     sources: int64 [W, W], by rank and step the rank whose keys and values are computed on.
     needed: bool [W, W], the chunks that ranks compute on (schedules/needs.py). A rank always computes
@@ -132,12 +103,11 @@ def by_step(visits: Visits, sources: Tensor, needed: Tensor) -> Tensor:
 
     Verticals count evenly for the steps that compute, but not for the first one if there are others.
     """
-    # [B, H, W, W]: in the last dim steps take the place of ranks.
-    work = visits.pairs.gather(-1, sources.expand_as(visits.pairs)).double()
+    # In the last dim steps take the place of ranks.
+    work = visits.pairs.gather(-1, sources).double()
     meets = needed.gather(-1, sources)
     meets[:, 0] = ~meets[:, 1:].any(-1)
-    verticals = visits.vertical_pairs.sum(-1, keepdim=True)
-    return work + verticals * (meets / meets.sum(-1, keepdim=True))
+    return work + visits.vertical_pairs[:, None] * (meets / meets.sum(-1, keepdim=True))
 
 
 def worker_imbalance(work: Tensor) -> Tensor:

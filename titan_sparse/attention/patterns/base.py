@@ -59,13 +59,14 @@ class BlockIndex:
         computed whole."""
         raise NotImplementedError
 
-    def heads_selecting(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
-        """How many heads compute each pair of global blocks (int [nq], int [nk]): int32 [B or 1, 1,
-        nq, nk]."""
-        selected = self.selects(q_blocks, k_blocks)
+    def heads_selecting(self, q_blocks: Tensor, k_blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """How many heads compute each pair of global blocks (int [nq], int [nk]) for some queries,
+        and how many do for all: int32 [B or 1, nq, nk] each."""
+        some = self.selects(q_blocks, k_blocks)
+        every = some & self.selects_for_all(q_blocks, k_blocks)
         # A pattern that treats all heads alike answers for one of them.
-        heads_per_answer = self.heads // selected.shape[1]
-        return selected.sum(1, keepdim=True, dtype=torch.int32) * heads_per_answer
+        alike = self.heads // some.shape[1]
+        return some.sum(1, dtype=torch.int32) * alike, every.sum(1, dtype=torch.int32) * alike
 
     def covers(self, q_blocks: Tensor, verticals: Tensor) -> Tensor:
         """bool [B, Hq, nq, C]: the vertical [B, Hq, C] lies in a block that the query block computes

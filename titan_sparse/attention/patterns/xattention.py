@@ -49,8 +49,10 @@ class XAttention(Pattern, XAttentionOptions):
         plan = once_per_mask(
             ranges,
             ("xattention", self, cp.key, batch, group, by_kernels),
-            lambda: self._plan(ranges, cp, batch, group, by_kernels),
+            lambda: self._scoring(ranges, cp, batch, group, by_kernels),
         )
+        # [B, Hq, n_local, block, D]
+        q_blocks = q.unflatten(2, (-1, cp.block_size))
         chosen = []
         # Keys of all ranks are gathered for one KV head at a time, to save memory.
         for head in range(kv_heads):
@@ -58,18 +60,24 @@ class XAttention(Pattern, XAttentionOptions):
             k_blocks = k[:, head : head + 1].unflatten(2, (-1, cp.block_size))
             k_blocks = _where_counted(k_blocks, plan.keys[:, None, :, :, None])
             keys = gather_blocks(k_blocks, cp, ranges).flatten(1, 3)
-            q_group = q[:, head * group : (head + 1) * group]
-            chosen.append(self._choose(q_group, keys, plan, cp.block_size, scale / self.stride))
+            of_head = []
+            for part in plan.parts:
+                # [B, G, m block, D]
+                queries = q_blocks[:, head * group : (head + 1) * group, part.where]
+                counted = plan.queries[:, None, part.where, :, None]
+                queries = _where_counted(queries, counted).flatten(2, 3)
+                of_head.append(self._choose(queries, keys, part, cp.block_size, scale))
+            chosen.append(torch.cat(of_head, dim=2))
         return [gather_blocks(torch.cat(chosen, dim=1), cp, ranges)]
 
-    def _plan(
+    def _scoring(
         self, ranges: MaskRanges, cp: ContextParallel, batch: int, group: int, by_kernels: bool
-    ) -> "Plan":
+    ) -> "Scoring":
         """What this rank looks at, the same for every layer."""
         spans = find_spans(ranges, batch, self.dense_below, cp.block_size)
         own_blocks = cp.blocks(ranges)
         # On the host, so that no layer but the first waits for the device.
-        numbers = once_per_mask(ranges, ("own blocks", cp.key), own_blocks.tolist)
+        numbers = own_blocks.tolist()
         key_cells = ranges.start.shape[1] // self.stride
         blocks = _query_blocks(ranges, spans, own_blocks, cp.block_size, self.stride)
         keys, queries = _counted(spans, own_blocks, cp.block_size, self.stride, key_cells)
@@ -93,31 +101,19 @@ class XAttention(Pattern, XAttentionOptions):
             if by_kernels:
                 tiles = kernels.visible_tiles(of_part, key_cells, group, shape)
             parts.append(Part(part, of_part, visible, tiles))
-        return Plan(keys, queries, parts)
+        return Scoring(keys, queries, parts)
 
     def _choose(
-        self, q: Tensor, keys: Tensor, plan: "Plan", block_size: int, scale: float
-    ) -> Tensor:
-        """int32 [B, G, n_local, words]: the blocks chosen by the query heads of one KV head.
-
-        q: [B, G, S_local, D]. keys: [B, S, D], of all ranks. scale: of the sums along
-        antidiagonals.
-        """
-        # [B, G, n_local, block, D]
-        q_blocks = q.unflatten(2, (-1, block_size))
-        chosen = []
-        for part in plan.parts:
-            # [B, G, m block, D]
-            counted = plan.queries[:, None, part.where, :, None]
-            queries = _where_counted(q_blocks[:, :, part.where], counted).flatten(2, 3)
-            chosen.append(self._choose_part(queries, keys, part, block_size, scale))
-        return torch.cat(chosen, dim=2)
-
-    def _choose_part(
         self, q: Tensor, keys: Tensor, part: "Part", block_size: int, scale: float
     ) -> Tensor:
-        """int32 [B, G, m, words]. The sums are freed as it returns, so that one part's are held."""
+        """int32 [B, G, m, words]: the blocks chosen by the query heads of one KV head.
+
+        q: [B, G, m block, D]. keys: [B, S, D], of all ranks. The sums are freed as it returns, so
+        that those of one part are held.
+        """
         blocks = part.blocks
+        # Of the sums along antidiagonals.
+        scale = scale / self.stride
         if part.tiles is None:
             seen = keys[:, : part.visible * block_size]
             sums = kernels.block_sums_naive(q, seen, blocks, self.stride, scale)
@@ -155,7 +151,7 @@ class Part(NamedTuple):
     tiles: Tiles | None
 
 
-class Plan(NamedTuple):
+class Scoring(NamedTuple):
     """What scoring needs to know of the mask and the layout, the same for every layer.
 
     keys, queries: bool [B, n_local, block], which of this rank's tokens count in their cell.

@@ -105,7 +105,7 @@ def met_blocks(ranges: MaskRanges, index: BlockIndex, table: Tensor) -> Tensor:
         for q_blocks in blocks_of_rank.split(q_blocks_at_once):
             reach = block_reach(ranges, token_positions(q_blocks, size), size)
             # [B, nq, blocks]: how many heads select each block
-            selecting = index.heads_selecting(q_blocks, keys)[:, 0]
+            selecting, _ = index.heads_selecting(q_blocks, keys)
             tiles = reached(reach, keys, size) & (selecting > 0)
             is_met[rank] |= tiles.flatten(0, 1).any(0)
     return is_met

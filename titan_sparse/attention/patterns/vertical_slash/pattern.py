@@ -64,11 +64,12 @@ class VerticalSlashIndex(BlockIndex):
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         return self._at_slashes(self.slashes, 1, q_blocks, k_blocks.view(1, 1, 1, -1))
 
-    def heads_selecting(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
+    def heads_selecting(self, q_blocks: Tensor, k_blocks: Tensor) -> tuple[Tensor, Tensor]:
         # Summed over heads before they are looked up, which is about Hq times cheaper.
         heads_with_slash = self.slashes.sum(1, keepdim=True, dtype=torch.int32)
         k_blocks = k_blocks.view(1, 1, 1, -1)
-        return self._at_slashes(heads_with_slash, self.heads, q_blocks, k_blocks)
+        selecting = self._at_slashes(heads_with_slash, self.heads, q_blocks, k_blocks)[:, 0]
+        return selecting, selecting
 
     def covers(self, q_blocks: Tensor, verticals: Tensor) -> Tensor:
         # [B, Hq, 1, C]
