@@ -1,7 +1,5 @@
 """What FlashAttention-4 and cuDNN compute without tiles, in plain PyTorch over a boolean mask."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,10 +11,8 @@ from titan_sparse.attention.backends.base import DenseShape, Partial, Queries
 eager = BACKENDS["eager"]
 
 
-def let_eager_serve_dense(
-    patch: pytest.MonkeyPatch, serves: Callable[[DenseShape], bool] = lambda shape: True
-) -> None:
-    patch.setattr(eager, "serves_dense", lambda q, shape: serves(shape))
+def let_eager_serve_dense(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(eager, "serves_dense", lambda q, shape: True)
     patch.setattr(eager, "dense_forward", dense_forward)
     patch.setattr(eager, "dense_backward", dense_backward)
 

@@ -125,7 +125,7 @@ def test_packed_kernels(monkeypatch):
         p = _problem(mask)
         want = _wanted(p)
         with monkeypatch.context() as patch:
-            let_eager_serve_dense(patch, lambda shape: shape.is_packed)
+            let_eager_serve_dense(patch)
             patch.setattr(eager, "forward", None)
             _assert_equal(_results(p), want, mask)
 

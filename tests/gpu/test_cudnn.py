@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(_REASON is not None, reason=str(_REASON)),
 ]
 cudnn = BACKENDS["cudnn"]
-CAUSAL = DenseShape(causal=True, is_whole=True)
+CAUSAL = DenseShape(causal=True)
 
 
 def _pairs(q: Tensor, k: Tensor, causal: bool) -> Tensor:
@@ -74,7 +74,7 @@ PIECES = {
 def test_pieces(name, dim):
     q_len, k_len, causal = PIECES[name]
     qkv, d_out = problem((6, 2), dim, q_len, k_len, batch=2)
-    got, lse = _of_piece(qkv, d_out, DenseShape(causal=causal, is_whole=True))
+    got, lse = _of_piece(qkv, d_out, DenseShape(causal=causal))
     want, want_lse = exact(qkv, d_out, _pairs(*qkv[:2], causal))
     check_lse(lse, want_lse)
     check(got, want, flash_errors(qkv, d_out))
@@ -85,8 +85,8 @@ def test_pieces_of_a_ring_add_up():
     qkv, d_out = problem((6, 2), 128, 2048, batch=2)
     q, k, v = qkv
     scale = 128**-0.5
-    square = DenseShape(causal=True, is_whole=False)
-    full = DenseShape(causal=False, is_whole=False)
+    square = DenseShape(causal=True)
+    full = DenseShape(causal=False)
     early, late = slice(0, 1024), slice(1024, 2048)
     first = cudnn.dense_forward(q[:, :, early], k[:, :, early], v[:, :, early], square, scale)
     # The queries of the second chunk are the last ones of all keys: a rectangle, merged.

@@ -21,8 +21,8 @@ cudnn = BACKENDS["cudnn"]
 eager = BACKENDS["eager"]
 
 SCALE = 0.3
-CAUSAL = DenseShape(causal=True, is_whole=True)
-FULL = DenseShape(causal=False, is_whole=False)
+CAUSAL = DenseShape(causal=True)
+FULL = DenseShape(causal=False)
 
 
 @pytest.fixture

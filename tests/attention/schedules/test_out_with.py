@@ -7,7 +7,7 @@ from tests.attention import dense_twin
 from titan_sparse.attention.backends.base import DenseShape, Queries
 from titan_sparse.attention.schedules.ring import _out_with
 
-SHAPE = DenseShape(causal=True, is_whole=True)
+SHAPE = DenseShape(causal=True)
 SCALE = 0.3
 
 

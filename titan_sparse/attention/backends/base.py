@@ -42,8 +42,6 @@ class DenseShape(NamedTuple):
 
     causal: the queries are the last ones of the keys' positions, and each sees its own key and
     earlier ones. Otherwise all queries see all keys.
-    is_whole: there are no keys but these, so that out may be rounded to q's dtype.
-    is_packed: causal inside each of several documents.
 
     Of packed documents:
     offsets: int32 [n + 1], where each document begins in the tokens of all sequences, one after the
@@ -53,8 +51,6 @@ class DenseShape(NamedTuple):
     """
 
     causal: bool
-    is_whole: bool
-    is_packed: bool = False
     offsets: Tensor | None = None
     longest: int = 0
     window: int | None = None

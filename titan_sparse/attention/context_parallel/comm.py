@@ -33,12 +33,11 @@ class Buffers:
 
     def take(self, slot: str, kinds: Sequence[Kind], device: torch.device) -> list[Tensor]:
         """Contiguous tensors of these kinds, one behind the other in the memory of the slot."""
-        begins = []
-        end = 0
+        begins = [0]
         for shape, dtype in kinds:
-            begins.append(end)
             nbytes = math.prod(shape) * dtype.itemsize
-            end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            begins.append(begins[-1] + -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+        end = begins.pop()
         key = (slot, device)
         if key not in self.memory or self.memory[key].nbytes < end:
             # The old memory goes first: both are never held at the same time.
@@ -133,11 +132,7 @@ class Communicator:
         self.sent["collectives"] += x.nbytes * (self.size - 1)
         out = x.new_empty(self.size, *x.shape)
         # The collective wants the ranks one after the other along the first dim.
-        _all_gather(
-            out.flatten(0, 1),
-            x.contiguous(),
-            group=self.groups["collectives"],
-        )
+        _all_gather(out.flatten(0, 1), x.contiguous(), group=self.groups["collectives"])
         return out
 
     def all_to_all(self, x: Tensor) -> Tensor:
@@ -146,8 +141,7 @@ class Communicator:
             return x
         self.sent["collectives"] += x[1:].nbytes
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        group = self.groups["collectives"]
-        dist.all_to_all_single(out, x.contiguous(), group=group)
+        dist.all_to_all_single(out, x.contiguous(), group=self.groups["collectives"])
         return out
 
     # Collectives that run beside compute
@@ -160,33 +154,23 @@ class Communicator:
         if self.size == 1:
             return Pending(x)
         self.sent["verticals"] += self._bytes_of_sum(x)
-        group = self.groups["verticals"]
-        work = dist.all_reduce(x, group=group, async_op=True)
+        work = dist.all_reduce(x, group=self.groups["verticals"], async_op=True)
         return Pending(x, [work])
 
     def start_all_gather(self, x: Tensor, slot: str) -> Pending:
         """Begin to gather x of all ranks, [ranks, *x.shape], into the buffer `slot`."""
         self.sent["inner"] += x.nbytes * (self.size - 1)
-        shape = (self.size, *x.shape)
-        [out] = self.buffers.take(slot, [(shape, x.dtype)], x.device)
-        work = _all_gather(
-            out.flatten(0, 1),
-            x.contiguous(),
-            group=self.groups["inner"],
-            async_op=True,
-        )
+        out = self.rows(slot, x[None], self.size)
+        group = self.groups["inner"]
+        work = _all_gather(out.flatten(0, 1), x.contiguous(), group=group, async_op=True)
         return Pending(out, [work])
 
     def start_reduce_scatter(self, x: Tensor) -> Pending:
         """Begin to sum x[r] over ranks, on rank r: [ranks, ...] -> [...]."""
         self.sent["inner_gradient"] += x[1:].nbytes
         out = torch.empty_like(x[0])
-        work = _reduce_scatter(
-            out.flatten(),
-            x.flatten(),
-            group=self.groups["inner_gradient"],
-            async_op=True,
-        )
+        group = self.groups["inner_gradient"]
+        work = _reduce_scatter(out.flatten(), x.flatten(), group=group, async_op=True)
         return Pending(out, [work], kept=x)
 
     def start_exchange(
@@ -203,14 +187,7 @@ class Communicator:
             return Pending(x)
         rows_kept = sends[dist.get_rank(group)]
         self.sent[axis] += x[rows_kept:].nbytes
-        work = dist.all_to_all_single(
-            out,
-            x,
-            receives,
-            sends,
-            group=group,
-            async_op=True,
-        )
+        work = dist.all_to_all_single(out, x, receives, sends, group=group, async_op=True)
         return Pending(out, [work], kept=x)
 
     def shift(
@@ -224,15 +201,13 @@ class Communicator:
         group = self.groups[axis]
         size = dist.get_world_size(group)
         rank = dist.get_rank(group)
-        sent = []
+        sent = [x.contiguous() for x in chunk] if sends else []
+        self.sent[axis] += sum(x.nbytes for x in sent)
         received = []
-        operations = []
-        if sends:
-            sent = [x.contiguous() for x in chunk]
-            self.sent[axis] += sum(x.nbytes for x in sent)
         if receives:
             kinds = [(x.shape, x.dtype) for x in chunk]
             received = self.buffers.take(slot, kinds, chunk[0].device)
+        operations = []
         for x in sent:
             operations.append(dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size))
         for x in received:

@@ -1,4 +1,4 @@
-"""Layouts define which rank owns which blocks. Pure integers, no process groups.
+"""Layouts define which rank owns which blocks.
 
 A layout is a table block_ids[cp, n]: local block i of rank r is global block block_ids[r, i]. Every
 layout is a permutation of whole blocks. Tokens, labels, positions and document ids are sharded by
@@ -19,8 +19,7 @@ def contiguous(cp: int, blocks: int) -> Tensor:
         [[0, 1, 2, 3],
          [4, 5, 6, 7]]
     """
-    ids = torch.arange(blocks)
-    return ids.view(cp, -1)
+    return torch.arange(blocks).view(cp, -1)
 
 
 def zigzag(cp: int, blocks: int) -> Tensor:
@@ -32,12 +31,9 @@ def zigzag(cp: int, blocks: int) -> Tensor:
         [[0, 1, 6, 7],
          [2, 3, 4, 5]]
     """
-    ids = torch.arange(blocks)
     # [2 cp, blocks in a run]
-    runs = ids.view(2 * cp, -1)
-    early = runs[:cp]
-    late = runs.flip(0)[:cp]
-    return torch.cat([early, late], dim=1)
+    runs = torch.arange(blocks).view(2 * cp, -1)
+    return torch.cat([runs[:cp], runs.flip(0)[:cp]], dim=1)
 
 
 def striped(cp: int, blocks: int) -> Tensor:
@@ -49,10 +45,8 @@ def striped(cp: int, blocks: int) -> Tensor:
         [[0, 2, 4, 6],
          [1, 3, 5, 7]]
     """
-    ids = torch.arange(blocks)
     # [blocks / cp, cp]: each row holds one block of every rank
-    rows = ids.view(-1, cp)
-    return rows.t().contiguous()
+    return torch.arange(blocks).view(-1, cp).t().contiguous()
 
 
 LAYOUTS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
@@ -86,9 +80,7 @@ def block_ids(layout: str, cp: int, seq_len: int, block_size: int) -> Tensor:
 
     Raises ValueError if the blocks do not divide evenly over the ranks.
     """
-    blocks = count_blocks(layout, cp, seq_len, block_size)
-    make_table = LAYOUTS[layout]
-    return make_table(cp, blocks)
+    return LAYOUTS[layout](cp, count_blocks(layout, cp, seq_len, block_size))
 
 
 def take_blocks(x: Tensor, dim: int, blocks: Tensor, block_size: int) -> Tensor:
@@ -96,9 +88,7 @@ def take_blocks(x: Tensor, dim: int, blocks: Tensor, block_size: int) -> Tensor:
 
     Example with blocks of 2 tokens: blocks [3, 0] of 0 .. 7 are 6, 7, 0, 1.
     """
-    positions = token_positions(blocks, block_size)
-    positions = positions.to(x.device)
-    return x.index_select(dim, positions)
+    return x.index_select(dim, token_positions(blocks, block_size).to(x.device))
 
 
 def restore_blocks(x: Tensor, dim: int, table: Tensor, block_size: int) -> Tensor:
@@ -107,8 +97,5 @@ def restore_blocks(x: Tensor, dim: int, table: Tensor, block_size: int) -> Tenso
     x holds all ranks' shards one after the other along `dim`. table: the layout's, int64 [cp, n].
     """
     # Shard by shard, the global position of each token; its argsort is the inverse.
-    blocks = table.flatten()
-    positions = token_positions(blocks, block_size)
-    place = torch.argsort(positions)
-    place = place.to(x.device)
-    return x.index_select(dim, place)
+    place = token_positions(table.flatten(), block_size).argsort()
+    return x.index_select(dim, place.to(x.device))

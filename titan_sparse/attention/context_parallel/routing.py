@@ -1,4 +1,4 @@
-"""Compute which hops a KV chunk and its gradient must make. Pure integers, no process groups.
+"""Compute which hops a KV chunk and its gradient must make.
 
 A rank does not pass on a chunk that no later rank needs, and a gradient travels only once it
 exists. All ranks know the index and compute the same hops, so they need no messages about what to
@@ -50,10 +50,8 @@ def visited_ranks(inter: int, intra: int) -> Tensor:
     source_node = source // intra
     source_local_rank = source % intra
     # A window is one node further, a step one rank further inside the node.
-    node = source_node + window
-    node = node % inter
-    local_rank = source_local_rank + step
-    local_rank = local_rank % intra
+    node = (source_node + window) % inter
+    local_rank = (source_local_rank + step) % intra
     return node * intra + local_rank
 
 
@@ -62,10 +60,9 @@ def users(needed: Tensor, inter: int, intra: int) -> Tensor:
 
     needed: bool [W, W], rank r needs the chunk of rank s (needs.needed_chunks).
     """
-    ranks = len(needed)
     # [W, inter, intra] and [W, 1, 1]
     receiver = visited_ranks(inter, intra)
-    source = torch.arange(ranks)[:, None, None]
+    source = torch.arange(len(needed))[:, None, None]
     return needed[receiver, source]
 
 
@@ -112,26 +109,15 @@ def traffic(hops: Hops, node_size: int) -> Traffic:
     # [W, inter, intra], and [W, inter] where a chunk comes into each node
     visited = visited_ranks(inter, intra)
     entered = visited[..., 0]
-    # [2, W]: inside, across
-    sent = torch.zeros(2, ranks, dtype=torch.int64)
-    _add_hops(sent, hops.inner, visited, visited.roll(-1, 2), node_size)
-    _add_hops(sent, hops.outer, entered, entered.roll(-1, 1), node_size)
-    return Traffic(inside=sent[0], across=sent[1])
-
-
-def _add_hops(sent: Tensor, made: Tensor, sender: Tensor, receiver: Tensor, node_size: int) -> None:
-    """Add hops to `sent` [2, W], in place.
-
-    made: bool, which of the hops sender -> receiver are made.
-    """
-    sending_node = sender // node_size
-    receiving_node = receiver // node_size
-    across = (sending_node != receiving_node).long()
-    # Entry of the flat table: the row `across`, the column `sender`.
-    ranks = sent.shape[1]
-    entry = across * ranks + sender
-    count = made.flatten().long()
-    sent.view(-1).index_add_(0, entry.flatten(), count)
+    inside, across = torch.zeros(2, ranks, dtype=torch.int64)
+    for made, sender, receiver in (
+        (hops.inner, visited, visited.roll(-1, 2)),
+        (hops.outer, entered, entered.roll(-1, 1)),
+    ):
+        stays = sender // node_size == receiver // node_size
+        inside += sender[made & stays].bincount(minlength=ranks)
+        across += sender[made & ~stays].bincount(minlength=ranks)
+    return Traffic(inside, across)
 
 
 def all_gather_traffic(ranks: int, node_size: int) -> Traffic:
@@ -144,8 +130,4 @@ def all_gather_traffic(ranks: int, node_size: int) -> Traffic:
     across = 0
     if ranks > node_size:
         across = -(-(ranks - 1) // node_size)
-    inside = ranks - 1 - across
-    return Traffic(
-        inside=torch.full((ranks,), inside),
-        across=torch.full((ranks,), across),
-    )
+    return Traffic(torch.full((ranks,), ranks - 1 - across), torch.full((ranks,), across))

@@ -1,11 +1,8 @@
 """The table of schedules: in which order keys and values meet the queries, as integers.
 
-No process groups and no tensors here. What carries a schedule out is in attention/schedules/.
-
 A schedule lists, for one rank, windows of steps. A step is the rank whose keys and values are
 computed on. Inside a window they make one inner hop a step; from one window to the next they make
-one outer hop. A plain ring is one window over all ranks, so the same code drives a ring and a
-double ring.
+one outer hop. A plain ring is one window over all ranks.
 """
 
 import enum
@@ -69,12 +66,7 @@ def local(inter: int, intra: int, rank: int) -> Windows:
 
 def ring(inter: int, intra: int, rank: int) -> Windows:
     """Step t computes on the keys of rank - t: `ring(1, 4, 1)` is `[[1, 0, 3, 2]]`."""
-    size = inter * intra
-    window = []
-    for step in range(size):
-        source = (rank - step) % size
-        window.append(source)
-    return [window]
+    return double_ring(1, inter * intra, rank)
 
 
 def double_ring(inter: int, intra: int, rank: int) -> Windows:
@@ -86,13 +78,8 @@ def double_ring(inter: int, intra: int, rank: int) -> Windows:
     node, local_rank = divmod(rank, intra)
     windows = []
     for window in range(inter):
-        source_node = (node - window) % inter
-        first_rank = source_node * intra
-        sources = []
-        for step in range(intra):
-            source_local_rank = (local_rank - step) % intra
-            sources.append(first_rank + source_local_rank)
-        windows.append(sources)
+        first_rank = (node - window) % inter * intra
+        windows.append([first_rank + (local_rank - step) % intra for step in range(intra)])
     return windows
 
 
@@ -136,13 +123,10 @@ def circulates_queries(
 ) -> bool:
     """Whether queries travel in the backward of a ring, instead of keys and values.
 
-    setting: what the user says, "q" or "kv". With "auto" it is whichever sends fewer bytes a token:
-    - keys and values with their gradients: Hkv D (2 e + 2 g), with e = `width` bytes an element of
-      the inputs and g = `gradient_width` bytes an element of gradients between ranks;
-    - queries and d_out with the gradient of the queries, and two sums a row, lse and d_out times
-      out: Hq D (2 e + g) + 8 Hq (BurstEngine, section 3.2).
-    In bf16 with fp32 gradients that is 12 Hkv D against 8 Hq D. So queries are cheaper when every
-    head has keys of its own (MHA), and keys and values are for all grouped-query models.
+    setting: what the user says, "q" or "kv", or "auto" for whichever sends fewer bytes a token: keys
+    and values with their gradients, or queries, d_out, dq, and two sums a row, lse and d_out times
+    out (BurstEngine, section 3.2). width, gradient_width: bytes of an element of the inputs, and of
+    gradients between ranks.
     """
     if setting != "auto":
         return setting == "q"
@@ -161,10 +145,7 @@ def vertical_shares(steps: int, blocks: int) -> int:
 
 
 def head_groups(kv_heads: int, windows: int) -> int:
-    """Equal groups of KV heads that travel on their own: one, but up to four in a double ring.
-
-    schedules/ring.py says why.
-    """
+    """Equal groups of KV heads that travel on their own (schedules/ring.py)."""
     if windows == 1:
         return 1
     return max(count for count in range(1, 5) if kv_heads % count == 0)

@@ -39,7 +39,7 @@ def rectangle_of(call: AttentionCall, q: Tensor, source: int) -> Rectangle | Non
     layout = call.cp.layout
     rank = call.cp.rank
     length = q.shape[2]
-    shape = DenseShape(causal=source == rank, is_whole=False)
+    shape = DenseShape(causal=source == rank)
     if not call.plain or layout not in ("contiguous", "zigzag"):
         return None
     if not call.backend.serves_dense(q, shape):

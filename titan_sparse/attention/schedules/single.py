@@ -18,7 +18,7 @@ from titan_sparse.attention.schedules.steps import Group, Step, Transport
 class Single(Transport):
     def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool):
         tiles = functools.partial(call_tiles.tiles_of_rank, call, len(k), 0)
-        self.step = Step(0, k, v, tiles, packing_of(call, q))
+        self.step = Step(0, k, v, tiles, packing_of(call, q, k))
         self.groups = [Group(call, slice(None), steps=1)]
 
     def steps(self) -> Iterator[Step]:
@@ -28,7 +28,7 @@ class Single(Transport):
         return self.step.d_kv
 
 
-def packing_of(call: AttentionCall, q: Tensor) -> Rectangle | None:
+def packing_of(call: AttentionCall, q: Tensor, k: Tensor) -> Rectangle | None:
     """All keys of a dense call that is causal inside documents, with or without a window.
 
     Documents of all sequences come one sequence after the other, and a run of padding counts as one.
@@ -38,28 +38,25 @@ def packing_of(call: AttentionCall, q: Tensor) -> Rectangle | None:
     """
     if call.pattern.dynamic or call.mask.slices is not None:
         return None
-    if call.plain:
-        shape = DenseShape(causal=True, is_whole=True)
-        if call.backend.serves_dense(q, shape):
-            return Rectangle(0, q.shape[2], shape)
-        return None
-    has_documents = call.mask.document_start is not None
-    shape = DenseShape(causal=True, is_whole=True, is_packed=True, has_documents=has_documents)
+    shape = DenseShape(causal=True, has_documents=call.mask.document_start is not None)
     # Asked twice: the first time spares the host the wait, the second time the window is known.
-    if call.is_partial or not call.backend.serves_dense(q, shape):
+    if not call.backend.serves_dense(q, shape):
+        return None
+    if call.plain:
+        return Rectangle(0, k.shape[2], shape)
+    if call.is_partial:
         return None
     batch = len(q)
-    key = ("packing", batch)
-    packing = once_per_mask(call.mask, key, lambda: find_packing(call.mask, batch))
+    packing = once_per_mask(call.mask, ("packing", batch), lambda: find_packing(call.mask, batch))
     if packing is None or not call.backend.serves_dense(q, packing.shape):
         return None
     return packing
 
 
 def find_packing(ranges: MaskRanges, batch: int) -> Rectangle | None:
-    """The rectangle of a mask, with its documents; None if it is anything but causal documents with one window for all.
+    """The rectangle of a mask, with its documents. The host waits for the mask.
 
-    The host waits for the mask.
+    None if it is anything but causal documents with one window for all.
     """
     seq_len = ranges.start.shape[1]
     position = torch.arange(seq_len, device=ranges.start.device)
@@ -91,8 +88,6 @@ def find_packing(ranges: MaskRanges, batch: int) -> Rectangle | None:
     lengths = offsets.diff()
     shape = DenseShape(
         causal=True,
-        is_whole=True,
-        is_packed=True,
         offsets=offsets,
         longest=int(lengths.max()),
         window=window if window_cuts else None,
