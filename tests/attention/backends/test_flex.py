@@ -41,6 +41,13 @@ class Chosen(BlockIndex):
         is_own = q_blocks[:, None] == k_blocks
         return chosen | is_own
 
+    def covers(self, q_blocks: Tensor, verticals: Tensor) -> Tensor:
+        # [B, Hq, nq, blocks and one for no vertical] and [B, Hq, nq, C]
+        every = torch.arange(self.pairs.shape[-1])
+        computed = torch.nn.functional.pad(self.selects(q_blocks, every), (0, 1))
+        block = (verticals // self.block_size).long()[:, :, None]
+        return computed.gather(3, block.expand(-1, -1, len(q_blocks), -1))
+
 
 def _ragged(seq_len: int) -> list[Mask]:
     """Masks with the same shapes; the documents leave padding, whole blocks of it in one sequence."""
