@@ -159,5 +159,5 @@ def check_resume(ranks_of: Callable[[int, int], list[PackedLoader]], consumed: i
         assert all(rank.state_dict() == ranks[0].state_dict() for rank in ranks)
 
 
-def counters(loader: PackedLoader) -> tuple[int, int, int]:
-    return loader.epoch, loader.documents_seen, loader.documents_left_out
+def counters(loader: PackedLoader) -> tuple[int, int]:
+    return loader.epoch, loader.documents_seen

@@ -13,7 +13,6 @@ import torch
 
 from tests.data.helpers import (
     END,
-    LENGTHS,
     PADDING,
     check_resume,
     counters,
@@ -27,7 +26,7 @@ from tests.data.helpers import (
     write_rows,
 )
 from titan_sparse.config import Data, Refusal
-from titan_sparse.data.documents import open_documents
+from titan_sparse.data.documents import TokenizedTexts, open_documents
 from titan_sparse.data.loader import PackedLoader
 from titan_sparse.data.packing import Piece, pack
 from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -138,11 +137,11 @@ def test_resume_equals_uninterrupted_on_any_ranks(tmp_path, is_prepared, kind, c
     ("kind", "seq_len", "expected"),
     [
         # Sequences of two tokens: aa, a|, cc, |a, aa, |c. The document b is too short.
-        ("packed", 2, [(0, 1, 0), (0, 1, 0), (0, 2, 1), (1, 3, 1), (1, 3, 1), (1, 4, 2)]),
+        ("packed", 2, [(0, 1), (0, 1), (0, 2), (1, 3), (1, 3), (1, 4)]),
         # aa, a|, cc; the | of cc is left over.
-        ("fixed", 2, [(0, 1, 0), (0, 1, 0), (1, 2, 1), (1, 3, 1), (1, 3, 1), (2, 4, 2)]),
+        ("fixed", 2, [(0, 1), (0, 1), (1, 2), (1, 3), (1, 3), (2, 4)]),
         # aaa, cc|; the | of aaa is left over.
-        ("fixed_and_rest", 3, [(0, 1, 0), (1, 2, 1), (1, 3, 1), (2, 4, 2)]),
+        ("fixed_and_rest", 3, [(0, 1), (1, 2), (1, 3), (2, 4)]),
     ],
 )
 def test_counters_by_hand(kind, seq_len, expected):
@@ -156,40 +155,24 @@ def test_counters_by_hand(kind, seq_len, expected):
     assert [(next(loader), counters(loader))[1] for _ in expected] == expected
 
 
-@pytest.mark.parametrize("is_prepared", [True, False], ids=["tokens", "texts"])
-@pytest.mark.parametrize(
-    ("kind", "shortest", "needed"),
-    [("packed", 0, 1), ("fixed", 0, 15), ("fixed_and_rest", 0, 1), ("fixed_and_rest", 4, 4)],
-)
-def test_documents_left_out_are_counted_and_logged_once(
-    tmp_path, caplog, kind, shortest, needed, is_prepared
-):
-    # An empty document is not even prepared.
-    left_out = sum(length < needed for length in LENGTHS) - is_prepared
-    count = len(LENGTHS) - is_prepared
-    source = prepared(tmp_path) if is_prepared else texts(tmp_path)
+def test_documents_that_give_no_sample_are_counted(tmp_path, caplog):
+    source = prepared(tmp_path)
     with caplog.at_level(logging.INFO, logger="titan_sparse"):
-        data = Data(source=source, sequences=kind, min_document_length=shortest)
-        loader = open_loader(data)
-        while loader.epoch < 2:
-            next(loader)
-    line = (
-        f"data: {left_out} of {count} documents are left out: they have fewer than {needed} tokens"
-    )
-    logged = [message for message in caplog.messages if "left out" in message]
-    assert logged == [line] * (left_out > 0)
-    assert 2 * left_out <= loader.documents_left_out <= 3 * left_out
+        open_loader(Data(source=source, sequences="fixed"))
+    assert caplog.messages == [
+        "data: 3 of 9 documents are left out: they have fewer than 15 tokens"
+    ]
 
 
-def test_only_the_document_that_goes_on_is_kept_in_memory():
-    """Of 4, 41, 4 and 21 tokens in sequences of 16; the short ones are left out."""
-    documents = ["x" * length for length in (3, 40, 3, 20)]
-    loader = make_loader(documents, min_document_length=5, shuffle=False)
+def test_as_many_tokens_as_allowed_are_kept_in_memory(monkeypatch):
+    """Of documents of 4, 41, 4 and 21 tokens; the last one stays, however long."""
+    monkeypatch.setattr("titan_sparse.data.documents.MOST_KEPT", 25)
+    documents = TokenizedTexts(["x" * length for length in (3, 40, 3, 20)], ByteTokenizer())
     held = []
-    for _ in range(4):
-        next(loader)
-        held.append(sorted(loader.streams[0].documents._encoded))
-    assert held == [[1], [1], [3], [1]]
+    for index in (0, 1, 2, 3, 0):
+        documents.tokens(index)
+        held.append(list(documents._encoded))
+    assert held == [[0], [1], [2], [2, 3], [3, 0]]
 
 
 def mixed(*parts: tuple[str, float]) -> PackedLoader:

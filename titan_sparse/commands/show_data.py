@@ -66,7 +66,6 @@ def show_samples(documents: Documents, tokenizer: Tokenizer, count: int, plain: 
             learned = np.ones(len(tokens), dtype=bool)
         print(f"\nsample {index + 1}: {len(tokens):,} tokens, {int(learned.sum()):,} learned")
         print(paint(tokens, learned, tokenizer, plain))
-        documents.forget(index)
 
 
 def paint(

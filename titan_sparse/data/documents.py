@@ -15,11 +15,15 @@ from titan_sparse.data.tokenizer import Encoded, SampleFormat, Tokenizer, closed
 logger = logging.getLogger("titan_sparse")
 
 
+MOST_KEPT = 1 << 24
+"""Tokens of texts that stay in memory, so that a document that continues is not read again."""
+
+
 class TokenizedTexts:
     """Documents of a source. They are tokenized when a length or tokens are asked for.
 
     With an `encoder`, the texts of the source are samples of chats. Lengths are kept in memory, and
-    tokens until forget(). Lengths and tokens include the end-of-document token.
+    so are MOST_KEPT tokens. Lengths and tokens include the end-of-document token.
     """
 
     total_tokens = 0
@@ -37,7 +41,9 @@ class TokenizedTexts:
         self.sample_format = encoder.sample_format if encoder else SampleFormat()
         # Lengths include the end-of-document token, so 0 means "not known yet".
         self._lengths = np.zeros(len(source), dtype=np.int64)
+        # The documents read last, the oldest first.
         self._encoded: dict[int, Encoded] = {}
+        self._kept = 0
 
     def __len__(self) -> int:
         return len(self.source)
@@ -55,10 +61,6 @@ class TokenizedTexts:
         """Which tokens of a document are predicted in training, [length]; None: all."""
         return self._read(index).learned
 
-    def forget(self, index: int) -> None:
-        """Drop the tokens of a document from memory; tokens() brings them back."""
-        self._encoded.pop(index, None)
-
     def raw(self, index: int) -> bytes:
         """A document as it is on disk, before it is tokenized."""
         return self.source[index].encode("utf-8", "surrogatepass")
@@ -74,9 +76,13 @@ class TokenizedTexts:
     def _read(self, index: int) -> Encoded:
         if index not in self._encoded:
             known = set(self.encoder.skipped) if self.encoder else set()
-            (self._encoded[index],) = self.documents(index)
+            (document,) = self.documents(index)
             for reason in self.encoder.skipped.keys() - known if self.encoder else ():
                 logger.warning('data.bad_rows = "skip": chats are skipped: %s', reason)
+            self._encoded[index] = document
+            self._kept += len(document.tokens)
+            while self._kept > MOST_KEPT and len(self._encoded) > 1:
+                self._kept -= len(self._encoded.pop(next(iter(self._encoded))).tokens)
         return self._encoded[index]
 
 

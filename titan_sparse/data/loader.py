@@ -117,11 +117,6 @@ class PackedLoader:
         return sum(stream.cursor.documents_seen for stream in self.streams)
 
     @property
-    def documents_left_out(self) -> int:
-        """Number of documents passed over as too short, over all epochs and ranks."""
-        return sum(stream.documents_left_out for stream in self.streams)
-
-    @property
     def sequence(self) -> int:
         """Number of sequences taken so far."""
         return sum(stream.cursor.sequence for stream in self.streams)
@@ -170,7 +165,6 @@ class PackedLoader:
             if number in own_numbers:
                 padding = -stream.seq_len % self.padding_multiple
                 own_sequences.append(stream.pack(spans, stream.seq_len + padding))
-            stream.release(spans)
         return own_sequences
 
     def _next_stream(self) -> Stream:

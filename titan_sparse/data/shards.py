@@ -182,9 +182,6 @@ class TokenShards:
             for path, state in shard.files.values():
                 self._check_file(path, state)
 
-    def forget(self, index: int) -> None:
-        """Do nothing: the operating system decides which pages of a file stay in memory."""
-
     def raw(self, index: int) -> bytes:
         """The tokens of a document and, if it has one, its mask of learned tokens."""
         learned = self.learned(index)

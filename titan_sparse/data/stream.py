@@ -89,8 +89,6 @@ class Stream(ABC):
         self.seq_len = seq_len
         self.order = Order(len(documents), seed, data.shuffle)
         self.cursor = Cursor()
-        # Why documents are left out, for the log.
-        self._left_out_because = ""
         self._open()
 
     @abstractmethod
@@ -100,11 +98,6 @@ class Stream(ABC):
     @abstractmethod
     def next_sequence(self) -> list[Span]:
         """Take the next sequence: whole or cut documents of at most `seq_len` tokens together."""
-
-    @property
-    @abstractmethod
-    def documents_left_out(self) -> int:
-        """Documents passed over as too short or too long, over all epochs and ranks."""
 
     def fingerprint(self) -> dict[str, int | float | str]:
         """What decides the stream. With another fingerprint, a cursor points to other tokens."""
@@ -135,13 +128,6 @@ class Stream(ABC):
         check_ids(np.stack([packed.tokens, packed.labels]), self.tokenizer)
         return packed
 
-    def release(self, spans: list[Span]) -> None:
-        """Forget the tokens of a sequence, except those of its last document if the next sequence
-        continues it."""
-        for span in spans:
-            if span.stop == self.documents.length(span.index) or self.cursor.offset == 0:
-                self.documents.forget(span.index)
-
     def _go_to(self, place: int) -> None:
         """Move the cursor to the beginning of a place, which may be the end of the epoch."""
         cursor = self.cursor
@@ -150,20 +136,6 @@ class Stream(ABC):
         if place == self.order.count:
             cursor.epoch += 1
             cursor.document = 0
-            # A pass that began no document is part of a search that fails.
-            if cursor.epoch == 1 and cursor.documents_seen:
-                self._log_left_out()
-
-    def _log_left_out(self) -> None:
-        """Log how many documents are left out, and why: once."""
-        if self._left_out_because and self.documents_left_out:
-            logger.info(
-                "data: %d of %d documents are left out: %s",
-                self.documents_left_out,
-                len(self.documents),
-                self._left_out_because,
-            )
-        self._left_out_because = ""
 
 
 class WalkedStream(Stream):
@@ -181,15 +153,7 @@ class WalkedStream(Stream):
         self._least = {"packed": 1, "fixed": self.seq_len, "fixed_and_rest": 2}[self.data.sequences]
         # Shorter documents are left out. Their end-of-document token is not counted.
         self._shortest = max(self.data.min_document_length, self._least - 1, 1)
-        self._left_out_because = f"they have fewer than {self._shortest} tokens"
         self._find_document()
-
-    @property
-    def documents_left_out(self) -> int:
-        cursor = self.cursor
-        # All places before the cursor's, and its own if that document has been begun.
-        passed = cursor.epoch * self.order.count + cursor.document + (cursor.offset > 0)
-        return passed - cursor.documents_seen
 
     def next_sequence(self) -> list[Span]:
         cursor = self.cursor
@@ -222,7 +186,6 @@ class WalkedStream(Stream):
             if length > self._shortest:
                 return index, length
             longest = max(longest, length - 1)
-            self.documents.forget(index)
             self._go_to(self.cursor.document + 1)
         if longest == 0:
             raise ValueError("data.source holds only empty documents; write another data.source")
@@ -256,13 +219,12 @@ class SampleStream(Stream):
         if len(self._index) == 0:
             raise _no_sample(self.data, self.seq_len, int(lengths.max()))
         self.order = Order(int(self._stop[-1]), self.order.seed, self.data.shuffle)
-        self._left_out_because = f"they have fewer than {shortest} tokens"
-        self._log_left_out()
-
-    @property
-    def documents_left_out(self) -> int:
-        # They are counted at the beginning of each epoch.
-        return (len(self.documents) - len(self._index)) * (self.cursor.epoch + 1)
+        logger.info(
+            "data: %d of %d documents are left out: they have fewer than %d tokens",
+            len(lengths) - len(self._index),
+            len(lengths),
+            shortest,
+        )
 
     def next_sequence(self) -> list[Span]:
         cursor = self.cursor
@@ -293,20 +255,8 @@ class WholeStream(Stream):
         # The place after the window's last document, and the indices of the documents in each of
         # its sequences.
         self._window: tuple[int, list[list[int]]] = (0, [])
-        self._left_out_because = (
-            f"longer than training.seq_len = {self.seq_len} tokens, or shorter than "
-            f"data.min_document_length = {self.data.min_document_length}"
-        )
         self._current()
         self._log_kept()
-
-    @property
-    def documents_left_out(self) -> int:
-        cursor = self.cursor
-        _, sequences = self._current() if cursor.offset else self._window
-        begun = sum(len(numbers) for numbers in sequences[: cursor.offset])
-        passed = cursor.epoch * self.order.count + cursor.document
-        return passed - (cursor.documents_seen - begun)
 
     def next_sequence(self) -> list[Span]:
         stop, sequences = self._current()
@@ -350,8 +300,6 @@ class WholeStream(Stream):
                     break
                 lengths[index] = length
                 room -= length
-            else:
-                self.documents.forget(index)
             place += 1
         indices = list(lengths)
         packed = first_fit(list(lengths.values()), self.seq_len)

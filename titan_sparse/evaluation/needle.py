@@ -69,7 +69,6 @@ class Haystack:
             # Without the end-of-document token.
             ids = self.documents.tokens(index)[:-1]
             check_ids(ids, self.tokenizer)
-            self.documents.forget(index)
             self._documents_read += 1
             if len(ids):
                 parts += [ids, line_break]

@@ -31,7 +31,6 @@ def long_documents(documents: Documents, min_length: int) -> Iterator[Encoded]:
             tokens = documents.tokens(index).astype(np.int64)
             check_ids(tokens, documents.tokenizer)
             yield Encoded(tokens, documents.learned(index))
-        documents.forget(index)
 
 
 def windows(documents: Iterable[Encoded], length: int, stride: int) -> Iterator[Sequence]:
