@@ -135,7 +135,7 @@ def data_files(source: str, key: str = "data.source") -> tuple[list[str], str]:
     )
     files: dict[str, list[Path]] = defaultdict(list)
     others: dict[str, list[Path]] = defaultdict(list)
-    for file, problem in _files_below(path, named) if path.is_dir() else [(path, "")]:
+    for file, problem in files_below(path, named) if path.is_dir() else [(path, "")]:
         ending, _ = data_ending(file.name)
         if problem or not ending:
             others[problem or file.suffix.lower() or "without an ending"].append(file)
@@ -164,41 +164,42 @@ def data_files(source: str, key: str = "data.source") -> tuple[list[str], str]:
     return [str(file) for file in found], _in_words(others)
 
 
-def _files_below(folder: Path, named: str) -> Iterator[tuple[Path, str]]:
-    """Each file below `folder`, and why it is not read, if it is not.
+def files_below(folder: Path, named: str, follow_links: bool = True) -> Iterator[tuple[Path, str]]:
+    """Each file below `folder`, sorted, and why it is not read, if it is not.
 
     Hidden folders (.ipynb_checkpoints), and those that were read by another way, are not entered.
+    Raises ConfigError, with the words `named` in front, for a folder that cannot be listed and a
+    link to nothing.
     """
 
     def refuse(error: OSError) -> NoReturn:
         raise ConfigError(f"{named}: {error.filename} cannot be listed: {error.strerror}")
 
     entered = {os.path.realpath(folder)}
-    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=follow_links):
         # Links last, so that a folder goes by its own name if it has one here.
         below = sorted(folders, key=lambda name: (os.path.islink(os.path.join(place, name)), name))
         # In place: os.walk goes on by this list.
         folders.clear()
-        for name in below:
-            real = os.path.realpath(os.path.join(place, name))
-            if name.startswith("."):
-                yield Path(place, name), "hidden"
-            elif real in entered:
-                yield Path(place, name), "links to folders that are read already"
-            else:
-                entered.add(real)
-                folders.append(name)
-        for name in names:
+        for name in [*below, *sorted(names)]:
             file = Path(place, name)
+            real = os.path.realpath(file)
             if name.startswith("."):
                 yield file, "hidden"
-                continue
-            require(
-                file.exists() or not file.is_symlink(),
-                f"{named}: the link {file} leads to nothing; mount or restore what it leads to, or "
-                "delete the link",
-            )
-            yield file, "" if file.is_file() else "neither file nor folder"
+            elif file.is_symlink() and not follow_links:
+                yield file, "links"
+            elif real in entered and name in below:
+                yield file, "links to folders that are read already"
+            elif name in below:
+                entered.add(real)
+                folders.append(name)
+            else:
+                require(
+                    file.exists() or not file.is_symlink(),
+                    f"{named}: the link {file} leads to nothing; mount or restore what it leads to, "
+                    "or delete the link",
+                )
+                yield file, "" if file.is_file() else "neither file nor folder"
 
 
 def _in_words(others: dict[str, list[Path]]) -> str:

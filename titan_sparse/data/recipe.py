@@ -7,18 +7,18 @@ their [start, stop). (ProLong, princeton-nlp/prolong-data-512K, holds Llama-3 to
 """
 
 import logging
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from titan_sparse.config.checking import check_formats
 from titan_sparse.config.sections import Data
+from titan_sparse.config.sources import files_below
 from titan_sparse.data.chats import ChatEncoder
 from titan_sparse.data.documents import ROW_OPTIONS, TokenizedTexts
 from titan_sparse.data.sources import LazyTexts, join_files, open_source
@@ -183,50 +183,27 @@ def open_folder(source: str, whole: bool) -> LazyTexts:
     if not root.is_dir():
         raise ValueError(f"{source} is not a folder; with --document folder or source write one")
     files_by_document: dict[str, list[tuple[str, Path]]] = defaultdict(list)
-    for path in _text_files(root):
+    left_out: Counter[str] = Counter()
+    for path, problem in files_below(root, source, follow_links=False):
+        problem = problem or _problem(path)
+        if problem:
+            left_out[problem] += 1
+            continue
         name = path.relative_to(root).as_posix()
         folder, slash, _ = name.partition("/")
-        document = folder if slash and not whole else ""
-        files_by_document[document].append((name, path))
+        files_by_document[folder if slash and not whole else ""].append((name, path))
+    if left_out:
+        counts = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
+        logger.info("%s: these were not read: %s", root, counts)
     if not files_by_document:
         raise ValueError(f"{source} holds no text files")
     documents = [files_by_document[document] for document in sorted(files_by_document)]
     return LazyTexts(documents, join_files)
 
 
-def _text_files(root: Path) -> Iterator[Path]:
-    left_out: Counter[str] = Counter()
-    for folder, folders, files in os.walk(root, onerror=_refuse):
-        below = [Path(folder, name) for name in sorted(folders)]
-        # In place: os.walk continues with this list, so it never enters hidden folders.
-        folders[:] = [path.name for path in below if not _reason(path)]
-        for path in [*below, *(Path(folder, name) for name in sorted(files))]:
-            reason = _reason(path)
-            if reason:
-                left_out[reason] += 1
-            elif not path.is_dir():
-                yield path
-    if left_out:
-        counts = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
-        logger.info("%s: these were not read: %s", root, counts)
-
-
-def _reason(path: Path) -> str:
-    """Why a file or folder is left out, empty for one that is read."""
-    if path.name.startswith("."):
-        return "hidden"
-    if path.is_symlink():
-        return "links"
-    if path.is_dir():
-        return ""
-    if not path.is_file():
-        return "neither file nor folder"
+def _problem(path: Path) -> str:
     with path.open("rb") as file:
         beginning = file.read(8192)
     if not beginning:
         return "empty"
     return "binary" if b"\0" in beginning else ""
-
-
-def _refuse(error: OSError) -> NoReturn:
-    raise ValueError(f"{error.filename} cannot be listed: {error.strerror}")

@@ -104,31 +104,23 @@ def _data(config: Config) -> Data:
     data = config.data
     section = config.validation
     source = single_source(section.source or data.source, "validation.source")
-    if section.source in ("", data.source):
-        return dataclasses.replace(
-            data,
-            source=source,
-            format=format_of(data, source, "validation.source"),
-            split=section.split or data.split,
-            sequences="packed",
-        )
+    is_of_data = section.source in ("", data.source)
+    split = section.split or (data.split if is_of_data else "train")
     # Keys that choose a part of data.source do not apply to another source.
-    if is_prepared(source):
-        return Data(
-            source=source,
-            tokenizer=data.tokenizer,
-            split=section.split or "train",
-            min_document_length=data.min_document_length,
-        )
-    return dataclasses.replace(
+    if is_prepared(source) and not is_of_data:
+        least = data.min_document_length
+        return Data(source=source, tokenizer=data.tokenizer, split=split, min_document_length=least)
+    read = dataclasses.replace(
         data,
         source=source,
         format=format_of(data, source, "validation.source"),
-        split=section.split or "train",
-        subset="",
+        split=split,
         sequences="packed",
-        join_packages=data.join_packages and source == "python",
     )
+    if not is_of_data:
+        read.subset = ""
+        read.join_packages &= source == "python"
+    return read
 
 
 def _scalars(record: dict[str, Any]) -> dict[str, float | None]:
@@ -143,7 +135,6 @@ def _scalars(record: dict[str, Any]) -> dict[str, float | None]:
 
 
 def _line(record: dict[str, Any]) -> str:
-    """One line for people."""
     parts = [
         f"validation after step {record['step']}: loss {record['loss']:.4f}",
         f"perplexity {record['perplexity']:.3f}",
