@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titan_sparse.commands import add_weights, parser_of
+from titan_sparse.commands import parser_of
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import lengths_of, require, tokens
 from titan_sparse.data import Tokenizer, load_tokenizer
@@ -60,22 +60,36 @@ def main(words: list[str]) -> int:
         records = score_samples(scorer, needles, args.answers == "generated")
         results["needle"] = {"cells": needle.by_cell(records), "records": records}
     if dist.get_rank() == 0:
-        about = {
-            **vars(args),
-            "checkpoint": checkpoint,
-            "pattern": config.attention.pattern,
-            "source": config.data.source,
-        }
-        files = write(results, about, args.out)
+        files = write(results, origin_of(args, config, checkpoint), args.out)
         print(summary(results))
         print(f"wrote {', '.join(files)} in {args.out}")
     return 0
 
 
+def parse_with_weights(
+    parser: argparse.ArgumentParser, words: list[str]
+) -> tuple[argparse.Namespace, Config]:
+    """The options of a command on a trained model, and the configuration to evaluate with, which is
+    not checked yet. Raises ConfigError.
+
+    Adds --config, --checkpoint or --hf, and --attention. Other words are keys of the configuration.
+    """
+    parser.add_argument("--config", required=True, help="the run's config.toml")
+    weights = parser.add_mutually_exclusive_group(required=True)
+    weights.add_argument(
+        "--checkpoint",
+        help="output_dir of the run, for its newest checkpoint, or its checkpoint/step-N",
+    )
+    weights.add_argument("--hf", help="Hugging Face folder, instead of a checkpoint")
+    parser.add_argument("--attention", choices=["dense", "as_trained"], default="as_trained")
+    args, rest = parser.parse_known_args(words)
+    of_run = ["--config", args.config, *rest]
+    return args, load_for_evaluation(of_run, args.hf, args.attention == "dense")
+
+
 def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     """Options, and the checked configuration to evaluate with. Raises ConfigError, one line."""
     parser = parser_of(__doc__)
-    add_weights(parser)
     add = parser.add_argument
     add(
         "--tasks",
@@ -89,7 +103,6 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     )
     add("--stride", type=tokens, default=0, help="tokens between windows; 0: no overlap")
     add("--buckets", type=int, default=16, help="ranges of positions")
-    add("--attention", choices=["dense", "as_trained"], default="as_trained")
     add(
         "--answers",
         choices=["forced", "generated"],
@@ -98,10 +111,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     )
     add("--seed", type=int, default=0, help="of needles and prompts")
     add("--out", default="evaluation", help="folder to write")
-    args, rest = parser.parse_known_args(words)
-    config = load_for_evaluation(
-        ["--config", args.config, *rest], args.hf, args.attention == "dense"
-    )
+    args, config = parse_with_weights(parser, words)
     args.tasks = [name.strip() for name in args.tasks.split(",")]
     for name in args.tasks:
         require(
@@ -126,6 +136,12 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     )
     check(config, *world_from_environment())
     return args, config
+
+
+def origin_of(args: argparse.Namespace, config: Config, checkpoint: str | None) -> dict[str, Any]:
+    """What the file of results says of its origin."""
+    read = {"pattern": config.attention.pattern, "source": config.data.source}
+    return {**vars(args), "checkpoint": checkpoint, **read}
 
 
 def read(

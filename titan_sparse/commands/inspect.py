@@ -5,7 +5,8 @@
     titan-sparse inspect --config C --hf FOLDER --length 131072 --layers 0,13,27
 
 One process looks at one sequence, the first document that is long enough, with selections of several
-sizes. Other words are options of the configuration, as train.py takes them. Writes
+sizes. --attention is that of the forward: the pictures show dense attention on its queries and keys.
+Other words are options of the configuration, as train.py takes them. Writes
 OUT/inspection.json, OUT/layer-N.png, OUT/curves.png and OUT/top_k.png. See docs/huggingface.md.
 """
 
@@ -15,13 +16,14 @@ import json
 import sys
 from pathlib import Path
 
-from titan_sparse.commands import add_weights, parser_of
+from titan_sparse.commands import parser_of
+from titan_sparse.commands.evaluate import origin_of, parse_with_weights
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import require, tokens
 from titan_sparse.data import load_tokenizer
 from titan_sparse.data.documents import open_documents
 from titan_sparse.evaluation.inspection import figures, inspect_layers, summary
-from titan_sparse.evaluation.load import build_scorer, find_checkpoint, load_for_evaluation
+from titan_sparse.evaluation.load import build_scorer, find_checkpoint
 from titan_sparse.evaluation.position import first_windows
 from titan_sparse.models.flavours import TransformersConfig, resolve
 
@@ -47,15 +49,9 @@ def main(words: list[str]) -> int:
         args.rows,
         args.seed,
     )
-    about = {
-        **vars(args),
-        "checkpoint": checkpoint,
-        "pattern": config.attention.pattern,
-        "source": config.data.source,
-    }
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"about": about, **summary(layers)})
+    text = json.dumps({"about": origin_of(args, config, checkpoint), **summary(layers)})
     (folder / "inspection.json").write_text(text + "\n", encoding="utf-8")
     drawn = figures(layers, args.length)
     for name, figure in drawn.items():
@@ -67,23 +63,13 @@ def main(words: list[str]) -> int:
 def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     """Options, and the checked configuration. Raises ConfigError, one line."""
     parser = parser_of(__doc__)
-    add_weights(parser)
     add = parser.add_argument
     add("--length", type=tokens, default=0, help="tokens; 0: training.seq_len")
     add("--layers", default="", help="numbers separated by commas; default: all")
     add("--rows", type=int, default=64, help="random queries to measure recall and density with")
-    add(
-        "--attention",
-        choices=["dense", "as_trained"],
-        default="as_trained",
-        help="of the forward; the pictures show dense attention on its queries and keys",
-    )
     add("--seed", type=int, default=0, help="of the random queries")
     add("--out", default="inspection", help="folder to write")
-    args, rest = parser.parse_known_args(words)
-    config = load_for_evaluation(
-        ["--config", args.config, *rest], args.hf, args.attention == "dense"
-    )
+    args, config = parse_with_weights(parser, words)
     args.length = args.length or config.training.seq_len
     require(
         args.length >= 2 * config.attention.block_size,

@@ -100,15 +100,18 @@ def inspect_layer(
         mass_of_last = probabilities(head_q, head_k, ranges, last)
         mass = probabilities(head_q, head_k, ranges, chosen)
         masses.append(mass)
-        slashes = by_distance(mass_of_last, last, block_size) + by_distance(
-            mass, chosen, block_size
-        )
+        slashes = by_distance(mass_of_last, last, block_size)
+        slashes += by_distance(mass, chosen, block_size)
+        # Sums over neighborhoods of equal size.
+        bins = min(_BINS, mass.shape[1])
+        bin_of_key = torch.arange(mass.shape[1], device=mass.device) * bins // mass.shape[1]
+        verticals = mass.new_zeros(bins).index_add_(0, bin_of_key, mass_of_last.mean(0))
         # [n, most]: what the 1, 2, ... largest keys of a row hold
         most = min(max(TOP_K), mass.shape[1])
         held = mass.topk(most, dim=-1).values.cumsum(-1).cpu().double()
         measured.append(
             (
-                _binned(mass_of_last.mean(0)),
+                verticals.cpu().double(),
                 slashes.cpu().double() / (len(last) + len(chosen)),
                 torch.stack([held[:, min(k, most) - 1].mean() for k in TOP_K]),
             )
@@ -124,13 +127,6 @@ def inspect_layer(
         top_k_density=allowed.minimum(torch.tensor(TOP_K)).mean(0) / allowed.mean(),
         curves=curves,
     )
-
-
-def _binned(mass: Tensor) -> Tensor:
-    """Sums of [S] over at most _BINS neighborhoods of equal size."""
-    bins = min(_BINS, len(mass))
-    bin_of_key = torch.arange(len(mass), device=mass.device) * bins // len(mass)
-    return mass.new_zeros(bins).index_add_(0, bin_of_key, mass).cpu().double()
 
 
 def probabilities(q: Tensor, k: Tensor, ranges: MaskRanges, at: Tensor) -> Tensor:
@@ -166,16 +162,9 @@ def patterns(attention: Attention, tokens: int) -> Iterator[tuple[str, float, Pa
     """
     size = attention.block_size
     section = attention.vertical_slash
-    joint = VerticalSlash(
-        budget="joint",
-        probe=section.probe,
-        probe_rows=section.probe_rows,
-        sinks=section.sinks,
-        count_sinks=section.count_sinks,
-        local_slashes=section.local_slashes,
-        max_verticals=tokens,
-        dense_below=max(size, section.probe),
-    )
+    free = {"min_verticals": 0, "max_verticals": tokens, "min_slashes": 0, "max_slashes": 0}
+    free["dense_below"] = max(size, section.probe)
+    joint = VerticalSlash(**vars(section) | free | {"budget": "joint"})
     published = dataclasses.replace(
         joint,
         budget="independent",
@@ -261,8 +250,10 @@ def figures(layers: dict[int, Layer], seq_len: int) -> dict[str, Any]:
     found = {}
     for number, layer in layers.items():
         found[f"layer-{number}.png"] = _layer_figure(number, layer, seq_len)
-    found["curves.png"] = _curves_figure(list(layers.values()))
-    found["top_k.png"] = _top_k_figure(layers)
+    # Means over layers and heads, for each of TOP_K.
+    top_k = torch.stack([layer.top_k for layer in layers.values()]).mean((0, 1)).tolist()
+    found["curves.png"] = _curves_figure(list(layers.values()), top_k)
+    found["top_k.png"] = _top_k_figure(layers, top_k)
     return found
 
 
@@ -289,11 +280,8 @@ def _layer_figure(number: int, layer: Layer, seq_len: int) -> Any:
     return figure
 
 
-def _curves_figure(layers: list[Layer]) -> Any:
-    """Recall against density, means over layers and heads.
-
-    A curve for each pattern, and the largest keys of each row to compare with.
-    """
+def _curves_figure(layers: list[Layer], top_k: list[float]) -> Any:
+    """Recall against density, means over layers and heads: a curve for each pattern."""
     figure, axes = new_figure((7, 5))
     points: dict[str, list[tuple[float, float]]] = {}
     for of_layers in zip(*(layer.curves for layer in layers)):
@@ -303,19 +291,15 @@ def _curves_figure(layers: list[Layer]) -> Any:
     for name, of_pattern in points.items():
         axes.plot(*zip(*of_pattern), marker="o", markersize=3, label=name)
     label = "largest keys, as many in each row"
-    axes.plot(layers[0].top_k_density, _mean_top_k(layers), "k--", marker=".", label=label)
-    axes.set(
-        xlabel="density (share of the pairs allowed)",
-        ylabel="recall (share of the mass)",
-        xscale="log",
-        ylim=(0, 1.02),
-    )
+    axes.plot(layers[0].top_k_density, top_k, "k--", marker=".", label=label)
+    axes.set(xlabel="density (share of the pairs allowed)", ylabel="recall (share of the mass)")
+    axes.set(xscale="log", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     return figure
 
 
-def _top_k_figure(layers: dict[int, Layer]) -> Any:
+def _top_k_figure(layers: dict[int, Layer], top_k: list[float]) -> Any:
     """Recall of a row's 64 and 1024 largest keys, layers down and heads to the right; means over k."""
     figure, panels = new_figure((13, 2 + 0.18 * len(layers)), 3)
     for axes, count in zip(panels, (64, 1024)):
@@ -326,14 +310,8 @@ def _top_k_figure(layers: dict[int, Layer]) -> Any:
         axes.set_yticks(range(len(layers)), list(layers))
         axes.xaxis.get_major_locator().set_params(integer=True)
     figure.colorbar(image, ax=panels[:2])
-    panels[2].plot(TOP_K, _mean_top_k(list(layers.values())), marker="o")
+    panels[2].plot(TOP_K, top_k, marker="o")
     panels[2].set_xscale("log", base=2)
-    panels[2].set(
-        title="mean over layers and heads", xlabel="keys a row", ylabel="recall", ylim=(0, 1.02)
-    )
+    panels[2].set(title="mean over layers and heads", xlabel="keys a row", ylabel="recall")
+    panels[2].set_ylim(0, 1.02)
     return figure
-
-
-def _mean_top_k(layers: list[Layer]) -> list[float]:
-    """Over layers and heads, for each of TOP_K."""
-    return torch.stack([layer.top_k for layer in layers]).mean((0, 1)).tolist()
