@@ -57,15 +57,15 @@ def test_lists(mask, setting):
     rows = MASKS[mask].rows(SEQ_LEN, DEVICE)
     index = pattern.select(q, k, rows, block_size=SIZE)
     table = block_ids(layout, 3, SEQ_LEN, SIZE).to(DEVICE)
-    side = slash_tiles.query_side(rows, index, table[1], 2)
-    got = slash_tiles.block_tiles(side, index, slash_tiles.key_side(table[2], SIZE), True)
+    side = slash_tiles.slash_queries(rows, index, table[1], 2)
+    got = slash_tiles.block_tiles(side, index, table[2], True)
     want = tiles.block_tiles(rows, index, table[1], table[2], 2, True)
     _same_lists(got.by_query, want.by_query)
     _same_lists(got.by_key, want.by_key)
     assert all(torch.equal(a, b) for a, b in zip(got[2:5], want[2:5]))
     # A view, as a ring's parts may be.
     second_block = index.with_verticals(index.verticals[..., SIZE : 2 * SIZE])
-    by_query = slash_tiles.block_tiles(side, index, slash_tiles.key_side(table[2], SIZE), False)
+    by_query = slash_tiles.block_tiles(side, index, table[2], False)
     assert by_query.by_key is None
     _same_lists(by_query.by_query, want.by_query)
     # Whole tiles of them, which nobody covers but the diagonals.

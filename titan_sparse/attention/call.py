@@ -1,7 +1,5 @@
 """What one attention call computes with."""
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +19,6 @@ from titan_sparse.attention.patterns.base import BlockIndex, CallOptions, Patter
 class AttentionCall:
     """One call of attend(). mask and index are global: the same on every rank.
 
-    make_index: makes the index on first use; dense kernels never use it.
     plain: the mask is causal and nothing else, and the pattern dense.
     first, last: on every rank the queries are the local blocks from `first` to before `last` (None
     for the end), and the keys are those before `last`. Between ranks that is a range of the
@@ -30,7 +27,7 @@ class AttentionCall:
     """
 
     mask: MaskRanges
-    make_index: Callable[[], BlockIndex]
+    index: BlockIndex
     pattern: Pattern
     cp: ContextParallel
     backend: Backend
@@ -39,10 +36,6 @@ class AttentionCall:
     first: int = 0
     last: int | None = None
     vertical_kv: Tensor | None = None
-
-    @functools.cached_property
-    def index(self) -> BlockIndex:
-        return self.make_index()
 
     @property
     def seq_len(self) -> int:
@@ -63,8 +56,7 @@ class AttentionCall:
 
     def of_heads(self, heads: slice) -> "AttentionCall":
         """The call for some of the query heads."""
-        index = self.index.of_heads(heads)
-        return replace(self, make_index=lambda: index)
+        return replace(self, index=self.index.of_heads(heads))
 
     def sum_dtype(self, q: Tensor) -> torch.dtype:
         """The dtype of sums over chunks: q's own if there is only one chunk."""
@@ -112,7 +104,7 @@ def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> Attent
     ranges = mask_of_whole_blocks(ranges, cp.block_size)
     return AttentionCall(
         mask=ranges,
-        make_index=lambda: options.pattern.index(index, ranges, batch, heads, cp.block_size),
+        index=options.pattern.index(index, ranges, batch, heads, cp.block_size),
         pattern=options.pattern,
         cp=cp,
         backend=BACKENDS[options.backend],

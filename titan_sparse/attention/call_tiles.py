@@ -1,6 +1,6 @@
 """The tiles of an attention call: which key blocks its queries meet, and what they see in them."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
 
 from torch import Tensor
@@ -26,28 +26,13 @@ def tiles_of_rank(
 
     transpose: make Tiles.by_key too, which some backends read in the backward.
     """
-
-    def k_blocks() -> Tensor:
-        if source is None:
-            return call.cp.table(call.mask)[:, : call.last].flatten()
-        return call.key_blocks(source)
-
-    if _has_table_kernels(call):
-        key_side = once_per_mask(
-            call.mask,
-            ("key side", call.cp.key, source, call.last),
-            lambda: slash_tables.key_side(k_blocks(), call.index.block_size),
-        )
-        query_side = _query_side(call, batch, query_rank)
-        return slash_tables.block_tiles(query_side, call.index, key_side, transpose)
-    if not call.pattern.dynamic:
-        # Made once, for the forward and for the backward.
-        transpose = transpose or call.backend.READS_BY_KEY
-    return _once_if_static(
-        call,
-        ("tiles", source, query_rank, batch, transpose),
-        lambda: _block_tiles(call, batch, transpose, k_blocks(), query_rank),
-    )
+    if source is None:
+        k_blocks = call.cp.table(call.mask)[:, : call.last].flatten()
+    else:
+        k_blocks = call.key_blocks(source)
+    # Those of a static pattern are made once, for the forward and for the backward.
+    transpose = transpose or (not call.pattern.dynamic and call.backend.READS_BY_KEY)
+    return tiles_of_blocks(call, batch, transpose, k_blocks, source, query_rank=query_rank)
 
 
 def tiles_of_blocks(
@@ -56,32 +41,36 @@ def tiles_of_blocks(
     transpose: bool,
     k_blocks: Tensor,
     name: Hashable,
-    capacity: int,
+    capacity: int = 0,
+    query_rank: int | None = None,
 ) -> Tiles:
-    """Tiles of this rank's queries and any global blocks int64 [n].
+    """Tiles of the queries of `query_rank` (default: this rank) and any global blocks int64 [n].
 
     name: what distinguishes these blocks from others of the same mask, layout and pattern.
     capacity: KV blocks that there are in memory, if more; queries see none of the rest.
     """
-    if _has_table_kernels(call):
-        query_side = _query_side(call, batch)
-        key_side = slash_tables.key_side(k_blocks, call.index.block_size)
-        tiles = slash_tables.block_tiles(query_side, call.index, key_side, transpose)
-        return block_tables.with_room(tiles, capacity)
 
     def make() -> Tiles:
-        tiles = _block_tiles(call, batch, transpose, k_blocks)
+        if _has_table_kernels(call):
+            queries = _slash_queries(call, batch, query_rank)
+            tiles = slash_tables.block_tiles(queries, call.index, k_blocks, transpose)
+        else:
+            tables = block_tables if call.mask.slices is None else slice_tables
+            q_blocks = call.query_blocks(query_rank)
+            tiles = tables.block_tiles(call.mask, call.index, q_blocks, k_blocks, batch, transpose)
         return block_tables.with_room(tiles, capacity)
 
-    full_name = ("tiles of blocks", name, batch, transpose, capacity)
-    return _once_if_static(call, full_name, make)
+    if call.pattern.dynamic:
+        return make()
+    key = ("tiles", name, query_rank, batch, transpose, capacity, call.pattern.key, call.cp.key)
+    return once_per_mask(call.mask, (*key, call.index.heads, call.first, call.last), make)
 
 
 def tiles_of_verticals(call: AttentionCall, batch: int, transpose: bool) -> Tiles:
     """Tiles of this rank's queries and the gathered verticals."""
     if _has_table_kernels(call):
-        query_side = _query_side(call, batch)
-        return slash_tables.vertical_tiles(query_side, call.index, transpose)
+        queries = _slash_queries(call, batch)
+        return slash_tables.vertical_tiles(queries, call.index, transpose)
     return block_tables.vertical_tiles(call.mask, call.index, call.query_blocks(), transpose)
 
 
@@ -106,45 +95,24 @@ def vertical_piece(
         # [B, Hq, C, D]
         k = every_nth_block(k, size, share, shares).flatten(2, 3)
         v = every_nth_block(v, size, share, shares).flatten(2, 3)
-        index = call.index.with_verticals(positions)
-        call = replace(call, make_index=lambda: index)
+        call = replace(call, index=call.index.with_verticals(positions))
     tiles = tiles_of_verticals(call, batch, transpose)
     return Piece(k, v, tiles)
 
 
-def _block_tiles(
-    call: AttentionCall,
-    batch: int,
-    transpose: bool,
-    k_blocks: Tensor,
-    query_rank: int | None = None,
-) -> Tiles:
-    """In plain torch."""
-    tables = block_tables if call.mask.slices is None else slice_tables
-    q_blocks = call.query_blocks(query_rank)
-    return tables.block_tiles(call.mask, call.index, q_blocks, k_blocks, batch, transpose)
-
-
-def _once_if_static(call: AttentionCall, name: tuple, make: Callable[[], Tiles]) -> Tiles:
-    if call.pattern.dynamic:
-        return make()
-    key = (*name, call.pattern.key, call.cp.key, call.index.heads, call.first, call.last)
-    return once_per_mask(call.mask, key, make)
-
-
 def _has_table_kernels(call: AttentionCall) -> bool:
     """Whether kernels make the tables, with no wait of the host."""
-    if not isinstance(call.index, VerticalSlashIndex):
-        return False
-    return call.mask.start.is_cuda and call.mask.slices is None
+    return isinstance(call.index, VerticalSlashIndex) and call.mask.start.is_cuda
 
 
-def _query_side(call: AttentionCall, batch: int, rank: int | None = None) -> slash_tables.QuerySide:
+def _slash_queries(
+    call: AttentionCall, batch: int, rank: int | None = None
+) -> slash_tables.SlashQueries:
     """What the kernels' tables need of the queries of a rank, remembered with the mask."""
     return once_per_mask(
         call.mask,
-        ("query side", call.pattern.key, call.cp.key, batch, rank, call.first, call.last),
-        lambda: slash_tables.query_side(call.mask, call.index, call.query_blocks(rank), batch),
+        ("slash queries", call.pattern.key, call.cp.key, batch, rank, call.first, call.last),
+        lambda: slash_tables.slash_queries(call.mask, call.index, call.query_blocks(rank), batch),
     )
 
 

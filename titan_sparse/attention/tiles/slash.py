@@ -18,7 +18,7 @@ from titan_sparse.kernels import block_tables
 from titan_sparse.kernels.block_sparse import BlockLists, Tiles
 
 
-class QuerySide(NamedTuple):
+class SlashQueries(NamedTuple):
     """What tiles need to know of this rank's query blocks, the same for every layer.
 
     spans: int32 [B, nq, 5], reach: int32 [B, nq, 4], as block_tables.slash_lists() takes them.
@@ -33,24 +33,9 @@ class QuerySide(NamedTuple):
     stop: Tensor
 
 
-class KeySide(NamedTuple):
-    """Key blocks, int32 [nk], and their tokens' positions, int32 [1, 1, Sk]."""
-
-    blocks: Tensor
-    positions: Tensor
-
-
-def key_side(k_blocks: Tensor, block_size: int) -> KeySide:
-    """For global blocks int [nk]."""
-    positions = token_positions(k_blocks, block_size)
-    # [1, 1, Sk]
-    positions = positions.int().view(1, 1, -1)
-    return KeySide(k_blocks.int(), positions)
-
-
-def query_side(
+def slash_queries(
     ranges: MaskRanges, index: VerticalSlashIndex, q_blocks: Tensor, batch: int
-) -> QuerySide:
+) -> SlashQueries:
     """For this rank's query blocks, global numbers int [nq].
 
     It depends on the mask, the pattern and the layout only.
@@ -58,7 +43,7 @@ def query_side(
     q_positions = token_positions(q_blocks, index.block_size)
     reach = torch.stack(block_reach(ranges, q_positions, index.block_size), dim=-1)  # [Bm, nq, 4]
     start, stop = query_ranges(ranges, q_positions, batch)
-    return QuerySide(
+    return SlashQueries(
         spans=index.block_spans(q_blocks),
         reach=reach.expand(batch, -1, -1).int().contiguous(),
         blocks=q_blocks.int(),
@@ -68,41 +53,41 @@ def query_side(
 
 
 def block_tiles(
-    side: QuerySide, index: VerticalSlashIndex, keys: KeySide, transpose: bool
+    queries: SlashQueries, index: VerticalSlashIndex, k_blocks: Tensor, transpose: bool
 ) -> Tiles:
     """Like blocks.block_tiles()."""
-    nq = len(side.blocks)
-    nk = len(keys.blocks)
+    nq = len(queries.blocks)
+    nk = len(k_blocks)
     lists = block_tables.slash_lists(
         index.slashes,
-        side.spans,
-        side.reach,
-        side.blocks,
-        keys.blocks,
+        queries.spans,
+        queries.reach,
+        queries.blocks,
+        k_blocks.int(),
         index.block_size,
         capacity=list_width(index.most_blocks, nk),
         key_capacity=list_width(index.most_blocks, nq) if transpose else None,
     )
-    return _tiles(side, index, lists, keys.positions)
+    positions = token_positions(k_blocks, index.block_size)
+    return _tiles(queries, index, lists, positions.int().view(1, 1, -1))
 
 
-def vertical_tiles(side: QuerySide, index: VerticalSlashIndex, transpose: bool) -> Tiles:
+def vertical_tiles(queries: SlashQueries, index: VerticalSlashIndex, transpose: bool) -> Tiles:
     """Like blocks.vertical_tiles()."""
-    verticals = index.verticals
     covered, lists = block_tables.vertical_lists(
         index.slashes,
-        side.spans,
-        side.reach,
-        side.blocks,
-        verticals,
+        queries.spans,
+        queries.reach,
+        queries.blocks,
+        index.verticals,
         index.block_size,
         by_key=transpose,
     )
-    return _tiles(side, index, lists, verticals, covered)
+    return _tiles(queries, index, lists, index.verticals, covered)
 
 
 def _tiles(
-    side: QuerySide,
+    queries: SlashQueries,
     index: VerticalSlashIndex,
     lists: list[block_tables.FourLists],
     k_positions: Tensor,
@@ -113,8 +98,8 @@ def _tiles(
     return Tiles(
         by_query=by_query,
         by_key=by_key[0] if by_key else None,
-        start=side.start,
-        stop=side.stop,
+        start=queries.start,
+        stop=queries.stop,
         k_positions=k_positions,
         covered=covered,
         block_size=index.block_size,
