@@ -282,32 +282,11 @@ def summary(plans: list[LayerPlan]) -> dict:
     return {"layout": setting.layout, "schedule": setting.schedule.name} | means
 
 
-COLUMNS = {
-    "layout": "layout",
-    "schedule": "schedule",
-    "worker_imbalance": "worker imb.",
-    "worker_imbalance_per_step": "per step",
-    "step_imbalance": "step imb.",
-    "computation_ratio": "comp. ratio",
-    "forward_ms": "fwd ms",
-    "forward_exposed_ms": "exposed",
-    "backward_ms": "bwd ms",
-    "backward_exposed_ms": "exposed",
-    "forward_inside_mb": "fwd inside MB",
-    "forward_across_mb": "across MB",
-    "backward_inside_mb": "bwd inside MB",
-    "backward_across_mb": "across MB",
-}
-
-
 def table(summaries: list[dict]) -> str:
     """A line of numbers for each setting."""
-    lines = ["| " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * len(COLUMNS)]
+    lines = ["| " + " | ".join(summaries[0]) + " |", "|" + "---|" * len(summaries[0])]
     for numbers in summaries:
-        cells = []
-        for key in COLUMNS:
-            form = "" if key in ("layout", "schedule") else ".1f" if key.endswith("_mb") else ".2f"
-            cells.append(format(numbers[key], form))
+        cells = [x if isinstance(x, str) else f"{x:.2f}" for x in numbers.values()]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
