@@ -283,7 +283,7 @@ def _tokenize(source: Path, out: Path, model: Path, size: Size) -> dict[str, Any
     recipe = Recipe(str(source), tokenizer=str(model), document="folder")
     # Processes take seconds to start, which a toy does not need.
     processes = (os.cpu_count() or 1) if size.has_sdists else 1
-    meta = prepare(recipe, str(out), processes, lambda done, shards: None)
+    meta = prepare(recipe, str(out), processes)
     about = {key: meta[key] for key in ("documents", "tokens")}
     print(f"{out.name}: {about}", flush=True)
     return about

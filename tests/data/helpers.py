@@ -79,16 +79,12 @@ def lettered_texts(letter: str, lengths: list[int] = LENGTHS) -> list[str]:
     return [letter * length for length in lengths]
 
 
-def no_progress(done: int, shards: int) -> None:
-    pass
-
-
 def prepared(folder: Path, letter: str = "a", lengths: list[int] = LENGTHS, **options) -> str:
     """A folder of shards of lettered_texts(), three rows to a shard."""
     source = folder / f"{letter}.jsonl"
     write_rows(source, [{"text": text} for text in lettered_texts(letter, lengths)])
     recipe = Recipe(str(source), **{"shard_rows": 3, **options})
-    prepare(recipe, str(folder / letter), 1, no_progress)
+    prepare(recipe, str(folder / letter))
     return str(folder / letter)
 
 
@@ -96,7 +92,7 @@ def read_shards(folder: str, tokenizer=None) -> list[list[int]]:
     """The tokens of every document in a folder of shards."""
     shards = TokenShards(folder, tokenizer or ByteTokenizer())
     assert shards.lengths().tolist() == [shards.length(i) for i in range(len(shards))]
-    return [shards.tokens(i).tolist() for i in range(len(shards))]
+    return [shards[i].tokens.tolist() for i in range(len(shards))]
 
 
 def make_loader(

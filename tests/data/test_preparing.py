@@ -10,7 +10,6 @@ import pytest
 from tests.data.helpers import (
     END,
     TEXTS,
-    no_progress,
     prepared,
     read_shards,
     train_tokenizer,
@@ -18,16 +17,17 @@ from tests.data.helpers import (
     write_texts,
 )
 from titan_sparse.commands.prepare_data import main, show_histogram
+from titan_sparse.data import preparing
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
-from titan_sparse.data.shards import TokenShards
+from titan_sparse.data.shards import TokenShards, write_shard
 from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
 
 
 @pytest.mark.parametrize("ending", [".txt", ".jsonl.zst", ".parquet"])
 def test_shards_hold_the_documents_of_the_source_in_order(tmp_path, ending):
     source = write_texts(tmp_path / "texts", ending)
-    meta = prepare(Recipe(str(source), shard_rows=2), str(tmp_path / "out"), 1, no_progress)
+    meta = prepare(Recipe(str(source), shard_rows=2), str(tmp_path / "out"))
     texts = [text.encode() for text in TEXTS]
     if ending == ".txt":
         texts = [path.read_bytes() for path in sorted(source.iterdir())]
@@ -70,33 +70,29 @@ def test_filters_and_histogram(tmp_path):
     assert show_histogram(meta).splitlines()[-1].split() == "32 - 63 2 73 57.9%".split()
     recipe = Recipe(str(tmp_path / "a.jsonl"), min_length=1000)
     with pytest.raises(ValueError, match="no document"):
-        prepare(recipe, str(tmp_path / "none"), 1, no_progress)
+        prepare(recipe, str(tmp_path / "none"))
 
 
-def test_interrupted_it_goes_on_and_keeps_finished_shards(tmp_path):
-    class Stop(Exception):
-        pass
-
-    def stop(done: int, shards: int) -> None:
-        if done == 2:
-            raise Stop
-
+def test_interrupted_it_goes_on_and_keeps_finished_shards(tmp_path, monkeypatch):
     expected = read_shards(prepared(tmp_path))
     recipe = Recipe(str(tmp_path / "a.jsonl"), shard_rows=3)
     out = tmp_path / "out"
-    with pytest.raises(Stop):
-        prepare(recipe, str(out), 1, stop)
+    written = []
+
+    def write_or_stop(folder, number, *rest):
+        written.append(number)
+        if len(written) == 3:
+            (folder / "shard_00002.bin").write_bytes(b"half a sh")
+            raise KeyboardInterrupt
+        return write_shard(folder, number, *rest)
+
+    monkeypatch.setattr(preparing, "write_shard", write_or_stop)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(recipe, str(out))
     with pytest.raises(ValueError, match="data.source.*not finished"):
         TokenShards(str(out), ByteTokenizer())
-    (out / "shard_00002.bin").write_bytes(b"half a sh")
-    times = {number: (out / f"shard_{number:05d}.bin").stat().st_mtime_ns for number in range(2)}
-    seen = []
-    prepare(recipe, str(out), 1, lambda done, shards: seen.append((done, shards)))
-    assert seen == [(2, 4), (3, 4), (4, 4)] and read_shards(str(out)) == expected
-    assert all(
-        (out / f"shard_{number:05d}.bin").stat().st_mtime_ns == time
-        for number, time in times.items()
-    )
+    prepare(recipe, str(out))
+    assert written == [0, 1, 2, 2, 3] and read_shards(str(out)) == expected
 
 
 def test_another_source_tokenizer_or_option_is_refused(tmp_path, capsys):
@@ -104,15 +100,15 @@ def test_another_source_tokenizer_or_option_is_refused(tmp_path, capsys):
     train_tokenizer(tmp_path, ["</s>"])
     recipe, out = Recipe(str(tmp_path / "a.jsonl"), shard_rows=3), str(tmp_path / "a")
     with pytest.raises(ValueError, match="min_length was 0 and is 2"):
-        prepare(replace(recipe, min_length=2), out, 1, no_progress)
+        prepare(replace(recipe, min_length=2), out)
     with pytest.raises(ValueError, match="tokenizer_digest was bytes and is"):
-        prepare(replace(recipe, tokenizer=str(tmp_path)), out, 1, no_progress)
+        prepare(replace(recipe, tokenizer=str(tmp_path)), out)
     source = tmp_path / "a.jsonl"
     stat = source.stat()
     source.write_bytes(source.read_bytes().replace(b"aaa", b"bbb"))
     os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     with pytest.raises(ValueError, match="source's files have changed"):
-        prepare(recipe, out, 1, no_progress)
+        prepare(recipe, out)
     assert main([str(tmp_path / "a.jsonl"), str(tmp_path), "--processes", "1"]) == 2
     assert "holds other files" in capsys.readouterr().err
 
@@ -146,7 +142,7 @@ def test_a_shard_of_an_interrupted_run_that_does_not_match_its_counts_is_refused
     counts = json.loads(path.read_text())
     path.write_text(json.dumps({**counts, **change}) if change else "")
     with pytest.raises(ValueError, match=named):
-        prepare(Recipe(str(tmp_path / "a.jsonl"), shard_rows=3), str(out), 1, no_progress)
+        prepare(Recipe(str(tmp_path / "a.jsonl"), shard_rows=3), str(out))
     assert not (out / "meta.json").exists()
 
 

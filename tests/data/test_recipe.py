@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.data.helpers import no_progress, read_shards, train_tokenizer
+from tests.data.helpers import read_shards, train_tokenizer
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import MDSRows, Recipe, open_rows
 from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -32,22 +32,20 @@ def test_folders_of_source_code_become_one_document_each(tmp_path, caplog):
     (root / "link.py").symlink_to(root / "b/x.py")
     decode = ByteTokenizer().decode
     with caplog.at_level(logging.INFO, "titan_sparse"):
-        prepare(Recipe(str(root), document="folder"), str(tmp_path / "folders"), 1, no_progress)
+        prepare(Recipe(str(root), document="folder"), str(tmp_path / "folders"))
     assert "not read: 1 binary, 1 empty, 2 hidden, 1 links" in caplog.text
     assert [decode(ids) for ids in read_shards(str(tmp_path / "folders"))] == [
         "# loose.txt\nl",
         "# a/A.md\nA\n# a/sub/z.c\nz",
         "# b/x.py\nx\n# b/y.bat\none\r\ntwo\n",
     ]
-    prepare(Recipe(str(root), document="source"), str(tmp_path / "whole"), 1, no_progress)
+    prepare(Recipe(str(root), document="source"), str(tmp_path / "whole"))
     joined = [decode(ids) for ids in read_shards(str(tmp_path / "whole"))]
     assert joined == [
         "# loose.txt\nl\n# a/A.md\nA\n# a/sub/z.c\nz\n# b/x.py\nx\n# b/y.bat\none\r\ntwo\n"
     ]
     with pytest.raises(ValueError, match="--split would be ignored"):
-        prepare(
-            Recipe(str(root), document="folder", split="test"), str(tmp_path / "x"), 1, no_progress
-        )
+        prepare(Recipe(str(root), document="folder", split="test"), str(tmp_path / "x"))
 
 
 def stand_in(rows: list[dict], seen: list[str]) -> SimpleNamespace:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.data.chat_helpers import ANSWER, CHAT, CHATML, write_tokenizer
-from tests.data.helpers import no_progress, write_rows
+from tests.data.helpers import write_rows
 from titan_sparse.commands.show_data import main
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
@@ -46,7 +46,7 @@ def test_marks_colors_and_lengths(words, capsys):
 def test_prepared_chats_and_text_are_shown_too(words, tmp_path, capsys):
     tokenizer = str(tmp_path / "tokenizer")
     recipe = Recipe(str(tmp_path / "chats.jsonl"), tokenizer=tokenizer, format="messages")
-    prepare(recipe, str(tmp_path / "out"), 1, no_progress)
+    prepare(recipe, str(tmp_path / "out"))
     write_rows(tmp_path / "text.jsonl", [{"text": "hello"}])
     source = f"{tmp_path}/out:0.5, {tmp_path}/text.jsonl:0.5"
     options = ["--data.source", source, "--data.tokenizer", tokenizer]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.data.chat_helpers import CALL, CHAT, CHATML, trl_template, write_tokenizer
-from tests.data.helpers import check_resume, global_stream, no_progress, write_rows
+from tests.data.helpers import check_resume, global_stream, write_rows
 from titan_sparse.commands.prepare_data import main
 from titan_sparse.config import Config, Data, check
 from titan_sparse.data import stream
@@ -77,9 +77,9 @@ def test_an_epoch_holds_each_chat_once_and_whole(
             for length in batch.lengths[0]:
                 tokens = batch.tokens[0, place : place + length].tolist()
                 labels = batch.labels[0, place : place + length].tolist()
-                matches = [i for i in fits if documents.tokens(i).tolist() == tokens]
+                matches = [i for i in fits if documents[i].tokens.tolist() == tokens]
                 seen += matches
-                learned = documents.learned(matches[0])
+                learned = documents[matches[0]].learned
                 next_tokens = np.append(np.where(learned, tokens, -100)[1:], -100)
                 assert labels == next_tokens.tolist()
                 place += length
@@ -123,7 +123,7 @@ def prepare_chats(data: Data, out: Path, **options) -> str:
     recipe = Recipe(
         data.source, tokenizer=data.tokenizer, format="messages", shard_rows=4, **options
     )
-    prepare(recipe, str(out), 1, no_progress)
+    prepare(recipe, str(out))
     return str(out)
 
 
@@ -135,9 +135,9 @@ def test_shards_have_the_masks_of_the_rows(tmp_path, tokenizer_folder, caplog):
     shards = open_documents(Data(source=folder, tokenizer=folder), tokenizer)
     assert len(rows) == len(shards) == len(ANSWERS)
     for number in range(len(rows)):
-        assert shards.tokens(number).tolist() == rows.tokens(number).tolist()
-        assert shards.learned(number).tolist() == rows.learned(number).tolist()
-    assert shards.total_learned == sum(int(rows.learned(i).sum()) for i in range(len(rows))) > 0
+        assert shards[number].tokens.tolist() == rows[number].tokens.tolist()
+        assert shards[number].learned.tolist() == rows[number].learned.tolist()
+    assert shards.total_learned == sum(int(rows[i].learned.sum()) for i in range(len(rows))) > 0
 
     with caplog.at_level(logging.INFO, logger="titan_sparse"):
         from_shards = loaders(Data(source=folder, tokenizer=folder), 2)
@@ -196,7 +196,7 @@ def test_chats_that_the_template_refuses_are_skipped_and_counted(tmp_path, capsy
     documents = open_documents(data, load_tokenizer(folder))
     kept = [index for index in range(5) if documents.length(index) > 1]
     assert kept == [0, 3] and len(prepared) == 2
-    assert prepared.tokens(1).tolist() == documents.tokens(3).tolist()
+    assert prepared[1].tokens.tolist() == documents[3].tokens.tolist()
     assert caplog.text.count("chats are skipped: ") == 2
 
 

@@ -90,7 +90,7 @@ def test_prepared_tokens_give_the_windows_and_haystack_of_their_texts(tmp_path):
     write_texts(tmp_path / "texts")
     (tmp_path / "texts/00.txt").write_text("")  # left out of both
     recipe = Recipe(str(tmp_path / "texts"), shard_rows=5)
-    prepare(recipe, str(tmp_path / "out"), 1, lambda done, shards: None)
+    prepare(recipe, str(tmp_path / "out"))
     tokenizer = ByteTokenizer()
     windows_of = []
     haystacks = []
@@ -243,7 +243,7 @@ def _position_loss(scorer: Scorer, documents: Documents) -> None:
 
 def _uneven(scorer: Scorer, documents: Documents) -> None:
     """Fewer windows than ranks, and a position range without tokens."""
-    text = documents.tokens(0)[:30].astype(np.int64)
+    text = documents[0].tokens[:30].astype(np.int64)
     got = position_loss(scorer, windows([Encoded(text)], LENGTH, LENGTH), LENGTH, BUCKETS)
     first, second, *_ = got["buckets"]
     assert got["tokens"] == 29 and first["loss"] == pytest.approx(got["loss"])

@@ -445,7 +445,7 @@ def test_an_export_has_the_tokenizer_and_template_of_its_run(tmp_path):
         format="messages",
         chat_template=str(tmp_path / "other_end.jinja"),
     )
-    prepare(recipe, str(tmp_path / "prepared"), 1, lambda *_: None)
+    prepare(recipe, str(tmp_path / "prepared"))
     run = tiny_config(
         tmp_path,
         "run",

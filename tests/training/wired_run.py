@@ -57,7 +57,7 @@ def write_shard(folder: Path, seed: int = 0) -> Path:
     source = folder / "texts.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     shards = folder / "shards"
-    prepare(Recipe(str(source), shard_rows=100), str(shards), 1, lambda done, shards: None)
+    prepare(Recipe(str(source), shard_rows=100), str(shards))
     return shards
 
 

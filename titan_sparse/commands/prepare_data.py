@@ -19,8 +19,6 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin
 
-from tqdm import tqdm
-
 from titan_sparse.commands import parser_of
 from titan_sparse.config import Data, field_docs
 from titan_sparse.data.preparing import prepare
@@ -33,16 +31,8 @@ def main(words: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("titan_sparse").setLevel(logging.INFO)
     recipe = Recipe(args.source, **{name: getattr(args, name) for name in OPTIONS})
-    bar = tqdm(unit="shard", disable=None)
-
-    def progress(done: int, shards: int) -> None:
-        bar.total = shards
-        if done > bar.n or done == 0:
-            bar.update(done - bar.n)
-        bar.refresh()
-
     try:
-        meta = prepare(recipe, args.out, args.processes, progress)
+        meta = prepare(recipe, args.out, args.processes)
     except BrokenProcessPool:
         print(
             "error: a process died, perhaps because memory ran out; "
@@ -56,8 +46,6 @@ def main(words: list[str]) -> int:
     except KeyboardInterrupt:
         print("stopped; the same command continues", file=sys.stderr)
         return 130
-    finally:
-        bar.close()
     print(show_histogram(meta))
     for reason, count in meta.get("skipped", {}).items():
         print(f"skipped {count:,} chats: {reason}")

@@ -60,8 +60,7 @@ def _load(words: list[str]) -> Config:
 def show_samples(documents: Documents, tokenizer: Tokenizer, count: int, plain: bool) -> None:
     """Print the first `count` samples."""
     for index in range(min(count, len(documents))):
-        tokens = documents.tokens(index)
-        learned = documents.learned(index)
+        tokens, learned = documents[index]
         if learned is None:
             learned = np.ones(len(tokens), dtype=bool)
         print(f"\nsample {index + 1}: {len(tokens):,} tokens, {int(learned.sum()):,} learned")

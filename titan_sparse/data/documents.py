@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from titan_sparse.config.sections import Data
 from titan_sparse.data.chats import ChatEncoder
@@ -20,7 +19,7 @@ MOST_KEPT = 1 << 24
 
 
 class TokenizedTexts:
-    """Documents of a source. They are tokenized when a length or tokens are asked for.
+    """Documents of a source. They are tokenized when they, or their lengths, are asked for.
 
     With an `encoder`, the texts of the source are samples of chats. Lengths are kept in memory, and
     so are MOST_KEPT tokens. Lengths and tokens include the end-of-document token.
@@ -50,16 +49,20 @@ class TokenizedTexts:
 
     def length(self, index: int) -> int:
         if self._lengths[index] == 0:
-            self._lengths[index] = len(self.tokens(index))
+            self._lengths[index] = len(self[index].tokens)
         return int(self._lengths[index])
 
-    def tokens(self, index: int) -> NDArray[np.integer]:
-        """Tokens of a document, int32 [length]."""
-        return self._read(index).tokens
-
-    def learned(self, index: int) -> NDArray[np.bool_] | None:
-        """Which tokens of a document are predicted in training, [length]; None: all."""
-        return self._read(index).learned
+    def __getitem__(self, index: int) -> Encoded:
+        if index not in self._encoded:
+            known = set(self.encoder.skipped) if self.encoder else set()
+            (document,) = self.documents(index)
+            for reason in self.encoder.skipped.keys() - known if self.encoder else ():
+                logger.warning('data.bad_rows = "skip": chats are skipped: %s', reason)
+            self._encoded[index] = document
+            self._kept += len(document.tokens)
+            while self._kept > MOST_KEPT and len(self._encoded) > 1:
+                self._kept -= len(self._encoded.pop(next(iter(self._encoded))).tokens)
+        return self._encoded[index]
 
     def raw(self, index: int) -> bytes:
         """A document as it is on disk, before it is tokenized."""
@@ -72,18 +75,6 @@ class TokenizedTexts:
             yield self.encoder.encode(text)
         else:
             yield closed(self.tokenizer.encode(text), self.tokenizer.end_of_document)
-
-    def _read(self, index: int) -> Encoded:
-        if index not in self._encoded:
-            known = set(self.encoder.skipped) if self.encoder else set()
-            (document,) = self.documents(index)
-            for reason in self.encoder.skipped.keys() - known if self.encoder else ():
-                logger.warning('data.bad_rows = "skip": chats are skipped: %s', reason)
-            self._encoded[index] = document
-            self._kept += len(document.tokens)
-            while self._kept > MOST_KEPT and len(self._encoded) > 1:
-                self._kept -= len(self._encoded.pop(next(iter(self._encoded))).tokens)
-        return self._encoded[index]
 
 
 Documents = TokenizedTexts | TokenShards

@@ -11,18 +11,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from titan_sparse.data.tokenizer import Encoded
+
 IGNORED_LABEL = -100
 
 
 class Piece(NamedTuple):
     """Tokens [start, stop) of a document."""
 
-    document: NDArray[np.integer]
-    """the whole document, int [length], its end-of-document token included"""
+    document: Encoded
     start: int
     stop: int
-    learned: NDArray[np.bool_] | None = None
-    """[length] of the document: which of its tokens are labels; None means all"""
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,15 @@ def pack(pieces: Sequence[Piece], seq_len: int, padding_id: int) -> Packed:
     begin = 0
     for piece, length in zip(pieces, packed.lengths, strict=True):
         end = begin + length
-        packed.tokens[begin:end] = piece.document[piece.start : piece.stop]
+        tokens, learned = piece.document
+        packed.tokens[begin:end] = tokens[piece.start : piece.stop]
         # The last piece of a document has one label fewer than tokens, because its last token keeps
         # the ignored label.
-        next_tokens = piece.document[piece.start + 1 : piece.stop + 1]
+        next_tokens = tokens[piece.start + 1 : piece.stop + 1]
         labels = packed.labels[begin : begin + len(next_tokens)]
         labels[:] = next_tokens
-        if piece.learned is not None:
-            labels[~piece.learned[piece.start + 1 : piece.stop + 1]] = IGNORED_LABEL
+        if learned is not None:
+            labels[~learned[piece.start + 1 : piece.stop + 1]] = IGNORED_LABEL
         # From 0 in each piece: attention cannot see earlier pieces, which are in another sequence.
         packed.positions[begin:end] = np.arange(length)
         begin = end

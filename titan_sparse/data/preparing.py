@@ -6,7 +6,7 @@ import json
 import logging
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from titan_sparse.config.sections import Data
 from titan_sparse.data.chat_template import exported_files
@@ -104,14 +105,11 @@ def histogram(lengths: NDArray[np.int64]) -> dict[str, list[int]]:
     return found
 
 
-def prepare(
-    recipe: Recipe, out: str, processes: int, progress: Callable[[int, int], None]
-) -> dict[str, Any]:
+def prepare(recipe: Recipe, out: str, processes: int = 1) -> dict[str, Any]:
     """Write the folder `out`, or what is missing of it. Returns the content of meta.json.
 
-    `progress(done, shards)` is called at the beginning and after every shard. Raises ValueError for
-    a source or options that cannot be used, for an `out` that was begun with another source,
-    tokenizer or option, and if no document is left.
+    Raises ValueError for a source or options that cannot be used, for an `out` that was begun with
+    another source, tokenizer or option, and if no document is left.
     """
     folder = Path(out).expanduser()
     if folder.exists() and not folder.is_dir():
@@ -133,10 +131,9 @@ def prepare(
         if not shard_path(folder, number, "json").is_file():
             missing.append(number)
     done = writer.shards - len(missing)
-    progress(done, writer.shards)
-    for _ in _write_shards(writer, missing, processes):
-        done += 1
-        progress(done, writer.shards)
+    written = _write_shards(writer, missing, processes)
+    for _ in tqdm(written, initial=done, total=writer.shards, unit="shard", disable=None):
+        pass
     return _finish(writer, out, beside)
 
 

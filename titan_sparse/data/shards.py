@@ -155,8 +155,8 @@ class TokenShards:
         shard, row = self._find(index)
         return int(shard.offsets[row + 1] - shard.offsets[row])
 
-    def tokens(self, index: int) -> NDArray[np.integer]:
-        """Tokens of a document, its end-of-document token included; uint16 or uint32 [length].
+    def __getitem__(self, index: int) -> Encoded:
+        """A document, its tokens uint16 or uint32 [length].
 
         Raises DataError if the file has changed since it was opened, and ValueError if the
         document is not closed, as in a copy that was never finished.
@@ -169,12 +169,9 @@ class TokenShards:
                 self.source,
                 f"{path.name}, document {row + 1} does not end with the end-of-document token",
             )
-        return tokens
-
-    def learned(self, index: int) -> NDArray[np.bool_] | None:
         if not self.sample_format.is_chat:
-            return None
-        return self._part(*self._find(index), "mask", np.dtype(np.uint8)) != 0
+            return Encoded(tokens)
+        return Encoded(tokens, self._part(shard, row, "mask", np.dtype(np.uint8)) != 0)
 
     def check_unchanged(self) -> None:
         """Raises DataError if a file of tokens has changed since it was opened."""
@@ -184,8 +181,7 @@ class TokenShards:
 
     def raw(self, index: int) -> bytes:
         """The tokens of a document and, if it has one, its mask of learned tokens."""
-        learned = self.learned(index)
-        return self.tokens(index).tobytes() + (b"" if learned is None else learned.tobytes())
+        return b"".join(part.tobytes() for part in self[index] if part is not None)
 
     def _part(self, shard: _Shard, row: int, ending: str, dtype: np.dtype) -> NDArray[Any]:
         """One document's part of a shard's file."""

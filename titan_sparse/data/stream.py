@@ -119,11 +119,7 @@ class Stream(ABC):
 
         Raises ValueError if a token is beyond the vocabulary.
         """
-        pieces = []
-        for span in spans:
-            document = self.documents.tokens(span.index)
-            learned = self.documents.learned(span.index)
-            pieces.append(Piece(document, span.start, span.stop, learned))
+        pieces = [Piece(self.documents[index], start, stop) for index, start, stop in spans]
         packed = pack(pieces, length, self.tokenizer.padding)
         check_ids(np.stack([packed.tokens, packed.labels]), self.tokenizer)
         return packed
@@ -318,7 +314,7 @@ class WholeStream(Stream):
             indices = [self.order.at(self.cursor.epoch, place) for place in places]
             lengths = np.array([documents.length(index) for index in indices])
             kept = sum(sequences, [])
-            learned = np.concatenate([documents.learned(index) for index in kept]).mean()
+            learned = np.concatenate([documents[index].learned for index in kept]).mean()
         logger.info(
             "data: %d of %s%d samples are longer than a sequence and dropped; %.1f%% of the tokens "
             "are learned",

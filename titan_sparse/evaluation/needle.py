@@ -67,7 +67,7 @@ class Haystack:
                 raise ValueError("the text to hide needles in is empty; write another data.source")
             index = self._documents_read % len(self.documents)
             # Without the end-of-document token.
-            ids = self.documents.tokens(index)[:-1]
+            ids = self.documents[index].tokens[:-1]
             check_ids(ids, self.tokenizer)
             self._documents_read += 1
             if len(ids):

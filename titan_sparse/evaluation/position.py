@@ -28,9 +28,9 @@ def long_documents(documents: Documents, min_length: int) -> Iterator[Encoded]:
     """
     for index in range(len(documents)):
         if documents.length(index) > max(min_length, 1):
-            tokens = documents.tokens(index).astype(np.int64)
+            tokens, learned = documents[index]
             check_ids(tokens, documents.tokenizer)
-            yield Encoded(tokens, documents.learned(index))
+            yield Encoded(tokens.astype(np.int64), learned)
 
 
 def windows(documents: Iterable[Encoded], length: int, stride: int) -> Iterator[Sequence]:
