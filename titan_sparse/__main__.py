@@ -11,6 +11,7 @@ COMMANDS = {
     "export_hf": "writes a checkpoint as a Hugging Face folder",
     "plan": "predicts the time of attention for parallelism settings",
     "inspect": "draws which keys each head attends to",
+    "choose": "measures what each recall of vertical_slash costs with your model and text",
     "options": "prints all options, and which choices of attention do not run together",
 }
 _USAGE = "\n".join(
