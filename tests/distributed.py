@@ -52,7 +52,8 @@ def run_program(world_size: int, main: Callable[[list[str]], int], words: list[s
 def _start(entry: Callable, arguments: tuple, world_size: int) -> None:
     """entry(rank, *arguments) in processes forked from one that has imported what they need.
 
-    An import may ask CUDA for its devices, and a process that is forked after that cannot use a GPU.
+    torchtitan asks CUDA for its devices when it is imported, and a process that is forked after
+    that cannot use a GPU.
     """
     mp.get_context("forkserver").set_forkserver_preload(["datasets", "titan_sparse.trainer"])
     method = "spawn" if torch.cuda.is_available() else "forkserver"

@@ -33,10 +33,9 @@ from titan_sparse.training.distributed import barrier, set_timeout
 from titan_sparse.training.guard import all_finite, optimizer_states, refuse_bad_weights
 from titan_sparse.training.heartbeat import Watch
 from titan_sparse.training.launcher import Poisoned, StopSignals
-from titan_sparse.training.optimizer import clip_gradients
+from titan_sparse.training.optimizer import clip_gradients, resume_schedule
 from titan_sparse.training.run_folder import profiler
 from titan_sparse.training.setup import (
-    learning_rate,
     read_initial_hf,
     report_changes,
     source_of_weights,
@@ -114,6 +113,8 @@ class Trainer(Parts):
             saved = read_saved(step_path(config, step))
             if saved is not None:
                 refuse_changes(saved, config, self.origin)
+            # What the user writes counts, and not what the checkpoint was saved with.
+            resume_schedule(self.optimizers, self.schedule, config.optimizer, step)
             if saved is not None and dist.get_rank() == 0:
                 report_changes(saved, config, step)
         elif not self.adapters:
@@ -170,12 +171,11 @@ class Trainer(Parts):
 
         with torch.profiler.record_function("Optimizer.update"):
             grad_norm = self._clip()
-            lr = learning_rate(self.config, step - 1)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            learning_rate = self.schedule.schedulers[0].get_last_lr()[0]
             self.checkpointer.before_update()
-            self.guard.update(step, loss, grad_norm, self.optimizer)
-            self.optimizer.zero_grad()
+            self.guard.update(step, loss, grad_norm, self.optimizers)
+            self.schedule.step()
+            self.optimizers.zero_grad()
 
         self.progress.step = step
         self.progress.tokens_seen += tokens
@@ -186,7 +186,7 @@ class Trainer(Parts):
             values = {
                 "loss": loss.item(),
                 "grad_norm": grad_norm.item(),
-                "lr": lr,
+                "lr": learning_rate,
                 "skipped_updates": self.progress.skipped_updates,
             }
             lengths = batches[-1].lengths
@@ -220,7 +220,7 @@ class Trainer(Parts):
 
     def _leave_step_out(self, loader: dict[str, Any], progress: dict[str, Any]) -> None:
         """Go back to these states, which are from before the step."""
-        self.optimizer.zero_grad()
+        self.optimizers.zero_grad()
         self.loader.load_state_dict(loader)
         self.progress.load_state_dict(progress)
 
@@ -334,7 +334,7 @@ class Trainer(Parts):
         if self.bad_in_a_row >= section.max_skips_in_a_row:
             return f"{self.bad_in_a_row} updates in a row were skipped"
         if saves:
-            tensors = [*self.model.parameters(), *optimizer_states(self.optimizer)]
+            tensors = [*self.model.parameters(), *optimizer_states(self.optimizers)]
             if not all_finite(tensors, self.device):
                 return "weights or optimizer states are not finite"
         return ""
@@ -363,6 +363,7 @@ class Trainer(Parts):
             raise Poisoned(
                 f"step {step}: {problem}, and there is no good checkpoint before step {before}; {advice}"
             )
+        resume_schedule(self.optimizers, self.schedule, self.config.optimizer, good)
         self.gone_back_to = self.saved_step = good
         self.save_is_late = False
         self.bad_in_a_row = 0

@@ -52,7 +52,7 @@ def run_job(
     file_bytes: no process can write a file that is longer. Returns the job's status, which is 0 or
     that of the first rank that did not end with 0, and what it has printed.
     """
-    # Asking for GPUs must not start CUDA before the fork.
+    # torchtitan asks for GPUs when it is imported, which must not start CUDA before the fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["datasets", "titan_sparse.trainer"])

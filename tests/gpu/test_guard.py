@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_sparse.config import Guard as GuardSection
 from titan_sparse.training.guard import Guard, decides_on_device
@@ -28,16 +29,14 @@ def _alone():
     dist.destroy_process_group()
 
 
-def _build(
-    fused: bool,
-) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, torch.optim.Optimizer]:
-    """A sharded model and a plain copy, each with an optimizer."""
+def _build(fused: bool) -> tuple[nn.Module, OptimizersContainer, nn.Module, torch.optim.Optimizer]:
+    """A sharded model with our container, and a plain copy with torch's own optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 8)).to(DEVICE)
     plain = copy.deepcopy(model)
     fully_shard(model)
     options = {"lr": 0.05, "weight_decay": 0.1, "fused": fused, "foreach": not fused}
-    ours = torch.optim.AdamW(model.parameters(), **options)
+    ours = OptimizersContainer([model], lambda p, **o: torch.optim.AdamW(p, **o), options)
     theirs = torch.optim.AdamW(plain.parameters(), **options)
     return model, ours, plain, theirs
 

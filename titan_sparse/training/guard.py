@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_sparse.config import Guard as GuardSection
 from titan_sparse.config import Refusal
@@ -51,13 +51,16 @@ class Report(NamedTuple):
         return f"the gradient norm {self.norm:.3g} is above {self.limit:.3g}"
 
 
-def decides_on_device(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether the optimizer can obey a verdict that only the device knows.
+def decides_on_device(optimizers: OptimizersContainer, device: torch.device) -> bool:
+    """Whether the optimizers can obey a verdict that only the device knows.
 
     The fused kernels can. For others the host decides, which on a GPU has to wait for it.
     """
-    on_device = all(p.device.type == device.type for p in optimizer.param_groups[0]["params"])
-    return device.type == "cuda" and optimizer.defaults["fused"] and on_device
+    for optimizer in optimizers.optimizers:
+        on_device = all(p.device.type == device.type for p in optimizer.param_groups[0]["params"])
+        if not optimizer.defaults["fused"] or not on_device:
+            return False
+    return device.type == "cuda"
 
 
 class Guard:
@@ -88,22 +91,25 @@ class Guard:
         self.in_a_row.copy_(state["in_a_row"])
         self.pending.clear()
 
-    def update(self, step: int, loss: Tensor, grad_norm: Tensor, optimizer: Optimizer) -> None:
-        """optimizer.step(), unless this step is bad. Collective, on the device.
+    def update(
+        self, step: int, loss: Tensor, grad_norm: Tensor, optimizers: OptimizersContainer
+    ) -> None:
+        """optimizers.step(), unless this step is bad. Collective, on the device.
 
         loss: this rank's share. grad_norm: of all gradients before clipping. Both are scalars.
         """
         if not self.section.enable:
-            optimizer.step()
+            optimizers.step()
             return
         skip = self._judge(step, loss, grad_norm)
         if self.on_device:
-            # The way of torch.amp.GradScaler: the fused kernels return at once if it is 1.
-            optimizer.found_inf = skip
-            optimizer.grad_scale = None
-            optimizer.step()
+            for optimizer in optimizers.optimizers:
+                # The way of torch.amp.GradScaler: the fused kernels return at once if it is 1.
+                optimizer.found_inf = skip
+                optimizer.grad_scale = None
+            optimizers.step()
         elif not skip.item():
-            optimizer.step()
+            optimizers.step()
 
     def reports(self, all_of_them: bool) -> list[Report]:
         """The reports that the host has not read yet.
@@ -175,9 +181,10 @@ def all_finite(tensors: Iterable[Tensor], device: torch.device) -> bool:
     return not _not_finite(tensors, device).any()
 
 
-def optimizer_states(optimizer: Optimizer) -> list[Tensor]:
+def optimizer_states(optimizers: OptimizersContainer) -> list[Tensor]:
     return [
         value
+        for optimizer in optimizers.optimizers
         for state in optimizer.state.values()
         for value in state.values()
         if isinstance(value, Tensor) and value.ndim > 0

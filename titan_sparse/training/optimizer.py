@@ -1,16 +1,19 @@
-"""Optimizer without weight decay on norms and biases, learning-rate schedule, clipping."""
+"""Optimizer, learning-rate schedule, clipping: torchtitan's containers, with no weight decay on norms and
+biases."""
 
-import math
 import os
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import LRScheduler as TorchtitanLRScheduler
 
-from titan_sparse.config import LRScheduler
-from titan_sparse.config import Optimizer as OptimizerSection
+from titan_sparse.config import LRScheduler, Optimizer
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -29,57 +32,88 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     ]
 
 
-def build_optimizer(model: nn.Module, section: OptimizerSection, device_type: str) -> Optimizer:
+def build_optimizer(
+    model: nn.Module, optimizer: Optimizer, device_type: str
+) -> OptimizersContainer:
     """The [optimizer] section's optimizer over the (sharded) model's parameters.
 
     The parameters stay on the device that they are on. With optimizer.offload that is the CPU, and a
     process takes its share of the node's cores.
     """
-    implementation = section.implementation
+    implementation = optimizer.implementation
     if implementation == "auto":
         implementation = "foreach"
         # DTensor has no fused SGD.
-        if section.name != "SGD" and (device_type == "cuda" or section.offload):
+        if optimizer.name != "SGD" and (device_type == "cuda" or optimizer.offload):
             implementation = "fused"
-    if section.offload and device_type == "cuda" and torch.get_num_threads() == 1:
+    if optimizer.offload and device_type == "cuda" and torch.get_num_threads() == 1:
         # torchrun starts processes with one thread each by default.
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
     options: dict[str, Any] = {
-        "lr": section.lr,
+        "lr": optimizer.lr,
         "fused": implementation == "fused",
         "foreach": implementation == "foreach",
     }
-    if section.name != "SGD":
-        options |= {"betas": (section.beta1, section.beta2), "eps": section.eps}
-    groups = parameter_groups(model, section.weight_decay)
-    return getattr(torch.optim, section.name)(groups, **options)
+    if optimizer.name != "SGD":
+        options |= {"betas": (optimizer.beta1, optimizer.beta2), "eps": optimizer.eps}
+
+    def create(_, **options) -> torch.optim.Optimizer:
+        # In place of the plain list of parameters that torchtitan passes: which of them decay.
+        groups = parameter_groups(model, optimizer.weight_decay)
+        optimizer_class = getattr(torch.optim, optimizer.name)
+        return optimizer_class(groups, **options)
+
+    return OptimizersContainer([model], create, options)
 
 
-def learning_rate_factor(section: LRScheduler, steps: int, step: int) -> float:
-    """The learning rate of the update after `step` updates, as a share of the peak.
+def build_schedule(
+    optimizers: Iterable[torch.optim.Optimizer], lr_scheduler: LRScheduler, steps: int
+) -> LRSchedulersContainer:
+    """Linear warm-up, constant, then decay to min_lr_factor of the peak over `steps`, and constant
+    after that."""
+    total_steps = lr_scheduler.total_steps or steps
+    section = TorchtitanLRScheduler(
+        warmup_steps=lr_scheduler.warmup_steps,
+        total_steps=total_steps,
+        decay_ratio=None if lr_scheduler.decay_ratio < 0 else lr_scheduler.decay_ratio,
+        decay_type=lr_scheduler.decay_type,
+        min_lr_factor=lr_scheduler.min_lr_factor,
+    )
+    schedule = build_lr_schedulers(optimizers, section, steps)
+    for scheduler in schedule.schedulers:
+        factors = scheduler.lr_lambdas
+        scheduler.lr_lambdas = [partial(_until, total_steps, factor) for factor in factors]
+    return schedule
 
-    Linear warm-up, constant, then decay to min_lr_factor over a run of `steps`, and constant after
-    that.
+
+def _until(total_steps: int, factor: Callable[[int], float], step: int) -> float:
+    """The schedule's factor at `step`. torchtitan's cosine rises again after its last step."""
+    return factor(min(step, total_steps))
+
+
+def resume_schedule(
+    optimizers: OptimizersContainer,
+    schedule: LRSchedulersContainer,
+    section: Optimizer,
+    step: int,
+) -> None:
+    """Call it after a checkpoint of `step` was loaded. In place.
+
+    With the optimizer's state comes what its param groups were set to then. The settings of this
+    start count instead, and the schedule goes on at `step`, as if it had been stepped so often.
     """
-    total = section.total_steps or steps
-    step = min(step, total)
-    if step < section.warmup_steps:
-        return (step + 1) / section.warmup_steps
-    decay_steps = total - section.warmup_steps
-    if section.decay_ratio >= 0:
-        decay_steps = min(decay_steps, round(total * section.decay_ratio))
-    # The update after the last one would be the first at min_lr_factor.
-    before_decay = total + 1 - decay_steps
-    if step < before_decay:
-        return 1.0
-    progress = (step + 1 - before_decay) / decay_steps
-    left = {
-        "linear": 1 - progress,
-        "sqrt": 1 - math.sqrt(progress),
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }[section.decay_type]
-    return section.min_lr_factor + (1 - section.min_lr_factor) * left
+    for optimizer, scheduler in zip(optimizers, schedule.schedulers):
+        learning_rates = [section.lr * factor(step) for factor in scheduler.lr_lambdas]
+        for number, group in enumerate(optimizer.param_groups):
+            # The arguments that the optimizer was made with: loading leaves them as they are.
+            group.update(optimizer.defaults)
+            # As in parameter_groups().
+            group["weight_decay"] = section.weight_decay if number == 0 else 0.0
+            group["initial_lr"] = section.lr
+            group["lr"] = learning_rates[number]
+        scheduler.last_epoch = step
+        scheduler._last_lr = learning_rates
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:

@@ -28,7 +28,7 @@ from titan_sparse.training.distributed import on_first_rank
 
 STARTS = "starts"
 
-_PACKAGES = ("torch", "triton", "flash-attn-4", "torchao", "numpy", "tokenizers")
+_PACKAGES = ("torch", "triton", "flash-attn-4", "torchtitan", "torchao", "numpy", "tokenizers")
 
 
 def begin_start(config: Config, device: torch.device) -> Path:

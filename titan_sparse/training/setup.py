@@ -30,7 +30,7 @@ from titan_sparse.from_config import build_pattern
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.huggingface_files import weights_digest
 from titan_sparse.training.checkpoint import FOLDER, newest_checkpoint
-from titan_sparse.training.optimizer import learning_rate_factor
+from titan_sparse.training.optimizer import build_schedule
 from titan_sparse.training.run_folder import versions
 
 logger = logging.getLogger("titan_sparse")
@@ -244,6 +244,6 @@ def report_changes(saved: Saved, config: Config, step: int) -> None:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Of the update after `step` updates."""
-    factor = learning_rate_factor(config.lr_scheduler, config.training.steps, step)
-    return config.optimizer.lr * factor
+    placeholder = torch.optim.SGD([torch.zeros(1)], lr=config.optimizer.lr)
+    schedule = build_schedule([placeholder], config.lr_scheduler, config.training.steps)
+    return config.optimizer.lr * schedule.schedulers[0].lr_lambdas[0](step)

@@ -85,7 +85,7 @@ class Checkpointer(Saver):
         section: Checkpoint,
         output_dir: str,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizers: list[Optimizer],
         loader: PackedLoader,
         progress: Progress,
         states: dict[str, Stateful],
@@ -97,7 +97,7 @@ class Checkpointer(Saver):
         self.progress = progress
         self.parts: dict[str, Stateful] = {LOADER: loader, PROGRESS: progress, **states}
         self.model = model
-        self.optimizer = optimizer
+        self.optimizers = list(optimizers)
         # The model's own tensors: reading into them loads them.
         self.weights: dict[str, Tensor] = get_model_state_dict(
             model, options=StateDictOptions(ignore_frozen_params=True)
@@ -109,10 +109,11 @@ class Checkpointer(Saver):
     def state(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
         """What is saved: the tensors of model and optimizer, and the state of each other part."""
         tensors = dict(self.weights)
-        for parameter, state in self.optimizer.state.items():
-            name = self.parameter_names[parameter]
-            for key, value in state.items():
-                tensors[f"optimizer.state.{name}.{key}"] = value
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                name = self.parameter_names[parameter]
+                for key, value in state.items():
+                    tensors[f"optimizer.state.{name}.{key}"] = value
         return tensors, {name: part.state_dict() for name, part in self.parts.items()}
 
     def load(self) -> bool:
@@ -140,7 +141,7 @@ class Checkpointer(Saver):
         """Refuse a disk that is too small for the saves up to `steps`. Raises Refusal on all ranks."""
         if not self.section.enable:
             return
-        needed_bytes = expected_bytes(self.model, self.optimizer)
+        needed_bytes = expected_bytes(self.model, self.optimizers)
         saves_left = -(-max(steps - self.progress.step, 1) // self.section.interval)
 
         def check() -> None:
@@ -217,8 +218,9 @@ class Checkpointer(Saver):
     def _read(self, checkpoint: Path, with_loader: bool) -> None:
         if not has_checksums(checkpoint):
             logger.warning("%s has no checksums: damage in it may not be noticed", checkpoint)
-        # One that has made no step yet gets the tensors that are read into.
-        get_optimizer_state_dict(self.model, self.optimizer)
+        for optimizer in self.optimizers:
+            # One that has made no step yet gets the tensors that are read into.
+            get_optimizer_state_dict(self.model, optimizer)
         tensors, values = self.state()
         if not with_loader:
             del values[LOADER]

@@ -78,13 +78,13 @@ def check_async_mode(section: Checkpoint, device: torch.device) -> None:
         )
 
 
-def expected_bytes(model: nn.Module, optimizer: Optimizer) -> int:
+def expected_bytes(model: nn.Module, optimizers: list[Optimizer]) -> int:
     """Bytes of a save's tensors over all ranks, before the optimizer has made its own.
 
     Replicas are written once, frozen weights not at all. Adam has two tensors of each parameter's size.
     """
     total = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    moments = 0 if isinstance(optimizer, torch.optim.SGD) else 2
+    moments = 0 if all(isinstance(o, torch.optim.SGD) for o in optimizers) else 2
     return total * (1 + moments)
 
 
