@@ -25,7 +25,7 @@ from titan_sparse.attention import attend
 from titan_sparse.attention.masks import Causal, MaskRanges
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.config import ActivationCheckpoint, Compile
-from titan_sparse.estimate.step import Step
+from titan_sparse.estimate.step import StepShape
 from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.models.decoder import MLP, Decoder
 from titan_sparse.models.lora import add_adapters
@@ -125,7 +125,7 @@ def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def peaks_of_a_step(monkeypatch, step: Step) -> tuple[float, float, float]:
+def peaks_of_a_step(monkeypatch, step: StepShape) -> tuple[float, float, float]:
     """GiB at the peak of forward, backward and optimizer step of the second step of one sequence.
 
     Weights are in float32, with adapters in bfloat16; the optimizer is AdamW (foreach).

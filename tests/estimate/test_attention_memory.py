@@ -11,8 +11,8 @@ from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.context_parallel.schedule import SCHEDULES
 from titan_sparse.attention.masks.ranges import Causal, Full
 from titan_sparse.attention.patterns import Dense
-from titan_sparse.estimate.attention_memory import attention_workspace, cp_buffers
-from titan_sparse.estimate.step import Step
+from titan_sparse.estimate.memory import attention_workspace, cp_buffers
+from titan_sparse.estimate.step import StepShape
 from titan_sparse.models.flavours import FLAVOURS
 
 MODEL = dataclasses.replace(FLAVOURS["debug"], heads=4, kv_heads=2, head_dim=8)
@@ -42,7 +42,7 @@ def test_buffers_are_those_that_are_kept(schedule, inter, intra, circulates, kv_
         q = torch.randn(2, 4, 32, 8, requires_grad=True)
         k = torch.randn(2, kv_heads, 32, 8, requires_grad=True)
         attend(q, k, k, mask, Dense(), cp).sum().backward()
-    step = Step(
+    step = StepShape(
         model=dataclasses.replace(MODEL, kv_heads=kv_heads),
         sequences=2,
         seq_len=32 * ranks,
@@ -62,7 +62,7 @@ QUERY = TOKENS * 4 * 8
 """Elements of q."""
 KV = TOKENS * 2 * 8
 """Elements of k."""
-ALONE = Step(model=MODEL, sequences=1, seq_len=TOKENS, backend="triton")
+ALONE = StepShape(model=MODEL, sequences=1, seq_len=TOKENS, backend="triton")
 MHA = {"model": dataclasses.replace(MODEL, kv_heads=4)}
 
 

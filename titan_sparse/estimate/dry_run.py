@@ -3,6 +3,7 @@
 They need no GPU, no data, and no process group. memory.py and flops.py do the counting.
 """
 
+import bisect
 import copy
 import dataclasses
 import os
@@ -14,7 +15,6 @@ import torch
 from titan_sparse.attention import backends
 from titan_sparse.attention.backends import cudnn, flash
 from titan_sparse.attention.context_parallel.schedule import ALL_GATHER, Moves
-from titan_sparse.attention.patterns import Pattern
 from titan_sparse.config import Checkpoint, Config, padding_multiple
 from titan_sparse.estimate.flops import causal_pairs, flops_per_token, windows_of
 from titan_sparse.estimate.memory import (
@@ -25,7 +25,7 @@ from titan_sparse.estimate.memory import (
     peak_gib,
     peak_phase,
 )
-from titan_sparse.estimate.step import Step, step_of
+from titan_sparse.estimate.step import StepShape, step_of
 from titan_sparse.from_config import backend_case, build_pattern, has_slices, selecting_layers
 from titan_sparse.models.flavours import (
     DecoderConfig,
@@ -34,7 +34,7 @@ from titan_sparse.models.flavours import (
     number_of_parameters,
     resolve,
 )
-from titan_sparse.models.lora_config import adapter_elements, resolve_adapters
+from titan_sparse.models.lora_config import adapter_elements
 from titan_sparse.options import show
 
 OUTSIDE_GIB = 1.5
@@ -69,6 +69,7 @@ class World:
 
     @property
     def outside(self) -> float:
+        """GiB that PyTorch's allocator does not hand out."""
         return OUTSIDE_GIB + (COMMUNICATORS_GIB if self.ranks > 1 else 0)
 
     @property
@@ -101,33 +102,25 @@ def world(ranks: int, ranks_per_node: int, device_memory: float, host_memory: fl
     host: float | None = host_memory or None
     if torch.cuda.is_available():
         device = device or torch.cuda.get_device_properties(0).total_memory / GIB
-        host = host or host_of_this_machine()
+        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        # What a container may have of it.
+        limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
+        host = host or min(installed, int(limit) if limit != "max" else installed) / GIB
     return World(ranks, ranks_per_node, device, host)
-
-
-def host_of_this_machine() -> float:
-    """GiB: its memory, or what a container may have of it."""
-    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
-    return min(size, int(limit)) / GIB if limit.isdecimal() else size / GIB
 
 
 def dry_run(config: Config, where: World) -> tuple[str, bool]:
     """The report, and whether the step fits. A step fits if the device's memory is unknown."""
-    model = resolve(**vars(config.model))
-    pattern = build_pattern(config.attention)
-    backend = _backend(config, model)
-    step = step_of(config, model, pattern, backend, where.ranks, where.ranks_per_node)
+    step = _step(config, where)
     needed = peak_gib(step)
     on_host = host_gib(step, config.checkpoint)
     lines = [
         *_shape(config, step, where),
-        *_of_transformers(config, model),
         *_table(step),
         *_verdict(needed, where),
         *([] if where.fits(needed) else [_what_helps(step, where)]),
         *_host_verdict(on_host, where),
-        *_flops(config, model, pattern, where),
+        *_flops(config, step, where),
     ]
     return "\n".join(lines), where.fits(needed) and where.holds(on_host)
 
@@ -142,42 +135,40 @@ def find_max_length(config: Config, where: World) -> tuple[str, bool]:
             "--find-max-length needs the memory of a GPU, and this machine has no GPU; "
             "write --device-memory GIB"
         )
-    model = resolve(**vars(config.model))
-    pattern = build_pattern(config.attention)
+    longer = copy.deepcopy(config)
     multiple = padding_multiple(config)
-    backend = _backend(config, model)
 
     def measure(multiples: int) -> tuple[float, dict[str, float]]:
-        longer = copy.deepcopy(config)
         longer.training.seq_len = multiples * multiple
-        step = step_of(longer, model, pattern, backend, where.ranks, where.ranks_per_node)
+        step = _step(longer, where)
         return peak_gib(step), host_gib(step, config.checkpoint)
 
-    # Bisection: `low` fits (0 tokens do), and nothing above `high` does.
-    low = 0
-    high = _LONGEST // multiple
-    while low < high:
-        middle = (low + high + 1) // 2
-        needed, on_host = measure(middle)
-        if where.fits(needed) and where.holds(on_host):
-            low = middle
-        else:
-            high = middle - 1
+    def is_too_long(multiples: int) -> bool:
+        needed, on_host = measure(multiples)
+        return not (where.fits(needed) and where.holds(on_host))
 
-    needed, on_host = measure(max(low, 1))
+    fitting = bisect.bisect_left(range(1, _LONGEST // multiple + 1), True, key=is_too_long)
+    needed, on_host = measure(max(fitting, 1))
     relation = "within" if where.fits(needed) else "more than"
     needs = (
         f"{needed:.1f} GiB a rank, {relation} the {where.usable:.1f} GiB that PyTorch may have "
         f"of {where.device_memory:.1f}"
     )
     needs = "; ".join([needs, *_host_verdict(on_host, where)])
-    if low == 0:
+    if fitting == 0:
         return f"nothing fits: {multiple:,} tokens need {needs}", False
     line = (
-        f"training.seq_len = {low * multiple} is the longest multiple of {multiple} "
+        f"training.seq_len = {fitting * multiple} is the longest multiple of {multiple} "
         f"that fits on {where}: {needs}"
     )
     return line, True
+
+
+def _step(config: Config, where: World) -> StepShape:
+    model = resolve(**vars(config.model))
+    pattern = build_pattern(config.attention)
+    backend = _backend(config, model)
+    return step_of(config, model, pattern, backend, where.ranks, where.ranks_per_node)
 
 
 def _backend(config: Config, model: DecoderConfig) -> str:
@@ -205,25 +196,23 @@ def _backend(config: Config, model: DecoderConfig) -> str:
     return "cudnn" if cudnn_can and config.attention.pattern == "dense" else "triton"
 
 
-def _shape(config: Config, step: Step, where: World) -> list[str]:
+def _shape(config: Config, step: StepShape, where: World) -> list[str]:
+    model = step.model
     name = config.model.initial_hf or config.model.flavour
-    parameters = number_of_parameters(step.model) / 1e6
     trained = ""
     if step.adapters:
-        millions = adapter_elements(step.model, step.adapters) / 1e6
+        millions = adapter_elements(model, step.adapters) / 1e6
         trained = f" and {millions:,.1f} M of adapters of rank {step.adapters.rank}"
-    return [
-        f"{name}, {parameters:,.1f} M parameters{trained}, {where}, parameters over {step.shards}",
+    lines = [
+        f"{name}, {number_of_parameters(model) / 1e6:,.1f} M parameters{trained}, {where}, "
+        f"parameters over {step.shards}",
         f"{step.sequences} x {config.training.seq_len:,} tokens (padded to {step.seq_len:,}), "
         f"{step.tokens:,} a rank; checkpointing {step.mode}, "
         f"{'' if step.compiled else 'not '}compiled, "
         f"attention by {step.backend}, schedule {step.schedule.name}",
     ]
-
-
-def _of_transformers(config: Config, model: DecoderConfig) -> list[str]:
     if not isinstance(model, TransformersConfig):
-        return []
+        return lines
     _, reason = choose_implementation(config.model.initial_hf, config.model.implementation)
     line = f"a {model.model_type} through transformers' own code ({reason})"
     if model.experts:
@@ -235,11 +224,12 @@ def _of_transformers(config: Config, model: DecoderConfig) -> list[str]:
     if model.linear_layers:
         line += f", linear attention in {len(model.linear_layers)} of {model.layers} layers"
     return [
-        f"{line}; the memory of its layers is estimated as if they were our own, and was not measured"
+        *lines,
+        f"{line}; the memory of its layers is estimated as if they were our own, and was not measured",
     ]
 
 
-def _table(step: Step) -> list[str]:
+def _table(step: StepShape) -> list[str]:
     """GiB: a row for each part, a column for each phase."""
     phases = estimate(step)
     peak = peak_phase(phases)
@@ -296,10 +286,10 @@ _LEVERS = (
     ("training.mlp_chunk_tokens", "mlp_chunk_tokens", 4096),
     ("optimizer.offload", "offload_optimizer", True),
 )
-"""Keys that may lower the peak, the field of Step that each sets, and the value to write."""
+"""Keys that may lower the peak, the field of StepShape that each sets, and the value to write."""
 
 
-def _what_helps(step: Step, where: World) -> str:
+def _what_helps(step: StepShape, where: World) -> str:
     """Each lever alone, all together, and more ranks for a sequence."""
 
     def with_size(text: str, size: float) -> str:
@@ -317,7 +307,6 @@ def _what_helps(step: Step, where: World) -> str:
         if size < now - 0.05:
             alone.append((size, f"{key} = {show(value)}"))
     helps = [with_size(text, size) for size, text in sorted(alone)]
-    as_well = " as well" if helps else ""
     if len(helps) > 1:
         helps.append(with_size("all of these", peak_gib(improved)))
 
@@ -329,24 +318,26 @@ def _what_helps(step: Step, where: World) -> str:
         shards=2 * step.shards,
         schedule=ALL_GATHER if moves_nothing else step.schedule,
     )
-    more_ranks = f"parallelism.cp = {wider.cp} on {2 * where.ranks} ranks{as_well}"
+    more_ranks = (
+        f"parallelism.cp = {wider.cp} on {2 * where.ranks} ranks{' as well' if helps else ''}"
+    )
     helps.append(with_size(more_ranks, peak_gib(wider)))
     return "the peak would be with " + "; ".join(helps)
 
 
-def _flops(config: Config, model: DecoderConfig, pattern: Pattern, where: World) -> list[str]:
+def _flops(config: Config, step: StepShape, where: World) -> list[str]:
     """FLOPs of a step, dense, and with the pattern at its caps."""
     training = config.training
     attention = config.attention
+    model = step.model
     seq_len = training.seq_len
     sequences_of_rank = training.local_batch_size * training.gradient_accumulation_steps
     sequences = sequences_of_rank * where.ranks // config.parallelism.cp
     tokens = sequences * seq_len
-    adapters = resolve_adapters(model, **vars(config.lora))
 
     def step_flops(pairs: float) -> float:
         """pairs: visited in one sequence by a head of each layer, summed over layers."""
-        return tokens * flops_per_token(model, model.heads * pairs / seq_len, adapters)
+        return tokens * flops_per_token(model, model.heads * pairs / seq_len, step.adapters)
 
     # Of the layers that the pattern applies to, and of all others.
     selecting = selecting_layers(attention, model)
@@ -363,21 +354,21 @@ def _flops(config: Config, model: DecoderConfig, pattern: Pattern, where: World)
         f"a step: {sequences:,} sequences, {tokens:,} tokens, {dense / 1e15:,.2f} PFLOP dense, "
         f"of which attention {attention_percent:.0f} % (recomputation not counted)",
     ]
+    pattern = build_pattern(attention)
     if hasattr(pattern, "most_blocks"):
         block_size = attention.block_size
         verticals = pattern.vertical_capacity(seq_len, block_size, False)
         keys = verticals + block_size * pattern.most_blocks(seq_len, block_size, False)
         most_pairs = min(len(selecting) * seq_len * keys, dense_pairs)
-        most_flops = step_flops(most_pairs + other_pairs)
         density_percent = 100 * most_pairs / dense_pairs if dense_pairs else 100.0
         lines.append(
-            f"with {pattern.name} at most {most_flops / 1e15:,.2f} PFLOP, by the caps of its budgets "
-            f"(density {density_percent:.1f} %)"
+            f"with {pattern.name} at most {step_flops(most_pairs + other_pairs) / 1e15:,.2f} PFLOP, "
+            f"by the caps of its budgets (density {density_percent:.1f} %)"
         )
     return lines
 
 
-def host_gib(step: Step, checkpoint: Checkpoint) -> dict[str, float]:
+def host_gib(step: StepShape, checkpoint: Checkpoint) -> dict[str, float]:
     """GiB of CPU memory that a rank takes for what is not on its GPU, by part, without parts of 0.
 
     Python, libraries, the loader and the disk cache are not counted. Each data-parallel replica is

@@ -10,8 +10,10 @@ step on fake tensors in place of these formulas was no closer to the measured ru
 minute, and knows nothing of the compiler.
 """
 
-from titan_sparse.estimate.attention_memory import attention_workspace, cp_buffers
-from titan_sparse.estimate.step import Step
+import math
+
+from titan_sparse.attention.context_parallel.schedule import Moves, head_groups
+from titan_sparse.estimate.step import StepShape
 from titan_sparse.models.flavours import number_of_parameters
 from titan_sparse.models.lora_config import adapter_elements
 
@@ -20,22 +22,22 @@ GIB = 2**30
 OFFLOAD_BUFFERS = 3
 """Blocks whose kept tensors are on the GPU at one time while they are offloaded."""
 
+GATHERED_BYTES = 1 << 28
+"""Lists of gathered queries that are made at a time. Their fp32 sums take as much again."""
 
-def estimate(step: Step) -> dict[str, dict[str, float]]:
+
+def estimate(step: StepShape) -> dict[str, dict[str, float]]:
     """GiB by phase and part. The step's peak is that of the phase with the largest sum."""
     layers = step.model.layers
     # This rank's share of all gradients, in fp32. With optimizer.offload they leave for the CPU.
     gradients = 0 if step.offload_optimizer else master_bytes(step)
     held = gradients if step.accumulates else 0
-    trained = 0 if step.offload_optimizer else master_bytes(step)
     standing = {
-        "parameters": trained + frozen_bytes(step),
-        "optimizer states": trained * step.optimizer_states,
+        "parameters": gradients + frozen_bytes(step),
+        "optimizer states": gradients * step.optimizer_states,
         "context-parallel buffers": cp_buffers(step),
     }
     kept = _kept(step, layers)
-    # A foreach step makes temporaries as large as all parameters together.
-    has_scratch = step.optimizer_scratch and not step.offload_optimizer
     bytes_by_phase = {
         "forward of the last block": {
             "gradients": held,
@@ -55,7 +57,8 @@ def estimate(step: Step) -> dict[str, dict[str, float]]:
         "gradient of the embedding": _embedding(step, gradients),
         "optimizer step": {
             "gradients": gradients,
-            "optimizer's scratch": gradients if has_scratch else 0,
+            # A foreach step makes temporaries as large as all parameters together.
+            "optimizer's scratch": gradients if step.optimizer_scratch else 0,
         },
     }
     gib_by_phase = {}
@@ -68,13 +71,12 @@ def peak_phase(phases: dict[str, dict[str, float]]) -> str:
     return max(phases, key=lambda phase: sum(phases[phase].values()))
 
 
-def peak_gib(step: Step) -> float:
+def peak_gib(step: StepShape) -> float:
     """Most memory that PyTorch's allocator hands out (torch.cuda.max_memory_allocated), GiB."""
-    phases = estimate(step)
-    return sum(phases[peak_phase(phases)].values())
+    return max(sum(parts.values()) for parts in estimate(step).values())
 
 
-def master_bytes(step: Step) -> float:
+def master_bytes(step: StepShape) -> float:
     """This rank's share of all parameters that are trained, in fp32."""
     trained = number_of_parameters(step.model)
     if step.adapters:
@@ -82,64 +84,62 @@ def master_bytes(step: Step) -> float:
     return trained * step.wide / step.shards
 
 
-def frozen_bytes(step: Step) -> float:
+def frozen_bytes(step: StepShape) -> float:
     """This rank's share of the parameters that are not trained, in training.dtype."""
     if not step.adapters:
         return 0
     return number_of_parameters(step.model) * step.width / step.shards
 
 
-def _matrix(step: Step) -> int:
+def _matrix(step: StepShape) -> int:
+    """Elements of the embedding, and of the head."""
     return step.model.vocab_size * step.model.hidden_size
 
 
-def _matrices(step: Step) -> int:
+def _matrices(step: StepShape) -> int:
     """1 where the embedding is also the head, else 2."""
     return 1 if step.model.tied_embeddings else 2
 
 
-def _block(step: Step) -> float:
+def _block(step: StepShape) -> float:
     """Elements of one block's own weights."""
     in_blocks = number_of_parameters(step.model) - _matrices(step) * _matrix(step)
     return in_blocks / step.model.layers
 
 
-def _gathered(step: Step, blocks: int) -> float:
+def _adapters_of_block(step: StepShape) -> float:
+    return adapter_elements(step.model, step.adapters) / step.model.layers
+
+
+def _gathered(step: StepShape, blocks: int) -> float:
     """Weights that FSDP has gathered, in training.dtype.
 
     Embedding and head are gathered from the forward to the end of the backward. In addition a block
     and the next one, and the buffer that the next one arrives in.
     """
-    block = _block(step)
-    if step.adapters:
-        block += adapter_elements(step.model, step.adapters) / step.model.layers
     if not step.reshard_after_forward:
         # All blocks stay gathered after the forward.
         blocks = step.model.layers
     if blocks > 1 and step.shards > 1:
         blocks += 1
-    return step.width * (_matrices(step) * _matrix(step) + blocks * block)
+    of_blocks = blocks * (_block(step) + _adapters_of_block(step))
+    return step.width * (_matrices(step) * _matrix(step) + of_blocks)
 
 
 def _bytes(
-    step: Step, hidden: float = 0, query: float = 0, kv: float = 0, intermediate: float = 0
+    step: StepShape, hidden: float = 0, query: float = 0, kv: float = 0, intermediate: float = 0
 ) -> float:
     elements = hidden * step.tokens * step.model.hidden_size + query * step.query + kv * step.kv
     elements += intermediate * _mlp_tokens(step) * step.model.intermediate_size
     return step.width * elements
 
 
-def _mlp_tokens(step: Step) -> int:
+def _mlp_tokens(step: StepShape) -> int:
     """Tokens that an MLP computes at one time."""
     return min(step.mlp_chunk_tokens or step.tokens, step.tokens)
 
 
-def _has_adapter(step: Step, *names: str) -> bool:
-    """Whether one of these linear layers needs its input for a gradient: without adapters all do."""
-    return step.adapters is None or any(name in step.adapters.targets for name in names)
-
-
-def kept_by_block(step: Step) -> float:
+def kept_by_block(step: StepShape) -> float:
     """Bytes that one block keeps for its backward, wherever they are."""
     # A chunked MLP keeps nothing of its own, because its backward recomputes it.
     keeps_mlp = 0 if step.mlp_chunk_tokens else 1
@@ -152,19 +152,10 @@ def kept_by_block(step: Step) -> float:
         kept = _bytes(step, 1 if step.compiled else 2, query=1, kv=1, intermediate=keeps_mlp)
     else:
         # Both norms with their inputs. q, k, v, and out by token, which the norms of q and k keep
-        # once more. gate, up, their product, and without the compiler silu(gate). What only a frozen
-        # matrix reads is not kept.
+        # once more. gate, up, their product, and without the compiler silu(gate).
         norms = int(step.model.qk_norm)
-        read_by_qkv = _has_adapter(step, "q_proj", "k_proj", "v_proj", "qkv_proj")
-        read_by_mlp = _has_adapter(step, "gate_proj", "up_proj", "gate_up_proj")
-        tensors_of_mlp = (2 if step.compiled else 3) + _has_adapter(step, "down_proj")
-        kept = _bytes(
-            step,
-            hidden=2 + read_by_qkv + read_by_mlp,
-            query=1 + _has_adapter(step, "o_proj") + norms,
-            kv=2 + norms,
-            intermediate=tensors_of_mlp * keeps_mlp,
-        )
+        of_mlp = (3 if step.compiled else 4) * keeps_mlp
+        kept = _bytes(step, hidden=4, query=2 + norms, kv=2 + norms, intermediate=of_mlp)
     # Attention's out and lse, which attention_recompute gives up. Without checkpointing nothing is
     # recomputed.
     kept_share = 1 if step.mode == "none" else 1 - step.recomputed
@@ -172,27 +163,12 @@ def kept_by_block(step: Step) -> float:
     # K and V of the gathered verticals.
     vectors = 2 * step.sequences * step.model.heads * step.verticals
     selection = step.index_bytes + vectors * step.model.head_dim * step.width
-    return kept + _attention_layers(step) * (kept_share * attention + selection)
+    # Other layers have linear attention.
+    with_attention = 1 - len(getattr(step.model, "linear_layers", ())) / step.model.layers
+    return kept + with_attention * (kept_share * attention + selection)
 
 
-def _attention_layers(step: Step) -> float:
-    """The share of layers that have attention; the others have linear attention."""
-    return 1 - len(getattr(step.model, "linear_layers", ())) / step.model.layers
-
-
-def _linear_attention(step: Step) -> float:
-    """Bytes that the backward of a layer of linear attention needs at one time.
-
-    q, k, v and gate before and after the convolution, with their gradients; the state that each 64
-    tokens begin with, and its gradient. Over several ranks, a second state goes beside it.
-    """
-    if not getattr(step.model, "linear_layers", ()):
-        return 0
-    states = 2 * step.model.linear_state / 64 * (2 if step.cp > 1 else 1)
-    return step.width * step.tokens * (4 * step.model.linear_width + states)
-
-
-def _kept(step: Step, blocks: int) -> float:
+def _kept(step: StepShape, blocks: int) -> float:
     """What `blocks` blocks keep on the device for their backward, and the tables that all share."""
     if step.offload:
         blocks = min(blocks, OFFLOAD_BUFFERS)
@@ -202,15 +178,14 @@ def _kept(step: Step, blocks: int) -> float:
     return blocks * kept_by_block(step) + rope + mask
 
 
-def _block_forward(step: Step) -> float:
+def _block_forward(step: StepShape) -> float:
     """The worst point of a block's forward: its MLP, or the rotation of q."""
-    # The residual, the second norm and the result, and silu of gate, up and their product. Without
-    # recomputation the block keeps all but one of them, so they are counted there.
+    # The residual, the second norm and the result, and silu of gate, up and their product, an
+    # adapter's product together with what it is added to. Without recomputation the block keeps all
+    # but one of them, so they are counted there.
     mlp = _bytes(step, hidden=1)
     if step.mode != "none":
-        # An adapter's product exists together with what it is added to.
-        adapted = step.adapters is not None and _has_adapter(step, "up_proj", "gate_up_proj")
-        mlp = _bytes(step, hidden=3, intermediate=4 if adapted else 3)
+        mlp = _bytes(step, hidden=3, intermediate=4 if step.has_adapters_in_mlp else 3)
     # In fp32: q, its rotated half, and their results.
     rotary = 0 if step.compiled else _bytes(step, hidden=1, query=11)
     if step.mode == "none":
@@ -219,12 +194,11 @@ def _block_forward(step: Step) -> float:
     return max(mlp, rotary)
 
 
-def _loss(step: Step) -> float:
-    """What the loss needs.
+def _loss(step: StepShape) -> float:
+    """Hidden states before and after the last norm and their gradient, the head's gradient in fp32,
+    and one chunk of logits in fp32.
 
-    Hidden states before and after the last norm and their gradient, the head's gradient in fp32, and
-    one chunk of logits in fp32. The logits' gradient takes their place. It comes with a gradient of
-    hidden states in fp32.
+    The logits' gradient takes their place. It comes with a gradient of hidden states in fp32.
     """
     chunk_tokens = min(step.loss_chunk_tokens, step.tokens)
     chunk = chunk_tokens * (step.model.vocab_size + step.model.hidden_size)
@@ -232,18 +206,14 @@ def _loss(step: Step) -> float:
     return _bytes(step, hidden=3) + (head_gradient + chunk) * step.wide
 
 
-def _backward(step: Step, held: float, blocks_left: int) -> dict[str, float]:
+def _backward(step: StepShape, held: float, blocks_left: int) -> dict[str, float]:
     """The backward of a block while it and others, `blocks_left` blocks, still keep their tensors.
 
     held: bytes of gradients of earlier forwards.
     """
     blocks_done = step.model.layers - blocks_left
-    if step.adapters:
-        block = adapter_elements(step.model, step.adapters) / step.model.layers
-        head = 0
-    else:
-        block = _block(step)
-        head = _matrix(step)
+    block = _adapters_of_block(step) if step.adapters else _block(step)
+    head = 0 if step.adapters else _matrix(step)
     gradients = held
     if not step.accumulates and not step.offload_optimizer:
         gradients = block * blocks_done * step.wide / step.shards
@@ -260,7 +230,7 @@ def _backward(step: Step, held: float, blocks_left: int) -> dict[str, float]:
     }
 
 
-def _block_backward(step: Step) -> float:
+def _block_backward(step: StepShape) -> float:
     """The most that one block's backward needs in addition to what the block has kept.
 
     The worst point is in its MLP or in its attention. In the MLP it is silu's backward, when the
@@ -278,9 +248,7 @@ def _block_backward(step: Step) -> float:
         attention = _bytes(step, hidden=2, query=4, kv=3)
     elif step.compiled:
         of_adapters = 0
-        in_mlp = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
-        has_adapters = step.adapters is not None and _has_adapter(step, *in_mlp)
-        if has_adapters and not step.mlp_chunk_tokens and not selective:
+        if step.has_adapters_in_mlp and not step.mlp_chunk_tokens and not selective:
             # The adapters' outputs, those of the frozen layers, and the gradients of both. Measured
             # on an H200 with torch 2.11: 38.3 GiB in tests/estimate/test_memory.py.
             of_adapters = 5
@@ -299,13 +267,18 @@ def _block_backward(step: Step) -> float:
     elif step.float8:
         # The weights' gradients have bf16 operands, which are kept too (measured: docs/training.md).
         mlp += _mlp_tokens(step) * 8 * model.intermediate_size
+    linear = 0
+    if getattr(model, "linear_layers", ()):
+        # q, k, v and gate before and after the convolution, with their gradients; the state that
+        # each 64 tokens begin with, and its gradient. Over several ranks, a second state goes beside.
+        states = 2 * model.linear_state / 64 * (2 if step.cp > 1 else 1)
+        linear = step.width * step.tokens * (4 * model.linear_width + states)
     # A block whose attention is recomputed did not keep out, which now exists again.
     recomputed_out = step.recomputed * _bytes(step, query=1)
-    attention += attention_workspace(step)
-    return max(mlp, attention, _linear_attention(step)) + recomputed_out
+    return max(mlp, attention + attention_workspace(step), linear) + recomputed_out
 
 
-def _embedding(step: Step, gradients: float) -> dict[str, float]:
+def _embedding(step: StepShape, gradients: float) -> dict[str, float]:
     """The end of the backward.
 
     Embedding, last norm and head are reduced together, in fp32, and their gathered weights are
@@ -320,3 +293,96 @@ def _embedding(step: Step, gradients: float) -> dict[str, float]:
         # The gradient that the look-up reads.
         kept += _bytes(step, hidden=1)
     return {"gradients": gradients, "kept for backward": kept}
+
+
+def attention_workspace(step: StepShape) -> float:
+    """Bytes that attention's backward takes in addition to its inputs and results.
+
+    docs/benchmarks.md, "Attention on one GPU", has the measurements.
+    """
+    model = step.model
+    if step.backend == "eager":
+        # Three tables of scores, of a query block against all keys.
+        return 3 * step.wide * step.sequences * model.heads * step.block_size * step.seq_len
+    # Block lists: full and partial, by query and by key. Without verticals all heads share them.
+    heads_with_lists = model.heads if step.verticals else 1
+    lists = 16 * step.blocks * step.most_blocks * heads_with_lists
+    # Measured: 17 % of q, k, v and out, or the lists where they are larger.
+    size = max(0.17 * 2 * (step.query + step.kv) * step.width, lists)
+    is_grouped = model.heads > model.kv_heads
+    if step.backend == "flex":
+        # FlashAttention-4 sums dq in fp32, and with grouped queries also dk and dv.
+        size += step.wide * (step.query + is_grouped * 2 * step.kv)
+    if step.backend == "cudnn":
+        # cuDNN sums dq in fp32, and with grouped queries it has dk and dv of every query head.
+        share = 1 / model.kv_heads if step.schedule.moves is Moves.HEADS else 1
+        size += share * (step.wide * step.query + step.width * is_grouped * 2 * step.query)
+    if step.gathers_queries:
+        # dK and dV are summed in fp32 too.
+        size += 2 * GATHERED_BYTES + 2 * step.wide * step.kv
+    return size + _schedule_workspace(step)
+
+
+def _schedule_workspace(step: StepShape) -> float:
+    """What a schedule adds to the workspace of attention's backward, bytes."""
+    moves = step.schedule.moves
+    if moves is Moves.HEADS:
+        # dK and dV of the whole sequence, of two heads: one is computed while one is sent.
+        kv_heads = step.model.kv_heads
+        return 2 * step.wide * step.kv * step.cp * min(2, kv_heads) / kv_heads
+    if moves is Moves.NOTHING or step.cp == 1:
+        return 0
+    if moves is Moves.CHUNKS:
+        if step.circulates_queries:
+            # Sums of dK and dV. dq of a chunk, and as it is sent. q, d_out and out of a chunk.
+            return step.wide * (2 * step.kv + 2 * step.query) + step.width * 3 * step.query
+        # Sums of dq, dK and dV, and the chunks that are sent.
+        return step.wide * (step.query + 4 * step.kv)
+    # Sums of dq, dK and dV, and a stage's blocks as sent and as received, with their gradients.
+    # A stage's blocks are a multiple of this rank's own.
+    stage = received = (step.cp - 1) / step.overlap_stages[1]
+    if step.backend == "flex":
+        # flex is compiled for numbers of blocks that are powers of two.
+        received = (1 << (math.ceil(stage * step.blocks) - 1).bit_length()) / step.blocks
+    sums = step.wide * (step.inter + 1)
+    in_transit = (stage + received) * (step.width + step.wide)
+    return step.wide * step.query + 2 * step.kv * (sums + in_transit)
+
+
+def cp_buffers(step: StepShape) -> float:
+    """Bytes of the buffers of received chunks, which are kept from call to call.
+
+    docs/context_parallel.md, "Buffers", explains them.
+    """
+    moves = step.schedule.moves
+    if moves is Moves.NOTHING or step.cp == 1:
+        return 0
+    # K and V of this rank.
+    chunk = 2 * step.kv * step.width
+    gradient = 2 * step.kv * step.gradient_width
+    if moves is Moves.HEADS:
+        # Two heads of the whole sequence: one is computed on while the next one arrives.
+        return 2 * chunk * step.cp / step.model.kv_heads
+    if moves is Moves.BLOCKS:
+        # Own blocks and those handed on between nodes, and the blocks of a stage. Gradients likewise.
+        backward_stages = step.overlap_stages[1]
+        handed_on = step.inter if step.inter > 1 else 0
+        received = handed_on + (step.cp - 1) / min(step.overlap_stages)
+        gradients_of_stage = (step.cp - 1) / backward_stages
+        gradients_between_nodes = min(step.inter - 1, step.inter / backward_stages)
+        return chunk * received + gradient * (gradients_of_stage + gradients_between_nodes)
+    # Two buffers in turn for each kind of hop, but one where there is only one hop. In addition the
+    # chunk that a backward keeps for its end.
+    outer_ranks, inner_ranks = step.schedule.rings(step.inter, step.cp // step.inter)
+    inner = min(2, inner_ranks - 1)
+    outer = min(2, outer_ranks - 1)
+    hop = chunk + gradient
+    if step.circulates_queries:
+        # All queries take the place of one group of KV heads. The other groups keep theirs.
+        group = chunk / head_groups(step.model.kv_heads, outer_ranks)
+        others = chunk - group
+        # q and d_out, and two sums of each row.
+        rows = step.tokens * step.model.heads
+        chunk = 2 * step.query * step.width + 2 * rows * step.wide
+        hop = max(group, chunk) + others + step.query * step.gradient_width
+    return (inner + outer) * hop + (chunk if inner else 0)

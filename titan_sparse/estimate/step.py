@@ -24,50 +24,43 @@ from titan_sparse.models.lora_config import Adapters, resolve_adapters
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """What memory depends on. Sizes are those of one rank.
-
-    sequences: of one forward. seq_len: the padded global length.
-    width: bytes of an element in training.dtype.
-    shards: ranks that parameters are sharded over. cp: context-parallel ranks.
-    inter: nodes that the context-parallel ranks are on.
-    overlap_stages: of the schedule group_cast, forward and backward. The estimate assumes that each
-        rank needs every block.
-    gradient_width: bytes of an element of dK and dV as they are sent.
-    circulates_queries: whether queries travel around the ring in the backward instead of keys.
-    gathers_queries: whether queries are gathered by the chunks that they chose.
-    mode: of activation checkpointing.
-    index_bytes: what one layer's selection keeps. verticals: gathered verticals of a head in one
-        layer. most_blocks: the most KV blocks that a query block can meet.
-    optimizer_states: copies of the parameters that the optimizer keeps. optimizer_scratch: whether
-        its step needs one more copy for a moment.
-    accumulates: whether gradients are summed over several forwards.
-    attention_recompute: as configured. Negative: as much as memory requires, so the estimate assumes
-        all of it.
-    adapters: what is trained in place of the model's own weights.
-    """
+class StepShape:
+    """What memory depends on. Sizes are those of one rank; fields named as keys are those keys."""
 
     model: DecoderConfig
     sequences: int
+    """of one forward"""
     seq_len: int
+    """the padded global length"""
     width: int = 2
+    """bytes of an element in training.dtype"""
     shards: int = 1
+    """ranks that parameters are sharded over"""
     cp: int = 1
     schedule: Schedule = LOCAL
     inter: int = 1
+    """nodes that the context-parallel ranks are on"""
     overlap_stages: tuple[int, int] = (2, 2)
+    """forward and backward; each rank is assumed to need every block"""
     gradient_width: int = 4
+    """bytes of an element of dK and dV as they are sent"""
     circulates_queries: bool = False
     gathers_queries: bool = False
+    """whether queries are gathered by the chunks that they chose"""
     mode: str = "full"
     compiled: bool = False
     backend: str = "eager"
     block_size: int = 128
     index_bytes: int = 0
+    """what one layer's selection keeps"""
     verticals: int = 0
+    """gathered verticals of a head in one layer"""
     most_blocks: int = 0
+    """the most KV blocks that a query block can meet"""
     optimizer_states: int = 2
+    """copies of the parameters that the optimizer keeps"""
     optimizer_scratch: bool = False
+    """whether its step needs one more copy for a moment"""
     accumulates: bool = False
     reshard_after_forward: bool = True
     loss_chunk_tokens: int = 2048
@@ -85,6 +78,11 @@ class Step:
         return self.sequences * self.seq_len // self.cp
 
     @property
+    def blocks(self) -> int:
+        """Blocks of those tokens."""
+        return -(-self.tokens // self.block_size)
+
+    @property
     def query(self) -> int:
         """Elements of q on this rank."""
         return self.tokens * self.model.heads * self.model.head_dim
@@ -96,16 +94,18 @@ class Step:
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of weights, gradients, optimizer states, and sums.
-
-        They are in fp32, or in fp64 where training.dtype is fp64.
-        """
+        """Bytes of an element of weights, gradients, optimizer states, and sums: fp32, or fp64."""
         return max(self.width, 4)
 
     @property
     def recomputed(self) -> float:
-        """Share of attention's results that the backward computes again."""
+        """Share of attention's results that the backward computes again; all if the run decides."""
         return 1.0 if self.attention_recompute < 0 else self.attention_recompute
+
+    @property
+    def has_adapters_in_mlp(self) -> bool:
+        in_mlp = {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
+        return self.adapters is not None and not in_mlp.isdisjoint(self.adapters.targets)
 
 
 def step_of(
@@ -115,32 +115,52 @@ def step_of(
     backend: str,
     world_size: int,
     local_world_size: int,
-) -> Step:
+) -> StepShape:
     """The step that a checked configuration runs on `world_size` ranks.
 
     backend: of attention, with "auto" resolved. local_world_size: ranks of a node.
     """
     training = config.training
     attention = config.attention
+    checkpointing = config.activation_checkpoint
     cp = config.parallelism.cp
     width = getattr(torch, training.dtype).itemsize
+    gradient_width = 2 if attention.gradient_dtype == "bfloat16" else max(width, 4)
     intra = resolve_cp_intra(config.parallelism, local_world_size)
     inter = cp // intra
     schedule = SCHEDULES[schedule_named(attention, inter, intra)]
     multiple = padding_multiple(config)
     seq_len = -(-training.seq_len // multiple) * multiple
 
-    # torch's optimizers choose the foreach implementation where there is no fused one.
-    implementation = config.optimizer.implementation
-    foreach = implementation == "foreach" or (implementation == "auto" and training.device == "cpu")
-    gradient_width = 2 if attention.gradient_dtype == "bfloat16" else max(width, 4)
     gathers_queries = (
         isinstance(pattern, MoBA)
         and backend in ("triton", "flex")
         and cp == 1
         and attention.sliding_window == 0
     )
-    return Step(
+    # cudnn leaves all but squares and rectangles to triton.
+    is_plain = attention.mask != "documents" and attention.sliding_window == 0
+    in_runs = attention.layout in ("contiguous", "zigzag")
+    makes_rectangles = schedule.moves in (Moves.CHUNKS, Moves.HEADS) and in_runs
+    if backend == "cudnn" and not (is_plain and (cp == 1 or makes_rectangles)):
+        backend = "triton"
+
+    packed = attention.mask == "documents"
+    most_blocks = -(-seq_len // attention.block_size)
+    index_bytes = verticals = 0
+    if pattern.dynamic:
+        # Only shapes matter: a tensor on "meta" has no memory.
+        q = torch.empty(training.local_batch_size, model.heads, 1, model.head_dim, device="meta")
+        kept = pattern.empty_tensors(q, seq_len, attention.block_size, packed)
+        index_bytes = sum(tensor.nbytes for tensor in kept)
+        verticals = pattern.vertical_count(kept)
+        if hasattr(pattern, "most_blocks"):
+            most_blocks = pattern.most_blocks(seq_len, attention.block_size, packed)
+
+    # torch's optimizers choose the foreach implementation where there is no fused one.
+    implementation = config.optimizer.implementation
+    foreach = implementation == "foreach" or (implementation == "auto" and training.device == "cpu")
+    return StepShape(
         model=model,
         sequences=training.local_batch_size,
         seq_len=seq_len,
@@ -160,52 +180,23 @@ def step_of(
             gradient_width,
         ),
         gathers_queries=gathers_queries,
-        mode=config.activation_checkpoint.mode,
+        mode=checkpointing.mode,
         compiled=config.compile.enable,
-        backend=_computing_backend(config, backend, schedule),
+        backend=backend,
         block_size=attention.block_size,
+        index_bytes=index_bytes,
+        verticals=verticals,
+        most_blocks=most_blocks,
         optimizer_states=0 if config.optimizer.name == "SGD" else 2,
         optimizer_scratch=foreach,
         accumulates=training.gradient_accumulation_steps > 1,
         reshard_after_forward=config.parallelism.reshard_after_forward,
         loss_chunk_tokens=training.loss_chunk_tokens,
-        attention_recompute=config.activation_checkpoint.attention_recompute,
-        offload=config.activation_checkpoint.offload,
+        attention_recompute=checkpointing.attention_recompute,
+        offload=checkpointing.offload,
         mlp_chunk_tokens=training.mlp_chunk_tokens,
         offload_optimizer=config.optimizer.offload,
         float8=config.float8.enable,
         float8_recipe=config.float8.recipe,
         adapters=resolve_adapters(model, **vars(config.lora)),
-        **_selection(config, model, pattern, seq_len),
     )
-
-
-def _computing_backend(config: Config, backend: str, schedule: Schedule) -> str:
-    """The backend whose memory counts: cudnn leaves all but squares and rectangles to triton."""
-    attention = config.attention
-    is_plain = attention.mask != "documents" and attention.sliding_window == 0
-    in_runs = attention.layout in ("contiguous", "zigzag")
-    makes_rectangles = schedule.moves in (Moves.CHUNKS, Moves.HEADS) and in_runs
-    if backend == "cudnn" and not (is_plain and (config.parallelism.cp == 1 or makes_rectangles)):
-        return "triton"
-    return backend
-
-
-def _selection(
-    config: Config, model: DecoderConfig, pattern: Pattern, seq_len: int
-) -> dict[str, int]:
-    block_size = config.attention.block_size
-    packed = config.attention.mask == "documents"
-    blocks = -(-seq_len // block_size)
-    if not pattern.dynamic:
-        return {"most_blocks": blocks}
-    # Only shapes matter: a tensor on "meta" has no memory.
-    q = torch.empty(config.training.local_batch_size, model.heads, 1, model.head_dim, device="meta")
-    kept = pattern.empty_tensors(q, seq_len, block_size, packed)
-    if hasattr(pattern, "most_blocks"):
-        blocks = pattern.most_blocks(seq_len, block_size, packed)
-    return {
-        "index_bytes": sum(tensor.nbytes for tensor in kept),
-        "verticals": pattern.vertical_count(kept),
-        "most_blocks": blocks,
-    }

@@ -25,7 +25,7 @@ from titan_sparse.config.changes import (
 from titan_sparse.config.reading import KINDS, show
 from titan_sparse.data import PackedLoader, build_loader, load_tokenizer
 from titan_sparse.estimate.memory import peak_gib
-from titan_sparse.estimate.step import Step, step_of
+from titan_sparse.estimate.step import StepShape, step_of
 from titan_sparse.from_config import build_pattern
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.huggingface_files import weights_digest
@@ -163,7 +163,7 @@ def open_data(config: Config, model: DecoderConfig) -> PackedLoader:
     )
 
 
-def step_size(config: Config, model: DecoderConfig, backend: str, recomputed: float) -> Step:
+def step_size(config: Config, model: DecoderConfig, backend: str, recomputed: float) -> StepShape:
     step = step_of(
         config,
         model,
