@@ -3,7 +3,7 @@
 docs/training.md explains it.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ def answer_logits(
 def _logits(rows: Tensor, weight: Tensor) -> Tensor:
     """Of rows [N, D]: [N, V], fp32 (fp64 for fp64)."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
-    return _matmul(rows, weight.T, rows.new_empty(len(rows), len(weight), dtype=dtype))
+    return matmul(rows, weight.T, rows.new_empty(len(rows), len(weight), dtype=dtype))
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> None:
@@ -105,11 +105,8 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) ->
         raise ValueError(
             f"training.loss_chunk_tokens = {chunk_tokens} is not positive; write for example 4096."
         )
-    if hidden.dtype != weight.dtype or hidden.dtype not in (
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-    ):
+    dtypes = (torch.bfloat16, torch.float32, torch.float64)
+    if hidden.dtype != weight.dtype or hidden.dtype not in dtypes:
         raise ValueError(
             f"hidden is {hidden.dtype}, weight {weight.dtype}; both must be bfloat16, float32 or "
             "float64."
@@ -119,19 +116,13 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) ->
     torch._assert_async(in_range.all(), f"labels must be {IGNORE_INDEX} or in [0, {len(weight)})")
 
 
-class _Wanted(NamedTuple):
-    d_hidden: bool
-    d_weight: bool
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, z_loss: float
     ) -> Tensor:
-        wanted = _Wanted(ctx.needs_input_grad[0], ctx.needs_input_grad[1])
         losses, d_hidden, d_weight = _loss_by_chunks(
-            hidden, weight, labels, None, chunk_tokens, z_loss, wanted
+            hidden, weight, labels, None, chunk_tokens, z_loss, ctx.needs_input_grad[:2]
         )
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(d_hidden, d_weight)
@@ -156,8 +147,9 @@ class _TokenCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, labels)
         ctx.chunk_tokens = chunk_tokens
         ctx.z_loss = z_loss
-        nothing = _Wanted(d_hidden=False, d_weight=False)
-        losses, _, _ = _loss_by_chunks(hidden, weight, labels, None, chunk_tokens, z_loss, nothing)
+        losses, _, _ = _loss_by_chunks(
+            hidden, weight, labels, None, chunk_tokens, z_loss, (False, False)
+        )
         return losses.view(labels.shape)
 
     @staticmethod
@@ -165,9 +157,8 @@ class _TokenCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, d_losses: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels = ctx.saved_tensors
         scales = d_losses.contiguous().flatten()
-        wanted = _Wanted(ctx.needs_input_grad[0], ctx.needs_input_grad[1])
         _, d_hidden, d_weight = _loss_by_chunks(
-            hidden, weight, labels, scales, ctx.chunk_tokens, ctx.z_loss, wanted
+            hidden, weight, labels, scales, ctx.chunk_tokens, ctx.z_loss, ctx.needs_input_grad[:2]
         )
         if d_weight is not None:
             d_weight = d_weight.to(weight.dtype)
@@ -181,11 +172,12 @@ def _loss_by_chunks(
     scales: Tensor | None,
     chunk_tokens: int,
     z_loss: float,
-    wanted: _Wanted,
+    wanted: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Losses [B * S], and the gradients of their sum weighted by `scales` [B * S] (None: ones).
 
-    d_hidden has hidden's shape and dtype, d_weight the logits' dtype; None where not wanted.
+    wanted: whether of hidden, and of weight. d_hidden has hidden's shape and dtype, d_weight the
+    logits' dtype; None where not wanted.
     """
     logits_dtype = torch.promote_types(hidden.dtype, torch.float32)
     # [B * S, D] and [B * S]
@@ -196,9 +188,9 @@ def _loss_by_chunks(
     losses = torch.empty(len(rows), dtype=logits_dtype, device=hidden.device)
     d_rows = None
     d_weight = None
-    if wanted.d_hidden:
+    if wanted[0]:
         d_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    if wanted.d_weight:
+    if wanted[1]:
         d_weight = torch.zeros_like(weight, dtype=logits_dtype)
     gradient_dtype = hidden.dtype if any(wanted) else None
 
@@ -213,7 +205,7 @@ def _loss_by_chunks(
     for start in range(0, len(rows), chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
         # [chunk_tokens, D] @ [D, V] -> [chunk_tokens, V]
-        logits = _matmul(rows[chunk], weight.T, buffer[: len(rows[chunk]), :vocab_size])
+        logits = matmul(rows[chunk], weight.T, buffer[: len(rows[chunk]), :vocab_size])
         losses[chunk], d_logits = cross_entropy_of(
             logits,
             targets[chunk],
@@ -224,16 +216,16 @@ def _loss_by_chunks(
         if d_rows is not None:
             # Summed in the logits' dtype, rounded to hidden's once. The scratch has no name, so
             # that it is freed at once.
-            d_rows[chunk] = _matmul(
+            d_rows[chunk] = matmul(
                 d_logits, weight, torch.empty_like(rows[chunk], dtype=logits_dtype)
             )
         if d_weight is not None:
-            _matmul(d_logits.T, rows[chunk], d_weight, beta=1)
+            matmul(d_logits.T, rows[chunk], d_weight, beta=1)
     d_hidden = None if d_rows is None else d_rows.view(hidden.shape)
     return losses, d_hidden, d_weight
 
 
-def _matmul(a: Tensor, b: Tensor, out: Tensor, beta: int = 0) -> Tensor:
+def matmul(a: Tensor, b: Tensor, out: Tensor, beta: int = 0) -> Tensor:
     """out = beta * out + a @ b, summed and stored in out's dtype; a and b may be narrower."""
     if a.dtype == out.dtype:
         return out.addmm_(a, b, beta=beta)

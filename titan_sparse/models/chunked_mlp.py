@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from titan_sparse.loss import matmul
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.decoder import MLP
 
@@ -37,12 +38,20 @@ class ChunkedMLP(MLP):
         """x [B, S, hidden_size] -> [B, S, hidden_size]; weights, adapters and x of one dtype."""
         layers = (self.gate_proj, self.up_proj, self.down_proj)
         adapters: list[Tensor] = []
-        scales = [0.0, 0.0, 0.0]
-        # If only some layers have adapters, A and B of the others have rank 0.
-        if any(hasattr(layer, "lora_A") for layer in layers):
-            for number, layer in enumerate(layers):
-                a, b, scales[number] = _adapter(layer)
-                adapters += [a, b]
+        scales: list[float] = []
+        for layer in layers:
+            outputs, inputs = layer.weight.shape
+            # A layer without adapter has A and B of rank 0.
+            a, b, scale = layer.weight.new_empty(0, inputs), layer.weight.new_empty(outputs, 0), 0.0
+            if hasattr(layer, "lora_A"):
+                (name,) = layer.lora_A.keys()
+                a, b, scale = (
+                    layer.lora_A[name].weight,
+                    layer.lora_B[name].weight,
+                    layer.scaling[name],
+                )
+            adapters += [a, b]
+            scales.append(float(scale))
         return torch.ops.titan_sparse.chunked_mlp(
             x,
             [layer.weight for layer in layers],
@@ -54,23 +63,13 @@ class ChunkedMLP(MLP):
         )
 
 
-def _adapter(layer: nn.Module) -> tuple[Tensor, Tensor, float]:
-    """A and B of PEFT's linear layer, and the factor of B (A x). A layer without adapter has rank
-    0."""
-    if not hasattr(layer, "lora_A"):
-        outputs, inputs = layer.weight.shape
-        return layer.weight.new_empty(0, inputs), layer.weight.new_empty(outputs, 0), 0.0
-    (name,) = layer.lora_A.keys()
-    return layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name])
-
-
 class _Linear(NamedTuple):
     """rows -> rows W^T + scale (rows A^T) B^T. weight [out, in], a [rank, in], b [out, rank]."""
 
     weight: Tensor
-    a: Tensor | None = None
-    b: Tensor | None = None
-    scale: float = 0.0
+    a: Tensor
+    b: Tensor
+    scale: float
 
     def forward(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """[N, in] -> [N, out]."""
@@ -86,29 +85,23 @@ class _Linear(NamedTuple):
             d_rows.addmm_(d_out @ self.b, self.a, alpha=self.scale)
 
     def add_gradients(self, totals: list[Tensor], rows: Tensor, d_out: Tensor) -> None:
-        """totals, [d_weight] or [d_a, d_b], += the gradients."""
+        """totals, [d_weight] or [d_a, d_b], += the gradients, rounded only to fp32, so that the error
+        does not grow with the number of chunks."""
         if len(totals) == 1:
-            _add_product(totals[0], d_out.T, rows)
+            matmul(d_out.T, rows, totals[0], beta=1)
         elif self.scale:
             # [N, rank] each
             d_inner = (d_out @ self.b) * self.scale
             inner = F.linear(rows, self.a) * self.scale
-            _add_product(totals[0], d_inner.T, rows)
-            _add_product(totals[1], d_out.T, inner)
+            matmul(d_inner.T, rows, totals[0], beta=1)
+            matmul(d_out.T, inner, totals[1], beta=1)
 
 
 def _linears(weights: list[Tensor], adapters: list[Tensor], scales: list[float]) -> list[_Linear]:
-    if not adapters:
-        return [_Linear(weight) for weight in weights]
     return [
-        _Linear(weight, adapters[2 * number], adapters[2 * number + 1], scales[number])
-        for number, weight in enumerate(weights)
+        _Linear(*layer)
+        for layer in zip(weights, adapters[::2], adapters[1::2], scales, strict=True)
     ]
-
-
-def _chunks(rows: int, chunk_tokens: int) -> list[slice]:
-    """Slices of chunk_tokens rows. The last one may be shorter."""
-    return [slice(start, start + chunk_tokens) for start in range(0, rows, chunk_tokens)]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -139,17 +132,6 @@ def _compiled(function: Callable, backend: str) -> Callable:
     return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, rounded only to total's dtype, so that the error does not grow with the
-    number of chunks."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
-
-
 @torch.library.custom_op("titan_sparse::chunked_mlp", mutates_args=())
 def _forward(
     x: Tensor,
@@ -167,7 +149,8 @@ def _forward(
     out_rows = out.view(-1, x.shape[-1])
     # A custom op runs without gradients anyway, but compiled code checks the grad mode.
     with torch.no_grad():
-        for chunk in _chunks(len(rows), chunk_tokens):
+        for start in range(0, len(rows), chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
             # [chunk_tokens, intermediate_size]. Unnamed inputs are freed at once.
             hidden = _compiled(swiglu, compile_backend)(
                 gate.forward(rows[chunk]), up.forward(rows[chunk])
@@ -206,7 +189,8 @@ def _backward(
     of_layer = len(totals) // 3
     of_gate, of_up, of_down = (totals[i * of_layer : (i + 1) * of_layer] for i in range(3))
     with torch.no_grad():
-        for chunk in _chunks(len(rows), chunk_tokens):
+        for start in range(0, len(rows), chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
             # [chunk_tokens, intermediate_size] each
             d_hidden = d_out_rows.new_empty(len(rows[chunk]), down.weight.shape[1])
             down.add_input_gradient(d_hidden, d_out_rows[chunk], beta=0)
@@ -214,10 +198,9 @@ def _backward(
                 gate.forward(rows[chunk]), up.forward(rows[chunk]), d_hidden
             )
             del d_hidden
-            if totals:
-                down.add_gradients(of_down, hidden, d_out_rows[chunk])
-                gate.add_gradients(of_gate, rows[chunk], d_gate)
-                up.add_gradients(of_up, rows[chunk], d_up)
+            down.add_gradients(of_down, hidden, d_out_rows[chunk])
+            gate.add_gradients(of_gate, rows[chunk], d_gate)
+            up.add_gradients(of_up, rows[chunk], d_up)
             gate.add_input_gradient(d_rows[chunk], d_gate, beta=0)
             up.add_input_gradient(d_rows[chunk], d_up)
     return [dx, *(total.to(like.dtype) for total, like in zip(totals, trained))]
@@ -242,12 +225,9 @@ def _differentiate(ctx, d_out: Tensor):
     dx, *gradients = torch.ops.titan_sparse.chunked_mlp_backward(
         d_out, x, weights, adapters, *ctx.settings
     )
-    d_weights: list[Tensor | None] = [None] * 3
-    d_adapters: list[Tensor | None] = [None] * len(adapters)
-    if ctx.settings[1]:
-        d_weights = gradients
-    else:
-        d_adapters = gradients
+    trains_weights = ctx.settings[1]
+    d_weights = gradients if trains_weights else [None] * len(weights)
+    d_adapters = [None] * len(adapters) if trains_weights else gradients
     return dx, d_weights, d_adapters, None, None, None, None
 
 
