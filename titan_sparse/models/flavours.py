@@ -60,12 +60,15 @@ def resolve(
         raise ValueError(
             f'model.flavour = "{flavour}" is unknown; write "{nearest}" or one of {list(FLAVOURS)}.'
         )
-    for name, value in (("vocab_size", vocab_size), ("layers", layers)):
+    for name, value in (
+        ("vocab_size", vocab_size),
+        ("layers", layers),
+        ("rope_original_length", rope_original_length),
+    ):
         if value < 0:
             raise ValueError(f"model.{name} = {value} is negative; write 0 for the flavour's own.")
 
-    name, _ = choose_implementation(initial_hf, implementation)
-    if name == "transformers":
+    if choose_implementation(initial_hf, implementation)[0] == "transformers":
         # transformers reads only config.json.
         for key, value, unset in (
             ("flavour", flavour, "debug"),
@@ -80,7 +83,9 @@ def resolve(
                     "and change config.json of model.initial_hf instead"
                 )
         published = read_transformers_config(initial_hf, router_loss)
-        if layers and layers != published.layers and not random_weights:
+        if layers in (0, published.layers):
+            return published
+        if not random_weights:
             raise ValueError(
                 f"model.layers = {layers} does not agree with {initial_hf}/config.json, which has "
                 f"{published.layers}; leave it out, or write model.random_weights = true"
@@ -95,25 +100,14 @@ def resolve(
             "model.random_weights = true says something of model.initial_hf, which is not given; "
             "leave it out, as the first weights are random anyway"
         )
-    if initial_hf:
-        base = read_config(initial_hf)
-        _check_agreement(initial_hf, base, flavour, vocab_size, layers, rope_theta)
-    else:
-        base = FLAVOURS[flavour]
-
+    base = read_config(initial_hf) if initial_hf else FLAVOURS[flavour]
     rope = _override_rope(base.rope, rope_scaling, rope_factor, rope_original_length, rope_theta)
-    if initial_hf and base.rope.scaling != "none" and rope != base.rope:
-        raise ValueError(
-            "model.rope_scaling, rope_factor and rope_original_length do not agree with "
-            f"{initial_hf}/config.json, which already has {base.rope.scaling} with factor "
-            f"{base.rope.factor:g} over {base.rope.original_length} tokens; leave them out."
-        )
-    return replace(
-        base,
-        vocab_size=vocab_size or base.vocab_size,
-        layers=layers or base.layers,
-        rope=rope,
+    resolved = replace(
+        base, vocab_size=vocab_size or base.vocab_size, layers=layers or base.layers, rope=rope
     )
+    if initial_hf:
+        _refuse_contradictions(initial_hf, base, resolved, flavour)
+    return resolved
 
 
 def choose_implementation(initial_hf: str, implementation: str) -> tuple[str, str]:
@@ -135,29 +129,29 @@ def choose_implementation(initial_hf: str, implementation: str) -> tuple[str, st
     return "transformers", "our decoder does not have the family"
 
 
-def _check_agreement(
-    folder: str,
-    published: DecoderConfig,
-    flavour: str,
-    vocab_size: int,
-    layers: int,
-    rope_theta: float,
+def _refuse_contradictions(
+    folder: str, published: DecoderConfig, resolved: DecoderConfig, flavour: str
 ) -> None:
-    """Refuse a [model] section that contradicts config.json, read as `published`."""
+    """Refuse a [model] section, `resolved`, that contradicts config.json, read as `published`."""
+    if published.rope.scaling != "none" and resolved.rope != published.rope:
+        raise ValueError(
+            "model.rope_scaling, rope_factor, rope_original_length and rope_theta do not agree with "
+            f"{folder}/config.json, which already has {published.rope.scaling} with factor "
+            f"{published.rope.factor:g} over {published.rope.original_length} tokens; leave them out."
+        )
     said_and_published = {
-        "model.vocab_size": (vocab_size or published.vocab_size, published.vocab_size),
-        "model.layers": (layers or published.layers, published.layers),
-        "model.rope_theta": (rope_theta or published.rope.theta, published.rope.theta),
+        f"model.{key}": (getattr(resolved, key), getattr(published, key))
+        for key in ("vocab_size", "layers")
     }
+    said_and_published["model.rope_theta"] = (resolved.rope.theta, published.rope.theta)
     if flavour != "debug":
         for field in fields(DecoderConfig):
             # The same shape is published with different lengths and rope scalings.
-            if field.name in ("max_positions", "rope"):
-                continue
-            said_and_published[f'model.flavour = "{flavour}": {field.name}'] = (
-                getattr(FLAVOURS[flavour], field.name),
-                getattr(published, field.name),
-            )
+            if field.name not in ("max_positions", "rope"):
+                said_and_published[f'model.flavour = "{flavour}": {field.name}'] = (
+                    getattr(FLAVOURS[flavour], field.name),
+                    getattr(published, field.name),
+                )
     for key, (said, wanted) in said_and_published.items():
         if said != wanted:
             raise ValueError(
@@ -189,11 +183,6 @@ def _override_rope(
         )
     elif scaling == "none":
         rope = replace(rope, scaling="none", factor=1.0)
-    if original_length < 0:
-        raise ValueError(
-            f"model.rope_original_length = {original_length} is negative; write 0 for the "
-            "flavour's own."
-        )
     if original_length and rope.scaling == "none":
         raise ValueError(
             f"model.rope_original_length = {original_length} has no effect without rope scaling; "

@@ -104,21 +104,23 @@ def load_weights(model: nn.Module, folder: str, config: DecoderConfig) -> None:
         for parameter_name, parameter in model.named_parameters():
             if is_adapter(parameter_name):
                 continue
-            name = canonical_name(parameter_name)
             local = parameter
-            begin = (0,) * parameter.ndim
+            begin = 0
             if isinstance(parameter, DTensor):
                 local = parameter.to_local()
-                _, begin = compute_local_shape_and_global_offset(
+                # FSDP shards the first dim.
+                _, (begin, *_) = compute_local_shape_and_global_offset(
                     parameter.shape, parameter.device_mesh, parameter.placements
                 )
-            for stored in stored_tensors(name, parameter.shape, config):
+            end = begin + len(local)
+            for stored in stored_tensors(canonical_name(parameter_name), parameter.shape, config):
+                tensor = file_of_tensor[stored.name].get_slice(stored.name)
                 # With more ranks than rows, some ranks have nothing to read.
-                found = overlap(stored, begin, tuple(local.shape))
-                if found is not None:
-                    of_stored, of_local = found
-                    read = file_of_tensor[stored.name].get_slice(stored.name)[of_stored]
-                    local[of_local].copy_(read)
+                if not stored.index and begin < end:
+                    local.copy_(tensor[begin:end])
+                elif stored.index and begin <= stored.index[0] < end:
+                    expert, rows = stored.index
+                    local[expert - begin, rows].copy_(tensor[:])
 
 
 def export_weights(
@@ -214,7 +216,7 @@ def _write_tensors(
         tensors: dict[str, Tensor] = {}
         for name, tensor in state.items():
             for stored in stored_tensors(name, tensor.shape, config):
-                part = part_of(tensor, stored)
+                part = tensor[stored.index]
                 # Copy a part of a tensor, because two entries of a file may not share memory.
                 tensors[stored.name] = part if part.shape == tensor.shape else part.clone()
         # transformers requires the format.
@@ -227,13 +229,12 @@ def _write_tensors(
 
 
 class Stored(NamedTuple):
-    """A tensor of the folder, and which part of a parameter it is: `size` elements from `begin` on,
-    along each dim. It may lack the first dim if size is 1 there."""
+    """A tensor of the folder, and which part of a parameter it is."""
 
     name: str
-    begin: tuple[int, ...]
-    size: tuple[int, ...]
     shape: torch.Size
+    index: tuple[int, slice] | tuple[()] = ()
+    """expert and rows of the parameter; empty for all of it"""
 
 
 class _Names(NamedTuple):
@@ -261,7 +262,7 @@ def huggingface_name(name: str) -> str:
 
 def stored_tensors(name: str, shape: torch.Size, config: DecoderConfig) -> list[Stored]:
     """The tensors of a folder that make up the parameter `name` of the decoder."""
-    whole = Stored(huggingface_name(name), (0,) * len(shape), tuple(shape), shape)
+    whole = Stored(huggingface_name(name), shape)
     names = _SPLIT.get(config.model_type) if isinstance(config, TransformersConfig) else None
     if names is None or ".mlp." not in name:
         return [whole]
@@ -280,35 +281,6 @@ def stored_tensors(name: str, shape: torch.Size, config: DecoderConfig) -> list[
     for expert in range(shape[0]):
         for matrix, first, rows in matrices:
             tensor_name = f"{prefix}.experts.{expert}.{matrix}.weight"
-            begin, size = (expert, first, 0), (1, rows, columns)
-            stored.append(Stored(tensor_name, begin, size, torch.Size([rows, columns])))
+            index = (expert, slice(first, first + rows))
+            stored.append(Stored(tensor_name, torch.Size([rows, columns]), index))
     return stored
-
-
-def part_of(parameter: Tensor, stored: Stored) -> Tensor:
-    """The part of a whole parameter that `stored` holds, as a view of the stored shape."""
-    region = [slice(first, first + count) for first, count in zip(stored.begin, stored.size)]
-    return parameter[tuple(region)].view(stored.shape)
-
-
-def overlap(
-    stored: Stored, begin: tuple[int, ...], size: tuple[int, ...]
-) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """The overlap of `stored` with the part of a parameter from `begin` on, of `size`; None if
-    empty.
-
-    Returns the slices of the stored tensor, and those of that part.
-    """
-    of_stored = []
-    of_part = []
-    for first, count, part_first, part_count in zip(
-        stored.begin, stored.size, begin, size, strict=True
-    ):
-        start = max(first, part_first)
-        stop = min(first + count, part_first + part_count)
-        if start >= stop:
-            return None
-        of_stored.append(slice(start - first, stop - first))
-        of_part.append(slice(start - part_first, stop - part_first))
-    missing_dims = len(stored.size) - len(stored.shape)
-    return tuple(of_stored[missing_dims:]), tuple(of_part)

@@ -22,7 +22,6 @@ from titan_sparse.models.huggingface import (
     check_weights,
     huggingface_name,
     new_folder,
-    part_of,
     stored_tensors,
 )
 from titan_sparse.models.huggingface_files import open_tensors, write_files
@@ -161,7 +160,7 @@ def merged(read: Read, config: DecoderConfig, adapters: Adapters, source: str) -
                 file_of_tensor = open_tensors(source, stack)
                 for stored in stored_tensors(name, tensor.shape, config):
                     part = file_of_tensor[stored.name].get_tensor(stored.name)
-                    part_of(weight, stored).copy_(part)
+                    weight[stored.index].copy_(part)
             layer = name.removesuffix(".weight")
             names = [f"{layer}.lora_{side}.{NAME}.weight" for side in "AB"]
             if names[0] in shapes:
