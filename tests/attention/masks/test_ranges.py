@@ -118,8 +118,8 @@ def test_document_starts():
     "make, words",
     [
         (lambda: SlidingWindow(0), "window"),
-        (lambda: Documents([3, 0, 2]), "at least 1"),
-        (lambda: Documents([[3], [2, -1]]), "at least 1"),
+        (lambda: Documents([3, 0, 2]), "1 or more, not 0"),
+        (lambda: Documents([[3], [2, -1]]), "1 or more, not -1"),
         (lambda: Documents([3, 35]).rows(SEQ_LEN), "38 tokens"),
         (lambda: Causal(valid=(3, 38)).rows(SEQ_LEN), "valid"),
         (lambda: Causal(valid=(-1,)).rows(SEQ_LEN), "valid"),
@@ -128,8 +128,8 @@ def test_document_starts():
         (lambda: Dilated(0, 1), "both are whole numbers"),
         (lambda: Dilated(1.5, 1), "both are whole numbers"),
         (lambda: SlidingWindow(1.5), "window=1.5.* whole number"),
-        (lambda: Documents([3.7]), "whole number of tokens, not 3.7"),
-        (lambda: Documents([[3], [2, 1.0]]), "whole number of tokens, not 1.0"),
+        (lambda: Documents([3.7]), "whole number of tokens, .* not 3.7"),
+        (lambda: Documents([[3], [2, 1.0]]), "whole number of tokens, .* not 1.0"),
     ],
 )
 def test_refusals(make, words):

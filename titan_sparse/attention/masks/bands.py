@@ -38,7 +38,7 @@ class Runs(NamedTuple):
         return Runs._make(field[which] for field in self)
 
 
-class Tiles(NamedTuple):
+class SliceTiles(NamedTuple):
     """Every tile that is not empty.
 
     lines_are_keys: a line is a KV block, and its runs are of query blocks. Otherwise the other way
@@ -54,7 +54,7 @@ class Tiles(NamedTuple):
     cut: Runs
 
 
-class TileTable(NamedTuple):
+class TilesBetween(NamedTuple):
     """Tiles between some query blocks and some KV blocks.
 
     whole: bool [Bm, nq, nk].
@@ -70,12 +70,12 @@ class TileTable(NamedTuple):
     pairs: Tensor
 
 
-def tiles_of_slices(ranges: MaskRanges, size: int) -> Tiles:
+def tiles_of_slices(ranges: MaskRanges, size: int) -> SliceTiles:
     """The tiles of a mask with slices, remembered for the mask. size: tokens of a block."""
     return once_per_mask(ranges, ("tiles", size), lambda: _tiles(ranges.slices.long(), size))
 
 
-def _tiles(slices: Tensor, size: int) -> Tiles:
+def _tiles(slices: Tensor, size: int) -> SliceTiles:
     """slices: int64 [Bm, N, 6], tightened."""
     q_start, q_stop, k_start, k_stop, low, high = slices.unbind(-1)
     swapped = torch.stack([k_start, k_stop, q_start, q_stop, -high, -low], dim=-1)
@@ -155,7 +155,7 @@ def _tiles(slices: Tensor, size: int) -> Tiles:
     cut = runs.select(run)._replace(
         first=place[step] & _BLOCK_MASK, last=place[step + 1] & _BLOCK_MASK
     )
-    return Tiles(lines_are_keys, bands, whole_runs, cut)
+    return SliceTiles(lines_are_keys, bands, whole_runs, cut)
 
 
 def _lines(slices: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -168,7 +168,9 @@ def _lines(slices: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return first, (last - first) * any_row
 
 
-def tiles_between(ranges: MaskRanges, q_blocks: Tensor, k_blocks: Tensor, size: int) -> TileTable:
+def tiles_between(
+    ranges: MaskRanges, q_blocks: Tensor, k_blocks: Tensor, size: int
+) -> TilesBetween:
     """The tiles of global blocks int64 [nq] and [nk] of `size` tokens, each listed once."""
     tiles = tiles_of_slices(ranges, size)
     lines, others = q_blocks, k_blocks
@@ -197,8 +199,8 @@ def tiles_between(ranges: MaskRanges, q_blocks: Tensor, k_blocks: Tensor, size: 
     line = place_of_line[cuts.line]
     other = other[other >= 0]
     if tiles.lines_are_keys:
-        return TileTable(whole.mT, cuts.sequence, cuts.slice, other, line, cuts.pairs)
-    return TileTable(whole, cuts.sequence, cuts.slice, line, other, cuts.pairs)
+        return TilesBetween(whole.mT, cuts.sequence, cuts.slice, other, line, cuts.pairs)
+    return TilesBetween(whole, cuts.sequence, cuts.slice, line, other, cuts.pairs)
 
 
 def _tile(line: Tensor, other: Tensor, size: int) -> Tensor:

@@ -167,15 +167,18 @@ def ranges_of_slices(
     return MaskRanges(start, stop, None, causal=causal, slices=slices)
 
 
-def whole_number(value: object, refusal: str) -> int:
-    """`value` as an int, for Python's, NumPy's and torch's integers.
+def at_least_one(value: object, refusal: str) -> int:
+    """`value` as an int of 1 or more, for Python's, NumPy's and torch's integers.
 
     Raises ValueError(refusal) for everything else.
     """
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
-        raise ValueError(refusal) from None
+        number = 0
+    if number < 1:
+        raise ValueError(refusal)
+    return number
 
 
 def token_positions(blocks: Tensor, block_size: int) -> Tensor:

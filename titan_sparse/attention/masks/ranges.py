@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.masks.base import Intersection, Mask, MaskRanges, whole_number
+from titan_sparse.attention.masks.base import Intersection, Mask, MaskRanges, at_least_one
 
 __all__ = [
     "Causal",
@@ -33,12 +33,7 @@ class Full(Mask):
         # [1, S]
         start = torch.zeros(1, seq_len, dtype=torch.int32, device=device)
         stop = torch.full_like(start, seq_len)
-        return MaskRanges(
-            start,
-            stop,
-            document_start=None,
-            causal=False,
-        )
+        return MaskRanges(start, stop, document_start=None, causal=False)
 
 
 @dataclass(frozen=True)
@@ -80,16 +75,11 @@ class SlidingWindow(Mask):
     window: int
 
     def __post_init__(self) -> None:
-        window = whole_number(
+        at_least_one(
             self.window,
             f"SlidingWindow(window={self.window!r}): "
             "a window is a whole number of tokens, 1 or more",
         )
-        if window < 1:
-            raise ValueError(
-                f"SlidingWindow(window={self.window}): "
-                "a window holds at least the query itself, 1 or more"
-            )
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         # [1, S]
@@ -135,12 +125,10 @@ class Documents(Mask):
 
 
 def _document_length(length: object) -> int:
-    tokens = whole_number(
-        length, f"Documents(lengths): a length is a whole number of tokens, not {length!r}"
+    return at_least_one(
+        length,
+        f"Documents(lengths): a length is a whole number of tokens, 1 or more, not {length!r}",
     )
-    if tokens < 1:
-        raise ValueError("Documents(lengths): every document has at least 1 token")
-    return tokens
 
 
 def _document_starts(lengths: list[int], seq_len: int) -> Tensor:

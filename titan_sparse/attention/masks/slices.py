@@ -13,9 +13,9 @@ from torch import Tensor
 from titan_sparse.attention.masks.base import (
     Mask,
     MaskRanges,
+    at_least_one,
     never_sees_later,
     ranges_of_slices,
-    whole_number,
 )
 from titan_sparse.attention.masks.geometry import (
     check_disjoint,
@@ -57,40 +57,35 @@ class Slices(Mask):
                 f"Slices: {len(q_ranges)} q_ranges, {len(k_ranges)} k_ranges "
                 f"and {len(types)} types; write as many of each"
             )
-        for kind in set(types) - set(KINDS):
-            raise ValueError(f'Slices: type "{kind}" is unknown; write one of {", ".join(KINDS)}')
-        queries = _range_table(q_ranges)
-        keys = _range_table(k_ranges)
-        self._set([_with_diagonals(queries, keys, types)])
+        slices = []
+        for number, (queries, keys, kind) in enumerate(zip(q_ranges, k_ranges, types)):
+            for start, stop in (queries, keys):
+                if not 0 <= start <= stop:
+                    raise ValueError(
+                        f"Slices: range {(start, stop)} of slice {number} is none; "
+                        "write 0 <= start <= stop"
+                    )
+            slices.append((*queries, *keys, *_diagonals(*queries, *keys, kind)))
+        self._set([torch.tensor(slices, dtype=torch.int64).reshape(-1, 6)])
 
     @classmethod
     def of(cls, slices: Iterable[tuple[int, int, int, int, str]]) -> "Slices":
         """From one (q_start, q_stop, k_start, k_stop, type) for each slice."""
-        q_ranges = []
-        k_ranges = []
-        types = []
-        for q_start, q_stop, k_start, k_stop, kind in slices:
-            q_ranges.append((q_start, q_stop))
-            k_ranges.append((k_start, k_stop))
-            types.append(kind)
-        return cls(q_ranges, k_ranges, types)
+        written = list(slices)
+        return cls([x[:2] for x in written], [x[2:4] for x in written], [x[4] for x in written])
 
     @classmethod
     def of_diagonals(cls, numbers: Sequence[Sequence[int]] | Tensor) -> "Slices":
         """From q_start, q_stop, k_start, k_stop, low and high of each slice, [N, 6]."""
-        slices = torch.as_tensor(numbers, dtype=torch.int64)
         mask = cls.__new__(cls)
-        mask._set([slices.reshape(-1, 6)])
+        mask._set([torch.as_tensor(numbers, dtype=torch.int64).reshape(-1, 6)])
         return mask
 
     @classmethod
     def batch(cls, masks: Sequence["Slices"]) -> "Slices":
         """One mask of its own for each sequence of the batch."""
         batched = cls.__new__(cls)
-        sequences = []
-        for mask in masks:
-            sequences.extend(mask.sequences)
-        batched._set(sequences)
+        batched._set([slices for mask in masks for slices in mask.sequences])
         return batched
 
     def _set(self, sequences: list[Tensor]) -> None:
@@ -98,11 +93,8 @@ class Slices(Mask):
         for slices in sequences:
             check_disjoint(slices)
         self.sequences = [tightened(slices) for slices in sequences]
-        self.extent = 0
-        for slices in self.sequences:
-            if len(slices):
-                stops = slices[:, [1, 3]]
-                self.extent = max(self.extent, int(stops.max()))
+        stops = [int(slices[:, [1, 3]].max()) for slices in self.sequences if len(slices)]
+        self.extent = max(stops, default=0)
         # Worked out once, so that torch.compile sees constants in rows().
         self._causal = never_sees_later(self.sequences)
         self._table = padded_table(self.sequences)
@@ -133,57 +125,29 @@ class Dilated(Mask):
             f"Dilated(window={self.window!r}, rate={self.rate!r}): "
             "both are whole numbers, 1 or more"
         )
-        window = whole_number(self.window, refusal)
-        rate = whole_number(self.rate, refusal)
-        if window < 1 or rate < 1:
-            raise ValueError(refusal)
+        at_least_one(self.window, refusal)
+        at_least_one(self.rate, refusal)
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         # Tight already: the first `distance` queries have no key that far back.
-        diagonals = []
-        for distance in range(0, min(self.window, seq_len), self.rate):
-            numbers = (
-                distance,
-                seq_len,
-                0,
-                seq_len - distance,
-                -distance,
-                -distance,
-            )
-            diagonals.append(numbers)
+        diagonals = [
+            (distance, seq_len, 0, seq_len - distance, -distance, -distance)
+            for distance in range(0, min(self.window, seq_len), self.rate)
+        ]
         # [N, 6], also where N is 0
-        slices = torch.tensor(diagonals, dtype=torch.int64)
-        table = padded_table([slices.reshape(-1, 6)])
-        return ranges_of_slices(table, seq_len, device, causal=True)
+        slices = torch.tensor(diagonals, dtype=torch.int64).reshape(-1, 6)
+        return ranges_of_slices(padded_table([slices]), seq_len, device, causal=True)
 
 
-def _range_table(ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """int64 [N, 2]. ValueError for a pair that is not a range."""
-    table = torch.as_tensor(ranges, dtype=torch.int64).reshape(-1, 2)
-    wrong = (table[:, 0] < 0) | (table[:, 0] > table[:, 1])
-    if wrong.any():
-        number = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"Slices: range {tuple(table[number].tolist())} of slice {number} is none; "
-            "write 0 <= start <= stop"
-        )
-    return table
-
-
-def _with_diagonals(q: Tensor, k: Tensor, types: Sequence[str]) -> Tensor:
-    """int64 [N, 6] from ranges [N, 2] of queries and keys.
-
-    causal means k - q <= k_stop - q_stop, inv_causal means k - q >= k_start - q_start.
-    """
-    # [N] each
-    q_start, q_stop = q.unbind(-1)
-    k_start, k_stop = k.unbind(-1)
-    causal = [kind in (CAUSAL, BI_CAUSAL) for kind in types]
-    inverse = [kind in (INV_CAUSAL, BI_CAUSAL) for kind in types]
-    is_causal = torch.tensor(causal, dtype=torch.bool)
-    is_inverse = torch.tensor(inverse, dtype=torch.bool)
+def _diagonals(q_start: int, q_stop: int, k_start: int, k_stop: int, kind: str) -> tuple[int, int]:
+    """The least and the greatest k - q of a slice."""
+    if kind not in KINDS:
+        raise ValueError(f'Slices: type "{kind}" is unknown; write one of {", ".join(KINDS)}')
     # Without a bound: from the last query and the first key to the first query and the last key.
-    low = torch.where(is_inverse, k_start - q_start, k_start - q_stop + 1)
-    high = torch.where(is_causal, k_stop - q_stop, k_stop - 1 - q_start)
-    diagonals = torch.stack([low, high], dim=1)
-    return torch.cat([q, k, diagonals], dim=1)
+    low = k_start - q_stop + 1
+    high = k_stop - 1 - q_start
+    if kind in (INV_CAUSAL, BI_CAUSAL):
+        low = k_start - q_start
+    if kind in (CAUSAL, BI_CAUSAL):
+        high = k_stop - q_stop
+    return low, high

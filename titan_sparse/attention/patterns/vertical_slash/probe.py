@@ -164,11 +164,16 @@ def probe_geometry(
     stop = lookup(ranges.stop.expand(batch, -1), rows.position)
     # [B, n P]
     local = cp.local_position(rows.position.flatten(1), ranges)
+    # [B, n, n_local]
+    touches = (slot[:, None] == torch.arange(n, device=slot.device)[:, None, None]).any(-1)
+    local_block = torch.arange(len(blocks), device=slot.device)
+    first = torch.where(touches, local_block, len(blocks)).amin(-1)
+    behind_last = torch.where(touches, local_block + 1, 0).amax(-1)
     return ProbeGeometry(
         rows=rows,
         blocks=blocks.int(),
         slot=slot.int(),
-        run=_runs(slot, n),
+        run=torch.stack([first, behind_last], dim=-1).int(),
         order=torch.argsort(cp.table(ranges).flatten()),
         local=local.clamp(min=0),
         mine=local >= 0,
@@ -177,30 +182,6 @@ def probe_geometry(
         row_block=(rows.position // cp.block_size).int(),
         group=rows.group.int(),
     )
-
-
-def _runs(slot: Tensor, n: int) -> Tensor:
-    """int32 [B, n, 2]: from the first to behind the last local block that touches each span.
-
-    slot: int64 [B, n_local, T], the spans that touch each local block, -1 for none.
-    """
-    batch, local = slot.shape[:2]
-    # [n_local, 1] -> [B, n_local T]
-    block = torch.arange(local, device=slot.device)[:, None]
-    block = block.expand_as(slot).flatten(1)
-    # [B, n_local T]
-    span = torch.where(slot >= 0, slot, n).flatten(1)
-
-    # [B, n + 1]: the last entry collects the blocks that no span touches, and is cut off.
-    shape = (batch, n + 1)
-    no_first = torch.full(shape, local, device=slot.device)
-    no_last = torch.full(shape, -1, device=slot.device)
-    first = no_first.scatter_reduce(1, span, block, "amin")
-    last = no_last.scatter_reduce(1, span, block, "amax")
-
-    # [B, n, 2]
-    run = torch.stack([first, last + 1], dim=-1)[:, :n]
-    return run.int().contiguous()
 
 
 class SlashTiles(NamedTuple):
@@ -254,12 +235,16 @@ def look(
     """The probe's rows on every rank, this rank's keys, and the rows' normalizers over all keys.
 
     Collective over cp: the rows, then the normalizers.
-    q, k: [B, Hq, S_local, D] and [B, Hkv, S_local, D], whole blocks. The normalizers are [B, Hq, n,
-    P], in fp32 (fp64 for fp64 inputs).
+    q, k: [B, Hq, S_local, D] and [B, Hkv, S_local, D], whole blocks. The normalizers are the log of
+    the softmax sums [B, Hq, n, P], in fp32 (fp64 for fp64 inputs), -inf for rows that see nothing.
     """
     probe = _gather_probe(q, geometry, cp, scale)
     keys = KeyBlocks(k, geometry.blocks, geometry.slot, cp.block_size)
-    return probe, keys, _normalizer(probe, keys, geometry.run, cp)
+    module = kernels if by_kernels(keys) else kernels.naive
+    local_lse = module.span_lse(module.block_lse(probe, keys), keys.slot, geometry.run)
+    # [ranks, B, Hq, n, P]
+    all_lse = cp.all_gather(local_lse)
+    return probe, keys, all_lse[0] if len(all_lse) == 1 else all_lse.logsumexp(0)
 
 
 def _gather_probe(q: Tensor, geometry: ProbeGeometry, cp: ContextParallel, scale: float) -> Probe:
@@ -280,21 +265,6 @@ def _gather_probe(q: Tensor, geometry: ProbeGeometry, cp: ContextParallel, scale
         groups=geometry.rows.group_block.shape[-1],
         scale=scale,
     )
-
-
-def _normalizer(probe: Probe, keys: KeyBlocks, run: Tensor, cp: ContextParallel) -> Tensor:
-    """Log of the softmax sum over all ranks' keys, [B, Hq, n, P].
-
-    -inf for rows that see nothing. run: as in ProbeGeometry.
-    """
-    module = kernels if by_kernels(keys) else kernels.naive
-    local_lse = module.span_lse(module.block_lse(probe, keys), keys.slot, run)
-
-    # [ranks, B, Hq, n, P]
-    all_lse = cp.all_gather(local_lse)
-    if len(all_lse) == 1:
-        return all_lse[0]
-    return all_lse.logsumexp(0)
 
 
 def by_kernels(keys: KeyBlocks) -> bool:
