@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.models.helpers import TINY, WITH_YARN, build, causal, dense_attend, sample
+from tests.models.helpers import WITH_YARN, build, causal, dense_attend, sample
 from tests.models.transformers_models import VOCAB, save_model
 from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.attention import attend
@@ -15,13 +15,10 @@ from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.config import Attention
 from titan_sparse.from_config import build_attends, build_pattern
 from titan_sparse.models.build import build_decoder
-from titan_sparse.models.config import DecoderConfig, RopeConfig, number_of_parameters
+from titan_sparse.models.config import RopeConfig, number_of_parameters
 from titan_sparse.models.decoder import (
-    Block,
     Decoder,
     LayerMasks,
-    inverse_frequencies,
-    rope_tables,
 )
 from titan_sparse.models.flavours import FLAVOURS, resolve
 from titan_sparse.models.huggingface import load_weights
@@ -73,22 +70,6 @@ def test_bf16_model_returns_fp32_loss_near_fp64() -> None:
     assert half.inv_freq.dtype == torch.float32
     assert [loss.dtype for loss in losses] == [torch.float64, torch.float32]
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-2)
-
-
-@pytest.mark.parametrize("config", [TINY, WITH_YARN], ids=["tied", "yarn"])
-def test_block_compiles_without_graph_breaks(config: DecoderConfig) -> None:
-    torch.compiler.reset()
-    block = Block(config, dense_attend)
-    cos, sin = rope_tables(
-        *inverse_frequencies(config.rope, config.head_dim), torch.arange(13)[None]
-    )
-    x = torch.randn(2, 13, config.hidden_size, requires_grad=True)
-    compiled = torch.compile(block, backend="eager", fullgraph=True)
-    out, expected = compiled(x, cos, sin, causal(13)), block(x, cos, sin, causal(13))
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(
-        torch.autograd.grad(out.sum(), x), torch.autograd.grad(expected.sum(), x)
-    )
 
 
 # attention.dense_layers

@@ -1,5 +1,6 @@
 """Rotary position embeddings: the table of config.json, frequencies, and turned queries and keys."""
 
+import copy
 import dataclasses
 import math
 from typing import Any
@@ -35,46 +36,50 @@ def values(table: dict[str, Any], **others: Any) -> dict[str, Any]:
     return {"max_position_embeddings": 256, "rope_parameters": table, **others}
 
 
+YARN_4 = {"type": "yarn", "factor": 4.0, ORIGINAL: 64}
+LLAMA3_4 = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+
+
 @pytest.mark.parametrize(
-    "table",
+    "given",
     [
-        PLAIN,
-        PLAIN | {"rope_theta": 2**31 - 1},
-        LLAMA3,
-        LLAMA3 | {"factor": 6.0, ORIGINAL: 256, "high_freq_factor": 9.0},
-        YARN,
-        YARN | {"rope_theta": 1.5},
-        YARN | {"factor": 1.5},
-        YARN | {"beta_fast": 9, "beta_slow": 2.5},
-        YARN | {"beta_fast": 0, "beta_slow": None},
-        YARN | {"attention_factor": SCALE * (1 + 1e-7)},
-        {key: value for key, value in YARN.items() if key != ORIGINAL},
+        values({}),
+        values({}, rope_theta=1e3, **{ORIGINAL: 32}),
+        values(PLAIN),
+        values(PLAIN | {"rope_theta": 2**31 - 1}),
+        values(LLAMA3),
+        values(LLAMA3 | {"factor": 6.0, ORIGINAL: 256, "high_freq_factor": 9.0}),
+        values({}, rope_scaling=LLAMA3_4, rope_theta=700.0, **{ORIGINAL: 16}),
+        values(YARN),
+        values(YARN | {"rope_theta": 1.5}),
+        values(YARN | {"factor": 1.5}),
+        values(YARN | {"beta_fast": 9, "beta_slow": 2.5}),
+        values(YARN | {"beta_fast": 0, "beta_slow": None}),
+        values(YARN | {"attention_factor": SCALE * (1 + 1e-7)}),
+        values(YARN | {"attention_factor": None}, rope_theta=700.0),
+        values({key: value for key, value in YARN.items() if key != ORIGINAL}),
+        values({}, rope_scaling=YARN_4),
+        values({}, rope_scaling=YARN_4, rope_theta=700.0),
+        values(LLAMA3, rope_scaling=YARN_4),
         # The ramp would end beyond the head.
-        YARN | {"rope_theta": 10.0, ORIGINAL: 4096, "beta_fast": 500.0},
+        values(YARN | {"rope_theta": 10.0, ORIGINAL: 4096, "beta_fast": 500.0}),
         # Not even the fastest pair turns once: an empty ramp.
-        YARN | {"rope_theta": 1e4, ORIGINAL: 4},
+        values(YARN | {"rope_theta": 1e4, ORIGINAL: 4}),
     ],
     ids=str,
 )
-def test_frequencies_are_those_of_transformers(table: dict[str, Any]) -> None:
+def test_frequencies_are_those_of_transformers(given: dict[str, Any]) -> None:
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
     from transformers import LlamaConfig
 
-    rope = read_rope(values(table))
-    config = LlamaConfig(hidden_size=64, num_attention_heads=2, head_dim=32, **values(dict(table)))
+    rope = read_rope(copy.deepcopy(given))
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, head_dim=32, **given)
     theirs = modeling.LlamaRotaryEmbedding(config)
     inv_freq, attention_factor = inverse_frequencies(rope, 32)
     torch.testing.assert_close(inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
     assert attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-6)
-    length = 256 if rope.scaling == "none" else table.get(ORIGINAL, 256)
-    assert rope.original_length == length
-
-
-def test_the_older_table_counts_as_in_transformers() -> None:
-    older = {"type": "yarn", "factor": 4.0, ORIGINAL: 64}
-    given = {"max_position_embeddings": 256, "rope_theta": 1e3, "rope_scaling": older}
-    assert read_rope(given) == read_rope(values(YARN)) == RopeConfig(1e3, "yarn", 4.0, 64)
-    assert read_rope(values(LLAMA3, rope_scaling=YARN)) == read_rope(values(YARN))
+    table = given.get("rope_scaling") or given["rope_parameters"]
+    assert rope.original_length == given.get(ORIGINAL, table.get(ORIGINAL, 256))
 
 
 def test_rope_tables_in_half_precision_are_refused() -> None:

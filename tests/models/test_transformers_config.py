@@ -1,7 +1,6 @@
 """config.json of transformers' models: read as transformers reads it, or refused."""
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -180,7 +179,7 @@ def test_options_that_would_be_ignored_are_refused(tmp_path, settings, message):
             {"attention.window_sinks": 4, "attention.sliding_window": 64},
             "attention.window_sinks = 4 does not go",
         ),
-        ("mixtral", {"float8.enable": True}, "experts that are not linear layers"),
+        ("mixtral", {"float8.enable": True}, "float8.enable = true does not go"),
     ],
 )
 def test_levers_that_it_does_not_have_are_refused(tmp_path, model_type, settings, message):
@@ -200,24 +199,6 @@ def test_fewer_layers_with_random_weights(tmp_path):
     config = resolve("debug", initial_hf=folder, random_weights=True, layers=5)
     assert config.windows == (4096, 4096, 4096, 0, 4096)
     assert len(built(config).layers) == 5
-
-
-def test_a_file_is_refused_without_torch(tmp_path):
-    bad = write_config(tmp_path, "gemma2", attn_logit_softcapping=50.0)
-    code = f"""
-import sys
-from titan_sparse.config import Config, ConfigError, check
-config = Config()
-config.model.initial_hf = {bad!r}
-try:
-    check(config, 1, 1)
-except ConfigError as error:
-    print(error)
-assert "torch" not in sys.modules and "transformers" not in sys.modules
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "tanh" in result.stdout
 
 
 SHAPES = Path(__file__).parents[2] / "train_configs/shapes"

@@ -17,12 +17,7 @@ from tests.models.transformers_models import (
     masks_of,
     save_model,
 )
-from titan_sparse.attention.masks.ranges import Causal
-from titan_sparse.config import Attention, Float8
-from titan_sparse.from_config import build_attends
-from titan_sparse.models.build import build_decoder
-from titan_sparse.models.flavours import resolve
-from titan_sparse.models.huggingface import load_weights
+from titan_sparse.config import Float8
 from titan_sparse.models.initialization import initialize
 from titan_sparse.models.transformers_decoder import RouterLoss
 from titan_sparse.training import offload
@@ -105,9 +100,8 @@ def test_router_loss_of_bfloat16_is_not_rounded() -> None:
     assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ROUTED)
-def test_router_loss_counts_no_padding(tmp_path: Path, name: str) -> None:
-    theirs = save_model(tmp_path, name, output_router_logits=True, router_aux_loss_coef=0.5)
+def test_router_loss_counts_no_padding(tmp_path: Path) -> None:
+    theirs = save_model(tmp_path, "mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
     ours, config = decoder_of(tmp_path)
     tokens, positions, labels = batch_of_tokens()
     attention_mask = torch.ones_like(tokens)
@@ -120,25 +114,6 @@ def test_router_loss_counts_no_padding(tmp_path: Path, name: str) -> None:
     without = ours(tokens, positions, masks, labels)
     found = (with_router - without) / (labels != -100).sum()
     torch.testing.assert_close(found, 0.5 * outputs.aux_loss, rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_both_implementations_agree(tmp_path: Path, name: str) -> None:
-    """The same weights, loss and gradients through our decoder and through transformers' code."""
-    save_model(tmp_path, name)
-    tokens, positions, labels = batch_of_tokens()
-    attends = build_attends(Attention(pattern="dense", block_size=16), None)
-    models = []
-    for implementation in ("native", "transformers"):
-        config = resolve("debug", initial_hf=str(tmp_path), implementation=implementation)
-        with torch.device("meta"):
-            model = build_decoder(config, attends)
-        models.append(model.to_empty(device="cpu"))
-        load_weights(model, str(tmp_path), config)
-    native, theirs = models
-    assert type(native) is not type(theirs)
-    first, second = (x(tokens, positions, Causal().rows(LENGTH), labels) for x in models)
-    assert_same(first, second, native, theirs)
 
 
 def test_offloaded_layers_are_the_same_to_the_bit(tmp_path: Path, monkeypatch) -> None:
@@ -177,7 +152,7 @@ def test_angles_are_not_rounded(tmp_path: Path, name: str) -> None:
     assert not torch.equal(full[0], full[0].bfloat16().float())
 
 
-@pytest.mark.parametrize("name", ["qwen3", "phi3", "olmo3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 def test_half_precision_is_near(tmp_path: Path, name: str) -> None:
     """Queries and keys that wide rotary tables have widened meet values of bf16."""
     save_model(tmp_path, name)
@@ -192,7 +167,7 @@ def test_half_precision_is_near(tmp_path: Path, name: str) -> None:
 
 def test_layers_are_compiled_once_for_each_kind(tmp_path: Path) -> None:
     """Windows and full layers are two kinds, whatever the number of layers."""
-    save_model(tmp_path, "olmo3", num_hidden_layers=10, layer_types=None)
+    save_model(tmp_path, "olmo3", num_hidden_layers=5, layer_types=None)
     model, config = decoder_of(tmp_path)
     counter = CompileCounterWithBackend("eager")
     for layer in model.layers.values():
