@@ -144,6 +144,10 @@ REFUSED = {
     "--model.initial_hf train_configs/shapes/qwen3_30b_a3b --model.random_weights "
     "--checkpoint.enable --checkpoint.initial_load_path x": "does not go with model.initial_hf",
     "--data.source a:0.7,b": "to some parts only",
+    "--data.format chat": 'data.format = "chat" is not one of "text", "messages"',
+    "--data.format text,messages": "2 formats for the 1 parts",
+    "--data.format messages": 'data.format = "messages" does not go with data.source',
+    "--data.source x.jsonl --data.format messages --data.split_special_tokens": "would split",
     "--data.source a:1,b:0": "a weight of 0",
 }
 

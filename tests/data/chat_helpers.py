@@ -79,11 +79,10 @@ def write_tokenizer(
     folder: Path,
     template: str,
     end: str = "<|endoftext|>",
-    adds_bos: bool = False,
     trims: bool = True,
 ) -> str:
     """A folder with a small byte-level tokenizer, whose letters are found as in Llama 3's, and the
-    template. With `adds_bos` it puts <|begin_of_text|> before what it encodes. If it `trims`,
+    template. It puts <|begin_of_text|> before what it encodes. If it `trims`,
     transformers does not find the token of a blank, nor the mask of an answer that begins with one."""
     folder.mkdir(exist_ok=True)
     tokenizer = tokenizers.Tokenizer(models.BPE())
@@ -106,9 +105,8 @@ def write_tokenizer(
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
     steps = [processors.ByteLevel(trim_offsets=trims)]
     bos = "<|begin_of_text|>"
-    if adds_bos:
-        special = [(bos, tokenizer.token_to_id(bos))]
-        steps.append(processors.TemplateProcessing(single=f"{bos} $A", special_tokens=special))
+    special = [(bos, tokenizer.token_to_id(bos))]
+    steps.append(processors.TemplateProcessing(single=f"{bos} $A", special_tokens=special))
     tokenizer.post_processor = processors.Sequence(steps)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"eos_token": end, "bos_token": {"content": bos, "special": True}}

@@ -29,8 +29,6 @@ from titan_sparse.data.tokenizer import Encoded, load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
-FAMILIES = ["qwen3_training", "llama3_training", "glm4moe_training", "gemma3_training"]
-
 
 def reference(folder: str, template: str, messages: list[dict], tools=None) -> dict:
     """Token ids and the assistant's mask as transformers makes them."""
@@ -46,20 +44,6 @@ def reference(folder: str, template: str, messages: list[dict], tools=None) -> d
         return_dict=True,
         return_assistant_tokens_mask=True,
     )
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_marked_answers_are_those_of_transformers(tmp_path, name):
-    template = trl_template(name)
-    folder = write_tokenizer(tmp_path, template, adds_bos=True)
-    got = encode(folder, CHAT)
-    wanted = reference(folder, template, CHAT)
-    count = len(wanted["input_ids"])
-    assert got.tokens[:count].tolist() == wanted["input_ids"]
-    assert got.learned[:count].tolist() == [bool(mask) for mask in wanted["assistant_masks"]]
-    # What closes the document is not learned where the template has ended the answer.
-    assert sum(wanted["assistant_masks"]) == got.learned.sum() > 0
-    assert count + 1 == len(got.tokens)
 
 
 def with_objects(chat: list[dict]) -> list[dict]:
@@ -302,16 +286,15 @@ ENDLESS = (
 )
 
 
-@pytest.mark.parametrize("skip", ["refuse", "skip"])
 @pytest.mark.parametrize("template", ENDLESS, ids=["loops", "macros", "blocks"])
-def test_a_template_that_never_ends(tmp_path, template, skip, monkeypatch):
+def test_a_template_that_never_ends(tmp_path, template, monkeypatch):
     """Its chats are not skipped: on another rank it may be fast enough."""
     monkeypatch.setattr(chat_template, "_SECONDS", 0.1)
     folder = write_tokenizer(tmp_path, template + CHATML)
     with pytest.raises(
         ValueError, match="more than 0.1 seconds for one chat; write another data.ch"
     ):
-        encode(folder, CHAT, bad_rows=skip)
+        encode(folder, CHAT, bad_rows="skip")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from tests.data.helpers import (
     prepared,
     read_shards,
     train_tokenizer,
-    write_rows,
     write_texts,
 )
 from titan_sparse.commands.prepare_data import main, show_histogram
@@ -21,7 +20,7 @@ from titan_sparse.data import preparing
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
 from titan_sparse.data.shards import TokenShards, write_shard
-from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
+from titan_sparse.data.tokenizer import ByteTokenizer
 
 
 @pytest.mark.parametrize("ending", [".txt", ".jsonl.zst", ".parquet"])
@@ -144,17 +143,3 @@ def test_a_shard_of_an_interrupted_run_that_does_not_match_its_counts_is_refused
     with pytest.raises(ValueError, match=named):
         prepare(Recipe(str(tmp_path / "a.jsonl"), shard_rows=3), str(out))
     assert not (out / "meta.json").exists()
-
-
-def test_special_tokens_in_a_text_are_ids_or_letters(tmp_path):
-    train_tokenizer(tmp_path, ["</s>"])
-    write_rows(tmp_path / "a.jsonl", [{"text": "one</s>two"}])
-    ends = {}
-    for name, flags in {"ids": [], "letters": ["--split-special-tokens"]}.items():
-        out = str(tmp_path / name)
-        words = [str(tmp_path / "a.jsonl"), out, "--tokenizer", str(tmp_path), "--processes", "1"]
-        assert main([*words, *flags]) == 0
-        tokenizer = load_tokenizer(out)
-        (ids,) = read_shards(out, tokenizer)
-        ends[name] = ids.count(tokenizer.end_of_document)
-    assert ends == {"ids": 2, "letters": 1}

@@ -10,7 +10,7 @@ import pytest
 from tests.data.chat_helpers import CALL, CHAT, CHATML, trl_template, write_tokenizer
 from tests.data.helpers import check_resume, global_stream, write_rows
 from titan_sparse.commands.prepare_data import main
-from titan_sparse.config import Config, Data, check
+from titan_sparse.config import Data
 from titan_sparse.data import stream
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.loader import PackedLoader, build_loader
@@ -164,9 +164,6 @@ def test_the_command_prepares_chats(tmp_path, tokenizer_folder, capsys):
     template.write_text(CHATML + "{# another #}")
     assert main([*words, "--chat-template", str(template)]) == 2
     assert "template_digest was" in capsys.readouterr().err
-    words[1] = str(tmp_path / "three")
-    assert main([*words, "--chat-template", str(template)]) == 0
-    assert (tmp_path / "three/chat_template.jinja").read_text() == CHATML + "{# another #}"
     words[1] = str(tmp_path / "text")
     assert main([*words[:4], "--loss-on", "all", "--processes", "1"]) == 2
     assert "data.loss_on" in capsys.readouterr().err
@@ -210,22 +207,6 @@ def test_a_damaged_mask_is_refused(tmp_path, tokenizer_folder):
     mask.unlink()
     with pytest.raises(ValueError, match="shard_00001.mask has 0 bytes"):
         TokenShards(str(folder), tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"format": "chat"}, 'data.format = "chat" is not one of "text", "messages"'),
-        ({"format": "text, messages"}, "2 formats for the 1 parts"),
-        ({"source": "python", "format": "messages"}, 'data.format = "messages" does not go with'),
-        ({"format": "prompt_completion", "messages_field": "x"}, "data.messages_field"),
-        ({"format": "messages", "split_special_tokens": True}, "data.split_special_tokens = true"),
-    ],
-)
-def test_keys_that_do_not_go_together_are_refused(options, message):
-    data = Data(**{"source": "chats.jsonl", "tokenizer": "t", **options})
-    with pytest.raises(ValueError, match=message):
-        check(Config(data=data), 1, 1)
 
 
 def test_what_would_cut_or_ignore_is_refused(tmp_path, tokenizer_folder):

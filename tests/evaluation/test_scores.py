@@ -4,7 +4,6 @@ forward on any mesh."""
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,8 +20,7 @@ from titan_sparse.data.documents import Documents, TokenizedTexts, open_document
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
 from titan_sparse.data.tokenizer import ByteTokenizer, Encoded
-from titan_sparse.evaluation import answers
-from titan_sparse.evaluation.answers import Sample, score_samples, string_match_all
+from titan_sparse.evaluation.answers import Sample, compared, score_samples, string_match_all
 from titan_sparse.evaluation.generation import generate
 from titan_sparse.evaluation.load import build_scorer, find_config
 from titan_sparse.evaluation.needle import Haystack, by_cell, depths, needle_samples
@@ -140,28 +138,15 @@ def test_scores_are_shares_of_the_references():
     assert string_match_all("none", references) == 0
 
 
-def test_an_answer_that_comes_a_token_late_scores_nothing(monkeypatch):
+def test_an_answer_that_comes_a_token_late_scores_nothing():
     """A model that repeats what it reads says the number, but with every token one place late."""
-    gather = SimpleNamespace(
-        get_world_size=lambda: 1,
-        all_gather_object=lambda gathered, own: gathered.__setitem__(0, own),
-    )
-    monkeypatch.setattr(answers, "dist", gather)
     sample = _samples()[0]
     late = np.concatenate([sample.prompt[-1:], sample.answer[:-1]])
     almost = sample.answer.copy()
     almost[3] += 1
     for predicted, score in ((late, 0), (almost, 0), (sample.answer, 1)):
-        answered = torch.ones(len(predicted)), torch.from_numpy(predicted)
-        scorer = SimpleNamespace(
-            tokenizer=TOKENIZER,
-            dp_size=1,
-            own=enumerate,
-            release=lambda: None,
-            answers=lambda *_, answered=answered: [answered],
-        )
-        (record,) = score_samples(scorer, [sample], generate=False)
-        assert record["score"] == score
+        found = compared(TOKENIZER, sample.answer, predicted)
+        assert string_match_all(found["right_text"], sample.references) == score
 
 
 def test_cells_are_means():

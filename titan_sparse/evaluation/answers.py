@@ -8,6 +8,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from titan_sparse.data.packing import IGNORED_LABEL
+from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation.generation import generate
 from titan_sparse.evaluation.scorer import Scorer, Sequence
 
@@ -82,15 +83,21 @@ def _forced(scorer: Scorer, sample: Sample | None, length: int) -> dict[str, Any
     labels = np.full(len(tokens), IGNORED_LABEL)
     labels[len(sample.prompt) - 1 :] = sample.answer
     ((losses, predicted),) = scorer.answers([Sequence(tokens, labels)], length)
-    predicted = predicted.cpu().numpy()
-    right = predicted == sample.answer
-    # The text of each run of right tokens, a line each: where runs begin, and where they end.
+    found = compared(scorer.tokenizer, sample.answer, predicted.cpu().numpy())
+    return {**found, "loss": losses.mean().item()}
+
+
+def compared(
+    tokenizer: Tokenizer, answer: NDArray[np.int64], predicted: NDArray[np.int64]
+) -> dict[str, Any]:
+    """What a record says of predicted tokens, int64 [n], and "right_text": each run of right ones
+    as a line."""
+    right = predicted == answer
+    # Where runs begin, and where they end.
     edges = np.flatnonzero(np.diff(right, prepend=False, append=False)).reshape(-1, 2)
-    runs = [scorer.tokenizer.decode(sample.answer[begin:end]) for begin, end in edges]
     return {
-        "prediction": scorer.tokenizer.decode(predicted),
-        "right_text": "\n".join(runs),
-        "loss": losses.mean().item(),
+        "prediction": tokenizer.decode(predicted),
+        "right_text": "\n".join(tokenizer.decode(answer[begin:end]) for begin, end in edges),
         "correct": float(right.mean()),
         "exact": float(right.all()),
     }
