@@ -1,6 +1,7 @@
 """config.json of transformers' models: read as transformers reads it, or refused."""
 
 import json
+import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from tests.models.transformers_models import MODELS, SHAPE, VOCAB, save_model
+from tests.models.transformers_models import MODELS, SHAPE, VOCAB, decoder_of, save_model
 from titan_sparse.config import Config, ConfigError, check
 from titan_sparse.estimate.flops import linear_flops_per_token, windows_of
 from titan_sparse.models.build import build_decoder
@@ -19,6 +21,7 @@ from titan_sparse.models.flavours import (
     number_of_parameters,
     resolve,
 )
+from titan_sparse.models.huggingface import check_weights
 from titan_sparse.models.transformers_config import (
     FAMILIES,
     TransformersConfig,
@@ -49,7 +52,9 @@ def built(config: TransformersConfig) -> torch.nn.Module:
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_what_a_file_does_not_say_is_what_transformers_takes(tmp_path, model_type):
-    folder = write_config(tmp_path, model_type, architectures=[FAMILIES[model_type].architecture])
+    family = FAMILIES[model_type]
+    sizes = {family.mlp_size: SHAPE["intermediate_size"]}
+    folder = write_config(tmp_path, model_type, architectures=[family.architecture], **sizes)
     config = read_transformers_config(folder)
     model = built(config)
     theirs = transformers.AutoConfig.from_pretrained(folder)
@@ -92,6 +97,37 @@ def test_windows_meet_the_window_of_the_mask(tmp_path):
     assert windows_of(config) == [64, 64, 64, 0]
     assert windows_of(config, 32) == [32, 32, 32, 32]
     assert windows_of(config, 128) == [64, 64, 64, 128]
+
+
+def test_only_the_text_part_of_a_model_with_a_vision_tower_is_read(tmp_path):
+    config_class, differences = MODELS["qwen3_5_moe"]
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "out_hidden_size": 32}
+    config = transformers.Qwen3_5MoeConfig(
+        text_config=SHAPE | differences, vision_config=sizes | {"depth": 1, "num_heads": 2}
+    )
+    whole = transformers.Qwen3_5MoeForConditionalGeneration(config)
+    whole.save_pretrained(tmp_path / "whole")
+    with pytest.raises(ValueError, match='model_type = "qwen3_5_moe", has vision_config'):
+        read_transformers_config(str(tmp_path / "whole"))
+    text = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    text.save_pretrained(tmp_path / "text")
+    model, _ = decoder_of(tmp_path / "text")
+    for name, tensor in whole.model.language_model.named_parameters():
+        assert torch.equal(model.get_parameter(name), tensor), name
+
+
+def test_mtp_heads_are_left_out_with_one_line(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "titan_sparse")
+    save_model(tmp_path, "qwen3_5")
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"mtp.fc.weight": torch.zeros(2, 2)}, file, {"format": "pt"})
+    model, config = decoder_of(tmp_path)
+    check_weights(str(tmp_path), config)
+    assert [line for line in caplog.messages if "MTP head" in line] == caplog.messages[:1]
+    save_file(weights | {"other.fc.weight": torch.zeros(2, 2)}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match="unexpected tensor other.fc.weight"):
+        decoder_of(tmp_path)
 
 
 MUST_BE_OFF = """

@@ -28,7 +28,7 @@ pytest.importorskip("transformers")
 
 torch.set_num_threads(1)
 
-ROUTED = ["mixtral", "qwen3_moe", "gpt_oss", "qwen3_next"]
+ROUTED = ["mixtral", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe"]
 
 
 def gradients_by_name(model: nn.Module) -> dict[str, Tensor]:
@@ -189,7 +189,7 @@ def test_random_weights_leave_the_scale_of_hidden_states(tmp_path: Path, name: s
     initialize(model, 0, config)
     for parameter_name, parameter in model.named_parameters():
         values = parameter.detach()
-        starts_at_0 = name in ("gemma3", "qwen3_next", "qwen3_5")
+        starts_at_0 = name in ("gemma3", "qwen3_next", "qwen3_5", "qwen3_5_moe")
         if parameter_name.endswith("A_log"):
             assert 0.01 <= values.exp().min() <= values.exp().max() <= 16
         elif parameter_name.endswith(("dt_bias", "linear_attn.norm.weight")):

@@ -46,6 +46,12 @@ LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+SHARED_EXPERT = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
 MULTIPLIERS = {
     "embedding_multiplier": 3.0,
     "logits_scaling": 2.0,
@@ -76,17 +82,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         EXPERTS | {"num_hidden_layers": 3, "moe_intermediate_size": 16, "mlp_only_layers": [1]},
     ),
     "gpt_oss": ("GptOssConfig", EXPERTS | TWO_KINDS),
-    "qwen3_next": (
-        "Qwen3NextConfig",
-        LINEAR
-        | {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 24,
-        },
-    ),
+    "qwen3_next": ("Qwen3NextConfig", LINEAR | SHARED_EXPERT),
     "qwen3_5": ("Qwen3_5TextConfig", LINEAR | {"tie_word_embeddings": True}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", LINEAR | SHARED_EXPERT),
 }
 
 

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,10 +63,8 @@ def check_weights(folder: str, config: DecoderConfig) -> None:
         # transformers also ignores the copy of a tied head, and early Llamas' rotary tables.
         ignored = ("lm_head.weight",) if config.tied_embeddings else ()
         found = {name for name in file_of_tensor if not name.endswith(".rotary_emb.inv_freq")}
-        heads = {name for name in found if name.startswith("mtp.")}
-        if heads and getattr(config, "linear_layers", ()):
-            logger.info("the MTP head of %s is left out: it is not trained or exported", folder)
-            found -= heads
+        if getattr(config, "linear_layers", ()):
+            found -= _mtp_heads(found)
         _refuse_names("has no tensor", shapes.keys() - file_of_tensor.keys(), folder)
         _refuse_names("has an unexpected tensor", found - shapes.keys() - set(ignored), folder)
         for name, shape in shapes.items():
@@ -81,6 +79,10 @@ def check_weights(folder: str, config: DecoderConfig) -> None:
                     f"model.initial_hf: {name} in {folder} is {header.get_dtype()}; "
                     f"only {', '.join(_DTYPES)} can be read"
                 )
+
+
+def _mtp_heads(names: Iterable[str]) -> set[str]:
+    return {name for name in names if name.startswith("mtp.")}
 
 
 def _refuse_names(problem: str, names: set[str], folder: str) -> None:
@@ -101,6 +103,8 @@ def load_weights(model: nn.Module, folder: str, config: DecoderConfig) -> None:
     check_weights(folder, config)
     with ExitStack() as stack:
         file_of_tensor = open_tensors(folder, stack)
+        if _mtp_heads(file_of_tensor):
+            logger.info("the MTP head of %s is left out: it is not trained or exported", folder)
         for parameter_name, parameter in model.named_parameters():
             if is_adapter(parameter_name):
                 continue
@@ -250,6 +254,7 @@ _SPLIT = {
     "mixtral": _Names("block_sparse_moe", "w1", "w3", "w2"),
     "qwen3_moe": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
     "qwen3_next": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
+    "qwen3_5_moe_text": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
 }
 """Families that store experts separately, by model_type. GPT-OSS stores tensors as they are in
 memory."""

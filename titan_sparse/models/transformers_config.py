@@ -57,12 +57,14 @@ class TransformersConfig(DecoderConfig):
 
 
 class Family(NamedTuple):
-    """A tested family. norm_starts_at: the weight with which its norms do not scale."""
+    """A tested family. norm_starts_at: the weight with which its norms do not scale. mlp_size: the key
+    that must be given."""
 
     architecture: str
     norm_starts_at: float = 1.0
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
+    mlp_size: str = "intermediate_size"
 
 
 _HYBRID = ("full_attention", "linear_attention")
@@ -83,6 +85,12 @@ FAMILIES = {
     "gpt_oss": Family("GptOssForCausalLM"),
     "qwen3_next": Family("Qwen3NextForCausalLM", norm_starts_at=0.0, layer_types=_HYBRID),
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", norm_starts_at=0.0, layer_types=_HYBRID),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        norm_starts_at=0.0,
+        layer_types=_HYBRID,
+        mlp_size="moe_intermediate_size",
+    ),
 }
 """By model_type of config.json."""
 
@@ -92,7 +100,6 @@ _SIZES = (
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
-    "intermediate_size",
     "max_position_embeddings",
 )
 
@@ -202,7 +209,7 @@ def _refuse(path: Path, values: dict[str, Any]) -> None:
             f'{has} architectures = {names} beside model_type = "{model_type}"; '
             f"only {family.architecture} can be trained"
         )
-    for key in _SIZES:
+    for key in (*_SIZES, family.mlp_size):
         value = values.get(key)
         if type(value) is not int or value <= 0:
             raise ValueError(f"{has} {key} = {value!r}, which is not a positive integer")
