@@ -59,16 +59,16 @@ def check_weights(folder: str, config: DecoderConfig) -> None:
         for stored in stored_tensors(name, shape, config)
     }
     with ExitStack() as stack:
-        file_of_tensor = open_tensors(folder, stack)
+        tensors = open_tensors(folder, stack)
         # transformers also ignores the copy of a tied head, and early Llamas' rotary tables.
         ignored = ("lm_head.weight",) if config.tied_embeddings else ()
-        found = {name for name in file_of_tensor if not name.endswith(".rotary_emb.inv_freq")}
+        found = {name for name in tensors if not name.endswith(".rotary_emb.inv_freq")}
         if getattr(config, "linear_layers", ()):
-            found -= _mtp_heads(found)
-        _refuse_names("has no tensor", shapes.keys() - file_of_tensor.keys(), folder)
+            found -= _left_out(found)
+        _refuse_names("has no tensor", shapes.keys() - tensors.keys(), folder)
         _refuse_names("has an unexpected tensor", found - shapes.keys() - set(ignored), folder)
         for name, shape in shapes.items():
-            header = file_of_tensor[name].get_slice(name)
+            header = tensors[name]()
             if tuple(header.get_shape()) != tuple(shape):
                 raise ValueError(
                     f"model.initial_hf: {name} in {folder} is {list(header.get_shape())}, "
@@ -81,8 +81,9 @@ def check_weights(folder: str, config: DecoderConfig) -> None:
                 )
 
 
-def _mtp_heads(names: Iterable[str]) -> set[str]:
-    return {name for name in names if name.startswith("mtp.")}
+def _left_out(names: Iterable[str]) -> set[str]:
+    """What hybrid models have beside text: heads that predict several tokens, and vision towers."""
+    return {name for name in names if name.startswith(("mtp.", "model.visual."))}
 
 
 def _refuse_names(problem: str, names: set[str], folder: str) -> None:
@@ -102,9 +103,14 @@ def load_weights(model: nn.Module, folder: str, config: DecoderConfig) -> None:
     """
     check_weights(folder, config)
     with ExitStack() as stack:
-        file_of_tensor = open_tensors(folder, stack)
-        if _mtp_heads(file_of_tensor):
-            logger.info("the MTP head of %s is left out: it is not trained or exported", folder)
+        tensors = open_tensors(folder, stack)
+        left_out = _left_out(tensors)
+        if left_out:
+            logger.info(
+                "%s holds %d tensors of an MTP head or a vision tower; they are left out",
+                folder,
+                len(left_out),
+            )
         for parameter_name, parameter in model.named_parameters():
             if is_adapter(parameter_name):
                 continue
@@ -118,7 +124,7 @@ def load_weights(model: nn.Module, folder: str, config: DecoderConfig) -> None:
                 )
             end = begin + len(local)
             for stored in stored_tensors(canonical_name(parameter_name), parameter.shape, config):
-                tensor = file_of_tensor[stored.name].get_slice(stored.name)
+                tensor = tensors[stored.name]()
                 # With more ranks than rows, some ranks have nothing to read.
                 if not stored.index and begin < end:
                     local.copy_(tensor[begin:end])

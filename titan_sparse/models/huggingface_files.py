@@ -1,11 +1,14 @@
 """The files of a Hugging Face folder: which weights count, whether a tied head is one of them, and
 what an export copies."""
 
+import functools
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -123,16 +126,16 @@ def has_own_head(folder: Path) -> bool:
     names = ("lm_head.weight", "model.embed_tokens.weight")
     with ExitStack() as stack:
         try:
-            file_of_tensor = open_tensors(str(folder), stack, "np")
-            head, embedding = (file_of_tensor[name].get_slice(name) for name in names)
+            tensors = open_tensors(str(folder), stack, "np")
+            head, embedding = (tensors[name]() for name in names)
         except (ValueError, KeyError):
             return False
         if head.get_shape() != embedding.get_shape():
             return True
         if head.get_dtype() == embedding.get_dtype():
             # Few folders hold both, so torch is seldom loaded for this.
-            file_of_tensor = open_tensors(str(folder), stack)
-            head, embedding = (file_of_tensor[name].get_slice(name) for name in names)
+            tensors = open_tensors(str(folder), stack)
+            head, embedding = (tensors[name]() for name in names)
             rows = range(0, head.get_shape()[0], _CHUNK_ROWS)
             chunks = (slice(start, start + _CHUNK_ROWS) for start in rows)
             return not all(head[chunk].equal(embedding[chunk]) for chunk in chunks)
@@ -142,16 +145,22 @@ def has_own_head(folder: Path) -> bool:
     )
 
 
-def open_tensors(folder: str, stack: ExitStack, framework: str = "pt") -> dict[str, safe_open]:
-    """The open file that holds each tensor. Files stay open until `stack` is left.
+def open_tensors(
+    folder: str, stack: ExitStack, framework: str = "pt"
+) -> dict[str, Callable[[], Any]]:
+    """By tensor, a function that opens it as a slice of safetensors. Files stay open until `stack` is
+    left.
 
     framework: "pt", which loads torch, or "np" to look at headers alone.
     """
-    file_of_tensor: dict[str, safe_open] = {}
+    tensors: dict[str, Callable[[], Any]] = {}
     for path in weight_files(Path(folder).expanduser()):
         try:
             file = stack.enter_context(safe_open(path, framework=framework))
         except (OSError, SafetensorError) as error:
             raise ValueError(f"model.initial_hf: {path} cannot be read: {error}") from error
-        file_of_tensor |= dict.fromkeys(file.keys(), file)
-    return file_of_tensor
+        for stored in file.keys():
+            # transformers writes the text part of a model with a vision tower under these names.
+            name = re.sub(r"^model\.language_model\.", "model.", stored)
+            tensors[name] = functools.partial(file.get_slice, stored)
+    return tensors

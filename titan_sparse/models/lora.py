@@ -157,9 +157,9 @@ def merged(read: Read, config: DecoderConfig, adapters: Adapters, source: str) -
             wide = torch.promote_types(tensor.dtype, torch.float32)
             weight = torch.empty(tensor.shape, dtype=wide)
             with ExitStack() as stack:
-                file_of_tensor = open_tensors(source, stack)
+                tensors = open_tensors(source, stack)
                 for stored in stored_tensors(name, tensor.shape, config):
-                    part = file_of_tensor[stored.name].get_tensor(stored.name)
+                    part = tensors[stored.name]()[:]
                     weight[stored.index].copy_(part)
             layer = name.removesuffix(".weight")
             names = [f"{layer}.lora_{side}.{NAME}.weight" for side in "AB"]

@@ -107,8 +107,8 @@ _BUT_LINEAR = (
     "linear attention or state-space layers have a state that runs over the whole sequence"
 )
 _BUT_TEXT = (
-    "only text models can be trained (AutoModelForCausalLM reads the text part of Qwen3.5, and its "
-    "save_pretrained() writes a folder of it)"
+    "only text models can be trained (of Qwen3.5, AutoModelForCausalLM.from_pretrained() reads the "
+    "text part, and its save_pretrained() writes a folder of it)"
 )
 _BUT_TANH = "neither attention nor the fused loss caps logits by a tanh"
 _BUT_NUMBERS = "activation checkpointing would draw other numbers"
