@@ -74,7 +74,13 @@ def test_a_mask_on_another_device_is_refused(name, pattern):
 def test_meta_tensors_give_meta_tensors(mask, pattern):
     q = _x(2, 4, SEQ_LEN, 8, device="meta")
     k = _x(2, 2, SEQ_LEN, 8, device="meta")
-    out, aux = attend(q, k, k, MASKS[mask], PATTERNS[pattern], block_size=BLOCK, return_aux=True)
+    sinks = _x(4, device="meta")
+    leaves = [x.requires_grad_() for x in (q, k, sinks)]
+    out, aux = attend(
+        *(q, k, k, MASKS[mask], PATTERNS[pattern]), block_size=BLOCK, return_aux=True, sinks=sinks
+    )
+    out.sum().backward()
+    assert all(x.grad.shape == x.shape and x.grad.is_meta for x in leaves)
     assert out.device.type == aux.lse.device.type == "meta"
     assert out.shape == q.shape and aux.lse.shape == q.shape[:3]
 
@@ -101,21 +107,17 @@ def test_a_tangent_is_refused(number, name, compiled, fresh_compiler):
         attend(plain, plain, plain)
 
 
-def _attend(x: Tensor) -> Tensor:
-    return attend(x, x, x, block_size=BLOCK)
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_jvp_is_refused(compiled, fresh_compiler):
-    x = _x(1, 2, SEQ_LEN, 8)
+    q = _x(1, 2, SEQ_LEN, 8)
 
-    def tangent(x: Tensor) -> Tensor:
-        return torch.func.jvp(_attend, (x,), (x,))[1]
+    def tangent(sinks: Tensor) -> Tensor:
+        return torch.func.jvp(lambda x: attend(q, q, q, sinks=x), (sinks,), (sinks,))[1]
 
     if compiled:
         tangent = torch.compile(tangent, backend="eager")
-    with pytest.raises(ValueError, match="jvp"):
-        tangent(x)
+    with pytest.raises(ValueError, match="sinks has a tangent .*jvp"):
+        tangent(_x(2))
 
 
 # No elements
@@ -133,10 +135,10 @@ def _check_empty(batch: int, seq_len: int, mask: Mask, pattern: Pattern, recompu
     q = torch.zeros(batch, 4, seq_len, 8, dtype=torch.bfloat16, requires_grad=True)
     k = torch.zeros(batch, 2, seq_len, 8, dtype=torch.bfloat16, requires_grad=True)
     v = torch.zeros_like(k, requires_grad=True)
+    sinks = torch.ones(4, requires_grad=True)
+    options = {"block_size": BLOCK, "recomputed": recomputed, "sinks": sinks}
     with recording() as record:
-        out, aux = attend(
-            *(q, k, v, mask, pattern), block_size=BLOCK, return_aux=True, recomputed=recomputed
-        )
+        out, aux = attend(q, k, v, mask, pattern, return_aux=True, **options)
     assert out.shape == q.shape and out.dtype == q.dtype
     assert aux.lse.shape == q.shape[:3] and aux.lse.dtype == torch.float32
     assert (aux.index.verticals == seq_len).all()
@@ -144,6 +146,7 @@ def _check_empty(batch: int, seq_len: int, mask: Mask, pattern: Pattern, recompu
     out.sum().backward()
     for x in (q, k, v):
         assert x.grad.shape == x.shape and x.grad.dtype == x.dtype
+    assert torch.equal(sinks.grad, torch.zeros(4))
 
 
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(0, 0, 8), (0, 2, 8), (2, 0, 8), (2, 2, 0)])

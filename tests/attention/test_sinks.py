@@ -130,13 +130,6 @@ def test_packed_kernels(monkeypatch):
             _assert_equal(_results(p), want, mask)
 
 
-def test_scale_does_not_apply_to_sinks():
-    p = _problem()
-    seen = p.mask.dense(117)[:, None].expand(2, 3, -1, -1)
-    got = p.attend(*p.inputs, scale=0.7)
-    assert (got - attention_with_sinks(*p.inputs, seen, 0.7)[0]).abs().max() < 1e-9
-
-
 @pytest.mark.parametrize("mask", ["causal", "valid"])
 def test_a_sink_of_minus_infinity_is_none(mask):
     """Also where a row sees no key either."""
@@ -173,7 +166,7 @@ def test_equals_the_attention_of_gpt_oss(window):
         assert (a - b).abs().max() < 1e-9
 
 
-# Activation checkpointing, torch.compile and empty inputs
+# Activation checkpointing and torch.compile
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -217,36 +210,27 @@ def test_recomputed_in_part_or_whole(pattern, how, compiled):
         _assert_equal(got, want, share)
 
 
-@pytest.mark.parametrize(
-    "dtype, sink_dtype, pattern",
-    [(torch.float64, torch.float64, "vertical_slash"), (torch.bfloat16, None, "dense")],
-    ids=["fp64, selected", "bf16, no sinks"],
-)
-def test_opcheck(dtype, sink_dtype, pattern):
-    """All ops, with sinks and without; a part of attention has no gradient of its own."""
-    p = _problem("documents", pattern, (4, 2, 125, 16))
-    q, k, v = (x.to(dtype) for x in (p.q, p.k, p.v))
+def test_opcheck():
+    """All ops; a part of attention has no gradient of its own."""
+    p = _problem("documents", "vertical_slash", (4, 2, 125, 16))
+    q, k, v = p.q, p.k, p.v
     ranges = p.mask.rows(125)
     ops = torch.ops.titan_sparse
-    if p.pattern.dynamic:
-        arguments = select_arguments(ranges, p.pattern, 16, 0.3)
-        torch.library.opcheck(ops.select.default, (q, k, *arguments))
+    arguments = select_arguments(ranges, p.pattern, 16, 0.3)
+    torch.library.opcheck(ops.select.default, (q, k, *arguments))
     index = p.pattern.select(q, k, p.mask, block_size=16).tensors()
     cp = one_rank(16)
     _, *whole = op_arguments(index, ranges, p.pattern, cp, 0.3)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    sinks = None
-    if sink_dtype is not None:
-        sinks = p.sinks.to(sink_dtype).requires_grad_()
+    sinks = p.sinks.clone().requires_grad_()
     for op in (ops.attend_forward, ops.attend_recomputed):
         torch.library.opcheck(op.default, (*leaves, sinks, *whole))
     out, lse, verticals = ops.attend_forward(q, k, v, None, *whole)
     saved = [out, lse, verticals]
     arguments = (torch.ones_like(q), q, k, v, saved, *whole)
     torch.library.opcheck(ops.attend_backward.default, arguments)
-    if sinks is not None:
-        arguments = (torch.ones_like(out), out, lse, sinks.detach())
-        torch.library.opcheck(ops.attend_sinks_backward.default, arguments)
+    arguments = (torch.ones_like(out), out, lse, sinks.detach())
+    torch.library.opcheck(ops.attend_sinks_backward.default, arguments)
 
     second = op_arguments(index, ranges, p.pattern, cp, 0.3, 0.4, 1.0)
     torch.library.opcheck(ops.attend_forward.default, (q, k, v, *second))
@@ -263,41 +247,20 @@ def test_opcheck(dtype, sink_dtype, pattern):
         ops.attend_forward(*leaves, *second)
 
 
-def test_meta_tensors():
-    q, k, sinks = (torch.empty(shape, device="meta") for shape in ((1, 4, 40, 8), (1, 2, 40, 8), 4))
-    leaves = [x.requires_grad_() for x in (q, k, sinks)]
-    out, aux = attend(q, k, k, block_size=16, return_aux=True, sinks=sinks)
-    out.sum().backward()
-    assert out.shape == q.shape and aux.lse.shape == (1, 4, 40)
-    assert all(x.grad.shape == x.shape and x.grad.is_meta for x in leaves)
-
-
-@pytest.mark.parametrize("batch, tokens", [(0, 32), (2, 0)])
-@pytest.mark.parametrize("pattern", ["dense", "vertical_slash"])
-def test_nothing_to_attend_to(pattern, batch, tokens):
-    """The sinks still have a gradient, of zeros."""
-    sinks = torch.ones(4, requires_grad=True)
-    q = torch.zeros(batch, 4, tokens, 8, requires_grad=True)
-    out = attend(q, q, q, pattern=PATTERNS[pattern], block_size=16, sinks=sinks)
-    out.sum().backward()
-    assert out.shape == q.shape and torch.equal(sinks.grad, torch.zeros(4))
-
-
 # Dtypes and statistics
 
 
 @pytest.mark.parametrize(
     "dtype, sink_dtype, bound",
     [
-        (torch.float64, torch.float32, 1e-6),
+        (torch.float32, torch.float32, 1e-5),
         (torch.bfloat16, torch.float32, 1e-2),
         (torch.float16, torch.float16, 2e-3),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("pattern", ["vertical_slash"])
-def test_lower_precision(pattern, dtype, sink_dtype, bound):
-    p = _problem("documents", pattern)
+def test_lower_precision(dtype, sink_dtype, bound):
+    p = _problem("documents", "vertical_slash")
     q, k, v = (x.to(dtype) for x in (p.q, p.k, p.v))
     low = p._replace(q=q, k=k, v=v, sinks=p.sinks.to(sink_dtype))
     seen = low.seen()
@@ -332,10 +295,3 @@ def test_selection_and_statistics_are_of_the_keys_alone(pattern, share):
     kept = (plain.lse - dense_attention(p.q, p.k, p.v, visible)[1]).exp()
     assert (got.recall[0] - kept.mean((0, 2))).abs().max() < 1e-9
     assert (got.recall[0] - 1).abs().max() < 1e-9 or pattern != "dense"
-
-
-def test_a_tangent_of_the_sinks_is_refused():
-    q = torch.zeros(1, 4, 16, 8)
-    sinks = torch.zeros(4)
-    with pytest.raises(ValueError, match="sinks has a tangent of forward-mode AD"):
-        torch.func.jvp(lambda x: attend(q, q, q, sinks=x), (sinks,), (sinks,))

@@ -76,7 +76,7 @@ def _check_masks(world: int, numbers: list[int]) -> None:
 @pytest.mark.parametrize("world", range(2), ids=[str(axes) for axes in AXES])
 def test_some_masks(world):
     run_processes(
-        torch.Size(AXES[world]).numel(), _check_masks, world, list(range(world, len(NAMES), 3))
+        torch.Size(AXES[world]).numel(), _check_masks, world, list(range(world, len(NAMES), 5))
     )
 
 

@@ -10,11 +10,9 @@ import torch
 from tests.attention.context_parallel.test_group import SEQ_LEN, check_everything
 from tests.attention.patterns.helpers import BLOCK, MIXED, MOBA, XATTENTION, Case, cases_of_masks
 from tests.distributed import run_processes
-from tests.reference import dense_attention, gradients, structured_qkv
-from titan_sparse.attention import attend
+from tests.reference import structured_qkv
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS
 from titan_sparse.attention.masks.ranges import Causal, Documents
-from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.observe.visits import count_visits
 from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention, moba, xattention
 from titan_sparse.estimate.indexes import load_indexes, save_indexes
@@ -44,39 +42,6 @@ def test_a_packed_document_selects_as_it_does_alone(pattern):
     alone = pattern.select(q[:, :, 80:], k[:, :, 80:], Causal(), block_size=BLOCK)
     alone = alone.dense(Causal())
     assert torch.equal(packed[:, :, 80:, 80:], alone) and not alone.all()
-
-
-@pytest.mark.parametrize(
-    "pattern, name",
-    [
-        (XATTENTION, "causal"),
-        (XATTENTION, "padding"),
-        (XATTENTION, "packed, window"),
-        (MOBA, "mha"),
-        (MOBA, "padding"),
-        (MOBA, "packed"),
-        (MoBA(19, 3), "packed, window"),
-    ],
-    ids=str,
-)
-def test_attention_is_dense_attention_over_what_was_selected(pattern, name):
-    torch.set_num_threads(1)
-    case = cases_of_masks(pattern)[name]
-    q, k, v = case.inputs()
-    d_out = torch.randn(q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    with recording(recall_rows=50) as record:
-        _, aux = attend(q, k, v, case.mask, pattern, block_size=BLOCK, return_aux=True)
-    seen = aux.index.dense(case.mask)
-    want, want_gradients = gradients(lambda *x: dense_attention(*x, seen)[0], d_out, q, k, v)
-    got, got_gradients = gradients(
-        lambda *x: attend(*x, case.mask, pattern, block_size=BLOCK), d_out, q, k, v
-    )
-    for a, b in zip((got, *got_gradients), (want, *want_gradients), strict=True):
-        assert (a - b).abs().max() < 1e-9
-    assert torch.equal(aux.lse.isneginf(), ~seen.any(-1))
-    assert (record.visited[0] * 2 == seen.sum((0, 2, 3))).all()
-    assert record.density().max() < 1
-    assert 0 < record.recall[0].min() < 1
 
 
 @pytest.mark.parametrize(

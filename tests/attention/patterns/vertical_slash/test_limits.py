@@ -24,12 +24,10 @@ STEPS = {10: 1.0, 20: 2.0, 30: 1.0}
         # Code 10 may be lost with a tenth, 20 besides with three, and 30 with four.
         (0.95, 10),
         (0.9, 20),
-        (0.85, 20),
         (0.71, 20),
         (0.69, 30),
         (0.61, 30),
         (0.59, ALWAYS),
-        (0.01, ALWAYS),
         # What holds no mass comes with it.
         (1.0, 0),
     ],
@@ -61,11 +59,9 @@ COUNT = {20: 4, 30: 3, 40: 2}
         (30, 0, None, 30, False),
         # The most wins, and elements of a code stay together.
         (30, 0, 5, 30, False),
-        (30, 0, 4, 31, True),
         (25, 0, 4, 31, True),
         (30, 0, 2, 31, True),
         (30, 0, 1, 41, True),
-        (30, 0, 0, 41, True),
         (35, 0, 4, 35, False),
         # The least.
         (35, 2, None, 35, False),
