@@ -1,18 +1,16 @@
-"""The cudnn backend on the CPU: torch's two ops are there by their twins (cudnn_twin.py), in fp64."""
+"""The cudnn backend on the CPU: torch's two ops are there by their twins, in fp64."""
 
 import functools
-import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.attention import dense_twin
-from tests.attention.backends.cudnn_twin import on_the_cpu
-from tests.distributed import run_processes
 from tests.reference import gradients, structured_qkv
-from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention import attend
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.backends.base import DenseShape, Queries
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
@@ -23,6 +21,54 @@ eager = BACKENDS["eager"]
 SCALE = 0.3
 CAUSAL = DenseShape(causal=True)
 FULL = DenseShape(causal=False)
+
+
+@contextmanager
+def on_the_cpu() -> Iterator[list[tuple]]:
+    """torch's two ops by the dense twin, with their names and schemas. Yields what they were called
+    with: (name, queries, keys, is_causal)."""
+    calls = []
+
+    # The dispatcher leaves out arguments that have their default.
+    def forward(
+        q, k, v, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
+    ):
+        _check_operands(q, k, v, is_causal)
+        assert attn_bias is None and compute_log_sumexp and dropout_p == 0
+        calls.append(("forward", q.shape[2], k.shape[2], is_causal))
+        out, lse = dense_twin.dense_forward(q, k, v, DenseShape(is_causal), scale)
+        seed = torch.zeros((), dtype=torch.int64)
+        return out, lse[..., None], None, None, q.shape[2], k.shape[2], seed, seed, None
+
+    def backward(
+        d_out, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout_p,
+        is_causal, *, scale=None,
+    ):  # fmt: skip
+        _check_operands(q, k, v, is_causal)
+        batch, heads, q_len, _ = q.shape
+        assert lse.shape == (batch, heads, q_len, 1) and lse.is_contiguous()
+        assert (max_q, max_k, dropout_p) == (q_len, k.shape[2], 0)
+        assert bias is None and cum_q is None and cum_k is None
+        # A plan is found by the layout of q, k and v alone.
+        assert q.stride()[1:] == out.stride()[1:] == d_out.stride()[1:]
+        # No other caller has these strides.
+        assert batch == 1 and q.stride(0) == 2 * heads * q.stride(1)
+        calls.append(("backward", q_len, k.shape[2], is_causal))
+        queries = Queries(q, d_out, out, lse[..., 0])
+        return dense_twin.dense_backward(queries, k, v, DenseShape(is_causal), scale)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_scaled_dot_product_cudnn_attention", forward, "CPU")
+        library.impl("_scaled_dot_product_cudnn_attention_backward", backward, "CPU")
+        yield calls
+
+
+def _check_operands(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
+    """What cuDNN requires. It counts the positions of a causal shape from the first query and key."""
+    for x in (q, k, v):
+        assert x.ndim == 4 and x.stride(-1) == 1
+    assert k.shape == v.shape and q.shape[1] % k.shape[1] == 0
+    assert not is_causal or q.shape[2] == k.shape[2]
 
 
 @pytest.fixture
@@ -148,36 +194,6 @@ def test_masks(name, calls):
     _assert_close(got, _everything("eager", mask, qkv))
     expected = {(way, square, square, True) for way in ("forward", "backward")}
     assert computed == (expected if square else set())
-
-
-def _check_rings(world: int) -> None:
-    qkv = list(structured_qkv(2, 4, 2, 64 * world, 8, seed=5))
-    shape = qkv[0].shape
-    d_out = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
-    want, wanted = gradients(functools.partial(attend, backend="eager", block_size=16), d_out, *qkv)
-    cases = list(itertools.product(("zigzag", "contiguous"), ("ring", "all_gather"), [(1, world)]))
-    cases.append(("zigzag", "double_ring", (world, 1)))
-    for layout, schedule, axes in cases:
-        mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
-        cp = ContextParallel(mesh, layout, schedule, 16)
-        local = [cp.shard(x, 2) for x in qkv]
-        with on_the_cpu() as calls, pytest.MonkeyPatch.context() as patch:
-            _make_room(patch)
-            run = functools.partial(attend, backend="cudnn", cp=cp)
-            out, grads = gradients(run, cp.shard(d_out, 2), *local)
-        for a, b in zip((out, *grads), (want, *wanted), strict=True):
-            error = (cp.unshard(a, 2) - b).abs().max().item()
-            assert error < 1e-9, (cp.key, error)
-        steps = world if layout == "zigzag" else cp.rank + 1
-        # One KV head of two at a time.
-        groups = 1 if schedule == "ring" else 2
-        assert len(calls) == 2 * steps * groups, (cp.key, calls)
-        assert ("forward", 64, 64, True) in calls
-
-
-def test_rings():
-    """Each rank's keys are a square or a rectangle, with rings and with all_gather."""
-    run_processes(2, _check_rings, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

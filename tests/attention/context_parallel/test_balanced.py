@@ -15,7 +15,6 @@ from tests.slice_cases import NAMES, SEQ_LEN, mask_and_truth, random_legal
 from titan_sparse.attention.context_parallel import balanced
 from titan_sparse.attention.context_parallel.balanced import Costs, block_table, cut_into_chunks
 from titan_sparse.attention.context_parallel.layouts import block_ids
-from titan_sparse.attention.masks.bands import tiles_of_slices
 from titan_sparse.attention.masks.ranges import (
     Causal,
     Documents,
@@ -24,7 +23,6 @@ from titan_sparse.attention.masks.ranges import (
     MaskRanges,
     SlidingWindow,
 )
-from titan_sparse.attention.masks.reach import visible_pairs
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.visits import count_visits
 from titan_sparse.attention.patterns import Dense
@@ -72,28 +70,20 @@ RANGES: list[Mask] = [
 ]
 
 
-def _truth(
-    seen: Tensor, size: int, costs: Costs, partial: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Work of each block and bool [Bm, blocks, blocks] of what it needs, from a dense mask [Bm, S, S]."""
-    tiles = tiles_of(seen, size)
-    # [Bm, blocks, blocks]
-    some = tiles.any(-1).any(-1)
-    whole = tiles.all(-1).all(-1)
-    if partial is None:
-        partial = (some & ~whole).sum(0)
-    work = 100 * whole.sum(0) + costs.partial * partial
-    return work.sum(1), some
-
-
 def _check_cut(
     ranges: MaskRanges, seen: Tensor, size: int, ranks: int, partial: Tensor | None = None
 ) -> None:
     """Chunks, their work and what they need, against a dense mask [Bm, S, S]."""
     costs = Costs(partial=130)
     chunks = cut_into_chunks(ranges, ranks, size, costs)
-    # [blocks] and [Bm, blocks, blocks]
-    work, needs = _truth(seen, size, costs, partial)
+    tiles = tiles_of(seen, size)
+    # [Bm, blocks, blocks]
+    needs = tiles.any(-1).any(-1)
+    whole = tiles.all(-1).all(-1)
+    if partial is None:
+        partial = needs & ~whole
+    # [blocks]
+    work = (100 * whole + costs.partial * partial).sum((0, 2))
 
     count = len(chunks.work)
     assert count % ranks == 0
@@ -178,17 +168,6 @@ def test_any_documents_are_dealt_in_equal_shares(lengths, ranks, size, window, m
 def test_slices_are_dealt_in_equal_shares():
     for seed, ranks in ((1, 2), (2, 3), (3, 6)):
         _check_table(Slices.of(random_legal(seed, 8)).rows(SEQ_LEN), ranks, 8)
-
-
-def test_a_thousand_unaligned_slices_stay_few_runs():
-    """One by one, these would be four million tiles, and a table would take seconds."""
-    bounds = torch.linspace(0, MILLION, 1001).int().tolist()
-    ranges = Slices.of([(a, b, 0, b, "causal") for a, b in zip(bounds, bounds[1:])]).rows(MILLION)
-    tiles = tiles_of_slices(ranges, BLOCK)
-    runs = [tiles.whole, tiles.cut]
-    assert sum(len(x.line) for x in runs) < 30_000
-    pairs = sum(int((x.pairs * (x.last - x.first)).sum()) for x in runs)
-    assert pairs == visible_pairs(ranges)
 
 
 def test_a_table_is_that_of_the_numbers():

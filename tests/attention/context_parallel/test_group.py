@@ -1,4 +1,4 @@
-"""Attention over 2, 3 and 4 processes against one: every layout, schedule, mask and pattern, forward and backward."""
+"""Attention over 3 and 4 processes against one: every layout, schedule, mask and pattern, forward and backward."""
 
 import itertools
 
@@ -20,16 +20,16 @@ from titan_sparse.attention.schedules import rectangles
 
 eager = BACKENDS["eager"]
 
-SEQ_LEN = 384
+SEQ_LEN = 192
 MASKS = [
     Causal(),
-    Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 70)),
-    Documents([[201, 7, 1, 130], [90, 90, 90, 90]]) & SlidingWindow(100),
-    Documents([[SEQ_LEN], [3, 200, 60, 17, 40]]),
+    Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 35)),
+    Documents([[101, 7, 1, 60], [45, 45, 45, 45]]) & SlidingWindow(50),
+    Documents([[SEQ_LEN], [3, 100, 30, 17, 20]]),
 ]
 PATTERNS = [
     Dense(),
-    VerticalSlash(recall=0.8, sinks=3, local_slashes=1, max_verticals=60, dense_below=48),
+    VerticalSlash(recall=0.8, sinks=3, local_slashes=1, max_verticals=30, dense_below=24),
 ]
 NAMES = ("out", "lse", "dq", "dk", "dv", "density", "recall")
 
@@ -43,17 +43,20 @@ def check_everything(
     """
     names = ("cp_inter", "cp_intra") if len(axes) == 2 else ("cp",)
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=names)
-    # Four blocks a rank, as most time goes by tile.
-    block = SEQ_LEN // (4 * mesh.size())
-    schedules = ["all_gather", "ring", "group_cast"] + ["double_ring"] * (len(axes) == 2)
+    # Few blocks a rank, as most time goes by tile.
+    block = SEQ_LEN // mesh.size() // (4 if mesh.size() < 4 else 2)
+    # Of ranks on two axes those schedules that tell the axes apart.
+    schedules = ["double_ring", "group_cast"]
+    if len(axes) == 1:
+        schedules = ["all_gather", "ring", "group_cast"]
     full, d_out = _inputs(heads)
     contexts = [
         ContextParallel(mesh, layout, schedule, block)
         for layout, schedule in itertools.product(("contiguous", "zigzag", "striped"), schedules)
     ]
-    rings = [name for name in schedules if "ring" in name]
-    for layout, schedule in itertools.product(("zigzag", "striped"), rings):
-        contexts.append(ContextParallel(mesh, layout, schedule, block, "q"))
+    ring = next(name for name in schedules if "ring" in name)
+    for layout in ("zigzag", "striped"):
+        contexts.append(ContextParallel(mesh, layout, ring, block, "q"))
     for (i, mask), (j, pattern) in itertools.product(enumerate(masks), enumerate(patterns)):
         wanted = on_one_rank(_everything, full, d_out, mask, pattern, None, block)
         for cp in contexts[(i + j * 2) % every :: every]:
@@ -76,7 +79,7 @@ def _check_rectangles(axes: tuple[int, ...]) -> None:
     block = SEQ_LEN // (2 * mesh.size())
     full, d_out = _inputs((6, 2))
     wanted = on_one_rank(_everything, full, d_out, Causal(), Dense(), None, block)
-    schedules = ("ring", "double_ring", "all_gather")
+    schedules = ("ring", "all_gather") if axes[0] == 1 else ("double_ring",)
     for layout, schedule in itertools.product(("contiguous", "zigzag"), schedules):
         cp = ContextParallel(mesh, layout, schedule, block)
         used = []
@@ -131,7 +134,7 @@ def _check_ranks(axes: tuple[int, ...]) -> None:
         _check_groups_beside_each_other()
 
 
-@pytest.mark.parametrize("axes", [(2,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("axes", [(3,), (2, 2)], ids=str)
 def test_parallel_equals_single(axes):
     run_processes(torch.Size(axes).numel(), _check_ranks, axes)
 
@@ -150,10 +153,3 @@ def test_refusals():
             attend(*structured_qkv(1, 1, 1, 24, 8), cp=cp)
         with pytest.raises(ValueError, match="multiple of 32"):
             cp.shard(torch.zeros(40), 0)
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_shard_and_unshard_are_inverse_on_one_rank(layout):
-    cp = ContextParallel(None, layout, "local", 8)
-    x = torch.arange(2 * 32).view(2, 32)
-    assert torch.equal(cp.unshard(cp.shard(x, 1), 1), x)

@@ -30,10 +30,8 @@ WORLDS = [(1, 1), (1, 2), (1, 5), (2, 2), (2, 3), (3, 2), (4, 1)]
 @pytest.mark.parametrize(
     "layout, cp, table",
     [
-        ("zigzag", 1, [[0, 1, 2, 3, 4, 5, 6, 7]]),
         ("contiguous", 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
         ("zigzag", 2, [[0, 1, 6, 7], [2, 3, 4, 5]]),
-        ("zigzag", 4, [[0, 7], [1, 6], [2, 5], [3, 4]]),
         ("striped", 4, [[0, 4], [1, 5], [2, 6], [3, 7]]),
     ],
 )
@@ -54,11 +52,6 @@ def test_a_layout_is_a_permutation_in_equal_shares(layout, size, runs):
         shards = [take_blocks(x, dim, owned, 4) for owned in table]
         assert all(shard.shape[dim] == blocks * 4 // size for shard in shards)
         assert torch.equal(restore_blocks(torch.cat(shards, dim), dim, table, 4), x)
-
-
-def test_twelve_tokens_are_taken():
-    shards = [take_blocks(torch.arange(12), 0, own, 2) for own in block_ids("striped", 2, 12, 2)]
-    assert shards[0].tolist() == [0, 1, 4, 5, 8, 9]
 
 
 @pytest.mark.parametrize(
@@ -84,31 +77,23 @@ def test_balance_under_a_causal_mask(size):
     assert _imbalance("contiguous", size, blocks) == pytest.approx(2 - 1 / size, rel=0.01)
 
 
-def _previous(rank: int, first: int, size: int, stride: int) -> int:
-    """The rank before `rank` in the ring first, first + stride, ... of `size` ranks."""
-    return first + ((rank - first) // stride - 1) % size * stride
-
-
-def _simulate(inter: int, intra: int, windows: int, steps: int) -> list[list[list[int]]]:
-    """Chunk held at [rank][window][step] when chunks move one inner hop per step and one outer hop per window."""
-    world = range(inter * intra)
-    at_window, seen = list(world), [[[] for _ in range(windows)] for _ in world]
-    for window in range(windows):
-        chunk = at_window
-        for _ in range(steps):
-            for rank in world:
-                seen[rank][window].append(chunk[rank])
-            chunk = [chunk[_previous(rank, rank // intra * intra, intra, 1)] for rank in world]
-        at_window = [at_window[_previous(rank, rank % intra, inter, intra)] for rank in world]
-    return seen
+def _simulate(inter: int, intra: int) -> list[list[list[int]]]:
+    """Chunk held at [rank][window][step] when chunks move one inner hop a step and one outer a window."""
+    # Of each node and local rank.
+    at_window = torch.arange(inter * intra).view(inter, intra)
+    seen = []
+    for _ in range(inter):
+        seen.append(torch.stack([at_window.roll(step, 1) for step in range(intra)], -1))
+        at_window = at_window.roll(1, 0)
+    return torch.stack(seen, 2).flatten(0, 1).tolist()
 
 
 @pytest.mark.parametrize("inter, intra", WORLDS)
 def test_rings_list_what_the_hops_bring(inter, intra):
     """A rank begins with its own chunk, and meets every chunk once."""
     size = inter * intra
-    double = _simulate(inter, intra, windows=inter, steps=intra)
-    single = _simulate(1, size, windows=1, steps=size)
+    double = _simulate(inter, intra)
+    single = _simulate(1, size)
     for rank in range(size):
         assert double_ring(inter, intra, rank) == double[rank]
         assert ring(inter, intra, rank) == single[rank]

@@ -54,10 +54,10 @@ def test_a_packed_document_selects_as_it_does_alone(pattern):
 )
 def test_ranks_select_and_compute_as_one_does(axes, every):
     masks = [
-        Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 70)),
-        Documents([[201, 7, 1, 130], [3, 200, 60, 17, 40]]),
+        Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 35)),
+        Documents([[101, 7, 1, 60], [3, 100, 30, 17, 20]]),
     ]
-    patterns = [XATTENTION, MoBA(chunk_size=40, top_k=3)]
+    patterns = [XATTENTION, MoBA(chunk_size=20, top_k=3)]
     arguments = (axes, masks, patterns, (4, 2), every)
     run_processes(torch.Size(axes).numel(), check_everything, *arguments)
 

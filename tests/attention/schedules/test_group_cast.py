@@ -34,7 +34,6 @@ from titan_sparse.attention.masks.ranges import (
     Mask,
     SlidingWindow,
 )
-from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 
 eager = BACKENDS["eager"]
@@ -169,8 +168,8 @@ CASES = [
     ("short documents", "vertical_slash"),
     ("full", "dense"),
 ]
-MESHES = {2: (1, 1, 2), 3: (1, 1, 3), 4: (1, 2, 2)}
-"""By number of processes: context-parallel groups beside each other, cp_inter, cp_intra."""
+MESHES = {3: (1, 3), 4: (2, 2)}
+"""By number of processes: cp_inter and cp_intra."""
 
 
 @functools.cache
@@ -191,28 +190,18 @@ def _wanted(mask: str, pattern: str) -> list[Tensor]:
     return [out, dense_attention(*qkv, seen)[1], *grads]
 
 
-def _context(
-    axes: tuple[int, int, int],
-    layout: str,
-    stages: tuple[int, int] = (2, 2),
-    dtype: torch.dtype | None = None,
-):
-    mesh = init_device_mesh("cpu", axes, mesh_dim_names=("dp", "cp_inter", "cp_intra"))[
-        "cp_inter", "cp_intra"
-    ]
-    return ContextParallel(
-        mesh, layout, "group_cast", BLOCK, gradient_dtype=dtype, overlap_stages=stages
-    )
+def _context(axes: tuple[int, int], layout: str, stages: tuple[int, int]) -> ContextParallel:
+    mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
+    return ContextParallel(mesh, layout, "group_cast", BLOCK, overlap_stages=stages)
 
 
 def _check(cp: ContextParallel, mask: str, pattern: str) -> None:
     qkv, d_out = _inputs()
     leaves = [cp.shard(x, 2).requires_grad_() for x in qkv]
     cp.sent.clear()
-    with recording() as seen:
-        out, aux = attend(*leaves, MASKS[mask], PATTERNS[pattern], cp, return_aux=True)
-        sent_forward = dict(cp.sent)
-        grads = torch.autograd.grad(out, leaves, cp.shard(d_out, 2))
+    out, aux = attend(*leaves, MASKS[mask], PATTERNS[pattern], cp, return_aux=True)
+    sent_forward = dict(cp.sent)
+    grads = torch.autograd.grad(out, leaves, cp.shard(d_out, 2))
     case = f"{mask}, {pattern}, {cp.key}, {cp.overlap_stages}, rank {dist.get_rank()}"
 
     names = ("out", "lse", "dq", "dk", "dv")
@@ -223,10 +212,6 @@ def _check(cp: ContextParallel, mask: str, pattern: str) -> None:
         gap = (got - want).nan_to_num(0).abs().max().item()
         assert gap < 1e-9, f"{name} off by {gap}: {case}"
 
-    # [2, Hq, S, S]
-    dense = aux.index.dense(MASKS[mask]).expand(2, 4, -1, -1)
-    pairs_by_head = dense.sum((2, 3)).double().mean(0)
-    assert torch.equal(seen.visited[0].double(), pairs_by_head), case
     _check_bytes(cp, _needed(cp, aux.index, MASKS[mask]), sent_forward, case)
 
 
@@ -258,15 +243,13 @@ def _check_bytes(cp: ContextParallel, needed: Tensor, forward: dict[str, int], c
 
 
 def _check_ranks(world: int) -> None:
-    """Each case with one layout and numbers of stages, in rotation."""
+    """Every other case with one layout and numbers of stages, in rotation."""
     contexts = [_context(MESHES[world], layout, stages) for layout, stages in zip(LAYOUTS, STAGES)]
-    for number, case in enumerate(CASES):
-        _check(contexts[(number + world) % 3], *case)
+    for number, case in enumerate(CASES[world % 2 :: 2]):
+        _check(contexts[number % 3], *case)
     if world == 3:
         _check_lengths_that_are_compiled_for()
         _check_calls_with_other_heads()
-    if world == 4:
-        _check_half_precision()
 
 
 def _check_lengths_that_are_compiled_for() -> None:
@@ -286,7 +269,7 @@ def _check_lengths_that_are_compiled_for() -> None:
             return inner(queries, pieces, *args)
 
         monkeypatch.setattr(eager, name, noted)
-    cp = _context((1, 1, 3), "striped", (2, 3))
+    cp = _context((1, 3), "striped", (2, 3))
     for mask, pattern in (("documents", "dense"), ("window", "moba")):
         _check(cp, mask, pattern)
     own = SEQ_LEN // BLOCK // 3
@@ -299,7 +282,7 @@ def _check_calls_with_other_heads() -> None:
     """Backwards under one mask may begin with different parts of the own blocks, as gradients of
     more heads are returned.
     """
-    cp = _context((1, 1, 3), "contiguous", (1, 1))
+    cp = _context((1, 3), "contiguous", (1, 1))
     ranges = MASKS["window"].rows(SEQ_LEN)
     seen = MASKS["window"].dense(SEQ_LEN)[:, None].expand(2, 4, -1, -1)
     _, d_out = _inputs()
@@ -312,30 +295,6 @@ def _check_calls_with_other_heads() -> None:
         got = torch.autograd.grad(out, leaves, cp.shard(d_out, 2))
         for a, b in zip(got, wanted, strict=True):
             assert (cp.unshard(a, 2) - b).abs().max() < 1e-9, kv_heads
-
-
-def _check_half_precision() -> None:
-    """bf16, with gradients on the wire in bf16.
-
-    They take half the bytes and match up to a rounding at each hop.
-    """
-    qkv, d_out = _inputs()
-    qkv = [x.bfloat16() for x in qkv]
-    results = []
-    sent = []
-    for dtype in (None, torch.bfloat16):
-        cp = _context((1, 2, 2), "zigzag", dtype=dtype)
-        leaves = [cp.shard(x, 2).requires_grad_() for x in qkv]
-        out = attend(*leaves, MASKS["window"], cp=cp)
-        grads = torch.autograd.grad(out, leaves, cp.shard(d_out.bfloat16(), 2))
-        results.append([cp.unshard(x, 2).float() for x in (out.detach(), *grads)])
-        sent.append(dict(cp.sent))
-    for a, b in zip(*results, strict=True):
-        assert (a - b).norm() < 0.01 * a.norm()
-    in_fp32, in_bf16 = sent
-    for axis, sent_bytes in in_fp32.items():
-        wanted = sent_bytes / 2 if "gradient" in axis else sent_bytes
-        assert in_bf16[axis] == wanted, axis
 
 
 @pytest.mark.parametrize("world", MESHES)

@@ -82,22 +82,6 @@ def test_chunks_that_no_diagonal_meets_are_not_needed(name, layout):
             assert torch.equal(needed, met)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_the_index_skips_what_the_mask_alone_would_fetch(layout):
-    """By hand, for a causal mask. Zigzag: rank r has runs r and 7 - r of two blocks each."""
-    q, k, _ = _inputs_that_look_at_themselves()
-    index = LOCAL.select(q, k, Causal(), block_size=BLOCK)
-    needed = needed_chunks_of(index, Causal().rows(SEQ_LEN), layout, RANKS)
-    neighbors = {
-        "contiguous": [[0], [0, 1], [1, 2], [2, 3]],
-        "zigzag": [[0, 1], [0, 1, 2], [1, 2, 3], [2, 3]],
-    }
-    wanted = torch.zeros(RANKS, RANKS, dtype=torch.bool)
-    for rank, sources in enumerate(neighbors[layout]):
-        wanted[rank, sources] = True
-    assert torch.equal(needed, wanted)
-
-
 def test_hops_and_work_that_the_index_saves(monkeypatch):
     """By hand, for rank 0 of a contiguous ring. Each rank needs the chunk before its own."""
     calls = []

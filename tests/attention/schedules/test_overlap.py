@@ -23,81 +23,53 @@ eager = BACKENDS["eager"]
 BLOCK = 16
 
 
-class Events:
-    """The events so far.
+def _record(patch: pytest.MonkeyPatch) -> list[str]:
+    """What happens from now on.
 
-    lines: "start NAME", "wait NAME" (the first time only), "compute", and "tables" where those of
-    all ranks' blocks are made.
+    "start NAME", "wait NAME" (the first time only), "compute", and "tables" where those of all
+    ranks' blocks are made.
     """
+    lines: list[str] = []
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.lines: list[str] = []
-        self.names: dict[int, str] = {}
-        # What is named must live, or another object may get its id.
-        self.named: list[object] = []
-        for method in ("shift", "start_all_gather", "start_reduce_scatter", "start_all_reduce"):
-            self._record_starts(monkeypatch, method)
-        self._record_starts(monkeypatch, "start_exchange")
-        self._record_waits(monkeypatch, Pending)
-        for function in (eager.forward, eager.backward):
-            recorded = self._recorded(function, "compute")
-            monkeypatch.setattr(eager, function.__name__, recorded)
-        tiles_of_rank = call_tiles.tiles_of_rank
-
-        def seen_tiles(call, batch, source, transpose):
-            if source is None:
-                self.lines.append("tables")
-            return tiles_of_rank(call, batch, source, transpose)
-
-        monkeypatch.setattr(call_tiles, "tiles_of_rank", seen_tiles)
-
-    def take(self) -> list[str]:
-        lines = self.lines
-        self.lines = []
-        return lines
-
-    def _record_starts(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def starting(method: str, name_of: Callable[[tuple], str]) -> None:
         start = getattr(Communicator, method)
 
-        @functools.wraps(start)
-        def recorded(cp: Communicator, *args, **kwargs) -> Pending:
-            name = _name(method, args, kwargs)
-            self.lines.append(f"start {name}")
+        def started(cp: Communicator, *args, **kwargs) -> Pending:
+            pending_name = kwargs.get("axis") or name_of(args)
+            lines.append(f"start {pending_name}")
             pending = start(cp, *args, **kwargs)
-            self.names[id(pending)] = name
-            self.named.append(pending)
+            pending.name = pending_name
             return pending
 
-        monkeypatch.setattr(Communicator, method, recorded)
+        patch.setattr(Communicator, method, started)
 
-    def _record_waits(self, monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
-        wait = kind.wait
+    starting("shift", lambda args: args[1])
+    starting("start_exchange", lambda args: args[3])
+    starting("start_all_gather", lambda args: args[1].split()[0])
+    starting("start_reduce_scatter", lambda args: "scatter")
+    starting("start_all_reduce", lambda args: "verticals")
 
-        def recorded(pending: Pending):
-            name = self.names.pop(id(pending), None)
-            if name is not None:
-                self.lines.append(f"wait {name}")
-            return wait(pending)
+    def waited(pending: Pending, wait=Pending.wait):
+        name = vars(pending).pop("name", None)
+        if name is not None:
+            lines.append(f"wait {name}")
+        return wait(pending)
 
-        monkeypatch.setattr(kind, "wait", recorded)
+    def tiles(call, batch, source, transpose, make=call_tiles.tiles_of_rank):
+        if source is None:
+            lines.append("tables")
+        return make(call, batch, source, transpose)
 
-    def _recorded(self, function: Callable, line: str) -> Callable:
-        @functools.wraps(function)
-        def recorded(*args, **kwargs):
-            self.lines.append(line)
-            return function(*args, **kwargs)
+    def computed(*args, compute: Callable):
+        lines.append("compute")
+        return compute(*args)
 
-        return recorded
-
-
-def _name(method: str, args: tuple, kwargs: dict) -> str:
-    if method == "shift":
-        return args[1]
-    if method == "start_exchange":
-        return kwargs["axis"]
-    if method == "start_all_gather":
-        return args[1].split()[0]
-    return {"start_reduce_scatter": "scatter", "start_all_reduce": "verticals"}[method]
+    patch.setattr(Pending, "wait", waited)
+    patch.setattr(call_tiles, "tiles_of_rank", tiles)
+    for name in ("forward", "backward"):
+        compute = functools.partial(computed, compute=getattr(eager, name))
+        patch.setattr(eager, name, compute)
+    return lines
 
 
 def events_of_attention(
@@ -115,15 +87,15 @@ def events_of_attention(
         mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
         options = {"overlap_stages": overlap_stages, "backward_circulates": "kv"}
         cp = ContextParallel(mesh, "striped", schedule, BLOCK, **options)
-        events = Events(monkeypatch)
+        events = _record(monkeypatch)
         generator = torch.Generator().manual_seed(0)
         seq_len = 4 * BLOCK
         q = torch.randn(1, kv_heads, seq_len, 8, generator=generator, requires_grad=True)
         k = torch.randn(1, kv_heads, seq_len, 8, generator=generator, requires_grad=True)
         out = attend(q, k, k.detach().clone(), Causal(), pattern, cp, "eager")
-        forward = events.take()
+        count = len(events)
         out.sum().backward()
-        return forward, events.take()
+        return events[:count], events[count:]
 
 
 VERTICAL = VerticalSlash(recall=0.8, sinks=2, max_verticals=64, min_slashes=10**6, dense_below=16)
