@@ -3,11 +3,8 @@
 import functools
 import gc
 import random
-import subprocess
-import sys
 import time
 import weakref
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,10 +24,9 @@ from titan_sparse.training.distributed import set_timeout
 
 eager = BACKENDS["eager"]
 
-ROOT = Path(__file__).parents[3]
 BLOCK = 16
 SEQ_LEN = 2 * 8 * BLOCK
-LONGEST_DELAY_SECONDS = 0.015
+LONGEST_DELAY_SECONDS = 0.008
 HANG_SECONDS = 40
 PACKED = Documents([131, 7, 100]) & SlidingWindow(100)
 VERTICAL = VerticalSlash(recall=0.8, sinks=3, local_slashes=1, max_verticals=60, dense_below=48)
@@ -102,9 +98,8 @@ def _check_delays() -> None:
     contexts = []
     for layout, schedule, circulates, mask, pattern in (
         ("striped", "ring", "q", Causal(), VERTICAL),
-        ("contiguous", "ring", "kv", PACKED, VERTICAL),
         ("striped", "all_gather", "auto", Causal(), Dense()),
-        ("striped", "double_ring", "kv", Causal(), VERTICAL),
+        ("contiguous", "double_ring", "kv", PACKED, VERTICAL),
         ("contiguous", "group_cast", "auto", PACKED, VERTICAL),
     ):
         cp = _context((2, 2), layout, schedule, 2 * BLOCK, circulates)
@@ -221,16 +216,3 @@ def _check_ranks() -> None:
 
 def test_late_ranks_and_calls_in_between_each_other():
     run_processes(4, _check_ranks)
-
-
-def test_a_program_that_says_nothing_lets_go_too():
-    """This happens before the interpreter shuts down: handlers registered first run last."""
-    script = (
-        "import atexit; atexit.register(lambda: print('left', cp.groups))\n"
-        "from titan_sparse.attention import ContextParallel\n"
-        "cp = ContextParallel(None, 'contiguous', 'local'); print('made', len(cp.groups))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT
-    )
-    assert result.stdout.split() == ["made", "6", "left", "{}"], result.stdout + result.stderr

@@ -173,15 +173,8 @@ class Flex(Triton):
     def serves_dense(self, q: Tensor, shape: DenseShape) -> bool:
         return _kernel(q) == "FLASH"
 
-    def dense_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float
-    ) -> Partial:
-        return flash.dense_forward(q, k, v, shape, scale)
-
-    def dense_backward(
-        self, queries: Queries, k: Tensor, v: Tensor, shape: DenseShape, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return flash.dense_backward(queries, k, v, shape, scale)
+    dense_forward = staticmethod(flash.dense_forward)
+    dense_backward = staticmethod(flash.dense_backward)
 
 
 def _kernel(q: Tensor) -> str:

@@ -104,10 +104,7 @@ class ContextParallel(Communicator):
         registry.OBJECTS[self.key] = self
 
     def _refuse_different_costs(self, device_type: str) -> None:
-        """Raises ValueError unless all ranks were given the same costs. Collective.
-
-        Ranks with different costs would compute different tables, without an error.
-        """
+        """Ranks with different costs would compute different tables, without an error."""
         costs = torch.tensor(self.costs, device=device_type)
         costs_of_ranks = self.all_gather(costs)
         # What is sent is counted from the first attention call on.
@@ -133,10 +130,8 @@ class ContextParallel(Communicator):
             )
         key = (seq_len, device)
         if key not in self._tables:
-            layout = self.layout
-            if layout == "balanced":
-                # On one rank, which owns all blocks in any layout.
-                layout = "contiguous"
+            # One rank owns all blocks in any layout.
+            layout = self.layout if self.size > 1 else "contiguous"
             table = layouts.block_ids(layout, self.size, seq_len, self.block_size)
             self._tables[key] = table.to(device)
         return self._tables[key]
@@ -167,10 +162,7 @@ class ContextParallel(Communicator):
         return self.table(ranges)[self.rank if rank is None else rank]
 
     def local_lookup(self, ranges: MaskRanges) -> Tensor:
-        """int64 [length + 1]: where this rank holds each token, -1 if it does not.
-
-        The last entry, for no token, is -1.
-        """
+        """int64 [length + 1]: where this rank holds each token, -1 if it does not, and for no token."""
         positions = token_positions(self.blocks(ranges), self.block_size)
         lookup = positions.new_full((ranges.start.shape[1] + 1,), -1)
         lookup[positions] = torch.arange(len(positions), device=lookup.device)
@@ -218,7 +210,6 @@ def one_rank(block_size: int) -> ContextParallel:
 
 
 def context_of(key: str) -> ContextParallel:
-    """The ContextParallel that a key names."""
     prefix, _, block_size = key.partition(":")
     if prefix == ONE_RANK:
         return one_rank(int(block_size))

@@ -59,9 +59,7 @@ class AllGather(Transport):
             arriving = following
             if number + 1 < len(self.groups):
                 following = self._start(number + 1)
-            k_pending, v_pending = arriving
-            k = _one_rank_after_the_other(k_pending)
-            v = _one_rank_after_the_other(v_pending)
+            k, v = (_one_rank_after_the_other(pending) for pending in arriving)
             if self.rectangles:
                 yield from self._rectangle_steps(number, k, v)
                 continue
@@ -89,17 +87,17 @@ class AllGather(Transport):
         dv = torch.cat([dv.wait() for _, dv in self.scattered], dim=1)
         return dk.to(self.dtype), dv.to(self.dtype)
 
-    def _start(self, head: int) -> tuple[Pending, Pending]:
-        """Start to gather a KV head of all ranks.
+    def _start(self, head: int) -> list[Pending]:
+        """Start to gather keys and values of a KV head of all ranks.
 
         Two buffers take turns: one is computed on while the next head arrives in the other.
         """
-        slot = head % 2
-        # [B, 1, S_local, D]
-        k_head = self.k[:, head : head + 1]
-        v_head = self.v[:, head : head + 1]
-        k_pending = self.call.cp.start_all_gather(k_head, f"k {slot}")
-        return k_pending, self.call.cp.start_all_gather(v_head, f"v {slot}")
+        started = []
+        for name, x in (("k", self.k), ("v", self.v)):
+            # [B, 1, S_local, D]
+            x_head = x[:, head : head + 1]
+            started.append(self.call.cp.start_all_gather(x_head, f"{name} {head % 2}"))
+        return started
 
     def _scatter(self, dk: Tensor, dv: Tensor) -> None:
         """Start to bring the gradients [B, 1, ranks * S_local, D] of every rank's keys home.
@@ -138,10 +136,7 @@ def _rectangles(call: AttentionCall, q: Tensor) -> list[tuple[Rectangle, slice]]
 
 def _one_rank_after_the_other(gathered: Pending) -> Tensor:
     """[ranks, B, 1, S_local, D] -> [B, 1, ranks * S_local, D]; no copy for a single sequence."""
-    by_rank = gathered.wait()
-    # [B, 1, ranks, S_local, D]
-    by_batch = by_rank.permute(1, 2, 0, 3, 4)
-    return by_batch.flatten(2, 3)
+    return gathered.wait().permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def _tiles_of_heads(tiles: Tiles, heads: slice) -> Tiles:

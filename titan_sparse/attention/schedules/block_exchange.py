@@ -76,27 +76,17 @@ def keys_and_values(
     yield k[:, :, split:], v[:, :, split:]
 
 
-def _block_by_block(
-    k: Tensor,
-    v: Tensor,
-    size: int,
-    out: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def _block_by_block(k: Tensor, v: Tensor, size: int, out: Tensor | None = None) -> Tensor:
     """k and v, or their gradients, as they are sent: [B, H, S, D] -> [S / size, 2, B, H, size, D].
 
-    out: memory for the result; else it is new, in `dtype` (default: k's).
+    out: memory for the result, in any dtype.
     """
     # Not -1: there may be no tokens at all, which leaves the number of blocks open.
     count = k.shape[2] // size
-    # [B, H, blocks, size, D] -> [blocks, B, H, size, D]
-    k_blocks = k.unflatten(2, (count, size))
-    v_blocks = v.unflatten(2, (count, size))
-    k_blocks = k_blocks.movedim(2, 0)
-    v_blocks = v_blocks.movedim(2, 0)
+    # [blocks, B, H, size, D]
+    k_blocks, v_blocks = (x.unflatten(2, (count, size)).movedim(2, 0) for x in (k, v))
     if out is None:
-        out = k.new_empty(count, 2, *k_blocks.shape[1:], dtype=dtype)
-    # The copies convert to the dtype of `out`.
+        out = k.new_empty(count, 2, *k_blocks.shape[1:])
     out[:, 0].copy_(k_blocks)
     out[:, 1].copy_(v_blocks)
     return out
@@ -152,13 +142,12 @@ class BlockGradients:
 
     def _send(self, stage: Stage, d_kv: tuple[Tensor, Tensor] | None) -> None:
         size = self.cp.block_size
-        if d_kv is None:
-            packed = self.sums[:0].to(self.sent_dtype)
-        else:
+        count = len(stage.k_blocks)
+        packed = self.sums.new_empty(count, *self.sums.shape[1:], dtype=self.sent_dtype)
+        if d_kv is not None:
             # Without the memory that lies unused behind the blocks.
-            tokens = len(stage.k_blocks) * size
-            dk, dv = (gradient[:, :, :tokens] for gradient in d_kv)
-            packed = _block_by_block(dk, dv, size, dtype=self.sent_dtype)
+            dk, dv = (gradient[:, :, : count * size] for gradient in d_kv)
+            _block_by_block(dk, dv, size, packed)
         if packed.is_cuda:
             # The allocator must not reuse this memory before the side stream has read it.
             packed.record_stream(_stream("gradients", packed.device))
@@ -190,7 +179,6 @@ class BlockGradients:
         return self.cp.start_exchange(blocks, exchange.receives, exchange.sends, axis=axis, out=out)
 
     def _arrive(self) -> None:
-        """Wait for what is on its way between nodes, and add it."""
         if self.crossing is not None:
             self._add(*self.crossing)
         self.crossing = None

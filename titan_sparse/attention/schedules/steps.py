@@ -36,6 +36,26 @@ class Group:
     steps: int
     vertical_tiles: Callable[[bool], Tiles] | None = None
 
+    def vertical_shares(self, vertical_kv: Tensor) -> int:
+        """Over how many steps the verticals [2, B, Hq, C, D] of all heads are dealt out."""
+        return vertical_shares(self.steps, vertical_kv.shape[3] // self.call.cp.block_size)
+
+    def pieces(
+        self, step: "Step", by_key: bool, vertical_kv: Tensor, share: int, shares: int
+    ) -> list[Piece]:
+        """The keys of a step by tiles, with a share of the verticals if there is one of this number."""
+        pieces = [Piece(step.k, step.v, step.tiles(by_key))]
+        if 0 <= share < shares:
+            kv = vertical_kv[:, :, self.heads]
+            if self.vertical_tiles is not None:
+                pieces.append(Piece(*kv, self.vertical_tiles(by_key)))
+            else:
+                batch = kv.shape[1]
+                pieces.append(
+                    call_tiles.vertical_piece(self.call, kv, batch, by_key, share, shares)
+                )
+        return pieces
+
 
 @dataclass
 class Step:
@@ -134,8 +154,7 @@ class ForwardSum:
         # The last step writes `into`, the others nowhere given.
         self.places = iter([None] * (group.steps - 1) + [into])
         self.gathered = gathered
-        block_size = group.call.cp.block_size
-        self.shares = vertical_shares(group.steps, gathered.result.shape[3] // block_size)
+        self.shares = group.vertical_shares(gathered.result)
         # The last steps meet the verticals.
         self.share = self.shares - group.steps
         self.total: Partial | None = None
@@ -143,17 +162,15 @@ class ForwardSum:
     def add(self, step: Step) -> None:
         call = self.group.call
         total = Sum(self.dtype, self.total, next(self.places))
-        has_verticals = self.share >= 0
-        if has_verticals:
+        if self.share >= 0:
             self.gathered.wait()
         with recorder.computing():
             if step.rectangle is not None:
                 self.total = rectangles.forward(call, step.rectangle, self.q, step.k, step.v, total)
             else:
-                pieces = [Piece(step.k, step.v, step.tiles(False))]
-                if has_verticals:
-                    kv = self.gathered.result
-                    pieces.append(_vertical_piece(self.group, kv, False, self.share, self.shares))
+                pieces = self.group.pieces(
+                    step, False, self.gathered.result, self.share, self.shares
+                )
                 self.total = call.backend.forward(self.q, pieces, call.scale, total)
         self.share += 1
 
@@ -174,9 +191,7 @@ class BackwardSum:
         # The last step writes `into`, the others nowhere given.
         self.places = iter([None] * (group.steps - 1) + [into])
         self.d_verticals = d_verticals
-        block_size = group.call.cp.block_size
-        blocks = d_verticals.vertical_kv.shape[3] // block_size
-        self.shares = vertical_shares(group.steps, blocks)
+        self.shares = group.vertical_shares(d_verticals.vertical_kv)
         # The first steps meet the verticals.
         self.share = 0
         self.dq: Tensor | None = None
@@ -191,26 +206,15 @@ class BackwardSum:
                 call, step.rectangle, self.queries, step.k, step.v, total
             )
             return d_kv
-        by_key = call.backend.READS_BY_KEY
-        tiles = step.tiles(by_key)
-        pieces = [Piece(step.k, step.v, tiles)]
-        has_verticals = self.share < self.shares
-        if has_verticals:
-            kv = self.d_verticals.vertical_kv
-            pieces.append(_vertical_piece(self.group, kv, by_key, self.share, self.shares))
+        pieces = self.group.pieces(
+            step,
+            call.backend.READS_BY_KEY,
+            self.d_verticals.vertical_kv,
+            self.share,
+            self.shares,
+        )
         self.dq, gradients = call.backend.backward(self.queries, pieces, call.scale, total)
-        if has_verticals:
-            self.d_verticals.put(gradients[1], self.group.heads, self.share, self.shares)
-            self.share += 1
+        for d_verticals in gradients[1:]:
+            self.d_verticals.put(d_verticals, self.group.heads, self.share, self.shares)
+        self.share += 1
         return gradients[0]
-
-
-def _vertical_piece(
-    group: Group, vertical_kv: Tensor, by_key: bool, share: int, shares: int
-) -> Piece:
-    """The verticals of a step, from those of all heads [2, B, Hq, C, D]."""
-    vertical_kv = vertical_kv[:, :, group.heads]
-    if group.vertical_tiles is not None:
-        return Piece(*vertical_kv, group.vertical_tiles(by_key))
-    batch = vertical_kv.shape[1]
-    return call_tiles.vertical_piece(group.call, vertical_kv, batch, by_key, share, shares)
