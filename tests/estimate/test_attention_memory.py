@@ -52,7 +52,7 @@ def test_buffers_are_those_that_are_kept(schedule, inter, intra, circulates, kv_
         schedule=SCHEDULES[schedule],
         circulates_queries=circulates == "q",
     )
-    kept = sum(memory.nbytes for memory in cp.buffers.memory.values())
+    kept = sum(memory.nbytes for memory in cp.memory.values())
     assert kept <= cp_buffers(step) <= most * kept
 
 

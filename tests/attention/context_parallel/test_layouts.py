@@ -19,7 +19,6 @@ from titan_sparse.attention.context_parallel.schedule import (
     double_ring,
     local,
     ring,
-    vertical_shares,
 )
 from titan_sparse.config import Attention, resolve_overlap_stages
 from titan_sparse.from_config import schedule_named
@@ -100,11 +99,6 @@ def test_rings_list_what_the_hops_bring(inter, intra):
         for windows in (double[rank], single[rank]):
             sources = sum(windows, [])
             assert sources[0] == rank and sorted(sources) == list(range(size))
-
-
-def test_verticals_are_dealt_over_all_steps_but_one():
-    assert [vertical_shares(steps, 3) for steps in (1, 2, 3, 4, 5)] == [1, 1, 2, 3, 3]
-    assert vertical_shares(4, 0) == 0
 
 
 def test_local_serves_one_rank_only():

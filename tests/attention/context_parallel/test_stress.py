@@ -178,8 +178,8 @@ def _check_no_new_buffers() -> None:
         held = []
         for call in calls * 2:
             call.alone()
-            memory = cp.buffers.memory.items()
-            held.append({slot: (x.data_ptr(), x.nbytes) for (slot, _), x in memory})
+            memory = cp.memory.items()
+            held.append({slot: (x.data_ptr(), x.nbytes) for (slot, *_), x in memory})
         if schedule == "group_cast":
             # Blocks inside the node, those that are handed on, and their gradients.
             slots = {"group cast", "group cast received", "inner_gradient", "outer_gradient"}

@@ -30,13 +30,6 @@ def missing() -> str | None:
     return None
 
 
-def broken() -> str | None:
-    """Why an installed FlashAttention-4 fails on a GPU that it supports; None otherwise."""
-    if _wrong_gpu() or not _installed():
-        return None
-    return _import_failure()
-
-
 def _wrong_gpu() -> str | None:
     if not torch.cuda.is_available():
         return "no CUDA GPU"

@@ -43,16 +43,7 @@ class Flex(Triton):
     COMPILES_BY_LENGTH = True
 
     def refusal(self, case: Case) -> str | None:
-        refusal = Served(("cuda",), DTYPES, (128,), HEAD_DIMS).refusal("flex", case)
-        if refusal is not None:
-            return refusal
-        broken = flash.broken()
-        if broken is not None:
-            return (
-                f"flex cannot run: {broken}; install titan_sparse[flash] again or write "
-                'attention.backend = "triton"'
-            )
-        return None
+        return Served(("cuda",), DTYPES, (128,), HEAD_DIMS).refusal("flex", case)
 
     def describe(self) -> str:
         missing = flash.missing()

@@ -14,43 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_ALIGNMENT = 256
-"""Bytes. Every tensor begins at a multiple of it, for fast kernels and copies."""
-
-Kind = tuple[Sequence[int], torch.dtype]
-"""The shape and dtype of a tensor."""
-
-
-class Buffers:
-    """One piece of memory for each slot, as large as the largest request so far.
-
-    A run that sees many lengths, such as an evaluation, keeps room for the longest of them and not
-    for each. Taking a slot again overwrites what it held.
-    """
-
-    def __init__(self):
-        self.memory: dict[tuple[str, torch.device], Tensor] = {}
-
-    def take(self, slot: str, kinds: Sequence[Kind], device: torch.device) -> list[Tensor]:
-        """Contiguous tensors of these kinds, one behind the other in the memory of the slot."""
-        begins = [0]
-        for shape, dtype in kinds:
-            nbytes = math.prod(shape) * dtype.itemsize
-            begins.append(begins[-1] + -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
-        end = begins.pop()
-        key = (slot, device)
-        if key not in self.memory or self.memory[key].nbytes < end:
-            # The old memory goes first: both are never held at the same time.
-            self.memory.pop(key, None)
-            self.memory[key] = torch.empty(end, dtype=torch.uint8, device=device)
-        tensors = []
-        for begin, (shape, dtype) in zip(begins, kinds, strict=True):
-            nbytes = math.prod(shape) * dtype.itemsize
-            part = self.memory[key][begin : begin + nbytes]
-            tensors.append(part.view(dtype).view(shape))
-        return tensors
-
-
 # Renamed in torch 2.13, where the old names warn; 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -100,7 +63,7 @@ class Communicator:
         self.size = len(all_ranks)
         self.sent = Counter()
         self.plain_ring_bytes = 0
-        self.buffers = Buffers()
+        self.memory: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
         node, local_rank = divmod(rank, len(nodes[0]))
         members = {"inner": all_ranks, "outer": [all_ranks[rank]], "verticals": all_ranks}
         if has_node_axis:
@@ -205,8 +168,7 @@ class Communicator:
         self.sent[axis] += sum(x.nbytes for x in sent)
         received = []
         if receives:
-            kinds = [(x.shape, x.dtype) for x in chunk]
-            received = self.buffers.take(slot, kinds, chunk[0].device)
+            received = [self.rows(f"{slot} {i}", x, len(x)) for i, x in enumerate(chunk)]
         operations = []
         for x in sent:
             operations.append(dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size))
@@ -218,10 +180,19 @@ class Communicator:
     # Memory and bookkeeping
 
     def rows(self, slot: str, like: Tensor, count: int) -> Tensor:
-        """[count, *like.shape[1:]] in the memory that is kept for the slot."""
+        """[count, *like.shape[1:]] in the memory that is kept for the slot.
+
+        It is as large as the largest request so far: a run that sees many lengths, such as an
+        evaluation, keeps room for the longest. Taking a slot again overwrites what it held.
+        """
+        key = (slot, like.dtype, like.device)
         shape = (count, *like.shape[1:])
-        [memory] = self.buffers.take(slot, [(shape, like.dtype)], like.device)
-        return memory
+        size = math.prod(shape)
+        if key not in self.memory or self.memory[key].numel() < size:
+            # The old memory goes first: both are never held at the same time.
+            self.memory.pop(key, None)
+            self.memory[key] = like.new_empty(size)
+        return self.memory[key][:size].view(shape)
 
     @property
     def bytes_sent(self) -> int:

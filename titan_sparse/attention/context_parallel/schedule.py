@@ -136,14 +136,6 @@ def circulates_queries(
     return query_bytes < kv_bytes
 
 
-def vertical_shares(steps: int, blocks: int) -> int:
-    """Over how many of `steps` steps the `blocks` blocks of verticals are dealt out.
-
-    One step is left out for the exchange to hide behind, unless there is no other.
-    """
-    return min(max(steps - 1, 1), blocks)
-
-
 def head_groups(kv_heads: int, windows: int) -> int:
     """Equal groups of KV heads that travel on their own (schedules/ring.py)."""
     if windows == 1:

@@ -15,7 +15,6 @@ from titan_sparse.attention import call_tiles, recorder
 from titan_sparse.attention.backends.base import Partial, Queries, Sum
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Pending
-from titan_sparse.attention.context_parallel.schedule import vertical_shares
 from titan_sparse.attention.merge import accumulation_dtype, results
 from titan_sparse.attention.schedules import rectangles, verticals
 from titan_sparse.attention.schedules.rectangles import Rectangle
@@ -37,8 +36,12 @@ class Group:
     vertical_tiles: Callable[[bool], Tiles] | None = None
 
     def vertical_shares(self, vertical_kv: Tensor) -> int:
-        """Over how many steps the verticals [2, B, Hq, C, D] of all heads are dealt out."""
-        return vertical_shares(self.steps, vertical_kv.shape[3] // self.call.cp.block_size)
+        """Over how many steps the verticals [2, B, Hq, C, D] of all heads are dealt out.
+
+        One step is left out for the exchange to hide behind, unless there is no other.
+        """
+        blocks = vertical_kv.shape[3] // self.call.cp.block_size
+        return min(max(self.steps - 1, 1), blocks)
 
     def pieces(
         self, step: "Step", by_key: bool, vertical_kv: Tensor, share: int, shares: int
