@@ -10,7 +10,6 @@ import torch
 from tests.distributed import run_processes
 from tests.models.transformers_models import WINDOW, save_model
 from tests.training.wired_run import ALIKE, assert_alike, lines_of, run, write_shard
-from titan_sparse.commands.evaluate import main as evaluate
 from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.estimate.flops import flops_per_token
 from titan_sparse.models.transformers_config import read_transformers_config
@@ -19,10 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 torch.set_num_threads(1)
 
-ALL = (
-    *("mistral", "olmo2", "olmo3", "gemma3", "granite"),
-    *("mixtral", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5"),
-)
+ALL = ("granite", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "qwen3_5")
 STEPS = 3
 SETTINGS: dict[str, object] = {
     "model.implementation": "transformers",
@@ -37,12 +33,9 @@ SETTINGS: dict[str, object] = {
 SAVES = {"checkpoint.enable": True, "checkpoint.last_save_in_hf": True}
 CP = {"parallelism.cp": 2, "parallelism.dp_shard": 1}
 SPREAD: dict[str, dict[str, object]] = {
-    "mistral": {**CP, "attention.layout": "balanced", "attention.schedule": "group_cast"},
-    "olmo3": {**CP, "attention.layout": "balanced", "attention.schedule": "ring"},
     "gemma3": {**CP, "attention.layout": "zigzag"},
     "mixtral": CP,
-    "gpt_oss": {**CP, "attention.layout": "balanced"},
-    "qwen3_next": CP,
+    "gpt_oss": {**CP, "attention.layout": "balanced", "attention.schedule": "group_cast"},
     "qwen3_5": {**CP, "attention.layout": "balanced"},
 }
 """What two processes do."""
@@ -62,9 +55,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("transformers")
     write_shard(folder)
     for name in ALL:
-        save_model(
-            folder / name, name, **(ROUTED if name in ("mixtral", "gpt_oss", "qwen3_next") else {})
-        )
+        save_model(folder / name, name, **(ROUTED if name in ("mixtral", "gpt_oss") else {}))
     for name in SPREAD:
         train(folder, name, "one", {})
     for name in ("gemma3", "mixtral"):
@@ -72,13 +63,12 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_5"])
-def test_compiled_and_recomputed_runs_are_alike(folder: Path, name: str) -> None:
-    compiled = {"compile.enable": True, "compile.backend": "aot_eager"}
-    train(folder, name, "kept", {"activation_checkpoint.mode": "none"})
+@pytest.mark.parametrize("name, backend", [("gemma3", "aot_eager"), ("qwen3_5", "eager")])
+def test_compiled_and_recomputed_runs_are_alike(folder: Path, name: str, backend: str) -> None:
+    compiled = {"compile.enable": True, "compile.backend": backend}
     train(folder, name, "selective", {"activation_checkpoint.mode": "selective", **compiled})
     train(folder, name, "recomputed", {"activation_checkpoint.attention_recompute": 0.5})
-    for run_name in ("kept", "selective", "recomputed"):
+    for run_name in ("selective", "recomputed"):
         assert_alike(folder, f"{name}-{run_name}", f"{name}-one")
 
 
@@ -139,28 +129,10 @@ def test_transformers_reads_what_is_exported(folder: Path) -> None:
         given = json.loads((folder / name / "config.json").read_text())
         assert written == given | {"dtype": "float32"}
         assert _tensors_on_disk(out) == _tensors_on_disk(folder / name), name
-    for name in ("qwen3_moe", "gemma3"):
-        out = folder / f"{name}-by-script"
-        assert export_hf([str(folder / f"{name}-exported"), str(out), "--dtype", "float32"]) == 0
-        for file in (folder / f"{name}-exported/huggingface/step-1").iterdir():
-            assert (out / file.name).read_bytes() == file.read_bytes(), file.name
-
-
-def _evaluate(folder: Path, out: str, *words: str) -> list[dict]:
-    common = ["--config", str(folder / "gemma3-evaluated/config.toml"), "--lengths", "96"]
-    rest = ["--buckets", "2", "--samples", "2", "--out", str(folder / out)]
-    assert evaluate([*common, *words, *rest]) == 0
-    return json.loads((folder / out / "results.json").read_text())["position"]
-
-
-def test_a_run_and_its_export_are_evaluated_alike(folder: Path) -> None:
-    train(folder, "gemma3", "evaluated", {**SAVES, "optimizer.lr": 0.5})
-    run_folder = folder / "gemma3-evaluated"
-    words = ["--tasks", "position"]
-    found = _evaluate(folder, "of-run", *words, "--checkpoint", str(run_folder))
-    exported = str(run_folder / "huggingface" / f"step-{STEPS}")
-    assert _evaluate(folder, "of-export", *words, "--hf", exported) == found
-    assert _evaluate(folder, "of-first", *words, "--hf", str(folder / "gemma3")) != found
+    out, exported = folder / "by-script", folder / "qwen3_moe-exported"
+    assert export_hf([str(exported), str(out), "--dtype", "float32"]) == 0
+    for file in (exported / "huggingface/step-1").iterdir():
+        assert (out / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 def test_sparse_patterns_leave_windows_dense(folder: Path) -> None:
@@ -172,8 +144,6 @@ def test_sparse_patterns_leave_windows_dense(folder: Path) -> None:
         "attention.vertical_slash.max_slashes": 1,
         "attention.vertical_slash.dense_below": 16,
         "metrics.recall_every": 1,
-        "metrics.tensorboard": True,
-        "metrics.pictures_every": 1,
     }
     train(folder, "gemma3", "sparse", sparse)
     dense = lines_of(folder / "gemma3-one")[0]
@@ -208,7 +178,7 @@ def test_context_parallel_runs_are_those_of_one_process(folder: Path) -> None:
     for name in SPREAD:
         # A norm behind linear attention divides by what is small in these models, and by the third
         # step a token goes to another expert. tests/attention/test_linear.py is exact.
-        rel = {"qwen3_next": 1e-2, "qwen3_5": 1e-3}.get(name, ALIKE)
+        rel = 1e-3 if name == "qwen3_5" else ALIKE
         assert_alike(folder, f"{name}-cp", f"{name}-one", rel)
 
 
