@@ -82,8 +82,7 @@ def _run(words: list[str]) -> int:
 def report(error: BaseException) -> int:
     """Say what has ended the program, to the user and to torchrun. Returns the exit status.
 
-    One line for what the user has to change, for disks and files, and where another rank has failed
-    first; a traceback for anything unexpected.
+    One line for what the user has to change and for disks; a traceback for anything unexpected.
     """
     where = ""
     failures = getattr(error, "failures", None)
@@ -100,7 +99,7 @@ def report(error: BaseException) -> int:
         _print_once(line)
         return 3
     if isinstance(error, OSError):
-        _print_once(f"{line} ({_place(error)})", alike=not _has_process_group())
+        _print_once(line, alike=not _has_process_group())
         return 1
     if isinstance(error, OtherRankFailed):  # that rank, or the watch, has said it
         report_to_launcher(str(error))
@@ -112,9 +111,8 @@ def report(error: BaseException) -> int:
 
 
 def _print_once(line: str, alike: bool = True) -> None:
-    """One rank's line, if all come to the same end: when the first is gone torchrun ends the others.
-
-    If it goes on, then one rank of each node speaks. alike: that may be; else this one speaks now.
+    """Print a line. alike: the other ranks may have the same one. Then they wait for the first to
+    speak, as torchrun ends the others when it is gone.
     """
     report_to_launcher(line)
     if alike and not _is_first_rank():
@@ -123,16 +121,6 @@ def _print_once(line: str, alike: bool = True) -> None:
         is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
         time.sleep(seconds if is_first_of_node else 2 * seconds)
     print(line, file=sys.stderr, flush=True)
-
-
-def _place(error: BaseException) -> str:
-    """Where in this package an error came up; empty if nowhere."""
-    package = os.path.dirname(__file__)
-    place = ""
-    for frame in traceback.extract_tb(error.__traceback__):
-        if frame.filename.startswith(package):
-            place = f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
-    return place
 
 
 def _has_process_group() -> bool:

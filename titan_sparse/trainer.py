@@ -119,7 +119,7 @@ class Trainer(Parts):
                 report_changes(saved, config, step)
         elif not self.adapters:
             read_initial_hf(config, self.model, self.model_config)
-        self.checkpointer.check_disk(config.training.steps)
+        self.checkpointer.check_disk()
         refuse_bad_weights(self.model, source_of_weights(config, self.progress.step), self.device)
 
     def _run_steps(self) -> bool:
@@ -197,10 +197,7 @@ class Trainer(Parts):
 
     def _lacks_time(self, began: float, done: int, accumulated: int) -> bool:
         """Whether the rest of the step and a save would outlast a rank's grace after a stop signal.
-        Collective.
-
-        began: the step, on the monotonic clock. done: micro-batches. Asks on the CPU, so that no
-        GPU is waited for.
+        Collective, on the CPU, so that no GPU is waited for. done: micro-batches.
         """
         micro_batch_seconds = max(
             (time.monotonic() - began) / done, self.step_seconds / accumulated
@@ -219,16 +216,13 @@ class Trainer(Parts):
         return ranks.item() > 0
 
     def _leave_step_out(self, loader: dict[str, Any], progress: dict[str, Any]) -> None:
-        """Go back to these states, which are from before the step."""
         self.optimizers.zero_grad()
         self.loader.load_state_dict(loader)
         self.progress.load_state_dict(progress)
 
     def _totals(self, batches: list[Batch]) -> tuple[int, int, bool]:
         """Over the world: labels that count, tokens consumed (each once), and whether any rank was
-        asked to stop.
-
-        On the CPU, so that no GPU is waited for.
+        asked to stop. On the CPU, so that no GPU is waited for.
         """
         labels = sum(int(count_valid(batch.labels)) for batch in batches)
         tokens = sum(sum(lengths) for batch in batches for lengths in batch.lengths)
@@ -417,9 +411,8 @@ class Trainer(Parts):
 
 
 def draw_probe_rows(training_seed: int, step: int) -> None:
-    """Choose the rows that probes look at in this step (vertical_slash.probe_rows = "spread").
-
-    They are the same on all ranks, in the backward, and in a resumed run.
+    """Choose the rows that probes look at in this step: the same on all ranks, in the backward, and
+    in a resumed run.
     """
     set_probe_seed((training_seed * _STEPS_APART + step) % 2**32)
 

@@ -22,9 +22,9 @@ from tests.distributed import run_processes
 from tests.reference import structured_qkv
 from tests.runs import TINY, metrics_of, tiny_config, train, write_texts
 from titan_sparse.attention import ContextParallel, attend, recorder
-from titan_sparse.attention.masks.ranges import Causal, Documents
+from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.observe.statistics import Recording, recording
-from titan_sparse.attention.observe.visits import count_visits, worker_imbalance
+from titan_sparse.attention.observe.visits import worker_imbalance
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.config import Config, ConfigError, check_start
 from titan_sparse.training import metrics
@@ -79,26 +79,6 @@ def _check_work() -> None:
         work = seen.by_rank().work
         assert context_parallel_averages(seen)["worker_imbalance"] == 1.0
         assert work.shape == (1, ranks) and work.sum() == by_hand.sum()
-
-
-SPARSE = VerticalSlash(
-    recall=0.5, sinks=3, local_slashes=1, max_verticals=40, max_slashes=2, dense_below=48
-)
-
-
-def _check_sparse_work() -> None:
-    """Against the count of visits.py, which test_visits.py checks against index.dense()."""
-    for schedule in ("ring", "all_gather"):
-        cp = _cp("striped", schedule)
-        mask = Documents([[dist.get_world_size() * TOKENS - 70], [100, 30, 50]])
-        seen, index = _record(cp, mask=mask, pattern=SPARSE)
-        ranges = mask.rows(index.seq_len)
-        visits = count_visits(index, ranges, cp.block_table(index.seq_len))
-        assert visits.vertical_pairs.sum() > 0
-        want = visits.total()
-        work, compute, _ = seen.by_rank()
-        assert torch.equal(work[0], want.double()), schedule
-        assert (compute > 0)[work > 0].all(), schedule
 
 
 def _check_waiting() -> None:
@@ -186,7 +166,6 @@ def _check_bytes_besides() -> None:
 
 def _check_all() -> None:
     _check_work()
-    _check_sparse_work()
     _check_bytes()
     _check_bytes_besides()
     _check_waiting()

@@ -26,7 +26,7 @@ def test_a_rank_that_sleeps_is_named_before_the_timeout(tmp_path):
     status, output = run_job(words, tmp_path / "output", ranks=2, faults=faults)
     assert status == 1
     place = r"at planted.py:\d+ in slow_forward_backward"
-    named = rf"rank 0 \(host \S+, process \d+\) holds up the others in step 3, {place}; rank"
+    named = rf"rank 0 \(host \S+, process \d+\) holds up the others in step 3, {place}; stacks"
     said = r"nothing has moved for \d+ s, collectives fail after 3 s: "
     assert re.search(said + named, output), output
     assert not re.search(r"rank 1 .* has given no sign of life", output)

@@ -98,10 +98,6 @@ def leave_distributed() -> None:
 
 
 def build_meshes(parallelism: Parallelism, cp_intra: int, device_type: str) -> Meshes:
-    """The meshes of the running world.
-
-    World size = dp_replicate * dp_shard * cp, which config.check() has seen to.
-    """
     world_size = dist.get_world_size()
     cp = parallelism.cp
     replicas = parallelism.dp_replicate
@@ -128,11 +124,9 @@ def build_meshes(parallelism: Parallelism, cp_intra: int, device_type: str) -> M
 
 
 def set_timeout(seconds: float, without: dist.ProcessGroup | None = None) -> None:
-    """Change the timeout of every process group made so far, those of meshes and of ContextParallel
-    included.
+    """Change the timeout of every process group made so far.
 
     without: a group that keeps its own. Before the timeout gets shorter all ranks should barrier().
-    Otherwise one begins a short collective that another, still compiling or writing, joins too late.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not without:
@@ -140,10 +134,7 @@ def set_timeout(seconds: float, without: dist.ProcessGroup | None = None) -> Non
 
 
 def barrier() -> None:
-    """Wait until all ranks are here, under the current timeout.
-
-    On the CPU, so that no GPU is waited for.
-    """
+    """Wait until all ranks are here. No GPU is waited for."""
     dist.all_reduce(torch.zeros(()))
 
 
@@ -202,10 +193,8 @@ def _store_of_job(timeout_seconds: float) -> tuple[dist.Store, int, int]:
 def refuse_differences(
     store: dist.Store, rank: int, world_size: int, values: Mapping[str, str]
 ) -> None:
-    """Refuse to go on where a rank's `values` differ from those of rank 0. Collective over the world.
-
-    store: one that is new to this start. Each rank reads the values of rank 0 alone, so that the
-    time grows with the number of ranks and not with its square. Raises Refusal, the same on all ranks.
+    """Raise Refusal, the same on all ranks, where a rank's `values` differ from those of rank 0.
+    Collective over the world. store: one that is new to this start.
     """
     host = socket.gethostname()
     if rank == 0:

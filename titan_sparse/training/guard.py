@@ -66,8 +66,7 @@ def decides_on_device(optimizers: OptimizersContainer, device: torch.device) -> 
 class Guard:
     """Judges each step and keeps the running statistics of the gradient norm.
 
-    on_device: the fused optimizers read the verdict on the device. Otherwise the host looks at it
-    before the update, which costs nothing where the optimizer runs on the CPU.
+    on_device: the optimizer reads the verdict on the device. Otherwise the host looks at it.
     """
 
     def __init__(self, section: GuardSection, device: torch.device, on_device: bool):
@@ -82,11 +81,9 @@ class Guard:
         self.pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
     def state_dict(self) -> dict[str, Any]:
-        """The statistics, and how many bad steps there were up to now without a good one."""
         return {"statistics": self.statistics.cpu(), "in_a_row": self.in_a_row.cpu()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a saved state. Unread reports are dropped."""
         self.statistics.copy_(state["statistics"])
         self.in_a_row.copy_(state["in_a_row"])
         self.pending.clear()
@@ -114,8 +111,7 @@ class Guard:
     def reports(self, all_of_them: bool) -> list[Report]:
         """The reports that the host has not read yet.
 
-        all_of_them: the last step's too, for which the host waits. Otherwise that one comes with
-        the next call, so that the device always has a step of work before it.
+        all_of_them: the last step's too, for which the host waits.
         """
         stay = 0 if all_of_them else 1
         read = []
@@ -174,10 +170,7 @@ class Guard:
 
 
 def all_finite(tensors: Iterable[Tensor], device: torch.device) -> bool:
-    """Whether every element of these tensors is finite on every rank. Collective; the host waits.
-
-    DTensors: each rank looks at its own shards.
-    """
+    """Whether every element is finite on every rank. Collective; the host waits."""
     return not _not_finite(tensors, device).any()
 
 
@@ -192,10 +185,9 @@ def optimizer_states(optimizers: OptimizersContainer) -> list[Tensor]:
 
 
 def refuse_bad_weights(model: nn.Module, source: str, device: torch.device) -> None:
-    """Refuse first weights that are not finite. Collective.
+    """Raise Refusal, on every rank, for first weights that are not finite. Collective.
 
-    source: where they came from, for people. Raises Refusal on every rank, in one line that
-    names the first of them.
+    source: where they came from, for people.
     """
     named = dict(model.named_parameters())
     bad = _not_finite(named.values(), device)

@@ -246,9 +246,8 @@ class Watch:
         return self.store.add(what, 1) == 1
 
     def _explain(self, error: BaseException, frames: TracebackType | None) -> bool:
-        """The main thread leaves by an exception: its own fault, or that of a rank that it waited for.
-
-        Returns whether another rank has failed before, or is dead, and this one waited for it.
+        """The main thread leaves by an exception. Returns whether another rank has failed before, or is
+        dead, and this one waited for it.
         """
         lines = [(frame.f_code, number) for frame, number in traceback.walk_tb(frames)]
         self.frozen = place_of(lines[::-1])
@@ -344,12 +343,11 @@ def write_stacks(folder: Path, rank: int) -> None:
 
 
 def culprits(statuses: dict[int, dict], silent: set[int]) -> list[int]:
-    """The ranks that the others seem to wait for, by their statuses.
+    """The ranks that the others seem to wait for.
 
-    These are the silent ranks, if there are any. Otherwise they are ranks that do not wait in a
-    collective or a transfer themselves. We look first among the ranks that have begun fewer
-    collectives than others of a group. If all of those wait in transfers, which are not counted, we
-    look among all ranks.
+    These are the silent ranks. Without any they are ranks that do not wait themselves, at first among
+    those that have begun fewer collectives than others of a group. If all of these wait in transfers,
+    which are not counted, we look among all ranks.
     """
     if silent:
         return sorted(silent)
@@ -368,7 +366,7 @@ def culprits(statuses: dict[int, dict], silent: set[int]) -> list[int]:
 
 
 def describe(statuses: dict[int, dict], silent: set[int]) -> str:
-    """One line: who is waited for, and where; then where the others are."""
+    """One line: who is waited for, and where."""
     named = culprits(statuses, silent)
     parts = []
     for rank in named[:8]:
@@ -380,21 +378,11 @@ def describe(statuses: dict[int, dict], silent: set[int]) -> str:
         )
     if len(named) > 8:
         parts.append(f"{len(named) - 8} more")
-    others: dict[str, list[str]] = {}
-    for rank, status in statuses.items():
-        if rank not in named:
-            others.setdefault(status["place"], []).append(str(rank))
-    for place, ranks in list(others.items())[:4]:
-        noun = "ranks" if len(ranks) > 1 else "rank"
-        parts.append(f"{noun} {', '.join(ranks[:8])}{' ...' * (len(ranks) > 8)} at {place}")
     return "; ".join(parts)
 
 
 def collectives_begun() -> dict[str, int]:
-    """How many, by group, with the same keys on all its ranks.
-
-    Transfers along rings are left out: gloo counts them too, and ranks differ in how many they make.
-    """
+    """How many, by group. Transfers along rings are left out, in which ranks differ."""
     counts: dict[str, int] = {}
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.group_desc.startswith(("cp inner", "cp outer")):
@@ -421,10 +409,7 @@ def place_of_thread(thread: int) -> tuple[str, bool]:
 
 def place_of(frames: list[tuple[CodeType, int]]) -> tuple[str, bool]:
     """Where code outside of torch is, as "file.py:line in function", and whether it waits for other
-    ranks there.
-
-    It waits in torch.distributed and in functions called wait. frames: code and line, the innermost
-    first.
+    ranks there: in torch.distributed, or in a function called wait. frames: the innermost first.
     """
     waits = False
     for code, line in frames:

@@ -35,10 +35,7 @@ THUMBNAIL_CELLS = 48
 
 
 class MetricsLog:
-    """Writes the metrics of logged steps, on the first rank. The others only keep the time.
-
-    Made when the process group exists: the throughput is shared by all its ranks.
-    """
+    """Writes the metrics of logged steps, on the first rank. The others only keep the time."""
 
     def __init__(
         self,
@@ -121,8 +118,8 @@ class MetricsLog:
     ) -> None:
         """Write a logged step. Collective.
 
-        values: loss, grad_norm, lr. recorded: the attention of this rank's last micro-batch, whose
-        sequences held `sequence_tokens` tokens on average.
+        recorded: the attention of this rank's last micro-batch, whose sequences held
+        `sequence_tokens` tokens on average.
         """
         sequence_tokens = average_over_ranks(recorded, sequence_tokens)
         capped = self.caps.read()
@@ -243,11 +240,7 @@ def average_over_ranks(recorded: Recording, sequence_tokens: float) -> float:
 
 
 def attention_averages(recorded: Recording) -> dict[str, float]:
-    """Means over layers and heads.
-
-    density and blocks_per_query; and where recorded recall and verticals (their mean and 95th
-    percentile).
-    """
+    """Means over layers and heads of what was recorded."""
     averages = {"density": recorded.density().mean().item()}
     for field, name in _BY_LAYER.items():
         layers = getattr(recorded, field)
@@ -290,12 +283,7 @@ def context_parallel_averages(recorded: Recording) -> dict[str, float]:
 
 
 def progress_line(record: dict[str, Any], steps: int, step_seconds: float | None) -> str:
-    """One line for people.
-
-    Percent, ETA, loss, gradient norm, learning rate, tokens/s/device, MFU, memory, sparsity, recall
-    and what caps cut of it.
-    step_seconds: what a step takes at present, None where that is not known yet.
-    """
+    """One line for people. step_seconds: of a step at present; None: not known yet."""
     step = record["step"]
     parts = [
         f"step {step}/{steps} {100 * step / steps:3.0f} %",
@@ -336,10 +324,7 @@ def _peak_memory_gib(device: torch.device) -> float:
 
 
 def json_ready(value: Any) -> Any:
-    """Numbers, tensors of one number, lists and dicts of them, as json.dumps() takes them.
-
-    JSON has no NaN or infinity: null stands for them.
-    """
+    """As json.dumps() takes it: tensors of one number as numbers, null for NaN and infinity."""
     if isinstance(value, dict):
         return {key: json_ready(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -105,11 +105,11 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
-    """The lines of a run's metrics.jsonl by step, under the names of this version.
+    """The lines of a run's metrics.jsonl by step, under the names of this version. Of a step that is
+    there twice, after resuming, the later line counts.
 
-    Of a step that is there twice, after resuming, the later line counts. A last line that is cut
-    short is left out. run: an output_dir or the file. Raises ValueError, one line, if there is no
-    such file or a line is not a step's metrics.
+    run: an output_dir or the file. Raises ValueError, one line, if there is no such file or a line
+    is not a step's metrics.
     """
     path = Path(run)
     if path.is_dir():
@@ -149,11 +149,9 @@ def tag(field: str) -> str:
 def write_board(
     board: "SummaryWriter", record: dict[str, Any], recorded: "Recording", capped: "Capped | None"
 ) -> None:
-    """Write a line of metrics.jsonl, the recorded statistics of each layer, and pictures of the
-    recorded thumbnails.
+    """Write a line of metrics.jsonl, the statistics of each layer, and pictures of thumbnails.
 
-    capped: counts of the selections since the previous logged step; None for patterns without
-    budgets.
+    capped: of the selections since the previous logged step; None for patterns without budgets.
     """
     step = record["step"]
     for field, value in record.items():

@@ -22,9 +22,8 @@ MIN_BYTES = 2**20
 
 
 def pin(buffer: Tensor) -> int:
-    """Pin CPU memory for as long as `buffer` lives. Returns CUDA's error code; 0: it worked.
-
-    Unlike pin_memory=True, this does not round the size up to a power of two.
+    """Pin CPU memory for as long as `buffer` lives, without rounding its size up to a power of two as
+    pin_memory=True does. Returns CUDA's error code; 0: it worked.
     """
     runtime = torch.cuda.cudart()
     address = buffer.data_ptr()
@@ -35,10 +34,7 @@ def pin(buffer: Tensor) -> int:
 
 
 class BufferPool:
-    """CPU buffers of given sizes, kept when they are given back; pinned where there is a GPU.
-
-    count, nbytes: of all buffers there are, in use or not.
-    """
+    """CPU buffers, kept when they are given back. count, nbytes: of all, in use or not."""
 
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
@@ -76,10 +72,7 @@ class Copier:
 
     def start(self, destination: Tensor, source: Tensor) -> "torch.cuda.Event | None":
         """Queue a copy behind what the current stream has been given so far. Returns what to wait()
-        for.
-
-        Until somebody has waited, both tensors must be kept: the allocator does not know of this
-        stream.
+        for. Until then keep both tensors: the allocator does not know of this stream.
         """
         if self.stream is None:
             destination.copy_(source)
@@ -180,8 +173,7 @@ class _Block:
         self.saved: weakref.WeakValueDictionary[tuple, _Saved] = weakref.WeakValueDictionary()
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
-        """The pack hook: called for every tensor that autograd saves in this block's forward. Returns
-        a new record, or that of the same tensor in this block or the one before."""
+        """The pack hook: called for every tensor that autograd saves in this block's forward."""
         is_worth_it = type(tensor) is Tensor and tensor.nbytes >= MIN_BYTES and _is_dense(tensor)
         if not is_worth_it or self._stays(tensor):
             return tensor
@@ -219,10 +211,8 @@ class OffloadedBlocks:
     """Runs the blocks as models.decoder.run_blocks() does, with what they keep for the backward on
     the CPU.
 
-    Forwards may follow each other before their backwards come: each has its own record. Without
-    gradients nothing is kept. The device holds at most the tensors of the block that computes and
-    of two more blocks, in the forward and in the backward. `pool` holds the buffers, which are kept from
-    step to step.
+    Forwards may follow each other before their backwards come. The device holds at most the tensors
+    of the block that computes and of two more blocks. `pool` keeps the buffers from step to step.
     """
 
     def __init__(self, device: torch.device) -> None:

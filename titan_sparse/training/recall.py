@@ -13,9 +13,8 @@ from titan_sparse.config import Attention
 
 
 class Capped(NamedTuple):
-    """Shares of heads that caps kept below the recall, float64 [layers] each, on the CPU.
-
-    Over sequences, forwards and ranks; verticals, slashes, and both.
+    """Shares of heads that caps kept below the recall, over sequences, forwards and ranks: float64
+    [layers] each, on the CPU.
     """
 
     verticals: Tensor
@@ -26,8 +25,7 @@ class Capped(NamedTuple):
         return (self.verticals + self.slashes) / 2
 
     def spread(self, selecting: list[int], layers: int) -> "Capped":
-        """The same for all `layers`, of which only `selecting` have budgets: nothing is cut in
-        others."""
+        """The same for all `layers`. Only `selecting` have budgets: nothing is cut in others."""
         spread = []
         for shares in self:
             of_all = shares.new_zeros(layers)
@@ -36,9 +34,8 @@ class Capped(NamedTuple):
         return Capped(*spread)
 
     def of_heads(self, budget: str) -> Tensor:
-        """Shares of heads that keep less of the probe's mass than was asked, [layers].
-
-        Of two independent budgets each has to reach the recall, so one without its cap is enough.
+        """Shares of heads that keep less of the probe's mass than was asked, [layers]. Of two
+        independent budgets each has to reach the recall, so one without its cap is enough.
         """
         if budget == "independent":
             return self.both
@@ -46,10 +43,7 @@ class Capped(NamedTuple):
 
 
 class CapCount:
-    """What caps cut in all selections since the last read(). Until then it stays on the device.
-
-    Each forward selects once a layer, in the order of the layers.
-    """
+    """What caps cut in all selections since the last read(). Until then it stays on the device."""
 
     def __init__(self) -> None:
         self.sums: Tensor | None = None
@@ -82,9 +76,8 @@ class CapCount:
 
 
 def asked_recall(attention: Attention) -> float | None:
-    """The recall that selection has to reach; None where nothing was asked for.
-
-    That is with other patterns, and where the budgets of verticals and slashes are both fixed.
+    """The recall that selection has to reach. None for patterns without one, and where the numbers of
+    verticals and slashes are both fixed.
     """
     if attention.pattern != "vertical_slash":
         return None

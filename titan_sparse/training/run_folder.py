@@ -34,7 +34,6 @@ _PACKAGES = ("torch", "triton", "flash-attn-4", "torchtitan", "torchao", "numpy"
 def begin_start(config: Config, device: torch.device) -> Path:
     """Make this start's folder, write start.json, and log to rank<N>.log from now on. Collective.
 
-    Call it once the process group exists. All ranks get the same folder, and no two starts do.
     Raises OSError, on all ranks, where rank 0 cannot make it.
     """
     this_rank = {
@@ -100,8 +99,7 @@ def _describe(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of this package and of the packages that it computes with. A missing package has None,
-    and so has CUDA in a build without it."""
+    """Versions of this package and of what it computes with; None: it is missing."""
     # The package is loaded, as this is a part of it. Nothing below imports it from above.
     found: dict[str, str | None] = {"titan_sparse": sys.modules["titan_sparse"].__version__}
     for name in _PACKAGES:
@@ -116,10 +114,8 @@ def versions() -> dict[str, str | None]:
 
 
 def git_commit(file: Path) -> dict[str, Any] | None:
-    """The commit of the checkout that holds `file`, and whether it has changes that are not in it.
-
-    None where git does not know the file, such as a package installed below a checkout of something
-    else, or where there is no git.
+    """The commit of the checkout that holds `file`, and the number of files changed since. None where
+    git does not know the file, as of an installed package, or where there is no git.
     """
 
     def git(*words: str) -> str:
@@ -162,12 +158,11 @@ def _log_to(path: Path) -> None:
 
 @contextlib.contextmanager
 def profiler(profiling: Profiling, output_dir: str, rank: int) -> Iterator[Callable[[int], None]]:
-    """Profiles what runs inside, unless profiling.enable is false. Gives what to call after each step,
-    with its number from 1.
+    """Profiles what runs inside, if profiling.enable. Gives what to call after each step, with its
+    number from 1.
 
-    Writes <output_dir>/profile/rank<r>.json after the steps asked for. The first traced step waits
-    for what was queued before it, and the last one for its own work, so that a trace has the work of
-    its steps and no other.
+    The first traced step waits for what was queued before it, and the last one for its own work, so
+    that a trace has the work of its steps and no other.
     """
     if not profiling.enable:
         yield lambda step: None

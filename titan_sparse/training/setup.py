@@ -65,10 +65,7 @@ def step_path(config: Config, step: int) -> str:
 
 
 def check_initial_weights(config: Config, model: DecoderConfig) -> None:
-    """Refuse a model.initial_hf that does not fit, unless the run resumes from its own checkpoint.
-
-    Raises ValueError.
-    """
+    """Raise ValueError for a model.initial_hf that does not fit, unless the run resumes."""
     if _initial_hf(config) and checkpoint_to_resume(config) is None:
         # Only where asked for: it needs safetensors.
         from titan_sparse.models.huggingface import check_weights
@@ -179,7 +176,7 @@ def recomputed_share(
     config: Config, model: DecoderConfig, backend: str, device: torch.device
 ) -> float:
     """activation_checkpoint.attention_recompute. For auto it is the smallest multiple of a sixteenth
-    whose estimated peak fits into the free memory, on the rank with the least memory. Collective.
+    whose estimated peak fits on the rank with the least free memory. Collective.
     """
     share = config.activation_checkpoint.attention_recompute
     if share != AUTO:
@@ -205,10 +202,7 @@ def free_gib(device: torch.device) -> float | None:
 
 
 def base_digest(config: Config) -> str:
-    """What identifies the frozen weights; "" where all weights are trained.
-
-    Checkpoints hold adapters alone, which mean nothing with another base.
-    """
+    """What identifies the frozen weights, which a checkpoint does not hold; "" where there are none."""
     if not config.lora.rank:
         return ""
     if trains_random_base(config):

@@ -274,38 +274,13 @@ def test_a_problem_of_one_rank_is_the_problem_of_both(tmp_path):
     run_processes(2, _save_and_read, tmp_path)
 
 
-# Whether the disk has room for what a run will save, checked before the first step.
-
-ONE_SAVE = 3 * (5 * 6 + 5) * 4
-"""Bytes: the weights and Adam's two moments."""
-
-
-@pytest.mark.parametrize(
-    "keep, interval, saved, step, steps, needed",
-    [
-        (3, 1, 0, 0, 100, 4),
-        # Checkpoints that are there have their room.
-        (3, 1, 2, 2, 100, 2),
-        # The last step is saved as well, off the interval too.
-        (5, 2, 0, 0, 3, 2),
-        (5, 1, 0, 3, 3, 1),
-        # A disk need not hold all of them at once.
-        (0, 1, 0, 0, 100, 1),
-    ],
-)
-def test_a_disk_too_small_is_refused(
-    alone, tmp_path, monkeypatch, keep, interval, saved, step, steps, needed
-):
-    run = Run(tmp_path, keep_latest_k=keep, interval=interval).train(saved)
-    run.progress.step = step
+def test_a_disk_too_small_is_refused_before_the_first_step(alone, tmp_path, monkeypatch):
+    """Three tensors of each parameter's size: the weights and Adam's two moments."""
+    run = Run(tmp_path)
+    needed = 3 * (5 * 6 + 5) * 4
     usage = shutil.disk_usage(tmp_path)
-    for free, fits in [(needed * ONE_SAVE, True), (needed * ONE_SAVE - 1, False)]:
-        monkeypatch.setattr(shutil, "disk_usage", lambda _, f=free: usage._replace(free=f))
-        if fits:
-            run.checkpointer.check_disk(steps)
-            continue
-        text = (
-            rf"has .*e-0\d GiB free, a save needs 3.91e-07 GiB and up to {needed} more .* = {keep}"
-        )
-        with pytest.raises(Refusal, match=text):
-            run.checkpointer.check_disk(steps)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
+    run.checkpointer.check_disk()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
+    with pytest.raises(Refusal, match="has 3.9e-07 GiB free, and a save needs 3.91e-07 GiB"):
+        run.checkpointer.check_disk()

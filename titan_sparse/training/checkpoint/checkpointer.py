@@ -91,8 +91,8 @@ class Checkpointer(Saver):
         states: dict[str, Stateful],
         texts: dict[str, str],
     ):
-        """states: what else is saved, by name; its state is plain values and CPU tensors. texts:
-        files that go into every checkpoint as they are, name -> text."""
+        """states: what else is saved, of plain values and CPU tensors. texts: further files of every
+        checkpoint, name -> text."""
         super().__init__(section, Path(output_dir, folders.FOLDER), progress.device, texts)
         self.progress = progress
         self.parts: dict[str, Stateful] = {LOADER: loader, PROGRESS: progress, **states}
@@ -137,27 +137,19 @@ class Checkpointer(Saver):
             self._load_weights(self.section.initial_load_path)
         return step is not None
 
-    def check_disk(self, steps: int) -> None:
-        """Refuse a disk that is too small for the saves up to `steps`. Raises Refusal on all ranks."""
+    def check_disk(self) -> None:
+        """Refuse a disk that has no room for a save. Raises Refusal on all ranks."""
         if not self.section.enable:
             return
         needed_bytes = expected_bytes(self.model, self.optimizers)
-        saves_left = -(-max(steps - self.progress.step, 1) // self.section.interval)
 
         def check() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            saves = 1
-            if self.section.keep_latest_k:
-                # Rotation deletes the oldest when the new one is whole: for a moment there is one more.
-                saved = len(folders.complete_steps(self.folder))
-                saves = max(1, min(saves_left, self.section.keep_latest_k + 1 - saved))
             free_bytes = shutil.disk_usage(self.folder).free
-            if free_bytes < saves * needed_bytes:
+            if free_bytes < needed_bytes:
                 raise Refusal(
-                    f"{self.folder} has {free_bytes / 2**30:.3g} GiB free, a save needs "
-                    f"{needed_bytes / 2**30:.3g} GiB and up to {saves} more will be there at once; "
-                    "free some, lower "
-                    f"checkpoint.keep_latest_k = {self.section.keep_latest_k}, or write another "
+                    f"{self.folder} has {free_bytes / 2**30:.3g} GiB free, and a save needs "
+                    f"{needed_bytes / 2**30:.3g} GiB; free some, or write another "
                     "training.output_dir"
                 )
 

@@ -121,7 +121,7 @@ def rotate(folder: Path, keep: int) -> None:
 
 
 def delete_incomplete(folder: Path) -> list[str]:
-    """Delete what saves that were cut short have left. Returns the names. Call it under the lock."""
+    """Delete what saves that were cut short have left. Returns the names."""
     left_over = [path for path in _folders_in(folder) if _INCOMPLETE.fullmatch(path.name)]
     for path in left_over:
         shutil.rmtree(path, ignore_errors=True)

@@ -89,10 +89,8 @@ def expected_bytes(model: nn.Module, optimizers: list[Optimizer]) -> int:
 
 
 class HashedFile(io.FileIO):
-    """A new file that computes the sha256 of what is written to it. It is durable once closed.
-
-    The sum covers exactly the bytes that are passed to the operating system, without a buffer in
-    between. So it detects any damage from there to the disk and back.
+    """A new file that computes the sha256 of exactly the bytes that are passed to the operating system.
+    It is durable once closed.
     """
 
     def __init__(self, path: Path):
@@ -101,7 +99,6 @@ class HashedFile(io.FileIO):
         self.failure: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write all of `data`. Both parts of it let other threads run."""
         view = memoryview(data).cast("B")
         self.sum.update(view)
         written = 0
@@ -129,7 +126,7 @@ def _write_bytes(path: Path, data: bytes) -> str:
 
 
 class _Planner(DefaultSavePlanner):
-    """Has copies written in place of this rank's shards, where there are copies."""
+    """Writes copies in place of this rank's shards, where there are copies."""
 
     def __init__(self, copies: dict[str, Tensor]):
         super().__init__()
@@ -143,8 +140,7 @@ class _Planner(DefaultSavePlanner):
 class _Files(FileSystemWriter):
     """DCP's files, with their sha256. The folder gets its name when all of them are durable.
 
-    texts: files that go in as they are, name -> text. keep: checkpoints that stay, this one among
-    them; 0: all.
+    texts: name -> text of further files. keep: checkpoints that stay, with this one; 0: all.
     """
 
     def __init__(self, incomplete: Path, checkpoint: Path, texts: dict[str, str], keep: int):
@@ -157,7 +153,7 @@ class _Files(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the folder, without what an earlier attempt has left in it. DCP calls it on rank 0."""
+        """Make the folder anew. DCP calls it on rank 0."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
         return plans
@@ -190,10 +186,7 @@ class _Files(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[tuple[dict, dict]]) -> None:
-        """Write the list of all ranks' files, rename the folder to step-N, and delete old checkpoints.
-
-        DCP calls it on rank 0, once all ranks have written.
-        """
+        """Rename the folder to step-N. DCP calls it on rank 0, once all ranks have written."""
         sums: dict[str, str] = {}
         metadata.storage_data = {}
         for places_of_rank, sums_of_rank in results:
@@ -226,10 +219,8 @@ def _threads() -> int:
 
 
 def _memory_like(tensors: dict[str, Tensor], pinned: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """One piece of CPU memory, which can be pinned as a whole, and in it tensors like these.
-
-    Each has its own storage, which torch.save() needs. The memory is pinned as long as the first
-    result is there.
+    """One piece of CPU memory, pinned as long as it lives, and in it tensors like these. Each has its
+    own storage, which torch.save() needs.
     """
     offsets, size = [], 0
     for tensor in tensors.values():
