@@ -30,9 +30,10 @@ def _commands(folder: Path) -> list[list[str]]:
     return [shlex.split(line) for line in shown.splitlines() if "pip install" not in line][-6:]
 
 
-def _train(words: list[str]) -> int:
-    sys.argv = ["train.py", *words]
-    return train.main()
+def _train_and_ask(words: list[str]) -> int:
+    split = words.index("then")
+    sys.argv = ["train.py", *words[:split]]
+    return train.main() or chat_demo.main(words[split + 1 :])
 
 
 def _after(words: list[str], program: str) -> list[str]:
@@ -66,8 +67,8 @@ def test_the_commands_work_on_a_tiny_model(tmp_path, capsys):
     before[before.index("--hf") + 1] = str(model)
     printed = run_program(2, chat_demo.main, [*_after(before, "examples.chat_demo"), *tiny])
     assert "of 6 answers are exact" in printed
-    run_program(2, _train, [*_after(training, "train.py"), *tiny])
-    run_program(2, chat_demo.main, [*_after(after, "examples.chat_demo"), *tiny])
+    asking = [*_after(after, "examples.chat_demo"), *tiny]
+    run_program(2, _train_and_ask, [*_after(training, "train.py"), *tiny, "then", *asking])
 
     # Nothing is learned in two steps.
     assert chat_demo.main(_after(compare, "examples.chat_demo")) == 1

@@ -172,7 +172,7 @@ def test_refusals():
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_gradients_are_near_and_training_goes_down(recipe):
+def test_gradients_are_near(recipe):
     plain, float8 = _model(None), _model(Float8(enable=True, recipe=recipe))
     for model in (plain, float8):
         _float8_loss(model).backward()
@@ -181,20 +181,6 @@ def test_gradients_are_near_and_training_goes_down(recipe):
         assert error < 0.3, (name, error)
         # Three bits of mantissa must be seen in what goes through a converted layer.
         assert error > 0.01 or "layers" not in name or a.grad.norm() == 0, (name, error)
-    losses = {}
-    for key, model in (("bfloat16", plain), ("float8", float8)):
-        optimizer = torch.optim.SGD(
-            model.parameters(), lr=0.1
-        )  # larger steps make any rounding grow
-        for _ in range(15):
-            optimizer.zero_grad()
-            loss = _float8_loss(model)
-            loss.backward()
-            optimizer.step()
-        losses[key] = loss.item()
-    assert losses["float8"] < 5.0 and losses["float8"] == pytest.approx(
-        losses["bfloat16"], rel=0.01
-    ), losses
 
 
 def test_a_run_recomputes_as_much_of_attention_as_its_memory_requires(tmp_path, monkeypatch):

@@ -76,26 +76,19 @@ def test_two_starts_in_a_second(tmp_path):
         assert (folder / "config.toml").read_text() == to_toml(config)
 
 
-def _git(folder: Path, *words: str) -> str:
-    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-    command = ("git", *identity, *words)
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    return result.stdout.strip()
-
-
 def test_git_commit(tmp_path, monkeypatch):
+    def git(*words: str) -> str:
+        command = ("git", "-c", "user.name=a", "-c", "user.email=a@b", *words)
+        return subprocess.check_output(command, cwd=tmp_path, text=True).strip()
+
     file = tmp_path / "code.py"
     file.write_text("1")
-    assert git_commit(file) is None
-
-    _git(tmp_path, "init")
+    git("init", "-q")
     # Such as a virtual environment in a checkout of something else.
     assert git_commit(file) is None
-    _git(tmp_path, "add", "code.py")
-    _git(tmp_path, "commit", "-m", "one")
-    commit = _git(tmp_path, "rev-parse", "HEAD")
-    assert git_commit(file) == {"commit": commit, "changed_files": 0}
+    git("add", "code.py")
+    git("commit", "-qm", "one")
     file.write_text("2")
-    assert git_commit(file) == {"commit": commit, "changed_files": 1}
+    assert git_commit(file) == {"commit": git("rev-parse", "HEAD"), "changed_files": 1}
     monkeypatch.setenv("PATH", "/nowhere")
     assert git_commit(file) is None

@@ -3,12 +3,14 @@
 A progress line, TensorBoard, one JSON object in <output_dir>/metrics.jsonl, and metrics.trackers.
 """
 
+import contextlib
 import logging
 import math
 import os
 import resource
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,13 +19,14 @@ from torch.utils.tensorboard import SummaryWriter
 
 from titan_sparse.attention.observe.statistics import Recording
 from titan_sparse.attention.observe.visits import worker_imbalance
-from titan_sparse.config import Config
+from titan_sparse.attention.recorder import counting_caps
+from titan_sparse.config import Attention, Config
 from titan_sparse.estimate.flops import flops_per_token, peak_flops, utilization
 from titan_sparse.from_config import selecting_layers
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.lora_config import resolve_adapters
-from titan_sparse.training.metrics_output import JsonLines, write_board
-from titan_sparse.training.recall import CapCount, asked_recall, percent
+from titan_sparse.training.metrics_output import JsonLines, tag
+from titan_sparse.training.pictures import heat_map
 
 if TYPE_CHECKING:
     import wandb
@@ -32,6 +35,92 @@ logger = logging.getLogger("titan_sparse")
 
 THUMBNAIL_CELLS = 48
 """Cells on a side of a TensorBoard picture of one head's selection."""
+
+
+class Capped(NamedTuple):
+    """Shares of heads that caps kept below the recall, over sequences, forwards and ranks: float64
+    [layers] each, on the CPU.
+    """
+
+    verticals: Tensor
+    slashes: Tensor
+    both: Tensor
+
+    def of_budgets(self) -> Tensor:
+        return (self.verticals + self.slashes) / 2
+
+    def spread(self, selecting: list[int], layers: int) -> "Capped":
+        """The same for all `layers`. Only `selecting` have budgets: nothing is cut in others."""
+        spread = []
+        for shares in self:
+            of_all = shares.new_zeros(layers)
+            of_all[selecting] = shares
+            spread.append(of_all)
+        return Capped(*spread)
+
+    def of_heads(self, budget: str) -> Tensor:
+        """Shares of heads that keep less of the probe's mass than was asked, [layers]. Of two
+        independent budgets each has to reach the recall, so one without its cap is enough.
+        """
+        if budget == "independent":
+            return self.both
+        return self.verticals + self.slashes - self.both
+
+
+class CapCount:
+    """What caps cut in all selections since the last read(). Until then it stays on the device."""
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None
+        self.forwards = 0
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        with counting_caps() as shares:
+            yield
+        if not shares:
+            return
+        # [layers, 3]
+        by_layer = torch.stack(shares)
+        self.sums = by_layer if self.sums is None else self.sums + by_layer
+        self.forwards += 1
+
+    def read(self) -> Capped | None:
+        """The means over all forwards since the last call and over all ranks' data.
+
+        None for patterns without budgets. Collective; waits for the device.
+        """
+        if self.sums is None:
+            return None
+        means = self.sums / self.forwards
+        dist.all_reduce(means)
+        means = means.cpu() / dist.get_world_size()
+        self.sums = None
+        self.forwards = 0
+        return Capped(*means.unbind(1))
+
+
+def asked_recall(attention: Attention) -> float | None:
+    """The recall that selection has to reach. None for patterns without one, and where the numbers of
+    verticals and slashes are both fixed.
+    """
+    if attention.pattern != "vertical_slash":
+        return None
+    budgets = attention.vertical_slash
+    has_fixed_verticals = budgets.min_verticals == budgets.max_verticals
+    # A maximum of 0 is none.
+    has_fixed_slashes = 0 < budgets.max_slashes == budgets.min_slashes
+    if has_fixed_verticals and has_fixed_slashes:
+        return None
+    return budgets.recall
+
+
+def percent(share: Tensor | float) -> str:
+    """A share in percent with one decimal. What is above 0 never looks like 0."""
+    share = float(share)
+    if 0 < share < 0.001:
+        return "< 0.1 %"
+    return f"{100 * share:.1f} %"
 
 
 class MetricsLog:
@@ -280,6 +369,46 @@ def context_parallel_averages(recorded: Recording) -> dict[str, float]:
     means = dict(zip(values, (sums / dist.get_world_size()).tolist()))
     means["cp_sent_of_plain_ring"] = means["cp_gib_sent"] / means["cp_sent_of_plain_ring"]
     return means
+
+
+def write_board(
+    board: SummaryWriter, record: dict[str, Any], recorded: Recording, capped: Capped | None
+) -> None:
+    """Write a line of metrics.jsonl, the statistics of each layer, and pictures of thumbnails.
+
+    capped: of the selections since the previous logged step; None for patterns without budgets.
+    """
+    step = record["step"]
+    for field, value in record.items():
+        # TensorBoard itself has step and time of each value.
+        if field not in ("step", "time") and value is not None:
+            board.add_scalar(tag(field), value, step)
+    # [layers, Hq], and [layers] of what caps cut
+    by_layer = {
+        "density": recorded.density(),
+        "recall": recorded.recall,
+        "capped": [] if capped is None else capped.of_budgets(),
+    }
+    for name, layers in by_layer.items():
+        for number, shares in enumerate(layers):
+            board.add_scalar(f"attention_{name}_by_layer/{number}", shares.mean().item(), step)
+    if not recorded.thumbnails:
+        return
+
+    pictures = {
+        "density_heat_map": (by_layer["density"], "share of allowed pairs that are visited"),
+        "recall_heat_map": (recorded.recall, "share of the softmax's mass that is kept"),
+    }
+    for name, (layers, meaning) in pictures.items():
+        if len(layers):
+            board.add_figure(
+                f"attention/{name}", heat_map(torch.stack(list(layers)), meaning), step
+            )
+    meaning = "share of a cell's allowed pairs that is selected"
+    ticks = (0, 0.01, 0.1, 0.25, 0.5, 1)
+    board.add_figure(
+        "attention/selection", heat_map(torch.stack(recorded.thumbnails), meaning, ticks), step
+    )
 
 
 def progress_line(record: dict[str, Any], steps: int, step_seconds: float | None) -> str:

@@ -19,16 +19,9 @@ from titan_sparse.config import Config
 
 if TYPE_CHECKING:
     import wandb
-    from torch.utils.tensorboard import SummaryWriter
-
-    from titan_sparse.attention.observe.statistics import Recording
-    from titan_sparse.training.recall import Capped
 
 _END = 1 << 24
 """Bytes that are read in search of the last line."""
-
-_NOT_SHOWN = ("step", "time")
-"""What TensorBoard itself has of each value."""
 
 _SECTIONS = {
     "memory": "memory_gib",
@@ -144,49 +137,6 @@ def tag(field: str) -> str:
             return f"{section}/{field}"
     is_comm = field.startswith(("cp_", "exposed_communication")) or "_imbalance" in field
     return f"{'comm' if is_comm else 'Train'}/{field}"
-
-
-def write_board(
-    board: "SummaryWriter", record: dict[str, Any], recorded: "Recording", capped: "Capped | None"
-) -> None:
-    """Write a line of metrics.jsonl, the statistics of each layer, and pictures of thumbnails.
-
-    capped: of the selections since the previous logged step; None for patterns without budgets.
-    """
-    step = record["step"]
-    for field, value in record.items():
-        if field not in _NOT_SHOWN and value is not None:
-            board.add_scalar(tag(field), value, step)
-    # [layers, Hq], and [layers] of what caps cut
-    by_layer = {
-        "density": recorded.density(),
-        "recall": recorded.recall,
-        "capped": [] if capped is None else capped.of_budgets(),
-    }
-    for name, layers in by_layer.items():
-        for number, shares in enumerate(layers):
-            board.add_scalar(f"attention_{name}_by_layer/{number}", shares.mean().item(), step)
-    if not recorded.thumbnails:
-        return
-    import torch
-
-    # Only where asked for: it loads matplotlib.
-    from titan_sparse.training.pictures import heat_map
-
-    pictures = {
-        "density_heat_map": (by_layer["density"], "share of allowed pairs that are visited"),
-        "recall_heat_map": (recorded.recall, "share of the softmax's mass that is kept"),
-    }
-    for name, (layers, meaning) in pictures.items():
-        if len(layers):
-            board.add_figure(
-                f"attention/{name}", heat_map(torch.stack(list(layers)), meaning), step
-            )
-    meaning = "share of a cell's allowed pairs that is selected"
-    ticks = (0, 0.01, 0.1, 0.25, 0.5, 1)
-    board.add_figure(
-        "attention/selection", heat_map(torch.stack(recorded.thumbnails), meaning, ticks), step
-    )
 
 
 def open_wandb(config: Config) -> "wandb.Run | None":

@@ -88,9 +88,9 @@ def test_everything_is_durable_before_it_has_its_name(alone, tmp_path, events):
     assert Path(ours.storage_meta.checkpoint_id) == run.folder / "step-1"
 
 
-def test_a_step_waits_for_the_copies_only(alone, tmp_path, monkeypatch, caplog):
-    """Training continues however slow the disk is, over another group. The next save waits for it,
-    and says so, and going back waits too."""
+def test_a_step_waits_for_the_copies_only(alone, tmp_path, monkeypatch):
+    """Training continues however slow the disk is, over another group. The next save and going back
+    wait for it."""
     save, groups = dcp.save, []
 
     def slow(*args, process_group, **settings):
@@ -108,9 +108,7 @@ def test_a_step_waits_for_the_copies_only(alone, tmp_path, monkeypatch, caplog):
     run.step()
     run.checkpointer.raise_failure()
     assert time.monotonic() - began < 0.5 and not (run.folder / "step-1").exists()
-    assert "is shorter than a save" not in caplog.text
     run.checkpointer.save(2)
-    assert "is shorter than a save" in caplog.text
     assert run.checkpointer.go_back(before=2) == 1
     assert names_in(run.folder) == {"step-1", "rolled-back-1"}
     assert same(run.state() | {"sequence": 1}, wanted)

@@ -60,8 +60,6 @@ _ALIGNMENT = 512
 _FILES_PER_RANK = 4
 """At most; so many threads hash and write."""
 
-_LONG_WAIT_SECONDS = 0.5
-
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -281,12 +279,6 @@ class Saver:
         """
         began = time.perf_counter()
         self.wait()
-        waited = time.perf_counter() - began
-        if waited > _LONG_WAIT_SECONDS:
-            logger.warning(
-                "waited %.1f s for the save before: checkpoint.interval is shorter than a save",
-                waited,
-            )
         tensors, values = self.state()
         if self.thread is None:
             self._write(step, {**tensors, **values}, began)
