@@ -17,14 +17,14 @@ from titan_sparse.commands.plan import DEFAULT_CONSTANTS
 from titan_sparse.config import Config
 from titan_sparse.estimate.constants import (
     Constants,
-    Shape,
+    KVShape,
     costs_of,
     costs_of_run,
     load_constants,
     shape_of,
 )
 from titan_sparse.estimate.indexes import load_indexes, random_index
-from titan_sparse.estimate.planner import Layer, Setting, count, plan_layer
+from titan_sparse.estimate.planner import LayerWork, Setting, count, plan_layer
 from titan_sparse.models.flavours import FLAVOURS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -46,7 +46,7 @@ def _plan(schedule: str, inter: int, intra: int, layout: str = "striped", **cons
     """A dense causal layer of 64 blocks of 8 tokens, four heads, two KV heads."""
     ranges = Causal().rows(64 * 8)
     index = Dense().index([], ranges, 1, 4, 8)
-    layer = Layer(index, ranges, Shape(2, 16, 2, 4))
+    layer = LayerWork(index, ranges, KVShape(2, 16, 2, 4))
     setting = Setting(layout, SCHEDULES[schedule], inter, intra)
     rates = dataclasses.replace(ROUND, **constants)
     return plan_layer(count(layer, setting), layer, setting, rates)
@@ -57,7 +57,7 @@ def half_a_million():
     """The layer of scripts.benchmarks.context_parallel, 5 % of 524,288 tokens' causal pairs."""
     ranges = Causal().rows(524288)
     pattern, tensors = random_index(16, 524288, 128, 0.05)
-    layer = Layer(pattern.index(tensors, ranges, 1, 16, 128), ranges, Shape(2, 128, 2, 4))
+    layer = LayerWork(pattern.index(tensors, ranges, 1, 16, 128), ranges, KVShape(2, 128, 2, 4))
     return layer, count(layer, Setting("striped", SCHEDULES["ring"], 1, 4))
 
 
@@ -86,7 +86,7 @@ def test_measured_runs_are_predicted(half_a_million, name, constants, schedules,
         if row.get("schedule") not in schedules or "forward_ms" not in row:
             continue
         gradient_bytes = {"float32": 4, "bfloat16": 2}[row["gradient_dtype"]]
-        sent = dataclasses.replace(layer, shape=Shape(2, 128, 2, gradient_bytes))
+        sent = dataclasses.replace(layer, shape=KVShape(2, 128, 2, gradient_bytes))
         nodes = 2 if row["schedule"] == "double_ring" else 1
         setting = Setting("striped", SCHEDULES[row["schedule"]], nodes, ranks // nodes)
         p = plan_layer(counted, sent, setting, rates)
@@ -182,7 +182,7 @@ def _config_with(folder, constants: dict | str) -> Config:
 )
 def test_costs_by_hand(change, shape, block_size, transfer):
     constants = dataclasses.replace(ROUND_RATES, **change)
-    assert costs_of(constants, Shape(*shape), 8, block_size) == Costs(150, transfer)
+    assert costs_of(constants, KVShape(*shape), 8, block_size) == Costs(150, transfer)
 
 
 def test_a_run_reads_its_file(tmp_path):
@@ -200,7 +200,7 @@ def test_a_run_reads_its_file(tmp_path):
         ({"dense_tflops": None}, "dense_tflops or partial_tile is missing.*scripts.calibrate"),
         ({"inside_gb_s": float("inf")}, "inside_gb_s = inf"),
         ({"launch_ms": -1.0}, "launch_ms = -1.0"),
-        ({"x": 1.0}, "x is unknown"),
+        ({"x": 1.0}, "argument 'x'"),
         ('{"traceEvents": []}', r'write \{"constants"'),
     ],
 )

@@ -54,28 +54,24 @@ def load_constants(path: str | Path, named: str = "") -> Constants:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         values = {name: float(entry["value"]) for name, entry in data["constants"].items()}
+        constants = Constants(**values)
     except OSError as error:
         raise ValueError(f"{named}: cannot read it: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f'{named}: write {{"constants": {{NAME: {{"value": NUMBER, "source": TEXT}}, '
+            f'{named}: {error}; write {{"constants": {{NAME: {{"value": NUMBER, "source": TEXT}}, '
             f"...}}}}, as scripts.calibrate does"
         ) from error
-    fields = {field.name: field.default for field in dataclasses.fields(Constants)}
-    for name in sorted(fields.keys() | values.keys()):
-        if name not in fields or (name not in values and fields[name] is dataclasses.MISSING):
-            problem = "missing" if name in fields else "unknown"
-            raise ValueError(f"{named}: {name} is {problem}; it has {', '.join(fields)}")
     for name, value in values.items():
         # Latencies and launches may take no time, but a rate of 0 would never end.
         is_rate = value > 0 or (value == 0 and "_ms" in name)
         # nan is refused too: it compares as false.
         if not is_rate or math.isinf(value):
             raise ValueError(f"{named}: {name} = {value} is not a rate. Write a number above 0")
-    return Constants(**values)
+    return constants
 
 
-class Shape(NamedTuple):
+class KVShape(NamedTuple):
     """Shape of K and V.
 
     element_bytes: of an element of K and V as they are sent. gradient_bytes: of dK and dV.
@@ -87,17 +83,17 @@ class Shape(NamedTuple):
     gradient_bytes: int
 
 
-def shape_of(config: Config, model: DecoderConfig) -> Shape:
+def shape_of(config: Config, model: DecoderConfig) -> KVShape:
     """Keys, values and their gradients as the run sends them between ranks."""
     element_bytes = {"bfloat16": 2, "float32": 4, "float64": 8}[config.training.dtype]
     # As they are summed: fp32, and fp64 for fp64.
     gradient_bytes = max(4, element_bytes)
     if config.attention.gradient_dtype == "bfloat16":
         gradient_bytes = 2
-    return Shape(model.kv_heads, model.head_dim, element_bytes, gradient_bytes)
+    return KVShape(model.kv_heads, model.head_dim, element_bytes, gradient_bytes)
 
 
-def costs_of(constants: Constants, shape: Shape, heads: int, block_size: int) -> Costs | None:
+def costs_of(constants: Constants, shape: KVShape, heads: int, block_size: int) -> Costs | None:
     """Costs of this machine for attention of `heads` query heads; None where no tile was timed.
 
     Transfers are those inside a node.

@@ -20,16 +20,16 @@ from titan_sparse.attention.observe.visits import Visits, by_step, count_visits
 from titan_sparse.attention.patterns import BlockIndex
 from titan_sparse.attention.patterns.dense import DenseIndex
 from titan_sparse.attention.schedules.needs import met_blocks, needed_chunks_of
-from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS, Constants, Shape
+from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS, Constants, KVShape
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerWork:
     """Attention of one layer: what it chose, under which mask, and the shape of K and V."""
 
     index: BlockIndex
     ranges: MaskRanges
-    shape: Shape
+    shape: KVShape
 
 
 @dataclass(frozen=True)
@@ -110,14 +110,16 @@ def table_of(
     return layouts.block_ids(layout, ranks, ranges.start.shape[1], block_size)
 
 
-def count(layer: Layer, setting: Setting) -> Counted:
+def count(layer: LayerWork, setting: Setting) -> Counted:
     """What the layout of a setting gives each rank. It is the same for all schedules."""
     index = layer.index
     table = table_of(layer.ranges, setting.layout, setting.ranks, index.block_size, setting.balance)
     return Counted(table, count_visits(index, layer.ranges, table))
 
 
-def plan_layer(counted: Counted, layer: Layer, setting: Setting, constants: Constants) -> LayerPlan:
+def plan_layer(
+    counted: Counted, layer: LayerWork, setting: Setting, constants: Constants
+) -> LayerPlan:
     planner = _Planner(counted, layer, setting, constants)
     if setting.schedule.moves is Moves.HEADS:
         work, forward, backward = planner.all_gather()
@@ -134,7 +136,7 @@ def plan_layer(counted: Counted, layer: Layer, setting: Setting, constants: Cons
 class _Planner:
     """Bytes and seconds of a layer. Each schedule has a method that returns work and passes."""
 
-    def __init__(self, counted: Counted, layer: Layer, setting: Setting, constants: Constants):
+    def __init__(self, counted: Counted, layer: LayerWork, setting: Setting, constants: Constants):
         self.visits = counted.visits
         self.table = counted.table
         self.layer = layer
@@ -148,54 +150,45 @@ class _Planner:
         self.gradient_bytes = elements * shape.gradient_bytes
 
     def ring(self) -> tuple[Tensor, Pass, Pass]:
+        """In a double ring, hops between nodes run at the same time as windows. Heads travel in groups:
+        one group is computed while the next one travels."""
         setting = self.setting
         windows, steps = setting.schedule.rings(setting.inter, setting.intra)
         groups = head_groups(self.layer.shape.kv_heads, windows)
-        needed = self._needed()
+        needed, work = self._work_by_step()
         key_hops = routing.hops_needed(needed, windows, steps)
         gradient_hops = routing.gradient_hops(needed, windows, steps)
-        keys = routing.traffic(key_hops, setting.intra)
-        gradients = routing.traffic(gradient_hops, setting.intra)
+        keys_sent = _bytes((routing.traffic(key_hops, setting.intra), self.key_bytes))
+        gradients_sent = (routing.traffic(gradient_hops, setting.intra), self.gradient_bytes)
 
-        # [W]: gradients travel while others are computed, and the last ones travel alone.
-        key_seconds = self._hop_seconds(key_hops, self.key_bytes)
-        gradient_seconds = self._hop_seconds(gradient_hops, self.gradient_bytes)
-        last_gradient = gradient_seconds[-1].item()
-        gradient_seconds[-1] = 0
-        work = self._work_by_step(needed)
-        forward = self._pass(work, key_seconds, launches=groups)
+        # Hops around the inner rings after each step, [W]. A plain ring goes through all nodes, and
+        # waits for its slowest hop.
+        across = steps > setting.intra
+        keys = key_hops.inner.any(0).flatten() * self._link_seconds(self.key_bytes, across)
+        gradients = gradient_hops.inner.any(0).flatten() * self._link_seconds(
+            self.gradient_bytes, across
+        )
+        # Gradients travel while others are computed, and the last ones travel alone.
+        last_gradient = gradients[-1].item()
+        gradients[-1] = 0
+        forward = self._pass(work, keys, keys_sent, launches=groups)
         backward = self._pass(
             work,
-            torch.maximum(key_seconds, gradient_seconds),
+            torch.maximum(keys, gradients),
+            _bytes((keys_sent, 1), gradients_sent),
             backward=True,
             ends=last_gradient / groups,
             launches=groups,
         )
-        if windows > 1:
-            forward, backward = self._between_nodes(forward, backward, windows, groups)
-        forward = forward._replace(sent=_bytes((keys, self.key_bytes)))
-        sent = _bytes((keys, self.key_bytes), (gradients, self.gradient_bytes))
-        return work, forward, backward._replace(sent=sent)
+        if windows == 1:
+            return work, forward, backward
 
-    def _hop_seconds(self, hops: routing.Hops, size: int) -> Tensor:
-        """Seconds of the hops around the inner rings after each step, float64 [W]."""
-        # A plain ring goes through all nodes, and waits for its slowest hop.
-        across = hops.inner.shape[-1] > self.setting.intra
-        return hops.inner.any(0).flatten() * self._link_seconds(size, across)
-
-    def _between_nodes(
-        self, forward: Pass, backward: Pass, windows: int, groups: int
-    ) -> tuple[Pass, Pass]:
-        """The passes of a double ring, whose hops between nodes run at the same time as windows.
-
-        Heads travel in groups: one group is computed while the next one travels.
-        """
         hops = windows - 1
-        keys = self._link_seconds(self.key_bytes, across=True).item()
-        gradients = self._link_seconds(self.gradient_bytes, across=True).item()
+        key_seconds = self._link_seconds(self.key_bytes, across=True).item()
+        gradient_seconds = self._link_seconds(self.gradient_bytes, across=True).item()
         # The links may be busy throughout, and then the last group of the last window remains.
         last_window = forward.compute.amax(0).unflatten(0, (windows, -1))[-1].sum().item()
-        forward_seconds = max(forward.seconds, hops * keys + last_window / groups)
+        forward_seconds = max(forward.seconds, hops * key_seconds + last_window / groups)
 
         # The backward computes the first step of the first window, then the other windows, then the
         # rest of the first one, which hides how the gradients of the last window cross.
@@ -204,18 +197,17 @@ class _Planner:
         rest = by_window[0].item() - first_step
         crossing = backward.seconds - rest - by_window[-1].item() * (1 - 1 / groups)
         backward_seconds = max(
-            backward.seconds + max(0.0, keys / groups - first_step),
-            max(crossing, hops * keys) + gradients,
-            keys + hops * gradients,
+            backward.seconds + max(0.0, key_seconds / groups - first_step),
+            max(crossing, hops * key_seconds) + gradient_seconds,
+            key_seconds + hops * gradient_seconds,
         )
-        return forward._replace(seconds=forward_seconds), backward._replace(
-            seconds=backward_seconds
-        )
+        backward = backward._replace(seconds=backward_seconds)
+        return work, forward._replace(seconds=forward_seconds), backward
 
     def all_gather(self) -> tuple[Tensor, Pass, Pass]:
         """Everything is sent to everybody, one KV head at a time."""
         heads = self.layer.shape.kv_heads
-        work = self._work_by_step(self._needed())
+        _, work = self._work_by_step()
         # [W, KV heads]: heads are assumed to be alike.
         of_head = (work.sum(1, keepdim=True) / heads).expand(-1, heads)
         chunks = routing.all_gather_traffic(self.setting.ranks, self.setting.intra)
@@ -228,12 +220,15 @@ class _Planner:
         gathers[-1] = 0
         scatters = torch.full((heads,), scatter, dtype=torch.float64)
         scatters[0] = 0
-        beside = torch.maximum(gathers, scatters)
-        forward = self._pass(of_head, gathers, ends=gather)
-        backward = self._pass(of_head, beside, backward=True, ends=gather + scatter)
-        forward = forward._replace(sent=_bytes((chunks, self.key_bytes)))
-        sent = _bytes((chunks, self.key_bytes + self.gradient_bytes))
-        return work, forward, backward._replace(sent=sent)
+        forward = self._pass(of_head, gathers, _bytes((chunks, self.key_bytes)), ends=gather)
+        backward = self._pass(
+            of_head,
+            torch.maximum(gathers, scatters),
+            _bytes((chunks, self.key_bytes + self.gradient_bytes)),
+            backward=True,
+            ends=gather + scatter,
+        )
+        return work, forward, backward
 
     def group_cast(self) -> tuple[Tensor, Pass, Pass]:
         """Single blocks travel, from their owners to the ranks that need them."""
@@ -257,17 +252,17 @@ class _Planner:
         stages = [others / backward_stages] * backward_stages
         backward_work = torch.cat([own / 2, *stages, own / 2], 1)
 
-        keys, sent = self._exchanges(wanted, forward_stages, self.key_bytes)
+        # Keys come during the step before theirs, and gradients return during the step after it.
         nothing = torch.zeros(1, dtype=torch.float64)
-        forward = self._pass(work, torch.cat([keys, nothing]))._replace(sent=sent)
+        keys, sent = self._exchanges(wanted, forward_stages, self.key_bytes)
+        forward = self._pass(work, torch.cat([keys, nothing]), sent)
         keys, sent = self._exchanges(wanted, backward_stages, self.key_bytes)
         gradients, returned = self._exchanges(wanted, backward_stages, self.gradient_bytes, True)
-        # Keys come during the step before theirs, and gradients return during the step after it.
         beside = torch.maximum(
             torch.cat([keys, nothing, nothing]), torch.cat([nothing, nothing, gradients])
         )
-        backward = self._pass(backward_work, beside, backward=True)
-        return work, forward, backward._replace(sent=_bytes((sent, 1), (returned, 1)))
+        both = _bytes((sent, 1), (returned, 1))
+        return work, forward, self._pass(backward_work, beside, both, backward=True)
 
     def _exchanges(
         self, wanted: Tensor, stages: int, chunk_bytes: int, backward: bool = False
@@ -288,19 +283,17 @@ class _Planner:
         exchange[lone] = seconds[0][lone] + seconds[1][lone]
         return exchange, routing.Traffic(*(blocks.sum(1) * block_bytes for blocks in sent))
 
-    def _needed(self) -> Tensor:
-        """The chunks that each rank is sent and computes on, bool [W, W]."""
-        ranges = self.layer.ranges
-        if self.setting.layout == "balanced":
-            ranges = ranges._replace(table=self.table)
-        return needed_chunks_of(self.layer.index, ranges, self.setting.layout, self.setting.ranks)
-
-    def _work_by_step(self, needed: Tensor) -> Tensor:
-        """Pairs of tokens by step of the forward, float64 [W, W]."""
+    def _work_by_step(self) -> tuple[Tensor, Tensor]:
+        """The chunks that each rank is sent and computes on, bool [W, W], and pairs of tokens by step of
+        the forward, float64 [W, W]."""
         setting = self.setting
+        ranges = self.layer.ranges
+        if setting.layout == "balanced":
+            ranges = ranges._replace(table=self.table)
+        needed = needed_chunks_of(self.layer.index, ranges, setting.layout, setting.ranks)
         # By rank and step, the rank whose keys and values are computed on: int64 [W, W].
         sources = torch.tensor(setting.schedule.step_sources(setting.inter, setting.intra))
-        return by_step(self.visits, sources, needed)
+        return needed, by_step(self.visits, sources, needed)
 
     def _link_seconds(self, size: Tensor | float, across: bool) -> Tensor:
         """Seconds of a transfer of `size` bytes inside a node or across; none where there are none."""
@@ -324,14 +317,15 @@ class _Planner:
         self,
         pairs: Tensor,
         beside: Tensor,
+        sent: routing.Traffic,
         backward: bool = False,
         ends: float = 0.0,
         launches: int = 1,
     ) -> Pass:
-        """Steps one after the other. Nothing is sent yet.
+        """Steps one after the other.
 
         pairs: float64 [W, steps], in the order of the pass. beside: float64 [steps], seconds of the
-        transfers that run at the same time as each step. ends: of transfers before the first or
+        transfers that run at the same time as each step. sent: as in Pass. ends: of transfers before the first or
         after the last step. launches: of kernels, for each step.
         """
         constants = self.constants
@@ -350,8 +344,7 @@ class _Planner:
         beside = beside.clone()
         beside[hides_behind] = beside[hides_behind].clamp(min=verticals)
         of_rank = torch.maximum(compute, beside).sum(-1)
-        nothing = torch.zeros(len(pairs))
-        return Pass(compute, of_rank.max().item() + ends, routing.Traffic(nothing, nothing))
+        return Pass(compute, of_rank.max().item() + ends, sent)
 
 
 def _bytes(*kinds: tuple[routing.Traffic, int]) -> routing.Traffic:
