@@ -7,30 +7,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.runs import tiny_config, train, write_texts
+from tests.runs import tiny_config
 from titan_sparse.commands.evaluate import main, parse
 from titan_sparse.config import save
 
 SMALL = "--lengths 440 --samples 3 --buckets 4"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A float32 run of the flavour debug, which other processes also know, with a checkpoint after two steps."""
-    folder = tmp_path_factory.mktemp("runs")
-    write_texts(folder / "texts")
-    config = tiny_config(
-        folder,
-        "run",
-        model__flavour="debug",
-        training__steps=2,
-        training__dtype="float32",
-        checkpoint__enable=True,
-        optimizer__lr=0.05,
-    )
-    train(config)
-    save(config, config.training.output_dir)
-    return folder
 
 
 def _words(folder: Path, out: str, words: str) -> list[str]:

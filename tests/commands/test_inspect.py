@@ -7,12 +7,11 @@ import torch
 import torch.distributed as dist
 
 from tests.reference import structured_qkv
-from tests.runs import tiny_config, train
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention
 from titan_sparse.commands.inspect import main
-from titan_sparse.config import Attention, save
+from titan_sparse.config import Attention
 from titan_sparse.evaluation.inspection import (
     SHARES,
     TOP_K,
@@ -85,21 +84,14 @@ def test_curves_against_the_table_of_all_pairs(pattern):
     assert ("verticals" in point) == isinstance(pattern, VerticalSlash)
 
 
-def test_a_checkpoint_is_inspected(tmp_path):
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts/short.txt").write_text("too short")
-    (tmp_path / "texts/long.txt").write_text("every word of this is written many times over " * 12)
-    of_run = {"model__flavour": "debug", "training__steps": 1, "training__dtype": "float32"}
-    config = tiny_config(tmp_path, "run", checkpoint__enable=True, **of_run)
-    train(config)
-    save(config, config.training.output_dir)
-    run = tmp_path / "run"
+def test_a_checkpoint_is_inspected(folder, tmp_path):
+    run = folder / "run"
     words = f"--checkpoint {run} --length 256 --rows 20 --layers 1 --out {tmp_path}/out"
     assert main(["--config", f"{run}/config.toml", *words.split()]) == 0
     dist.destroy_process_group()
     found = json.loads((tmp_path / "out/inspection.json").read_text())
     (layer,) = found["layers"]
-    assert layer["layer"] == 1 and found["about"]["checkpoint"].endswith("step-1")
+    assert layer["layer"] == 1 and found["about"]["checkpoint"].endswith("step-2")
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"inspection.json", "layer-1.png", "curves.png", "top_k.png"}
     of_joint = []

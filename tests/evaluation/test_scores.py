@@ -296,11 +296,6 @@ def _on_two_ranks(folder: Path) -> None:
     _windowed(folder)
 
 
-def test_numbers_of_two_ranks_are_those_of_a_plain_forward(tmp_path):
-    write_texts(tmp_path / "texts")
-    run_processes(2, _on_two_ranks, tmp_path)
-
-
 def _prompts(*lengths: int) -> list[np.ndarray]:
     draw = np.random.default_rng(0)
     return [draw.integers(3, 250, length) for length in lengths]
@@ -322,7 +317,6 @@ WAYS = [
         "attention__window_sinks": 3,
         "attention__schedule": "all_gather",
     },
-    {"attention__sliding_window": 7},
 ]
 """Patterns, layouts, schedules and windows."""
 
@@ -356,8 +350,8 @@ def _prompts_do_not_meet(folder: Path) -> None:
     assert text.tolist() == mine[:last]
 
 
-FAMILIES = ("llama", "gpt_oss")
-"""GQA in our decoder; windows in some layers, sinks, and experts."""
+FAMILY = "gpt_oss"
+"""Windows in some layers, sinks, and experts."""
 
 
 def _config_of(folder: Path, cp: int) -> Config:
@@ -372,11 +366,9 @@ def _config_of(folder: Path, cp: int) -> Config:
     return config
 
 
-def _as_transformers(folder: Path, prompts: list[np.ndarray], expected: dict) -> None:
-    cp = 2
-    for name, texts in expected.items():
-        scorer = build_scorer(_config_of(folder / name, cp), None, ByteTokenizer())
-        assert _tokens(generate(scorer, prompts, NEW)) == texts, name
+def _as_transformers(folder: Path, prompts: list[np.ndarray], expected: list) -> None:
+    scorer = build_scorer(_config_of(folder / FAMILY, cp=2), None, ByteTokenizer())
+    assert _tokens(generate(scorer, prompts, NEW)) == expected
 
 
 @torch.no_grad()
@@ -387,29 +379,27 @@ def _weigh_sinks(model: torch.nn.Module) -> None:
             parameter.add_(6)
 
 
-def _generate_on_two_ranks(folder: Path, prompts: list[np.ndarray], expected: dict) -> None:
+def _on_two_ranks_all(folder: Path, prompts: list[np.ndarray], expected: list) -> None:
+    _on_two_ranks(folder)
     _ranks_write_what_one_writes(folder)
     _prompts_do_not_meet(folder)
     _as_transformers(folder, prompts, expected)
 
 
-def test_tokens_of_one_rank_and_of_transformers(tmp_path):
-    """Models of ours (llama) and those that run through transformers' code, on the same weights."""
+def test_two_ranks_measure_and_write_what_a_plain_forward_and_transformers_do(tmp_path):
     pytest.importorskip("transformers")
     prompts = _prompts(45, 70)
-    expected = {}
-    for name in FAMILIES:
-        model = save_model(tmp_path / name, name)
-        _weigh_sinks(model)
-        model.save_pretrained(tmp_path / name)
-        model.generation_config.eos_token_id = None
-        expected[name] = []
-        for prompt in prompts:
-            ids = torch.from_numpy(prompt)[None]
-            out = model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
-            expected[name].append(out[0, len(prompt) :].tolist())
+    model = save_model(tmp_path / FAMILY, FAMILY)
+    _weigh_sinks(model)
+    model.save_pretrained(tmp_path / FAMILY)
+    model.generation_config.eos_token_id = None
+    expected = []
+    for prompt in prompts:
+        ids = torch.from_numpy(prompt)[None]
+        out = model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        expected.append(out[0, len(prompt) :].tolist())
     write_texts(tmp_path / "texts")
-    run_processes(2, _generate_on_two_ranks, tmp_path, prompts, expected)
+    run_processes(2, _on_two_ranks_all, tmp_path, prompts, expected)
 
 
 def test_a_checkpoint_has_a_configuration_of_its_own(tmp_path):
