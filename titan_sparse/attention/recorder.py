@@ -8,28 +8,17 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-class Observer(Protocol):
-    """What observe/statistics.Recording receives. `call` is an AttentionCall."""
-
-    calls: "list[TimedCall]"
-
-    def selection(self, bytes_sent: int) -> None: ...
-    def forward(self, call: Any, q: Tensor, k: Tensor) -> None: ...
-    def layer(self, call: Any, q: Tensor, k: Tensor, lse: Tensor) -> None: ...
-
-
-listening: Observer | None = None
-"""The active recorder, or none."""
+listening: Any = None
+"""The Recording (observe/statistics.py) that attention calls are reported to, or None."""
 
 
 @contextlib.contextmanager
-def observed_by(observer: Observer) -> Iterator[None]:
+def observed_by(observer: Any) -> Iterator[None]:
     """Report all attention calls in this context to the observer."""
     global listening
     listening = observer
@@ -68,7 +57,7 @@ def capped_shares() -> list[Tensor] | None:
     return _capped_shares
 
 
-def observer() -> Observer | None:
+def observer() -> Any:
     """The listener of what runs now; None while nothing is recorded.
 
     What activation checkpointing repeats is not reported again.

@@ -116,7 +116,7 @@ class Recording:
         of_ranks = cp.all_gather(measured).movedim(0, 2).cpu()
         return ByRank(*of_ranks)
 
-    # What the ops report (recorder.Observer)
+    # What the ops report (recorder.py)
 
     def selection(self, bytes_sent: int) -> None:
         """After a selection, for which this rank sent so much."""

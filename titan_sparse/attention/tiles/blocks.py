@@ -125,20 +125,12 @@ def _list(listed: Tensor) -> tuple[Tensor, Tensor]:
     """
     # [B, H, n]
     count = listed.sum(-1, dtype=torch.int32)
-    if listed.is_cuda:
-        # [rows, m] at a time.
-        numbers = []
-        for rows in listed.flatten(0, 2).split(_ROWS):
-            numbers.append(compact(rows, listed.shape[-1], 0))
-        return count, torch.cat(numbers).view(listed.shape)
-
-    widest = max(int(count.max()), 1) if count.numel() else 1
-    # [B, H, n, m]: a stable sort of the flags brings the listed numbers to the front, ascending.
-    order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    # [B, H, n, K]
-    order = order[..., :widest]
-    inside = torch.arange(widest, device=listed.device) < count[..., None]
-    return count, torch.where(inside, order, 0).int().contiguous()
+    width = listed.shape[-1]
+    if not listed.is_cuda:
+        width = max(int(count.max()), 1) if count.numel() else 1
+    # [rows, m] at a time.
+    numbers = [compact(rows, width, 0) for rows in listed.flatten(0, 2).split(_ROWS)]
+    return count, torch.cat(numbers).view(*listed.shape[:3], width)
 
 
 def list_width(most: int, blocks: int) -> int:
