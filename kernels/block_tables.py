@@ -6,8 +6,8 @@ A query block a and a KV block c meet if the diagonal a - c is on in one of the 
 that a touches, or if c lies in a's dense range. A tile that the mask empties is left out; one that
 it leaves whole is listed separately.
 
-kind_lists_naive() is here. The twins of slash_lists() and vertical_lists() take any pattern's
-index and any mask: block_tiles() and vertical_tiles() of titan_sparse/attention/tiles/blocks.py.
+Lists are filled up with 0. The twins take any pattern's index and any mask: block_tiles() and
+vertical_tiles() of titan_sparse/attention/tiles/blocks.py.
 
 In the kernels i_bh is a sequence and head, i_b the sequence, i_q a query block's place in q_blocks.
 `spans` are five numbers a query block, `reach` four, as slash_lists() documents them.
@@ -18,11 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FourLists = tuple[Tensor, Tensor, Tensor, Tensor]
-"""full_count, full, partial_count and partial, for each of n blocks of one side.
-
-Counts are int32 [B, H, n], lists int32 [B, H, n, m], ascending, filled up with 0; all contiguous.
-"""
+from titan_sparse.kernels.block_sparse.piece import BlockLists
 
 _CHUNK = 128
 """Tiles of a row that a program looks at together."""
@@ -65,23 +61,10 @@ def _fill(table, count, capacity, CHUNK: tl.constexpr):
 
 @triton.jit
 def _lists_kernel(
-    slashes,
-    spans,
-    reach,
-    q_blocks,
-    k_blocks,
-    counts,
-    tables,
-    heads,
-    entries,
-    nq,
-    nk,
-    capacity,
-    key_capacity,
-    table_entries,
-    size,
+    slashes, spans, reach, q_blocks, k_blocks, counts, tables, heads, entries, nq, nk, capacity,
+    key_capacity, table_entries, size,
     CHUNK: tl.constexpr,
-):
+):  # fmt: skip
     """The full and the partial tiles of one row: of a query block, or from row nq on of a KV block.
 
     counts, tables: memory of _new_lists(). table_entries: of all full tables, before the partial.
@@ -154,7 +137,7 @@ def slash_lists(
     size: int,
     capacity: int,
     key_capacity: int | None,
-) -> list[FourLists]:
+) -> list[BlockLists]:
     """Lists for each query block, then for each KV block too if key_capacity is given.
 
     slashes: bool [B, H, E], which slashes are selected.
@@ -198,7 +181,7 @@ def slash_lists(
 
 def _new_lists(
     batch: int, heads: int, sides: list[tuple[int, int]], device: torch.device
-) -> tuple[Tensor, Tensor, list[FourLists]]:
+) -> tuple[Tensor, Tensor, list[BlockLists]]:
     """Memory for the lists of several sides, each of n blocks and of m entries a block.
 
     Returns counts int32 [2, rows] and tables int32 [2, entries], of full tiles and then of partial
@@ -214,36 +197,20 @@ def _new_lists(
     ):
         full_count, partial_count = count.unflatten(1, (batch, heads, n))
         full, partial = table.unflatten(1, (batch, heads, n, m))
-        lists.append((full_count, full, partial_count, partial))
+        lists.append(BlockLists(full_count, full, partial_count, partial))
     return counts, tables, lists
 
 
 @triton.jit
 def _verticals_kernel(
-    slashes,
-    spans,
-    reach,
-    q_blocks,
-    verticals,
-    covered,
-    kind,
-    full_count,
-    full,
-    partial_count,
-    partial,
-    heads,
-    entries,
-    nq,
-    count,
-    tiles,
-    halves,
-    SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    slashes, spans, reach, q_blocks, verticals, covered, kind, full_count, full, partial_count,
+    partial, heads, entries, nq, count, tiles, halves,
+    SIZE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Which verticals a query block covers, and its full and its partial tiles of them.
 
     halves: int16 words of a query block in `covered`; a tile of 16 verticals fills one of them.
-    kind: None if the tiles' kinds are not needed.
+    kind: of each tile, 0 not seen, 1 partly, 2 wholly; None if it is not needed.
     """
     i_q = tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
@@ -311,17 +278,17 @@ def vertical_lists(
     q_blocks: Tensor,
     verticals: Tensor,
     size: int,
-    by_key: bool,
-) -> tuple[Tensor, list[FourLists]]:
+    wants_kind: bool,
+) -> tuple[Tensor, BlockLists, Tensor | None]:
     """What query blocks cover of the verticals, and how they meet tiles of `size` verticals.
 
     verticals: int32 [B, H, C], ascending, C a multiple of size. The rest as in slash_lists().
     Returns
     covered: int32 [B, H, nq, ceil(C / 32)], a bit (bits.py) for each vertical that lies in a block
         which the query block computes whole.
-    Lists of the tiles for each query block; by_key: then of the query blocks for each tile too. A
-        tile is full where all of it is seen and nothing covered. They are as wide as there are
-        others: verticals make few tiles, so one of the two sides is short.
+    The tiles of each query block, in lists as wide as there are tiles. A tile is full where all of
+        it is seen and nothing covered.
+    If wants_kind, int8 [B, H, nq, tiles], how they meet: 0 not at all, 1 partly, 2 wholly.
     """
     batch, heads, count = verticals.shape
     device = verticals.device
@@ -330,7 +297,7 @@ def vertical_lists(
     words = -(-count // 32)
     covered = torch.empty(batch, heads, nq, words, dtype=torch.int32, device=device)
     kind = None
-    if by_key:
+    if wants_kind:
         kind = torch.empty(batch, heads, nq, tiles, dtype=torch.int8, device=device)
     _, _, [by_query] = _new_lists(batch, heads, [(nq, tiles)], device)
     _verticals_kernel[(nq, batch * heads)](
@@ -341,7 +308,7 @@ def vertical_lists(
         verticals.contiguous(),
         covered.view(torch.int16),
         kind,
-        *by_query,
+        *by_query[:4],
         heads,
         slashes.shape[-1],
         nq,
@@ -352,72 +319,4 @@ def vertical_lists(
         CHUNK=min(_CHUNK, triton.next_power_of_2(tiles)),
         num_warps=1,
     )
-    if by_key:
-        return covered, [by_query, kind_lists(kind)]
-    return covered, [by_query]
-
-
-@triton.jit
-def _kinds_kernel(
-    kind,
-    full_count,
-    full,
-    partial_count,
-    partial,
-    nq,
-    tiles,
-    CHUNK: tl.constexpr,
-):
-    """The query blocks that meet one tile of verticals wholly, and those that meet it partly."""
-    i_tile = tl.program_id(0)
-    i_bh = tl.program_id(1).to(tl.int64)
-    row = i_bh * tiles + i_tile
-    kind += i_bh * nq * tiles + i_tile
-    full += row * nq
-    partial += row * nq
-    n_full = 0
-    n_partial = 0
-    for start in range(0, nq, CHUNK):
-        o_query = start + tl.arange(0, CHUNK)
-        b_kind = tl.load(kind + o_query * tiles, mask=o_query < nq, other=0)
-        n_full = _append(full, n_full, b_kind == 2, o_query, nq)
-        n_partial = _append(partial, n_partial, b_kind == 1, o_query, nq)
-    _fill(full, n_full, nq, CHUNK)
-    _fill(partial, n_partial, nq, CHUNK)
-    tl.store(full_count + row, n_full)
-    tl.store(partial_count + row, n_partial)
-
-
-def kind_lists(kind: Tensor) -> FourLists:
-    """For each tile of verticals the query blocks that meet it, as wide as there are query blocks.
-
-    kind: int8 [B, H, nq, tiles], contiguous: 0 not seen, 1 partly, 2 wholly.
-    """
-    batch, heads, nq, tiles = kind.shape
-    _, _, [lists] = _new_lists(batch, heads, [(tiles, nq)], kind.device)
-    _kinds_kernel[(tiles, batch * heads)](
-        kind,
-        *lists,
-        nq,
-        tiles,
-        CHUNK=min(_CHUNK, triton.next_power_of_2(nq)),
-        num_warps=1,
-    )
-    return lists
-
-
-def kind_lists_naive(kind: Tensor) -> FourLists:
-    """The twin of kind_lists()."""
-    by_tile = kind.mT
-    full_count, full = _ascending(by_tile == 2)
-    partial_count, partial = _ascending(by_tile == 1)
-    return full_count, full, partial_count, partial
-
-
-def _ascending(listed: Tensor) -> tuple[Tensor, Tensor]:
-    """bool [B, H, n, m] -> counts int32 [B, H, n] and numbers int32 [B, H, n, m], filled with 0."""
-    # A stable sort of the flags brings the listed numbers to the front, ascending.
-    order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    count = listed.sum(-1, dtype=torch.int32)
-    inside = torch.arange(listed.shape[-1], device=listed.device) < count[..., None]
-    return count, torch.where(inside, order, 0).int()
+    return covered, by_query, kind

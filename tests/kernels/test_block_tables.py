@@ -9,7 +9,6 @@ from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.tiles import blocks as tiles
 from titan_sparse.attention.tiles import slash as slash_tiles
-from titan_sparse.kernels import block_tables
 from titan_sparse.kernels.bits import unpack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -86,16 +85,3 @@ def test_lists(mask, setting):
         count = part.verticals.shape[-1]
         for covered in (got.covered, by_query.covered):
             assert torch.equal(unpack(covered, count) & real, unpack(want.covered, count) & real)
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 7, 5), (1, 2, 140, 3), (1, 2, 3, 150)])
-def test_lists_of_kinds(shape):
-    kind = torch.randint(
-        3, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(shape[2])
-    ).to(DEVICE)
-    kind[..., -1] = 0
-    kind[:, -1] = 2
-    for got, want in zip(
-        block_tables.kind_lists(kind), block_tables.kind_lists_naive(kind), strict=True
-    ):
-        assert got.dtype == torch.int32 and got.is_contiguous() and torch.equal(got, want)

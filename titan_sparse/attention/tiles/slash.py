@@ -13,7 +13,7 @@ from titan_sparse.attention.masks.base import token_positions
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.reach import block_reach
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
-from titan_sparse.attention.tiles.blocks import list_width, query_ranges
+from titan_sparse.attention.tiles.blocks import block_lists, list_width, query_ranges
 from titan_sparse.kernels import block_tables
 from titan_sparse.kernels.block_sparse import BlockLists, Tiles
 
@@ -74,27 +74,30 @@ def block_tiles(
 
 def vertical_tiles(queries: SlashQueries, index: VerticalSlashIndex, transpose: bool) -> Tiles:
     """Like blocks.vertical_tiles()."""
-    covered, lists = block_tables.vertical_lists(
+    covered, by_query, kind = block_tables.vertical_lists(
         index.slashes,
         queries.spans,
         queries.reach,
         queries.blocks,
         index.verticals,
         index.block_size,
-        by_key=transpose,
+        wants_kind=transpose,
     )
-    return _tiles(queries, index, lists, index.verticals, covered)
+    by_key = []
+    if kind is not None:
+        by_key = [block_lists((kind == 2).mT, (kind == 1).mT)]
+    return _tiles(queries, index, [by_query, *by_key], index.verticals, covered)
 
 
 def _tiles(
     queries: SlashQueries,
     index: VerticalSlashIndex,
-    lists: list[block_tables.FourLists],
+    lists: list[BlockLists],
     k_positions: Tensor,
     covered: Tensor | None = None,
 ) -> Tiles:
     """lists: by query, and by key if they were made."""
-    by_query, *by_key = [BlockLists(*tables) for tables in lists]
+    by_query, *by_key = lists
     return Tiles(
         by_query=by_query,
         by_key=by_key[0] if by_key else None,
