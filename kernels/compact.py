@@ -37,16 +37,9 @@ def _count_kernel(selected, count, length, stride, CHUNK: tl.constexpr):
 
 @triton.jit
 def _write_kernel(
-    selected,
-    count,
-    positions,
-    length,
-    stride,
-    capacity,
-    fill,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    selected, count, positions, length, stride, capacity, fill,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """The positions of a chunk's flags, behind those of the chunks before it.
 
     CHUNKS: a power of two, at least the number of chunks of a row.
@@ -87,15 +80,8 @@ def compact(selected: Tensor, capacity: int, fill: int) -> Tensor:
     flags = selected.view(torch.int8)
     stride = selected.stride(0)
     _count_kernel[(chunks, rows)](flags, count, length, stride, CHUNK=_CHUNK)
+    options = dict(CHUNKS=triton.next_power_of_2(chunks), CHUNK=_CHUNK)
     _write_kernel[(chunks, rows)](
-        flags,
-        count,
-        positions,
-        length,
-        stride,
-        capacity,
-        fill,
-        CHUNKS=triton.next_power_of_2(chunks),
-        CHUNK=_CHUNK,
+        flags, count, positions, length, stride, capacity, fill, **options
     )
     return positions

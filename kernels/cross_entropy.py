@@ -52,20 +52,10 @@ def cross_entropy_naive(
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits,
-    labels,
-    scales,
-    losses,
-    d_logits,
-    logits_stride,
-    d_logits_stride,
-    vocab,
-    z_loss,
-    IGNORED: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
-    WANTS_GRADIENT: tl.constexpr,
+    logits, labels, scales, losses, d_logits, logits_stride, d_logits_stride, vocab, z_loss,
+    IGNORED: tl.constexpr, HAS_SCALES: tl.constexpr, WANTS_GRADIENT: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     ignored = label == IGNORED

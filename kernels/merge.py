@@ -26,17 +26,9 @@ def merge_naive(
 
 @triton.jit
 def _merge_kernel(
-    out,
-    lse,
-    out_piece,
-    lse_piece,
-    merged,
-    merged_lse,
-    rows,
-    dim,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-):
+    out, lse, out_piece, lse_piece, merged, merged_lse, rows, dim,
+    ROWS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     o_row = first_row + tl.arange(0, ROWS)
     o_dim = tl.arange(0, DIM)
@@ -60,9 +52,8 @@ def _merge_kernel(
     scale_b = (weight_b * scale)[:, None]
     z = x * scale_a + y * scale_b
     tl.store(merged + at, z.to(merged.dtype.element_ty), mask=inside)
-    lse_at = merged_lse + o_row
     total_lse = tl.where(total > 0, top + tl.log(total), float("-inf"))
-    tl.store(lse_at, total_lse, mask=inside_row)
+    tl.store(merged_lse + o_row, total_lse, mask=inside_row)
 
 
 def merge(
@@ -79,30 +70,15 @@ def merge(
     in a set have out 0 and lse -inf there.
     Returns out in `dtype`, or in the contiguous memory `into`, and lse in fp32.
     """
-    out = out.contiguous()
-    lse = lse.contiguous()
-    out_piece = out_piece.contiguous()
-    lse_piece = lse_piece.contiguous()
+    parts = [x.contiguous() for x in (out, lse, out_piece, lse_piece)]
     rows = lse.numel()
     dim = out.shape[-1]
     merged = into
     if merged is None:
-        merged = torch.empty_like(out, dtype=dtype)
-    merged_lse = torch.empty_like(lse)
-    grid = (triton.cdiv(rows, 32),)
-    _merge_kernel[grid](
-        out,
-        lse,
-        out_piece,
-        lse_piece,
-        merged,
-        merged_lse,
-        rows,
-        dim,
-        ROWS=32,
-        DIM=triton.next_power_of_2(dim),
-        num_warps=4,
-    )
+        merged = torch.empty_like(parts[0], dtype=dtype)
+    merged_lse = torch.empty_like(parts[1])
+    options = dict(ROWS=32, DIM=triton.next_power_of_2(dim), num_warps=4)
+    _merge_kernel[(triton.cdiv(rows, 32),)](*parts, merged, merged_lse, rows, dim, **options)
     return merged, merged_lse
 
 
@@ -121,8 +97,7 @@ def _add_kernel(total, piece, out, n, BLOCK: tl.constexpr):
     x = tl.load(total + at, mask=inside, other=0.0)
     y = tl.load(piece + at, mask=inside, other=0.0)
     summed = x.to(tl.float32) + y.to(tl.float32)
-    rounded = summed.to(out.dtype.element_ty)
-    tl.store(out + at, rounded, mask=inside)
+    tl.store(out + at, summed.to(out.dtype.element_ty), mask=inside)
 
 
 def add(total: Tensor, piece: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
@@ -133,20 +108,9 @@ def add(total: Tensor, piece: Tensor, dtype: torch.dtype, into: Tensor | None = 
     """
     total = total.contiguous()
     piece = piece.contiguous()
-    if into is not None:
-        out = into
-    elif total.dtype == dtype:
-        out = total
-    else:
-        out = torch.empty_like(total, dtype=dtype)
+    out = into
+    if into is None:
+        out = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
     n = out.numel()
-    grid = (triton.cdiv(n, 4096),)
-    _add_kernel[grid](
-        total,
-        piece,
-        out,
-        n,
-        BLOCK=4096,
-        num_warps=8,
-    )
+    _add_kernel[(triton.cdiv(n, 4096),)](total, piece, out, n, BLOCK=4096, num_warps=8)
     return out

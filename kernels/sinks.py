@@ -72,23 +72,12 @@ def sinks_gradient(d_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Te
     d_out, out: [B, Hq, S, D], fp32 or narrower. lse: fp32 [B, Hq, S]. out and lse are those of
     add_sinks(). sinks: [Hq]. Returns [Hq] in the dtype of `sinks`, the same bits every time.
     """
-    d_out = d_out.contiguous()
-    out = out.contiguous()
-    lse = lse.contiguous()
     batch, heads, length, dim = out.shape
     tiles = triton.cdiv(length, _ROWS)
     partial = lse.new_empty(batch, heads, tiles)
     if partial.numel() > 0:
-        _gradient_kernel[tiles, heads, batch](
-            d_out,
-            out,
-            lse,
-            sinks.contiguous(),
-            partial,
-            length,
-            dim,
-            ROWS=_ROWS,
-            DIM=triton.next_power_of_2(dim),
-        )
+        inputs = [x.contiguous() for x in (d_out, out, lse, sinks)]
+        options = dict(ROWS=_ROWS, DIM=triton.next_power_of_2(dim))
+        _gradient_kernel[tiles, heads, batch](*inputs, partial, length, dim, **options)
     gradient = -partial.sum(dim=(0, 2))
     return gradient.to(sinks.dtype)

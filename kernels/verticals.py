@@ -44,20 +44,9 @@ def gather_verticals_naive(k: Tensor, v: Tensor, verticals: Tensor, local: Tenso
 
 @triton.jit
 def _gather_kernel(
-    k,
-    k_stride,
-    v,
-    v_stride,
-    verticals,
-    local,
-    gathered,
-    length,
-    group,
-    count,
-    ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-):
+    k, k_stride, v, v_stride, verticals, local, gathered, length, group, count,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """ROWS verticals of one query head. length: of the sequence. count: C.
 
     group: query heads of a KV head. D: HEAD_DIM rounded up to a power of two.
@@ -173,22 +162,10 @@ def _first_from(verticals, rows, inside, count, wanted, steps):
 
 @triton.jit
 def _add_kernel(
-    dk,
-    dv,
-    dk_part,
-    dv_part,
-    verticals,
-    blocks,
-    heads,
-    group,
-    count,
-    steps,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    dk, dv, dk_part, dv_part, verticals, blocks, heads, group, count, steps,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
-):
+):  # fmt: skip
     """Add the verticals that lie in a tile of ROWS keys of one KV head.
 
     group: query heads of a KV head, GROUP a power of two from it on. count: C. steps: as in

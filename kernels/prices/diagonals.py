@@ -27,40 +27,18 @@ def diagonal_gains(
     batch, heads, local, touching, groups = tiles.shape
     entries = tile.shape[2]
     gains = tiles.new_empty(batch, heads, entries, LEVELS)
-    chunk = 4
-    _gain_kernel[(triton.cdiv(entries, chunk), batch * heads)](
-        tiles,
-        left,
-        saved,
-        tile,
-        rows,
-        gains,
-        heads,
-        entries,
-        local * touching,
-        U=groups,
-        GROUPS=min(triton.next_power_of_2(groups), 32),
-        CHUNK=chunk,
-        num_warps=2,
+    options = dict(U=groups, GROUPS=min(triton.next_power_of_2(groups), 32), CHUNK=4, num_warps=2)
+    _gain_kernel[(triton.cdiv(entries, 4), batch * heads)](
+        tiles, left, saved, tile, rows, gains, heads, entries, local * touching, **options
     )
     return gains
 
 
 @triton.jit
 def _gain_kernel(
-    tiles,
-    left,
-    saved,
-    tile,
-    rows,
-    gains,
-    heads,
-    entries,
-    blocks,
-    U: tl.constexpr,
-    GROUPS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    tiles, left, saved, tile, rows, gains, heads, entries, blocks,
+    U: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """blocks: n_local T. GROUPS: a power of two."""
     o = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     i_bh = tl.program_id(1).to(tl.int64)
@@ -98,17 +76,9 @@ def diagonal_prices(gains: Tensor, cost: Tensor, is_local: Tensor) -> tuple[Tens
     batch, heads, entries, _ = gains.shape
     price = gains.new_empty(batch, heads, entries)
     codes = gains.new_empty(batch, heads, entries, dtype=torch.uint8)
-    chunk = 64
-    _diagonal_kernel[(triton.cdiv(entries, chunk), batch * heads)](
-        gains,
-        cost,
-        is_local.view(torch.int8),
-        price,
-        codes,
-        heads,
-        entries,
-        CHUNK=chunk,
-        num_warps=2,
+    is_local = is_local.view(torch.int8)
+    _diagonal_kernel[(triton.cdiv(entries, 64), batch * heads)](
+        gains, cost, is_local, price, codes, heads, entries, CHUNK=64, num_warps=2
     )
     return price, codes
 
@@ -148,34 +118,18 @@ def diagonal_masses(tiles: Tensor, tile: Tensor) -> Tensor:
     batch, heads, local, touching, groups = tiles.shape
     entries = tile.shape[2]
     masses = tiles.new_empty(batch, heads, entries)
-    chunk = 64
-    _sum_kernel[(triton.cdiv(entries, chunk), batch * heads)](
-        tiles,
-        tile,
-        masses,
-        heads,
-        entries,
-        local * touching * groups,
-        U=groups,
-        GROUPS=min(triton.next_power_of_2(groups), 32),
-        CHUNK=chunk,
-        num_warps=4,
+    options = dict(U=groups, GROUPS=min(triton.next_power_of_2(groups), 32), CHUNK=64, num_warps=4)
+    _sum_kernel[(triton.cdiv(entries, 64), batch * heads)](
+        tiles, tile, masses, heads, entries, local * touching * groups, **options
     )
     return masses
 
 
 @triton.jit
 def _sum_kernel(
-    tiles,
-    tile,
-    masses,
-    heads,
-    entries,
-    count,
-    U: tl.constexpr,
-    GROUPS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    tiles, tile, masses, heads, entries, count,
+    U: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """count: tiles of a head. GROUPS: a power of two."""
     o = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     i_bh = tl.program_id(1).to(tl.int64)

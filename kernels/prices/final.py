@@ -47,15 +47,9 @@ def final_prices(
         held_codes=torch.empty(batch, heads, local, 3, block_size, **new),
         tiles=first.new_empty(batch, heads, local, touching, free.groups),
     )
+    inputs = (lse.contiguous(), first, diagonal.contiguous(), offset.contiguous())
     _final_kernel[(local, batch * heads)](
-        operand(free, keys),
-        lse.contiguous(),
-        first,
-        diagonal.contiguous(),
-        offset.contiguous(),
-        diagonal.shape[2],
-        final,
-        **tile_options(free, keys),
+        operand(free, keys), *inputs, diagonal.shape[2], final, **tile_options(free, keys)
     )
     return final
 
@@ -190,18 +184,10 @@ def mass_by_code(final: FinalPrices, keys: KeyBlocks, spans: SpanTokens) -> Tens
     batch, heads, local, size = final.codes.shape
     touching = keys.slot.shape[2]
     by_code = final.held.new_empty(2, batch, heads, local, touching, CODES)
+    inputs = (final, keys.slot.contiguous(), keys.blocks, spans)
+    sizes = (heads, spans.start.shape[1], local)
     _by_code_kernel[(local, batch * heads, touching)](
-        final,
-        keys.slot.contiguous(),
-        keys.blocks,
-        spans,
-        *by_code,
-        heads,
-        spans.start.shape[1],
-        local,
-        T=touching,
-        SIZE=size,
-        num_warps=1,
+        *inputs, *by_code, *sizes, T=touching, SIZE=size, num_warps=1
     )
     return by_code
 

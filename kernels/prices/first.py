@@ -47,16 +47,12 @@ def first_prices(
     tile = lse.new_empty(batch, heads, local, touching, free.groups)
     left = lse.new_empty(batch, heads, local, touching, LEVELS)
     saved = torch.empty_like(left)
+    results = (price, tile, left, saved)
+    options = tile_options(free, keys)
     _first_kernel[(local, batch * heads)](
-        operand(free, keys),
-        lse.contiguous(),
-        price,
-        tile,
-        left,
-        saved,
-        **tile_options(free, keys),
+        operand(free, keys), lse.contiguous(), *results, **options
     )
-    return price, tile, left, saved
+    return results
 
 
 @triton.jit

@@ -19,10 +19,8 @@ MASS_UNITS = 2.0**40
 """Masses of slashes are summed as integers, so the order of additions does not matter. This many
 units are a mass of 1."""
 _UNITS = tl.constexpr(MASS_UNITS)
-_ENTRIES = 128
-"""Diagonals that a program looks at together."""
 _PART = 64
-"""Codes for which it does."""
+"""Codes for which a program sums diagonals."""
 _CHUNK = 1024
 """Verticals or diagonals that a program decides on."""
 
@@ -32,18 +30,9 @@ _CHUNK = 1024
 
 @triton.jit
 def _add_kernel(
-    mass,
-    on_diagonals,
-    codes,
-    span,
-    offset,
-    total,
-    count,
-    heads,
-    entries,
-    PART: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    mass, on_diagonals, codes, span, offset, total, count, heads, entries,
+    PART: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """PART of the codes of one span of one head."""
     i_span = tl.program_id(0)
     n = tl.num_programs(0)
@@ -87,20 +76,9 @@ def add_diagonals(
     batch, heads, n, _ = mass.shape
     total = torch.empty_like(mass, memory_format=torch.contiguous_format)
     count = torch.empty_like(total)
-    _add_kernel[(n, batch * heads, CODES // _PART)](
-        mass.contiguous(),
-        on_diagonals,
-        codes,
-        span,
-        offset,
-        total,
-        count,
-        heads,
-        codes.shape[2],
-        PART=_PART,
-        CHUNK=_ENTRIES,
-        num_warps=8,
-    )
+    options = dict(PART=_PART, CHUNK=128, num_warps=8)
+    arguments = (mass.contiguous(), on_diagonals, codes, span, offset, total, count)
+    _add_kernel[(n, batch * heads, CODES // _PART)](*arguments, heads, codes.shape[2], **options)
     return total, count
 
 

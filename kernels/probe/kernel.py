@@ -102,18 +102,9 @@ def _lse_kernel(
 
 @triton.jit
 def _span_kernel(
-    block_lse,
-    slot,
-    run,
-    lse,
-    heads,
-    n,
-    local,
-    queries,
-    T: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    block_lse, slot, run, lse, heads, n, local, queries,
+    T: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Log of the softmax sums of a span, for ROWS of the probe's queries.
 
     Looks at BLOCKS of the span's blocks at a time, and keeps the largest value seen so far.
@@ -220,19 +211,9 @@ def span_lse(block_lse: Tensor, slot: Tensor, run: Tensor) -> Tensor:
     batch, heads, local, touching, queries = block_lse.shape
     n = run.shape[1]
     lse = block_lse.new_empty(batch, heads, n, queries)
+    options = dict(T=touching, ROWS=32, BLOCKS=64, num_warps=4)
     _span_kernel[(triton.cdiv(queries, 32), n, batch * heads)](
-        block_lse.contiguous(),
-        slot,
-        run,
-        lse,
-        heads,
-        n,
-        local,
-        queries,
-        T=touching,
-        ROWS=32,
-        BLOCKS=64,
-        num_warps=4,
+        block_lse.contiguous(), slot, run, lse, heads, n, local, queries, **options
     )
     return lse
 
@@ -248,12 +229,7 @@ def block_masses(probe: Probe, keys: KeyBlocks, lse: Tensor) -> tuple[Tensor, Te
     _, local, touching = keys.slot.shape
     vertical = lse.new_empty(batch, heads, local, keys.block_size)
     tile = lse.new_empty(batch, heads, local, touching, probe.groups)
-    _mass_kernel[(local, batch * heads)](
-        operand(probe, keys),
-        lse.contiguous(),
-        vertical,
-        tile,
-        U=probe.groups,
-        **tile_options(probe, keys),
-    )
+    options = tile_options(probe, keys) | dict(U=probe.groups)
+    operands = operand(probe, keys)
+    _mass_kernel[(local, batch * heads)](operands, lse.contiguous(), vertical, tile, **options)
     return vertical, tile

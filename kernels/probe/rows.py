@@ -95,16 +95,9 @@ _ROWS = 16
 
 @triton.jit
 def _rows_kernel(
-    q,
-    q_stride,
-    local,
-    mine,
-    held,
-    count,
-    ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-):
+    q, q_stride, local, mine, held, count,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """ROWS of one query head. count: R. D: HEAD_DIM rounded up to a power of two."""
     o = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i_h = tl.program_id(1)
@@ -131,16 +124,9 @@ def held_rows(q: Tensor, local: Tensor, mine: Tensor) -> Tensor:
     batch, heads, _, dim = q.shape
     count = local.shape[1]
     held = q.new_empty(batch, heads, count, dim)
+    mine = mine.view(torch.int8)
+    options = dict(ROWS=_ROWS, HEAD_DIM=dim, D=triton.next_power_of_2(dim), num_warps=4)
     _rows_kernel[(triton.cdiv(count, _ROWS), heads, batch)](
-        q,
-        q.stride()[:3],
-        local,
-        mine.view(torch.int8),
-        held,
-        count,
-        ROWS=_ROWS,
-        HEAD_DIM=dim,
-        D=triton.next_power_of_2(dim),
-        num_warps=4,
+        q, q.stride()[:3], local, mine, held, count, **options
     )
     return held
