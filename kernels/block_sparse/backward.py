@@ -29,10 +29,9 @@ from titan_sparse.kernels.block_sparse.piece import (
     hide_keys,
     list_row,
     load_rows,
+    look_up,
     operand,
     output_like,
-    query_positions,
-    slice_numbers,
     slice_of,
     store_rows,
 )
@@ -66,9 +65,8 @@ def _delta_kernel(
 
 @triton.jit
 def _walk_keys(
-    dq, q_tile, d_tile, lse, delta, scale,
-    piece, batch, k, v, table, numbers, count,
-    start, stop, query, positions, covered, words, origin,
+    dq, q_tile, d_tile, lse, delta, scale, piece, batch, k, v, table, numbers, count, start, stop,
+    looked_up,
     BLOCK: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -82,10 +80,8 @@ def _walk_keys(
         # [M, N]
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if MASKED:
-            scores = hide_keys(
-                scores, piece, batch, positions, covered, first,
-                numbers, step // PER_BLOCK, start, stop, query, words, origin, N,
-            )  # fmt: skip
+            number = numbers + step // PER_BLOCK
+            scores = hide_keys(scores, piece, batch, first, number, start, stop, looked_up, N)
         p = tl.math.exp2(scores * scale - lse[:, None])
         dp = tl.dot(d_tile, tl.trans(v_tile), input_precision="ieee")
         ds = p * (dp - delta[:, None])
@@ -102,32 +98,15 @@ def _query_gradient(
     """dq through one piece: its full list without masking, then its partial list."""
     k = slice_of(piece.k, piece.k_stride, batch, head // piece.group)
     v = slice_of(piece.v, piece.v_stride, batch, head // piece.group)
-    # What partial tiles look up; None where the piece does not have it.
-    query = query_positions(piece, rows, start)
-    positions = slice_of(piece.positions, piece.positions_stride, batch, head)
-    covered = piece.covered
-    if piece.covered is not None:
-        covered += ((batch.to(tl.int64) * heads + head) * q_blocks + q_block) * piece.words
-    words = piece.chosen
-    origin = piece.origin
-    if piece.chosen is not None:
-        words, origin = choices(piece, batch, head, heads, q_blocks * BLOCK, rows)
-    full_count, full, partial_count, partial = list_row(piece, batch, head, q_block)
-    numbers = piece.partial_slice
-    if piece.partial_slice is not None:
-        numbers = slice_numbers(piece, batch, head, q_block)
-
+    full_count, full, partial_count, partial, numbers = list_row(piece, batch, head, q_block)
+    looked_up = look_up(piece, batch, head, heads, q_block, q_blocks, rows, BLOCK)
     dq = _walk_keys(
-        dq, q_tile, d_tile, lse, delta, scale,
-        piece, batch, k, v, full, None, full_count,
-        start, stop, query, positions, covered, words, origin,
-        BLOCK, N, HEAD_DIM, D, MASKED=False,
+        dq, q_tile, d_tile, lse, delta, scale, piece, batch, k, v, full, full, full_count,
+        start, stop, looked_up, BLOCK, N, HEAD_DIM, D, MASKED=False,
     )  # fmt: skip
     return _walk_keys(
-        dq, q_tile, d_tile, lse, delta, scale,
-        piece, batch, k, v, partial, numbers, partial_count,
-        start, stop, query, positions, covered, words, origin,
-        BLOCK, N, HEAD_DIM, D, MASKED=True,
+        dq, q_tile, d_tile, lse, delta, scale, piece, batch, k, v, partial, numbers, partial_count,
+        start, stop, looked_up, BLOCK, N, HEAD_DIM, D, MASKED=True,
     )  # fmt: skip
 
 
@@ -178,14 +157,15 @@ def _query_kernel(
 def _walk_queries(
     dk, dv, k_tile, v_tile, scale,
     q, q_step, d_out, d_out_step, lse, delta, piece, batch, head, heads, q_len,
-    table, numbers, begin, end,
-    start, stop, position, first_position, covered, covered_step, keys,
+    table, numbers, count, split, splits, start, stop, position, first_position, covered, keys,
     BLOCK: tl.constexpr, M: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dk / logit scale and dv over the query blocks at `begin` to before `end` of the list `table`,
-    M queries at a time. Scores are [keys, queries]."""
+    """dk / logit scale and dv over part `split` of `splits` of the `count` query blocks of the list
+    `table`, M queries at a time. Scores are [keys, queries]."""
     PER_BLOCK: tl.constexpr = BLOCK // M
+    begin = count * split // splits
+    end = count * (split + 1) // splits
     for step in range(begin * PER_BLOCK, end * PER_BLOCK):
         q_block = tl.load(table + step // PER_BLOCK)
         first = q_block * BLOCK + step % PER_BLOCK * M
@@ -197,10 +177,10 @@ def _walk_queries(
         scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
         if MASKED:
             visible = position
-            if covered is not None:
-                covered_words = covered + q_block.to(tl.int64) * covered_step
+            if piece.covered is not None:
+                covered_words = covered + q_block.to(tl.int64) * piece.words
                 visible = hide_covered(position, covered_words, keys)
-            if numbers is not None:
+            if piece.partial_slice is not None:
                 query = tl.load(piece.q_positions + rows)
                 number = tl.load(numbers + step // PER_BLOCK)
                 seen_from, seen_until = bounds_in_slice(piece, batch, number, query)
@@ -258,35 +238,27 @@ def _key_kernel(
         head_q = slice_of(q, q_stride, batch, head)
         head_d = slice_of(d_out, d_out_stride, batch, head)
         row = batch.to(tl.int64) * heads + head
-        # What partial tiles look up; None where the piece does not have it.
+        # What partial tiles look up.
         positions = slice_of(piece.positions, piece.positions_stride, batch, head)
         position = tl.load(positions + keys)
         first_position = tl.load(positions + first)
-        covered = piece.covered
+        covered = positions
         if piece.covered is not None:
-            covered += row * (q_len // BLOCK) * piece.words
-        full_count, full, partial_count, partial = list_row(piece, batch, head, k_block)
-        numbers = piece.partial_slice
-        if piece.partial_slice is not None:
-            numbers = slice_numbers(piece, batch, head, k_block)
-
+            covered = piece.covered + row * (q_len // BLOCK) * piece.words
         # Its full list without masking, then its partial list.
+        full_count, full, partial_count, partial, numbers = list_row(piece, batch, head, k_block)
         dk_sum, dv_sum = _walk_queries(
             dk_sum, dv_sum, k_tile, v_tile, scale,
             head_q, q_stride[2], head_d, d_out_stride[2], lse + row * q_len, delta + row * q_len,
-            piece, batch, head, heads, q_len,
-            full, None, full_count * list_split // list_splits,
-            full_count * (list_split + 1) // list_splits,
-            row_start, row_stop, position, first_position, covered, piece.words, keys,
+            piece, batch, head, heads, q_len, full, full, full_count, list_split, list_splits,
+            row_start, row_stop, position, first_position, covered, keys,
             BLOCK, M, HEAD_DIM, D, MASKED=False,
         )  # fmt: skip
         dk_sum, dv_sum = _walk_queries(
             dk_sum, dv_sum, k_tile, v_tile, scale,
             head_q, q_stride[2], head_d, d_out_stride[2], lse + row * q_len, delta + row * q_len,
-            piece, batch, head, heads, q_len,
-            partial, numbers, partial_count * list_split // list_splits,
-            partial_count * (list_split + 1) // list_splits,
-            row_start, row_stop, position, first_position, covered, piece.words, keys,
+            piece, batch, head, heads, q_len, partial, numbers, partial_count, list_split, list_splits,
+            row_start, row_stop, position, first_position, covered, keys,
             BLOCK, M, HEAD_DIM, D, MASKED=True,
         )  # fmt: skip
 

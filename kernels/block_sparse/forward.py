@@ -9,15 +9,13 @@ from titan_sparse.kernels.block_sparse.launch import forward_options, forward_ti
 from titan_sparse.kernels.block_sparse.piece import (
     LOG2_E,
     Piece,
-    choices,
     dense_rows,
     hide_keys,
     list_row,
     load_rows,
+    look_up,
     operand,
     output_like,
-    query_positions,
-    slice_numbers,
     slice_of,
     store_rows,
 )
@@ -25,9 +23,8 @@ from titan_sparse.kernels.block_sparse.piece import (
 
 @triton.jit
 def _walk(
-    acc, weight, top, q_tile, scale,
-    piece, batch, k, v, table, numbers, count,
-    start, stop, query, positions, covered, words, origin,
+    acc, weight, top, q_tile, scale, piece, batch, k, v, table, numbers, count, start, stop,
+    looked_up,
     BLOCK: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -40,10 +37,8 @@ def _walk(
         # [M, N]
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if MASKED:
-            scores = hide_keys(
-                scores, piece, batch, positions, covered, first,
-                numbers, step // PER_BLOCK, start, stop, query, words, origin, N,
-            )  # fmt: skip
+            number = numbers + step // PER_BLOCK
+            scores = hide_keys(scores, piece, batch, first, number, start, stop, looked_up, N)
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
         # Only masked rows can have seen nothing so far; -inf - -inf would be NaN.
         base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
@@ -66,32 +61,15 @@ def _attend(
     """One piece: its full list without masking, then its partial list."""
     k = slice_of(piece.k, piece.k_stride, batch, head // piece.group)
     v = slice_of(piece.v, piece.v_stride, batch, head // piece.group)
-    # What partial tiles look up; None where the piece does not have it.
-    query = query_positions(piece, rows, start)
-    positions = slice_of(piece.positions, piece.positions_stride, batch, head)
-    covered = piece.covered
-    if piece.covered is not None:
-        covered += ((batch.to(tl.int64) * heads + head) * q_blocks + q_block) * piece.words
-    words = piece.chosen
-    origin = piece.origin
-    if piece.chosen is not None:
-        words, origin = choices(piece, batch, head, heads, q_blocks * BLOCK, rows)
-    full_count, full, partial_count, partial = list_row(piece, batch, head, q_block)
-    numbers = piece.partial_slice
-    if piece.partial_slice is not None:
-        numbers = slice_numbers(piece, batch, head, q_block)
-
+    full_count, full, partial_count, partial, numbers = list_row(piece, batch, head, q_block)
+    looked_up = look_up(piece, batch, head, heads, q_block, q_blocks, rows, BLOCK)
     acc, weight, top = _walk(
-        acc, weight, top, q_tile, scale,
-        piece, batch, k, v, full, None, full_count,
-        start, stop, query, positions, covered, words, origin,
-        BLOCK, N, HEAD_DIM, D, MASKED=False,
+        acc, weight, top, q_tile, scale, piece, batch, k, v, full, full, full_count, start, stop,
+        looked_up, BLOCK, N, HEAD_DIM, D, MASKED=False,
     )  # fmt: skip
     return _walk(
-        acc, weight, top, q_tile, scale,
-        piece, batch, k, v, partial, numbers, partial_count,
-        start, stop, query, positions, covered, words, origin,
-        BLOCK, N, HEAD_DIM, D, MASKED=True,
+        acc, weight, top, q_tile, scale, piece, batch, k, v, partial, numbers, partial_count, start,
+        stop, looked_up, BLOCK, N, HEAD_DIM, D, MASKED=True,
     )  # fmt: skip
 
 

@@ -246,33 +246,18 @@ def store_rows(pointer, x, first, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D:
 
 @triton.jit
 def list_row(piece, batch, head, block):
-    """Counts and tables of one block: full count, full table, partial count, partial table."""
+    """The full and the partial list of one block, each a count and a table; and for a piece with
+    slices the slice that each entry of the partial table means."""
     batch_row = batch.to(tl.int64) * piece.list_stride[0]
     row = batch_row + head * piece.list_stride[1] + block
     full = piece.full + row * piece.full_width
     partial = piece.partial + row * piece.partial_width
+    numbers = partial
+    if piece.partial_slice is not None:
+        numbers = piece.partial_slice + row * piece.partial_width
     full_count = tl.load(piece.full_count + row)
     partial_count = tl.load(piece.partial_count + row)
-    return full_count, full, partial_count, partial
-
-
-@triton.jit
-def slice_numbers(piece, batch, head, block):
-    """The slice that each entry of list_row()'s partial table means, for a piece with slices."""
-    batch_row = batch.to(tl.int64) * piece.list_stride[0]
-    row = batch_row + head * piece.list_stride[1] + block
-    return piece.partial_slice + row * piece.partial_width
-
-
-@triton.jit
-def query_positions(piece, rows, start):
-    """Positions of the queries `rows` where the piece has slices.
-
-    Without slices they are never read, so any vector of that shape will do.
-    """
-    if piece.q_positions is not None:
-        return tl.load(piece.q_positions + rows)
-    return start
+    return full_count, full, partial_count, partial, numbers
 
 
 @triton.jit
@@ -309,36 +294,48 @@ def hide_covered(position, covered, keys):
 
 
 @triton.jit
-def load_positions(positions, covered, first, COUNT: tl.constexpr):
-    """int32 [COUNT] positions of the keys from `first` on."""
-    keys = first + tl.arange(0, COUNT)
-    position = tl.load(positions + keys)
-    if covered is not None:
-        position = hide_covered(position, covered, keys)
-    return position
+def look_up(piece, batch, head, heads, q_block, q_blocks, rows, BLOCK: tl.constexpr):
+    """What hide_keys() reads for the queries `rows`, of one block: positions of keys, bits of
+    covered keys, positions of the queries, and their choices().
+
+    What the piece does not have is never read, so anything stands for it.
+    """
+    positions = slice_of(piece.positions, piece.positions_stride, batch, head)
+    covered = positions
+    query = rows
+    words = rows
+    origin = rows
+    if piece.covered is not None:
+        row = (batch.to(tl.int64) * heads + head) * q_blocks + q_block
+        covered = piece.covered + row * piece.words
+    if piece.q_positions is not None:
+        query = tl.load(piece.q_positions + rows)
+    if piece.chosen is not None:
+        words, origin = choices(piece, batch, head, heads, q_blocks * BLOCK, rows)
+    return positions, covered, query, words, origin
 
 
 @triton.jit
-def hide_keys(
-    scores, piece, batch, positions, covered, first,
-    numbers, entry, start, stop, query, words, origin,
-    COUNT: tl.constexpr,
-):  # fmt: skip
+def hide_keys(scores, piece, batch, first, number, start, stop, looked_up, COUNT: tl.constexpr):
     """Scores [M, COUNT], with -inf for the keys from `first` on that their queries do not see.
 
-    start, stop: of the mask's rows. numbers, query: where the piece has slices, and this tile is
-    `entry` of the list. words, origin: where it has choices.
+    number: where the tile's slice is found, if the piece has slices. start, stop: of the mask's
+    rows. looked_up: of look_up().
     """
-    position = load_positions(positions, covered, first, COUNT)[None, :]
+    positions, covered, query, words, origin = looked_up
+    keys = first + tl.arange(0, COUNT)
+    position = tl.load(positions + keys)
+    if piece.covered is not None:
+        position = hide_covered(position, covered, keys)
     seen_from = start
     seen_until = stop
-    if numbers is not None:
-        seen_from, seen_until = bounds_in_slice(piece, batch, tl.load(numbers + entry), query)
+    if piece.partial_slice is not None:
+        seen_from, seen_until = bounds_in_slice(piece, batch, tl.load(number), query)
     if piece.chosen is not None:
         # The keys of a tile are neighbors, so its first position says which chunks it touches.
         first_position = tl.load(positions + first)
         seen_from, seen_until = chosen_range(
             seen_from, seen_until, words, origin, piece.chunk, piece.chosen_words, first_position
         )
-    seen = (position >= seen_from[:, None]) & (position < seen_until[:, None])
+    seen = (position[None, :] >= seen_from[:, None]) & (position[None, :] < seen_until[:, None])
     return tl.where(seen, scores, float("-inf"))
