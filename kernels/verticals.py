@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_sparse.kernels.block_sparse.piece import dense_rows, slice_of
+from titan_sparse.kernels.block_sparse.piece import rows_of, slice_of
 
 _GATHERED_ROWS = 32
 """Verticals of a head that a program gathers."""
@@ -44,7 +44,7 @@ def gather_verticals_naive(k: Tensor, v: Tensor, verticals: Tensor, local: Tenso
 
 @triton.jit
 def _gather_kernel(
-    k, k_stride, v, v_stride, verticals, local, gathered, length, group, count,
+    k, v, verticals, local, gathered, length, group, count,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """ROWS verticals of one query head. length: of the sequence. count: C.
@@ -67,10 +67,10 @@ def _gather_kernel(
     row = tl.maximum(row, 0).to(tl.int64)[:, None]
 
     # [ROWS, D]
-    k_head = slice_of(k, k_stride, i_b, i_h // group)
-    v_head = slice_of(v, v_stride, i_b, i_h // group)
-    k_rows = tl.load(k_head + row * k_stride[2] + o_dim, mask=is_read, other=0.0)
-    v_rows = tl.load(v_head + row * v_stride[2] + o_dim, mask=is_read, other=0.0)
+    k_head = slice_of(k, i_b, i_h // group)
+    v_head = slice_of(v, i_b, i_h // group)
+    k_rows = tl.load(k_head + row * k.stride[2] + o_dim, mask=is_read, other=0.0)
+    v_rows = tl.load(v_head + row * v.stride[2] + o_dim, mask=is_read, other=0.0)
     is_written = inside[:, None] & (o_dim < HEAD_DIM)
     k_at = gathered + (head_row + o_vertical)[:, None] * HEAD_DIM + o_dim
     v_at = k_at + batches.to(tl.int64) * heads * count * HEAD_DIM
@@ -85,27 +85,14 @@ def gather_verticals(k: Tensor, v: Tensor, verticals: Tensor, local: Tensor) -> 
     verticals: int32 [B, Hq, C], global positions; S or more for none.
     local: int64 [S + 1], where the rank holds each position, -1 where it does not; the last is -1.
     """
-    k = dense_rows(k)
-    v = dense_rows(v)
     batch, heads, count = verticals.shape
     _, kv_heads, _, dim = k.shape
     gathered = k.new_empty(2, batch, heads, count, dim)
-    _gather_kernel[(triton.cdiv(count, _GATHERED_ROWS), heads, batch)](
-        k,
-        k.stride()[:3],
-        v,
-        v.stride()[:3],
-        verticals.contiguous(),
-        local,
-        gathered,
-        len(local) - 1,
-        heads // kv_heads,
-        count,
-        ROWS=_GATHERED_ROWS,
-        HEAD_DIM=dim,
-        D=triton.next_power_of_2(dim),
-        num_warps=4,
-    )
+    inputs = (rows_of(k), rows_of(v), verticals.contiguous(), local)
+    sizes = (len(local) - 1, heads // kv_heads, count)
+    options = dict(ROWS=_GATHERED_ROWS, HEAD_DIM=dim, D=triton.next_power_of_2(dim), num_warps=4)
+    grid = (triton.cdiv(count, _GATHERED_ROWS), heads, batch)
+    _gather_kernel[grid](*inputs, gathered, *sizes, **options)
     return gathered
 
 

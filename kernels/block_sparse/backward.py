@@ -24,7 +24,6 @@ from titan_sparse.kernels.block_sparse.piece import (
     Tiles,
     bounds_in_slice,
     choices,
-    dense_rows,
     hide_covered,
     hide_keys,
     list_row,
@@ -32,6 +31,7 @@ from titan_sparse.kernels.block_sparse.piece import (
     look_up,
     operand,
     output_like,
+    rows_of,
     slice_of,
     store_rows,
 )
@@ -42,7 +42,7 @@ _DELTA_ROWS = 16  # divides every block, so also every number of queries
 
 @triton.jit
 def _delta_kernel(
-    out, out_stride, d_out, d_out_stride, lse, delta, lse_2, q_len, heads,
+    out, d_out, lse, delta, lse_2, q_len, heads,
     M: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, LOG2_E: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(d_out * out), and lse in base 2.
@@ -53,10 +53,8 @@ def _delta_kernel(
     head = tl.program_id(1)
     batch = tl.program_id(2)
     # [M, D]
-    out_head = slice_of(out, out_stride, batch, head)
-    out_tile = load_rows(out_head, out_stride[2], first, M, HEAD_DIM, D)
-    d_head = slice_of(d_out, d_out_stride, batch, head)
-    d_tile = load_rows(d_head, d_out_stride[2], first, M, HEAD_DIM, D)
+    out_tile = load_rows(slice_of(out, batch, head), out.stride[2], first, M, HEAD_DIM, D)
+    d_tile = load_rows(slice_of(d_out, batch, head), d_out.stride[2], first, M, HEAD_DIM, D)
     rows = (batch.to(tl.int64) * heads + head) * q_len + first + tl.arange(0, M)
     tl.store(delta + rows, tl.sum(out_tile.to(tl.float32) * d_tile.to(tl.float32), 1))
     natural = tl.load(lse + rows)
@@ -75,8 +73,8 @@ def _walk_keys(
     for step in range(count * PER_BLOCK):
         first = tl.load(table + step // PER_BLOCK) * BLOCK + step % PER_BLOCK * N
         # [N, D]
-        k_tile = load_rows(k, piece.k_stride[2], first, N, HEAD_DIM, D)
-        v_tile = load_rows(v, piece.v_stride[2], first, N, HEAD_DIM, D)
+        k_tile = load_rows(k, piece.k.stride[2], first, N, HEAD_DIM, D)
+        v_tile = load_rows(v, piece.v.stride[2], first, N, HEAD_DIM, D)
         # [M, N]
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if MASKED:
@@ -96,8 +94,8 @@ def _query_gradient(
     BLOCK: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dq through one piece: its full list without masking, then its partial list."""
-    k = slice_of(piece.k, piece.k_stride, batch, head // piece.group)
-    v = slice_of(piece.v, piece.v_stride, batch, head // piece.group)
+    k = slice_of(piece.k, batch, head // piece.group)
+    v = slice_of(piece.v, batch, head // piece.group)
     full_count, full, partial_count, partial, numbers = list_row(piece, batch, head, q_block)
     looked_up = look_up(piece, batch, head, heads, q_block, q_blocks, rows, BLOCK)
     dq = _walk_keys(
@@ -112,7 +110,7 @@ def _query_gradient(
 
 @triton.jit
 def _query_kernel(
-    q, q_stride, d_out, d_out_stride, lse, delta, before, dq, piece, other, start, stop, q_len,
+    q, d_out, lse, delta, before, dq, piece, other, start, stop, q_len,
     heads, scale, logit_scale,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     TWO: tl.constexpr, ADD: tl.constexpr,
@@ -129,9 +127,8 @@ def _query_kernel(
     seen_from = tl.load(start + batch.to(tl.int64) * q_len + rows)
     seen_until = tl.load(stop + batch.to(tl.int64) * q_len + rows)
     # [M, D]
-    q_tile = load_rows(slice_of(q, q_stride, batch, head), q_stride[2], first, M, HEAD_DIM, D)
-    d_head = slice_of(d_out, d_out_stride, batch, head)
-    d_tile = load_rows(d_head, d_out_stride[2], first, M, HEAD_DIM, D)
+    q_tile = load_rows(slice_of(q, batch, head), q.stride[2], first, M, HEAD_DIM, D)
+    d_tile = load_rows(slice_of(d_out, batch, head), d_out.stride[2], first, M, HEAD_DIM, D)
     row_lse = tl.load(lse + row + rows)
     row_delta = tl.load(delta + row + rows)
 
@@ -206,8 +203,8 @@ def _walk_queries(
 
 @triton.jit
 def _key_kernel(
-    q, q_stride, d_out, d_out_stride, lse, delta, dk, dv, piece, start, stop, q_len, heads, batches,
-    head_splits, list_splits, scale, logit_scale,
+    q, d_out, lse, delta, dk, dv, piece, start, stop, q_len, heads, batches, head_splits,
+    list_splits, scale, logit_scale,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of N keys over all query heads of their group, or over one of the parts that the
@@ -222,10 +219,10 @@ def _key_kernel(
     k_block = tile * N // BLOCK
     keys = first + tl.arange(0, N)
     # [N, D]
-    k_head = slice_of(piece.k, piece.k_stride, batch, kv_head)
-    k_tile = load_rows(k_head, piece.k_stride[2], first, N, HEAD_DIM, D)
-    v_head = slice_of(piece.v, piece.v_stride, batch, kv_head)
-    v_tile = load_rows(v_head, piece.v_stride[2], first, N, HEAD_DIM, D)
+    k_head = slice_of(piece.k, batch, kv_head)
+    k_tile = load_rows(k_head, piece.k.stride[2], first, N, HEAD_DIM, D)
+    v_head = slice_of(piece.v, batch, kv_head)
+    v_tile = load_rows(v_head, piece.v.stride[2], first, N, HEAD_DIM, D)
     dk_sum = tl.zeros([N, D], tl.float32)
     dv_sum = tl.zeros([N, D], tl.float32)
     row_start = start + batch.to(tl.int64) * q_len
@@ -235,11 +232,11 @@ def _key_kernel(
     stop_member = piece.group * (head_split + 1) // head_splits
     for member in range(first_member, stop_member):
         head = kv_head * piece.group + member
-        head_q = slice_of(q, q_stride, batch, head)
-        head_d = slice_of(d_out, d_out_stride, batch, head)
+        head_q = slice_of(q, batch, head)
+        head_d = slice_of(d_out, batch, head)
         row = batch.to(tl.int64) * heads + head
         # What partial tiles look up.
-        positions = slice_of(piece.positions, piece.positions_stride, batch, head)
+        positions = slice_of(piece.positions, batch, head)
         position = tl.load(positions + keys)
         first_position = tl.load(positions + first)
         covered = positions
@@ -249,14 +246,14 @@ def _key_kernel(
         full_count, full, partial_count, partial, numbers = list_row(piece, batch, head, k_block)
         dk_sum, dv_sum = _walk_queries(
             dk_sum, dv_sum, k_tile, v_tile, scale,
-            head_q, q_stride[2], head_d, d_out_stride[2], lse + row * q_len, delta + row * q_len,
+            head_q, q.stride[2], head_d, d_out.stride[2], lse + row * q_len, delta + row * q_len,
             piece, batch, head, heads, q_len, full, full, full_count, list_split, list_splits,
             row_start, row_stop, position, first_position, covered, keys,
             BLOCK, M, HEAD_DIM, D, MASKED=False,
         )  # fmt: skip
         dk_sum, dv_sum = _walk_queries(
             dk_sum, dv_sum, k_tile, v_tile, scale,
-            head_q, q_stride[2], head_d, d_out_stride[2], lse + row * q_len, delta + row * q_len,
+            head_q, q.stride[2], head_d, d_out.stride[2], lse + row * q_len, delta + row * q_len,
             piece, batch, head, heads, q_len, partial, numbers, partial_count, list_split, list_splits,
             row_start, row_stop, position, first_position, covered, keys,
             BLOCK, M, HEAD_DIM, D, MASKED=True,
@@ -322,18 +319,13 @@ def query_side(
     d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, tiles: Tiles, scale: float
 ) -> QuerySide:
     """What query_gradient() and key_gradient() read; tiles: of any piece."""
-    q = dense_rows(q)
-    d_out = dense_rows(d_out)
-    out = dense_rows(out)
     lse = lse.contiguous()
     batch, heads, q_len, dim = q.shape
     delta = torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
     lse_2 = torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
     _delta_kernel[q_len // _DELTA_ROWS, heads, batch](
-        out,
-        out.stride()[:3],
-        d_out,
-        d_out.stride()[:3],
+        rows_of(out),
+        rows_of(d_out),
         lse,
         delta,
         lse_2,
@@ -350,7 +342,6 @@ def query_side(
 def query_gradient(queries: QuerySide, pieces: list[Piece], output: GradientOutput) -> Tensor:
     """dq through all pieces in one launch, and what `output` adds to it."""
     q = queries.q
-    d_out = queries.d_out
     before = output.before
     batch, heads, q_len, dim = q.shape
     dq = output_like(q, before, output.dq_dtype, output.into)
@@ -358,10 +349,8 @@ def query_gradient(queries: QuerySide, pieces: list[Piece], output: GradientOutp
     m, n = query_tile(dim, queries.block_size, q.element_size())
     operands = [operand(piece, piece.tiles.by_query, heads) for piece in pieces]
     _query_kernel[q_len // m, heads, batch](
-        q,
-        q.stride()[:3],
-        d_out,
-        d_out.stride()[:3],
+        rows_of(q),
+        rows_of(queries.d_out),
         queries.lse_2,
         queries.delta,
         dq if before is None else before,
@@ -389,7 +378,6 @@ def query_gradient(queries: QuerySide, pieces: list[Piece], output: GradientOutp
 def key_gradient(queries: QuerySide, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """dk and dv of one piece, in `dtype`."""
     q = queries.q
-    d_out = queries.d_out
     batch, heads, q_len, dim = q.shape
     _, kv_heads, k_len, _ = piece.k.shape
     padded_dim = triton.next_power_of_2(dim)
@@ -403,10 +391,8 @@ def key_gradient(queries: QuerySide, piece: Piece, dtype: torch.dtype) -> tuple[
     dk = torch.empty(splits, *piece.k.shape, dtype=kept, device=q.device)
     dv = torch.empty(splits, *piece.k.shape, dtype=kept, device=q.device)
     _key_kernel[k_len // n, kv_heads, batch * splits](
-        q,
-        q.stride()[:3],
-        d_out,
-        d_out.stride()[:3],
+        rows_of(q),
+        rows_of(queries.d_out),
         queries.lse_2,
         queries.delta,
         dk,

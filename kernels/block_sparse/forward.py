@@ -9,13 +9,13 @@ from titan_sparse.kernels.block_sparse.launch import forward_options, forward_ti
 from titan_sparse.kernels.block_sparse.piece import (
     LOG2_E,
     Piece,
-    dense_rows,
     hide_keys,
     list_row,
     load_rows,
     look_up,
     operand,
     output_like,
+    rows_of,
     slice_of,
     store_rows,
 )
@@ -33,7 +33,7 @@ def _walk(
     for step in range(count * PER_BLOCK):
         first = tl.load(table + step // PER_BLOCK) * BLOCK + step % PER_BLOCK * N
         # [N, D]
-        k_tile = load_rows(k, piece.k_stride[2], first, N, HEAD_DIM, D)
+        k_tile = load_rows(k, piece.k.stride[2], first, N, HEAD_DIM, D)
         # [M, N]
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if MASKED:
@@ -46,7 +46,7 @@ def _walk(
         # What has been summed so far was relative to the old top.
         rescale = tl.math.exp2(top - base)
         weight = weight * rescale + tl.sum(p, 1)
-        v_tile = load_rows(v, piece.v_stride[2], first, N, HEAD_DIM, D)
+        v_tile = load_rows(v, piece.v.stride[2], first, N, HEAD_DIM, D)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision="ieee")
         top = new_top
     return acc, weight, top
@@ -59,8 +59,8 @@ def _attend(
     BLOCK: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """One piece: its full list without masking, then its partial list."""
-    k = slice_of(piece.k, piece.k_stride, batch, head // piece.group)
-    v = slice_of(piece.v, piece.v_stride, batch, head // piece.group)
+    k = slice_of(piece.k, batch, head // piece.group)
+    v = slice_of(piece.v, batch, head // piece.group)
     full_count, full, partial_count, partial, numbers = list_row(piece, batch, head, q_block)
     looked_up = look_up(piece, batch, head, heads, q_block, q_blocks, rows, BLOCK)
     acc, weight, top = _walk(
@@ -75,7 +75,7 @@ def _attend(
 
 @triton.jit
 def _forward_kernel(
-    q, q_stride, before, out, lse, piece, other, start, stop, q_len, heads, scale,
+    q, before, out, lse, piece, other, start, stop, q_len, heads, scale,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     TWO: tl.constexpr, CONTINUE: tl.constexpr, LOG2_E: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +91,7 @@ def _forward_kernel(
     seen_from = tl.load(start + batch.to(tl.int64) * q_len + rows)
     seen_until = tl.load(stop + batch.to(tl.int64) * q_len + rows)
     # [M, D]
-    q_tile = load_rows(slice_of(q, q_stride, batch, head), q_stride[2], first, M, HEAD_DIM, D)
+    q_tile = load_rows(slice_of(q, batch, head), q.stride[2], first, M, HEAD_DIM, D)
     row = (batch.to(tl.int64) * heads + head) * q_len
 
     if CONTINUE:
@@ -141,7 +141,6 @@ def forward(
     Returns out [B, Hq, Sq, D] and natural-log lse fp32 [B, Hq, Sq]. Rows that see nothing: 0 and
     -inf.
     """
-    q = dense_rows(q)
     batch, heads, q_len, dim = q.shape
     if total is None:
         before = None
@@ -158,8 +157,7 @@ def forward(
     m, n = forward_tile(dim, block_size, q.element_size(), verticals_only)
     operands = [operand(piece, piece.tiles.by_query, heads) for piece in pieces]
     _forward_kernel[q_len // m, heads, batch](
-        q,
-        q.stride()[:3],
+        rows_of(q),
         out if before is None else before,
         out,
         lse,

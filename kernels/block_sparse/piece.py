@@ -81,17 +81,29 @@ class Piece(NamedTuple):
     tiles: Tiles
 
 
+class Rows(NamedTuple):
+    """[B, H, S, D] as a kernel gets it. stride: elements per batch, head and token; those along D
+    are neighbors in memory."""
+
+    data: Tensor
+    stride: tuple[int, ...]
+
+
+def rows_of(x: Tensor) -> Rows:
+    """For [B, H, S, D] of any strides."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    return Rows(x, x.stride()[:3])
+
+
 class Operand(NamedTuple):
     """A Piece as a kernel gets it, with one of its two BlockLists.
 
-    *_stride: elements per batch and head, and per token for k and v. list_stride: rows of a table
-    per batch and head, 0 where they share one.
+    list_stride: rows of a table per batch and head, 0 where they share one.
     """
 
-    k: Tensor
-    k_stride: tuple[int, int, int]
-    v: Tensor
-    v_stride: tuple[int, int, int]
+    k: Rows
+    v: Rows
     group: int  # query heads per KV head
     k_len: int
     full_count: Tensor
@@ -102,8 +114,7 @@ class Operand(NamedTuple):
     partial_width: int
     partial_slice: Tensor | None
     list_stride: tuple[int, int]
-    positions: Tensor
-    positions_stride: tuple[int, int]
+    positions: Rows  # of one element, so without a stride per token
     covered: Tensor | None
     words: int  # of `covered`, per query block
     chosen: Tensor | None
@@ -113,13 +124,6 @@ class Operand(NamedTuple):
     slices: Tensor | None
     slices_stride: int  # per batch
     q_positions: Tensor | None
-
-
-def dense_rows(x: Tensor) -> Tensor:
-    """[B, H, S, D] whose elements along D are neighbors in memory; any other strides."""
-    if x.stride(-1) == 1:
-        return x
-    return x.contiguous()
 
 
 def output_like(
@@ -141,11 +145,9 @@ def output_like(
 
 def operand(piece: Piece, lists: BlockLists, heads: int) -> Operand:
     """What a kernel that walks `lists`, one of the piece's two, needs for `heads` query heads."""
-    k = dense_rows(piece.k)
-    v = dense_rows(piece.v)
     tiles = piece.tiles
     lists, list_stride = _without_copies(lists)
-    k_len = k.shape[2]
+    _, kv_heads, k_len, _ = piece.k.shape
 
     positions = tiles.k_positions.contiguous()
     # Positions that all sequences or heads share are there once.
@@ -169,11 +171,9 @@ def operand(piece: Piece, lists: BlockLists, heads: int) -> Operand:
         slices_stride = tiles.slices.stride(0)
 
     return Operand(
-        k=k,
-        k_stride=k.stride()[:3],
-        v=v,
-        v_stride=v.stride()[:3],
-        group=heads // k.shape[1],
+        k=rows_of(piece.k),
+        v=rows_of(piece.v),
+        group=heads // kv_heads,
         k_len=k_len,
         full_count=lists.full_count,
         full=lists.full,
@@ -183,8 +183,7 @@ def operand(piece: Piece, lists: BlockLists, heads: int) -> Operand:
         partial_width=lists.partial.shape[-1],
         partial_slice=lists.partial_slice,
         list_stride=list_stride,
-        positions=positions,
-        positions_stride=(batch_stride, head_stride),
+        positions=Rows(positions, (batch_stride, head_stride)),
         covered=covered,
         words=-(-k_len // 32),
         chosen=chosen,
@@ -217,10 +216,10 @@ def _without_copies(lists: BlockLists) -> tuple[BlockLists, tuple[int, int]]:
 
 
 @triton.jit
-def slice_of(pointer, stride, batch, head):
+def slice_of(rows, batch, head):
     """Where the [S, D] of one batch and head begins."""
-    batch_begin = pointer + batch.to(tl.int64) * stride[0]
-    return batch_begin + head.to(tl.int64) * stride[1]
+    batch_begin = rows.data + batch.to(tl.int64) * rows.stride[0]
+    return batch_begin + head.to(tl.int64) * rows.stride[1]
 
 
 @triton.jit
@@ -300,7 +299,7 @@ def look_up(piece, batch, head, heads, q_block, q_blocks, rows, BLOCK: tl.conste
 
     What the piece does not have is never read, so anything stands for it.
     """
-    positions = slice_of(piece.positions, piece.positions_stride, batch, head)
+    positions = slice_of(piece.positions, batch, head)
     covered = positions
     query = rows
     words = rows

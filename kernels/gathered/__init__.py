@@ -6,9 +6,10 @@ forward(q, plan) -> out, lse
 backward(d_out, q, out, lse, plan) -> dq, dk, dv
 """
 
-from titan_sparse.kernels.gathered.attention import Plan, backward, forward
+from titan_sparse.kernels.gathered.attention import backward, forward
 from titan_sparse.kernels.gathered.lists import (
     Choices,
+    Plan,
     chosen_pairs,
     gather_queries,
     tile_table,

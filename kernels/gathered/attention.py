@@ -5,62 +5,22 @@ is bounded. The block-sparse kernel goes on from them and rounds the result.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from titan_sparse.kernels import block_sparse
-from titan_sparse.kernels.block_sparse import BlockLists, GradientOutput, Piece, QuerySide
+from titan_sparse.kernels.block_sparse import GradientOutput, QuerySide
 from titan_sparse.kernels.gathered.backward import add_key_gradient, add_query_gradient
 from titan_sparse.kernels.gathered.forward import add_attention
 from titan_sparse.kernels.gathered.launch import Share, list_shares, row_tile, total_shares
 from titan_sparse.kernels.gathered.lists import (
-    Choices,
-    Gathered,
-    TileTable,
+    Plan,
+    Work,
     chosen_pairs,
     gather_queries,
     tile_table,
 )
-
-
-class Plan(NamedTuple):
-    """What is computed.
-
-    own: the lists of blocks, no larger than a chunk, and keys and values. choices: the chunks, of
-    the same keys. scale: of the logits, above 0.
-    """
-
-    own: Piece
-    choices: Choices
-    scale: float
-
-    def of(self, share: Share) -> "Plan":
-        """The plan of a share, as views."""
-        keys = (share.batches, share.kv_heads)
-        tiles = self.own.tiles
-        lists = (
-            None if field is None else field[share.batches, share.heads] for field in tiles.by_query
-        )
-        tiles = tiles._replace(
-            by_query=BlockLists._make(lists),
-            # dk and dv of the blocks are computed for all heads at once.
-            by_key=None,
-            start=tiles.start[share.batches],
-            stop=tiles.stop[share.batches],
-        )
-        own = Piece(self.own.k[keys], self.own.v[keys], tiles)
-        return self._replace(own=own, choices=self.choices.of(share))
-
-
-class Work(NamedTuple):
-    """A share of a plan, with its lists of queries."""
-
-    share: Share
-    plan: Plan
-    gathered: Gathered
-    tiles: TileTable
 
 
 def forward(q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -71,21 +31,12 @@ def forward(q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
     for work in _works(q, plan):
-        for share, part, gathered, tiles in _parts(q, work):
-            rows = (share.batches, share.heads)
-            own = part.own
+        for part in _parts(q, work):
+            rows = (part.share.batches, part.share.heads)
             total = (torch.zeros(q[rows].shape, dtype=torch.float32, device=q.device), lse[rows])
-            add_attention(
-                q[rows],
-                own.k,
-                own.v,
-                part.choices,
-                (gathered, tiles),
-                part.scale,
-                own.tiles.block_size,
-                total,
-            )
-            block_sparse.forward(q[rows], [own], part.scale, total=total, into=out[rows])
+            add_attention(q[rows], part, total)
+            plan = part.plan
+            block_sparse.forward(q[rows], [plan.own], plan.scale, total=total, into=out[rows])
     return out, lse
 
 
@@ -98,25 +49,15 @@ def backward(
     dk, dv = block_sparse.key_gradient(queries, plan.own, torch.float32)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for work in _works(q, plan):
-        own = work.plan.own
         keys = (work.share.batches, work.share.kv_heads)
-        add_key_gradient(
-            _queries_of(queries, work),
-            own.k,
-            own.v,
-            work.plan.choices,
-            work.gathered,
-            (dk[keys], dv[keys]),
-        )
+        add_key_gradient(_queries_of(queries, work), work, (dk[keys], dv[keys]))
         for part in _parts(q, work):
-            own = part.plan.own
             some = _queries_of(queries, part)
             total = torch.zeros(some.q.shape, dtype=torch.float32, device=q.device)
-            lists = (part.gathered, part.tiles)
-            add_query_gradient(some, own.k, own.v, part.plan.choices, lists, total)
+            add_query_gradient(some, part, total)
             into = dq[part.share.batches, part.share.heads]
             output = GradientOutput(dq.dtype, [], before=total, into=into)
-            block_sparse.query_gradient(some, [own], output)
+            block_sparse.query_gradient(some, [part.plan.own], output)
     return dq, dk.to(q.dtype), dv.to(q.dtype)
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_sparse.kernels.block_sparse.backward import QuerySide
-from titan_sparse.kernels.block_sparse.piece import LOG2_E, dense_rows, slice_of
+from titan_sparse.kernels.block_sparse.piece import LOG2_E, rows_of, slice_of
 from titan_sparse.kernels.gathered.forward import gather_rows, load_keys, scatter_rows, tile_rows
 from titan_sparse.kernels.gathered.launch import (
     chunk_options,
@@ -18,7 +18,7 @@ from titan_sparse.kernels.gathered.launch import (
     row_options,
     row_tile,
 )
-from titan_sparse.kernels.gathered.lists import Choices, Gathered, TileTable
+from titan_sparse.kernels.gathered.lists import Work
 
 
 @triton.jit
@@ -42,27 +42,26 @@ def _meet_keys(
 
 @triton.jit(do_not_specialize=["slot"])
 def _query_kernel(
-    q, q_stride, d_out, d_out_stride, lse, delta, k, k_stride, v, v_stride, dq, begin, queries,
-    tiles, slot, slots, q_len, heads, group, chunks, scale, logit_scale,
+    q, d_out, lse, delta, met, tiles, dq, slot, scale, logit_scale,
     CHUNK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dq of M gathered queries of one head through the chunk that they chose, added to dq."""
     head = tl.program_id(1)
     batch = tl.program_id(2)
-    head_row = batch.to(tl.int64) * heads + head
-    entry = (head_row * slots + slot) * tl.num_programs(0) + tl.program_id(0)
+    head_row = batch.to(tl.int64) * met.heads + head
+    entry = (head_row * met.slots + slot) * tl.num_programs(0) + tl.program_id(0)
     if tl.load(tiles.count + entry) > 0:
-        rows, inside, chunk = tile_rows(queries, tiles, head_row, slot, slots, q_len, M)
-        first = tl.load(begin + batch * chunks + chunk)
-        q_head = slice_of(q, q_stride, batch, head)
-        d_head = slice_of(d_out, d_out_stride, batch, head)
-        k_head = slice_of(k, k_stride, batch, head // group)
-        v_head = slice_of(v, v_stride, batch, head // group)
-        dq_head = dq + head_row * q_len * HEAD_DIM
-        row = head_row * q_len + rows
+        rows, inside, chunk = tile_rows(met, tiles, head_row, slot, M)
+        first = tl.load(met.begin + batch * met.chunks + chunk)
+        q_head = slice_of(q, batch, head)
+        d_head = slice_of(d_out, batch, head)
+        k_head = slice_of(met.k, batch, head // met.group)
+        v_head = slice_of(met.v, batch, head // met.group)
+        dq_head = dq + head_row * met.q_len * HEAD_DIM
+        row = head_row * met.q_len + rows
         # [M, D]
-        q_tile = gather_rows(q_head, q_stride[2], rows, inside, HEAD_DIM, D)
-        d_tile = gather_rows(d_head, d_out_stride[2], rows, inside, HEAD_DIM, D)
+        q_tile = gather_rows(q_head, q.stride[2], rows, inside, HEAD_DIM, D)
+        d_tile = gather_rows(d_head, d_out.stride[2], rows, inside, HEAD_DIM, D)
         row_lse = tl.load(lse + row, mask=inside, other=0.0)
         row_delta = tl.load(delta + row, mask=inside, other=0.0)
         # What is there already counts the logit scale; the sum is multiplied by it at the end.
@@ -70,68 +69,35 @@ def _query_kernel(
 
         for done in range(0, CHUNK // N * N, N):
             total = _meet_keys(
-                total, q_tile, d_tile, row_lse, row_delta, k_head, k_stride[2], v_head,
-                v_stride[2], first + done, N, scale, N, HEAD_DIM, D, CUT=False,
+                total, q_tile, d_tile, row_lse, row_delta, k_head, met.k.stride[2], v_head,
+                met.v.stride[2], first + done, N, scale, N, HEAD_DIM, D, CUT=False,
             )  # fmt: skip
         if CHUNK % N:
             total = _meet_keys(
-                total, q_tile, d_tile, row_lse, row_delta, k_head, k_stride[2], v_head,
-                v_stride[2], first + CHUNK // N * N, CHUNK % N, scale, N, HEAD_DIM, D, CUT=True,
+                total, q_tile, d_tile, row_lse, row_delta, k_head, met.k.stride[2], v_head,
+                met.v.stride[2], first + CHUNK // N * N, CHUNK % N, scale, N, HEAD_DIM, D, CUT=True,
             )  # fmt: skip
         scatter_rows(dq_head, total * logit_scale, rows, inside, HEAD_DIM, D)
 
 
-def add_query_gradient(
-    queries: QuerySide,
-    k: Tensor,
-    v: Tensor,
-    choices: Choices,
-    lists: tuple[Gathered, TileTable],
-    dq: Tensor,
-) -> None:
+def add_query_gradient(queries: QuerySide, work: Work, dq: Tensor) -> None:
     """dq through the gathered pairs, added to dq [B, Hq, S, D], contiguous fp32, in place.
 
-    lists: as add_attention() takes them.
+    queries: of the work's share.
     """
     q = queries.q
-    d_out = queries.d_out
-    k = dense_rows(k)
-    v = dense_rows(v)
-    gathered, tiles = lists
-    batch, heads, q_len, dim = q.shape
+    choices = work.plan.choices
+    batch, heads, _, dim = q.shape
     padded_dim = triton.next_power_of_2(dim)
-    m = tiles.rows
+    m = work.tiles.rows
     _, n = row_tile(dim, queries.block_size, q.element_size(), choices.tokens)
+    sizes = dict(CHUNK=choices.tokens, M=m, N=n, HEAD_DIM=dim, D=padded_dim)
+    options = sizes | row_options(m, n, padded_dim, q.device)
+    rows = (rows_of(q), rows_of(queries.d_out), queries.lse_2, queries.delta)
+    operands = (*rows, work.operand(), work.tiles, dq)
     for slot in range(choices.slots):
-        _query_kernel[tiles.count.shape[-1], heads, batch](
-            q,
-            q.stride()[:3],
-            d_out,
-            d_out.stride()[:3],
-            queries.lse_2,
-            queries.delta,
-            k,
-            k.stride()[:3],
-            v,
-            v.stride()[:3],
-            dq,
-            choices.begin,
-            gathered.queries,
-            tiles,
-            slot,
-            choices.slots,
-            q_len,
-            heads,
-            heads // k.shape[1],
-            choices.begin.shape[1],
-            queries.scale * LOG2_E,
-            queries.scale,
-            CHUNK=choices.tokens,
-            M=m,
-            N=n,
-            HEAD_DIM=dim,
-            D=padded_dim,
-            **row_options(m, n, padded_dim, q.device),
+        _query_kernel[work.tiles.count.shape[-1], heads, batch](
+            *operands, slot, queries.scale * LOG2_E, queries.scale, **options
         )
 
 
@@ -164,9 +130,7 @@ def _walk_queries(
 
 @triton.jit
 def _key_kernel(
-    q, q_stride, d_out, d_out_stride, lse, delta, k, k_stride, v, v_stride, dk, dv, d_stride,
-    begin, queries, list_begin, slots, q_len, heads, group, chunks, batches, splits, scale,
-    logit_scale,
+    q, d_out, lse, delta, met, dk, dv, d_stride, batches, splits, scale, logit_scale,
     CHUNK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of N keys of a chunk over all query heads of their group, or over one of the
@@ -178,34 +142,35 @@ def _key_kernel(
     batch = tl.program_id(2) % batches
     split = tl.program_id(2) // batches
     CUT: tl.constexpr = CHUNK % N != 0
-    key_count = (chunks + 1) * slots + 1
-    head_row = batch.to(tl.int64) * heads + kv_head * group
+    key_count = (met.chunks + 1) * met.slots + 1
+    head_row = batch.to(tl.int64) * met.heads + kv_head * met.group
 
     listed = 0
-    for member in range(group):
-        bounds = list_begin + (head_row + member) * key_count + chunk * slots
-        listed += tl.load(bounds + slots) - tl.load(bounds)
+    for member in range(met.group):
+        bounds = met.list_begin + (head_row + member) * key_count + chunk * met.slots
+        listed += tl.load(bounds + met.slots) - tl.load(bounds)
     # Nobody chose it, or it is none: a sequence may have fewer chunks than there is room for.
     if listed > 0:
-        first = tl.load(begin + batch * chunks + chunk) + done
+        first = tl.load(met.begin + batch * met.chunks + chunk) + done
         left = CHUNK - done
-        k_head = slice_of(k, k_stride, batch, kv_head)
-        v_head = slice_of(v, v_stride, batch, kv_head)
+        k_head = slice_of(met.k, batch, kv_head)
+        v_head = slice_of(met.v, batch, kv_head)
         # [N, D]
-        k_tile = load_keys(k_head, k_stride[2], first, left, N, HEAD_DIM, D, CUT)
-        v_tile = load_keys(v_head, v_stride[2], first, left, N, HEAD_DIM, D, CUT)
+        k_tile = load_keys(k_head, met.k.stride[2], first, left, N, HEAD_DIM, D, CUT)
+        v_tile = load_keys(v_head, met.v.stride[2], first, left, N, HEAD_DIM, D, CUT)
         dk_sum = tl.zeros([N, D], tl.float32)
         dv_sum = tl.zeros([N, D], tl.float32)
-        for member in range(group):
+        for member in range(met.group):
             row = head_row + member
-            bounds = list_begin + row * key_count + chunk * slots
+            head = kv_head * met.group + member
+            bounds = met.list_begin + row * key_count + chunk * met.slots
             of_head = tl.load(bounds)
-            count = tl.load(bounds + slots) - of_head
+            count = tl.load(bounds + met.slots) - of_head
             dk_sum, dv_sum = _walk_queries(
                 dk_sum, dv_sum, k_tile, v_tile, scale,
-                slice_of(q, q_stride, batch, kv_head * group + member), q_stride[2],
-                slice_of(d_out, d_out_stride, batch, kv_head * group + member), d_out_stride[2],
-                lse + row * q_len, delta + row * q_len, queries + row * slots * q_len,
+                slice_of(q, batch, head), q.stride[2], slice_of(d_out, batch, head), d_out.stride[2],
+                lse + row * met.q_len, delta + row * met.q_len,
+                met.queries + row * met.slots * met.q_len,
                 of_head + count * split // splits, of_head + count * (split + 1) // splits,
                 M, HEAD_DIM, D,
             )  # fmt: skip
@@ -222,83 +187,30 @@ def _key_kernel(
         scatter_rows(dv + at, before + dv_sum, first + keys, inside, HEAD_DIM, D)
 
 
-def add_key_gradient(
-    queries: QuerySide,
-    k: Tensor,
-    v: Tensor,
-    choices: Choices,
-    gathered: Gathered,
-    gradients: tuple[Tensor, Tensor],
-) -> None:
+def add_key_gradient(queries: QuerySide, work: Work, gradients: tuple[Tensor, Tensor]) -> None:
     """dk and dv through the gathered pairs, added to `gradients` in place.
 
     gradients: dk and dv [B, Hkv, Sk, D], fp32, of the same strides; contiguous from dim 2 on.
     """
-    batch, kv_heads, _, dim = k.shape
-    _, n = chunk_tile(dim, queries.block_size, queries.q.element_size())
-    programs = choices.begin.shape[1] * triton.cdiv(choices.tokens, n) * kv_heads * batch
-    splits = list_splits(programs)
-    if splits == 1:
-        dk, dv = gradients
-        _launch_keys(queries, k, v, choices, gathered, (dk[None], dv[None]))
-        return
-    sums = torch.zeros(2, splits, *k.shape, dtype=torch.float32, device=k.device)
-    _launch_keys(queries, k, v, choices, gathered, (sums[0], sums[1]))
-    for gradient, of_splits in zip(gradients, sums, strict=True):
-        gradient += of_splits.sum(0)
-
-
-def _launch_keys(
-    queries: QuerySide,
-    k: Tensor,
-    v: Tensor,
-    choices: Choices,
-    gathered: Gathered,
-    gradients: tuple[Tensor, Tensor],
-) -> None:
-    """add_key_gradient() into gradients [splits, B, Hkv, Sk, D], each of one part of the lists."""
     q = queries.q
-    d_out = queries.d_out
-    k = dense_rows(k)
-    v = dense_rows(v)
-    dk, dv = gradients
-    batch, heads, q_len, dim = q.shape
-    kv_heads = k.shape[1]
-    chunks = choices.begin.shape[1]
-    splits = len(dk)
+    choices = work.plan.choices
+    batch, kv_heads, _, dim = work.plan.own.k.shape
     padded_dim = triton.next_power_of_2(dim)
     m, n = chunk_tile(dim, queries.block_size, q.element_size())
-    grid = (chunks * triton.cdiv(choices.tokens, n), kv_heads, batch * splits)
-    _key_kernel[grid](
-        q,
-        q.stride()[:3],
-        d_out,
-        d_out.stride()[:3],
-        queries.lse_2,
-        queries.delta,
-        k,
-        k.stride()[:3],
-        v,
-        v.stride()[:3],
-        dk,
-        dv,
-        dk.stride()[:3],
-        choices.begin,
-        gathered.queries,
-        gathered.begin,
-        choices.slots,
-        q_len,
-        heads,
-        heads // kv_heads,
-        chunks,
-        batch,
-        splits,
-        queries.scale * LOG2_E,
-        queries.scale,
-        CHUNK=choices.tokens,
-        M=m,
-        N=n,
-        HEAD_DIM=dim,
-        D=padded_dim,
-        **chunk_options(m, n, padded_dim, q.device),
+    tiles = choices.begin.shape[1] * triton.cdiv(choices.tokens, n)
+    splits = list_splits(tiles * kv_heads * batch)
+    # [splits, B, Hkv, Sk, D], each of one part of the lists.
+    dk, dv = (gradient[None] for gradient in gradients)
+    if splits > 1:
+        shape = (2, splits, *work.plan.own.k.shape)
+        dk, dv = torch.zeros(shape, dtype=torch.float32, device=q.device)
+    sizes = dict(CHUNK=choices.tokens, M=m, N=n, HEAD_DIM=dim, D=padded_dim)
+    options = sizes | chunk_options(m, n, padded_dim, q.device)
+    rows = (rows_of(q), rows_of(queries.d_out), queries.lse_2, queries.delta)
+    scales = (queries.scale * LOG2_E, queries.scale)
+    _key_kernel[tiles, kv_heads, batch * splits](
+        *rows, work.operand(), dk, dv, dk.stride()[:3], batch, splits, *scales, **options
     )
+    if splits > 1:
+        for gradient, of_splits in zip(gradients, (dk, dv), strict=True):
+            gradient += of_splits.sum(0)

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_sparse.kernels.block_sparse.piece import LOG2_E, dense_rows, load_rows, slice_of
+from titan_sparse.kernels.block_sparse.piece import LOG2_E, load_rows, rows_of, slice_of
 from titan_sparse.kernels.gathered.launch import forward_keys, row_options, row_tile
-from titan_sparse.kernels.gathered.lists import Choices, Gathered, TileTable
+from titan_sparse.kernels.gathered.lists import Work
 
 
 @triton.jit
@@ -48,12 +48,12 @@ def load_keys(
 
 
 @triton.jit
-def tile_rows(queries, tiles, head_row, slot, slots, q_len, ROWS: tl.constexpr):
+def tile_rows(met, tiles, head_row, slot, ROWS: tl.constexpr):
     """Of this program's tile: numbers of its queries, which of them exist, and the chunk."""
-    entry = (head_row * slots + slot) * tl.num_programs(0) + tl.program_id(0)
+    entry = (head_row * met.slots + slot) * tl.num_programs(0) + tl.program_id(0)
     place = tl.arange(0, ROWS)
     inside = place < tl.load(tiles.count + entry)
-    first = queries + head_row * slots * q_len + tl.load(tiles.first + entry)
+    first = met.queries + head_row * met.slots * met.q_len + tl.load(tiles.first + entry)
     return tl.load(first + place, mask=inside, other=0), inside, tl.load(tiles.chunk + entry)
 
 
@@ -80,26 +80,25 @@ def _meet(
 
 @triton.jit(do_not_specialize=["slot"])
 def _forward_kernel(
-    q, q_stride, k, k_stride, v, v_stride, out, lse, begin, queries, tiles, slot, slots, q_len,
-    heads, group, chunks, scale,
+    q, met, tiles, out, lse, slot, scale,
     CHUNK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     LOG2_E: tl.constexpr,
 ):  # fmt: skip
     """M gathered queries of one head over the CHUNK keys that they chose, added to out and lse."""
     head = tl.program_id(1)
     batch = tl.program_id(2)
-    head_row = batch.to(tl.int64) * heads + head
-    entry = (head_row * slots + slot) * tl.num_programs(0) + tl.program_id(0)
+    head_row = batch.to(tl.int64) * met.heads + head
+    entry = (head_row * met.slots + slot) * tl.num_programs(0) + tl.program_id(0)
     if tl.load(tiles.count + entry) > 0:
-        rows, inside, chunk = tile_rows(queries, tiles, head_row, slot, slots, q_len, M)
-        first = tl.load(begin + batch * chunks + chunk)
-        q_head = slice_of(q, q_stride, batch, head)
-        k_head = slice_of(k, k_stride, batch, head // group)
-        v_head = slice_of(v, v_stride, batch, head // group)
-        out_head = out + head_row * q_len * HEAD_DIM
-        lse_rows = lse + head_row * q_len + rows
+        rows, inside, chunk = tile_rows(met, tiles, head_row, slot, M)
+        first = tl.load(met.begin + batch * met.chunks + chunk)
+        q_head = slice_of(q, batch, head)
+        k_head = slice_of(met.k, batch, head // met.group)
+        v_head = slice_of(met.v, batch, head // met.group)
+        out_head = out + head_row * met.q_len * HEAD_DIM
+        lse_rows = lse + head_row * met.q_len + rows
         # [M, D]
-        q_tile = gather_rows(q_head, q_stride[2], rows, inside, HEAD_DIM, D)
+        q_tile = gather_rows(q_head, q.stride[2], rows, inside, HEAD_DIM, D)
         # A finished softmax is one whose weights add up to 1 at top = lse. Where nothing was met, lse
         # is -inf, and what was there is forgotten at the first tile.
         acc = gather_rows(out_head, HEAD_DIM, rows, inside, HEAD_DIM, D)
@@ -108,12 +107,12 @@ def _forward_kernel(
 
         for done in range(0, CHUNK // N * N, N):
             acc, weight, top = _meet(
-                acc, weight, top, q_tile, k_head, k_stride[2], v_head, v_stride[2],
+                acc, weight, top, q_tile, k_head, met.k.stride[2], v_head, met.v.stride[2],
                 first + done, N, scale, N, HEAD_DIM, D, CUT=False,
             )  # fmt: skip
         if CHUNK % N:
             acc, weight, top = _meet(
-                acc, weight, top, q_tile, k_head, k_stride[2], v_head, v_stride[2],
+                acc, weight, top, q_tile, k_head, met.k.stride[2], v_head, met.v.stride[2],
                 first + CHUNK // N * N, CHUNK % N, scale, N, HEAD_DIM, D, CUT=True,
             )  # fmt: skip
 
@@ -122,58 +121,22 @@ def _forward_kernel(
         tl.store(lse_rows, (top + tl.math.log2(weight)) * 0.6931471805599453, mask=inside)
 
 
-def add_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    choices: Choices,
-    lists: tuple[Gathered, TileTable],
-    scale: float,
-    block_size: int,
-    total: tuple[Tensor, Tensor],
-) -> None:
+def add_attention(q: Tensor, work: Work, total: tuple[Tensor, Tensor]) -> None:
     """Attention of the gathered pairs, added to `total` in place.
 
-    q: [B, Hq, S, D]. k, v: [B, Hkv, Sk, D]. scale: of the logits, above 0.
-    lists: with their tile_table(). block_size: no larger than a chunk.
-    total: contiguous out [B, Hq, S, D] and natural-log lse [B, Hq, S] over other keys, fp32; 0 and
-    -inf where a query has met none.
+    q: [B, Hq, S, D], of the work's share. total: contiguous out [B, Hq, S, D] and natural-log lse
+    [B, Hq, S] over other keys, fp32; 0 and -inf where a query has met none.
     """
-    q = dense_rows(q)
-    k = dense_rows(k)
-    v = dense_rows(v)
-    gathered, tiles = lists
-    out, lse = total
-    batch, heads, q_len, dim = q.shape
+    choices = work.plan.choices
+    batch, heads, _, dim = q.shape
     padded_dim = triton.next_power_of_2(dim)
-    m = tiles.rows
-    tile = row_tile(dim, block_size, q.element_size(), choices.tokens)
-    n = forward_keys(tile, dim)
+    block_size = work.plan.own.tiles.block_size
+    m = work.tiles.rows
+    n = forward_keys(row_tile(dim, block_size, q.element_size(), choices.tokens), dim)
+    sizes = dict(CHUNK=choices.tokens, M=m, N=n, HEAD_DIM=dim, D=padded_dim, LOG2_E=LOG2_E)
+    options = sizes | row_options(m, n, padded_dim, q.device)
+    operands = (rows_of(q), work.operand(), work.tiles, *total)
     for slot in range(choices.slots):
-        _forward_kernel[tiles.count.shape[-1], heads, batch](
-            q,
-            q.stride()[:3],
-            k,
-            k.stride()[:3],
-            v,
-            v.stride()[:3],
-            out,
-            lse,
-            choices.begin,
-            gathered.queries,
-            tiles,
-            slot,
-            choices.slots,
-            q_len,
-            heads,
-            heads // k.shape[1],
-            choices.begin.shape[1],
-            scale * LOG2_E,
-            CHUNK=choices.tokens,
-            M=m,
-            N=n,
-            HEAD_DIM=dim,
-            D=padded_dim,
-            LOG2_E=LOG2_E,
-            **row_options(m, n, padded_dim, q.device),
+        _forward_kernel[work.tiles.count.shape[-1], heads, batch](
+            *operands, slot, work.plan.scale * LOG2_E, **options
         )

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_sparse.kernels.block_sparse.piece import BlockLists, Piece, Rows, rows_of
 from titan_sparse.kernels.gathered.launch import SORTED_ROWS, Share
 
 _ROWS = 128
@@ -83,6 +84,77 @@ class TileTable(NamedTuple):
         """The tiles of a share, as views."""
         rows = (share.batches, share.heads)
         return TileTable(self.chunk[rows], self.first[rows], self.count[rows], self.rows)
+
+
+class Plan(NamedTuple):
+    """What is computed.
+
+    own: the lists of blocks, no larger than a chunk, and keys and values. choices: the chunks, of
+    the same keys. scale: of the logits, above 0.
+    """
+
+    own: Piece
+    choices: Choices
+    scale: float
+
+    def of(self, share: Share) -> "Plan":
+        """The plan of a share, as views."""
+        keys = (share.batches, share.kv_heads)
+        tiles = self.own.tiles
+        lists = (
+            None if field is None else field[share.batches, share.heads] for field in tiles.by_query
+        )
+        tiles = tiles._replace(
+            by_query=BlockLists._make(lists),
+            # dk and dv of the blocks are computed for all heads at once.
+            by_key=None,
+            start=tiles.start[share.batches],
+            stop=tiles.stop[share.batches],
+        )
+        own = Piece(self.own.k[keys], self.own.v[keys], tiles)
+        return self._replace(own=own, choices=self.choices.of(share))
+
+
+class Work(NamedTuple):
+    """A share of a plan, with its lists of queries."""
+
+    share: Share
+    plan: Plan
+    gathered: Gathered
+    tiles: TileTable
+
+    def operand(self) -> "Operand":
+        """As kernels get it."""
+        own = self.plan.own
+        choices = self.plan.choices
+        _, heads, q_len, _ = choices.words.shape
+        return Operand(
+            k=rows_of(own.k),
+            v=rows_of(own.v),
+            begin=choices.begin,
+            queries=self.gathered.queries,
+            list_begin=self.gathered.begin,
+            slots=choices.slots,
+            q_len=q_len,
+            heads=heads,
+            group=heads // own.k.shape[1],
+            chunks=choices.begin.shape[1],
+        )
+
+
+class Operand(NamedTuple):
+    """Keys, values and lists of queries. heads: of queries. group: query heads of a KV head."""
+
+    k: Rows
+    v: Rows
+    begin: Tensor
+    queries: Tensor
+    list_begin: Tensor
+    slots: int
+    q_len: int
+    heads: int
+    group: int
+    chunks: int
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_sparse.kernels.block_sparse.piece import dense_rows, slice_of
+from titan_sparse.kernels.block_sparse.piece import rows_of, slice_of
 
 
 class Probe(NamedTuple):
@@ -95,7 +95,7 @@ _ROWS = 16
 
 @triton.jit
 def _rows_kernel(
-    q, q_stride, local, mine, held, count,
+    q, local, mine, held, count,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """ROWS of one query head. count: R. D: HEAD_DIM rounded up to a power of two."""
@@ -108,7 +108,7 @@ def _rows_kernel(
     is_mine = tl.load(mine + i_b * count + o, mask=inside, other=0) != 0
     in_dim = o_dim < HEAD_DIM
     # [ROWS, D]
-    q_at = slice_of(q, q_stride, i_b, i_h) + row[:, None] * q_stride[2] + o_dim
+    q_at = slice_of(q, i_b, i_h) + row[:, None] * q.stride[2] + o_dim
     b_q = tl.load(q_at, mask=is_mine[:, None] & in_dim, other=0.0)
     held_at = ((i_b * tl.num_programs(1) + i_h) * count + o)[:, None] * HEAD_DIM + o_dim
     tl.store(held + held_at, b_q, mask=inside[:, None] & in_dim)
@@ -120,13 +120,12 @@ def held_rows(q: Tensor, local: Tensor, mine: Tensor) -> Tensor:
     q: [B, Hq, S_local, D], any floating dtype but fp64.
     local: int64 [B, R], where the rank holds each row; 0 where it does not. mine: bool [B, R].
     """
-    q = dense_rows(q)
     batch, heads, _, dim = q.shape
     count = local.shape[1]
     held = q.new_empty(batch, heads, count, dim)
     mine = mine.view(torch.int8)
     options = dict(ROWS=_ROWS, HEAD_DIM=dim, D=triton.next_power_of_2(dim), num_warps=4)
     _rows_kernel[(triton.cdiv(count, _ROWS), heads, batch)](
-        q, q.stride()[:3], local, mine, held, count, **options
+        rows_of(q), local, mine, held, count, **options
     )
     return held
