@@ -157,6 +157,8 @@ def slash_lists(
         sides.append((nk, key_capacity))
     counts, tables, lists = _new_lists(batch, heads, sides, slashes.device)
     rows = sum(n for n, _ in sides)
+    options = dict(CHUNK=min(_CHUNK, triton.next_power_of_2(max(nq, nk))), num_warps=4)
+    sizes = (heads, entries, nq, nk, capacity, key_capacity or 0, tables.shape[1], size)
     _lists_kernel[(rows, batch * heads)](
         slashes.view(torch.uint8),
         spans,
@@ -165,16 +167,8 @@ def slash_lists(
         k_blocks,
         counts,
         tables,
-        heads,
-        entries,
-        nq,
-        nk,
-        capacity,
-        key_capacity or 0,
-        tables.shape[1],
-        size,
-        CHUNK=min(_CHUNK, triton.next_power_of_2(max(nq, nk))),
-        num_warps=4,
+        *sizes,
+        **options,
     )
     return lists
 
@@ -300,23 +294,9 @@ def vertical_lists(
     if wants_kind:
         kind = torch.empty(batch, heads, nq, tiles, dtype=torch.int8, device=device)
     _, _, [by_query] = _new_lists(batch, heads, [(nq, tiles)], device)
-    _verticals_kernel[(nq, batch * heads)](
-        slashes.view(torch.uint8),
-        spans,
-        reach,
-        q_blocks,
-        verticals.contiguous(),
-        covered.view(torch.int16),
-        kind,
-        *by_query[:4],
-        heads,
-        slashes.shape[-1],
-        nq,
-        count,
-        tiles,
-        2 * words,
-        SIZE=size,
-        CHUNK=min(_CHUNK, triton.next_power_of_2(tiles)),
-        num_warps=1,
-    )
+    inputs = (slashes.view(torch.uint8), spans, reach, q_blocks, verticals.contiguous())
+    results = (covered.view(torch.int16), kind, *by_query[:4])
+    sizes = (heads, slashes.shape[-1], nq, count, tiles, 2 * words)
+    options = dict(SIZE=size, CHUNK=min(_CHUNK, triton.next_power_of_2(tiles)), num_warps=1)
+    _verticals_kernel[(nq, batch * heads)](*inputs, *results, *sizes, **options)
     return covered, by_query, kind

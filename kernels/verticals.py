@@ -230,21 +230,9 @@ def add_verticals(
     batch, heads, count = verticals.shape
     _, kv_heads, keys, dim = dk.shape
     group = heads // kv_heads
+    inputs = (dk_part.contiguous(), dv_part.contiguous(), verticals.contiguous(), blocks)
+    sizes = dict(GROUP=triton.next_power_of_2(group), HEAD_DIM=dim, D=triton.next_power_of_2(dim))
+    options = dict(BLOCK=block_size, ROWS=_ROWS, **sizes, num_warps=4)
     _add_kernel[(keys // _ROWS, kv_heads, batch)](
-        dk,
-        dv,
-        dk_part.contiguous(),
-        dv_part.contiguous(),
-        verticals.contiguous(),
-        blocks,
-        heads,
-        group,
-        count,
-        count.bit_length(),
-        BLOCK=block_size,
-        ROWS=_ROWS,
-        GROUP=triton.next_power_of_2(group),
-        HEAD_DIM=dim,
-        D=triton.next_power_of_2(dim),
-        num_warps=4,
+        dk, dv, *inputs, heads, group, count, count.bit_length(), **options
     )

@@ -1,9 +1,6 @@
 """XAttention's scores: sums along antidiagonals of q k, and what is chosen by them.
 
-visible_tiles(blocks, key_cells, group, shape) -> Tiles
-block_sums(q, k, blocks, stride, scale, tiles) -> BlockSums
-chosen_blocks(sums, blocks, threshold, visible, count) -> bits
-
+visible_tiles(), block_sums() and chosen_blocks() follow one another.
 Queries and keys are cut into cells of `stride` tokens. The twins have the same signatures, but know
 no tiles.
 """
@@ -27,21 +24,3 @@ from titan_sparse.kernels.antidiagonals.naive import (
     document_masses,
     fewest,
 )
-
-__all__ = [
-    "HOPPER",
-    "MOST_BLOCKS",
-    "SMALLER",
-    "BlockSums",
-    "QueryBlocks",
-    "Shape",
-    "Tiles",
-    "block_sums",
-    "block_sums_naive",
-    "chosen_blocks",
-    "chosen_blocks_naive",
-    "document_masses",
-    "fewest",
-    "shape_for",
-    "visible_tiles",
-]

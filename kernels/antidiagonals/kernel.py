@@ -269,29 +269,11 @@ def block_sums(
     _sums_kernel[(programs,)](
         _descriptor(q, stride * dim, shape.query_cells, depth),
         _descriptor(k, stride * dim, shape.key_cells, depth),
-        blocks.contiguous(),
-        tiles.number,
-        tiles.count,
-        weight,
-        top,
-        scale * math.log2(math.e),
-        rows,
-        keys,
-        group,
-        row_tiles,
-        runs,
-        width,
-        programs,
-        STRIDE=stride,
-        DIM=dim,
-        CELLS=cells,
-        M=shape.query_cells,
-        N=shape.key_cells,
-        K=depth,
-        UPCAST=INTERPRETED,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
-    )
+        blocks.contiguous(), tiles.number, tiles.count, weight, top, scale * math.log2(math.e),
+        rows, keys, group, row_tiles, runs, width, programs,
+        STRIDE=stride, DIM=dim, CELLS=cells, M=shape.query_cells, N=shape.key_cells, K=depth,
+        UPCAST=INTERPRETED, num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
     return BlockSums(weight, top, shape.key_cells // cells)
 
 
@@ -411,21 +393,10 @@ def chosen_blocks(
     _, m, cells = blocks.first.shape
     words = blocks.first.new_zeros(batch, group, m, triton.cdiv(count, 32))
     size = max(32, triton.next_power_of_2(visible))
+    widths = (sums.weight.shape[-1], sums.top.shape[-1], words.shape[-1])
+    options = dict(RUN=sums.run, CELLS=cells, BLOCKS=size, num_warps=min(32, max(4, size // 512)))
     _choice_kernel[(m, batch * group)](
-        sums.weight,
-        sums.top,
-        blocks.contiguous(),
-        words,
-        1 - threshold,
-        group,
-        m,
-        sums.weight.shape[-1],
-        sums.top.shape[-1],
-        words.shape[-1],
-        T=blocks.first_block.shape[2],
-        RUN=sums.run,
-        CELLS=cells,
-        BLOCKS=size,
-        num_warps=min(32, max(4, size // 512)),
-    )
+        sums.weight, sums.top, blocks.contiguous(), words, 1 - threshold, group, m, *widths,
+        T=blocks.first_block.shape[2], **options,
+    )  # fmt: skip
     return words

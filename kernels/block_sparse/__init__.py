@@ -17,17 +17,3 @@ from titan_sparse.kernels.block_sparse.backward import (
 )
 from titan_sparse.kernels.block_sparse.forward import forward
 from titan_sparse.kernels.block_sparse.piece import INTERPRETED, BlockLists, Piece, Tiles
-
-__all__ = [
-    "INTERPRETED",
-    "BlockLists",
-    "GradientOutput",
-    "Piece",
-    "QuerySide",
-    "Tiles",
-    "backward",
-    "forward",
-    "key_gradient",
-    "query_gradient",
-    "query_side",
-]

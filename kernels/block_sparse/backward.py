@@ -21,6 +21,7 @@ from titan_sparse.kernels.block_sparse.launch import (
 from titan_sparse.kernels.block_sparse.piece import (
     LOG2_E,
     Piece,
+    Rows,
     Tiles,
     bounds_in_slice,
     choices,
@@ -314,6 +315,10 @@ class QuerySide(NamedTuple):
     block_size: int
     scale: float
 
+    def rows(self) -> tuple[Rows, Rows, Tensor, Tensor]:
+        """What belongs to each query, as kernels get it."""
+        return rows_of(self.q), rows_of(self.d_out), self.lse_2, self.delta
+
 
 def query_side(
     d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, tiles: Tiles, scale: float
@@ -323,18 +328,9 @@ def query_side(
     batch, heads, q_len, dim = q.shape
     delta = torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
     lse_2 = torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
+    sizes = dict(M=_DELTA_ROWS, HEAD_DIM=dim, D=triton.next_power_of_2(dim), LOG2_E=LOG2_E)
     _delta_kernel[q_len // _DELTA_ROWS, heads, batch](
-        rows_of(out),
-        rows_of(d_out),
-        lse,
-        delta,
-        lse_2,
-        q_len,
-        heads,
-        M=_DELTA_ROWS,
-        HEAD_DIM=dim,
-        D=triton.next_power_of_2(dim),
-        LOG2_E=LOG2_E,
+        rows_of(out), rows_of(d_out), lse, delta, lse_2, q_len, heads, **sizes
     )
     return QuerySide(q, d_out, lse_2, delta, tiles.start, tiles.stop, tiles.block_size, scale)
 
@@ -348,30 +344,14 @@ def query_gradient(queries: QuerySide, pieces: list[Piece], output: GradientOutp
     padded_dim = triton.next_power_of_2(dim)
     m, n = query_tile(dim, queries.block_size, q.element_size())
     operands = [operand(piece, piece.tiles.by_query, heads) for piece in pieces]
+    other = operands[1] if len(operands) == 2 else None
+    sizes = dict(BLOCK=queries.block_size, M=m, N=n, HEAD_DIM=dim, D=padded_dim)
+    cases = dict(TWO=other is not None, ADD=before is not None)
     _query_kernel[q_len // m, heads, batch](
-        rows_of(q),
-        rows_of(queries.d_out),
-        queries.lse_2,
-        queries.delta,
-        dq if before is None else before,
-        dq,
-        operands[0],
-        operands[1] if len(operands) == 2 else None,
-        queries.start,
-        queries.stop,
-        q_len,
-        heads,
-        queries.scale * LOG2_E,
-        queries.scale,
-        BLOCK=queries.block_size,
-        M=m,
-        N=n,
-        HEAD_DIM=dim,
-        D=padded_dim,
-        TWO=len(pieces) == 2,
-        ADD=before is not None,
-        **options(m, n, padded_dim, q.device),
-    )
+        *queries.rows(), dq if before is None else before, dq, operands[0], other,
+        queries.start, queries.stop, q_len, heads, queries.scale * LOG2_E, queries.scale,
+        **sizes, **cases, **options(m, n, padded_dim, q.device),
+    )  # fmt: skip
     return dq
 
 
@@ -390,30 +370,13 @@ def key_gradient(queries: QuerySide, piece: Piece, dtype: torch.dtype) -> tuple[
     kept = dtype if splits == 1 else torch.float32
     dk = torch.empty(splits, *piece.k.shape, dtype=kept, device=q.device)
     dv = torch.empty(splits, *piece.k.shape, dtype=kept, device=q.device)
+    sizes = dict(BLOCK=queries.block_size, M=m, N=n, HEAD_DIM=dim, D=padded_dim)
     _key_kernel[k_len // n, kv_heads, batch * splits](
-        rows_of(q),
-        rows_of(queries.d_out),
-        queries.lse_2,
-        queries.delta,
-        dk,
-        dv,
-        operand(piece, piece.tiles.by_key, heads),
-        queries.start,
-        queries.stop,
-        q_len,
-        heads,
-        batch,
-        head_splits,
-        list_splits,
-        queries.scale * LOG2_E,
-        queries.scale,
-        BLOCK=queries.block_size,
-        M=m,
-        N=n,
-        HEAD_DIM=dim,
-        D=padded_dim,
-        **options(m, n, padded_dim, q.device),
-    )
+        *queries.rows(), dk, dv, operand(piece, piece.tiles.by_key, heads),
+        queries.start, queries.stop, q_len, heads, batch, head_splits, list_splits,
+        queries.scale * LOG2_E, queries.scale,
+        **sizes, **options(m, n, padded_dim, q.device),
+    )  # fmt: skip
     if splits == 1:
         return dk[0], dv[0]
     return sum_splits(dk, dv, dtype)

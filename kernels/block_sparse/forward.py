@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_sparse.kernels.block_sparse.launch import forward_options, forward_tile
+from titan_sparse.kernels.block_sparse.launch import forward_tile, options
 from titan_sparse.kernels.block_sparse.piece import (
     LOG2_E,
     Piece,
@@ -153,29 +153,19 @@ def forward(
     tiles = pieces[0].tiles
     block_size = tiles.block_size
     verticals_only = all(piece.tiles.covered is not None for piece in pieces)
-    has_choices = any(piece.tiles.chosen is not None for piece in pieces)
     m, n = forward_tile(dim, block_size, q.element_size(), verticals_only)
+    launch = options(m, n, padded_dim, q.device)
+    if any(piece.tiles.chosen is not None for piece in pieces):
+        # The bits of the choices are prefetched as well: with all stages head_dim 128 would need
+        # 24 bytes more shared memory than there are.
+        launch["num_stages"] = min(launch["num_stages"], 4)
     operands = [operand(piece, piece.tiles.by_query, heads) for piece in pieces]
+    other = operands[1] if len(operands) == 2 else None
+    rows = (rows_of(q), out if before is None else before, out, lse)
+    sizes = dict(BLOCK=block_size, M=m, N=n, HEAD_DIM=dim, D=padded_dim)
+    cases = dict(TWO=other is not None, CONTINUE=before is not None, LOG2_E=LOG2_E)
     _forward_kernel[q_len // m, heads, batch](
-        rows_of(q),
-        out if before is None else before,
-        out,
-        lse,
-        operands[0],
-        operands[1] if len(operands) == 2 else None,
-        tiles.start,
-        tiles.stop,
-        q_len,
-        heads,
-        scale * LOG2_E,
-        BLOCK=block_size,
-        M=m,
-        N=n,
-        HEAD_DIM=dim,
-        D=padded_dim,
-        TWO=len(pieces) == 2,
-        CONTINUE=total is not None,
-        LOG2_E=LOG2_E,
-        **forward_options(m, n, padded_dim, q.device, has_choices),
-    )
+        *rows, operands[0], other, tiles.start, tiles.stop, q_len, heads, scale * LOG2_E,
+        **sizes, **cases, **launch,
+    )  # fmt: skip
     return out, lse

@@ -46,28 +46,22 @@ def forward_tile(
     With verticals alone a program has few tiles and mostly starts and ends. Small tiles let several
     programs share an SM, and hide each other's latency.
     """
-    is_middle_size = 64 < head_dim <= 128
-    if verticals_only and is_middle_size:
-        return _tile(_VERTICAL_TILE, head_dim, block_size, element_size)
-    if is_middle_size:
-        return _tile((128, 128), head_dim, block_size, element_size)
-    return _tile((128, 64), head_dim, block_size, element_size)
+    wanted = (128, 64)
+    if 64 < head_dim <= 128:
+        wanted = _VERTICAL_TILE if verticals_only else (128, 128)
+    return _tile(wanted, head_dim, block_size, element_size)
 
 
 def query_tile(head_dim: int, block_size: int, element_size: int) -> tuple[int, int]:
     """Queries and keys of a tile of the dq kernel."""
-    if head_dim <= 128:
-        return _tile((128, 64), head_dim, block_size, element_size)
-    return _tile((64, 32), head_dim, block_size, element_size)
+    wanted = (128, 64) if head_dim <= 128 else (64, 32)
+    return _tile(wanted, head_dim, block_size, element_size)
 
 
 def key_tile(head_dim: int, block_size: int, element_size: int) -> tuple[int, int]:
     """Queries and keys of a tile of the dk and dv kernel."""
-    if head_dim > 128:
-        return _tile((32, 64), head_dim, block_size, element_size)
-    if head_dim > 64:
-        return _tile((64, 128), head_dim, block_size, element_size)
-    return _tile((64, 64), head_dim, block_size, element_size)
+    wanted = (32, 64) if head_dim > 128 else (64, 128) if head_dim > 64 else (64, 64)
+    return _tile(wanted, head_dim, block_size, element_size)
 
 
 def options(m: int, n: int, padded_dim: int, device: torch.device) -> dict[str, int]:
@@ -76,27 +70,14 @@ def options(m: int, n: int, padded_dim: int, device: torch.device) -> dict[str, 
     Loading the block number takes two of the stages.
     """
     if (m, n) == _VERTICAL_TILE:
-        return {"num_warps": 4, "num_stages": 4}
-    is_small = max(m, n) * padded_dim <= 8192
-    warps = 4 if is_small else 8
+        return dict(num_warps=4, num_stages=4)
+    warps = 4 if max(m, n) * padded_dim <= 8192 else 8
     # At head_dim 128 two programs of 4 warps share an SM, which hides more than a third buffer
     # does; at 256 there is no room for one.
     is_deep = padded_dim <= 64 or (padded_dim == 128 and warps == 8)
     if is_deep and _shared_memory(device) >= _HOPPER_SHARED_MEMORY:
-        return {"num_warps": warps, "num_stages": 5}
-    return {"num_warps": warps, "num_stages": 3}
-
-
-def forward_options(
-    m: int, n: int, padded_dim: int, device: torch.device, choices: bool
-) -> dict[str, int]:
-    """options() of the forward. choices: whether queries choose chunks of keys themselves."""
-    chosen = options(m, n, padded_dim, device)
-    if choices:
-        # The bits of the choices are prefetched as well: with all stages head_dim 128 would need
-        # 24 bytes more shared memory than there are.
-        chosen["num_stages"] = min(chosen["num_stages"], 4)
-    return chosen
+        return dict(num_warps=warps, num_stages=5)
+    return dict(num_warps=warps, num_stages=3)
 
 
 def _shared_memory(device: torch.device | None = None) -> int:
@@ -154,15 +135,7 @@ def sum_splits(dk_parts: Tensor, dv_parts: Tensor, dtype: torch.dtype) -> tuple[
     dk = dk_parts.new_empty(dk_parts.shape[1:], dtype=dtype)
     dv = torch.empty_like(dk)
     n = dk.numel()
-    _sum_kernel[(triton.cdiv(n, _SUMMED_AT_ONCE), 2)](
-        dk_parts,
-        dv_parts,
-        dk,
-        dv,
-        n,
-        splits,
-        SPLITS=triton.next_power_of_2(splits),
-        CHUNK=_SUMMED_AT_ONCE,
-        num_warps=4,
-    )
+    grid = (triton.cdiv(n, _SUMMED_AT_ONCE), 2)
+    sizes = dict(SPLITS=triton.next_power_of_2(splits), CHUNK=_SUMMED_AT_ONCE)
+    _sum_kernel[grid](dk_parts, dv_parts, dk, dv, n, splits, **sizes, num_warps=4)
     return dk, dv

@@ -14,13 +14,3 @@ from titan_sparse.kernels.gathered.lists import (
     gather_queries,
     tile_table,
 )
-
-__all__ = [
-    "Choices",
-    "Plan",
-    "backward",
-    "chosen_pairs",
-    "forward",
-    "gather_queries",
-    "tile_table",
-]

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_sparse.kernels.block_sparse.backward import QuerySide
-from titan_sparse.kernels.block_sparse.piece import LOG2_E, rows_of, slice_of
+from titan_sparse.kernels.block_sparse.piece import LOG2_E, slice_of
 from titan_sparse.kernels.gathered.forward import gather_rows, load_keys, scatter_rows, tile_rows
 from titan_sparse.kernels.gathered.launch import (
     chunk_options,
@@ -93,8 +93,7 @@ def add_query_gradient(queries: QuerySide, work: Work, dq: Tensor) -> None:
     _, n = row_tile(dim, queries.block_size, q.element_size(), choices.tokens)
     sizes = dict(CHUNK=choices.tokens, M=m, N=n, HEAD_DIM=dim, D=padded_dim)
     options = sizes | row_options(m, n, padded_dim, q.device)
-    rows = (rows_of(q), rows_of(queries.d_out), queries.lse_2, queries.delta)
-    operands = (*rows, work.operand(), work.tiles, dq)
+    operands = (*queries.rows(), work.operand(), work.tiles, dq)
     for slot in range(choices.slots):
         _query_kernel[work.tiles.count.shape[-1], heads, batch](
             *operands, slot, queries.scale * LOG2_E, queries.scale, **options
@@ -206,10 +205,9 @@ def add_key_gradient(queries: QuerySide, work: Work, gradients: tuple[Tensor, Te
         dk, dv = torch.zeros(shape, dtype=torch.float32, device=q.device)
     sizes = dict(CHUNK=choices.tokens, M=m, N=n, HEAD_DIM=dim, D=padded_dim)
     options = sizes | chunk_options(m, n, padded_dim, q.device)
-    rows = (rows_of(q), rows_of(queries.d_out), queries.lse_2, queries.delta)
     scales = (queries.scale * LOG2_E, queries.scale)
     _key_kernel[tiles, kv_heads, batch * splits](
-        *rows, work.operand(), dk, dv, dk.stride()[:3], batch, splits, *scales, **options
+        *queries.rows(), work.operand(), dk, dv, dk.stride()[:3], batch, splits, *scales, **options
     )
     if splits > 1:
         for gradient, of_splits in zip(gradients, (dk, dv), strict=True):

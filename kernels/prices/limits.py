@@ -172,14 +172,10 @@ def head_limits(
     new_limits = torch.empty(2, batch, heads, n, dtype=torch.int32, device=mass.device)
     capped = torch.zeros(batch, heads, 2, dtype=torch.bool, device=mass.device)
     limits = HeadLimits(*new_limits, capped)
+    counted = [of._replace(count=of.count.contiguous()) for of in (verticals, diagonals)]
+    results = limits._replace(capped=capped.view(torch.int8))
     _limits_kernel[(n, batch * heads)](
-        mass.contiguous(),
-        allowed,
-        verticals._replace(count=verticals.count.contiguous()),
-        diagonals._replace(count=diagonals.count.contiguous()),
-        limits._replace(capped=capped.view(torch.int8)),
-        heads,
-        num_warps=1,
+        mass.contiguous(), allowed, *counted, results, heads, num_warps=1
     )
     return limits
 
@@ -258,22 +254,15 @@ def taken(
     is_vertical = codes.new_empty(batch, heads, seq_len, dtype=torch.bool)
     is_diagonal = codes.new_empty(batch, heads, entries, dtype=torch.bool)
     chunks = triton.cdiv(seq_len, _CHUNK) + triton.cdiv(entries, _CHUNK)
+    contiguous = elements._replace(
+        verticals=codes,
+        is_sink=elements.is_sink.view(torch.int8),
+        diagonals=elements.diagonals.contiguous(),
+    )
+    limits = (vertical_limit.contiguous(), diagonal_limit.contiguous())
+    results = (is_vertical.view(torch.int8), is_diagonal.view(torch.int8))
+    options = dict(SIZE=codes.shape[3], CHUNK=_CHUNK, num_warps=4)
     _taken_kernel[(chunks, batch * heads)](
-        elements._replace(
-            verticals=codes,
-            is_sink=elements.is_sink.view(torch.int8),
-            diagonals=elements.diagonals.contiguous(),
-        ),
-        vertical_limit.contiguous(),
-        diagonal_limit.contiguous(),
-        is_vertical.view(torch.int8),
-        is_diagonal.view(torch.int8),
-        heads,
-        n,
-        seq_len,
-        entries,
-        SIZE=codes.shape[3],
-        CHUNK=_CHUNK,
-        num_warps=4,
+        contiguous, *limits, *results, heads, n, seq_len, entries, **options
     )
     return is_vertical, is_diagonal

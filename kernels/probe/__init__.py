@@ -13,13 +13,3 @@ names and signatures.
 from titan_sparse.kernels.probe import naive
 from titan_sparse.kernels.probe.kernel import block_lse, block_masses, span_lse
 from titan_sparse.kernels.probe.rows import KeyBlocks, Probe, held_rows
-
-__all__ = [
-    "KeyBlocks",
-    "Probe",
-    "block_lse",
-    "block_masses",
-    "held_rows",
-    "naive",
-    "span_lse",
-]
