@@ -32,6 +32,7 @@ from titan_sparse.attention import attend
 from titan_sparse.attention.backends import choose
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges, SlidingWindow
+from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.observe.visits import count_visits
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
 from titan_sparse.config.reading import tokens
@@ -89,15 +90,9 @@ def arguments(words: list[str]) -> argparse.Namespace:
 def refusal(args: argparse.Namespace, world: int, ranks_of_node: int) -> str | None:
     """Why this cannot be measured here, None if it can."""
     if ranks_of_node < 2:
-        return (
-            "one rank on a node has no other rank to send to; "
-            "start torchrun with --nproc-per-node 2 or more"
-        )
+        return "one rank on a node has no other to send to; write --nproc-per-node 2 or more"
     if world == ranks_of_node and not args.across_gb_s:
-        return (
-            "there is only one node to measure on; "
-            "write --across-gb-s NUMBER for the links between nodes"
-        )
+        return "there is only one node; write --across-gb-s NUMBER for the links between nodes"
     if args.seq_len % (4 * BLOCK_SIZE) or args.seq_len < 4096:
         return (
             f"--seq-len {args.seq_len} is not a multiple of {4 * BLOCK_SIZE} of at least 4096; "
@@ -107,7 +102,6 @@ def refusal(args: argparse.Namespace, world: int, ranks_of_node: int) -> str | N
 
 
 def measure(args: argparse.Namespace, device: torch.device, ranks_of_node: int) -> Constants:
-    """Value and source of every constant."""
     heads = f"{args.heads[0]}:{args.heads[1]} heads"
     large = kernel_seconds(args.seq_len, args, device)
     small = kernel_seconds(args.seq_len // 4, args, device)
@@ -252,12 +246,9 @@ def kernel_seconds(seq_len: int, args: argparse.Namespace, device: torch.device)
         return torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
 
     backward = seconds(gradients, device, args.repeats)
-    ranges_on_cpu = Causal().rows(seq_len)
-    index_on_cpu = [tensor.cpu() for tensor in select().tensors()]
-    index = pattern.index(index_on_cpu, ranges_on_cpu, 1, args.heads[0], BLOCK_SIZE)
-    one_rank = block_ids("contiguous", 1, seq_len, BLOCK_SIZE)
-    visits = count_visits(index, ranges_on_cpu, one_rank)
-    return KernelTimes(int(visits.total().sum()), forward, backward)
+    with recording() as seen, torch.no_grad():
+        call()
+    return KernelTimes(int(seen.visited[0].sum()), forward, backward)
 
 
 def random_inputs(seq_len: int, args: argparse.Namespace, device: torch.device) -> list[Tensor]:
@@ -285,11 +276,9 @@ def link(
         group = dist.new_group(list(ranks))
         if dist.get_rank() in ranks:
             ring = group
-    large = args.megabytes * 1e6
-    small = 8
-    large_seconds = slowest(hop_seconds(ring, large, args.repeats, device))
-    small_seconds = slowest(hop_seconds(ring, small, args.repeats, device))
-    rate, latency = line((large, small), (large_seconds, small_seconds))
+    sizes = (args.megabytes * 1e6, 8)
+    took = [slowest(hop_seconds(ring, size, args.repeats, device)) for size in sizes]
+    rate, latency = line(sizes, took)
     return rate / 1e9, latency * 1e3
 
 
@@ -354,8 +343,7 @@ def synchronize(device: torch.device) -> None:
 def slowest(number: float) -> float:
     """The largest of all ranks' numbers."""
     numbers = torch.tensor(number, dtype=torch.float64)
-    largest = dist.ReduceOp.MAX
-    dist.all_reduce(numbers, op=largest)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     return numbers.item()
 
 

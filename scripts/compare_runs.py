@@ -39,17 +39,16 @@ def main(words: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(table(steps))
-    too_far = []
-    for step in steps:
-        if step.absolute > args.max_difference or step.relative > args.relative:
-            too_far.append(step)
-    if not too_far:
-        return 0
-    print(
-        f"{len(too_far)} of {len(steps)} steps are beyond the threshold, "
-        f"step {too_far[0].step} first"
-    )
-    return 1
+    too_far = [
+        step.step
+        for step in steps
+        if step.absolute > args.max_difference or step.relative > args.relative
+    ]
+    if too_far:
+        print(
+            f"{len(too_far)} of {len(steps)} steps are beyond the threshold, step {too_far[0]} first"
+        )
+    return 1 if too_far else 0
 
 
 def _threshold(text: str) -> float:
@@ -78,8 +77,7 @@ class Difference(NamedTuple):
 def differences(one: str | Path, other: str | Path, field: str = "loss") -> list[Difference]:
     """The differences of two runs in `field`, for every logged step in order.
 
-    Raises ValueError, one line, if they have not logged the same steps, or steps without that
-    field.
+    Raises ValueError if they have not logged the same steps, or steps without that field.
     """
     first = read_metrics(one)
     second = read_metrics(other)
@@ -91,22 +89,18 @@ def differences(one: str | Path, other: str | Path, field: str = "loss") -> list
         )
     found = []
     for step in sorted(first):
-        values = []
-        for line in (first[step], second[step]):
-            if field not in line:
-                raise ValueError(
-                    f"{field} was not logged by both runs at step {step}; write another --field"
-                )
-            # metrics.jsonl holds null where a number is not finite.
-            values.append(math.nan if line[field] is None else float(line[field]))
-        a, b = values
-        absolute = abs(b - a)
+        values = [first[step].get(field, "missing"), second[step].get(field, "missing")]
+        if "missing" in values:
+            raise ValueError(
+                f"{field} was not logged by both runs at step {step}; write another --field"
+            )
+        # metrics.jsonl holds null where a number is not finite.
+        a, b = (math.nan if value is None else float(value) for value in values)
+        # Also where both are not finite: nothing says that they agree.
+        absolute = abs(b - a) if math.isfinite(b - a) else math.inf
         relative = 0.0
-        if not math.isfinite(absolute):
-            # Also where both are not finite: nothing says that they agree.
-            absolute = relative = math.inf
-        elif absolute > 0:
-            relative = absolute / abs(a) if a else math.inf
+        if absolute > 0:
+            relative = absolute / abs(a) if a and math.isfinite(absolute) else math.inf
         found.append(Difference(step, a, b, absolute, relative))
     return found
 
@@ -122,11 +116,10 @@ def table(steps: list[Difference]) -> str:
         )
     worst = max(steps, key=lambda step: step.absolute)
     mean = sum(step.b - step.a for step in steps) / len(steps)
-    lines.append(
-        f"largest difference: {worst.absolute:.3e} at step {worst.step}, "
-        f"over {len(steps)} steps; mean of B - A {mean:+.3e}"
+    found = (
+        f"largest difference: {worst.absolute:.3e} at step {worst.step}, over {len(steps)} steps"
     )
-    return "\n".join(lines)
+    return "\n".join([*lines, f"{found}; mean of B - A {mean:+.3e}"])
 
 
 def plot(steps: list[Difference], args: argparse.Namespace) -> None:

@@ -1,6 +1,6 @@
 """Where the time of traced training steps goes: a table from a trace of [profiling].
 
-    python -m scripts.summarize_trace outputs/RUN/profile/rank0.json [--json OUT] [--top 15]
+    python -m scripts.summarize_trace outputs/RUN/profile/rank0.json [--top 15]
 
 By part of the step (attention, linear layers, ...), then the kernels that take longest;
 milliseconds a step. `ms` and shares are exclusive and add up to the whole: where several run at the
@@ -10,8 +10,7 @@ the GPU waits for the host. `ran` is the time of a part whatever else runs besid
 A GPU's kernel belongs to the call that launched it (both have its "correlation"), and that call to
 the CPU ops and ranges around it. Of these the innermost that names a part decides: our custom ops
 (attention, selection), the autograd functions of the loss, FSDP's and the optimizer's ranges. The
-rest is linear layers, by their matmuls, and elementwise work. A trace without a GPU's work is read
-by its CPU ops: each counts while none runs inside it.
+rest is linear layers, by their matmuls, and elementwise work.
 """
 
 import json
@@ -81,7 +80,7 @@ class Work(NamedTuple):
     """What ran from start to end, us.
 
     kind: compute, send-receive, collective, or copy. around: names of the CPU ops and ranges that
-    it was launched in, outermost first. on_cpu: of an op that stands for a kernel.
+    it was launched in, outermost first.
     """
 
     start: float
@@ -89,13 +88,11 @@ class Work(NamedTuple):
     name: str
     kind: str
     around: tuple[str, ...]
-    on_cpu: bool = False
 
 
 def main(words: list[str]) -> None:
     parser = parser_of("scripts.summarize_trace", __doc__)
     parser.add_argument("trace", help="<output_dir>/profile/rank<r>.json")
-    parser.add_argument("--json", help="a file for the same numbers")
     parser.add_argument("--top", type=positive, default=15, help="kernels listed")
     args = parser.parse_args(words)
     with open(args.trace) as file:
@@ -105,9 +102,6 @@ def main(words: list[str]) -> None:
     except ValueError as error:
         sys.exit(f"{args.trace}: {error}; write profiling.enable = true for a run on a GPU")
     print(table(found))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(found, file, indent=1)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -124,19 +118,18 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: list[Interval]) -> float:
-    """Of disjoint intervals."""
     return sum(end - start for start, end in intervals)
 
 
 def summary(events: list[dict], top: int = 15) -> dict:
     """Milliseconds a step of the events of a Chrome trace, the mean of the steps that it marks.
 
-    Returns steps, device, span_ms, launches, part_ms, ran_ms and launches by part, and the `top`
+    Returns steps, span_ms, launches, part_ms, ran_ms and launches by part, and the `top`
     kernels. ValueError if nothing ran.
     """
     works = work_of(events)
     if not works:
-        raise ValueError("the trace has no work of a GPU, nor ops of a CPU")
+        raise ValueError("the trace has no work of a GPU")
     marks = set()
     for event in events:
         if event.get("cat") == "user_annotation" and event["name"].startswith("ProfilerStep#"):
@@ -164,7 +157,6 @@ def summary(events: list[dict], top: int = 15) -> dict:
     kernels.sort(key=lambda kernel: -kernel["total_ms"])
     return {
         "steps": steps,
-        "device": "cpu" if works[0].on_cpu else "gpu",
         "span_ms": span_us / ms,
         "launches": len(works) / steps,
         "part_ms": part_ms | {"idle": (span_us - covered_us) / ms},
@@ -176,10 +168,9 @@ def summary(events: list[dict], top: int = 15) -> dict:
 
 def table(found: dict) -> str:
     span = found["span_ms"]
-    unit = "launches" if found["device"] == "gpu" else "pieces"
     lines = [
-        f"{span:.1f} ms a step, {found['launches']:.0f} {unit} (mean of {found['steps']} steps)",
-        f"  {'part':<28}{'ms':>9}{'%':>8}{'ran ms':>10}{unit:>10}",
+        f"{span:.1f} ms a step, {found['launches']:.0f} launches (mean of {found['steps']} steps)",
+        f"  {'part':<28}{'ms':>9}{'%':>8}{'ran ms':>10}{'launches':>10}",
     ]
     for part, time in found["part_ms"].items():
         line = f"  {part:<28}{time:9.1f}{100 * time / span:8.1f}"
@@ -194,10 +185,9 @@ def table(found: dict) -> str:
 
 def kind(event: dict) -> str:
     name = event["name"].lower()
-    sends = ("sendrecv", "gloo:send", "gloo:recv", "c10d::send", "c10d::recv")
-    if any(word in name for word in sends):
+    if "sendrecv" in name:
         return "send-receive"
-    if any(word in name for word in ("nccl", "gloo:", "c10d::")):
+    if "nccl" in name:
         return "collective"
     if "memcpy" in event["cat"] or "memset" in event["cat"]:
         return "copy"
@@ -215,17 +205,7 @@ def short(name: str) -> str:
 # Parts --------------------------------------------------------------------------------------------
 
 
-def work_of(events: list[dict]) -> list[Work]:
-    """The work of the GPU, or of the CPU's ops in a trace without one."""
-    ran = [event for event in events if event.get("cat") in ON_GPU]
-    frames = [event for event in events if event.get("cat") in _FRAMES and "dur" in event]
-    if ran:
-        return _work_of_gpu(ran, events, frames)
-    return _work_of_cpu(frames)
-
-
 def part_of(work: Work) -> str:
-    """Which of PARTS the work belongs to."""
     owner = _owner(work.around)
     if work.kind in ("send-receive", "collective"):
         return _part_of_transfer(work, owner)
@@ -283,7 +263,9 @@ def _plain(name: str) -> str:
     return name.lower().replace("_", "")
 
 
-def _work_of_gpu(ran: list[dict], events: list[dict], frames: list[dict]) -> list[Work]:
+def work_of(events: list[dict]) -> list[Work]:
+    ran = [event for event in events if event.get("cat") in ON_GPU]
+    frames = [event for event in events if event.get("cat") in _FRAMES and "dur" in event]
     launches = {}
     for event in events:
         if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {}):
@@ -312,32 +294,8 @@ def _work_of_gpu(ran: list[dict], events: list[dict], frames: list[dict]) -> lis
 
     works = []
     for number, event in enumerate(ran):
-        work = Work(
-            start=event["ts"],
-            end=event["ts"] + event["dur"],
-            name=event["name"],
-            kind=kind(event),
-            around=around.get(number, ()),
-        )
-        works.append(work)
-    return works
-
-
-def _work_of_cpu(frames: list[dict]) -> list[Work]:
-    """Each op while no other runs inside it. Ranges are not work, and threads of gloo have no ops."""
-    works = []
-    for of_thread in _by_thread(frames).values():
-        edges = set()
-        for frame in of_thread:
-            edges |= {frame["ts"], frame["ts"] + frame["dur"]}
-        bounds = sorted(edges)
-        middles = [(start + end) / 2 for start, end in zip(bounds, bounds[1:])]
-        found = enclosing(of_thread, middles)
-        for start, end, inside in zip(bounds, bounds[1:], found):
-            ops = [frame for frame in inside if frame["cat"] == "cpu_op"]
-            if ops:
-                names = tuple(frame["name"] for frame in inside)
-                works.append(Work(start, end, ops[-1]["name"], kind(ops[-1]), names, True))
+        end = event["ts"] + event["dur"]
+        works.append(Work(event["ts"], end, event["name"], kind(event), around.get(number, ())))
     return works
 
 

@@ -17,7 +17,7 @@ sparse    a random index beside dense peers: per query head the first --sinks, -
           checked at 4096 tokens against fp32
 masks     causal inside packed documents, and a causal window of --window, by each of --backends and
           by FlashAttention-4's own attention for that mask. `..._of_flash_attn_4`: its time / ours.
-          `tables_ms`: the share of our time that builds block tables. Each is checked as above.
+          Each is checked as above.
           Documents are those of indexes.ragged_lengths: most under 1K tokens, the longest a
           quarter of the sequence; rows are means over --packs such sequences
 patterns  our patterns on realistic q and k (patterns.py)
@@ -44,7 +44,6 @@ from scripts.benchmarks.attention_cases import (
     all_pairs,
     cases_to_check,
     check,
-    chosen_backend,
     dense_peers,
     draw,
     errors,
@@ -59,11 +58,10 @@ from scripts.benchmarks.harness import (
     about,
     add_common_options,
     faster,
-    mean,
     measure,
     place,
-    rates,
     timed,
+    timed_masks,
     training_call,
     visited_share,
 )
@@ -72,9 +70,7 @@ from scripts.benchmarks.patterns import add_pattern_options, patterns
 from titan_sparse.attention import backends
 from titan_sparse.attention.backends import flash
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
-from titan_sparse.attention.masks.reach import visible_pairs
 from titan_sparse.attention.patterns import Dense
-from titan_sparse.attention.tiles.blocks import block_tiles
 from titan_sparse.estimate.flops import causal_pairs
 from titan_sparse.estimate.indexes import ragged_lengths
 
@@ -203,7 +199,6 @@ Masked = tuple[Mask, Attention]
 
 
 def documents(shape: Shape, seed: int) -> Masked:
-    """Packed documents, causal inside each."""
     lengths = ragged_lengths(shape.seq_len, seed)
     ends = itertools.accumulate(lengths)
     starts = torch.tensor([0, *ends], dtype=torch.int32, device=shape.device)
@@ -250,11 +245,10 @@ def masks(bench: Bench) -> Iterator[dict]:
         ({"mask": "window", "window": args.window}, of_window, 1),
     )
     for shape in bench.shapes(32768, [(64, 8), (16, 2)]):
-        auto = chosen_backend("auto", shape, dynamic=False)
         for described, make, packs in kinds:
             peer = {}
             for name in (FLASH4, *args.backends):
-                row = about("masks", shape) | described | {"name": name, "auto": name == auto}
+                row = about("masks", shape) | described | {"name": name}
                 found = bench.attempt(row, _masked, shape, make, packs, name)
                 peer = peer or found
                 yield found | ({} if found is peer else faster("of_flash_attn_4", found, peer))
@@ -275,18 +269,12 @@ def _masked(
     if wrong(found):
         raise RuntimeError(f"wrong at {small.seq_len} tokens: {wrong(found)}")
 
-    tensors = draw(shape)
-    measured = []
-    for seed in range(packs):
-        mask, peer = make(shape, seed)
-        steps = training_call(_call(name, mask, peer, shape), tensors)
-        of_seed = timed(bench, steps)
-        of_seed["pairs"] = visible_pairs(mask.rows(shape.seq_len)).item()
-        if name != FLASH4:
-            of_seed["tables_ms"] = _tables(bench, shape, name, mask)
-        measured.append(of_seed)
-    average = mean(measured)
-    return average | rates(shape, average, average["pairs"]) | {"errors": found}
+    made = (make(shape, seed) for seed in range(packs))
+    calls = (
+        (_call(name, mask, peer, shape), mask.rows(shape.seq_len, bench.device))
+        for mask, peer in made
+    )
+    return timed_masks(bench, shape, draw(shape), calls) | {"errors": found}
 
 
 def _call(name: str, mask: Mask, peer: Attention, shape: Shape) -> Attention:
@@ -294,17 +282,6 @@ def _call(name: str, mask: Mask, peer: Attention, shape: Shape) -> Attention:
         return peer
     ranges = mask.rows(shape.seq_len, shape.device)
     return ours(name, Dense(), ranges, shape.block_size)
-
-
-def _tables(bench: Bench, shape: Shape, backend: str, mask: Mask) -> float:
-    """Milliseconds of the tables that the backend reads, made in every forward and backward."""
-    ranges = mask.rows(shape.seq_len, bench.device)
-    blocks = torch.arange(shape.seq_len // shape.block_size, device=bench.device)
-    index = Dense().index([], ranges, 1, shape.heads, shape.block_size)
-    make = functools.partial(block_tiles, ranges, index, blocks, blocks, 1)
-    forward = functools.partial(make, False)
-    backward = functools.partial(make, backends.BACKENDS[backend].READS_BY_KEY)
-    return timed(bench, [forward, backward])["total_ms"]
 
 
 CASES = {"sparse": sparse, "masks": masks, "patterns": patterns}

@@ -50,13 +50,13 @@ from scripts.benchmarks.harness import (
     add_common_options,
     cp_mesh,
     faster,
-    mean,
     measure,
     place,
     rates,
     rounded,
     sparse,
     timed,
+    timed_masks,
     training_call,
     visited_share,
 )
@@ -64,7 +64,6 @@ from scripts.benchmarks.options import head_set, parser_of, positive, share
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.context_parallel.layouts import block_multiple
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
-from titan_sparse.attention.masks.reach import visible_pairs
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.estimate.flops import causal_pairs
 from titan_sparse.estimate.indexes import ragged_lengths
@@ -185,7 +184,6 @@ def _scaled(bench: Bench, shape: Shape, cp: ContextParallel | None) -> dict:
 
 
 def dense(bench: Bench) -> Iterator[dict]:
-    """Dense causal attention, ours and torch's."""
     for shape in bench.shapes(262144, [(16, 2)]):
         backend = chosen_backend(bench.args.backend, shape, dynamic=False)
         row = about("dense", shape)
@@ -274,21 +272,12 @@ def varlen(bench: Bench) -> Iterator[dict]:
 def _masked(
     bench: Bench, shape: Shape, layout: str, schedule: str, stages: int, masks: list[Mask]
 ) -> dict:
-    """Means over masks."""
     cp = bench.context(layout, schedule, overlap_stages=stages)
     tensors = draw(shape._replace(seq_len=shape.seq_len // cp.size))
-    packs = []
-    for mask in masks:
-        ranges = cp.balance(mask.rows(shape.seq_len, bench.device))
-        call = bench.attention(Dense(), ranges, cp)
-        steps = training_call(call, tensors)
-        measured = timed(bench, steps)
-        measured["pairs"] = visible_pairs(ranges).item()
-        packs.append(measured)
-    average = mean(packs)
+    every = (cp.balance(mask.rows(shape.seq_len, bench.device)) for mask in masks)
+    calls = ((bench.attention(Dense(), ranges, cp), ranges) for ranges in every)
     backend = chosen_backend(bench.args.backend, shape, dynamic=False)
-    speed = rates(shape, average, average["pairs"], cp.size)
-    return {**average, **speed, "backend": backend}
+    return timed_masks(bench, shape, tensors, calls) | {"backend": backend}
 
 
 CASES: dict[str, Case] = {

@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +33,7 @@ from scripts.benchmarks.options import positive
 from scripts.benchmarks.provenance import provenance
 from titan_sparse.attention import ContextParallel, backends
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges
+from titan_sparse.attention.masks.reach import visible_pairs
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
@@ -77,7 +78,6 @@ class Bench(NamedTuple):
         gradient_dtype: torch.dtype | None = None,
         overlap_stages: int = 2,
     ) -> ContextParallel:
-        """A context-parallel group of all ranks."""
         # double_ring needs two axes even where all ranks are on one node.
         axes = {"double_ring": max(2, self.nodes), "group_cast": self.nodes}
         return ContextParallel(
@@ -231,7 +231,6 @@ def write(path: Path, result: dict) -> None:
 
 
 def about(case: str, shape: Shape) -> dict:
-    """The first fields of a row."""
     return {"case": case, **shape._asdict()}
 
 
@@ -265,7 +264,6 @@ def mark(on_gpu: bool) -> torch.cuda.Event | float:
 
 
 def milliseconds(marks: Sequence) -> list[float]:
-    """Between each mark and the next."""
     if isinstance(marks[0], float):
         return [(end - start) * 1e3 for start, end in pairwise(marks)]
     marks[-1].synchronize()
@@ -332,6 +330,18 @@ def timed(bench: Bench, steps: Sequence[Step], repeats: int = 0) -> dict:
     return measured
 
 
+def timed_masks(
+    bench: Bench, shape: Shape, tensors: list[Tensor], calls: Iterable[tuple[Attention, MaskRanges]]
+) -> dict:
+    """Times, pairs, and TFLOP/s of a rank: means over attention under several masks."""
+    measured = []
+    for call, ranges in calls:
+        pairs = visible_pairs(ranges).item()
+        measured.append(timed(bench, training_call(call, tensors)) | {"pairs": pairs})
+    average = mean(measured)
+    return average | rates(shape, average, average["pairs"], bench.world)
+
+
 def _median(numbers: Tensor) -> float:
     return round(statistics.median(numbers.tolist()), 3)
 
@@ -351,7 +361,6 @@ def peak_bytes(steps: Sequence[Step]) -> int:
 
 
 def rounded(number: float) -> float:
-    """To five digits."""
     return float(f"{number:.5g}")
 
 

@@ -154,11 +154,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--shapes", nargs="+", choices=list(SHAPES), default=["0.6b", "1.7b"])
     add("--tokens", nargs="+", type=positive, default=[32768, 65536, 131072])
-    add("--layers", type=positive, help="instead of the shape's 28")
     add("--density", type=share, default=0.1, help="about, of vertical_slash")
     add("--steps", type=positive, default=4, help="timed, after one untimed")
     add("--packed", action="store_true", help="packed documents, shared by all processes")
-    add("--layout", default="balanced", help="of packed documents")
     add("--block-size", type=positive, default=128)
     add("--out", default="", help="JSON file, written anew after each row")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -210,9 +208,7 @@ def make_trainer(
     parallelism = None
     if args.packed and pattern is not None:
         parallelism = ContextParallelConfig(
-            layout=args.layout,
-            schedule="group_cast" if args.layout == "balanced" else "auto",
-            block_size=args.block_size,
+            layout="balanced", schedule="group_cast", block_size=args.block_size
         )
     training = TrainingArguments(
         folder,
@@ -240,7 +236,6 @@ def make_trainer(
 
 
 def texts(vocab_size: int, tokens: int, args: argparse.Namespace) -> list[dict]:
-    """Random tokens for all steps, with --packed in documents."""
     size = (args.steps + 1, tokens)
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(vocab_size, size, generator=generator)
@@ -261,8 +256,6 @@ def build_model(
 ) -> PreTrainedModel:
     """Random weights, the same for all arms, with checkpointed layers and a loss in chunks."""
     sizes = dict(SHAPES[shape], max_position_embeddings=tokens)
-    if args.layers:
-        sizes["num_hidden_layers"] = args.layers
     torch.manual_seed(0)
     # FSDP keeps fp32 weights and computes in bf16.
     dtype = torch.float32 if args.packed else torch.bfloat16

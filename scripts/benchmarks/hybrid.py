@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -237,7 +238,7 @@ def checks(device: str) -> dict:
     found = {}
     if device == "cuda":
         fast = _run(one_rank(128), device)
-        with _plain_torch():
+        with mock.patch.object(linear, "_kernels", lambda x: None):
             plain = _run(one_rank(128), device)
         found["kernels against plain torch"] = _error(fast, plain)
     with tempfile.TemporaryDirectory() as folder:
@@ -253,17 +254,6 @@ def _two_processes(rank: int, device: str, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.save(_run(Pair(rank), device), Path(folder, str(rank)))
     dist.destroy_process_group()
-
-
-class _plain_torch:
-    """Inside, no kernels."""
-
-    def __enter__(self) -> None:
-        self.kernels = linear._kernels
-        linear._kernels = lambda x: None
-
-    def __exit__(self, *error: object) -> None:
-        linear._kernels = self.kernels
 
 
 def _run(cp: object, device: str) -> list[Tensor]:

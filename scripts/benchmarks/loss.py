@@ -4,7 +4,7 @@
         --chunk-tokens 8192 --out loss_h200.json
 
 Rows: ours; plain torch over full logits, where they fit; torch's own chunked loss (2.13 on); Liger
-Kernel with its defaults and with d_weight summed in fp32, at its own chunk size and at ours;
+Kernel with its defaults and with d_weight summed in fp32;
 cut-cross-entropy with and without its filter of small gradients. A peer that is not installed, or
 does not run, is a row with `error`.
 
@@ -106,21 +106,11 @@ def torch_chunked(chunk_tokens: int, hidden: Tensor, weight: Tensor, labels: Ten
 
 
 def liger(
-    accum_dtype: torch.dtype | None,
-    chunk_tokens: int | None,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
+    accum_dtype: torch.dtype | None, hidden: Tensor, weight: Tensor, labels: Tensor
 ) -> Tensor:
-    """Liger Kernel's fused linear cross-entropy; chunk_tokens None: as it chooses."""
+    """Liger Kernel's fused linear cross-entropy."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    sizes = {}
-    if chunk_tokens is not None:
-        # Its chunks hold tokens * hidden * chunk_mem_const / vocabulary tokens.
-        tokens = hidden[..., 0].numel()
-        wanted = -(-len(weight) * chunk_tokens // tokens // hidden.shape[-1])
-        sizes["chunk_mem_const"] = max(1, wanted)
     return liger_fused_linear_cross_entropy(
         hidden.flatten(0, 1),
         weight,
@@ -128,7 +118,6 @@ def liger(
         ignore_index=IGNORE_INDEX,
         reduction="sum",
         accum_dtype=accum_dtype,
-        **sizes,
     )
 
 
@@ -149,9 +138,8 @@ def losses(chunk_tokens: int) -> dict[str, Loss]:
         "ours": functools.partial(linear_cross_entropy, chunk_tokens=chunk_tokens),
         "torch, full logits": full_logits,
         "torch, chunked": functools.partial(torch_chunked, chunk_tokens),
-        "liger": functools.partial(liger, None, None),
-        "liger, fp32 d_weight": functools.partial(liger, torch.float32, None),
-        "liger, fp32 d_weight, our chunks": functools.partial(liger, torch.float32, chunk_tokens),
+        "liger": functools.partial(liger, None),
+        "liger, fp32 d_weight": functools.partial(liger, torch.float32),
         "cut-cross-entropy, exact": functools.partial(cut, None),
         "cut-cross-entropy": functools.partial(cut, "auto"),
     }
@@ -186,7 +174,6 @@ def errors(loss: Loss, inputs: Inputs) -> dict[str, float]:
 
 
 def loss_and_gradients(loss: Loss, inputs: Inputs) -> list[Tensor]:
-    """The loss, d_hidden and d_weight."""
     hidden, weight, labels = inputs
     value = loss(hidden, weight, labels)
     return [value.detach(), *torch.autograd.grad(value, (hidden, weight))]

@@ -215,7 +215,6 @@ def main(words: list[str]) -> int:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """The options; exits with status 2 on a mistake."""
     parser = parser_of("scripts.benchmarks.many_gpus", __doc__)
     add = parser.add_argument
     add("--out", default="outputs/many_gpus", help="folder of the results")

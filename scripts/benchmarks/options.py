@@ -25,7 +25,6 @@ def head_set(text: str) -> tuple[int, int]:
 
 
 def share(text: str) -> float:
-    """A number in (0, 1]."""
     try:
         number = float(text)
     except ValueError:
@@ -36,7 +35,6 @@ def share(text: str) -> float:
 
 
 def positive(text: str) -> int:
-    """A whole number above 0."""
     number = int(text) if text.isdigit() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text}: write a whole number, 1 or more")

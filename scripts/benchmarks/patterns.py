@@ -47,7 +47,6 @@ def add_pattern_options(parser: argparse.ArgumentParser) -> None:
 
 
 def patterns(bench: Bench) -> Iterator[dict]:
-    """Dense attention, and patterns over their knobs."""
     for shape in bench.shapes(524288, [(16, 2)]):
         row = about("patterns", shape)
         q, k = realistic(shape)
@@ -80,7 +79,6 @@ def realistic(shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def grid(args: argparse.Namespace) -> Iterator[tuple[str, float, Pattern]]:
-    """(name, value of the knob, pattern)."""
     most = args.max_verticals
     for recall in args.joint_recalls:
         yield "vertical_slash, joint", recall, VerticalSlash(recall=recall, max_verticals=most)

@@ -1,41 +1,105 @@
-"""A picture of what scripts.benchmarks.attention measured.
+"""Pictures of results: attention, density of patterns, or the study at equal time.
 
-    python -m scripts.benchmarks.plots benchmarks/results/A.json ... --out attention.png
+    python -m scripts.benchmarks.plots benchmarks/results/attention_h200.json --out attention.png
 
-Time against length and against density; dense attention is dashed. Times are forward + backward,
-without the selection.
+Needs pip install -e ".[eval]". The results say which it is:
+
+scripts.benchmarks.attention  forward + backward, without the selection, against length and against
+                              density; dense attention is dashed
+scripts.study.density         by kind of text, density against recall, and below it the loss with
+                              the pattern in all layers, less that of dense attention, against
+                              density. A point is one setting, the mean over layers and texts
+scripts.study --equal-time    held-out loss against seconds of training
 """
 
-import argparse
 import json
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
 
-from scripts.benchmarks.options import parser_of
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator, PercentFormatter
+
+from scripts.benchmarks.options import parser_of, positive
+from scripts.study.settings import DENSE, SPARSE
 
 NAMES = ("ours, dense", "flash-attn-4", "triton", "eager", "flex", "ours, triton")
 NAMES += ("ours, cudnn", "cudnn")
 COLORS = {name: f"C{number}" for number, name in enumerate(NAMES)}
+PATTERNS = (
+    "joint, behind sinks, both",
+    "independent",
+    "xattention, stride 16",
+    "moba, chunk 128",
+)
+ORACLES = {"best keys of each row": "0.75", "best verticals + diagonals": "black"}
+"""Drawn in gray and black, without points."""
+DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Named next to the axis."""
 
 
 def main(words: list[str]) -> int:
     parser = parser_of("scripts.benchmarks.plots", __doc__)
-    parser.add_argument("results", nargs="+", help="JSON files of one GPU")
-    parser.add_argument("--out", required=True, help="the picture, .png")
-    parser.add_argument("--heads", help="of attention, as 16:2/128; default: the first")
-    parser.add_argument("--density", type=float, default=0.05, help="of attention's left side")
+    add = parser.add_argument
+    add("results", type=Path, nargs="+", metavar="RESULT")
+    add("--out", type=Path, required=True, help="the picture, png or svg")
+    add("--density", type=float, default=0.05, help="of attention against length")
+    add("--length", type=positive, default=8192, help="tokens of the texts of patterns")
+    add("--patterns", nargs="+", metavar="NAME", help="patterns, or methods of the study")
     args = parser.parse_args(words)
-    import matplotlib
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in args.results]
+    try:
+        if all("runs" in result for result in results):
+            figure = equal_time_figure(results, args.patterns or [DENSE, SPARSE])
+        elif all("texts" in result for result in results):
+            figure = density_figure(results, args.length, args.patterns)
+        else:
+            figure = attention_figure(results, args.density)
+    except ValueError as error:
+        parser.error(str(error))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.out, dpi=120)
+    print(f"wrote {args.out}")
+    return 0
 
-    matplotlib.use("Agg")
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    results = [json.loads(Path(path).read_text()) for path in args.results]
+
+def attention_figure(results: list[dict], density: float) -> Figure:
     gpus = {result["gpu"] for result in results}
     if len(gpus) > 1:
-        sys.exit(f"the files are of different GPUs ({', '.join(sorted(gpus))}). Give those of one")
-    draw_attention(attention_rows(results), args)
-    return 0
+        raise ValueError(f"the files are of {', '.join(sorted(gpus))}; write those of one GPU")
+    rows = attention_rows(results)
+    heads = rows[0]["head_set"] if rows else ""
+    rows = [row for row in rows if row["head_set"] == heads]
+    dense = [row for row in rows if row["target_density"] is None]
+    sparse = [row for row in rows if row["target_density"] is not None]
+    of_density = [row for row in sparse if row["target_density"] == density]
+    if not of_density:
+        raise ValueError(f"no row of attention has --density {density}; write a measured one")
+    # The length at which most densities were measured, of several the longest.
+    seen = Counter(seq_len for seq_len, _ in {(r["seq_len"], r["target_density"]) for r in sparse})
+    longest = max(seen, key=lambda seq_len: (seen[seq_len], seq_len))
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for style, shown in (("--o", dense), ("-o", of_density)):
+        for name, points in lines(shown, "seq_len").items():
+            left.plot(*zip(*points), style, color=COLORS[name], label=name, markersize=4)
+    left.set(xscale="log", yscale="log", xlabel="tokens", ylabel="forward + backward, ms")
+    left.set_title(f"against length, sparse at {density:.0%}")
+    for name, points in lines([r for r in dense if r["seq_len"] == longest], "seq_len").items():
+        right.axhline(points[0][1], linestyle="--", color=COLORS[name], label=name)
+    for name, points in lines([r for r in sparse if r["seq_len"] == longest], "density").items():
+        right.plot(*zip(*points), "-o", color=COLORS[name], label=name, markersize=4)
+    right.set(xlabel="density", title=f"against density at {longest:,} tokens")
+    right.set_xlim(left=0)
+    right.set_ylim(bottom=0)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.suptitle(f"attention, heads {heads}, bf16, causal", fontsize=10)
+    return figure
 
 
 def attention_rows(results: list[dict]) -> list[dict]:
@@ -53,8 +117,6 @@ def attention_rows(results: list[dict]) -> list[dict]:
             size = (row["head_set"], row["block_size"], row["seq_len"])
             case = (row["name"], size, row["target_density"])
             rows[case] = row
-    if not rows:
-        sys.exit("no file has rows of python -m scripts.benchmarks.attention sparse")
     return list(rows.values())
 
 
@@ -66,39 +128,89 @@ def lines(rows: list[dict], x: str) -> dict[str, list[tuple[float, float]]]:
     return points
 
 
-def draw_attention(rows: list[dict], args: argparse.Namespace) -> None:
-    from matplotlib import pyplot
-
-    heads = args.heads or rows[0]["head_set"]
-    rows = [row for row in rows if row["head_set"] == heads]
-    dense = [row for row in rows if row["target_density"] is None]
-    sparse = [row for row in rows if row["target_density"] is not None]
-    of_density = [row for row in sparse if row["target_density"] == args.density]
-    if not of_density:
-        sys.exit(f"no row of heads {heads} has --density {args.density}")
-    # The length at which most densities were measured, of several the longest.
-    seen = Counter(seq_len for seq_len, _ in {(r["seq_len"], r["target_density"]) for r in sparse})
-    longest = max(seen, key=lambda seq_len: (seen[seq_len], seq_len))
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for style, shown in (("--o", dense), ("-o", of_density)):
-        for name, points in lines(shown, "seq_len").items():
-            left.plot(*zip(*points), style, color=COLORS[name], label=name, markersize=4)
-    left.set(xscale="log", yscale="log", xlabel="tokens", ylabel="forward + backward, ms")
-    left.set_title(f"against length, sparse at {args.density:.0%}")
-    for name, points in lines([r for r in dense if r["seq_len"] == longest], "seq_len").items():
-        right.axhline(points[0][1], linestyle="--", color=COLORS[name], label=name)
-    for name, points in lines([r for r in sparse if r["seq_len"] == longest], "density").items():
-        right.plot(*zip(*points), "-o", color=COLORS[name], label=name, markersize=4)
-    right.set(xlabel="density", title=f"against density at {longest:,} tokens")
-    right.set_xlim(left=0)
-    right.set_ylim(bottom=0)
-    for axes in (left, right):
+def equal_time_figure(results: list[dict[str, Any]], methods: list[str]) -> Figure:
+    """A panel for each study: held-out loss, mean over kinds of text and seeds, in the attention
+    that is trained with."""
+    figure = Figure(figsize=(5 * len(results), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(results), squeeze=False)[0]
+    for axes, found in zip(panels, results, strict=True):
+        for method in methods:
+            runs = [run for run in found["runs"].values() if run["method"] == method]
+            curves = []
+            for run in runs:
+                losses = [np.mean(list(point["loss"].values())) for point in run["held_out"]]
+                seconds = [run["step_seconds"] * point["step"] for point in run["held_out"]]
+                curves.append(list(zip(seconds, losses)))
+            if curves:
+                label = "dense attention" if method == DENSE else f"titan_sparse, {method}"
+                axes.plot(*mean_curve(curves), marker=".", label=label)
+        axes.set(title=f"{max(found['lengths']):,} tokens", xlabel="seconds of training on one GPU")
+        axes.set(ylabel="held-out loss, nats a token")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    figure.suptitle(f"attention, heads {heads}, bf16, causal", fontsize=10)
-    figure.savefig(args.out, dpi=110)
-    pyplot.close(figure)
+        axes.legend()
+    return figure
+
+
+def density_figure(
+    results: list[dict[str, Any]], tokens: int, patterns: list[str] | None
+) -> Figure:
+    texts = []
+    for result in results:
+        texts += [text for text in result["texts"].values() if text["tokens"] == tokens]
+    if not texts:
+        raise ValueError(f"no text has --length {tokens}; write a measured one")
+    known = dict.fromkeys(row["name"] for text in texts for row in text["rows"])
+    patterns = patterns or [name for name in PATTERNS if name in known]
+    unknown = [name for name in patterns if name not in known]
+    if unknown:
+        raise ValueError(
+            f"--patterns {unknown[0]} was not measured; write some of {', '.join(known)}"
+        )
+    kinds = list(dict.fromkeys(text["kind"] for text in texts))
+    figure = Figure(figsize=(4 * len(kinds), 8.1), layout="constrained")
+    panels = figure.subplots(2, len(kinds), sharey="row", squeeze=False)
+    for (above, below), kind in zip(panels.T, kinds):
+        of_kind = [text for text in texts if text["kind"] == kind]
+        for name, color in ORACLES.items():
+            above.plot(
+                *curve(of_kind, name, "recall", "density"), color=color, linestyle="--", label=name
+            )
+        for number, name in enumerate(patterns):
+            style = {"color": f"C{number}", "marker": "."}
+            above.plot(*curve(of_kind, name, "recall", "density"), label=name, **style)
+            below.plot(*curve(of_kind, name, "density", "above_dense"), **style)
+        above.set(title=kind, xlabel="recall, mean of all rows", xlim=(0.7, 1.0))
+        above.set(yscale="log", ylim=(0.005, 1.0), yticks=DENSITIES)
+        below.axhline(0.0, color="black", linewidth=1.0)
+        below.set(xlabel="density in all layers", xscale="log", xlim=(0.01, 1.0))
+        below.set(ylim=(-0.02, 0.4), xticks=DENSITIES)
+        for axis in (above.yaxis, below.xaxis):
+            axis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
+            axis.set_minor_locator(NullLocator())
+    panels[0, 0].set_ylabel("density: pairs computed, of the causal ones")
+    panels[1, 0].set_ylabel("loss above dense, nats a token")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    return figure
+
+
+def curve(
+    texts: list[dict[str, Any]], name: str, x: str, y: str
+) -> tuple[list[float], list[float]]:
+    """Two measures of a pattern or best choice, ascending by the first: means over the texts."""
+    curves = []
+    for text in texts:
+        rows = [row for row in (*text["oracles"], *text["rows"]) if row["name"] == name]
+        if y == "above_dense":
+            rows = [row["in_all_layers"] for row in rows]
+        curves.append([(row[x], row[y]) for row in rows])
+    return mean_curve(curves)
+
+
+def mean_curve(curves: list[list[tuple[float, float]]]) -> tuple[list[float], list[float]]:
+    """The mean point of each setting, by ascending x. All curves have the same settings."""
+    points = [np.mean(of_setting, axis=0).tolist() for of_setting in zip(*curves, strict=True)]
+    points.sort()
+    return [x for x, _ in points], [y for _, y in points]
 
 
 if __name__ == "__main__":

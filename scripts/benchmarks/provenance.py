@@ -61,7 +61,6 @@ def versions() -> dict[str, str | None]:
 
 
 def version(package: str) -> str | None:
-    """None for what is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -5,6 +5,7 @@ keys of those above it, and a key of little mass may be the one that was asked f
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.study.mass import BLOCK, causal_mask, density
 from scripts.study.real_model import dense_attention, load_decoder, positions_of
 from scripts.study.texts import Text
 from titan_sparse.attention.attend import Auxiliary, attend
+from titan_sparse.attention.masks.ranges import Causal, MaskRanges
+from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, Pattern
 from titan_sparse.data.documents import TokenizedTexts
 from titan_sparse.data.packing import IGNORED_LABEL
@@ -27,6 +29,8 @@ from titan_sparse.loss import answer_scores, linear_cross_entropy
 from titan_sparse.models.decoder import Attend, inverse_frequencies
 from titan_sparse.models.huggingface_config import read_config
 
+BLOCK = 128
+"""Tokens of a block."""
 _SEED = 0
 """Of the needles' keys and numbers, and of where their text begins."""
 
@@ -134,28 +138,20 @@ def quality(
     most likely, each after the right ones before it; needle_loss: their mean cross entropy. The
     last two are left out where `needles` is None.
     """
-    kept: list[Tensor] = []
+    kept: list[list[float]] = []
 
     def attend_and_weigh(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
-        out, found = _attend_by(pattern, q, k, v, model.dtype)
-        _, dense = _attend_by(Dense(), q, k, v, model.dtype)
-        # Both normalizers sum exp(scores), one of them over what was selected.
-        recall = (found.lse - dense.lse).double().exp().mean()
-        density_of_layer = density(found.index).mean()
-        kept.append(torch.stack([density_of_layer, recall]))
+        _, dense = attend_by(Dense(), q, k, v, model.dtype)
+        out, *recall_and_density = attend_and_compare(pattern, dense.lse, q, k, v, model.dtype)
+        kept.append(recall_and_density)
         return out
 
     def attend_alone(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
-        return _attend_by(pattern, q, k, v, model.dtype)[0]
+        return attend_by(pattern, q, k, v, model.dtype)[0]
 
     loss = model.run(tokens, next_tokens(tokens), attend_and_weigh)
-    # Of [layers, 2]
-    mean_density, mean_recall = torch.stack(kept).mean(0).tolist()
-    measured = {
-        "loss": loss.item() / (tokens.shape[1] - 1),
-        "density": mean_density,
-        "recall": mean_recall,
-    }
+    recall, density = np.mean(kept, axis=0).tolist()
+    measured = {"loss": loss.item() / (tokens.shape[1] - 1), "density": density, "recall": recall}
     if needles is not None:
         losses, predicted = model.run(*needles, attend_alone, answer_scores)
         answers = needles.labels[needles.labels != IGNORED_LABEL]
@@ -165,7 +161,24 @@ def quality(
     return {name: round(value, 5) for name, value in measured.items()}
 
 
-def _attend_by(
+def attend_and_compare(
+    pattern: Pattern, dense_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, float, float]:
+    """out, and means over heads of recall, of all rows, and of density."""
+    with recording() as seen:
+        out, found = attend_by(pattern, q, k, v, dtype)
+    # Both normalizers sum exp(scores), one of them over what was selected.
+    recall = (found.lse - dense_lse).double().exp().mean()
+    return out, recall.item(), seen.density().mean().item()
+
+
+@functools.lru_cache(maxsize=1)
+def causal_mask(seq_len: int, device: torch.device) -> MaskRanges:
+    """One for all calls, so that what selection derives from it is derived once."""
+    return Causal().rows(seq_len, device)
+
+
+def attend_by(
     pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Auxiliary]:
     """attend() in `dtype`, causal; out has the dtype of q."""

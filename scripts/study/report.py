@@ -207,7 +207,6 @@ def is_noise(values: list[float]) -> bool | None:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """All tables of a results.json, in markdown."""
     parts = [comparison_table(found), training_table(found)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -255,7 +254,6 @@ def _percent(share: float | None) -> str:
 
 
 def _markdown(caption: str, columns: list[str], rows: list[list[str]]) -> str:
-    """Empty without rows."""
     if not rows:
         return ""
     lines = ["| " + " | ".join(row) + " |" for row in [columns, ["---"] * len(columns), *rows]]

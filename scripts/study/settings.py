@@ -148,7 +148,6 @@ class Study:
 
     @property
     def text(self) -> Path:
-        """What the part text writes."""
         return self.folder / "text"
 
     def held_out(self, run: str) -> Path:

@@ -28,8 +28,6 @@ _SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 
 class Text(NamedTuple):
-    """A text and where it is from."""
-
     kind: str
     source: str
     content: str

@@ -123,7 +123,7 @@ WANTED = {
 
 def test_parts_of_a_step_by_hand():
     found = summary(a_step())
-    assert found["device"] == "gpu" and found["steps"] == 1 and found["launches"] == 18
+    assert found["steps"] == 1 and found["launches"] == 18
     assert found["span_ms"] == pytest.approx(50.5) == sum(WANTED.values())
     assert found["part_ms"] == pytest.approx(WANTED)
     # With what ran beside attention.
@@ -199,24 +199,18 @@ def _trace(folder: Path) -> None:
     train(config)
 
 
-def test_parts_of_a_run_on_two_ranks(tmp_path):
+def test_runs_have_the_ranges_that_own_work(tmp_path):
+    """On a CPU, where no kernel is launched inside them."""
     write_texts(tmp_path / "texts")
     run_processes(2, _trace, tmp_path)
     events = json.loads((tmp_path / "run/profile/rank0.json").read_text())["traceEvents"]
-    found = summary(events)
-    assert found["device"] == "cpu" and found["steps"] == 1
-    assert sum(found["part_ms"].values()) == pytest.approx(found["span_ms"])
-    # The CPU copies by ops, which are elementwise work.
-    absent = {part for part in PARTS if found["launches_of_part"][part] == 0}
-    assert absent == {"not attributed", "other copies"}
-    parts = {}
-    for work in work_of(events):
-        parts.setdefault(work.name, set()).add(part_of(work))
-    # Clipping and the norm are the optimizer's, by the trainer's range.
-    assert parts["aten::_foreach_norm"] == {"optimizer"}
-    assert parts["c10d::recv_"] == {"context-parallel transfers"}
-    assert parts["c10d::_reduce_scatter_base_"] == {"FSDP reduce-scatter"}
-    assert parts["titan_sparse::attend_backward"] == {"attention, backward"}
+    names = {event["name"] for event in events if event.get("cat") in ("cpu_op", "user_annotation")}
+    owners = {summarize_trace._owner((name,)) for name in names}
+    assert owners == {*PARTS[:3], "loss", "optimizer", "FSDP", None}
+    for owner in summarize_trace._OWNERS:
+        # Neither learned sinks nor several tokens' losses.
+        if not owner.endswith(("sinks_backward", "_TokenCrossEntropy")):
+            assert any(name.startswith(owner) for name in names), owner
 
 
 # The command --------------------------------------------------------------------------------------
@@ -226,13 +220,11 @@ def test_script(tmp_path, capsys):
     def run(events: list[dict]) -> str:
         trace = tmp_path / "rank0.json"
         trace.write_text(json.dumps({"traceEvents": events}))
-        summarize_trace.main([str(trace), "--json", str(tmp_path / "out.json"), "--top", "1"])
+        summarize_trace.main([str(trace), "--top", "1"])
         return capsys.readouterr().out
 
-    assert "50.5 ms a step, 18 launches" in run(a_step())
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["kernels"] == [{"name": "flash_backward", "calls": 1, "total_ms": 10}]
-    op = {"name": "aten::mm", "cat": "cpu_op", "ts": 0, "dur": 1e5}
-    assert "100.0 ms a step, 1 pieces" in run([op])
+    printed = run(a_step())
+    assert "50.5 ms a step, 18 launches" in printed
+    assert printed.endswith("10.0 ms      1.0 x  flash_backward\n")
     with pytest.raises(SystemExit, match="no work of a GPU.*profiling.enable = true"):
         run([])

@@ -8,22 +8,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scripts.benchmarks import plots
 from scripts.study import density as program
-from scripts.study import pictures, real_model
-from scripts.study.density import DEFAULT, SPECS, Spec
-from scripts.study.mass import (
-    BLOCK,
-    ORACLES,
-    attention_mass,
+from scripts.study import real_model
+from scripts.study.density import (
+    DEFAULT,
+    KEYS,
+    SPECS,
+    STATIC,
+    Spec,
     best_keys,
     best_static,
-    kept,
+    mass_by_key,
     pairs_by_key,
 )
-from scripts.study.quality import RealModel, hide_needles, next_tokens, quality
+from scripts.study.quality import BLOCK, RealModel, hide_needles, next_tokens, quality
 from scripts.study.texts import text_of
 from titan_sparse.attention.masks.ranges import Causal
-from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash
 from titan_sparse.data.tokenizer import load_tokenizer
 
 SEQ_LEN = 512
@@ -49,28 +51,6 @@ def _softmax(q: Tensor, k: Tensor) -> Tensor:
     return scores.masked_fill(is_later, -torch.inf).softmax(-1)
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        VerticalSlash(recall=0.6, local_slashes=1, sinks=2),
-        XAttention(threshold=0.6),
-        MoBA(chunk_size=256, top_k=1),
-    ],
-    ids=lambda pattern: pattern.key,
-)
-def test_recall_and_density_are_those_of_the_dense_mask(pattern):
-    q, k = _random()
-    index = pattern.select(q, k, Causal(), block_size=BLOCK)
-    recall, density = kept(index, attention_mass(q[0], k[0]))
-    # [Hq, S, S]
-    chosen = index.dense(Causal())[0]
-    wanted = chosen.sum((1, 2)).double() / CAUSAL_PAIRS
-    assert 0 < wanted.mean() < 1
-    torch.testing.assert_close(density, wanted, rtol=1e-9, atol=0)
-    wanted = (_softmax(q, k) * chosen).sum((1, 2)) / SEQ_LEN
-    torch.testing.assert_close(recall, wanted, rtol=1e-5, atol=0)
-
-
 def test_best_keys_are_those_above_the_price():
     q, k = _random()
     (point,) = best_keys(q[0], k[0], [0.01])
@@ -81,6 +61,8 @@ def test_best_keys_are_those_above_the_price():
     assert point.recall == pytest.approx((attention * is_worth).sum().item() / (4 * len(rows)))
     pairs = (rows + 1).sum().item()
     assert point.density == pytest.approx(is_worth.sum().item() / (4 * pairs))
+    by_key = _softmax(q, k).unflatten(1, (-1, BLOCK)).sum(2)
+    torch.testing.assert_close(mass_by_key(q[0], k[0]).double(), by_key, rtol=1e-5, atol=1e-6)
 
 
 def test_the_best_static_choice_finds_what_was_planted():
@@ -141,6 +123,11 @@ def test_a_pattern_is_in_all_layers(tiny, pattern):
     assert found["density"] == pytest.approx(sum(brute.densities) / 2, abs=1e-5)
     assert found["recall"] == pytest.approx(sum(brute.recalls) / 2, abs=1e-5)
     assert found["needle_loss"] == pytest.approx(brute.losses(model, *needles), abs=2e-5)
+    # The first layer is given the same queries and keys as in dense attention.
+    alone = Spec("alone", lambda **_: pattern, {}, values=(0.0,))
+    [row] = program.measure(*model.queries_and_keys(tokens), [alone])["rows"]
+    assert row["recall_by_layer"][0] == pytest.approx(brute.recalls[0], abs=1e-4)
+    assert row["density_by_layer"][0] == pytest.approx(brute.densities[0], abs=1e-4)
     dense = quality(model, tokens, needles, Dense())
     assert abs(found["loss"] - dense["loss"]) > 1e-3 and found["recall"] < 0.95
 
@@ -174,7 +161,7 @@ def test_a_run_continues_with_texts_that_are_missing(tiny, tmp_path, monkeypatch
     first = json.loads(out.read_text())
     assert {"command", "commit", "date", "gpu", "versions"} <= first.keys()
     (text,) = first["texts"].values()
-    assert text["yarn_factor"] == 2.0 and {row["name"] for row in text["oracles"]} == set(ORACLES)
+    assert text["yarn_factor"] == 2.0 and {row["name"] for row in text["oracles"]} == {KEYS, STATIC}
     for row in text["rows"]:
         found = row["in_all_layers"]
         assert found["above_dense"] == pytest.approx(found["loss"] - text["dense"]["loss"])
@@ -195,10 +182,10 @@ def test_a_run_continues_with_texts_that_are_missing(tiny, tmp_path, monkeypatch
 
 def test_results_of_the_repository_are_drawn(tmp_path, capsys):
     out = tmp_path / "picture.png"
-    assert pictures.main([str(RESULTS / "density_h200.json"), "--out", str(out)]) == 0
+    assert plots.main([str(RESULTS / "density_h200.json"), "--out", str(out)]) == 0
     assert out.stat().st_size > 10_000
     with pytest.raises(SystemExit):
-        pictures.main([str(RESULTS / "density_h200.json"), "--out", str(out), "--patterns", "none"])
+        plots.main([str(RESULTS / "density_h200.json"), "--out", str(out), "--patterns", "none"])
     assert "--patterns none was not measured; write some of" in capsys.readouterr().err
     [default] = [spec for spec in SPECS if spec.name == DEFAULT]
     assert default.patterns()[4] == VerticalSlash(recall=0.9)

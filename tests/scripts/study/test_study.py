@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.benchmarks import plots
 from scripts.study import __main__ as study
-from scripts.study import pictures, real_model
+from scripts.study import real_model
 from scripts.study.report import comparison_table, comparisons
 from scripts.study.settings import (
     DENSE,
@@ -211,4 +212,4 @@ def test_equal_time(tmp_path):
             assert loss == pytest.approx(losses[kind]["loss"], abs=1e-5)
     picture = tmp_path / "picture.png"
     words = [str(out / "report/results.json"), "--out", str(picture)]
-    assert pictures.main(words) == 0 and picture.stat().st_size > 5000
+    assert plots.main(words) == 0 and picture.stat().st_size > 5000
