@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from scripts.study.mass import BLOCK, Point, by_diagonal
+from scripts.study.density import Point, by_diagonal
+from scripts.study.quality import BLOCK
 from tests.attention.patterns.helpers import published
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import VerticalSlash
