@@ -111,7 +111,7 @@ def test_kernels_of_a_trace_are_attributed(tmp_path, compiled):
     train(config)
     events = json.loads((tmp_path / "traced/profile/rank0.json").read_text())["traceEvents"]
     found = summary(events)
-    assert found["device"] == "gpu" and found["steps"] == 2
+    assert found["steps"] == 2
     assert sum(found["part_ms"].values()) == pytest.approx(found["span_ms"])
     assert found["launches_of_part"]["not attributed"] == 0
     for part in PARTS[:7]:
