@@ -80,34 +80,6 @@ def test_pieces(name, dim):
     check(got, want, flash_errors(qkv, d_out))
 
 
-def test_pieces_of_a_ring_add_up():
-    """Two chunks: a square of each, and the later queries on the earlier keys, by global lse."""
-    qkv, d_out = problem((6, 2), 128, 2048, batch=2)
-    q, k, v = qkv
-    scale = 128**-0.5
-    square = DenseShape(causal=True)
-    full = DenseShape(causal=False)
-    early, late = slice(0, 1024), slice(1024, 2048)
-    first = cudnn.dense_forward(q[:, :, early], k[:, :, early], v[:, :, early], square, scale)
-    # The queries of the second chunk are the last ones of all keys: a rectangle, merged.
-    second = cudnn.dense_forward(q[:, :, late], k, v, CAUSAL, scale)
-    out, lse = (torch.cat(parts, dim=2) for parts in zip(first, second, strict=True))
-    want, want_lse = exact(qkv, d_out, causal_pairs(q, k))
-    check_lse(lse, want_lse)
-
-    def share(queries: slice, keys: slice, shape: DenseShape) -> tuple[Tensor, ...]:
-        inputs = Queries(*(x[:, :, queries] for x in (q, d_out, out, lse)))
-        return cudnn.dense_backward(inputs, k[:, :, keys], v[:, :, keys], shape, scale)
-
-    own = share(early, early, square)
-    across = share(late, early, full)
-    last = share(late, late, square)
-    dq = torch.cat([own[0], across[0] + last[0]], dim=2)
-    dk = torch.cat([own[1] + across[1], last[1]], dim=2)
-    dv = torch.cat([own[2] + across[2], last[2]], dim=2)
-    check([out, dq, dk, dv], want, flash_errors(qkv, d_out))
-
-
 @pytest.mark.parametrize("nothing", [torch.inf, -torch.inf])
 def test_rows_that_see_nothing(nothing):
     """No NaN and no gradient from rows whose lse is infinite, though their d_out is not 0."""

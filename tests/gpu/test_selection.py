@@ -1,4 +1,4 @@
-"""VerticalSlash's selection on a GPU: kernels against twins, the recall, and that nothing waits."""
+"""Selection on a GPU: kernels against twins, that nothing waits, and the memory it takes."""
 
 import pytest
 import torch
@@ -6,9 +6,8 @@ from torch import Tensor
 
 from scripts.benchmarks import synthetic
 from tests.attention.patterns.helpers import published
-from titan_sparse.attention import attend
-from titan_sparse.attention.masks.ranges import Causal, Documents, Mask
-from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.patterns import VerticalSlash, XAttention, xattention
 from titan_sparse.attention.patterns.vertical_slash import independent, priced, probe
 from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
 
@@ -44,11 +43,11 @@ def seed_of_zero():
     set_probe_seed(0)
 
 
-def _generated(seq_len: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    heads = synthetic.draw_heads(seq_len, heads=4, kv_heads=2, head_dim=64)
-    q = synthetic.queries(heads, dtype)
-    k = synthetic.keys(heads, dtype)
-    return q.cuda(), k.cuda()
+def _generated(
+    seq_len: int, dtype: torch.dtype = torch.bfloat16, heads: int = 4, head_dim: int = 64
+) -> tuple[Tensor, Tensor]:
+    drawn = synthetic.draw_heads(seq_len, heads=heads, kv_heads=2, head_dim=head_dim)
+    return synthetic.queries(drawn, dtype).cuda(), synthetic.keys(drawn, dtype).cuda()
 
 
 def _by_twins(q: Tensor, k: Tensor, pattern: VerticalSlash, mask: Mask):
@@ -110,15 +109,75 @@ def test_it_is_the_same_each_time_and_waits_for_nothing(pattern):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("pattern", ["default", "published"])
-def test_compiled_attention_draws_other_rows_for_another_seed(pattern):
-    """The graph reads the seed when it runs and not when it is traced."""
-    q, k = _generated(4096)
+# XAttention
 
-    def function(q: Tensor, k: Tensor) -> Tensor:
-        return attend(q, k, k, pattern=PATTERNS[pattern], backend="triton")
+X_LEN = 8192
+X_MASKS = {
+    "causal": Causal(),
+    "window": Causal(valid=(X_LEN - 100,)) & SlidingWindow(3000),
+    "documents": Documents([X_LEN // 2 + 5, 100, 2000, 1900]),
+}
 
-    compiled = torch.compile(function, fullgraph=True)
-    for seed in (1, 2):
-        set_probe_seed(seed)
-        assert torch.equal(compiled(q, k), function(q, k))
+
+def _chosen(q: Tensor, k: Tensor, pattern: XAttention, mask: Mask, by_kernels: bool) -> Tensor:
+    if not by_kernels:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(xattention, "_by_kernels", lambda q, cp, stride: False)
+            return _chosen(q, k, pattern, mask, by_kernels=True)
+    block = torch.arange(X_LEN // 128, device="cuda")
+    return pattern.select(q, k, mask.rows(X_LEN, "cuda")).selects(block, block)
+
+
+@pytest.mark.parametrize(
+    "mask, heads, head_dim, stride, threshold, dtype",
+    [
+        ("causal", 16, 128, 16, 0.5, torch.bfloat16),
+        ("window", 16, 128, 16, 0.9, torch.bfloat16),
+        ("documents", 16, 128, 16, 0.99, torch.bfloat16),
+        ("documents", 4, 64, 8, 0.9, torch.bfloat16),
+        ("documents", 4, 96, 4, 0.9, torch.bfloat16),
+        ("documents", 4, 256, 32, 0.9, torch.bfloat16),
+        ("documents", 4, 128, 16, 0.9, torch.float16),
+    ],
+)
+def test_xattentions_kernels_choose_what_the_twins_do(
+    mask, heads, head_dim, stride, threshold, dtype
+):
+    """They match except for blocks that rounding moves over the limit, which are worth about as much as others."""
+    q, k = _generated(X_LEN, dtype, heads, head_dim)
+    pattern = XAttention(stride, threshold, dense_below=256)
+    got, want = (_chosen(q, k, pattern, X_MASKS[mask], by_kernels) for by_kernels in (True, False))
+    share = want.double().mean()
+    assert 0.02 < share < 0.45
+    assert (got != want).double().mean() < 0.002 * share
+    # As many of a query block, but where the one more or less is what rounding moved.
+    assert ((got.sum(-1) - want.sum(-1)).abs() <= 1).all()
+
+
+@pytest.mark.parametrize("mask", ["window", "documents"])
+def test_xattention_is_the_same_each_time_and_waits_for_nothing(mask):
+    q, k = _generated(X_LEN, heads=4, head_dim=128)
+    ranges = X_MASKS[mask].rows(X_LEN, "cuda")
+    pattern = XAttention(dense_below=256)
+    first = pattern.select(q, k, ranges).words
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = [pattern.select(q, k, ranges).words for _ in range(3)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(words, first) for words in again)
+
+
+def test_memory_of_xattention_at_524288_tokens():
+    seq_len = 524288
+    q = torch.randn(1, 16, seq_len, 128, dtype=torch.bfloat16, device="cuda")
+    k = torch.randn(1, 2, seq_len, 128, dtype=torch.bfloat16, device="cuda")
+    ranges = Causal().rows(seq_len, "cuda")
+    XAttention().select(q, k, ranges)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    XAttention().select(q, k, ranges)
+    # Two KV heads' keys, a part's sums by block and queries, twice these; and the choice.
+    assert torch.cuda.max_memory_allocated() - before < 768 * 2**20

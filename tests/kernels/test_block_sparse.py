@@ -242,22 +242,6 @@ def test_slices(name, choosing):
     _assert_close(_results(triton, q, d_out, pieces, 0.2), want, 2e-5)
 
 
-def test_nothing_listed():
-    """Empty lists give out 0, lse -inf and gradients 0. Entries behind the counts are never read."""
-    case = Case(Causal(), heads=(2, 1), blocks=2, batch=1)
-    for tiles in (case.tiles, case.vertical_tiles):
-        for lists in (tiles.by_query, tiles.by_key):
-            (
-                lists.full_count.zero_(),
-                lists.partial_count.zero_(),
-                lists.full.fill_(2**30),
-                lists.partial.fill_(2**30),
-            )
-    out, lse, *gradients = case.fused()
-    assert bool((out == 0).all()) and bool((lse == -torch.inf).all())
-    assert all(bool((x == 0).all()) for x in gradients)
-
-
 @pytest.mark.parametrize("parts", [(1, 3), (3, 2)], ids=str)
 def test_splits_of_dk_and_dv(monkeypatch, parts):
     """Splitting a KV block's heads and their query lists changes only the order of the sum."""

@@ -42,8 +42,9 @@ def launched_kernels() -> set[tuple[str, str]]:
         pytest.param("RTX 4090", 256, marks=pytest.mark.slow),
     ],
 )
-def test_all_kernels_compile(gpu, head_dim, tmp_path):
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+def test_all_kernels_compile(gpu, head_dim, cache):
+    # Kernels that have not changed since another run are not compiled again.
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache.mkdir("triton"))}
     environment.pop("TRITON_INTERPRET", None)
     program = [sys.executable, "-m", "tests.kernels.compile_only", gpu, str(head_dim)]
     run = subprocess.run(program, env=environment, capture_output=True, text=True)

@@ -43,15 +43,6 @@ def test_the_kernel_does_what_its_twin_does(shape, dtype):
     torch.testing.assert_close(got, sinks_gradient(d_out, out, lse, low.float()).half())
 
 
-def test_memory_of_any_layout():
-    """By token instead of by head, and sinks that are a column of something."""
-    d_out, out, lse, sinks = _problem((2, 2, 40, 16), torch.float32)
-    want = sinks_gradient(d_out, out, lse, sinks)
-    by_token = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (d_out, out, lse)]
-    column = torch.stack([sinks, sinks + 1], dim=1)[:, 0]
-    assert torch.equal(sinks_gradient(*by_token, column), want)
-
-
 def test_the_gradient_is_that_of_autograd():
     """Of out' as a function of the sinks, with out and lse of the keys fixed."""
     generator = torch.Generator().manual_seed(0)
@@ -65,14 +56,3 @@ def test_the_gradient_is_that_of_autograd():
     out, lse = add_sinks(plain.clone(), lse, sinks.detach())
     got = sinks_gradient_naive(d_out, out, lse, sinks.detach())
     assert (got - want).abs().max() < 1e-12
-
-
-def test_out_is_written_in_place_and_rounded_once():
-    out = torch.randn(1, 1, 64, 16, device=DEVICE).bfloat16()
-    lse = torch.randn(1, 1, 64, device=DEVICE)
-    sinks = torch.zeros(1, device=DEVICE)
-    want = (out.double() * (lse - torch.logaddexp(lse, sinks)).exp().double()[..., None]).bfloat16()
-    got, _ = add_sinks(out, lse, sinks)
-    assert got is out
-    assert (got == want).float().mean() > 0.99
-    torch.testing.assert_close(got, want, rtol=2**-8, atol=0)

@@ -113,19 +113,6 @@ def test_plot(tmp_path):
     assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("patterns --seq-lens 1024", "2048 tokens or more"),
-        ("masks --seq-lens 2048", "--window 4096: write a quarter"),
-        ("patterns --chunk-size 64", "write --block-size (128) or more"),
-        ("--seq-lens 1000", "multiples of --block-size (128)"),
-    ],
-)
-def test_refusals(text, words):
-    assert words in benchmark.refusal(benchmark.parse([*text.split(), "--device", "cpu"]))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_small_run_on_a_gpu(tmp_path):

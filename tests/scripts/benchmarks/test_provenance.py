@@ -4,6 +4,7 @@ import argparse
 import datetime
 import json
 import re
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -51,9 +52,9 @@ def test_every_result_says_where_it_comes_from(path):
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     write_texts(folder / "texts", documents=4)
-    for name in ("one", "two"):
-        train(tiny_config(folder, name, training__steps=2))
-        dist.destroy_process_group()
+    train(tiny_config(folder, "one", training__steps=2))
+    dist.destroy_process_group()
+    shutil.copytree(folder / "one", folder / "two")
     return folder
 
 

@@ -57,19 +57,6 @@ def test_an_sdist_gives_its_documentation_and_as_much_code(tmp_path):
     assert names == ["docs/a.rst", "thing/b.py", "docs/e.md", "thing/c.py"]
 
 
-def test_copies_of_a_file_come_once(tmp_path, monkeypatch):
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "same.py").write_text("x = 1\n")
-    (tmp_path / "two/other.py").write_text("y = 2\n")
-    monkeypatch.setattr(text, "_installed_roots", lambda: [tmp_path])
-    found = text.installed_code(1000)
-    assert found == {
-        "one": ["# one/same.py\nx = 1\n\n"],
-        "two": ["# two/other.py\ny = 2\n\n"],
-    }
-
-
 def test_a_file_that_cannot_be_fetched_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     path = tmp_path / "thing-1.0.tar.gz"
