@@ -38,7 +38,6 @@ from torch import Tensor
 from scripts.benchmarks.attention_cases import (
     CUDNN,
     FLASH4,
-    OURS_DENSE,
     Attention,
     Shape,
     all_pairs,
@@ -93,8 +92,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--seq-lens", type=positive, nargs="+", default=[], help="default: each case's own")
     add("--heads", type=head_set, nargs="+", default=[], help="query heads:KV heads, as 16:2")
     add("--backends", nargs="+", choices=list(backends.BACKENDS), help="ours, timed by name")
-    peers = [CUDNN, FLASH4, *OURS_DENSE]
-    add("--peers", nargs="*", choices=peers, help="dense, of sparse; default: all but two of ours")
     add("--densities", type=share, nargs="*", default=[0.05], help="of the causal pairs, of sparse")
     add("--verticals", type=share, default=0.005, help="share of the sequence that is verticals")
     add("--sinks", type=int, default=30)
@@ -108,9 +105,6 @@ def parse(words: list[str]) -> argparse.Namespace:
         parser.error(f"unknown case in {args.cases}. Write one of {', '.join(CASES)}")
     on_cpu = args.device == "cpu"
     args.backends = args.backends or (["eager"] if on_cpu else ["flex", "triton"])
-    if args.peers is None:
-        flash4s = [FLASH4] if backends.has_flash_attention_4() else []
-        args.peers = [] if on_cpu else [CUDNN, *flash4s, "ours, dense"]
     return args
 
 
@@ -146,12 +140,12 @@ def sparse(bench: Bench) -> Iterator[dict]:
             checked.add((shape.heads, shape.kv_heads))
             small = shape._replace(seq_len=min(CHECKED_LENGTH, shape.seq_len))
             # Nothing that is wrong is timed: an error here ends the case.
-            found = check(cases_to_check(small, args.backends, args.peers), small)
+            found = check(cases_to_check(small, args.backends), small)
             yield about("errors", small) | {"errors": found}
         tensors = draw(shape)
         ranges = Causal().rows(shape.seq_len, shape.device)
         dense = {}
-        for name, call in dense_peers(args.peers, ranges, shape.block_size).items():
+        for name, call in dense_peers(ranges, shape).items():
             repeats = 1 if shape.seq_len > LONG else args.repeats
             named = row | {"name": name, "target_density": None}
             dense[name] = bench.attempt(named, timed, training_call(call, tensors), repeats)

@@ -19,9 +19,8 @@ from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 from titan_sparse.estimate import indexes
 
 CUDNN, FLASH4 = "cudnn", "flash-attn-4"
-"""Names of others' dense attention in rows and on the command line."""
-OURS_DENSE = {"ours, dense": "flex", "ours, cudnn": "cudnn", "ours, triton": "triton"}
-"""{name in rows and on the command line: backend} of our own dense attention."""
+"""Names of others' dense attention in rows."""
+OURS_DENSE = "ours, dense"
 LIMIT = 5e-3
 """The largest error of anything that is right."""
 _numbers = itertools.count(1)
@@ -127,12 +126,14 @@ def flash4(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
     return out.transpose(1, 2)
 
 
-def dense_peers(names: list[str], ranges: MaskRanges, block_size: int) -> dict[str, Attention]:
-    """The dense peers asked for, in the order in which they are timed."""
-    peers = {CUDNN: functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION), FLASH4: flash4}
-    for name, backend in OURS_DENSE.items():
-        peers[name] = ours(backend, Dense(), ranges, block_size)
-    return {name: call for name, call in peers.items() if name in names}
+def dense_peers(ranges: MaskRanges, shape: Shape) -> dict[str, Attention]:
+    """The dense peers that run here, in the order in which they are timed; none on a CPU."""
+    if shape.device == "cpu":
+        return {}
+    peers = {CUDNN: functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION)}
+    if backends.has_flash_attention_4():
+        peers[FLASH4] = flash4
+    return peers | {OURS_DENSE: ours("flex", Dense(), ranges, shape.block_size)}
 
 
 # Errors -------------------------------------------------------------------------------------------
@@ -167,12 +168,8 @@ def _reference(qkv: list[Tensor], d_out: Tensor, seen: Tensor) -> list[Tensor]:
 
 def wrong(found: dict[str, float]) -> dict[str, float]:
     """The entries of errors() above LIMIT."""
-    too_large = {}
-    for name, error in found.items():
-        # NaN is too large as well.
-        if not error <= LIMIT:
-            too_large[name] = error
-    return too_large
+    # NaN is too large as well.
+    return {name: error for name, error in found.items() if not error <= LIMIT}
 
 
 def all_pairs(mask: Mask, shape: Shape) -> Tensor:
@@ -181,41 +178,31 @@ def all_pairs(mask: Mask, shape: Shape) -> Tensor:
     return seen[0].expand(shape.heads, -1, -1)
 
 
-def capped(seq_len: int, **options: object) -> VerticalSlash:
-    """A pattern whose caps make it sparse on random inputs.
+def cases_to_check(shape: Shape, names: list[str]) -> Iterator[tuple[str, str, Attention, Tensor]]:
+    """(mask, name, attention, bool `seen` [Hq, S, S]) of everything that is timed.
 
-    Budgets are independent: prices of random inputs are alike, and most would be left out under a
-    cap.
+    names: our backends. Their index is chosen by our selection.
     """
-    return VerticalSlash(
+    seq_len = shape.seq_len
+    # Caps make it sparse on random inputs. Budgets are independent: prices of random inputs are
+    # alike, and most would be left out under a cap. Documents and caps give tables and verticals of
+    # the same shapes for both masks, so that flex compiles once.
+    pattern = VerticalSlash(
         recall=0.9,
         max_verticals=seq_len * 3 // 100,
         max_slashes=8,
         budget="independent",
         probe_rows="last",
         count_sinks=True,
-        **options,
+        dense_below=seq_len // 4,
     )
-
-
-def cases_to_check(
-    shape: Shape, names: list[str], peers: list[str]
-) -> Iterator[tuple[str, str, Attention, Tensor]]:
-    """(mask, name, attention, bool `seen` [Hq, S, S]) of everything that is timed.
-
-    names: our backends. Their index is chosen by our selection.
-    """
-    # Documents and caps give tables and verticals of the same shapes for both masks, so that flex
-    # compiles once.
-    pattern = capped(shape.seq_len, dense_below=shape.seq_len // 4)
-    seq_len = shape.seq_len
     # Two long documents, which a selection is made for, two short ones, and padding.
     lengths = [3 * seq_len // 8 - 5, 9, 7 * seq_len // 16 + 3, seq_len // 8 + 1]
     for mask in (Causal(), Documents(lengths)):
         kind = type(mask).__name__.lower()
         ranges = mask.rows(shape.seq_len, shape.device)
-        for name, call in dense_peers(peers, ranges, shape.block_size).items():
-            if kind == "causal" or name in OURS_DENSE:
+        for name, call in dense_peers(ranges, shape).items():
+            if kind == "causal" or name == OURS_DENSE:
                 yield kind, name, call, all_pairs(mask, shape)
         q, k, _, _ = draw(shape)
         index = pattern.select(q, k, ranges, block_size=shape.block_size)

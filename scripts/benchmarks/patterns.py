@@ -19,7 +19,7 @@ from torch import Tensor
 from scripts.benchmarks import synthetic
 from scripts.benchmarks.attention_cases import Shape, chosen_backend, ready_index
 from scripts.benchmarks.harness import Bench, about, rounded, timed, training_call
-from scripts.benchmarks.options import positive, share
+from scripts.benchmarks.options import positive
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
@@ -33,17 +33,17 @@ PUBLISHED: dict[str, Any] = {
     "local_slashes": 2,
 }
 """MTraining's probe, and what it always selects."""
+RECALLS = {"joint": (0.8, 0.85, 0.9, 0.95, 0.98), "independent": (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)}
+THRESHOLDS = (0.5, 0.9, 0.99, 0.999)
+TOP_KS = (4, 12, 24, 48)
 
 
 def add_pattern_options(parser: argparse.ArgumentParser) -> None:
-    add = functools.partial(parser.add_argument, nargs="*")
-    add("--independent-recalls", type=share, default=[0.3, 0.5, 0.7, 0.8, 0.9, 0.95])
-    add("--joint-recalls", type=share, default=[0.8, 0.85, 0.9, 0.95, 0.98])
-    add("--thresholds", type=share, default=[0.5, 0.9, 0.99, 0.999], help="of xattention")
-    add("--top-ks", type=positive, default=[4, 12, 24, 48], help="of moba")
-    parser.add_argument("--chunk-size", type=positive, default=4096, help="of moba, tokens")
-    parser.add_argument("--max-verticals", type=positive, default=4096, help="of vertical_slash")
-    parser.add_argument("--recall-rows", type=positive, default=256, help="rows that are measured")
+    add = parser.add_argument
+    add("--points", type=positive, help="only the first values of each knob, of patterns")
+    add("--chunk-size", type=positive, default=4096, help="of moba, tokens")
+    add("--max-verticals", type=positive, default=4096, help="of vertical_slash")
+    add("--recall-rows", type=positive, default=256, help="rows that are measured")
 
 
 def patterns(bench: Bench) -> Iterator[dict]:
@@ -79,15 +79,15 @@ def realistic(shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def grid(args: argparse.Namespace) -> Iterator[tuple[str, float, Pattern]]:
-    most = args.max_verticals
-    for recall in args.joint_recalls:
-        yield "vertical_slash, joint", recall, VerticalSlash(recall=recall, max_verticals=most)
-    for recall in args.independent_recalls:
-        pattern = VerticalSlash(recall=recall, max_verticals=most, **PUBLISHED)
-        yield "vertical_slash, independent", recall, pattern
-    for threshold in args.thresholds:
+    """(name, value of the knob, pattern)."""
+    for budget, recalls in RECALLS.items():
+        options = {"max_verticals": args.max_verticals}
+        options |= PUBLISHED if budget == "independent" else {}
+        for recall in recalls[: args.points]:
+            yield f"vertical_slash, {budget}", recall, VerticalSlash(recall=recall, **options)
+    for threshold in THRESHOLDS[: args.points]:
         yield "xattention", threshold, XAttention(threshold=threshold)
-    for top_k in args.top_ks:
+    for top_k in TOP_KS[: args.points]:
         yield "moba", top_k, MoBA(args.chunk_size, top_k)
 
 

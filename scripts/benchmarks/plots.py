@@ -35,7 +35,7 @@ PATTERNS = (
     "moba, chunk 128",
 )
 ORACLES = {"best keys of each row": "0.75", "best verticals + diagonals": "black"}
-"""Drawn in gray and black, without points."""
+"""The best choices given all rows, of older results: drawn in gray and black, without points."""
 DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Named next to the axis."""
 
@@ -171,7 +171,10 @@ def density_figure(
     panels = figure.subplots(2, len(kinds), sharey="row", squeeze=False)
     for (above, below), kind in zip(panels.T, kinds):
         of_kind = [text for text in texts if text["kind"] == kind]
+        known = {row["name"] for text in of_kind for row in text.get("oracles", ())}
         for name, color in ORACLES.items():
+            if name not in known:
+                continue
             above.plot(
                 *curve(of_kind, name, "recall", "density"), color=color, linestyle="--", label=name
             )
@@ -199,7 +202,7 @@ def curve(
     """Two measures of a pattern or best choice, ascending by the first: means over the texts."""
     curves = []
     for text in texts:
-        rows = [row for row in (*text["oracles"], *text["rows"]) if row["name"] == name]
+        rows = [row for row in (*text.get("oracles", ()), *text["rows"]) if row["name"] == name]
         if y == "above_dense":
             rows = [row["in_all_layers"] for row in rows]
         curves.append([(row[x], row[y]) for row in rows])

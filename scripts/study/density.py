@@ -6,8 +6,7 @@
 Texts are code, prose and chat. Those longer than the model was trained at are read by YaRN. Of each
 pattern, at each value of one of its parameters, is measured:
 
-* density and recall on the queries and keys that dense attention has in each layer, against the
-  exact softmax of all rows, and those of the best choices there are;
+* density and recall, of all rows, on the queries and keys that dense attention has in each layer;
 * the model with the pattern in all of its layers: cross entropy less that of dense attention, and
   the share of the answers' tokens that it finds for needles hidden in the text (--needles).
 
@@ -17,12 +16,10 @@ continues with those missing.
 
 import argparse
 import hashlib
-import itertools
 import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,14 +41,6 @@ from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash,
 from titan_sparse.data.shards import write_json
 from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
 
-KEYS = "best keys of each row"
-STATIC = "best verticals + diagonals"
-_ROWS = 1024
-"""Rows of the softmax that are held at a time."""
-_STRIDE = 8
-"""The best keys of each row are looked for in one row of so many."""
-_ROUNDS = 8
-"""How often verticals and slashes are chosen in turn, each given the others."""
 SAME = ("patterns", "needles")
 """Options that all texts of a file share."""
 
@@ -175,10 +164,10 @@ def measure_text(
     # First, so that a needle that does not fit is refused at once.
     needles = hide_needles(text, tokenizer, length, args.needles)
     q, k = model.queries_and_keys(tokens)
-    measured = measure(q, k, specs)
+    rows = measure(q, k, specs)
     dense = quality(model, tokens, needles, Dense())
     patterns = [pattern for spec in specs for pattern in spec.patterns()]
-    for row, pattern in zip(measured["rows"], patterns, strict=True):
+    for row, pattern in zip(rows, patterns, strict=True):
         row["in_all_layers"] = found = quality(model, tokens, needles, pattern)
         found["above_dense"] = round(found["loss"] - dense["loss"], 5)
     digest = hashlib.sha256(text.content.encode())
@@ -190,26 +179,20 @@ def measure_text(
         "yarn_factor": max(1.0, length / model.config.max_positions),
         "dtype": str(model.dtype).removeprefix("torch."),
         "dense": dense,
-        **measured,
+        "rows": rows,
     }
 
 
-def measure(q: Tensor, k: Tensor, specs: list[Spec]) -> dict[str, Any]:
-    """Rows of patterns, and points of the best choices.
-
-    q: [layers, Hq, S, D], k: [layers, Hkv, S, D].
-    """
+def measure(q: Tensor, k: Tensor, specs: list[Spec]) -> list[dict[str, Any]]:
+    """A row for each pattern. q: [layers, Hq, S, D], k: [layers, Hkv, S, D]."""
     patterns = [pattern for spec in specs for pattern in spec.patterns()]
     rows = [
         {"name": spec.name, "knob": spec.knob, "value": value}
         for spec in specs
         for value in spec.values
     ]
-    at = prices(q.shape[2])
-    best = [{"name": name} for name in (KEYS, STATIC) for _ in at]
-    # (recall, density) by layer, of each row and of each best choice.
+    # (recall, density) by layer, of each row.
     of_rows: list[list[tuple[float, float]]] = [[] for _ in rows]
-    of_best: list[list[tuple[float, float]]] = [[] for _ in best]
     for layer_q, layer_k in zip(q, k):
         # What is attended to has no meaning here, so keys stand for values.
         qkv = (layer_q[None], layer_k[None], layer_k[None])
@@ -217,13 +200,9 @@ def measure(q: Tensor, k: Tensor, specs: list[Spec]) -> dict[str, Any]:
         for points, pattern in zip(of_rows, patterns, strict=True):
             _, *point = attend_and_compare(pattern, dense.lse, *qkv, q.dtype)
             points.append(tuple(point))
-        curves = best_choices(layer_q, layer_k, at).values()
-        for points, point in zip(of_best, itertools.chain(*curves), strict=True):
-            points.append(point)
-    measured = [*of_rows, *of_best]
-    for row, points in zip([*rows, *best], measured, strict=True):
+    for row, points in zip(rows, of_rows, strict=True):
         row |= _means(torch.tensor(points, dtype=torch.float64))
-    return {"rows": rows, "oracles": best}
+    return rows
 
 
 def _means(points: Tensor) -> dict[str, Any]:
@@ -235,133 +214,6 @@ def _means(points: Tensor) -> dict[str, Any]:
         "recall_by_layer": [round(value, 4) for value in points[:, 0].tolist()],
         "density_by_layer": [round(value, 4) for value in points[:, 1].tolist()],
     }
-
-
-# The best choices, given the exact attention of all rows of a layer
-
-
-class Point(NamedTuple):
-    """Means over heads. recall: mass kept, mean of all rows. density: of the causal pairs."""
-
-    recall: float
-    density: float
-
-
-def mass_by_key(q: Tensor, k: Tensor) -> Tensor:
-    """Softmax mass that each block of queries gives to each key, fp32 [Hq, Q, S]. Q = S / BLOCK.
-
-    q: [Hq, S, D], k: [Hkv, S, D]; S is a multiple of BLOCK.
-    """
-    heads, seq_len = q.shape[:2]
-    by_key = q.new_zeros(heads, seq_len // BLOCK, seq_len, dtype=torch.float32)
-    for rows, attention in attention_rows(q, k, 1):
-        q_blocks = slice(rows.start // BLOCK, rows.stop // BLOCK)
-        by_key[:, q_blocks, : attention.shape[2]] = attention.unflatten(1, (-1, BLOCK)).sum(2)
-    return by_key
-
-
-def attention_rows(q: Tensor, k: Tensor, stride: int) -> Iterator[tuple[slice, Tensor]]:
-    """The softmax of every `stride`-th row, the last one among them, some rows at a time.
-
-    q: [Hq, S, D], k: [Hkv, S, D]. Yields (rows, fp32 [Hq, rows, keys]); later keys are not seen.
-    """
-    kv_heads, seq_len, head_dim = k.shape
-    # [Hkv, G, S, D]
-    q_by_group = q.unflatten(0, (kv_heads, -1))
-    position = torch.arange(seq_len, device=q.device)
-    for begin in range(0, seq_len, _ROWS * stride):
-        stop = min(begin + _ROWS * stride, seq_len)
-        rows = slice(begin + stride - 1, stop, stride)
-        # [Hkv, G, rows, D] @ [Hkv, 1, D, keys]
-        scores = q_by_group[:, :, rows].float() @ k[:, None, :stop].float().mT
-        scores *= head_dim**-0.5
-        scores.masked_fill_(position[:stop] > position[rows, None], -torch.inf)
-        if stride == 1:
-            rows = slice(begin, stop)
-        yield rows, scores.softmax(-1).flatten(0, 1)
-
-
-def pairs_by_key(seq_len: int, device: torch.device) -> Tensor:
-    """fp32 [Q, S]: queries of each block that see each key."""
-    key = torch.arange(seq_len, device=device)
-    # [Q, 1]: behind the last query of each block.
-    block = torch.arange(seq_len // BLOCK, device=device)
-    stop = (block[:, None] + 1) * BLOCK
-    return (stop - key).clamp(0, BLOCK).float()
-
-
-def prices(seq_len: int) -> list[float]:
-    """The mass that a pair of tokens must hold to be taken, from most to least.
-
-    In a longer row more keys share the mass, so that prices are lower.
-    """
-    at_4096_tokens = torch.logspace(-1, -4.5, 22, dtype=torch.float64)
-    return (at_4096_tokens * 4096 / seq_len).tolist()
-
-
-def best_keys(q: Tensor, k: Tensor, at: Sequence[float]) -> list[Point]:
-    """Single keys of single rows, a choice that no kernel computes.
-
-    q: [Hq, S, D], k: [Hkv, S, D]. at: prices.
-    """
-    held = torch.zeros(len(at), dtype=torch.float64, device=q.device)
-    taken = torch.zeros_like(held)
-    rows_seen = pairs = 0
-    for rows, attention in attention_rows(q, k, _STRIDE):
-        positions = range(rows.start, rows.stop, _STRIDE)
-        rows_seen += len(positions) * len(q)
-        pairs += sum(position + 1 for position in positions) * len(q)
-        for number, price in enumerate(at):
-            is_worth = attention > price
-            taken[number] += is_worth.sum()
-            held[number] += (attention * is_worth).sum(dtype=torch.float64)
-    points = zip((held / rows_seen).tolist(), (taken / pairs).tolist(), strict=True)
-    return [Point(*point) for point in points]
-
-
-def best_static(by_key: Tensor, at: Sequence[float]) -> list[Point]:
-    """Verticals and slashes. by_key: of mass_by_key(). at: prices."""
-    heads, _, seq_len = by_key.shape
-    pairs = by_diagonal(pairs_by_key(seq_len, by_key.device))
-    mass = by_diagonal(by_key)
-    causal = pairs.sum(dtype=torch.float64)
-    points = []
-    for price in at:
-        taken = _verticals_and_diagonals(mass - price * pairs)
-        held = (mass * taken).sum(dtype=torch.float64) / (heads * seq_len)
-        computed = (pairs * taken).sum(dtype=torch.float64) / (heads * causal)
-        points.append(Point(held.item(), computed.item()))
-    return points
-
-
-def by_diagonal(x: Tensor) -> Tensor:
-    """[..., Q, S], by block of queries and key, as [..., S, E], by key and slash."""
-    blocks, seq_len = x.shape[-2:]
-    # [S, E]
-    key_block = torch.arange(seq_len, device=x.device)[:, None] // BLOCK
-    q_block = key_block + torch.arange(blocks, device=x.device)
-    exists = q_block < blocks
-    q_block = q_block.clamp(max=blocks - 1).expand(*x.shape[:-2], -1, -1)
-    return x.mT.gather(-1, q_block) * exists
-
-
-def _verticals_and_diagonals(gain: Tensor) -> Tensor:
-    """bool, like gain [H, S, E]: approximately the union of verticals and slashes with the most gain."""
-    # [H, 1, E]
-    diagonals = torch.zeros_like(gain[:, :1], dtype=torch.bool)
-    for _ in range(_ROUNDS):
-        # A query must see its own block.
-        diagonals[:, :, 0] = True
-        # [H, S, 1]
-        verticals = (gain * ~diagonals).sum(2, keepdim=True) > 0
-        diagonals = (gain * ~verticals).sum(1, keepdim=True) > 0
-    diagonals[:, :, 0] = True
-    return verticals | diagonals
-
-
-def best_choices(q: Tensor, k: Tensor, at: Sequence[float]) -> dict[str, list[Point]]:
-    """By name a point for each price. q: [Hq, S, D], k: [Hkv, S, D]."""
-    return {KEYS: best_keys(q, k, at), STATIC: best_static(mass_by_key(q, k), at)}
 
 
 def table(title: str, texts: list[dict[str, Any]]) -> str:

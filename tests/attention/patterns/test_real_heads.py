@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from scripts.study.density import Point, by_diagonal
 from scripts.study.quality import BLOCK
 from tests.attention.patterns.helpers import published
 from titan_sparse.attention.masks.ranges import Causal
@@ -32,6 +31,24 @@ TARGETS = {"independent": (0.7, 0.75), "joint": (0.85, 0.9)}
 """What is asked for; all rows have 0.9 between the two."""
 SEEDS = range(3)
 """Of the rows that the probe looks at. Points are means over these."""
+
+
+class Point(NamedTuple):
+    """Means over heads. recall: mass kept, mean of all rows. density: of the causal pairs."""
+
+    recall: float
+    density: float
+
+
+def by_diagonal(x: Tensor) -> Tensor:
+    """[..., Q, S], by block of queries and key, as [..., S, E], by key and slash."""
+    blocks, seq_len = x.shape[-2:]
+    # [S, E]
+    key_block = torch.arange(seq_len, device=x.device)[:, None] // BLOCK
+    q_block = key_block + torch.arange(blocks, device=x.device)
+    exists = q_block < blocks
+    q_block = q_block.clamp(max=blocks - 1).expand(*x.shape[:-2], -1, -1)
+    return x.mT.gather(-1, q_block) * exists
 
 
 class Known(NamedTuple):

@@ -13,14 +13,8 @@ from scripts.study import density as program
 from scripts.study import real_model
 from scripts.study.density import (
     DEFAULT,
-    KEYS,
     SPECS,
-    STATIC,
     Spec,
-    best_keys,
-    best_static,
-    mass_by_key,
-    pairs_by_key,
 )
 from scripts.study.quality import BLOCK, RealModel, hide_needles, next_tokens, quality
 from scripts.study.texts import text_of
@@ -49,36 +43,6 @@ def _softmax(q: Tensor, k: Tensor) -> Tensor:
     scores = q[0].double() @ keys.mT * q.shape[3] ** -0.5
     is_later = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool).triu(1)
     return scores.masked_fill(is_later, -torch.inf).softmax(-1)
-
-
-def test_best_keys_are_those_above_the_price():
-    q, k = _random()
-    (point,) = best_keys(q[0], k[0], [0.01])
-    # Every eighth row is looked at.
-    rows = torch.arange(7, SEQ_LEN, 8)
-    attention = _softmax(q, k)[:, rows]
-    is_worth = attention > 0.01
-    assert point.recall == pytest.approx((attention * is_worth).sum().item() / (4 * len(rows)))
-    pairs = (rows + 1).sum().item()
-    assert point.density == pytest.approx(is_worth.sum().item() / (4 * pairs))
-    by_key = _softmax(q, k).unflatten(1, (-1, BLOCK)).sum(2)
-    torch.testing.assert_close(mass_by_key(q[0], k[0]).double(), by_key, rtol=1e-5, atol=1e-6)
-
-
-def test_the_best_static_choice_finds_what_was_planted():
-    """Two keys, and what is two blocks back."""
-    blocks = SEQ_LEN // BLOCK
-    held = torch.zeros(blocks, SEQ_LEN, dtype=torch.bool)
-    held[:, [5, 200]] = True
-    for block in range(blocks):
-        held[block, block * BLOCK : (block + 1) * BLOCK] = True
-        held[block, max(block - 2, 0) * BLOCK : max(block - 1, 0) * BLOCK] = True
-    by_key = (pairs_by_key(SEQ_LEN, CPU) * held)[None]
-    point, dear = best_static(by_key, [0.5, 2.0])
-    assert point.density == pytest.approx(by_key.sum().item() / CAUSAL_PAIRS)
-    assert point.recall == pytest.approx(by_key.sum().item() / SEQ_LEN)
-    # At a high price nothing but each block's own tokens.
-    assert dear.density == pytest.approx(blocks * BLOCK * (BLOCK + 1) / 2 / CAUSAL_PAIRS)
 
 
 class BruteForce:
@@ -125,7 +89,7 @@ def test_a_pattern_is_in_all_layers(tiny, pattern):
     assert found["needle_loss"] == pytest.approx(brute.losses(model, *needles), abs=2e-5)
     # The first layer is given the same queries and keys as in dense attention.
     alone = Spec("alone", lambda **_: pattern, {}, values=(0.0,))
-    [row] = program.measure(*model.queries_and_keys(tokens), [alone])["rows"]
+    [row] = program.measure(*model.queries_and_keys(tokens), [alone])
     assert row["recall_by_layer"][0] == pytest.approx(brute.recalls[0], abs=1e-4)
     assert row["density_by_layer"][0] == pytest.approx(brute.densities[0], abs=1e-4)
     dense = quality(model, tokens, needles, Dense())
@@ -161,7 +125,7 @@ def test_a_run_continues_with_texts_that_are_missing(tiny, tmp_path, monkeypatch
     first = json.loads(out.read_text())
     assert {"command", "commit", "date", "gpu", "versions"} <= first.keys()
     (text,) = first["texts"].values()
-    assert text["yarn_factor"] == 2.0 and {row["name"] for row in text["oracles"]} == {KEYS, STATIC}
+    assert text["yarn_factor"] == 2.0
     for row in text["rows"]:
         found = row["in_all_layers"]
         assert found["above_dense"] == pytest.approx(found["loss"] - text["dense"]["loss"])
