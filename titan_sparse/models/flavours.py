@@ -52,22 +52,14 @@ def resolve(
     Everything else must agree with it. The flavour "debug" is the default, so it is ignored then. A
     model that runs through transformers' own code gives a TransformersConfig, and allows no
     override but `layers`.
-    Raises ValueError for an unknown flavour, a negative value, and an override that would have no
-    effect or does not agree.
+    Raises ValueError for an unknown flavour, and an override that would have no effect or does not
+    agree. config.check() refuses what is out of range.
     """
     if flavour not in FLAVOURS:
         nearest = get_close_matches(flavour, FLAVOURS, n=1, cutoff=0.0)[0]
         raise ValueError(
             f'model.flavour = "{flavour}" is unknown; write "{nearest}" or one of {list(FLAVOURS)}.'
         )
-    for name, value in (
-        ("vocab_size", vocab_size),
-        ("layers", layers),
-        ("rope_original_length", rope_original_length),
-    ):
-        if value < 0:
-            raise ValueError(f"model.{name} = {value} is negative; write 0 for the flavour's own.")
-
     if choose_implementation(initial_hf, implementation)[0] == "transformers":
         # transformers reads only config.json.
         for key, value, unset in (
@@ -164,19 +156,13 @@ def _override_rope(
     rope: RopeConfig, scaling: str, factor: float, original_length: int, theta: float
 ) -> RopeConfig:
     if scaling in ("llama3", "yarn"):
-        factor = factor or rope.factor
         if factor <= 1:
             raise ValueError(
                 f'model.rope_factor must be above 1 with model.rope_scaling = "{scaling}", got '
                 f"{factor}; write the target length divided by the training length."
             )
         rope = replace(rope, scaling=scaling, factor=factor)
-    elif scaling not in ("flavour", "none"):
-        raise ValueError(
-            f'model.rope_scaling = "{scaling}" is unknown; write "flavour", "none", "llama3" or '
-            '"yarn".'
-        )
-    elif factor not in (0, 1):
+    elif factor != 1:
         raise ValueError(
             f"model.rope_factor = {factor} has no effect with model.rope_scaling = "
             f'"{scaling}"; write model.rope_scaling = "yarn" or "llama3".'
