@@ -5,17 +5,11 @@ allocator has to be set.
 """
 
 import contextlib
-import dataclasses
-import gc
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from scripts.study.settings import (
     DENSE,
@@ -32,7 +26,7 @@ from scripts.study.settings import (
 )
 from scripts.study.text import read_prompts
 from titan_sparse.attention.observe.statistics import recording
-from titan_sparse.config import Config
+from titan_sparse.commands.choose import fresh_trainer, seconds_of_step
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.shards import write_json
 from titan_sparse.data.tokenizer import load_tokenizer
@@ -46,7 +40,6 @@ from titan_sparse.training.metrics import attention_averages, json_ready
 
 BUCKETS = 16
 """Ranges of positions whose held-out losses are told apart."""
-TIMED_STEPS = 8
 
 
 def train(study: Study, run: Run, deadline: float) -> None:
@@ -62,7 +55,7 @@ def train(study: Study, run: Run, deadline: float) -> None:
         return
     check_time(study.size, deadline)
     config = training_configuration(study, run, study.steps(run.method))
-    with training(config) as trainer:
+    with fresh_trainer(config) as trainer:
         if study.size.equal_time:
             trainer.validation = HeldOut(study, run)
         with stopped_in_time(trainer, deadline):
@@ -71,40 +64,14 @@ def train(study: Study, run: Run, deadline: float) -> None:
         raise OutOfTime
 
 
-@contextlib.contextmanager
-def training(config: Config) -> Iterator[Trainer]:
-    """A trainer on an empty GPU."""
-    # The trainer before it.
-    gc.collect()
-    # torch compiles the same code only so many times, and each run is another configuration.
-    torch.compiler.reset()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    try:
-        yield Trainer(config)
-    finally:
-        if dist.is_initialized():
-            leave_distributed()
-
-
 def time_steps(study: Study, method: str) -> None:
     """Write the seconds of a step, the mean of some steps that are neither logged nor saved."""
     config = training_configuration(study, Run(f"steps/{method}", method, 0), steps=2)
     config.checkpoint.enable = False
-    with training(config) as trainer:
+    with fresh_trainer(config) as trainer:
         # The two steps compile.
         trainer.train()
-        trainer.metrics.section = dataclasses.replace(
-            trainer.metrics.section, log_every=sys.maxsize, recall_every=0
-        )
-        synchronize = torch.cuda.synchronize if torch.cuda.is_available() else torch.cpu.synchronize
-        synchronize()
-        began = time.perf_counter()
-        for _ in range(TIMED_STEPS):
-            trainer.step()
-        synchronize()
-        seconds = (time.perf_counter() - began) / TIMED_STEPS
+        seconds = seconds_of_step(trainer)
     study.seconds_file(method).parent.mkdir(exist_ok=True)
     write_json(study.seconds_file(method), seconds)
     print(f"{method}: {seconds:.3f} s a step", flush=True)

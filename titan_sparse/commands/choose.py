@@ -10,9 +10,9 @@ See docs/masks_and_patterns.md.
 """
 
 import contextlib
+import dataclasses
 import gc
 import json
-import logging
 import math
 import os
 import sys
@@ -47,18 +47,13 @@ def main(words: list[str]) -> int:
     args, rest = parser.parse_known_args(words)
     try:
         configs = configurations(args.model, args.seq_len, args.out, args.batches, rest)
+        rows = {name: measure(config) for name, config in configs.items()}
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
-    is_first = os.environ.get("RANK", "0") == "0"
-    rows: dict[str, dict[str, float]] = {}
-    for name, config in configs.items():
-        rows[name] = measure(config)
-        if is_first:
-            print(line(name, rows), flush=True)
-    if is_first:
+    if os.environ.get("RANK", "0") == "0":
         write_json(args.out / "choose.json", rows)
+        print(table(rows))
         print(f"choice: {choice(rows)}")
     return 0
 
@@ -69,7 +64,7 @@ def configurations(
     """The checked configuration of dense and of each recall, by name. Raises ConfigError."""
     words = [*words, "--model.initial_hf", model, "--training.seq_len", str(seq_len)]
     config, _ = load(words)
-    if config.data.tokenizer == "bytes":
+    if config.data.tokenizer == "bytes" and Path(model, "tokenizer.json").is_file():
         words += ["--data.tokenizer", model]
     # A step on a CPU may take a minute, and compiles nothing.
     batches = batches or (3 if choose_device(config.training.device).type == "cuda" else 1)
@@ -137,25 +132,31 @@ def fresh_trainer(config: Config) -> Iterator[Trainer]:
 
 
 def seconds_of_step(trainer: Trainer) -> float:
-    """The mean time of further steps, which are not logged, on a GPU that has compiled."""
-    trainer.metrics.section.log_every = sys.maxsize
-    torch.cuda.synchronize()
+    """The mean time of further steps, which are not logged. Those before have compiled."""
+    section = trainer.metrics.section
+    trainer.metrics.section = dataclasses.replace(section, log_every=sys.maxsize, recall_every=0)
+    synchronize = torch.cuda.synchronize if trainer.device.type == "cuda" else torch.cpu.synchronize
+    synchronize()
     began = time.perf_counter()
     for _ in range(TIMED_STEPS):
         trainer.step()
-    torch.cuda.synchronize()
+    synchronize()
     return (time.perf_counter() - began) / TIMED_STEPS
 
 
-def line(name: str, rows: dict[str, dict[str, float]]) -> str:
-    """A row of the table for people, below its head if it is the first."""
-    dense, row = rows["dense"], rows[name]
-    head = "setting        loss   above dense  density  recall  s a step  steps in dense's time\n"
-    return (head if row is dense else "") + (
-        f"{name:<12}{row['loss']:>7.4f}{row['loss'] - dense['loss']:>+14.4f}"
-        f"{row['density']:>9.1%}{row['recall']:>8.1%}{row['step_seconds']:>10.3f}"
-        f"{dense['step_seconds'] / row['step_seconds']:>23.2f}"
-    )
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """For people; the last column says how many steps fit into the time of a dense step."""
+    lines = [
+        "setting        loss  above dense  density  recall  seconds a step  steps per dense step"
+    ]
+    dense = rows["dense"]
+    for name, row in rows.items():
+        lines.append(
+            f"{name:<12}{row['loss']:>7.4f}{row['loss'] - dense['loss']:>+13.4f}"
+            f"{row['density']:>9.1%}{row['recall']:>8.1%}{row['step_seconds']:>16.3f}"
+            f"{dense['step_seconds'] / row['step_seconds']:>22.2f}"
+        )
+    return "\n".join(lines)
 
 
 def choice(rows: dict[str, dict[str, float]]) -> str:
