@@ -10,8 +10,8 @@ import sys
 import time
 
 from scripts.benchmarks.options import parser_of
-from titan_sparse.config import Config, ConfigError, Flags, load_and_check, padding_multiple
-from titan_sparse.config.reading import require
+from titan_sparse.config import Config, ConfigError, check, padding_multiple
+from titan_sparse.config.reading import load_config
 from titan_sparse.data import build_loader
 
 
@@ -45,8 +45,8 @@ def main(words: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=10.0)
     args, rest = parser.parse_known_args(words)
     try:
-        config, flags = load_and_check(rest, 1, 1)
-        require(flags == Flags(), "flags of train.py would be ignored; leave them out")
+        config = load_config(rest)
+        check(config, 1, 1)
         rate = tokens_per_second(config, args.seconds)
     except (ConfigError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

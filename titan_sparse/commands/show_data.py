@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan_sparse.commands import parser_of
-from titan_sparse.config import Config, Flags, check, load, world_of
-from titan_sparse.config.reading import require
+from titan_sparse.config import Flags, check, world_of
+from titan_sparse.config.reading import load_config, require
 from titan_sparse.config.sources import source_formats
 from titan_sparse.data import Tokenizer, load_tokenizer
 from titan_sparse.data.documents import Documents, open_documents
@@ -36,7 +36,9 @@ def main(words: list[str]) -> int:
     logging.getLogger("titan_sparse").setLevel(logging.INFO)
     try:
         require(args.samples >= 0, f"--samples {args.samples} is negative; write 0 or more")
-        config = _load(rest)
+        config = load_config(rest)
+        # For as many ranks as it needs: the data are the same on any.
+        check(config, *world_of(Flags(dry_run=True), config.parallelism, 1, 1))
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
         for source, row_format in source_formats(config.data).items():
             part = replace(config.data, source=source, format=row_format)
@@ -47,14 +49,6 @@ def main(words: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _load(words: list[str]) -> Config:
-    """The configuration, checked for as many ranks as it needs: the data are the same on any."""
-    config, flags = load(words)
-    require(flags == Flags(), "flags of train.py would be ignored; leave them out")
-    check(config, *world_of(Flags(dry_run=True), config.parallelism, 1, 1))
-    return config
 
 
 def show_samples(documents: Documents, tokenizer: Tokenizer, count: int, plain: bool) -> None:

@@ -11,7 +11,6 @@ from titan_sparse.config.reading import (
     KINDS,
     ConfigError,
     clash,
-    config_file,
     lengths_of,
     load,
     require,
@@ -90,7 +89,7 @@ def load_and_check(argv: list[str], world_size: int, local_world_size: int) -> t
     try:
         check(config, *ranks)
     except ConfigError as error:
-        raise ConfigError(f"{config_file(argv) or 'command line'}: {error}") from error
+        raise ConfigError(f"{flags.config or 'command line'}: {error}") from error
     return config, flags
 
 

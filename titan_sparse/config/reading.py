@@ -10,7 +10,7 @@ import inspect
 import itertools
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -56,7 +56,7 @@ def field_docs(section: type) -> dict[str, str]:
 _FLAGS = {item.name.replace("_", "-"): item for item in fields(Flags)}
 """Name of a flag on the command line -> field of Flags."""
 
-_OPTIONS = [f"--{name}" for name in ("config", "help", *_FLAGS)]
+_OPTIONS = [f"--{name}" for name in ("help", *_FLAGS)]
 """What stands on the command line beside dotted keys."""
 
 _SLASH = "attention.vertical_slash."
@@ -91,31 +91,20 @@ class ConfigError(Refusal):
 def load(argv: list[str]) -> tuple[Config, Flags]:
     """Configuration and flags from the words after the program's name.
 
-    The words are `--config X.toml`, `--section.key value`, `--section.key=value`, and the flags.
-    Prints usage() and exits with status 0 on `--help`. Raises ConfigError.
+    The words are `--section.key value`, `--section.key=value`, and the flags, such as
+    `--config X.toml`. Prints usage() and exits with status 0 on `--help`. Raises ConfigError.
     """
     options = _split_words(argv)
     if any(name == "help" for name, _ in options):
         print(usage())
         raise SystemExit(0)
-    config = Config()
-    # The file first, as the command line wins over it wherever --config stands.
-    path = config_file(argv)
-    if path is not None:
-        _apply_file(config, path)
-    flags = {}
+    given = {}
     for name, text in options:
         if name in _FLAGS:
             item = _FLAGS[name]
             value = _from_text(name, text, item.type)
-            flags[item.name] = checked(f"command line: --{name}", item.type, value)
-        elif name != "config":
-            value = _from_text(name, text, KINDS.get(key_now(name)))
-            _assign(config, name, value, "command line")
-    return config, _check_flags(Flags(**flags), flags)
-
-
-def _check_flags(flags: Flags, given: Collection[str]) -> Flags:
+            given[item.name] = checked(f"command line: --{name}", item.type, value)
+    flags = Flags(**given)
     actions = [f"--{name}" for name, item in _FLAGS.items() if getattr(flags, item.name) is True]
     require(
         len(actions) <= 1,
@@ -127,14 +116,24 @@ def _check_flags(flags: Flags, given: Collection[str]) -> Flags:
             f"command line: --{name.replace('_', '-')} would be ignored; write --dry-run or "
             "--find-max-length too, or leave it out",
         )
-    return flags
+    config = Config()
+    # The file first, as the command line wins over it wherever --config stands.
+    if flags.config:
+        _apply_file(config, flags.config)
+    for name, text in options:
+        if name not in _FLAGS:
+            value = _from_text(name, text, KINDS.get(key_now(name)))
+            _assign(config, name, value, "command line")
+    return config, flags
 
 
-def config_file(argv: list[str]) -> str | None:
-    """The file of --config, None without one. Raises ConfigError for words that are no options."""
-    files = [_from_text(name, text, str) for name, text in _split_words(argv) if name == "config"]
-    require(len(files) <= 1, "command line: --config is given more than once; write one file")
-    return files[0] if files else None
+def load_config(argv: list[str]) -> Config:
+    """load() without flags but --config. Raises ConfigError."""
+    config, flags = load(argv)
+    require(
+        flags == Flags(config=flags.config), "flags of train.py would be ignored; leave them out"
+    )
+    return config
 
 
 def _split_words(argv: list[str]) -> list[tuple[str, str | None]]:
@@ -338,8 +337,8 @@ def usage() -> str:
     lines = _USAGE.splitlines()
     docs = field_docs(Flags)
     for name, item in _FLAGS.items():
-        number = "" if item.type is bool else " N"
-        lines.append(f"  --{name}{number}: {docs[item.name]}")
+        value = "" if item.type is bool else " VALUE"
+        lines.append(f"  --{name}{value}: {docs[item.name]}")
     # walk() gives a section just before its plain fields, so `docs` is always the field's own
     # section.
     for key, kind in walk(Config):

@@ -418,6 +418,8 @@ class Config:
 class Flags:
     """Command-line options that are not configuration."""
 
+    config: Text = ""
+    """TOML file with the configuration"""
     print_config: bool = False
     """print the resolved configuration and stop"""
     dry_run: bool = False

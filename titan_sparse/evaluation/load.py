@@ -12,12 +12,10 @@ from titan_sparse.config import (
     ActivationCheckpoint,
     Compile,
     Config,
-    Flags,
-    load,
     resolve_cp_intra,
     world_from_environment,
 )
-from titan_sparse.config.reading import require
+from titan_sparse.config.reading import load_config
 from titan_sparse.config.sources import single_source
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation.scorer import Scorer
@@ -44,8 +42,7 @@ def load_for_evaluation(words: list[str], hf: str | None, dense: bool) -> Config
     in training. What only training uses is reset, so that it cannot conflict with another mesh. The
     result is not checked yet. Raises ConfigError, one line.
     """
-    config, flags = load(words)
-    require(flags == Flags(), "flags of train.py would be ignored; leave them out")
+    config = load_config(words)
     if hf:
         config.model.initial_hf = hf
     if dense:
