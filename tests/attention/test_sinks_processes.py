@@ -1,4 +1,4 @@
-"""Learned sinks over 3 and 4 processes against one: every schedule and layout."""
+"""Learned sinks and recomputed parts over 3 and 4 processes against one: every schedule."""
 
 import pytest
 import torch
@@ -16,18 +16,18 @@ from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 
 BLOCK = 16
-SEQ_LEN = 2 * 3 * 4 * BLOCK
-VERTICAL = VerticalSlash(recall=0.8, sinks=3, local_slashes=1, max_verticals=60, dense_below=48)
-DOCUMENTS = Documents([[201, 7, 1, 130], [90, 90, 90, 90]])
+SEQ_LEN = 3 * 4 * BLOCK
+VERTICAL = VerticalSlash(recall=0.8, sinks=3, local_slashes=1, max_verticals=30, dense_below=24)
+DOCUMENTS = Documents([[101, 7, 1, 70], [45, 45, 45, 49]])
 CASES: list[tuple[Mask, Pattern]] = [
-    (Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 70)), Dense()),
-    (DOCUMENTS & SlidingWindow(100), VERTICAL),
-    (sliding_window([201, 130], 50, sinks=5), Dense()),
+    (Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 40)), Dense()),
+    (DOCUMENTS & SlidingWindow(50), VERTICAL),
+    (sliding_window([101, 70], 30, sinks=5), Dense()),
     (Causal(), Dense()),
-    (DOCUMENTS, XAttention(4, 0.7, 48)),
+    (DOCUMENTS, XAttention(4, 0.7, 24)),
     (Causal(), MoBA(32, 2)),
 ]
-NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks", "density")
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks", "density", "recall")
 
 
 def _contexts(axes: tuple[int, ...]) -> list[ContextParallel]:
@@ -35,8 +35,8 @@ def _contexts(axes: tuple[int, ...]) -> list[ContextParallel]:
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=names)
     ring = "ring" if len(axes) == 1 else "double_ring"
     kinds = [
-        ("contiguous", "all_gather", "kv"),
-        ("zigzag", ring, "kv"),
+        ("striped", "all_gather", "kv"),
+        ("striped", ring, "kv"),
         ("striped", ring, "q"),
         ("striped", "group_cast", "kv"),
         ("balanced", ring, "kv"),
@@ -66,7 +66,7 @@ def _results(
         qkv = [cp.shard(x, 2, ranges.table) for x in qkv]
         d_out = cp.shard(d_out, 2, ranges.table)
     leaves = [x.clone().requires_grad_() for x in (*qkv, sinks)]
-    with recording() as seen:
+    with recording(recall_rows=SEQ_LEN) as seen:
         out, aux = attend(
             *leaves[:3],
             ranges,
@@ -82,11 +82,15 @@ def _results(
     if cp is not None:
         by_token = [cp.unshard(x, 2, ranges.table) for x in by_token]
         dist.all_reduce(d_sinks)
-    return [*by_token, d_sinks, seen.density()[0]]
+        assert len(seen.calls) == len(seen.work) == (2 if recomputed else 1)
+        # Work of both parts, summed over the ranks.
+        total = seen.by_rank().work.sum() / len(qkv[0]) / qkv[0].shape[1]
+        torch.testing.assert_close(total, seen.visited[0].mean())
+    return [*by_token, d_sinks, seen.density()[0], seen.recall[0]]
 
 
 def _check_ranks(axes: tuple[int, ...]) -> None:
-    inputs = [*structured_qkv(2, 5, 1, SEQ_LEN, 8, seed=3), sink_logits(5)]
+    inputs = [*structured_qkv(2, 4, 1, SEQ_LEN, 8, seed=3), sink_logits(4)]
     generator = torch.Generator().manual_seed(4)
     d_out = torch.randn(inputs[0].shape, dtype=torch.float64, generator=generator)
     contexts = _contexts(axes)

@@ -17,7 +17,6 @@ from titan_sparse.attention.masks.packed import dilated, documents, prefix_lm, s
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
 from titan_sparse.attention.masks.reach import tile_weights
 from titan_sparse.attention.masks.slices import Slices
-from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import VerticalSlash
 
 BLOCK = 16
@@ -177,15 +176,6 @@ def test_attention_over_a_batch_of_a_ragged_length():
     written = [random_legal(seed, 9, 101) for seed in (1, 2)]
     mask = Slices.batch([Slices.of(x) for x in written])
     _check_attention(mask, torch.stack([counts(x, 101) > 0 for x in written]))
-
-
-@pytest.mark.parametrize("name", ["random 9", "window with sinks", "full"])
-def test_statistics(name):
-    mask, truth = mask_and_truth(name)
-    with recording(recall_rows=SEQ_LEN) as seen:
-        attend(*structured_qkv(2, 4, 2, SEQ_LEN, 8), mask, block_size=BLOCK)
-    assert seen.visible[0] == truth.sum() and (seen.visited[0] == truth.sum()).all()
-    assert (seen.density() == 1).all() and (seen.recall[0] - 1).abs().max() < 1e-9
 
 
 def test_compiles_once_for_any_number_of_slices():

@@ -197,14 +197,3 @@ def test_what_lies_outside_the_span_changes_nothing(probe_rows):
     after = pattern.select(other_q, other_k, mask, block_size=BLOCK)
     assert torch.equal(before.dense(mask)[:, :, 70:], after.dense(mask)[:, :, 70:])
     assert not torch.equal(before.dense(mask), after.dense(mask))
-
-
-def test_scale_is_that_of_the_softmax():
-    q, k, _ = structured_qkv(1, 4, 2, SEQ_LEN, 8)
-    pattern = _pattern(probe=48)
-    index = pattern.select(q, k, Causal(), block_size=BLOCK, scale=1.2)
-    same = pattern.select(q * 1.2 * 8**0.5, k, Causal(), block_size=BLOCK)
-    usual = pattern.select(q, k, Causal(), block_size=BLOCK)
-    for one, other in zip(index.tensors(), same.tensors(), strict=True):
-        assert torch.equal(one, other)
-    assert not torch.equal(index.dense(Causal()), usual.dense(Causal()))

@@ -74,6 +74,6 @@ def _compare() -> None:
                 assert torch.equal(one, other), (name, cp.layout, type(mask))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_every_layout_and_world_size_chooses_the_same(ranks):
     run_processes(ranks, _compare)
