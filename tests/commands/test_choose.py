@@ -73,8 +73,10 @@ def test_two_ranks_measure_what_one_does(folder):
     run_program(2, main, [*_words(folder, "two"), "--parallelism.cp", "2"])
     for name, row in _rows(folder, "two").items():
         wanted = _rows(folder, "one")[name]
-        for key in ("loss", "density", "recall"):
+        for key in ("loss", "density"):
             assert row[key] == pytest.approx(wanted[key], rel=1e-6), (name, key)
+        # Each rank draws rows of its own to measure it.
+        assert row["recall"] == pytest.approx(wanted["recall"], abs=0.02), name
 
 
 def test_the_fewest_pairs_that_lose_little():
