@@ -1,14 +1,17 @@
-"""Dense attention of packed documents on one rank by a kernel that knows documents: here by that kernel's twin."""
+"""Dense attention of packed documents on one rank by FlashAttention-4: here by a twin of its interface."""
 
 import functools
+import sys
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests.attention.dense_twin import let_eager_serve_dense
+from tests.attention import dense_twin
 from tests.reference import gradients, structured_qkv
 from titan_sparse.attention import attend
 from titan_sparse.attention.backends import BACKENDS, flash
+from titan_sparse.attention.backends.base import DenseShape, Queries
 from titan_sparse.attention.masks.packed import prefix_lm
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
 from titan_sparse.attention.patterns import Dense
@@ -37,6 +40,48 @@ def masks(scale: int = 1) -> dict:
 MASKS = masks()
 
 
+class Interface:
+    """flash_attn.cute.interface by the dense twin. Tensors come by token, documents in a row."""
+
+    def __init__(self):
+        self.windows = []
+
+    def _flash_attn_fwd(self, q, k, v, softmax_scale, return_lse, out, **options):
+        shape = self._shape(q, options)
+        found = dense_twin.dense_forward(*(_by_head(x) for x in (q, k, v)), shape, softmax_scale)
+        _by_head(out).copy_(found.out)
+        return out, found.lse.view(-1, len(q)) if q.dim() == 3 else found.lse
+
+    def _flash_attn_bwd(self, q, k, v, out, d_out, lse, softmax_scale, **options):
+        assert lse.is_contiguous()
+        shape = self._shape(q, options)
+        q, k, v, out, d_out = (_by_head(x) for x in (q, k, v, out, d_out))
+        queries = Queries(q, d_out, out, lse.view(q.shape[:-1]))
+        found = dense_twin.dense_backward(queries, k, v, shape, softmax_scale)
+        return [x.transpose(1, 2) if shape.offsets is None else x[0].transpose(0, 1) for x in found]
+
+    def _shape(self, q: Tensor, options: dict) -> DenseShape:
+        if q.dim() == 4:
+            self.windows.append(None)
+            return DenseShape(**options)
+        offsets = options["cu_seqlens_q"]
+        longest = int(offsets.diff().max())
+        assert options["cu_seqlens_k"] is offsets
+        assert options["max_seqlen_q"] == options["max_seqlen_k"] == longest
+        window = None
+        if "window_size_left" in options:
+            assert options["window_size_right"] == 0 and "causal" not in options
+            window = options["window_size_left"] + 1
+        else:
+            assert options["causal"]
+        self.windows.append(window)
+        return DenseShape(True, offsets, longest, window)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    return x.transpose(1, 2) if x.dim() == 4 else x.transpose(0, 1)[None]
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_equals_attention_over_tiles(name, monkeypatch):
     mask = MASKS[name]
@@ -52,23 +97,16 @@ def test_equals_attention_over_tiles(name, monkeypatch):
         return [out, aux.lse, *gradients(run, d_out, q, k, v)[1]]
 
     want = found()
-    calls = []
-    let_eager_serve_dense(monkeypatch)
-    for kind in ("dense_forward", "dense_backward"):
-        inner = getattr(eager, kind)
-
-        def counted(*inputs, kind=kind, inner=inner):
-            *_, shape, scale = inputs
-            assert scale == 8**-0.5
-            calls.append((kind, shape.window))
-            return inner(*inputs)
-
-        monkeypatch.setattr(eager, kind, counted)
+    interface = Interface()
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+    monkeypatch.setattr(eager, "serves_dense", lambda q, shape: True)
+    monkeypatch.setattr(eager, "dense_forward", flash.dense_forward)
+    monkeypatch.setattr(eager, "dense_backward", flash.dense_backward)
     for a, b in zip(found(), want, strict=True):
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
-    assert {kind for kind, _ in calls} == {"dense_forward", "dense_backward"}
     windows = {"window": 11, "documents in a window": 9, "padded, in a window": 20}
-    assert {window for _, window in calls} == {windows.get(name)}
+    # Two forwards, of as many parts, and a backward.
+    assert interface.windows == [windows.get(name)] * (5 if share else 3)
 
 
 def test_what_documents_and_a_window_cannot_say():
@@ -89,19 +127,6 @@ def test_offsets():
     assert found.padding.sum() == 5 and found.padding[0, -5:].all()
     one = packed.find_packing(Documents([[50, 46]]).rows(S), 3)  # a mask for all sequences
     assert one.shape.offsets.tolist() == [0, 50, 96, 146, 192, 242, 288] and one.padding is None
-
-
-def test_arguments_of_flash_attention():
-    offsets = torch.tensor([0, 5, 9], dtype=torch.int32)
-    assert flash._documents(offsets, 5, None)[
-        "causal"
-    ] and "window_size_left" not in flash._documents(offsets, 5, None)
-    found = flash._documents(offsets, 5, 3)
-    assert (found["window_size_left"], found["window_size_right"], found["max_seqlen_k"]) == (
-        2,
-        0,
-        5,
-    )
 
 
 @pytest.mark.gpu

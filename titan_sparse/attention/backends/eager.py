@@ -5,7 +5,7 @@ is not selected, neither in the forward nor in the backward. Arithmetic is fp32,
 inputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -56,63 +56,32 @@ class Eager(Backend):
 
 def _piece_forward(q: Tensor, piece: Piece, scale: float) -> tuple[Tensor, Tensor]:
     """out [B, Hq, Sq, D] and natural-log lse [B, Hq, Sq] over one piece, fp32 (fp64 for fp64)."""
-    tiles = piece.tiles
-    size = tiles.block_size
     dtype = accumulation_dtype(q.dtype)
-    # [B * Hkv * blocks, block, D]
-    k_blocks = _in_blocks(piece.k, size)
-    v_blocks = _in_blocks(piece.v, size)
     # Query blocks that meet no key keep these values.
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
-
-    for q_block in _busy_query_blocks(tiles):
-        queries = slice(q_block * size, (q_block + 1) * size)
-        kv_blocks, is_listed = _listed_kv_blocks(tiles, q_block)
-        # Rows of k_blocks and v_blocks: [B, Hq, K]
-        rows = _kv_rows(kv_blocks, piece.k.shape[1], piece.k.shape[2] // size)
-        keys = k_blocks[rows].to(dtype).flatten(2, 3)
-        values = v_blocks[rows].to(dtype).flatten(2, 3)
-
-        hidden = ~_visible(tiles, q_block, kv_blocks, is_listed)
-        scores = q[:, :, queries].to(dtype) @ keys.mT * scale
-        scores = scores.masked_fill(hidden, -torch.inf)
+    for here, _, _, values, _, scores in _met(q, piece, scale):
         lse_here = scores.logsumexp(-1)
         p = (scores - _finite(lse_here[..., None])).exp()
-        out[:, :, queries], lse[:, :, queries] = p @ values, lse_here
+        out[:, :, here], lse[:, :, here] = p @ values, lse_here
     return out, lse
 
 
 def _piece_backward(queries: Queries, piece: Piece, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv through one piece, fp32 (fp64 for fp64)."""
     q, d_out, out, lse = queries
-    tiles = piece.tiles
-    size = tiles.block_size
+    size = piece.tiles.block_size
     dtype = accumulation_dtype(q.dtype)
     dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
     dk = torch.zeros(piece.k.shape, dtype=dtype, device=q.device)
     dv = torch.zeros(piece.v.shape, dtype=dtype, device=q.device)
-    # [B * Hkv * blocks, block, D]; those of the gradients are views.
-    k_blocks = _in_blocks(piece.k, size)
-    v_blocks = _in_blocks(piece.v, size)
+    # Views
     dk_blocks = _in_blocks(dk, size)
     dv_blocks = _in_blocks(dv, size)
     # [B, Hq, Sq, 1]
     delta = (d_out.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
-
-    for q_block in _busy_query_blocks(tiles):
-        here = slice(q_block * size, (q_block + 1) * size)
-        kv_blocks, is_listed = _listed_kv_blocks(tiles, q_block)
-        rows = _kv_rows(kv_blocks, piece.k.shape[1], piece.k.shape[2] // size)
-        # [B, Hq, block, D]
-        q_here = q[:, :, here].to(dtype)
+    for here, q_here, keys, values, rows, scores in _met(q, piece, scale):
         d_here = d_out[:, :, here].to(dtype)
-        # [B, Hq, K * block, D]
-        keys = k_blocks[rows].to(dtype).flatten(2, 3)
-        values = v_blocks[rows].to(dtype).flatten(2, 3)
-
-        hidden = ~_visible(tiles, q_block, kv_blocks, is_listed)
-        scores = (q_here @ keys.mT * scale).masked_fill(hidden, -torch.inf)
         p = (scores - _finite(lse[:, :, here, None])).exp()
         d_scores = p * (d_here @ values.mT - delta[:, :, here]) * scale
         dq[:, :, here] = d_scores @ keys
@@ -122,11 +91,30 @@ def _piece_backward(queries: Queries, piece: Piece, scale: float) -> tuple[Tenso
     return dq, dk, dv
 
 
-def _busy_query_blocks(tiles: Tiles) -> list[int]:
+def _met(q: Tensor, piece: Piece, scale: float) -> Iterator[tuple[slice, Tensor, ...]]:
+    """For each block of queries that meets keys: its place, and with n = K * block
+
+    - its queries [B, Hq, block, D], their keys and values [B, Hq, n, D],
+    - the rows of these keys in the layout of _in_blocks(), int64 [B, Hq, K],
+    - the scores [B, Hq, block, n], -inf for pairs that are not seen.
+    """
+    tiles = piece.tiles
+    size = tiles.block_size
+    dtype = accumulation_dtype(q.dtype)
+    k_blocks = _in_blocks(piece.k, size)
+    v_blocks = _in_blocks(piece.v, size)
     lists = tiles.by_query
-    count = lists.full_count + lists.partial_count
-    most = count.amax(dim=(0, 1))
-    return torch.nonzero(most).flatten().tolist()
+    most = (lists.full_count + lists.partial_count).amax(dim=(0, 1))
+    for q_block in torch.nonzero(most).flatten().tolist():
+        here = slice(q_block * size, (q_block + 1) * size)
+        kv_blocks, is_listed = _listed_kv_blocks(tiles, q_block)
+        rows = _kv_rows(kv_blocks, piece.k.shape[1], piece.k.shape[2] // size)
+        q_here = q[:, :, here].to(dtype)
+        keys = k_blocks[rows].to(dtype).flatten(2, 3)
+        values = v_blocks[rows].to(dtype).flatten(2, 3)
+        hidden = ~_visible(tiles, q_block, kv_blocks, is_listed)
+        scores = (q_here @ keys.mT * scale).masked_fill(hidden, -torch.inf)
+        yield here, q_here, keys, values, rows, scores
 
 
 def _listed_kv_blocks(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:

@@ -68,25 +68,28 @@ def serves(dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def dense_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float) -> Partial:
-    """Attention of q [B, Hq, Sq, D] to k, v [B, Hkv, Sk, D]; Sq and Sk differ only for full shapes.
-
-    Returns out [B, Hq, Sq, D] in q's dtype and natural-log lse [B, Hq, Sq], fp32.
-    """
-    if shape.offsets is not None:
-        return _packed_forward(q, k, v, shape, scale)
+    """Attention of q [B, Hq, Sq, D] to k, v [B, Hkv, Sk, D]; out in q's dtype, lse in fp32."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    # Its own output would be ordered by token, and would have to be copied.
-    out = q.new_empty(q.shape)
+    # Its own output would be ordered by token, and would have to be copied. For packed documents of
+    # a single sequence the result is a view too.
+    if shape.offsets is None:
+        out = q.new_empty(q.shape)
+        out_by_token = out.transpose(1, 2)
+    else:
+        by_head = q.new_empty(q.shape[1], len(q) * q.shape[2], q.shape[3])
+        out = by_head.unflatten(1, (len(q), -1)).transpose(0, 1)
+        out_by_token = by_head.transpose(0, 1)
     lse = _flash_attn_fwd(
-        _by_token(q),
-        _by_token(k),
-        _by_token(v),
+        *(_by_token(x, shape) for x in (q, k, v)),
         softmax_scale=scale,
-        causal=shape.causal,
         return_lse=True,
-        out=out.transpose(1, 2),
+        out=out_by_token,
+        **_options(shape),
     )[1]
+    if shape.offsets is not None:
+        # [Hq, B * S]
+        lse = lse.unflatten(1, (len(q), -1)).transpose(0, 1)
     return Partial(out, lse)
 
 
@@ -97,87 +100,40 @@ def dense_backward(
 
     out and lse may be those of more keys: then the gradients are the share of these keys.
     """
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    q, d_out, out, lse = queries
     if shape.offsets is not None:
-        return _packed_backward(queries, k, v, shape, scale)
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    dq, dk, dv = _flash_attn_bwd(
-        _by_token(queries.q),
-        _by_token(k),
-        _by_token(v),
-        _by_token(queries.out),
-        _by_token(queries.d_out),
-        queries.lse.contiguous(),
+        lse = lse.transpose(0, 1).flatten(1)
+    gradients = _flash_attn_bwd(
+        *(_by_token(x, shape) for x in (q, k, v, out, d_out)),
+        lse.contiguous(),
         scale,
-        shape.causal,
+        **_options(shape),
     )[:3]
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-def _packed_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float) -> Partial:
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    batch, heads, length, dim = q.shape
-    # By head, as the caller wants it; for a single sequence the result below is a view.
-    out = q.new_empty(heads, batch * length, dim)
-    # lse: [Hq, B * S]
-    lse = _flash_attn_fwd(
-        _in_a_row(q),
-        _in_a_row(k),
-        _in_a_row(v),
-        softmax_scale=scale,
-        return_lse=True,
-        out=out.transpose(0, 1),
-        **_documents(shape.offsets, shape.longest, shape.window),
-    )[1]
-    out = out.unflatten(1, (batch, length)).transpose(0, 1)
-    lse = lse.unflatten(1, (batch, length)).transpose(0, 1)
-    return Partial(out, lse)
-
-
-def _packed_backward(
-    queries: Queries, k: Tensor, v: Tensor, shape: DenseShape, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    batch, _, length, _ = queries.q.shape
-    # [Hq, B * S]
-    lse = queries.lse.transpose(0, 1).flatten(1).contiguous()
-    # [B * S, H, D]
-    dq, dk, dv = _flash_attn_bwd(
-        _in_a_row(queries.q),
-        _in_a_row(k),
-        _in_a_row(v),
-        _in_a_row(queries.out),
-        _in_a_row(queries.d_out),
-        lse,
-        scale,
-        **_documents(shape.offsets, shape.longest, shape.window),
-    )[:3]
-    dq = dq.unflatten(0, (batch, length)).transpose(1, 2)
-    dk = dk.unflatten(0, (batch, length)).transpose(1, 2)
-    dv = dv.unflatten(0, (batch, length)).transpose(1, 2)
+    if shape.offsets is not None:
+        # [B * S, H, D]
+        gradients = (x.unflatten(0, (len(q), -1)) for x in gradients)
+    dq, dk, dv = (x.transpose(1, 2) for x in gradients)
     return dq, dk, dv
 
 
-def _documents(offsets: Tensor, longest: int, window: int | None) -> dict[str, Any]:
-    arguments = {
-        "cu_seqlens_q": offsets,
-        "cu_seqlens_k": offsets,
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
+def _options(shape: DenseShape) -> dict[str, Any]:
+    if shape.offsets is None:
+        return {"causal": shape.causal}
+    options = {
+        "cu_seqlens_q": shape.offsets,
+        "cu_seqlens_k": shape.offsets,
+        "max_seqlen_q": shape.longest,
+        "max_seqlen_k": shape.longest,
     }
-    if window is None:
-        return arguments | {"causal": True}
+    if shape.window is None:
+        return options | {"causal": True}
     # A window replaces `causal`: that many keys back, the query's own included, and none ahead.
-    return arguments | {"window_size_left": window - 1, "window_size_right": 0}
+    return options | {"window_size_left": shape.window - 1, "window_size_right": 0}
 
 
-def _by_token(x: Tensor) -> Tensor:
-    """[B, H, S, D] -> [B, S, H, D], as a view."""
-    return x.detach().transpose(1, 2)
-
-
-def _in_a_row(x: Tensor) -> Tensor:
-    """[B, H, S, D] -> [B * S, H, D]; a view for a single sequence."""
-    return _by_token(x).flatten(0, 1)
+def _by_token(x: Tensor, shape: DenseShape) -> Tensor:
+    """[B, H, S, D] -> [B, S, H, D] as a view, or [B * S, H, D] for packed documents."""
+    by_token = x.detach().transpose(1, 2)
+    return by_token if shape.offsets is None else by_token.flatten(0, 1)
