@@ -1,12 +1,8 @@
-"""Dense attention by cuDNN, which torch includes; everything else by our own Triton kernels.
+"""Causal squares and full rectangles by cuDNN, which torch includes; the rest as in triton.py.
 
-cuDNN computes causal squares and full rectangles: plain causal attention on one rank, and its
-pieces around a ring. Masks that are more than that go by tiles, as in triton.py. So do packed
-documents: cuDNN plans by shape, documents have any length, and planning takes longer than most
-documents do.
-
-torch's ops are called directly. Only the backward op itself takes the out and lse of the whole
-attention, with which the gradients of pieces add up exactly.
+Packed documents go by tiles too: cuDNN plans by shape, and planning takes longer than most documents
+do. torch's ops are called directly, because only the backward op itself takes the out and lse of the
+whole attention.
 """
 
 import functools
@@ -26,8 +22,6 @@ _NOTHING_SEEN = 1e30
 
 
 class Cudnn(Triton):
-    """Causal squares and full rectangles by cuDNN; tiles by the Triton kernels."""
-
     SERVES_SLICES = False
     DENSE_BY_CHUNK = True
     GATHERS_QUERIES = False
@@ -47,20 +41,14 @@ class Cudnn(Triton):
         return f"cudnn: cuDNN {version} for causal attention, own Triton kernels for other masks"
 
     def serves_dense(self, q: Tensor, shape: DenseShape) -> bool:
-        """Whether cuDNN computes this shape: causal or full, without windows and documents.
-
-        Padding is allowed. Its rows are computed like all others, and the caller drops them.
-        """
+        """Padding is allowed. Its rows are computed like all others, and the caller drops them."""
         return not shape.has_documents and shape.window is None
 
     def dense_forward(
         self, q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float
     ) -> Partial:
-        """Attention of q [B, Hq, Sq, D] to k, v [B, Hkv, Sk, D] by cuDNN.
-
-        Of a causal shape with fewer queries than keys, the keys before the queries' own are a full
+        """Of a causal shape with fewer queries than keys, the keys before the queries' own are a full
         rectangle and the others a causal square: cuDNN would count positions from the first key.
-        Returns out [B, Hq, Sq, D] in q's dtype and natural-log lse [B, Hq, Sq], fp32.
         """
         before = k.shape[2] - q.shape[2]
         if not shape.causal or before == 0:

@@ -1,18 +1,14 @@
 """Layout "balanced": compute from the mask which rank owns which blocks. No process groups.
 
-1. The sequence is cut into chunks of a few blocks (cut_into_chunks). For each chunk we know how
-   long its queries take to compute and which chunks' keys they see.
+1. The sequence is cut into chunks of a few blocks (cut_into_chunks).
 2. The chunks are dealt to the ranks, equally many to each (deal_chunks). The chunk with the most
    work comes first. It goes to a rank that would be done soon: longest processing time first.
-3. Several ranks may be done almost equally soon. Of those, the one takes the chunk that has the
-   fewest keys to fetch for it. So most of a short document stays on one rank. How much later than
-   the best rank still counts as "almost" shrinks with the work that is left, because the work that
-   is left can still even out what this makes uneven.
+3. Of several ranks that would be done almost equally soon, the one with the fewest keys to fetch
+   takes the chunk. So most of a short document stays on one rank. What counts as "almost" shrinks
+   with the work that is left, which can still even out what this makes uneven.
 
-MagiAttention deals out chunks by their areas alone (its blog, "dispatch"). Here it is by time, and
-keys count.
-
-All numbers are integers, so every rank computes the same table without communication.
+MagiAttention deals out chunks by their areas alone (its blog, "dispatch"). All numbers are integers,
+so every rank computes the same table without communication.
 """
 
 from typing import NamedTuple
@@ -50,9 +46,7 @@ class Costs(NamedTuple):
     transfer: one block of keys and values that has to come, twice, and its gradients that leave.
 
     The defaults are those of H200s inside a node, with 8 query heads to a KV head, bf16 with
-    gradients in fp32, blocks of 128: `transfer` from titan_sparse/estimate/constants_h200.json, as
-    tests/attention/context_parallel/test_balanced.py works it out, `partial` an estimate.
-    estimate/constants.py has those of another machine, as scripts.calibrate measures it.
+    gradients in fp32, blocks of 128. estimate/constants.py has those of another machine.
     """
 
     partial: int = 120
@@ -190,10 +184,7 @@ def _count_by_query_block(runs: Runs, blocks: int, lines_are_keys: bool) -> Tens
 
 
 def _needed_keys(tiles: _MaskTiles, bounds: NDArray[np.int64], sequences: int) -> list[int]:
-    """Chunks.needs, from the runs of tiles that the mask touches.
-
-    bounds: as in Chunks. sequences: how many the mask has.
-    """
+    """Chunks.needs, from the runs of tiles that the mask touches."""
     count = len(bounds) - 1
     # [blocks]
     blocks_of_chunk = np.diff(bounds)

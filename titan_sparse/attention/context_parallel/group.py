@@ -164,13 +164,6 @@ class ContextParallel(Communicator):
         lookup[positions] = torch.arange(len(positions), device=lookup.device)
         return lookup
 
-    def local_position(self, positions: Tensor, ranges: MaskRanges) -> Tensor:
-        """Where this rank holds tokens, -1 where it does not: int64 in the shape of `positions`.
-
-        positions: global. The length itself is allowed and means no token.
-        """
-        return self.local_lookup(ranges)[positions.long()]
-
     def shard(self, x: Tensor, dim: int, table: Tensor | None = None) -> Tensor:
         """This rank's blocks of a full tensor, along `dim`.
 

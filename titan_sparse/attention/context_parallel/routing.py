@@ -38,10 +38,7 @@ class Traffic(NamedTuple):
 def visited_ranks(inter: int, intra: int) -> Tensor:
     """int64 [W, inter, intra]: the rank where the chunk of rank s is in window o at step t.
 
-    This is the inverse of the schedules. Example: a plain ring of 3 ranks is
-        [[[0, 1, 2]],
-         [[1, 2, 0]],
-         [[2, 0, 1]]]
+    This is the inverse of the schedules: a plain ring of 3 ranks is [[[0, 1, 2]], [[1, 2, 0]], ...].
     """
     # [W, 1, 1], [inter, 1] and [intra]
     source = torch.arange(inter * intra)[:, None, None]

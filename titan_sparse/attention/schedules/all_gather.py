@@ -1,11 +1,8 @@
 """Attention by the schedule all_gather: every rank receives all keys and values, head by head.
 
 The next KV head is gathered while this one is computed, in one launch over all ranks' blocks. In
-the backward the gradients of the last head are summed and scattered meanwhile. Only two heads' keys
-and values are held, and nothing is merged but rectangles.
-
-A backend that is faster on dense rectangles than on tiles gets a rectangle for each rank's keys, as
-in a ring.
+the backward the gradients of the last head are summed and scattered meanwhile. A backend that is
+faster on dense rectangles than on tiles gets a rectangle for each rank's keys, as in a ring.
 """
 
 import functools

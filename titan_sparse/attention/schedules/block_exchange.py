@@ -202,11 +202,9 @@ def _stream(name: str, device: torch.device) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def _beside(name: str, device: torch.device) -> Iterator[None]:
-    """Launch the GPU work inside on a side stream.
+    """Launch the GPU work inside on a side stream, after what the caller's stream has so far.
 
-    It runs after what the caller's stream has been given so far, and beside what it gets later. So
-    blocks and gradients are handed on as soon as they have come. On the caller's stream they would
-    wait for the kernels of the present stage.
+    On the caller's stream, what is handed on would wait for the kernels of the present stage.
     """
     if device.type != "cuda":
         yield
@@ -221,6 +219,4 @@ def _wait_for(name: str, device: torch.device) -> None:
     """Let what the caller's stream gets from now on run after what _beside(name) was given."""
     if device.type != "cuda":
         return
-    side_stream = _stream(name, device)
-    current_stream = torch.cuda.current_stream(device)
-    current_stream.wait_stream(side_stream)
+    torch.cuda.current_stream(device).wait_stream(_stream(name, device))

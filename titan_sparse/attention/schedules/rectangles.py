@@ -1,8 +1,8 @@
-"""Dense causal attention around a ring by kernels that know no block lists.
+"""Dense attention by kernels that know no block lists, with which FlashAttention-4 would take about
+10 % longer (docs/benchmarks.md).
 
 In the layouts contiguous and zigzag the queries of one rank and the keys of another make one
-rectangle without holes, or a causal square. With block lists FlashAttention-4 would take about
-10 % longer (docs/benchmarks.md).
+rectangle without holes, or a causal square.
 """
 
 from typing import NamedTuple

@@ -1,9 +1,4 @@
-"""Attention by the schedules that move chunks from rank to rank: ring and double_ring.
-
-Block pairs follow the schedule, chunk by chunk. Verticals do not: they are gathered once and dealt
-out over the steps (steps.py). Partial results merge in fp32 by log-sum-exp. The backward of every
-chunk takes the global out and lse, which makes the sum exact.
-"""
+"""Attention by the schedules that move chunks from rank to rank: ring and double_ring."""
 
 import functools
 from collections.abc import Iterator, Sequence

@@ -2,8 +2,7 @@
 
 Inside a window a chunk moves one inner hop per step. From one window to the next it moves one outer
 hop, which can take the whole window. Gradients follow one step behind. Hops that no rank needs are
-not made (context_parallel/routing.py). Received data goes to buffers that are kept from call to
-call.
+not made (context_parallel/routing.py).
 """
 
 import functools
@@ -64,10 +63,7 @@ def route_of(cp: ContextParallel, needed: Tensor) -> Route:
 
 @functools.lru_cache(maxsize=64)
 def _route(windows: tuple[tuple[int, ...], ...], rank: int, needed_bytes: bytes) -> Route:
-    """The route, remembered by plain values.
-
-    All layers ask alike, and a GPU would wait for the hundred small operations that it takes.
-    """
+    """All layers ask alike, and a GPU would wait for the hundred small operations that it takes."""
     # [inter, intra]
     sources = torch.tensor(windows)
     inter, intra = sources.shape
@@ -162,11 +158,9 @@ class RingGradients:
     along the inner ring. The sums of nodes add up along the outer ring. Each hop has the next
     step's work to hide behind.
 
-    own: this rank's share of the gradient of its own chunk.
-    node: of the chunk that entered the node here, the window and this rank's share.
-    like: any gradient, for its shape and dtype.
-    inner: the transfer that follows the current chunk.
-    outer: the transfer that brings the sums of other nodes.
+    own: this rank's share for its own chunk. node: of the chunk that entered the node here, the
+    window and this rank's share. like: any gradient, for its shape and dtype. inner: the transfer
+    that follows the current chunk. outer: the one that brings the sums of other nodes.
     """
 
     def __init__(self, cp: ContextParallel, route: Route, group: int):
@@ -196,10 +190,7 @@ class RingGradients:
             self.node = (window, gradient)
 
     def finish_node(self) -> None:
-        """At the end of a window: send its first chunk's gradient on to the next node.
-
-        What the node's other ranks added to it has come around the inner ring by now.
-        """
+        """At the end of a window: send its first chunk's gradient on to the next node."""
         if self.node is None:
             return
         window, gradient = self.node

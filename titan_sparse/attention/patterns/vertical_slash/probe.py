@@ -163,7 +163,7 @@ def probe_geometry(
     start = lookup(ranges.start.expand(batch, -1), rows.position)
     stop = lookup(ranges.stop.expand(batch, -1), rows.position)
     # [B, n P]
-    local = cp.local_position(rows.position.flatten(1), ranges)
+    local = cp.local_lookup(ranges)[rows.position.flatten(1).long()]
     # [B, n, n_local]
     touches = (slot[:, None] == torch.arange(n, device=slot.device)[:, None, None]).any(-1)
     local_block = torch.arange(len(blocks), device=slot.device)
