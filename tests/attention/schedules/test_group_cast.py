@@ -243,39 +243,35 @@ def _check_bytes(cp: ContextParallel, needed: Tensor, forward: dict[str, int], c
 
 
 def _check_ranks(world: int) -> None:
-    """Every other case with one layout and numbers of stages, in rotation."""
+    """Every other case with one layout and numbers of stages, in rotation.
+
+    Three ranks compute by a backend that compiles for each number of keys, as flex does. It sees
+    powers of two of blocks.
+    """
     contexts = [_context(MESHES[world], layout, stages) for layout, stages in zip(LAYOUTS, STAGES)]
-    for number, case in enumerate(CASES[world % 2 :: 2]):
-        _check(contexts[number % 3], *case)
+    with pytest.MonkeyPatch.context() as patch:
+        lengths = _note_lengths(patch) if world == 3 else {BLOCK}
+        for number, case in enumerate(CASES[world % 2 :: 2]):
+            _check(contexts[number % 3], *case)
+    blocks = {length // BLOCK for length in lengths}
+    assert blocks and all(n & (n - 1) == 0 for n in blocks), blocks
     if world == 3:
-        _check_lengths_that_are_compiled_for()
         _check_calls_with_other_heads()
 
 
-def _check_lengths_that_are_compiled_for() -> None:
-    """A backend that compiles for each number of keys, as flex does, sees powers of two of blocks.
-
-    The result is the same.
-    """
-    monkeypatch = pytest.MonkeyPatch()
+def _note_lengths(patch: pytest.MonkeyPatch) -> set[int]:
     lengths = set()
-    monkeypatch.setattr(eager, "COMPILES_BY_LENGTH", True)
+    patch.setattr(eager, "COMPILES_BY_LENGTH", True)
     for name in ("forward", "backward"):
         inner = getattr(eager, name)
 
         def noted(queries, pieces, *args, inner=inner):
-            for piece in pieces:
-                lengths.add(piece.k.shape[2] // BLOCK)
+            # The first piece holds the blocks.
+            lengths.add(pieces[0].k.shape[2])
             return inner(queries, pieces, *args)
 
-        monkeypatch.setattr(eager, name, noted)
-    cp = _context((1, 3), "striped", (2, 3))
-    for mask, pattern in (("documents", "dense"), ("window", "moba")):
-        _check(cp, mask, pattern)
-    own = SEQ_LEN // BLOCK // 3
-    of_own = (own, own // 2, own - own // 2)
-    assert lengths and all(n in of_own or n & (n - 1) == 0 for n in lengths), lengths
-    monkeypatch.undo()
+        patch.setattr(eager, name, noted)
+    return lengths
 
 
 def _check_calls_with_other_heads() -> None:

@@ -64,11 +64,6 @@ def explain(name: str, *case, **options) -> str:
     return description
 
 
-def has_flash_attention_4() -> bool:
-    """Whether FlashAttention-4 is installed and runs on this GPU."""
-    return flash.missing() is None
-
-
 def _by_speed(case: Case) -> tuple[str, ...]:
     """Names of backends, fastest first, as measured on an H200 (docs/benchmarks.md)."""
     if case.device_type != "cuda":

@@ -46,7 +46,7 @@ class Stage(NamedTuple):
     k_blocks: Tensor
 
 
-class Plan(NamedTuple):
+class CastPlan(NamedTuple):
     """What one rank does. memory: blocks that this rank holds to send on, its own first."""
 
     stages: list[Stage]
@@ -61,7 +61,7 @@ def plan(
     rank: int,
     stages: int,
     device: torch.device | str = "cpu",
-) -> Plan:
+) -> CastPlan:
     """The plan of one rank of inter x intra, for data on `device`. Tensors come on the CPU.
 
     needed: bool [W, blocks], rank r needs global block b. What it says of a rank's own blocks does
@@ -106,7 +106,7 @@ def plan(
 
         k_blocks = owned[received].to(device)
         planned.append(Stage(outer, inner, (first_relayed, memory), k_blocks))
-    return Plan(planned, memory)
+    return CastPlan(planned, memory)
 
 
 def _exchange(sent: Tensor, received: Tensor, rows: Tensor, device: torch.device) -> Exchange:

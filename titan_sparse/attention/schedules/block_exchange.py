@@ -10,11 +10,11 @@ from torch import Tensor
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.context_parallel.group import ContextParallel
-from titan_sparse.attention.context_parallel.group_cast_plan import Exchange, Plan, Stage
+from titan_sparse.attention.context_parallel.group_cast_plan import CastPlan, Exchange, Stage
 
 
 def keys_and_values(
-    call: AttentionCall, plan: Plan, k: Tensor, v: Tensor, first: int
+    call: AttentionCall, plan: CastPlan, k: Tensor, v: Tensor, first: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """k and v [B, Hkv, n, D] of the first own blocks, of each stage, and of the other own blocks.
 
@@ -115,7 +115,7 @@ class BlockGradients:
     crossing: the exchange between nodes that is on its way.
     """
 
-    def __init__(self, cp: ContextParallel, plan: Plan, k: Tensor, dtype: torch.dtype):
+    def __init__(self, cp: ContextParallel, plan: CastPlan, k: Tensor, dtype: torch.dtype):
         batch, kv_heads, seq_len, head_dim = k.shape
         self.cp = cp
         self.plan = plan

@@ -16,7 +16,7 @@ from torch import Tensor
 from titan_sparse.attention import call_tiles
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.group_cast_plan import (
-    Plan,
+    CastPlan,
     blocks_before_others,
     plan,
 )
@@ -75,11 +75,11 @@ class GroupCast(Transport):
         return self.home.finish(dtype)
 
 
-def _plan(call: AttentionCall, stages: int) -> Plan:
+def _plan(call: AttentionCall, stages: int) -> CastPlan:
     """This rank's plan on the data's device, the same for all layers if the pattern is static."""
     cp = call.cp
 
-    def make() -> Plan:
+    def make() -> CastPlan:
         # int64 [W, n]: the blocks that each rank owns
         table = cp.table(call.mask).cpu()[:, : call.last]
         device = call.mask.start.device

@@ -5,6 +5,7 @@ the last one of a backward get none, so that work hides their exchanges.
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -14,8 +15,7 @@ from torch import Tensor
 from titan_sparse.attention import call_tiles, recorder
 from titan_sparse.attention.backends.base import Partial, Queries, Sum
 from titan_sparse.attention.call import AttentionCall
-from titan_sparse.attention.context_parallel.comm import Pending
-from titan_sparse.attention.merge import accumulation_dtype, results
+from titan_sparse.attention.merge import Results, accumulation_dtype, results
 from titan_sparse.attention.schedules import rectangles, verticals
 from titan_sparse.attention.schedules.rectangles import Rectangle
 from titan_sparse.kernels.block_sparse import Piece, Tiles
@@ -43,21 +43,17 @@ class Group:
         blocks = vertical_kv.shape[3] // self.call.cp.block_size
         return min(max(self.steps - 1, 1), blocks)
 
-    def pieces(
-        self, step: "Step", by_key: bool, vertical_kv: Tensor, share: int, shares: int
-    ) -> list[Piece]:
+    def pieces(self, step: "Step", by_key: bool, vertical_kv: Tensor, share: int) -> list[Piece]:
         """The keys of a step by tiles, with a share of the verticals if there is one of this number."""
         pieces = [Piece(step.k, step.v, step.tiles(by_key))]
-        if 0 <= share < shares:
-            kv = vertical_kv[:, :, self.heads]
-            if self.vertical_tiles is not None:
-                pieces.append(Piece(*kv, self.vertical_tiles(by_key)))
-            else:
-                batch = kv.shape[1]
-                pieces.append(
-                    call_tiles.vertical_piece(self.call, kv, batch, by_key, share, shares)
-                )
-        return pieces
+        shares = self.vertical_shares(vertical_kv)
+        if not 0 <= share < shares:
+            return pieces
+        kv = vertical_kv[:, :, self.heads]
+        if self.vertical_tiles is not None:
+            return [*pieces, Piece(*kv, self.vertical_tiles(by_key))]
+        batch = kv.shape[1]
+        return [*pieces, call_tiles.vertical_piece(self.call, kv, batch, by_key, share, shares)]
 
 
 @dataclass
@@ -103,14 +99,26 @@ def forward(
     gathered = verticals.gather(call, k, v)
     transport = transport_type(call, q, k, v, backward=False)
     groups = transport.groups
-    memory = results(q, [group.heads for group in groups], max(group.steps for group in groups))
-    sums = []
-    for group, into in zip(groups, memory.parts, strict=True):
-        sums.append(ForwardSum(group, q, into, gathered))
-    for step in transport.steps():
-        sums[step.group].add(step)
-    out = memory.joined([of_group.total.out for of_group in sums])
-    lse = torch.cat([of_group.total.lse for of_group in sums], dim=1)
+    memory = _memory(groups, q)
+    # In fp32 (fp64 for fp64), because errors of rounding at every step would add up.
+    totals: list[Partial | None] = [None] * len(groups)
+    for step, group, number, into in _numbered(transport, memory.parts):
+        q_here = q[:, group.heads]
+        dtype = q.dtype if group.steps == 1 else accumulation_dtype(q.dtype)
+        total = Sum(dtype, totals[step.group], into)
+        # The last steps meet the verticals.
+        share = number + group.vertical_shares(gathered.result) - group.steps
+        if share >= 0:
+            gathered.wait()
+        with recorder.computing():
+            if step.rectangle is not None:
+                total = rectangles.forward(call, step.rectangle, q_here, step.k, step.v, total)
+            else:
+                pieces = group.pieces(step, False, gathered.result, share)
+                total = call.backend.forward(q_here, pieces, call.scale, total)
+        totals[step.group] = total
+    out = memory.joined([total.out for total in totals])
+    lse = torch.cat([total.lse for total in totals], dim=1)
     return out, lse, gathered.wait()
 
 
@@ -126,98 +134,48 @@ def backward(
     q = queries.q
     transport = transport_type(call, q, k, v, backward=True)
     groups = transport.groups
-    memory = results(q, [group.heads for group in groups], max(group.steps for group in groups))
+    memory = _memory(groups, q)
     # Their exchange begins when all groups have met all verticals.
-    d_verticals = verticals.Gradients(call, vertical_kv)
-    sums = []
-    for group, into in zip(groups, memory.parts, strict=True):
-        sums.append(BackwardSum(group, queries, into, d_verticals))
-    for step in transport.steps():
-        step.d_kv = sums[step.group].add(step)
+    shares = sum(group.vertical_shares(vertical_kv) for group in groups)
+    d_verticals = verticals.Gradients(call, vertical_kv, missing=shares)
+    dq_of_groups: list[Tensor | None] = [None] * len(groups)
+    for step, group, number, into in _numbered(transport, memory.parts):
+        here = Queries._make(tensor[:, group.heads] for tensor in queries)
+        total = Sum(call.sum_dtype(q), dq_of_groups[step.group], into)
+        if step.rectangle is not None:
+            dq, step.d_kv = rectangles.backward(call, step.rectangle, here, step.k, step.v, total)
+        else:
+            # The first steps meet the verticals.
+            pieces = group.pieces(step, call.backend.READS_BY_KEY, vertical_kv, share=number)
+            dq, gradients = call.backend.backward(here, pieces, call.scale, total)
+            step.d_kv = gradients[0]
+            for d_kv in gradients[1:]:
+                of_group = group.vertical_shares(vertical_kv)
+                d_verticals.put(d_kv, group.heads, number, of_group)
+        dq_of_groups[step.group] = dq
     # If the verticals' gradients are still to be added, dk and dv are not rounded before that.
     has_verticals = d_verticals.reduced is not None
     dk, dv = transport.gradients(call.sum_dtype(q) if has_verticals else q.dtype)
     d_verticals.add_to((dk, dv))
-    dq = memory.joined([of_group.dq for of_group in sums])
+    dq = memory.joined(dq_of_groups)
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-class ForwardSum:
-    """Attention summed over the steps, in fp32 (fp64 for fp64), because errors of rounding at every
-    step would add up. Only the last step rounds.
+def _memory(groups: list[Group], q: Tensor) -> Results:
+    return results(q, [group.heads for group in groups], max(group.steps for group in groups))
+
+
+def _numbered(
+    transport: Transport, parts: list[Tensor | None]
+) -> Iterator[tuple[Step, Group, int, Tensor | None]]:
+    """Each step, its group, its number among the group's steps, and the memory that it writes to.
+
+    Only the last step of a group rounds, and writes to the group's part of the result.
     """
-
-    def __init__(self, group: Group, q: Tensor, into: Tensor | None, gathered: Pending):
-        """q: of all heads. into: memory for the result. gathered: keys and values of the verticals
-        of all heads, on their way.
-        """
-        self.group = group
-        self.q = q[:, group.heads]
-        self.dtype = q.dtype if group.steps == 1 else accumulation_dtype(q.dtype)
-        # The last step writes `into`, the others nowhere given.
-        self.places = iter([None] * (group.steps - 1) + [into])
-        self.gathered = gathered
-        self.shares = group.vertical_shares(gathered.result)
-        # The last steps meet the verticals.
-        self.share = self.shares - group.steps
-        self.total: Partial | None = None
-
-    def add(self, step: Step) -> None:
-        call = self.group.call
-        total = Sum(self.dtype, self.total, next(self.places))
-        if self.share >= 0:
-            self.gathered.wait()
-        with recorder.computing():
-            if step.rectangle is not None:
-                self.total = rectangles.forward(call, step.rectangle, self.q, step.k, step.v, total)
-            else:
-                pieces = self.group.pieces(
-                    step, False, self.gathered.result, self.share, self.shares
-                )
-                self.total = call.backend.forward(self.q, pieces, call.scale, total)
-        self.share += 1
-
-
-class BackwardSum:
-    """Gradients of the queries summed over the steps; those of keys are each step's own."""
-
-    def __init__(
-        self,
-        group: Group,
-        queries: Queries,
-        into: Tensor | None,
-        d_verticals: verticals.Gradients,
-    ):
-        """queries: of all heads. d_verticals: receives the verticals' gradients."""
-        self.group = group
-        self.queries = Queries._make(tensor[:, group.heads] for tensor in queries)
-        # The last step writes `into`, the others nowhere given.
-        self.places = iter([None] * (group.steps - 1) + [into])
-        self.d_verticals = d_verticals
-        self.shares = group.vertical_shares(d_verticals.vertical_kv)
-        # The first steps meet the verticals.
-        self.share = 0
-        self.dq: Tensor | None = None
-        d_verticals.missing += self.shares
-
-    def add(self, step: Step) -> tuple[Tensor, Tensor]:
-        """dk and dv of the next step."""
-        call = self.group.call
-        total = Sum(call.sum_dtype(step.k), self.dq, next(self.places))
-        if step.rectangle is not None:
-            self.dq, d_kv = rectangles.backward(
-                call, step.rectangle, self.queries, step.k, step.v, total
-            )
-            return d_kv
-        pieces = self.group.pieces(
-            step,
-            call.backend.READS_BY_KEY,
-            self.d_verticals.vertical_kv,
-            self.share,
-            self.shares,
-        )
-        self.dq, gradients = call.backend.backward(self.queries, pieces, call.scale, total)
-        for d_verticals in gradients[1:]:
-            self.d_verticals.put(d_verticals, self.group.heads, self.share, self.shares)
-        self.share += 1
-        return gradients[0]
+    done = Counter()
+    for step in transport.steps():
+        group = transport.groups[step.group]
+        number = done[step.group]
+        done[step.group] += 1
+        is_last = done[step.group] == group.steps
+        yield step, group, number, parts[step.group] if is_last else None

@@ -44,12 +44,12 @@ class Gradients:
     sums: [2, B, Hq, C, D], made for several ranks with the first share.
     """
 
-    def __init__(self, call: AttentionCall, vertical_kv: Tensor):
+    def __init__(self, call: AttentionCall, vertical_kv: Tensor, missing: int):
         """vertical_kv: [2, B, Hq, C, D], their keys and values."""
         self.call = call
         self.vertical_kv = vertical_kv
         self.sums: Tensor | None = None
-        self.missing = 0
+        self.missing = missing
         self.reduced: Pending | None = None
 
     def put(self, gradients: Sequence[Tensor], heads: slice, share: int, shares: int) -> None:
