@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_sparse.attention import ContextParallel, attend, backends
+from titan_sparse.attention.backends import flash
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 from titan_sparse.estimate import indexes
@@ -131,7 +132,7 @@ def dense_peers(ranges: MaskRanges, shape: Shape) -> dict[str, Attention]:
     if shape.device == "cpu":
         return {}
     peers = {CUDNN: functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION)}
-    if backends.has_flash_attention_4():
+    if flash.missing() is None:
         peers[FLASH4] = flash4
     return peers | {OURS_DENSE: ours("flex", Dense(), ranges, shape.block_size)}
 
