@@ -34,8 +34,8 @@ class LayerMasks(NamedTuple):
 
 
 class Attends(NamedTuple):
-    """Attention functions by kind of layer, each called like models.decoder.Attend. Models of
-    transformers also pass scale=, and sinks= if they have them.
+    """Attention functions by kind of layer, each called like Attend. Models of transformers also pass
+    scale=, and sinks= if they have them.
 
     full: for layers that a pattern applies to. window: for layers with a window, and dense_layers.
     linear: the forward of transformers' linear attention, called with the module first.
@@ -58,44 +58,38 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
     if rope.scaling == "none":
         return inv_freq, 1.0
     if rope.scaling == "llama3":
-        return _llama3(inv_freq, rope), 1.0
-    if rope.scaling == "yarn":
-        return _yarn(inv_freq, rope, head_dim), 0.1 * math.log(rope.factor) + 1.0
-    raise ValueError(
-        f'model.rope_scaling = "{rope.scaling}" is unknown; write "none", "llama3" or "yarn".'
-    )
-
-
-def _llama3(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3's scaling: slow frequencies are divided by `factor`, fast ones kept, and those in
-    between blended linearly in frequency."""
-    wavelengths = 2 * math.pi / inv_freq
-    rotations = rope.original_length / wavelengths
-    low = rope.low_frequency_factor
-    high = rope.high_frequency_factor
-    kept = ((rotations - low) / (high - low)).clamp(0, 1)
-    return kept * inv_freq + (1 - kept) * inv_freq / rope.factor
-
-
-def _yarn(inv_freq: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    """YaRN's scaling: pairs that turn more than beta_fast times in the training length are kept,
-    those that turn less than beta_slow times are divided by `factor`, and those in between are
-    blended linearly by index."""
-    low = max(math.floor(_pair_with_rotations(rope.beta_fast, rope, head_dim)), 0)
-    high = min(math.ceil(_pair_with_rotations(rope.beta_slow, rope, head_dim)), head_dim - 1)
-    # The reference widens an empty ramp by this much, and published checkpoints were trained
-    # with it.
-    width = (high - low) if high != low else 0.001
-    pairs = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
-    kept = 1 - ((pairs - low) / width).clamp(0, 1)
-    return kept * inv_freq + (1 - kept) * inv_freq / rope.factor
-
-
-def _pair_with_rotations(rotations: float, rope: RopeConfig, head_dim: int) -> float:
-    """Index of the pair of dims that turns this many times in the training length, as a
-    fraction."""
-    wavelength = rope.original_length / (rotations * 2 * math.pi)
-    return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+        # Slow frequencies are divided by `factor`, fast ones kept, and those in between blended
+        # linearly in frequency.
+        wavelengths = 2 * math.pi / inv_freq
+        rotations = rope.original_length / wavelengths
+        low = rope.low_frequency_factor
+        high = rope.high_frequency_factor
+        kept = ((rotations - low) / (high - low)).clamp(0, 1)
+        attention_factor = 1.0
+    elif rope.scaling == "yarn":
+        # Pairs that turn more than beta_fast times in the training length are kept, those that turn
+        # less than beta_slow times are divided by `factor`, and those in between are blended linearly
+        # by index.
+        fast, slow = (
+            # The pair that turns this many times, as a fraction.
+            head_dim
+            * math.log(rope.original_length / (beta * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+            for beta in (rope.beta_fast, rope.beta_slow)
+        )
+        low = max(math.floor(fast), 0)
+        high = min(math.ceil(slow), head_dim - 1)
+        # The reference widens an empty ramp by this much, and published checkpoints were trained
+        # with it.
+        width = (high - low) if high != low else 0.001
+        pairs = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+        kept = 1 - ((pairs - low) / width).clamp(0, 1)
+        attention_factor = 0.1 * math.log(rope.factor) + 1.0
+    else:
+        raise ValueError(
+            f'model.rope_scaling = "{rope.scaling}" is unknown; write "none", "llama3" or "yarn".'
+        )
+    return kept * inv_freq + (1 - kept) * inv_freq / rope.factor, attention_factor
 
 
 def rope_tables(

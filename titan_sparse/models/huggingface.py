@@ -158,7 +158,27 @@ def export_weights(
     """
     values = _config_to_write(config, str(dtype).removeprefix("torch."), source)
     with new_folder(folder, checkpoint) as incomplete:
-        _write_tensors(read, incomplete, config, dtype, max_file_bytes)
+        shapes = tensor_shapes(config)
+        with torch.device("meta"):
+            empty = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+        split = split_torch_state_dict_into_shards(empty, max_shard_size=max_file_bytes)
+        file_of_tensor: dict[str, str] = {}
+        for file, names in split.filename_to_tensors.items():
+            state = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
+            read(state)
+            tensors: dict[str, Tensor] = {}
+            for name, tensor in state.items():
+                for stored in stored_tensors(name, tensor.shape, config):
+                    part = tensor[stored.index]
+                    # Copy a part of a tensor, because two entries of a file may not share memory.
+                    tensors[stored.name] = part if part.shape == tensor.shape else part.clone()
+            # transformers requires the format.
+            save_file(tensors, incomplete / file, metadata={"format": "pt"})
+            file_of_tensor |= dict.fromkeys(tensors, file)
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": file_of_tensor}
+            index_text = json.dumps(index, indent=2) + "\n"
+            (incomplete / INDEX_FILE).write_text(index_text, encoding="utf-8")
         config_text = json.dumps(values, indent=2) + "\n"
         (incomplete / "config.json").write_text(config_text, encoding="utf-8")
         write_files(files or {}, incomplete)
@@ -206,36 +226,6 @@ def _config_to_write(config: DecoderConfig, dtype: str, source: str) -> dict[str
         "num_hidden_layers": config.layers,
         "tie_word_embeddings": config.tied_embeddings,
     }
-
-
-def _write_tensors(
-    read: Callable[[dict[str, Tensor]], None],
-    folder: Path,
-    config: DecoderConfig,
-    dtype: torch.dtype,
-    max_file_bytes: int,
-) -> None:
-    shapes = tensor_shapes(config)
-    with torch.device("meta"):
-        empty = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
-    split = split_torch_state_dict_into_shards(empty, max_shard_size=max_file_bytes)
-    file_of_tensor: dict[str, str] = {}
-    for file, names in split.filename_to_tensors.items():
-        state = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
-        read(state)
-        tensors: dict[str, Tensor] = {}
-        for name, tensor in state.items():
-            for stored in stored_tensors(name, tensor.shape, config):
-                part = tensor[stored.index]
-                # Copy a part of a tensor, because two entries of a file may not share memory.
-                tensors[stored.name] = part if part.shape == tensor.shape else part.clone()
-        # transformers requires the format.
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        file_of_tensor |= dict.fromkeys(tensors, file)
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": file_of_tensor}
-        index_text = json.dumps(index, indent=2) + "\n"
-        (folder / INDEX_FILE).write_text(index_text, encoding="utf-8")
 
 
 class Stored(NamedTuple):

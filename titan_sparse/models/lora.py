@@ -91,24 +91,20 @@ def initialize_adapters(
     Like initialize(), each rank draws on `device` (default: the parameter's), from the seed and the
     parameter's name alone.
     """
-    for name, parameter in model.named_parameters():
-        if is_adapter(name):
-            name = canonical_name(name)
-            where = device or parameter.device
-            assign(parameter, _draw(name, parameter.shape, where, seed, adapters))
-
-
-def _draw(
-    name: str, shape: torch.Size, device: torch.device, seed: int, adapters: Adapters
-) -> Tensor:
-    full = torch.empty(shape, dtype=torch.float32, device=device)
-    if ".lora_B." in name:
-        return full.zero_()
-    generator = torch.Generator(device=device).manual_seed(stable_seed(seed, name))
-    if adapters.init == "gaussian":
-        return full.normal_(std=1 / adapters.rank, generator=generator)
-    # The initial values of nn.Linear.
-    return nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
+    for parameter_name, parameter in model.named_parameters():
+        if not is_adapter(parameter_name):
+            continue
+        name = canonical_name(parameter_name)
+        where = device or parameter.device
+        full = torch.zeros(parameter.shape, dtype=torch.float32, device=where)
+        if ".lora_A." in name:
+            generator = torch.Generator(device=where).manual_seed(stable_seed(seed, name))
+            if adapters.init == "gaussian":
+                full.normal_(std=1 / adapters.rank, generator=generator)
+            else:
+                # The initial values of nn.Linear.
+                nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
+        assign(parameter, full)
 
 
 def export_adapter(
