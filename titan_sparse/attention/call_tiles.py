@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from titan_sparse.attention.call import AttentionCall
-from titan_sparse.attention.masks.base import once_per_mask
+from titan_sparse.attention.masks.ranges import once_per_mask
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.attention.tiles import blocks as block_tables
 from titan_sparse.attention.tiles import slash as slash_tables

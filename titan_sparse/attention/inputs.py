@@ -8,8 +8,7 @@ from torch._C._functorch import is_gradtrackingtensor
 from torch.autograd.forward_ad import unpack_dual
 
 from titan_sparse.attention.context_parallel.group import ONE_RANK, ContextParallel
-from titan_sparse.attention.masks.base import once_per_mask
-from titan_sparse.attention.masks.ranges import Mask, MaskRanges
+from titan_sparse.attention.masks.ranges import Mask, MaskRanges, once_per_mask
 
 DEFAULT_BLOCK_SIZE = 128
 

@@ -8,8 +8,13 @@ import torch
 from tests.reference import structured_qkv
 from titan_sparse.attention import attend
 from titan_sparse.attention.backends import BACKENDS
-from titan_sparse.attention.masks.base import _entries, once_per_mask
-from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
+from titan_sparse.attention.masks.ranges import (
+    Causal,
+    Documents,
+    MaskRanges,
+    _entries,
+    once_per_mask,
+)
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.tiles import blocks as tiles
 

@@ -8,7 +8,7 @@ from tests.attention.masks.dense_cases import MASKS, RANGES
 from tests.reference import tiles_of
 from tests.slice_cases import SEQ_LEN
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
-from titan_sparse.attention.masks.base import token_positions
+from titan_sparse.attention.masks.ranges import token_positions
 from titan_sparse.attention.masks.reach import (
     block_reach,
     queries_seeing,

@@ -6,8 +6,13 @@ import torch
 from tests.reference import structured_qkv, tiles_of
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.context_parallel.schedule import SCHEDULES
-from titan_sparse.attention.masks.base import token_positions
-from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
+from titan_sparse.attention.masks.ranges import (
+    Causal,
+    Documents,
+    Full,
+    SlidingWindow,
+    token_positions,
+)
 from titan_sparse.attention.observe.visits import (
     Visits,
     by_step,

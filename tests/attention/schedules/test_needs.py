@@ -13,8 +13,7 @@ from tests.reference import structured_qkv
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.layouts import block_ids
-from titan_sparse.attention.masks.base import MaskRanges
-from titan_sparse.attention.masks.ranges import Causal, Documents
+from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed

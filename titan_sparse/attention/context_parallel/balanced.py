@@ -20,7 +20,7 @@ from torch import Tensor
 
 from titan_sparse.attention.context_parallel.layouts import count_blocks
 from titan_sparse.attention.masks.bands import Runs, tiles_of_slices
-from titan_sparse.attention.masks.base import MaskRanges
+from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.reach import block_reach
 
 _CHUNKS_PER_RANK = 64

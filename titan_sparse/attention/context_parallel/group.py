@@ -13,8 +13,7 @@ from titan_sparse.attention import registry
 from titan_sparse.attention.context_parallel import balanced, layouts
 from titan_sparse.attention.context_parallel.comm import Communicator
 from titan_sparse.attention.context_parallel.schedule import SCHEDULES, Moves, choose
-from titan_sparse.attention.masks.base import token_positions
-from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.masks.ranges import MaskRanges, token_positions
 
 _numbers = itertools.count()
 

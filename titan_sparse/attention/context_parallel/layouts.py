@@ -9,7 +9,7 @@ makes a table for a mask.
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.masks.base import token_positions
+from titan_sparse.attention.masks.ranges import token_positions
 
 
 def contiguous(cp: int, blocks: int) -> Tensor:

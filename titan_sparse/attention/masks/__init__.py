@@ -3,7 +3,6 @@
 The functions make masks of packed sequences out of lengths (packed.py).
 """
 
-from titan_sparse.attention.masks.base import Intersection, Mask, MaskRanges
 from titan_sparse.attention.masks.packed import (
     block_causal,
     dilated,
@@ -12,7 +11,15 @@ from titan_sparse.attention.masks.packed import (
     shared_question,
     sliding_window,
 )
-from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
+from titan_sparse.attention.masks.ranges import (
+    Causal,
+    Documents,
+    Full,
+    Intersection,
+    Mask,
+    MaskRanges,
+    SlidingWindow,
+)
 from titan_sparse.attention.masks.slices import Dilated, Slices
 
 Rows = MaskRanges

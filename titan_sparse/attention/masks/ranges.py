@@ -1,28 +1,84 @@
-"""Masks whose queries each see one contiguous range of keys: start[i] <= j < stop[i].
+"""Masks: rules for which query sees which key. They resolve to ranges or to slices (slices.py).
 
-Two vectors of length S are the whole mask. No S x S tensor exists anywhere. Both vectors are
-nondecreasing in i, which the counting of visible pairs and the block classification rely on. Masks
-that one range a query cannot express are in slices.py. Positions are global: a layout permutes
-tokens, never what they see.
+In a mask of ranges, query i sees one contiguous range of keys, start[i] <= j < stop[i]. Two vectors
+of length S are the whole mask. No S x S tensor exists anywhere. Both vectors are nondecreasing in i,
+which the counting of visible pairs and the block classification rely on. Positions are global: a
+layout permutes tokens, never what they see.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from titan_sparse.attention.masks.base import Intersection, Mask, MaskRanges, at_least_one
+from titan_sparse.attention.masks.geometry import (
+    intersected,
+    padded_table,
+    slices_of_ranges,
+    tightened,
+)
 
-__all__ = [
-    "Causal",
-    "Documents",
-    "Full",
-    "Intersection",
-    "Mask",
-    "MaskRanges",
-    "SlidingWindow",
-]
+
+class MaskRanges(NamedTuple):
+    """A mask resolved for one sequence length. All int32, global positions. Bm is 1 or the batch
+    size.
+
+    start, stop: [Bm, S], both nondecreasing. Query i sees keys start[i] <= j < stop[i], none where
+    they are equal.
+    document_start: [Bm, S], where the query's document begins, -1 on padding. None for an unpacked
+    sequence.
+    causal: no query sees a later key. Patterns that select block diagonals need this.
+    plain: every query is known to see all keys up to its own. Some kernels compute that faster.
+    Packed documents are never marked plain: torch.compile would compile anew for a sequence that
+    happens to hold a single document.
+    slices: int32 [Bm, N, 6], what is seen, as in geometry.py, for masks that one range a query
+    cannot express. None elsewhere. With slices, start and stop are only bounds: 0 and S for a query
+    that sees anything, S and S for others.
+    table: int64 [ranks, n], the blocks of every rank in the layout "balanced".
+    ContextParallel.balance() adds it. q, k and v are sharded by it, so all masks of a batch carry
+    the table of one of them.
+    """
+
+    start: Tensor
+    stop: Tensor
+    document_start: Tensor | None
+    causal: bool = True
+    plain: bool = False
+    slices: Tensor | None = None
+    table: Tensor | None = None
+
+
+class Mask:
+    """Base of all masks. Subclasses implement rows(). `a & b` sees what both see."""
+
+    def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
+        """The mask for `seq_len` global tokens, resolved to tensors on `device`."""
+        raise NotImplementedError
+
+    def __and__(self, other: "Mask") -> "Mask":
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return Intersection(self, other)
+
+    def dense(self, seq_len: int, device: torch.device | str = "cpu") -> Tensor:
+        """bool [Bm, S, S] in global order, for tests and pictures of small sequences."""
+        ranges = self.rows(seq_len, device)
+        token = torch.arange(seq_len, device=device)
+        if ranges.slices is None:
+            # [Bm, S, 1] against [S]
+            return (token >= ranges.start[..., None]) & (token < ranges.stop[..., None])
+        distance = token - token[:, None]
+        seen = torch.zeros(len(ranges.slices), seq_len, seq_len, dtype=torch.bool, device=device)
+        for seen_in_sequence, slices in zip(seen, ranges.slices.tolist()):
+            for q_start, q_stop, k_start, k_stop, low, high in slices:
+                here = (slice(q_start, q_stop), slice(k_start, k_stop))
+                held = (distance[here] >= low) & (distance[here] <= high)
+                seen_in_sequence[here] |= held
+        return seen
 
 
 @dataclass(frozen=True)
@@ -143,3 +199,162 @@ def _document_starts(lengths: list[int], seq_len: int) -> Tensor:
     starts = torch.repeat_interleave(begins, sizes)
     padding = seq_len - total
     return torch.nn.functional.pad(starts, (0, padding), value=-1)
+
+
+@dataclass(frozen=True)
+class Intersection(Mask):
+    """What both masks see."""
+
+    first: Mask
+    second: Mask
+
+    def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
+        """Raises ValueError for two packings of documents, and for batches of different sizes."""
+        return intersect(self.first.rows(seq_len, device), self.second.rows(seq_len, device))
+
+
+def intersect(a: MaskRanges, b: MaskRanges) -> MaskRanges:
+    """What two resolved masks of one sequence length both see.
+
+    Raises ValueError as Intersection.rows().
+    """
+    if a.document_start is not None and b.document_start is not None:
+        raise ValueError("Documents & Documents: give the finer of the two document lists alone")
+    if len(a.start) != len(b.start) and 1 not in (len(a.start), len(b.start)):
+        raise ValueError(
+            f"masks for {len(a.start)} and for {len(b.start)} sequences do not go together"
+        )
+    if a.slices is not None or b.slices is not None:
+        return _intersected_slices(a, b)
+    # [Bm, S]
+    start = torch.maximum(a.start, b.start)
+    stop = torch.minimum(a.stop, b.stop)
+    documents = a.document_start if b.document_start is None else b.document_start
+    if documents is not None:
+        # A query that sees nothing is padding, even if only the other mask says so.
+        documents = torch.where(start < stop, documents, -1)
+    # Two ranges that do not meet leave an empty one, which must not end before it begins.
+    stop = torch.maximum(start, stop)
+    return MaskRanges(start, stop, documents, causal=a.causal or b.causal)
+
+
+def _intersected_slices(a: MaskRanges, b: MaskRanges) -> MaskRanges:
+    batch = max(len(a.start), len(b.start))
+    a_sequences = _slices_of_sequences(a, batch)
+    b_sequences = _slices_of_sequences(b, batch)
+    sequences = []
+    for a_slices, b_slices in zip(a_sequences, b_sequences):
+        # No pair is twice in either, so no pair is twice in both.
+        both = intersected(a_slices, b_slices)
+        sequences.append(tightened(both))
+    return ranges_of_slices(
+        padded_table(sequences),
+        seq_len=a.start.shape[1],
+        device=a.start.device,
+        causal=never_sees_later(sequences),
+    )
+
+
+def _slices_of_sequences(ranges: MaskRanges, batch: int) -> list[Tensor]:
+    """int64 [N, 6] on the CPU for each of `batch` sequences."""
+    if ranges.slices is not None:
+        sequences = [tightened(padded) for padded in ranges.slices.long().cpu()]
+    else:
+        sequences = [slices_of_ranges(*ends) for ends in zip(ranges.start, ranges.stop)]
+    # One mask may be for all sequences of the batch.
+    return sequences * batch if len(sequences) == 1 else sequences
+
+
+def never_sees_later(sequences: list[Tensor]) -> bool:
+    """Whether no slice of any sequence, int64 [N, 6] each and tightened, holds a later key."""
+    return not any((slices[:, 5] > 0).any() for slices in sequences)
+
+
+def ranges_of_slices(
+    table: Tensor, seq_len: int, device: torch.device | str, causal: bool
+) -> MaskRanges:
+    """The mask that sees what the slices hold. table: int32 [Bm, N, 6], tightened, on the CPU."""
+    slices = table.to(device)
+    # The number of slices differs from batch to batch. Without the mark, torch.compile would
+    # compile anew for each number.
+    if not torch.compiler.is_compiling():
+        torch._dynamo.maybe_mark_dynamic(slices, 1)
+    # [Bm, N]
+    q_start = table[..., 0]
+    q_stop = table[..., 1]
+    # A slice adds 1 at its first query and takes it away behind its last one.
+    changes = torch.zeros(len(table), seq_len + 1, dtype=torch.int32)
+    changes.scatter_add_(1, q_start.long(), torch.full_like(q_start, 1))
+    changes.scatter_add_(1, q_stop.long(), torch.full_like(q_stop, -1))
+    # [Bm, S]
+    sees_any = changes[:, :seq_len].cumsum(1, dtype=torch.int32) > 0
+    start = torch.where(sees_any, 0, seq_len).int().to(device)
+    stop = torch.full_like(start, seq_len)
+    return MaskRanges(start, stop, None, causal=causal, slices=slices)
+
+
+def at_least_one(value: object, refusal: str) -> int:
+    """`value` as an int of 1 or more, for Python's, NumPy's and torch's integers.
+
+    Raises ValueError(refusal) for everything else.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(refusal)
+    return number
+
+
+def token_positions(blocks: Tensor, block_size: int) -> Tensor:
+    """Global token positions int64 [n * block_size] of the global blocks int [n], in local order.
+
+    Example with block_size 2: blocks [3, 0, 5] are tokens [6, 7, 0, 1, 10, 11].
+    """
+    # [n, 1] and [block_size]
+    first = blocks.long()[:, None] * block_size
+    offsets = torch.arange(block_size, device=blocks.device)
+    positions = first + offsets
+    return positions.flatten()
+
+
+T = TypeVar("T")
+
+
+class _Entry(NamedTuple):
+    """Cached results for one mask, and what shows whether the mask has changed."""
+
+    versions: list[int]
+    others: tuple[Tensor | None, ...]
+    results: dict[Hashable, tuple[int, object]]
+
+
+_entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""From a mask's `start` to its _Entry. An entry goes when that tensor goes."""
+
+
+def once_per_mask(
+    ranges: MaskRanges, key: Hashable, compute: Callable[[], T], version: int = 0
+) -> T:
+    """compute(), remembered under `key` while this mask's `start` lives and the mask is unchanged.
+
+    `key` and `version` must name everything except `ranges` that the result depends on. Only
+    the last version is kept.
+    """
+    others = (ranges.stop, ranges.document_start, ranges.slices, ranges.table)
+    versions = []
+    for tensor in (ranges.start, *others):
+        # Tensors made under inference_mode have no version, and no code writes to them.
+        if tensor is not None and not tensor.is_inference():
+            versions.append(tensor._version)
+    entry = _entries.get(ranges.start)
+    is_same = entry is not None and all(map(operator.is_, entry.others, others))
+    if not is_same or entry.versions != versions:
+        entry = _Entry(versions, others, {})
+        _entries[ranges.start] = entry
+    known_version, result = entry.results.get(key, (None, None))
+    if known_version != version:
+        result = compute()
+        entry.results[key] = (version, result)
+    return result

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.masks.bands import tiles_between
-from titan_sparse.attention.masks.base import MaskRanges, token_positions
 from titan_sparse.attention.masks.geometry import area
+from titan_sparse.attention.masks.ranges import MaskRanges, token_positions
 
 
 class Reach(NamedTuple):

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.masks.base import (
+from titan_sparse.attention.masks.geometry import (
+    check_disjoint,
+    padded_table,
+    tightened,
+)
+from titan_sparse.attention.masks.ranges import (
     Mask,
     MaskRanges,
     at_least_one,
     never_sees_later,
     ranges_of_slices,
-)
-from titan_sparse.attention.masks.geometry import (
-    check_disjoint,
-    padded_table,
-    tightened,
 )
 
 FULL = "full"

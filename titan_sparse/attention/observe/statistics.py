@@ -16,8 +16,7 @@ from torch import Tensor
 
 from titan_sparse.attention import recorder
 from titan_sparse.attention.call import AttentionCall
-from titan_sparse.attention.masks.base import once_per_mask, token_positions
-from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask, token_positions
 from titan_sparse.attention.masks.reach import (
     pairs_by_block,
     seen_by,

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
-from titan_sparse.attention.masks.base import once_per_mask, token_positions
-from titan_sparse.attention.masks.ranges import Mask, MaskRanges
+from titan_sparse.attention.masks.ranges import Mask, MaskRanges, once_per_mask, token_positions
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern, gather_blocks, no_verticals
 from titan_sparse.attention.patterns.spans import (
     Spans,

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_sparse.attention.masks.base import once_per_mask
-from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
 
 
 class Spans(NamedTuple):

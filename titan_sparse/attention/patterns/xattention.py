@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
-from titan_sparse.attention.masks.base import once_per_mask
-from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
 from titan_sparse.attention.patterns.base import BlockSets, Pattern, gather_blocks
 from titan_sparse.attention.patterns.spans import (
     Spans,

@@ -20,7 +20,7 @@ from titan_sparse.attention.context_parallel.group_cast_plan import (
     blocks_before_others,
     plan,
 )
-from titan_sparse.attention.masks.base import once_per_mask
+from titan_sparse.attention.masks.ranges import once_per_mask
 from titan_sparse.attention.schedules.block_exchange import BlockGradients, keys_and_values
 from titan_sparse.attention.schedules.needs import needed_blocks
 from titan_sparse.attention.schedules.steps import Group, Step, Transport

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.layouts import block_ids
-from titan_sparse.attention.masks.base import once_per_mask, token_positions
-from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask, token_positions
 from titan_sparse.attention.masks.reach import block_reach, reached, seen_blocks, seen_chunks
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex

@@ -9,8 +9,7 @@ from torch import Tensor
 from titan_sparse.attention import call_tiles
 from titan_sparse.attention.backends.base import DenseShape
 from titan_sparse.attention.call import AttentionCall
-from titan_sparse.attention.masks.base import once_per_mask
-from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
 from titan_sparse.attention.schedules.rectangles import Rectangle
 from titan_sparse.attention.schedules.steps import Group, Step, Transport
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.call_tiles import every_nth_block
 from titan_sparse.attention.context_parallel.comm import Pending
-from titan_sparse.attention.masks.base import once_per_mask
+from titan_sparse.attention.masks.ranges import once_per_mask
 from titan_sparse.attention.merge import accumulation_dtype
 from titan_sparse.kernels import verticals as kernel
 

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_sparse.attention.masks.base import token_positions
-from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.masks.ranges import MaskRanges, token_positions
 from titan_sparse.attention.masks.reach import Reach, block_reach, reached, seen_whole
 from titan_sparse.attention.patterns.base import BlockIndex, compact
 from titan_sparse.kernels.bits import pack

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.masks.bands import tiles_between
-from titan_sparse.attention.masks.base import token_positions
 from titan_sparse.attention.masks.geometry import within_runs
-from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.masks.ranges import MaskRanges, token_positions
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.tiles.blocks import for_all, query_ranges
 from titan_sparse.kernels.block_sparse import BlockLists, Tiles

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.masking_utils import find_packed_sequence_indices
 
 from titan_sparse.attention.masks import Mask, MaskRanges, Slices, SlidingWindow
-from titan_sparse.attention.masks.base import intersect
+from titan_sparse.attention.masks.ranges import intersect
 from titan_sparse.integrations.transformers.settings import ON_ONE_RANK, AttentionSettings
 
 
