@@ -49,6 +49,7 @@ class ChatTemplate:
         kwargs: dict[str, Any] | None = None,
     ) -> None:
         try:
+            from jinja2 import meta
             from transformers.utils.chat_template_utils import (
                 _compile_jinja_template,
                 _render_with_assistant_indices,
@@ -83,7 +84,9 @@ class ChatTemplate:
             raise ValueError(
                 f"the chat template cannot be compiled: {reason}; write another data.chat_template"
             ) from error
-        for name in sorted(self._kwargs.keys() - _variables(environment, texts)):
+        parsed = [environment.parse(text) for text in texts.values()]
+        known = set().union(*(meta.find_undeclared_variables(tree) for tree in parsed))
+        for name in sorted(self._kwargs.keys() - known):
             raise ValueError(
                 f'data.chat_template_kwargs: the chat template does not read "{name}"; leave it out'
             )
@@ -95,13 +98,14 @@ class ChatTemplate:
         """Whether the template has {% generation %} around what the assistant writes."""
         return _GENERATION.search(self._texts[self._name(tools)]) is not None
 
-    def for_training(self) -> "tuple[ChatTemplate, TrainingForm] | None":
+    def for_training(self) -> "tuple[ChatTemplate, Family] | None":
         """The template that marks answers in place of this one, if it is of a known family."""
         forms = {name: training_form(text) for name, text in self._texts.items()}
-        if forms["default"] is None:
+        _, family = forms["default"]
+        if family is None:
             return None
-        texts = {name: form.text if form else self._texts[name] for name, form in forms.items()}
-        return ChatTemplate(texts, self.special_tokens, self._kwargs), forms["default"]
+        texts = {name: text for name, (text, _) in forms.items()}
+        return ChatTemplate(texts, self.special_tokens, self._kwargs), family
 
     def render(
         self, messages: list[Message], tools: list[Any], add_generation_prompt: bool = False
@@ -172,14 +176,6 @@ def _generate_with_checks(generate: Any, tree: Any, *args: Any, **kwargs: Any) -
     return generate(tree, *args, **kwargs)
 
 
-def _variables(environment: Any, texts: dict[str, str]) -> set[str]:
-    """The variables that the templates read."""
-    from jinja2 import meta
-
-    parsed = [environment.parse(text) for text in texts.values()]
-    return set().union(*(meta.find_undeclared_variables(tree) for tree in parsed))
-
-
 def load_template(data: Data, model_folder: str) -> ChatTemplate:
     """Load the template that data.chat_template names, else that of the tokenizer, else of the
     model.
@@ -190,7 +186,7 @@ def load_template(data: Data, model_folder: str) -> ChatTemplate:
     folder = _tokenizer_folder(data)
     # The byte tokenizer has no such tokens, so a template that writes them writes nothing.
     special_tokens = _special_tokens(folder) if folder else {"bos_token": "", "eos_token": ""}
-    texts = _find_texts(data, [folder, _model_folder(model_folder)])
+    texts = _find_texts(data, [folder, model_folder])
     if not texts:
         raise ValueError(
             f'neither data.tokenizer = "{data.tokenizer}" nor model.initial_hf = "{model_folder}" '
@@ -217,7 +213,7 @@ def exported_files(data: Data, model_folder: str) -> dict[str, bytes]:
     # Prepared tokens hold the template that was used to make them.
     prepared = [Path(source).expanduser() for source in source_weights(data.source)]
     prepared = [path for path in prepared if is_prepared(str(path))]
-    texts = _find_texts(data, [*prepared, folder, _model_folder(model_folder)])
+    texts = _find_texts(data, [*prepared, folder, model_folder])
     if texts:
         contents.pop("chat_template.json", None)
     for name, text in texts.items():
@@ -230,14 +226,10 @@ def _tokenizer_folder(data: Data) -> Path | None:
     return None if data.tokenizer == "bytes" else tokenizer_file(data.tokenizer).parent
 
 
-def _model_folder(name: str) -> Path | None:
-    return Path(name).expanduser() if name else None
-
-
-def _find_texts(data: Data, folders: list[Path | None]) -> dict[str, str]:
+def _find_texts(data: Data, folders: list[Path | str | None]) -> dict[str, str]:
     """The templates of data.chat_template by name, else of the first folder that has some."""
     if not data.chat_template:
-        found = [find_template(folder) for folder in folders if folder]
+        found = [find_template(Path(folder).expanduser()) for folder in folders if folder]
         return next((texts for texts in found if texts), {})
     path = Path(data.chat_template).expanduser()
     texts = find_template(path) if path.is_dir() else {"default": _read(path)}
@@ -274,18 +266,12 @@ def _read(path: Path) -> str:
         raise ValueError(f'data.chat_template = "{path}" cannot be read: {error}') from error
 
 
-class TrainingForm(NamedTuple):
-    """A template for training."""
+class Family(NamedTuple):
+    """Templates that are replaced for training."""
 
-    family: str
-    text: str
-    only_marks: bool
-    """whether it writes chats without reasoning as the published template does"""
-
-
-class _Family(NamedTuple):
     name: str
     only_marks: bool
+    """whether the new form writes chats without reasoning as the published template does"""
     sign: str
     """of a template of this family"""
     edits: tuple[tuple[str, str], ...]
@@ -295,7 +281,7 @@ class _Family(NamedTuple):
 _END = "<｜end▁of▁sentence｜>"
 
 _FAMILIES = (
-    _Family(
+    Family(
         "Qwen3",
         False,
         r"loop\.index0 > ns\.last_query_index",
@@ -313,7 +299,7 @@ _FAMILIES = (
             ),
         ),
     ),
-    _Family(
+    Family(
         "Nemotron 3",
         True,
         r"truncate_history_thinking and loop\.index0 < ns\.last_user_idx",
@@ -341,7 +327,7 @@ _FAMILIES = (
             ),
         ),
     ),
-    _Family(
+    Family(
         "DeepSeek-V3",
         True,
         r"'<｜Assistant｜>' \+ content \+ '<｜end▁of▁sentence｜>'",
@@ -373,13 +359,14 @@ _FAMILIES = (
 )
 
 
-def training_form(text: str) -> TrainingForm | None:
-    """The form of a template for training; None if its family is not known or it marks answers."""
+def training_form(text: str) -> tuple[str, Family | None]:
+    """A template in its form for training, and its family; unchanged, and None, if the family is
+    not known or the template marks answers."""
     if _GENERATION.search(text):
-        return None
+        return text, None
     for family in _FAMILIES:
         if re.search(family.sign, text):
             for pattern, replacement in family.edits:
                 text = re.sub(pattern, replacement, text, flags=re.DOTALL)
-            return TrainingForm(family.name, text, family.only_marks)
-    return None
+            return text, family
+    return text, None

@@ -89,15 +89,15 @@ class ChatEncoder:
         for_training = self._template.for_training()
         if for_training is None:
             return
-        template, form = for_training
-        if form.only_marks:
+        template, family = for_training
+        if family.only_marks:
             self._template = template
         elif self.data.loss_on == "assistant":
             self._training = template
         else:
             return
         self.notice = (
-            f"chats are rendered by a form of {form.family}'s chat template for training, which marks "
+            f"chats are rendered by a form of {family.name}'s chat template for training, which marks "
             "what the assistant writes and keeps the reasoning of earlier answers (docs/data.md)"
         )
 
