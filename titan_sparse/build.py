@@ -17,7 +17,7 @@ from titan_sparse.config.changes import (
 )
 from titan_sparse.estimate.constants import costs_of_run
 from titan_sparse.evaluation.scorer import Scorer
-from titan_sparse.evaluation.validation import Validation
+from titan_sparse.evaluation.validation import Validator
 from titan_sparse.from_config import (
     backend_case,
     block_table,
@@ -97,7 +97,7 @@ class Parts:
         saved = read_saved(checkpoint_to_resume(config))
         if saved is not None:
             refuse_changes(saved, config, self.origin)
-        self.validation = Validation(config, self.loader.tokenizer)
+        self.validation = Validator(config, self.loader.tokenizer)
         # A backend may be refused for it.
         if training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -28,7 +28,7 @@ from tests.data.helpers import (
 from titan_sparse.config import Data, Refusal
 from titan_sparse.data.documents import TokenizedTexts, open_documents
 from titan_sparse.data.loader import PackedLoader
-from titan_sparse.data.packing import Piece, pack
+from titan_sparse.data.packing import Excerpt, pack
 from titan_sparse.data.tokenizer import ByteTokenizer, Encoded, load_tokenizer
 
 SEQ_LEN = 16
@@ -37,7 +37,9 @@ SEQ_LEN = 16
 def test_pack_by_hand():
     first, second = np.array([10, 11, 12, END]), np.array([20, 21, 22, 23, END])
     learned = np.array([False, True, False, True, True])
-    packed = pack([Piece(Encoded(first), 2, 4), Piece(Encoded(second, learned), 0, 3)], 7, PADDING)
+    packed = pack(
+        [Excerpt(Encoded(first), 2, 4), Excerpt(Encoded(second, learned), 0, 3)], 7, PADDING
+    )
     assert packed.tokens.tolist() == [12, END, 20, 21, 22, PADDING, PADDING]
     assert packed.labels.tolist() == [END, -100, 21, -100, 23, -100, -100]
     assert packed.positions.tolist() == [0, 1, 0, 1, 2, 0, 0]

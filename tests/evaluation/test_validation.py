@@ -109,7 +109,7 @@ def test_what_is_read(monkeypatch, section, source, subset, split):
         return TokenizedTexts(["a text of 24 letters ..."], tokenizer)
 
     monkeypatch.setattr(validation, "open_documents", open_documents)
-    read = validation.Validation(config, ByteTokenizer())
+    read = validation.Validator(config, ByteTokenizer())
     assert opened == [(source, subset, split)]
     assert [len(sequence.tokens) for sequence in read.sequences] == [8, 8, 8]
 
@@ -149,12 +149,12 @@ def test_of_chats_only_what_is_learned_is_scored(tmp_path, monkeypatch, format_o
     config.data.chat_template = str(tmp_path / "template.jinja")
     config.validation.enable = True
     config.validation.source = f"{tmp_path}/b.jsonl"
-    (sequence,) = validation.Validation(config, ByteTokenizer()).sequences
+    (sequence,) = validation.Validator(config, ByteTokenizer()).sequences
     assert sequence.labels[sequence.labels != -100].tolist() == [*b"yes", 256]
     config.data.format = "messages, text"
     config.validation.source = f"{tmp_path}/c.jsonl"
     with pytest.raises(ValueError, match="is not a part of data.source, whose formats differ"):
-        validation.Validation(config, ByteTokenizer())
+        validation.Validator(config, ByteTokenizer())
 
 
 def test_what_only_training_has_is_reset(tmp_path):

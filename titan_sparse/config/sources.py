@@ -134,19 +134,13 @@ def data_files(source: str, key: str = "data.source") -> tuple[list[str], str]:
         f'{named}: this file or folder does not exist; write a path that exists, or "python"',
     )
     files: dict[str, list[Path]] = defaultdict(list)
-    others: dict[str, list[Path]] = defaultdict(list)
     for file, problem in files_below(path, named) if path.is_dir() else [(path, "")]:
         ending, _ = data_ending(file.name)
-        if problem or not ending:
-            others[problem or file.suffix.lower() or "without an ending"].append(file)
-        else:
-            files[ending].append(file)
+        files[problem or ending or file.suffix.lower() or "without an ending"].append(file)
     # Lines of JSON are often named .json. Beside other data it describes them.
-    if {".txt", ".parquet"}.isdisjoint(files):
+    if files.keys().isdisjoint((".txt", ".parquet")):
         files[".jsonl"] += files.pop(".json", [])
-    else:
-        others[".json"] = files.pop(".json", [])
-    endings = sorted(ending for ending in files if files[ending])
+    endings = [ending for ending in (".jsonl", ".parquet", ".txt") if files[ending]]
     require(
         len(endings) > 0,
         f"{named} holds no data files; write a path of {', '.join(ENDINGS)}, or of one of the first "
@@ -156,12 +150,12 @@ def data_files(source: str, key: str = "data.source") -> tuple[list[str], str]:
         len(endings) == 1,
         f"{named} mixes {', '.join(endings)}; write a folder with files of one ending",
     )
-    found = sorted(files[endings[0]])
+    found = sorted(files.pop(endings[0]))
     require(
         any(file.stat().st_size for file in found),
         f"{named} holds only empty files; write a path of files with text",
     )
-    return [str(file) for file in found], _in_words(others)
+    return [str(file) for file in found], _in_words(files)
 
 
 def files_below(folder: Path, named: str, follow_links: bool = True) -> Iterator[tuple[Path, str]]:
@@ -202,15 +196,14 @@ def files_below(folder: Path, named: str, follow_links: bool = True) -> Iterator
                 yield file, "" if file.is_file() else "neither file nor folder"
 
 
-def _in_words(others: dict[str, list[Path]]) -> str:
+def _in_words(files_of_kind: dict[str, list[Path]]) -> str:
     """ "2 .csv (a.csv, b.csv), 1 hidden (.git)"; empty for none."""
     parts = []
-    for kind, files in sorted(others.items()):
-        names = [file.name for file in sorted(files)[:3]]
-        if len(files) > 3:
-            names.append("...")
-        if files:
-            parts.append(f"{len(files)} {kind} ({', '.join(names)})")
+    for kind, files in sorted(files_of_kind.items()):
+        names = [file.name for file in sorted(files)]
+        shown = ", ".join(names[:3] + ["..."] * (len(names) > 3))
+        if names:
+            parts.append(f"{len(names)} {kind} ({shown})")
     return ", ".join(parts)
 
 

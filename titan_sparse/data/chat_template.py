@@ -98,7 +98,7 @@ class ChatTemplate:
         """Whether the template has {% generation %} around what the assistant writes."""
         return _GENERATION.search(self._texts[self._name(tools)]) is not None
 
-    def for_training(self) -> "tuple[ChatTemplate, Family] | None":
+    def for_training(self) -> "tuple[ChatTemplate, TemplateFamily] | None":
         """The template that marks answers in place of this one, if it is of a known family."""
         forms = {name: training_form(text) for name, text in self._texts.items()}
         _, family = forms["default"]
@@ -266,7 +266,7 @@ def _read(path: Path) -> str:
         raise ValueError(f'data.chat_template = "{path}" cannot be read: {error}') from error
 
 
-class Family(NamedTuple):
+class TemplateFamily(NamedTuple):
     """Templates that are replaced for training."""
 
     name: str
@@ -281,7 +281,7 @@ class Family(NamedTuple):
 _END = "<｜end▁of▁sentence｜>"
 
 _FAMILIES = (
-    Family(
+    TemplateFamily(
         "Qwen3",
         False,
         r"loop\.index0 > ns\.last_query_index",
@@ -299,7 +299,7 @@ _FAMILIES = (
             ),
         ),
     ),
-    Family(
+    TemplateFamily(
         "Nemotron 3",
         True,
         r"truncate_history_thinking and loop\.index0 < ns\.last_user_idx",
@@ -327,7 +327,7 @@ _FAMILIES = (
             ),
         ),
     ),
-    Family(
+    TemplateFamily(
         "DeepSeek-V3",
         True,
         r"'<｜Assistant｜>' \+ content \+ '<｜end▁of▁sentence｜>'",
@@ -359,7 +359,7 @@ _FAMILIES = (
 )
 
 
-def training_form(text: str) -> tuple[str, Family | None]:
+def training_form(text: str) -> tuple[str, TemplateFamily | None]:
     """A template in its form for training, and its family; unchanged, and None, if the family is
     not known or the template marks answers."""
     if _GENERATION.search(text):

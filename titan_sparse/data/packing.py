@@ -16,7 +16,7 @@ from titan_sparse.data.tokenizer import Encoded
 IGNORED_LABEL = -100
 
 
-class Piece(NamedTuple):
+class Excerpt(NamedTuple):
     """Tokens [start, stop) of a document."""
 
     document: Encoded
@@ -39,7 +39,7 @@ class Packed:
     """tokens of each piece, in order; the sum is at most S"""
 
 
-def pack(pieces: Sequence[Piece], seq_len: int, padding_id: int) -> Packed:
+def pack(pieces: Sequence[Excerpt], seq_len: int, padding_id: int) -> Packed:
     """Lay the pieces one after the other in a sequence of `seq_len` tokens and fill the rest with
     padding."""
     packed = Packed(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from titan_sparse.config.sections import Data
 from titan_sparse.data.documents import Documents
-from titan_sparse.data.packing import Packed, Piece, first_fit, pack
+from titan_sparse.data.packing import Excerpt, Packed, first_fit, pack
 from titan_sparse.data.shards import TokenShards
 from titan_sparse.data.tokenizer import Tokenizer, check_ids
 
@@ -119,7 +119,7 @@ class Stream(ABC):
 
         Raises ValueError if a token is beyond the vocabulary.
         """
-        pieces = [Piece(self.documents[index], start, stop) for index, start, stop in spans]
+        pieces = [Excerpt(self.documents[index], start, stop) for index, start, stop in spans]
         packed = pack(pieces, length, self.tokenizer.padding)
         check_ids(np.stack([packed.tokens, packed.labels]), self.tokenizer)
         return packed

@@ -19,7 +19,7 @@ from torch import Tensor
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.decode import Cached, attend_cached
 from titan_sparse.data.packing import IGNORED_LABEL
-from titan_sparse.evaluation.scorer import Batch, Scorer, Sequence, attention_replaced
+from titan_sparse.evaluation.scorer import ScoredBatch, Scorer, Sequence, attention_replaced
 from titan_sparse.from_config import has_linear_layers
 from titan_sparse.loss import answer_logits
 
@@ -80,7 +80,7 @@ def generate(
             places.number = number
             column = tokens[:, None]
             # All labels count.
-            following = Batch(column, column, places.query()[:, None], masks=None)
+            following = ScoredBatch(column, column, places.query()[:, None], masks=None)
             logits = scorer.run(following, answer_logits)
     return [np.array(text, dtype=np.int64) for text in texts]
 
@@ -101,7 +101,7 @@ class _Places:
     batch: the prompts. lengths: int64 [B], tokens of the prompts.
     """
 
-    def __init__(self, batch: Batch, lengths: Tensor, cp: ContextParallel) -> None:
+    def __init__(self, batch: ScoredBatch, lengths: Tensor, cp: ContextParallel) -> None:
         is_padding = batch.positions >= lengths[:, None]
         # int64 [B, S_local], positions of the prompt's tokens on this rank.
         self.prompt = batch.positions.masked_fill(is_padding, _NOWHERE)

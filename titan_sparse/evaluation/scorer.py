@@ -33,7 +33,7 @@ class Sequence(NamedTuple):
     """int64 [n], already shifted; -100 where nothing is scored. [k, n]: k answers to the same text"""
 
 
-class Batch(NamedTuple):
+class ScoredBatch(NamedTuple):
     """This rank's part of padded sequences, as the model takes it: int64 [B, S_local] each."""
 
     tokens: Tensor
@@ -136,7 +136,7 @@ class Scorer:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def batch(self, sequences: list[Sequence | None], length: int) -> Batch:
+    def batch(self, sequences: list[Sequence | None], length: int) -> ScoredBatch:
         """This rank's part of the sequences, padded to `length` tokens or the few more that all
         ranks' blocks hold.
 
@@ -166,7 +166,7 @@ class Scorer:
             whole = torch.from_numpy(np.stack(padded).astype(np.int64))
             return self.shard(whole, 1, table).to(self.device)
 
-        return Batch(
+        return ScoredBatch(
             tokens=local([sequence.tokens for sequence in sequences], self.tokenizer.padding),
             labels=local([sequence.labels for sequence in sequences], IGNORED_LABEL),
             positions=local([np.arange(total)] * len(sequences), 0),
@@ -174,7 +174,7 @@ class Scorer:
         )
 
     @torch.no_grad()
-    def run(self, batch: Batch, loss: Callable[..., Any]) -> Any:
+    def run(self, batch: ScoredBatch, loss: Callable[..., Any]) -> Any:
         """What `loss`, a function of titan_sparse.loss, returns for a batch."""
         with fixed_probe_rows():
             return self.model(

@@ -23,7 +23,7 @@ from titan_sparse.training.metrics_output import JsonLines
 logger = logging.getLogger("titan_sparse")
 
 
-class Validation:
+class Validator:
     """Read the sequences of the [validation] section once, and measure with them.
 
     Create it before any process group. Raises ValueError, one line, for a source that cannot be
