@@ -18,7 +18,6 @@ from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.dense import DenseIndex
 from titan_sparse.attention.tiles.blocks import block_tiles, vertical_tiles
-from titan_sparse.attention.tiles.slices import block_tiles as slice_tiles
 from titan_sparse.kernels import block_sparse
 from titan_sparse.kernels.block_sparse import Piece
 from titan_sparse.kernels.chunks import ChosenChunks
@@ -229,7 +228,7 @@ def test_slices(name, choosing):
     q_blocks, k_blocks = torch.tensor([3, 1], device=DEVICE), torch.tensor([0, 2, 3], device=DEVICE)
     index = DenseIndex(2, seq_len, size, torch.empty(1, 2, 0, dtype=torch.int32, device=DEVICE))
     rows = Slices.of(written[name]).rows(seq_len, DEVICE)
-    tiles = slice_tiles(rows, index, q_blocks, k_blocks, 1, True)
+    tiles = block_tiles(rows, index, q_blocks, k_blocks, 1, True)
     q, d_out = torch.randn(2, 1, 2, 2 * size, 16, generator=g).to(DEVICE)
     k, v = torch.randn(2, 1, 1, 3 * size, 16, generator=g).to(DEVICE)
     if choosing:

@@ -10,7 +10,6 @@ from titan_sparse.attention.masks.ranges import once_per_mask
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.attention.tiles import blocks as block_tables
 from titan_sparse.attention.tiles import slash as slash_tables
-from titan_sparse.attention.tiles import slices as slice_tables
 from titan_sparse.kernels.block_sparse import Piece, Tiles
 
 
@@ -55,9 +54,10 @@ def tiles_of_blocks(
             queries = _slash_queries(call, batch, query_rank)
             tiles = slash_tables.block_tiles(queries, call.index, k_blocks, transpose)
         else:
-            tables = block_tables if call.mask.slices is None else slice_tables
             q_blocks = call.query_blocks(query_rank)
-            tiles = tables.block_tiles(call.mask, call.index, q_blocks, k_blocks, batch, transpose)
+            tiles = block_tables.block_tiles(
+                call.mask, call.index, q_blocks, k_blocks, batch, transpose
+            )
         return block_tables.with_room(tiles, capacity)
 
     if call.pattern.dynamic:

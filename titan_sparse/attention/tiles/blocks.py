@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_sparse.attention.masks.bands import tiles_between
+from titan_sparse.attention.masks.geometry import within_runs
 from titan_sparse.attention.masks.ranges import MaskRanges, token_positions
 from titan_sparse.attention.masks.reach import Reach, block_reach, reached, seen_whole
 from titan_sparse.attention.patterns.base import BlockIndex, compact
@@ -36,29 +38,41 @@ def block_tiles(
     size = index.block_size
     q_positions = token_positions(q_blocks, size)
     k_positions = token_positions(k_blocks, size)
-
-    # [Bm, nq, nk]
-    reach = block_reach(ranges, q_positions, size)
-    whole = seen_whole(reach, k_blocks, size)
-
     # [B or 1, Hq or 1, nq, nk]
-    listed = index.selects(q_blocks, k_blocks) & reached(reach, k_blocks, size)[:, None]
-    full = listed & whole[:, None] & index.selects_for_all(q_blocks, k_blocks)
-    partial = listed & ~full
-    by_query = for_all(block_lists(full, partial), batch, index.heads)
+    selected = index.selects(q_blocks, k_blocks)
     by_key = None
-    if transpose:
-        by_key = for_all(block_lists(full.mT, partial.mT), batch, index.heads)
+    of_slices = {}
+    if ranges.slices is None:
+        # [Bm, nq, nk]
+        reach = block_reach(ranges, q_positions, size)
+        whole = seen_whole(reach, k_blocks, size)
+        # [B or 1, Hq or 1, nq, nk]
+        listed = selected & reached(reach, k_blocks, size)[:, None]
+        full = listed & whole[:, None] & index.selects_for_all(q_blocks, k_blocks)
+        partial = listed & ~full
+        by_query = block_lists(full, partial)
+        if transpose:
+            by_key = block_lists(full.mT, partial.mT)
+    else:
+        cuts = tiles_between(ranges, q_blocks, k_blocks, size)
+        whole = cuts.whole[:, None] & selected
+        sequence = cuts.sequence if len(ranges.slices) > 1 else None
+        by_query = _slice_lists(whole, selected, sequence, cuts.q, cuts.k, cuts.slice)
+        if transpose:
+            by_key = _slice_lists(whole.mT, selected.mT, sequence, cuts.k, cuts.q, cuts.slice)
+        slices = ranges.slices.expand(batch, -1, -1)
+        of_slices = {"slices": slices, "q_positions": q_positions.int()}
     start, stop = query_ranges(ranges, q_positions, batch)
     return Tiles(
-        by_query=by_query,
-        by_key=by_key,
+        by_query=for_all(by_query, batch, index.heads),
+        by_key=for_all(by_key, batch, index.heads),
         start=start,
         stop=stop,
         k_positions=k_positions.int().view(1, 1, -1),
         covered=None,
         block_size=size,
         chosen=index.chosen_chunks(q_positions),
+        **of_slices,
     )
 
 
@@ -195,3 +209,71 @@ def all_blocks(index: BlockIndex) -> Tensor:
     # The last block may be cut short.
     blocks = -(-index.seq_len // index.block_size)
     return torch.arange(blocks, device=index.verticals.device)
+
+
+def _slice_lists(
+    whole: Tensor,
+    selected: Tensor,
+    sequence: Tensor | None,
+    line: Tensor,
+    other: Tensor,
+    slice_number: Tensor,
+) -> BlockLists:
+    """BlockLists [B or 1, Hq or 1, n, K] for the n blocks of one side.
+
+    The other side has m blocks.
+    whole: bool [B or 1, Hq or 1, n, m], tiles that the mask sees whole and the index selects.
+    selected: the same for all tiles that the index selects. line, other, slice_number: int64 [cuts],
+    the two blocks of each cut and the slice that cuts them. sequence: int64 [cuts], of each cut;
+    None where all sequences have them.
+    """
+    batch, heads, lines = whole.shape[:3]
+    shape = (batch, heads, lines)
+
+    # [full tiles]
+    full_line, full_block = whole.flatten(0, 2).nonzero().unbind(-1)
+    full_count, [full] = _table(full_line, [full_block], shape)
+
+    # [cuts], by line, then by block of the other side. Blocks are numbered below 2**24.
+    order = (line * (1 << 24) + other).argsort(stable=True)
+    line = line[order]
+    other = other[order]
+    slice_number = slice_number[order]
+    # [B or 1, Hq or 1, cuts]
+    on = selected[..., line, other].expand(batch, heads, -1)
+    if sequence is not None:
+        numbers = torch.arange(batch, device=line.device)[:, None, None]
+        on = on & (sequence[order] == numbers)
+
+    # One entry for each cut that a head of a sequence computes, [entries].
+    b, h, cut = on.nonzero().unbind(-1)
+    # [entries], ascending.
+    partial_line = (b * heads + h) * lines + line[cut]
+    values = [other[cut], slice_number[cut]]
+    partial_count, [partial, partial_slice] = _table(partial_line, values, shape)
+    return BlockLists(full_count, full, partial_count, partial, partial_slice)
+
+
+def _table(
+    line: Tensor, values: list[Tensor], shape: tuple[int, int, int]
+) -> tuple[Tensor, list[Tensor]]:
+    """Counts int32 [B, H, n] and a table int32 [B, H, n, K] for each of `values`.
+
+    A line of a table holds the values with the same line.
+    line: int64 [entries], ascending, of B H n. values: int64 [entries] each.
+    """
+    batch, heads, lines = shape
+    total = batch * heads * lines
+    # Entries of each line, [total], and the place of each entry in its line, [entries].
+    count = torch.bincount(line, minlength=total)
+    place = within_runs(count)
+
+    # Tables are at least one entry wide, also where all lines are empty.
+    width = max(1, int(count.max())) if total else 1
+    tables = []
+    for value in values:
+        # [total, K], filled up with 0.
+        table = torch.zeros(total, width, dtype=torch.int32, device=line.device)
+        table[line, place] = value.int()
+        tables.append(table.view(batch, heads, lines, width))
+    return count.int().view(shape), tables
