@@ -42,9 +42,7 @@ def main(words: list[str] | None = None) -> int:
         return _run(sys.argv[1:] if words is None else words)
     except KeyboardInterrupt:
         return 130
-    except SystemExit:
-        raise
-    except BaseException as error:  # DCP's CheckpointException is no Exception
+    except Exception as error:
         status = report(error)
         if _has_process_group():
             from titan_sparse.training.run_folder import log_error
@@ -84,12 +82,7 @@ def report(error: BaseException) -> int:
 
     One line for what the user has to change and for disks; a traceback for anything unexpected.
     """
-    where = ""
-    failures = getattr(error, "failures", None)
-    if failures:  # of ranks, as DCP collects them
-        rank, (error, _) = min(failures.items())
-        where = f"rank {rank}: "
-    line = " ".join(f"error: {where}{error}".splitlines())
+    line = " ".join(f"error: {error}".splitlines())
     # Before there is a process group a ValueError is a refusal.
     is_early = isinstance(error, ValueError) and not _has_process_group()
     if isinstance(error, Refusal) or is_early:

@@ -114,7 +114,7 @@ class Trainer(Parts):
             if saved is not None:
                 refuse_changes(saved, config, self.origin)
             # What the user writes counts, and not what the checkpoint was saved with.
-            resume_schedule(self.optimizers, self.schedule, config.optimizer, step)
+            resume_schedule(self.optimizers, self.schedule, step)
             if saved is not None and dist.get_rank() == 0:
                 report_changes(saved, config, step)
         elif not self.adapters:
@@ -357,7 +357,7 @@ class Trainer(Parts):
             raise Poisoned(
                 f"step {step}: {problem}, and there is no good checkpoint before step {before}; {advice}"
             )
-        resume_schedule(self.optimizers, self.schedule, self.config.optimizer, good)
+        resume_schedule(self.optimizers, self.schedule, good)
         self.gone_back_to = self.saved_step = good
         self.save_is_late = False
         self.bad_in_a_row = 0

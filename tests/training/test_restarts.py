@@ -21,7 +21,6 @@ from tests.runs import write_texts
 from titan_sparse.training.distributed import agree_on_name, store_of_this_start
 from titan_sparse.training.heartbeat import Watch, has_ended, machine
 from titan_sparse.training.launcher import StopSignals
-from titan_sparse.training.metrics_output import read_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,35 +93,11 @@ def finish(job: subprocess.Popen, status: int = 0) -> str:
     return output
 
 
-def losses(folder: Path) -> dict[int, list[float]]:
-    """Of each step; more than one where a step was done again."""
-    found: dict[int, list[float]] = {}
-    for line in read_lines(folder / "run/metrics.jsonl"):
-        found.setdefault(line["step"], []).append(line["loss"])
-    return found
-
-
 def wait_for(path: Path, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not path.exists():
         assert time.monotonic() < deadline, path
         time.sleep(0.02)
-
-
-@pytest.mark.faults
-def test_a_job_that_recovers_twice_equals_the_undisturbed_one(tmp_path):
-    finish(start(tmp_path / "undisturbed", {}))
-    undisturbed = losses(tmp_path / "undisturbed")
-    faults = {("0", "1", 4, 1): KILL, ("1", "0", 6, 1): KILL}
-    output = finish(start(tmp_path / "disturbed", {}, faults, restarts=2))
-    assert all((tmp_path / "disturbed" / name).exists() for name in ("hit0", "hit1")), output
-    assert "resumed at step 2" in output and "resumed at step 4" in output, output
-    assert "rank 1 (host" in output and "has given no sign of life" in output
-    assert "Traceback" not in output, output
-    found = losses(tmp_path / "disturbed")
-    for step, (loss,) in undisturbed.items():
-        assert set(found[step]) == {loss}, (step, found[step], loss)
-    assert len(found[3]) == 2 and len(found[5]) == 2  # from the checkpoint on
 
 
 def run_until_it_ends(

@@ -93,27 +93,17 @@ def _until(total_steps: int, factor: Callable[[int], float], step: int) -> float
 
 
 def resume_schedule(
-    optimizers: OptimizersContainer,
-    schedule: LRSchedulersContainer,
-    section: Optimizer,
-    step: int,
+    optimizers: OptimizersContainer, schedule: LRSchedulersContainer, step: int
 ) -> None:
-    """Call it after a checkpoint of `step` was loaded. In place.
-
-    With the optimizer's state comes what its param groups were set to then. The settings of this
-    start count instead, and the schedule goes on at `step`, as if it had been stepped so often.
-    """
+    """Go on at `step`, as if the schedule had been stepped so often. In place."""
     for optimizer, scheduler in zip(optimizers, schedule.schedulers):
-        learning_rates = [section.lr * factor(step) for factor in scheduler.lr_lambdas]
-        for number, group in enumerate(optimizer.param_groups):
-            # The arguments that the optimizer was made with: loading leaves them as they are.
-            group.update(optimizer.defaults)
-            # As in parameter_groups().
-            group["weight_decay"] = section.weight_decay if number == 0 else 0.0
-            group["initial_lr"] = section.lr
-            group["lr"] = learning_rates[number]
         scheduler.last_epoch = step
-        scheduler._last_lr = learning_rates
+        scheduler._last_lr = [
+            peak * factor(step)
+            for peak, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        ]
+        for group, learning_rate in zip(optimizer.param_groups, scheduler._last_lr):
+            group["lr"] = learning_rate
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
