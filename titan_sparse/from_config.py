@@ -17,7 +17,7 @@ from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.context_parallel.balanced import Costs
 from titan_sparse.attention.context_parallel.contiguous import Move
 from titan_sparse.attention.context_parallel.schedule import choose
-from titan_sparse.attention.linear import Pieces, gated_delta_net, split_documents
+from titan_sparse.attention.linear import gated_delta_net, split_documents
 from titan_sparse.attention.masks.packed import sliding_window
 from titan_sparse.attention.masks.ranges import (
     Causal,
@@ -135,7 +135,14 @@ def build_layer_masks(
     LayerMasks for a model that has windows, routers or linear attention of its own. lengths: as for
     build_mask(). table: of the layout "balanced", the same for all layers.
     """
-    linear, move = _linear(attention, model, lengths, seq_len, cp, device, table)
+    linear, move = None, None
+    if has_linear_layers(model):
+        is_causal = attention.mask != "documents"
+        documents = [[sum(sequence)] for sequence in lengths] if is_causal else lengths
+        linear = split_documents(documents, seq_len, model.convolution, cp, device)
+        if cp.size > 1 and cp.layout != "contiguous":
+            blocks = cp.block_table(seq_len) if table is None else table.cpu()
+            move = Move(blocks, cp.block_size, cp, device)
     if table is not None:
         table = table.to(device)
 
@@ -152,27 +159,6 @@ def build_layer_masks(
         is_token = torch.arange(seq_len) < counts[:, None]
         tokens = build_shard(model, cp)(is_token.to(device), 1, table)
     return LayerMasks(resolved(mask), window, tokens, linear, move)
-
-
-def _linear(
-    attention: Attention,
-    model: DecoderConfig,
-    lengths: list[list[int]],
-    seq_len: int,
-    cp: ContextParallel,
-    device: torch.device,
-    table: Tensor | None,
-) -> tuple[Pieces | None, Move | None]:
-    """LayerMasks.linear and .move. Arguments as for build_layer_masks()."""
-    if not has_linear_layers(model):
-        return None, None
-    if attention.mask != "documents":
-        lengths = [[sum(sequence)] for sequence in lengths]
-    pieces = split_documents(lengths, seq_len, model.convolution, cp, device)
-    if cp.size == 1 or cp.layout == "contiguous":
-        return pieces, None
-    table = cp.block_table(seq_len) if table is None else table.cpu()
-    return pieces, Move(table, cp.block_size, cp, device)
 
 
 def has_linear_layers(model: DecoderConfig) -> bool:

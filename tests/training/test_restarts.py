@@ -53,7 +53,6 @@ Trainer._forward_backward = forward_backward_or_not
 if __name__ == "__main__":
     sys.exit(train.main())
 """
-KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 DEFAULTS = SETTINGS | {
     "training.steps": 6,
@@ -67,7 +66,6 @@ def start(
     options: dict,
     faults: dict | None = None,
     seconds: float = 0,
-    restarts: int = 0,
     processes: int = 2,
 ) -> subprocess.Popen:
     """The job, under torchrun. faults: (attempt, rank, step, micro-batch), the latter two counted from
@@ -78,7 +76,7 @@ def start(
     paths = {"training.output_dir": folder / "run", "data.source": folder / "texts"}
     options = DEFAULTS | paths | options
     command = torchrun(processes, folder / "job.py", *words_of(options))
-    command[3:3] = ["--max-restarts", str(restarts), "--monitor-interval", "0.1"]
+    command[3:3] = ["--monitor-interval", "0.1"]
     path = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
