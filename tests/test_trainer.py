@@ -93,8 +93,6 @@ THREE = [
 FOUR = [
     _spread("vertical_slash", "striped", "double_ring", 4)
     | {"parallelism__cp_intra": 2, RECOMPUTE: 0.5},
-    _spread("vertical_slash", "striped", "group_cast", 4)
-    | {"parallelism__cp_intra": 2, "attention__overlap_stages_backward": 3, RECOMPUTE: 1.0},
     # Two context-parallel groups on data of their own, replicated, and by accumulation.
     SPARSE | {"parallelism__dp_replicate": 2},
     LEVERS,
