@@ -38,7 +38,6 @@ from titan_sparse.training.run_folder import profiler
 from titan_sparse.training.setup import (
     read_initial_hf,
     report_changes,
-    source_of_weights,
     step_path,
     step_size,
 )
@@ -97,18 +96,13 @@ class Trainer(Parts):
 
     def _load(self) -> None:
         """Resume from the run's newest checkpoint, else read model.initial_hf where that is given."""
-        config, initial_hf = self.config, self.config.model.initial_hf
+        config = self.config
         # A checkpoint does not hold frozen weights.
         if self.adapters:
             read_initial_hf(config, self.model, self.model_config)
         if self.checkpointer.load():
-            instead = ""
-            if initial_hf and not self.adapters:
-                instead = (
-                    f", from the run's own checkpoint and not from model.initial_hf = {initial_hf}"
-                )
             step = self.progress.step
-            logger.info("resumed at step %d%s", step, instead)
+            logger.info("resumed at step %d", step)
             # Not always the one looked at first, which may have been damaged.
             saved = read_saved(step_path(config, step))
             if saved is not None:
@@ -116,11 +110,11 @@ class Trainer(Parts):
             # What the user writes counts, and not what the checkpoint was saved with.
             resume_schedule(self.optimizers, self.schedule, step)
             if saved is not None and dist.get_rank() == 0:
-                report_changes(saved, config, step)
+                report_changes(saved, config)
         elif not self.adapters:
             read_initial_hf(config, self.model, self.model_config)
         self.checkpointer.check_disk()
-        refuse_bad_weights(self.model, source_of_weights(config, self.progress.step), self.device)
+        refuse_bad_weights(self.model, self.device)
 
     def _run_steps(self) -> bool:
         """All steps that are left. Returns whether a signal ended them."""

@@ -200,10 +200,12 @@ def _one_rank_is_poisoned() -> None:
         model = nn.Linear(3, 2, bias=False)
         model.weight = nn.Parameter(sharded)
         if is_finite:
-            refuse_bad_weights(model, "somewhere", CPU)
+            refuse_bad_weights(model, CPU)
         else:
-            with pytest.raises(ValueError, match="^somewhere: weight is not finite everywhere$"):
-                refuse_bad_weights(model, "somewhere", CPU)
+            with pytest.raises(
+                ValueError, match="^the first weights: weight is not finite everywhere; read"
+            ):
+                refuse_bad_weights(model, CPU)
 
 
 def test_what_one_rank_finds_holds_for_all():

@@ -176,9 +176,7 @@ def _poisoned_start(folder: Path) -> None:
     dist.barrier()
     path = folder / "first/checkpoint/step-2"
     config = tiny_config(folder, "second", **SETTINGS, checkpoint__initial_load_path=str(path))
-    with pytest.raises(
-        ValueError, match="initial_load_path = .*step-2: .* is not finite everywhere"
-    ):
+    with pytest.raises(ValueError, match="the first weights: .* is not finite everywhere"):
         Trainer(config).train()
 
 

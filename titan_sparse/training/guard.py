@@ -184,17 +184,15 @@ def optimizer_states(optimizers: OptimizersContainer) -> list[Tensor]:
     ]
 
 
-def refuse_bad_weights(model: nn.Module, source: str, device: torch.device) -> None:
-    """Raise Refusal, on every rank, for first weights that are not finite. Collective.
-
-    source: where they came from, for people.
-    """
+def refuse_bad_weights(model: nn.Module, device: torch.device) -> None:
+    """Raise Refusal, on every rank, for first weights that are not finite. Collective."""
     named = dict(model.named_parameters())
     bad = _not_finite(named.values(), device)
-    names = [name for name, is_bad in zip(named, bad.tolist(), strict=True) if is_bad]
-    if names:
-        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        raise Refusal(f"{source}: {canonical_name(names[0])} is not finite everywhere{more}")
+    for name in (name for name, is_bad in zip(named, bad.tolist(), strict=True) if is_bad):
+        raise Refusal(
+            f"the first weights: {canonical_name(name)} is not finite everywhere; read others by "
+            "model.initial_hf, checkpoint.load_step, or checkpoint.initial_load_path"
+        )
 
 
 @torch.no_grad()

@@ -260,22 +260,12 @@ class MetricsLog:
         over layers and heads.
         """
         dense = flops_per_token(self.model, visible, self.adapters) * tokens_per_second / 1e12
-        speeds = {"mfu": None, "dense_equivalent_tflops": dense}
-        if self.peak is None:
-            return speeds
-        mfu = utilization(
-            self.model, visited, tokens_per_second, self.peak, self.float8, self.adapters
-        )
-        if mfu <= 1:
-            return speeds | {"mfu": mfu}
-        if self.json is not None:
-            logger.warning(
-                "an mfu of %.0f %% is impossible and is not logged: metrics.peak_tflops = %g "
-                "is too small for this device; write its dense bf16 peak",
-                100 * mfu,
-                self.peak / 1e12,
+        mfu = None
+        if self.peak is not None:
+            mfu = utilization(
+                self.model, visited, tokens_per_second, self.peak, self.float8, self.adapters
             )
-        return speeds
+        return {"mfu": mfu, "dense_equivalent_tflops": dense}
 
     def write_scalars(self, step: int, values: dict[str, float | None]) -> None:
         """Write values by tags of TensorBoard, there and to metrics.trackers."""

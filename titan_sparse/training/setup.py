@@ -20,7 +20,6 @@ from titan_sparse.config.changes import (
     changes,
     model_functions,
     read_saved,
-    saved_config,
 )
 from titan_sparse.config.reading import KINDS, show
 from titan_sparse.data import PackedLoader, build_loader, load_tokenizer
@@ -30,7 +29,6 @@ from titan_sparse.from_config import build_pattern
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.huggingface_files import weights_digest
 from titan_sparse.training.checkpoint import FOLDER, newest_checkpoint
-from titan_sparse.training.optimizer import build_schedule
 from titan_sparse.training.run_folder import versions
 
 logger = logging.getLogger("titan_sparse")
@@ -85,17 +83,6 @@ def read_initial_hf(config: Config, model: nn.Module, model_config: DecoderConfi
 
         load_weights(model, config.model.initial_hf, model_config)
         logger.info("read the weights of %s", config.model.initial_hf)
-
-
-def source_of_weights(config: Config, step: int) -> str:
-    """Where the weights came from that a run goes on with after `step`, for people."""
-    if step:
-        return f"the checkpoint of step {step}"
-    if config.checkpoint.initial_load_path:
-        return f"checkpoint.initial_load_path = {config.checkpoint.initial_load_path}"
-    if _initial_hf(config):
-        return f"model.initial_hf = {config.model.initial_hf}"
-    return f"the first weights (training.seed = {config.training.seed})"
 
 
 def alike(config: Config) -> dict[str, str]:
@@ -221,23 +208,7 @@ def check_base(config: Config, checkpoint: str) -> None:
         )
 
 
-def report_changes(saved: Saved, config: Config, step: int) -> None:
-    """Log what differs from the start that saved the checkpoint of `step`, with a warning if the
-    learning rate jumps there. For one rank."""
+def report_changes(saved: Saved, config: Config) -> None:
+    """Log what differs from the start that saved the checkpoint. For one rank."""
     for change in changes(saved, config):
         logger.info("changed since the checkpoint: %s", change)
-    old = saved_config(saved)
-    before, now = learning_rate(old, step), learning_rate(config, step)
-    if now != before:
-        total = old.lr_scheduler.total_steps or old.training.steps
-        logger.warning(
-            "the learning rate of step %d is %.3g and was %.3g under the schedule of the checkpoint, of "
-            "%d steps; write lr_scheduler.total_steps = %d and the old optimizer.lr to keep it",
-            *(step + 1, now, before, total, total),
-        )
-
-
-def learning_rate(config: Config, step: int) -> float:
-    placeholder = torch.optim.SGD([torch.zeros(1)], lr=config.optimizer.lr)
-    schedule = build_schedule([placeholder], config.lr_scheduler, config.training.steps)
-    return config.optimizer.lr * schedule.schedulers[0].lr_lambdas[0](step)
