@@ -18,7 +18,7 @@ from titan_sparse.commands import parser_of
 from titan_sparse.config import load, trains_random_base
 from titan_sparse.evaluation.load import find_checkpoint, find_config
 from titan_sparse.training.checkpoint import verify
-from titan_sparse.training.export import export as export_checkpoint
+from titan_sparse.training.export import export
 from titan_sparse.training.setup import check_base
 
 
@@ -33,33 +33,23 @@ def main(words: list[str]) -> int:
     )
     parser.add_argument("--merge", action="store_true", help="adapters go into the weights")
     args = parser.parse_args(words)
+    dtype = getattr(torch, args.dtype) if args.dtype else None
     try:
-        dtype = getattr(torch, args.dtype) if args.dtype else None
-        checkpoint = export(args.run_or_checkpoint, args.out, dtype, args.merge)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {args.out} from {checkpoint}")
-    return 0
-
-
-def export(source: str, out: str, dtype: torch.dtype | None = None, merge: bool = False) -> str:
-    """Export what `source` names to the new folder `out`; returns the checkpoint that was read.
-
-    dtype: None for that of training. merge: adapters go into the weights.
-    Raises ValueError, one line, if there is none.
-    """
-    checkpoint = find_checkpoint(source)
-    config, _ = load(["--config", find_config(source)])
-    verify(checkpoint)
-    if not config.lora.rank and merge:
-        raise ValueError(f"--merge: {checkpoint} has no adapters; leave --merge out")
-    if config.lora.rank:
+        checkpoint = find_checkpoint(args.run_or_checkpoint)
+        config, _ = load(["--config", find_config(args.run_or_checkpoint)])
+        verify(checkpoint)
+        if args.merge and not config.lora.rank:
+            raise ValueError(f"--merge: {checkpoint} has no adapters; leave --merge out")
         if trains_random_base(config):
             raise ValueError(
                 f"{checkpoint} has adapters of random weights (training.seed = "
                 f"{config.training.seed}), which no folder holds; train with model.initial_hf"
             )
-        check_base(config, checkpoint)
-    export_checkpoint(checkpoint, config, out, dtype, merge)
-    return checkpoint
+        if config.lora.rank:
+            check_base(config, checkpoint)
+        export(checkpoint, config, args.out, dtype, args.merge)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {args.out} from {checkpoint}")
+    return 0

@@ -233,11 +233,8 @@ class Checkpointer(Saver):
         job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
         record = json.dumps({"load_step": step, "job": job}) + "\n"
         path = self.folder / _ROLLED_BACK
-        restarts = [
-            os.environ.get(name, "0")
-            for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-        ]
-        is_restart = any(count.isdecimal() and int(count) > 0 for count in restarts)
+        counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+        is_restart = any(int(os.environ.get(name, 0)) > 0 for name in counts)
         if on_first_rank(lambda: is_restart and path.exists() and path.read_text() == record):
             return
         try:
