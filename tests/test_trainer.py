@@ -25,6 +25,7 @@ def _run(folder: Path, output: str, overrides: Case) -> tuple[dict, Trainer]:
     config = tiny_config(folder, output, training__steps=2, **overrides)
     trainer = train(config)
     dist.barrier()
+    assert not (folder / output / "checkpoint").exists()
     lines = metrics_of(config)
     keys = ["loss", "grad_norm", "lr", "tokens_seen"]
     if config.training.gradient_accumulation_steps == 1:

@@ -40,7 +40,7 @@ def main(words: list[str]) -> int:
         verify(checkpoint)
         if args.merge and not config.lora.rank:
             raise ValueError(f"--merge: {checkpoint} has no adapters; leave --merge out")
-        if trains_random_base(config):
+        if config.lora.rank and trains_random_base(config):
             raise ValueError(
                 f"{checkpoint} has adapters of random weights (training.seed = "
                 f"{config.training.seed}), which no folder holds; train with model.initial_hf"
