@@ -183,11 +183,18 @@ class Watch:
             status = self.statuses[rank]
             if self._claim(f"silent {rank} {status['beat']}"):
                 logger.error("%s", describe({rank: status}, {rank}))
+        if is_stuck and self.stuck_in != self.step:
+            self.stuck_in = self.step
+            self._write_stacks()
         # By then the silent ranks are known.
         known_after = 0.6 * self.timeout_seconds + self.silence_seconds + self.beat_seconds
-        if still > known_after and self.stuck_in != self.step:
-            self.stuck_in = self.step
-            self._report_stuck(still)
+        if still > known_after and self._claim(f"stuck {self.step}"):
+            where = f"; stacks of all ranks: {self._stacks()}" if self.folder else ""
+            self.stuck_line = (
+                f"nothing has moved for {still:.0f} s, collectives fail after "
+                f"{self.timeout_seconds:.0f} s: {describe(self.statuses, self.dead)}{where}"
+            )
+            logger.error("%s", self.stuck_line)
         if still > self.timeout_seconds and self.overdue_in != self.step:
             # NCCL does not inform the main thread of a timeout, and takes a minute to end the
             # processes. Gloo raises an exception there, which counts as a failure too.
@@ -224,22 +231,16 @@ class Watch:
             " ".join(str(broken).split())[:100],
         )
 
-    def _report_stuck(self, still: float) -> None:
-        """Write this rank's stacks, and from the first rank that comes one line."""
-        where = ""
-        if self.folder is not None:
-            folder = self.folder / f"step-{self.step}"
-            try:
-                write_stacks(folder, self.rank)
-                where = f"; stacks of all ranks: {folder}"
-            except Exception as error:  # whatever it is, the watch goes on
-                logger.warning("rank %d cannot write its stacks: %s", self.rank, error)
-        if self._claim(f"stuck {self.step}"):
-            self.stuck_line = (
-                f"nothing has moved for {still:.0f} s, collectives fail after "
-                f"{self.timeout_seconds:.0f} s: {describe(self.statuses, self.dead)}{where}"
-            )
-            logger.error("%s", self.stuck_line)
+    def _write_stacks(self) -> None:
+        if self.folder is None:
+            return
+        try:
+            write_stacks(self._stacks(), self.rank)
+        except Exception as error:  # whatever it is, the watch goes on
+            logger.warning("rank %d cannot write its stacks: %s", self.rank, error)
+
+    def _stacks(self) -> Path:
+        return self.folder / f"step-{self.step}"
 
     def _claim(self, what: str) -> bool:
         # One line per job, not one per rank.
