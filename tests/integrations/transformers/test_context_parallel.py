@@ -1,5 +1,7 @@
 """transformers' models over two processes against one: each holds its blocks of the sequence."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -77,6 +79,8 @@ def one_and_two_ranks() -> None:
 
     _padding_over_ranks(cp)
     _padding_over_ranks(cp, "qwen3_5")
+    _nothing_leaks(cp, "qwen3_next")
+    _nothing_leaks(cp, "qwen3_5")
     _whole_prompts(cp)
     _balanced(mesh, "olmo3")
     _balanced(mesh, "qwen3_5")
@@ -109,6 +113,52 @@ def _padding_over_ranks(cp: ContextParallel, name: str = "mistral") -> None:
     inputs = {name: local[name] for name in batch}
     logits = model(**inputs, use_cache=False).logits.detach()
     assert_close([cp.unshard(logits, 1) * counted[..., None]], wanted[:1])
+
+
+def _nothing_leaks(cp: ContextParallel, name: str) -> None:
+    """States hardly decay and convolutions pass their input on. A document that spans both ranks is
+    changed: other documents stay as they are to the bit, and its own tokens all see it."""
+    register(AttentionSettings(block_size=BLOCK), name="one_rank")
+    register(AttentionSettings(cp=cp), name="two_ranks")
+    model = family(name)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if path.endswith("A_log"):
+                parameter.fill_(-12.0)
+            if path.endswith("conv1d.weight"):
+                parameter.zero_()[:, 0, -1] = 1
+            if path.endswith("mlp.gate.weight"):
+                # Other tokens in an expert's matmul would round differently.
+                parameter.zero_()
+    position_ids = positions(30, 60, 38)
+    inside = torch.zeros(1, SEQ_LEN, dtype=torch.bool)
+    inside[:, 30:90] = True
+    hidden = model.get_input_embeddings()(tokens(1, SEQ_LEN)).detach()
+    weights = torch.randn(1, SEQ_LEN, 64, generator=torch.Generator().manual_seed(1))
+
+    def run(changed: slice, is_spread: bool) -> list[Tensor]:
+        """Logits, and the gradient of their weighted sum in hidden states, of the whole sequence."""
+        own = partial(cp.shard, dim=1) if is_spread else Tensor.contiguous
+        x = hidden.clone()
+        x[:, changed] += 1
+        x = own(x).requires_grad_()
+        model.set_attn_implementation("two_ranks" if is_spread else "one_rank")
+        logits = model(inputs_embeds=x, position_ids=own(position_ids), use_cache=False).logits
+        found = [logits.detach(), *torch.autograd.grad((logits * own(weights)).sum(), x)]
+        return [cp.unshard(tensor, 1) for tensor in found] if is_spread else found
+
+    assert_close(run(slice(0), True), run(slice(0), False))
+    for is_spread in (False, True):
+        before = run(slice(0), is_spread)
+        for a, b in zip(before, run(slice(30, 90), is_spread), strict=True):
+            assert torch.equal(a[~inside], b[~inside])
+            assert (a != b)[inside].any(-1).all()
+        # The first token is seen by all that follow, and their gradients reach it.
+        logits, gradient = run(slice(30, 31), is_spread)
+        assert (
+            (logits - before[0])[inside].norm(dim=-1) > 1e-3 * before[0][inside].norm(dim=-1)
+        ).all()
+        assert not torch.equal(gradient[:, 30], before[1][:, 30])
 
 
 def _whole_prompts(cp: ContextParallel) -> None:
