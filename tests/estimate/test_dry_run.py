@@ -14,7 +14,7 @@ import pytest
 
 from tests.demo_model import in_a_folder_with_the_model
 from titan_sparse import train
-from titan_sparse.config import load, load_and_check
+from titan_sparse.config import Config, load, load_and_check
 from titan_sparse.estimate.dry_run import World, _backend, dry_run, find_max_length, host_gib
 from titan_sparse.estimate.memory import GIB
 from titan_sparse.estimate.step import step_of
@@ -252,3 +252,24 @@ def test_active_parameters_of_a_mixture_of_experts():
     config.attention.sliding_window = 1
     without_attention = _number(DENSE, dry_run(config, World(8, 8, 139.8))[0])
     assert without_attention == pytest.approx(6 * active * 1e6 * 65536 / 1e15, abs=0.02)
+
+
+def test_layers_of_linear_attention(tmp_path):
+    """Qwen3-Next-80B-A3B's shape, whole and with 8 of its 48 layers. One in four has attention."""
+    pytest.importorskip("transformers").Qwen3NextConfig().save_pretrained(tmp_path)
+    config = Config()
+    config.model.initial_hf = str(tmp_path)
+    config.model.random_weights = True
+    config.attention.pattern = "dense"
+    config.training.seq_len = 262144
+    config.parallelism.cp = 8
+    for layers, parameters, verdict in ((0, "79,674.4 M", False), (8, "13,797.7 M", True)):
+        config.model.layers = layers
+        report, fits = dry_run(config, World(8, 8, 139.8))
+        assert fits == verdict and f"{parameters} parameters" in report
+        full = (layers or 48) // 4
+        assert f"linear attention in {3 * full} of {4 * full} layers" in report
+        # 12 D for each pair of 16 heads.
+        attention = 12 * 256 * 16 * full * 262144**2 / 2 / 1e15
+        share = _number(r"of which attention (\d+) %", report) / 100
+        assert _number(DENSE, report) * share == pytest.approx(attention, rel=0.01)

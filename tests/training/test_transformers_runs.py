@@ -2,6 +2,7 @@
 spread over processes they are alike, and transformers reads what they export."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from tests.distributed import run_processes
 from tests.models.transformers_models import WINDOW, save_model
-from tests.training.wired_run import ALIKE, assert_alike, lines_of, run, write_shard
+from tests.training.wired_run import assert_alike, lines_of, run, write_shard
 from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.estimate.flops import flops_per_token
 from titan_sparse.models.transformers_config import read_transformers_config
@@ -36,12 +37,35 @@ SPREAD: dict[str, dict[str, object]] = {
     "gemma3": {**CP, "attention.layout": "zigzag"},
     "mixtral": CP,
     "gpt_oss": {**CP, "attention.layout": "balanced", "attention.schedule": "group_cast"},
+    "qwen3_next": CP,
     "qwen3_5": {**CP, "attention.layout": "balanced"},
 }
 """What two processes do."""
 
 
+HYBRID = ("qwen3_next", "qwen3_5")
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+def train_wide(folder: Path, name: str, run_name: str, settings: dict[str, object]) -> None:
+    """In float64, where transformers' casts to float32 change nothing."""
+    from_config = transformers.AutoModelForCausalLM.from_config
+    to = torch.Tensor.to
+    to_float = torch.Tensor.float
+
+    def cast(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        is_wide = x.dtype == torch.float64 and args[:1] == (torch.float32,)
+        return to(x, *(args[1:] if is_wide else args), **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", cast)
+        patch.setattr(
+            torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_float(x)
+        )
+        # Grouped matmuls of experts do not take float64.
+        looped = partial(from_config, experts_implementation="eager")
+        patch.setattr(transformers.AutoModelForCausalLM, "from_config", looped)
+        train(folder, name, run_name, {"training.dtype": "float64", **settings})
 
 
 def train(folder: Path, name: str, run_name: str, settings: dict[str, object]) -> None:
@@ -55,9 +79,12 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("transformers")
     write_shard(folder)
     for name in ALL:
-        save_model(folder / name, name, **(ROUTED if name in ("mixtral", "gpt_oss") else {}))
+        save_model(
+            folder / name, name, **(ROUTED if name in ("mixtral", "gpt_oss", "qwen3_next") else {})
+        )
     for name in SPREAD:
-        train(folder, name, "one", {})
+        if name != "qwen3_next":
+            train(folder, name, "one", {})
     return folder
 
 
@@ -167,17 +194,23 @@ def test_dense_flops_know_the_window_of_each_layer(folder: Path) -> None:
 
 def _train_spread(folder: Path) -> None:
     for name, settings in SPREAD.items():
-        train(folder, name, "cp", settings)
+        (train_wide if name in HYBRID else train)(folder, name, "cp", settings)
 
 
 def test_context_parallel_runs_are_those_of_one_process(folder: Path) -> None:
-    """Parameters are sharded over the same ranks."""
+    """Parameters are sharded over the same ranks.
+
+    In float32, hybrid models of this size differ from themselves in float64 by as much as ranks
+    differ: up to 5e-5 of the gradient's norm, and 8e-3 after a token went to another expert.
+    """
+    for name in HYBRID:
+        train_wide(folder, name, "wide", {})
     run_processes(2, _train_spread, folder)
     for name in SPREAD:
-        # A norm behind linear attention divides by what is small in these models, and by the third
-        # step a token goes to another expert. tests/attention/test_linear.py is exact.
-        rel = 1e-3 if name == "qwen3_5" else ALIKE
-        assert_alike(folder, f"{name}-cp", f"{name}-one", rel)
+        if name in HYBRID:
+            assert_alike(folder, f"{name}-cp", f"{name}-wide", 1e-10)
+        else:
+            assert_alike(folder, f"{name}-cp", f"{name}-one")
 
 
 def _train_data_parallel(folder: Path) -> None:
