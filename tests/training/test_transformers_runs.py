@@ -78,7 +78,7 @@ def folder(tmp_path_factory) -> Path:
     """A shard, the models, and plain runs of one process."""
     folder = tmp_path_factory.mktemp("transformers")
     write_shard(folder)
-    for name in ALL:
+    for name in {*ALL, *SPREAD}:
         save_model(
             folder / name, name, **(ROUTED if name in ("mixtral", "gpt_oss", "qwen3_next") else {})
         )
