@@ -49,6 +49,12 @@ class RandomIndex(BlockIndex):
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         return self.table[:, :, q_blocks][..., k_blocks]
 
+    def covers(self, q_blocks: Tensor, verticals: Tensor) -> Tensor:
+        # [B, Hq, nq, blocks and one for no vertical] and [B, Hq, nq, C]
+        computed = torch.nn.functional.pad(self.table[:, :, q_blocks], (0, 1))
+        block = (verticals // self.block_size).long()[:, :, None]
+        return computed.gather(3, block.expand(-1, -1, len(q_blocks), -1))
+
 
 class Case:
     """Inputs of one rank: every second query block and the KV chunk of the other blocks, or
