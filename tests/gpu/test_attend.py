@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.attention.patterns.helpers import published
+from tests.gpu.test_gradient_matrix import PATTERNS
 from tests.reference import attention_bytes, gradients, relative_error, structured_qkv
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal
-from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
 from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.training.build_model import checkpoint_contexts
 
@@ -21,15 +20,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-SPARSE = VerticalSlash(recall=0.8, sinks=4, max_verticals=100, dense_below=256)
-PATTERNS = {
-    "dense": Dense(),
-    "vertical_slash": SPARSE,
-    "joint": VerticalSlash(recall=0.9, dense_below=256, budget="joint"),
-    "published": published(recall=0.9, dense_below=256),
-    "xattention": XAttention(16, 0.7, 256),
-    "moba": MoBA(300, 3),
-}
 
 
 def _qkv(seq_len: int, dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:

@@ -336,23 +336,18 @@ TIMEOUT_SECONDS = 8
 HANGS = SHORT | {"parallelism.cp": RANKS, "parallelism.timeout_seconds": TIMEOUT_SECONDS}
 
 
-def test_a_rank_that_dies_is_named(tmp_path):
-    output, seconds = run_until_it_ends(tmp_path, RANKS, 1, "time.sleep(1); os._exit(1)", HANGS)
-    assert re.search(
-        r"rank 1 \(host \S+, process \d+\) has given no sign of life, last seen in step 3, at ",
-        output,
-    ), output
-    assert not re.search(r"rank [023] .* has given no sign of life", output), output
-    assert seconds < TIMEOUT_SECONDS + 30
-
-
-def test_a_rank_that_hangs_is_named_before_the_timeout(tmp_path):
-    output, seconds = run_until_it_ends(tmp_path, RANKS, 1, "time.sleep(1e6)", HANGS)
-    named = r"rank 1 \(host \S+, process \d+\) holds up the others in step 3, at <string>:1 in <module>; rank"
-    assert re.search(
-        rf"nothing has moved for \d+ s, collectives fail after {TIMEOUT_SECONDS} s: {named}", output
-    ), output
-    assert not re.search(r"rank [023] \(host .* holds up", output), output
+@pytest.mark.parametrize(
+    "fault, named",
+    [
+        ("time.sleep(1); os._exit(1)", "has given no sign of life, last seen in step 3, at "),
+        ("time.sleep(1e6)", "holds up the others in step 3, at <string>:1 in <module>; rank"),
+    ],
+    ids=["dies", "hangs"],
+)
+def test_a_rank_is_named_before_the_timeout(tmp_path, fault, named):
+    output, seconds = run_until_it_ends(tmp_path, RANKS, 1, fault, HANGS)
+    assert re.search(rf"rank 1 \(host \S+, process \d+\) {named}", output), output
+    assert not re.search(rf"rank [023] \(host .* {named[:14]}", output), output
     assert seconds < TIMEOUT_SECONDS + 30
 
 

@@ -195,16 +195,3 @@ def test_fp32(cell: Cell):
     """No step rounds to 16 bits, and no product uses TF32."""
     got, want, _ = _results(cell)
     assert max(errors(got, want)) < 1e-4
-
-
-@pytest.mark.parametrize(
-    "cell", [Cell("triton", 256), _dense("triton", 64, sinks=FP32), Cell("flex", 64)], ids=str
-)
-def test_compiled(cell):
-    """The same bits as without torch.compile, and the same bits twice."""
-    inputs, d_out = cell.inputs()
-    want = with_gradients(cell.function(), inputs, d_out)
-    compiled = torch.compile(cell.function(), fullgraph=True)
-    for function in (compiled, compiled, cell.function()):
-        for a, b in zip(with_gradients(function, inputs, d_out), want, strict=True):
-            assert torch.equal(a, b)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from scripts.benchmarks import attention as benchmark
-from scripts.benchmarks import plots
 from scripts.benchmarks.attention_cases import (
     FLASH4,
     Shape,
@@ -100,19 +99,6 @@ def test_rows_of_patterns(rows):
         assert row["step_ms"] == pytest.approx(row["selection_ms"] + row["total_ms"], rel=1e-4)
         ideal_ms = dense["total_ms"] * row["density"]
         assert row["of_dense_x_density"] == pytest.approx(row["total_ms"] / ideal_ms, rel=1e-3)
-
-
-def test_plot(tmp_path):
-    rows = []
-    sizes = {"heads": 16, "kv_heads": 2, "head_dim": 128, "block_size": 128, "backward_ms": 2}
-    for seq_len in (1024, 4096):
-        for name, density in (("flash-attn-4", None), ("triton", 0.1), ("triton", 0.3)):
-            row = sizes | {"name": name, "seq_len": seq_len, "target_density": density}
-            rows.append(row | {"density": density, "forward_ms": seq_len / 1e3})
-    (tmp_path / "a.json").write_text(json.dumps({"gpu": "x", "rows": rows}))
-    out = tmp_path / "pictures/attention.png"
-    plots.main([str(tmp_path / "a.json"), "--out", str(out), "--density", "0.1"])
-    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.gpu

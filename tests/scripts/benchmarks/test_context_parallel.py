@@ -92,17 +92,3 @@ def _check_harness():
 
 def test_clocks_and_failures_on_two_ranks():
     run_processes(2, _check_harness)
-
-
-@pytest.mark.parametrize(
-    "text, world, words",
-    [
-        ("scaling --pretend-nodes 3", 4, "write a divisor"),
-        ("dense", 1, "--nproc-per-node 2"),
-        ("scaling --schedules double_ring", 3, "even number of ranks"),
-        ("scaling --seq-lens 1000", 2, "write multiples of 512"),
-        ("dense scaling --backend cudnn", 2, "write the case dense alone"),
-    ],
-)
-def test_refusals(text, world, words):
-    assert words in benchmark.refusal(benchmark.parse(text.split()), world)

@@ -23,10 +23,3 @@ def test_work_of_the_ranks(tmp_path, name, layout):
     by_block = mask.dense(TOKENS)[0].sum(-1).unflatten(0, (-1, SIZE)).sum(-1)
     assert torch.equal(work, by_block[table_of(mask.rows(TOKENS), layout, 3, SIZE)].sum(-1))
     assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 10_000
-
-
-def test_selection_under_a_mask_without_it_is_refused(tmp_path):
-    out = tmp_path / "x.png"
-    with pytest.raises(ValueError, match="not Slices"):
-        draw_attention.main(["--mask", "sinks", "--pattern", "vertical_slash", "--out", str(out)])
-    assert not out.exists()
