@@ -209,8 +209,7 @@ class VerticalSlashOptions(PatternOptions):
 
 @dataclass
 class XAttentionOptions(PatternOptions):
-    """Pattern xattention: each query block takes the fewest key blocks whose antidiagonal scores
-    reach the threshold."""
+    """Pattern xattention: the fewest key blocks whose antidiagonal scores reach a threshold."""
 
     stride: PositiveTokens = 16
     """tokens of a cell; divides attention.block_size"""
@@ -236,8 +235,7 @@ class XAttentionOptions(PatternOptions):
 
 @dataclass
 class MoBAOptions(PatternOptions):
-    """Pattern moba: each query chooses chunks of keys by their mean key. Documents shorter than a
-    chunk are dense."""
+    """Pattern moba: queries choose chunks of keys by their mean key; short documents are dense."""
 
     chunk_size: PositiveTokens = 4096
     """tokens of a chunk; at least attention.block_size"""

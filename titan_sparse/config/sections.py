@@ -104,8 +104,7 @@ class Training:
     steps: Positive = 100
     """optimizer steps"""
     seq_len: PositiveTokens = 4096
-    """tokens of a sequence, padded to a multiple of attention.block_size * parallelism.cp (zigzag:
-    twice that)"""
+    """tokens of a sequence, padded to whole blocks on each rank that shares it"""
     local_batch_size: Annotated[int, Range(1, 10**4)] = 1
     """sequences per data-parallel rank per forward"""
     gradient_accumulation_steps: Annotated[int, Range(1, 10**6)] = 1
@@ -174,13 +173,11 @@ class Attention:
     layout: Literal["contiguous", "zigzag", "striped", "balanced"] = "striped"
     """which rank owns which blocks (docs/context_parallel.md)"""
     balance_costs: str = ""
-    """file of scripts.calibrate: layout = balanced deals out blocks by this machine's costs; empty:
-    by those of an H200"""
+    """costs for layout = balanced, a file of scripts.calibrate; empty: those of an H200"""
     schedule: Literal["auto", "local", "all_gather", "ring", "double_ring", "group_cast"] = "auto"
     """in which order keys and values meet queries"""
     overlap_stages: Count = 0
-    """group_cast: parts in which other ranks' blocks arrive in the forward; 0: one inside a node,
-    two between nodes"""
+    """group_cast: parts in which blocks arrive in the forward; 0: one, between nodes two"""
     overlap_stages_backward: Count = 0
     """the same in the backward; 0: as in the forward"""
     backward_circulates: Literal["auto", "kv", "q"] = "auto"
@@ -249,16 +246,14 @@ class ActivationCheckpoint:
     mode: Literal["none", "full", "selective"] = "full"
     """full: recompute each block; selective: keep its costly results; none: keep everything"""
     attention_recompute: Annotated[float, Range(0, 1, also=(-1,))] = 0.0
-    """share of each sequence, from its start, whose attention is recomputed, in [0, 1]; -1: as much
-    as memory needs"""
+    """share of each sequence whose attention is recomputed; -1: as much as memory needs"""
     offload: bool = False
     """kept results wait in pinned CPU memory; needs compile.enable"""
 
 
 @dataclass
 class Float8:
-    """Matmuls of the blocks' linear layers in float8 (torchao), on Hopper GPUs and newer. Does
-    nothing unless enabled."""
+    """Matmuls of linear layers in float8 (torchao), on Hopper and newer, if enabled."""
 
     enable: bool = False
     """compute the blocks' linear layers in float8; the head stays in training.dtype"""
@@ -301,8 +296,7 @@ class Guard:
     enable: bool = True
     """skip updates whose loss or gradient norm is not finite, or whose norm is a spike"""
     spike_factor: Annotated[float, Range(1, open_left=True, also=(0,))] = 10.0
-    """a gradient norm this many times its running mean is a spike (docs/training.md); 0: none
-    is"""
+    """a gradient norm this many times its running mean is a spike; 0: none is"""
     average_steps: Positive = 100
     """steps of the running mean"""
     warmup_steps: Count = 20
@@ -423,19 +417,15 @@ class Flags:
     print_config: bool = False
     """print the resolved configuration and stop"""
     dry_run: bool = False
-    """print the memory and the FLOPs of a step and stop; needs no GPU and no data; exit status 1 if
-    it does not fit"""
+    """print the memory and FLOPs of a step; exit status 1 if it does not fit"""
     find_max_length: bool = False
     """print the longest training.seq_len that fits and stop"""
     ranks: Positive = 0
-    """world size to assume; 0: that of torchrun, or the least that fits; with --dry-run or
-    --find-max-length"""
+    """world size to assume by a dry run; 0: that of torchrun, or the least that fits"""
     device_memory: Annotated[float, Range(0, open_left=True)] = 0.0
-    """memory of a GPU to assume, GiB; 0: that of the local GPU; with --dry-run or
-    --find-max-length"""
+    """memory of a GPU to assume by a dry run, GiB; 0: that of the local GPU"""
     host_memory: Annotated[float, Range(0, open_left=True)] = 0.0
-    """CPU memory of a node to assume, GiB; 0: that of the machine, if it has a GPU; with --dry-run
-    or --find-max-length"""
+    """CPU memory of a node to assume by a dry run, GiB; 0: that of a machine with a GPU"""
 
     @property
     def starts_nothing(self) -> bool:
