@@ -52,6 +52,7 @@ def test_masses_against_the_table_of_all_pairs():
         torch.testing.assert_close(layer.top_k[:, number], mass)
         density = keys.clamp(max=count).sum() / keys.sum()
         assert layer.top_k_density[number].item() == pytest.approx(density.item())
+    assert min(layer.curves[len(SHARES) - 1]["verticals"]) > 20  # without caps
     assert list(dict.fromkeys(point["pattern"] for point in layer.curves)) == [
         "vertical_slash joint",
         "vertical_slash independent",

@@ -143,6 +143,8 @@ REFUSED = {
     LORA + "--checkpoint.enable --checkpoint.last_save_in_hf": "last_save_in_hf.*random weights",
     "--model.initial_hf train_configs/shapes/qwen3_30b_a3b --model.random_weights "
     "--checkpoint.enable --checkpoint.initial_load_path x": "does not go with model.initial_hf",
+    SINKS + "--attention.pattern dense --model.random_weights "
+    "--model.initial_hf train_configs/shapes/gemma3_1b": "window_sinks = 4 .* model.initial_hf",
     "--data.source a:0.7,b": "to some parts only",
     "--data.format chat": 'data.format = "chat" is not one of "text", "messages"',
     "--data.format text,messages": "2 formats for the 1 parts",

@@ -146,6 +146,8 @@ BAD_WORDS = [
         'attention.pattern = "densse" is not one of "dense", "vertical_slash", "xattention", "moba"; did',
     ),
     (["run.toml"], 'unexpected word "run.toml"'),
+    (["--training.steps=1", "2"], 'unexpected word "2"'),
+    (["--training.steps", "1", "2"], 'unexpected word "2"'),
     (["--config"], "config needs a value"),
     (["--print-config=yes"], '--print-config = "yes" is not true or false'),
 ]
