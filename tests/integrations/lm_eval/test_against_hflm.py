@@ -84,36 +84,6 @@ def test_loglikelihoods(pair):
     assert [greedy for _, greedy in found[-2:]] == [True, False]
 
 
-def test_choices_that_read_the_same_share_a_forward(pair, monkeypatch):
-    """As many forwards as HFLM needs, and the same answers."""
-    ours, theirs = pair
-    choices = [
-        ("Which?", " A"),
-        ("Which?", " B"),
-        ("Which?", " C"),
-        ("Which?", " Aa"),
-        ("Who?", " A"),
-    ]
-    texts = {"ours": 0, "theirs": 0}
-    run, call = ours.scorer.run, theirs._model_call
-
-    def run_and_count(batch, loss):
-        texts["ours"] += len(batch.tokens)
-        return run(batch, loss)
-
-    def call_and_count(inputs, *rest, **others):
-        texts["theirs"] += len(inputs)
-        return call(inputs, *rest, **others)
-
-    monkeypatch.setattr(ours.scorer, "run", run_and_count)
-    monkeypatch.setattr(theirs, "_model_call", call_and_count)
-    found = ask(ours, "loglikelihood", choices)
-    expected = ask(theirs, "loglikelihood", choices)
-    assert texts == {"ours": 3, "theirs": 3}
-    for mine, other in zip(found, expected, strict=True):
-        assert mine == (pytest.approx(other[0], abs=1e-4), other[1])
-
-
 def test_device_of_lm_eval(tmp_path, monkeypatch):
     """cuda:0 is what lm_eval writes where --device is not given: HFLM's device then."""
     folder = str(write_folder(tmp_path / "model"))
@@ -156,15 +126,6 @@ def test_no_code_of_a_tokenizer_is_run(tmp_path, monkeypatch):
         TitanSparseLM(pretrained=str(folder), device="cpu")
     assert "\n" not in str(caught.value)
     assert not asked and not (tmp_path / "was run").exists()
-
-
-def test_stops_at_once(pair):
-    """Generation stops with the token that completes a stop string, however long the text is."""
-    ours, _ = pair
-    stop = ours._stop(["a dog"])
-    tokens = np.array(ours.tokenizer.encode("x" * 50 + "a dog", add_special_tokens=False))
-    assert stop(tokens) and not stop(tokens[:-1])
-    assert stop(np.array([5, ours.eot_token_id])) and not stop(np.array([5]))
 
 
 def test_rolling_windows(pair):

@@ -21,7 +21,7 @@ def loss_and_gradients(model, **inputs):
     return out, torch.autograd.grad(out.loss, trained)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mixtral"])
+@pytest.mark.parametrize("name", ["gemma3", "mixtral"])
 @pytest.mark.parametrize("count", [None, 200, torch.tensor(200)])
 def test_the_loss_is_that_of_transformers(name, count):
     model = family(name)
@@ -74,11 +74,12 @@ def adapted(model, name):
     return model
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("name", ADAPTERS)
-@pytest.mark.parametrize("is_first", [True, False])
-def test_adapters_of_lm_head(is_tied, name, is_first):
-    """PEFT's own losses: with the adapter, without it, merged, and unloaded."""
+def test_adapters_of_lm_head(name):
+    """PEFT's own losses: with the adapter, without it, merged, and unloaded. chunk_loss() comes
+    before PEFT or after it."""
+    is_tied = name in ("lora", "tokens")
+    is_first = name in ("lora", "dora")
     wanted = adapted(family("llama", tie_word_embeddings=is_tied), name).train()
     found = family("llama", tie_word_embeddings=is_tied)
     # Dropout draws alike where the head is called once.

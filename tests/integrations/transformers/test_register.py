@@ -170,12 +170,6 @@ def test_a_mask_that_was_never_built_is_refused(monkeypatch):
         run("llama")
 
 
-def test_attention_dropout_does_not_matter_without_training():
-    model = family("llama", attention_dropout=0.1).eval()
-    model.set_attn_implementation("titan_sparse")
-    model(tokens(1, SEQ_LEN))
-
-
 def test_bidirectional_and_cross_attention_are_refused():
     small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.BertConfig(**small, intermediate_size=32, vocab_size=64)

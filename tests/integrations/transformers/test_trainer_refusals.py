@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Trainer
 
-from tests.integrations.transformers.families import family, pretended_ranks
+from tests.integrations.transformers.families import family, pretended_ranks, tokens
 from tests.integrations.transformers.trainer_runs import (
     BLOCK,
     LongTrainer,
@@ -25,7 +25,9 @@ from titan_sparse.integrations.transformers.context_parallel import (
     ContextParallelConfig,
     ContextParallelTrainer,
     check_model,
+    check_same_batch,
     check_trainer,
+    shard_batch,
 )
 
 
@@ -35,6 +37,7 @@ from titan_sparse.integrations.transformers.context_parallel import (
         ({"parallelism_config": None}, "write parallelism_config=ContextParallelConfig"),
         ({"average_tokens_across_devices": False}, "write True"),
         ({"label_smoothing_factor": 0.1}, "write 0"),
+        ({"neftune_noise_alpha": 5.0}, "leave it out"),
         ({"train_sampling_strategy": "batch_rebalance"}, 'write "random"'),
         ({"compute_metrics": dict}, r"evaluate\(\) gives eval_loss"),
         ({"preprocess_logits_for_metrics": dict}, r"evaluate\(\) gives eval_loss"),
@@ -208,3 +211,35 @@ def test_the_trainer_comes_second():
 
         class Wrong(Trainer, ContextParallelTrainer):
             pass
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"input_ids": None}, "write input_ids in place of inputs_embeds"),
+        ({"labels": None}, "write a collator that adds labels"),
+        ({"labels": torch.zeros(1, 7)}, r"labels \[1, 7\] does not go with input_ids \[1, 50\]"),
+        ({"pixel_values": torch.zeros(1, 3, 8, 8)}, "cut pixel_values .*; drop it"),
+        ({"completion_mask": torch.ones(1, 50)}, "cut completion_mask .*; drop it"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(changes, message):
+    batch = {"input_ids": tokens(1, 50), "labels": tokens(1, 50)} | changes
+    with pytest.raises(ValueError, match=message):
+        shard_batch(batch, pretended_ranks())
+
+
+def test_other_batches_of_one_sequence_are_refused():
+    cp = pretended_ranks()
+    ids = tokens(1, 50)
+    cp.all_gather = lambda facts: torch.stack([facts, facts])
+    check_same_batch(ids, ids, cp)
+    cp.all_gather = lambda facts: torch.stack([facts, facts + torch.tensor([0, 0, 1, 0])])
+    with pytest.raises(ValueError, match="different batches"):
+        check_same_batch(ids, ids, cp)
+    # The same tokens in another order are another batch.
+    found = []
+    cp.all_gather = lambda facts: found.append(facts) or facts[None]
+    check_same_batch(ids, ids, cp)
+    check_same_batch(ids.flip(1), ids, cp)
+    assert not torch.equal(*found)

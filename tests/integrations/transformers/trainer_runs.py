@@ -1,7 +1,6 @@
 """Small training runs of transformers' Trainer and TRL's SFTTrainer, alike on one process and more."""
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -170,11 +169,7 @@ def plain(folder: Path) -> list[dict[str, float]]:
 
 def balanced(folder: Path) -> list[dict[str, float]]:
     config = ContextParallelConfig(layout="balanced", schedule="group_cast", block_size=BLOCK)
-    return trained(folder, parallelism_config=config)
-
-
-def sparse(folder: Path) -> list[dict[str, float]]:
-    return trained(folder, SPARSE)
+    return trained(folder, SPARSE, parallelism_config=config)
 
 
 def streamed(folder: Path) -> list[dict[str, float]]:
@@ -246,20 +241,6 @@ def resumed(folder: Path) -> list[dict[str, float]]:
     return numbers(trainer)
 
 
-def noisy(folder: Path) -> list[dict[str, float]]:
-    """The largest noise of NEFTune in a step, over its bound for the whole batch."""
-    args = arguments(folder, neftune_noise_alpha=5.0, max_steps=1, gradient_accumulation_steps=1)
-    trainer = LongTrainer(**parts(args))
-    decoder = trainer.model.model
-    kept = {}
-    decoder.embed_tokens.register_forward_hook(lambda _, args, out: kept.update(clean=out))
-    decoder.layers[0].register_forward_pre_hook(lambda _, args: kept.update(noisy=args[0]))
-    trainer.train()
-    noise = (kept["noisy"] - kept["clean"]).abs().max().item()
-    bound = 5.0 / math.sqrt(trainer.state.num_input_tokens_seen * kept["clean"].shape[2])
-    return [{"noise": round(noise / bound, 2)}]
-
-
 # On four processes, two to a sequence: batches of half the documents.
 
 
@@ -288,7 +269,7 @@ def two_copies(folder: Path) -> list[dict[str, float]]:
 
 
 WIDE = (two_sequences, two_copies)
-RUNS = (plain, balanced, sparse, hybrid, padded, sharded, sharded_lora, resumed, noisy)
+RUNS = (plain, balanced, hybrid, padded, sharded, sharded_lora, resumed)
 
 
 def run_all(folder: Path, runs: Sequence[Callable[[Path], list]]) -> None:

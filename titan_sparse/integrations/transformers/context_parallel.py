@@ -10,7 +10,6 @@ Data loaders give whole batches to the trainer, which counts their labels. compu
 batch, after everything that looks at whole sequences.
 """
 
-import math
 import os
 from typing import Any
 
@@ -181,7 +180,6 @@ class ContextParallelTrainer:
         """The loss of this rank's tokens of the whole batch `inputs`: their sum over
         num_items_in_batch, times the number of processes, over which trainers take means."""
         local = shard_batch(inputs, self.cp)
-        self._scale_noise(local["input_ids"].shape[1] / inputs["input_ids"].shape[1])
         labels = shifted_labels(inputs)
         check_same_batch(inputs["input_ids"], labels, self.cp)
         if num_items_in_batch is None:
@@ -249,16 +247,6 @@ class ContextParallelTrainer:
             losses = losses[: state.remainder]
         return losses
 
-    def _scale_noise(self, share: float) -> None:
-        """Scale NEFTune's noise on `share` of a sequence's tokens to the size that the whole would
-        get.
-
-        Its bound is alpha / sqrt(tokens * dims), and it counts the tokens of one rank.
-        """
-        if self.neftune_noise_alpha is not None and self.model.training:
-            embeddings = self.accelerator.unwrap_model(self.model).get_input_embeddings()
-            embeddings.neftune_noise_alpha = self.neftune_noise_alpha * math.sqrt(share)
-
 
 def check_class(cls: type, ours: type) -> None:
     """Raises TypeError for a class whose losses would not be those of whole sequences.
@@ -307,6 +295,8 @@ def check_trainer(trainer: Trainer) -> None:
             "compute_loss_func would see one rank's tokens; leave it out, or override "
             "compute_loss() with shift_labels"
         )
+    if args.neftune_noise_alpha is not None:
+        raise ValueError("neftune_noise_alpha scales noise by the tokens of one rank; leave it out")
     if args.label_smoothing_factor != 0:
         raise ValueError("label_smoothing_factor shifts labels inside of one rank; write 0")
     if args.train_sampling_strategy == "batch_rebalance":

@@ -5,12 +5,12 @@ transformers.masking_utils composes functions of (batch, head, query, key). Call
 pairs would take S x S. There are few parts, known by name, so read_rule() reads the parts instead.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers.masking_utils import find_packed_sequence_indices
 
 from titan_sparse.attention.masks import Mask, MaskRanges, Slices, SlidingWindow
@@ -217,18 +217,10 @@ def has_documents(ranges: MaskRanges) -> bool:
     return bool((starts.amax(1) > first).any())
 
 
-_known_rows: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""From a Mask to what its rows() last returned: (seq_len, device, ranges). A mask that a user gave
-in a dict reaches each layer as it is."""
-
-
+@functools.lru_cache(maxsize=4)
 def _rows(mask: Mask, seq_len: int, device: torch.device) -> MaskRanges:
-    """mask.rows(seq_len, device), computed once for as long as the mask lives."""
-    known = _known_rows.get(mask)
-    if known is None or known[:2] != (seq_len, device):
-        known = (seq_len, device, mask.rows(seq_len, device))
-        _known_rows[mask] = known
-    return known[2]
+    """mask.rows(seq_len, device). A mask that a user gave in a dict reaches each layer anew."""
+    return mask.rows(seq_len, device)
 
 
 def _ranges_on(ranges: MaskRanges, device: torch.device) -> MaskRanges:
