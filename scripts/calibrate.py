@@ -32,8 +32,7 @@ from titan_sparse.attention import attend
 from titan_sparse.attention.backends import choose
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges, SlidingWindow
-from titan_sparse.attention.observe.statistics import recording
-from titan_sparse.attention.observe.visits import count_visits
+from titan_sparse.attention.observe import count_visits, recording
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
 from titan_sparse.config.reading import tokens
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS

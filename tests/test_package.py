@@ -14,7 +14,7 @@ import pytest
 
 import titan_sparse
 from titan_sparse import attention
-from titan_sparse.attention.observe import statistics
+from titan_sparse.attention import observe
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,7 +37,7 @@ def test_offers():
     assert set(titan_sparse.__all__) <= set(dir(titan_sparse))
     assert titan_sparse.attend is attention.attend
     assert titan_sparse.ContextParallel is attention.ContextParallel
-    assert titan_sparse.recording is statistics.recording
+    assert titan_sparse.recording is observe.recording
     assert titan_sparse.masks.Causal().rows(4).stop.tolist() == [[1, 2, 3, 4]]
     assert titan_sparse.patterns.Dense().name == "dense"
     assert re.fullmatch(r"\d+\.\d+\.\d+", titan_sparse.__version__)

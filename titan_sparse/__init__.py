@@ -25,7 +25,7 @@ _MODULES = {
 _HOMES = {
     "ContextParallel": "titan_sparse.attention.context_parallel.group",
     "attend": "titan_sparse.attention.attend",
-    "recording": "titan_sparse.attention.observe.statistics",
+    "recording": "titan_sparse.attention.observe",
 }
 
 # PEFT and transformers load torchao wherever it is installed. It warns of its own libraries that fit

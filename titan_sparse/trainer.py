@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
 from titan_sparse.banner import banner
 from titan_sparse.build import Parts

@@ -21,7 +21,7 @@ from scripts.benchmarks.attention_cases import Shape, chosen_backend, ready_inde
 from scripts.benchmarks.harness import Bench, about, rounded, timed, training_call
 from scripts.benchmarks.options import positive
 from titan_sparse.attention.masks.ranges import Causal
-from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 
 PUBLISHED: dict[str, Any] = {

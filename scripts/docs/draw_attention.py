@@ -31,7 +31,7 @@ from titan_sparse.attention.masks.packed import (
 )
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices
-from titan_sparse.attention.observe.visits import count_visits
+from titan_sparse.attention.observe import count_visits
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.estimate.planner import table_of

@@ -19,7 +19,7 @@ from scripts.study.real_model import dense_attention, load_decoder, positions_of
 from scripts.study.texts import Text
 from titan_sparse.attention.attend import Auxiliary, attend
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges
-from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Dense, Pattern
 from titan_sparse.data.documents import TokenizedTexts
 from titan_sparse.data.packing import IGNORED_LABEL

@@ -25,7 +25,7 @@ from scripts.study.settings import (
     training_configuration,
 )
 from scripts.study.text import read_prompts
-from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.observe import recording
 from titan_sparse.commands.choose import fresh_trainer, seconds_of_step
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.shards import write_json

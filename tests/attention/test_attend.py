@@ -13,7 +13,7 @@ from titan_sparse.attention import ContextParallel, attend, registry
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.packed import prefix_lm
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
-from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 
 SPARSE = VerticalSlash(recall=0.7, sinks=2, local_slashes=1, dense_below=40)

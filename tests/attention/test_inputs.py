@@ -7,7 +7,7 @@ from torch.autograd import forward_ad
 
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks import Causal, Dilated, Documents, Full, Mask, SlidingWindow
-from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 
 BLOCK, SEQ_LEN = 16, 32

@@ -15,8 +15,7 @@ from tests.slice_cases import random_legal
 from titan_sparse.attention.backends import BACKENDS, base
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices
-from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.patterns.dense import DenseIndex
+from titan_sparse.attention.patterns.base import BlockIndex, DenseIndex
 from titan_sparse.attention.tiles.blocks import block_tiles, vertical_tiles
 from titan_sparse.kernels import block_sparse
 from titan_sparse.kernels.block_sparse import Piece

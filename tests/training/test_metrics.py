@@ -23,8 +23,7 @@ from tests.reference import structured_qkv
 from tests.runs import TINY, metrics_of, tiny_config, train, write_texts
 from titan_sparse.attention import ContextParallel, attend, recorder
 from titan_sparse.attention.masks.ranges import Causal
-from titan_sparse.attention.observe.statistics import Recording, recording
-from titan_sparse.attention.observe.visits import worker_imbalance
+from titan_sparse.attention.observe import Recording, recording, worker_imbalance
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.config import Config, ConfigError, check_start
 from titan_sparse.training import metrics

@@ -18,12 +18,12 @@ from titan_sparse.attention.inputs import (
 from titan_sparse.attention.masks.ranges import Causal, Mask, MaskRanges
 from titan_sparse.attention.patterns.base import (
     BlockIndex,
+    Dense,
     Pattern,
     check_pattern,
     options_key,
     select,
 )
-from titan_sparse.attention.patterns.dense import Dense
 from titan_sparse.attention.recomputed import attend_in_parts
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 listening: Any = None
-"""The Recording (observe/statistics.py) that attention calls are reported to, or None."""
+"""The Recording (observe.py) that attention calls are reported to, or None."""
 
 
 @contextlib.contextmanager

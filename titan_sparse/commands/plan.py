@@ -24,7 +24,7 @@ from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
 from titan_sparse.attention.context_parallel.schedule import SCHEDULES
 from titan_sparse.attention.masks.packed import sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges, SlidingWindow
-from titan_sparse.attention.observe.visits import (
+from titan_sparse.attention.observe import (
     step_imbalance,
     worker_imbalance,
     worker_imbalance_per_step,

@@ -16,9 +16,9 @@ from titan_sparse.attention.context_parallel import balanced, group_cast_plan, l
 from titan_sparse.attention.context_parallel.schedule import Moves, Schedule, head_groups
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.reach import seen_blocks, visible_pairs
-from titan_sparse.attention.observe.visits import Visits, by_step, count_visits
+from titan_sparse.attention.observe import Visits, by_step, count_visits
 from titan_sparse.attention.patterns import BlockIndex
-from titan_sparse.attention.patterns.dense import DenseIndex
+from titan_sparse.attention.patterns.base import DenseIndex
 from titan_sparse.attention.schedules.needs import met_blocks, needed_chunks_of
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS, Constants, KVShape
 

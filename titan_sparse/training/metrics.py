@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from titan_sparse.attention.observe.statistics import Recording
-from titan_sparse.attention.observe.visits import worker_imbalance
+from titan_sparse.attention.observe import Recording, worker_imbalance
 from titan_sparse.attention.recorder import counting_caps
 from titan_sparse.config import Attention, Config
 from titan_sparse.estimate.flops import flops_per_token, peak_flops, utilization

@@ -24,7 +24,7 @@ from titan_sparse.attention.masks.ranges import (
     SlidingWindow,
 )
 from titan_sparse.attention.masks.slices import Slices
-from titan_sparse.attention.observe.visits import count_visits
+from titan_sparse.attention.observe import count_visits
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS, load_constants
 from titan_sparse.estimate.indexes import ragged_lengths

@@ -15,7 +15,7 @@ from tests.reference import dense_attention, gradients, structured_qkv
 from tests.slice_cases import NAMES, SEQ_LEN, mask_and_truth
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.masks.slices import Slices
-from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.observe import recording
 
 BLOCK = 8
 AXES = [(1, 3), (2, 2)]

@@ -13,7 +13,7 @@ from tests.distributed import run_processes
 from tests.reference import structured_qkv
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS
 from titan_sparse.attention.masks.ranges import Causal, Documents
-from titan_sparse.attention.observe.visits import count_visits
+from titan_sparse.attention.observe import count_visits
 from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention, moba, xattention
 from titan_sparse.estimate.indexes import load_indexes, save_indexes
 

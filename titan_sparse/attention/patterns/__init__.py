@@ -1,7 +1,6 @@
 """What is worth seeing: one file per pattern."""
 
-from titan_sparse.attention.patterns.base import BlockIndex, Pattern
-from titan_sparse.attention.patterns.dense import Dense
+from titan_sparse.attention.patterns.base import BlockIndex, Dense, Pattern
 from titan_sparse.attention.patterns.moba import MoBA
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlash
 from titan_sparse.attention.patterns.xattention import XAttention

@@ -26,7 +26,7 @@ from titan_sparse.attention.inputs import (
 from titan_sparse.attention.masks.ranges import Mask, MaskRanges
 from titan_sparse.kernels import compact as compact_kernels
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits
-from titan_sparse.options import PatternOptions
+from titan_sparse.options import DenseOptions, PatternOptions
 
 
 class BlockIndex:
@@ -255,6 +255,31 @@ class Pattern(PatternOptions):
         raise NotImplementedError
 
 
+class DenseIndex(BlockIndex):
+    """Selects every pair of blocks; no verticals."""
+
+    def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
+        # [1, 1, nq, nk]
+        shape = (1, 1, len(q_blocks), len(k_blocks))
+        return torch.ones(shape, dtype=torch.bool, device=q_blocks.device)
+
+
+class Dense(Pattern, DenseOptions):
+    """All pairs that the mask allows: the baseline of every comparison."""
+
+    dynamic: ClassVar[bool] = False
+    takes_slices: ClassVar[bool] = True
+
+    def index(
+        self, tensors: list[Tensor], ranges: MaskRanges, batch: int, heads: int, block_size: int
+    ) -> DenseIndex:
+        seq_len = ranges.start.shape[1]
+        device = ranges.start.device
+        # [B, Hq, 0]
+        verticals = torch.empty(batch, heads, 0, dtype=torch.int32, device=device)
+        return DenseIndex(heads, seq_len, block_size, verticals)
+
+
 # Patterns are values of a few numbers. Equal ones share a key and an entry, which stays for good.
 _PATTERNS: dict[str, Pattern] = {}
 
@@ -354,7 +379,7 @@ def select(
 
     Patterns rank keys by the softmax over keys. Learned sinks are not asked: a sink takes the same
     factor from every key of a row, so it changes no row's ranking. A head's budget weighs all rows
-    alike, as recall does (observe/statistics.py). With the sinks, rows that leave little to the keys
+    alike, as recall does (observe.py). With the sinks, rows that leave little to the keys
     would weigh less.
     """
     names, tensors = mask_tensors(ranges)

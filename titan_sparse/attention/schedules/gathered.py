@@ -14,7 +14,7 @@ from torch import Tensor
 from titan_sparse.attention.backends.base import Queries
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
-from titan_sparse.attention.patterns.dense import Dense
+from titan_sparse.attention.patterns.base import Dense
 from titan_sparse.attention.patterns.moba import MoBA, document_origin
 from titan_sparse.attention.tiles.blocks import block_tiles, mapped
 from titan_sparse.kernels import gathered

@@ -7,8 +7,7 @@ from transformers import AttentionInterface
 
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.group import ContextParallel
-from titan_sparse.attention.patterns.base import Pattern
-from titan_sparse.attention.patterns.dense import Dense
+from titan_sparse.attention.patterns.base import Dense, Pattern
 
 ON_ONE_RANK = (
     'To generate or evaluate, write register(name="one_rank") and '

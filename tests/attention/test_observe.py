@@ -1,9 +1,10 @@
-"""Work per rank and step, counted from integers, matches the dense mask."""
+"""Pictures and counts of selections, and work per rank and step, against the mask of all pairs."""
 
 import pytest
 import torch
 
 from tests.reference import structured_qkv, tiles_of
+from titan_sparse.attention import attend
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.context_parallel.schedule import SCHEDULES
 from titan_sparse.attention.masks.ranges import (
@@ -13,15 +14,16 @@ from titan_sparse.attention.masks.ranges import (
     SlidingWindow,
     token_positions,
 )
-from titan_sparse.attention.observe.visits import (
+from titan_sparse.attention.observe import (
     Visits,
     by_step,
     count_visits,
+    recording,
     step_imbalance,
     worker_imbalance,
     worker_imbalance_per_step,
 )
-from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.attention.patterns import Dense, VerticalSlash, XAttention
 
 BLOCK = 8
 SEQ_LEN = 24 * BLOCK
@@ -89,7 +91,7 @@ def test_large_sequences_are_counted_in_pieces(monkeypatch):
     _, ranges, index = _index("documents")
     table = block_ids("striped", 2, SEQ_LEN, BLOCK)
     at_once = count_visits(index, ranges, table)
-    monkeypatch.setattr("titan_sparse.attention.observe.visits._ELEMENTS", 1000)
+    monkeypatch.setattr("titan_sparse.attention.observe._ELEMENTS", 1000)
     in_pieces = count_visits(index, ranges, table)
     assert all(torch.equal(a, b) for a, b in zip(at_once, in_pieces))
 
@@ -111,3 +113,55 @@ def test_imbalance_degrees_by_hand():
     assert step_imbalance(work) == (4 / 2 + 3 / 2) / 2
     assert worker_imbalance_per_step(work) == (4 / 2.5 + 3 / 1.5) / 2
     assert worker_imbalance(torch.tensor([[6, 2], [0, 0]])).tolist() == [1.5, 1.0]
+
+
+SIZE, TOKENS = 16, 192
+CHOSEN = VerticalSlash(recall=0.8, sinks=3, local_slashes=1, max_verticals=12, dense_below=48)
+PICTURES = {
+    "dense": (Dense(), Causal() & SlidingWindow(50)),
+    "xattention": (XAttention(stride=4, threshold=0.6, dense_below=48), Causal(valid=(170,))),
+    "verticals": (CHOSEN, Documents([[100, 30, 55]])),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("cells", [5, 100])
+def test_thumbnail_is_the_mask_pooled(name, cells):
+    pattern, mask = PICTURES[name]
+    q, k, v = structured_qkv(1, 2, 1, TOKENS, 8)
+    with recording(thumbnail_cells=cells) as seen:
+        _, aux = attend(q, k, v, mask, pattern, block_size=SIZE, return_aux=True)
+    (got,), size = seen.thumbnails, min(cells, TOKENS // SIZE)
+    cell = torch.arange(TOKENS) // SIZE * size // (TOKENS // SIZE)
+    pool = torch.nn.functional.one_hot(cell, size).double()
+    blocks = torch.arange(TOKENS // SIZE)
+    pairs = (
+        aux.index.selects(blocks, blocks)[0].repeat_interleave(SIZE, 1).repeat_interleave(SIZE, 2)
+    )
+    if name == "verticals":
+        pairs = aux.index.dense(mask)[0]
+    allowed = pool.T @ mask.dense(TOKENS)[0].double() @ pool
+    want = pool.T @ (pairs & mask.dense(TOKENS)[0]).double() @ pool / allowed
+    assert torch.equal(got.isnan(), (allowed == 0).expand_as(got)) and got.shape == (2, size, size)
+    # In a block cut by the mask verticals are not where their average is.
+    close = (got - want).abs().nan_to_num() < (0.25 if name == "verticals" else 1e-6)
+    assert close.all() and (got - want).nanmean().abs() < 0.01
+
+
+def test_counts_of_blocks_and_verticals():
+    q, k, v = structured_qkv(1, 2, 1, TOKENS, 8)
+    mask = Documents([[100, 60]])
+    with recording() as seen:
+        _, aux = attend(q, k, v, mask, CHOSEN, block_size=SIZE, return_aux=True)
+        attend(q, k, v, mask, Dense(), block_size=SIZE)
+    verticals = [sorted(set(row.tolist()) - {TOKENS}) for row in aux.index.verticals[0]]
+    assert seen.verticals[0].tolist() == [len(row) for row in verticals]
+    assert len(seen.verticals) == 1
+    blocks = torch.arange(TOKENS // SIZE)
+    in_blocks = aux.index.selects(blocks, blocks)[0].repeat_interleave(SIZE, 1).repeat_interleave(
+        SIZE, 2
+    ) & mask.dense(TOKENS)
+    torch.testing.assert_close(
+        seen.blocks_per_query[0], in_blocks.sum((1, 2)) / 160 / SIZE, check_dtype=False
+    )
+    assert (seen.blocks_per_query[1] == (100 * 101 + 60 * 61) / 2 / 160 / SIZE).all()

@@ -1,1 +1,0 @@
-"""What an attention call computed: density, recall, balance, pictures."""
