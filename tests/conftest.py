@@ -82,7 +82,7 @@ def _logging_as_before() -> Iterator[None]:
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("titan_sparse").setLevel(logging.NOTSET)
     for handler in logging.getLogger().handlers:
-        handler.filters.clear()
+        handler.setLevel(logging.NOTSET)
     yield
 
 

@@ -164,6 +164,7 @@ def soak(
         == len(kill_at),
         f"losses differ by up to {max(apart)}": max(apart) <= tolerance,
         f"{skipped} skipped updates, not 1": skipped == [1, 1],
+        "a rank ends with a traceback": "Traceback" not in disturbed.output,
         "no killed rank is named": ranks == 1 or "has given no sign of life" in disturbed.output,
         f"memory grew by {growth} GiB": max(growth) <= MEMORY_GROWTH_GIB + MEMORY_GROWTH * peak,
     }

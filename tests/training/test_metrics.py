@@ -1,6 +1,5 @@
 """What a run logs: balance and communication counted by hand, the file of metrics, TensorBoard, wandb."""
 
-import io
 import itertools
 import json
 import os
@@ -9,11 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -345,11 +342,6 @@ def test_tensorboard_opens_on_the_loss(tmp_path):
     assert sorted(events.Tags()["images"]) == pictures
     for name in pictures:
         assert [event.step for event in events.Images(name)] == [1, 2, 4]
-        encoded = events.Images(name)[-1].encoded_image_string
-        image = np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
-        assert image.shape[0] > 100 and image.shape[1] > 200
-        # White paper, black letters.
-        assert (image == 255).all(-1).any() and (image < 60).all(-1).any()
 
 
 def test_a_heat_map_has_a_color_for_each_head():

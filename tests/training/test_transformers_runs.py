@@ -10,7 +10,16 @@ import torch
 
 from tests.distributed import run_processes
 from tests.models.transformers_models import WINDOW, save_model
-from tests.training.wired_run import assert_alike, lines_of, run, write_shard
+from tests.training import reference_loop as by_hand
+from tests.training.wired_run import (
+    ALIKE,
+    SEQ_LEN,
+    assert_alike,
+    lines_of,
+    read_model,
+    run,
+    write_shard,
+)
 from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.estimate.flops import flops_per_token
 from titan_sparse.models.transformers_config import read_transformers_config
@@ -109,6 +118,19 @@ def test_a_resumed_run_of_a_hybrid_model_is_the_whole_run(folder: Path) -> None:
     assert [line["step"] for line in resumed] == [1, 2, 3]
     for line, wanted in zip(resumed, whole, strict=True):
         assert (line["loss"], line["grad_norm"]) == (wanted["loss"], wanted["grad_norm"])
+
+
+def test_a_hybrid_model_reads_joined_documents_as_transformers_does(folder: Path) -> None:
+    joined = {"attention.mask": "causal_across_documents", "training.steps": 1}
+    train(folder, "qwen3_5", "joined", {**joined, "training.max_norm": 0.0})
+    model = read_model(folder / "qwen3_5")
+    documents = by_hand.ordered(by_hand.read_documents(folder / "shards"), 1)
+    sequence = by_hand.pack(documents, SEQ_LEN, True)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    [wanted] = by_hand.train(model, optimizer, [sequence], [0.1], 0.0, 0.0)
+    [line] = lines_of(folder / "qwen3_5-joined")
+    assert line["loss"] == pytest.approx(wanted.loss, rel=ALIKE)
+    assert line["grad_norm"] == pytest.approx(wanted.grad_norm, rel=1e-3)
 
 
 def _tensors_on_disk(folder: Path) -> dict[str, list[int]]:
