@@ -54,7 +54,7 @@ LLAMA3_4 = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
         values(YARN | {"rope_theta": 1.5}),
         values(YARN | {"factor": 1.5}),
         values(YARN | {"beta_fast": 9, "beta_slow": 2.5}),
-        values(YARN | {"beta_fast": 0, "beta_slow": None}),
+        values(YARN | {"beta_fast": None, "beta_slow": 0}),
         values(YARN | {"attention_factor": SCALE * (1 + 1e-7)}),
         values(YARN | {"attention_factor": None}, rope_theta=700.0),
         values({key: value for key, value in YARN.items() if key != ORIGINAL}),
