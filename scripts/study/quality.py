@@ -24,7 +24,7 @@ from titan_sparse.attention.patterns import Dense, Pattern
 from titan_sparse.data.documents import TokenizedTexts
 from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import Tokenizer
-from titan_sparse.evaluation.needle import Haystack, needle_samples
+from titan_sparse.evaluation.needle import needle_samples
 from titan_sparse.loss import answer_scores, linear_cross_entropy
 from titan_sparse.models.decoder import Attend, inverse_frequencies
 from titan_sparse.models.huggingface_config import read_config
@@ -119,7 +119,7 @@ def hide_needles(text: Text, tokenizer: Tokenizer, length: int, count: int) -> N
     document = TokenizedTexts([text.content[: 16 * length]], tokenizer)
     # In the middle of as many equal parts of the text.
     depths = [(number + 0.5) / count for number in range(count)]
-    samples = needle_samples(Haystack(document, tokenizer), [length], depths, 1, _SEED)
+    samples = needle_samples(document, [length], depths, 1, _SEED)
     tokens = np.stack([np.concatenate([sample.prompt, sample.answer]) for sample in samples])
     labels = np.full_like(tokens, IGNORED_LABEL)
     for row, sample in zip(labels, samples):

@@ -38,7 +38,7 @@ from titan_sparse.data.recipe import Recipe
 from titan_sparse.data.sources import NOT_STDLIB
 from titan_sparse.data.tokenizer import load_tokenizer
 from titan_sparse.evaluation.answers import Sample
-from titan_sparse.evaluation.needle import Haystack, depths, needle_samples
+from titan_sparse.evaluation.needle import depths, needle_samples
 
 Packages = dict[str, list[str]]
 """The texts of each package, in order."""
@@ -302,8 +302,10 @@ def write_prompts(folder: Path, size: Size) -> None:
     config = Config()
     config.data.source = str(folder / "prose")
     config.data.tokenizer = str(folder / "prose")
-    haystack = Haystack(open_documents(config.data, tokenizer), tokenizer)
-    samples = needle_samples(haystack, list(size.lengths), depths(size.depths), size.needles, _SEED)
+    documents = open_documents(config.data, tokenizer)
+    samples = needle_samples(
+        documents, list(size.lengths), depths(size.depths), size.needles, _SEED
+    )
     records = []
     for sample in samples:
         records.append(asdict(sample) | {"prompt": len(sample.prompt), "answer": sample.answer})

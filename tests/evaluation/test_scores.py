@@ -23,7 +23,7 @@ from titan_sparse.data.tokenizer import ByteTokenizer, Encoded
 from titan_sparse.evaluation.answers import Sample, compared, score_samples, string_match_all
 from titan_sparse.evaluation.generation import generate
 from titan_sparse.evaluation.load import build_scorer, find_config
-from titan_sparse.evaluation.needle import Haystack, by_cell, depths, needle_samples
+from titan_sparse.evaluation.needle import by_cell, depths, haystack, needle_samples
 from titan_sparse.evaluation.position import first_windows, position_loss, windows
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.models.decoder import Decoder
@@ -31,10 +31,7 @@ from titan_sparse.trainer import Trainer
 
 LENGTH, BUCKETS, WINDOWS, NEW = 150, 4, 9, 12
 TOKENIZER = ByteTokenizer()
-HAYSTACK = Haystack(
-    TokenizedTexts(["Call me Ishmael. " * 5, "", "It was the best of times. "], TOKENIZER),
-    TOKENIZER,
-)
+HAYSTACK = TokenizedTexts(["Call me Ishmael. " * 5, "", "It was the best of times. "], TOKENIZER)
 
 
 @pytest.mark.parametrize("stride", [7, 3, 1])
@@ -78,7 +75,7 @@ def test_what_cannot_be_measured_is_refused():
     with pytest.raises(ValueError, match="a depth of 50 is not a share"):
         needle_samples(HAYSTACK, [400], [50], 1, 0)
     with pytest.raises(ValueError, match="empty"):
-        Haystack(TokenizedTexts(["", ""], TOKENIZER), TOKENIZER).tokens(0, 10)
+        haystack(TokenizedTexts(["", ""], TOKENIZER), 10)
     for prompts in ([], [np.array([1]), np.array([], dtype=np.int64)]):
         with pytest.raises(ValueError, match="write a prompt of one token or more"):
             generate(None, prompts, 3)
@@ -95,7 +92,7 @@ def test_prepared_tokens_give_the_windows_and_haystack_of_their_texts(tmp_path):
     for name in ("texts", "out"):
         documents = open_documents(Data(source=str(tmp_path / name)), tokenizer)
         windows_of.append(first_windows(documents, 50, LENGTH, 100, 30))
-        haystacks.append(Haystack(documents, tokenizer).tokens(40, 6000))
+        haystacks.append(haystack(documents, 6000))
     for one, other in zip(*windows_of, strict=True):
         assert (one.tokens == other.tokens).all() and (one.labels == other.labels).all()
     assert (haystacks[0] == haystacks[1]).all()
@@ -105,7 +102,7 @@ def test_prepared_tokens_give_the_windows_and_haystack_of_their_texts(tmp_path):
     with pytest.raises(ValueError, match="holds the token 258, of a vocabulary of 258; copy"):
         first_windows(documents, 50, LENGTH, 100, 30)
     with pytest.raises(ValueError, match="holds the token 258"):
-        Haystack(documents, tokenizer).tokens(40, 6000)
+        haystack(documents, 6000)
 
 
 def test_samples_have_exact_length_and_depth():

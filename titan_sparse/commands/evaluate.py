@@ -162,9 +162,8 @@ def read(
             )
     needles = []
     if "needle" in args.tasks:
-        haystack = needle.Haystack(documents, tokenizer)
         depths = needle.depths(args.depths)
-        needles = needle.needle_samples(haystack, args.lengths, depths, args.samples, args.seed)
+        needles = needle.needle_samples(documents, args.lengths, depths, args.samples, args.seed)
     return windows, needles
 
 

@@ -40,40 +40,26 @@ _QUESTION = (
 )
 
 
-class Haystack:
-    """The documents one after the other, again from the first after the last, read when needed."""
+def haystack(documents: Documents, count: int) -> NDArray[np.int64]:
+    """`count` tokens or more: the documents one after the other, a line break between them, again
+    from the first after the last.
 
-    def __init__(self, documents: Documents, tokenizer: Tokenizer) -> None:
-        self.documents = documents
-        self.tokenizer = tokenizer
-        self._tokens = np.empty(0, dtype=np.int64)
-        self._documents_read = 0
-
-    def tokens(self, start: int, count: int) -> NDArray[np.int64]:
-        """int64 [count], from token `start` on, a line break between documents.
-
-        Raises ValueError if no document holds text, or a token is beyond the vocabulary.
-        """
-        if len(self._tokens) < start + count:
-            self._read(start + count)
-        return self._tokens[start : start + count]
-
-    def _read(self, count: int) -> None:
-        line_break = self.tokenizer.encode("\n")
-        parts = [self._tokens]
-        length = len(self._tokens)
-        while length < count:
-            if self._documents_read >= len(self.documents) and length == 0:
-                raise ValueError("the text to hide needles in is empty; write another data.source")
-            index = self._documents_read % len(self.documents)
-            # Without the end-of-document token.
-            ids = self.documents[index].tokens[:-1]
-            check_ids(ids, self.tokenizer)
-            self._documents_read += 1
-            if len(ids):
-                parts += [ids, line_break]
-                length += len(ids) + len(line_break)
-        self._tokens = np.concatenate(parts).astype(np.int64)
+    Raises ValueError if no document holds text, or a token is beyond the vocabulary.
+    """
+    line_break = documents.tokenizer.encode("\n").astype(np.int64)
+    parts = [line_break[:0]]
+    length = 0
+    for index in itertools.count():
+        if length >= count:
+            return np.concatenate(parts)
+        if index == len(documents) and length == 0:
+            raise ValueError("the text to hide needles in is empty; write another data.source")
+        # Without the end-of-document token.
+        ids = documents[index % len(documents)].tokens[:-1]
+        check_ids(ids, documents.tokenizer)
+        if len(ids):
+            parts += [ids.astype(np.int64), line_break]
+            length += len(ids) + len(line_break)
 
 
 def depths(count: int) -> list[float]:
@@ -83,7 +69,7 @@ def depths(count: int) -> list[float]:
 
 
 def needle_samples(
-    haystack: Haystack, lengths: list[int], depths: list[float], samples: int, seed: int
+    documents: Documents, lengths: list[int], depths: list[float], samples: int, seed: int
 ) -> list[Sample]:
     """`samples` prompts for each length and depth.
 
@@ -96,20 +82,23 @@ def needle_samples(
         if not 0 <= depth <= 1:
             raise ValueError(f"a depth of {depth} is not a share of the text. Write 0 to 1")
     prompts = []
+    text = haystack(documents, 2 * max(lengths, default=0))
     for length, depth, repeat in itertools.product(lengths, depths, range(samples)):
         draw = random.Random(f"needle {seed} {length} {depth} {repeat}")
-        prompts.append(_sample(haystack, length, depth, draw))
+        prompts.append(_sample(text, documents.tokenizer, length, depth, draw))
     return prompts
 
 
-def _sample(haystack: Haystack, length: int, depth: float, draw: random.Random) -> Sample:
+def _sample(
+    text: NDArray[np.int64], tokenizer: Tokenizer, length: int, depth: float, draw: random.Random
+) -> Sample:
     # Such as "misty-harbor", and a number of seven digits.
     hidden_key = f"{draw.choice(_ADJECTIVES)}-{draw.choice(_NOUNS)}"
     value = str(draw.randint(1_000_000, 9_999_999))
 
     def encode(text: str) -> NDArray[np.int64]:
         filled = text.format(key=hidden_key, value=value)
-        return haystack.tokenizer.encode(filled).astype(np.int64)
+        return tokenizer.encode(filled).astype(np.int64)
 
     introduction = encode(_INTRODUCTION)
     needle = encode(_NEEDLE)
@@ -120,7 +109,7 @@ def _sample(haystack: Haystack, length: int, depth: float, draw: random.Random) 
         raise ValueError(
             f"a needle and its question do not fit in {length} tokens; write {length - room} or more"
         )
-    text = haystack.tokens(draw.randrange(length), room)
+    text = text[draw.randrange(length) :][:room]
     before = round(depth * room)
     prompt = np.concatenate([introduction, text[:before], needle, text[before:], question])
     return Sample(

@@ -47,7 +47,7 @@ class Validator:
                 documents, data.min_document_length, self.length, self.length, section.windows
             )
             self.needles = needle.needle_samples(
-                needle.Haystack(documents, tokenizer),
+                documents,
                 needle_lengths(section),
                 needle.depths(section.needle_depths),
                 section.needle_samples,
