@@ -221,8 +221,7 @@ def sample_text(where: str, row: dict[str, Any], row_format: str, messages_field
             raise BadSample(f'"{name}" is missing; data.format = "{row_format}" needs it')
     sample: dict[str, Any] = {"where": where}
     if row_format == "messages":
-        sample["messages"] = _messages(row[messages_field], messages_field)
-        _require_assistant(sample["messages"], messages_field)
+        sample["messages"] = _messages(row[messages_field], messages_field, needs_answer=True)
     else:
         sample |= _prompt_and_completion(row["prompt"], row["completion"])
     tools = _tools(row.get("tools"))
@@ -245,25 +244,21 @@ def _prompt_and_completion(prompt: Any, completion: Any) -> dict[str, Any]:
         return {"prompt": prompt, "completion": completion}
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise BadSample('"prompt" and "completion" must be two strings or two lists of messages')
-    sample = {
+    return {
         "prompt": _messages(prompt, "prompt"),
-        "completion": _messages(completion, "completion"),
+        "completion": _messages(completion, "completion", needs_answer=True),
     }
-    _require_assistant(sample["completion"], "completion")
-    return sample
 
 
-def _require_assistant(messages: list[Message], name: str) -> None:
-    if not any(message["role"] == "assistant" for message in messages):
-        raise BadSample(f'"{name}" holds no message of the role "assistant"')
-
-
-def _messages(value: Any, name: str) -> list[Message]:
+def _messages(value: Any, name: str, needs_answer: bool = False) -> list[Message]:
     if isinstance(value, str):
         value = _parsed(value, name)
     if not isinstance(value, list):
         raise BadSample(f'"{name}" is not a list of messages')
-    return [_message(message, f"{name}[{number}]") for number, message in enumerate(value)]
+    messages = [_message(message, f"{name}[{number}]") for number, message in enumerate(value)]
+    if needs_answer and not any(message["role"] == "assistant" for message in messages):
+        raise BadSample(f'"{name}" holds no message of the role "assistant"')
+    return messages
 
 
 def _message(message: Any, name: str) -> Message:
