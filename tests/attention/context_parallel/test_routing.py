@@ -1,5 +1,7 @@
 """Routes of chunks and of their gradients, walked hop by hop."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from titan_sparse.attention.context_parallel.routing import (
     visited_ranks,
 )
 from titan_sparse.attention.context_parallel.schedule import DOUBLE_RING
+from titan_sparse.attention.schedules.transport import route_of
 
 WORLDS = [(1, 1), (1, 2), (1, 5), (2, 2), (2, 3), (3, 2), (4, 1)]
 
@@ -109,6 +112,36 @@ def test_gradients_of_all_users_come_home(inter, intra, density):
                 home |= collected
             assert hops.outer[source, window] == (travelling is not None)
         assert home | (travelling or set()) == users
+
+
+@pytest.mark.parametrize("inter, intra", WORLDS)
+def test_neighbors_agree_on_every_hop(inter, intra):
+    """What a rank sends is received by the next one, in the node or in the next node."""
+    size = inter * intra
+    needed = _needed(size, 0.3, size)
+    routes = []
+    for rank in range(size):
+        cp = SimpleNamespace(windows=DOUBLE_RING.windows(inter, intra, rank), rank=rank)
+        routes.append(route_of(cp, needed))
+    hops_of_keys = hops_needed(needed, inter, intra)
+    for rank, route in enumerate(routes):
+        node, local_rank = divmod(rank, intra)
+        next_rank = routes[node * intra + (local_rank + 1) % intra]
+        next_node = routes[(rank + intra) % size]
+        for window, sources in enumerate(DOUBLE_RING.windows(inter, intra, rank)):
+            for ours, theirs in (
+                (route.outer, next_node.outer),
+                (route.gradient_outer, next_node.gradient_outer),
+            ):
+                assert ours[window][0] == theirs[window][1]
+            for place, source in enumerate(sources):
+                assert route.computes[window][place] == needed[rank, source]
+                assert route.inner[window][place][0] == hops_of_keys.inner[source, window, place]
+                for ours, theirs in (
+                    (route.inner, next_rank.inner),
+                    (route.gradient_inner, next_rank.gradient_inner),
+                ):
+                    assert ours[window][place][0] == theirs[window][place][1]
 
 
 def test_traffic_of_whole_schedules():

@@ -114,9 +114,14 @@ def _play(needed: Tensor, table: Tensor, inter: int, intra: int, stages: int) ->
     assert sorted(crossings) == sorted(wanted_crossings)
 
     wanted = wanted_blocks(needed, table, inter, intra)
-    for stage_of_block in assign_stages(wanted, stages).flatten(1):
+    for node, stage_of_block in enumerate(assign_stages(wanted, stages)):
         by_stage = stage_of_block[stage_of_block >= 0].bincount(minlength=stages)
         assert by_stage.max() - by_stage.min() <= 1
+        # What comes from other nodes has more time to come.
+        own = stage_of_block[node]
+        others = stage_of_block[torch.arange(inter) != node]
+        others = others[others >= 0]
+        assert len(others) == 0 or own.max() <= others.min()
     for back, sums in ((False, (inside, across)), (True, (back_inside, back_across))):
         for counted, blocks in zip(traffic(wanted, stages, back), sums, strict=True):
             assert torch.equal(counted.sum(1), blocks)
