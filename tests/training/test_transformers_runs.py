@@ -121,16 +121,16 @@ def test_a_resumed_run_of_a_hybrid_model_is_the_whole_run(folder: Path) -> None:
 
 
 def test_a_hybrid_model_reads_joined_documents_as_transformers_does(folder: Path) -> None:
-    joined = {"attention.mask": "causal_across_documents", "training.steps": 1}
-    train(folder, "qwen3_5", "joined", {**joined, "training.max_norm": 0.0})
+    joined = {"attention.mask": "causal_across_documents", "optimizer.lr": 1e-30}
+    train(folder, "qwen3_5", "joined", joined)
     model = read_model(folder / "qwen3_5")
     documents = by_hand.ordered(by_hand.read_documents(folder / "shards"), 1)
-    sequence = by_hand.pack(documents, SEQ_LEN, True)[0]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    [wanted] = by_hand.train(model, optimizer, [sequence], [0.1], 0.0, 0.0)
-    [line] = lines_of(folder / "qwen3_5-joined")
-    assert line["loss"] == pytest.approx(wanted.loss, rel=ALIKE)
-    assert line["grad_norm"] == pytest.approx(wanted.grad_norm, rel=1e-3)
+    assert any(len(pieces) > 1 for pieces in by_hand.pack(documents, SEQ_LEN)[:STEPS])
+    sequences = by_hand.pack(documents, SEQ_LEN, joined=True)[:STEPS]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
+    wanted = by_hand.train(model, optimizer, sequences, [1e-30] * STEPS, 0.0, 0.0)
+    losses = [line["loss"] for line in lines_of(folder / "qwen3_5-joined")]
+    assert losses == pytest.approx([line.loss for line in wanted], rel=ALIKE)
 
 
 def _tensors_on_disk(folder: Path) -> dict[str, list[int]]:
