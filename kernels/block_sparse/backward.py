@@ -189,7 +189,7 @@ def _walk_queries(
                 words, origin = choices(piece, batch, head, heads, q_len, rows)
                 seen_from, seen_until = chosen_range(
                     seen_from, seen_until, words, origin,
-                    piece.chunk, piece.chosen_words, first_position,
+                    piece.chosen.tokens, piece.chosen_words, first_position,
                 )  # fmt: skip
             after_start = visible[:, None] >= seen_from[None, :]
             seen = after_start & (visible[:, None] < seen_until[None, :])

@@ -117,12 +117,9 @@ class Operand(NamedTuple):
     positions: Rows  # of one element, so without a stride per token
     covered: Tensor | None
     words: int  # of `covered`, per query block
-    chosen: Tensor | None
+    chosen: ChosenChunks | None
     chosen_words: int  # per query
-    origin: Tensor | None
-    chunk: int
-    slices: Tensor | None
-    slices_stride: int  # per batch
+    slices: Rows | None
     q_positions: Tensor | None
 
 
@@ -154,21 +151,10 @@ def operand(piece: Piece, lists: BlockLists, heads: int) -> Operand:
     batch_stride = 0 if positions.shape[0] == 1 else positions.stride(0)
     head_stride = 0 if positions.shape[1] == 1 else positions.stride(1)
 
-    covered = None
-    if tiles.covered is not None:
-        covered = tiles.covered.contiguous()
-    chosen = None
-    chosen_words = 0
-    origin = None
-    chunk = 0
-    if tiles.chosen is not None:
-        chosen = tiles.chosen.words.contiguous()
-        chosen_words = chosen.shape[-1]
-        origin = tiles.chosen.origin.contiguous()
-        chunk = tiles.chosen.tokens
-    slices_stride = 0
-    if tiles.slices is not None:
-        slices_stride = tiles.slices.stride(0)
+    chosen = tiles.chosen
+    if chosen is not None:
+        chosen = ChosenChunks(chosen.words.contiguous(), chosen.origin.contiguous(), chosen.tokens)
+    slices = tiles.slices
 
     return Operand(
         k=rows_of(piece.k),
@@ -184,14 +170,11 @@ def operand(piece: Piece, lists: BlockLists, heads: int) -> Operand:
         partial_slice=lists.partial_slice,
         list_stride=list_stride,
         positions=Rows(positions, (batch_stride, head_stride)),
-        covered=covered,
+        covered=None if tiles.covered is None else tiles.covered.contiguous(),
         words=-(-k_len // 32),
         chosen=chosen,
-        chosen_words=chosen_words,
-        origin=origin,
-        chunk=chunk,
-        slices=tiles.slices,
-        slices_stride=slices_stride,
+        chosen_words=0 if chosen is None else chosen.words.shape[-1],
+        slices=None if slices is None else Rows(slices, slices.stride()[:1]),
         q_positions=tiles.q_positions,
     )
 
@@ -262,7 +245,7 @@ def list_row(piece, batch, head, block):
 @triton.jit
 def bounds_in_slice(piece, batch, number, query):
     """From and before which position queries at positions `query` see keys in one slice."""
-    batch_begin = piece.slices + batch.to(tl.int64) * piece.slices_stride
+    batch_begin = piece.slices.data + batch.to(tl.int64) * piece.slices.stride[0]
     # (q_start, q_stop, k_start, k_stop, low, high)
     at = batch_begin + number * 6
     inside = (query >= tl.load(at)) & (query < tl.load(at + 1))
@@ -279,8 +262,8 @@ def choices(piece, batch, head, heads, q_len, rows):
     For a piece that has choices.
     """
     head_row = (batch.to(tl.int64) * heads + head) * q_len
-    words = piece.chosen + (head_row + rows) * piece.chosen_words
-    origin = piece.origin + batch.to(tl.int64) * q_len + rows
+    words = piece.chosen.words + (head_row + rows) * piece.chosen_words
+    origin = piece.chosen.origin + batch.to(tl.int64) * q_len + rows
     return words, tl.load(origin)
 
 
@@ -334,7 +317,8 @@ def hide_keys(scores, piece, batch, first, number, start, stop, looked_up, COUNT
         # The keys of a tile are neighbors, so its first position says which chunks it touches.
         first_position = tl.load(positions + first)
         seen_from, seen_until = chosen_range(
-            seen_from, seen_until, words, origin, piece.chunk, piece.chosen_words, first_position
-        )
+            seen_from, seen_until, words, origin,
+            piece.chosen.tokens, piece.chosen_words, first_position,
+        )  # fmt: skip
     seen = (position[None, :] >= seen_from[:, None]) & (position[None, :] < seen_until[:, None])
     return tl.where(seen, scores, float("-inf"))
