@@ -65,15 +65,7 @@ def _forward(
     return out, lse, vertical_kv
 
 
-def _fake_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    index: list[Tensor],
-    mask: list[Tensor],
-    call: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_forward(q, k, v, sinks, index, mask, call) -> tuple[Tensor, Tensor, Tensor]:
     """The shapes and dtypes of what _forward() returns, for torch.compile."""
     options = registry.lookup(call)
     size = options.cp().block_size

@@ -102,21 +102,13 @@ def queries_seeing(ranges: MaskRanges, keys: Tensor) -> tuple[Tensor, Tensor]:
     # [B, n]
     flat = keys.flatten(1).contiguous()
     # The first query whose range ends behind the key, and the first whose range begins behind it.
-    first = _count_up_to(ranges.stop, flat)
-    last = _count_up_to(ranges.start, flat)
-    return first.view(keys.shape), last.view(keys.shape)
-
-
-def _count_up_to(ends: Tensor, keys: Tensor) -> Tensor:
-    """int32 [B, n]: how many of a sequence's sorted ends, int32 [Bm, S], are at most each key."""
-    # searchsorted() does not broadcast: [Bm, S] -> [B, S].
-    ends = ends.expand(len(keys), -1).contiguous()
-    return torch.searchsorted(
-        ends,
-        keys,
-        right=True,
-        out_int32=True,
-    )
+    found = []
+    for ends in (ranges.stop, ranges.start):
+        # searchsorted() does not broadcast: [Bm, S] -> [B, S].
+        ends = ends.expand(len(keys), -1).contiguous()
+        found.append(torch.searchsorted(ends, flat, right=True, out_int32=True).view(keys.shape))
+    first, last = found
+    return first, last
 
 
 def seen_by(ranges: MaskRanges, queries: Tensor) -> Callable[[Tensor], Tensor]:
