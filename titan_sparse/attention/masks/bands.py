@@ -207,15 +207,9 @@ def _tile(line: Tensor, other: Tensor, size: int) -> Tensor:
     """A whole tile as a slice, int64 [n, 6]."""
     q = line * size
     k = other * size
-    numbers = [
-        q,
-        q + size,
-        k,
-        k + size,
-        k - q - size + 1,
-        k - q + size - 1,
-    ]
-    return torch.stack(numbers, dim=-1)
+    low = k - q - size + 1
+    high = k - q + size - 1
+    return torch.stack([q, q + size, k, k + size, low, high], dim=-1)
 
 
 def _places_in(listed: Tensor, blocks: int) -> Tensor:

@@ -154,16 +154,10 @@ def check_disjoint(slices: Tensor) -> None:
         # Meeting ranges are not enough: diagonals may leave out what they share.
         both, twice = overlap(tight[first], tight[second])
         if twice.any():
-            shared = both[twice][0].tolist()
-            numbers = [int(kept[which[twice][0]]) for which in (first, second)]
-            one, other = (
-                "{} (queries {}..{}, keys {}..{}, {} <= k - q <= {})".format(
-                    number, *slices[number].tolist()
-                )
-                for number in sorted(numbers)
-            )
+            query, _, key = both[twice][0, :3].tolist()
+            one, other = sorted(int(kept[which[twice][0]]) for which in (first, second))
             raise ValueError(
-                f"Slices: {one} and {other} both hold query {shared[0]}, key {shared[2]}; "
+                f"Slices: slice {one} and slice {other} both hold query {query}, key {key}; "
                 "write them so that each pair is in one slice only"
             )
 

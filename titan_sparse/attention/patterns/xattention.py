@@ -192,8 +192,7 @@ def _counted(
     keys = known & (span == span[..., -1:])
     queries = known & (span == span[..., :1])
     # [B, blocks, block]
-    keys = keys.flatten(1).unflatten(1, (-1, block_size))
-    queries = queries.flatten(1).unflatten(1, (-1, block_size))
+    keys, queries = (x.flatten(1).unflatten(1, (-1, block_size)) for x in (keys, queries))
     return keys[:, own_blocks], queries[:, own_blocks]
 
 

@@ -80,22 +80,15 @@ def _masses(kind: str, segments: Segments) -> Tensor:
 
 KINDS = ["random", "ties", "window", "orders of magnitude", "none"]
 LAYOUTS = {
-    "one segment": _segments([[1500]], 0, [(0, 10**6, 0)], 3, 0),
-    "many ties": _segments([[2001]], 3, [(1200, 10**6, 2)], 2, 1),
+    "one segment": _segments([[500]], 3, [(300, 10**6, 2)], 3, 1),
     "many": _segments(
-        [[130, 1, 0, 77, 3000], [700, 700, 700, 1, 0]],
-        0,
-        [(0, 10**6, 3), (5, 40, 0), (0, 0, 1)],
-        5,
-        9,
+        [[130, 1, 0, 77, 300], [70, 70, 70, 1, 0]], 0, [(0, 10**6, 3), (5, 40, 0), (0, 0, 1)], 5, 9
     ),
     "many, gaps": _segments(
         [[50] * 8, [7, 90] * 4], 5, [(0, 10**6, 3), (60, 70, 0), (9, 4, 1), (0, 12, 0)], 3, 0
     ),
     "tiny": _segments([[1, 2, 3, 0, 1, 5]], 0, [(0, 1, 0), (1, 3, 0), (0, 9, 1)], 2, 2),
-    "one element": _segments([[1]], 0, [(0, 1, 0)], 1, 0),
     "all empty": _segments([[0, 0]], 1, [(3, 5, 2)], 2, 1),
-    "none allowed": _segments([[333]], 0, [(0, 0, 0)], 2, 0),
     "a cap": _segments([[333]], 0, [(0, 20, 0)], 4, 0),
 }
 
@@ -104,7 +97,7 @@ LAYOUTS = {
     "layout, kind",
     [
         *((layout, "ties") for layout in LAYOUTS if layout != "all empty"),
-        *((layout, kind) for layout in ("one segment", "a cap", "none allowed") for kind in KINDS),
+        *((layout, kind) for layout in ("one segment", "a cap") for kind in KINDS),
         ("tiny", "orders of magnitude"),
         ("all empty", "none"),
     ],
