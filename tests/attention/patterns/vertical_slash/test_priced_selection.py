@@ -134,19 +134,6 @@ def test_bounds_on_what_comes_besides_sinks_and_local_slashes():
     assert (verticals >= 2).all() and (slashes == 2).all()
 
 
-def test_documents_have_their_shares_of_a_cap():
-    """Of 7 verticals for 252 tokens, 128 tokens get 4 and 64 tokens get 2."""
-    mask = Documents([[128, 64, 40, 20]] * 2)
-    index = _select(_pattern(sinks=0, max_verticals=7), mask)
-    assert index.capped[..., 0].all()
-    most = [0, 0]
-    for head in itertools.chain(*_verticals(index)):
-        inside = [sum(start <= v < start + n for v in head) for start, n in ((0, 128), (128, 64))]
-        most = [max(pair) for pair in zip(most, inside)]
-        assert not any(v >= 192 for v in head)
-    assert most == [4, 2]
-
-
 def test_sinks_and_local_slashes_are_always_on():
     mask = Documents([[100, 60, 90]] * 2)
     index = _select(_pattern(recall=0.01, sinks=5, local_slashes=3), mask)
