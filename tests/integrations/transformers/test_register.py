@@ -10,12 +10,13 @@ from tests.integrations.transformers.families import (
     BLOCK,
     assert_close,
     family,
+    positions,
     tokens,
     transformers,
 )
 from tests.models.transformers_models import tiny_model
 from titan_sparse import ContextParallel, recording
-from titan_sparse.attention.masks import Full
+from titan_sparse.attention.masks import Full, documents
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.integrations.transformers import (
     AttentionMask,
@@ -104,6 +105,7 @@ def build_mask(mask_function: Callable) -> None:
 
 
 HOLES = torch.ones(1, SEQ_LEN, dtype=torch.int64).index_fill(1, torch.tensor([10, 11]), 0)
+PACKED = {"position_ids": positions(25, 25)}
 CAUSAL = masking_utils.causal_mask_function
 WINDOW = masking_utils.sliding_window_overlay
 REFUSED = [
@@ -119,6 +121,9 @@ REFUSED = [
     *((partial(register, name=name), "write") for name in IMPLEMENTATIONS),
     (partial(AttentionMask, torch.ones(2, 2)), "write one of"),
     (partial(run_sparse, attention_mask=HOLES), "vertical_slash does not compute; move the pad"),
+    (partial(run, "qwen3_5", attention_mask=HOLES, **PACKED), "know the documents of padding"),
+    (partial(run, "qwen3_5", attention_mask=AttentionMask(documents([25, 25]))), "or of Slices"),
+    (partial(run, "qwen3_5", use_cache=True, **PACKED), "states of linear attention are not"),
     (partial(run, "llama", output_attentions=True), "write output_attentions=False"),
     (
         partial(run, "llama", attention_mask=torch.zeros(1, 1, SEQ_LEN, SEQ_LEN)),

@@ -191,16 +191,11 @@ def padded(folder: Path) -> list[dict[str, float]]:
     return trained(folder, options={"data_collator": collate})
 
 
-def hybrid(folder: Path) -> list[dict[str, float]]:
-    """Linear attention, with our checkpointing."""
-    model = family("qwen3_next", vocab_size=VOCAB)
-    model.set_attn_implementation("titan_sparse")
-    model.gradient_checkpointing_enable(keep_attention())
-    return trained(folder, options={"model": model}, max_steps=2)
-
-
 def sharded(
-    folder: Path, changes: dict[str, Any] | None = None, lora: LoraConfig | None = None
+    folder: Path,
+    changes: dict[str, Any] | None = None,
+    lora: LoraConfig | None = None,
+    model: PreTrainedModel | None = None,
 ) -> list[dict[str, float]]:
     """FSDP2 by accelerate, with tied weights, clipping, our checkpointing and our loss."""
     options = {} if changes is None else changes
@@ -208,7 +203,8 @@ def sharded(
     args = arguments(folder, max_grad_norm=0.1, fsdp=not is_alone, **options)
     if not is_alone:
         pretend_gpus()
-    model = tiny_model(tied=True)
+    if model is None:
+        model = tiny_model(tied=True)
     chunk_loss(model, chunk_tokens=50)
     model.gradient_checkpointing_enable(keep_attention())
     if lora is not None:
@@ -228,6 +224,13 @@ def sharded_lora(folder: Path) -> list[dict[str, float]]:
     """The same with an adapter of lm_head, which accelerate shards apart from the final norm."""
     lora = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], use_dora=True)
     return sharded(folder, lora=lora)
+
+
+def hybrid(folder: Path) -> list[dict[str, float]]:
+    """The same with linear attention and experts."""
+    model = family("qwen3_next", vocab_size=VOCAB)
+    model.set_attn_implementation("titan_sparse")
+    return sharded(folder, {"max_steps": 2}, model=model)
 
 
 def resumed(folder: Path) -> list[dict[str, float]]:
