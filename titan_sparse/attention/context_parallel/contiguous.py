@@ -1,6 +1,6 @@
 """Contiguous tokens on each rank, for layers with a state that runs along the sequence.
 
-Rank r of W holds the r-th of W equal runs of tokens. A state that a rank receives is S = A S' + B,
+A state that a rank receives is S = A S' + B,
 where S' is the state that the rank before received. A and B follow from that rank's own tokens, so
 that one all-gather of A and B gives every rank its state.
 """
@@ -44,11 +44,9 @@ class Move:
 
     def exchange(self, x: Tensor, to_layout: bool) -> Tensor:
         """to_layout() or to_contiguous(), without a gradient."""
-        sends, receives = self.sends, self.receives
-        order, place = self.leaving, self.arriving
+        sends, receives, order, place = self.sends, self.receives, self.leaving, self.arriving
         if not to_layout:
-            sends, receives = receives, sends
-            order, place = place, order
+            sends, receives, order, place = receives, sends, place, order
         # [blocks, B, block_size, D]
         blocks = x.unflatten(1, (-1, self.block_size)).transpose(0, 1)
         leaving = blocks.index_select(0, order)

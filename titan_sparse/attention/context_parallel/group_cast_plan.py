@@ -14,10 +14,7 @@ from torch import Tensor
 from titan_sparse.attention.context_parallel.routing import Traffic
 
 LINK = 12
-"""Memory bandwidth of a GPU divided by the bandwidth of a link inside a node.
-
-About 3.5 TB/s and 0.28 TB/s (H200, NVLink).
-"""
+"""Bandwidth of a GPU's memory over that of a link inside a node: 3.5 and 0.28 TB/s (H200, NVLink)."""
 
 
 class Exchange(NamedTuple):
@@ -73,8 +70,7 @@ def plan(
     wanted_here = wanted[node]  # [to rank, from node, by rank, n]
     stage_of = assign_stages(wanted, stages)  # [to node, from node, by rank, n]
     owned = table.reshape(inter, intra, n).transpose(0, 1)  # [by rank, from node, n]
-    same_node = torch.eye(inter, dtype=torch.bool)
-    other_node = ~same_node[..., None]
+    other_node = ~torch.eye(inter, dtype=torch.bool)[..., None]
     own_rows = torch.arange(n)
     # [from node, n]: where in its memory this rank has the blocks of the ranks with its local
     # number. Its own are there from the beginning, the others once they have come.
@@ -83,9 +79,7 @@ def plan(
     planned = []
     for number in range(stages):
         # [to node, from node, n]: what ranks with this local number send between nodes
-        in_stage = stage_of[:, :, local_rank] == number
-        crossing = in_stage & other_node
-        outgoing = crossing[:, node]
+        crossing = (stage_of[:, :, local_rank] == number) & other_node
         arriving = crossing[node]
         # What arrives lies behind all that is in memory so far.
         first_relayed = memory
@@ -93,7 +87,7 @@ def plan(
         rows[arriving] = torch.arange(first_relayed, memory)
         outer = None
         if crossing.any():
-            outer = _exchange(outgoing, arriving, own_rows, device)
+            outer = _exchange(crossing[:, node], arriving, own_rows, device)
 
         # [to rank, from node, by rank, n]: what ranks of this node send inside it
         handed_on = wanted_here & (stage_of[node] == number)
@@ -146,9 +140,8 @@ def wanted_blocks(needed: Tensor, table: Tensor, inter: int, intra: int) -> Tens
     """
     # [W, W, n]: the blocks of each rank that each rank needs
     needed_of_ranks = needed[:, table]
-    ranks = len(table)
-    same_rank = torch.eye(ranks, dtype=torch.bool)
-    wanted = needed_of_ranks & ~same_rank[..., None]
+    other_rank = ~torch.eye(len(table), dtype=torch.bool)
+    wanted = needed_of_ranks & other_rank[..., None]
     return wanted.view(inter, intra, inter, intra, -1)
 
 

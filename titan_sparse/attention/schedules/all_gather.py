@@ -27,7 +27,7 @@ class AllGather(Transport):
         self.v = v
         self.backward = backward
         self.dtype = call.sum_dtype(k)
-        self.rectangles = _rectangles(call, q)
+        self.rectangles = _rectangles(call, q) if call.backend.DENSE_BY_CHUNK else []
         self.scattered: list[tuple[Pending, Pending]] = []
 
         # Made when the first heads meet verticals, and once for all heads.
@@ -118,11 +118,8 @@ class AllGather(Transport):
 
 def _rectangles(call: AttentionCall, q: Tensor) -> list[tuple[Rectangle, slice]]:
     """The rectangle of each rank whose keys this rank's queries see, and where those keys are among
-    those of all ranks; an empty list where tiles are faster. All queries see some of the first
-    rank's."""
+    those of all ranks. All queries see some of the first rank's."""
     found = []
-    if not call.backend.DENSE_BY_CHUNK:
-        return found
     length = q.shape[2]
     for source in range(call.cp.size):
         rectangle = rectangle_of(call, q, source)

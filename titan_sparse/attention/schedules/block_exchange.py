@@ -112,7 +112,6 @@ class BlockGradients:
 
     sums: [blocks, 2, B, Hkv, size, D] of this rank's own blocks, and behind them of those that it
     hands on. first: how many own blocks the first step computed on. rest: of the others.
-    crossing: the exchange between nodes that is on its way.
     """
 
     def __init__(self, cp: ContextParallel, plan: CastPlan, k: Tensor, dtype: torch.dtype):
@@ -184,13 +183,9 @@ class BlockGradients:
         self.crossing = None
 
     def _add(self, pending: Pending, exchange: Exchange) -> None:
-        """Add what an exchange brings to the sums, sender by sender.
-
-        So nothing is added to one place twice at a time, and the order is always the same.
-        """
-        received = pending.wait()
+        """Sender by sender, nothing is added to one place twice at a time, and in a fixed order."""
+        blocks_by_sender = pending.wait().split(exchange.sends)
         rows_by_sender = exchange.rows.split(exchange.sends)
-        blocks_by_sender = received.split(exchange.sends)
         for rows, blocks in zip(rows_by_sender, blocks_by_sender, strict=True):
             self.sums.index_add_(0, rows, blocks.to(self.sums.dtype))
 

@@ -108,18 +108,11 @@ def _find_geometry(call: AttentionCall, batch: int) -> Geometry:
     # The most KV blocks that a query block meets in the own chunks of its queries: the first
     # query's chunk begins `chunk` - 1 tokens before it at most.
     width = -(-(chunk - 1) // call.cp.block_size) + 1
-    tiles = tiles._replace(
-        by_query=_narrowed(tiles.by_query, width),
-        by_key=_narrowed(tiles.by_key, width),
-    )
+    by_query, by_key = (_narrowed(lists, width) for lists in (tiles.by_query, tiles.by_key))
     # Rows that see nothing have no chunks either.
     earlier = torch.where(sees_any, chunks.own, 0)
-    return Geometry(
-        tiles=tiles,
-        earlier=earlier.int().contiguous(),
-        offset=chunks.offset.int().contiguous(),
-        begin=chunks.begin.int().contiguous(),
-    )
+    tables = (x.int().contiguous() for x in (earlier, chunks.offset, chunks.begin))
+    return Geometry(tiles._replace(by_query=by_query, by_key=by_key), *tables)
 
 
 def _narrowed(lists: BlockLists, width: int) -> BlockLists:
@@ -131,8 +124,7 @@ def _narrowed(lists: BlockLists, width: int) -> BlockLists:
         batch, heads = field.shape[:2]
         # All heads share their memory, and so may all sequences.
         sequences = 1 if field.stride(0) == 0 else batch
-        field = field[:sequences, :1, :, :width]
-        field = field.contiguous()
+        field = field[:sequences, :1, :, :width].contiguous()
         return field.expand(batch, heads, -1, -1)
 
     return mapped(lists, narrow)

@@ -75,9 +75,8 @@ def met_chunks(seen: Tensor, index: BlockIndex, layout: str) -> Tensor:
 def needed_blocks(call: AttentionCall) -> Tensor:
     """bool [W, blocks] on the host: some query of rank r meets a key of block b.
 
-    Verticals do not count; any sequence and head does. The answer is exact. For a static pattern
-    it follows from the mask alone, which is looked at once a batch. For a dynamic one the host
-    waits for the index.
+    Verticals do not count; any sequence and head does. For a static pattern the mask is looked at
+    once a batch, and for a dynamic one the host waits for the index.
     """
     table = call.cp.table(call.mask)
     # int64 [W, n]: the query blocks of each rank
