@@ -37,8 +37,6 @@ from tests.models.huggingface_reference import (
 from tests.runs import tiny_config, train, write_texts
 from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.config import Config, Model, check_start, save
-from titan_sparse.data.preparing import prepare
-from titan_sparse.data.recipe import Recipe
 from titan_sparse.models import huggingface_files
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import check_weights, huggingface_name
@@ -381,7 +379,7 @@ def _same_chats(found: Path, tokenizer: str, template: str) -> None:
 
 
 def test_an_export_has_the_tokenizer_and_template_of_its_run(tmp_path):
-    """From random weights, from a model with other ones, and of prepared tokens."""
+    """From random weights, and from a model with other ones."""
     own = write_tokenizer(tmp_path / "own", CHATML)
     other = write_tokenizer(tmp_path / "other", GLM)
     for folder, end in ((own, "<|endoftext|>"), (other, "<|end|>")):
@@ -389,13 +387,6 @@ def test_an_export_has_the_tokenizer_and_template_of_its_run(tmp_path):
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
     other_end = CHATML.replace("<|im_end|>", "<|end|>")
     (tmp_path / "other_end.jinja").write_text(other_end)
-    recipe = Recipe(
-        str(tmp_path / "chats.jsonl"),
-        tokenizer=own,
-        format="messages",
-        chat_template=str(tmp_path / "other_end.jinja"),
-    )
-    prepare(recipe, str(tmp_path / "prepared"))
     run = tiny_config(
         tmp_path,
         "run",
@@ -412,14 +403,10 @@ def test_an_export_has_the_tokenizer_and_template_of_its_run(tmp_path):
     dist.destroy_process_group()
     first = tmp_path / "run/huggingface/step-1"
     _same_chats(first, own, CHATML)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(Path(other) / name, first)
-    _same_chats(first, other, GLM)
     run.model = Model(initial_hf=str(first))
     cases = {
         "other": ({"tokenizer": other}, other, GLM),
         "template": ({"chat_template": str(tmp_path / "other_end.jinja")}, own, other_end),
-        "prepared": ({"source": str(tmp_path / "prepared"), "format": "text"}, own, other_end),
     }
     for name, (changes, tokenizer, template) in cases.items():
         config = replace(run, data=replace(run.data, **changes))
