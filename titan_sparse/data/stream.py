@@ -49,30 +49,6 @@ class Span(NamedTuple):
     stop: int
 
 
-class Order:
-    """The order of 0 ... count-1, shuffled anew in every epoch, or unchanged."""
-
-    def __init__(self, count: int, seed: int, shuffle: bool) -> None:
-        self.count = count
-        self.seed = seed
-        self.shuffle = shuffle
-        # Only the most recently used epoch's order is kept.
-        self._epoch = -1
-        self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-
-    def at(self, epoch: int, place: int) -> int:
-        """The number at a place of an epoch."""
-        if not self.shuffle:
-            return place
-        if self._epoch != epoch:
-            # The pair, not the sum. Otherwise seed 0 in epoch 1 and seed 1 in epoch 0 would read
-            # in the same order.
-            generator = np.random.default_rng([self.seed, epoch])
-            self._order = generator.permutation(self.count)
-            self._epoch = epoch
-        return int(self._order[place])
-
-
 class Stream(ABC):
     """Cuts documents into an endless stream of sequences of at most `seq_len` tokens.
 
@@ -87,8 +63,13 @@ class Stream(ABC):
         self.tokenizer = tokenizer
         self.data = data
         self.seq_len = seq_len
-        self.order = Order(len(documents), seed, data.shuffle)
+        self.seed = seed
+        # Places of an epoch: documents, or samples for prepared tokens.
+        self.count = len(documents)
         self.cursor = Cursor()
+        # The order of one epoch.
+        self._epoch = -1
+        self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._open()
 
     @abstractmethod
@@ -108,8 +89,8 @@ class Stream(ABC):
             "split_special_tokens": int(self.tokenizer.split_special_tokens),
             "sequences": self.data.sequences,
             "seq_len": self.seq_len,
-            "seed": self.order.seed,
-            "shuffle": int(self.order.shuffle),
+            "seed": self.seed,
+            "shuffle": int(self.data.shuffle),
             "min_document_length": self.data.min_document_length,
             **asdict(self.documents.sample_format),
         }
@@ -124,12 +105,24 @@ class Stream(ABC):
         check_ids(np.stack([packed.tokens, packed.labels]), self.tokenizer)
         return packed
 
+    def _at(self, place: int) -> int:
+        """The document, or the sample, at a place of the cursor's epoch."""
+        epoch = self.cursor.epoch
+        if not self.data.shuffle:
+            return place
+        if self._epoch != epoch:
+            # The pair, not the sum. Otherwise seed 0 in epoch 1 and seed 1 in epoch 0 would read
+            # in the same order.
+            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.count)
+            self._epoch = epoch
+        return int(self._order[place])
+
     def _go_to(self, place: int) -> None:
         """Move the cursor to the beginning of a place, which may be the end of the epoch."""
         cursor = self.cursor
         cursor.document = place
         cursor.offset = 0
-        if place == self.order.count:
+        if place == self.count:
             cursor.epoch += 1
             cursor.document = 0
 
@@ -176,8 +169,8 @@ class WalkedStream(Stream):
         # Wherever the cursor is, two passes contain one whole epoch. After that we know that no
         # document is long enough.
         longest = 0
-        for _ in range(2 * self.order.count):
-            index = self.order.at(self.cursor.epoch, self.cursor.document)
+        for _ in range(2 * self.count):
+            index = self._at(self.cursor.document)
             length = self.documents.length(index)
             if length > self._shortest:
                 return index, length
@@ -214,7 +207,7 @@ class SampleStream(Stream):
         self._stop = np.cumsum(samples[self._index])
         if len(self._index) == 0:
             raise _no_sample(self.data, self.seq_len, int(lengths.max()))
-        self.order = Order(int(self._stop[-1]), self.order.seed, self.data.shuffle)
+        self.count = int(self._stop[-1])
         logger.info(
             "data: %d of %d documents are left out: they have fewer than %d tokens",
             len(lengths) - len(self._index),
@@ -224,7 +217,7 @@ class SampleStream(Stream):
 
     def next_sequence(self) -> list[Span]:
         cursor = self.cursor
-        sample = self.order.at(cursor.epoch, cursor.document)
+        sample = self._at(cursor.document)
         place = int(np.searchsorted(self._stop, sample, side="right"))
         index = int(self._index[place])
         first_sample = int(self._stop[place - 1]) if place else 0
@@ -269,7 +262,7 @@ class WholeStream(Stream):
         """The window at the cursor. The cursor skips windows without a sequence."""
         cursor = self.cursor
         # Wherever the cursor is, two passes contain one whole epoch.
-        for _ in range(2 * self.order.count):
+        for _ in range(2 * self.count):
             if self._window_at != (cursor.epoch, cursor.document):
                 self._window = self._pack_window()
                 self._window_at = (cursor.epoch, cursor.document)
@@ -288,8 +281,8 @@ class WholeStream(Stream):
         place = self.cursor.document
         lengths: dict[int, int] = {}
         room = WINDOW * self.seq_len - self.seq_len // 4
-        while place < self.order.count:
-            index = self.order.at(self.cursor.epoch, place)
+        while place < self.count:
+            index = self._at(place)
             length = self.documents.length(index)
             if max(self.data.min_document_length, 1) < length <= self.seq_len:
                 if length > room:
@@ -311,7 +304,7 @@ class WholeStream(Stream):
             # Use the first window, which has just been read. Its lengths are in memory.
             stop, sequences = self._window
             places = range(self.cursor.document, stop)
-            indices = [self.order.at(self.cursor.epoch, place) for place in places]
+            indices = [self._at(place) for place in places]
             lengths = np.array([documents.length(index) for index in indices])
             kept = sum(sequences, [])
             learned = np.concatenate([documents[index].learned for index in kept]).mean()
