@@ -38,13 +38,10 @@ from titan_sparse.config.sections import (
     Guard,
     Lora,
     LRScheduler,
-    Metrics,
     Model,
     Optimizer,
     Parallelism,
     Profiling,
-    Training,
-    Validation,
 )
 from titan_sparse.config.start import (
     check_launch,

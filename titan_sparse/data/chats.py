@@ -221,7 +221,13 @@ class _Chat:
             # Some templates (Phi-3) close a chat wherever it ends.
             part = part.removesuffix(self.template.special_tokens.get("eos_token", ""))
         if not self.text.startswith(part):
-            raise _no_prefix(count if asks else count - 1)
+            raise BadSample(
+                f"the chat template renders the chat up to messages[{count if asks else count - 1}] "
+                "otherwise alone than in the whole, so what would be learned is not what a model is "
+                "asked for (templates that drop earlier reasoning do so); write data.chat_template = a "
+                "file without that or with {% generation %}, data.chat_template_kwargs if the template "
+                'can keep it, or data.loss_on = "last_assistant"'
+            )
         return len(part)
 
     def _check_answer(self, number: int, turns: list[Letters]) -> None:
@@ -315,12 +321,3 @@ class _Rendered:
     def _is_blank(self, place: int) -> bool:
         start, stop = self.offsets[place].tolist()
         return not self.text[start:stop].strip()
-
-
-def _no_prefix(message: int) -> BadSample:
-    return BadSample(
-        f"the chat template renders the chat up to messages[{message}] otherwise alone than in the "
-        "whole, so what would be learned is not what a model is asked for (templates that drop earlier "
-        "reasoning do so); write data.chat_template = a file without that or with {% generation %}, "
-        'data.chat_template_kwargs if the template can keep it, or data.loss_on = "last_assistant"'
-    )
