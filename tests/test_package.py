@@ -109,9 +109,13 @@ def test_kernels_are_found_in_an_editable_installation(wheel, tmp_path):
     assert Path(found.strip()).resolve() == source / "kernels/merge.py"
 
 
-def test_transformers_does_not_take_our_folder_for_the_package_kernels():
-    """Without __init__.py a package of that name anywhere on the path comes first."""
-    assert not (ROOT / "kernels/__init__.py").exists()
+def test_transformers_does_not_take_our_folder_for_the_package_kernels(tmp_path):
+    """kernels/ has no __init__.py, so that a package of that name anywhere on the path comes first."""
+    code = (
+        "from transformers.utils.import_utils import _is_package_available, is_kernels_available; "
+        "print(_is_package_available('kernels', return_version=True), is_kernels_available())"
+    )
+    assert _run(ROOT, "-c", code).stdout == _run(tmp_path, "-c", code).stdout
 
 
 def test_wheel_has_the_commands(installed, tmp_path):

@@ -264,6 +264,15 @@ class MetricsLog:
             mfu = utilization(
                 self.model, visited, tokens_per_second, self.peak, self.float8, self.adapters
             )
+        if mfu is not None and mfu > 1:
+            if self.json is not None:
+                logger.warning(
+                    "an mfu of %.0f %% is impossible and is not logged: metrics.peak_tflops = %g is too "
+                    "small for this device; write its dense bf16 peak",
+                    100 * mfu,
+                    self.peak / 1e12,
+                )
+            mfu = None
         return {"mfu": mfu, "dense_equivalent_tflops": dense}
 
     def write_scalars(self, step: int, values: dict[str, float | None]) -> None:
