@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import (
     handle_stop_sequences,
     normalize_gen_kwargs,
@@ -74,7 +75,7 @@ class TitanSparseLM(TemplateLM):
         config: of the run; by default config.toml in the folder `checkpoint`.
         tokenizer: folder or tokenizer.json; by default data.tokenizer, or that of `pretrained`.
         attention: "as_trained", the default with a config, or "dense".
-        device: "cpu", "cuda", or in one process "cuda:N"; "cuda:0" is the CPU where no GPU is.
+        device: "cpu" or "cuda"; lm_eval's default "cuda:0" is the CPU where no GPU is.
         batch_size: requests that go through together on a data-parallel rank.
         max_length: tokens; longer requests lose their beginning, as in HFLM. By default the larger
         of the model's max_position_embeddings and the run's training.seq_len.
@@ -90,7 +91,7 @@ class TitanSparseLM(TemplateLM):
             # What lm_eval writes where --device is not given: as in HFLM, a GPU if there is one.
             keys.setdefault("training.device", "auto")
         elif device is not None:
-            keys["training.device"] = _choose_gpu(device)
+            keys["training.device"] = device
         require(
             str(batch_size).isdecimal() and int(batch_size) > 0,
             f"batch_size = {batch_size} is not a positive integer; write for example 1",
@@ -108,53 +109,20 @@ class TitanSparseLM(TemplateLM):
         self.max_length = max_length or self.scorer.model_config.max_positions
         if not max_length and (checkpoint or config):
             self.max_length = max(self.max_length, self.config.training.seq_len)
-        folders = [folder for folder in (pretrained, tokenizer) if folder is not None]
-        self.ends = _end_tokens(self.tokenizer, folders)
+        self.ends = _end_tokens(self.tokenizer, [pretrained, tokenizer])
         self._device = self.scorer.device
         if dist.get_rank() != 0:
             # lm_eval reports where LOCAL_RANK is 0, which would be once per node.
             os.environ["LOCAL_RANK"] = str(dist.get_rank())
 
-    # Tokens
-
-    @property
-    def eot_token_id(self) -> int:
-        return self.tokenizer.eos_token_id
-
-    @property
-    def prefix_token_id(self) -> int:
-        if self.tokenizer.bos_token_id is not None:
-            return self.tokenizer.bos_token_id
-        return self.eot_token_id
-
-    @property
-    def tokenizer_name(self) -> str:
-        return self.tokenizer.name_or_path.replace("/", "__")
-
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **_: Any
-    ) -> list[int]:
-        """Token ids; the begin-of-text token is there once, even where the string spells it out.
-
-        add_special_tokens: adds them, or not, whatever the string begins with.
-        """
-        if add_special_tokens is not None:
-            return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
-        plain = self.tokenizer.encode(string, add_special_tokens=False)
-        # As chat templates begin.
-        if not self.add_bos_token or plain[:1] == [self.prefix_token_id]:
-            return plain
-        return self.tokenizer.encode(string, add_special_tokens=True)
-
-    def apply_chat_template(
-        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-    ) -> str:
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+    # HFLM's own, which read tokenizer, add_bos_token, and the two that are constant here.
+    custom_prefix_token_id = None
+    chat_template_args: dict[str, Any] = {}
+    eot_token_id = HFLM.eot_token_id
+    prefix_token_id = HFLM.prefix_token_id
+    tokenizer_name = HFLM.tokenizer_name
+    tok_encode = HFLM.tok_encode
+    apply_chat_template = HFLM.apply_chat_template
 
     # What is asked
 
@@ -253,8 +221,7 @@ class TitanSparseLM(TemplateLM):
         )
         require(
             not known.get("do_sample"),
-            "gen_kwargs: do_sample draws tokens, but texts are generated greedily here; write "
-            "do_sample=false",
+            "gen_kwargs: texts are generated greedily; write do_sample=false",
         )
         end = self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False)
         until = handle_stop_sequences(known.get("until"), eos=end)
@@ -280,15 +247,12 @@ class TitanSparseLM(TemplateLM):
             ends = stop if places else lambda _: True
             found = generate(self.scorer, batch, new_tokens, ends)
             for tokens in found[: len(places)]:
-                yield postprocess_generated_text(self._text(tokens), until, None)
+                kept = [token for token in tokens.tolist() if token not in self.ends]
+                text = self.tokenizer.decode(kept, skip_special_tokens=True)
+                yield postprocess_generated_text(text, until, None)
 
         order = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
         return self._by_batch(order, write, disable_tqdm)
-
-    def _text(self, tokens: np.ndarray) -> str:
-        if len(tokens) and int(tokens[-1]) in self.ends:
-            tokens = tokens[:-1]
-        return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
     def _stop(self, until: list[str]) -> Stop:
         """Whether the last token ends a text, or a stop string."""
@@ -364,24 +328,6 @@ class TitanSparseLM(TemplateLM):
         return Sequence(whole[:-1], labels)
 
 
-def _choose_gpu(name: str) -> str:
-    """training.device of lm_eval's --device; the GPU of cuda:N is the current one from now on."""
-    kind, _, number = name.partition(":")
-    if kind != "cuda" or not number:
-        return name
-    count = torch.cuda.device_count()
-    require(
-        number.isdecimal() and int(number) < count,
-        f"--device {name} is not one of the {count} GPUs of this node; leave --device out",
-    )
-    require(
-        "LOCAL_RANK" not in os.environ,
-        f"--device {name} would be ignored, as each rank of torchrun has its own GPU; leave --device out",
-    )
-    torch.cuda.set_device(int(number))
-    return kind
-
-
 def _settings(
     checkpoint: str | None,
     pretrained: str | None,
@@ -451,18 +397,16 @@ def _open_tokenizer(name: str, ours: Tokenizer) -> Any:
     return text
 
 
-def _end_tokens(text: Any, folders: list[str]) -> frozenset[int]:
+def _end_tokens(text: Any, folders: list[str | None]) -> frozenset[int]:
     """Tokens that end a text: the tokenizer's, and those of the folders' generation_config.json, as
     chat models have several."""
-    found = set()
-    if text.eos_token_id is not None:
-        found.add(text.eos_token_id)
-    for folder in folders:
+    found = {text.eos_token_id}
+    for folder in filter(None, folders):
         path = Path(folder).expanduser() / "generation_config.json"
         if path.is_file():
             ids = json.loads(path.read_text(encoding="utf-8-sig")).get("eos_token_id")
-            found |= set(ids) if isinstance(ids, list) else {ids} - {None}
-    return frozenset(found)
+            found |= set(ids) if isinstance(ids, list) else {ids}
+    return frozenset(found - {None})
 
 
 def _of_rank_zero(value: Any) -> Any:
