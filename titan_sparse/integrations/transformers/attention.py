@@ -32,6 +32,7 @@ from titan_sparse.integrations.transformers.refusals import (
     check_mixing,
     check_modules,
     check_rope,
+    not_computed,
     note_mixers,
 )
 from titan_sparse.integrations.transformers.settings import (
@@ -204,10 +205,7 @@ def _check(attention_mask: Tensor | None, rule: MaskRule) -> None:
             f'attn_implementation="sdpa", or attention_mask={others}'
         )
     if attention_mask is not None and attention_mask.ndim != 2:
-        raise ValueError(
-            f"attention_mask with {attention_mask.ndim} dims is not computed; write "
-            "attention_mask=AttentionMask(mask) with a mask of titan_sparse.attention.masks"
-        )
+        raise not_computed(attention_mask)
 
 
 def attention_forward(

@@ -43,10 +43,8 @@ __all__ = [
 class ContextParallelConfig(ParallelismConfig):
     """accelerate's ParallelismConfig, with our context parallelism in place of torch's.
 
-    The mesh is accelerate's: dp_replicate (where there are copies), dp_shard, cp. So are the data
-    loaders, which give the ranks of one sequence the same batch, and FSDP2, which shards weights
-    over dp_shard and cp together. Only `cp_enabled` is False: else accelerate would drop masks,
-    and TRL would refuse to pack.
+    The mesh is accelerate's (dp_replicate where there are copies, dp_shard, cp). So are the data
+    loaders, which give the ranks of one sequence the same batch, and FSDP2.
     """
 
     def __init__(
@@ -58,12 +56,10 @@ class ContextParallelConfig(ParallelismConfig):
         block_size: int = 128,
     ):
         """cp_size: processes that share a sequence; by default, all of a copy.
-        dp_replicate_size: copies of the weights, each sharded by FSDP2. What they leave of
-        WORLD_SIZE gets other sequences, and shards weights too.
+        dp_replicate_size: copies of the weights. What is left of WORLD_SIZE gets other sequences.
         layout, schedule, block_size: as in ContextParallel.
 
-        Raises ValueError for sizes that do not divide the number of processes, and for a block_size
-        that is not a power of two.
+        Raises ValueError for sizes that do not divide the number of processes.
         """
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         if cp_size is None:
@@ -106,7 +102,7 @@ class ContextParallelConfig(ParallelismConfig):
 
     @property
     def cp_enabled(self) -> bool:
-        """Always False: accelerate does not handle our context parallelism."""
+        """False, or accelerate would drop masks, and TRL would refuse to pack."""
         return False
 
     @property
@@ -127,10 +123,8 @@ class ContextParallelConfig(ParallelismConfig):
         return [*self.dp_dim_names, "cp"]
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """None for a process that is alone, which may have no process group."""
-        if self.total_size == 1:
-            return None
-        return super().build_device_mesh(device_type)
+        # A process that is alone may have no process group.
+        return super().build_device_mesh(device_type) if self.total_size > 1 else None
 
     def _validate_accelerator(self, accelerator: Any) -> None:
         # accelerate's own check refuses several CPU processes, which tests and examples are.
@@ -143,8 +137,7 @@ class ContextParallelConfig(ParallelismConfig):
     # Trainer writes its arguments to logs and, pickled, beside each checkpoint.
 
     def to_json(self) -> dict[str, Any]:
-        attention = {name: getattr(self, name) for name in ("layout", "schedule", "block_size")}
-        return self._sizes | attention
+        return self._sizes | {"layout": self.layout, "schedule": self.schedule}
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"device_mesh": None, "_group": None}
@@ -154,8 +147,7 @@ class ContextParallelTrainer:
     """Put it before a Trainer: class LongTrainer(ContextParallelTrainer, Trainer).
 
     Losses, gradients and their norms are those of one process with the whole batch, up to
-    rounding. Evaluation gives losses, not logits. With a ContextParallelConfig of cp_size 1, or on
-    one process, it trains like the Trainer that it extends.
+    rounding. Evaluation gives losses, not logits.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -204,10 +196,7 @@ class ContextParallelTrainer:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """As the Trainer's. Raises ValueError where logits are wanted."""
         if not prediction_loss_only:
-            raise ValueError(
-                "logits of whole sequences never exist under context parallelism; "
-                "write evaluate() in place of predict()"
-            )
+            raise ValueError(f"predict() {_NO_LOGITS}")
         if inputs.get("labels") is None:
             # Trainers would run the model on the whole batch.
             raise ValueError("evaluate() wants a loss, and the batch has no labels; add labels")
@@ -268,6 +257,20 @@ def check_class(cls: type, ours: type) -> None:
             )
 
 
+_NO_LOGITS = (
+    "wants logits of whole sequences, which never exist; leave it out, and write evaluate()"
+)
+
+_REFUSED = {
+    "compute_metrics": _NO_LOGITS,
+    "preprocess_logits_for_metrics": _NO_LOGITS,
+    "compute_loss_func": "sees one rank's tokens; leave it out, or override compute_loss()",
+    "neftune_noise_alpha": "scales noise by the tokens of one rank; leave it out",
+    "is_deepspeed_enabled": "means a mesh that is not ours; write fsdp=True",
+}
+"""Attributes of a Trainer that must not be set, and why."""
+
+
 def check_trainer(trainer: Trainer) -> None:
     """Raises ValueError for options that look at whole sequences where there are only parts."""
     args = trainer.args
@@ -277,48 +280,36 @@ def check_trainer(trainer: Trainer) -> None:
             f"parallelism_config={type(parallelism).__name__} is not ours; "
             "write parallelism_config=ContextParallelConfig(cp_size=...)"
         )
-    if not args.average_tokens_across_devices:
-        raise ValueError(
-            "average_tokens_across_devices=False counts the labels of one rank; write True"
-        )
-    if trainer.is_deepspeed_enabled:
-        raise ValueError("deepspeed does not know this mesh; write fsdp=True")
-    if args.n_gpu > 1:
-        raise ValueError("several GPUs in one process (DataParallel); start with torchrun")
-    if trainer.compute_metrics is not None or trainer.preprocess_logits_for_metrics is not None:
-        raise ValueError(
-            "compute_metrics wants logits of whole sequences, which never exist; "
-            "leave it out, evaluate() gives eval_loss"
-        )
-    if trainer.compute_loss_func is not None:
-        raise ValueError(
-            "compute_loss_func would see one rank's tokens; leave it out, or override "
-            "compute_loss() with shift_labels"
-        )
-    if args.neftune_noise_alpha is not None:
-        raise ValueError("neftune_noise_alpha scales noise by the tokens of one rank; leave it out")
-    if args.label_smoothing_factor != 0:
-        raise ValueError("label_smoothing_factor shifts labels inside of one rank; write 0")
-    if args.train_sampling_strategy == "batch_rebalance":
-        raise ValueError(
+    for name, reason in _REFUSED.items():
+        if getattr(trainer, name) not in (None, False):
+            raise ValueError(f"{name} {reason}")
+    streams = isinstance(trainer.train_dataset, IterableDataset) and parallelism.cp_size > 1
+    model = type(trainer.model).__name__
+    for is_refused, reason in (
+        (not args.average_tokens_across_devices, "average_tokens_across_devices=False; write True"),
+        (args.n_gpu > 1, "several GPUs in one process (DataParallel); start with torchrun"),
+        (
+            args.label_smoothing_factor != 0,
+            "label_smoothing_factor shifts labels inside of one rank; write 0",
+        ),
+        (
+            args.train_sampling_strategy == "batch_rebalance",
             'train_sampling_strategy="batch_rebalance" gives each rank other sequences; '
-            'write "random"'
-        )
-    streams = isinstance(trainer.train_dataset, IterableDataset)
-    if (
-        streams
-        and parallelism.cp_size > 1
-        and args.accelerator_config.dispatch_batches is not False
-    ):
-        raise ValueError(
+            'write "random"',
+        ),
+        (
+            streams and args.accelerator_config.dispatch_batches is not False,
             "one process deals out an IterableDataset, other sequences to each; "
-            'write accelerator_config={"dispatch_batches": False}'
-        )
-    if not trainer.model_accepts_loss_kwargs:
-        raise ValueError(
-            f"{type(trainer.model).__name__} does not take num_items_in_batch, so that losses of "
-            "ranks do not add up; write a model whose forward() takes **kwargs"
-        )
+            'write accelerator_config={"dispatch_batches": False}',
+        ),
+        (
+            not trainer.model_accepts_loss_kwargs,
+            f"{model} does not take num_items_in_batch, so that losses of ranks do not add up; "
+            "write a model whose forward() takes **kwargs",
+        ),
+    ):
+        if is_refused:
+            raise ValueError(reason)
 
 
 def check_model(model: nn.Module, cp: ContextParallel) -> None:
@@ -326,9 +317,8 @@ def check_model(model: nn.Module, cp: ContextParallel) -> None:
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
         raise ValueError(
-            "the balancing loss of experts (output_router_logits) is not a sum over tokens, so that "
-            "ranks of one sequence get another; write router_aux_loss_coef=0.0 and "
-            "config.output_router_logits = False"
+            "the balancing loss of experts is not a sum over tokens; write "
+            "router_aux_loss_coef=0.0 and config.output_router_logits = False"
         )
     for adapter in getattr(model, "peft_config", {}).values():
         if adapter.is_prompt_learning or getattr(adapter, "alora_invocation_tokens", None):
@@ -339,8 +329,7 @@ def check_model(model: nn.Module, cp: ContextParallel) -> None:
     check_rope(config, cp.size)
     if getattr(model, "loss_function", None) is not ForCausalLMLoss:
         raise ValueError(
-            f"{type(model).__name__} does not predict next tokens; context parallelism trains "
-            "AutoModelForCausalLM"
+            f"{type(model).__name__} does not predict next tokens; write AutoModelForCausalLM"
         )
     name = config._attn_implementation
     settings = settings_of(name)
@@ -381,10 +370,8 @@ def check_same_batch(input_ids: Tensor, labels: Tensor, cp: ContextParallel) -> 
         return
     place = torch.arange(1, input_ids.numel() + 1, device=input_ids.device)
     sums = [(tokens.flatten() * place).sum() for tokens in (input_ids, labels)]
-    shape = torch.tensor(input_ids.shape, device=input_ids.device)
-    facts = torch.cat([shape, torch.stack(sums)])
-    everyone = cp.all_gather(facts)
-    if bool((everyone != facts).any()):
+    facts = torch.stack([*place.new_tensor(input_ids.shape), *sums])
+    if bool((cp.all_gather(facts) != facts).any()):
         raise ValueError(
             "ranks of one sequence got different batches; write a dataset and a sampler that give "
             "the same on all ranks, or leave sharding to accelerate"

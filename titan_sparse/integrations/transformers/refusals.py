@@ -10,31 +10,35 @@ from titan_sparse.token_mixing import calls_interface, chooses_keys, mixers, num
 
 _OTHERS = 'write attn_implementation="eager"'
 _REFUSED = {
-    "softcap": f"capped scores (softcap) are not computed; {_OTHERS}",
-    "position_bias": f"a bias of scores (position_bias) is not computed; {_OTHERS}",
-    "alibi": f"a bias of scores (alibi) is not computed; {_OTHERS}",
-    "indices": f"a model's own choice of keys (indices) is not computed; {_OTHERS}",
-    "block_indices": f"a model's own choice of keys (block_indices) is not computed; {_OTHERS}",
-    "sinks": f"sinks that depend on tokens (sinks) are not computed; {_OTHERS}",
-    "cache": 'paged caches are not read; write attn_implementation="sdpa" for generate_batch()',
-    "output_attentions": f"attention weights never exist; write output_attentions=False, or {_OTHERS}",
+    "softcap": f"capped scores, {_OTHERS}",
+    "position_bias": f"a bias of scores, {_OTHERS}",
+    "alibi": f"a bias of scores, {_OTHERS}",
+    "indices": f"a model's own choice of keys, {_OTHERS}",
+    "block_indices": f"a model's own choice of keys, {_OTHERS}",
+    "sinks": f"sinks that depend on tokens, {_OTHERS}",
+    "cache": 'paged caches, write attn_implementation="sdpa" for generate_batch()',
+    "output_attentions": f"attention weights, write output_attentions=False, or {_OTHERS}",
     "cu_seq_lens_q": (
-        "cu_seq_lens_q is for FlashAttention; leave it out (return_flash_attn_kwargs=False) and "
+        "documents of FlashAttention, leave it out (return_flash_attn_kwargs=False) and "
         "write position_ids that begin at 0 in each document"
     ),
 }
-"""Keywords of transformers' attention functions that we do not support."""
+"""Keywords of transformers' attention functions that we do not support: what they are, and what to
+write."""
 
 _ONE_RANK = "write cp_size=1, or AttentionSettings(cp=None)"
-_UNKNOWN_TO_RANKS = (
-    "is not known to treat each token by itself, and would see the tokens of one rank only; "
-    f"{_ONE_RANK}"
-)
 
 BESIDE_CACHE = (
     "masks of ours are for whole sequences, not for tokens that follow cached ones; "
     "write use_cache=False, or a 2D attention_mask"
 )
+
+
+def not_computed(attention_mask: Tensor) -> ValueError:
+    return ValueError(
+        f"attention_mask with {attention_mask.ndim} dims is not computed; write "
+        "attention_mask=AttentionMask(mask) with a mask of titan_sparse.attention.masks"
+    )
 
 
 def check_class(model: PreTrainedModel, name: str) -> None:
@@ -55,11 +59,11 @@ def check_modules(model: PreTrainedModel, name: str, ranks: int) -> None:
 
     name: its attn_implementation.
     """
+    note_mixers(model)
     text = _text_part(model)
-    keep_documents_apart(text)
     attention = [module for module in text.modules() if calls_interface(module)]
-    mixer = next(mixers(text), None)
     if not attention:
+        mixer = next(mixers(text), None)
         own = "" if mixer is None else f", having {mixer} instead"
         raise ValueError(
             f'{type(model).__name__} would not use "{name}": none of its modules asks transformers '
@@ -71,13 +75,9 @@ def check_modules(model: PreTrainedModel, name: str, ranks: int) -> None:
                 f"{type(module).__name__} makes a mask of its own from what tokens hold, which is "
                 f"not computed; {_OTHERS}"
             )
-    note_mixers(model)
-    if ranks == 1:
-        return
-    if mixer is not None:
-        raise ValueError(f"{mixer} {_UNKNOWN_TO_RANKS}")
+    _check_ranks(attention[0], ranks)
     for path, module in text.named_modules():
-        if numbers_tokens(module):
+        if ranks > 1 and numbers_tokens(module):
             raise ValueError(
                 f"{path} ({type(module).__name__}) numbers the tokens of one rank by itself, "
                 f"whatever their position_ids; {_ONE_RANK}"
@@ -99,6 +99,14 @@ def _text_part(model: PreTrainedModel) -> nn.Module:
     return model if is_text_only else model.get_decoder()
 
 
+def _check_ranks(attention: nn.Module, ranks: int) -> None:
+    if attention.token_mixer is not None and ranks > 1:
+        raise ValueError(
+            f"{attention.token_mixer} is not known to treat each token by itself, and would see the "
+            f"tokens of one rank only; {_ONE_RANK}"
+        )
+
+
 def check_mixing(module: nn.Module, ranges: MaskRanges, ranks: int) -> None:
     """Raises ValueError for documents or ranks beside a module that is not known to be token-wise.
 
@@ -108,8 +116,7 @@ def check_mixing(module: nn.Module, ranges: MaskRanges, ranks: int) -> None:
     mixer = getattr(module, "token_mixer", None)
     if mixer is None:
         return
-    if ranks > 1:
-        raise ValueError(f"{mixer} {_UNKNOWN_TO_RANKS}")
+    _check_ranks(module, ranks)
     if has_documents(ranges):
         raise ValueError(
             f"{mixer} is not known to treat each token by itself, so that packed documents would "
@@ -122,10 +129,10 @@ def check_arguments(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str,
 
     query: [B, Hq, Sq, D]. key, value: [B, Hkv, Skv, D]. kwargs: what transformers adds.
     """
-    for name, refusal in _REFUSED.items():
-        given = kwargs.get(name)
-        if given is not None and given is not False:
-            raise ValueError(refusal)
+    for name, reason in _REFUSED.items():
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            what, _, instead = reason.partition(", ")
+            raise ValueError(f"{name} ({what}) is not computed; {instead}")
     # transformers gives the rate in training, and 0 elsewhere.
     dropout = kwargs.get("dropout", 0.0)
     if dropout > 0:
@@ -144,6 +151,8 @@ def check_mask(module: nn.Module, mask: object, query: Tensor, key: Tensor) -> N
 
     mask: what the layer was handed as attention_mask.
     """
+    name = type(module).__name__
+    has_more_keys = key.shape[2] != query.shape[2]
     if isinstance(mask, LayerMask):
         if key.shape[2] != mask.keys:
             # transformers' cache of a window of one token, for one, keeps more than it says.
@@ -151,44 +160,32 @@ def check_mask(module: nn.Module, mask: object, query: Tensor, key: Tensor) -> N
                 f"the cache holds {key.shape[2]} keys where transformers announced {mask.keys}; "
                 "write use_cache=False"
             )
-        return
-    has_more_keys = key.shape[2] != query.shape[2]
-    if isinstance(mask, AttentionMask | Mask | MaskRanges):
+    elif isinstance(mask, AttentionMask | Mask | MaskRanges):
         if has_more_keys:
             raise ValueError(BESIDE_CACHE)
-        return
-    if isinstance(mask, Tensor):
+    elif isinstance(mask, Tensor):
         if not has_more_keys:
-            raise ValueError(
-                f"attention_mask with {mask.ndim} dims is not computed; write "
-                "attention_mask=AttentionMask(mask) with a mask of titan_sparse.attention.masks"
-            )
-        return
-    name = type(module).__name__
-    if not getattr(module, "is_causal", True):
+            raise not_computed(mask)
+    elif not getattr(module, "is_causal", True):
         raise ValueError(
             f"{name} is bidirectional or cross attention, which is not computed; "
             'write attn_implementation="sdpa" for that part of the model'
         )
-    raise ValueError(
-        f"{name} got {type(mask).__name__} for a mask; write register(), which registers masks too, "
-        "and let the model build them"
-    )
+    else:
+        raise ValueError(
+            f"{name} got {type(mask).__name__} for a mask; write register(), which registers masks "
+            "too, and let the model build them"
+        )
 
 
 def check_rope(config: PreTrainedConfig | None, ranks: int) -> None:
     """Raises ValueError for a rotary embedding that depends on more than one of these ranks has."""
-    chosen_by_length = _rope_types(config) & {"dynamic", "longrope"}
-    if ranks > 1 and chosen_by_length:
-        raise ValueError(
-            f'rope_type "{chosen_by_length.pop()}" looks for the last position among one rank\'s '
-            'tokens; write rope_type="yarn" or "linear" into config.rope_parameters, or cp_size=1'
-        )
-
-
-def _rope_types(config: PreTrainedConfig) -> set[str]:
     parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = [parameters]
     # Some models have one for each kind of layer.
-    kinds += [of_layers for of_layers in parameters.values() if isinstance(of_layers, dict)]
-    return {kind["rope_type"] for kind in kinds if "rope_type" in kind}
+    kinds = [parameters, *(kind for kind in parameters.values() if isinstance(kind, dict))]
+    for kind in kinds:
+        if ranks > 1 and kind.get("rope_type") in ("dynamic", "longrope"):
+            raise ValueError(
+                f'rope_type "{kind["rope_type"]}" looks for the last position among one rank\'s '
+                'tokens; write rope_type="yarn" or "linear" into config.rope_parameters, or cp_size=1'
+            )
