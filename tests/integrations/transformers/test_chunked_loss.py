@@ -139,7 +139,7 @@ def test_more_than_a_product_is_refused(key, value):
 def test_the_loss_of_experts_is_not_left_out():
     model = family("mixtral")
     chunk_loss(model)
-    refused = pytest.raises(ValueError, match="output_router_logits = False")
+    refused = pytest.raises(ValueError, match="output_router_logits")
     with refused:
         model(tokens(1, 5), labels=tokens(1, 5), output_router_logits=True)
     model.config.output_router_logits = True
@@ -153,7 +153,7 @@ def test_the_loss_of_experts_is_not_left_out():
 def test_another_loss_and_another_head_are_refused():
     model = family("llama")
     model.loss_function = lambda logits, **others: logits.sum()
-    with pytest.raises(ValueError, match="another loss_function; leave chunk_loss"):
+    with pytest.raises(ValueError, match="loss_function .*; leave chunk_loss"):
         chunk_loss(model)
     model = family("llama")
     model.set_output_embeddings(torch.nn.Linear(32, 64, device=DEVICE))

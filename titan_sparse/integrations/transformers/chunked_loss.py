@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -84,12 +83,7 @@ def _loss_in_head(
     # Adapters, quantized weights and accelerate's hooks have a forward of their own.
     is_linear = getattr(forward, "__func__", None) is nn.Linear.forward
 
-    def loss(rows: Tensor, **others: Any) -> Tensor:
-        if others:
-            raise ValueError(
-                f"an adapter gives lm_head {', '.join(others)} for whole sequences; "
-                "leave chunk_loss() out"
-            )
+    def loss(rows: Tensor) -> Tensor:
         if is_linear:
             return _loss_of_linear(rows, head.weight, targets, chunk_tokens) / count
         return _loss_of_module(rows, forward, targets, chunk_tokens) / count
@@ -104,12 +98,6 @@ def _loss_in_head(
 
 
 def _loss_of_linear(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
-    if isinstance(weight, DTensor):
-        # A gather here would leave out the other ranks' gradients.
-        raise ValueError(
-            "chunk_loss() needs lm_head whole inside of its forward, not tensor parallel; "
-            "leave chunk_loss() out"
-        )
     device_type = hidden.device.type
     dtype = weight.dtype
     if torch.is_autocast_enabled(device_type):
@@ -140,34 +128,21 @@ def _check(model: PreTrainedModel, output_router_logits: bool | None = None) -> 
     output_router_logits: the argument of forward(); None for the value in the model's config.
     """
     config = model.config.get_text_config()
+    found = None
     for name, values in _NEUTRAL.items():
         if getattr(config, name, None) not in values:
-            raise ValueError(
-                f"chunk_loss() does not know config.{name} = {getattr(config, name)}; "
-                "leave chunk_loss() out"
-            )
+            found = f"config.{name} = {getattr(config, name)}"
     if output_router_logits is None:
         output_router_logits = getattr(config, "output_router_logits", False)
     if output_router_logits:
-        raise ValueError(
-            "chunk_loss() leaves out the balancing loss of experts; write "
-            "config.output_router_logits = False, or leave chunk_loss() out"
-        )
+        found = "the balancing loss of experts (output_router_logits)"
     if model.loss_function is not ForCausalLMLoss:
-        raise ValueError(
-            "chunk_loss() computes transformers' loss of next tokens, and this model has another "
-            "loss_function; leave chunk_loss() out"
-        )
-    head = _without_adapters(model.get_output_embeddings())
+        found = "a loss_function other than transformers' loss of next tokens"
+    head = model.get_output_embeddings()
+    while hasattr(head, "base_layer") or hasattr(head, "original_module"):
+        # An adapter of PEFT
+        head = getattr(head, "base_layer", None) or head.original_module
     if not isinstance(head, nn.Linear) or head.bias is not None:
-        raise ValueError(
-            f"chunk_loss() needs an lm_head that is a Linear without bias, "
-            f"not {type(head).__name__}; leave chunk_loss() out"
-        )
-
-
-def _without_adapters(head: nn.Module | None) -> nn.Module | None:
-    for name in ("base_layer", "original_module"):
-        if hasattr(head, name):
-            return _without_adapters(getattr(head, name))
-    return head
+        found = f"an lm_head ({type(head).__name__}) other than a Linear without bias"
+    if found is not None:
+        raise ValueError(f"chunk_loss() does not compute {found}; leave chunk_loss() out")
