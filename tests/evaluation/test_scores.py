@@ -226,7 +226,8 @@ def _position_loss(scorer: Scorer, documents: Documents) -> None:
 def _uneven(scorer: Scorer, documents: Documents) -> None:
     """Fewer windows than ranks, and a position range without tokens."""
     text = documents[0].tokens[:30].astype(np.int64)
-    got = position_loss(scorer, windows([Encoded(text)], LENGTH, LENGTH), LENGTH, BUCKETS)
+    found = list(windows([Encoded(text)], LENGTH, LENGTH))
+    got = position_loss(scorer, found, LENGTH, BUCKETS)
     first, second, *_ = got["buckets"]
     assert got["tokens"] == 29 and first["loss"] == pytest.approx(got["loss"])
     assert second == {"start": 38, "stop": 75, "tokens": 0, "loss": None, "perplexity": None}

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from titan_sparse.data.packing import IGNORED_LABEL
@@ -49,8 +48,8 @@ def score_samples(scorer: Scorer, samples: list[Sample], generate: bool) -> list
     """
     # All ranks must generate as many tokens.
     new_tokens = max((sample.new_tokens for sample in samples), default=0)
-    records = {}
-    for number, sample in scorer.own(samples):
+
+    def record(number: int, sample: Sample | None) -> dict[str, Any]:
         if generate:
             result = _generated(scorer, sample, new_tokens)
         else:
@@ -58,19 +57,12 @@ def score_samples(scorer: Scorer, samples: list[Sample], generate: bool) -> list
             first = number - number % scorer.dp_size
             together = samples[first : first + scorer.dp_size]
             result = _forced(scorer, sample, max(other.length for other in together))
-        if sample is not None:
-            text = result.pop("right_text", result["prediction"])
-            score = string_match_all(text, sample.references)
-            records[number] = {**sample.about, "score": score, **result}
-    scorer.release()
+        if sample is None:
+            return {}
+        text = result.pop("right_text", result["prediction"])
+        return {**sample.about, "score": string_match_all(text, sample.references), **result}
 
-    # Ranks of a context-parallel group bring the same records.
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, records)
-    merged: dict[int, dict[str, Any]] = {}
-    for records_of_rank in gathered:
-        merged |= records_of_rank
-    return [merged[number] for number in sorted(merged)]
+    return scorer.results(samples, record)
 
 
 def _forced(scorer: Scorer, sample: Sample | None, length: int) -> dict[str, Any]:

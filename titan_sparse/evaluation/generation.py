@@ -7,8 +7,8 @@ group write the same tokens.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,10 +59,21 @@ def generate(
         labels[-1] = prompt[-1]
         asked.append(Sequence(prompt, labels))
     batch = scorer.batch(asked, int(lengths.max()))
-    places = _Places(batch, lengths, scorer.cp)
+    places = _Places(
+        prompt=batch.positions.masked_fill(batch.positions >= lengths[:, None], _NOWHERE),
+        lengths=lengths,
+        cp=scorer.cp,
+    )
+
+    def replace(layer: int, attend: Callable[..., Tensor]) -> _CachedAttend:
+        windows = getattr(scorer.model_config, "windows", None)
+        section = scorer.attention
+        window = windows[layer] if windows else 0
+        return _CachedAttend(attend, places, window, section.sliding_window, section.window_sinks)
+
     texts: list[list[int]] = [[] for _ in prompts]
     is_done = [False] * len(prompts)
-    with _cached(scorer, places):
+    with attention_replaced(scorer.model, replace):
         # [B, V]: each rank has the last logits of some prompts.
         own = scorer.run(batch, answer_logits)
         logits = own.new_zeros(len(prompts), own.shape[1])
@@ -75,7 +86,10 @@ def generate(
                 if not is_done[row]:
                     texts[row].append(token)
                     is_done[row] = stop is not None and stop(np.array(texts[row]))
-            if number + 1 == new_tokens or _everywhere(all(is_done), scorer):
+            # All data-parallel ranks take part in the forwards until the last one is done.
+            waiting = torch.tensor([not all(is_done)], dtype=torch.int32, device=scorer.device)
+            dist.all_reduce(waiting)
+            if number + 1 == new_tokens or not waiting.item():
                 break
             places.number = number
             column = tokens[:, None]
@@ -85,29 +99,18 @@ def generate(
     return [np.array(text, dtype=np.int64) for text in texts]
 
 
-def _everywhere(is_done: bool, scorer: Scorer) -> bool:
-    """Whether all data-parallel ranks are done. Until then all take part in the forwards."""
-    if scorer.dp_size == 1:
-        return is_done
-    waiting = torch.tensor([not is_done], dtype=torch.int32, device=scorer.device)
-    dist.all_reduce(waiting)
-    return waiting.item() == 0
-
-
+@dataclass
 class _Places:
-    """Where tokens are, for all layers. `number` counts the new tokens before the one that goes
-    through.
+    """Where tokens are, for all layers.
 
-    batch: the prompts. lengths: int64 [B], tokens of the prompts.
+    prompt: int64 [B, S_local], positions of the prompt's tokens on this rank. lengths: int64 [B], tokens
+    of the prompts. number: how many new tokens come before the one that goes through.
     """
 
-    def __init__(self, batch: ScoredBatch, lengths: Tensor, cp: ContextParallel) -> None:
-        is_padding = batch.positions >= lengths[:, None]
-        # int64 [B, S_local], positions of the prompt's tokens on this rank.
-        self.prompt = batch.positions.masked_fill(is_padding, _NOWHERE)
-        self.lengths = lengths
-        self.number = 0
-        self.cp = cp
+    prompt: Tensor
+    lengths: Tensor
+    cp: ContextParallel
+    number: int = 0
 
     def query(self) -> Tensor:
         """Positions of the tokens that go through now, int64 [B]."""
@@ -119,31 +122,18 @@ class _Places:
         return self.lengths[:, None] + numbers.to(self.lengths.device)
 
 
-class _Window(NamedTuple):
-    """What a query sees: `layer` tokens, and of these the last `run` and the first `sinks`; 0: all."""
-
-    layer: int
-    run: int
-    sinks: int
-
-    def seen(self, positions: Tensor, query: Tensor) -> Tensor:
-        """bool [B, n], for keys at `positions` [B, n] and one query a sequence, at `query` [B]."""
-        query = query[:, None]
-        seen = positions <= query
-        if self.run:
-            seen &= (positions > query - self.run) | (positions < self.sinks)
-        if self.layer:
-            seen &= positions > query - self.layer
-        return seen
-
-
 class _CachedAttend:
-    """One layer's attention: of the prompt by `attend`, and then of one token a sequence."""
+    """One layer's attention: of the prompt by `attend`, and then of one token a sequence, which sees
+    the last `window` tokens, and of these the last `run` and the first `sinks`; 0: all."""
 
-    def __init__(self, attend: Callable[..., Tensor], places: _Places, window: _Window) -> None:
+    def __init__(
+        self, attend: Callable[..., Tensor], places: _Places, window: int, run: int, sinks: int
+    ) -> None:
         self.attend = attend
         self.places = places
         self.window = window
+        self.run = run
+        self.sinks = sinks
         # Positions [B, n], keys and values [B, Hkv, n, D] of the prompt.
         self.prompt: tuple[Tensor, Tensor, Tensor] | None = None
         # Keys and values of the new tokens that this rank keeps, [2, B, Hkv, n, D].
@@ -154,28 +144,24 @@ class _CachedAttend:
         places = self.places
         if self.prompt is None:
             # Only what new tokens see is kept: windows only move on.
-            needed = self.window.seen(places.prompt, places.lengths).any(0).nonzero()[:, 0]
+            needed = self._seen(places.prompt).any(0).nonzero()[:, 0]
             self.prompt = (places.prompt[:, needed], k[:, :, needed], v[:, :, needed])
             self.new = k.new_empty(2, *k.shape[:2], 0, k.shape[-1])
             return self.attend(q, k, v, mask, **options)
         if places.number % places.cp.size == places.cp.rank:
             self.new = torch.cat([self.new, torch.stack([k, v])], dim=3)
-        query = places.query()
         positions, keys, values = self.prompt
-        cached = [Cached(keys, values, self.window.seen(positions, query))]
+        cached = [Cached(keys, values, self._seen(positions))]
         if self.new.shape[3]:
-            cached.append(Cached(*self.new, self.window.seen(places.kept(), query)))
+            cached.append(Cached(*self.new, self._seen(places.kept())))
         return attend_cached(q, cached, places.cp, **options)
 
-
-def _cached(scorer: Scorer, places: _Places) -> AbstractContextManager[None]:
-    """Inside, the first batch through scorer's model is a prompt, and then each is one token."""
-    windows = getattr(scorer.model_config, "windows", None)
-    section = scorer.attention
-
-    def replace(layer: int, attend: Callable[..., Tensor]) -> _CachedAttend:
-        own = windows[layer] if windows else 0
-        window = _Window(own, section.sliding_window, section.window_sinks)
-        return _CachedAttend(attend, places, window)
-
-    return attention_replaced(scorer.model, replace)
+    def _seen(self, positions: Tensor) -> Tensor:
+        """bool [B, n], for keys at `positions` [B, n]."""
+        query = self.places.query()[:, None]
+        seen = positions <= query
+        if self.run:
+            seen &= (positions > query - self.run) | (positions < self.sinks)
+        if self.window:
+            seen &= positions > query - self.window
+        return seen

@@ -80,7 +80,7 @@ def first_windows(
 
 
 def position_loss(
-    scorer: Scorer, sequences: Iterable[Sequence], length: int, buckets: int
+    scorer: Scorer, sequences: list[Sequence], length: int, buckets: int
 ) -> dict[str, Any]:
     """Mean cross-entropy (natural log) and perplexity over all labels, and in `buckets` equal ranges
     of positions.

@@ -2,11 +2,13 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -22,6 +24,7 @@ from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.decoder import Decoder
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Sequence(NamedTuple):
@@ -44,6 +47,7 @@ class ScoredBatch(NamedTuple):
     masks: Any
 
 
+@dataclass(eq=False)
 class Scorer:
     """Runs sequences of one document through `model`, with the attention of `config`.
 
@@ -51,42 +55,38 @@ class Scorer:
     (own() distributes them). The ranks of a context-parallel group bring the same one.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        model_config: DecoderConfig,
-        config: Config,
-        cp: ContextParallel,
-        device: torch.device,
-        tokenizer: Tokenizer,
-        dp_rank: int,
-        dp_size: int,
-    ) -> None:
-        self.model = model
-        self.model_config = model_config
-        self.attention = config.attention
-        self.cp = cp
-        self.shard = build_shard(model_config, cp)
-        self.device = device
-        self.tokenizer = tokenizer
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
-        self.multiple = padding_multiple(config)
-        self.chunk_tokens = config.training.loss_chunk_tokens
+    model: Decoder
+    model_config: DecoderConfig
+    config: Config
+    cp: ContextParallel
+    device: torch.device
+    tokenizer: Tokenizer
+    dp_rank: int
+    dp_size: int
 
-    def own(self, items: Iterable[T]) -> Iterator[tuple[int, T | None]]:
+    def __post_init__(self) -> None:
+        self.attention = self.config.attention
+        self.shard = build_shard(self.model_config, self.cp)
+        self.multiple = padding_multiple(self.config)
+
+    def own(self, items: list[T]) -> Iterator[tuple[int, T | None]]:
         """(number, item) of the items of this data-parallel rank.
 
         The item is None where other ranks have one more than this rank, which must take part in
         their forward anyway.
         """
-        iterator = iter(items)
-        for first in itertools.count(0, self.dp_size):
-            group = list(itertools.islice(iterator, self.dp_size))
-            if not group:
-                return
-            number = first + self.dp_rank
-            yield number, group[self.dp_rank] if self.dp_rank < len(group) else None
+        for number in range(self.dp_rank, len(items) + self.dp_rank, self.dp_size):
+            yield number, items[number] if number < len(items) else None
+
+    def results(self, items: list[T], compute: Callable[[int, T | None], R]) -> list[R]:
+        """compute(number, item) of each item, in order and the same on all ranks, which bring the same
+        items. What it returns for None, as in own(), is dropped."""
+        found = {number: compute(number, item) for number, item in self.own(items)}
+        self.release()
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, found)
+        merged = {number: result for found in of_ranks for number, result in found.items()}
+        return [merged[number] for number in range(len(items))]
 
     def token_losses(self, sequence: Sequence | None, length: int) -> tuple[Tensor, Tensor]:
         """Cross-entropy of this rank's labels that count, [N] fp32 (fp64 for fp64), and their
@@ -182,7 +182,7 @@ class Scorer:
                 batch.positions,
                 batch.masks,
                 batch.labels,
-                self.chunk_tokens,
+                self.config.training.loss_chunk_tokens,
                 0.0,
                 loss,
             )

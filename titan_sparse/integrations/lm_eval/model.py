@@ -4,6 +4,7 @@ It gives the answers that lm_eval's own HFLM gives, for our checkpoints, sparse 
 rank or on several that share a sequence. All ranks run rank 0's requests, and rank 0 reports.
 """
 
+import itertools
 import json
 import logging
 import os
@@ -277,22 +278,19 @@ class TitanSparseLM(TemplateLM):
 
         order: the numbers of the requests. answer: of those of one batch; also called for none.
         """
-        batches = []
-        for start in range(0, len(order), self.batch_size):
-            batches.append(order[start : start + self.batch_size])
+        starts = range(0, len(order), self.batch_size)
+        batches = [order[start : start + self.batch_size] for start in starts]
         is_quiet = disable_tqdm or dist.get_rank() != 0
-        answers = {}
         with tqdm(total=len(order), disable=is_quiet, desc="titan_sparse") as bar:
-            for _, batch in self.scorer.own(batches):
-                places = batch or []
-                answers |= dict(zip(places, answer(places), strict=True))
-                bar.update(len(places) * self.scorer.dp_size)
-        self.scorer.release()
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, answers)
-        for answers_of_rank in gathered:
-            answers |= answers_of_rank
-        return [answers[place] for place in range(len(order))]
+
+            def compute(_: int, batch: list[int] | None) -> list[Any]:
+                answers = list(answer(batch or []))
+                bar.update(len(answers) * self.scorer.dp_size)
+                return answers
+
+            answers = itertools.chain(*self.scorer.results(batches, compute))
+        by_number = dict(zip(order, answers, strict=True))
+        return [by_number[number] for number in range(len(order))]
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         """Raises Refusal on several ranks, whose caches may differ: then some would wait for

@@ -45,11 +45,9 @@ from titan_sparse.integrations.transformers.settings import (
 def register(settings: AttentionSettings | None = None, name: str = "titan_sparse") -> None:
     """From here on, attn_implementation=name computes a decoder's attention by attend().
 
-    settings: pattern, ranks and kernel (default: AttentionSettings()). A second call with the same
-    name replaces the settings, also for models that exist. Several names can be registered at once.
-    A model that would not use attend(), or would use it incorrectly, raises ValueError when it is
-    given the name. Raises ValueError for settings of another type, and for names that transformers
-    has or reads.
+    A second call with the same name replaces the settings, also for models that exist. A model that
+    would not use attend(), or would use it incorrectly, raises ValueError when it is given the name.
+    Raises ValueError for settings of another type, and for names that transformers has or reads.
     """
     if settings is None:
         settings = AttentionSettings()
@@ -146,7 +144,10 @@ def layer_mask(
     is_own = isinstance(attention_mask, AttentionMask)
     if not is_own:
         _check(attention_mask, rule)
-    if follows_cache(q_length, kv_length, q_offset):
+    # Beside an AttentionMask, no cache means a kv_length of 0. Several tokens may meet an empty static
+    # cache: the host waits for the device.
+    follows_cache = kv_length > q_length and (q_length == 1 or int(q_offset) > 0)
+    if follows_cache:
         if is_own:
             raise ValueError(BESIDE_CACHE)
         if settings.ranks > 1:
@@ -182,19 +183,6 @@ def layer_mask(
     return LayerMask(rule, padding, own=None, keys=kv_length, last_sees=last_sees)
 
 
-def follows_cache(q_length: int, kv_length: int, q_offset: int | Tensor) -> bool:
-    """Whether these tokens see cached ones, or are a single one beside a static cache.
-
-    The host waits for the device if several tokens meet a static cache.
-    """
-    if kv_length <= q_length:
-        # No cache, or an empty one. Beside an AttentionMask, no cache means a kv_length of 0.
-        return False
-    if q_length == 1:
-        return True
-    return int(q_offset) > 0
-
-
 def _check(attention_mask: Tensor | None, rule: MaskRule) -> None:
     if rule.unknown is not None:
         others = "AttentionMask(mask) with a mask of titan_sparse.attention.masks"
@@ -224,8 +212,7 @@ def attention_forward(
 
     query: [B, Hq, Sq, D]. key, value: [B, Hkv, Skv, D]; Skv differs from Sq beside a cache only.
     attention_mask: what layer_mask() made, or a mask of ours that the user gave for this kind of
-    layer. sliding_window: the layer's, or None. s_aux: learned sinks [Hq], or None.
-    kwargs: position_ids, and whatever else transformers and the model add.
+    layer. s_aux: learned sinks [Hq]. kwargs: position_ids, and what else models add.
     Raises ValueError for what attend() does not compute.
     """
     check_arguments(query, key, value, kwargs)

@@ -1,11 +1,12 @@
 """What the layers of one kind see. It is read from transformers and resolved to ranges once a
 forward.
 
-transformers.masking_utils composes functions of (batch, head, query, key). Calling one for all
-pairs would take S x S. There are few parts, known by name, so read_rule() reads the parts instead.
+transformers.masking_utils composes functions of (batch, head, query, key). There are few parts, known
+by name, so read_rule() reads the parts: calling such a function for all pairs would take S x S.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -61,8 +62,13 @@ def read_rule(mask_function: Callable) -> MaskRule:
 
 def _read(function: Callable, found: dict[str, object]) -> bool:
     """Adds the fields of MaskRule that `function` sets. Returns whether it is causal."""
-    name = _name(function)
-    parts = _closure(function)
+    name = getattr(function, "__qualname__", repr(function))
+    if getattr(function, "__module__", None) != "transformers.masking_utils":
+        found["unknown"] = f"the mask function {name} of others"
+        return False
+    # An inner function is named by the function that made it: "and_masks.<locals>.and_mask".
+    name = name.partition(".")[0]
+    parts = inspect.getclosurevars(function).nonlocals
     if name == "causal_mask_function":
         return True
     if name == "and_masks":
@@ -81,33 +87,12 @@ def _read(function: Callable, found: dict[str, object]) -> bool:
     return False
 
 
-def _name(function: Callable) -> str:
-    """The function's name in transformers.masking_utils; another name for functions from elsewhere.
-
-    An inner function is named by the function that made it: "and_masks.<locals>.and_mask".
-    """
-    name = getattr(function, "__qualname__", repr(function))
-    if getattr(function, "__module__", None) != "transformers.masking_utils":
-        return f"{name} of others"
-    return name.partition(".")[0]
-
-
-def _closure(function: Callable) -> dict[str, object]:
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    cells = getattr(function, "__closure__", None) or ()
-    return {name: cell.cell_contents for name, cell in zip(names, cells)}
-
-
 class AttentionMask:
     """A mask of ours, for `attention_mask=` of any model: AttentionMask(Documents([300, 700])).
 
     Layers with a window see what both the mask and the window allow. A model that takes a dict of
-    masks, one for each kind of layer, takes ours in it as they are:
-    {"full_attention": mask, "sliding_attention": mask & SlidingWindow(128)}.
-
-    mask: a Mask, or a MaskRanges for all tokens of the sequence, on any device. Under context
-    parallelism, as everywhere, its positions are global.
-    Raises ValueError for what is neither.
+    masks, one for each kind of layer, takes ours in it as they are.
+    mask: a Mask, or a MaskRanges for all tokens of the sequence, on any device.
     """
 
     # What transformers asks of a mask before it hands it on to our mask function.
@@ -130,11 +115,9 @@ class AttentionMask:
 class LayerMask(AttentionMask):
     """What the layers of one kind see. Made by our mask function, once a forward for each kind.
 
-    rule: window, chunks and documents, as transformers says.
     padding: bool [B, S], False on padding; None without.
     own: the user's mask, which replaces padding and documents; None without.
-    keys: how many keys the layers have. More than tokens in an empty static cache, whose room
-    lies behind them.
+    keys: how many keys the layers have. An empty static cache has more than there are tokens.
     last_sees: bool [B, 1, 1, S], the keys of the last query, also where it is padding. None without
     padding.
     """
@@ -158,12 +141,8 @@ class LayerMask(AttentionMask):
     def ranges(
         self, position_ids: Tensor | None, q: Tensor, settings: AttentionSettings
     ) -> MaskRanges:
-        """The mask of the whole sequence of which q [B, Hq, S_local, D] is this rank's share.
-
-        position_ids: int [1 or B, S_local] of these tokens, or None. Documents begin as in
-        ranges_of_tokens().
-        Collective under context parallelism, in the first layer of each kind.
-        """
+        """As ranges_of_tokens(). Collective under context parallelism, in the first layer of each
+        kind."""
         # All layers of a forward share one tensor of positions, so that this is done once.
         if self._resolved is not None:
             known_positions, known_settings, ranges = self._resolved
@@ -178,22 +157,20 @@ class LayerMask(AttentionMask):
 
     def _own_ranges(self, seq_len: int, device: torch.device) -> MaskRanges:
         """The user's mask without what the layer's window hides."""
-        window = self.rule.window
-        own = self.own
         if self.rule.chunk is not None:
             raise ValueError(
                 "AttentionMask does not know of chunks; write "
                 'attention_mask={"full_attention": mask, "chunked_attention": its chunks}'
             )
-        if isinstance(own, MaskRanges):
-            ranges = _ranges_on(own, device)
-            if window is None:
-                return ranges
-            seen = intersect(ranges, SlidingWindow(window).rows(ranges.start.shape[1], device))
-            return seen._replace(table=ranges.table)
-        if window is not None:
-            return (own & SlidingWindow(window)).rows(seq_len, device)
-        return _rows(own, seq_len, device)
+        if isinstance(self.own, MaskRanges):
+            moved = [x.to(device) if isinstance(x, Tensor) else x for x in self.own]
+            ranges = MaskRanges(*moved)
+        else:
+            ranges = _rows(self.own, seq_len, device)
+        if self.rule.window is None:
+            return ranges
+        window = SlidingWindow(self.rule.window).rows(ranges.start.shape[1], device)
+        return intersect(ranges, window)._replace(table=ranges.table)
 
 
 def as_layer_mask(mask: AttentionMask | Mask | MaskRanges, keys: int) -> LayerMask:
@@ -223,13 +200,6 @@ def _rows(mask: Mask, seq_len: int, device: torch.device) -> MaskRanges:
     return mask.rows(seq_len, device)
 
 
-def _ranges_on(ranges: MaskRanges, device: torch.device) -> MaskRanges:
-    if ranges.start.device == device:
-        return ranges
-    moved = [x.to(device) if isinstance(x, Tensor) else x for x in ranges]
-    return MaskRanges(*moved)
-
-
 def ranges_of_tokens(
     position_ids: Tensor | None,
     padding: Tensor | None,
@@ -241,9 +211,8 @@ def ranges_of_tokens(
 
     position_ids: int [1 or B, S_local]. padding: bool [B, S_local], False on padding, or None.
     A document begins where positions return to 0 (padding aside), and where transformers found one.
-    Under context parallelism transformers sees the positions of one rank only, so we search the
-    whole sequence as it does: without a padding mask, a document begins at every jump.
-    The host waits for the device once; collective and once more under context parallelism.
+    Under context parallelism we search the whole sequence as transformers searches one rank's:
+    without a padding mask, a document begins at every jump. Collective then.
     """
     documents = rule.documents
     if position_ids is not None:
@@ -258,7 +227,11 @@ def ranges_of_tokens(
     # [1 or B, S]
     begins = _beginnings(position_ids, documents, real)
     real = real.expand_as(begins)
-    is_plain, has_hole = _facts(begins, real)
+    resumes = real[:, 1:] & ~real[:, :-1] & ~begins[:, 1:]
+    # Of all sequences: whether they are one document without padding; whether there is padding
+    # between tokens of a document.
+    facts = torch.stack([real.all() & ~begins[:, 1:].any(), resumes.any()])
+    is_plain, has_hole = facts.tolist()
     if is_plain:
         # One row holds for all sequences.
         begins = begins[:1]
@@ -335,17 +308,6 @@ def _beginnings(position_ids: Tensor | None, documents: Tensor | None, real: Ten
     return begins & real
 
 
-def _facts(begins: Tensor, real: Tensor) -> list[bool]:
-    """Two facts, for one wait: whether each sequence is one document without padding; whether a
-    document has padding between its tokens.
-
-    begins, real: bool [B, S].
-    """
-    is_plain = real.all() & ~begins[:, 1:].any()
-    resumes = real[:, 1:] & ~real[:, :-1] & ~begins[:, 1:]
-    return torch.stack([is_plain, resumes.any()]).tolist()
-
-
 def _real_keys(real: Tensor) -> MaskRanges:
     """The mask whose queries all see every key that is not padding. real: bool [B, S]."""
     seq_len = real.shape[1]
@@ -358,31 +320,22 @@ def _real_keys(real: Tensor) -> MaskRanges:
     return Slices.batch(masks).rows(seq_len, real.device)
 
 
-def _latest(marks: Tensor) -> Tensor:
-    """int64 [B, S]: the latest marked token up to each token, 0 where there is none."""
-    position = torch.arange(marks.shape[1], device=marks.device)
-    return torch.where(marks, position, 0).cummax(1).values
-
-
 def _ranges(begins: Tensor, real: Tensor, rule: MaskRule, is_plain: bool) -> MaskRanges:
     """The mask of tokens of which some begin documents and some are padding: bool [Bm, S].
 
     Keys of padding between the tokens of a document are not hidden.
     """
     position = torch.arange(begins.shape[1], dtype=torch.int32, device=begins.device)
-    document_start = _latest(begins).int()
+    document_start = torch.where(begins, position, 0).cummax(1).values
     start = document_start
     if rule.chunk is not None:
         start = position - (position - document_start) % rule.chunk
     if rule.window is not None:
         start = torch.maximum(start, position - rule.window + 1)
-    # Padding at i sees nothing: i to i. So both vectors never decrease.
-    start = torch.where(real, start, position)
-    stop = position + real.int()
-    sees_all = is_plain and rule.window is None and rule.chunk is None
     return MaskRanges(
-        start=start,
-        stop=stop,
+        # Padding at i sees nothing: i to i. So both vectors never decrease.
+        start=torch.where(real, start, position),
+        stop=position + real.int(),
         document_start=None if is_plain else torch.where(real, document_start, -1),
-        plain=sees_all,
+        plain=is_plain and not rule.is_local,
     )
