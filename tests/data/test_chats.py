@@ -46,6 +46,20 @@ def reference(folder: str, template: str, messages: list[dict], tools=None) -> d
     )
 
 
+@pytest.mark.parametrize("name", ["qwen3_training", "glm4moe_training"])
+def test_marked_answers_are_those_of_transformers(tmp_path, name):
+    template = trl_template(name)
+    folder = write_tokenizer(tmp_path, template)
+    got = encode(folder, CHAT)
+    wanted = reference(folder, template, CHAT)
+    count = len(wanted["input_ids"])
+    assert got.tokens[:count].tolist() == wanted["input_ids"]
+    assert got.learned[:count].tolist() == [bool(mask) for mask in wanted["assistant_masks"]]
+    # What closes the document is not learned where the template has ended the answer.
+    assert sum(wanted["assistant_masks"]) == got.learned.sum() > 0
+    assert count + 1 == len(got.tokens)
+
+
 def with_objects(chat: list[dict]) -> list[dict]:
     """The chat as transformers' templates want it, with arguments of calls that are objects."""
     chat = copy.deepcopy(chat)
