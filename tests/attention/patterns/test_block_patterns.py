@@ -47,7 +47,7 @@ def test_a_packed_document_selects_as_it_does_alone(pattern):
 @pytest.mark.parametrize(
     "axes, every",
     [
-        ((3,), 4),
+        ((3,), 6),
         pytest.param((2, 2), 1, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -105,7 +105,7 @@ def test_the_selection_is_the_specification(name):
 @pytest.mark.parametrize("name", KERNEL_CASES)
 def test_kernels_choose_what_the_specification_does(name, monkeypatch):
     """In Triton's interpreter and fp32. Tests on a GPU cover other numbers."""
-    case = CASES[name]
+    case = CASES[name]._replace(seq_len=117 if name == "padding" else 157)
     q, k, _ = case.inputs()
     want = case.pattern.select(q, k, case.mask, block_size=BLOCK)
     monkeypatch.setattr(xattention, "_by_kernels", lambda q, cp, stride: True)
