@@ -21,9 +21,8 @@ from tests.integrations.transformers.families import (
 )
 from titan_sparse import ContextParallel
 from titan_sparse.attention.masks import Documents, SlidingWindow
-from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.integrations.transformers import AttentionMask, AttentionSettings, register
-from titan_sparse.integrations.transformers.masks import MaskRule, ranges_of_tokens
 from titan_sparse.integrations.transformers.sharding import shard_batch
 
 SEQ_LEN = 8 * BLOCK
@@ -60,14 +59,16 @@ def over_ranks(
 
 def one_and_two_ranks() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    for name, pattern, layout in [
-        ("llama", VerticalSlash(recall=1.0), "striped"),
-        ("qwen3", SPARSE, "zigzag"),
-        ("gpt_oss", SPARSE, "striped"),
-        ("qwen3_next", SPARSE, "contiguous"),
-        ("qwen3_5", SPARSE, "zigzag"),
+    for name, pattern, layout, schedule in [
+        ("llama", VerticalSlash(recall=1.0), "striped", "auto"),
+        ("qwen3", SPARSE, "zigzag", "auto"),
+        ("gpt_oss", SPARSE, "striped", "auto"),
+        ("qwen3_next", SPARSE, "contiguous", "auto"),
+        ("qwen3_5", SPARSE, "zigzag", "auto"),
+        ("qwen3_5", Dense(), "balanced", "group_cast"),
+        ("olmo3", Dense(), "balanced", "group_cast"),
     ]:
-        cp = ContextParallel(mesh, layout, block_size=BLOCK)
+        cp = ContextParallel(mesh, layout, schedule, BLOCK)
         register(AttentionSettings(pattern=pattern, block_size=BLOCK), name="one_rank")
         register(AttentionSettings(pattern=pattern, cp=cp), name="two_ranks")
         model = family(name)
@@ -75,20 +76,27 @@ def one_and_two_ranks() -> None:
         model.set_attn_implementation("one_rank")
         wanted = logits_and_gradients(model, **inputs)
         model.set_attn_implementation("two_ranks")
-        assert_close(over_ranks(model, cp, None, **inputs), wanted)
+        ranges = cp.balance(Documents(LENGTHS).rows(SEQ_LEN))
+        masks = AttentionMask(ranges)
+        assert_close(over_ranks(model, cp, ranges.table, **inputs, attention_mask=masks), wanted)
+    window = (Documents(LENGTHS) & SlidingWindow(WINDOW)).rows(SEQ_LEN)
+    masks = {
+        "full_attention": ranges,
+        "sliding_attention": window._replace(table=ranges.table),
+    }
+    assert_close(over_ranks(model, cp, ranges.table, **inputs, attention_mask=masks), wanted)
 
-    _padding_over_ranks(cp)
-    _padding_over_ranks(cp, "qwen3_5")
-    _nothing_leaks(cp, "qwen3_next")
-    _nothing_leaks(cp, "qwen3_5")
+    cp = ContextParallel(mesh, "zigzag", block_size=BLOCK)
+    for name in ("mistral", "qwen3_5"):
+        _padding_over_ranks(cp, name)
+    for name in ("qwen3_next", "qwen3_5"):
+        _nothing_leaks(cp, name)
     _whole_prompts(cp)
-    _balanced(mesh, "olmo3")
-    _balanced(mesh, "qwen3_5")
 
 
-def _padding_over_ranks(cp: ContextParallel, name: str = "mistral") -> None:
-    """A 2D mask with padding on both sides, and positions that jump, on a batch. Cut by shard_batch(),
-    and by hand. Linear attention refuses padding between tokens.
+def _padding_over_ranks(cp: ContextParallel, name: str) -> None:
+    """A 2D mask with padding on both sides, and positions that jump, on a batch that
+    shard_batch() cuts. Linear attention refuses padding between tokens.
     """
     register(AttentionSettings(cp=cp), name="two_ranks")
     model = family(name)
@@ -106,13 +114,11 @@ def _padding_over_ranks(cp: ContextParallel, name: str = "mistral") -> None:
     model.set_attn_implementation("eager")
     wanted = logits_and_gradients(model, counted, **batch)
     model.set_attn_implementation("two_ranks")
-    got = over_ranks(model, cp, None, counted, **batch)
-    assert_close(got, wanted)
-
     local = shard_batch(batch | {"labels": batch["input_ids"]}, cp)
-    inputs = {name: local[name] for name in batch}
-    logits = model(**inputs, use_cache=False).logits.detach()
-    assert_close([cp.unshard(logits, 1) * counted[..., None]], wanted[:1])
+    batch["attention_mask"] = local["attention_mask"]
+    assert torch.equal(local["input_ids"], cp.shard(batch["input_ids"], 1))
+    assert torch.equal(local["position_ids"], cp.shard(batch["position_ids"], 1))
+    assert_close(over_ranks(model, cp, None, counted, **batch), wanted)
 
 
 def _nothing_leaks(cp: ContextParallel, name: str) -> None:
@@ -131,6 +137,7 @@ def _nothing_leaks(cp: ContextParallel, name: str) -> None:
                 # Other tokens in an expert's matmul would round differently.
                 parameter.zero_()
     position_ids = positions(30, 60, 38)
+    documents = AttentionMask(Documents([30, 60, 38]))
     inside = torch.zeros(1, SEQ_LEN, dtype=torch.bool)
     inside[:, 30:90] = True
     hidden = model.get_input_embeddings()(tokens(1, SEQ_LEN)).detach()
@@ -143,7 +150,8 @@ def _nothing_leaks(cp: ContextParallel, name: str) -> None:
         x[:, changed] += 1
         x = own(x).requires_grad_()
         model.set_attn_implementation("two_ranks" if is_spread else "one_rank")
-        logits = model(inputs_embeds=x, position_ids=own(position_ids), use_cache=False).logits
+        inputs = {"position_ids": own(position_ids), "attention_mask": documents}
+        logits = model(inputs_embeds=x, use_cache=False, **inputs).logits
         found = [logits.detach(), *torch.autograd.grad((logits * own(weights)).sum(), x)]
         return [cp.unshard(tensor, 1) for tensor in found] if is_spread else found
 
@@ -179,42 +187,12 @@ def _whole_prompts(cp: ContextParallel) -> None:
     assert torch.equal(answers, model.generate(prompt, max_new_tokens=3, do_sample=False))
 
 
-def _balanced(mesh, name: str) -> None:
-    """Its table follows from the mask, so that the mask is given."""
-    cp = ContextParallel(mesh, "balanced", "group_cast", BLOCK)
-    register(AttentionSettings(block_size=BLOCK), name="one_rank")
-    register(AttentionSettings(cp=cp), name="two_ranks")
-    model = family(name)
-    inputs = {"input_ids": tokens(1, SEQ_LEN), "position_ids": positions(*LENGTHS)}
-    model.set_attn_implementation("one_rank")
-    wanted = logits_and_gradients(model, **inputs)
-    model.set_attn_implementation("two_ranks")
-    with pytest.raises(ValueError, match="cp.balance"):
-        model(input_ids=tokens(1, SEQ_LEN // 2), position_ids=positions(SEQ_LEN // 2) + cp.rank)
-    ranges = cp.balance(Documents(LENGTHS).rows(SEQ_LEN))
-    masks = AttentionMask(ranges)
-    assert_close(over_ranks(model, cp, ranges.table, **inputs, attention_mask=masks), wanted)
-    if name != "olmo3":
-        return
-    window = (Documents(LENGTHS) & SlidingWindow(WINDOW)).rows(SEQ_LEN)
-    masks = {
-        "full_attention": ranges,
-        "sliding_attention": window._replace(table=ranges.table),
-    }
-    assert_close(over_ranks(model, cp, ranges.table, **inputs, attention_mask=masks), wanted)
-
-
 def test_two_ranks_compute_what_one_does():
     run_processes(2, one_and_two_ranks)
 
 
 def test_what_context_parallelism_needs_is_said():
-    cp = pretended_ranks()
-    register(AttentionSettings(cp=cp), name="two_ranks")
-    q = torch.zeros(1, 2, SEQ_LEN, 16)
-    with pytest.raises(ValueError, match="does not hand position_ids"):
-        ranges_of_tokens(None, None, MaskRule(), q, AttentionSettings(cp=cp))
-
+    register(AttentionSettings(cp=pretended_ranks()), name="two_ranks")
     model = family("llama").eval()
     model.set_attn_implementation("eager")
     cache = model(tokens(1, 1), use_cache=True).past_key_values

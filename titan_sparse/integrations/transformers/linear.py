@@ -101,9 +101,7 @@ def _give_masks(
         tokens = torch.empty(*ids.shape, 0, device=ids.device)
     cache = kwargs.get("past_key_values")
     positions = kwargs.get("position_ids")
-    if positions is None and cache is None:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    elif positions is not None and positions.ndim == 3:
+    if positions is not None and positions.ndim == 3:
         # Those of pictures have no line of their own for text.
         positions = positions[0] if len(positions) == 4 else None
     given = kwargs.get("attention_mask")

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import find_packed_sequence_indices
 
 from titan_sparse.attention.masks import Mask, MaskRanges, Slices, SlidingWindow
 from titan_sparse.attention.masks.ranges import intersect
@@ -141,8 +140,10 @@ class LayerMask(AttentionMask):
     def ranges(
         self, position_ids: Tensor | None, q: Tensor, settings: AttentionSettings
     ) -> MaskRanges:
-        """As ranges_of_tokens(). Collective under context parallelism, in the first layer of each
-        kind."""
+        """The mask of the whole sequence of which q [B, Hq, S_local, D] is this rank's share.
+
+        Raises ValueError under context parallelism without a mask that the user gave.
+        """
         # All layers of a forward share one tensor of positions, so that this is done once.
         if self._resolved is not None:
             known_positions, known_settings, ranges = self._resolved
@@ -150,6 +151,11 @@ class LayerMask(AttentionMask):
                 return ranges
         if self.own is not None:
             ranges = self._own_ranges(q.shape[2] * settings.ranks, q.device)
+        elif settings.ranks > 1:
+            raise ValueError(
+                "context parallelism needs the mask of whole sequences; write shard_batch(batch, cp), "
+                f"or attention_mask=AttentionMask(mask). {ON_ONE_RANK}"
+            )
         else:
             ranges = ranges_of_tokens(position_ids, self.padding, self.rule, q, settings)
         self._resolved = (position_ids, settings, ranges)
@@ -207,25 +213,20 @@ def ranges_of_tokens(
     q: Tensor,
     settings: AttentionSettings,
 ) -> MaskRanges:
-    """The mask of the whole sequence of which q [B, Hq, S_local, D] is this rank's share.
+    """The mask of the sequences of which q [B, Hq, S, D] are the queries.
 
-    position_ids: int [1 or B, S_local]. padding: bool [B, S_local], False on padding, or None.
+    position_ids: int [1 or B, S]. padding: bool [B, S], False on padding, or None.
     A document begins where positions return to 0 (padding aside), and where transformers found one.
-    Under context parallelism we search the whole sequence as transformers searches one rank's:
-    without a padding mask, a document begins at every jump. Collective then.
+    The host waits for the device once.
     """
-    documents = rule.documents
     if position_ids is not None:
         _check_positions(position_ids, q)
-    if settings.ranks > 1:
-        position_ids, padding = _whole_sequence(position_ids, padding, settings)
-        documents = None if padding is not None else find_packed_sequence_indices(position_ids)
     if padding is None:
-        real = torch.ones(1, q.shape[2] * settings.ranks, dtype=torch.bool, device=q.device)
+        real = torch.ones(1, q.shape[2], dtype=torch.bool, device=q.device)
     else:
         real = padding.to(q.device)
     # [1 or B, S]
-    begins = _beginnings(position_ids, documents, real)
+    begins = _beginnings(position_ids, rule.documents, real)
     real = real.expand_as(begins)
     resumes = real[:, 1:] & ~real[:, :-1] & ~begins[:, 1:]
     # Of all sequences: whether they are one document without padding; whether there is padding
@@ -260,36 +261,6 @@ def _check_positions(position_ids: Tensor, q: Tensor) -> None:
         raise ValueError(
             f"position_ids hold {position_ids.shape[0]} sequences, the batch {batch}; write as many"
         )
-
-
-def _whole_sequence(
-    position_ids: Tensor | None, padding: Tensor | None, settings: AttentionSettings
-) -> tuple[Tensor, Tensor | None]:
-    """Positions and padding of all ranks' tokens, in global order.
-
-    Raises ValueError, on all ranks, if each seems to hold a sequence of its own.
-    """
-    if position_ids is None:
-        raise ValueError(
-            "this model does not hand position_ids to attention, which context parallelism needs; "
-            f"write attention_mask=AttentionMask(mask) in training. {ON_ONE_RANK}"
-        )
-    of_ranks = settings.cp.all_gather(position_ids.contiguous())
-    if bool((of_ranks == of_ranks[0]).all()):
-        raise ValueError(
-            "all ranks have the same position_ids, as if each held a whole sequence; write those "
-            f"of this rank's tokens (shard_batch() cuts a batch). {ON_ONE_RANK}"
-        )
-    if settings.cp.depends_on_mask:
-        raise ValueError(
-            'layout "balanced" needs the mask before the tokens; write '
-            "attention_mask=AttentionMask(cp.balance(mask.rows(seq_len)))"
-        )
-    position_ids = settings.cp.unshard(position_ids.contiguous(), dim=1)
-    if padding is not None:
-        # Collectives of bool are not everywhere.
-        padding = settings.cp.unshard(padding.to(torch.uint8), dim=1).bool()
-    return position_ids, padding
 
 
 def _beginnings(position_ids: Tensor | None, documents: Tensor | None, real: Tensor) -> Tensor:

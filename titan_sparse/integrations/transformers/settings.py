@@ -30,7 +30,8 @@ class AttentionSettings:
 
     pattern: of full-attention layers. Layers with a window or chunks compute all of it.
     cp: the ranks that share each sequence, with their layout and schedule. Inputs of the model,
-    position_ids among them, are then this rank's blocks of them.
+    position_ids among them, are then this rank's blocks of them, and attention_mask is an
+    AttentionMask of whole sequences. shard_batch() makes both.
     backend: "auto", or a name of titan_sparse.attention.backends.
     block_size: tokens, for cp=None only; a power of two, at least 16; default 128.
     recomputed: as in attend(), for activation checkpointing that keeps SAVED_OPS.
