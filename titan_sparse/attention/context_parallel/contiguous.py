@@ -44,9 +44,11 @@ class Move:
 
     def exchange(self, x: Tensor, to_layout: bool) -> Tensor:
         """to_layout() or to_contiguous(), without a gradient."""
-        sends, receives, order, place = self.sends, self.receives, self.leaving, self.arriving
+        sends, receives = self.sends, self.receives
+        order, place = self.leaving, self.arriving
         if not to_layout:
-            sends, receives, order, place = receives, sends, place, order
+            sends, receives = receives, sends
+            order, place = place, order
         # [blocks, B, block_size, D]
         blocks = x.unflatten(1, (-1, self.block_size)).transpose(0, 1)
         leaving = blocks.index_select(0, order)

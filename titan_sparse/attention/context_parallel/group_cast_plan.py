@@ -79,7 +79,9 @@ def plan(
     planned = []
     for number in range(stages):
         # [to node, from node, n]: what ranks with this local number send between nodes
-        crossing = (stage_of[:, :, local_rank] == number) & other_node
+        in_stage = stage_of[:, :, local_rank] == number
+        crossing = in_stage & other_node
+        outgoing = crossing[:, node]
         arriving = crossing[node]
         # What arrives lies behind all that is in memory so far.
         first_relayed = memory
@@ -87,7 +89,7 @@ def plan(
         rows[arriving] = torch.arange(first_relayed, memory)
         outer = None
         if crossing.any():
-            outer = _exchange(crossing[:, node], arriving, own_rows, device)
+            outer = _exchange(outgoing, arriving, own_rows, device)
 
         # [to rank, from node, by rank, n]: what ranks of this node send inside it
         handed_on = wanted_here & (stage_of[node] == number)

@@ -33,7 +33,9 @@ def zigzag(cp: int, blocks: int) -> Tensor:
     """
     # [2 cp, blocks in a run]
     runs = torch.arange(blocks).view(2 * cp, -1)
-    return torch.cat([runs[:cp], runs.flip(0)[:cp]], dim=1)
+    early = runs[:cp]
+    late = runs.flip(0)[:cp]
+    return torch.cat([early, late], dim=1)
 
 
 def striped(cp: int, blocks: int) -> Tensor:
@@ -80,7 +82,8 @@ def block_ids(layout: str, cp: int, seq_len: int, block_size: int) -> Tensor:
 
     Raises ValueError if the blocks do not divide evenly over the ranks.
     """
-    return LAYOUTS[layout](cp, count_blocks(layout, cp, seq_len, block_size))
+    blocks = count_blocks(layout, cp, seq_len, block_size)
+    return LAYOUTS[layout](cp, blocks)
 
 
 def take_blocks(x: Tensor, dim: int, blocks: Tensor, block_size: int) -> Tensor:
@@ -88,7 +91,8 @@ def take_blocks(x: Tensor, dim: int, blocks: Tensor, block_size: int) -> Tensor:
 
     Example with blocks of 2 tokens: blocks [3, 0] of 0 .. 7 are 6, 7, 0, 1.
     """
-    return x.index_select(dim, token_positions(blocks, block_size).to(x.device))
+    positions = token_positions(blocks, block_size)
+    return x.index_select(dim, positions.to(x.device))
 
 
 def restore_blocks(x: Tensor, dim: int, table: Tensor, block_size: int) -> Tensor:
