@@ -16,7 +16,6 @@ from tests.integrations.transformers.families import (
     family,
     logits_and_gradients,
     positions,
-    pretended_ranks,
     tokens,
 )
 from titan_sparse import ContextParallel
@@ -189,13 +188,3 @@ def _whole_prompts(cp: ContextParallel) -> None:
 
 def test_two_ranks_compute_what_one_does():
     run_processes(2, one_and_two_ranks)
-
-
-def test_what_context_parallelism_needs_is_said():
-    register(AttentionSettings(cp=pretended_ranks()), name="two_ranks")
-    model = family("llama").eval()
-    model.set_attn_implementation("eager")
-    cache = model(tokens(1, 1), use_cache=True).past_key_values
-    model.set_attn_implementation("two_ranks")
-    with pytest.raises(ValueError, match=r'cached ones. .* register\(name="one_rank"\)'):
-        model(tokens(1, 1), past_key_values=cache)

@@ -15,7 +15,7 @@ from tests.integrations.transformers.families import (
     transformers,
 )
 from tests.models.transformers_models import tiny_model
-from titan_sparse import ContextParallel, recording
+from titan_sparse import recording
 from titan_sparse.attention.masks import Full, documents
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.integrations.transformers import (
@@ -96,7 +96,7 @@ def run_vision_tower() -> None:
 def read_positions(*shape: int) -> None:
     """Positions of several dimensions are those of models with pictures."""
     q = torch.zeros(2, 1, SEQ_LEN, 16)
-    ranges_of_tokens(torch.zeros(shape), None, MaskRule(), q, AttentionSettings())
+    ranges_of_tokens(torch.zeros(shape), None, MaskRule(), q, SPARSE)
 
 
 def build_mask(mask_function: Callable) -> None:
@@ -109,14 +109,7 @@ PACKED = {"position_ids": positions(25, 25)}
 CAUSAL = masking_utils.causal_mask_function
 WINDOW = masking_utils.sliding_window_overlay
 REFUSED = [
-    (partial(AttentionSettings, pattern="dense"), "pattern='dense'"),
-    (partial(AttentionSettings, cp=2), "cp=2"),
-    (partial(AttentionSettings, backend="sdpa"), "backend='sdpa'"),
     *((partial(AttentionSettings, block_size=x), f"block_size={x!r}") for x in (100, 8, "64")),
-    (
-        partial(AttentionSettings, cp=ContextParallel(None, block_size=16), block_size=32),
-        "leave it out",
-    ),
     (partial(register, {"pattern": SPARSE}), "AttentionSettings"),
     *((partial(register, name=name), "write") for name in IMPLEMENTATIONS),
     (partial(AttentionMask, torch.ones(2, 2)), "write one of"),

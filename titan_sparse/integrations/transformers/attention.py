@@ -36,7 +36,6 @@ from titan_sparse.integrations.transformers.refusals import (
     note_mixers,
 )
 from titan_sparse.integrations.transformers.settings import (
-    ON_ONE_RANK,
     AttentionSettings,
     settings_of,
 )
@@ -142,18 +141,21 @@ def layer_mask(
     kwargs["allow_is_causal_skip"] = False
     rule = read_rule(mask_function)
     is_own = isinstance(attention_mask, AttentionMask)
+    check_rope(kwargs.get("config"), settings.ranks)
     if not is_own:
         _check(attention_mask, rule)
+        if settings.ranks > 1:
+            raise ValueError(
+                "context parallelism reads a mask of whole sequences, without a cache; write "
+                "model(**shard_batch(batch, cp)), or attention_mask=AttentionMask(mask). To generate, "
+                'write register(name="one_rank") and model.set_attn_implementation("one_rank")'
+            )
     # Beside an AttentionMask, no cache means a kv_length of 0. Several tokens may meet an empty static
     # cache: the host waits for the device.
     follows_cache = kv_length > q_length and (q_length == 1 or int(q_offset) > 0)
     if follows_cache:
         if is_own:
             raise ValueError(BESIDE_CACHE)
-        if settings.ranks > 1:
-            raise ValueError(
-                f"context parallelism does not compute tokens that follow cached ones. {ON_ONE_RANK}"
-            )
         return sdpa_mask(
             q_length=q_length,
             kv_length=kv_length,
@@ -163,7 +165,6 @@ def layer_mask(
             attention_mask=attention_mask,
             **kwargs,
         )
-    check_rope(kwargs.get("config"), settings.ranks)
     if is_own:
         own = attention_mask.mask
         return LayerMask(rule, padding=None, own=own, keys=max(q_length, kv_length))

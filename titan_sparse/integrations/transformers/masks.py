@@ -15,7 +15,8 @@ from torch import Tensor
 
 from titan_sparse.attention.masks import Mask, MaskRanges, Slices, SlidingWindow
 from titan_sparse.attention.masks.ranges import intersect
-from titan_sparse.integrations.transformers.settings import ON_ONE_RANK, AttentionSettings
+from titan_sparse.attention.patterns import Pattern
+from titan_sparse.integrations.transformers.settings import AttentionSettings
 
 
 class MaskRule(NamedTuple):
@@ -140,10 +141,8 @@ class LayerMask(AttentionMask):
     def ranges(
         self, position_ids: Tensor | None, q: Tensor, settings: AttentionSettings
     ) -> MaskRanges:
-        """The mask of the whole sequence of which q [B, Hq, S_local, D] is this rank's share.
-
-        Raises ValueError under context parallelism without a mask that the user gave.
-        """
+        """The mask of the whole sequence of which q [B, Hq, S_local, D] is this rank's share, as
+        ranges_of_tokens() reads position_ids [1 or B, S_local]."""
         # All layers of a forward share one tensor of positions, so that this is done once.
         if self._resolved is not None:
             known_positions, known_settings, ranges = self._resolved
@@ -151,13 +150,8 @@ class LayerMask(AttentionMask):
                 return ranges
         if self.own is not None:
             ranges = self._own_ranges(q.shape[2] * settings.ranks, q.device)
-        elif settings.ranks > 1:
-            raise ValueError(
-                "context parallelism needs the mask of whole sequences; write shard_batch(batch, cp), "
-                f"or attention_mask=AttentionMask(mask). {ON_ONE_RANK}"
-            )
         else:
-            ranges = ranges_of_tokens(position_ids, self.padding, self.rule, q, settings)
+            ranges = ranges_of_tokens(position_ids, self.padding, self.rule, q, settings.pattern)
         self._resolved = (position_ids, settings, ranges)
         return ranges
 
@@ -211,9 +205,9 @@ def ranges_of_tokens(
     padding: Tensor | None,
     rule: MaskRule,
     q: Tensor,
-    settings: AttentionSettings,
+    pattern: Pattern,
 ) -> MaskRanges:
-    """The mask of the sequences of which q [B, Hq, S, D] are the queries.
+    """The mask of q [B, Hq, S, D], whole sequences.
 
     position_ids: int [1 or B, S]. padding: bool [B, S], False on padding, or None.
     A document begins where positions return to 0 (padding aside), and where transformers found one.
@@ -240,9 +234,9 @@ def ranges_of_tokens(
     ranges = _ranges(begins, real, rule, is_plain)
     if not has_hole:
         return ranges
-    if not (rule.is_local or settings.pattern.takes_slices):
+    if not (rule.is_local or pattern.takes_slices):
         raise ValueError(
-            f"attention_mask has padding between tokens, which {settings.pattern.name} does not "
+            f"attention_mask has padding between tokens, which {pattern.name} does not "
             "compute; move the padding to one side, or write register(AttentionSettings())"
         )
     # Linear attention needs the documents too.

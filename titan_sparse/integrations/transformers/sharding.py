@@ -15,8 +15,8 @@ from transformers.masking_utils import find_packed_sequence_indices
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.context_parallel.layouts import block_multiple
 from titan_sparse.attention.masks import MaskRanges
+from titan_sparse.attention.patterns import Dense
 from titan_sparse.integrations.transformers.masks import AttentionMask, MaskRule, ranges_of_tokens
-from titan_sparse.integrations.transformers.settings import AttentionSettings
 
 IGNORE_INDEX = -100
 """The label of a token that does not count."""
@@ -84,8 +84,11 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel) -> dict[str, Any]
         documents = find_packed_sequence_indices(pad(positions, (0, padding)))
         is_real = torch.ones_like(input_ids)
     is_real = pad(is_real != 0, (0, padding))
-    ranges = _ranges(pad(positions, (0, padding)), is_real, documents)
-    ranges = cp.balance(ranges)
+    positions_padded = pad(positions, (0, padding))
+    # Only the shape and the device of queries are looked at.
+    queries = positions_padded[:, None, :, None]
+    rule = MaskRule(documents=documents)
+    ranges = cp.balance(ranges_of_tokens(positions_padded, is_real, rule, queries, Dense()))
 
     def own(whole: Tensor, filler: int) -> Tensor:
         return cp.shard(pad(whole, (0, padding), value=filler), 1, ranges.table)
@@ -100,14 +103,6 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel) -> dict[str, Any]
         "shift_labels": shift_labels,
         "labels": torch.full_like(shift_labels, IGNORE_INDEX),
     }
-
-
-def _ranges(positions: Tensor, is_real: Tensor, documents: Tensor | None) -> MaskRanges:
-    """The mask of whole sequences, without a layer's window. All [B, S]."""
-    # Only the shape and the device of queries are looked at.
-    queries = positions[:, None, :, None]
-    rule = MaskRule(documents=documents)
-    return ranges_of_tokens(positions, is_real, rule, queries, AttentionSettings())
 
 
 def _check(batch: Mapping[str, Any]) -> None:
