@@ -109,15 +109,23 @@ def test_utilization_is_one_at_the_peak_and_never_more(float8):
     assert with_float8 < utilization(model, pairs, 100.0, peak, False) < 1
 
 
-def test_log_keeps_dense_equivalent_apart(tmp_path):
+def test_log_keeps_dense_equivalent_apart(tmp_path, caplog):
     write_texts(tmp_path / "texts")
-    settings = {"training__steps": 2, "metrics__peak_tflops": 1000.0, "metrics__recall_every": 0}
-    config = tiny_config(tmp_path, "run", **settings)
-    train(config)
-    for line in metrics_of(config):
+
+    def lines(peak_tflops: float) -> list[dict]:
+        settings = {"metrics__peak_tflops": peak_tflops, "metrics__recall_every": 0}
+        config = tiny_config(tmp_path, f"{peak_tflops}", training__steps=2, **settings)
+        train(config)
+        return metrics_of(config)
+
+    for line in lines(1000.0):
         per_second = line["tokens_per_second_per_device"]
         matmul = linear_flops_per_token(TINY) + head_flops_per_token(TINY)
         dense_attention = line["dense_equivalent_tflops"] * 1e12 / per_second - matmul
         visited_attention = line["mfu"] * 1e15 / per_second - matmul
         assert 0 < line["mfu"] < 1 and line["density"] < 1
         assert visited_attention == pytest.approx(dense_attention * line["density"], rel=1e-6)
+    assert "peak_tflops" not in caplog.text
+    # A peak that this device has passed is wrong.
+    assert [line["mfu"] for line in lines(1e-9)] == [None, None]
+    assert "metrics.peak_tflops = 1e-09 is too small" in caplog.text
