@@ -21,7 +21,7 @@ from titan_sparse.config.sources import single_source, source_formats
 from titan_sparse.config.start import world_of
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.flavours import TransformersConfig, resolve
-from titan_sparse.models.huggingface_config import architecture
+from titan_sparse.models.huggingface_config import family_of
 from titan_sparse.models.lora_config import resolve_adapters
 from titan_sparse.options import check_value
 
@@ -108,7 +108,7 @@ def _check_model(config: Config, model: DecoderConfig) -> None:
         clash(config, "checkpoint.initial_load_path", "model.initial_hf")
     if not isinstance(model, TransformersConfig):
         if config.checkpoint.last_save_in_hf:
-            architecture(model)
+            family_of(model)
         return
     of_model = {
         "training.mlp_chunk_tokens": True,

@@ -19,8 +19,8 @@ class RopeConfig:
     scaling: Scaling
     factor: float
     original_length: int
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
 

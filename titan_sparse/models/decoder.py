@@ -62,8 +62,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
         # linearly in frequency.
         wavelengths = 2 * math.pi / inv_freq
         rotations = rope.original_length / wavelengths
-        low = rope.low_frequency_factor
-        high = rope.high_frequency_factor
+        low = rope.low_freq_factor
+        high = rope.high_freq_factor
         kept = ((rotations - low) / (high - low)).clamp(0, 1)
         attention_factor = 1.0
     elif rope.scaling == "yarn":

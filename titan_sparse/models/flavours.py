@@ -74,15 +74,13 @@ def resolve(
                     f"model.{key} = {value!r} is not read by transformers' own code; leave it out, "
                     "and change config.json of model.initial_hf instead"
                 )
-        published = read_transformers_config(initial_hf, router_loss)
-        if layers in (0, published.layers):
-            return published
-        if not random_weights:
+        published = read_transformers_config(initial_hf, router_loss, layers * random_weights)
+        if layers not in (0, published.layers):
             raise ValueError(
                 f"model.layers = {layers} does not agree with {initial_hf}/config.json, which has "
                 f"{published.layers}; leave it out, or write model.random_weights = true"
             )
-        return read_transformers_config(initial_hf, router_loss, layers)
+        return published
     if router_loss != AS_PUBLISHED:
         raise ValueError(
             f"model.router_loss = {router_loss:g}, but the model has no router; leave it out"
@@ -93,6 +91,8 @@ def resolve(
             "leave it out, as the first weights are random anyway"
         )
     base = read_config(initial_hf) if initial_hf else FLAVOURS[flavour]
+    if random_weights:
+        base = replace(base, layers=layers or base.layers)
     rope = _override_rope(base.rope, rope_scaling, rope_factor, rope_original_length, rope_theta)
     resolved = replace(
         base, vocab_size=vocab_size or base.vocab_size, layers=layers or base.layers, rope=rope
@@ -125,30 +125,21 @@ def _refuse_contradictions(
     folder: str, published: DecoderConfig, resolved: DecoderConfig, flavour: str
 ) -> None:
     """Refuse a [model] section, `resolved`, that contradicts config.json, read as `published`."""
-    if published.rope.scaling != "none" and resolved.rope != published.rope:
-        raise ValueError(
-            "model.rope_scaling, rope_factor, rope_original_length and rope_theta do not agree with "
-            f"{folder}/config.json, which already has {published.rope.scaling} with factor "
-            f"{published.rope.factor:g} over {published.rope.original_length} tokens; leave them out."
-        )
-    said_and_published = {
-        f"model.{key}": (getattr(resolved, key), getattr(published, key))
-        for key in ("vocab_size", "layers")
-    }
-    said_and_published["model.rope_theta"] = (resolved.rope.theta, published.rope.theta)
+    pairs = {f"model.{key}": (resolved, published, key) for key in ("vocab_size", "layers")}
+    pairs["model.rope_theta"] = (resolved.rope, published.rope, "theta")
+    if published.rope.scaling != "none":
+        pairs["model.rope_scaling and what goes with it"] = (resolved, published, "rope")
     if flavour != "debug":
         for field in fields(DecoderConfig):
             # The same shape is published with different lengths and rope scalings.
             if field.name not in ("max_positions", "rope"):
-                said_and_published[f'model.flavour = "{flavour}": {field.name}'] = (
-                    getattr(FLAVOURS[flavour], field.name),
-                    getattr(published, field.name),
-                )
-    for key, (said, wanted) in said_and_published.items():
-        if said != wanted:
+                key = f'model.flavour = "{flavour}": {field.name}'
+                pairs[key] = (FLAVOURS[flavour], published, field.name)
+    for key, (said, wanted, name) in pairs.items():
+        if getattr(said, name) != getattr(wanted, name):
             raise ValueError(
-                f"{key} = {said} does not agree with {folder}/config.json, which has {wanted}; "
-                "leave it out."
+                f"{key} = {getattr(said, name)} does not agree with {folder}/config.json, which has "
+                f"{getattr(wanted, name)}; leave it out."
             )
 
 

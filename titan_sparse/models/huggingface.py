@@ -38,6 +38,7 @@ from titan_sparse.models.transformers_config import TransformersConfig
 logger = logging.getLogger("titan_sparse")
 
 _DTYPES = ("F64", "F32", "F16", "BF16")
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, torch.Size]:
@@ -49,7 +50,8 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, torch.Size]:
 
 
 def check_weights(folder: str, config: DecoderConfig) -> None:
-    """Check the names, shapes and dtypes of the weights in a folder; reads headers only.
+    """Check the names, shapes and dtypes of the weights in a folder; reads headers only, unless
+    there is a head beside tied embeddings.
 
     Raises ValueError, one line that names a missing, unexpected or misshapen tensor or file.
     """
@@ -78,6 +80,14 @@ def check_weights(folder: str, config: DecoderConfig) -> None:
                 raise ValueError(
                     f"model.initial_hf: {name} in {folder} is {header.get_dtype()}; "
                     f"only {', '.join(_DTYPES)} can be read"
+                )
+        # transformers keeps a head that differs, whatever the file says.
+        if config.tied_embeddings and "lm_head.weight" in tensors:
+            head, embedding = (tensors[name]()[:] for name in ("lm_head.weight", _EMBEDDING))
+            if head.dtype != embedding.dtype or not torch.equal(head, embedding):
+                raise ValueError(
+                    f"model.initial_hf: lm_head.weight in {folder} is not {_EMBEDDING}, but its "
+                    "config.json has tie_word_embeddings = true; write false"
                 )
 
 

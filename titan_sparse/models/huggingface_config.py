@@ -7,24 +7,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_sparse.models.config import DecoderConfig, RopeConfig, Scaling
-from titan_sparse.models.huggingface_files import has_own_head
 
 
 class _Family(NamedTuple):
     """What transformers fixes in the code of a model class and not in config.json."""
 
-    model_type: str
-    qkv_bias: bool
-    qk_norm: bool
-    head_dim: int
+    architecture: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    head_dim: int = 0
     """used if config.json gives none; 0: hidden_size / heads"""
 
 
 _FAMILIES = {
-    "Qwen2ForCausalLM": _Family("qwen2", qkv_bias=True, qk_norm=False, head_dim=0),
-    "LlamaForCausalLM": _Family("llama", qkv_bias=False, qk_norm=False, head_dim=0),
-    "Qwen3ForCausalLM": _Family("qwen3", qkv_bias=False, qk_norm=True, head_dim=128),
+    "qwen2": _Family("Qwen2ForCausalLM", qkv_bias=True),
+    "llama": _Family("LlamaForCausalLM"),
+    "qwen3": _Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
 }
+"""By model_type of config.json."""
 
 # Field of DecoderConfig -> key of config.json.
 _SIZES = {
@@ -38,6 +38,13 @@ _SIZES = {
 }
 
 _ORIGINAL = "original_max_position_embeddings"
+
+# Fields of RopeConfig, and keys of config.json's table, that a scaling has beside its factor.
+_FREQUENCIES: dict[Scaling, tuple[str, ...]] = {
+    "none": (),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": ("beta_fast", "beta_slow"),
+}
 
 # The types of keys of config.json and of its table of the rotary embedding. Numbers are positive.
 _TYPES: dict[str, type] = {
@@ -63,10 +70,6 @@ _ONLY = {
     "transformers_weights": None,
 }
 
-# Those of them that transformers' own code computes.
-_ELSEWHERE = ("hidden_act", "attention_bias", "mlp_bias", "use_sliding_window")
-_INSTEAD = ' by our decoder; write model.implementation = "transformers"'
-
 # Keys of the source that an export drops: those that it writes in the words of transformers 4,
 # and the names of files with code.
 _NOT_KEPT = ("rope_parameters", "dtype", "auto_map")
@@ -82,8 +85,7 @@ def read_config(folder: str) -> DecoderConfig:
 
 
 def config_of(values: dict[str, Any], path: Path) -> DecoderConfig:
-    """The shape that the content of a config.json describes. path: the file, for messages, beside
-    the weights.
+    """The shape that the content of a config.json describes. path: the file, for messages.
 
     Raises ValueError as read_config() does.
     """
@@ -96,8 +98,7 @@ def config_of(values: dict[str, Any], path: Path) -> DecoderConfig:
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
             head_dim=values.get("head_dim") or family.head_dim or values["hidden_size"] // heads,
-            tied_embeddings=bool(values.get("tie_word_embeddings"))
-            and not has_own_head(path.parent),
+            tied_embeddings=bool(values.get("tie_word_embeddings")),
             rope=read_rope(values),
         )
     except ValueError as error:
@@ -106,32 +107,27 @@ def config_of(values: dict[str, Any], path: Path) -> DecoderConfig:
 
 def _check(values: dict[str, Any]) -> _Family:
     """The family of a config.json that our decoder can compute. Raises ValueError otherwise."""
+    family = _FAMILIES.get(str(values.get("model_type")))
     names = values.get("architectures")
-    name = _architecture_in(values)
-    if name is None:
-        raise ValueError(f"architectures = {names}; only {', '.join(_FAMILIES)} can be read")
+    if family is None or names not in (None, family.architecture, [family.architecture]):
+        pairs = [f"{name} of {family.architecture}" for name, family in _FAMILIES.items()]
+        raise ValueError(
+            f"model_type = {values.get('model_type')!r} and architectures = {names}; "
+            f"only {', '.join(pairs)} can be read"
+        )
     for key in _SIZES.values():
         if values.get(key) is None:
             raise ValueError(f"there is no {key}")
     _check_types({key: value for key, value in values.items() if value is not None})
+    others = sorted(set(values.get("layer_types") or ()) - {"full_attention"})
+    wrong = [f"layer_types with {others}"] if others else []
     for key, accepted in _ONLY.items():
         if values.get(key, accepted) not in (accepted, None):
-            raise ValueError(
-                f"{key} = {values[key]}; "
-                f"only {accepted} can be trained{_INSTEAD if key in _ELSEWHERE else ''}"
-            )
-    others = set(values.get("layer_types") or ()) - {"full_attention"}
-    if others:
+            wrong.append(f"{key} = {values[key]} in place of {accepted}")
+    if wrong:
         raise ValueError(
-            f"layer_types with {sorted(others)}; "
-            f"only full_attention can be trained{_INSTEAD if others <= {'sliding_attention'} else ''}"
-        )
-    # transformers uses model_type, and ignores `architectures`.
-    family = _FAMILIES[name]
-    if values.get("model_type") != family.model_type:
-        raise ValueError(
-            f"model_type = {values.get('model_type')!r} beside architectures = {names}; "
-            f'only "{family.model_type}" fits'
+            f"our decoder cannot compute {', '.join(wrong)}; model.implementation = "
+            '"transformers" may'
         )
     return family
 
@@ -148,20 +144,9 @@ def _check_types(values: dict[str, Any]) -> None:
             raise ValueError(f"{key} = {json.dumps(value)} is not a {positive}{kind.__name__}")
 
 
-def _architecture_in(values: dict[str, Any]) -> str | None:
-    """The class that config.json names, if our decoder has it."""
-    names = values.get("architectures")
-    return next((name for name in _FAMILIES if names in (name, [name])), None)
-
-
 def is_native(folder: str) -> bool:
-    """Whether our decoder has the family that `folder`/config.json names.
-
-    It is enough that model_type or architectures names one. read_config() refuses a mismatch.
-    """
-    values = read_json(folder)
-    types = [family.model_type for family in _FAMILIES.values()]
-    return values.get("model_type") in types or _architecture_in(values) is not None
+    """Whether our decoder has the family that `folder`/config.json names."""
+    return read_json(folder).get("model_type") in _FAMILIES
 
 
 def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str, Any]:
@@ -171,27 +156,27 @@ def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str
     config.json gives everything that the decoder does not decide, such as the ids of special
     tokens; empty: none. Raises ValueError if no family has such a shape.
     """
-    name = architecture(config)
+    model_type = family_of(config)
+    rope = config.rope
     values: dict[str, Any] = read_json(source) if source else {}
     for key in _NOT_KEPT:
         values.pop(key, None)
-    values["architectures"] = [name]
-    values["model_type"] = _FAMILIES[name].model_type
-    for field, key in _SIZES.items():
-        values[key] = getattr(config, field)
-    values["num_key_value_heads"] = config.kv_heads
-    values["head_dim"] = config.head_dim
-    values["hidden_act"] = "silu"
-    values["tie_word_embeddings"] = config.tied_embeddings
-    values["torch_dtype"] = dtype
-    rope = config.rope
-    values["rope_theta"] = rope.theta
-    values["rope_scaling"] = None
+    values |= {key: getattr(config, field) for field, key in _SIZES.items()}
+    values |= {
+        "architectures": [_FAMILIES[model_type].architecture],
+        "model_type": model_type,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "tie_word_embeddings": config.tied_embeddings,
+        "torch_dtype": dtype,
+        "rope_theta": rope.theta,
+        "rope_scaling": None,
+    }
     if rope.scaling == "none":
         return values
     table = {"rope_type": rope.scaling, "factor": rope.factor, _ORIGINAL: rope.original_length}
-    for field, key in _FREQUENCIES[rope.scaling].items():
-        table[key] = getattr(rope, field)
+    table |= {key: getattr(rope, key) for key in _FREQUENCIES[rope.scaling]}
     values["rope_scaling"] = table
     # The table has this key too, but in transformers the top level wins.
     if _ORIGINAL in values:
@@ -204,22 +189,21 @@ def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str
     return values
 
 
-def architecture(config: DecoderConfig) -> str:
-    """The class of transformers that computes what the decoder does; ValueError if there is
+def family_of(config: DecoderConfig) -> str:
+    """The model_type of transformers that computes what the decoder does; ValueError if there is
     none."""
-    for name, family in _FAMILIES.items():
-        if (family.qkv_bias, family.qk_norm) != (config.qkv_bias, config.qk_norm):
-            continue
-        if name == "LlamaForCausalLM" and config.hidden_size % config.heads:
-            raise ValueError(
-                f"transformers' {name} needs hidden_size = {config.hidden_size} to be a multiple "
-                f"of heads = {config.heads}; write another model.flavour, or "
-                "checkpoint.last_save_in_hf = false"
-            )
-        return name
+    instead = "write another model.flavour, or checkpoint.last_save_in_hf = false"
+    for model_type, family in _FAMILIES.items():
+        if (family.qkv_bias, family.qk_norm) == (config.qkv_bias, config.qk_norm):
+            if model_type == "llama" and config.hidden_size % config.heads:
+                raise ValueError(
+                    f"transformers' Llama needs hidden_size = {config.hidden_size} to be a multiple "
+                    f"of heads = {config.heads}; {instead}"
+                )
+            return model_type
     raise ValueError(
         f"no family of Hugging Face has qkv_bias = {config.qkv_bias} and qk_norm = "
-        f"{config.qk_norm}; write another model.flavour, or checkpoint.last_save_in_hf = false"
+        f"{config.qk_norm}; {instead}"
     )
 
 
@@ -239,35 +223,6 @@ def read_json(folder: str) -> dict[str, Any]:
     return values
 
 
-_DEFAULT_THETA = 10_000.0
-"""transformers' default if config.json has none."""
-
-# rope_type of config.json -> RopeConfig.scaling.
-_SCALINGS: dict[str, Scaling] = {"default": "none", "llama3": "llama3", "yarn": "yarn"}
-
-# RopeConfig.scaling -> field of RopeConfig -> key of the table.
-_FREQUENCIES: dict[Scaling, dict[str, str]] = {
-    "none": {},
-    "llama3": {
-        "low_frequency_factor": "low_freq_factor",
-        "high_frequency_factor": "high_freq_factor",
-    },
-    "yarn": {"beta_fast": "beta_fast", "beta_slow": "beta_slow"},
-}
-
-# RopeConfig.scaling -> the keys that the table must give for it, and those that it may give too.
-_NEEDED = {
-    "none": set(),
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
-    "yarn": {"factor"},
-}
-_OPTIONAL = {
-    "none": {"rope_theta"},
-    "llama3": {"rope_theta", _ORIGINAL},
-    "yarn": {"rope_theta", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor"},
-}
-
-
 def read_rope(values: dict[str, Any]) -> RopeConfig:
     """The rotary embedding of a config.json whose top-level values have been checked for their
     types.
@@ -279,64 +234,62 @@ def read_rope(values: dict[str, Any]) -> RopeConfig:
     given = values.get("rope_scaling") or values.get("rope_parameters") or {}
     table = {
         "rope_type": given.get("type", "default"),
-        "rope_theta": values.get("rope_theta", _DEFAULT_THETA),
+        "rope_theta": values.get("rope_theta", 10_000.0),
         **given,
     }
     table.pop("type", None)
     rope_type = table.pop("rope_type")
-    if not isinstance(rope_type, str) or rope_type not in _SCALINGS:
+    scaling = "none" if rope_type == "default" else rope_type
+    if scaling not in ("none", "llama3", "yarn"):
         raise ValueError(
             f"rope_type = {json.dumps(rope_type)} is unknown; "
             'only "default", "llama3" and "yarn" can be trained'
         )
-    scaling = _SCALINGS[rope_type]
-    for key, accepted in (("partial_rotary_factor", 1), ("truncate", True)):
-        value = table.pop(key, accepted)
-        if value != accepted:
-            raise ValueError(
-                f'rope scaling "{rope_type}" with {key} = {json.dumps(value)} cannot be trained'
-            )
-    unknown = table.keys() - _OPTIONAL[scaling] - _NEEDED[scaling]
-    if unknown:
-        raise ValueError(f'rope scaling "{rope_type}" with {min(unknown)} cannot be trained')
-    for key in sorted(_NEEDED[scaling] - table.keys()):
-        raise ValueError(f'rope scaling "{rope_type}" needs {key}')
+    frequencies = _FREQUENCIES[scaling]
+    needed = {"none": set(), "llama3": {"factor", *frequencies}, "yarn": {"factor"}}
+    known = {"rope_theta", *needed[scaling], *frequencies}
     original_length = values.get(_ORIGINAL) or values["max_position_embeddings"]
     if scaling != "none":
+        known.add(_ORIGINAL)
         # Unlike for rope_theta, the top level wins over the table here.
         original_length = values.get(_ORIGINAL, table.get(_ORIGINAL, original_length))
         table[_ORIGINAL] = original_length
+    if scaling == "yarn":
+        known.add("attention_factor")
     # As in transformers, null is no value for these, and neither is 0 for the betas.
-    for key, unset in (("beta_fast", 0), ("beta_slow", 0), ("attention_factor", None)):
+    for key, unset in (
+        ("beta_fast", 0),
+        ("beta_slow", 0),
+        ("attention_factor", None),
+        ("partial_rotary_factor", 1),
+        ("truncate", True),
+    ):
         if table.get(key) in (None, unset):
             table.pop(key, None)
+    for problem, keys in (
+        ("with", table.keys() - known),
+        ("without", needed[scaling] - table.keys()),
+    ):
+        if keys:
+            raise ValueError(f'rope scaling "{rope_type}" {problem} {min(keys)} cannot be trained')
     _check_types(table)
-    frequencies = _FREQUENCIES[scaling].items()
     rope = RopeConfig(
         float(table["rope_theta"]),
         scaling,
         float(table.get("factor", 1)),
         original_length,
-        **{field: float(table[key]) for field, key in frequencies if key in table},
+        **{key: float(table[key]) for key in frequencies if key in table},
     )
-    if rope.low_frequency_factor >= rope.high_frequency_factor:
-        raise ValueError(
-            f'rope scaling "llama3" with low_freq_factor = {rope.low_frequency_factor} cannot be '
-            f"trained; write one below high_freq_factor = {rope.high_frequency_factor}"
-        )
-    if scaling != "yarn":
-        return rope
-    if rope.factor < 1 or rope.theta <= 1:
-        raise ValueError(
-            f'rope scaling "yarn" with factor = {rope.factor} and rope_theta = {rope.theta} cannot '
-            "be trained; write a factor of 1 or more, and a rope_theta above 1"
-        )
-    # The decoder multiplies cos and sin by this (models/decoder.py), and has no other factor.
-    ours = 0.1 * math.log(rope.factor) + 1
-    attention_factor = table.get("attention_factor", ours)
-    if not math.isclose(attention_factor, ours, rel_tol=1e-6):
-        raise ValueError(
-            f'rope scaling "yarn" with factor = {rope.factor} and attention_factor = '
-            f"{attention_factor} cannot be trained, only {ours:.6g}"
-        )
+    # The decoder multiplies YaRN's cos and sin by this (models/decoder.py), and has no other factor.
+    factor = 0.1 * math.log(rope.factor) + 1
+    is_published = math.isclose(table.get("attention_factor", factor), factor, rel_tol=1e-6)
+    rules = {
+        "low_freq_factor < high_freq_factor": rope.low_freq_factor < rope.high_freq_factor,
+        "factor >= 1 and rope_theta > 1": scaling != "yarn"
+        or (rope.factor >= 1 and rope.theta > 1),
+        f"attention_factor = {factor:.6g}": is_published,
+    }
+    for rule, holds in rules.items():
+        if not holds:
+            raise ValueError(f'rope scaling "{rope_type}" = {table} cannot be trained, only {rule}')
     return rope

@@ -1,5 +1,4 @@
-"""The files of a Hugging Face folder: which weights count, whether a tied head is one of them, and
-what an export copies."""
+"""The files of a Hugging Face folder: which weights count, and what an export copies."""
 
 import functools
 import hashlib
@@ -26,7 +25,6 @@ _COPIED_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_CHUNK_ROWS = 2**12
 _HEADER_BYTES = 2**20
 """Large enough for the names in most safetensors files."""
 _SAMPLES = 64
@@ -116,47 +114,13 @@ def weights_digest(folder: str) -> str:
     return digest.hexdigest()
 
 
-def has_own_head(folder: Path) -> bool:
-    """Whether the weights hold an output head that differs from the embedding.
-
-    transformers keeps such a head, whatever tie_word_embeddings says. False where the weights are
-    gone or broken: a run that resumes does without them, and check_weights() names what is wrong.
-    Raises ValueError, one line, if the two are stored in different dtypes.
-    """
-    names = ("lm_head.weight", "model.embed_tokens.weight")
-    with ExitStack() as stack:
-        try:
-            tensors = open_tensors(str(folder), stack, "np")
-            head, embedding = (tensors[name]() for name in names)
-        except (ValueError, KeyError):
-            return False
-        if head.get_shape() != embedding.get_shape():
-            return True
-        if head.get_dtype() == embedding.get_dtype():
-            # Few folders hold both, so torch is seldom loaded for this.
-            tensors = open_tensors(str(folder), stack)
-            head, embedding = (tensors[name]() for name in names)
-            rows = range(0, head.get_shape()[0], _CHUNK_ROWS)
-            chunks = (slice(start, start + _CHUNK_ROWS) for start in rows)
-            return not all(head[chunk].equal(embedding[chunk]) for chunk in chunks)
-    raise ValueError(
-        f"tie_word_embeddings = true, but lm_head.weight is {head.get_dtype()} and "
-        f"model.embed_tokens.weight {embedding.get_dtype()}; write false, or remove lm_head.weight"
-    )
-
-
-def open_tensors(
-    folder: str, stack: ExitStack, framework: str = "pt"
-) -> dict[str, Callable[[], Any]]:
+def open_tensors(folder: str, stack: ExitStack) -> dict[str, Callable[[], Any]]:
     """By tensor, a function that opens it as a slice of safetensors. Files stay open until `stack` is
-    left.
-
-    framework: "pt", which loads torch, or "np" to look at headers alone.
-    """
+    left."""
     tensors: dict[str, Callable[[], Any]] = {}
     for path in weight_files(Path(folder).expanduser()):
         try:
-            file = stack.enter_context(safe_open(path, framework=framework))
+            file = stack.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
             raise ValueError(f"model.initial_hf: {path} cannot be read: {error}") from error
         for stored in file.keys():

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from titan_sparse.models.config import DecoderConfig, RopeConfig
 from titan_sparse.models.huggingface_config import read_json
-from titan_sparse.models.huggingface_files import has_own_head
 
 
 @dataclass(frozen=True)
@@ -103,17 +102,10 @@ _SIZES = (
     "max_position_embeddings",
 )
 
-_BUT_LINEAR = (
-    "linear attention or state-space layers have a state that runs over the whole sequence"
-)
-_BUT_TEXT = (
-    "only text models can be trained (of Qwen3.5, AutoModelForCausalLM.from_pretrained() reads the "
-    "text part, and its save_pretrained() writes a folder of it)"
-)
-_BUT_TANH = "neither attention nor the fused loss caps logits by a tanh"
 _BUT_NUMBERS = "activation checkpointing would draw other numbers"
+_BUT_TANH = "neither attention nor the fused loss caps logits by a tanh"
 
-# Keys that must be 0, false or null -> why.
+# Keys of tested families that must be 0, false or null -> why.
 _MUST_BE_OFF = {
     "attention_dropout": "attention has no dropout",
     "resid_pdrop": _BUT_NUMBERS,
@@ -122,24 +114,8 @@ _MUST_BE_OFF = {
     "quantization_config": "only weights of floating point can be trained",
     "use_bidirectional_attention": "attention is causal",
     "per_layer_config": "layers of different shapes cannot be trained",
-    "is_encoder_decoder": "an encoder-decoder cannot be trained",
-    "vision_config": _BUT_TEXT,
-    "audio_config": _BUT_TEXT,
-    "kv_lora_rank": "latent attention (MLA) has other head sizes for keys than for values",
     "final_logit_softcapping": _BUT_TANH,
     "attn_logit_softcapping": _BUT_TANH,
-    "logits_soft_cap": _BUT_TANH,
-    "attention_chunk_size": "no mask here has the chunks of chunked attention",
-    "linear_num_value_heads": _BUT_LINEAR,
-    "linear_attn_config": _BUT_LINEAR,
-    "full_attention_interval": _BUT_LINEAR,
-    "mamba_d_state": _BUT_LINEAR,
-    "mamba_state_dim": _BUT_LINEAR,
-    "ssm_state_size": _BUT_LINEAR,
-    "state_size": _BUT_LINEAR,
-    "attn_layer_period": _BUT_LINEAR,
-    "conv_L_cache": _BUT_LINEAR,
-    "lru_width": _BUT_LINEAR,
 }
 
 # Keys that do not change what is computed.
@@ -155,8 +131,6 @@ _NO_FUNCTION = (
     "transformers_version",
     "use_cache",
 )
-
-_OF_HYBRIDS = ("linear_num_value_heads", "full_attention_interval")
 
 AS_PUBLISHED = -1.0
 """model.router_loss: as config.json says."""
@@ -174,9 +148,7 @@ def read_transformers_config(
     path = Path(folder).expanduser() / "config.json"
     given = read_json(folder)
     _refuse(path, given)
-    theirs = read_their_config(folder, layers)
-    tied = theirs.tie_word_embeddings and not has_own_head(path.parent)
-    config = _read(folder, json.dumps(given), layers, tied)
+    config = _read(folder, json.dumps(given), layers)
     if router_loss > 0 and not config.experts:
         raise ValueError(
             f"model.router_loss = {router_loss:g}, but a {config.model_type} has no router; "
@@ -188,21 +160,22 @@ def read_transformers_config(
 def _refuse(path: Path, values: dict[str, Any]) -> None:
     """Raises ValueError for a model that cannot be trained, or has not been tested."""
     model_type = values.get("model_type")
-    is_hybrid = model_type in FAMILIES and FAMILIES[model_type].layer_types == _HYBRID
-    for key, reason in _MUST_BE_OFF.items():
-        if values.get(key) and not (is_hybrid and key in _OF_HYBRIDS):
-            raise ValueError(
-                f'model.initial_hf: {path}, model_type = "{model_type}", has {key} = '
-                f"{json.dumps(values[key])}, but {reason}; write 0, false or null, or a folder of "
-                f"another family ({', '.join(FAMILIES)})"
-            )
     has = f"model.initial_hf: {path} has"
     if model_type not in FAMILIES:
+        whole = f"{model_type}_text" in FAMILIES
         raise ValueError(
             f"{has} model_type = {json.dumps(model_type)}, a family that has not been tested; "
             f"write a folder of one of {', '.join(FAMILIES)}"
+            + whole
+            * " (AutoModelForCausalLM reads the text part of a model, and its "
+            "save_pretrained() writes it)"
         )
     family = FAMILIES[model_type]
+    for key, reason in _MUST_BE_OFF.items():
+        if values.get(key):
+            raise ValueError(
+                f"{has} {key} = {json.dumps(values[key])}, but {reason}; write 0, false or null"
+            )
     names = values.get("architectures")
     if names not in (None, [family.architecture]):
         raise ValueError(
@@ -213,23 +186,18 @@ def _refuse(path: Path, values: dict[str, Any]) -> None:
         value = values.get(key)
         if type(value) is not int or value <= 0:
             raise ValueError(f"{has} {key} = {value!r}, which is not a positive integer")
-    unknown = set(values.get("layer_types") or ()) - set(family.layer_types)
-    if unknown:
-        raise ValueError(
-            f"{has} layer_types with {sorted(unknown)}; "
-            f"only {' and '.join(family.layer_types)} can be trained"
-        )
-    if is_hybrid and values.get("hidden_act", "silu") != "silu":
-        raise ValueError(
-            f"{has} hidden_act = {values['hidden_act']!r}; the convolution of linear attention is "
-            "only computed with silu"
-        )
-    for rope_type in _rope_types(values):
-        if rope_type not in family.rope_types:
+    is_hybrid = family.layer_types == _HYBRID
+    lists = {
+        "layer_types": (values.get("layer_types") or (), family.layer_types),
+        "rope_type": (_rope_types(values), family.rope_types),
+        # The convolution of linear attention knows no other.
+        "hidden_act": ([values.get("hidden_act", "silu")] * is_hybrid, ("silu",)),
+    }
+    for key, (given, accepted) in lists.items():
+        others = sorted(set(given) - set(accepted))
+        if others:
             raise ValueError(
-                f'{has} the rotary embedding "{rope_type}", whose angles depend on a batch\'s '
-                "longest document or are not tested; "
-                f"only {', '.join(family.rope_types)} can be trained"
+                f"{has} {key} with {', '.join(others)}; only {' and '.join(accepted)} can be trained"
             )
 
 
@@ -239,7 +207,7 @@ def _rope_types(values: dict[str, Any]) -> list[str]:
         table = values.get(key) or {}
         # Some models have one table for each kind of layer.
         tables = [inner for inner in table.values() if isinstance(inner, dict)] or [table]
-        types += [inner.get("rope_type", inner.get("type", "default")) for inner in tables]
+        types += [str(inner.get("rope_type", inner.get("type", "default"))) for inner in tables]
     return types
 
 
@@ -250,64 +218,47 @@ def _theta(values: dict[str, Any]) -> float:
     return float(table.get("rope_theta") or 1e4)
 
 
-def read_their_config(folder: str, layers: int = 0) -> Any:
-    """transformers' own PreTrainedConfig of `folder`, cut to the first `layers` layers (0: all).
+def build_their_model(folder: str, layers: int, attention: str = "eager") -> Any:
+    """transformers' own model of `folder`, cut to the first `layers` layers (0: all). Call it on the
+    "meta" device, because it draws weights.
 
-    Raises ValueError, one line, if transformers is missing or refuses the file.
+    attention: its attn_implementation. Raises ValueError, one line, if transformers is missing or
+    cannot build it.
     """
     try:
         # Imported only when needed: it is optional, and loads slowly.
-        from transformers import AutoConfig
+        from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise ValueError(
             f"model.initial_hf = {folder} runs through transformers, which cannot be imported "
             f'({error}); pip install "transformers>=5.17"'
         ) from error
     path = str(Path(folder).expanduser())
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        raise ValueError(_cannot_read(folder, error)) from error
-    config.num_hidden_layers = layers or config.num_hidden_layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: config.num_hidden_layers]
-    return config
-
-
-def build_their_model(folder: str, layers: int, tied: bool, attention: str = "eager") -> Any:
-    """transformers' own model of `folder`. Call it on the "meta" device, because it draws weights.
-
-    tied: whether its head is its embedding. attention: its attn_implementation. Raises ValueError,
-    one line, if transformers cannot build it.
-    """
-    from transformers import AutoModelForCausalLM
-
-    config = read_their_config(folder, layers)
-    # transformers keeps a head whose weights differ, whatever the file says.
-    config.tie_word_embeddings = tied
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config.num_hidden_layers = layers or config.num_hidden_layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: config.num_hidden_layers]
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    except (AssertionError, KeyError, RuntimeError, TypeError) as error:
-        raise ValueError(_cannot_read(folder, error)) from error
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"model.initial_hf: transformers cannot build {folder}/config.json: {reason}"
+        ) from error
     finally:
         logger.setLevel(level)
 
 
-def _cannot_read(folder: str, error: Exception) -> str:
-    reason = " ".join(str(error).split())
-    return f"model.initial_hf: transformers cannot build {folder}/config.json: {reason}"
-
-
 @functools.cache
-def _read(folder: str, text: str, layers: int, tied: bool) -> TransformersConfig:
+def _read(folder: str, text: str, layers: int) -> TransformersConfig:
     """text: the content of config.json, because it may change under the same name."""
     import torch
 
     with torch.device("meta"):
-        model = build_their_model(folder, layers, tied)
+        model = build_their_model(folder, layers)
     given = json.loads(text)
     config = model.config
     experts = 0
@@ -340,7 +291,7 @@ def _read(folder: str, text: str, layers: int, tied: bool) -> TransformersConfig
         intermediate_size=mlp_size or config.intermediate_size,
         qkv_bias=given["model_type"] == "qwen2",
         qk_norm=hasattr(attention, "q_norm"),
-        tied_embeddings=tied,
+        tied_embeddings=config.tie_word_embeddings,
         norm_eps=given.get("rms_norm_eps") or 1e-6,
         max_positions=config.max_position_embeddings,
         rope=RopeConfig(_theta(given), "none", 1.0, config.max_position_embeddings),

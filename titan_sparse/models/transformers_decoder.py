@@ -104,7 +104,7 @@ class TransformersDecoder(nn.Module):
 
     def __init__(self, config: TransformersConfig, attends: Attends) -> None:
         super().__init__()
-        theirs = build_their_model(config.folder, config.layers, config.tied_embeddings, ATTENTION)
+        theirs = build_their_model(config.folder, config.layers, ATTENTION)
         inner = theirs.model
         self.config = config
         self.embed_tokens = inner.embed_tokens
