@@ -7,12 +7,15 @@ from tests.integrations.transformers.trainer_runs import (
     WIDE,
     assert_trains_alike,
     plain,
+    read,
     streamed,
 )
 
 
 def test_two_processes_train_like_one(tmp_path):
     assert_trains_alike(tmp_path, 2, RUNS)
+    # NEFTune's is uniform in +- alpha / sqrt(tokens * dims), of thousands of numbers.
+    assert read(tmp_path, "noisy", 2) == [{"noise": 1.0}]
 
 
 @pytest.mark.slow

@@ -37,7 +37,6 @@ from titan_sparse.integrations.transformers.context_parallel import (
         ({"parallelism_config": None}, "write parallelism_config=ContextParallelConfig"),
         ({"average_tokens_across_devices": False}, "write True"),
         ({"label_smoothing_factor": 0.1}, "write 0"),
-        ({"neftune_noise_alpha": 5.0}, "leave it out"),
         ({"train_sampling_strategy": "batch_rebalance"}, 'write "random"'),
         ({"compute_metrics": dict}, r"write evaluate\(\)"),
         ({"preprocess_logits_for_metrics": dict}, r"write evaluate\(\)"),

@@ -1,6 +1,7 @@
 """Small training runs of transformers' Trainer and TRL's SFTTrainer, alike on one process and more."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -244,6 +245,20 @@ def resumed(folder: Path) -> list[dict[str, float]]:
     return numbers(trainer)
 
 
+def noisy(folder: Path) -> list[dict[str, float]]:
+    """The largest noise of NEFTune in a step, over its bound for the whole batch."""
+    args = arguments(folder, neftune_noise_alpha=5.0, max_steps=1, gradient_accumulation_steps=1)
+    trainer = LongTrainer(**parts(args))
+    decoder = trainer.model.model
+    kept = {}
+    decoder.embed_tokens.register_forward_hook(lambda _, args, out: kept.update(clean=out))
+    decoder.layers[0].register_forward_pre_hook(lambda _, args: kept.update(noisy=args[0]))
+    trainer.train()
+    noise = (kept["noisy"] - kept["clean"]).abs().max().item()
+    bound = 5.0 / math.sqrt(trainer.state.num_input_tokens_seen * kept["clean"].shape[2])
+    return [{"noise": round(noise / bound, 2)}]
+
+
 # On four processes, two to a sequence: batches of half the documents.
 
 
@@ -272,7 +287,7 @@ def two_copies(folder: Path) -> list[dict[str, float]]:
 
 
 WIDE = (two_sequences, two_copies)
-RUNS = (plain, balanced, hybrid, padded, sharded, sharded_lora, resumed)
+RUNS = (plain, balanced, hybrid, padded, sharded, sharded_lora, resumed, noisy)
 
 
 def run_all(folder: Path, runs: Sequence[Callable[[Path], list]]) -> None:

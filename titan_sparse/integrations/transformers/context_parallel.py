@@ -174,6 +174,7 @@ class ContextParallelTrainer:
         local = shard_batch(inputs, self.cp)
         labels = shifted_labels(inputs)
         check_same_batch(inputs["input_ids"], labels, self.cp)
+        self._scale_noise(local["input_ids"].shape[1] / inputs["input_ids"].shape[1])
         if num_items_in_batch is None:
             # TRL's evaluation counts no items: each batch has its own mean.
             sequences = self.accelerator.num_processes // self.cp.size
@@ -185,6 +186,13 @@ class ContextParallelTrainer:
             check_loss(found[0] if return_outputs else found, local["shift_labels"], self.model)
             self._loss_is_known_to_count = True
         return found
+
+    def _scale_noise(self, share: float) -> None:
+        """Scale NEFTune's noise on `share` of a sequence's tokens to the size that the whole would
+        get: its bound is alpha / sqrt(tokens * dims), and it counts the tokens of one rank."""
+        if self.neftune_noise_alpha is not None and self.model.training:
+            embeddings = self.accelerator.unwrap_model(self.model).get_input_embeddings()
+            embeddings.neftune_noise_alpha = self.neftune_noise_alpha * math.sqrt(share)
 
     def prediction_step(
         self,
@@ -265,7 +273,6 @@ _REFUSED = {
     "compute_metrics": _NO_LOGITS,
     "preprocess_logits_for_metrics": _NO_LOGITS,
     "compute_loss_func": "sees one rank's tokens; leave it out, or override compute_loss()",
-    "neftune_noise_alpha": "scales noise by the tokens of one rank; leave it out",
     "is_deepspeed_enabled": "means a mesh that is not ours; write fsdp=True",
 }
 """Attributes of a Trainer that must not be set, and why."""
