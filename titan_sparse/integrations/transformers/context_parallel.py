@@ -10,6 +10,7 @@ Data loaders give whole batches to the trainer, which counts their labels. compu
 batch, after everything that looks at whole sequences.
 """
 
+import math
 import os
 from typing import Any
 
