@@ -22,7 +22,6 @@ from typing import NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from titan_sparse.commands import add_weights
 from titan_sparse.config import check, world_from_environment
 from titan_sparse.data import load_tokenizer
 from titan_sparse.data.chat_template import load_template
@@ -76,7 +75,10 @@ def main(words: list[str]) -> int:
     write.add_argument("--entries", type=int, default=36, help="lines of a register")
     answer = commands.add_parser("answer", allow_abbrev=False)
     answer.set_defaults(command=answer_questions)
-    add_weights(answer)
+    answer.add_argument("--config", required=True, help="of the run")
+    weights = answer.add_mutually_exclusive_group(required=True)
+    weights.add_argument("--checkpoint", help="output_dir of the run")
+    weights.add_argument("--hf", help="Hugging Face folder, instead of a checkpoint")
     answer.add_argument("--questions", required=True, help=".jsonl of chats")
     answer.add_argument("--out", required=True, help=".json to write")
     compare = commands.add_parser("compare")

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,22 @@ def run_program(world_size: int, main: Callable[[list[str]], int], words: list[s
 
 
 def _start(entry: Callable, arguments: tuple, world_size: int) -> None:
-    """entry(rank, *arguments) in processes forked from one that has imported what they need.
+    """entry(rank, *arguments) in as many processes.
 
     torchtitan asks CUDA for its devices when it is imported, and a process that is forked after
     that cannot use a GPU.
     """
-    mp.get_context("forkserver").set_forkserver_preload(["datasets", "titan_sparse.trainer"])
+    forkserver()
     method = "spawn" if torch.cuda.is_available() else "forkserver"
     mp.start_processes(entry, arguments, world_size, start_method=method)
+
+
+def forkserver() -> BaseContext:
+    """Processes are forked from one that has imported what they need."""
+    context = mp.get_context("forkserver")
+    imported = ["datasets", "titan_sparse.trainer", "transformers.models.llama.modeling_llama"]
+    context.set_forkserver_preload(imported)
+    return context
 
 
 def torchrun(processes: int, *words: object) -> list[str]:

@@ -6,7 +6,6 @@ would have it: arguments, environment, output, exit status.
 """
 
 import json
-import multiprocessing
 import os
 import resource
 import socket
@@ -14,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.distributed import forkserver
 from tests.faults.planted import Faults, plant
 
 ROOT = Path(__file__).parents[2]
@@ -54,8 +54,7 @@ def run_job(
     """
     # torchtitan asks for GPUs when it is imported, which must not start CUDA before the fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["datasets", "titan_sparse.trainer"])
+    context = forkserver()
     shared = (ranks, _free_port(), words, str(output), faults or Faults(), file_bytes)
     processes = [context.Process(target=_rank_main, args=(rank, *shared)) for rank in range(ranks)]
     for process in processes:

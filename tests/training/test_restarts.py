@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from tests.distributed import torchrun
+from tests.distributed import forkserver, torchrun
 from tests.faults.jobs import SETTINGS, words_of
 from tests.runs import write_texts
 from titan_sparse.training.distributed import agree_on_name, store_of_this_start
@@ -235,7 +234,7 @@ def _beside_a_dead_peer(rank: int, folder: Path) -> None:
 
 
 def test_a_rank_with_a_dead_peer_leaves_soon_after_sigterm(tmp_path):
-    context = mp.get_context("forkserver")
+    context = forkserver()
     ranks = [context.Process(target=_beside_a_dead_peer, args=(r, tmp_path)) for r in (0, 1)]
     for process in ranks:
         process.start()

@@ -17,9 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 
-from tests.distributed import run_processes
+from tests.distributed import forkserver, run_processes
 from tests.training.checkpoint.helpers import (
     FullFile,
     Run,
@@ -191,9 +190,7 @@ def test_killed_inside_a_save(alone, tmp_path, caplog, name, call, mode, whole):
     """At any point there is a whole checkpoint, and going on from it equals never having died."""
     wanted = Run(tmp_path / "whole").train(6).state()
     arguments = (tmp_path / "run", name, call, mode)
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["datasets", "titan_sparse.trainer"])
-    killed = context.Process(target=_be_killed, args=arguments)
+    killed = forkserver().Process(target=_be_killed, args=arguments)
     killed.start()
     killed.join()
     assert killed.exitcode == -signal.SIGKILL
