@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.attention.calls import op_arguments
 from tests.reference import dense_attention, gradients, structured_qkv
 from titan_sparse.attention import ContextParallel, attend, registry
+from titan_sparse.attention.context_parallel.balanced import Costs
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.packed import prefix_lm
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
@@ -264,6 +265,7 @@ def test_options_that_do_not_fit(options, words):
         ({"schedule": "group_cast", "overlap_stages": (2, 0)}, "overlap_stages"),
         ({"backward_circulates": "v"}, "backward_circulates"),
         ({"route_by": "index"}, "route_by"),
+        ({"costs": Costs()}, 'costs would be ignored with layout "striped"'),
     ],
 )
 def test_context_parallel_refuses(options, words):

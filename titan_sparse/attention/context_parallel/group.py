@@ -71,6 +71,10 @@ class ContextParallel(Communicator):
                 f"overlap_stages={overlap_stages}: remote blocks come in one part or more; "
                 "write 1 or more"
             )
+        if costs is not None and layout != "balanced":
+            raise ValueError(
+                f'costs would be ignored with layout "{layout}"; write layout="balanced" or costs=None'
+            )
         nodes = [[0]] if mesh is None else _ranks_by_node(mesh, schedule)
         device_type = "cpu" if mesh is None else mesh.device_type
         self.inter = len(nodes)
