@@ -12,6 +12,7 @@ OUT/inspection.json, OUT/layer-N.png, OUT/curves.png and OUT/top_k.png. See docs
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import require, tokens
 from titan_sparse.data import load_tokenizer
 from titan_sparse.data.documents import open_documents
-from titan_sparse.evaluation.inspection import figures, inspect_layers, summary
+from titan_sparse.evaluation.inspection import figures, inspect_layer, inspect_layers, summary
 from titan_sparse.evaluation.load import build_scorer, find_checkpoint
 from titan_sparse.evaluation.position import first_windows
 from titan_sparse.models.flavours import TransformersConfig, resolve
@@ -43,11 +44,14 @@ def main(words: list[str]) -> int:
     layers = inspect_layers(
         scorer.model,
         lambda: scorer.token_losses(sequence, args.length),
-        config.attention,
-        scorer.cp,
         args.layers,
-        args.rows,
-        args.seed,
+        functools.partial(
+            inspect_layer,
+            attention=config.attention,
+            cp=scorer.cp,
+            samples=args.rows,
+            seed=args.seed,
+        ),
     )
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)

@@ -14,12 +14,9 @@ from titan_sparse.evaluation.scorer import Scorer, Sequence
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and what is known about its answer.
-
-    prompt, answer: tokens, int64 [n]. references: strings that a right answer contains. new_tokens:
-    how many may be generated. length: tokens to pad to, answer included. about: copied into the
-    sample's record.
-    """
+    """A prompt and its answer: tokens, int64 [n]. references: strings that a right answer contains.
+    new_tokens: how many may be generated. length: tokens to pad to, answer included. about: copied into
+    the sample's record."""
 
     prompt: NDArray[np.int64]
     answer: NDArray[np.int64]
@@ -36,15 +33,12 @@ def string_match_all(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def score_samples(scorer: Scorer, samples: list[Sample], generate: bool) -> list[dict[str, Any]]:
-    """One record a sample, in order and the same on all ranks.
+    """One record a sample, in order and the same on all ranks, which bring the same samples.
 
     A record holds the sample's `about`, "prediction" (text) and "score" (string_match_all).
     Teacher-forced also "loss" (mean cross-entropy of the answer's tokens), "correct" (share of them
-    that are the most likely token) and "exact" (whether all are). The prediction then consists of the
-    most likely tokens, each after the right ones before it. Only right tokens count for the score.
-    Otherwise a model that repeats what it reads would find the answer, one token late.
-
-    Collective: all ranks bring the same samples.
+    that are the most likely token) and "exact" (whether all are). Only right tokens count for the
+    score then. Otherwise a model that repeats what it reads would find the answer, one token late.
     """
     # All ranks must generate as many tokens.
     new_tokens = max((sample.new_tokens for sample in samples), default=0)

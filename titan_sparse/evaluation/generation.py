@@ -1,9 +1,8 @@
 """Generate text greedily, with keys and values kept on the ranks of a sequence.
 
 The prompt goes through the model's own attention, dense or sparse, in the run's layout and schedule.
-Each rank keeps the keys that it has computed. The ranks take turns to keep the keys of new tokens. A
-new query attends densely to the keys of all ranks (attention.decode). The ranks of a context-parallel
-group write the same tokens.
+Each rank keeps the keys that it has computed, and the ranks take turns to keep those of new tokens. A
+new query attends densely to the keys of all ranks (attention.decode).
 """
 
 from collections.abc import Callable
@@ -36,10 +35,7 @@ def generate(
     new_tokens: int,
     stop: Stop | None = None,
 ) -> list[NDArray[np.int64]]:
-    """What the model writes after each prompt: up to `new_tokens` tokens, int64 [n] each.
-
-    prompts: int64 [n] each, of any lengths above 0; they go through the model together. stop: ends
-    a text, with its last token.
+    """What the model writes after each prompt, int64 [n]: up to `new_tokens` tokens, int64 [n] each.
 
     Collective over the world: each data-parallel rank brings prompts of its own, and the ranks of a
     context-parallel group bring the same ones. Raises ValueError for an empty prompt, or none.

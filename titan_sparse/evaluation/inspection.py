@@ -31,39 +31,34 @@ _BINS = 256
 
 
 class Layer(NamedTuple):
-    """What was measured of one layer, float64 on the CPU, for each of Hq query heads."""
+    """What was measured of one layer, float64 on the CPU, for each of Hq query heads.
+
+    vertical_mass: [Hq, bins], share of the mass by position of the key, of the last rows, by which
+    vertical_slash chooses. slash_mass: [Hq, K], share of the last and random rows' mass by distance in
+    blocks. top_k: [Hq, len(TOP_K)], mean share that a random row's k largest keys hold. top_k_density:
+    [len(TOP_K)], these keys as a share of all that the random rows may see. curves: what curve()
+    returns for each pattern and setting.
+    """
 
     vertical_mass: Tensor
-    """[Hq, bins], share of the mass by position of the key, of the last rows, by which vertical_slash
-    chooses"""
     slash_mass: Tensor
-    """[Hq, K], share of the last and random rows' mass by distance in blocks"""
     top_k: Tensor
-    """[Hq, len(TOP_K)], mean share that a random row's k largest keys hold"""
     top_k_density: Tensor
-    """[len(TOP_K)], these keys as a share of all that the random rows may see"""
     curves: list[dict[str, Any]]
-    """what curve() returns for each pattern and setting"""
 
 
 def inspect_layers(
     model: Decoder,
     forward: Callable[[], Any],
-    attention: Attention,
-    cp: ContextParallel,
     layers: list[int],
-    samples: int,
-    seed: int,
+    inspect: Callable[[Tensor, Tensor, MaskRanges], Layer],
 ) -> dict[int, Layer]:
-    """Run forward() once and inspect the attention of these layers of `model`. cp: of one rank.
-
-    samples: how many random rows, the same ones in all layers.
-    """
+    """Run forward() once and inspect() q, k and mask of these layers of `model`."""
     inspected: dict[int, Layer] = {}
 
     def replace(number: int, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def attend_and_inspect(q: Tensor, k: Tensor, v: Tensor, mask: MaskRanges) -> Tensor:
-            inspected[number] = inspect_layer(q, k, mask, attention, cp, samples, seed)
+            inspected[number] = inspect(q, k, mask)
             return attend(q, k, v, mask)
 
         return attend_and_inspect if number in layers else attend
@@ -82,7 +77,10 @@ def inspect_layer(
     samples: int,
     seed: int,
 ) -> Layer:
-    """Of q [1, Hq, S, D] and k [1, Hkv, S, D], one sequence of whole blocks."""
+    """Of q [1, Hq, S, D] and k [1, Hkv, S, D], one sequence of whole blocks. cp: of one rank.
+
+    samples: how many random rows, the same ones in all layers.
+    """
     block_size = attention.block_size
     tokens = int((ranges.start < ranges.stop).sum())
     probe = min(attention.vertical_slash.probe or block_size, tokens)
@@ -90,68 +88,56 @@ def inspect_layer(
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
     chosen = order[:samples].sort().values.to(q.device)
 
-    measured = []
-    masses = []
-    for head in range(q.shape[1]):
-        # [S, D], of one head
-        head_q = q[0, head]
-        head_k = k[0, head * k.shape[1] // q.shape[1]]
-        # [n, S], of the last rows and of the random ones
-        mass_of_last = probabilities(head_q, head_k, ranges, last)
-        mass = probabilities(head_q, head_k, ranges, chosen)
-        masses.append(mass)
-        slashes = by_distance(mass_of_last, last, block_size)
-        slashes += by_distance(mass, chosen, block_size)
-        # Sums over neighborhoods of equal size.
-        bins = min(_BINS, mass.shape[1])
-        bin_of_key = torch.arange(mass.shape[1], device=mass.device) * bins // mass.shape[1]
-        verticals = mass.new_zeros(bins).index_add_(0, bin_of_key, mass_of_last.mean(0))
-        # [n, most]: what the 1, 2, ... largest keys of a row hold
-        most = min(max(TOP_K), mass.shape[1])
-        held = mass.topk(most, dim=-1).values.cumsum(-1).cpu().double()
-        measured.append(
-            (
-                verticals.cpu().double(),
-                slashes.cpu().double() / (len(last) + len(chosen)),
-                torch.stack([held[:, min(k, most) - 1].mean() for k in TOP_K]),
-            )
-        )
+    # [Hq, n, S], of the last rows and of the random ones
+    mass_of_last = probabilities(q, k, ranges, last)
+    mass = probabilities(q, k, ranges, chosen)
+    slashes = by_distance(mass_of_last, last, block_size) + by_distance(mass, chosen, block_size)
+    # Sums over neighborhoods of equal size.
+    seq_len = mass.shape[2]
+    bins = min(_BINS, seq_len)
+    bin_of_key = torch.arange(seq_len, device=mass.device) * bins // seq_len
+    verticals = mass.new_zeros(len(mass), bins).index_add_(1, bin_of_key, mass_of_last.mean(1))
+    # [Hq, n, most]: what the 1, 2, ... largest keys of a row hold
+    most = min(max(TOP_K), seq_len)
+    held = mass.topk(most, dim=-1).values.cumsum(-1).cpu().double()
 
     allowed = (ranges.stop - ranges.start)[0, chosen, None].cpu().double()
     curves = []
     for name, setting, pattern in patterns(attention, tokens):
-        point = curve(pattern, q, k, ranges, cp, chosen, torch.stack(masses))
+        point = curve(pattern, q, k, ranges, cp, chosen, mass)
         curves.append({"pattern": name, "setting": setting} | point)
     return Layer(
-        *(torch.stack(of_heads) for of_heads in zip(*measured)),
+        vertical_mass=verticals.cpu().double(),
+        slash_mass=slashes.cpu().double() / (len(last) + len(chosen)),
+        top_k=torch.stack([held[..., min(k, most) - 1].mean(1) for k in TOP_K], dim=1),
         top_k_density=allowed.minimum(torch.tensor(TOP_K)).mean(0) / allowed.mean(),
         curves=curves,
     )
 
 
 def probabilities(q: Tensor, k: Tensor, ranges: MaskRanges, at: Tensor) -> Tensor:
-    """Dense softmax of the queries at positions `at`, int64 [n]: fp32 (fp64 for fp64) [n, S].
+    """Dense softmax of the queries at positions `at`, int64 [n]: fp32 (fp64 for fp64) [Hq, n, S].
 
-    q and k: [S, D], of one head.
+    q: [1, Hq, S, D]. k: [1, Hkv, S, D].
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    key = torch.arange(len(k), device=k.device)
+    key = torch.arange(k.shape[2], device=k.device)
     # [n, S]
     is_seen = (key >= ranges.start[0, at, None]) & (key < ranges.stop[0, at, None])
-    scores = (q[at].to(dtype) @ k.to(dtype).T) * q.shape[-1] ** -0.5
+    keys = k[0].to(dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=0)
+    scores = (q[0, :, at].to(dtype) @ keys.mT) * q.shape[-1] ** -0.5
     return scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
 
 
 def by_distance(mass: Tensor, at: Tensor, size: int) -> Tensor:
-    """Sums of [n, S] by the distance in blocks from the rows at `at`, int64 [n]: [S / size]."""
-    # [n, S / size]
-    blocks = mass.unflatten(1, (-1, size)).sum(-1)
-    number = torch.arange(blocks.shape[1], device=at.device)
-    distance = (at // size)[:, None] - number
+    """Sums of [Hq, n, S] by the distance in blocks from the rows at `at`, int64 [n]: [Hq, S / size]."""
+    # [Hq, n, S / size]
+    blocks = mass.unflatten(2, (-1, size)).sum(-1)
+    number = torch.arange(blocks.shape[2], device=at.device)
     # Blocks behind the row's own hold no mass: it does not matter where they count.
-    distance = distance.clamp(min=0)
-    sums = blocks.new_zeros(blocks.shape[1])
-    return sums.index_add_(0, distance.flatten(), blocks.flatten())
+    distance = ((at // size)[:, None] - number).clamp(min=0)
+    sums = blocks.new_zeros(len(blocks), len(number))
+    return sums.index_add_(1, distance.flatten(), blocks.flatten(1))
 
 
 def patterns(attention: Attention, tokens: int) -> Iterator[tuple[str, float, Pattern]]:

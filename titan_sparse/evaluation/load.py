@@ -36,11 +36,10 @@ _NAMES = ("embed_tokens.", "layers.", "norm.", "lm_head.")
 
 
 def load_for_evaluation(words: list[str], hf: str | None, dense: bool) -> Config:
-    """The configuration of `words`, as train.py takes them: --config FILE and --section.key value.
+    """The configuration of `words`, as train.py takes them, not checked yet. Raises ConfigError.
 
     hf: a Hugging Face folder in place of the run's model. dense: attend densely, whatever the pattern
-    in training. What only training uses is reset, so that it cannot conflict with another mesh. The
-    result is not checked yet. Raises ConfigError, one line.
+    in training. What only training uses is reset, so that it cannot conflict with another mesh.
     """
     config = load_config(words)
     if hf:
@@ -56,16 +55,13 @@ def load_for_evaluation(words: list[str], hf: str | None, dense: bool) -> Config
     if config.parallelism.cp == 1:  # then ranks do not share a sequence
         config.attention.schedule = "auto"
         config.parallelism.cp_intra = 0
-    if config.attention.schedule != "group_cast":
-        config.attention.overlap_stages = 0
-        config.attention.overlap_stages_backward = 0
-    config.attention.backward_circulates = "auto"
-    config.attention.route_by = "auto"
-    config.attention.gradient_dtype = "float32"
-    config.attention.balance_costs = ""
     defaults = Config()
-    only_training = "activation_checkpoint float8 compile optimizer validation checkpoint"
-    for section in only_training.split():
+    of_attention = "backward_circulates route_by gradient_dtype balance_costs"
+    if config.attention.schedule != "group_cast":
+        of_attention += " overlap_stages overlap_stages_backward"
+    for key in of_attention.split():
+        setattr(config.attention, key, getattr(defaults.attention, key))
+    for section in "activation_checkpoint float8 compile optimizer validation checkpoint".split():
         setattr(config, section, getattr(defaults, section))
     config.data.source = single_source(config.data.source, "data.source")
     # Each window and each prompt is of one document.
@@ -115,12 +111,10 @@ def _check_checkpoint(folder: str, config: DecoderConfig, adapters: Adapters | N
 
 def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -> Scorer:
     """Build config.model with the weights of `checkpoint` (a folder step-N), or if that is None, of
-    config.model.initial_hf. Adapters of a checkpoint are added to the weights that they were trained
-    on.
+    config.model.initial_hf, in training.dtype, sharded over all ranks.
 
-    Joins the process group if this process has not. Weights are in training.dtype, sharded over all
-    ranks. Raises ValueError, before any process group, for a tokenizer or weights that do not fit
-    the model.
+    Joins the process group if this process has not. Raises ValueError, before any process group, for a
+    tokenizer or weights that do not fit the model.
     """
     device = choose_device(config.training.device)
     dtype = getattr(torch, config.training.dtype)

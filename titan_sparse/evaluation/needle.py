@@ -1,8 +1,7 @@
 """Needle In A Haystack: the model must find a fact that is hidden at some depth of a long text.
 
-The test is by Kamradt (2023, github.com/gkamradt/LLMTest_NeedleInAHaystack). Needle and question have
-RULER's wording (arXiv 2404.06654, table 8), so that answers can be scored exactly. Samples are built
-from tokens, so depth and length are exact.
+The test is by Kamradt (2023, github.com/gkamradt/LLMTest_NeedleInAHaystack), in RULER's words
+(arXiv 2404.06654, table 8). Samples are built from tokens, so depth and length are exact.
 """
 
 import itertools
@@ -73,14 +72,10 @@ def needle_samples(
 ) -> list[Sample]:
     """`samples` prompts for each length and depth.
 
-    lengths: tokens, the answer included. depths: share of the text before the needle. Each prompt has
-    its own key, number and part of the haystack, fixed by `seed`.
-    Raises ValueError for a length that does not hold the question and needle, or a depth outside
-    [0, 1].
+    lengths: tokens, the answer included. depths: share of the text before the needle, 0 to 1. Each
+    prompt has its own key, number and part of the haystack, fixed by `seed`.
+    Raises ValueError for a length that does not hold the question and needle.
     """
-    for depth in depths:
-        if not 0 <= depth <= 1:
-            raise ValueError(f"a depth of {depth} is not a share of the text. Write 0 to 1")
     prompts = []
     text = haystack(documents, 2 * max(lengths, default=0))
     for length, depth, repeat in itertools.product(lengths, depths, range(samples)):
@@ -123,10 +118,7 @@ def _sample(
 
 
 def by_cell(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Means over the samples of each length and depth, of all that was measured.
-
-    "samples" is their number.
-    """
+    """Means over the samples of each length and depth. "samples" is their number."""
     cells = defaultdict(list)
     for record in records:
         cells[record["length"], record["depth"]].append(record)
@@ -138,8 +130,5 @@ def by_cell(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def means(records: list[dict[str, Any]]) -> dict[str, float]:
     """Mean of each of score, exact, correct and loss that the records have."""
-    averages = {}
-    for name in ("score", "exact", "correct", "loss"):
-        if name in records[0]:
-            averages[name] = float(np.mean([record[name] for record in records]))
-    return averages
+    names = [name for name in ("score", "exact", "correct", "loss") if name in records[0]]
+    return {name: float(np.mean([record[name] for record in records])) for name in names}

@@ -1,8 +1,8 @@
 """Loss and perplexity by position: does the model use context that is far away?
 
-A window slides over each document, as perplexity of PG-19 is commonly measured (Press et al., ALiBi,
-arXiv 2108.12409, appendix B). Each token is scored once, in the first window that reaches it. Its
-position in that window is the length of its context (Xiong et al., arXiv 2309.16039, figure 1).
+A window slides over each document (Press et al., ALiBi, arXiv 2108.12409, appendix B). Each token is
+scored once, in the first window that reaches it. Its position in that window is the length of its
+context (Xiong et al., arXiv 2309.16039, figure 1).
 """
 
 import itertools
@@ -37,9 +37,7 @@ def windows(documents: Iterable[Encoded], length: int, stride: int) -> Iterator[
     """Windows of up to `length` tokens, `stride` apart, over each document.
 
     Labels that an earlier window has scored are -100, and so are those of chats that are not learned.
-    With stride = length all tokens of a window count. With a smaller stride, all tokens but those of
-    the first window have at least length - stride tokens of context. Raises ValueError for a stride
-    outside [1, length].
+    Raises ValueError for a stride outside [1, length].
     """
     if not 1 <= stride <= length:
         raise ValueError(
@@ -64,8 +62,7 @@ def windows(documents: Iterable[Encoded], length: int, stride: int) -> Iterator[
 def first_windows(
     documents: Documents, min_length: int, length: int, stride: int, count: int
 ) -> list[Sequence]:
-    """The first `count` windows() over documents of at least `min_length` tokens; fewer if there are
-    no more of them.
+    """Up to `count` windows() over documents of at least `min_length` tokens.
 
     Raises ValueError if no document is that long.
     """
@@ -83,12 +80,10 @@ def position_loss(
     scorer: Scorer, sequences: list[Sequence], length: int, buckets: int
 ) -> dict[str, Any]:
     """Mean cross-entropy (natural log) and perplexity over all labels, and in `buckets` equal ranges
-    of positions.
+    of positions; None where a range has no label.
 
-    Returns {"length", "tokens", "loss", "perplexity", "buckets": [{"start", "stop", "tokens", "loss",
-    "perplexity"}, ...]}, positions in tokens; None where a range has no label. Sums and counts are
-    float64, over all ranks. Collective: all ranks bring the same `sequences` of at most `length`
-    tokens. Raises ValueError if there are more buckets than tokens.
+    Collective: all ranks bring the same `sequences` of at most `length` tokens. Raises ValueError if
+    there are more buckets than tokens.
     """
     if not 1 <= buckets <= length:
         raise ValueError(
@@ -108,9 +103,8 @@ def position_loss(
     # Bucket b holds the positions p with p * buckets // length == b.
     edges = [-(-number * length // buckets) for number in range(buckets + 1)]
     ranges = []
-    for number in range(buckets):
-        means = _mean(sums[number], counts[number])
-        ranges.append({"start": edges[number], "stop": edges[number + 1], **means})
+    for start, stop, total, count in zip(edges, edges[1:], sums, counts):
+        ranges.append({"start": start, "stop": stop, **_mean(total, count)})
     return {"length": length, **_mean(math.fsum(sums), math.fsum(counts)), "buckets": ranges}
 
 

@@ -28,22 +28,24 @@ R = TypeVar("R")
 
 
 class Sequence(NamedTuple):
-    """One sequence in global order."""
+    """One sequence in global order: int64 [n].
+
+    labels: already shifted; -100 where nothing is scored. [k, n]: k answers to the same text.
+    """
 
     tokens: NDArray[np.int64]
-    """int64 [n]"""
     labels: NDArray[np.int64]
-    """int64 [n], already shifted; -100 where nothing is scored. [k, n]: k answers to the same text"""
 
 
 class ScoredBatch(NamedTuple):
-    """This rank's part of padded sequences, as the model takes it: int64 [B, S_local] each."""
+    """This rank's part of padded sequences, as the model takes it: int64 [B, S_local] each.
+
+    labels: a row for each answer. positions: global.
+    """
 
     tokens: Tensor
     labels: Tensor
-    """a row for each answer"""
     positions: Tensor
-    """global"""
     masks: Any
 
 
@@ -90,10 +92,7 @@ class Scorer:
 
     def token_losses(self, sequence: Sequence | None, length: int) -> tuple[Tensor, Tensor]:
         """Cross-entropy of this rank's labels that count, [N] fp32 (fp64 for fp64), and their
-        positions, int64 [N].
-
-        length: tokens to pad to, the same on all ranks.
-        """
+        positions, int64 [N]. length: tokens to pad to, the same on all ranks."""
         batch = self.batch([sequence], length)
         losses = self.run(batch, token_cross_entropy)
         counts = batch.labels != IGNORED_LABEL
@@ -138,21 +137,14 @@ class Scorer:
 
     def batch(self, sequences: list[Sequence | None], length: int) -> ScoredBatch:
         """This rank's part of the sequences, padded to `length` tokens or the few more that all
-        ranks' blocks hold.
-
-        None stands for a sequence without anything to score, of a rank that only takes part. Raises
-        ValueError for a longer sequence.
-        """
+        ranks' blocks hold. None: nothing to score, of a rank that only takes part."""
         end = np.array([self.tokenizer.end_of_document])
         nothing = Sequence(end, np.array([IGNORED_LABEL]))
         sequences = [sequence or nothing for sequence in sequences]
         total = length + -length % self.multiple
-        lengths = []
-        for sequence in sequences:
-            count = len(sequence.tokens)
-            if count > total:
-                raise ValueError(f"a sequence of {count} tokens does not fit in {total}")
-            lengths.append([count])
+        lengths = [[len(sequence.tokens)] for sequence in sequences]
+        if max(lengths) > [total]:
+            raise ValueError(f"a sequence of {max(lengths)[0]} tokens does not fit in {total}")
         table = self.cp.balance(build_mask(self.attention, lengths).rows(total, self.device)).table
         masks = build_layer_masks(
             self.attention, self.model_config, lengths, total, self.cp, self.device, table

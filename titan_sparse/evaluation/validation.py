@@ -26,8 +26,8 @@ logger = logging.getLogger("titan_sparse")
 class Validator:
     """Read the sequences of the [validation] section once, and measure with them.
 
-    Create it before any process group. Raises ValueError, one line, for a source that cannot be
-    read, or lengths that are too short for a needle.
+    Create it before any process group. Raises ValueError for a source that cannot be read, or lengths
+    that are too short for a needle.
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
@@ -65,16 +65,11 @@ class Validator:
 
     def is_due(self, step: int) -> bool:
         """Whether to measure after `step`: every validation.every steps, and after the last one."""
-        if not self.section.enable:
-            return False
-        return step == self.steps or step % self.section.every == 0
+        return self.section.enable and (step == self.steps or step % self.section.every == 0)
 
     def run(self, scorer: Scorer, step: int, metrics: MetricsLog, writes: bool) -> dict[str, Any]:
-        """Measure. Collective.
-
-        The rank that `writes` appends to <output_dir>/validation.jsonl, TensorBoard, and
-        metrics.trackers.
-        """
+        """Measure. Collective. The rank that `writes` appends to <output_dir>/validation.jsonl,
+        TensorBoard, and metrics.trackers."""
         # A kernel or a library might draw from torch's generators.
         devices = [scorer.device] if scorer.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):

@@ -217,7 +217,7 @@ def test_the_trainer_comes_second():
     [
         ({"input_ids": None}, "write input_ids in place of inputs_embeds"),
         ({"labels": None}, "write a collator that adds labels"),
-        ({"labels": torch.zeros(1, 7)}, r"labels \[1, 7\] does not go with input_ids \[1, 50\]"),
+        ({"labels": torch.zeros(1, 7)}, r"labels \[1, 7\] beside input_ids \[1, 50\]"),
         ({"pixel_values": torch.zeros(1, 3, 8, 8)}, "cut pixel_values .*; drop it"),
         ({"completion_mask": torch.ones(1, 50)}, "cut completion_mask .*; drop it"),
     ],

@@ -287,7 +287,7 @@ def two_copies(folder: Path) -> list[dict[str, float]]:
 
 
 WIDE = (two_sequences, two_copies)
-RUNS = (plain, balanced, hybrid, padded, sharded, sharded_lora, resumed, noisy)
+RUNS = (balanced, hybrid, padded, sharded, sharded_lora, resumed, noisy)
 
 
 def run_all(folder: Path, runs: Sequence[Callable[[Path], list]]) -> None:

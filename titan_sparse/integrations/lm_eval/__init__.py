@@ -3,9 +3,7 @@
     python -m titan_sparse.integrations.lm_eval --model titan_sparse \\
         --model_args checkpoint=outputs/run --tasks TASKS
 
-lm_eval finds no model by itself that it does not ship: this is its own command line, with ours
-registered. From Python, `import titan_sparse.integrations.lm_eval` is enough. model.py has the
-arguments.
+This is lm_eval's own command line, with our model registered. model.py has the arguments.
 """
 
 try:

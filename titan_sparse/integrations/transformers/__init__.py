@@ -17,7 +17,6 @@ except ImportError:
     ) from None
 
 from titan_sparse.integrations.transformers.attention import keep_attention, register
-from titan_sparse.integrations.transformers.masks import AttentionMask
-from titan_sparse.integrations.transformers.settings import AttentionSettings
+from titan_sparse.integrations.transformers.masks import AttentionMask, AttentionSettings
 
 __all__ = ["AttentionMask", "AttentionSettings", "keep_attention", "register"]

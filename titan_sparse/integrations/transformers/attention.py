@@ -19,10 +19,12 @@ from titan_sparse.attention.patterns import Dense
 from titan_sparse.integrations.transformers.masks import (
     BIDIRECTIONAL,
     AttentionMask,
+    AttentionSettings,
     LayerMask,
     MaskRule,
     as_layer_mask,
     read_rule,
+    settings_of,
 )
 from titan_sparse.integrations.transformers.refusals import (
     BESIDE_CACHE,
@@ -34,10 +36,6 @@ from titan_sparse.integrations.transformers.refusals import (
     check_rope,
     not_computed,
     note_mixers,
-)
-from titan_sparse.integrations.transformers.settings import (
-    AttentionSettings,
-    settings_of,
 )
 
 
@@ -138,8 +136,8 @@ def layer_mask(
     if isinstance(attention_mask, LayerMask):
         # generate() with a static cache asks us first, and the model asks again.
         return attention_mask
-    kwargs["allow_is_causal_skip"] = False
     rule = read_rule(mask_function)
+    kwargs |= {"allow_is_causal_skip": False, "mask_function": mask_function}
     is_own = isinstance(attention_mask, AttentionMask)
     check_rope(kwargs.get("config"), settings.ranks)
     if not is_own:
@@ -156,15 +154,8 @@ def layer_mask(
     if follows_cache:
         if is_own:
             raise ValueError(BESIDE_CACHE)
-        return sdpa_mask(
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            **kwargs,
-        )
+        kwargs |= {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask}
+        return sdpa_mask(q_length=q_length, kv_length=kv_length, **kwargs)
     if is_own:
         own = attention_mask.mask
         return LayerMask(rule, padding=None, own=own, keys=max(q_length, kv_length))
@@ -173,14 +164,8 @@ def layer_mask(
     if padding is not None:
         # A static cache has free room after the prompt.
         padding = padding[:, :q_length]
-        last_sees = sdpa_mask(
-            q_length=1,
-            kv_length=q_length,
-            q_offset=q_length - 1,
-            mask_function=mask_function,
-            attention_mask=padding,
-            **kwargs,
-        )
+        kwargs |= {"q_offset": q_length - 1, "attention_mask": padding}
+        last_sees = sdpa_mask(q_length=1, kv_length=q_length, **kwargs)
     return LayerMask(rule, padding, own=None, keys=kv_length, last_sees=last_sees)
 
 
@@ -279,10 +264,9 @@ def attention_beside_cache(
     scaling: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """Dense attention, [B, Sq, Hq, D].
+    """Dense attention, [B, Sq, Hq, D], of tensors as in attention_forward().
 
-    query: [B, Hq, Sq, D]. key, value: [B, Hkv, Skv, D]. mask: bool [B, 1, Sq, Skv], True where a
-    query sees a key, or what is added to scores. s_aux: learned sinks [Hq], or None.
+    mask: bool [B, 1, Sq, Skv], True where a query sees a key, or what is added to scores.
     """
     if s_aux is not None:
         # A sink is one more key: its score is s_aux, and its value is 0.
@@ -301,18 +285,15 @@ def attention_beside_cache(
 
 def keep_attention() -> dict[str, object]:
     """gradient_checkpointing_kwargs with which the backward recomputes all of a layer except
-    attention.
+    attention: its selections, its transfers between ranks, and the kernels' forward.
 
         model.gradient_checkpointing_enable(keep_attention())
 
     In addition to each layer's input, attention's output [B, S, Hq * D] and its LSE [B, Hq, S] in
-    fp32 are kept. Selections and transfers between ranks are not repeated either.
+    fp32 are kept.
     """
-    return {"use_reentrant": False, "context_fn": _contexts}
-
-
-def _contexts():
-    return create_selective_checkpoint_contexts(_policy)
+    contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+    return {"use_reentrant": False, "context_fn": contexts}
 
 
 def _policy(context: object, op: Callable, *args, **kwargs) -> CheckpointPolicy:

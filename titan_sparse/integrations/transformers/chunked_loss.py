@@ -1,5 +1,4 @@
-"""The loss of a transformers decoder without its logits, for sequences whose logits do not fit in
-memory.
+"""The loss of a transformers decoder without its logits.
 
 128K tokens with a vocabulary of 152K are 80 GB of fp32 logits, and the gradient needs as much
 again.
@@ -35,11 +34,9 @@ _NEUTRAL = {
 def chunk_loss(model: PreTrainedModel, chunk_tokens: int = 2048) -> None:
     """From here on, model(..., labels=...) gives the loss and no logits.
 
-    The loss is transformers': the mean over labels that count, or their sum over
-    num_items_in_batch; shift_labels are not shifted again. At no time are there more than
-    chunk_tokens rows of logits. Without labels, in generate() for one, the model is as it was.
-    Do this before Trainer, DDP or FSDP2 wrap the model, and before or after PEFT does. Adapters of
-    lm_head take one more product with it. TRL's SFTTrainer has a loss like it.
+    The loss is transformers'. At no time are there more than chunk_tokens rows of logits. Without
+    labels, in generate() for one, the model is as it was. Do this before Trainer, DDP or FSDP2 wrap the
+    model, and before or after PEFT does. Adapters of lm_head take one more product with it.
 
     Raises ValueError for models whose logits are more than lm_head makes of hidden states, or
     whose loss is not transformers' loss of next tokens.

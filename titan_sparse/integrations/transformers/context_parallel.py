@@ -25,8 +25,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.integrations.transformers.chunked_loss import chunk_loss
+from titan_sparse.integrations.transformers.masks import check_block_size, settings_of
 from titan_sparse.integrations.transformers.refusals import check_modules, check_rope
-from titan_sparse.integrations.transformers.settings import check_block_size, settings_of
 from titan_sparse.integrations.transformers.sharding import (
     IGNORE_INDEX,
     shard_batch,
@@ -170,8 +170,8 @@ class ContextParallelTrainer:
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, Any]:
-        """The loss of this rank's tokens of the whole batch `inputs`: their sum over
-        num_items_in_batch, times the number of processes, over which trainers take means."""
+        """The loss of this rank's tokens of `inputs`: their sum over num_items_in_batch, times the
+        number of processes, over which trainers take means."""
         local = shard_batch(inputs, self.cp)
         labels = shifted_labels(inputs)
         check_same_batch(inputs["input_ids"], labels, self.cp)

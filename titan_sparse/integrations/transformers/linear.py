@@ -20,8 +20,13 @@ from titan_sparse.attention.context_parallel.contiguous import Move
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.linear import Pieces, gated_delta_net, split_documents
 from titan_sparse.attention.masks import MaskRanges
-from titan_sparse.integrations.transformers.masks import AttentionMask, as_layer_mask, has_documents
-from titan_sparse.integrations.transformers.settings import AttentionSettings, settings_of
+from titan_sparse.integrations.transformers.masks import (
+    AttentionMask,
+    AttentionSettings,
+    as_layer_mask,
+    has_documents,
+    settings_of,
+)
 
 _KNOWN = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 

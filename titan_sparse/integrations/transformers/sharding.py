@@ -1,7 +1,6 @@
 """A batch of a Hugging Face collator, cut into the tokens of this rank.
 
-It is cut once, before the model, and the order matters: labels are shifted in the whole sequence,
-the mask is made of the whole sequence, and only then does a rank keep its blocks.
+Labels are shifted and the mask is made in the whole sequence. Only then does a rank keep its blocks.
 """
 
 from collections.abc import Mapping
@@ -63,9 +62,8 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel) -> dict[str, Any]
     [B, S]. attention_mask [B, S] is 0 on padding. Documents begin where position_ids return to 0,
     and without attention_mask also where they jump. S is padded to what the layout needs.
 
-    input_ids, position_ids, attention_mask and shift_labels are this rank's; attention_mask holds
-    the mask of the whole sequences. `labels` are all -100, so that a model that does not know
-    shift_labels has no loss rather than a wrong one. Scalars are passed on. Not collective.
+    attention_mask of the result holds the mask of the whole sequences. `labels` are all -100, so that
+    a model that does not know shift_labels has no loss rather than a wrong one. Not collective.
     Raises ValueError for what cannot be cut.
     """
     _check(batch)
@@ -116,15 +114,9 @@ def _check(batch: Mapping[str, Any]) -> None:
     for key, value in batch.items():
         if key in FOR_OTHER_KERNELS or not isinstance(value, Tensor) or value.ndim == 0:
             continue
-        if key not in PER_TOKEN:
+        is_of_one_row = key == "position_ids" and value.shape == (1, shape[1])
+        if key not in PER_TOKEN or (value.shape != shape and not is_of_one_row):
             raise ValueError(
-                f"context parallelism does not know how to cut {key} {list(value.shape)}; "
-                "drop it in the collator"
-            )
-        if key == "position_ids" and value.shape == (1, shape[1]):
-            continue
-        if value.shape != shape:
-            raise ValueError(
-                f"{key} {list(value.shape)} does not go with input_ids {list(shape)}; "
-                "context parallelism needs a row a sequence, and a column a token"
+                f"context parallelism does not know how to cut {key} {list(value.shape)} beside "
+                f"input_ids {list(shape)}; drop it in the collator"
             )
