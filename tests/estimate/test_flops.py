@@ -8,10 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.runs import TINY, metrics_of, tiny_config, train, write_texts
 from titan_sparse.estimate.flops import (
-    attention_flops,
     causal_pairs,
     flops_per_token,
-    head_flops_per_token,
     linear_flops_per_token,
     peak_flops,
     utilization,
@@ -33,8 +31,8 @@ def test_matmul_flops_are_six_a_weight_of_a_matrix(model):
             weights += module.weight.numel()
     head = 6 * decoder.embed_tokens.weight.numel()
     assert linear_flops_per_token(model) == 6 * weights
-    assert head_flops_per_token(model) == head
-    assert flops_per_token(model, 10.0) == 6 * weights + head + attention_flops(model, 10.0)
+    assert flops_per_token(model, 0.0) == 6 * weights + head
+    assert flops_per_token(model, 10.0) == 6 * weights + head + 120 * model.head_dim
 
 
 @pytest.mark.parametrize("targets", ["all-linear", "o_proj,up_proj"])
@@ -102,7 +100,7 @@ def test_utilization_is_one_at_the_peak_and_never_more(float8):
     """A device that does every matmul at its own peak, and nothing else, has a utilization of 1."""
     model, pairs, peak = FLAVOURS["qwen2.5-3b"], 5e6, peak_flops("NVIDIA H200", 0.0)
     linear = linear_flops_per_token(model) / (2 * peak if float8 else peak)
-    rest = (head_flops_per_token(model) + attention_flops(model, pairs)) / peak
+    rest = (6 * model.vocab_size * model.hidden_size + 12 * model.head_dim * pairs) / peak
     assert utilization(model, pairs, 1 / (linear + rest), peak, float8) == pytest.approx(1.0)
     # The same throughput counts less where linear layers could have been twice as fast.
     with_float8 = utilization(model, pairs, 100.0, peak, True)
@@ -120,7 +118,7 @@ def test_log_keeps_dense_equivalent_apart(tmp_path, caplog):
 
     for line in lines(1000.0):
         per_second = line["tokens_per_second_per_device"]
-        matmul = linear_flops_per_token(TINY) + head_flops_per_token(TINY)
+        matmul = flops_per_token(TINY, 0.0)
         dense_attention = line["dense_equivalent_tflops"] * 1e12 / per_second - matmul
         visited_attention = line["mfu"] * 1e15 / per_second - matmul
         assert 0 < line["mfu"] < 1 and line["density"] < 1

@@ -6,7 +6,7 @@ counts only the visited pairs (causal and sparse). What a dense model would have
 tokens is another number (dense-equivalent), which is never part of MFU.
 """
 
-from titan_sparse.models.flavours import DecoderConfig, TransformersConfig
+from titan_sparse.models.config import DecoderConfig, linear_weights
 from titan_sparse.models.lora_config import Adapters, adapter_elements
 
 PEAK_TFLOPS = {
@@ -42,46 +42,6 @@ def peak_flops(device_name: str, peak_tflops: float) -> float | None:
     return None
 
 
-def linear_flops_per_token(config: DecoderConfig, adapters: Adapters | None = None) -> float:
-    """Training FLOPs of one token in the blocks' linear layers.
-
-    6 for each weight, and 4 for a frozen one. Biases and norms are not matmuls. In a mixture of
-    experts, the router counts and the experts that a token is sent to.
-    """
-    if isinstance(config, TransformersConfig):
-        weights = config.linear_weights
-    else:
-        # Projections of q and out, of k and v; gate, up and down.
-        width = 2 * (config.heads + config.kv_heads) * config.head_dim
-        width += 3 * config.intermediate_size
-        weights = config.layers * config.hidden_size * width
-    flops_of_weight = 4.0 if adapters else 6.0
-    return flops_of_weight * weights + 6.0 * adapter_elements(config, adapters)
-
-
-def head_flops_per_token(config: DecoderConfig, adapters: Adapters | None = None) -> float:
-    """Training FLOPs of one token in the LM head, tied or not."""
-    return (4.0 if adapters else 6.0) * config.vocab_size * config.hidden_size
-
-
-def state_flops_per_token(config: DecoderConfig) -> float:
-    """Training FLOPs of one token in the recurrent states of linear attention.
-
-    A token reads the state with its key, adds to it, and reads it with its query: 2 each for an
-    element of the state. Kernels compute more, in chunks of tokens.
-    """
-    state = getattr(config, "linear_state", 0)
-    return 3 * 6.0 * state * len(getattr(config, "linear_layers", ()))
-
-
-def attention_flops(config: DecoderConfig, visited_pairs: float) -> float:
-    """Training FLOPs of attention over `visited_pairs`, summed over layers and heads.
-
-    QK^T and PV are 3 x 4 D for each pair.
-    """
-    return 12.0 * config.head_dim * visited_pairs
-
-
 def causal_pairs(seq_len: int, window: int = 0, sinks: int = 0) -> float:
     """Pairs of tokens that one head sees in a sequence of `seq_len` tokens.
 
@@ -107,19 +67,35 @@ def windows_of(config: DecoderConfig, window: int = 0) -> list[int]:
     return [min(window, of_layer) or window or of_layer for of_layer in own]
 
 
+def linear_flops_per_token(config: DecoderConfig, adapters: Adapters | None = None) -> float:
+    """Training FLOPs of one token in the blocks' linear layers.
+
+    6 for each weight, and 4 for a frozen one. Biases and norms are not matmuls. In a mixture of
+    experts, the router counts and the experts that a token is sent to.
+    """
+    flops_of_weight = 4.0 if adapters else 6.0
+    return flops_of_weight * linear_weights(config) + 6.0 * adapter_elements(config, adapters)
+
+
 def flops_per_token(
-    config: DecoderConfig, pairs_per_token: float, adapters: Adapters | None = None
+    config: DecoderConfig,
+    pairs_per_token: float,
+    adapters: Adapters | None = None,
+    linear_speedup: float = 1.0,
 ) -> float:
     """All training FLOPs of one token.
 
-    pairs_per_token: pairs visited, summed over layers and heads.
+    pairs_per_token: pairs visited, summed over layers and heads. linear_speedup: by how much fewer
+    FLOPs of linear layers count.
     """
-    return (
-        linear_flops_per_token(config, adapters)
-        + head_flops_per_token(config, adapters)
-        + attention_flops(config, pairs_per_token)
-        + state_flops_per_token(config)
-    )
+    linear = linear_flops_per_token(config, adapters) / linear_speedup
+    head = (4.0 if adapters else 6.0) * config.vocab_size * config.hidden_size
+    # QK^T and PV are 3 x 4 D for each pair.
+    attention = 12.0 * config.head_dim * pairs_per_token
+    # A token reads the state of linear attention with its key, adds to it, and reads it with its
+    # query: 2 each for an element of the state. Kernels compute more, in chunks of tokens.
+    state = 3 * 6.0 * getattr(config, "linear_state", 0) * len(getattr(config, "linear_layers", ()))
+    return linear + head + attention + state
 
 
 def utilization(
@@ -135,9 +111,6 @@ def utilization(
     peak: bf16 FLOP/s. float8: linear layers are compared with the float8 peak, head and attention
     with that of bf16. So a speed-up by float8 does not count as utilization.
     """
-    linear = linear_flops_per_token(config, adapters)
-    rest = flops_per_token(config, pairs_per_token, adapters) - linear
     # As many bf16 FLOPs would take as long.
-    bf16_flops = linear / (FLOAT8_SPEEDUP if float8 else 1.0) + rest
-    seconds_at_peak = bf16_flops / peak
-    return seconds_at_peak * tokens_per_second
+    speedup = FLOAT8_SPEEDUP if float8 else 1.0
+    return flops_per_token(config, pairs_per_token, adapters, speedup) / peak * tokens_per_second

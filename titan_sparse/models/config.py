@@ -1,7 +1,7 @@
 """The shape of a decoder. Imports no torch, so that configurations can be checked without it."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Scaling = Literal["none", "llama3", "yarn"]
 
@@ -58,27 +58,42 @@ class DecoderConfig:
             )
 
 
+class Linear(NamedTuple):
+    """Sizes of the linear layers of one name, and how many there are."""
+
+    inputs: int
+    outputs: int
+    count: int
+
+
+def linear_sizes(config: DecoderConfig) -> dict[str, Linear]:
+    """The linear layers of blocks, by the last part of their names. Experts are none."""
+    # A TransformersConfig has its own counts, here and below.
+    if hasattr(config, "linears"):
+        return {name: Linear(*sizes) for name, *sizes in config.linears}
+    hidden = config.hidden_size
+    query = config.heads * config.head_dim
+    kv = config.kv_heads * config.head_dim
+    inner = config.intermediate_size
+    names = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+    inputs = hidden, hidden, hidden, query, hidden, hidden, inner
+    outputs = query, kv, kv, hidden, inner, inner, hidden
+    return {name: Linear(*sizes, config.layers) for name, *sizes in zip(names, inputs, outputs)}
+
+
+def linear_weights(config: DecoderConfig) -> int:
+    """Elements of the blocks' matrices that one token is multiplied by."""
+    if hasattr(config, "linear_weights"):
+        return config.linear_weights
+    return sum(x.inputs * x.outputs * x.count for x in linear_sizes(config).values())
+
+
 def number_of_parameters(config: DecoderConfig) -> int:
     """Number of trainable parameters; a tied embedding counts once."""
-    # A TransformersConfig has its own count.
-    counted = getattr(config, "parameters", None)
-    if counted is not None:
-        return counted
-    query_size = config.heads * config.head_dim
-    kv_size = config.kv_heads * config.head_dim
-
-    # q_proj and o_proj have the size of the queries, k_proj and v_proj that of keys and values.
-    attention = 2 * config.hidden_size * (query_size + kv_size)
-    if config.qkv_bias:
-        attention += query_size + 2 * kv_size
-    if config.qk_norm:
-        attention += 2 * config.head_dim
-
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    block_norms = 2 * config.hidden_size
-    blocks = config.layers * (attention + mlp + block_norms)
-
-    final_norm = config.hidden_size
-    embedding = config.vocab_size * config.hidden_size
-    head = 0 if config.tied_embeddings else embedding
-    return blocks + final_norm + embedding + head
+    if hasattr(config, "parameters"):
+        return config.parameters
+    vectors = 2 * config.hidden_size
+    vectors += config.qkv_bias * (config.heads + 2 * config.kv_heads) * config.head_dim
+    vectors += config.qk_norm * 2 * config.head_dim
+    embeddings = (1 if config.tied_embeddings else 2) * config.vocab_size * config.hidden_size
+    return linear_weights(config) + config.layers * vectors + config.hidden_size + embeddings

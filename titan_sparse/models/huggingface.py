@@ -247,23 +247,13 @@ class Stored(NamedTuple):
     """expert and rows of the parameter; empty for all of it"""
 
 
-class _Names(NamedTuple):
-    """Names of the parts of a layer's mixture of experts on disk."""
-
-    block: str
-    gate: str
-    up: str
-    down: str
-
-
+_QWEN = ("mlp", "gate_proj", "up_proj", "down_proj")
 _SPLIT = {
-    "mixtral": _Names("block_sparse_moe", "w1", "w3", "w2"),
-    "qwen3_moe": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
-    "qwen3_next": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
-    "qwen3_5_moe_text": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    **dict.fromkeys(("qwen3_moe", "qwen3_next", "qwen3_5_moe_text"), _QWEN),
 }
-"""Families that store experts separately, by model_type. GPT-OSS stores tensors as they are in
-memory."""
+"""Names on disk of a layer's mixture of experts and of its gate, up and down, by model_type of the
+families that store experts separately. GPT-OSS stores tensors as they are in memory."""
 
 
 def huggingface_name(name: str) -> str:
@@ -277,21 +267,23 @@ def stored_tensors(name: str, shape: torch.Size, config: DecoderConfig) -> list[
     names = _SPLIT.get(config.model_type) if isinstance(config, TransformersConfig) else None
     if names is None or ".mlp." not in name:
         return [whole]
+    block, gate, up, down = names
     layer, _, rest = huggingface_name(name).partition(".mlp.")
-    prefix = f"{layer}.{names.block}"
     if rest == "experts.gate_up_proj":
-        half = shape[1] // 2
-        matrices = [(names.gate, 0, half), (names.up, half, half)]
+        matrices = [gate, up]
     elif rest == "experts.down_proj":
-        matrices = [(names.down, 0, shape[1])]
+        matrices = [down]
     else:
         # The router, or the MLP of a layer without experts.
-        return [whole._replace(name=f"{prefix}.{rest}")]
-    columns = shape[2]
-    stored = []
-    for expert in range(shape[0]):
-        for matrix, first, rows in matrices:
-            tensor_name = f"{prefix}.experts.{expert}.{matrix}.weight"
-            index = (expert, slice(first, first + rows))
-            stored.append(Stored(tensor_name, torch.Size([rows, columns]), index))
-    return stored
+        return [whole._replace(name=f"{layer}.{block}.{rest}")]
+    experts, rows, columns = shape
+    rows //= len(matrices)
+    return [
+        Stored(
+            f"{layer}.{block}.experts.{expert}.{matrix}.weight",
+            torch.Size([rows, columns]),
+            (expert, slice(number * rows, (number + 1) * rows)),
+        )
+        for expert in range(experts)
+        for number, matrix in enumerate(matrices)
+    ]

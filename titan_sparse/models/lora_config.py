@@ -1,10 +1,8 @@
 """Which linear layers have LoRA adapters, and of what size. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from titan_sparse.models.config import DecoderConfig
-from titan_sparse.models.transformers_config import TransformersConfig
+from titan_sparse.models.config import DecoderConfig, linear_sizes
 
 ALL_LINEAR = "all-linear"
 """lora.targets: every linear layer of the blocks."""
@@ -34,14 +32,6 @@ class Adapters:
         return self.alpha / self.rank
 
 
-class Linear(NamedTuple):
-    """Sizes of the linear layers of one name, and how many there are."""
-
-    inputs: int
-    outputs: int
-    count: int
-
-
 def is_adapter(parameter_name: str) -> bool:
     """Whether the parameter is an adapter's A or B."""
     return any(mark in parameter_name for mark in _MARKS)
@@ -59,6 +49,7 @@ def resolve_adapters(
     sizes = linear_sizes(model)
     if targets == ALL_LINEAR:
         return Adapters(rank, alpha, dropout, tuple(sizes), init)
+    # In a mixture of experts, only attention's layers have adapters: experts are not linear layers.
     names = [name.strip() for name in targets.split(",")]
     for name in names:
         if name not in sizes:
@@ -68,28 +59,6 @@ def resolve_adapters(
             )
     chosen = tuple(name for name in sizes if name in names)
     return Adapters(rank, alpha, dropout, chosen, init)
-
-
-def linear_sizes(model: DecoderConfig) -> dict[str, Linear]:
-    """The linear layers of blocks that can have adapters, by the last part of their names.
-
-    In a mixture of experts, only attention's layers can: the experts are not linear layers.
-    """
-    if isinstance(model, TransformersConfig):
-        return {name: Linear(*sizes) for name, *sizes in model.linears}
-    hidden_size = model.hidden_size
-    query_size = model.heads * model.head_dim
-    kv_size = model.kv_heads * model.head_dim
-    sizes = {
-        "q_proj": (hidden_size, query_size),
-        "k_proj": (hidden_size, kv_size),
-        "v_proj": (hidden_size, kv_size),
-        "o_proj": (query_size, hidden_size),
-        "gate_proj": (hidden_size, model.intermediate_size),
-        "up_proj": (hidden_size, model.intermediate_size),
-        "down_proj": (model.intermediate_size, hidden_size),
-    }
-    return {name: Linear(*size, model.layers) for name, size in sizes.items()}
 
 
 def adapter_elements(model: DecoderConfig, adapters: Adapters | None) -> int:

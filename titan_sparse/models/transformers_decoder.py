@@ -12,6 +12,7 @@ tokens of all layers, E * sum_e f_e P_e. f has no gradient, so its sum over rank
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
@@ -131,7 +132,15 @@ class TransformersDecoder(nn.Module):
                 continue
             is_dense = kind == "window" or number in attends.dense_layers
             layer.self_attn.attend = attends.window if is_dense else attends.full
-        self._check(config)
+        # to_empty() would wipe a buffer.
+        buffers = (name for name, _ in self.layers.named_buffers())
+        unknown = next(itertools.chain(mixers(self.layers), buffers), None)
+        if unknown is not None:
+            raise ValueError(
+                f"model.initial_hf: layer {unknown} of a {config.model_type} is not known to treat "
+                "each token by itself, which context parallelism and packing need, or is a buffer; "
+                "write a folder of another family"
+            )
         if self.router_loss is not None:
             for name, layer in self.layers.items():
                 if hasattr(layer.mlp, "experts"):
@@ -179,22 +188,6 @@ class TransformersDecoder(nn.Module):
         if self.router_loss is not None and self.training and loss is linear_cross_entropy:
             total = total + self.router_loss(router_logits, labels, mask.tokens)
         return total
-
-    def _check(self, config: TransformersConfig) -> None:
-        """Raises ValueError if tokens are mixed, or a buffer would be wiped by to_empty()."""
-        mixer = next(mixers(self.layers), None)
-        if mixer is not None:
-            raise ValueError(
-                f"model.initial_hf: layer {mixer} of a {config.model_type} is not known to treat "
-                "each token by itself, which context parallelism and packing need; "
-                "write a folder of another family"
-            )
-        buffer = next(self.layers.named_buffers(), None)
-        if buffer is not None:
-            raise ValueError(
-                f"model.initial_hf: a {config.model_type} has the buffer {buffer[0]} in its layers, "
-                "which is not known here; write a folder of another family"
-            )
 
 
 class _Rotary:
