@@ -24,7 +24,7 @@ from titan_sparse.estimate.constants import (
     shape_of,
 )
 from titan_sparse.estimate.indexes import load_indexes, random_index
-from titan_sparse.estimate.planner import LayerWork, Setting, count, plan_layer
+from titan_sparse.estimate.planner import Setting, count, plan_layer
 from titan_sparse.models.flavours import FLAVOURS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -46,10 +46,9 @@ def _plan(schedule: str, inter: int, intra: int, layout: str = "striped", **cons
     """A dense causal layer of 64 blocks of 8 tokens, four heads, two KV heads."""
     ranges = Causal().rows(64 * 8)
     index = Dense().index([], ranges, 1, 4, 8)
-    layer = LayerWork(index, ranges, KVShape(2, 16, 2, 4))
     setting = Setting(layout, SCHEDULES[schedule], inter, intra)
     rates = dataclasses.replace(ROUND, **constants)
-    return plan_layer(count(layer, setting), layer, setting, rates)
+    return plan_layer(count(index, ranges, KVShape(2, 16, 2, 4), setting), setting, rates)
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +56,9 @@ def half_a_million():
     """The layer of scripts.benchmarks.context_parallel, 5 % of 524,288 tokens' causal pairs."""
     ranges = Causal().rows(524288)
     pattern, tensors = random_index(16, 524288, 128, 0.05)
-    layer = LayerWork(pattern.index(tensors, ranges, 1, 16, 128), ranges, KVShape(2, 128, 2, 4))
-    return layer, count(layer, Setting("striped", SCHEDULES["ring"], 1, 4))
+    index = pattern.index(tensors, ranges, 1, 16, 128)
+    setting = Setting("striped", SCHEDULES["ring"], 1, 4)
+    return count(index, ranges, KVShape(2, 128, 2, 4), setting)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,6 @@ def test_measured_runs_are_predicted(half_a_million, name, constants, schedules,
     """Forward and backward of every row. A plain ring across two nodes on one host is left out: it
     has the host's whole link to itself, where the constants assume each rank's share.
     """
-    layer, counted = half_a_million
     measured = json.loads((RESULTS / f"{name}.json").read_text())
     rates = load_constants(constants)
     ranks = measured["ranks"]
@@ -86,10 +85,10 @@ def test_measured_runs_are_predicted(half_a_million, name, constants, schedules,
         if row.get("schedule") not in schedules or "forward_ms" not in row:
             continue
         gradient_bytes = {"float32": 4, "bfloat16": 2}[row["gradient_dtype"]]
-        sent = dataclasses.replace(layer, shape=KVShape(2, 128, 2, gradient_bytes))
+        sent = half_a_million._replace(shape=KVShape(2, 128, 2, gradient_bytes))
         nodes = 2 if row["schedule"] == "double_ring" else 1
         setting = Setting("striped", SCHEDULES[row["schedule"]], nodes, ranks // nodes)
-        p = plan_layer(counted, sent, setting, rates)
+        p = plan_layer(sent, setting, rates)
         assert p.forward.seconds * 1e3 == pytest.approx(row["forward_ms"], rel=tolerance)
         assert p.backward.seconds * 1e3 == pytest.approx(row["backward_ms"], rel=tolerance)
         compared += 1

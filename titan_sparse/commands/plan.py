@@ -41,7 +41,7 @@ from titan_sparse.config import (
 from titan_sparse.config.reading import require, tokens
 from titan_sparse.estimate.constants import costs_of, costs_of_run, load_constants, shape_of
 from titan_sparse.estimate.indexes import load_indexes, ragged_lengths, random_index
-from titan_sparse.estimate.planner import Counted, LayerPlan, LayerWork, Setting, count, plan_layer
+from titan_sparse.estimate.planner import LayerPlan, LayerWork, Setting, count, plan_layer
 from titan_sparse.from_config import build_pattern, schedule_named
 from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.training.pictures import has_matplotlib, new_figure
@@ -80,12 +80,11 @@ def main(words: list[str]) -> int:
         ]
         plans: list[list[LayerPlan]] = [[] for _ in settings]
         for index in indexes:
-            layer = LayerWork(index, ranges, shape)
-            counted: dict[str, Counted] = {}  # by layout
+            counted: dict[str, LayerWork] = {}  # by layout
             for setting, layers in zip(settings, plans):
                 if setting.layout not in counted:
-                    counted[setting.layout] = count(layer, setting)
-                layers.append(plan_layer(counted[setting.layout], layer, setting, constants))
+                    counted[setting.layout] = count(index, ranges, shape, setting)
+                layers.append(plan_layer(counted[setting.layout], setting, constants))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

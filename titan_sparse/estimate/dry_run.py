@@ -6,6 +6,7 @@ They need no GPU, no data, and no process group. memory.py and flops.py do the c
 import bisect
 import copy
 import dataclasses
+import operator
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -291,38 +292,25 @@ _LEVERS = (
 
 def _what_helps(step: StepShape, where: World) -> str:
     """Each lever alone, all together, and more ranks for a sequence."""
-
-    def with_size(text: str, size: float) -> str:
-        return f"{text} {size:.1f} GiB" + (" (fits)" if where.fits(size) else "")
-
     now = peak_gib(step)
+    peaks = {}
     improved = step
-    alone = []
     for key, name, value in _LEVERS:
         size = peak_gib(dataclasses.replace(step, **{name: value}))
-        if size > now or (step.adapters and name == "offload_optimizer"):
-            continue
-        # Levers that save next to nothing are not worth a line, but they count in what comes together.
-        improved = dataclasses.replace(improved, **{name: value})
-        if size < now - 0.05:
-            alone.append((size, f"{key} = {show(value)}"))
-    helps = [with_size(text, size) for size, text in sorted(alone)]
-    if len(helps) > 1:
-        helps.append(with_size("all of these", peak_gib(improved)))
-
+        # Levers that save next to nothing are not worth a line.
+        if size < now - 0.05 and not (step.adapters and name == "offload_optimizer"):
+            improved = dataclasses.replace(improved, **{name: value})
+            peaks[f"{key} = {show(value)}"] = size
+    peaks = dict(sorted(peaks.items(), key=operator.itemgetter(1)))
+    as_well = " as well" if peaks else ""
+    if len(peaks) > 1:
+        peaks["all of these"] = peak_gib(improved)
     # One rank has nothing to move; two ranks would gather.
-    moves_nothing = step.schedule.moves is Moves.NOTHING
-    wider = dataclasses.replace(
-        improved,
-        cp=2 * step.cp,
-        shards=2 * step.shards,
-        schedule=ALL_GATHER if moves_nothing else step.schedule,
-    )
-    more_ranks = (
-        f"parallelism.cp = {wider.cp} on {2 * where.ranks} ranks{' as well' if helps else ''}"
-    )
-    helps.append(with_size(more_ranks, peak_gib(wider)))
-    return "the peak would be with " + "; ".join(helps)
+    schedule = ALL_GATHER if step.schedule.moves is Moves.NOTHING else step.schedule
+    wider = dataclasses.replace(improved, cp=2 * step.cp, shards=2 * step.shards, schedule=schedule)
+    peaks[f"parallelism.cp = {wider.cp} on {2 * where.ranks} ranks{as_well}"] = peak_gib(wider)
+    texts = [f"{key} {x:.1f} GiB{' (fits)' * where.fits(x)}" for key, x in peaks.items()]
+    return "the peak would be with " + "; ".join(texts)
 
 
 def _flops(config: Config, step: StepShape, where: World) -> list[str]:
@@ -331,39 +319,38 @@ def _flops(config: Config, step: StepShape, where: World) -> list[str]:
     attention = config.attention
     model = step.model
     seq_len = training.seq_len
-    sequences_of_rank = training.local_batch_size * training.gradient_accumulation_steps
-    sequences = sequences_of_rank * where.ranks // config.parallelism.cp
+    sequences = training.local_batch_size * training.gradient_accumulation_steps
+    sequences *= where.ranks // config.parallelism.cp
     tokens = sequences * seq_len
 
-    def step_flops(pairs: float) -> float:
+    def petaflop(pairs: float) -> float:
         """pairs: visited in one sequence by a head of each layer, summed over layers."""
-        return tokens * flops_per_token(model, model.heads * pairs / seq_len, step.adapters)
+        return tokens * flops_per_token(model, model.heads * pairs / seq_len, step.adapters) / 1e15
 
-    # Of the layers that the pattern applies to, and of all others.
-    selecting = selecting_layers(attention, model)
-    windows = windows_of(model, attention.sliding_window)
-    pairs = [causal_pairs(seq_len, window, attention.window_sinks) for window in windows]
-    for layer in getattr(model, "linear_layers", ()):
-        pairs[layer] = 0.0
-    dense_pairs = sum(pairs[layer] for layer in selecting)
-    other_pairs = sum(pairs) - dense_pairs
-    dense = step_flops(dense_pairs + other_pairs)
-    attention_percent = 100 * (1 - step_flops(0.0) / dense)
+    linear = getattr(model, "linear_layers", ())
+    pairs = [
+        0.0 if layer in linear else causal_pairs(seq_len, window, attention.window_sinks)
+        for layer, window in enumerate(windows_of(model, attention.sliding_window))
+    ]
+    dense = petaflop(sum(pairs))
     lines = [
         "",
-        f"a step: {sequences:,} sequences, {tokens:,} tokens, {dense / 1e15:,.2f} PFLOP dense, "
-        f"of which attention {attention_percent:.0f} % (recomputation not counted)",
+        f"a step: {sequences:,} sequences, {tokens:,} tokens, {dense:,.2f} PFLOP dense, of which "
+        f"attention {100 * (1 - petaflop(0.0) / dense):.0f} % (recomputation not counted)",
     ]
     pattern = build_pattern(attention)
     if hasattr(pattern, "most_blocks"):
+        # Of the layers that the pattern applies to.
+        selecting = selecting_layers(attention, model)
+        dense_pairs = sum(pairs[layer] for layer in selecting)
         block_size = attention.block_size
         verticals = pattern.vertical_capacity(seq_len, block_size, False)
         keys = verticals + block_size * pattern.most_blocks(seq_len, block_size, False)
         most_pairs = min(len(selecting) * seq_len * keys, dense_pairs)
-        density_percent = 100 * most_pairs / dense_pairs if dense_pairs else 100.0
         lines.append(
-            f"with {pattern.name} at most {step_flops(most_pairs + other_pairs) / 1e15:,.2f} PFLOP, "
-            f"by the caps of its budgets (density {density_percent:.1f} %)"
+            f"with {pattern.name} at most {petaflop(sum(pairs) - dense_pairs + most_pairs):,.2f} "
+            "PFLOP, by the caps of its budgets (density "
+            f"{100 * most_pairs / dense_pairs if dense_pairs else 100.0:.1f} %)"
         )
     return lines
 

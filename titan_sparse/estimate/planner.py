@@ -24,15 +24,6 @@ from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS, Const
 
 
 @dataclass(frozen=True)
-class LayerWork:
-    """Attention of one layer: what it chose, under which mask, and the shape of K and V."""
-
-    index: BlockIndex
-    ranges: MaskRanges
-    shape: KVShape
-
-
-@dataclass(frozen=True)
 class Setting:
     """How the work is spread over `inter` nodes of `intra` ranks.
 
@@ -53,12 +44,16 @@ class Setting:
         return self.inter * self.intra
 
 
-class Counted(NamedTuple):
-    """What a layout gives each rank.
+class LayerWork(NamedTuple):
+    """Attention of one layer: what it chose, under which mask, the shape of K and V, and what a layout
+    gives each rank. It is the same for all schedules.
 
-    table: its blocks, int64 [W, n]. visits: the pairs that it computes.
+    table: blocks of the ranks, int64 [W, n]. visits: the pairs that they compute.
     """
 
+    index: BlockIndex
+    ranges: MaskRanges
+    shape: KVShape
     table: Tensor
     visits: Visits
 
@@ -110,17 +105,14 @@ def table_of(
     return layouts.block_ids(layout, ranks, ranges.start.shape[1], block_size)
 
 
-def count(layer: LayerWork, setting: Setting) -> Counted:
-    """What the layout of a setting gives each rank. It is the same for all schedules."""
-    index = layer.index
-    table = table_of(layer.ranges, setting.layout, setting.ranks, index.block_size, setting.balance)
-    return Counted(table, count_visits(index, layer.ranges, table))
+def count(index: BlockIndex, ranges: MaskRanges, shape: KVShape, setting: Setting) -> LayerWork:
+    """A layer's work in the layout of a setting."""
+    table = table_of(ranges, setting.layout, setting.ranks, index.block_size, setting.balance)
+    return LayerWork(index, ranges, shape, table, count_visits(index, ranges, table))
 
 
-def plan_layer(
-    counted: Counted, layer: LayerWork, setting: Setting, constants: Constants
-) -> LayerPlan:
-    planner = _Planner(counted, layer, setting, constants)
+def plan_layer(layer: LayerWork, setting: Setting, constants: Constants) -> LayerPlan:
+    planner = _Planner(layer, setting, constants)
     if setting.schedule.moves is Moves.HEADS:
         work, forward, backward = planner.all_gather()
     elif setting.schedule.moves is Moves.BLOCKS:
@@ -136,9 +128,7 @@ def plan_layer(
 class _Planner:
     """Bytes and seconds of a layer. Each schedule has a method that returns work and passes."""
 
-    def __init__(self, counted: Counted, layer: LayerWork, setting: Setting, constants: Constants):
-        self.visits = counted.visits
-        self.table = counted.table
+    def __init__(self, layer: LayerWork, setting: Setting, constants: Constants):
         self.layer = layer
         self.setting = setting
         self.constants = constants
@@ -236,15 +226,17 @@ class _Planner:
         layer = self.layer
         if isinstance(layer.index, DenseIndex):
             # The mask alone determines what a dense pattern needs.
-            needed = seen_blocks(layer.ranges, self.table, layer.index.block_size)
+            needed = seen_blocks(layer.ranges, self.layer.table, layer.index.block_size)
         else:
-            needed = met_blocks(layer.ranges, layer.index, self.table)
-        wanted = group_cast_plan.wanted_blocks(needed, self.table, setting.inter, setting.intra)
+            needed = met_blocks(layer.ranges, layer.index, self.layer.table)
+        wanted = group_cast_plan.wanted_blocks(
+            needed, self.layer.table, setting.inter, setting.intra
+        )
 
         # [W, 1]: on own blocks, and on those of others, which come in equal stages.
-        pairs = self.visits.pairs.double()
+        pairs = self.layer.visits.pairs.double()
         own = pairs.diagonal()[:, None]
-        verticals = self.visits.vertical_pairs[:, None]
+        verticals = self.layer.visits.vertical_pairs[:, None]
         others = pairs.sum(1, keepdim=True) - own + verticals
         forward_stages, backward_stages = setting.overlap_stages
         work = torch.cat([own, *[others / forward_stages] * forward_stages], 1)
@@ -268,7 +260,7 @@ class _Planner:
         self, wanted: Tensor, stages: int, chunk_bytes: int, backward: bool = False
     ) -> tuple[Tensor, routing.Traffic]:
         """Seconds of the exchange of each stage, float64 [stages], and bytes that each rank sends."""
-        block_bytes = chunk_bytes // self.table.shape[1]
+        block_bytes = chunk_bytes // self.layer.table.shape[1]
         sent = group_cast_plan.traffic(wanted, stages, backward)
         received = group_cast_plan.traffic(wanted, stages, not backward)
         seconds = []
@@ -289,11 +281,11 @@ class _Planner:
         setting = self.setting
         ranges = self.layer.ranges
         if setting.layout == "balanced":
-            ranges = ranges._replace(table=self.table)
+            ranges = ranges._replace(table=self.layer.table)
         needed = needed_chunks_of(self.layer.index, ranges, setting.layout, setting.ranks)
         # By rank and step, the rank whose keys and values are computed on: int64 [W, W].
         sources = torch.tensor(setting.schedule.step_sources(setting.inter, setting.intra))
-        return needed, by_step(self.visits, sources, needed)
+        return needed, by_step(self.layer.visits, sources, needed)
 
     def _link_seconds(self, size: Tensor | float, across: bool) -> Tensor:
         """Seconds of a transfer of `size` bytes inside a node or across; none where there are none."""
