@@ -4,7 +4,7 @@ The tokens are read straight from a prepared shard.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,6 +101,7 @@ def train(
     learning_rates: list[float],
     max_norm: float,
     z_loss: float,
+    loss_of: Callable[[nn.Module, Piece, float], Tensor] = loss_sum,
 ) -> list[Line]:
     """One update for each list of pieces. Returns what each step has to log."""
     lines = []
@@ -108,7 +109,7 @@ def train(
         labels = count_labels(pieces)
         loss = 0.0
         for piece in pieces:
-            share = loss_sum(model, piece, z_loss) / labels
+            share = loss_of(model, piece, z_loss) / labels
             share.backward()
             loss += share.item()
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)

@@ -141,8 +141,8 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def _reference(folder: Path, case: Case) -> tuple[list[Line], dict[str, torch.Tensor]]:
-    model = read_model(folder / case.family)
+def _reference(folder: Path, case: Case, model: nn.Module, loss=by_hand.loss_sum) -> list[Line]:
+    """Train the model by hand."""
     settings = case.settings
     groups = by_hand.decay_groups(model, settings["optimizer.weight_decay"])
     kind = getattr(torch.optim, settings["optimizer.name"])
@@ -159,27 +159,29 @@ def _reference(folder: Path, case: Case) -> tuple[list[Line], dict[str, torch.Te
         steps.append([piece for pieces in of_step for piece in pieces])
     learning_rates = [LR * factor for factor in case.factors]
     max_norm, z_loss = settings["training.max_norm"], settings.get("training.z_loss", 0.0)
-    lines = by_hand.train(model, optimizer, steps, learning_rates, max_norm, z_loss)
-    return lines, model.state_dict()
+    return by_hand.train(model, optimizer, steps, learning_rates, max_norm, z_loss, loss)
 
 
 def _compare(folder: Path, output: str, case: Case) -> None:
-    lines, weights = _reference(folder, case)
-    logged = lines_of(folder / output)
-    assert [line["step"] for line in logged] == [1, 2, 3, 4, 5, 6]
+    model = read_model(folder / case.family)
+    lines = _reference(folder, case, model)
     # Each of them matters: some steps are clipped, all weights move.
     max_norm = case.settings["training.max_norm"]
     assert not max_norm or any(line.grad_norm > 1.05 * max_norm for line in lines)
+    _compare_lines(folder, output, case, lines)
+    exported = read_model(folder / output / "huggingface/step-6").state_dict()
+    torch.testing.assert_close(exported, model.state_dict(), rtol=0, atol=2e-6)
+
+
+def _compare_lines(folder: Path, output: str, case: Case, lines: list[Line]) -> None:
+    logged = lines_of(folder / output)
+    assert [line["step"] for line in logged] == list(range(1, len(case.factors) + 1))
     for wanted, got in zip(lines, logged, strict=True):
-        assert got["loss"] == pytest.approx(wanted.loss, rel=2e-6)
+        assert got["loss"] == pytest.approx(wanted.loss, rel=1e-6)
         assert got["grad_norm"] == pytest.approx(wanted.grad_norm, rel=5e-6)
         assert got["lr"] == pytest.approx(wanted.lr, rel=1e-12)
         assert got["tokens_seen"] == got["step"] * case.sequences_per_step * SEQ_LEN
         assert got["skipped_updates"] == 0
-    exported = read_model(folder / output / "huggingface/step-6").state_dict()
-    assert exported.keys() == weights.keys()
-    for name, weight in weights.items():
-        torch.testing.assert_close(exported[name], weight, rtol=0, atol=2e-6, msg=name)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -189,28 +191,22 @@ def test_a_run_is_the_textbook_loop(folder, name):
     _compare(folder, name, case)
 
 
-class TwoRanks(NamedTuple):
-    """A mesh of two ranks: what asks for it, and its shape."""
-
-    settings: dict[str, object]
-    fsdp: tuple[int, ...]
-    cp: tuple[int, int]
-
-
 MESHES = {
-    "replicated": TwoRanks(
-        {"training.gradient_accumulation_steps": 1, "parallelism.dp_replicate": 2}, (2, 1), (1, 1)
+    # what asks for it, and the shapes for FSDP and context parallelism
+    "replicated": (
+        {"training.gradient_accumulation_steps": 1, "parallelism.dp_replicate": 2},
+        (2, 1),
+        (1, 1),
     ),
-    "outer_ring": TwoRanks({"parallelism.cp": 2, "parallelism.cp_intra": 1}, (2,), (2, 1)),
+    "outer_ring": ({"parallelism.cp": 2, "parallelism.cp_intra": 1}, (2,), (2, 1)),
 }
 
 
 def _on_two_ranks(folder: Path) -> None:
-    for output, mesh in MESHES.items():
-        settings = {"model.initial_hf": folder / ADAMW.family, **ADAMW.settings, **mesh.settings}
-        trainer = run(folder, output, settings)
-        assert trainer.meshes.fsdp.shape == mesh.fsdp
-        assert trainer.meshes.cp.shape == mesh.cp
+    for output, (mesh, *shapes) in MESHES.items():
+        settings = {"model.initial_hf": folder / ADAMW.family, **ADAMW.settings, **mesh}
+        meshes = run(folder, output, settings).meshes
+        assert [meshes.fsdp.shape, meshes.cp.shape] == shapes
     dist.barrier()
 
 
@@ -358,13 +354,10 @@ def test_validation_is_the_loss_of_transformers(folder):
 class _Products(TorchDispatchMode):
     """Counts matrix products, with and without a bias."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            self.count += 1
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
         return func(*args, **(kwargs or {}))
 
 
@@ -381,106 +374,62 @@ def test_what_is_computed_again(folder):
     assert products["selective"] - products["none"] == LAYERS * 3
 
 
-pytest.importorskip("transformers")
-
-RANKS = 2
-ACCUMULATED = 2
-STEPS = 3
-BFLOAT16_LR = 0.02
-BFLOAT16_ADAMW = {"betas": (0.7, 0.8), "eps": 0.003, "weight_decay": 0.5}
-
-BFLOAT16 = {
-    "training.dtype": "bfloat16",
-    "training.steps": STEPS,
-    "training.gradient_accumulation_steps": ACCUMULATED,
-    "training.max_norm": 0.0,
-    "optimizer.lr": BFLOAT16_LR,
-    "optimizer.beta1": 0.7,
-    "optimizer.beta2": 0.8,
-    "optimizer.eps": 0.003,
-    "optimizer.weight_decay": 0.5,
-    "lr_scheduler.warmup_steps": 0,
-    "lr_scheduler.decay_ratio": 0.0,
-    "checkpoint.last_save_in_hf": False,
-}
-
-
-def _gradients(
-    model: Decoder, masters: dict[str, Tensor], pieces: list[Piece], labels: int
-) -> tuple[Tensor, list[Tensor]]:
-    """Loss and gradients of one rank's sequence. Forward, backward and gradients are bfloat16."""
-    weights = {name: w.detach().bfloat16().requires_grad_() for name, w in masters.items()}
-    lengths = [len(piece.tokens) for piece in pieces]
-    inputs = (
-        torch.cat([piece.tokens for piece in pieces])[None],
-        torch.cat([torch.arange(length) for length in lengths])[None],
-        Documents([lengths]),
-        torch.cat([piece.labels for piece in pieces])[None],
-    )
-    loss = torch.func.functional_call(model, weights, inputs) / labels
-    return loss.detach(), list(torch.autograd.grad(loss, list(weights.values())))
+BFLOAT16 = Case(
+    "Qwen2",
+    {
+        "training.dtype": "bfloat16",
+        "training.steps": 3,
+        "training.gradient_accumulation_steps": 2,
+        "training.max_norm": 0.0,
+        "optimizer.name": "AdamW",
+        "optimizer.lr": LR,
+        "optimizer.beta1": 0.7,
+        "optimizer.beta2": 0.8,
+        "optimizer.eps": 0.003,
+        "optimizer.weight_decay": 0.5,
+        "lr_scheduler.warmup_steps": 0,
+        "lr_scheduler.decay_ratio": 0.0,
+        "checkpoint.last_save_in_hf": False,
+    },
+    [1.0, 1.0, 1.0],
+    sequences_per_step=4,
+    joined=True,
+)
 
 
-def _bfloat16_reference(folder: Path) -> tuple[list[Line], dict[str, Tensor]]:
-    """Float32 master weights, rounded for each forward; float32 sums of the ranks' gradients."""
-    config = resolve(flavour="debug", initial_hf=str(folder / "Qwen2"))
-    dense = functools.partial(attend, backend="eager", block_size=16)
-    with torch.device("meta"):
-        model = Decoder(config, dense)
-    masters = {}
-    for name, weight in load_file(folder / "Qwen2/model.safetensors").items():
-        masters[name.removeprefix("model.")] = weight.float()
-    assert masters.keys() == dict(model.named_parameters()).keys()
-    matrices = [weight for weight in masters.values() if weight.ndim > 1]
-    vectors = [weight for weight in masters.values() if weight.ndim == 1]
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=BFLOAT16_LR, **BFLOAT16_ADAMW)
-
-    documents = by_hand.ordered(by_hand.read_documents(folder / "shards"), 3)
-    sequences = iter(by_hand.pack(documents, SEQ_LEN))
-    lines = []
-    for _ in range(STEPS):
-        of_step = [next(sequences) for _ in range(ACCUMULATED * RANKS)]
-        labels = sum(by_hand.count_labels(pieces) for pieces in of_step)
-        loss = 0.0
-        for weight in masters.values():
-            weight.grad = torch.zeros_like(weight)
-        for pieces in of_step:
-            share, gradients = _gradients(model, masters, pieces, labels)
-            loss += share.item()
-            for weight, gradient in zip(masters.values(), gradients, strict=True):
-                weight.grad += gradient.float()
-        norm = torch.nn.utils.get_total_norm([weight.grad for weight in masters.values()])
-        optimizer.step()
-        lines.append(Line(loss, norm.item(), BFLOAT16_LR))
-    return lines, masters
+def _rounded_loss(model: Decoder, piece: Piece, z_loss: float) -> Tensor:
+    """The loss of a packed sequence. Forward, backward and gradients are bfloat16."""
+    ends = (piece.labels == by_hand.IGNORED).nonzero().flatten() + 1
+    lengths = [len(part) for part in piece.labels.tensor_split(ends) if len(part)]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    weights = {name: weight.bfloat16() for name, weight in model.named_parameters()}
+    inputs = piece.tokens[None], positions[None], Documents([lengths]), piece.labels[None]
+    return torch.func.functional_call(model, weights, inputs)
 
 
 def _bfloat16_runs(folder: Path) -> None:
-    for output, replicas in (("bfloat16-sharded", 1), ("bfloat16-replicated", RANKS)):
-        settings = {
-            "model.initial_hf": folder / "Qwen2",
+    for replicas in (1, 2):
+        model = {
+            "model.initial_hf": folder / BFLOAT16.family,
             "parallelism.dp_replicate": replicas,
-            **BFLOAT16,
         }
-        trainer = run(folder, output, settings)
-        weights = weights_of(trainer)
+        weights = weights_of(run(folder, f"bfloat16-{replicas}", BFLOAT16.settings | model))
         if dist.get_rank() == 0:
-            torch.save(weights, folder / f"{output}.pt")
+            torch.save(weights, folder / f"bfloat16-{replicas}.pt")
 
 
 def test_a_bfloat16_run_keeps_float32_weights_and_sums(folder):
     """And gradients are summed over ranks in float32. The loop has the same decoder, so that both round
     alike: sums in bfloat16 would be off in the third digit."""
-    run_processes(RANKS, _bfloat16_runs, folder)
-    lines, masters = _bfloat16_reference(folder)
-    for output in ("bfloat16-sharded", "bfloat16-replicated"):
-        for wanted, got in zip(lines, lines_of(folder / output), strict=True):
-            assert got["loss"] == pytest.approx(wanted.loss, rel=1e-6)
-            assert got["grad_norm"] == pytest.approx(wanted.grad_norm, rel=1e-6)
-            assert got["lr"] == BFLOAT16_LR
-        weights = torch.load(folder / f"{output}.pt")
-        assert weights.keys() == masters.keys()
-        for name, weight in masters.items():
-            assert weights[name].dtype == torch.float32
-            torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-6, msg=name)
+    run_processes(2, _bfloat16_runs, folder)
+    dense = functools.partial(attend, backend="eager", block_size=16)
+    model = Decoder(resolve(flavour="debug", initial_hf=str(folder / "Qwen2")), dense)
+    stored = load_file(folder / "Qwen2/model.safetensors").items()
+    model.load_state_dict({name.removeprefix("model."): weight for name, weight in stored})
+    lines = _reference(folder, BFLOAT16, model, _rounded_loss)
+    masters = dict(model.named_parameters())
+    for replicas in (1, 2):
+        _compare_lines(folder, f"bfloat16-{replicas}", BFLOAT16, lines)
+        weights = torch.load(folder / f"bfloat16-{replicas}.pt")
+        assert {weight.dtype for weight in weights.values()} == {torch.float32}
+        torch.testing.assert_close(weights, masters, rtol=0, atol=1e-6)
