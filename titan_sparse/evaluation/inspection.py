@@ -239,7 +239,7 @@ def figures(layers: dict[int, Layer], seq_len: int) -> dict[str, Any]:
     # Means over layers and heads, for each of TOP_K.
     top_k = torch.stack([layer.top_k for layer in layers.values()]).mean((0, 1)).tolist()
     found["curves.png"] = _curves_figure(list(layers.values()), top_k)
-    found["top_k.png"] = _top_k_figure(layers, top_k)
+    found["top_k.png"] = _top_k_figure(layers)
     return found
 
 
@@ -285,19 +285,12 @@ def _curves_figure(layers: list[Layer], top_k: list[float]) -> Any:
     return figure
 
 
-def _top_k_figure(layers: dict[int, Layer], top_k: list[float]) -> Any:
-    """Recall of a row's 64 and 1024 largest keys, layers down and heads to the right; means over k."""
-    figure, panels = new_figure((13, 2 + 0.18 * len(layers)), 3)
-    for axes, count in zip(panels, (64, 1024)):
-        # [layers, Hq]
-        table = torch.stack([layer.top_k[:, TOP_K.index(count)] for layer in layers.values()])
-        image = axes.imshow(table, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
-        axes.set(title=f"recall of the {count} largest keys", xlabel="head", ylabel="layer")
-        axes.set_yticks(range(len(layers)), list(layers))
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.colorbar(image, ax=panels[:2])
-    panels[2].plot(TOP_K, top_k, marker="o")
-    panels[2].set_xscale("log", base=2)
-    panels[2].set(title="mean over layers and heads", xlabel="keys a row", ylabel="recall")
-    panels[2].set_ylim(0, 1.02)
+def _top_k_figure(layers: dict[int, Layer]) -> Any:
+    """Recall of a row's k largest keys, means over heads: a curve for each layer."""
+    figure, axes = new_figure((7, 5))
+    for number, layer in layers.items():
+        axes.plot(TOP_K, layer.top_k.mean(0), marker="o", markersize=3, label=f"layer {number}")
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="keys a row", ylabel="recall (share of the mass)", ylim=(0, 1.02))
+    axes.legend(fontsize="x-small", ncols=2)
     return figure

@@ -8,12 +8,10 @@ import pytest
 
 trl = pytest.importorskip("trl")
 
-import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from peft import LoraConfig  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
-from trl.experimental import gkd, orpo  # noqa: E402
+from trl.experimental import gkd  # noqa: E402
 
 from tests.integrations.transformers.trainer_runs import (  # noqa: E402
     VOCAB,
@@ -52,7 +50,7 @@ def texts(count: int, seed: int) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def trainer(folder: Path, peft_config: LoraConfig | None = None, **changes) -> LongSFTTrainer:
+def trainer(folder: Path, **changes) -> LongSFTTrainer:
     options = dict(
         max_length=250,
         packing=True,
@@ -70,7 +68,6 @@ def trainer(folder: Path, peft_config: LoraConfig | None = None, **changes) -> L
         train_dataset=texts(48, 1),
         eval_dataset=texts(20, 2),
         processing_class=tokenizer(),
-        peft_config=peft_config,
     )
 
 
@@ -100,39 +97,16 @@ def without_packing(folder: Path) -> list[dict[str, float]]:
     return numbers(made)
 
 
-def with_lora(folder: Path) -> list[dict[str, float]]:
-    torch.manual_seed(0)
-    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    made = trainer(folder, peft_config=lora)
-    made.train()
-    assert len(list(made.model.parameters())) > sum(
-        p.requires_grad for p in made.model.parameters()
-    )
-    return numbers(made)
-
-
 @pytest.mark.slow
 def test_two_processes_train_like_one(tmp_path):
-    assert_trains_alike(tmp_path, 2, [packed, sharded, without_packing, with_lora])
+    assert_trains_alike(tmp_path, 2, [packed, sharded, without_packing])
     # The tokens of a step are those of its documents, without what fills a sequence.
     [first, *_] = read(tmp_path, "packed", 1)
     assert 0 < first["num_tokens"] <= 2 * 2 * 250
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        trl.DPOTrainer,
-        trl.KTOTrainer,
-        trl.GRPOTrainer,
-        trl.RLOOTrainer,
-        trl.RewardTrainer,
-        trl.DistillationTrainer,
-        orpo.ORPOTrainer,
-        # Its class extends SFTTrainer.
-        gkd.GKDTrainer,
-    ],
-)
+# GKD's class extends SFTTrainer.
+@pytest.mark.parametrize("other", [trl.DPOTrainer, trl.GRPOTrainer, gkd.GKDTrainer])
 def test_losses_of_whole_sequences_are_refused(other):
     with pytest.raises(TypeError, match=f"^{other.__name__} needs .* write Trainer or SFTTrainer"):
 

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -50,6 +50,7 @@ _NEW_TOKENS = 256
 _GENERATION = {"do_sample", "temperature", "top_p", "until", "max_gen_toks"}
 """Generation options that a task may set, in addition to the other names of max_gen_toks."""
 
+T = TypeVar("T")
 Request = tuple[Any, list[int], list[int]]
 """What lm_eval calls it (None: no name), tokens of the context, and tokens of the continuation."""
 
@@ -139,24 +140,18 @@ class TitanSparseLM(TemplateLM):
             alike.setdefault(sequence.tokens.tobytes(), []).append(place)
         groups = sorted(alike.values(), key=lambda places: -len(sequences[places[0]].tokens))
 
-        def score(numbers: list[int]) -> Iterator[list[tuple[float, bool]]]:
-            batch = []
-            for number in numbers:
-                labels = np.stack([sequences[place].labels for place in groups[number]])
-                batch.append(Sequence(sequences[groups[number][0]].tokens, labels))
+        def score(groups: list[list[int]]) -> Iterator[tuple[int, tuple[float, bool]]]:
+            batch: list[Sequence | None] = []
+            for places in groups:
+                labels = np.stack([sequences[place].labels for place in places])
+                batch.append(Sequence(sequences[places[0]].tokens, labels))
             length = max((len(sequence.tokens) for sequence in batch), default=1)
-            answers = iter(self.scorer.answers(batch or [None], length))
-            for number in numbers:
-                scores = []
-                for place, (losses, predicted) in zip(groups[number], answers):
-                    wanted = torch.tensor(requests[place][2], device=predicted.device)
-                    scores.append((-losses.sum().item(), bool((predicted == wanted).all())))
-                yield scores
+            answers = self.scorer.answers(batch or [None], length)
+            for place, (losses, predicted) in zip(itertools.chain(*groups), answers):
+                wanted = torch.tensor(requests[place][2], device=predicted.device)
+                yield place, (-losses.sum().item(), bool((predicted == wanted).all()))
 
-        found = {}
-        scores = self._by_batch(list(range(len(groups))), score, disable_tqdm)
-        for places, of_group in zip(groups, scores, strict=True):
-            found |= dict(zip(places, of_group, strict=True))
+        found = self._by_batch(groups, score, disable_tqdm)
         results = [found[place] for place in range(len(requests))]
         for (name, _, _), result in zip(requests, results, strict=True):
             # loglikelihood_rolling() keeps the sums of its windows itself.
@@ -242,18 +237,19 @@ class TitanSparseLM(TemplateLM):
             prompts.append(np.array(tokens[-room:] or [self.prefix_token_id]))
         stop = self._stop(until)
 
-        def write(places: list[int]) -> Iterator[str]:
+        def write(places: list[int]) -> Iterator[tuple[int, str]]:
             batch = [prompts[place] for place in places] or [np.array([self.prefix_token_id])]
             # A rank without requests takes part until the others are done.
             ends = stop if places else lambda _: True
             found = generate(self.scorer, batch, new_tokens, ends)
-            for tokens in found[: len(places)]:
+            for place, tokens in zip(places, found):
                 kept = [token for token in tokens.tolist() if token not in self.ends]
                 text = self.tokenizer.decode(kept, skip_special_tokens=True)
-                yield postprocess_generated_text(text, until, None)
+                yield place, postprocess_generated_text(text, until, None)
 
-        order = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
-        return self._by_batch(order, write, disable_tqdm)
+        longest_first = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
+        found = self._by_batch(longest_first, write, disable_tqdm)
+        return [found[place] for place in range(len(prompts))]
 
     def _stop(self, until: list[str]) -> Stop:
         """Whether the last token ends a text, or a stop string."""
@@ -272,25 +268,23 @@ class TitanSparseLM(TemplateLM):
     # Ranks
 
     def _by_batch(
-        self, order: list[int], answer: Callable[[list[int]], Iterable[Any]], disable_tqdm: bool
-    ) -> list[Any]:
-        """The answers to all requests, by number, on every rank.
+        self, items: list[T], answer: Callable[[list[T]], Iterable[Any]], disable_tqdm: bool
+    ) -> dict[int, Any]:
+        """All answers, by the numbers of their requests, on every rank.
 
-        order: the numbers of the requests. answer: of those of one batch; also called for none.
+        answer: (number, answer) of the requests of one batch of items; also called for none.
         """
-        starts = range(0, len(order), self.batch_size)
-        batches = [order[start : start + self.batch_size] for start in starts]
+        starts = range(0, len(items), self.batch_size)
+        batches = [items[start : start + self.batch_size] for start in starts]
         is_quiet = disable_tqdm or dist.get_rank() != 0
-        with tqdm(total=len(order), disable=is_quiet, desc="titan_sparse") as bar:
+        with tqdm(total=len(items), disable=is_quiet, desc="titan_sparse") as bar:
 
-            def compute(_: int, batch: list[int] | None) -> list[Any]:
+            def compute(_: int, batch: list[T] | None) -> list[Any]:
                 answers = list(answer(batch or []))
-                bar.update(len(answers) * self.scorer.dp_size)
+                bar.update(len(batch or []) * self.scorer.dp_size)
                 return answers
 
-            answers = itertools.chain(*self.scorer.results(batches, compute))
-        by_number = dict(zip(order, answers, strict=True))
-        return [by_number[number] for number in range(len(order))]
+            return dict(itertools.chain(*self.scorer.results(batches, compute)))
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         """Raises Refusal on several ranks, whose caches may differ: then some would wait for
