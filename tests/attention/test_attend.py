@@ -1,18 +1,21 @@
-"""attend() on one rank against dense masked attention in fp64, and invariants of every selection."""
+"""attend() on one rank against dense masked attention in fp64, with and without learned sinks, and
+invariants of every selection."""
 
 import weakref
 from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.attention.calls import op_arguments
-from tests.reference import dense_attention, gradients, structured_qkv
+from tests.attention.dense_twin import let_eager_serve_dense
+from tests.reference import attention_with_sinks, dense_attention, gradients, structured_qkv
 from titan_sparse.attention import ContextParallel, attend, registry
+from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.balanced import Costs
 from titan_sparse.attention.context_parallel.group import one_rank
-from titan_sparse.attention.masks.packed import prefix_lm
+from titan_sparse.attention.masks.packed import prefix_lm, sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
@@ -40,92 +43,180 @@ MASKS = {
     "documents": Documents([45, 3, 60, 17]),
     "documents by sequence": Documents([[128], [20, 41, 1, 55]]),
     "documents, window": Documents([[45, 3, 60, 17], [100]]) & SlidingWindow(30),
+    "slices": prefix_lm([60, 50], [9, 20]),
+    "slices, window": sliding_window([60, 50], 20, sinks=5),
 }
+DENSE_ONLY = ("full", "slices", "slices, window")
 COMBINATIONS = [
     (mask, pattern)
     for mask in MASKS
     for pattern in PATTERNS
-    if mask != "full" or pattern == "dense"
+    if mask not in DENSE_ONLY or pattern == "dense"
 ]
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 
 class Problem(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    inputs: list[Tensor]
+    """q, k, v, and sinks where there are some"""
     mask: Mask
     pattern: Pattern
     block: int
 
     @property
-    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.q, self.k, self.v
+    def d_out(self) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn(self.inputs[0].shape, dtype=torch.float64, generator=generator)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **options):
+        return attend(
+            q, k, v, self.mask, self.pattern, block_size=self.block, sinks=sinks, **options
+        )
+
+    def aux(self, **options):
+        return self.attend(*self.inputs, return_aux=True, **options)[1]
+
+    def seen(self) -> Tensor:
+        """bool [B, Hq, S, S]: what the mask allows and the pattern selects."""
+        return self.aux().index.dense(self.mask)
 
 
-def _problem(shape: tuple[int, int, int, int], mask: str, pattern: Pattern) -> Problem:
+def sink_logits(heads: int) -> Tensor:
+    """They range from sinks with almost no weight to sinks with almost all of it."""
+    return torch.linspace(-6, 12, heads, dtype=torch.float64)
+
+
+def _problem(
+    shape: tuple[int, int, int, int], mask: str, pattern: Pattern, sinks: bool = False
+) -> Problem:
     heads, kv_heads, seq_len, block = shape
     q, k, v = structured_qkv(2, heads, kv_heads, seq_len, 8, seed=heads)
-    return Problem(q * 0.5, k, v, MASKS[mask], pattern, block)
+    more = [sink_logits(heads)] if sinks else []
+    return Problem([q * 0.5, k, v, *more], MASKS[mask], pattern, block)
 
 
-def _attend(p: Problem, *qkv: Tensor):
-    return attend(*(qkv or p.qkv), p.mask, p.pattern, block_size=p.block, return_aux=True)
+def _results(p: Problem) -> list[Tensor]:
+    """NAMES, by attend()."""
+    out, grads = gradients(p.attend, p.d_out.to(p.inputs[0].dtype), *p.inputs)
+    return [out, p.aux().lse, *grads]
+
+
+def _wanted(p: Problem, seen: Tensor) -> list[Tensor]:
+    reference = dense_attention if len(p.inputs) == 3 else attention_with_sinks
+    out, grads = gradients(lambda *x: reference(*x, seen)[0], p.d_out, *p.inputs)
+    return [out, reference(*p.inputs, seen)[1], *grads]
+
+
+def _assert_equal(got: list[Tensor], want: list[Tensor], note: object = None) -> None:
+    for name, a, b in zip(NAMES, got, want):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9, msg=f"{name}, {note}")
+    assert len(got) == len(want)
 
 
 def _gap(a: Tensor, b: Tensor) -> float:
     return (a - b).abs().max().item()
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize(
     "shape, mask, pattern",
     [(SHAPES[number % 4], *combination) for number, combination in enumerate(COMBINATIONS)],
     ids=str,
 )
-def test_attend_is_dense_attention_over_what_was_selected(shape, mask, pattern):
-    torch.set_num_threads(1)
-    p = _problem(shape, mask, PATTERNS[pattern])
-    d_out = torch.randn(p.q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    aux = _attend(p)[1]
-    seen = aux.index.dense(p.mask)
-    want_lse = dense_attention(*p.qkv, seen)[1]
-    want, want_grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out, *p.qkv)
-    got, got_grads = gradients(
-        lambda *x: attend(*x, p.mask, p.pattern, block_size=p.block), d_out, *p.qkv
-    )
-    assert torch.equal(aux.lse.isneginf(), ~seen.any(-1)) and torch.equal(
-        want_lse.isneginf(), ~seen.any(-1)
-    )
-    assert _gap(aux.lse.nan_to_num(neginf=0), want_lse.nan_to_num(neginf=0)) < 1e-9
-    for name, a, b in zip(
-        ("out", "dq", "dk", "dv"), (got, *got_grads), (want, *want_grads), strict=True
-    ):
-        assert _gap(a, b) < 1e-9, name
+def test_attend_is_dense_attention_over_what_was_selected(shape, mask, pattern, sinks):
+    """A sink is a column of the scores that has no value."""
+    p = _problem(shape, mask, PATTERNS[pattern], sinks)
+    _assert_equal(_results(p), _wanted(p, p.seen()))
+
+
+@pytest.mark.parametrize("mask", ["valid", "documents, window"])
+def test_packed_kernels(monkeypatch, mask):
+    """Dense packed documents by kernels that know documents, padding included."""
+    p = _problem(SHAPES[2], mask, Dense(), sinks=True)
+    want = _wanted(p, p.seen())
+    let_eager_serve_dense(monkeypatch)
+    monkeypatch.setattr(BACKENDS["eager"], "forward", None)
+    _assert_equal(_results(p), want)
+
+
+@pytest.mark.parametrize("mask", ["causal", "valid"])
+def test_a_sink_of_minus_infinity_is_none(mask):
+    """Also where a row sees no key either."""
+    p = _problem(SHAPES[2], mask, Dense())
+    infinite = torch.full((3,), -torch.inf, dtype=torch.float64)
+    got = _results(p._replace(inputs=[*p.inputs, infinite]))
+    _assert_equal(got, [*_results(p), torch.zeros_like(infinite)])
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_equals_the_attention_of_gpt_oss(window):
+    """The eager attention of transformers, which adds a mask to the scores."""
+    pytest.importorskip("transformers")
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    p = _problem((8, 2, 128, 16), "causal", Dense(), sinks=True)
+    if window is not None:
+        p = p._replace(mask=Causal() & SlidingWindow(window))
+    seen = p.mask.dense(128)[:, None]
+    added = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf)
+
+    def theirs(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        module = nn.Module()
+        module.sinks, module.num_key_value_groups = sinks, 4
+        out, _ = eager_attention_forward(module.eval(), q, k, v, added, scaling=0.4)
+        return out.transpose(1, 2)
+
+    got, grads = gradients(lambda *x: p.attend(*x, scale=0.4), p.d_out, *p.inputs)
+    want, wanted = gradients(theirs, p.d_out, *p.inputs)
+    for a, b in zip((got, *grads), (want, *wanted), strict=True):
+        assert _gap(a, b) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "dtype, sink_dtype, bound",
+    [
+        (torch.float32, torch.float32, 1e-5),
+        (torch.bfloat16, torch.float32, 1e-2),
+        (torch.float16, torch.float16, 2e-3),
+    ],
+    ids=str,
+)
+def test_lower_precision(dtype, sink_dtype, bound):
+    p = _problem(SHAPES[2], "documents", SPARSE, sinks=True)
+    *qkv, sinks = p.inputs
+    low = p._replace(inputs=[*(x.to(dtype) for x in qkv), sinks.to(sink_dtype)])
+    exact = p._replace(inputs=[x.double() for x in low.inputs])
+    dtypes = (dtype, torch.float32, *(x.dtype for x in low.inputs))
+    results = zip(NAMES, _results(low), _wanted(exact, low.seen()), dtypes, strict=True)
+    for name, a, b, wanted_dtype in results:
+        assert a.dtype == wanted_dtype, name
+        assert ((a.double() - b).norm() / b.norm()).item() < bound, name
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_scale(pattern):
     p = _problem(SHAPES[2], "causal", PATTERNS[pattern])
-    out, aux = attend(*p.qkv, p.mask, p.pattern, block_size=p.block, scale=0.2, return_aux=True)
-    assert _gap(out, dense_attention(*p.qkv, aux.index.dense(p.mask), scale=0.2)[0]) < 1e-9
+    out, aux = p.attend(*p.inputs, scale=0.2, return_aux=True)
+    assert _gap(out, dense_attention(*p.inputs, aux.index.dense(p.mask), scale=0.2)[0]) < 1e-9
 
 
 def test_the_default_block_size_is_128():
     p = _problem(SHAPES[2], "causal", Dense())
-    out, aux = attend(*p.qkv, return_aux=True)
+    out, aux = attend(*p.inputs, return_aux=True)
     assert aux.index.block_size == 128
-    assert _gap(out, _attend(p)[0]) < 1e-12
+    assert _gap(out, p.attend(*p.inputs)) < 1e-12
 
 
 def _with_index(p: Problem, tensors: list[Tensor], *qkv: Tensor) -> Tensor:
     """The forward op alone, with a given index."""
-    ranges = p.mask.rows(p.q.shape[2])._replace(plain=False)
+    ranges = p.mask.rows(qkv[0].shape[2])._replace(plain=False)
     arguments = op_arguments(tensors, ranges, p.pattern, one_rank(p.block))
     return torch.ops.titan_sparse.attend_forward(*qkv, *arguments)[0]
 
 
 def _skipping_rows(p: Problem, seen: Tensor, verticals: Tensor, poisoned: int) -> Tensor:
     """bool [B, Hq, S]: rows whose block skips some KV block, in heads without verticals there."""
-    size, seq_len = p.block, p.q.shape[2]
+    size, seq_len = p.block, seen.shape[-1]
     here = slice(poisoned * size, (poisoned + 1) * size)
     padded = torch.nn.functional.pad(seen, (0, 0, 0, -seq_len % size))
     meets = padded[..., here].any(-1).unflatten(-1, (-1, size)).any(-1)
@@ -138,7 +229,8 @@ def _skipping_rows(p: Problem, seen: Tensor, verticals: Tensor, poisoned: int) -
 def test_what_is_not_selected_is_not_read(mask, pattern):
     """A NaN in a KV block would become 0 * NaN if the block were read and only masked."""
     p = _problem((4, 2, 157, 16), mask, PATTERNS[pattern])
-    index = p.pattern.select(p.q, p.k, p.mask, block_size=p.block)
+    q, *kv = p.inputs
+    index = p.pattern.select(q, kv[0], p.mask, block_size=p.block)
     seen = index.dense(p.mask)
     poisoned = 4
     skipping = _skipping_rows(p, seen, index.verticals, poisoned)
@@ -146,13 +238,11 @@ def test_what_is_not_selected_is_not_read(mask, pattern):
     def function(*qkv: Tensor) -> Tensor:
         return _with_index(p, index.tensors(), *qkv)
 
-    clean, (clean_dq, _, _) = gradients(function, torch.ones_like(p.q), *p.qkv)
+    clean, (clean_dq, _, _) = gradients(function, torch.ones_like(q), *p.inputs)
     here = slice(4 * 16, 5 * 16)
-    k = p.k.clone()
-    v = p.v.clone()
-    k[:, :, here] = torch.nan
-    v[:, :, here] = torch.nan
-    out, (dq, _, _) = gradients(function, torch.ones_like(p.q), p.q, k, v)
+    for x in kv:
+        x[:, :, here] = torch.nan
+    out, (dq, _, _) = gradients(function, torch.ones_like(q), q, *kv)
     # In a dense causal problem only the rows before the block skip it. Otherwise some after it do
     # as well.
     assert (skipping & (torch.arange(157) >= 5 * 16)).any() != (
@@ -167,30 +257,37 @@ def test_what_is_not_selected_is_not_read(mask, pattern):
 
 @pytest.mark.parametrize("mask, pattern", COMBINATIONS)
 def test_statistics_count_what_is_computed(mask, pattern):
-    shape = SHAPES[1]
-    p = _problem(shape, mask, PATTERNS[pattern])
-    with recording(recall_rows=10**6) as record:
-        _, aux = _attend(p)
-    seen, visible = aux.index.dense(p.mask), p.mask.dense(shape[2])
-    assert (record.visited[0] * 2 == seen.sum((0, 2, 3))).all()
+    """They are of the keys alone, even with sinks that leave these almost no mass, and of both parts
+    where one is computed again."""
+    p = _problem(SHAPES[1], mask, PATTERNS[pattern])
+    aux = p.aux()
+    seen, visible = aux.index.dense(p.mask), p.mask.dense(157)
     want = seen.sum((0, 2, 3)).double() / 2 / (visible.sum().double() / len(visible))
-    assert torch.equal(record.density(), want[None])
-    dense_lse = dense_attention(*p.qkv, visible[:, None].expand_as(seen))[1]
+    dense_lse = dense_attention(*p.inputs, visible[:, None].expand_as(seen))[1]
     kept = (aux.lse - dense_lse).exp()
     rows = visible.any(-1)[:, None].expand_as(kept)
     recall = torch.where(rows, kept, 0).sum((0, 2)) / rows.sum((0, 2))
-    assert _gap(record.recall[0], recall) < 1e-9
+    sinks = sink_logits(5) + 40
+    for more, share in ((None, 0.0), (sinks, 0.0), (sinks, 0.4)):
+        if share and mask in ("full", "slices"):
+            continue
+        with recording(recall_rows=10**6) as record:
+            p.attend(*p.inputs, more, recomputed=share)
+        assert (record.visited[0] * 2 == seen.sum((0, 2, 3))).all()
+        assert torch.equal(record.density(), want[None])
+        assert _gap(record.recall[0], recall) < 1e-9
 
 
 def test_statistics_of_budgets_and_layers():
     p = _problem(SHAPES[0], "causal", CAPPED)
+    q, k, v = p.inputs
     with recording() as record:
-        first, second = (_attend(p, p.q * factor, p.k, p.v)[1].index for factor in (1, 3))
+        first, second = (p.attend(q * factor, k, v, return_aux=True)[1].index for factor in (1, 3))
     assert record.density().shape == (2, 16) and record.recall == []
     for got, index in zip(record.capped, (first, second), strict=True):
         assert torch.equal(got, index.capped.double().mean((0, 2)))
     assert 0 < torch.stack(record.capped).mean() <= 1
-    _attend(p)
+    p.attend(*p.inputs)
     assert len(record.visited) == 2, "recorded outside of recording()"
 
 

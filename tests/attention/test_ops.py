@@ -14,7 +14,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from tests.attention.calls import op_arguments, select_arguments
+from tests.reference import structured_qkv
 from titan_sparse.attention import SAVED_OPS, ContextParallel, attend, schedules
+from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 
@@ -169,3 +172,40 @@ def test_saved_ops_run_once_a_step(calls, pattern, compiled):
     for step in (2, 3):
         _assert_equal(_step(layer, function, _input(0), ranges), want)
         assert calls == {"forward": step, "select": step * selections}
+
+
+def test_opcheck():
+    """All ops; a part of attention has no gradient of its own."""
+    pattern, mask = PATTERNS["vertical_slash"], Documents([[40, 3, 57, 9], [20, 41, 1, 55]])
+    q, k, v = structured_qkv(2, 4, 2, 125, 8)
+    ranges = mask.rows(125)
+    ops = torch.ops.titan_sparse
+    arguments = select_arguments(ranges, pattern, 16, 0.3)
+    torch.library.opcheck(ops.select.default, (q, k, *arguments))
+    index = pattern.select(q, k, mask, block_size=BLOCK).tensors()
+    cp = one_rank(BLOCK)
+    _, *whole = op_arguments(index, ranges, pattern, cp, 0.3)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    sinks = torch.linspace(-6, 12, 4, dtype=torch.float64).requires_grad_()
+    for op in (ops.attend_forward, ops.attend_recomputed):
+        torch.library.opcheck(op.default, (*leaves, sinks, *whole))
+    out, lse, verticals = ops.attend_forward(q, k, v, None, *whole)
+    saved = [out, lse, verticals]
+    arguments = (torch.ones_like(q), q, k, v, saved, *whole)
+    torch.library.opcheck(ops.attend_backward.default, arguments)
+    arguments = (torch.ones_like(out), out, lse, sinks.detach())
+    torch.library.opcheck(ops.attend_sinks_backward.default, arguments)
+
+    second = op_arguments(index, ranges, pattern, cp, 0.3, 0.4, 1.0)
+    torch.library.opcheck(ops.attend_forward.default, (q, k, v, *second))
+    second_out, second_lse, vertical_kv = ops.attend_forward(q, k, v, *second)
+    assert second_out.shape[2] == 125 - 3 * 16
+    first = op_arguments([*index, vertical_kv], ranges, pattern, cp, 0.3, 0.0, 0.4)
+    torch.library.opcheck(ops.attend_recomputed.default, (q, k, v, *first))
+    first_out, first_lse, nothing = ops.attend_recomputed(q, k, v, *first)
+    assert nothing.numel() == 0
+    shares = [first_out, second_out, first_lse, second_lse, vertical_kv]
+    result = torch.library.opcheck(ops.attend_join.default, (*leaves, sinks, *whole, shares))
+    assert set(result.values()) == {"SUCCESS"}
+    with pytest.raises(ValueError, match="join"):
+        ops.attend_forward(*leaves, *second)

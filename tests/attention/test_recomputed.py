@@ -59,7 +59,7 @@ def _block(
 ) -> Callable:
     """Attention between two functions that activation checkpointing recomputes."""
 
-    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def block(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         out = attend(
             q.sin(),
             k.sin(),
@@ -70,6 +70,7 @@ def _block(
             backend,
             block_size=BLOCK,
             recomputed=recomputed,
+            sinks=None if sinks is None else sinks.sin(),
         )
         return out.sin()
 
@@ -94,7 +95,7 @@ def _gradients(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 
 
 def _assert_equal(got: list[Tensor], want: list[Tensor], note: object = None) -> None:
-    for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+    for name, a, b in zip(("out", "dq", "dk", "dv", "dsinks"), got, want):
         torch.testing.assert_close(
             a, b, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}, {note}: {text}"
         )
@@ -105,7 +106,9 @@ def _assert_equal(got: list[Tensor], want: list[Tensor], note: object = None) ->
 )
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_equals_keeping_everything(pattern, how, compiled):
+    """And learned sinks, where the mask is of documents."""
     leaves, every = _problem(), how == "selective" and not compiled
+    sinks = torch.linspace(-6, 12, 4, dtype=torch.float64).requires_grad_()
     masks = [
         *(MASKS.values() if every else [MASKS["documents"]]),
         *([SLICES] if pattern == "dense" else []),
@@ -113,11 +116,12 @@ def test_equals_keeping_everything(pattern, how, compiled):
     shares = itertools.cycle(SHARES)
     for mask, share in zip(masks, shares) if every else itertools.product(masks, (0.5, 1.0)):
         ranges = mask.rows(SEQ_LEN)
-        want = _step(_block(ranges, PATTERNS[pattern], 0.0), leaves)
+        inputs = [*leaves, sinks] if mask is MASKS["documents"] else leaves
+        want = _step(_block(ranges, PATTERNS[pattern], 0.0), inputs)
         function = functools.partial(CHECKPOINTS[how], _block(ranges, PATTERNS[pattern], share))
         if compiled:
             function = torch.compile(function, fullgraph=True, backend="aot_eager")
-        _assert_equal(_step(function, leaves), want, (mask, share))
+        _assert_equal(_step(function, inputs), want, (mask, share))
 
 
 def test_forwards_and_backwards_in_any_order():

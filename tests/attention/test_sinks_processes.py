@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.attention.test_sinks import sink_logits
+from tests.attention.test_attend import sink_logits
 from tests.distributed import run_processes
 from tests.reference import structured_qkv
 from titan_sparse.attention import ContextParallel, attend

@@ -5,6 +5,7 @@ A start takes a second instead of the eight of a new interpreter. Everything els
 would have it: arguments, environment, output, exit status.
 """
 
+import dataclasses
 import json
 import os
 import resource
@@ -12,9 +13,11 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
-from tests.distributed import forkserver
+from tests.distributed import forkserver, torchrun
 from tests.faults.planted import Faults, plant
+from tests.runs import write_texts
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,6 +68,35 @@ def run_job(
         process.join()
     status = next((process.exitcode for process in processes if process.exitcode), 0)
     return status, output.read_text(errors="replace")
+
+
+def under_torchrun(
+    ranks: int, settings: dict[str, object], faults: Faults, output: IO, restarts: int = 0
+) -> subprocess.Popen:
+    """Starts a job, whose ranks torchrun starts again after a failure."""
+    program = ROOT / "tests/faults/planted.py"
+    words = [json.dumps(dataclasses.asdict(faults)), *words_of(settings)]
+    command = torchrun(ranks, program, *words)
+    command[3:3] = ["--max-restarts", str(restarts), "--monitor-interval", "0.1"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+
+def run_under_torchrun(
+    folder: Path, ranks: int, settings: dict[str, object], faults: Faults
+) -> str:
+    """What a job prints that must fail within 150 seconds. No process of it may be left."""
+    write_texts(folder / "texts")
+    paths = {"training.output_dir": folder / "run", "data.source": folder / "texts"}
+    with open(folder / "log", "w") as output:
+        job = under_torchrun(ranks, SETTINGS | paths | settings, faults, output)
+        status = job.wait(150)
+    printed = (folder / "log").read_text()
+    assert status == 1, printed
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+    assert not any(bytes(folder) in line for line in lines), printed
+    return printed
 
 
 def metrics(run: Path) -> list[dict]:

@@ -7,7 +7,6 @@ replaced from outside.
 import json
 import math
 import sys
-import time
 from dataclasses import dataclass, field
 
 
@@ -15,14 +14,15 @@ from dataclasses import dataclass, field
 class Faults:
     """What goes wrong inside a job. Steps count from 1."""
 
-    rank: int = 0
-    """where"""
+    rank: int | None = None
+    """where; None: on all ranks"""
     poisoned: list[int] = field(default_factory=list)
     """steps in which one element of the gradients becomes NaN"""
     poisoned_from: int = 0
     """all steps from this one on are poisoned; 0: none"""
-    stuck_at: int = 0
-    """the step whose first micro-batch never ends; 0: none"""
+    code: str = ""
+    """Python that runs before the first micro-batch of step `code_at`"""
+    code_at: int = 3
 
 
 def plant(faults: Faults) -> None:
@@ -33,24 +33,26 @@ def plant(faults: Faults) -> None:
 
     clip = Trainer._clip
     forward_backward = Trainer._forward_backward
+    planted = [faults.code] if faults.code else []
+
+    def is_here() -> bool:
+        return faults.rank in (None, dist.get_rank())
 
     def poisoned_clip(self: Trainer) -> torch.Tensor:
         step = self.progress.step + 1
         is_poisoned = step in faults.poisoned or 0 < faults.poisoned_from <= step
-        if is_poisoned and dist.get_rank() == faults.rank:
+        if is_poisoned and is_here():
             shards = [p.grad.to_local() for p in self.model.parameters()]
             next(shard for shard in shards if shard.numel()).view(-1)[-1] = math.nan
         return clip(self)
 
-    def slow_forward_backward(self: Trainer, *args: object) -> torch.Tensor:
-        if self.progress.step + 1 == faults.stuck_at and dist.get_rank() == faults.rank:
-            time.sleep(1e6)
+    def planted_forward_backward(self: Trainer, *args: object) -> torch.Tensor:
+        if planted and self.progress.step + 1 == faults.code_at and is_here():
+            exec(planted.pop())
         return forward_backward(self, *args)
 
-    if faults.poisoned or faults.poisoned_from:
-        Trainer._clip = poisoned_clip
-    if faults.stuck_at:
-        Trainer._forward_backward = slow_forward_backward
+    Trainer._clip = poisoned_clip
+    Trainer._forward_backward = planted_forward_backward
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ not its own go to train.py.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import random
@@ -24,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.benchmarks.provenance import provenance
-from tests.distributed import torchrun
-from tests.faults.jobs import ROOT, SETTINGS, metrics, whole_checkpoints, words_of
+from tests.faults.jobs import SETTINGS, metrics, under_torchrun, whole_checkpoints
 from tests.faults.planted import Faults
 from tests.runs import write_texts
 
@@ -71,16 +69,11 @@ def torchrun_job(
 
     kill_at: a random rank is killed when metrics.jsonl has such a step.
     """
-    words = words_of(settings | {"training.output_dir": folder / name})
-    program = ROOT / "tests" / "faults" / "planted.py"
-    command = torchrun(ranks, program, json.dumps(dataclasses.asdict(faults)), *words)
-    command[3:3] = ["--max-restarts", str(len(kill_at)), "--monitor-interval", "0.1"]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    settings = settings | {"training.output_dir": folder / name}
     output = folder / f"{name}.log"
     began = time.monotonic()
     with open(output, "w") as file:
-        job = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        job = under_torchrun(ranks, settings, faults, file, len(kill_at))
         try:
             restart_seconds = _kill_at_steps(job, folder / name, kill_at)
             status = job.wait()

@@ -1,14 +1,21 @@
 """Faults in a whole job: its exit status, its one line, and what is left.
 
-Ranks that are killed or stuck, and launchers, are in tests/training/test_restarts.py and
-test_watch.py; kills at every moment of a save in checkpoint/test_saver.py.
+Ranks that are stuck, and launchers, are in tests/training/test_watch.py and test_restarts.py; kills
+at every moment of a save in checkpoint/test_saver.py.
 """
 
 from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import SETTINGS, metrics, run_job, whole_checkpoints, words_of
+from tests.faults.jobs import (
+    SETTINGS,
+    metrics,
+    run_job,
+    run_under_torchrun,
+    whole_checkpoints,
+    words_of,
+)
 from tests.faults.planted import Faults
 from tests.faults.soak import soak
 from tests.runs import write_texts
@@ -65,3 +72,27 @@ def test_three_kills_as_saves_begin_and_a_poisoned_gradient_lose_nothing(tmp_pat
     assert not found["problems"], found
     assert found["kills"] == 3 and found["lines_equal_to_the_bit"] == found["lines"] > 60
     assert found["skipped_updates"] == 1
+
+
+REFUSE = "from titan_sparse.config import Refusal; raise Refusal('a.b = 1: write 2')"
+FILL = "raise OSError(28, 'No space left on device', 'a/b')"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "faults, words, status",
+    [
+        (Faults(code=REFUSE), "write 2", 2),
+        (Faults(rank=1, code=FILL), "No space left", 1),
+        (Faults(), "attention.pattern", 2),
+    ],
+)
+def test_an_end_is_told_in_one_line(tmp_path, faults, words, status):
+    """All ranks report the same line; or only the second does, once there is a process group; or a
+    mistake in the configuration ends all before they do anything."""
+    settings = {"parallelism.cp": 2} if faults.code else {"attention.patern": "dense"}
+    output = run_under_torchrun(tmp_path, 2, settings, faults)
+    # torchrun itself ends with a traceback, and then its summary.
+    lines, _, summary = output.partition("failed (exitcode")
+    assert words in _one_line(lines) and words in summary, output
+    assert f"exitcode  : {status} " in summary, output

@@ -27,9 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from scripts.compare_runs import differences
 from tests.attention.context_parallel.test_stress import layer_inputs, layers
 from tests.distributed import torchrun
+from tests.faults.jobs import run_under_torchrun
+from tests.faults.planted import Faults
 from tests.gpu.errors import errors, exact, flash_errors, with_gradients
 from tests.reference import gradients, structured_qkv
-from tests.training.test_restarts import run_until_it_ends
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.comm import Pending
@@ -339,13 +340,22 @@ HANGS = SHORT | {"parallelism.cp": RANKS, "parallelism.timeout_seconds": TIMEOUT
 @pytest.mark.parametrize(
     "fault, named",
     [
-        ("time.sleep(1); os._exit(1)", "has given no sign of life, last seen in step 3, at "),
-        ("time.sleep(1e6)", "holds up the others in step 3, at <string>:1 in <module>; rank"),
+        (
+            "import os, time; time.sleep(1); os._exit(1)",
+            "has given no sign of life, last seen in step 3, at ",
+        ),
+        (
+            "import time; time.sleep(1e6)",
+            "holds up the others in step 3, at <string>:1 in <module>",
+        ),
     ],
     ids=["dies", "hangs"],
 )
 def test_a_rank_is_named_before_the_timeout(tmp_path, fault, named):
-    output, seconds = run_until_it_ends(tmp_path, RANKS, 1, fault, HANGS)
+    began = tmp_path / "began"
+    faults = Faults(rank=1, code=f"open({str(began)!r}, 'w'); {fault}")
+    output = run_under_torchrun(tmp_path, RANKS, HANGS, faults)
+    seconds = time.time() - began.stat().st_mtime
     assert re.search(rf"rank 1 \(host \S+, process \d+\) {named}", output), output
     assert not re.search(rf"rank [023] \(host .* {named[:14]}", output), output
     assert seconds < TIMEOUT_SECONDS + 30

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import tokenizers
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from tests.data.chat_helpers import CHATML, write_tokenizer
 from tests.distributed import run_processes
 from tests.models.huggingface_reference import change_tensors
 from tests.models.transformers_models import save_model
@@ -219,35 +219,11 @@ def test_another_base_is_refused(folder, trained, capsys):
     assert not (folder / "wrong").exists()
 
 
-def _logits(model: nn.Module) -> Tensor:
-    tokens = torch.arange(3, 3 + SEQ_LEN)[None]
-    with torch.no_grad():
-        return model(input_ids=tokens, use_cache=False).logits
-
-
-def _distance(found: Tensor, expected: Tensor) -> float:
-    return ((found - expected).abs().max() / expected.abs().max()).item()
-
-
-def _write_tokenizer(folder: Path) -> None:
-    words = tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")
-    template = (
-        "{% for message in messages %}<{{ message.role }}>{{ message.content }}<end>{% endfor %}"
-    )
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(words), chat_template=template
-    ).save_pretrained(folder)
-
-
-def _chat(folder: Path) -> str:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    return tokenizer.apply_chat_template([{"role": "user", "content": "a a"}], tokenize=False)
-
-
 def test_an_export_is_that_of_the_run_with_the_chat_template_of_the_base(folder, trained):
-    _write_tokenizer(folder / "Llama")
+    write_tokenizer(folder / "Llama", CHATML)
     assert export_hf([str(folder / "trained"), str(folder / "adapter")]) == 0
-    assert _chat(folder / "adapter") == _chat(folder / "Llama") == "<user>a a<end>"
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (folder / "adapter" / name).read_bytes() == (folder / "Llama" / name).read_bytes()
     assert not (folder / "adapter/model.safetensors").exists()
     of_run = folder / f"trained/huggingface/step-{STEPS}"
     for name in ("adapter_config.json", "adapter_model.safetensors"):
@@ -271,15 +247,12 @@ def test_merged_weights_are_what_peft_merges(folder, trained, model):
     )
     assert not any(report.values()), report
     adapter = folder / output / f"huggingface/step-{STEPS}"
-    by_peft = peft.PeftModel.from_pretrained(read_model(folder / model), adapter)
-    expected = by_peft.merge_and_unload()
-    base = read_model(folder / model).state_dict()
-    moved = 0
-    for name, tensor in expected.state_dict().items():
-        assert _distance(found.state_dict()[name], tensor) < 1e-6, name
-        moved += not torch.equal(tensor, base[name])
-    assert moved == (14 if model == "Llama" else 12)
-    assert _distance(_logits(found), _logits(expected)) < 1e-5
+    base = read_model(folder / model)
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    expected = peft.PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
+    assert_close(found.state_dict(), expected, 1e-6)
+    moved = [name for name, tensor in expected.items() if not torch.equal(tensor, before[name])]
+    assert len(moved) == (14 if model == "Llama" else 12)
 
 
 def test_frozen_weights_stay_as_they_were_read(folder):
