@@ -168,16 +168,16 @@ class Scorer:
     @torch.no_grad()
     def run(self, batch: ScoredBatch, loss: Callable[..., Any]) -> Any:
         """What `loss`, a function of titan_sparse.loss, returns for a batch."""
-        with fixed_probe_rows():
+        chunk_tokens = self.config.training.loss_chunk_tokens
+        # Probes use fixed rows, so that results do not depend on the training step.
+        before = probe_seed()
+        set_probe_seed(0)
+        try:
             return self.model(
-                batch.tokens,
-                batch.positions,
-                batch.masks,
-                batch.labels,
-                self.config.training.loss_chunk_tokens,
-                0.0,
-                loss,
+                batch.tokens, batch.positions, batch.masks, batch.labels, chunk_tokens, 0.0, loss
             )
+        finally:
+            set_probe_seed(before)
 
 
 @contextlib.contextmanager
@@ -194,14 +194,3 @@ def attention_replaced(
     finally:
         for layer, attend in zip(layers, plain):
             layer.attend = attend
-
-
-@contextlib.contextmanager
-def fixed_probe_rows() -> Iterator[None]:
-    """Inside, probes use fixed rows, so that results do not depend on the training step."""
-    before = probe_seed()
-    set_probe_seed(0)
-    try:
-        yield
-    finally:
-        set_probe_seed(before)

@@ -59,28 +59,6 @@ def test_a_text_in_any_chunks_is_the_text_at_once(name, chunks):
     assert_close([torch.cat(found, dim=1)], [wanted])
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_chunked_prefill_and_beams(cache):
-    model = family("gpt_oss").eval()
-    input_ids = tokens(2, 20)
-    attention_mask = torch.ones_like(input_ids)
-    attention_mask[1, :5] = 0
-
-    def generate(**options):
-        return model.generate(
-            input_ids,
-            attention_mask=attention_mask,
-            max_new_tokens=10,
-            do_sample=False,
-            cache_implementation=cache,
-            disable_compile=True,
-            **options,
-        )
-
-    assert torch.equal(*both(model, lambda: generate(prefill_chunk_size=6)))
-    assert torch.equal(*both(model, lambda: generate(num_beams=3)))
-
-
 def test_a_cache_that_holds_more_than_it_says_is_refused():
     """transformers' cache of a window of one token drops nothing."""
     model = family("olmo3", sliding_window=1).eval()
@@ -96,17 +74,6 @@ def test_masks_of_ours_beside_a_cache_are_refused():
     for masks in (AttentionMask(Causal()), {"full_attention": Causal()}):
         with pytest.raises(ValueError, match="write use_cache=False"):
             model(tokens(1, 5), attention_mask=masks, past_key_values=cache)
-
-
-def test_assisted_generation():
-    model = family("llama").eval()
-    input_ids = tokens(1, 20).repeat(1, 2)
-
-    def generate():
-        options = {"max_new_tokens": 16, "do_sample": False}
-        return model.generate(input_ids, prompt_lookup_num_tokens=4, **options)
-
-    assert torch.equal(*both(model, generate))
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -114,12 +114,9 @@ def test_modules_that_were_exchanged():
 
 OWN_ATTENTION = {
     "BloomConfig": {},
-    "CodeGenConfig": {"rotary_dim": 4},
     "FalconConfig": {},
-    "GPTJConfig": {"rotary_dim": 4},
     "GPTNeoConfig": {"attention_types": [[["global"], 1]], "num_layers": 1},
     "MptConfig": {},
-    "XGLMConfig": {"ffn_dim": 32},
     "TrOCRConfig": {"decoder_ffn_dim": 32},
     "OpenAIGPTConfig": {},
     "DogeConfig": {"intermediate_size": 32},

@@ -209,7 +209,11 @@ def attention_forward(
     sees_far = not mask.rule.is_local and sliding_window is None
     # A static cache has free room after the prompt.
     seq_len = query.shape[2]
-    q, k, v = _in_one_dtype(query, key[:, :, :seq_len], value[:, :, :seq_len])
+    q, k, v = query, key[:, :, :seq_len], value[:, :, :seq_len]
+    if torch.is_autocast_enabled(q.device.type):
+        # As for torch's own attention. Norms of queries and keys with fp32 weights return fp32.
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     out = attend(
         q,
         k,
@@ -221,7 +225,7 @@ def attention_forward(
         scale=scaling,
         block_size=settings.block_size,
         recomputed=settings.recomputed,
-        sinks=_sinks(s_aux, q),
+        sinks=None if s_aux is None else s_aux.float(),
     )
     out = out.transpose(1, 2)
     has_padding = ranges.document_start is not None or ranges.slices is not None
@@ -231,25 +235,6 @@ def attention_forward(
     # generate() reads the first answer at the last token, also where that is padding.
     last = torch.where(mask.padding[:, -1, None, None, None], out[:, -1:], last)
     return torch.cat([out[:, :-1], last], dim=1), None
-
-
-def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:
-    """With autocast on, the tensors in its dtype, as autocast does for torch's own attention.
-
-    Norms of queries and keys with fp32 weights return fp32, while values are in bf16.
-    """
-    device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device_type)
-    return [tensor.to(dtype) for tensor in tensors]
-
-
-def _sinks(s_aux: Tensor | None, q: Tensor) -> Tensor | None:
-    """Learned sinks [Hq] in a dtype that attend() takes, also where autocast has changed q's."""
-    if s_aux is None or s_aux.dtype == q.dtype:
-        return s_aux
-    return s_aux.float()
 
 
 def attention_beside_cache(

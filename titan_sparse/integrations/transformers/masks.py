@@ -144,11 +144,6 @@ class AttentionMask:
     shape = (1, 1, 0, 0)
 
     def __init__(self, mask: Mask | MaskRanges):
-        if not isinstance(mask, Mask | MaskRanges):
-            raise ValueError(
-                f"AttentionMask({type(mask).__name__}) is not a mask; write one of "
-                "titan_sparse.attention.masks, for example Documents([300, 700])"
-            )
         self.mask = mask
 
     def contiguous(self) -> "AttentionMask":
@@ -156,6 +151,7 @@ class AttentionMask:
         return self
 
 
+@dataclass(eq=False)
 class LayerMask(AttentionMask):
     """What the layers of one kind see. Made by our mask function, once a forward for each kind.
 
@@ -166,20 +162,12 @@ class LayerMask(AttentionMask):
     padding.
     """
 
-    def __init__(
-        self,
-        rule: MaskRule,
-        padding: Tensor | None,
-        own: Mask | MaskRanges | None,
-        keys: int,
-        last_sees: Tensor | None = None,
-    ):
-        self.rule = rule
-        self.keys = keys
-        self.padding = padding
-        self.own = own
-        self.last_sees = last_sees
-        self._resolved: tuple[object, ...] | None = None
+    rule: MaskRule
+    padding: Tensor | None
+    own: Mask | MaskRanges | None
+    keys: int
+    last_sees: Tensor | None = None
+    _resolved: tuple[object, ...] | None = None
 
     @torch.compiler.disable
     def ranges(
@@ -257,14 +245,25 @@ def ranges_of_tokens(
     A document begins where positions return to 0 (padding aside), and where transformers found one.
     The host waits for the device once.
     """
-    if position_ids is not None:
-        _check_positions(position_ids, q)
+    batch, _, seq_len, _ = q.shape
+    if position_ids is not None and position_ids.shape not in ((1, seq_len), (batch, seq_len)):
+        raise ValueError(
+            f"position_ids {list(position_ids.shape)} are not [{batch}, {seq_len}]; write positions "
+            "of one dimension of text, or attention_mask=AttentionMask(mask)"
+        )
     if padding is None:
-        real = torch.ones(1, q.shape[2], dtype=torch.bool, device=q.device)
+        real = torch.ones(1, seq_len, dtype=torch.bool, device=q.device)
     else:
         real = padding.to(q.device)
-    # [1 or B, S]
-    begins = _beginnings(position_ids, rule.documents, real)
+    # bool [1 or B, S]: the first token of each document
+    begins = real.cumsum(1) == 1
+    if rule.documents is not None:
+        begins = begins | (rule.documents.diff(dim=1, prepend=rule.documents[:, :1]) != 0)
+    elif position_ids is not None:
+        # Positions that are 0 throughout do not separate anything.
+        counts = (position_ids * real).amax(1, keepdim=True) > 0
+        begins = begins | ((position_ids == 0) & counts)
+    begins = begins & real
     real = real.expand_as(begins)
     resumes = real[:, 1:] & ~real[:, :-1] & ~begins[:, 1:]
     # Of all sequences: whether they are one document without padding; whether there is padding
@@ -286,35 +285,6 @@ def ranges_of_tokens(
     # Linear attention needs the documents too.
     seen = intersect(ranges, _real_keys(real))
     return seen._replace(document_start=ranges.document_start)
-
-
-def _check_positions(position_ids: Tensor, q: Tensor) -> None:
-    batch, _, seq_len, _ = q.shape
-    if position_ids.ndim != 2 or position_ids.shape[1] != seq_len:
-        raise ValueError(
-            f"position_ids {list(position_ids.shape)} are not [batch, {seq_len}]; write positions "
-            "of one dimension of text, or attention_mask=AttentionMask(mask)"
-        )
-    if position_ids.shape[0] not in (1, batch):
-        raise ValueError(
-            f"position_ids hold {position_ids.shape[0]} sequences, the batch {batch}; write as many"
-        )
-
-
-def _beginnings(position_ids: Tensor | None, documents: Tensor | None, real: Tensor) -> Tensor:
-    """bool [1 or B, S]: the first token of each document. Padding never is.
-
-    documents: int [B, S], as in MaskRule. real: bool [1 or B, S].
-    """
-    begins = real.cumsum(1) == 1
-    if documents is not None:
-        others = documents[:, 1:] != documents[:, :-1]
-        begins = begins | torch.nn.functional.pad(others, (1, 0))
-    elif position_ids is not None:
-        # Positions that are 0 throughout do not separate anything.
-        counts = (position_ids * real).amax(1, keepdim=True) > 0
-        begins = begins | ((position_ids == 0) & counts)
-    return begins & real
 
 
 def _real_keys(real: Tensor) -> MaskRanges:
