@@ -2,7 +2,6 @@
 
 from torch import Tensor
 
-from titan_sparse.attention.call import AttentionCall, bind
 from titan_sparse.attention.context_parallel.group import ContextParallel, one_rank
 from titan_sparse.attention.inputs import mask_tensors
 from titan_sparse.attention.masks.ranges import MaskRanges
@@ -34,10 +33,3 @@ def select_arguments(
     """(mask, call), which follow q and k in the op select, on one rank."""
     names, tensors = mask_tensors(ranges)
     return tensors, options_key(pattern.key, one_rank(block_size).key, names, scale)
-
-
-def bound_call(
-    q: Tensor, ranges: MaskRanges, pattern: Pattern, cp: ContextParallel
-) -> AttentionCall:
-    _, index, tensors, key = op_arguments([], ranges, pattern, cp)
-    return bind(key, q, index, tensors)

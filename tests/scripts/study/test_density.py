@@ -29,14 +29,6 @@ RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 SHORT = Spec("short", VerticalSlash, {"local_slashes": 1, "sinks": 1}, values=(0.5, 0.9))
 
 
-def _random() -> tuple[Tensor, Tensor]:
-    """q [1, 4, S, 16] and k [1, 2, S, 16] whose attention has a few large keys."""
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(1, 4, SEQ_LEN, 16, generator=generator)
-    k = torch.randn(1, 2, SEQ_LEN, 16, generator=generator)
-    return 2 * q, k
-
-
 def _softmax(q: Tensor, k: Tensor) -> Tensor:
     """fp64 [Hq, S, S], causal. q: [1, Hq, S, D], k: [1, Hkv, S, D]."""
     keys = k[0].double().repeat_interleave(q.shape[1] // k.shape[1], dim=0)

@@ -1,5 +1,6 @@
 """Prices of verticals and slashes against a brute force: a dense softmax, then plain loops."""
 
+import itertools
 import math
 from collections import Counter
 from typing import NamedTuple
@@ -66,9 +67,7 @@ class Known(NamedTuple):
 
     def distance(self, row: int, key: int) -> int:
         """The slash on which a row meets a key: the number of blocks between them."""
-        row_block = self.rows[row] // BLOCK
-        key_block = key // BLOCK
-        return row_block - key_block
+        return self.rows[row] // BLOCK - key // BLOCK
 
     def meets(self, row: int, key: int) -> bool:
         """Whether a row sees any of the key's block. If so, it counts for the whole block."""
@@ -164,17 +163,15 @@ def _diagonal_price(known: Known, distance: int, first: dict[int, float]) -> flo
     return 0.0
 
 
-class Final(NamedTuple):
-    codes: dict[int, int]
-    mass: Counter
-    count: Counter
+def _final(
+    known: Known, first: dict[int, float], diagonals: list[float]
+) -> tuple[list[int], Counter, Counter]:
+    """Codes of the keys, and mass and number of elements by code.
 
-
-def _final(known: Known, first: dict[int, float], diagonals: list[float]) -> Final:
-    """A mass is 2/3 the estimate of the other half of the rows plus 1/3 that of all rows."""
-    codes = {}
+    A mass is 2/3 the estimate of the other half of the rows plus 1/3 that of all rows.
+    """
+    codes = []
     mass = Counter()
-    count = Counter()
     for key in known.keys():
         free = [row for row in known.rows if known.meets(row, key)]
         on_diagonal = {row: diagonals[known.distance(row, key)] for row in free}
@@ -185,16 +182,13 @@ def _final(known: Known, first: dict[int, float], diagonals: list[float]) -> Fin
         of_even = _per_pair(known.column(key, even), len(even))
         of_odd = _per_pair(known.column(key, odd), len(odd))
 
-        codes[key] = _code(price)
-        if codes[key] > 0:
-            count[codes[key]] += 1
-
+        codes.append(_code(price))
         for row in free:
             of_others = of_even if row % 2 else of_odd
             held = known.held[row][key]
             mass[_code(max(on_diagonal[row], of_others))] += held * 2 / 3
             mass[_code(max(on_diagonal[row], price))] += held / 3
-    return Final(codes, mass, count)
+    return codes, mass, Counter(code for code in codes if code > 0)
 
 
 class Made(NamedTuple):
@@ -230,19 +224,13 @@ def _made(case: Case) -> Made:
     return Made(spans, geometry, needed, *priced._codes(q, k, needed, cp, SCALE))
 
 
-def _softmax(case: Case, seen: Tensor, b: int, h: int) -> list[list[float]]:
-    """[S][S], of a head of a sequence; 0 for rows that see nothing. seen: bool [S, S]."""
-    q, k = _inputs(case)
-    kv_head = h // (HEADS // KV_HEADS)
-    scores = q[b, h] @ k[b, kv_head].T * SCALE
-    scores = scores.masked_fill(~seen, -math.inf)
-    return scores.softmax(-1).nan_to_num(0).tolist()
-
-
 def _known(case: Case, made: Made, b: int, h: int, span: int) -> Known:
     # [S, S]
     seen = case.mask.dense(case.seq_len).expand(2, -1, -1)[b]
-    mass = _softmax(case, seen, b, h)
+    q, k = _inputs(case)
+    scores = (q[b, h] @ k[b, h // (HEADS // KV_HEADS)].T * SCALE).masked_fill(~seen, -math.inf)
+    # Rows that see nothing have no mass.
+    mass = scores.softmax(-1).nan_to_num(0).tolist()
     sees = seen.tolist()
 
     start = int(made.spans.start[b, span])
@@ -269,74 +257,51 @@ def _known(case: Case, made: Made, b: int, h: int, span: int) -> Known:
     return Known(case, start, stop, rows, free, held)
 
 
-def _check(case: Case) -> None:
-    """Everything that is made from a case's masses, by hand."""
+@pytest.mark.parametrize("name", CASES)
+def test_prices_are_those_of_the_definition(name):
+    case = CASES[name]
     made = _made(case)
     assert made.mass.dtype == torch.float64
     checked = 0
-    for b in range(2):
-        # Heads of both KV heads.
-        for h in (0, 3):
-            in_a_span = set()
-            for span in range(made.spans.start.shape[1]):
-                known = _known(case, made, b, h, span)
-                if known.start == known.stop:
-                    assert not made.mass[b, h, span].any()
-                    assert not made.count[b, h, span].any()
-                    continue
-                _check_span(made, known, (b, h, span))
-                in_a_span |= set(known.keys())
-                checked += 1
-            outside = [key for key in range(case.seq_len) if key not in in_a_span]
-            assert not made.codes[b, h].flatten()[outside].any()
-            assert not made.needed.is_sink[b, outside].any()
+    # Heads of both KV heads.
+    for b, h in itertools.product(range(2), (0, 3)):
+        outside = torch.ones(case.seq_len, dtype=torch.bool)
+        for span in range(made.spans.start.shape[1]):
+            known = _known(case, made, b, h, span)
+            if known.start == known.stop:
+                assert not made.mass[b, h, span].any()
+                assert not made.count[b, h, span].any()
+                continue
+            _check_span(made, known, (b, h, span))
+            outside[known.start : known.stop] = False
+            checked += 1
+        assert not made.codes[b, h].flatten()[: case.seq_len][outside].any()
+        assert not made.needed.is_sink[b, : case.seq_len][outside].any()
     assert checked >= 4
 
 
 def _check_span(made: Made, known: Known, at: tuple[int, int, int]) -> None:
-    """at: the sequence, the head and the span."""
+    """All that is made from a span's masses, by hand. at: the sequence, the head and the span."""
+    b, h, span = at
+    inside = slice(known.start, known.stop)
+    local = known.case.local
     first = _first_prices(known)
-    diagonals = _check_diagonals(made, known, at, first)
-    _check_final(made, known, at, _final(known, first, diagonals))
 
-    is_sink = made.needed.is_sink[at[0], known.start : known.stop]
-    wanted_sinks = torch.arange(known.stop - known.start) < known.case.sinks
-    assert torch.equal(is_sink, wanted_sinks)
-
-    assert made.geometry.rows.group_rows[at[0], at[2]].sum() == len(known.rows)
-
-
-def _check_diagonals(
-    made: Made, known: Known, at: tuple[int, int, int], first: dict[int, float]
-) -> list[float]:
-    """Codes of a span's slashes. Returns the prices."""
-    offset = int(made.spans.offset[at[0], at[2]])
-    count = int(made.spans.diagonals[at[0], at[2]])
+    offset = int(made.spans.offset[b, span])
+    count = int(made.spans.diagonals[b, span])
     assert count == (known.stop - 1) // BLOCK - known.start // BLOCK + 1
-
     diagonals = [_diagonal_price(known, distance, first) for distance in range(count)]
-    wanted_codes = [_code(price) for price in diagonals]
-    wanted_codes[: known.case.local] = [255] * min(known.case.local, count)
-    got_codes = made.slash_codes[*at[:2], offset : offset + count]
-    assert got_codes.tolist() == wanted_codes
-    counted = Counter(wanted_codes[known.case.local :])
-    got_count = made.slash_count[at]
-    assert got_count.tolist() == [counted[code] for code in range(256)]
-    return diagonals
+    wanted = [_code(price) for price in diagonals]
+    wanted[:local] = [255] * min(local, count)
+    assert made.slash_codes[b, h, offset : offset + count].tolist() == wanted
+    counted = Counter(wanted[local:])
+    assert made.slash_count[at].tolist() == [counted[code] for code in range(256)]
 
+    codes, mass, count = _final(known, first, diagonals)
+    assert made.codes[b, h].flatten()[inside].tolist() == codes
+    assert made.mass[at].tolist() == pytest.approx([mass[code] for code in range(256)], abs=1e-9)
+    assert made.count[at].tolist() == [count[code] for code in range(256)]
 
-def _check_final(made: Made, known: Known, at: tuple[int, int, int], want: Final) -> None:
-    """Codes of a span's keys, masses and numbers of elements by code."""
-    codes = made.codes[at[:2]].flatten()[known.start : known.stop]
-    assert codes.tolist() == list(want.codes.values())
-    # [256]
-    mass = made.mass[at].tolist()
-    count = made.count[at].tolist()
-    for code in range(256):
-        assert mass[code] == pytest.approx(want.mass[code], abs=1e-9)
-        assert count[code] == want.count[code]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_prices_are_those_of_the_definition(name):
-    _check(CASES[name])
+    is_sink = torch.arange(known.stop - known.start) < known.case.sinks
+    assert torch.equal(made.needed.is_sink[b, inside], is_sink)
+    assert made.geometry.rows.group_rows[b, span].sum() == len(known.rows)
