@@ -1,7 +1,6 @@
-"""lm_eval's model "titan_sparse".
+"""lm_eval's model "titan_sparse": the answers of its own HFLM, for our checkpoints, sparse or dense.
 
-It gives the answers that lm_eval's own HFLM gives, for our checkpoints, sparse or dense, on one
-rank or on several that share a sequence. All ranks run rank 0's requests, and rank 0 reports.
+All ranks run rank 0's requests, and rank 0 reports.
 """
 
 import itertools
@@ -78,13 +77,11 @@ class TitanSparseLM(TemplateLM):
         tokenizer: folder or tokenizer.json; by default data.tokenizer, or that of `pretrained`.
         attention: "as_trained", the default with a config, or "dense".
         device: "cpu" or "cuda"; lm_eval's default "cuda:0" is the CPU where no GPU is.
-        batch_size: requests that go through together on a data-parallel rank.
         max_length: tokens; longer requests lose their beginning, as in HFLM. By default the larger
         of the model's max_position_embeddings and the run's training.seq_len.
-        add_bos_token: false keeps the tokenizer from adding its special tokens.
         keys: of the configuration, such as "parallelism.cp" or "attention.pattern".
 
-        Joins the process group of torchrun. Raises Refusal, one line, before it where possible.
+        Joins the process group of torchrun. Raises Refusal, before it where possible.
         """
         super().__init__()
         if tokenizer is not None:
@@ -188,10 +185,7 @@ class TitanSparseLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What follows each context, up to a stop string, the end of the text, or max_gen_toks.
-
-        Contexts lose their beginning where max_gen_toks more do not fit in max_length, as in HFLM.
-        """
+        """What follows each context, up to a stop string, the end of the text, or max_gen_toks."""
         asked = _of_rank_zero([request.args for request in requests])
         # Only requests with the same generation options are batched together.
         groups: dict[str, list[int]] = {}
@@ -287,8 +281,7 @@ class TitanSparseLM(TemplateLM):
             return dict(itertools.chain(*self.scorer.results(batches, compute)))
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Raises Refusal on several ranks, whose caches may differ: then some would wait for
-        ever."""
+        # Caches of ranks may differ: then some would wait for ever.
         if dist.get_world_size() > 1:
             raise Refusal("--use_cache needs one process; leave it out under torchrun")
         super().set_cache_hook(cache_hook)
@@ -328,10 +321,7 @@ def _settings(
     keys: dict[str, Any],
 ) -> tuple[Config, str | None]:
     """The checked configuration that the arguments of TitanSparseLM mean, and the checkpoint to
-    read (a folder step-N), or None for config.model.initial_hf.
-
-    keys: dotted, of the configuration. Raises ValueError, one line.
-    """
+    read (a folder step-N), or None for config.model.initial_hf."""
     require(
         (checkpoint is None) != (pretrained is None),
         "model_args: write checkpoint=RUN (its folder, or its checkpoint/step-N) or "
@@ -365,10 +355,8 @@ def _settings(
 
 
 def _open_tokenizer(name: str, ours: Tokenizer) -> Any:
-    """transformers' tokenizer of data.tokenizer = `name`.
-
-    ours: of the same name; it knows the end of a document where no file names it.
-    """
+    """transformers' tokenizer of data.tokenizer = `name`. Ours knows the end of a document where no
+    file names it."""
     require(
         name != "bytes",
         'lm_eval needs a tokenizer.json, not data.tokenizer = "bytes"; write tokenizer=FOLDER',

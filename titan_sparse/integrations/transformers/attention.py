@@ -29,7 +29,6 @@ from titan_sparse.integrations.transformers.masks import (
 from titan_sparse.integrations.transformers.refusals import (
     BESIDE_CACHE,
     check_arguments,
-    check_class,
     check_mask,
     check_mixing,
     check_modules,
@@ -65,16 +64,8 @@ def _check_models_given_a_name() -> None:
 
     transformers accepts any registered name, also for models that crash with it or ignore it.
     """
-    accept = PreTrainedModel.get_correct_attn_implementation
     finish = PreTrainedModel.post_init
     change = PreTrainedModel.set_attn_implementation
-
-    @functools.wraps(accept)
-    def accept_checked(model: PreTrainedModel, name: str | None, *args: Any, **kwargs: Any) -> str:
-        # Before the modules are made, because some models look up their class by the name.
-        if settings_of(name) is not None:
-            check_class(model, name)
-        return accept(model, name, *args, **kwargs)
 
     @functools.wraps(finish)
     def finish_checked(model: PreTrainedModel) -> None:
@@ -97,7 +88,6 @@ def _check_models_given_a_name() -> None:
         if settings is not None:
             check_modules(model, name, settings.ranks)
 
-    PreTrainedModel.get_correct_attn_implementation = accept_checked
     PreTrainedModel.post_init = finish_checked
     PreTrainedModel.set_attn_implementation = change_checked
 

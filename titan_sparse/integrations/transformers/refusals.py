@@ -41,19 +41,6 @@ def not_computed(attention_mask: Tensor) -> ValueError:
     )
 
 
-def check_class(model: PreTrainedModel, name: str) -> None:
-    """Raises ValueError for a decoder whose code never asks for a registered attention function.
-
-    model: without modules yet. name: the attn_implementation that it is given.
-    """
-    is_text_only = model.config.get_text_config(decoder=True) is model.config
-    if model.can_generate() and is_text_only and not model._can_set_attn_implementation():
-        raise ValueError(
-            f'{type(model).__name__} computes attention by itself and would not use "{name}"; '
-            f"{_OTHERS}"
-        )
-
-
 def check_modules(model: PreTrainedModel, name: str, ranks: int) -> None:
     """Raises ValueError for a model that would not use attend(), or would be wrong over `ranks`.
 
