@@ -1,6 +1,6 @@
 """The layout "balanced" over processes: its tables in use, refusals, and costs.
 
-tests/attention/test_sinks_processes.py compares attention in it, as in all layouts.
+test_group.py compares attention in it, as in all layouts.
 """
 
 import functools

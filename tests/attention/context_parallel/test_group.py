@@ -1,4 +1,5 @@
-"""Attention over 3 and 4 processes against one: every layout, schedule, mask and pattern, forward and backward."""
+"""Attention over 3 and 4 processes against one: every layout, schedule, mask and pattern, forward and
+backward, with learned sinks and recomputed parts."""
 
 import itertools
 
@@ -8,12 +9,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.attention.dense_twin import let_eager_serve_dense
+from tests.attention.test_attend import sink_logits
 from tests.distributed import on_one_rank, run_processes
 from tests.fake_step import fake_world
 from tests.reference import structured_qkv
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
+from titan_sparse.attention.masks.packed import sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
+from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.schedules import rectangles
@@ -26,12 +30,13 @@ MASKS = [
     Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 35)),
     Documents([[101, 7, 1, 60], [45, 45, 45, 45]]) & SlidingWindow(50),
     Documents([[SEQ_LEN], [3, 100, 30, 17, 20]]),
+    sliding_window([101, 70], 30, sinks=5),
 ]
 PATTERNS = [
     Dense(),
     VerticalSlash(recall=0.8, sinks=3, local_slashes=1, max_verticals=30, dense_below=24),
 ]
-NAMES = ("out", "lse", "dq", "dk", "dv", "density", "recall")
+NAMES = ("out", "lse", "density", "recall", "dq", "dk", "dv", "dsinks")
 
 
 def check_everything(
@@ -50,25 +55,30 @@ def check_everything(
     if len(axes) == 1:
         schedules = ["all_gather", "ring", "group_cast"]
     full, d_out = _inputs(heads)
-    contexts = [
-        ContextParallel(mesh, layout, schedule, block)
-        for layout, schedule in itertools.product(("contiguous", "zigzag", "striped"), schedules)
-    ]
     ring = next(name for name in schedules if "ring" in name)
-    for layout in ("zigzag", "striped"):
-        contexts.append(ContextParallel(mesh, layout, ring, block, "q"))
+    cases = list(itertools.product(("contiguous", "zigzag", "striped"), schedules, ["auto"]))
+    cases += [("zigzag", ring, "q"), ("striped", ring, "q")]
+    cases += [("balanced", ring, "kv"), ("balanced", "group_cast", "kv")]
+    cases += [("balanced", "ring", "q"), ("balanced", "all_gather", "auto")]
+    contexts = [ContextParallel(mesh, *case[:2], block, case[2]) for case in cases]
     for (i, mask), (j, pattern) in itertools.product(enumerate(masks), enumerate(patterns)):
-        wanted = on_one_rank(_everything, full, d_out, mask, pattern, None, block)
+        if isinstance(mask, Slices) and pattern.dynamic:
+            continue
+        inputs = full if (i + j) % 2 else full[:3]
+        wanted = on_one_rank(_everything, inputs, d_out, mask, pattern, None, block)
         for cp in contexts[(i + j * 2) % every :: every]:
-            got = _parallel(cp, full, d_out, mask, pattern)
-            for name, x, want in zip(NAMES, got, wanted, strict=True):
-                gap = (x - want).abs().nan_to_num(0).max().item()
-                case = (name, gap, cp.key, pattern.key)
-                assert torch.equal(x.isfinite(), want.isfinite()) and gap < 1e-9, case
+            for recomputed in (0.0, 0.4) if cp.layout == "striped" else (0.0,):
+                got = _parallel(cp, inputs, d_out, mask, pattern, recomputed)
+                for name, x, want in zip(NAMES, got, wanted):
+                    gap = (x - want).abs().nan_to_num(0).max().item()
+                    case = (name, gap, cp.key, pattern.key, recomputed)
+                    assert torch.equal(x.isfinite(), want.isfinite()) and gap < 1e-9, case
+                assert len(got) == len(wanted)
 
 
 def _inputs(heads: tuple[int, int]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    full = structured_qkv(2, *heads, SEQ_LEN, 8, seed=3)
+    """q, k, v and sinks, and the gradient of out."""
+    full = [*structured_qkv(2, *heads, SEQ_LEN, 8, seed=3), sink_logits(heads[0])]
     generator = torch.Generator().manual_seed(4)
     return full, torch.randn(full[0].shape, dtype=torch.float64, generator=generator)
 
@@ -77,7 +87,7 @@ def _check_rectangles(axes: tuple[int, ...]) -> None:
     """Dense causal attention by a backend with a kernel for it, without tiles where the layout allows."""
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
     block = SEQ_LEN // (2 * mesh.size())
-    full, d_out = _inputs((6, 2))
+    (*full, _), d_out = _inputs((6, 2))
     wanted = on_one_rank(_everything, full, d_out, Causal(), Dense(), None, block)
     schedules = ("ring", "all_gather") if axes[0] == 1 else ("double_ring",)
     for layout, schedule in itertools.product(("contiguous", "zigzag"), schedules):
@@ -93,27 +103,50 @@ def _check_rectangles(axes: tuple[int, ...]) -> None:
             patch.setattr(eager, "DENSE_BY_CHUNK", True)
             patch.setattr(rectangles, "backward", noted)
             got = _parallel(cp, full, d_out, Causal(), Dense())
-        for name, x, want in zip(NAMES, got, wanted, strict=True):
+        for name, x, want in zip(NAMES, got, wanted):
             assert (x - want).abs().max() < 1e-9, (name, cp.key)
         computed = cp.size if layout == "zigzag" else cp.rank + 1
         travels_by_head = schedule == "all_gather" or len(cp.windows) > 1
         assert len(used) == computed * (2 if travels_by_head else 1), cp.key
 
 
-def _parallel(cp, full, d_out, mask, pattern):
-    local = [cp.shard(x, 2) for x in full]
-    results = _everything(local, cp.shard(d_out, 2), mask, pattern, cp, cp.block_size)
-    *tensors, density, recall = results
-    return [*(cp.unshard(x, 2) for x in tensors), density, recall]
+def _parallel(cp, inputs, d_out, mask, pattern, recomputed=0.0):
+    """The whole tensors of _everything() over the ranks."""
+    table = None
+    if cp.layout == "balanced":
+        mask = cp.balance(mask.rows(SEQ_LEN))
+        table = mask.table
+    local = [cp.shard(x, 2, table) for x in inputs[:3]]
+    out, lse, density, recall, *grads = _everything(
+        [*local, *inputs[3:]],
+        cp.shard(d_out, 2, table),
+        mask,
+        pattern,
+        cp,
+        cp.block_size,
+        recomputed,
+    )
+    for d_sinks in grads[3:]:
+        dist.all_reduce(d_sinks)
+    out, lse, *grads[:3] = (cp.unshard(x, 2, table) for x in (out, lse, *grads[:3]))
+    return [out, lse, density, recall, *grads]
 
 
-def _everything(qkv, d_out, mask, pattern, cp, block: int) -> list[torch.Tensor]:
+def _everything(inputs, d_out, mask, pattern, cp, block: int, recomputed=0.0) -> list[torch.Tensor]:
     """NAMES of one attention call."""
-    leaves = [x.clone().requires_grad_() for x in qkv]
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    options = dict(block_size=block, recomputed=recomputed, return_aux=True)
     with recording(recall_rows=SEQ_LEN) as seen:
-        out, aux = attend(*leaves, mask, pattern, cp, block_size=block, return_aux=True)
+        out, aux = attend(
+            *leaves[:3], mask, pattern, cp, sinks=leaves[3] if leaves[3:] else None, **options
+        )
     gradients = torch.autograd.grad(out, leaves, d_out)
-    return [out.detach(), aux.lse, *gradients, seen.density(), torch.stack(seen.recall)]
+    if cp is not None:
+        assert len(seen.calls) == len(seen.work) == (2 if recomputed else 1)
+        # Work of both parts, summed over the ranks.
+        total = seen.by_rank().work.sum() / leaves[0].shape[0] / leaves[0].shape[1]
+        torch.testing.assert_close(total, seen.visited[0].mean())
+    return [out.detach(), aux.lse.detach(), seen.density(), torch.stack(seen.recall), *gradients]
 
 
 def _check_groups_beside_each_other() -> None:
