@@ -14,7 +14,7 @@ from tests.docs.pages import PAGES, ROOT, blocks, commands_of
 from titan_sparse.config import Config, load
 from titan_sparse.config.reading import SECTIONS, walk
 from titan_sparse.models.flavours import FLAVOURS
-from titan_sparse.models.transformers_config import FAMILIES
+from titan_sparse.models.huggingface_config import FAMILIES
 
 COMMANDS = list(dict.fromkeys(words for page in PAGES for words in commands_of(page)))
 

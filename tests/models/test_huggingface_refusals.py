@@ -54,12 +54,15 @@ def rope(table: dict) -> dict:
 @pytest.mark.parametrize(
     "changes, named",
     [
-        ({"architectures": ["MistralForCausalLM"]}, "only qwen2 of Qwen2ForCausalLM"),
-        ({"model_type": "mistral"}, "model_type = 'mistral' and architectures"),
+        (
+            {"architectures": ["MistralForCausalLM"]},
+            "only ['Qwen2ForCausalLM'] can be trained by our",
+        ),
+        ({"model_type": "mistral"}, "model_type = mistral has not been tested"),
         ({"hidden_size": None}, "there is no hidden_size"),
-        ({"hidden_act": "gelu"}, "hidden_act = gelu in place of silu"),
-        ({"attention_bias": True}, "attention_bias = True"),
-        ({"use_sliding_window": True}, "use_sliding_window = True"),
+        ({"hidden_act": "gelu"}, 'hidden_act = "gelu"; only silu'),
+        ({"attention_bias": True}, "attention_bias = true"),
+        ({"use_sliding_window": True}, "use_sliding_window = true"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),
@@ -76,14 +79,14 @@ def rope(table: dict) -> dict:
         ({ORIGINAL: None, "rope_parameters": YARN}, f"{ORIGINAL} = null"),
         (rope(PLAIN | {"rope_theta": 0}), "rope_theta = 0"),
         (rope(PLAIN | {"rope_theta": 2**31}), "rope_theta = 2147483648"),
-        (rope(PLAIN | {"rope_type": "linear"}), 'rope_type = "linear" is unknown'),
+        (rope(PLAIN | {"rope_type": "linear"}), "rope_type with linear; only default"),
         (rope(PLAIN | {"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
         (rope(PLAIN | {"factor": 2.0}), 'rope scaling "default" with factor'),
         (rope({"full_attention": YARN}), 'scaling "default" with full_attention'),
         (rope(LLAMA3 | {"low_freq_factor": 4.0}), "only low_freq_factor < high_freq_factor"),
         (rope({"rope_type": "yarn", "rope_theta": 1e4}), 'rope scaling "yarn" without factor'),
         (rope(YARN | {"mscale": 0.7}), 'rope scaling "yarn" with mscale'),
-        (rope(YARN | {"rope_type": ["yarn"]}), 'rope_type = ["yarn"] is unknown'),
+        (rope(YARN | {"rope_type": ["yarn"]}), "rope_type with ['yarn']"),
         (rope(YARN | {ORIGINAL: 64.5}), f"{ORIGINAL} = 64.5"),
         (rope(YARN | {"factor": 0.99}), "only factor >= 1 and rope_theta > 1"),
         (rope(YARN | {"factor": 10**400}), "is not a positive float"),
@@ -168,7 +171,7 @@ def test_shapes_that_do_not_exist():
             replace(TINY, **change)
     odd = replace(TINY, qkv_bias=False, qk_norm=False, hidden_size=64, heads=6)
     for config, named in (
-        (odd, "hidden_size = 64 to be a multiple of heads = 6"),
+        (odd, "hidden_size = 64, which is not a multiple of heads = 6"),
         (TINY, "no family of Hugging Face has qkv_bias = True and qk_norm = True"),
     ):
         with pytest.raises(ValueError, match=named):

@@ -23,8 +23,8 @@ from titan_sparse.models.flavours import (
     resolve,
 )
 from titan_sparse.models.huggingface import check_weights
+from titan_sparse.models.huggingface_config import FAMILIES
 from titan_sparse.models.transformers_config import (
-    FAMILIES,
     TransformersConfig,
     read_transformers_config,
 )
@@ -54,7 +54,7 @@ def built(config: TransformersConfig) -> torch.nn.Module:
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_what_a_file_does_not_say_is_what_transformers_takes(tmp_path, model_type):
     family = FAMILIES[model_type]
-    sizes = {family.mlp_size: SHAPE["intermediate_size"]}
+    sizes = {family.needed[0]: SHAPE["intermediate_size"]}
     folder = write_config(tmp_path, model_type, architectures=[family.architecture], **sizes)
     config = read_transformers_config(folder)
     model = built(config)
@@ -144,7 +144,7 @@ use_bidirectional_attention per_layer_config final_logit_softcapping attn_logit_
 """.split()
 
 REFUSED = [
-    *[("phi3", {key: 1}, f"{key} = 1, but ") for key in MUST_BE_OFF],
+    *[("phi3", {key: 1}, f"{key} = 1; only False") for key in MUST_BE_OFF],
     (
         "phi3",
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
@@ -155,17 +155,17 @@ REFUSED = [
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
         "rope_type with dynamic",
     ),
-    ("phi3", {"num_hidden_layers": None}, "num_hidden_layers = None"),
+    ("phi3", {"num_hidden_layers": None}, "there is no num_hidden_layers"),
     ("phi3", {"sliding_window": "no"}, "sliding_window"),
     ("phi3", {"pad_token_id": VOCAB}, "cannot build"),
-    ("phi3", {"architectures": ["Phi3ForTokens"]}, "only Phi3ForCausalLM"),
+    ("phi3", {"architectures": ["Phi3ForTokens"]}, "only ['Phi3ForCausalLM']"),
     ("olmo3", {"layer_types": ["full_attention"]}, "layer_types"),
     ("olmo3", {"layer_types": ["linear_attention"] * 12}, "with linear_attention; only full"),
     ("qwen3_next", {"layer_types": ["sliding_attention"] * 12}, "only full_attention and linear"),
-    ("qwen3_5_text", {"hidden_act": "gelu"}, "hidden_act with gelu; only silu"),
+    ("qwen3_5_text", {"hidden_act": "gelu"}, 'hidden_act = "gelu"; only silu'),
     ("deepseek_v3", {"kv_lora_rank": 512}, "has not been tested"),
     ("mamba2", {}, "has not been tested"),
-    *[("phi3", {key: 0}, f"{key} = 0, which is not a positive integer") for key in SIZES_NEEDED],
+    *[("phi3", {key: 0}, f"{key} = 0 is not a positive int") for key in SIZES_NEEDED],
 ]
 
 
@@ -197,7 +197,7 @@ def test_auto_takes_ours_where_it_has_the_family(tmp_path, model_type):
 
 
 def test_ours_is_refused_where_it_lacks_the_family(tmp_path):
-    with pytest.raises(ValueError, match="only qwen2 of Qwen2ForCausalLM"):
+    with pytest.raises(ValueError, match="model_type = mistral has not been tested"):
         resolve("debug", initial_hf=write_config(tmp_path, "mistral"), implementation="native")
 
 

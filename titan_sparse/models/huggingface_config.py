@@ -1,5 +1,5 @@
-"""config.json of Hugging Face <-> DecoderConfig, for Qwen2.5, Llama-3.1 and Qwen3. Imports no
-torch."""
+"""config.json of Hugging Face: which families and settings can be trained, and config.json <->
+DecoderConfig for Qwen2.5, Llama-3.1 and Qwen3. Imports no torch."""
 
 import json
 import math
@@ -9,22 +9,76 @@ from typing import Any, NamedTuple
 from titan_sparse.models.config import DecoderConfig, RopeConfig, Scaling
 
 
-class _Family(NamedTuple):
-    """What transformers fixes in the code of a model class and not in config.json."""
+class Family(NamedTuple):
+    """A tested family. norm_starts_at: the weight with which its norms do not scale. needed: keys that
+    must be given beside sizes. only: keys of config.json with their only accepted value."""
 
     architecture: str
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    head_dim: int = 0
-    """used if config.json gives none; 0: hidden_size / heads"""
+    norm_starts_at: float = 1.0
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
+    needed: tuple[str, ...] = ("intermediate_size",)
+    only: tuple[tuple[str, Any], ...] = ()
 
 
-_FAMILIES = {
-    "qwen2": _Family("Qwen2ForCausalLM", qkv_bias=True),
-    "llama": _Family("LlamaForCausalLM"),
-    "qwen3": _Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
+# The convolution of linear attention knows no other activation.
+_HYBRID: dict[str, Any] = {
+    "norm_starts_at": 0.0,
+    "layer_types": ("full_attention", "linear_attention"),
+    "only": (("hidden_act", "silu"),),
+}
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM"),
+    "qwen3": Family("Qwen3ForCausalLM"),
+    "mistral": Family("MistralForCausalLM"),
+    "smollm3": Family("SmolLM3ForCausalLM"),
+    "olmo2": Family("Olmo2ForCausalLM"),
+    "olmo3": Family("Olmo3ForCausalLM"),
+    "gemma3_text": Family("Gemma3ForCausalLM", norm_starts_at=0.0),
+    "phi3": Family("Phi3ForCausalLM", rope_types=("default", "linear", "llama3")),
+    "granite": Family("GraniteForCausalLM"),
+    "mixtral": Family("MixtralForCausalLM"),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM"),
+    "gpt_oss": Family("GptOssForCausalLM"),
+    "qwen3_next": Family("Qwen3NextForCausalLM", **_HYBRID),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", **_HYBRID),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM", needed=("moe_intermediate_size",), **_HYBRID
+    ),
 }
 """By model_type of config.json."""
+
+_BY_OURS: dict[str, Any] = {
+    "rope_types": ("default", "llama3", "yarn"),
+    "layer_types": ("full_attention",),
+    "needed": ("intermediate_size", "rms_norm_eps"),
+    "only": (
+        ("hidden_act", "silu"),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("use_sliding_window", False),
+        ("partial_rotary_factor", 1),
+        ("transformers_weights", False),
+    ),
+}
+NATIVE = {name: FAMILIES[name]._replace(**_BY_OURS) for name in ("qwen2", "llama", "qwen3")}
+"""Those of our own decoder, with what it computes of them."""
+
+# Keys that must be 0, false or null: there is no dropout, because activation checkpointing would draw
+# other numbers, and neither attention nor the fused loss caps logits by a tanh.
+_OFF = (
+    "attention_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "router_jitter_noise",
+    "quantization_config",
+    "use_bidirectional_attention",
+    "per_layer_config",
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+)
 
 # Field of DecoderConfig -> key of config.json.
 _SIZES = {
@@ -36,6 +90,9 @@ _SIZES = {
     "norm_eps": "rms_norm_eps",
     "max_positions": "max_position_embeddings",
 }
+
+# Keys that must be given.
+_GIVEN = [key for key in _SIZES.values() if key not in ("intermediate_size", "rms_norm_eps")]
 
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -51,23 +108,11 @@ _TYPES: dict[str, type] = {
     **dict.fromkeys((*_SIZES.values(), "num_key_value_heads", "head_dim", _ORIGINAL), int),
     **dict.fromkeys(("rms_norm_eps", "rope_theta", "factor", "attention_factor"), float),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), float),
+    "moe_intermediate_size": int,
     "tie_word_embeddings": bool,
     "rope_scaling": dict,
     "rope_parameters": dict,
     "layer_types": list,
-}
-
-# Key of config.json -> its only accepted value. The decoder cannot compute others.
-_ONLY = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0,
-    "use_sliding_window": False,
-    "quantization_config": None,
-    "partial_rotary_factor": 1,
-    "per_layer_config": None,
-    "transformers_weights": None,
 }
 
 # Keys of the source that an export drops: those that it writes in the words of transformers 4,
@@ -90,14 +135,16 @@ def config_of(values: dict[str, Any], path: Path) -> DecoderConfig:
     Raises ValueError as read_config() does.
     """
     try:
-        family = _check(values)
+        model_type = check_json(values, NATIVE)
         heads = values["num_attention_heads"]
+        # transformers fixes these in the code of a model class.
+        head_dim = 128 if model_type == "qwen3" else values["hidden_size"] // heads
         return DecoderConfig(
             **{field: values[key] for field, key in _SIZES.items()},
             kv_heads=values.get("num_key_value_heads") or heads,
-            qkv_bias=family.qkv_bias,
-            qk_norm=family.qk_norm,
-            head_dim=values.get("head_dim") or family.head_dim or values["hidden_size"] // heads,
+            qkv_bias=model_type == "qwen2",
+            qk_norm=model_type == "qwen3",
+            head_dim=values.get("head_dim") or head_dim,
             tied_embeddings=bool(values.get("tie_word_embeddings")),
             rope=read_rope(values),
         )
@@ -105,31 +152,52 @@ def config_of(values: dict[str, Any], path: Path) -> DecoderConfig:
         raise ValueError(f"model.initial_hf: {path}: {error}") from error
 
 
-def _check(values: dict[str, Any]) -> _Family:
-    """The family of a config.json that our decoder can compute. Raises ValueError otherwise."""
-    family = _FAMILIES.get(str(values.get("model_type")))
-    names = values.get("architectures")
-    if family is None or names not in (None, family.architecture, [family.architecture]):
-        pairs = [f"{name} of {family.architecture}" for name, family in _FAMILIES.items()]
-        raise ValueError(
-            f"model_type = {values.get('model_type')!r} and architectures = {names}; "
-            f"only {', '.join(pairs)} can be read"
+def check_json(values: dict[str, Any], families: dict[str, Family]) -> str:
+    """The model_type of a config.json. families: NATIVE or FAMILIES.
+
+    Raises ValueError for another family, and for what cannot be trained.
+    """
+    model_type = str(values.get("model_type"))
+    if model_type not in families:
+        text = (
+            "AutoModelForCausalLM reads the text part of a model, and save_pretrained() writes it"
         )
-    for key in _SIZES.values():
+        raise ValueError(
+            f"model_type = {model_type} has not been tested; write a folder of one of "
+            f"{', '.join(families)}{f' ({text})' * (f'{model_type}_text' in families)}"
+        )
+    family = families[model_type]
+    other = ' by our decoder; write model.implementation = "transformers"' * (families is NATIVE)
+    _check_types({key: value for key, value in values.items() if value is not None})
+    # transformers would use the sizes of a published model instead.
+    for key in (*_GIVEN, *family.needed):
         if values.get(key) is None:
             raise ValueError(f"there is no {key}")
-    _check_types({key: value for key, value in values.items() if value is not None})
-    others = sorted(set(values.get("layer_types") or ()) - {"full_attention"})
-    wrong = [f"layer_types with {others}"] if others else []
-    for key, accepted in _ONLY.items():
-        if values.get(key, accepted) not in (accepted, None):
-            wrong.append(f"{key} = {values[key]} in place of {accepted}")
-    if wrong:
-        raise ValueError(
-            f"our decoder cannot compute {', '.join(wrong)}; model.implementation = "
-            '"transformers" may'
-        )
-    return family
+    own = ("architectures", [family.architecture])
+    for key, accepted in (own, *((key, False) for key in _OFF), *family.only):
+        value = values.get(key)
+        if value not in (None, accepted) and (value or accepted):
+            raise ValueError(f"{key} = {json.dumps(value)}; only {accepted} can be trained{other}")
+    for key, found, known in (
+        ("layer_types", values.get("layer_types") or (), family.layer_types),
+        ("rope_type", _rope_types(values), family.rope_types),
+    ):
+        unknown = sorted(set(found) - set(known))
+        if unknown:
+            raise ValueError(
+                f"{key} with {', '.join(unknown)}; only {' and '.join(known)} can be trained{other}"
+            )
+    return model_type
+
+
+def _rope_types(values: dict[str, Any]) -> list[str]:
+    types = []
+    for key in ("rope_scaling", "rope_parameters"):
+        table = values.get(key) or {}
+        # Some models have one table for each kind of layer.
+        tables = [inner for inner in table.values() if isinstance(inner, dict)] or [table]
+        types += [str(inner.get("rope_type", inner.get("type", "default"))) for inner in tables]
+    return types
 
 
 def _check_types(values: dict[str, Any]) -> None:
@@ -146,7 +214,7 @@ def _check_types(values: dict[str, Any]) -> None:
 
 def is_native(folder: str) -> bool:
     """Whether our decoder has the family that `folder`/config.json names."""
-    return read_json(folder).get("model_type") in _FAMILIES
+    return read_json(folder).get("model_type") in NATIVE
 
 
 def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str, Any]:
@@ -163,7 +231,7 @@ def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str
         values.pop(key, None)
     values |= {key: getattr(config, field) for field, key in _SIZES.items()}
     values |= {
-        "architectures": [_FAMILIES[model_type].architecture],
+        "architectures": [FAMILIES[model_type].architecture],
         "model_type": model_type,
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
@@ -192,19 +260,20 @@ def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str
 def family_of(config: DecoderConfig) -> str:
     """The model_type of transformers that computes what the decoder does; ValueError if there is
     none."""
-    instead = "write another model.flavour, or checkpoint.last_save_in_hf = false"
-    for model_type, family in _FAMILIES.items():
-        if (family.qkv_bias, family.qk_norm) == (config.qkv_bias, config.qk_norm):
-            if model_type == "llama" and config.hidden_size % config.heads:
-                raise ValueError(
-                    f"transformers' Llama needs hidden_size = {config.hidden_size} to be a multiple "
-                    f"of heads = {config.heads}; {instead}"
-                )
-            return model_type
-    raise ValueError(
-        f"no family of Hugging Face has qkv_bias = {config.qkv_bias} and qk_norm = "
-        f"{config.qk_norm}; {instead}"
-    )
+    model_types = {(True, False): "qwen2", (False, False): "llama", (False, True): "qwen3"}
+    model_type = model_types.get((config.qkv_bias, config.qk_norm))
+    wrong = f"qkv_bias = {config.qkv_bias} and qk_norm = {config.qk_norm}"
+    if model_type == "llama" and config.hidden_size % config.heads:
+        model_type = None
+        wrong = (
+            f"hidden_size = {config.hidden_size}, which is not a multiple of heads = {config.heads}"
+        )
+    if model_type is None:
+        raise ValueError(
+            f"no family of Hugging Face has {wrong}; write another model.flavour, or "
+            "checkpoint.last_save_in_hf = false"
+        )
+    return model_type
 
 
 def read_json(folder: str) -> dict[str, Any]:
@@ -240,11 +309,6 @@ def read_rope(values: dict[str, Any]) -> RopeConfig:
     table.pop("type", None)
     rope_type = table.pop("rope_type")
     scaling = "none" if rope_type == "default" else rope_type
-    if scaling not in ("none", "llama3", "yarn"):
-        raise ValueError(
-            f"rope_type = {json.dumps(rope_type)} is unknown; "
-            'only "default", "llama3" and "yarn" can be trained'
-        )
     frequencies = _FREQUENCIES[scaling]
     needed = {"none": set(), "llama3": {"factor", *frequencies}, "yarn": {"factor"}}
     known = {"rope_theta", *needed[scaling], *frequencies}

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titan_sparse.models.config import DecoderConfig
+from titan_sparse.models.huggingface_config import FAMILIES
 from titan_sparse.models.lora_config import is_adapter
-from titan_sparse.models.transformers_config import FAMILIES, TransformersConfig
+from titan_sparse.models.transformers_config import TransformersConfig
 
 _STD = 0.02
 _DECAY_RATES = (0.01, 16.0)

@@ -11,10 +11,10 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from titan_sparse.models.config import DecoderConfig, RopeConfig
-from titan_sparse.models.huggingface_config import read_json
+from titan_sparse.models.huggingface_config import FAMILIES, check_json, read_json
 
 
 @dataclass(frozen=True)
@@ -55,69 +55,6 @@ class TransformersConfig(DecoderConfig):
         return max(self.windows)
 
 
-class Family(NamedTuple):
-    """A tested family. norm_starts_at: the weight with which its norms do not scale. mlp_size: the key
-    that must be given."""
-
-    architecture: str
-    norm_starts_at: float = 1.0
-    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
-    layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
-    mlp_size: str = "intermediate_size"
-
-
-_HYBRID = ("full_attention", "linear_attention")
-
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM"),
-    "qwen2": Family("Qwen2ForCausalLM"),
-    "qwen3": Family("Qwen3ForCausalLM"),
-    "mistral": Family("MistralForCausalLM"),
-    "smollm3": Family("SmolLM3ForCausalLM"),
-    "olmo2": Family("Olmo2ForCausalLM"),
-    "olmo3": Family("Olmo3ForCausalLM"),
-    "gemma3_text": Family("Gemma3ForCausalLM", norm_starts_at=0.0),
-    "phi3": Family("Phi3ForCausalLM", rope_types=("default", "linear", "llama3")),
-    "granite": Family("GraniteForCausalLM"),
-    "mixtral": Family("MixtralForCausalLM"),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM"),
-    "gpt_oss": Family("GptOssForCausalLM"),
-    "qwen3_next": Family("Qwen3NextForCausalLM", norm_starts_at=0.0, layer_types=_HYBRID),
-    "qwen3_5_text": Family("Qwen3_5ForCausalLM", norm_starts_at=0.0, layer_types=_HYBRID),
-    "qwen3_5_moe_text": Family(
-        "Qwen3_5MoeForCausalLM",
-        norm_starts_at=0.0,
-        layer_types=_HYBRID,
-        mlp_size="moe_intermediate_size",
-    ),
-}
-"""By model_type of config.json."""
-
-# Keys that must be positive integers. transformers would use those of a published model instead.
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-)
-
-_BUT_NUMBERS = "activation checkpointing would draw other numbers"
-_BUT_TANH = "neither attention nor the fused loss caps logits by a tanh"
-
-# Keys of tested families that must be 0, false or null -> why.
-_MUST_BE_OFF = {
-    "attention_dropout": "attention has no dropout",
-    "resid_pdrop": _BUT_NUMBERS,
-    "embd_pdrop": _BUT_NUMBERS,
-    "router_jitter_noise": _BUT_NUMBERS,
-    "quantization_config": "only weights of floating point can be trained",
-    "use_bidirectional_attention": "attention is causal",
-    "per_layer_config": "layers of different shapes cannot be trained",
-    "final_logit_softcapping": _BUT_TANH,
-    "attn_logit_softcapping": _BUT_TANH,
-}
-
 # Keys that do not change what is computed.
 _NO_FUNCTION = (
     "architectures",
@@ -147,7 +84,10 @@ def read_transformers_config(
     """
     path = Path(folder).expanduser() / "config.json"
     given = read_json(folder)
-    _refuse(path, given)
+    try:
+        check_json(given, FAMILIES)
+    except ValueError as error:
+        raise ValueError(f"model.initial_hf: {path}: {error}") from error
     config = _read(folder, json.dumps(given), layers)
     if router_loss > 0 and not config.experts:
         raise ValueError(
@@ -155,60 +95,6 @@ def read_transformers_config(
             "leave it out"
         )
     return config if router_loss == AS_PUBLISHED else replace(config, router_loss=router_loss)
-
-
-def _refuse(path: Path, values: dict[str, Any]) -> None:
-    """Raises ValueError for a model that cannot be trained, or has not been tested."""
-    model_type = values.get("model_type")
-    has = f"model.initial_hf: {path} has"
-    if model_type not in FAMILIES:
-        whole = f"{model_type}_text" in FAMILIES
-        raise ValueError(
-            f"{has} model_type = {json.dumps(model_type)}, a family that has not been tested; "
-            f"write a folder of one of {', '.join(FAMILIES)}"
-            + whole
-            * " (AutoModelForCausalLM reads the text part of a model, and its "
-            "save_pretrained() writes it)"
-        )
-    family = FAMILIES[model_type]
-    for key, reason in _MUST_BE_OFF.items():
-        if values.get(key):
-            raise ValueError(
-                f"{has} {key} = {json.dumps(values[key])}, but {reason}; write 0, false or null"
-            )
-    names = values.get("architectures")
-    if names not in (None, [family.architecture]):
-        raise ValueError(
-            f'{has} architectures = {names} beside model_type = "{model_type}"; '
-            f"only {family.architecture} can be trained"
-        )
-    for key in (*_SIZES, family.mlp_size):
-        value = values.get(key)
-        if type(value) is not int or value <= 0:
-            raise ValueError(f"{has} {key} = {value!r}, which is not a positive integer")
-    is_hybrid = family.layer_types == _HYBRID
-    lists = {
-        "layer_types": (values.get("layer_types") or (), family.layer_types),
-        "rope_type": (_rope_types(values), family.rope_types),
-        # The convolution of linear attention knows no other.
-        "hidden_act": ([values.get("hidden_act", "silu")] * is_hybrid, ("silu",)),
-    }
-    for key, (given, accepted) in lists.items():
-        others = sorted(set(given) - set(accepted))
-        if others:
-            raise ValueError(
-                f"{has} {key} with {', '.join(others)}; only {' and '.join(accepted)} can be trained"
-            )
-
-
-def _rope_types(values: dict[str, Any]) -> list[str]:
-    types = []
-    for key in ("rope_scaling", "rope_parameters"):
-        table = values.get(key) or {}
-        # Some models have one table for each kind of layer.
-        tables = [inner for inner in table.values() if isinstance(inner, dict)] or [table]
-        types += [str(inner.get("rope_type", inner.get("type", "default"))) for inner in tables]
-    return types
 
 
 def _theta(values: dict[str, Any]) -> float:
