@@ -50,7 +50,7 @@ class Attends(NamedTuple):
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """Radians per token for every pair of dims, and the factor that multiplies cos and sin.
 
-    The frequencies are fp32 [head_dim / 2] on the CPU. Raises ValueError for an unknown scaling.
+    The frequencies are fp32 [head_dim / 2] on the CPU.
     """
     # Name the device, because under torch.device("meta") there would be no numbers.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
@@ -66,7 +66,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
         high = rope.high_freq_factor
         kept = ((rotations - low) / (high - low)).clamp(0, 1)
         attention_factor = 1.0
-    elif rope.scaling == "yarn":
+    else:
         # Pairs that turn more than beta_fast times in the training length are kept, those that turn
         # less than beta_slow times are divided by `factor`, and those in between are blended linearly
         # by index.
@@ -85,10 +85,6 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
         pairs = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
         kept = 1 - ((pairs - low) / width).clamp(0, 1)
         attention_factor = 0.1 * math.log(rope.factor) + 1.0
-    else:
-        raise ValueError(
-            f'model.rope_scaling = "{rope.scaling}" is unknown; write "none", "llama3" or "yarn".'
-        )
     return kept * inv_freq + (1 - kept) * inv_freq / rope.factor, attention_factor
 
 

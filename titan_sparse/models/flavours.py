@@ -49,9 +49,9 @@ def resolve(
 
     0 (and "flavour" for rope_scaling) keeps the flavour's value. `initial_hf` is a folder of
     Hugging Face whose config.json replaces the flavour. Rope scaling may be added if it has none.
-    Everything else must agree with it. The flavour "debug" is the default, so it is ignored then. A
-    model that runs through transformers' own code gives a TransformersConfig, and allows no
-    override but `layers`.
+    Everything else must agree with it, except `layers` with `random_weights`. The flavour "debug" is
+    the default, so it is ignored then. A model that runs through transformers' own code gives a
+    TransformersConfig, whose rope cannot be changed.
     Raises ValueError for an unknown flavour, and an override that would have no effect or does not
     agree. config.check() refuses what is out of range.
     """
@@ -60,39 +60,21 @@ def resolve(
         raise ValueError(
             f'model.flavour = "{flavour}" is unknown; write "{nearest}" or one of {list(FLAVOURS)}.'
         )
-    if choose_implementation(initial_hf, implementation)[0] == "transformers":
-        # transformers reads only config.json.
-        for key, value, unset in (
-            ("flavour", flavour, "debug"),
-            ("vocab_size", vocab_size, 0),
-            ("rope_scaling", rope_scaling, "flavour"),
-            ("rope_factor", rope_factor, 1.0),
-            ("rope_theta", rope_theta, 0.0),
-        ):
-            if value != unset:
-                raise ValueError(
-                    f"model.{key} = {value!r} is not read by transformers' own code; leave it out, "
-                    "and change config.json of model.initial_hf instead"
-                )
-        published = read_transformers_config(initial_hf, router_loss, layers * random_weights)
-        if layers not in (0, published.layers):
-            raise ValueError(
-                f"model.layers = {layers} does not agree with {initial_hf}/config.json, which has "
-                f"{published.layers}; leave it out, or write model.random_weights = true"
-            )
-        return published
-    if router_loss != AS_PUBLISHED:
-        raise ValueError(
-            f"model.router_loss = {router_loss:g}, but the model has no router; leave it out"
-        )
     if random_weights and not initial_hf:
         raise ValueError(
             "model.random_weights = true says something of model.initial_hf, which is not given; "
             "leave it out, as the first weights are random anyway"
         )
-    base = read_config(initial_hf) if initial_hf else FLAVOURS[flavour]
-    if random_weights:
-        base = replace(base, layers=layers or base.layers)
+    if choose_implementation(initial_hf, implementation)[0] == "transformers":
+        base = read_transformers_config(initial_hf, router_loss, layers * random_weights)
+    else:
+        base = read_config(initial_hf) if initial_hf else FLAVOURS[flavour]
+        if random_weights:
+            base = replace(base, layers=layers or base.layers)
+        if router_loss != AS_PUBLISHED:
+            raise ValueError(
+                f"model.router_loss = {router_loss:g}, but the model has no router; leave it out"
+            )
     rope = _override_rope(base.rope, rope_scaling, rope_factor, rope_original_length, rope_theta)
     resolved = replace(
         base, vocab_size=vocab_size or base.vocab_size, layers=layers or base.layers, rope=rope
@@ -127,7 +109,7 @@ def _refuse_contradictions(
     """Refuse a [model] section, `resolved`, that contradicts config.json, read as `published`."""
     pairs = {f"model.{key}": (resolved, published, key) for key in ("vocab_size", "layers")}
     pairs["model.rope_theta"] = (resolved.rope, published.rope, "theta")
-    if published.rope.scaling != "none":
+    if isinstance(published, TransformersConfig) or published.rope.scaling != "none":
         pairs["model.rope_scaling and what goes with it"] = (resolved, published, "rope")
     if flavour != "debug":
         for field in fields(DecoderConfig):

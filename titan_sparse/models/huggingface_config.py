@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan_sparse.models.config import DecoderConfig, RopeConfig, Scaling
+from titan_sparse.models.config import DecoderConfig, RopeConfig
 
 
 class Family(NamedTuple):
@@ -96,12 +96,15 @@ _GIVEN = [key for key in _SIZES.values() if key not in ("intermediate_size", "rm
 
 _ORIGINAL = "original_max_position_embeddings"
 
-# Fields of RopeConfig, and keys of config.json's table, that a scaling has beside its factor.
-_FREQUENCIES: dict[Scaling, tuple[str, ...]] = {
-    "none": (),
-    "llama3": ("low_freq_factor", "high_freq_factor"),
-    "yarn": ("beta_fast", "beta_slow"),
+# Keys of the table of the rotary embedding, by rope_type. Those of _FREQUENCIES are fields of
+# RopeConfig too.
+_ROPE_KEYS = {
+    "default": {"rope_theta"},
+    "llama3": {"rope_theta", _ORIGINAL, "factor", "low_freq_factor", "high_freq_factor"},
+    "yarn": {"rope_theta", _ORIGINAL, "factor", "beta_fast", "beta_slow", "attention_factor"},
 }
+_ROPE_NEEDED = {"factor", "low_freq_factor", "high_freq_factor"}
+_FREQUENCIES = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
 
 # The types of keys of config.json and of its table of the rotary embedding. Numbers are positive.
 _TYPES: dict[str, type] = {
@@ -244,7 +247,7 @@ def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str
     if rope.scaling == "none":
         return values
     table = {"rope_type": rope.scaling, "factor": rope.factor, _ORIGINAL: rope.original_length}
-    table |= {key: getattr(rope, key) for key in _FREQUENCIES[rope.scaling]}
+    table |= {key: getattr(rope, key) for key in _FREQUENCIES if key in _ROPE_KEYS[rope.scaling]}
     values["rope_scaling"] = table
     # The table has this key too, but in transformers the top level wins.
     if _ORIGINAL in values:
@@ -308,18 +311,12 @@ def read_rope(values: dict[str, Any]) -> RopeConfig:
     }
     table.pop("type", None)
     rope_type = table.pop("rope_type")
-    scaling = "none" if rope_type == "default" else rope_type
-    frequencies = _FREQUENCIES[scaling]
-    needed = {"none": set(), "llama3": {"factor", *frequencies}, "yarn": {"factor"}}
-    known = {"rope_theta", *needed[scaling], *frequencies}
+    known = _ROPE_KEYS[rope_type]
     original_length = values.get(_ORIGINAL) or values["max_position_embeddings"]
-    if scaling != "none":
-        known.add(_ORIGINAL)
+    if _ORIGINAL in known:
         # Unlike for rope_theta, the top level wins over the table here.
         original_length = values.get(_ORIGINAL, table.get(_ORIGINAL, original_length))
         table[_ORIGINAL] = original_length
-    if scaling == "yarn":
-        known.add("attention_factor")
     # As in transformers, null is no value for these, and neither is 0 for the betas.
     for key, unset in (
         ("beta_fast", 0),
@@ -330,26 +327,24 @@ def read_rope(values: dict[str, Any]) -> RopeConfig:
     ):
         if table.get(key) in (None, unset):
             table.pop(key, None)
-    for problem, keys in (
-        ("with", table.keys() - known),
-        ("without", needed[scaling] - table.keys()),
-    ):
+    missing = (known & _ROPE_NEEDED) - table.keys()
+    for problem, keys in (("with", table.keys() - known), ("without", missing)):
         if keys:
             raise ValueError(f'rope scaling "{rope_type}" {problem} {min(keys)} cannot be trained')
     _check_types(table)
     rope = RopeConfig(
         float(table["rope_theta"]),
-        scaling,
+        "none" if rope_type == "default" else rope_type,
         float(table.get("factor", 1)),
         original_length,
-        **{key: float(table[key]) for key in frequencies if key in table},
+        **{key: float(table[key]) for key in _FREQUENCIES if key in table},
     )
     # The decoder multiplies YaRN's cos and sin by this (models/decoder.py), and has no other factor.
     factor = 0.1 * math.log(rope.factor) + 1
     is_published = math.isclose(table.get("attention_factor", factor), factor, rel_tol=1e-6)
     rules = {
         "low_freq_factor < high_freq_factor": rope.low_freq_factor < rope.high_freq_factor,
-        "factor >= 1 and rope_theta > 1": scaling != "yarn"
+        "factor >= 1 and rope_theta > 1": rope_type != "yarn"
         or (rope.factor >= 1 and rope.theta > 1),
         f"attention_factor = {factor:.6g}": is_published,
     }

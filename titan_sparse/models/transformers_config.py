@@ -165,6 +165,20 @@ def _read(folder: str, text: str, layers: int) -> TransformersConfig:
         for name, module in model.model.layers.named_modules()
         if isinstance(module, torch.nn.Linear) and not (experts and ".mlp." in name)
     )
+    # A file may have entries that the family does not read.
+    known = {field.name: getattr(config, field.name) for field in fields(config)}
+    window = known.get("sliding_window") or 0
+    layer_types = known.get("layer_types") or ["sliding_attention"] * config.num_hidden_layers
+    linear = {}
+    if hasattr(config, "linear_num_value_heads"):
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        values = config.linear_num_value_heads * config.linear_value_head_dim
+        linear = {
+            "linear_layers": tuple(i for i, x in enumerate(layer_types) if x == "linear_attention"),
+            "convolution": config.linear_conv_kernel_dim,
+            "linear_state": values * config.linear_key_head_dim,
+            "linear_width": 2 * (keys + values),
+        }
     attention = next(x.self_attn for x in model.model.layers if hasattr(x, "self_attn"))
     has_router_loss = experts and config.output_router_logits
     return TransformersConfig(
@@ -183,7 +197,7 @@ def _read(folder: str, text: str, layers: int) -> TransformersConfig:
         rope=RopeConfig(_theta(given), "none", 1.0, config.max_position_embeddings),
         folder=folder,
         model_type=given["model_type"],
-        windows=_windows(config),
+        windows=tuple(window * (x == "sliding_attention") for x in layer_types),
         sinks=hasattr(attention, "sinks"),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         linear_weights=linear_weights,
@@ -191,40 +205,13 @@ def _read(folder: str, text: str, layers: int) -> TransformersConfig:
         experts=experts,
         experts_per_token=config.num_experts_per_tok if experts else 0,
         router_loss=float(config.router_aux_loss_coef) if has_router_loss else 0.0,
-        settings=_settings(given),
-        **_linear_shape(config),
+        settings=tuple(
+            (key, value)
+            for key, value in sorted(given.items())
+            if value is not None
+            and key not in _NO_FUNCTION
+            and not key.startswith("_")
+            and not key.endswith(("token_id", "token_ids"))
+        ),
+        **linear,
     )
-
-
-def _windows(config: Any) -> tuple[int, ...]:
-    """Tokens that a query of each layer sees, as transformers has read them; 0 for all."""
-    # A file may have entries that the family does not read.
-    known = {field.name: getattr(config, field.name) for field in fields(config)}
-    window = known.get("sliding_window") or 0
-    layer_types = known.get("layer_types") or ["sliding_attention"] * config.num_hidden_layers
-    return tuple(window if name == "sliding_attention" else 0 for name in layer_types)
-
-
-def _linear_shape(config: Any) -> dict[str, Any]:
-    """The fields of TransformersConfig that linear attention adds."""
-    if not hasattr(config, "linear_num_value_heads"):
-        return {}
-    kinds = enumerate(config.layer_types)
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    values = config.linear_num_value_heads * config.linear_value_head_dim
-    return {
-        "linear_layers": tuple(layer for layer, kind in kinds if kind == "linear_attention"),
-        "convolution": config.linear_conv_kernel_dim,
-        "linear_state": values * config.linear_key_head_dim,
-        "linear_width": 2 * (keys + values),
-    }
-
-
-def _settings(given: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The entries that affect what the model computes or its shape, sorted by key."""
-    kept = []
-    for key in sorted(given):
-        is_name = key.startswith("_") or key.endswith(("token_id", "token_ids"))
-        if key not in _NO_FUNCTION and not is_name and given[key] is not None:
-            kept.append((key, given[key]))
-    return tuple(kept)
