@@ -1,8 +1,6 @@
 """The start-up banner: what is about to run, on what, with which attention kernel and why."""
 
-from titan_sparse.attention import ContextParallel
 from titan_sparse.build import Parts
-from titan_sparse.config import Attention
 from titan_sparse.models.flavours import choose_implementation, number_of_parameters
 from titan_sparse.models.lora_config import adapter_elements
 
@@ -14,7 +12,7 @@ def banner(parts: Parts, padded_seq_len: int, memory: dict[str, float]) -> str:
     by part, at the step's peak.
     """
     config, cp = parts.config, parts.cp
-    training, parallelism = config.training, config.parallelism
+    training, parallelism, attention = config.training, config.parallelism, config.attention
     replicas, dp_size = parallelism.dp_replicate, parts.meshes.dp_size
     sequences = training.local_batch_size * training.gradient_accumulation_steps * dp_size
     blocks = f"activation checkpointing {config.activation_checkpoint.mode}"
@@ -34,15 +32,14 @@ def banner(parts: Parts, padded_seq_len: int, memory: dict[str, float]) -> str:
             f" {sequences} sequences a step of {training.seq_len:,} tokens"
             f" (padded to {padded_seq_len:,}, {padded_seq_len // cp.size:,} a rank)"
         ),
-        "attention": _attention(config.attention, cp),
+        "attention": (
+            f"{attention.mask} mask, {attention.pattern}"
+            f" {vars(getattr(attention, attention.pattern)) or ''}, blocks of {cp.block_size}"
+        ),
         "layout": f"{cp.layout}, schedule {cp.schedule}",
         "kernel": parts.kernel,
         "blocks": f"{blocks}, {compiled}",
         "memory": f"expect a peak of {sum(memory.values()):.2f} GiB a device: {', '.join(parts_of_peak)}",
-        "timeouts": (
-            f"collectives fail after {parallelism.first_step_timeout_seconds:,} s in the first step"
-            f" and in saves, else after {parallelism.timeout_seconds:,} s"
-        ),
         "output": training.output_dir,
     }
     return "\n".join(f"{name:>10}  {text}" for name, text in lines.items())
@@ -66,16 +63,3 @@ def _model(parts: Parts) -> str:
         return line
     code, reason = choose_implementation(initial_hf, config.model.implementation)
     return f"{line}; {code} code ({reason})"
-
-
-def _attention(attention: Attention, cp: ContextParallel) -> str:
-    mask = attention.mask
-    if attention.sliding_window:
-        mask += f", window {attention.sliding_window}"
-    if attention.window_sinks:
-        mask += f" and {attention.window_sinks} sinks"
-    options = vars(getattr(attention, attention.pattern)).items()
-    pattern = f"{attention.pattern} ({', '.join(f'{name} {value}' for name, value in options)})"
-    if attention.dense_layers:
-        pattern += f", layers {attention.dense_layers} dense"
-    return f"{mask} mask, {pattern.removesuffix(' ()')}, blocks of {cp.block_size}"

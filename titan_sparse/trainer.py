@@ -22,7 +22,7 @@ from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
 from titan_sparse.banner import banner
 from titan_sparse.build import Parts
 from titan_sparse.config import Config, save
-from titan_sparse.config.changes import read_saved, refuse_changes
+from titan_sparse.config.changes import changes, read_saved, refuse_changes
 from titan_sparse.data import Batch
 from titan_sparse.estimate.memory import estimate, peak_phase
 from titan_sparse.from_config import build_layer_masks
@@ -37,7 +37,6 @@ from titan_sparse.training.optimizer import clip_gradients, resume_schedule
 from titan_sparse.training.run_folder import profiler
 from titan_sparse.training.setup import (
     read_initial_hf,
-    report_changes,
     step_path,
     step_size,
 )
@@ -107,10 +106,10 @@ class Trainer(Parts):
             saved = read_saved(step_path(config, step))
             if saved is not None:
                 refuse_changes(saved, config, self.origin)
+                for change in changes(saved, config):
+                    logger.info("changed since the checkpoint: %s", change)
             # What the user writes counts, and not what the checkpoint was saved with.
             resume_schedule(self.optimizers, self.schedule, step)
-            if saved is not None and dist.get_rank() == 0:
-                report_changes(saved, config)
         elif not self.adapters:
             read_initial_hf(config, self.model, self.model_config)
         self.checkpointer.check_disk()

@@ -32,7 +32,6 @@ from titan_sparse.models.initialization import canonical_name
 from titan_sparse.models.lora_config import is_adapter
 from titan_sparse.trainer import Trainer, draw_dropout
 from titan_sparse.training.checkpoint import read_metadata
-from titan_sparse.training.checkpoint.saver import expected_bytes
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -186,9 +185,6 @@ def test_checkpoints_hold_adapters_alone(folder, trained):
     assert len(of_model) == 2 * 14 and all(is_adapter(name) for name in of_model)
     of_optimizer = [name for name in tensors if name.startswith("optimizer.state.")]
     assert len(of_optimizer) == 3 * 2 * 14
-    # What a save is told to take on the disk: adapters, and Adam's two tensors of each.
-    trained_bytes = sum(p.nbytes for p in trained.model.parameters() if p.requires_grad)
-    assert expected_bytes(trained.model, trained.optimizers) == 3 * trained_bytes
 
 
 def _add_one(tensors: dict[str, Tensor]) -> None:

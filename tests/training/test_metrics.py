@@ -316,7 +316,6 @@ def test_tensorboard_opens_on_the_loss(tmp_path):
     assert sections == [
         "Train",
         "attention",
-        "attention_capped_by_layer",
         "attention_density_by_layer",
         "attention_recall_by_layer",
         "comm",

@@ -3,9 +3,6 @@
 torchrun keeps one store through all its restarts. A rank that comes first in a new attempt would
 read the address of a process that is dead. TORCHELASTIC_RESTART_COUNT does not identify an attempt:
 over several nodes only the node that has failed counts. So the ranks agree on a new name.
-
-Timeouts are long while the first step compiles and while a checkpoint is written, and short
-otherwise. A collective has the timeout that its process group had when the collective began.
 """
 
 import json
@@ -42,16 +39,13 @@ class Meshes(NamedTuple):
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device that training.device names, and make a GPU the current one of this process.
-
-    Under torchrun it is the GPU of LOCAL_RANK. Otherwise it is the one that the program has chosen
-    with torch.cuda.set_device(), which is number 0 by default. Raises ValueError if there is none.
+    """Return the device that training.device names, and make a GPU the current one of this process:
+    that of LOCAL_RANK, or without torchrun the current one. Raises ValueError if there is none.
     """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
+    has_gpu = torch.cuda.is_available()
+    if name == "cpu" or (name == "auto" and not has_gpu):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
+    if not has_gpu:
         raise ValueError('training.device = "cuda", but torch sees no GPU; write "cpu" or "auto"')
     if "LOCAL_RANK" in os.environ:
         index = int(os.environ["LOCAL_RANK"])
@@ -99,8 +93,7 @@ def leave_distributed() -> None:
 
 def build_meshes(parallelism: Parallelism, cp_intra: int, device_type: str) -> Meshes:
     world_size = dist.get_world_size()
-    cp = parallelism.cp
-    replicas = parallelism.dp_replicate
+    cp, replicas = parallelism.cp, parallelism.dp_replicate
     dp_size = world_size // cp
     # Two meshes over the same ranks: one mesh cannot name dp_shard x cp as a single axis and its
     # parts too.
@@ -115,16 +108,11 @@ def build_meshes(parallelism: Parallelism, cp_intra: int, device_type: str) -> M
         mesh_dim_names=("dp", "cp_inter", "cp_intra"),
     )
     fsdp = sharding if replicas > 1 else sharding["dp_shard_cp"]
-    return Meshes(
-        fsdp=fsdp,
-        cp=sequence["cp_inter", "cp_intra"],
-        dp_size=dp_size,
-        dp_rank=dist.get_rank() // cp,
-    )
+    return Meshes(fsdp, sequence["cp_inter", "cp_intra"], dp_size, dist.get_rank() // cp)
 
 
 def set_timeout(seconds: float, without: dist.ProcessGroup | None = None) -> None:
-    """Change the timeout of every process group made so far.
+    """Change the timeout of every process group made so far, for collectives that begin after this.
 
     without: a group that keeps its own. Before the timeout gets shorter all ranks should barrier().
     """

@@ -30,12 +30,12 @@ class Report(NamedTuple):
     """What the guard found in one step. The same on every rank."""
 
     step: int
-    skipped: bool
-    """the update did not happen"""
-    bad_loss: bool
-    """the loss of some rank is not finite"""
-    bad_norm: bool
-    """the gradient norm is not finite"""
+    skipped: float
+    """1: the update did not happen"""
+    bad_loss: float
+    """1: the loss of some rank is not finite"""
+    bad_norm: float
+    """1: the gradient norm is not finite"""
     norm: float
     """gradient norm before clipping; 0 if it is not finite"""
     limit: float
@@ -52,10 +52,8 @@ class Report(NamedTuple):
 
 
 def decides_on_device(optimizers: OptimizersContainer, device: torch.device) -> bool:
-    """Whether the optimizers can obey a verdict that only the device knows.
-
-    The fused kernels can. For others the host decides, which on a GPU has to wait for it.
-    """
+    """Whether the optimizers can obey a verdict that only the device knows, as the fused kernels can.
+    For others the host decides, which on a GPU has to wait for it."""
     for optimizer in optimizers.optimizers:
         on_device = all(p.device.type == device.type for p in optimizer.param_groups[0]["params"])
         if not optimizer.defaults["fused"] or not on_device:
@@ -76,8 +74,8 @@ class Guard:
         # Of the logarithm of accepted gradient norms: mean, variance, and how many there were.
         self.statistics = torch.zeros(3, dtype=torch.float64, device=device)
         self.in_a_row = torch.zeros((), dtype=torch.float64, device=device)
-        # Reports on their way to the host: the step; float64 [6], in the order of Report's fields
-        # after it; and the event of the copy.
+        # Reports on their way to the host: the step, the other fields of Report as float64 [6], and
+        # the event of the copy.
         self.pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
     def state_dict(self) -> dict[str, Any]:
@@ -109,19 +107,15 @@ class Guard:
             optimizers.step()
 
     def reports(self, all_of_them: bool) -> list[Report]:
-        """The reports that the host has not read yet.
-
-        all_of_them: the last step's too, for which the host waits.
-        """
+        """Those that the host has not read yet. all_of_them: also the last step's, for which it waits."""
         stay = 0 if all_of_them else 1
         read = []
         while len(self.pending) > stay:
             step, values, copied = self.pending.popleft()
             if copied is not None:
                 copied.synchronize()
-            skipped, bad_loss, bad_norm, norm, limit, in_a_row = values.tolist()
-            flags = bool(skipped), bool(bad_loss), bool(bad_norm)
-            read.append(Report(step, *flags, norm, limit, int(in_a_row)))
+            *numbers, in_a_row = values.tolist()
+            read.append(Report(step, *numbers, int(in_a_row)))
         return read
 
     def _judge(self, step: int, loss: Tensor, grad_norm: Tensor) -> Tensor:

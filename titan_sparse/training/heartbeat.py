@@ -34,7 +34,7 @@ from titan_sparse.training.launcher import OtherRankFailed, StopSignals, end_now
 logger = logging.getLogger("titan_sparse")
 
 _BEATS_OF_SILENCE = 8
-"""A rank whose sign of life has not changed for so many beats counts as dead."""
+"""of a rank that counts as dead"""
 
 _watches = itertools.count()
 """Numbers of the watches of this process."""
@@ -52,16 +52,14 @@ _COLLECTIVES = (
 
 class Watch:
     """Inside `with Watch(...)` this rank sends heartbeats and watches those of the other ranks.
-    Collective over the world.
+    Collective over the world. Nothing is started for a single rank.
 
     timeout_seconds: the time after which collectives fail; update it when that changes. step: the
-    step of the main thread, which sets it. signals: a rank that is asked to stop while another rank
-    is dead ends within seconds. folder: where all ranks write their stacks when nothing moves; None:
-    nowhere.
+    main thread sets it. signals: a rank that is asked to stop while another rank is dead ends within
+    seconds. folder: where all ranks write their stacks when nothing moves; None: nowhere.
 
-    Nothing is started for a single rank. The thread never keeps the process alive. If another rank
-    has failed and this one is stuck, it ends the process with status 1. Raises OtherRankFailed, in
-    place of what failed inside `with`, where that only follows from another rank's failure.
+    If another rank has failed and this one is stuck, it ends with status 1. Raises OtherRankFailed,
+    in place of what failed inside `with`, where that only follows from another rank's failure.
     """
 
     def __init__(
@@ -86,9 +84,8 @@ class Watch:
         # What ranks wrote last, of those that were read last; and which of these are dead.
         self.statuses: dict[int, dict] = {}
         self.dead: set[int] = set()
-        self.beats = [_Unchanged() for _ in range(self.size)]
-        self.progress = _Unchanged()
-        self.failures = _Unchanged()
+        # Name -> a value and since when it has been that.
+        self.unchanged: dict[str, tuple[object, float]] = {}
         # The steps in which a collective of this rank has timed out, and in which nothing has moved;
         # and the line that this rank has reported for that.
         self.overdue_in = self.stuck_in = -1
@@ -107,7 +104,9 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         if self.size > 1:
-            connection = _connection(dist.distributed_c10d._get_default_store())
+            # On the shared connection we would wait behind what the main thread waits for.
+            connection = dist.distributed_c10d._get_default_store().clone()
+            connection.set_timeout(timedelta(seconds=30))
             self.store = dist.PrefixStore(self.prefix, connection)
             self.lock = threading.Lock()
             self._give_sign()
@@ -157,7 +156,7 @@ class Watch:
         has_store = True
         while not self.closed.wait(self.beat_seconds):
             # For how long the main thread has not moved.
-            still = self.progress.seconds((self.step, collectives_begun()))
+            still = self._seconds_unchanged("progress", (self.step, collectives_begun()))
             if self.left:
                 still = 0.0
             try:
@@ -173,7 +172,6 @@ class Watch:
                 self._end("it is asked to stop, and the job's store is gone")
 
     def _look(self, still: float) -> None:
-        """What a beat finds out about the other ranks, and what follows from that."""
         failures = self.store.add("failures", 0)
         is_stuck = still > 0.6 * self.timeout_seconds
         # To read all ranks each time would cost the square of their number.
@@ -185,11 +183,15 @@ class Watch:
                 logger.error("%s", describe({rank: status}, {rank}))
         if is_stuck and self.stuck_in != self.step:
             self.stuck_in = self.step
-            self._write_stacks()
+            try:
+                if self.folder is not None:
+                    write_stacks(self.folder / f"step-{self.step}", self.rank)
+            except Exception as error:  # whatever it is, the watch goes on
+                logger.warning("rank %d cannot write its stacks: %s", self.rank, error)
         # By then the silent ranks are known.
         known_after = 0.6 * self.timeout_seconds + self.silence_seconds + self.beat_seconds
         if still > known_after and self._claim(f"stuck {self.step}"):
-            where = f"; stacks of all ranks: {self._stacks()}" if self.folder else ""
+            where = f"; stacks of all ranks: {self.folder}/step-{self.step}" if self.folder else ""
             self.stuck_line = (
                 f"nothing has moved for {still:.0f} s, collectives fail after "
                 f"{self.timeout_seconds:.0f} s: {describe(self.statuses, self.dead)}{where}"
@@ -201,27 +203,31 @@ class Watch:
             self.overdue_in = self.step
             if self.rank not in culprits(self.statuses, self.dead):
                 self.store.add("failures", 1)
-        unchanged = min(self.failures.seconds(failures), still)
+        unchanged = min(self._seconds_unchanged("failures", failures), still)
         if failures and unchanged > 2 * self.silence_seconds:
             self._end("another rank or a collective has failed")
         if self.signals.asked and (failures or is_stuck or self.dead):
             self._end("it is asked to stop, and a rank is dead or nothing moves")
 
     def _read_signs(self, ranks: Iterable[int]) -> None:
-        """Read what these ranks wrote last; those that have not begun yet are left out.
-
-        A rank is dead if it has been silent or has ended, without having said so.
-        """
+        """Those that have not begun yet are left out. A rank is dead if it has been silent or has ended,
+        without having said so."""
         present = [rank for rank in ranks if self.store.check([f"rank {rank}"])]
         values = self.store.multi_get([f"rank {rank}" for rank in present]) if present else []
         statuses = {rank: json.loads(value) for rank, value in zip(present, values, strict=True)}
         dead = set()
         for rank, status in statuses.items():
-            silent = self.beats[rank].seconds(status["beat"])
+            silent = self._seconds_unchanged(f"rank {rank}", status["beat"])
             is_gone = silent > self.silence_seconds or has_ended(status)
             if is_gone and not status["has_said_so"]:
                 dead.add(rank)
         self.statuses, self.dead = statuses, dead
+
+    def _seconds_unchanged(self, name: str, value: object) -> float:
+        now = time.monotonic()
+        if self.unchanged.get(name, ("nothing", 0))[0] != value:
+            self.unchanged[name] = (value, now)
+        return now - self.unchanged[name][1]
 
     def _say_that_store_is_gone(self, broken: RuntimeError) -> None:
         logger.error(
@@ -231,25 +237,12 @@ class Watch:
             " ".join(str(broken).split())[:100],
         )
 
-    def _write_stacks(self) -> None:
-        if self.folder is None:
-            return
-        try:
-            write_stacks(self._stacks(), self.rank)
-        except Exception as error:  # whatever it is, the watch goes on
-            logger.warning("rank %d cannot write its stacks: %s", self.rank, error)
-
-    def _stacks(self) -> Path:
-        return self.folder / f"step-{self.step}"
-
     def _claim(self, what: str) -> bool:
         # One line per job, not one per rank.
         return self.store.add(what, 1) == 1
 
     def _explain(self, error: BaseException, frames: TracebackType | None) -> bool:
-        """The main thread leaves by an exception. Returns whether another rank has failed before, or is
-        dead, and this one waited for it.
-        """
+        """Returns whether another rank has failed before, or is dead, and this one waited for it."""
         lines = [(frame.f_code, number) for frame, number in traceback.walk_tb(frames)]
         self.frozen = place_of(lines[::-1])
         place, waits = self.frozen
@@ -287,29 +280,6 @@ class Watch:
         end_now(1)
 
 
-class _Unchanged:
-    def __init__(self):
-        self.value: object = None
-        self.since = time.monotonic()
-
-    def seconds(self, value: object) -> float:
-        if value != self.value:
-            self.value = value
-            self.since = time.monotonic()
-        return time.monotonic() - self.since
-
-
-@functools.cache
-def _connection(store: dist.Store) -> dist.Store:
-    """A connection of our own to the store.
-
-    On the shared one we would wait behind what the main thread waits for.
-    """
-    connection = store.clone()
-    connection.set_timeout(timedelta(seconds=30))
-    return connection
-
-
 @functools.cache
 def machine() -> str:
     """Where process numbers mean the same: the host, and in it the namespace of the numbers."""
@@ -329,11 +299,8 @@ def has_ended(status: dict) -> bool:
 
 
 def write_stacks(folder: Path, rank: int) -> None:
-    """Into folder: stacks_rank_N.txt, the stacks of all threads of this process; and on GPUs
-    nccl_trace_rank_N, for `torchfrtrace --prefix nccl_trace_rank_ FOLDER`.
-
-    Raises OSError if they cannot be written.
-    """
+    """Write stacks_rank_N.txt, the stacks of all threads of this process, and on GPUs
+    nccl_trace_rank_N, for `torchfrtrace --prefix nccl_trace_rank_ FOLDER`."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"stacks_rank_{rank}.txt", "w") as file:
         faulthandler.dump_traceback(file, all_threads=True)
@@ -344,11 +311,9 @@ def write_stacks(folder: Path, rank: int) -> None:
 
 
 def culprits(statuses: dict[int, dict], silent: set[int]) -> list[int]:
-    """The ranks that the others seem to wait for.
-
-    These are the silent ranks. Without any they are ranks that do not wait themselves, at first among
-    those that have begun fewer collectives than others of a group. If all of these wait in transfers,
-    which are not counted, we look among all ranks.
+    """The ranks that the others seem to wait for: the silent ones. Without any they are ranks that do
+    not wait themselves, first among those that have begun fewer collectives than others of a group, then
+    (transfers are not counted) among all.
     """
     if silent:
         return sorted(silent)
@@ -362,21 +327,18 @@ def culprits(statuses: dict[int, dict], silent: set[int]) -> list[int]:
         if any(number < most[group] for group, number in status["collectives"].items())
     ]
     busy = [rank for rank, status in statuses.items() if not status["waits"]]
-    behind_and_busy = [rank for rank in behind if rank in busy]
-    return behind_and_busy or busy or behind
+    return [rank for rank in behind if rank in busy] or busy or behind
 
 
 def describe(statuses: dict[int, dict], silent: set[int]) -> str:
     """One line: who is waited for, and where."""
     named = culprits(statuses, silent)
-    parts = []
-    for rank in named[:8]:
-        status = statuses[rank]
-        what = "has given no sign of life, last seen" if rank in silent else "holds up the others"
-        parts.append(
-            f"rank {rank} (host {status['host']}, process {status['process']}) {what} "
-            f"in step {status['step']}, at {status['place']}"
-        )
+    what = "has given no sign of life, last seen" if silent else "holds up the others"
+    parts = [
+        f"rank {rank} (host {statuses[rank]['host']}, process {statuses[rank]['process']}) {what} "
+        f"in step {statuses[rank]['step']}, at {statuses[rank]['place']}"
+        for rank in named[:8]
+    ]
     if len(named) > 8:
         parts.append(f"{len(named) - 8} more")
     return "; ".join(parts)

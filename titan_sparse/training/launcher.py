@@ -4,6 +4,7 @@ A process ends together with the torchrun that started it, and reports its error
 and SIGTERM ask a run to stop. Mistakes in a configuration are reported before torch is imported.
 """
 
+import ctypes
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
-_POLL_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
 
 logger = logging.getLogger("titan_sparse")
 
@@ -31,26 +32,13 @@ class Poisoned(RuntimeError):
 
 
 def end_with_launcher() -> None:
-    """From now on this process ends, with status 1, soon after the torchrun that has started it.
+    """From now on the system kills this process as soon as the torchrun that has started it is dead.
 
     A torchrun that is killed leaves its ranks behind. They would train on for good, into the folder
     of the job that takes their place. Does nothing for a process started by hand.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        thread = threading.Thread(
-            target=_wait_for_another_parent, args=(os.getppid(),), name="launcher", daemon=True
-        )
-        thread.start()
-
-
-def _wait_for_another_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_POLL_SECONDS)
-    rank = os.environ.get("RANK", "0")
-    # The pipe to torchrun may be closed.
-    with suppress(OSError, ValueError):
-        print(f"rank {rank} ends, as torchrun (process {parent}) is dead", file=sys.stderr)
-    end_now(1)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_now(status: int) -> NoReturn:
@@ -68,8 +56,7 @@ def end_now(status: int) -> NoReturn:
 def report_to_launcher(line: str, details: str = "") -> None:
     """Have torchrun show `line`, or `details` such as a traceback, in its summary of a failed job.
 
-    The first word counts. It is written as torch.distributed.elastic's `record` writes it. Does
-    nothing without torchrun.
+    The file is that of torch.distributed.elastic's `record`, and its first writer counts.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if not path:

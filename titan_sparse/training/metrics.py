@@ -10,7 +10,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from titan_sparse.attention.observe import Recording, worker_imbalance
 from titan_sparse.attention.recorder import counting_caps
 from titan_sparse.config import Attention, Config
 from titan_sparse.estimate.flops import flops_per_token, peak_flops, utilization
-from titan_sparse.from_config import selecting_layers
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.lora_config import resolve_adapters
 from titan_sparse.training.metrics_output import JsonLines, tag
@@ -31,39 +30,6 @@ if TYPE_CHECKING:
     import wandb
 
 logger = logging.getLogger("titan_sparse")
-
-THUMBNAIL_CELLS = 48
-"""Cells on a side of a TensorBoard picture of one head's selection."""
-
-
-class Capped(NamedTuple):
-    """Shares of heads that caps kept below the recall, over sequences, forwards and ranks: float64
-    [layers] each, on the CPU.
-    """
-
-    verticals: Tensor
-    slashes: Tensor
-    both: Tensor
-
-    def of_budgets(self) -> Tensor:
-        return (self.verticals + self.slashes) / 2
-
-    def spread(self, selecting: list[int], layers: int) -> "Capped":
-        """The same for all `layers`. Only `selecting` have budgets: nothing is cut in others."""
-        spread = []
-        for shares in self:
-            of_all = shares.new_zeros(layers)
-            of_all[selecting] = shares
-            spread.append(of_all)
-        return Capped(*spread)
-
-    def of_heads(self, budget: str) -> Tensor:
-        """Shares of heads that keep less of the probe's mass than was asked, [layers]. Of two
-        independent budgets each has to reach the recall, so one without its cap is enough.
-        """
-        if budget == "independent":
-            return self.both
-        return self.verticals + self.slashes - self.both
 
 
 class CapCount:
@@ -84,8 +50,9 @@ class CapCount:
         self.sums = by_layer if self.sums is None else self.sums + by_layer
         self.forwards += 1
 
-    def read(self) -> Capped | None:
-        """The means over all forwards since the last call and over all ranks' data.
+    def read(self) -> Tensor | None:
+        """Shares of heads that the caps of verticals, of slashes, and of both kept below the recall:
+        float64 [layers, 3], on the CPU. Means over all forwards since the last call and all ranks.
 
         None for patterns without budgets. Collective; waits for the device.
         """
@@ -93,16 +60,14 @@ class CapCount:
             return None
         means = self.sums / self.forwards
         dist.all_reduce(means)
-        means = means.cpu() / dist.get_world_size()
         self.sums = None
         self.forwards = 0
-        return Capped(*means.unbind(1))
+        return means.cpu() / dist.get_world_size()
 
 
 def asked_recall(attention: Attention) -> float | None:
     """The recall that selection has to reach. None for patterns without one, and where the numbers of
-    verticals and slashes are both fixed.
-    """
+    verticals and slashes are both fixed."""
     if attention.pattern != "vertical_slash":
         return None
     budgets = attention.vertical_slash
@@ -123,7 +88,7 @@ def percent(share: Tensor | float) -> str:
 
 
 class MetricsLog:
-    """Writes the metrics of logged steps, on the first rank. The others only keep the time."""
+    """Writes the metrics of logged steps, on the first rank."""
 
     def __init__(
         self,
@@ -138,7 +103,6 @@ class MetricsLog:
         self.float8 = config.float8.enable
         self.model = model
         self.adapters = resolve_adapters(model, **vars(config.lora))
-        self.selecting = selecting_layers(config.attention, model)
         self.device = device
         self.world_size = dist.get_world_size()
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -181,19 +145,16 @@ class MetricsLog:
 
     def should_log(self, step: int) -> bool:
         """Whether `step` (from 1) is logged: every metrics.log_every, the first and the last."""
-        is_end = step in (1, self.steps)
-        return is_end or step % self.section.log_every == 0
+        return step in (1, self.steps) or step % self.section.log_every == 0
 
     def recall_rows(self, step: int) -> int:
         """Query rows a sequence to measure recall on at a logged step; 0 where it is not measured."""
-        if _is_due(step, self.section.recall_every):
-            return self.section.recall_rows
-        return 0
+        return self.section.recall_rows if _is_due(step, self.section.recall_every) else 0
 
     def thumbnail_cells(self, step: int) -> int:
         """Cells on a side of the pictures of the selection at a logged step; 0 where there are none."""
         if self.board is not None and _is_due(step, self.section.pictures_every):
-            return THUMBNAIL_CELLS
+            return 48
         return 0
 
     def log(
@@ -229,13 +190,15 @@ class MetricsLog:
             **context_parallel_averages(recorded),
         }
         if capped is not None:
-            record["capped"] = capped.of_budgets().mean().item()
-            record["verticals_at_cap"] = capped.verticals.mean().item()
+            verticals, slashes, both = capped.unbind(1)
+            record["capped"] = ((verticals + slashes) / 2).mean().item()
+            record["verticals_at_cap"] = verticals.mean().item()
             if self.asked is not None:
-                record["heads_capped"] = capped.of_heads(self.budget).mean().item()
+                # Of two independent budgets each has to reach the recall, so one without its cap is
+                # enough.
+                of_heads = both if self.budget == "independent" else verticals + slashes - both
+                record["heads_capped"] = of_heads.mean().item()
                 record["recall_asked"] = self.asked
-            # From here on, by layers.
-            capped = capped.spread(self.selecting, self.model.layers)
         if self.save_seconds:
             record["save_seconds"] = self.save_seconds
             self.save_seconds = 0.0
@@ -244,7 +207,7 @@ class MetricsLog:
             if self.wandb_run is not None:
                 self.wandb_run.log(record)
             if self.board is not None:
-                write_board(self.board, record, recorded, capped)
+                write_board(self.board, record, recorded)
             pace = record["step_seconds"] if self.has_logged else None
             logger.info(progress_line(record, self.steps, pace))
         self.has_logged = True
@@ -253,11 +216,8 @@ class MetricsLog:
     def _speeds(
         self, tokens_per_second: float, visited: float, visible: float
     ) -> dict[str, float | None]:
-        """mfu, and apart from it dense_equivalent_tflops.
-
-        visited, visible: pairs of tokens that were computed, and that the mask allows, per token,
-        over layers and heads.
-        """
+        """visited, visible: pairs of tokens that were computed, and that the mask allows, per token,
+        over layers and heads."""
         dense = flops_per_token(self.model, visible, self.adapters) * tokens_per_second / 1e12
         mfu = None
         if self.peak is not None:
@@ -312,18 +272,17 @@ def average_over_ranks(recorded: Recording, sequence_tokens: float) -> float:
 
     Returns the mean of `sequence_tokens`.
     """
-    # Everything goes into one vector, so that there is one collective.
-    tensors = [tensor for name in _BY_LAYER for tensor in getattr(recorded, name)]
-    tensors += [visible.view(1) for visible in recorded.visible]
-    tensors.append(recorded.visible[0].new_tensor([sequence_tokens]))
-    flat = torch.cat([tensor.double() for tensor in tensors])
-    dist.all_reduce(flat)
-    flat = flat / dist.get_world_size()
-    means = iter(flat.split([len(tensor) for tensor in tensors]))
+
+    def mean(values: Tensor) -> Tensor:
+        values = values.double()
+        dist.all_reduce(values)
+        return values / dist.get_world_size()
+
     for name in _BY_LAYER:
-        setattr(recorded, name, [next(means) for _ in getattr(recorded, name)])
-    recorded.visible = [next(means)[0] for _ in recorded.visible]
-    return next(means).item()
+        if layers := getattr(recorded, name):
+            setattr(recorded, name, list(mean(torch.stack(layers))))
+    recorded.visible = list(mean(torch.stack(recorded.visible)))
+    return mean(recorded.visible[0].new_tensor(sequence_tokens)).item()
 
 
 def attention_averages(recorded: Recording) -> dict[str, float]:
@@ -341,11 +300,7 @@ def attention_averages(recorded: Recording) -> dict[str, float]:
 
 def context_parallel_averages(recorded: Recording) -> dict[str, float]:
     """Balance and communication of attention, means over its calls and the context-parallel groups.
-
-    Empty for one rank. worker_imbalance: of visited pairs, and (..._time) of computing time.
-    exposed_communication_ms: what a forward takes beyond its computing; ..._share: as a share of
-    the forward's time. Collective.
-    """
+    Empty for one rank. docs/context_parallel.md explains the fields. Collective."""
     if not recorded.calls:
         return {}
     by_rank = recorded.by_rank()
@@ -369,44 +324,29 @@ def context_parallel_averages(recorded: Recording) -> dict[str, float]:
     return means
 
 
-def write_board(
-    board: SummaryWriter, record: dict[str, Any], recorded: Recording, capped: Capped | None
-) -> None:
-    """Write a line of metrics.jsonl, the statistics of each layer, and pictures of thumbnails.
-
-    capped: of the selections since the previous logged step; None for patterns without budgets.
-    """
+def write_board(board: SummaryWriter, record: dict[str, Any], recorded: Recording) -> None:
+    """Write a line of metrics.jsonl, means of each layer, and pictures where there are thumbnails."""
     step = record["step"]
     for field, value in record.items():
         # TensorBoard itself has step and time of each value.
         if field not in ("step", "time") and value is not None:
             board.add_scalar(tag(field), value, step)
-    # [layers, Hq], and [layers] of what caps cut
+    # [layers, Hq]
     by_layer = {
-        "density": recorded.density(),
-        "recall": recorded.recall,
-        "capped": [] if capped is None else capped.of_budgets(),
+        "density": (recorded.density(), "share of allowed pairs that are visited"),
+        "recall": (recorded.recall, "share of the softmax's mass that is kept"),
     }
-    for name, layers in by_layer.items():
+    for name, (layers, meaning) in by_layer.items():
         for number, shares in enumerate(layers):
             board.add_scalar(f"attention_{name}_by_layer/{number}", shares.mean().item(), step)
-    if not recorded.thumbnails:
-        return
-
-    pictures = {
-        "density_heat_map": (by_layer["density"], "share of allowed pairs that are visited"),
-        "recall_heat_map": (recorded.recall, "share of the softmax's mass that is kept"),
-    }
-    for name, (layers, meaning) in pictures.items():
-        if len(layers):
-            board.add_figure(
-                f"attention/{name}", heat_map(torch.stack(list(layers)), meaning), step
-            )
-    meaning = "share of a cell's allowed pairs that is selected"
-    ticks = (0, 0.01, 0.1, 0.25, 0.5, 1)
-    board.add_figure(
-        "attention/selection", heat_map(torch.stack(recorded.thumbnails), meaning, ticks), step
-    )
+        if recorded.thumbnails and len(layers):
+            picture = heat_map(torch.stack(list(layers)), meaning)
+            board.add_figure(f"attention/{name}_heat_map", picture, step)
+    if recorded.thumbnails:
+        meaning = "share of a cell's allowed pairs that is selected"
+        ticks = (0, 0.01, 0.1, 0.25, 0.5, 1)
+        picture = heat_map(torch.stack(recorded.thumbnails), meaning, ticks)
+        board.add_figure("attention/selection", picture, step)
 
 
 def progress_line(record: dict[str, Any], steps: int, step_seconds: float | None) -> str:

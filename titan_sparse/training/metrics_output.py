@@ -48,8 +48,8 @@ RUN_ID = "wandb_run_id"
 class JsonLines:
     """A file that lines are added to. What a process that was killed left of a line is cut off.
 
-    Raises OSError, naming the file, where it cannot be opened or read, or is a link, which might have
-    been put there to have its target overwritten.
+    Raises OSError, naming the file, also for a link, which might have been put there to have its target
+    overwritten.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -84,10 +84,8 @@ class JsonLines:
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of a file, one a line. A last line that is cut short is left out.
-
-    Raises ValueError, one line, for another line that is not an object, OSError for the file.
-    """
+    """The objects of a file, one a line. A last line that is cut short is left out. Raises ValueError for
+    another line that is not an object."""
     # What follows the end of the last line: nothing, or a line whose writer was killed or writes it.
     *lines, rest = Path(path).read_bytes().split(b"\n")
     objects = [_parsed(line) for line in lines]
@@ -161,9 +159,10 @@ def open_wandb(config: Config) -> "wandb.Run | None":
             id=id_file.read_text(encoding="utf-8").strip(),
             resume="allow",
             dir=folder,
+            config=dataclasses.asdict(config),
+            # A resumed run may have other values, such as more steps.
+            allow_val_change=True,
         )
-        # A resumed run may have other values, such as more steps.
-        run.config.update(dataclasses.asdict(config), allow_val_change=True)
     except (wandb.Error, OSError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(

@@ -1,16 +1,16 @@
 """Offload of what activation checkpointing keeps: to pinned CPU memory in the forward, back in the
 backward.
 
-OffloadedBlocks runs the decoder's blocks. Through saved_tensors_hooks it sees what each block keeps
-for its backward: its input and attention's out and LSE. A second stream copies them while the next
-block computes. In the backward, a block's tensors come back while the block after it computes. Those
-of the last block stay where they are, since they are needed at once. (The scheme is that of
-BurstEngine's and ALST's checkpoint offload, arXiv 2506.13996, section 3.3.)
+saved_tensors_hooks show what each block keeps for its backward: its input and attention's out and LSE.
+A second stream copies them while the next block computes. In the backward, a block's tensors come back
+while the block after it computes. Those of the last block stay. (The scheme is that of BurstEngine's
+and ALST's checkpoint offload, arXiv 2506.13996, section 3.3.)
 """
 
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,11 +34,10 @@ def pin(buffer: Tensor) -> int:
 
 
 class BufferPool:
-    """CPU buffers, kept when they are given back. count, nbytes: of all, in use or not."""
+    """CPU buffers, kept when they are given back. nbytes: of all, in use or not."""
 
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
-        self.count = 0
         self.nbytes = 0
         self.free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
@@ -52,12 +51,8 @@ class BufferPool:
                 f"{nbytes:,} bytes of CPU memory can't be pinned in addition to {self.nbytes:,} (CUDA error "
                 f"{error}); write activation_checkpoint.offload = false or a smaller training.seq_len"
             )
-        self.count += 1
         self.nbytes += nbytes
         return buffer
-
-    def give_back(self, buffer: Tensor) -> None:
-        self.free[buffer.numel()].append(buffer)
 
 
 class Copier:
@@ -147,30 +142,25 @@ class _Saved:
         # used again.
         self._settle()
         if self.buffer is not None:
-            self.block.owner.pool.give_back(self.buffer)
+            self.block.owner.pool.free[self.buffer.numel()].append(self.buffer)
 
 
+@dataclass(eq=False)
 class _Block:
     """What one block keeps in one forward."""
 
-    def __init__(
-        self,
-        owner: "OffloadedBlocks",
-        module: nn.Module,
-        shared_storages: set[int],
-        before: "_Block | None",
-        is_last: bool,
-    ) -> None:
-        self.owner = owner
-        self.module = module
-        self.shared_storages = shared_storages
-        self.parameter_storages: set[int] | None = None
-        # The block that the backward reaches next.
-        self.before = before
-        self.is_last = is_last
-        self.fetched = False
-        # By address and shape. Weak: only autograd decides how long a tensor is kept.
-        self.saved: weakref.WeakValueDictionary[tuple, _Saved] = weakref.WeakValueDictionary()
+    owner: "OffloadedBlocks"
+    module: nn.Module
+    shared_storages: set[int]
+    before: "_Block | None"
+    """the block that the backward reaches next"""
+    is_last: bool
+    parameter_storages: set[int] | None = None
+    fetched: bool = False
+    saved: weakref.WeakValueDictionary[tuple, _Saved] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
+    """by address and shape; weak, as only autograd decides how long a tensor is kept"""
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
         """The pack hook: called for every tensor that autograd saves in this block's forward."""
@@ -194,10 +184,6 @@ class _Block:
             self.parameter_storages = _storages(self.module.parameters())
         address = tensor.untyped_storage().data_ptr()
         return address in self.shared_storages or address in self.parameter_storages
-
-    def free_device(self) -> None:
-        for saved in self.saved.values():
-            saved.free_device()
 
     def fetch(self) -> None:
         if self.fetched:
@@ -229,8 +215,9 @@ class OffloadedBlocks:
             record = _Block(self, block, shared_storages, record, block is blocks[-1])
             with torch.autograd.graph.saved_tensors_hooks(record.pack, _unpack):
                 x = block(x, *shared)
-            if record.before is not None:
-                record.before.free_device()  # this one's tensors are still being copied
+            # This one's tensors are still being copied.
+            for saved in record.before.saved.values() if record.before is not None else ():
+                saved.free_device()
         return x
 
 

@@ -32,10 +32,7 @@ _PACKAGES = ("torch", "triton", "flash-attn-4", "torchtitan", "torchao", "numpy"
 
 
 def begin_start(config: Config, device: torch.device) -> Path:
-    """Make this start's folder, write start.json, and log to rank<N>.log from now on. Collective.
-
-    Raises OSError, on all ranks, where rank 0 cannot make it.
-    """
+    """Make this start's folder, write start.json, and log to rank<N>.log from now on. Collective."""
     this_rank = {
         "rank": dist.get_rank(),
         "host": socket.gethostname(),
@@ -72,15 +69,11 @@ def log_error(error: BaseException) -> None:
 
 
 def _new_folder(parent: Path) -> Path:
-    """A folder that no other start has, named after the time."""
-    parent.mkdir(parents=True, exist_ok=True)
+    """A folder that no other start has, named after the time. A job may be restarted in a second."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d_%H-%M-%S")
-    for number in itertools.count(1):
-        # A job may be restarted within a second.
-        folder = parent / (now if number == 1 else f"{now}_{number}")
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir()
-            break
+    names = itertools.chain([now], (f"{now}_{number}" for number in itertools.count(2)))
+    folder = next(parent / name for name in names if not (parent / name).exists())
+    folder.mkdir(parents=True)
     return folder
 
 
@@ -115,8 +108,7 @@ def versions() -> dict[str, str | None]:
 
 def git_commit(file: Path) -> dict[str, Any] | None:
     """The commit of the checkout that holds `file`, and the number of files changed since. None where
-    git does not know the file, as of an installed package, or where there is no git.
-    """
+    git does not know the file, or where there is no git."""
 
     def git(*words: str) -> str:
         return subprocess.check_output(
@@ -159,11 +151,7 @@ def _log_to(path: Path) -> None:
 @contextlib.contextmanager
 def profiler(profiling: Profiling, output_dir: str, rank: int) -> Iterator[Callable[[int], None]]:
     """Profiles what runs inside, if profiling.enable. Gives what to call after each step, with its
-    number from 1.
-
-    The first traced step waits for what was queued before it, and the last one for its own work, so
-    that a trace has the work of its steps and no other.
-    """
+    number from 1."""
     if not profiling.enable:
         yield lambda step: None
         return
@@ -181,6 +169,7 @@ def profiler(profiling: Profiling, output_dir: str, rank: int) -> Iterator[Calla
     ) as profile:
 
         def step_done(step: int) -> None:
+            # A trace has the work of its steps and no other.
             if step in (before, before + profiling.steps) and torch.cuda.is_available():
                 torch.cuda.synchronize()
             profile.step()

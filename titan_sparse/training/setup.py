@@ -16,8 +16,6 @@ from titan_sparse.config import Config, padding_multiple, resolve_cp_intra, trai
 from titan_sparse.config.changes import (
     DATA_KEYS,
     Origin,
-    Saved,
-    changes,
     model_functions,
     read_saved,
 )
@@ -206,9 +204,3 @@ def check_base(config: Config, checkpoint: str) -> None:
             f"model.initial_hf = {show(config.model.initial_hf)} has other weights than those that "
             f"the adapters of {checkpoint} were trained on; put them back"
         )
-
-
-def report_changes(saved: Saved, config: Config) -> None:
-    """Log what differs from the start that saved the checkpoint. For one rank."""
-    for change in changes(saved, config):
-        logger.info("changed since the checkpoint: %s", change)

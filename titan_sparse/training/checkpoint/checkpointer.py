@@ -5,15 +5,19 @@ optimizer.state.<parameter>.<key>, without settings (learning rate, betas), whic
 dataloader.*; train_state.*. Whatever else has a state is saved under its own name.
 """
 
+import copy
 import json
 import logging
 import os
 import shutil
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from titan_sparse.config import Checkpoint, Refusal
@@ -34,8 +39,9 @@ from titan_sparse.training.checkpoint.reader import (
     read_metadata,
     verify,
 )
-from titan_sparse.training.checkpoint.saver import Saver, expected_bytes
+from titan_sparse.training.checkpoint.saver import PINNED, memory_like, write
 from titan_sparse.training.distributed import on_first_rank
+from titan_sparse.training.offload import Copier
 
 LOADER = "dataloader"
 
@@ -75,9 +81,13 @@ class Progress:
         vars(self).update(counts)
 
 
-class Checkpointer(Saver):
+class Checkpointer:
     """The run's checkpoints, in <output_dir>/checkpoint/step-N. Where checkpoint.enable is false there
-    are none. All but raise_failure() is collective.
+    are none. All but wait() and raise_failure() is collective.
+
+    In the background, copies on the CPU are saved. With pinned memory, copying hardly slows a step
+    down: the GPU's copy engine uses a separate stream during the next forward and backward, and only
+    the next update waits for it.
     """
 
     def __init__(
@@ -93,8 +103,9 @@ class Checkpointer(Saver):
     ):
         """states: what else is saved, of plain values and CPU tensors. texts: further files of every
         checkpoint, name -> text."""
-        super().__init__(section, Path(output_dir, folders.FOLDER), progress.device, texts)
-        self.progress = progress
+        self.section = section
+        self.folder = Path(output_dir, folders.FOLDER)
+        self.texts = texts
         self.parts: dict[str, Stateful] = {LOADER: loader, PROGRESS: progress, **states}
         self.model = model
         self.optimizers = list(optimizers)
@@ -105,6 +116,20 @@ class Checkpointer(Saver):
         self.parameter_names = {
             parameter: canonical_name(name) for name, parameter in model.named_parameters()
         }
+        self.last_save_seconds: float | None = None if section.enable else 0.0
+        """from save() to the name step-N, of the last save that got it; None before the first"""
+        self.pending: Future[None] | None = None
+        # Of this rank's shards, for saves in the background, and the memory that they are in.
+        self.memory: Tensor | None = None
+        self.copies: dict[str, Tensor] = {}
+        self.copier = Copier(progress.device)
+        self.copied: torch.cuda.Event | None = None
+        self.group: dist.ProcessGroup | None = None
+        self.thread: ThreadPoolExecutor | None = None
+        if section.enable and section.async_mode != "disabled":
+            # Not the world's group, over which training communicates at the same time.
+            self.group = dist.new_group(backend="gloo")
+            self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
         """What is saved: the tensors of model and optimizer, and the state of each other part."""
@@ -141,7 +166,9 @@ class Checkpointer(Saver):
         """Refuse a disk that has no room for a save. Raises Refusal on all ranks."""
         if not self.section.enable:
             return
-        needed_bytes = expected_bytes(self.model, self.optimizers)
+        # Adam has two tensors of each parameter's size.
+        moments = 0 if all(isinstance(o, torch.optim.SGD) for o in self.optimizers) else 2
+        needed_bytes = sum(weight.nbytes for weight in self.weights.values()) * (1 + moments)
 
         def check() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -176,6 +203,68 @@ class Checkpointer(Saver):
     def is_due(self, step: int, last: bool) -> bool:
         """Whether save() would save: at every interval, and at the run's last step."""
         return self.section.enable and (last or step % self.section.interval == 0)
+
+    def save(self, step: int) -> float:
+        """Save, or begin to. Returns the seconds for which this held up training.
+
+        The tensors must not change between this and the return of before_update().
+        Raises SaveError, one line, on all ranks, if this save failed, or in the background the one
+        before.
+        """
+        began = time.perf_counter()
+        self.wait()
+        tensors, values = self.state()
+        if self.thread is None:
+            self._write(step, {**tensors, **values}, began)
+        else:
+            self._copy(tensors)
+            state = {**tensors, **copy.deepcopy(values)}
+            self.pending = self.thread.submit(self._write, step, state, began)
+        return time.perf_counter() - began
+
+    @torch.no_grad()
+    def _copy(self, tensors: dict[str, Tensor]) -> None:
+        """Copy this rank's shards. With pinned memory the host does not wait for it."""
+        shards = {
+            name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            for name, tensor in tensors.items()
+        }
+        if shards.keys() != self.copies.keys():
+            self.memory, self.copies = memory_like(shards, self.section.async_mode == PINNED)
+        for name, shard in shards.items():
+            self.copied = self.copier.start(self.copies[name], shard)
+
+    def before_update(self) -> None:
+        """The tensors may change after this: the GPU waits for the copies, the host does not."""
+        self.copier.wait(self.copied)
+
+    def raise_failure(self) -> None:
+        """Raises SaveError if the save in the background has failed. Does not wait."""
+        if self.pending is not None and self.pending.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written. Raises SaveError if it failed."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait, then give back thread and memory."""
+        try:
+            self.wait()
+        finally:
+            if self.thread is not None:
+                self.thread.shutdown()
+            self.memory, self.copies = None, {}
+
+    def _write(self, step: int, state: dict[str, Any], began: float) -> None:
+        if self.copied is not None:
+            self.copied.synchronize()
+        checkpoint = folders.step_folder(self.folder, step)
+        write(checkpoint, state, self.copies, self.texts, self.section.keep_latest_k, self.group)
+        self.last_save_seconds = time.perf_counter() - began
+        logger.info("saved %s in %.1f s", checkpoint, self.last_save_seconds)
 
     def _load_newest(self, before: int | None = None, with_loader: bool = True) -> int | None:
         """Load the newest checkpoint that is whole, of a step < `before`. Returns its step.

@@ -8,6 +8,7 @@ step-N.replaced, rolled-back-K/step-N. Names that only look alike are not touche
 One run per folder: a lock on <output_dir>/.lock is held as long as the process lives.
 """
 
+import contextlib
 import errno
 import fcntl
 import itertools
@@ -56,14 +57,9 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def is_complete(checkpoint: Path) -> bool:
-    """Whether a save into this folder came to its end. It may have been damaged since."""
-    return (checkpoint / METADATA).is_file()
-
-
 def complete_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in `folder`, in rising order."""
-    return [step for step in saved_steps(folder) if is_complete(step_folder(folder, step))]
+    """Steps whose save came to its end, in rising order. They may have been damaged since."""
+    return [s for s in saved_steps(folder) if (step_folder(folder, s) / METADATA).is_file()]
 
 
 def newest_checkpoint(output_dir: str) -> str | None:
@@ -81,10 +77,7 @@ def move_aside(checkpoint: Path, why: str) -> Path:
 
 
 def roll_back(folder: Path, step: int) -> Path | None:
-    """Move every checkpoint newer than `step` into a new folder rolled-back-K.
-
-    Returns that folder, None if there was nothing newer.
-    """
+    """Move every checkpoint newer than `step` into a new folder rolled-back-K, and return that."""
     newer = [later for later in saved_steps(folder) if later > step]
     if not newer:
         return None
@@ -99,8 +92,7 @@ def roll_back(folder: Path, step: int) -> Path | None:
 
 
 def publish(incomplete: Path, checkpoint: Path) -> None:
-    """Give a finished save its name. A checkpoint that has it already is moved aside, not written
-    into."""
+    """Give a finished save its name. A checkpoint that has it already is moved aside."""
     sync_folder(incomplete)
     if checkpoint.exists():
         move_aside(checkpoint, "replaced")
@@ -122,10 +114,10 @@ def rotate(folder: Path, keep: int) -> None:
 
 def delete_incomplete(folder: Path) -> list[str]:
     """Delete what saves that were cut short have left. Returns the names."""
-    left_over = [path for path in _folders_in(folder) if _INCOMPLETE.fullmatch(path.name)]
-    for path in left_over:
-        shutil.rmtree(path, ignore_errors=True)
-    return [path.name for path in left_over]
+    left_over = [path.name for path in _folders_in(folder) if _INCOMPLETE.fullmatch(path.name)]
+    for name in left_over:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    return left_over
 
 
 def sync_folder(folder: Path) -> None:
@@ -138,10 +130,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    try:
-        return [path for path in folder.iterdir() if path.is_dir()]
-    except FileNotFoundError:
-        return []
+    return [path for path in folder.glob("*") if path.is_dir()]
 
 
 def _free_name(path: Path, first: str) -> Path:
@@ -155,8 +144,8 @@ def lock_run(output_dir: str, wait_seconds: float = WAIT_SECONDS) -> None:
     """Make `output_dir`, if there is none, and keep other processes' runs out of it.
 
     A second call in the same process does nothing. The system gives the lock back when the process
-    ends, however it ends. Raises Refusal if another run holds it after `wait_seconds`,
-    or if the folder can't be written. A file system that has no locks is warned of.
+    ends. Raises Refusal if another run holds it after `wait_seconds`, or if the folder can't be
+    written. A file system that has no locks is warned of.
     """
     path = _path(output_dir)
     if path in _held:
@@ -191,16 +180,11 @@ def check_lock(output_dir: str) -> None:
     path = _path(output_dir)
     if path not in _held:
         return
-    try:
+    with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(os.stat(path), os.fstat(_held[path])):
             return
-    except FileNotFoundError:
-        pass
-    raise FileNotFoundError(
-        errno.ENOENT,
-        "the run's folder was deleted or moved while the run goes on; start it again",
-        output_dir,
-    )
+    said = "the run's folder was deleted or moved while the run goes on; start it again"
+    raise FileNotFoundError(errno.ENOENT, said, output_dir)
 
 
 def _path(output_dir: str) -> str:

@@ -63,10 +63,8 @@ class Broken(Refusal):
 
 
 class _Unpickler(pickle._Unpickler):
-    """Only what this pickle made may be changed by it.
-
-    The unpickler in C can't say this: BUILD sets attributes of whatever it finds, also of an allowed
-    class. A few bytes also make it reserve 64 GiB.
+    """Only what this pickle made may be changed by it. The unpickler in C can't say this: BUILD sets
+    attributes of whatever it finds, also of an allowed class.
     """
 
     dispatch = dict(pickle._Unpickler.dispatch)
@@ -96,10 +94,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def read_metadata(checkpoint: str | Path) -> Metadata:
-    """What the checkpoint holds, and where. Runs nothing that .metadata may ask for.
-
-    Raises Broken.
-    """
+    """What the checkpoint holds, and where. Runs nothing that .metadata may ask for. Raises Broken."""
     path = Path(checkpoint, METADATA)
     try:
         metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
@@ -146,14 +141,13 @@ def verify(checkpoint: str | Path) -> None:
     rank, world_size = 0, 1
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
-    problem = ""
+    problems = [""] * world_size
     try:
         _check(Path(checkpoint), rank, world_size)
     except (Broken, OSError) as error:
-        problem = str(error)
-    problems = [problem] * world_size
+        problems[rank] = str(error)
     if world_size > 1:
-        dist.all_gather_object(problems, problem)
+        dist.all_gather_object(problems, problems[rank])
     for text in filter(None, problems):
         raise Broken(text)
 
@@ -181,20 +175,16 @@ def _check(checkpoint: Path, rank: int, world_size: int) -> None:
     for name in (METADATA, *sizes):
         if name not in sums:
             raise Broken(f"{path} has no line for {name}")
-    own = sorted(sums)[rank::world_size]
+
+    def check(name: str) -> None:
+        if not (checkpoint / name).is_file():
+            raise Broken(f"{checkpoint / name} is missing")
+        with open(checkpoint / name, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != sums[name]:
+                raise Broken(f"{checkpoint / name} is not what was written: its sha256 is another")
+
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = list(pool.map(lambda name: _sum_of(checkpoint / name), own))
-    for name, value in zip(own, found, strict=True):
-        if value != sums[name]:
-            raise Broken(f"{checkpoint / name} is not what was written: its sha256 is another")
-
-
-def _sum_of(path: Path) -> str:
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError:
-        raise Broken(f"{path} is missing") from None
+        list(pool.map(check, sorted(sums)[rank::world_size]))
 
 
 class _Planner(DefaultLoadPlanner):

@@ -1,14 +1,10 @@
-"""Save over all ranks, in the foreground or on a thread. The files are the same.
+"""Write a checkpoint over all ranks.
 
 DCP plans which rank writes which tensors and collects failures. The files are ours: they have
-checksums, and a save is made durable before its folder gets the name step-N.
-
-In the background, copies on the CPU are saved. With pinned memory, copying hardly slows a step down:
-the GPU's copy engine uses a separate stream during the next forward and backward, and only the next
-update waits for it.
+checksums, and a save is made durable before its folder gets the name step-N. (DCP's own threads
+lose their exceptions.)
 """
 
-import copy
 import errno
 import hashlib
 import io
@@ -16,16 +12,14 @@ import logging
 import os
 import pickle
 import shutil
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from math import prod
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import (
@@ -35,20 +29,16 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from titan_sparse.config import Checkpoint, Refusal
 from titan_sparse.training.checkpoint.folders import (
     CHECKSUMS,
     METADATA,
-    incomplete_folder,
     publish,
     rotate,
-    step_folder,
     sync_folder,
 )
-from titan_sparse.training.offload import Copier, pin
+from titan_sparse.training.offload import pin
 
 logger = logging.getLogger("titan_sparse")
 
@@ -76,20 +66,8 @@ def check_async_mode(section: Checkpoint, device: torch.device) -> None:
         )
 
 
-def expected_bytes(model: nn.Module, optimizers: list[Optimizer]) -> int:
-    """Bytes of a save's tensors over all ranks, before the optimizer has made its own.
-
-    Replicas are written once, frozen weights not at all. Adam has two tensors of each parameter's size.
-    """
-    total = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    moments = 0 if all(isinstance(o, torch.optim.SGD) for o in optimizers) else 2
-    return total * (1 + moments)
-
-
 class HashedFile(io.FileIO):
-    """A new file that computes the sha256 of exactly the bytes that are passed to the operating system.
-    It is durable once closed.
-    """
+    """A new file that computes the sha256 of what is written. It is durable once closed."""
 
     def __init__(self, path: Path):
         super().__init__(path, "xb")
@@ -123,27 +101,17 @@ def _write_bytes(path: Path, data: bytes) -> str:
     return file.sum.hexdigest()
 
 
-class _Planner(DefaultSavePlanner):
-    """Writes copies in place of this rank's shards, where there are copies."""
-
-    def __init__(self, copies: dict[str, Tensor]):
-        super().__init__()
-        self.copies = copies
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        name = write_item.index.fqn
-        return self.copies[name] if name in self.copies else super().resolve_data(write_item)
-
-
 class _Files(FileSystemWriter):
-    """DCP's files, with their sha256. The folder gets its name when all of them are durable.
-
-    texts: name -> text of further files. keep: checkpoints that stay, with this one; 0: all.
+    """DCP's files, with their sha256. The folder gets its name when all of them are durable. The
+    arguments are those of write().
     """
 
-    def __init__(self, incomplete: Path, checkpoint: Path, texts: dict[str, str], keep: int):
-        super().__init__(incomplete)
+    def __init__(
+        self, checkpoint: Path, copies: dict[str, Tensor], texts: dict[str, str], keep: int
+    ):
+        super().__init__(checkpoint.with_name(f"{checkpoint.name}.incomplete"))
         self.checkpoint = checkpoint
+        self.copies = copies
         self.texts = texts
         self.keep = keep
 
@@ -166,15 +134,20 @@ class _Files(FileSystemWriter):
             with HashedFile(path) as file:
                 for item in items:
                     offset = file.tell()
-                    data = planner.resolve_data(item)
+                    data = self.copies.get(item.index.fqn)
+                    if data is None:
+                        data = planner.resolve_data(item)
                     if isinstance(data, Tensor):
-                        torch.save(_alone(data.detach().cpu()), file)
+                        # A copy, as torch.save() writes all that the storage holds.
+                        torch.save(data.detach().cpu().clone(), file)
                     else:
                         file.write(data.getbuffer())
                     places[item.index] = _StorageInfo(path.name, offset, file.tell() - offset)
             sums[path.name] = file.sum.hexdigest()
 
-        threads = _threads()
+        # This rank's share of the node's cores.
+        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        threads = max(1, min(_FILES_PER_RANK, cores))
         parts = list(filter(None, _split_by_size_and_type(threads, plan.items)))
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(write_file, range(len(parts)), parts))
@@ -203,23 +176,8 @@ class _Files(FileSystemWriter):
         rotate(self.checkpoint.parent, self.keep)
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """The tensor without what else its storage holds, which torch.save() would write too."""
-    if tensor.untyped_storage().size() != tensor.nbytes:
-        return tensor.clone()
-    return tensor
-
-
-def _threads() -> int:
-    """Files that a rank writes at once: its share of the node's cores."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return max(1, min(_FILES_PER_RANK, len(os.sched_getaffinity(0)) // ranks))
-
-
-def _memory_like(tensors: dict[str, Tensor], pinned: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """One piece of CPU memory, pinned as long as it lives, and in it tensors like these. Each has its
-    own storage, which torch.save() needs.
-    """
+def memory_like(tensors: dict[str, Tensor], pinned: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """One piece of CPU memory, pinned as long as it lives, and in it tensors like these."""
     offsets, size = [], 0
     for tensor in tensors.values():
         offsets.append(size)
@@ -232,125 +190,42 @@ def _memory_like(tensors: dict[str, Tensor], pinned: bool) -> tuple[Tensor, dict
             size / 2**30,
             error,
         )
-    copies = {}
-    for (name, tensor), offset in zip(tensors.items(), offsets, strict=True):
-        # torch.frombuffer() takes no empty piece.
-        flat = torch.empty(0, dtype=tensor.dtype)
-        if count := prod(tensor.shape):
-            flat = torch.frombuffer(memory.numpy(), dtype=tensor.dtype, count=count, offset=offset)
-        copies[name] = flat.view(tensor.shape)
+    copies = {
+        name: memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for (name, tensor), offset in zip(tensors.items(), offsets, strict=True)
+    }
     return memory, copies
 
 
-class Saver:
-    """Saves `folder`/step-N. Every method but wait() and raise_failure() is called on all ranks alike."""
+def write(
+    checkpoint: Path,
+    state: dict[str, Any],
+    copies: dict[str, Tensor],
+    texts: dict[str, str],
+    keep: int,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Write `state` as the folder `checkpoint`, which appears once it is complete. Collective.
 
-    def __init__(
-        self, section: Checkpoint, folder: Path, device: torch.device, texts: dict[str, str]
-    ):
-        self.section = section
-        self.folder = folder
-        self.texts = texts
-        self.last_save_seconds: float | None = None if section.enable else 0.0
-        """from save() to the name step-N, of the last save that got it; None before the first"""
-        self.pending: Future[None] | None = None
-        self.memory: Tensor | None = None
-        self.copies: dict[str, Tensor] = {}
-        """of this rank's shards, by name, in that memory, for saves in the background"""
-        self.copier = Copier(device)
-        self.copied: torch.cuda.Event | None = None
-        self.group: dist.ProcessGroup | None = None
-        self.thread: ThreadPoolExecutor | None = None
-        if section.enable and section.async_mode != "disabled":
-            # Not the world's group, over which training communicates at the same time.
-            self.group = dist.new_group(backend="gloo")
-            self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors by name, and values: name of a part -> its state."""
-        raise NotImplementedError
-
-    def save(self, step: int) -> float:
-        """Save, or begin to. Returns the seconds for which this held up training.
-
-        The tensors must not change between this and the return of before_update().
-        Raises SaveError, one line, on all ranks, if this save failed, or in the background the one
-        before.
-        """
-        began = time.perf_counter()
-        self.wait()
-        tensors, values = self.state()
-        if self.thread is None:
-            self._write(step, {**tensors, **values}, began)
-        else:
-            self._copy(tensors)
-            state = {**tensors, **copy.deepcopy(values)}
-            self.pending = self.thread.submit(self._write, step, state, began)
-        return time.perf_counter() - began
-
-    @torch.no_grad()
-    def _copy(self, tensors: dict[str, Tensor]) -> None:
-        """Copy this rank's shards. With pinned memory the host does not wait for it."""
-        shards = {
-            name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            for name, tensor in tensors.items()
-        }
-        if shards.keys() != self.copies.keys():
-            self.memory, self.copies = _memory_like(shards, self.section.async_mode == PINNED)
-        for name, shard in shards.items():
-            self.copied = self.copier.start(self.copies[name], shard)
-
-    def before_update(self) -> None:
-        """The tensors may change after this: the GPU waits for the copies, the host does not."""
-        self.copier.wait(self.copied)
-
-    def raise_failure(self) -> None:
-        """Raises SaveError if the save in the background has failed. Does not wait."""
-        if self.pending is not None and self.pending.done():
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait until nothing is being written. Raises SaveError if it failed."""
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            pending.result()
-
-    def close(self) -> None:
-        """Wait, then give back thread and memory."""
-        try:
-            self.wait()
-        finally:
-            if self.thread is not None:
-                self.thread.shutdown()
-            self.memory, self.copies = None, {}
-
-    def _write(self, step: int, state: dict[str, Any], began: float) -> None:
-        if self.copied is not None:
-            self.copied.synchronize()
-        checkpoint = step_folder(self.folder, step)
-        incomplete = incomplete_folder(self.folder, step)
-        files = _Files(incomplete, checkpoint, self.texts, self.section.keep_latest_k)
-        try:
-            dcp.save(
-                state,
-                storage_writer=files,
-                planner=_Planner(self.copies),
-                process_group=self.group,
+    copies: of this rank's shards, by name, which are written in place of the tensors in `state`.
+    texts: name -> text of further files. keep: checkpoints that stay, with this one; 0: all. Raises
+    SaveError, one line, on all ranks.
+    """
+    files = _Files(checkpoint, copies, texts, keep)
+    try:
+        dcp.save(state, storage_writer=files, process_group=group)
+    except CheckpointException as failure:  # the same on all ranks
+        if dist.get_rank() == 0:
+            shutil.rmtree(files.path, ignore_errors=True)
+        [error, _], *_ = failure.failures.values()
+        if not isinstance(error, OSError):
+            logger.warning("%s", failure)
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        if isinstance(error, OSError) and error.errno in _FULL:
+            size = sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+            reason = (
+                f"no space left on the disk ({error.strerror}); a save needs "
+                f"{size / 2**30:.3g} GiB more than checkpoint.keep_latest_k of them; "
+                "free some, or write another training.output_dir"
             )
-        except CheckpointException as failure:  # the same on all ranks
-            if dist.get_rank() == 0:
-                shutil.rmtree(incomplete, ignore_errors=True)
-            [error, _], *_ = failure.failures.values()
-            if not isinstance(error, OSError):
-                logger.warning("%s", failure)
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-            if isinstance(error, OSError) and error.errno in _FULL:
-                size = sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
-                reason = (
-                    f"no space left on the disk ({error.strerror}); a save needs "
-                    f"{size / 2**30:.3g} GiB more than checkpoint.keep_latest_k of them; "
-                    "free some, or write another training.output_dir"
-                )
-            raise SaveError(f"{checkpoint} could not be saved: {reason}") from None
-        self.last_save_seconds = time.perf_counter() - began
-        logger.info("saved %s in %.1f s", checkpoint, self.last_save_seconds)
+        raise SaveError(f"{checkpoint} could not be saved: {reason}") from None
