@@ -1,7 +1,7 @@
 """Build attention's objects from the [attention] section of a configuration.
 
 This is the only bridge between the two: the configuration does not import torch, and attention does
-not know the configuration. Build a run's mask, pattern, schedule and context-parallel group here.
+not know the configuration.
 """
 
 import dataclasses
@@ -35,10 +35,7 @@ from titan_sparse.models.flavours import DecoderConfig, TransformersConfig
 
 
 def build_mask(attention: Attention, lengths: list[list[int]]) -> Mask:
-    """The mask of one batch of packed sequences.
-
-    lengths: the lengths of the documents in each sequence, in tokens.
-    """
+    """The mask of one batch. lengths: of the documents in each sequence, in tokens."""
     is_causal = attention.mask != "documents"
     tokens = [sum(sequence) for sequence in lengths]
     if has_slices(attention):
@@ -79,13 +76,10 @@ def build_pattern(attention: Attention) -> Pattern:
 
 
 def schedule_named(attention: Attention, inter: int, intra: int) -> str:
-    """The schedule for `inter` nodes of `intra` ranks each, with "auto" decided (schedule.choose).
-
-    Documents or a window leave most blocks of other ranks unneeded, and the layout "balanced" is
-    made for that.
-    """
+    """The schedule for `inter` nodes of `intra` ranks each, with "auto" decided (schedule.choose)."""
     if attention.schedule != "auto":
         return attention.schedule
+    # It leaves most blocks of other ranks unneeded, and the layout "balanced" is made for that.
     has_local_mask = attention.mask == "documents" or attention.sliding_window > 0
     needs_few_blocks = (
         attention.layout == "balanced" and attention.pattern == "dense" and has_local_mask
@@ -96,11 +90,8 @@ def schedule_named(attention: Attention, inter: int, intra: int) -> str:
 def build_context_parallel(
     attention: Attention, mesh: DeviceMesh, costs: Costs | None = None
 ) -> ContextParallel:
-    """The context parallelism that the section describes for the ranks of `mesh`, which share a
-    sequence.
-
-    mesh: axes ("cp_inter", "cp_intra") or ("cp",). Collective over it.
-    costs: what attention.balance_costs holds (estimate/constants.py).
+    """The section's context parallelism. mesh: of the ranks that share a sequence, with axes ("cp_inter",
+    "cp_intra") or ("cp",). costs: what attention.balance_costs holds. Collective over the mesh.
     """
     inter, intra = mesh.shape if mesh.ndim == 2 else (1, mesh.size())
     # "float32" is also what a configuration that says nothing holds. Gradients then travel in the
@@ -197,24 +188,17 @@ def selecting_layers(attention: Attention, model: DecoderConfig) -> list[int]:
 def build_attend(
     attention: Attention, cp: ContextParallel, recomputed: float = 0.0
 ) -> Callable[..., Tensor]:
-    """attend(q, k, v, mask) with the section's choices, as a decoder takes it.
-
-    recomputed: the share of each sequence whose attention is computed again in the backward.
-    """
+    """attend(q, k, v, mask) with the section's choices, as a decoder takes it. recomputed: the share of
+    each sequence whose attention is computed again in the backward."""
+    pattern = build_pattern(attention)
     return functools.partial(
-        attend,
-        pattern=build_pattern(attention),
-        cp=cp,
-        backend=attention.backend,
-        recomputed=recomputed,
+        attend, pattern=pattern, cp=cp, backend=attention.backend, recomputed=recomputed
     )
 
 
 def block_table(
     attention: Attention, cp: ContextParallel, lengths: list[list[int]], seq_len: int
 ) -> Tensor | None:
-    """int64 [ranks, n]: the blocks of every rank for one batch, before it is sharded.
-
-    For a layout that depends on the mask; None for others. lengths: as for build_mask().
-    """
+    """int64 [ranks, n]: the blocks of every rank for one batch, if the layout depends on the mask.
+    lengths: as for build_mask()."""
     return cp.balance(build_mask(attention, lengths).rows(seq_len)).table

@@ -32,11 +32,8 @@ from titan_sparse.training.launcher import (
 
 
 def main(words: list[str] | None = None) -> int:
-    """The program; returns its exit status. words: of the command line; None: those of sys.argv.
-
-    0: done, or stopped by a signal; 1: failed, or a step that does not fit; 2: something has to be
-    changed by the user; 3: the guard has given up; 130: ended by a second Ctrl-C.
-    """
+    """The program; returns its exit status (docs/training.md). words: of the command line; None: those of
+    sys.argv."""
     end_with_launcher()
     try:
         return _run(sys.argv[1:] if words is None else words)
@@ -128,9 +125,8 @@ def _has_process_group() -> bool:
 def set_allocator() -> None:
     """Let torch's allocator grow its segments, so that blocks of many sizes leave no gaps.
 
-    Does nothing where the environment says otherwise. Call it before torch is loaded. Up to torch
-    2.11 at least, CUDA does not read expandable_segments from the newer PYTORCH_ALLOC_CONF (pytorch
-    issue 183387). All versions read the older name, some with a warning.
+    Call it before torch is loaded. Up to torch 2.11 at least, CUDA does not read expandable_segments
+    from the newer PYTORCH_ALLOC_CONF (pytorch issue 183387).
     """
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

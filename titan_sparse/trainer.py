@@ -1,8 +1,4 @@
-"""The loop of a training run. build.py makes the parts that it works with.
-
-No parallelism details and no kernels are here. What each part does is in the file that it is
-imported from.
-"""
+"""The loop of a training run. build.py makes the parts that it works with."""
 
 import contextlib
 import gc
@@ -11,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +14,7 @@ from torch import Tensor, nn
 
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
-from titan_sparse.banner import banner
-from titan_sparse.build import Parts
+from titan_sparse.build import Parts, banner
 from titan_sparse.config import Config, save
 from titan_sparse.config.changes import changes, read_saved, refuse_changes
 from titan_sparse.data import Batch
@@ -48,10 +42,7 @@ _STEPS_APART = 1_000_003
 
 
 class Trainer(Parts):
-    """A training run. The config has passed config.check().
-
-    Raises ValueError, naming the key, for data, tokenizers and checkpoints that cannot be used.
-    """
+    """A training run. The config has passed config.check()."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -135,13 +126,10 @@ class Trainer(Parts):
     def step(self) -> bool:
         """One optimizer step. Returns whether it was left out, as a rank was asked to stop."""
         began = time.monotonic()
-        before = self.loader.state_dict(), self.progress.state_dict()
+        loader, progress = self.loader.state_dict(), self.progress.state_dict()
         accumulated = self.config.training.gradient_accumulation_steps
         batches = [next(self.loader) for _ in range(accumulated)]
         valid, tokens, asked = self._totals(batches)
-        if asked:
-            self._leave_step_out(*before)
-            return True
         step = self.progress.step + 1
         is_logged = self.metrics.should_log(step)
         draw_probe_rows(self.config.training.seed, step)
@@ -151,8 +139,11 @@ class Trainer(Parts):
         # cut is counted in all.
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(batches):
-            if number > 0 and self._lacks_time(began, number, accumulated):
-                self._leave_step_out(*before)
+            if asked or (number > 0 and self._lacks_time(began, number, accumulated)):
+                # This step is left out.
+                self.optimizers.zero_grad()
+                self.loader.load_state_dict(loader)
+                self.progress.load_state_dict(progress)
                 return True
             records = nullcontext()
             if is_logged and number == accumulated - 1:
@@ -192,15 +183,13 @@ class Trainer(Parts):
         """Whether the rest of the step and a save would outlast a rank's grace after a stop signal.
         Collective, on the CPU, so that no GPU is waited for. done: micro-batches.
         """
-        micro_batch_seconds = max(
-            (time.monotonic() - began) / done, self.step_seconds / accumulated
-        )
+        seconds = max((time.monotonic() - began) / done, self.step_seconds / accumulated)
         grace = self.config.training.stop_grace_seconds
         # Until it is on disk, in the background too.
         save_seconds = self.checkpointer.last_save_seconds
         if save_seconds is None:
             save_seconds = grace / 2
-        needed = (accumulated - done) * micro_batch_seconds + save_seconds
+        needed = (accumulated - done) * seconds + save_seconds
         return self._any_rank(not self.signals.has_time_for(needed, grace))
 
     def _any_rank(self, condition: bool) -> bool:
@@ -208,15 +197,9 @@ class Trainer(Parts):
         dist.all_reduce(ranks)
         return ranks.item() > 0
 
-    def _leave_step_out(self, loader: dict[str, Any], progress: dict[str, Any]) -> None:
-        self.optimizers.zero_grad()
-        self.loader.load_state_dict(loader)
-        self.progress.load_state_dict(progress)
-
     def _totals(self, batches: list[Batch]) -> tuple[int, int, bool]:
         """Over the world: labels that count, tokens consumed (each once), and whether any rank was
-        asked to stop. On the CPU, so that no GPU is waited for.
-        """
+        asked to stop. On the CPU, so that no GPU is waited for."""
         labels = sum(int(count_valid(batch.labels)) for batch in batches)
         tokens = sum(sum(lengths) for batch in batches for lengths in batch.lengths)
         # All ranks of a context-parallel group see the same sequences: one counts their tokens.
@@ -328,10 +311,7 @@ class Trainer(Parts):
 
     def _go_back(self, problem: str) -> None:
         """Load the last good checkpoint, without its place in the data: the batches that led here
-        are not seen again. Collective.
-
-        Raises Poisoned if there is none, or if that was done guard.max_rollbacks times.
-        """
+        are not seen again. Collective. Raises Poisoned if it cannot."""
         self._use_long_timeout()
         step, skipped = self.progress.step, self.progress.skipped_updates
         times, limit = self.progress.times_gone_back, self.config.guard.max_rollbacks
@@ -389,8 +369,7 @@ class Trainer(Parts):
         """Once all ranks are here. Collective."""
         barrier()
         seconds = self.config.parallelism.timeout_seconds
-        # Checkpoints are written in the background through many steps: that group keeps the long
-        # timeout.
+        # Writing checkpoints in the background may take long.
         set_timeout(seconds, without=self.checkpointer.group)
         self.watch.timeout_seconds = seconds
 
@@ -404,9 +383,7 @@ class Trainer(Parts):
 
 
 def draw_probe_rows(training_seed: int, step: int) -> None:
-    """Choose the rows that probes look at in this step: the same on all ranks, in the backward, and
-    in a resumed run.
-    """
+    """Choose the rows that probes look at in this step: the same on all ranks and in a resumed run."""
     set_probe_seed((training_seed * _STEPS_APART + step) % 2**32)
 
 

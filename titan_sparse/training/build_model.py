@@ -101,9 +101,8 @@ def parallelize(
     """Checkpoint, compile and shard every block, then shard the rest. In place; parameter names do not
     change.
 
-    dtype: of the forward and backward. Gradients are reduced in fp32 (fp64 for fp64) and summed, not
-    averaged: the loss is already divided by the global number of tokens.
-    offload: sharded parameters and gradients live on the CPU.
+    dtype: of the forward and backward. Gradients are reduced in fp32 (fp64 for fp64) and summed: the
+    loss is already divided by the number of tokens. offload: parameters and gradients on the CPU.
     """
     policy = CPUOffloadPolicy(pin_memory=fsdp.device_type == "cuda") if offload else OffloadPolicy()
     mixed = MixedPrecisionPolicy(
@@ -135,11 +134,8 @@ def parallelize(
 
 
 def checkpointed(block: nn.Module, mode: str) -> nn.Module:
-    """The block under `mode`. Parameter names in state dicts stay as they are.
-
-    mode: "none" keeps all activations, "full" attention's results and the block's input, "selective"
-    also every second matmul.
-    """
+    """The block under `mode`: "none" keeps all activations, "full" attention's results and the block's
+    input, "selective" also every second matmul. Parameter names stay as they are."""
     if mode == "none":
         return block
     contexts = functools.partial(checkpoint_contexts, keeps_matmuls=mode == "selective")
@@ -167,10 +163,7 @@ def checkpoint_contexts(keeps_matmuls: bool = False):
 
 
 def check_float8(device: torch.device) -> None:
-    """Raises ValueError unless it is a GPU of the Hopper generation or newer.
-
-    Only these multiply float8 with a scale per row.
-    """
+    """Raises ValueError unless it is a GPU that multiplies float8 with a scale per row."""
     is_gpu = device.type == "cuda"
     if not is_gpu or torch.cuda.get_device_capability(device) < (9, 0):
         name = torch.cuda.get_device_name(device) if is_gpu else "a CPU"
@@ -182,10 +175,9 @@ def check_float8(device: torch.device) -> None:
 def convert_to_float8(model: Decoder, section: Float8, emulate: bool = False) -> int:
     """Make the blocks' nn.Linear layers torchao's Float8Linear, in place. Returns how many.
 
-    Names do not change. Call it before the blocks are checkpointed, compiled and sharded. Layers
-    whose name (layers.N.self_attn.q_proj) contains one of section.filter stay as they are.
-    emulate: the same rounding in matmuls of training.dtype, on any device, not compiled; for tests.
-    Raises ValueError for a filter that matches nothing or everything.
+    Call it before the blocks are checkpointed. Layers whose name (layers.N.self_attn.q_proj)
+    contains one of section.filter stay. emulate: the same rounding in matmuls of training.dtype, on
+    any device, for tests. Raises ValueError for a filter that matches nothing or everything.
     """
     import torchao.float8 as torchao_float8  # only where asked for: it loads slowly
 

@@ -38,8 +38,7 @@ def compile_layer(layer: nn.Module, backend: str) -> None:
 
 
 class ChoicesWithoutRaces(InductorChoices):
-    """inductor's choices, except for kernels that would read back their own stores. These keep whole
-    rows in registers instead, and need no second pass."""
+    """Kernels that would read back their own stores keep whole rows in registers instead."""
 
     @staticmethod
     def should_use_persistent_reduction(

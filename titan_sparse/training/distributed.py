@@ -147,7 +147,23 @@ def store_of_this_start(timeout_seconds: float) -> tuple[dist.Store, int, int]:
     Raises OSError, saying who is missing, if not all ranks have come after timeout_seconds.
     """
     try:
-        store, rank, world_size = _store_of_job(timeout_seconds)
+        if dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+        elif "RANK" not in os.environ:
+            store, rank, world_size = dist.HashStore(), 0, 1
+        else:
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            # As dist.rendezvous("env://") makes it, but that one waits for all ranks and names none.
+            is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            store = dist.TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=rank == 0 and not is_torchruns,
+                timeout=timedelta(seconds=timeout_seconds),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
         name = agree_on_name(store, rank, world_size, timeout_seconds)
     except dist.DistError as error:
         rank, host, port = (os.environ.get(n) for n in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
@@ -158,54 +174,35 @@ def store_of_this_start(timeout_seconds: float) -> tuple[dist.Store, int, int]:
     return dist.PrefixStore(name, store), rank, world_size
 
 
-def _store_of_job(timeout_seconds: float) -> tuple[dist.Store, int, int]:
-    if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
-        return store, dist.get_rank(), dist.get_world_size()
-    if "RANK" not in os.environ:
-        return dist.HashStore(), 0, 1
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # As dist.rendezvous("env://") makes it, but that one waits for all ranks and names none.
-    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=rank == 0 and not is_torchruns,
-        timeout=timedelta(seconds=timeout_seconds),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
-    return store, rank, world_size
-
-
 def refuse_differences(
     store: dist.Store, rank: int, world_size: int, values: Mapping[str, str]
 ) -> None:
     """Raise Refusal, the same on all ranks, where a rank's `values` differ from those of rank 0.
     Collective over the world. store: one that is new to this start.
     """
-    host = socket.gethostname()
+    store.set(f"values {rank}", json.dumps([socket.gethostname(), dict(values)]))
     if rank == 0:
-        store.set("values", json.dumps({"host": host, "values": dict(values)}))
-    first = json.loads(store.get("values"))
-    theirs = first["values"]
-    # In the order of rank 0, then what only this rank has.
-    different = [key for key in theirs | values if theirs.get(key) != values.get(key)]
-    if different:
-        key = different[0]
-        more = f" ({len(different) - 1} more differ)" if len(different) > 1 else ""
-        store.compare_set(
-            "difference",
-            "",
-            f"rank {rank} (host {host}) has {key} = {values.get(key, 'nothing')}, but rank 0 "
-            f"(host {first['host']}) has {theirs.get(key, 'nothing')}{more}. Start all ranks with "
-            "the same configuration, code, libraries, and files.",
-        )
-    if store.add("compared", 1) == world_size:
-        store.set("all have compared", "")
-    store.wait(["all have compared"])
-    if store.check(["difference"]):
-        raise Refusal(store.get("difference").decode())
+        store.set("difference", _difference(store, world_size))
+    if difference := store.get("difference").decode():
+        raise Refusal(difference)
+
+
+def _difference(store: dist.Store, world_size: int) -> str:
+    """Empty if all ranks are alike."""
+    host, first = json.loads(store.get("values 0"))
+    for rank in range(1, world_size):
+        other_host, other = json.loads(store.get(f"values {rank}"))
+        # In the order of rank 0, then what only this rank has.
+        different = [key for key in first | other if first.get(key) != other.get(key)]
+        if different:
+            key = different[0]
+            more = f" ({len(different) - 1} more differ)" if len(different) > 1 else ""
+            return (
+                f"rank {rank} (host {other_host}) has {key} = {other.get(key, 'nothing')}, but rank 0 "
+                f"(host {host}) has {first.get(key, 'nothing')}{more}. Start all ranks with the same "
+                "configuration, code, libraries, and files."
+            )
+    return ""
 
 
 def agree_on_name(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> str:

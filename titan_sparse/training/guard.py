@@ -1,10 +1,8 @@
 """The guard against bad steps: an update that would spoil the weights does not happen.
 
 A step is bad if its loss or its gradient norm is not finite, or if the norm is far above its
-running statistics. The device decides, and the fused optimizers leave everything as it was: the
-host waits for nothing. The host reads each step's report one step later, when it is there anyway.
-Saves wait for a good step. After several bad steps in a row the run goes back to its last good
-checkpoint (trainer.py).
+running statistics. The device decides, and the fused optimizers leave everything as it was. The host
+reads each step's report one step later, when it is there anyway.
 """
 
 import math

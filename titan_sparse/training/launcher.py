@@ -1,7 +1,5 @@
-"""End a training process: with torchrun, after a signal, or after a failure. Does not import torch.
-
-A process ends together with the torchrun that started it, and reports its error to torchrun. SIGINT
-and SIGTERM ask a run to stop. Mistakes in a configuration are reported before torch is imported.
+"""End a training process: with torchrun, after a signal, or after a failure. Does not import torch, so
+that mistakes in a configuration are reported at once.
 """
 
 import ctypes
@@ -42,11 +40,8 @@ def end_with_launcher() -> None:
 
 
 def end_now(status: int) -> NoReturn:
-    """End this process, whatever the main thread is doing.
-
-    An orderly end would wait for saves in the background and for communicators, and with them for
-    ranks that may be dead.
-    """
+    """End this process at once. An orderly end would wait for saves in the background and for
+    communicators, and with them for ranks that may be dead."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -98,8 +93,7 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        # The C part of Python's handlers writes the number of each signal into this socket. Without
-        # a handler in Python it does not run.
+        # The C part of Python's handlers writes the number of each signal into this socket.
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._previous = {number: signal.signal(number, lambda *_: None) for number in _HEARD}
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)

@@ -1,7 +1,4 @@
-"""What a run reports at each logged step.
-
-A progress line, TensorBoard, one JSON object in <output_dir>/metrics.jsonl, and metrics.trackers.
-"""
+"""What a run reports at each logged step: a progress line, metrics.jsonl, TensorBoard, trackers."""
 
 import contextlib
 import logging
@@ -10,6 +7,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,14 +75,6 @@ def asked_recall(attention: Attention) -> float | None:
     if has_fixed_verticals and has_fixed_slashes:
         return None
     return budgets.recall
-
-
-def percent(share: Tensor | float) -> str:
-    """A share in percent with one decimal. What is above 0 never looks like 0."""
-    share = float(share)
-    if 0 < share < 0.001:
-        return "< 0.1 %"
-    return f"{100 * share:.1f} %"
 
 
 class MetricsLog:
@@ -165,11 +155,8 @@ class MetricsLog:
         recorded: Recording,
         sequence_tokens: float,
     ) -> None:
-        """Write a logged step. Collective.
-
-        recorded: the attention of this rank's last micro-batch, whose sequences held
-        `sequence_tokens` tokens on average.
-        """
+        """recorded: the attention of this rank's last micro-batch, whose sequences held
+        `sequence_tokens` tokens on average. Collective."""
         sequence_tokens = average_over_ranks(recorded, sequence_tokens)
         capped = self.caps.read()
         seconds = time.perf_counter() - self.began - self.left_out
@@ -268,10 +255,7 @@ _BY_LAYER = {
 
 
 def average_over_ranks(recorded: Recording, sequence_tokens: float) -> float:
-    """Make a recording the mean over all ranks' data, in place. Collective.
-
-    Returns the mean of `sequence_tokens`.
-    """
+    """Make a recording the mean over all ranks' data, in place, and return that of `sequence_tokens`."""
 
     def mean(values: Tensor) -> Tensor:
         values = values.double()
@@ -352,9 +336,12 @@ def write_board(board: SummaryWriter, record: dict[str, Any], recorded: Recordin
 def progress_line(record: dict[str, Any], steps: int, step_seconds: float | None) -> str:
     """One line for people. step_seconds: of a step at present; None: not known yet."""
     step = record["step"]
+    left = "?"
+    if step_seconds is not None:
+        left = timedelta(seconds=round((steps - step) * step_seconds))
     parts = [
         f"step {step}/{steps} {100 * step / steps:3.0f} %",
-        f"ETA {eta(steps - step, step_seconds)}",
+        f"ETA {left}",
         f"loss {record['loss']:.4f}",
         f"grad norm {record['grad_norm']:.3f}",
         f"lr {record['lr']:.2e}",
@@ -370,17 +357,8 @@ def progress_line(record: dict[str, Any], steps: int, step_seconds: float | None
             recall += f" (asked {100 * record['recall_asked']:g} %)"
         parts.append(recall)
     if record.get("heads_capped"):
-        parts.append(f"capped {percent(record['heads_capped'])} of heads")
+        parts.append(f"capped {100 * record['heads_capped']:.2g} % of heads")
     return "  ".join(parts)
-
-
-def eta(steps_left: int, step_seconds: float | None) -> str:
-    """Hours, minutes and seconds that are left, with the days before them; ? where that is not known."""
-    if steps_left > 0 and step_seconds is None:
-        return "?"
-    days, seconds = divmod(round(steps_left * (step_seconds or 0)), 24 * 3600)
-    clock = time.strftime("%H:%M:%S", time.gmtime(seconds))
-    return f"{days} d {clock}" if days else clock
 
 
 def _peak_memory_gib(device: torch.device) -> float:

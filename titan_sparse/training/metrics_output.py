@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,14 +25,12 @@ _END = 1 << 24
 """Bytes that are read in search of the last line."""
 
 _SECTIONS = {
-    "memory": "memory_gib",
-    "attention": (
-        "density recall recall_asked heads_capped capped blocks_per_query verticals verticals_p95 "
-        "verticals_at_cap"
-    ),
-    "speed": ("tokens_per_second_per_device step_seconds save_seconds mfu dense_equivalent_tflops"),
+    "memory": "memory_",
+    "attention": "density|recall|heads_capped|capped|blocks_per_query|verticals",
+    "speed": "tokens_per_second|step_seconds|save_seconds|mfu|dense_equivalent",
+    "comm": "cp_|exposed_communication|worker_imbalance",
 }
-"""Section of TensorBoard -> fields of metrics.jsonl."""
+"""Section of TensorBoard -> how its fields of metrics.jsonl begin."""
 
 _RENAMED = {
     "columns": "verticals",
@@ -130,11 +129,8 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 def tag(field: str) -> str:
     """The tag of a field of metrics.jsonl. A field of no other section is one of training."""
-    for section, fields in _SECTIONS.items():
-        if field in fields.split():
-            return f"{section}/{field}"
-    is_comm = field.startswith(("cp_", "exposed_communication")) or "_imbalance" in field
-    return f"{'comm' if is_comm else 'Train'}/{field}"
+    sections = (section for section, begin in _SECTIONS.items() if re.match(begin, field))
+    return f"{next(sections, 'Train')}/{field}"
 
 
 def open_wandb(config: Config) -> "wandb.Run | None":

@@ -23,8 +23,7 @@ MIN_BYTES = 2**20
 
 def pin(buffer: Tensor) -> int:
     """Pin CPU memory for as long as `buffer` lives, without rounding its size up to a power of two as
-    pin_memory=True does. Returns CUDA's error code; 0: it worked.
-    """
+    pin_memory=True does. Returns CUDA's error code; 0: it worked."""
     runtime = torch.cuda.cudart()
     address = buffer.data_ptr()
     error = int(runtime.cudaHostRegister(address, buffer.nbytes, 1))  # 1: portable
@@ -56,10 +55,8 @@ class BufferPool:
 
 
 class Copier:
-    """Copies between the device and the CPU beside the stream that computes; on the CPU, at once.
-
-    All copies of both directions go through one stream, in order. So a buffer may be taken again as
-    soon as the last copy from it is queued.
+    """Copies between the device and the CPU beside the stream that computes; on the CPU, at once. One
+    stream keeps their order, so a buffer may be taken again once the last copy from it is queued.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,8 +64,7 @@ class Copier:
 
     def start(self, destination: Tensor, source: Tensor) -> "torch.cuda.Event | None":
         """Queue a copy behind what the current stream has been given so far. Returns what to wait()
-        for. Until then keep both tensors: the allocator does not know of this stream.
-        """
+        for. Until then keep both tensors: the allocator does not know of this stream."""
         if self.stream is None:
             destination.copy_(source)
             return None
@@ -125,7 +121,7 @@ class _Saved:
         self.event = self.block.owner.copier.start(self.on_device, self._in_buffer())
 
     def get(self) -> Tensor:
-        """The tensor, for the stream that computes; later calls copy once more."""
+        """Later calls copy once more."""
         self.fetch()
         self._settle()
         tensor = self.on_device
@@ -195,10 +191,7 @@ class _Block:
 
 class OffloadedBlocks:
     """Runs the blocks as models.decoder.run_blocks() does, with what they keep for the backward on
-    the CPU.
-
-    Forwards may follow each other before their backwards come. The device holds at most the tensors
-    of the block that computes and of two more blocks. `pool` keeps the buffers from step to step.
+    the CPU. The device holds at most the tensors of the block that computes and of two more blocks.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -206,8 +199,7 @@ class OffloadedBlocks:
         self.copier = Copier(device)
 
     def __call__(self, blocks: Iterable[nn.Module], x: Tensor, *shared: Any) -> Tensor:
-        """x through all blocks, each called with (x, *shared); tensors in `shared` stay on the
-        device."""
+        """x through all blocks, each called with (x, *shared), whose tensors stay on the device."""
         blocks = list(blocks)
         shared_storages = _storages(tree_leaves(shared))
         record: _Block | None = None

@@ -35,11 +35,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 def build_optimizer(
     model: nn.Module, optimizer: Optimizer, device_type: str
 ) -> OptimizersContainer:
-    """The [optimizer] section's optimizer over the (sharded) model's parameters.
-
-    The parameters stay on the device that they are on. With optimizer.offload that is the CPU, and a
-    process takes its share of the node's cores.
-    """
+    """The [optimizer] section's optimizer over the (sharded) model's parameters, where they are."""
     implementation = optimizer.implementation
     if implementation == "auto":
         implementation = "foreach"

@@ -25,6 +25,7 @@ from titan_sparse.estimate.memory import peak_gib
 from titan_sparse.estimate.step import StepShape, step_of
 from titan_sparse.from_config import build_pattern
 from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.models.huggingface import check_weights, load_weights
 from titan_sparse.models.huggingface_files import weights_digest
 from titan_sparse.training.checkpoint import FOLDER, newest_checkpoint
 from titan_sparse.training.run_folder import versions
@@ -34,11 +35,7 @@ logger = logging.getLogger("titan_sparse")
 PACKAGE = Path(__file__).parents[1]
 
 _AUTO_SHARE = 0.9
-"""Of the free memory, what attention_recompute = -1 counts on. The rest is for communicators, gaps
-and wrong estimates."""
-
-AUTO = -1.0
-"""activation_checkpoint.attention_recompute: as much as memory requires."""
+"""Of the free memory, what attention_recompute = -1 counts on."""
 
 _STEPS = 16
 """So many shares are tried, so that a little more or less free memory does not change a run."""
@@ -63,9 +60,6 @@ def step_path(config: Config, step: int) -> str:
 def check_initial_weights(config: Config, model: DecoderConfig) -> None:
     """Raise ValueError for a model.initial_hf that does not fit, unless the run resumes."""
     if _initial_hf(config) and checkpoint_to_resume(config) is None:
-        # Only where asked for: it needs safetensors.
-        from titan_sparse.models.huggingface import check_weights
-
         check_weights(config.model.initial_hf, model)
 
 
@@ -76,9 +70,6 @@ def _initial_hf(config: Config) -> str:
 
 def read_initial_hf(config: Config, model: nn.Module, model_config: DecoderConfig) -> None:
     if _initial_hf(config):
-        # Only where asked for: it needs safetensors.
-        from titan_sparse.models.huggingface import load_weights
-
         load_weights(model, config.model.initial_hf, model_config)
         logger.info("read the weights of %s", config.model.initial_hf)
 
@@ -161,10 +152,9 @@ def recomputed_share(
     config: Config, model: DecoderConfig, backend: str, device: torch.device
 ) -> float:
     """activation_checkpoint.attention_recompute. For auto it is the smallest multiple of a sixteenth
-    whose estimated peak fits on the rank with the least free memory. Collective.
-    """
+    whose estimated peak fits on the rank with the least free memory. Collective."""
     share = config.activation_checkpoint.attention_recompute
-    if share != AUTO:
+    if share != -1:
         return share
     needed = torch.zeros(())
     free = free_gib(device)

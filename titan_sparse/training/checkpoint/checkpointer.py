@@ -50,7 +50,7 @@ PROGRESS = "train_state"
 logger = logging.getLogger("titan_sparse")
 
 _ROLLED_BACK = "rolled-back.json"
-"""In the folder of checkpoints: the last load_step, and the job that went back to it."""
+"""The last load_step, and the job that went back to it."""
 
 
 @dataclass
@@ -85,9 +85,8 @@ class Checkpointer:
     """The run's checkpoints, in <output_dir>/checkpoint/step-N. Where checkpoint.enable is false there
     are none. All but wait() and raise_failure() is collective.
 
-    In the background, copies on the CPU are saved. With pinned memory, copying hardly slows a step
-    down: the GPU's copy engine uses a separate stream during the next forward and backward, and only
-    the next update waits for it.
+    In the background, copies on the CPU are saved. With pinned memory, the GPU copies during the next
+    forward and backward, and only the next update waits for it.
     """
 
     def __init__(
@@ -142,11 +141,9 @@ class Checkpointer:
         return tensors, {name: part.state_dict() for name, part in self.parts.items()}
 
     def load(self) -> bool:
-        """Resume from checkpoint.load_step, or the newest whole checkpoint. True if there was one.
+        """Resume from checkpoint.load_step, or the newest whole checkpoint. True if there was one. Without
+        one, the weights alone are read from checkpoint.initial_load_path, where that is given.
 
-        Damaged ones are moved aside. What is newer than load_step is moved aside too, unless the
-        run goes on by itself after a failure. Without a checkpoint, the weights alone are read from
-        checkpoint.initial_load_path, where that is given.
         Raises Refusal on all ranks: if there are checkpoints and none is whole, if load_step or the
         path has none, or if one does not fit the model.
         """
@@ -183,11 +180,8 @@ class Checkpointer:
         on_first_rank(check)
 
     def go_back(self, before: int) -> int | None:
-        """Return to the newest whole checkpoint of a step < `before`, and move newer ones aside.
-
-        Everything is as it was then, but for the loader, which goes on where it is. Returns the
-        step, None if there is no such checkpoint: then nothing has changed.
-        """
+        """Return to the newest whole checkpoint of a step < `before`, and move newer ones aside. The
+        loader goes on where it is. Returns the step, None if there is no such checkpoint."""
         if not self.section.enable:
             return None
         self.wait()
@@ -207,9 +201,8 @@ class Checkpointer:
     def save(self, step: int) -> float:
         """Save, or begin to. Returns the seconds for which this held up training.
 
-        The tensors must not change between this and the return of before_update().
-        Raises SaveError, one line, on all ranks, if this save failed, or in the background the one
-        before.
+        The tensors must not change before before_update(). Raises SaveError, one line, on all ranks, if
+        this save failed, or in the background the one before.
         """
         began = time.perf_counter()
         self.wait()
@@ -267,10 +260,10 @@ class Checkpointer:
         logger.info("saved %s in %.1f s", checkpoint, self.last_save_seconds)
 
     def _load_newest(self, before: int | None = None, with_loader: bool = True) -> int | None:
-        """Load the newest checkpoint that is whole, of a step < `before`. Returns its step.
+        """Load the newest checkpoint that is whole, of a step < `before`. Returns its step, None if there
+        is no checkpoint at all.
 
-        Newer ones that are broken are moved aside. None if there is no checkpoint at all. Raises
-        Refusal, and moves nothing, if all are broken.
+        Newer ones that are broken are moved aside. Raises Refusal, and moves nothing, if all are.
         """
         steps = on_first_rank(lambda: folders.saved_steps(self.folder))
         broken: dict[Path, str] = {}
@@ -317,8 +310,8 @@ class Checkpointer:
             self.parts[name].load_state_dict(part | to_read[name])
 
     def _roll_back(self, step: int) -> None:
-        """Make the whole checkpoint of `step` the newest, unless this job has done that already, and
-        the launcher has started it again after a failure. Raises Refusal if there is none."""
+        """Make the whole checkpoint of `step` the newest, unless this is a restart of a job that has done
+        it already."""
         job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
         record = json.dumps({"load_step": step, "job": job}) + "\n"
         path = self.folder / _ROLLED_BACK
@@ -337,8 +330,7 @@ class Checkpointer:
         on_first_rank(lambda: path.write_text(record, encoding="utf-8"))
 
     def _move_newer(self, step: int) -> None:
-        aside = on_first_rank(lambda: folders.roll_back(self.folder, step))
-        if aside is not None:
+        if aside := on_first_rank(lambda: folders.roll_back(self.folder, step)):
             logger.info("checkpoints newer than step %d are in %s now", step, aside)
 
     def _load_weights(self, path: str) -> None:
