@@ -36,7 +36,7 @@ from titan_sparse.attention.observe import count_visits, recording
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
 from titan_sparse.config.reading import tokens
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
-from titan_sparse.training.distributed import choose_device, init_distributed, leave_distributed
+from titan_sparse.training.distributed import choose_device, init_distributed
 
 BLOCK_SIZE = 128
 Constants = dict[str, tuple[float, str]]
@@ -67,7 +67,7 @@ def main(words: list[str]) -> int:
         text = json.dumps(result, indent=1)
         Path(args.out).write_text(text + "\n", encoding="utf-8")
         print(text)
-    leave_distributed()
+    dist.destroy_process_group()
     return 0
 
 

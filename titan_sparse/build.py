@@ -29,12 +29,9 @@ from titan_sparse.models.flavours import choose_implementation, number_of_parame
 from titan_sparse.models.lora import peft_config
 from titan_sparse.models.lora_config import adapter_elements, resolve_adapters
 from titan_sparse.training.build_model import build_model, check_float8
-from titan_sparse.training.checkpoint import (
-    Checkpointer,
-    Progress,
-    check_async_mode,
-    lock_run,
-)
+from titan_sparse.training.checkpoint.checkpointer import Checkpointer, Progress
+from titan_sparse.training.checkpoint.folders import lock_run
+from titan_sparse.training.checkpoint.saver import check_async_mode
 from titan_sparse.training.distributed import build_meshes, choose_device, init_distributed
 from titan_sparse.training.guard import Guard, decides_on_device
 from titan_sparse.training.metrics import MetricsLog

@@ -63,14 +63,15 @@ def _run(words: list[str]) -> int:
         return estimate(config, flags)
 
     # Imported here: a mistake in the config is reported before torch is loaded.
+    import torch.distributed as dist
+
     from titan_sparse.trainer import Trainer
-    from titan_sparse.training.distributed import leave_distributed
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
     if _is_first_rank():
         logging.getLogger("titan_sparse").setLevel(logging.INFO)
     Trainer(config).train()
-    leave_distributed()
+    dist.destroy_process_group()
     return 0
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -11,8 +12,8 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchtitan.distributed.utils import clip_grad_norm_
 
-from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
 from titan_sparse.build import Parts, banner
 from titan_sparse.config import Config, save
@@ -22,12 +23,12 @@ from titan_sparse.estimate.memory import estimate, peak_phase
 from titan_sparse.from_config import build_layer_masks
 from titan_sparse.loss import count_valid
 from titan_sparse.models.initialization import stable_seed
-from titan_sparse.training.checkpoint import check_lock, unlock_run
+from titan_sparse.training.checkpoint.folders import check_lock, unlock_run
 from titan_sparse.training.distributed import barrier, set_timeout
 from titan_sparse.training.guard import all_finite, optimizer_states, refuse_bad_weights
 from titan_sparse.training.heartbeat import Watch
 from titan_sparse.training.launcher import Poisoned, StopSignals
-from titan_sparse.training.optimizer import clip_gradients, resume_schedule
+from titan_sparse.training.optimizer import resume_schedule
 from titan_sparse.training.run_folder import profiler
 from titan_sparse.training.setup import (
     read_initial_hf,
@@ -147,9 +148,7 @@ class Trainer(Parts):
                 return True
             records = nullcontext()
             if is_logged and number == accumulated - 1:
-                records = recording(
-                    self.metrics.recall_rows(step), self.metrics.thumbnail_cells(step)
-                )
+                records = self.metrics.recording(step)
             with self.metrics.caps.counting(), records as recorded:
                 loss += self._forward_backward(batch, valid)
 
@@ -239,7 +238,8 @@ class Trainer(Parts):
         return loss.detach()
 
     def _clip(self) -> Tensor:
-        return clip_gradients(self.model, self.config.training.max_norm)
+        # 0: no clipping.
+        return clip_grad_norm_(self.model.parameters(), self.config.training.max_norm or math.inf)
 
     def _after_step(self, stopped: bool, is_first: bool) -> None:
         """What is due after a step: going back, saving, validation, collecting garbage."""

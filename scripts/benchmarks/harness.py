@@ -37,7 +37,7 @@ from titan_sparse.attention.masks.reach import visible_pairs
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
-from titan_sparse.training.distributed import choose_device, init_distributed, leave_distributed
+from titan_sparse.training.distributed import choose_device, init_distributed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Of the gradients on the wire, by the name in rows."""
@@ -192,7 +192,7 @@ def measure(
         run(Bench(args, device, rank, world, nodes), result, cases)
         if rank == 0 and args.out:
             write(Path(args.out), result | {"complete": True})
-    leave_distributed()
+    dist.destroy_process_group()
     return 0
 
 

@@ -319,7 +319,7 @@ def check_time(size: Size, deadline: float) -> None:
 def is_done(study: Study, run: Run) -> bool:
     """Whether a run has all its steps."""
     # Imported here, as it loads torch, which --help does without.
-    from titan_sparse.training.checkpoint import newest_checkpoint
+    from titan_sparse.training.checkpoint.folders import newest_checkpoint
 
     newest = newest_checkpoint(str(study.folder / run.name))
     if newest is None:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.distributed as dist
+
 from scripts.study.settings import (
     DENSE,
     START,
@@ -35,7 +37,6 @@ from titan_sparse.evaluation.answers import score_samples
 from titan_sparse.evaluation.load import build_scorer, find_checkpoint
 from titan_sparse.evaluation.scorer import Scorer, Sequence
 from titan_sparse.trainer import Trainer
-from titan_sparse.training.distributed import leave_distributed
 from titan_sparse.training.metrics import attention_averages, json_ready
 
 BUCKETS = 16
@@ -141,7 +142,7 @@ def evaluate(study: Study, evaluation: Evaluation, deadline: float) -> None:
             write_json(out / f"{name}.json", found)
             print(f"{out.name}: {name} in {seconds:.0f} s", flush=True)
     finally:
-        leave_distributed()
+        dist.destroy_process_group()
 
 
 def position_losses(study: Study, scorer: Scorer) -> dict[str, Any]:

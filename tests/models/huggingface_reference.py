@@ -15,7 +15,7 @@ from titan_sparse.data.chat_template import exported_files
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import export_weights, load_weights
-from titan_sparse.training.checkpoint import read_into
+from titan_sparse.training.checkpoint.reader import read_into
 
 transformers = pytest.importorskip("transformers")
 

@@ -31,7 +31,7 @@ from titan_sparse.config import Config, ConfigError, Lora
 from titan_sparse.models.initialization import canonical_name
 from titan_sparse.models.lora_config import is_adapter
 from titan_sparse.trainer import Trainer, draw_dropout
-from titan_sparse.training.checkpoint import read_metadata
+from titan_sparse.training.checkpoint.reader import read_metadata
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

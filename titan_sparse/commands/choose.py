@@ -30,7 +30,7 @@ from titan_sparse.config import Config, load, load_and_check, world_from_environ
 from titan_sparse.config.reading import tokens
 from titan_sparse.data.shards import write_json
 from titan_sparse.trainer import Trainer
-from titan_sparse.training.distributed import choose_device, leave_distributed
+from titan_sparse.training.distributed import choose_device
 
 RECALLS = (0.9, 0.95, 0.97, 0.99)
 MOST_LOSS = 0.01
@@ -128,7 +128,7 @@ def fresh_trainer(config: Config) -> Iterator[Trainer]:
         yield Trainer(config)
     finally:
         if dist.is_initialized():
-            leave_distributed()
+            dist.destroy_process_group()
 
 
 def seconds_of_step(trainer: Trainer) -> float:

@@ -27,7 +27,8 @@ from titan_sparse.models.initialization import initialize
 from titan_sparse.models.lora import adapter_shapes, add_adapters
 from titan_sparse.models.lora_config import Adapters, resolve_adapters
 from titan_sparse.training.build_model import parallelize
-from titan_sparse.training.checkpoint import newest_checkpoint, read_into, read_metadata, verify
+from titan_sparse.training.checkpoint.folders import newest_checkpoint
+from titan_sparse.training.checkpoint.reader import read_into, read_metadata, verify
 from titan_sparse.training.distributed import build_meshes, choose_device, init_distributed
 from titan_sparse.training.setup import alike, check_base, read_initial_hf
 

@@ -87,10 +87,6 @@ def init_distributed(
     )
 
 
-def leave_distributed() -> None:
-    dist.destroy_process_group()
-
-
 def build_meshes(parallelism: Parallelism, cp_intra: int, device_type: str) -> Meshes:
     world_size = dist.get_world_size()
     cp, replicas = parallelism.cp, parallelism.dp_replicate

@@ -10,7 +10,7 @@ from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import export_weights
 from titan_sparse.models.lora import export_adapter, merged
 from titan_sparse.models.lora_config import resolve_adapters
-from titan_sparse.training.checkpoint import read_into, read_metadata
+from titan_sparse.training.checkpoint.reader import read_into, read_metadata
 
 
 def export(

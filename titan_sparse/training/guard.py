@@ -52,11 +52,11 @@ class Report(NamedTuple):
 def decides_on_device(optimizers: OptimizersContainer, device: torch.device) -> bool:
     """Whether the optimizers can obey a verdict that only the device knows, as the fused kernels can.
     For others the host decides, which on a GPU has to wait for it."""
-    for optimizer in optimizers.optimizers:
-        on_device = all(p.device.type == device.type for p in optimizer.param_groups[0]["params"])
-        if not optimizer.defaults["fused"] or not on_device:
-            return False
-    return device.type == "cuda"
+    return device.type == "cuda" and all(
+        optimizer.defaults["fused"] and parameter.device.type == "cuda"
+        for optimizer in optimizers.optimizers
+        for parameter in optimizer.param_groups[0]["params"]
+    )
 
 
 class Guard:

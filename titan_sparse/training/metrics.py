@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from titan_sparse.attention.observe import Recording, worker_imbalance
+from titan_sparse.attention.observe import Recording, recording, worker_imbalance
 from titan_sparse.attention.recorder import counting_caps
 from titan_sparse.config import Attention, Config
 from titan_sparse.estimate.flops import flops_per_token, peak_flops, utilization
@@ -34,19 +34,15 @@ class CapCount:
     """What caps cut in all selections since the last read(). Until then it stays on the device."""
 
     def __init__(self) -> None:
-        self.sums: Tensor | None = None
-        self.forwards = 0
+        self.forwards: list[Tensor] = []
+        """[layers, 3] each"""
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         with counting_caps() as shares:
             yield
-        if not shares:
-            return
-        # [layers, 3]
-        by_layer = torch.stack(shares)
-        self.sums = by_layer if self.sums is None else self.sums + by_layer
-        self.forwards += 1
+        if shares:
+            self.forwards.append(torch.stack(shares))
 
     def read(self) -> Tensor | None:
         """Shares of heads that the caps of verticals, of slashes, and of both kept below the recall:
@@ -54,12 +50,11 @@ class CapCount:
 
         None for patterns without budgets. Collective; waits for the device.
         """
-        if self.sums is None:
+        if not self.forwards:
             return None
-        means = self.sums / self.forwards
+        means = sum(self.forwards) / len(self.forwards)
+        self.forwards = []
         dist.all_reduce(means)
-        self.sums = None
-        self.forwards = 0
         return means.cpu() / dist.get_world_size()
 
 
@@ -137,15 +132,15 @@ class MetricsLog:
         """Whether `step` (from 1) is logged: every metrics.log_every, the first and the last."""
         return step in (1, self.steps) or step % self.section.log_every == 0
 
-    def recall_rows(self, step: int) -> int:
-        """Query rows a sequence to measure recall on at a logged step; 0 where it is not measured."""
-        return self.section.recall_rows if _is_due(step, self.section.recall_every) else 0
+    def recording(self, step: int) -> contextlib.AbstractContextManager[Recording]:
+        """Record the attention of a logged step, with recall and pictures where they are due."""
 
-    def thumbnail_cells(self, step: int) -> int:
-        """Cells on a side of the pictures of the selection at a logged step; 0 where there are none."""
-        if self.board is not None and _is_due(step, self.section.pictures_every):
-            return 48
-        return 0
+        def is_due(every: int) -> bool:
+            return every > 0 and (step == 1 or step % every == 0)
+
+        rows = self.section.recall_rows if is_due(self.section.recall_every) else 0
+        has_pictures = self.board is not None and is_due(self.section.pictures_every)
+        return recording(rows, 48 if has_pictures else 0)
 
     def log(
         self,
@@ -238,11 +233,6 @@ class MetricsLog:
             self.board.close()
         if self.wandb_run is not None:
             self.wandb_run.finish()
-
-
-def _is_due(step: int, every: int) -> bool:
-    """At the first step and at each multiple of `every`; never for 0."""
-    return every > 0 and (step == 1 or step % every == 0)
 
 
 _BY_LAYER = {

@@ -1,4 +1,4 @@
-"""Optimizer, learning-rate schedule, clipping: torchtitan's containers, with no weight decay on norms and
+"""Optimizer and learning-rate schedule: torchtitan's containers, with no weight decay on norms and
 biases."""
 
 import os
@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import LRScheduler as TorchtitanLRScheduler
@@ -100,15 +99,3 @@ def resume_schedule(
         ]
         for group, learning_rate in zip(optimizer.param_groups, scheduler._last_lr):
             group["lr"] = learning_rate
-
-
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale the gradients down to `max_norm`; 0: leave them. Returns their norm before that."""
-    parameters = list(model.parameters())
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm

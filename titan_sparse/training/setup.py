@@ -27,7 +27,7 @@ from titan_sparse.from_config import build_pattern
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.huggingface import check_weights, load_weights
 from titan_sparse.models.huggingface_files import weights_digest
-from titan_sparse.training.checkpoint import FOLDER, newest_checkpoint
+from titan_sparse.training.checkpoint.folders import FOLDER, newest_checkpoint
 from titan_sparse.training.run_folder import versions
 
 logger = logging.getLogger("titan_sparse")

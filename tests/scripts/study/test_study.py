@@ -23,7 +23,7 @@ from scripts.study.settings import (
     runs,
     training_configuration,
 )
-from titan_sparse.training.checkpoint import newest_checkpoint
+from titan_sparse.training.checkpoint.folders import newest_checkpoint
 from titan_sparse.training.metrics_output import read_metrics
 
 CHOSEN = (DENSE, SPARSE, "window")

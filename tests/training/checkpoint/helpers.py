@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_sparse.config import Checkpoint
-from titan_sparse.training.checkpoint import Checkpointer, Progress, saver
+from titan_sparse.training.checkpoint import saver
+from titan_sparse.training.checkpoint.checkpointer import Checkpointer, Progress
 
 TEXTS = {"config.toml": "[training]\nsteps = 9\n"}
 

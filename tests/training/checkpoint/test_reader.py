@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from tests.training.checkpoint.helpers import Run, flip_bit, forge_sums, names_in
 from titan_sparse.config import Refusal
-from titan_sparse.training.checkpoint import Broken, read_into, read_metadata, reader, verify
+from titan_sparse.training.checkpoint import reader
+from titan_sparse.training.checkpoint.reader import Broken, read_into, read_metadata, verify
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -29,14 +29,9 @@ from tests.training.checkpoint.helpers import (
     same,
 )
 from titan_sparse.config import Refusal
-from titan_sparse.training.checkpoint import (
-    Broken,
-    SaveError,
-    read_into,
-    read_metadata,
-    saver,
-    verify,
-)
+from titan_sparse.training.checkpoint import saver
+from titan_sparse.training.checkpoint.reader import Broken, read_into, read_metadata, verify
+from titan_sparse.training.checkpoint.saver import SaveError
 from titan_sparse.training.distributed import on_first_rank
 
 MODES = ["disabled", "async"]

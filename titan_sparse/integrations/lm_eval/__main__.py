@@ -8,7 +8,6 @@ from lm_eval.__main__ import cli_evaluate
 # Registers the model.
 import titan_sparse.integrations.lm_eval  # noqa: F401
 from titan_sparse.config import Refusal
-from titan_sparse.training.distributed import leave_distributed
 
 
 def main() -> int:
@@ -19,7 +18,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if dist.is_initialized():
-        leave_distributed()
+        dist.destroy_process_group()
     return 0
 
 

@@ -8,30 +8,3 @@ world size, any context-parallel degree.
 checkpointer.py: what a run does. saver.py: the files of a save. reader.py: checking and reading.
 folders.py: names, moving aside, rotation, and the lock of a run.
 """
-
-from titan_sparse.training.checkpoint.checkpointer import Checkpointer, Progress
-from titan_sparse.training.checkpoint.folders import (
-    FOLDER,
-    check_lock,
-    lock_run,
-    newest_checkpoint,
-    unlock_run,
-)
-from titan_sparse.training.checkpoint.reader import Broken, read_into, read_metadata, verify
-from titan_sparse.training.checkpoint.saver import SaveError, check_async_mode
-
-__all__ = [
-    "FOLDER",
-    "Broken",
-    "Checkpointer",
-    "Progress",
-    "SaveError",
-    "check_async_mode",
-    "check_lock",
-    "lock_run",
-    "newest_checkpoint",
-    "read_into",
-    "read_metadata",
-    "unlock_run",
-    "verify",
-]

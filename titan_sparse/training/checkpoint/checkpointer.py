@@ -43,10 +43,6 @@ from titan_sparse.training.checkpoint.saver import PINNED, memory_like, write
 from titan_sparse.training.distributed import on_first_rank
 from titan_sparse.training.offload import Copier
 
-LOADER = "dataloader"
-
-PROGRESS = "train_state"
-
 logger = logging.getLogger("titan_sparse")
 
 _ROLLED_BACK = "rolled-back.json"
@@ -105,7 +101,7 @@ class Checkpointer:
         self.section = section
         self.folder = Path(output_dir, folders.FOLDER)
         self.texts = texts
-        self.parts: dict[str, Stateful] = {LOADER: loader, PROGRESS: progress, **states}
+        self.parts: dict[str, Stateful] = {"dataloader": loader, "train_state": progress, **states}
         self.model = model
         self.optimizers = list(optimizers)
         # The model's own tensors: reading into them loads them.
@@ -297,7 +293,7 @@ class Checkpointer:
             get_optimizer_state_dict(self.model, optimizer)
         tensors, values = self.state()
         if not with_loader:
-            del values[LOADER]
+            del values["dataloader"]
         # Counters that came later are not in older checkpoints: they stay as they are.
         saved = read_metadata(checkpoint).state_dict_metadata
         keys = {".".join(name.split(".")[:2]) for name in saved}

@@ -47,10 +47,6 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step}"
 
 
-def incomplete_folder(folder: Path, step: int) -> Path:
-    return folder / f"step-{step}.incomplete"
-
-
 def saved_steps(folder: Path) -> list[int]:
     """Steps of all checkpoints in `folder`, whole or not, in rising order."""
     matches = [_STEP.fullmatch(path.name) for path in _folders_in(folder)]
@@ -106,7 +102,7 @@ def rotate(folder: Path, keep: int) -> None:
         return
     for step in complete_steps(folder)[:-keep]:
         # Renamed first: cut short, this leaves nothing that looks like a checkpoint.
-        leaving = incomplete_folder(folder, step)
+        leaving = folder / f"step-{step}.incomplete"
         shutil.rmtree(leaving, ignore_errors=True)
         os.rename(step_folder(folder, step), leaving)
         shutil.rmtree(leaving, ignore_errors=True)
