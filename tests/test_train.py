@@ -33,7 +33,7 @@ def test_demo(tmp_path):
     for name in ("config.toml", "checkpoint/step-3/.metadata", "profile/rank0.json"):
         assert (tmp_path / name).is_file()
     assert list((tmp_path / "tensorboard").iterdir())
-    for words in ("vertical_slash", "eager", "100 %  ETA 00:00:00"):
+    for words in ("vertical_slash", "eager", "100 %  ETA 0:00:00"):
         assert words in printed
     assert len(re.findall(r"^step ", printed, re.MULTILINE)) == 3
 

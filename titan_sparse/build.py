@@ -215,7 +215,7 @@ def _model(parts: Parts) -> str:
     elif dtype != "float64":
         dtype += ", float32 weights and optimizer"
     line = f"{initial_hf or config.model.flavour}, {millions:,.1f} M parameters, {dtype}"
-    if not initial_hf:
-        return line
-    code, reason = choose_implementation(initial_hf, config.model.implementation)
-    return f"{line}; {code} code ({reason})"
+    if initial_hf:
+        code, reason = choose_implementation(initial_hf, config.model.implementation)
+        line += f"; {code} code ({reason})"
+    return line

@@ -82,10 +82,9 @@ class MetricsLog:
         device: torch.device,
         wandb_run: "wandb.Run | None" = None,
     ):
+        self.config = config
         self.section = config.metrics
         self.steps = config.training.steps
-        # Linear layers that compute in float8 have another peak.
-        self.float8 = config.float8.enable
         self.model = model
         self.adapters = resolve_adapters(model, **vars(config.lora))
         self.device = device
@@ -94,7 +93,6 @@ class MetricsLog:
         self.peak = peak_flops(name, self.section.peak_tflops)
         self.caps = CapCount()
         self.asked = asked_recall(config.attention)
-        self.budget = config.attention.vertical_slash.budget
         self.wandb_run = wandb_run
         self.json = None
         self.board = None
@@ -178,7 +176,8 @@ class MetricsLog:
             if self.asked is not None:
                 # Of two independent budgets each has to reach the recall, so one without its cap is
                 # enough.
-                of_heads = both if self.budget == "independent" else verticals + slashes - both
+                is_independent = self.config.attention.vertical_slash.budget == "independent"
+                of_heads = both if is_independent else verticals + slashes - both
                 record["heads_capped"] = of_heads.mean().item()
                 record["recall_asked"] = self.asked
         if self.save_seconds:
@@ -203,8 +202,9 @@ class MetricsLog:
         dense = flops_per_token(self.model, visible, self.adapters) * tokens_per_second / 1e12
         mfu = None
         if self.peak is not None:
+            float8 = self.config.float8.enable  # another peak for linear layers
             mfu = utilization(
-                self.model, visited, tokens_per_second, self.peak, self.float8, self.adapters
+                self.model, visited, tokens_per_second, self.peak, float8, self.adapters
             )
         if mfu is not None and mfu > 1:
             if self.json is not None:
@@ -227,10 +227,8 @@ class MetricsLog:
                 self.board.add_scalar(tag, value, step)
 
     def close(self) -> None:
-        if self.json is not None:
-            self.json.close()
-        if self.board is not None:
-            self.board.close()
+        for writer in filter(None, (self.json, self.board)):
+            writer.close()
         if self.wandb_run is not None:
             self.wandb_run.finish()
 
