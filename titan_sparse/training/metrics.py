@@ -345,7 +345,7 @@ def progress_line(record: dict[str, Any], steps: int, step_seconds: float | None
             recall += f" (asked {100 * record['recall_asked']:g} %)"
         parts.append(recall)
     if record.get("heads_capped"):
-        parts.append(f"capped {100 * record['heads_capped']:.2g} % of heads")
+        parts.append(f"capped {100 * record['heads_capped']:.3g} % of heads")
     return "  ".join(parts)
 
 
