@@ -144,7 +144,7 @@ def patterns(attention: Attention, tokens: int) -> Iterator[tuple[str, float, Pa
     """(name, setting, pattern) of what is compared: the choices of `attention` with other targets.
 
     vertical_slash has no caps and floors. With independent budgets its probe, sinks and local slashes
-    are the published ones. A MoBA chunk is chunk_size or a 32nd of the sequence, whichever is shorter.
+    are the published ones.
     """
     size = attention.block_size
     section = attention.vertical_slash
@@ -181,11 +181,10 @@ def curve(
     at: Tensor,
     mass: Tensor,
 ) -> dict[str, Any]:
-    """What a pattern selects of the rows at `at`, int64 [n]; lists over heads.
+    """What a pattern selects of the rows at `at`, int64 [n]; lists over heads: density, the selected
+    share of the allowed pairs; recall, the mean share of a row's mass; how many verticals and slashes.
 
-    mass: [Hq, n, S], the dense softmax of these rows. Returns density, the selected share of the
-    allowed pairs; recall, the mean share of a row's mass; and where the pattern has such, how many
-    verticals and slashes.
+    mass: [Hq, n, S], the dense softmax of these rows.
     """
     index = pattern.select(q, k, ranges, cp)
     allowed = (ranges.stop - ranges.start)[0, at].sum().item()

@@ -127,7 +127,7 @@ def test_a_run_sparse_and_dense(tmp_path):
     tokenizer = str(write_folder(tmp_path / "model"))
     newest = TitanSparseLM(checkpoint=str(run), tokenizer=tokenizer, device="cpu")
     of_step = str(run / "checkpoint/step-2")
-    step = TitanSparseLM(checkpoint=of_step, tokenizer=tokenizer, attention="as_trained")
+    step = TitanSparseLM(checkpoint=of_step, tokenizer=tokenizer)
     dense = TitanSparseLM(checkpoint=str(run), tokenizer=tokenizer, attention="dense")
     assert newest.get_model_info()["attention_pattern"] == "vertical_slash"
     assert dense.get_model_info()["attention_pattern"] == "dense"

@@ -160,6 +160,11 @@ def test_what_is_not_computed_is_refused(call, words):
         call()
 
 
+@pytest.mark.parametrize("side", [slice(0, 5), slice(40, None)])
+def test_patterns_take_padding_on_one_side(side):
+    run_sparse(attention_mask=torch.ones_like(HOLES).index_fill(1, torch.arange(SEQ_LEN)[side], 0))
+
+
 def test_a_mask_that_was_never_built_is_refused(monkeypatch):
     mapping = transformers.AttentionMaskInterface._global_mapping
     monkeypatch.delitem(mapping, "titan_sparse")

@@ -75,7 +75,7 @@ class TitanSparseLM(TemplateLM):
         pretrained: in its place, a Hugging Face folder.
         config: of the run; by default config.toml in the folder `checkpoint`.
         tokenizer: folder or tokenizer.json; by default data.tokenizer, or that of `pretrained`.
-        attention: "as_trained", the default with a config, or "dense".
+        attention: "dense", or as in the configuration, which is dense for a Hugging Face folder alone.
         device: "cpu" or "cuda"; lm_eval's default "cuda:0" is the CPU where no GPU is.
         max_length: tokens; longer requests lose their beginning, as in HFLM. By default the larger
         of the model's max_position_embeddings and the run's training.seq_len.
@@ -328,8 +328,8 @@ def _settings(
         "pretrained=FOLDER of Hugging Face, one of the two",
     )
     require(
-        attention in (None, "dense", "as_trained"),
-        f'model_args: attention={attention} is unknown; write "dense" or "as_trained"',
+        attention in (None, "dense"),
+        f'model_args: attention={attention} is unknown; write "dense", or leave it out',
     )
     step = None
     if checkpoint is not None:
@@ -339,11 +339,6 @@ def _settings(
     dense = attention == "dense"
     if config is None:
         # No configuration says how the model was trained.
-        require(
-            attention != "as_trained",
-            "model_args: attention=as_trained needs config=FILE.toml of a run; write it, or "
-            "attention.pattern=NAME",
-        )
         dense = dense or "attention.pattern" not in keys
         keys = {"data.tokenizer": pretrained} | keys
     for key, value in keys.items():

@@ -217,8 +217,7 @@ class ContextParallelTrainer:
         self.gather_function = self._gather_for_metrics
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """As the Trainer's, which sums over ranks, so this counts only this rank's part of the
-        batch."""
+        """As the Trainer's, of this rank's part of the batch: it sums over ranks."""
         return super().floating_point_ops(inputs) / self.cp.size
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
@@ -229,11 +228,8 @@ class ContextParallelTrainer:
         self.state.num_input_tokens_seen = before + counted // self.cp.size
 
     def _gather_for_metrics(self, numbers: Tensor) -> Tensor:
-        """accelerator.gather_for_metrics() over sequences in place of processes.
-
-        numbers: a scalar for this rank's tokens, of which all ranks' are returned, [processes]; or
-        losses [per_device_eval_batch_size], all the same, of which each sequence's are returned.
-        """
+        """accelerator.gather_for_metrics() over sequences in place of processes: of a scalar for this
+        rank's tokens, or of losses [per_device_eval_batch_size] that are all the same."""
         ranks = self.accelerator.gather(numbers)
         if numbers.ndim == 0:
             # accelerate would take them for samples, and leave out ranks of a smaller last batch.
