@@ -18,7 +18,7 @@ from titan_sparse.models.config import linear_sizes
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.huggingface_files import weights_digest
 from titan_sparse.models.initialization import canonical_name, initialize
-from titan_sparse.models.lora import add_adapters, initialize_adapters
+from titan_sparse.models.lora import add_adapters
 from titan_sparse.models.lora_config import (
     ALL_LINEAR,
     Adapters,
@@ -103,7 +103,7 @@ def test_first_adapters():
     for init in ("default", "gaussian"):
         adapters = _adapters(init=init, rank=16)
         model = _decoder(adapters, dtype=torch.float32)
-        initialize_adapters(model, 5, adapters)
+        initialize(model, 5, TINY, adapters=adapters)
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
                 assert not parameter.any(), name
@@ -125,9 +125,9 @@ def test_first_adapters_are_those_of_any_rank():
     """They are slices of the whole tensor, without communication. Another seed draws others."""
     adapters = _adapters()
     whole = _decoder(adapters, dtype=torch.float32)
-    initialize_adapters(whole, 5, adapters)
+    initialize(whole, 5, TINY, adapters=adapters)
     other = _decoder(adapters, dtype=torch.float32)
-    initialize_adapters(other, 6, adapters)
+    initialize(other, 6, TINY, adapters=adapters)
     name = "layers.1.mlp.down_proj.lora_A.default.weight"
     wanted = whole.get_parameter(name).detach()
     assert not torch.equal(other.get_parameter(name), wanted)
@@ -137,7 +137,7 @@ def test_first_adapters_are_those_of_any_rank():
         sharded = _decoder(adapters, dtype=torch.float32)
         layer = sharded.get_submodule(name.removesuffix(".weight"))
         layer.weight = nn.Parameter(shard)
-        initialize_adapters(sharded, 5, adapters)
+        initialize(sharded, 5, TINY, adapters=adapters)
         assert torch.equal(layer.weight.to_local(), wanted[2:])
 
 

@@ -6,6 +6,7 @@ They need no GPU, no data, and no process group. memory.py and flops.py do the c
 import bisect
 import copy
 import dataclasses
+import math
 import operator
 import os
 from dataclasses import dataclass
@@ -60,34 +61,25 @@ _LONGEST = 2**30
 class World:
     """Where the run would be.
 
-    device_memory, host_memory: GiB of one GPU, and of the CPU memory of a node. None if unknown.
+    device_memory, host_memory: GiB of one GPU, and of the CPU memory of a node; inf if unknown.
     """
 
     ranks: int
     ranks_per_node: int
-    device_memory: float | None
-    host_memory: float | None = None
+    device_memory: float = math.inf
+    host_memory: float = math.inf
 
     @property
     def outside(self) -> float:
         """GiB that PyTorch's allocator does not hand out."""
         return OUTSIDE_GIB + (COMMUNICATORS_GIB if self.ranks > 1 else 0)
 
-    @property
-    def usable(self) -> float | None:
-        """GiB that a step may need of PyTorch's allocator."""
-        if self.device_memory is None:
-            return None
-        return (1 - RESERVE) * self.device_memory - self.outside
-
     def fits(self, device_gib: float) -> bool:
-        """Whether a step that needs so much of PyTorch's allocator fits; True if unknown."""
-        return self.usable is None or device_gib <= self.usable
+        """Whether a step that needs so much of PyTorch's allocator fits."""
+        return device_gib <= (1 - RESERVE) * self.device_memory - self.outside
 
     def holds(self, host_gib: dict[str, float]) -> bool:
-        """Whether a node has the CPU memory for its ranks; True if unknown. host_gib: of a rank."""
-        if self.host_memory is None:
-            return True
+        """Whether a node has the CPU memory for its ranks. host_gib: of a rank."""
         return sum(host_gib.values()) * self.ranks_per_node <= (1 - HOST_RESERVE) * self.host_memory
 
     def __str__(self) -> str:
@@ -99,15 +91,14 @@ def world(ranks: int, ranks_per_node: int, device_memory: float, host_memory: fl
 
     device_memory, host_memory: GiB. 0 means those of this machine, if it has a GPU.
     """
-    device: float | None = device_memory or None
-    host: float | None = host_memory or None
+    device = host = math.inf
     if torch.cuda.is_available():
-        device = device or torch.cuda.get_device_properties(0).total_memory / GIB
+        device = torch.cuda.get_device_properties(0).total_memory / GIB
         installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         # What a container may have of it.
         limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
-        host = host or min(installed, int(limit) if limit != "max" else installed) / GIB
-    return World(ranks, ranks_per_node, device, host)
+        host = min(installed, int(limit) if limit != "max" else installed) / GIB
+    return World(ranks, ranks_per_node, device_memory or device, host_memory or host)
 
 
 def dry_run(config: Config, where: World) -> tuple[str, bool]:
@@ -118,7 +109,8 @@ def dry_run(config: Config, where: World) -> tuple[str, bool]:
     lines = [
         *_shape(config, step, where),
         *_table(step),
-        *_verdict(needed, where),
+        "",
+        _verdict(needed, where),
         *([] if where.fits(needed) else [_what_helps(step, where)]),
         *_host_verdict(on_host, where),
         *_flops(config, step, where),
@@ -131,7 +123,7 @@ def find_max_length(config: Config, where: World) -> tuple[str, bool]:
 
     Raises ValueError if the device's memory is unknown.
     """
-    if where.usable is None:
+    if math.isinf(where.device_memory):
         raise ValueError(
             "--find-max-length needs the memory of a GPU, and this machine has no GPU; "
             "write --device-memory GIB"
@@ -150,19 +142,13 @@ def find_max_length(config: Config, where: World) -> tuple[str, bool]:
 
     fitting = bisect.bisect_left(range(1, _LONGEST // multiple + 1), True, key=is_too_long)
     needed, on_host = measure(max(fitting, 1))
-    relation = "within" if where.fits(needed) else "more than"
-    needs = (
-        f"{needed:.1f} GiB a rank, {relation} the {where.usable:.1f} GiB that PyTorch may have "
-        f"of {where.device_memory:.1f}"
-    )
-    needs = "; ".join([needs, *_host_verdict(on_host, where)])
+    verdicts = "; ".join([_verdict(needed, where), *_host_verdict(on_host, where)])
     if fitting == 0:
-        return f"nothing fits: {multiple:,} tokens need {needs}", False
-    line = (
+        return f"nothing fits: {multiple:,} tokens need {verdicts}", False
+    return (
         f"training.seq_len = {fitting * multiple} is the longest multiple of {multiple} "
-        f"that fits on {where}: {needs}"
-    )
-    return line, True
+        f"that fits on {where}: {verdicts}"
+    ), True
 
 
 def _step(config: Config, where: World) -> StepShape:
@@ -251,15 +237,12 @@ def _table(step: StepShape) -> list[str]:
     return lines
 
 
-def _verdict(needed: float, where: World) -> list[str]:
-    total = (
+def _verdict(needed: float, where: World) -> str:
+    line = (
         f"peak {needed:.2f} GiB, and {where.outside:.1f} outside of PyTorch's allocator: "
         f"{needed + where.outside:.2f} GiB"
     )
-    if where.device_memory is None:
-        return ["", f"{total}; to compare it with a GPU write --device-memory GIB"]
-    verdict = "fits" if where.fits(needed) else "does NOT fit"
-    return ["", f"{total} of {where.device_memory:.1f}, {100 * RESERVE:.0f} % kept free: {verdict}"]
+    return _compared(line, "--device-memory GIB", where.device_memory, RESERVE, where.fits(needed))
 
 
 def _host_verdict(parts: dict[str, float], where: World) -> list[str]:
@@ -270,11 +253,15 @@ def _host_verdict(parts: dict[str, float], where: World) -> list[str]:
     names = " + ".join(f"{part} {size:.2f}" for part, size in parts.items())
     of_node = of_rank * where.ranks_per_node
     line = f"CPU memory: {of_rank:.2f} GiB a rank ({names}), {of_node:.2f} a node"
-    if where.host_memory is None:
-        return [f"{line}; to compare it write --host-memory GIB of a node"]
-    verdict = "fits" if where.holds(parts) else "does NOT fit"
-    free = f"{100 * HOST_RESERVE:.0f} % kept free"
-    return [f"{line}, of {where.host_memory:.1f}, {free}: {verdict}"]
+    option = "--host-memory GIB of a node"
+    return [_compared(line, option, where.host_memory, HOST_RESERVE, where.holds(parts))]
+
+
+def _compared(line: str, option: str, memory: float, reserve: float, fits: bool) -> str:
+    if math.isinf(memory):
+        return f"{line}; to compare it write {option}"
+    verdict = "fits" if fits else "does NOT fit"
+    return f"{line} of {memory:.1f}, {100 * reserve:.0f} % kept free: {verdict}"
 
 
 _LEVERS = (

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.huggingface_config import FAMILIES
-from titan_sparse.models.lora_config import is_adapter
+from titan_sparse.models.lora_config import Adapters, is_adapter
 from titan_sparse.models.transformers_config import TransformersConfig
 
 _STD = 0.02
@@ -20,11 +20,17 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")
 
 @torch.no_grad()
 def initialize(
-    model: nn.Module, seed: int, config: DecoderConfig, device: torch.device | None = None
+    model: nn.Module,
+    seed: int,
+    config: DecoderConfig,
+    device: torch.device | None = None,
+    adapters: Adapters | None = None,
 ) -> None:
-    """Fill every parameter of a materialized (to_empty) decoder except adapters in place.
+    """Fill every parameter of a materialized (to_empty) decoder in place, except adapters if
+    `adapters` is None.
 
-    Parameters are plain or DTensor, of any dtype.
+    Parameters are plain or DTensor, of any dtype. Of adapters, A is random and B is zero, so that
+    they change nothing at first.
 
     Each full tensor is drawn in fp32 on `device` (default: the parameter's), one at a time, and
     each rank keeps its local shard without communication. Another kind of device draws other
@@ -35,10 +41,17 @@ def initialize(
             raise ValueError(
                 f"parameter {name} is on the meta device; call model.to_empty(device=...) first."
             )
-        if is_adapter(name):
+        if is_adapter(name) and adapters is None:
             continue
         where = device or parameter.device
-        assign(parameter, _draw(canonical_name(name), parameter.shape, where, seed, config))
+        full = _draw(canonical_name(name), parameter.shape, where, seed, config, adapters)
+        if isinstance(parameter, DTensor):
+            # src_data_rank=None: every rank has drawn the same tensor and cuts its own shard; nothing
+            # is sent.
+            full = distribute_tensor(
+                full, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
+        parameter.copy_(full)
 
 
 def canonical_name(name: str) -> str:
@@ -49,10 +62,22 @@ def canonical_name(name: str) -> str:
 
 
 def _draw(
-    name: str, shape: torch.Size, device: torch.device, seed: int, config: DecoderConfig
+    name: str,
+    shape: torch.Size,
+    device: torch.device,
+    seed: int,
+    config: DecoderConfig,
+    adapters: Adapters | None,
 ) -> Tensor:
     full = torch.empty(shape, dtype=torch.float32, device=device)
     generator = torch.Generator(device=device).manual_seed(stable_seed(seed, name))
+    if ".lora_B." in name:
+        return full.zero_()
+    if ".lora_A." in name and adapters.init == "gaussian":
+        return full.normal_(std=1 / adapters.rank, generator=generator)
+    if ".lora_A." in name:
+        # The initial values of nn.Linear.
+        return nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
     if name.endswith(".A_log"):
         # Rates of decay in linear attention.
         return full.uniform_(*_DECAY_RATES, generator=generator).log_()
@@ -83,14 +108,3 @@ def stable_seed(seed: int, name: str) -> int:
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
-
-
-def assign(parameter: Tensor, full: Tensor) -> None:
-    """Copy a whole tensor, which every rank has, into a parameter, sharded or not."""
-    if isinstance(parameter, DTensor):
-        # src_data_rank=None: every rank has drawn the same tensor and cuts its own shard; nothing
-        # is sent.
-        full = distribute_tensor(
-            full, parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
-    parameter.copy_(full)

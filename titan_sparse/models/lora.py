@@ -7,7 +7,6 @@ weights, because it mistakes the names of our mesh's axes for tensor parallelism
 added first, on the meta device.
 """
 
-import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -25,7 +24,6 @@ from titan_sparse.models.huggingface import (
     stored_tensors,
 )
 from titan_sparse.models.huggingface_files import open_tensors, write_files
-from titan_sparse.models.initialization import assign, canonical_name, stable_seed
 from titan_sparse.models.lora_config import Adapters, is_adapter
 
 NAME = "default"
@@ -79,32 +77,6 @@ def add_adapters(model: nn.Module, adapters: Adapters) -> None:
             module.lora_B.to(wide)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
-
-
-@torch.no_grad()
-def initialize_adapters(
-    model: nn.Module, seed: int, adapters: Adapters, device: torch.device | None = None
-) -> None:
-    """Fill the adapters of a materialized decoder in place: A is random and B is zero, so that they
-    change nothing at first.
-
-    Like initialize(), each rank draws on `device` (default: the parameter's), from the seed and the
-    parameter's name alone.
-    """
-    for parameter_name, parameter in model.named_parameters():
-        if not is_adapter(parameter_name):
-            continue
-        name = canonical_name(parameter_name)
-        where = device or parameter.device
-        full = torch.zeros(parameter.shape, dtype=torch.float32, device=where)
-        if ".lora_A." in name:
-            generator = torch.Generator(device=where).manual_seed(stable_seed(seed, name))
-            if adapters.init == "gaussian":
-                full.normal_(std=1 / adapters.rank, generator=generator)
-            else:
-                # The initial values of nn.Linear.
-                nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
-        assign(parameter, full)
 
 
 def export_adapter(

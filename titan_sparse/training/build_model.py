@@ -31,7 +31,7 @@ from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.models.decoder import MLP, Attends, Decoder
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.initialization import initialize
-from titan_sparse.models.lora import add_adapters, initialize_adapters
+from titan_sparse.models.lora import add_adapters
 from titan_sparse.models.lora_config import resolve_adapters
 from titan_sparse.training.offload import OffloadedBlocks
 
@@ -75,9 +75,7 @@ def build_model(
         config.optimizer.offload,
     )
     model.to_empty(device="cpu" if config.optimizer.offload else device)
-    initialize(model, config.training.seed, model_config, device)
-    if adapters:
-        initialize_adapters(model, config.training.seed, adapters, device)
+    initialize(model, config.training.seed, model_config, device, adapters)
     return model
 
 
