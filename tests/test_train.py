@@ -1,10 +1,6 @@
-"""The commands a user types, shortened, and what tests start in processes of their own."""
+"""The command a user types first, shortened."""
 
-import os
 import re
-
-import pytest
-import torch.distributed as dist
 
 from tests.distributed import run_program
 from tests.docs.pages import demo_command
@@ -36,17 +32,3 @@ def test_demo(tmp_path):
     for words in ("vertical_slash", "eager", "100 %  ETA 0:00:00"):
         assert words in printed
     assert len(re.findall(r"^step ", printed, re.MULTILINE)) == 3
-
-
-def _program(words: list[str]) -> int:
-    dist.init_process_group("gloo")
-    # A rank that ends before the others are connected would fail them.
-    dist.barrier()
-    print(os.environ["LOCAL_RANK"], dist.get_world_size(), *words)
-    return int("fail" in words and dist.get_rank() == 1)
-
-
-def test_a_program_finds_torchruns_variables_and_a_failing_rank_fails_the_test():
-    assert run_program(2, _program, ["one", "two"]) == "0 2 one two\n1 2 one two\n"
-    with pytest.raises(Exception, match="status 1"):
-        run_program(2, _program, ["fail"])

@@ -13,7 +13,7 @@ import runpy
 import shutil
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -23,7 +23,6 @@ import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.run import get_args_parser
 
-import train as train_entry
 from tests.docs.pages import ROOT, demo_command
 from tests.runs import tiny_config, train, write_texts
 from titan_sparse.config import load, save
@@ -173,26 +172,27 @@ def try_training(arguments: list[str], processes: int, words: tuple[str, ...]) -
     One command trains on the CPU. tests/test_train.py starts it, as it stands in README.
     """
     if {"--dry-run", "--find-max-length", "--help"}.intersection(arguments):
-        assert run_training(arguments) == 0
+        assert run_module("titan_sparse.train", arguments) == 0
     elif load(arguments)[0].training.device == "cpu":
         assert words == demo_command(), "only tests/test_train.py trains"
     else:
         report = ["--dry-run", "--ranks", str(processes), "--device-memory", "139.8"]
-        assert run_training([*arguments, *report]) == 0
+        assert run_module("titan_sparse.train", [*arguments, *report]) == 0
 
 
-def run_training(words: list[str]) -> int:
-    """The status of train.py, run in this process."""
-    with alone("train.py", words):
-        return status_of(train_entry.main)
-
-
-def run_module(module: str, words: list[str], folder: Path) -> int:
-    """The status of `python -m module words`, run in this process in `folder`."""
+def run_module(module: str, words: list[str], folder: Path = Path()) -> int:
+    """The status of `python -m module words`, run in this process in `folder`, alone in its world."""
     if module.startswith(COMMANDS):
         module, words = "titan_sparse", [module.removeprefix(COMMANDS), *words]
-    with alone(module, words), contextlib.chdir(folder):
-        status = status_of(lambda: runpy.run_module(module, run_name="__main__") and 0)
+    argv = mock.patch.object(sys, "argv", [module, *words])
+    with argv, mock.patch.dict(os.environ), contextlib.chdir(folder):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTORCH_ALLOC_CONF"):
+            os.environ.pop(name, None)
+        try:
+            runpy.run_module(module, run_name="__main__")
+            status = 0
+        except SystemExit as exit:
+            status = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
     if dist.is_initialized():
         dist.destroy_process_group()
     return status
@@ -211,24 +211,6 @@ def is_parsed(module: str, words: list[str], folder: Path) -> bool:
             run_module(module, words, folder)
             return False
     return True
-
-
-def status_of(program: Callable[[], int | None]) -> int:
-    try:
-        return program() or 0
-    except SystemExit as exit:
-        if exit.code is None or isinstance(exit.code, int):
-            return exit.code or 0
-        return 1
-
-
-@contextlib.contextmanager
-def alone(program: str, words: list[str]) -> Iterator[None]:
-    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTORCH_ALLOC_CONF")
-    with mock.patch.object(sys, "argv", [program, *words]), mock.patch.dict(os.environ):
-        for name in ranks:
-            os.environ.pop(name, None)
-        yield
 
 
 def make(words: list[str]) -> None:
@@ -260,7 +242,7 @@ def launch_node(words: list[str]) -> None:
     options = ["--config", *words]
     ranks = max(8, load(options)[0].parallelism.cp)
     options += ["--ranks", str(ranks), "--dry-run", "--device-memory", "139.8"]
-    assert run_training(options) == 0
+    assert run_module("titan_sparse.train", options) == 0
 
 
 def sbatch(words: list[str]) -> None:
