@@ -1,18 +1,9 @@
-"""The optimizer and the schedule: how they are set up, changed on resuming, and optimizer.offload.
-
-What crosses to a GPU: tests/gpu/test_offload.py.
-"""
-
-from pathlib import Path
+"""The optimizer and the schedule: how they are set up and changed on resuming."""
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from tests.distributed import run_processes
-from tests.runs import metrics_of, tiny_config, train, weights_of, write_texts
 from titan_sparse.config import LRScheduler, Optimizer
 from titan_sparse.training.optimizer import (
     build_optimizer,
@@ -32,45 +23,6 @@ def test_what_decays_and_what_is_frozen():
     wanted = [model[0].bias, model[1].weight, model[1].bias, model[2].bias, model[2].up_proj_bias]
     assert [id(p) for p in vectors["params"]] == [id(p) for p in wanted]
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.3, 0.0)
-
-
-SETTINGS = {
-    "training__steps": 4,
-    "attention__pattern": "dense",
-    "training__gradient_accumulation_steps": 2,
-    "training__max_norm": 0.1,
-    "optimizer__name": "AdamW",
-    "optimizer__lr": 1e-2,
-    "checkpoint__enable": True,
-    "checkpoint__interval": 2,
-    "lr_scheduler__total_steps": 4,
-    "parallelism__cp": 2,
-}
-
-
-def _equal_and_resumed(folder: Path) -> None:
-    plain = tiny_config(folder, "plain", **SETTINGS)
-    wanted = weights_of(train(plain))
-    offload = {"optimizer__offload": True, "training__steps": 2}
-    halves = tiny_config(folder, "halves", **SETTINGS | offload)
-    train(halves)
-    halves.training.steps = 4
-    trainer = train(halves)  # goes on from the checkpoint of step 2
-    blocks = [module for module in trainer.model.modules() if isinstance(module, FSDPModule)]
-    for block in blocks:
-        group = block._get_fsdp_state()._fsdp_param_group
-        assert all(parameter.offload_to_cpu for parameter in group.fsdp_params)
-    assert all(group["fused"] for group in trainer.optimizers.optimizers[0].param_groups)
-    torch.testing.assert_close(weights_of(trainer), wanted, rtol=0, atol=1e-12)
-    dist.barrier()
-    for line, other in zip(metrics_of(halves), metrics_of(plain), strict=True):
-        for key in ("step", "loss", "grad_norm", "lr"):
-            assert line[key] == pytest.approx(other[key], rel=1e-12)
-
-
-def test_a_run_equals_the_one_without_and_resumes(tmp_path):
-    write_texts(tmp_path / "texts")
-    run_processes(2, _equal_and_resumed, tmp_path)
 
 
 @pytest.mark.parametrize(

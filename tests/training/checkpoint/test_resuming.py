@@ -55,9 +55,14 @@ def _go_on(folder: Path, name: str, overrides: dict) -> None:
     torch.rand(7)  # the state of the generators must come from the checkpoint
     # Saves in the background are the same.
     config = _config(folder, name, checkpoint__async_mode="async", **overrides)
-    train(config)
+    trainer = train(config)
     got, wanted = _lines(config), _lines(_config(folder, "whole"))
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+    if config.optimizer.offload:
+        for block in trainer.model.layers.values():
+            parameters = block._get_fsdp_state()._fsdp_param_group.fsdp_params
+            assert all(parameter.offload_to_cpu for parameter in parameters)
+        assert all(group["fused"] for group in trainer.optimizers.optimizers[0].param_groups)
     if overrides:
         return
     assert got == wanted
@@ -79,12 +84,13 @@ def _go_on(folder: Path, name: str, overrides: dict) -> None:
                 "parallelism__cp": 4,
                 "attention__layout": "balanced",
                 "attention__schedule": "group_cast",
+                "optimizer__offload": True,
             },
         ),
     ],
 )
 def test_six_steps_equal_three_and_three(saved, world_size, overrides):
-    """To the bit on as many ranks, past a newer save that was cut short."""
+    """To the bit on as many ranks, past a newer save that was cut short. With optimizer.offload, too."""
     name = f"on-{world_size}"
     shutil.copytree(saved / "run", saved / name)
     shutil.copytree(saved / "run/checkpoint/step-3", saved / name / "checkpoint/step-5")
