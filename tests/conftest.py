@@ -30,9 +30,13 @@ if not torch.cuda.is_available():
 
 
 LONGEST = [
+    "tests/kernels/test_compile_only.py",
     "tests/test_trainer.py",
+    "tests/training/test_wiring.py",
+    "tests/training/test_metrics.py",
     "tests/docs/test_docs.py",
     "tests/training/test_watch.py",
+    "tests/training/test_starts_and_stops.py",
     "tests/training/test_lora.py",
     "tests/training/test_transformers_runs.py",
     "tests/training/test_poison.py",
@@ -40,7 +44,7 @@ LONGEST = [
     "tests/training/checkpoint/test_resuming.py",
     "tests/attention/context_parallel/test_stress.py",
     "tests/attention/context_parallel/test_group.py",
-    "tests/kernels/test_compile_only.py",
+    "tests/attention/masks/test_slices_processes.py",
     "tests/kernels/test_block_sparse.py",
     "tests/attention/context_parallel/test_balanced_processes.py",
     "tests/attention/patterns/test_block_patterns.py",
