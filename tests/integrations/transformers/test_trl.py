@@ -1,6 +1,5 @@
 """TRL's SFTTrainer, packed, under context parallelism: its log is that of one process."""
 
-import os
 import random
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from tests.integrations.transformers.trainer_runs import (  # noqa: E402
     arguments,
     assert_trains_alike,
     numbers,
-    pretend_gpus,
     read,
     tiny_model,
 )
@@ -59,8 +57,6 @@ def trainer(folder: Path, **changes) -> LongSFTTrainer:
         dataset_num_proc=None,
     )
     args = arguments(folder, trl.SFTConfig, **(options | changes))
-    if args.fsdp:
-        pretend_gpus()
     register(AttentionSettings(cp=args.parallelism_config.group()))
     return LongSFTTrainer(
         tiny_model(),
@@ -78,16 +74,6 @@ def packed(folder: Path) -> list[dict[str, float]]:
     return numbers(made)
 
 
-def sharded(folder: Path) -> list[dict[str, float]]:
-    """FSDP2, a checkpoint after two steps, and the third step in another trainer."""
-    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    options = dict(max_grad_norm=0.1, fsdp=not is_alone)
-    trainer(folder, save_strategy="steps", save_steps=2, **options).train()
-    made = trainer(folder, **options)
-    made.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    return numbers(made)
-
-
 def without_packing(folder: Path) -> list[dict[str, float]]:
     """Rows of a batch, padded, with the loss that weighs tokens by their probability. The last of
     an epoch's 48 rows is a batch of its own."""
@@ -99,7 +85,7 @@ def without_packing(folder: Path) -> list[dict[str, float]]:
 
 @pytest.mark.slow
 def test_two_processes_train_like_one(tmp_path):
-    assert_trains_alike(tmp_path, 2, [packed, sharded, without_packing])
+    assert_trains_alike(tmp_path, 2, [packed, without_packing])
     # The tokens of a step are those of its documents, without what fills a sequence.
     [first, *_] = read(tmp_path, "packed", 1)
     assert 0 < first["num_tokens"] <= 2 * 2 * 250
