@@ -107,8 +107,8 @@ def test_a_checkpoint_is_inspected(folder, tmp_path):
 @pytest.mark.parametrize(
     "words, reason",
     [
-        (["--layers", "0,99"], "--layers 0,99 are not layers"),
-        (["--rows", "0"], "--rows 0 is too small"),
+        (["--layers", "0,99"], '--layers = "0,99" are not layers'),
+        (["--rows", "0"], "--rows: 0 is too small"),
         (["--length", "20"], "--length 20 is below two blocks"),
         (["--parallelism.cp", "2"], "one process inspects the whole"),
         ([], "holds no complete checkpoint"),

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_sparse.commands import parser_of
+from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.config import Config, load, load_and_check, world_from_environment
 from titan_sparse.config.reading import tokens
 from titan_sparse.data.shards import write_json
@@ -38,19 +38,16 @@ MOST_LOSS = 0.01
 TIMED_STEPS = 5
 
 
+@refuses
 def main(words: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument("--seq-len", type=tokens, required=True, help="tokens of a sequence")
-    parser.add_argument("--batches", type=int, default=0, help="default: 3, on a CPU 1")
+    parser.add_argument("--batches", type=positive, help="default: 3, on a CPU 1")
     parser.add_argument("--out", type=Path, default=Path("outputs/choose"), help="folder to write")
     args, rest = parser.parse_known_args(words)
-    try:
-        configs = configurations(args.model, args.seq_len, args.out, args.batches, rest)
-        rows = {name: measure(config) for name, config in configs.items()}
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    configs = configurations(args.model, args.seq_len, args.out, args.batches, rest)
+    rows = {name: measure(config) for name, config in configs.items()}
     if os.environ.get("RANK", "0") == "0":
         write_json(args.out / "choose.json", rows)
         print(table(rows))
@@ -59,7 +56,7 @@ def main(words: list[str]) -> int:
 
 
 def configurations(
-    model: str, seq_len: int, out: Path, batches: int, words: list[str]
+    model: str, seq_len: int, out: Path, batches: int | None, words: list[str]
 ) -> dict[str, Config]:
     """The checked configuration of dense and of each recall, by name. Raises ConfigError."""
     words = [*words, "--model.initial_hf", model, "--training.seq_len", str(seq_len)]

@@ -13,13 +13,12 @@ takes them: --data.source is the text that is read and that hides needles. Write
 import argparse
 import csv
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from titan_sparse.commands import parser_of
+from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import lengths_of, require, tokens
 from titan_sparse.data import Tokenizer, load_tokenizer
@@ -32,24 +31,19 @@ from titan_sparse.training import pictures
 from titan_sparse.training.metrics import json_ready
 
 TASKS = ("position", "needle")
-OPTIONS = {"position": ("stride", "buckets"), "needle": ("depths", "answers", "seed")}
-"""Options that only one task reads."""
 LM_EVAL = "python -m titan_sparse.integrations.lm_eval --model titan_sparse"
 """The command that evaluates with published tasks."""
 
 
+@refuses
 def main(words: list[str]) -> int:
-    try:
-        args, config = parse(words)
-        checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
-        tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
-        # Texts are read before any process group: what cannot be used is reported at once.
-        windows, needles = read(args, config, tokenizer)
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-        scorer = build_scorer(config, checkpoint, tokenizer)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args, config = parse(words)
+    checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
+    # Texts are read before any process group: what cannot be used is reported at once.
+    windows, needles = read(args, config, tokenizer)
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    scorer = build_scorer(config, checkpoint, tokenizer)
     results: dict[str, Any] = {}
     if windows:
         results["position"] = [
@@ -97,12 +91,16 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
         help=f"of {', '.join(TASKS)}; RULER and other published tasks run through {LM_EVAL}",
     )
     add("--lengths", default="", help="tokens, separated by commas; default: training.seq_len")
-    add("--depths", type=int, default=11, help="number of needle depths, evenly from 0 to 100 %%")
     add(
-        "--samples", type=int, default=10, help="windows of a length; needles of a length and depth"
+        "--depths",
+        type=positive,
+        default=11,
+        help="number of needle depths, evenly from 0 to 100 %%",
     )
+    of_samples = "windows of a length; needles of a length and depth"
+    add("--samples", type=positive, default=10, help=of_samples)
     add("--stride", type=tokens, default=0, help="tokens between windows; 0: no overlap")
-    add("--buckets", type=int, default=16, help="ranges of positions")
+    add("--buckets", type=positive, default=16, help="ranges of positions")
     add(
         "--answers",
         choices=["forced", "generated"],
@@ -119,16 +117,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
             f"--tasks {name} is not one of {', '.join(TASKS)}. RULER and other published tasks run "
             f"through {LM_EVAL} --tasks {name} --model_args checkpoint=RUN,tokenizer=FOLDER",
         )
-    for task, names in OPTIONS.items():
-        for name in names:
-            require(
-                task in args.tasks or getattr(args, name) == parser.get_default(name),
-                f"--{name} would be ignored with --tasks {','.join(args.tasks)}; leave it out",
-            )
     args.lengths = lengths_of(args.lengths or str(config.training.seq_len), "--lengths")
-    for name in ("samples", "depths", "buckets"):
-        value = getattr(args, name)
-        require(value >= 1, f"--{name} {value} is too small; write 1 or more")
     shortest = min(args.lengths)
     require(
         "position" not in args.tasks or args.buckets <= shortest,

@@ -10,11 +10,9 @@ Of a run with adapters (lora.rank) OUT holds these alone, for PeftModel.from_pre
 model of model.initial_hf; with --merge, that model with the adapters merged into its weights.
 """
 
-import sys
-
 import torch
 
-from titan_sparse.commands import parser_of
+from titan_sparse.commands import parser_of, refuses
 from titan_sparse.config import load, trains_random_base
 from titan_sparse.evaluation.load import find_checkpoint, find_config
 from titan_sparse.training.checkpoint.reader import verify
@@ -22,6 +20,7 @@ from titan_sparse.training.export import export
 from titan_sparse.training.setup import check_base
 
 
+@refuses
 def main(words: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("run_or_checkpoint", metavar="RUN_OR_CHECKPOINT")
@@ -34,22 +33,18 @@ def main(words: list[str]) -> int:
     parser.add_argument("--merge", action="store_true", help="adapters go into the weights")
     args = parser.parse_args(words)
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    try:
-        checkpoint = find_checkpoint(args.run_or_checkpoint)
-        config, _ = load(["--config", find_config(args.run_or_checkpoint)])
-        verify(checkpoint)
-        if args.merge and not config.lora.rank:
-            raise ValueError(f"--merge: {checkpoint} has no adapters; leave --merge out")
-        if config.lora.rank and trains_random_base(config):
-            raise ValueError(
-                f"{checkpoint} has adapters of random weights (training.seed = "
-                f"{config.training.seed}), which no folder holds; train with model.initial_hf"
-            )
-        if config.lora.rank:
-            check_base(config, checkpoint)
-        export(checkpoint, config, args.out, dtype, args.merge)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    checkpoint = find_checkpoint(args.run_or_checkpoint)
+    config, _ = load(["--config", find_config(args.run_or_checkpoint)])
+    verify(checkpoint)
+    if args.merge and not config.lora.rank:
+        raise ValueError(f"--merge: {checkpoint} has no adapters; leave --merge out")
+    if config.lora.rank and trains_random_base(config):
+        raise ValueError(
+            f"{checkpoint} has adapters of random weights (training.seed = "
+            f"{config.training.seed}), which no folder holds; train with model.initial_hf"
+        )
+    if config.lora.rank:
+        check_base(config, checkpoint)
+    export(checkpoint, config, args.out, dtype, args.merge)
     print(f"wrote {args.out} from {checkpoint}")
     return 0

@@ -14,13 +14,12 @@ import argparse
 import dataclasses
 import functools
 import json
-import sys
 from pathlib import Path
 
-from titan_sparse.commands import parser_of
+from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.commands.evaluate import origin_of, parse_with_weights
 from titan_sparse.config import Config, check, world_from_environment
-from titan_sparse.config.reading import require, tokens
+from titan_sparse.config.reading import layers_of, require, tokens
 from titan_sparse.data import load_tokenizer
 from titan_sparse.data.documents import open_documents
 from titan_sparse.evaluation.inspection import figures, inspect_layer, inspect_layers, summary
@@ -29,18 +28,15 @@ from titan_sparse.evaluation.position import first_windows
 from titan_sparse.models.flavours import TransformersConfig, resolve
 
 
+@refuses
 def main(words: list[str]) -> int:
-    try:
-        args, config = parse(words)
-        checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
-        tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
-        documents = open_documents(config.data, tokenizer, config.model.initial_hf)
-        length = args.length
-        (sequence,) = first_windows(documents, length, length, length, 1)
-        scorer = build_scorer(config, checkpoint, tokenizer)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args, config = parse(words)
+    checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
+    documents = open_documents(config.data, tokenizer, config.model.initial_hf)
+    length = args.length
+    (sequence,) = first_windows(documents, length, length, length, 1)
+    scorer = build_scorer(config, checkpoint, tokenizer)
     layers = inspect_layers(
         scorer.model,
         lambda: scorer.token_losses(sequence, args.length),
@@ -70,7 +66,12 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     add = parser.add_argument
     add("--length", type=tokens, default=0, help="tokens; 0: training.seq_len")
     add("--layers", default="", help="numbers separated by commas; default: all")
-    add("--rows", type=int, default=64, help="random queries to measure recall and density with")
+    add(
+        "--rows",
+        type=positive,
+        default=64,
+        help="random queries to measure recall and density with",
+    )
     add("--seed", type=int, default=0, help="of the random queries")
     add("--out", default="inspection", help="folder to write")
     args, config = parse_with_weights(parser, words)
@@ -80,7 +81,6 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
         f"--length {args.length} is below two blocks; write "
         f"{2 * config.attention.block_size} or more",
     )
-    require(args.rows >= 1, f"--rows {args.rows} is too small; write 1 or more")
     require(
         config.parallelism.cp == 1 and world_from_environment()[0] == 1,
         "one process inspects the whole sequence; "
@@ -93,11 +93,5 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
         f"{config.model.initial_hf} runs through transformers' own code, which cannot be inspected; "
         "write a model that titan_sparse implements itself",
     )
-    words = [word.strip() for word in args.layers.split(",")] if args.layers else []
-    require(
-        all(word.isdecimal() and int(word) < model.layers for word in words),
-        f"--layers {args.layers} are not layers of this model. "
-        f"Write some of 0 to {model.layers - 1}, separated by commas",
-    )
-    args.layers = [int(word) for word in words] or list(range(model.layers))
+    args.layers = layers_of(args.layers, "--layers", model.layers) or list(range(model.layers))
     return args, config

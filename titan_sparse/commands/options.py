@@ -8,12 +8,11 @@ configuration, by default four GPUs on two nodes that share sequences of 65,536 
 """
 
 import itertools
-import sys
 from collections import Counter
 from dataclasses import replace
 from typing import get_args
 
-from titan_sparse.commands import parser_of
+from titan_sparse.commands import parser_of, refuses
 from titan_sparse.config import Config, ConfigError, check, load, usage
 from titan_sparse.config.reading import KINDS
 
@@ -23,13 +22,10 @@ _DEFAULTS = """
 _CHOICES = ("mask", "pattern", "layout", "schedule", "backend")
 
 
+@refuses
 def main(words: list[str]) -> int:
     _, rest = parser_of(__doc__).parse_known_args(words)
-    try:
-        config, _ = load([*_DEFAULTS, *rest])
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    config, _ = load([*_DEFAULTS, *rest])
     print(usage())
     print(
         "\nMasks, with and without a window, patterns, layouts, schedules, and backends all run together,"

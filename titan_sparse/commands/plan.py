@@ -13,7 +13,6 @@ without selection. docs/context_parallel.md explains the numbers.
 import argparse
 import dataclasses
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from titan_sparse.attention.observe import (
     worker_imbalance_per_step,
 )
 from titan_sparse.attention.patterns import BlockIndex, VerticalSlash
-from titan_sparse.commands import parser_of
+from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.config import (
     Config,
     check,
@@ -44,50 +43,43 @@ from titan_sparse.estimate.indexes import load_indexes, ragged_lengths, random_i
 from titan_sparse.estimate.planner import LayerPlan, LayerWork, Setting, count, plan_layer
 from titan_sparse.from_config import build_pattern, schedule_named
 from titan_sparse.models.flavours import DecoderConfig, resolve
-from titan_sparse.training.pictures import has_matplotlib, new_figure
+from titan_sparse.training.pictures import new_figure
 
 DEFAULT_CONSTANTS = Path(__file__).parents[1] / "estimate/constants_h200.json"
 
 
+@refuses
 def main(words: list[str]) -> int:
-    try:
-        args, config, pairs = parse(words)
-        require(
-            has_matplotlib() or not any(path.endswith(".png") for path in args.out),
-            'a picture needs matplotlib; write pip install -e ".[eval]", or no .png',
+    args, config, pairs = parse(words)
+    constants = load_constants(args.constants)
+    model = resolve(**vars(config.model))
+    shape = shape_of(config, model)
+    block_size = config.attention.block_size
+    # The costs that the run would read, else those of --constants, else the built-in ones.
+    costs = (
+        costs_of_run(config, model)
+        or costs_of(constants, shape, model.heads, block_size)
+        or DEFAULT_COSTS
+    )
+    ranges, indexes = read_indexes(args, config, model)
+    settings = [
+        Setting(
+            layout,
+            SCHEDULES[schedule],
+            args.nodes,
+            args.ranks // args.nodes,
+            resolve_overlap_stages(config.attention, args.nodes),
+            costs,
         )
-        constants = load_constants(args.constants)
-        model = resolve(**vars(config.model))
-        shape = shape_of(config, model)
-        block_size = config.attention.block_size
-        # The costs that the run would read, else those of --constants, else the built-in ones.
-        costs = (
-            costs_of_run(config, model)
-            or costs_of(constants, shape, model.heads, block_size)
-            or DEFAULT_COSTS
-        )
-        ranges, indexes = read_indexes(args, config, model)
-        settings = [
-            Setting(
-                layout,
-                SCHEDULES[schedule],
-                args.nodes,
-                args.ranks // args.nodes,
-                resolve_overlap_stages(config.attention, args.nodes),
-                costs,
-            )
-            for layout, schedule in pairs
-        ]
-        plans: list[list[LayerPlan]] = [[] for _ in settings]
-        for index in indexes:
-            counted: dict[str, LayerWork] = {}  # by layout
-            for setting, layers in zip(settings, plans):
-                if setting.layout not in counted:
-                    counted[setting.layout] = count(index, ranges, shape, setting)
-                layers.append(plan_layer(counted[setting.layout], setting, constants))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        for layout, schedule in pairs
+    ]
+    plans: list[list[LayerPlan]] = [[] for _ in settings]
+    for index in indexes:
+        counted: dict[str, LayerWork] = {}  # by layout
+        for setting, layers in zip(settings, plans):
+            if setting.layout not in counted:
+                counted[setting.layout] = count(index, ranges, shape, setting)
+            layers.append(plan_layer(counted[setting.layout], setting, constants))
     summaries = [summary(layers) for layers in plans]
     about = {
         "config": args.config,
@@ -113,8 +105,10 @@ def main(words: list[str]) -> int:
         if path.endswith(".png"):
             draw(path, summaries, works)
         else:
-            of_ranks = [{"pairs_of_rank": work.sum(-1).tolist()} for work in works]
-            found = [numbers | pairs for numbers, pairs in zip(summaries, of_ranks)]
+            found = [
+                numbers | {"pairs_of_rank": work.sum(-1).tolist()}
+                for numbers, work in zip(summaries, works)
+            ]
             Path(path).write_text(json.dumps(about | {"plans": found}, indent=1) + "\n")
         print(f"wrote {path}")
     return 0
@@ -128,12 +122,15 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config, list[tuple[str,
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("config", help="a TOML file of train_configs/")
-    add("--ranks", type=int, help="context-parallel ranks; default: parallelism.cp")
-    add("--nodes", type=int, help="default: by parallelism.cp_intra, or 8 ranks a node")
-    add("--index", help="file of titan_sparse.estimate.indexes.save_indexes()")
-    add("--density", type=float, help="share of causal pairs in the random index; default: 0.05")
+    add("--ranks", type=positive, help="context-parallel ranks; default: parallelism.cp")
+    add("--nodes", type=positive, help="default: by parallelism.cp_intra, or 8 ranks a node")
     add("--seed", type=int, default=0, help="of the random index and of ragged documents")
-    add(
+    add_one = parser.add_mutually_exclusive_group().add_argument
+    add_one("--index", help="file of titan_sparse.estimate.indexes.save_indexes()")
+    add_one(
+        "--density", type=float, help="share of causal pairs in the random index; default: 0.05"
+    )
+    add_one(
         "--documents",
         nargs="+",
         metavar="TOKENS",
@@ -145,29 +142,21 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config, list[tuple[str,
     schedules = ["auto", *SCHEDULES]
     add("--schedule", nargs="+", choices=schedules, help="default: attention.schedule")
     add("--constants", default=DEFAULT_CONSTANTS, help="JSON of scripts.calibrate")
-    add(
-        "--out", nargs="+", default=[], help="files to write: .json for numbers, .png for a picture"
-    )
+    files = "files to write: .png for a picture, others for numbers as JSON"
+    add("--out", nargs="+", default=[], help=files)
     args, rest = parser.parse_known_args(words)
 
     config, _ = load(["--config", args.config, *rest])
     args.ranks = args.ranks or config.parallelism.cp
     args.nodes = args.nodes or -(-args.ranks // min(config.parallelism.cp_intra or 8, args.ranks))
     require(
-        args.ranks >= 1 and args.nodes >= 1 and args.ranks % args.nodes == 0,
+        args.ranks % args.nodes == 0,
         f"--ranks {args.ranks} do not divide evenly over {args.nodes} nodes; write another --nodes",
     )
-    given = [f"--{name}" for name in ("index", "density", "documents") if getattr(args, name)]
-    require(len(given) < 2, f"{' and '.join(given)} exclude each other; write one of them")
     require(
         args.density is None or 0 < args.density <= 1,
         f"--density {args.density} is not in (0, 1]. Write a share such as 0.05",
     )
-    for path in args.out:
-        require(
-            path.endswith((".json", ".png")),
-            f"--out {path}: write a name that ends in .json or .png",
-        )
     ranks_of_node = args.ranks // args.nodes
     config.parallelism.cp = args.ranks
     config.parallelism.cp_intra = ranks_of_node
@@ -214,7 +203,7 @@ def read_indexes(
     multiple = padding_multiple(config)
     seq_len = -(-config.training.seq_len // multiple) * multiple
     window = attention.sliding_window
-    mask = Documents(_lengths(args, config)) if args.documents else Causal()
+    mask = Documents(_lengths(args.documents, config, args.seed)) if args.documents else Causal()
     if attention.window_sinks:
         mask = sliding_window([config.training.seq_len], window, attention.window_sinks)
     elif window:
@@ -236,21 +225,20 @@ def read_indexes(
     return ranges, [pattern.index(tensors, ranges, 1, model.heads, attention.block_size)]
 
 
-def _lengths(args: argparse.Namespace, config: Config) -> list[int]:
-    """Lengths of the packed documents."""
+def _lengths(words: list[str], config: Config, seed: int) -> list[int]:
     whole = config.training.seq_len
     require(
         config.attention.pattern == "dense" and not config.attention.window_sinks,
         "--documents needs pattern dense and no window_sinks, because a random index is of one "
         "document; write --attention.pattern dense, or --index FILE of a run on packed documents",
     )
-    if args.documents == ["ragged"]:
-        return ragged_lengths(whole, args.seed)
-    lengths = [int(word) if word.isdigit() else 0 for word in args.documents]
+    if words == ["ragged"]:
+        return ragged_lengths(whole, seed)
+    lengths = [int(word) if word.isdigit() else 0 for word in words]
     require(
         all(lengths) and sum(lengths) <= whole,
-        f"--documents {' '.join(args.documents)}: "
-        f"write ragged, or lengths that add up to {whole} tokens or less",
+        f"--documents {' '.join(words)}: write ragged, or lengths that add up to {whole} tokens or "
+        "less",
     )
     return lengths
 

@@ -19,13 +19,14 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin
 
-from titan_sparse.commands import parser_of
+from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.config import Data, field_docs
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import OPTIONS, Recipe
 from titan_sparse.options import plain
 
 
+@refuses
 def main(words: list[str]) -> int:
     args = arguments(words)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -40,9 +41,6 @@ def main(words: list[str]) -> int:
             file=sys.stderr,
         )
         return 1
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("stopped; the same command continues", file=sys.stderr)
         return 130
@@ -77,19 +75,16 @@ def arguments(words: list[str]) -> argparse.Namespace:
     docs = field_docs(Data) | field_docs(Recipe)
     for option in fields(Recipe):
         kind = plain(option.type)
-        more = {"help": docs[option.name], "type": _count if kind is int else str}
+        more = {"help": docs[option.name], "type": kind}
         if kind is bool:
             more = {"help": docs[option.name], "action": "store_true"}
         elif get_origin(kind) is Literal:
-            more["choices"] = get_args(kind)
+            more |= {"type": str, "choices": get_args(kind)}
         if option.name in OPTIONS:
             flag = option.name.replace("_", "-")
             add(f"--{flag}", dest=option.name, default=option.default, **more)
-    add("--processes", type=_count, default=os.cpu_count(), help="default: as many as CPUs")
-    args = parser.parse_args(words)
-    if args.processes == 0:
-        parser.error("--processes 0 would do nothing; write 1 or more")
-    return args
+    add("--processes", type=positive, default=os.cpu_count(), help="default: as many as CPUs")
+    return parser.parse_args(words)
 
 
 def show_kept(meta: dict[str, Any]) -> str:
@@ -102,12 +97,6 @@ def show_kept(meta: dict[str, Any]) -> str:
         shares.append(f"{length >> 10}K {sum(whole) / total:.1%}")
     learned = meta["learned"] / meta["tokens"]
     return f"a sequence keeps whole: {', '.join(shares)}; {learned:.1%} of the tokens are learned"
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is not 0 or a positive integer")
-    return int(text)
 
 
 def show_histogram(meta: dict[str, Any]) -> str:

@@ -8,13 +8,12 @@ shown. Other words are options of the configuration, as train.py takes them.
 """
 
 import logging
-import sys
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from titan_sparse.commands import parser_of
+from titan_sparse.commands import parser_of, refuses
 from titan_sparse.config import Flags, check, world_of
 from titan_sparse.config.reading import load_config, require
 from titan_sparse.config.sources import source_formats
@@ -27,6 +26,7 @@ SPECIAL = "\033[1m"
 RESET = "\033[0m"
 
 
+@refuses
 def main(words: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--samples", type=int, default=3, help="of each part of data.source")
@@ -34,20 +34,16 @@ def main(words: list[str]) -> int:
     args, rest = parser.parse_known_args(words)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("titan_sparse").setLevel(logging.INFO)
-    try:
-        require(args.samples >= 0, f"--samples {args.samples} is negative; write 0 or more")
-        config = load_config(rest)
-        # For as many ranks as it needs: the data are the same on any.
-        check(config, *world_of(Flags(dry_run=True), config.parallelism, 1, 1))
-        tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
-        for source, row_format in source_formats(config.data).items():
-            part = replace(config.data, source=source, format=row_format)
-            documents = open_documents(part, tokenizer, config.model.initial_hf)
-            print(f"{source}: {len(documents):,} samples, {documents.sample_format.format}")
-            show_samples(documents, tokenizer, args.samples, args.plain)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    require(args.samples >= 0, f"--samples {args.samples} is negative; write 0 or more")
+    config = load_config(rest)
+    # For as many ranks as it needs: the data are the same on any.
+    check(config, *world_of(Flags(dry_run=True), config.parallelism, 1, 1))
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
+    for source, row_format in source_formats(config.data).items():
+        part = replace(config.data, source=source, format=row_format)
+        documents = open_documents(part, tokenizer, config.model.initial_hf)
+        print(f"{source}: {len(documents):,} samples, {documents.sample_format.format}")
+        show_samples(documents, tokenizer, args.samples, args.plain)
     return 0
 
 
@@ -66,7 +62,7 @@ def paint(
 ) -> str:
     """The text of a sample with marks or colors; tokens int [length], learned [length]."""
     is_special = np.isin(tokens, list(tokenizer.special_ids))
-    looks = learned * 2 + is_special
+    looks = learned * 2 + (0 if plain else is_special)
     starts = np.flatnonzero(np.diff(looks, prepend=-1))
     parts = []
     for start, run in zip(starts, np.split(tokens, starts[1:]), strict=True):
@@ -75,11 +71,7 @@ def paint(
             color = LEARNED if learned[start] else NOT_LEARNED
             bold = SPECIAL if is_special[start] else ""
             text = f"{color}{bold}{text}{RESET}"
-        elif learned[start] and (start == 0 or not learned[start - 1]):
-            text = f"⟦{text}"
-        elif start > 0 and not learned[start] and learned[start - 1]:
-            text = f"⟧{text}"
+        elif learned[start]:
+            text = f"⟦{text}⟧"
         parts.append(text)
-    if plain and learned[-1]:
-        parts.append("⟧")
     return "".join(parts)

@@ -18,8 +18,7 @@ import tomli
 from titan_sparse.config.reading import KINDS, ConfigError, flatten, key_now
 from titan_sparse.config.sections import Config
 from titan_sparse.models.config import DecoderConfig
-from titan_sparse.models.flavours import resolve
-from titan_sparse.options import check_value, show
+from titan_sparse.options import show
 
 ORIGIN_FILE = "origin.json"
 """Beside config.toml in a checkpoint: origin_text()."""
@@ -123,21 +122,6 @@ def changes(saved: Saved, config: Config) -> list[Change]:
     return found
 
 
-def saved_config(saved: Saved) -> Config:
-    """The saved values as a Config; what this version cannot hold has its default."""
-    config = Config()
-    for key, value in saved.values.items():
-        if key not in KINDS:
-            continue
-        try:
-            value = check_value(key, KINDS[key], value)
-        except ValueError:
-            continue
-        section, _, name = key.rpartition(".")
-        setattr(attrgetter(section)(config), name, value)
-    return config
-
-
 def refuse_changes(saved: Saved, config: Config, origin: Origin) -> None:
     """Raises ConfigError, one line, for a change that makes the saved state meaningless."""
     found = {change.key: change for change in changes(saved, config)}
@@ -162,18 +146,22 @@ def refuse_changes(saved: Saved, config: Config, origin: Origin) -> None:
             f"{said}, so the state in {saved.checkpoint} cannot be used; {either} {new_run}"
         )
 
-    old_model = model_functions(_saved_model(saved))
+    old_model = model_functions(saved.origin.get("model", {}))
     model = model_functions(dataclasses.asdict(origin.model))
     # Another version may know other fields.
     names = [name for name in model if name in old_model and old_model[name] != model[name]]
     if names:
         said = f"{names[0]} of the model was {show(old_model[names[0]])} and is {show(model[names[0]])}"
         refuse(said, "model.", keeps_weights=all(name.startswith("rope.") for name in names))
-    for key in ("optimizer.name", "lora.rank", "lora.alpha", "lora.targets", "training.dtype"):
+    keys = ["optimizer.name", "lora.rank", "lora.alpha", "lora.targets", "training.dtype"]
+    if not old_model:
+        keys += ["model.flavour", "model.layers", *(key for key in KINDS if "model.rope_" in key)]
+    for key in keys:
         change = found.get(key)
         # Weights are float32 in all runs but those of float64.
         if change and (key != "training.dtype" or "float64" in (change.saved, change.now)):
-            refuse(f"{key} was {show(change.saved)} and is {show(change.now)}", key)
+            said = f"{key} was {show(change.saved)} and is {show(change.now)}"
+            refuse(said, key, keeps_weights="model." not in key)
     if before["base"] != origin.base:
         said = f"the adapters were trained on other weights ({before['base']}) than {origin.base}"
         refuse(said, "model.", "training.seed")
@@ -203,17 +191,6 @@ def data_differences(saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> 
     ]
     # Every part has the same length and seed, which are named once.
     return "; ".join(dict.fromkeys(differences))
-
-
-def _saved_model(saved: Saved) -> dict[str, Any]:
-    """The fields of the saved DecoderConfig; none where they are not known any more."""
-    if "model" in saved.origin:
-        return saved.origin["model"]
-    try:
-        return dataclasses.asdict(resolve(**vars(saved_config(saved).model)))
-    except (ValueError, OSError):
-        # Such as a model.initial_hf that has moved.
-        return {}
 
 
 def model_functions(model: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from titan_sparse.config.reading import (
     KINDS,
     ConfigError,
     clash,
+    layers_of,
     lengths_of,
     load,
     require,
@@ -97,13 +98,7 @@ def _check_model(config: Config, model: DecoderConfig) -> None:
     vocab_size = config.model.vocab_size
     if config.data.tokenizer == "bytes" and 0 < vocab_size < 258:
         clash(config, "model.vocab_size", "data.tokenizer", "0 or 258 or more", "is too small for")
-    listed = config.attention.dense_layers
-    require(
-        not listed
-        or {word.strip() for word in listed.split(",")} <= set(map(str, range(model.layers))),
-        f"attention.dense_layers = {show(listed)} are not all layers of the model; "
-        f"write some of 0 to {model.layers - 1}, such as [0, {model.layers - 1}]",
-    )
+    layers_of(config.attention.dense_layers, "attention.dense_layers", model.layers)
     if config.model.initial_hf and config.checkpoint.initial_load_path:
         clash(config, "checkpoint.initial_load_path", "model.initial_hf")
     if not isinstance(model, TransformersConfig):
@@ -210,11 +205,9 @@ def _check_attention(config: Config) -> None:
         clash(config, "attention.gradient_dtype", "training.dtype", why=why)
     # A window with sinks gives a query two ranges of keys, which not everything takes.
     if attention.window_sinks and attention.pattern != "dense":
-        instead = 'attention.pattern = "dense" or attention.window_sinks = 0'
-        clash(config, "attention.window_sinks", "attention.pattern", instead)
+        clash(config, "attention.pattern", "attention.window_sinks", 'attention.pattern = "dense"')
     if attention.window_sinks and attention.backend in ("cudnn", "flex"):
-        instead = 'attention.backend = "auto"'
-        clash(config, "attention.window_sinks", "attention.backend", instead)
+        clash(config, "attention.backend", "attention.window_sinks")
     # cuDNN computes dense attention, and its backward adds up in any order.
     if attention.backend == "cudnn" and attention.pattern != "dense":
         clash(config, "attention.backend", "attention.pattern")
@@ -234,16 +227,12 @@ def _check_attention(config: Config) -> None:
 def _check_memory(config: Config) -> None:
     training = config.training
     lever = config.activation_checkpoint
-    if training.dtype == "float64" and training.device != "cpu":
-        instead = (
-            'training.device = "cpu", attention.backend = "eager" or training.dtype = "float32"'
-        )
-        if config.attention.backend != "eager":
-            clash(config, "training.dtype", "training.device", instead)
+    is_on_gpu = training.device != "cpu" and config.attention.backend != "eager"
+    if training.dtype == "float64" and is_on_gpu:
+        instead = 'training.device = "cpu" or attention.backend = "eager"'
+        clash(config, "training.dtype", "training.device", instead)
     if lever.offload and lever.mode == "none":
-        instead = 'activation_checkpoint.mode = "full"'
-        why = "would move all activations with"
-        clash(config, "activation_checkpoint.offload", "activation_checkpoint.mode", instead, why)
+        clash(config, "activation_checkpoint.mode", "activation_checkpoint.offload")
     if lever.offload:
         # Otherwise attention's results stay on the device.
         require(
@@ -253,9 +242,7 @@ def _check_memory(config: Config) -> None:
         )
     is_whole = lever.attention_recompute in (0, 1) or config.parallelism.cp == 1
     if not is_whole and config.attention.layout != "striped":
-        key = "activation_checkpoint.attention_recompute"
-        instead = f'attention.layout = "striped" or {key} = 0 or 1'
-        clash(config, key, "attention.layout", instead)
+        clash(config, "attention.layout", "activation_checkpoint.attention_recompute")
     tokens = training.local_batch_size * training.seq_len // config.parallelism.cp
     require(
         training.mlp_chunk_tokens <= tokens,
@@ -275,11 +262,9 @@ def _check_float8(config: Config) -> None:
         why = "needs a GPU (Hopper or newer), not"
         clash(config, "float8.enable", "training.device", why=why)
     if config.float8.enable and config.training.dtype != "bfloat16":
-        instead = 'training.dtype = "bfloat16" or float8.enable = false'
-        clash(config, "float8.enable", "training.dtype", instead)
+        clash(config, "training.dtype", "float8.enable")
     if config.float8.enable and config.training.mlp_chunk_tokens and "mlp" not in names:
-        instead = 'float8.filter = "mlp" or training.mlp_chunk_tokens = 0'
-        clash(config, "training.mlp_chunk_tokens", "float8.filter", instead)
+        clash(config, "float8.filter", "training.mlp_chunk_tokens", 'float8.filter = "mlp"')
 
 
 def trains_random_base(config: Config) -> bool:
@@ -299,9 +284,9 @@ def _check_lora(config: Config) -> None:
     # Adapters are not on float8's linear layers.
     if config.float8.enable:
         clash(config, "float8.enable", "lora.rank")
+    # The frozen weights would be on the CPU too.
     if config.optimizer.offload:
-        why = "would keep the frozen weights on the CPU too with"
-        clash(config, "optimizer.offload", "lora.rank", why=why)
+        clash(config, "optimizer.offload", "lora.rank")
     # Every second matmul is an adapter's.
     if config.activation_checkpoint.mode == "selective":
         clash(config, "activation_checkpoint.mode", "lora.rank")
@@ -315,16 +300,14 @@ def _check_run(config: Config) -> None:
     scheduler = config.lr_scheduler
     source = "lr_scheduler.total_steps" if scheduler.total_steps else "training.steps"
     if scheduler.warmup_steps > attrgetter(source)(config):
-        key = "lr_scheduler.warmup_steps"
-        clash(config, key, source, f"a smaller {key}", "is above")
+        clash(config, "lr_scheduler.warmup_steps", source, "a smaller one", "is above")
     # It does not exist for sharded parameters.
     if config.optimizer.name == "SGD" and config.optimizer.implementation == "fused":
         clash(config, "optimizer.implementation", "optimizer.name")
     last = config.profiling.first_step + config.profiling.steps - 1
     if config.profiling.enable and last > config.training.steps:
-        instead = "a smaller profiling.first_step"
         why = f"traces up to step {last}, above"
-        clash(config, "profiling.first_step", "training.steps", instead, why)
+        clash(config, "profiling.first_step", "training.steps", "a smaller one", why)
     pictures, every = config.metrics.pictures_every, config.metrics.log_every
     if pictures % every:
         instead = f"metrics.pictures_every = {-(-pictures // every) * every}"
@@ -336,7 +319,7 @@ def _check_run(config: Config) -> None:
         return
     if validation.position_buckets > config.training.seq_len:
         key = "validation.position_buckets"
-        clash(config, key, "training.seq_len", f"a smaller {key}", "is above")
+        clash(config, key, "training.seq_len", "a smaller one", "is above")
     single_source(validation.source or config.data.source, "validation.source")
 
 

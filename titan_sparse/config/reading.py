@@ -249,6 +249,17 @@ def dense_layers(attention: Attention) -> list[int]:
     return [int(word) for word in attention.dense_layers.split(",") if word]
 
 
+def layers_of(text: str, name: str, layers: int) -> list[int]:
+    """Numbers of layers, such as "0,27". Raises ConfigError, with the option's name, for others."""
+    words = [word.strip() for word in text.split(",")] if text else []
+    require(
+        all(word.isdecimal() and int(word) < layers for word in words),
+        f"{name} = {show(text)} are not layers of the model; write some of 0 to {layers - 1}, such as "
+        f"0,{layers - 1}",
+    )
+    return [int(word) for word in words]
+
+
 def lengths_of(text: str, name: str) -> list[int]:
     """Lengths in tokens, such as "4096,128k". Raises ConfigError, with the option's name, for other
     words."""
@@ -294,12 +305,9 @@ def clash(
 
     instead: what to write; empty for the default of `key`.
     """
-    value, reason, default = (
-        show(attrgetter(name)(of)) for name, of in ((key, config), (other, config), (key, Config()))
-    )
-    raise ConfigError(
-        f"{key} = {value} {why} {other} = {reason}; write {instead or f'{key} = {default}'}"
-    )
+    value, reason = show(attrgetter(key)(config)), show(attrgetter(other)(config))
+    instead = instead or f"{key} = {show(attrgetter(key)(Config()))}"
+    raise ConfigError(f"{key} = {value} {why} {other} = {reason}; write {instead}")
 
 
 def to_toml(config: Config) -> str:

@@ -155,7 +155,7 @@ def data_files(source: str, key: str = "data.source") -> tuple[list[str], str]:
         any(file.stat().st_size for file in found),
         f"{named} holds only empty files; write a path of files with text",
     )
-    return [str(file) for file in found], _in_words(files)
+    return [str(file) for file in found], in_words(files)
 
 
 def files_below(folder: Path, named: str, follow_links: bool = True) -> Iterator[tuple[Path, str]]:
@@ -196,7 +196,7 @@ def files_below(folder: Path, named: str, follow_links: bool = True) -> Iterator
                 yield file, "" if file.is_file() else "neither file nor folder"
 
 
-def _in_words(files_of_kind: dict[str, list[Path]]) -> str:
+def in_words(files_of_kind: dict[str, list[Path]]) -> str:
     """ "2 .csv (a.csv, b.csv), 1 hidden (.git)"; empty for none."""
     parts = []
     for kind, files in sorted(files_of_kind.items()):

@@ -31,7 +31,7 @@ def world_from_environment() -> tuple[int, int]:
 
     Raises ConfigError for other words than positive integers.
     """
-    return _number("WORLD_SIZE", 1, least=1), _number("LOCAL_WORLD_SIZE", 1, least=1)
+    return _number("WORLD_SIZE", 1), _number("LOCAL_WORLD_SIZE", 1)
 
 
 def world_of(
@@ -59,8 +59,7 @@ def check_launch() -> None:
     Raises ConfigError.
     """
     world_size, local_world_size = world_from_environment()
-    rank = _number("RANK", 0, least=0)
-    local_rank = _number("LOCAL_RANK", 0, least=0)
+    rank, local_rank = _number("RANK", 0), _number("LOCAL_RANK", 0)
     names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if not os.environ.get(name)]
     if "RANK" not in os.environ:
@@ -77,13 +76,13 @@ def check_launch() -> None:
     )
 
 
-def _number(name: str, default: int, least: int) -> int:
-    """The variable as an integer of `least` or more; the default where it is unset."""
-    text = os.environ.get(name, str(default))
-    kind = "a positive integer" if least else "0 or a positive integer"
+def _number(name: str, least: int) -> int:
+    """The variable as an integer of `least` or more, which it is where it is unset."""
+    text = os.environ.get(name, str(least))
     require(
         re.fullmatch("[0-9]{1,9}", text) is not None and int(text) >= least,
-        f"environment: {name} = {show(text)} is not {kind}; start with torchrun or unset it",
+        f"environment: {name} = {show(text)} is not an integer of {least} or more; start with torchrun "
+        "or unset it",
     )
     return int(text)
 
@@ -162,13 +161,11 @@ def _check_first_checkpoint(section: Checkpoint, output_dir: Path) -> None:
     step = section.load_step
     if step < 0:
         return
-    numbers = set()
-    for folder in (output_dir / "checkpoint").glob("step-*"):
-        number = folder.name.removeprefix("step-")
-        if number.isdecimal() and folder.is_dir():
-            numbers.add(int(number))
+    folders = [path for path in (output_dir / "checkpoint").glob("step-*") if path.is_dir()]
+    words = [path.name.removeprefix("step-") for path in folders]
+    numbers = sorted(int(word) for word in words if word.isdecimal())
     # A run that went on from `step` may have rotated it out, and then has later ones.
-    listed = ", ".join(f"step-{number}" for number in sorted(numbers))
+    listed = ", ".join(f"step-{number}" for number in numbers)
     require(
         any(number >= step for number in numbers),
         f"checkpoint.load_step = {step}: {output_dir / 'checkpoint'} has only {listed or 'nothing'}; "

@@ -55,6 +55,7 @@ class Batch:
     batch"""
 
 
+@dataclass(eq=False)
 class PackedLoader:
     """Endless iterator of `Batch`. Sequence number n of the global stream is the same on any number
     of ranks.
@@ -71,25 +72,15 @@ class PackedLoader:
     long enough.
     """
 
-    def __init__(
-        self,
-        streams: Sequence[Stream],
-        shares: Sequence[float],
-        batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        padding_multiple: int = 1,
-        restart_positions: bool = True,
-    ) -> None:
-        self.streams = streams
-        self.shares = shares
-        self.batch_size = batch_size
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
-        self.padding_multiple = padding_multiple
-        self.restart_positions = restart_positions
-        self._shard: Shard | None = None
-        self._block_table: BlockTable | None = None
+    streams: Sequence[Stream]
+    shares: Sequence[float]
+    batch_size: int
+    dp_rank: int
+    dp_size: int
+    padding_multiple: int = 1
+    restart_positions: bool = True
+    _shard: Shard | None = None
+    _block_table: BlockTable | None = None
 
     def use_layout(self, shard: Shard, block_table: BlockTable | None = None) -> None:
         """From now on return only this context-parallel rank's blocks, as `shard` cuts them.
@@ -142,7 +133,7 @@ class PackedLoader:
     def __next__(self) -> Batch:
         """The next batch. Raises DataError for a document that cannot be trained on."""
         try:
-            return self._batch(self._own_sequences())
+            return self._batch()
         # Before training, a ValueError is a refusal. Now other ranks may be waiting for this one.
         except ValueError as error:
             raise DataError(str(error)) from error
@@ -153,10 +144,10 @@ class PackedLoader:
             if isinstance(stream.documents, TokenShards):
                 stream.documents.check_unchanged()
 
-    def _own_sequences(self) -> list[Packed]:
+    def _batch(self) -> Batch:
         first = self.dp_rank * self.batch_size
         own_numbers = range(first, first + self.batch_size)
-        own_sequences = []
+        sequences: list[Packed] = []
         # Go to the end of the micro-batch, not only of this rank's sequences, so that the cursor
         # is the same on all ranks.
         for number in range(self.dp_size * self.batch_size):
@@ -164,8 +155,19 @@ class PackedLoader:
             spans = stream.next_sequence()
             if number in own_numbers:
                 padding = -stream.seq_len % self.padding_multiple
-                own_sequences.append(stream.pack(spans, stream.seq_len + padding))
-        return own_sequences
+                sequences.append(stream.pack(spans, stream.seq_len + padding))
+        lengths = [sequence.lengths for sequence in sequences]
+        # [b, S] each
+        tokens = np.stack([sequence.tokens for sequence in sequences])
+        labels = np.stack([sequence.labels for sequence in sequences])
+        positions = np.stack([sequence.positions for sequence in sequences])
+        if not self.restart_positions:
+            positions[:] = np.arange(positions.shape[1])
+        table = self._block_table(lengths, tokens.shape[1]) if self._block_table else None
+        local = [torch.from_numpy(whole) for whole in (tokens, labels, positions)]
+        if self._shard is not None:
+            local = [self._shard(whole, 1, table) for whole in local]
+        return Batch(*local, lengths, table)
 
     def _next_stream(self) -> Stream:
         due = self.sequence + 1
@@ -208,20 +210,6 @@ class PackedLoader:
             )
         for stream, cursor in zip(self.streams, cursors, strict=True):
             stream.cursor = Cursor(**cursor)
-
-    def _batch(self, sequences: list[Packed]) -> Batch:
-        lengths = [sequence.lengths for sequence in sequences]
-        # [b, S] each
-        tokens = np.stack([sequence.tokens for sequence in sequences])
-        labels = np.stack([sequence.labels for sequence in sequences])
-        positions = np.stack([sequence.positions for sequence in sequences])
-        if not self.restart_positions:
-            positions[:] = np.arange(positions.shape[1])
-        table = self._block_table(lengths, tokens.shape[1]) if self._block_table else None
-        local = [torch.from_numpy(whole) for whole in (tokens, labels, positions)]
-        if self._shard is not None:
-            local = [self._shard(whole, 1, table) for whole in local]
-        return Batch(*local, lengths, table)
 
 
 def build_loader(

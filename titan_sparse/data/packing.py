@@ -6,7 +6,6 @@ is cut at the end of the sequence and continues in the next sequence as a new pi
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,14 +13,6 @@ from numpy.typing import NDArray
 from titan_sparse.data.tokenizer import Encoded
 
 IGNORED_LABEL = -100
-
-
-class Excerpt(NamedTuple):
-    """Tokens [start, stop) of a document."""
-
-    document: Encoded
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -39,29 +30,28 @@ class Packed:
     """tokens of each piece, in order; the sum is at most S"""
 
 
-def pack(pieces: Sequence[Excerpt], seq_len: int, padding_id: int) -> Packed:
-    """Lay the pieces one after the other in a sequence of `seq_len` tokens and fill the rest with
-    padding."""
+def pack(pieces: Sequence[tuple[Encoded, int, int]], seq_len: int, padding_id: int) -> Packed:
+    """Lay the pieces, tokens [start, stop) of a document each, one after the other in a sequence of
+    `seq_len` tokens and fill the rest with padding."""
     packed = Packed(
         tokens=np.full(seq_len, padding_id, dtype=np.int64),
         labels=np.full(seq_len, IGNORED_LABEL, dtype=np.int64),
         positions=np.zeros(seq_len, dtype=np.int64),
-        lengths=[piece.stop - piece.start for piece in pieces],
+        lengths=[stop - start for _, start, stop in pieces],
     )
     begin = 0
-    for piece, length in zip(pieces, packed.lengths, strict=True):
-        end = begin + length
-        tokens, learned = piece.document
-        packed.tokens[begin:end] = tokens[piece.start : piece.stop]
+    for (tokens, learned), start, stop in pieces:
+        end = begin + stop - start
+        packed.tokens[begin:end] = tokens[start:stop]
         # The last piece of a document has one label fewer than tokens, because its last token keeps
         # the ignored label.
-        next_tokens = tokens[piece.start + 1 : piece.stop + 1]
+        next_tokens = tokens[start + 1 : stop + 1]
         labels = packed.labels[begin : begin + len(next_tokens)]
         labels[:] = next_tokens
         if learned is not None:
-            labels[~learned[piece.start + 1 : piece.stop + 1]] = IGNORED_LABEL
+            labels[~learned[start + 1 : stop + 1]] = IGNORED_LABEL
         # From 0 in each piece: attention cannot see earlier pieces, which are in another sequence.
-        packed.positions[begin:end] = np.arange(length)
+        packed.positions[begin:end] = np.arange(stop - start)
         begin = end
     return packed
 

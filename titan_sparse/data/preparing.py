@@ -18,21 +18,19 @@ from tqdm import tqdm
 
 from titan_sparse.config.sections import Data
 from titan_sparse.data.chat_template import exported_files
-from titan_sparse.data.documents import TokenizedTexts
 from titan_sparse.data.recipe import OPTIONS, Recipe, is_mds, open_rows, unpack
 from titan_sparse.data.shards import (
     FORMAT,
     FORMAT_OF_CHATS,
     META,
     PLAN,
-    SHARD_COUNTS,
     read_offsets,
     shard_path,
     token_dtype,
     write_json,
     write_shard,
 )
-from titan_sparse.data.tokenizer import Encoded, SampleFormat, load_tokenizer
+from titan_sparse.data.tokenizer import Encoded, load_tokenizer
 from titan_sparse.models.huggingface_files import write_files
 
 logger = logging.getLogger("titan_sparse")
@@ -46,10 +44,7 @@ class Writer:
         self.folder = folder
         self.tokenizer = load_tokenizer(recipe.tokenizer, recipe.split_special_tokens)
         self.rows = open_rows(recipe, self.tokenizer)
-        # None for MDS shards, whose rows may hold several documents.
-        self.texts = self.rows if isinstance(self.rows, TokenizedTexts) else None
-        self.encoder = self.texts.encoder if self.texts else None
-        self.sample_format = self.texts.sample_format if self.texts else SampleFormat()
+        self.encoder = self.rows.encoder
         self.dtype = token_dtype(self.tokenizer.vocab_size)
         rows_for_128_shards = -(-len(self.rows) // 128)
         self.shard_rows = recipe.shard_rows or min(max(rows_for_128_shards, 1), 16384)
@@ -126,10 +121,8 @@ def prepare(recipe: Recipe, out: str, processes: int = 1) -> dict[str, Any]:
         logger.warning(writer.encoder.notice)
     _check_plan(folder, out, _plan(writer))
 
-    missing = []
-    for number in range(writer.shards):
-        if not shard_path(folder, number, "json").is_file():
-            missing.append(number)
+    numbers = range(writer.shards)
+    missing = [number for number in numbers if not shard_path(folder, number, "json").is_file()]
     done = writer.shards - len(missing)
     written = _write_shards(writer, missing, processes)
     for _ in tqdm(written, initial=done, total=writer.shards, unit="shard", disable=None):
@@ -176,7 +169,7 @@ def _plan(writer: Writer) -> dict[str, Any]:
     """The content of plan.json: everything that decides what the shards of `writer` hold."""
     tokenizer = writer.tokenizer
     path = Path(writer.recipe.source).expanduser()
-    template = {"template_digest": writer.sample_format.template} if writer.encoder else {}
+    template = {"template_digest": writer.rows.sample_format.template} if writer.encoder else {}
     return {
         "format": FORMAT_OF_CHATS if writer.encoder else FORMAT,
         **_options(writer.recipe),
@@ -200,19 +193,12 @@ def _source_digest(writer: Writer) -> str:
     """A digest of names, sizes and modification times of the source's files; empty for a dataset of
     the hub."""
     root = Path(writer.recipe.source).expanduser()
-    if writer.recipe.source == "python" and writer.recipe.document == "row" and writer.texts:
-        files = [path for _, path in writer.texts.source.items]
-    elif root.is_dir():
-        files = sorted(path for path in root.rglob("*") if path.is_file())
-    elif root.exists():
-        files = [root]
-    else:
-        return ""
-    stats = []
-    for path in files:
-        stat = path.stat()
-        stats.append((str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
-    return hashlib.sha256(json.dumps(stats).encode()).hexdigest()
+    files = sorted(path for path in [root, *root.rglob("*")] if path.is_file())
+    if writer.recipe.source == "python" and writer.recipe.document == "row":
+        files = [path for _, path in writer.rows.source.items]
+    states = [(str(path), path.stat()) for path in files]
+    stats = [(path, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for path, s in states]
+    return hashlib.sha256(json.dumps(stats).encode()).hexdigest() if files else ""
 
 
 def _check_plan(folder: Path, out: str, plan: dict[str, Any]) -> None:
@@ -245,39 +231,31 @@ def _finish(writer: Writer, out: str, beside: dict[str, bytes]) -> dict[str, Any
     folder = writer.folder
     shards = []
     lengths = []
+    total: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
     for number in range(writer.shards):
         shard = _read_counts(shard_path(folder, number, "json"))
         # Also check shards of an interrupted run: the files must match what was counted.
-        is_chat = writer.sample_format.is_chat
-        offsets = read_offsets(out, folder, shard, writer.dtype, is_chat)
+        offsets = read_offsets(out, folder, shard, writer.dtype, writer.encoder is not None)
         lengths.append(np.diff(offsets) - 1)
-        shards.append(shard)
-
-    def total(key: str) -> int:
-        return sum(shard.get(key, 0) for shard in shards)
-
-    skipped: Counter[str] = Counter()
-    for shard in shards:
-        skipped.update(shard.get("skipped", {}))
-    if total("documents") == 0:
+        shards.append({key: shard[key] for key in ("number", "documents", "tokens")})
+        skipped.update(shard.pop("skipped", {}))
+        total.update(shard)
+    if total["documents"] == 0:
         reason = "no document is within --min-length and --max-length"
         if skipped:
             reason = f"all chats are skipped, most because {skipped.most_common(1)[0][0]}"
         raise ValueError(f"{writer.recipe.source}: {reason}")
-    bad_rows = writer.texts.source.skipped if writer.texts else 0
     meta = {
         **json.loads((folder / PLAN).read_text(encoding="utf-8")),
         "dtype": writer.dtype,
-        "documents": total("documents"),
-        "tokens": total("tokens"),
-        "empty": total("empty"),
-        "filtered": total("filtered"),
-        "bad_rows_skipped": bad_rows + skipped.total(),
+        **{key: total[key] for key in ("documents", "tokens", "empty", "filtered")},
+        "bad_rows_skipped": writer.rows.source.skipped + skipped.total(),
         "histogram": histogram(np.concatenate(lengths)),
-        "shards": [{key: shard[key] for key in SHARD_COUNTS} for shard in shards],
+        "shards": shards,
     }
     if writer.encoder:
-        meta["learned"] = total("learned")
+        meta["learned"] = total["learned"]
         meta["skipped"] = dict(skipped.most_common())
     write_files(beside, folder)
     write_json(folder / META, meta)

@@ -7,7 +7,7 @@ their [start, stop). (ProLong, princeton-nlp/prolong-data-512K, holds Llama-3 to
 """
 
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from titan_sparse.config.checking import check_formats
 from titan_sparse.config.sections import Data
-from titan_sparse.config.sources import files_below
+from titan_sparse.config.sources import files_below, in_words
 from titan_sparse.data.chats import ChatEncoder
 from titan_sparse.data.documents import ROW_OPTIONS, TokenizedTexts
 from titan_sparse.data.sources import LazyTexts, join_files, open_source
 from titan_sparse.data.tokenizer import Encoded, Tokenizer, closed, load_tokenizer
-from titan_sparse.options import Count
+from titan_sparse.options import Count, check_value
 
 logger = logging.getLogger("titan_sparse")
 
@@ -54,7 +54,7 @@ OPTIONS = ("tokenizer", "format", *ROW_OPTIONS, "split_special_tokens") + tuple(
 """Fields of Recipe that prepare_data has options for, and that plan.json holds."""
 
 
-def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> "TokenizedTexts | MDSRows":
+def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> TokenizedTexts:
     """Open the source of a recipe.
 
     Raises ValueError if it cannot be opened or an option would be ignored.
@@ -83,9 +83,10 @@ def _refuse_unused(recipe: Recipe, reads_mds: bool) -> None:
     elif recipe.document == "row":
         unused = ["source_tokenizer"]
     for item in fields(Recipe):
-        if item.name in unused and getattr(recipe, item.name) != item.default:
-            flag = item.name.replace("_", "-")
-            raise ValueError(f"--{flag} would be ignored with this source; leave it out")
+        flag = f"--{item.name.replace('_', '-')}"
+        value = check_value(flag, item.type, getattr(recipe, item.name))
+        if item.name in unused and value != item.default:
+            raise ValueError(f"{flag} would be ignored with this source; leave it out")
 
 
 def is_mds(source: str) -> bool:
@@ -93,7 +94,7 @@ def is_mds(source: str) -> bool:
     return (Path(source).expanduser() / "index.json").is_file()
 
 
-class MDSRows:
+class MDSRows(TokenizedTexts):
     """Rows of MDS shards as documents in `tokenizer`'s tokens.
 
     Token ids are decoded by `source_tokenizer`, without its special tokens, and encoded anew. If
@@ -105,8 +106,8 @@ class MDSRows:
     def __init__(
         self, source: str, text_field: str, tokenizer: Tokenizer, source_tokenizer: Tokenizer | None
     ) -> None:
-        self.source = source
-        self.tokenizer = tokenizer
+        super().__init__(LazyTexts((), str), tokenizer)
+        self.folder = source
         self.source_tokenizer = source_tokenizer
         self.column = text_field if source_tokenizer is None else "input_ids"
         self.rows = _library().LocalDataset(str(Path(source).expanduser()))
@@ -126,7 +127,7 @@ class MDSRows:
         try:
             columns = self.rows[row]
         except UnicodeDecodeError as error:
-            raise ValueError(f"{self.source}, row {row + 1}: not UTF-8 ({error.reason})") from error
+            raise ValueError(f"{self.folder}, row {row + 1}: not UTF-8 ({error.reason})") from error
         end = self.tokenizer.end_of_document
         if self.source_tokenizer is None:
             yield closed(self.tokenizer.encode(columns[self.column]), end)
@@ -183,18 +184,17 @@ def open_folder(source: str, whole: bool) -> LazyTexts:
     if not root.is_dir():
         raise ValueError(f"{source} is not a folder; with --document folder or source write one")
     files_by_document: dict[str, list[tuple[str, Path]]] = defaultdict(list)
-    left_out: Counter[str] = Counter()
+    left_out: dict[str, list[Path]] = defaultdict(list)
     for path, problem in files_below(root, source, follow_links=False):
         problem = problem or _problem(path)
         if problem:
-            left_out[problem] += 1
+            left_out[problem].append(path)
             continue
         name = path.relative_to(root).as_posix()
         folder, slash, _ = name.partition("/")
         files_by_document[folder if slash and not whole else ""].append((name, path))
     if left_out:
-        counts = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
-        logger.info("%s: these were not read: %s", root, counts)
+        logger.info("%s: these were not read: %s", root, in_words(left_out))
     if not files_by_document:
         raise ValueError(f"{source} holds no text files")
     documents = [files_by_document[document] for document in sorted(files_by_document)]

@@ -22,8 +22,6 @@ MOST_BYTES = 1 << 28
 """The largest row of JSON, and the largest text or array in a compressed file."""
 MOST_BYTES_OF_ARRAY = 1 << 32
 """The largest .json file that is one array, which is parsed as a whole; compressed: MOST_BYTES."""
-STRING_TYPES = {"string", "large_string", "string_view"}
-"""Names of pyarrow's types of text."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -32,11 +30,10 @@ class BadSample(ValueError):
 
 
 class Row(NamedTuple):
-    """A text. For a bad row, the text is "" and `problem` names the file, the row number, and what
-    is wrong."""
-
     text: str
-    problem: str = ""
+    """empty for a bad row"""
+    problem: str | None = None
+    """the file, the row number, and what is wrong"""
 
 
 def file_rows(path: Path, field: str, row_format: str = "text") -> Iterator[Row]:
@@ -58,11 +55,11 @@ def file_rows(path: Path, field: str, row_format: str = "text") -> Iterator[Row]
                 f'{path} holds text; data.format = "{row_format}" needs .jsonl or .parquet'
             )
         with _unpacked(path, compression) as file:
+            size = path.stat().st_size
             if ending == ".txt":
-                most = MOST_BYTES if compression else path.stat().st_size
-                yield _text_row(str(path), _whole(path, file, most))
+                yield _text_row(str(path), _whole(path, file, MOST_BYTES if compression else size))
             elif ending == ".json" and file.peek().lstrip().startswith(b"["):
-                most = MOST_BYTES if compression else MOST_BYTES_OF_ARRAY
+                most = MOST_BYTES if compression else min(size, MOST_BYTES_OF_ARRAY)
                 elements = json.loads(_whole(path, file, most))
                 for number, element in enumerate(elements, 1):
                     yield value_row(f"{path}, row {number}", element, field, row_format)
@@ -90,11 +87,9 @@ def _unpacked(path: Path, compression: str) -> io.BufferedReader:
 
 
 def _whole(path: Path, file: io.BufferedReader, most: int) -> bytes:
-    content = bytearray()
-    while piece := file.read(CHUNK):
-        content += piece
-        _require_size(str(path), len(content), most)
-    return bytes(content)
+    content = file.read(most + 1)
+    _require_size(str(path), len(content), most)
+    return content
 
 
 def _lines(path: Path, file: io.BufferedReader, field: str, row_format: str) -> Iterator[Row]:
@@ -151,33 +146,29 @@ def _whole_characters(text: str) -> str:
 
 
 def _parquet_rows(path: Path, field: str, row_format: str) -> Iterator[Row]:
-    import pyarrow
     import pyarrow.parquet
 
-    is_text = row_format == "text"
     with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
-        schema = file.schema_arrow
-        if is_text:
-            if field not in schema.names:
-                raise ValueError(f"{path}: {_no_column(field, schema.names)}")
-            kind = schema.field(field).type
-            if pyarrow.types.is_dictionary(kind):
-                kind = kind.value_type
-            if str(kind) not in STRING_TYPES:
-                raise ValueError(f"{path}: {_no_text(field)}")
+        names = file.schema_arrow.names
+        if row_format == "text" and field not in names:
+            raise ValueError(f"{path}: {_no_column(field, names)}")
         needed, optional = columns(row_format, field)
-        taken = [name for name in [*needed, *optional] if name in schema.names]
-        number = 0
-        for batch in file.iter_batches(batch_size=64, columns=taken):
-            # As bytes, because pyarrow does not check whether a string is UTF-8.
-            rows = batch.column(0).cast(pyarrow.large_binary()) if is_text else batch
-            for row in rows.to_pylist():
-                number += 1
-                where = f"{path}, row {number}"
-                if is_text:
-                    yield _text_row(where, row or b"")
-                else:
-                    yield value_row(where, without_nulls(row), field, row_format)
+        taken = [name for name in [*needed, *optional] if name in names]
+        batches = file.iter_batches(batch_size=64, columns=taken)
+        rows = (batch.slice(row, 1) for batch in batches for row in range(len(batch)))
+        for number, row in enumerate(rows, 1):
+            yield table_row(f"{path}, row {number}", row, field, row_format)
+
+
+def table_row(where: str, table: Any, field: str, row_format: str) -> Row:
+    """The row of a pyarrow table of one row."""
+    try:
+        (row,) = table.to_pylist()
+    except UnicodeDecodeError as error:
+        return Row("", f"{where}: byte {error.start} is not UTF-8")
+    if row_format != "text":
+        row = without_nulls(row)
+    return value_row(where, row, field, row_format)
 
 
 def _no_column(field: str, columns: list[str]) -> str:

@@ -33,8 +33,6 @@ MAPPED_ABOVE = 1 << 20
 one is read, which takes a quarter of the time. Maps are not kept: a process may have only 65530."""
 META = "meta.json"
 PLAN = "plan.json"
-SHARD_COUNTS = ("number", "documents", "tokens")
-"""Counts of each shard in meta.json."""
 
 
 FileState = tuple[int, int]

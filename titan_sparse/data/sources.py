@@ -9,6 +9,7 @@ import os
 import sysconfig
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tqdm import tqdm
 
 from titan_sparse.config.sections import Data
 from titan_sparse.config.sources import data_files, is_path
-from titan_sparse.data.rows import Row, columns, file_rows, value_row, without_nulls
+from titan_sparse.data.rows import Row, columns, file_rows, table_row
 
 logger = logging.getLogger("titan_sparse")
 
@@ -28,6 +29,7 @@ CACHED_AT_ONCE = 1 << 20
 NOT_STDLIB = {"site-packages", "dist-packages"}
 
 
+@dataclass(frozen=True)
 class LazyTexts:
     """The texts of all documents, in an order that is the same in each run. Text `i` is
     `read(items[i])`, when it is asked for.
@@ -35,10 +37,9 @@ class LazyTexts:
     `skipped` of them are empty because of data.bad_rows = "skip".
     """
 
-    def __init__(self, items: Sequence[Any], read: Callable[[Any], str], skipped: int = 0) -> None:
-        self.items = items
-        self.read = read
-        self.skipped = skipped
+    items: Sequence[Any]
+    read: Callable[[Any], str]
+    skipped: int = 0
 
     def __len__(self) -> int:
         return len(self.items)
@@ -172,19 +173,8 @@ def _file_states(files: Sequence[str | Path]) -> list[FileState]:
 
     The modification time alone is not enough, because it can be set, and copies keep it.
     """
-    states = []
-    for file in files:
-        stat = os.stat(file)
-        states.append(
-            (
-                str(Path(file).resolve()),
-                stat.st_ino,
-                stat.st_size,
-                stat.st_mtime_ns,
-                stat.st_ctime_ns,
-            )
-        )
-    return states
+    stats = [(os.path.realpath(file), os.stat(file)) for file in files]
+    return [(path, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for path, s in stats]
 
 
 def _write_cache(path: Path, states: list[FileState], field: str, data: Data) -> None:
@@ -194,24 +184,20 @@ def _write_cache(path: Path, states: list[FileState], field: str, data: Data) ->
     string = pyarrow.large_string()
     schema = pyarrow.schema([("text", string), ("problem", string)])
     temporary = path.with_suffix(".tmp")
-    files = [Path(name) for name, *_ in states]
-    rows = chain.from_iterable(file_rows(file, field, data.format) for file in files)
-    letters = count = 0
-    batch = []
+    files = (file_rows(Path(name), field, data.format) for name, *_ in states)
+    rows = tqdm(chain.from_iterable(files), unit=" rows", delay=5, disable=None)
+    letters = 0
+    batch: list[dict[str, Any]] = []
     try:
         with pyarrow.ipc.new_file(str(temporary), schema) as file:
-            for row in tqdm(rows, unit=" rows", delay=5, disable=None):
+            for row in rows:
                 _refuse_bad(row, data)
-                batch.append({"text": row.text, "problem": row.problem or None})
-                count += 1
+                batch.append(row._asdict())
                 letters += len(row.text)
                 if letters > CACHED_AT_ONCE:
                     file.write(pyarrow.RecordBatch.from_pylist(batch, schema))
-                    letters = 0
-                    batch = []
+                    letters, batch = 0, []
             file.write(pyarrow.RecordBatch.from_pylist(batch, schema))
-        if count == 0:
-            raise ValueError("it holds no documents; write a source that holds some")
         if _file_states(files) != states:
             raise ValueError("it was changed while it was read; try again")
         os.replace(temporary, path)
@@ -247,17 +233,11 @@ def _open_dataset(dataset: Any, data: Data) -> LazyTexts:
                 f"{', '.join(dataset.column_names)}"
             )
     taken = [name for name in [*needed, *optional] if name in dataset.column_names]
-    rows = dataset.select_columns(taken)
+    rows = dataset.select_columns(taken).with_format("arrow")
 
     def read(number: int) -> str:
         where = f"{data.source}, row {number + 1}"
-        try:
-            values = rows[number]
-        except UnicodeDecodeError:
-            row = Row("", f"{where}: not UTF-8")
-        else:
-            values = values if is_text else without_nulls(values)
-            row = value_row(where, values, field, data.format)
+        row = table_row(where, rows[number : number + 1], field, data.format)
         _refuse_bad(row, data)
         if row.problem:
             logger.warning('data.bad_rows = "skip": %s', row.problem)

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from titan_sparse.config.sections import Data
 from titan_sparse.data.documents import Documents
-from titan_sparse.data.packing import Excerpt, Packed, first_fit, pack
-from titan_sparse.data.shards import TokenShards
+from titan_sparse.data.packing import Packed, first_fit, pack
 from titan_sparse.data.tokenizer import Tokenizer, check_ids
 
 logger = logging.getLogger("titan_sparse")
@@ -49,6 +48,7 @@ class Span(NamedTuple):
     stop: int
 
 
+@dataclass(eq=False)
 class Stream(ABC):
     """Cuts documents into an endless stream of sequences of at most `seq_len` tokens.
 
@@ -56,16 +56,15 @@ class Stream(ABC):
     used: here, before the first step. Later, the other ranks would hang waiting for this one.
     """
 
-    def __init__(
-        self, documents: Documents, tokenizer: Tokenizer, data: Data, seq_len: int, seed: int
-    ) -> None:
-        self.documents = documents
-        self.tokenizer = tokenizer
-        self.data = data
-        self.seq_len = seq_len
-        self.seed = seed
+    documents: Documents
+    tokenizer: Tokenizer
+    data: Data
+    seq_len: int
+    seed: int
+
+    def __post_init__(self) -> None:
         # Places of an epoch: documents, or samples for prepared tokens.
-        self.count = len(documents)
+        self.count = len(self.documents)
         self.cursor = Cursor()
         # The order of one epoch.
         self._epoch = -1
@@ -100,7 +99,7 @@ class Stream(ABC):
 
         Raises ValueError if a token is beyond the vocabulary.
         """
-        pieces = [Excerpt(self.documents[index], start, stop) for index, start, stop in spans]
+        pieces = [(self.documents[index], start, stop) for index, start, stop in spans]
         packed = pack(pieces, length, self.tokenizer.padding)
         check_ids(np.stack([packed.tokens, packed.labels]), self.tokenizer)
         return packed
@@ -125,6 +124,15 @@ class Stream(ABC):
         if place == self.count:
             cursor.epoch += 1
             cursor.document = 0
+
+    def _no_document(self, longest: int) -> ValueError:
+        """`longest`: tokens of the longest document, its end-of-document token included."""
+        return ValueError(
+            f'data.sequences = "{self.data.sequences}": no document of data.source is long enough for '
+            f"training.seq_len = {self.seq_len} and data.min_document_length = "
+            f"{self.data.min_document_length} (the longest has {longest} tokens); write smaller ones, "
+            'or data.sequences = "packed"'
+        )
 
 
 class WalkedStream(Stream):
@@ -174,17 +182,9 @@ class WalkedStream(Stream):
             length = self.documents.length(index)
             if length > self._shortest:
                 return index, length
-            longest = max(longest, length - 1)
+            longest = max(longest, length)
             self._go_to(self.cursor.document + 1)
-        if longest == 0:
-            raise ValueError("data.source holds only empty documents; write another data.source")
-        if self.data.sequences != "packed":
-            raise _no_sample(self.data, self.seq_len, longest + 1)
-        raise ValueError(
-            f"data.min_document_length = {self.data.min_document_length} leaves no document, as the "
-            f"longest of data.source has {longest} tokens; write {longest} or less, or another "
-            "data.source"
-        )
+        raise self._no_document(longest)
 
 
 class SampleStream(Stream):
@@ -206,7 +206,7 @@ class SampleStream(Stream):
         self._index = np.flatnonzero(samples)
         self._stop = np.cumsum(samples[self._index])
         if len(self._index) == 0:
-            raise _no_sample(self.data, self.seq_len, int(lengths.max()))
+            raise self._no_document(int(lengths.max()))
         self.count = int(self._stop[-1])
         logger.info(
             "data: %d of %d documents are left out: they have fewer than %d tokens",
@@ -261,7 +261,7 @@ class WholeStream(Stream):
     def _current(self) -> tuple[int, list[list[int]]]:
         """The window at the cursor. The cursor skips windows without a sequence."""
         cursor = self.cursor
-        # Wherever the cursor is, two passes contain one whole epoch.
+        # As in _find_document().
         for _ in range(2 * self.count):
             if self._window_at != (cursor.epoch, cursor.document):
                 self._window = self._pack_window()
@@ -272,8 +272,7 @@ class WholeStream(Stream):
             self._go_to(stop)
         raise ValueError(
             f"no sample of data.source has at most training.seq_len = {self.seq_len} tokens and at "
-            f"least data.min_document_length = {self.data.min_document_length}; write a longer "
-            "training.seq_len, or a smaller data.min_document_length"
+            f"least data.min_document_length = {self.data.min_document_length}; write other ones"
         )
 
     def _pack_window(self) -> tuple[int, list[list[int]]]:
@@ -295,34 +294,15 @@ class WholeStream(Stream):
         return place, [[indices[number] for number in numbers] for numbers in packed]
 
     def _log_kept(self) -> None:
-        """Log how many samples fit a sequence, by the lengths known so far."""
-        documents = self.documents
-        if isinstance(documents, TokenShards):
-            lengths = documents.lengths()
-            learned = documents.total_learned / documents.total_tokens
-        else:
-            # Use the first window, which has just been read. Its lengths are in memory.
-            stop, sequences = self._window
-            places = range(self.cursor.document, stop)
-            indices = [self._at(place) for place in places]
-            lengths = np.array([documents.length(index) for index in indices])
-            kept = sum(sequences, [])
-            learned = np.concatenate([documents[index].learned for index in kept]).mean()
+        """Log how many samples fit a sequence: of the first window, which has just been read."""
+        stop, sequences = self._window
+        indices = [self._at(place) for place in range(self.cursor.document, stop)]
+        lengths = np.array([self.documents.length(index) for index in indices])
+        learned = [self.documents[index].learned for kept in sequences for index in kept]
         logger.info(
-            "data: %d of %s%d samples are longer than a sequence and dropped; %.1f%% of the tokens "
-            "are learned",
+            "data: %d of the first %d samples are longer than a sequence and dropped; %.1f%% of the "
+            "tokens are learned",
             int((lengths > self.seq_len).sum()),
-            "" if len(lengths) == len(documents) else "the first ",
             len(lengths),
-            100 * learned,
+            100 * np.concatenate(learned).mean(),
         )
-
-
-def _no_sample(data: Data, seq_len: int, longest: int) -> ValueError:
-    """`longest` counts the tokens of the longest document, its end-of-document token included."""
-    return ValueError(
-        f'data.sequences = "{data.sequences}": no document of data.source has '
-        f"training.seq_len = {seq_len} tokens and more than data.min_document_length = "
-        f"{data.min_document_length} (the longest has {longest}); write smaller ones, or "
-        'data.sequences = "packed"'
-    )

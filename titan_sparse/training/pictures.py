@@ -3,7 +3,6 @@
 matplotlib is loaded by the first picture, so its types are Any here.
 """
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -13,13 +12,15 @@ _LEAST_HEIGHT = 3.5
 """Inches that the text beside the scale needs."""
 
 
-def has_matplotlib() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
-
-
 def new_figure(inches: tuple[float, float], panels: int = 1) -> tuple[Any, Any]:
-    """A figure of this size, and its axes. No pyplot: no display, no global list of figures."""
-    from matplotlib.figure import Figure
+    """A figure of this size, and its axes. No pyplot: no display, no global list of figures.
+
+    Raises ValueError if matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError('a picture needs matplotlib; pip install -e ".[eval]"') from error
 
     figure = Figure(figsize=inches, layout="constrained")
     return figure, figure.subplots(1, panels)
