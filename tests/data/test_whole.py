@@ -137,7 +137,6 @@ def test_shards_have_the_masks_of_the_rows(tmp_path, tokenizer_folder, caplog):
     for number in range(len(rows)):
         assert shards[number].tokens.tolist() == rows[number].tokens.tolist()
         assert shards[number].learned.tolist() == rows[number].learned.tolist()
-    assert shards.total_learned == sum(int(rows[i].learned.sum()) for i in range(len(rows))) > 0
 
     with caplog.at_level(logging.INFO, logger="titan_sparse"):
         from_shards = loaders(Data(source=folder, tokenizer=folder), 2)

@@ -62,15 +62,10 @@ def main(words: list[str]) -> int:
         or DEFAULT_COSTS
     )
     ranges, indexes = read_indexes(args, config, model)
+    ranks_of_a_node = args.ranks // args.nodes
+    stages = resolve_overlap_stages(config.attention, args.nodes)
     settings = [
-        Setting(
-            layout,
-            SCHEDULES[schedule],
-            args.nodes,
-            args.ranks // args.nodes,
-            resolve_overlap_stages(config.attention, args.nodes),
-            costs,
-        )
+        Setting(layout, SCHEDULES[schedule], args.nodes, ranks_of_a_node, stages, costs)
         for layout, schedule in pairs
     ]
     plans: list[list[LayerPlan]] = [[] for _ in settings]
@@ -86,7 +81,7 @@ def main(words: list[str]) -> int:
         "index": args.index or f"random, seed {args.seed}",
         "layers": len(indexes),
         "nodes": args.nodes,
-        "ranks_of_a_node": args.ranks // args.nodes,
+        "ranks_of_a_node": ranks_of_a_node,
         "seq_len": ranges.start.shape[1],
         "heads": indexes[0].heads,
         "kv_heads": model.kv_heads,

@@ -118,8 +118,18 @@ def load(argv: list[str]) -> tuple[Config, Flags]:
         )
     config = Config()
     # The file first, as the command line wins over it wherever --config stands.
-    if flags.config:
-        _apply_file(config, flags.config)
+    path = flags.config
+    if path:
+        try:
+            values = list(flatten(tomli.loads(Path(path).read_text(encoding="utf-8-sig"))))
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: cannot read the file of --config: {error.strerror}"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: not valid TOML: {error}") from error
+        for key, value in values:
+            _assign(config, key, value, path)
     for name, text in options:
         if name not in _FLAGS:
             value = _from_text(name, text, KINDS.get(key_now(name)))
@@ -172,17 +182,6 @@ def _from_text(name: str, text: str | None, kind: Any) -> Any:
         return kind(text)
     except ValueError:
         return text
-
-
-def _apply_file(config: Config, path: str) -> None:
-    try:
-        values = list(flatten(tomli.loads(Path(path).read_text(encoding="utf-8-sig"))))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the file of --config: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    for key, value in values:
-        _assign(config, key, value, path)
 
 
 def flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -48,10 +48,7 @@ def source_weights(source: str) -> dict[str, float]:
 
 
 def single_source(source: str, key: str) -> str:
-    """The one part of `source`.
-
-    Raises ConfigError for a mixture, naming the option `key` that must say which part.
-    """
+    """The one part of `source`. Raises ConfigError for a mixture, naming the option `key`."""
     parts = list(source_weights(source))
     require(
         len(parts) == 1,
@@ -81,10 +78,8 @@ def source_formats(data: Data) -> dict[str, str]:
 
 
 def format_of(data: Data, source: str, key: str) -> str:
-    """The format of `source`, a part of data.source or another source like them.
-
-    Raises ConfigError, naming the option `key` that names `source`, where the parts differ.
-    """
+    """The format of `source`, a part of data.source or another source like them. Raises
+    ConfigError, naming the option `key` that names `source`, where the parts differ."""
     formats = source_formats(data)
     if source in formats:
         return formats[source]
@@ -208,10 +203,8 @@ def in_words(files_of_kind: dict[str, list[Path]]) -> str:
 
 
 def tokenizer_file(name: str) -> Path:
-    """The tokenizer.json that data.tokenizer names, by its own path or by that of its folder.
-
-    Raises ConfigError if there is no such file.
-    """
+    """The tokenizer.json that data.tokenizer names, by its own path or by that of its folder. Raises
+    ConfigError if there is no such file."""
     path = Path(name).expanduser()
     if os.path.isdir(path):
         path = path / "tokenizer.json"

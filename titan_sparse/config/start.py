@@ -27,10 +27,7 @@ RANKS_PER_NODE = 8
 
 def world_from_environment() -> tuple[int, int]:
     """(ranks in all, ranks of this node) as torchrun sets WORLD_SIZE and LOCAL_WORLD_SIZE; 1 where
-    unset.
-
-    Raises ConfigError for other words than positive integers.
-    """
+    unset. Raises ConfigError for other words than positive integers."""
     return _number("WORLD_SIZE", 1), _number("LOCAL_WORLD_SIZE", 1)
 
 
@@ -53,11 +50,8 @@ def world_of(
 
 def check_launch() -> None:
     """Refuse an environment in which this process would train alone, or on another's data, although
-    it was meant to be one of several.
-
-    Either torchrun has set all of its variables, or none of them names a world of several ranks.
-    Raises ConfigError.
-    """
+    it was meant to be one of several: either torchrun has set all of its variables, or none of them
+    names a world of several ranks. Raises ConfigError."""
     world_size, local_world_size = world_from_environment()
     rank, local_rank = _number("RANK", 0), _number("LOCAL_RANK", 0)
     names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

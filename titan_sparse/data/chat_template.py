@@ -185,7 +185,11 @@ def load_template(data: Data, model_folder: str) -> ChatTemplate:
     """
     folder = _tokenizer_folder(data)
     # The byte tokenizer has no such tokens, so a template that writes them writes nothing.
-    special_tokens = _special_tokens(folder) if folder else {"bos_token": "", "eos_token": ""}
+    special_tokens = {"bos_token": "", "eos_token": ""}
+    if folder:
+        config = read_config(folder, "data.tokenizer")
+        named = {key: token_text(config.get(key)) for key in _SPECIAL}
+        special_tokens = {key: token for key, token in named.items() if isinstance(token, str)}
     texts = _find_texts(data, [folder, model_folder])
     if not texts:
         raise ValueError(
@@ -251,12 +255,6 @@ def find_template(folder: Path) -> dict[str, str]:
         named = {item["name"]: item["template"] for item in template}
         return named if "default" in named else {}
     return {}
-
-
-def _special_tokens(folder: Path) -> dict[str, str]:
-    config = read_config(folder, "data.tokenizer")
-    tokens = {key: token_text(config.get(key)) for key in _SPECIAL}
-    return {key: token for key, token in tokens.items() if isinstance(token, str)}
 
 
 def _read(path: Path) -> str:

@@ -286,9 +286,8 @@ class _Rendered:
         """Set `learned` [n] for a turn and for the token that ends it.
 
         With `trims`, what follows that token within the turn (such as a line break) is not learned.
-        A turn without an end token ends with the next special token, even if the template writes
-        that token as the beginning of the next message (as GLM does). Returns whether the turn is
-        the last one of the chat and nothing ends it. Then the end-of-document token ends it.
+        A turn without an end token ends with the next special token, even if that begins the next
+        message (as in GLM's). Returns whether nothing but the end-of-document token can end it.
         """
         tokens = self.tokens_of((turn.start, turn.stop))
         end = self.turn_end(self.tokens_of((turn.written, turn.stop)))

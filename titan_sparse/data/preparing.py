@@ -92,11 +92,10 @@ def histogram(lengths: NDArray[np.int64]) -> dict[str, list[int]]:
     A power of two counts the documents with at least that many tokens and less than twice as many.
     """
     found = {}
-    for exponent in range(int(lengths.max()).bit_length()):
-        bucket = 1 << exponent
-        within = lengths[(lengths >= bucket) & (lengths < 2 * bucket)]
-        if len(within):
-            found[str(bucket)] = [len(within), int(within.sum())]
+    exponents = np.frexp(lengths)[1] - 1
+    for exponent in np.unique(exponents).tolist():
+        within = lengths[exponents == exponent]
+        found[str(1 << exponent)] = [len(within), int(within.sum())]
     return found
 
 

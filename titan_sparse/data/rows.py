@@ -211,10 +211,16 @@ def sample_text(where: str, row: dict[str, Any], row_format: str, messages_field
         if row.get(name) is None:
             raise BadSample(f'"{name}" is missing; data.format = "{row_format}" needs it')
     sample: dict[str, Any] = {"where": where}
+    kinds = {type(row[name]) for name in needed}
     if row_format == "messages":
         sample["messages"] = _messages(row[messages_field], messages_field, needs_answer=True)
+    elif kinds == {str}:
+        sample |= {name: row[name] for name in needed}
+    elif kinds == {list}:
+        sample["prompt"] = _messages(row["prompt"], "prompt")
+        sample["completion"] = _messages(row["completion"], "completion", needs_answer=True)
     else:
-        sample |= _prompt_and_completion(row["prompt"], row["completion"])
+        raise BadSample('"prompt" and "completion" must be two strings or two lists of messages')
     tools = _tools(row.get("tools"))
     if tools:
         sample["tools"] = tools
@@ -228,17 +234,6 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     return value
-
-
-def _prompt_and_completion(prompt: Any, completion: Any) -> dict[str, Any]:
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return {"prompt": prompt, "completion": completion}
-    if not isinstance(prompt, list) or not isinstance(completion, list):
-        raise BadSample('"prompt" and "completion" must be two strings or two lists of messages')
-    return {
-        "prompt": _messages(prompt, "prompt"),
-        "completion": _messages(completion, "completion", needs_answer=True),
-    }
 
 
 def _messages(value: Any, name: str, needs_answer: bool = False) -> list[Message]:

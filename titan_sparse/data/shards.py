@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,13 +92,6 @@ def is_prepared(source: str) -> bool:
     return any(_has_format(path / name) for name in (META, PLAN))
 
 
-class _Shard(NamedTuple):
-    offsets: NDArray[np.int64]
-    """[documents + 1], where its documents begin and the last one ends"""
-    files: dict[str, tuple[Path, FileState]]
-    """of tokens and masks, by their endings, and their states"""
-
-
 class TokenShards:
     """Documents of a folder of shards, in the order of the source. The tokens of a large folder are
     not read before they are asked for.
@@ -108,50 +101,52 @@ class TokenShards:
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
-        folder = Path(source).expanduser()
-        if not _has_format(folder / META):
+        self.folder = Path(source).expanduser()
+        if not _has_format(self.folder / META):
             raise ValueError(
                 f'data.source = "{source}" is not finished; run the same titan-sparse prepare_data again'
             )
-        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        meta = json.loads((self.folder / META).read_text(encoding="utf-8"))
         self.source = source
         self.tokenizer = tokenizer
-        self._shards: list[_Shard] = []
+        # The number of each shard, and where its documents begin and the last one ends.
+        self._shards: list[tuple[int, NDArray[np.int64]]] = []
+        self._states: dict[Path, FileState] = {}
         # The index of each shard's first document, and the number of all documents.
         self._first = [0]
         try:
             _check_tokenizer(source, meta, tokenizer)
             self.total_tokens: int = meta["tokens"]
-            self.sample_format = _sample_format(meta)
-            self.total_learned: int = meta["learned" if self.sample_format.is_chat else "tokens"]
+            self.sample_format = SampleFormat()
+            if meta["format"] == FORMAT_OF_CHATS:
+                made_by = (meta["row_format"], meta["loss_on"], meta["template_digest"])
+                self.sample_format = SampleFormat(*made_by)
             self.dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+            is_chat = self.sample_format.is_chat
             for counts in meta["shards"]:
-                self._open_shard(folder, counts)
+                offsets = read_offsets(source, self.folder, counts, self.dtype, is_chat)
+                if counts["documents"] == 0:
+                    continue
+                for ending in ("bin", "mask") if is_chat else ("bin",):
+                    path = shard_path(self.folder, counts["number"], ending)
+                    self._states[path] = _state(path)
+                self._shards.append((counts["number"], offsets))
+                self._first.append(self._first[-1] + counts["documents"])
         except (KeyError, TypeError) as error:
             _refuse(source, f"{META} is damaged ({error!r})", error)
         if len(self) == 0 or len(self) != meta["documents"]:
             _refuse(source, f"{META} has {meta['documents']} documents, its shards {len(self)}")
-
-    def _open_shard(self, folder: Path, counts: dict[str, int]) -> None:
-        endings = ("bin", "mask") if self.sample_format.is_chat else ("bin",)
-        offsets = read_offsets(self.source, folder, counts, self.dtype, "mask" in endings)
-        if counts["documents"] == 0:
-            return
-        paths = {ending: shard_path(folder, counts["number"], ending) for ending in endings}
-        files = {ending: (path, _state(path)) for ending, path in paths.items()}
-        self._shards.append(_Shard(offsets, files))
-        self._first.append(self._first[-1] + counts["documents"])
 
     def __len__(self) -> int:
         return self._first[-1]
 
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of every document, its end-of-document token included; int64 [documents]."""
-        return np.concatenate([np.diff(shard.offsets) for shard in self._shards])
+        return np.concatenate([np.diff(offsets) for _, offsets in self._shards])
 
     def length(self, index: int) -> int:
-        shard, row = self._find(index)
-        return int(shard.offsets[row + 1] - shard.offsets[row])
+        _, _, start, stop = self._find(index)
+        return stop - start
 
     def __getitem__(self, index: int) -> Encoded:
         """A document, its tokens uint16 or uint32 [length].
@@ -159,49 +154,51 @@ class TokenShards:
         Raises DataError if the file has changed since it was opened, and ValueError if the
         document is not closed, as in a copy that was never finished.
         """
-        shard, row = self._find(index)
-        tokens = self._part(shard, row, "bin", self.dtype)
+        tokens = self._part(index, "bin", self.dtype)
         if tokens[-1] != self.tokenizer.end_of_document:
-            path, _ = shard.files["bin"]
+            number, row, *_ = self._find(index)
+            name = shard_path(self.folder, number, "bin").name
             _refuse(
                 self.source,
-                f"{path.name}, document {row + 1} does not end with the end-of-document token",
+                f"{name}, document {row + 1} does not end with the end-of-document token",
             )
         if not self.sample_format.is_chat:
             return Encoded(tokens)
-        return Encoded(tokens, self._part(shard, row, "mask", np.dtype(np.uint8)) != 0)
+        return Encoded(tokens, self._part(index, "mask", np.dtype(np.uint8)) != 0)
 
     def check_unchanged(self) -> None:
         """Raises DataError if a file of tokens has changed since it was opened."""
-        for shard in self._shards:
-            for path, state in shard.files.values():
-                self._check_file(path, state)
+        for path in self._states:
+            self._check_file(path)
 
     def raw(self, index: int) -> bytes:
         """The tokens of a document and, if it has one, its mask of learned tokens."""
         return b"".join(part.tobytes() for part in self[index] if part is not None)
 
-    def _part(self, shard: _Shard, row: int, ending: str, dtype: np.dtype) -> NDArray[Any]:
+    def _part(self, index: int, ending: str, dtype: np.dtype) -> NDArray[Any]:
         """One document's part of a shard's file."""
-        path, state = shard.files[ending]
+        number, _, start, stop = self._find(index)
+        path = shard_path(self.folder, number, ending)
         # Reading a map of a file that was cut off gives zeros, or kills the process.
-        self._check_file(path, state)
-        start, stop = shard.offsets[row : row + 2].tolist()
+        self._check_file(path)
         offset = start * dtype.itemsize
         if stop - start <= MAPPED_ABOVE:
             return np.fromfile(path, dtype, stop - start, offset=offset)
         return np.memmap(path, dtype, "r", offset, (stop - start,))
 
-    def _check_file(self, path: Path, state: FileState) -> None:
-        if _state(path) != state:
+    def _check_file(self, path: Path) -> None:
+        if _state(path) != self._states[path]:
             raise DataError(
                 f'data.source = "{self.source}": {path.name} was changed during the run; copy it '
                 "again as it was, or prepare a new folder and begin a new run"
             )
 
-    def _find(self, index: int) -> tuple[_Shard, int]:
-        number = bisect.bisect_right(self._first, index) - 1
-        return self._shards[number], index - self._first[number]
+    def _find(self, index: int) -> tuple[int, int, int, int]:
+        """A document's shard, its row there, and where it begins and ends in it."""
+        place = bisect.bisect_right(self._first, index) - 1
+        number, offsets = self._shards[place]
+        row = index - self._first[place]
+        return number, row, int(offsets[row]), int(offsets[row + 1])
 
 
 def _has_format(path: Path) -> bool:
@@ -252,12 +249,6 @@ def _state(path: Path) -> FileState:
     except FileNotFoundError:
         return -1, 0
     return stat.st_size, stat.st_mtime_ns
-
-
-def _sample_format(meta: dict[str, Any]) -> SampleFormat:
-    if meta["format"] == FORMAT:
-        return SampleFormat()
-    return SampleFormat(meta["row_format"], meta["loss_on"], meta["template_digest"])
 
 
 def _refuse(source: str, reason: str, cause: Exception | None = None) -> NoReturn:

@@ -55,7 +55,7 @@ def open_source(data: Data) -> LazyTexts:
     elif is_path(data.source):
         source = _open_files(data)
     else:
-        source = _open_dataset(_load_from_hub(data), data)
+        source = _open_dataset(data)
     if len(source) == 0:
         raise ValueError(
             f'data.source = "{data.source}" holds no documents; write a source that holds some'
@@ -184,8 +184,9 @@ def _write_cache(path: Path, states: list[FileState], field: str, data: Data) ->
     string = pyarrow.large_string()
     schema = pyarrow.schema([("text", string), ("problem", string)])
     temporary = path.with_suffix(".tmp")
-    files = (file_rows(Path(name), field, data.format) for name, *_ in states)
-    rows = tqdm(chain.from_iterable(files), unit=" rows", delay=5, disable=None)
+    files = [Path(name) for name, *_ in states]
+    rows_of_files = (file_rows(file, field, data.format) for file in files)
+    rows = tqdm(chain.from_iterable(rows_of_files), unit=" rows", delay=5, disable=None)
     letters = 0
     batch: list[dict[str, Any]] = []
     try:
@@ -205,12 +206,12 @@ def _write_cache(path: Path, states: list[FileState], field: str, data: Data) ->
         temporary.unlink(missing_ok=True)
 
 
-def _load_from_hub(data: Data) -> Any:
+def _open_dataset(data: Data) -> LazyTexts:
     # Only here, because the import takes a second.
     import datasets
 
     try:
-        return datasets.load_dataset(data.source, data.subset or None, split=data.split)
+        dataset = datasets.load_dataset(data.source, data.subset or None, split=data.split)
     # OSError: not found or no connection; ValueError: no such subset or split; RuntimeError: needs
     # a loading script.
     except (OSError, ValueError, RuntimeError) as error:
@@ -219,9 +220,6 @@ def _load_from_hub(data: Data) -> Any:
             f'"{data.split}") is not a path and cannot be loaded as a Hugging Face dataset: '
             f"{_one_line(error)}"
         ) from error
-
-
-def _open_dataset(dataset: Any, data: Data) -> LazyTexts:
     is_text = data.format == "text"
     field = data.text_field if is_text else data.messages_field
     needed, optional = columns(data.format, field)

@@ -121,12 +121,8 @@ def check_ids(ids: NDArray[np.integer], tokenizer: Tokenizer) -> None:
 
 
 def load_tokenizer(name: str, split_special_tokens: bool = False) -> Tokenizer:
-    """Return the tokenizer named "bytes", or that of a tokenizer.json (the path of the file or of
-    its folder).
-
-    Raises ValueError, naming data.tokenizer, if there is no such file or it cannot be used, and if
-    special tokens are to be split but the tokenizer has none.
-    """
+    """The tokenizer of data.tokenizer. Raises ValueError, naming the key, if it cannot be used, and
+    if special tokens are to be split but the tokenizer has none."""
     if name != "bytes":
         return FileTokenizer(tokenizer_file(name), split_special_tokens)
     if split_special_tokens:
