@@ -63,5 +63,5 @@ def test_mistakes_are_one_line(words, tmp_path, capsys):
     assert main(words) == 2
     errors = capsys.readouterr().err.strip().splitlines()
     told = [line for line in errors if line.startswith("error: ")]
-    assert len(told) == 3 and "--samples -1 is negative" in told[0] and "flags" in told[1]
+    assert len(told) == 3 and "--samples: -1 is too small" in told[0] and "flags" in told[1]
     assert 'chats.jsonl, row 1: "messages" holds no message of the role "assistant"' in told[2]

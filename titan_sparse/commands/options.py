@@ -42,7 +42,12 @@ def refused_combinations(config: Config) -> list[str]:
     ranks = config.parallelism.cp
     on_a_node = config.parallelism.cp_intra or ranks
     reasons: Counter[str] = Counter()
-    for values in itertools.product(*map(_choices, _CHOICES), (0, 4096)):
+    # "auto" always finds one, and "local" is the schedule of one rank.
+    choices = [
+        [word for word in get_args(KINDS[f"attention.{name}"]) if word not in ("auto", "local")]
+        for name in _CHOICES
+    ]
+    for values in itertools.product(*choices, (0, 4096)):
         chosen = dict(zip((*_CHOICES, "sliding_window"), values))
         attention = replace(config.attention, **chosen)
         # A sequence must be one document if queries may see all of it.
@@ -52,12 +57,3 @@ def refused_combinations(config: Config) -> list[str]:
         except ConfigError as error:
             reasons[str(error).replace(f'pattern = "{attention.pattern}"', "pattern = ...")] += 1
     return [f"* {reason} ({number} combinations)" for reason, number in reasons.most_common()]
-
-
-def _choices(name: str) -> list[str]:
-    """What attention.NAME can be, without "auto", which always finds one, and without the schedule
-    of one rank.
-    """
-    return [
-        choice for choice in get_args(KINDS[f"attention.{name}"]) if choice not in ("auto", "local")
-    ]

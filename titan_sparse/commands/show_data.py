@@ -13,12 +13,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from titan_sparse.commands import parser_of, refuses
+from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.config import Flags, check, world_of
-from titan_sparse.config.reading import load_config, require
+from titan_sparse.config.reading import load_config
 from titan_sparse.config.sources import source_formats
 from titan_sparse.data import Tokenizer, load_tokenizer
-from titan_sparse.data.documents import Documents, open_documents
+from titan_sparse.data.documents import open_documents
 
 LEARNED = "\033[32m"
 NOT_LEARNED = "\033[2m"
@@ -29,12 +29,11 @@ RESET = "\033[0m"
 @refuses
 def main(words: list[str]) -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--samples", type=int, default=3, help="of each part of data.source")
+    parser.add_argument("--samples", type=positive, default=3, help="of each part of data.source")
     parser.add_argument("--plain", action="store_true", help="marks, not colors")
     args, rest = parser.parse_known_args(words)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("titan_sparse").setLevel(logging.INFO)
-    require(args.samples >= 0, f"--samples {args.samples} is negative; write 0 or more")
     config = load_config(rest)
     # For as many ranks as it needs: the data are the same on any.
     check(config, *world_of(Flags(dry_run=True), config.parallelism, 1, 1))
@@ -43,18 +42,13 @@ def main(words: list[str]) -> int:
         part = replace(config.data, source=source, format=row_format)
         documents = open_documents(part, tokenizer, config.model.initial_hf)
         print(f"{source}: {len(documents):,} samples, {documents.sample_format.format}")
-        show_samples(documents, tokenizer, args.samples, args.plain)
+        for index in range(min(args.samples, len(documents))):
+            tokens, learned = documents[index]
+            if learned is None:
+                learned = np.ones(len(tokens), dtype=bool)
+            print(f"\nsample {index + 1}: {len(tokens):,} tokens, {int(learned.sum()):,} learned")
+            print(paint(tokens, learned, tokenizer, args.plain))
     return 0
-
-
-def show_samples(documents: Documents, tokenizer: Tokenizer, count: int, plain: bool) -> None:
-    """Print the first `count` samples."""
-    for index in range(min(count, len(documents))):
-        tokens, learned = documents[index]
-        if learned is None:
-            learned = np.ones(len(tokens), dtype=bool)
-        print(f"\nsample {index + 1}: {len(tokens):,} tokens, {int(learned.sum()):,} learned")
-        print(paint(tokens, learned, tokenizer, plain))
 
 
 def paint(

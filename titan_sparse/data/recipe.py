@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from titan_sparse.config.checking import check_formats
 from titan_sparse.config.sections import Data
@@ -97,10 +96,9 @@ def is_mds(source: str) -> bool:
 class MDSRows(TokenizedTexts):
     """Rows of MDS shards as documents in `tokenizer`'s tokens.
 
-    Token ids are decoded by `source_tokenizer`, without its special tokens, and encoded anew. If
-    both are the same tokenizer, the ids are used unchanged. Raises ValueError if the
-    mosaicml-streaming package is missing, if rows are token ids but there is no source tokenizer,
-    or if a row has neither text nor ids or is not UTF-8.
+    Token ids are decoded by `source_tokenizer`, without its special tokens, and encoded anew, unless
+    both are the same tokenizer. Raises ValueError if the mosaicml-streaming package is missing, if rows are token ids but there
+    is no source tokenizer, or if a row has neither text nor ids or is not UTF-8.
     """
 
     def __init__(
@@ -136,15 +134,12 @@ class MDSRows(TokenizedTexts):
         # [documents, 2]: [start, stop) of each; without indices, the row is one document.
         bounds = np.asarray(columns.get("indices", [[0, len(ids)]])).reshape(-1, 2)
         for start, stop in bounds.tolist():
-            yield closed(self._convert(ids[start:stop]), end)
-
-    def _convert(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        source = self.source_tokenizer
-        if source.digest != self.tokenizer.digest:
-            return self.tokenizer.encode(source.decode(ids))
-        if len(ids) and ids[-1] == source.end_of_document:
-            return ids[:-1]
-        return ids
+            part = ids[start:stop]
+            if self.source_tokenizer.digest != self.tokenizer.digest:
+                part = self.tokenizer.encode(self.source_tokenizer.decode(part))
+            elif len(part) and part[-1] == end:
+                part = part[:-1]
+            yield closed(part, end)
 
 
 def unpack(source: str) -> None:

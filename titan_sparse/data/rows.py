@@ -152,8 +152,7 @@ def _parquet_rows(path: Path, field: str, row_format: str) -> Iterator[Row]:
         names = file.schema_arrow.names
         if row_format == "text" and field not in names:
             raise ValueError(f"{path}: {_no_column(field, names)}")
-        needed, optional = columns(row_format, field)
-        taken = [name for name in [*needed, *optional] if name in names]
+        taken = [name for name in [*needed_columns(row_format, field), "tools"] if name in names]
         batches = file.iter_batches(batch_size=64, columns=taken)
         rows = (batch.slice(row, 1) for batch in batches for row in range(len(batch)))
         for number, row in enumerate(rows, 1):
@@ -189,16 +188,9 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 Message = dict[str, Any]
 
 
-def columns(row_format: str, field: str) -> tuple[list[str], list[str]]:
-    """The columns that a row needs, and those that it may have.
-
-    field: the column of the text or messages.
-    """
-    if row_format == "text":
-        return [field], []
-    if row_format == "messages":
-        return [field], ["tools"]
-    return ["prompt", "completion"], ["tools"]
+def needed_columns(row_format: str, field: str) -> list[str]:
+    """field: the column of the text or messages. A chat may also have "tools"."""
+    return ["prompt", "completion"] if row_format == "prompt_completion" else [field]
 
 
 def sample_text(where: str, row: dict[str, Any], row_format: str, messages_field: str) -> str:
@@ -206,7 +198,7 @@ def sample_text(where: str, row: dict[str, Any], row_format: str, messages_field
 
     where: file and number of the row. row: its columns by name.
     """
-    needed, _ = columns(row_format, messages_field)
+    needed = needed_columns(row_format, messages_field)
     for name in needed:
         if row.get(name) is None:
             raise BadSample(f'"{name}" is missing; data.format = "{row_format}" needs it')

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from titan_sparse.config.sections import Data
 from titan_sparse.config.sources import data_files, is_path
-from titan_sparse.data.rows import Row, columns, file_rows, table_row
+from titan_sparse.data.rows import Row, file_rows, needed_columns, table_row
 
 logger = logging.getLogger("titan_sparse")
 
@@ -222,7 +222,7 @@ def _open_dataset(data: Data) -> LazyTexts:
         ) from error
     is_text = data.format == "text"
     field = data.text_field if is_text else data.messages_field
-    needed, optional = columns(data.format, field)
+    needed = needed_columns(data.format, field)
     for name in needed:
         if name not in dataset.column_names:
             key = f'data.text_field = "{field}"' if is_text else f'data.format = "{data.format}"'
@@ -230,7 +230,7 @@ def _open_dataset(data: Data) -> LazyTexts:
                 f'data.source = "{data.source}" has no column "{name}", which {key} needs; it has: '
                 f"{', '.join(dataset.column_names)}"
             )
-    taken = [name for name in [*needed, *optional] if name in dataset.column_names]
+    taken = [name for name in [*needed, "tools"] if name in dataset.column_names]
     rows = dataset.select_columns(taken).with_format("arrow")
 
     def read(number: int) -> str:
