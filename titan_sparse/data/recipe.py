@@ -97,8 +97,9 @@ class MDSRows(TokenizedTexts):
     """Rows of MDS shards as documents in `tokenizer`'s tokens.
 
     Token ids are decoded by `source_tokenizer`, without its special tokens, and encoded anew, unless
-    both are the same tokenizer. Raises ValueError if the mosaicml-streaming package is missing, if rows are token ids but there
-    is no source tokenizer, or if a row has neither text nor ids or is not UTF-8.
+    both are the same tokenizer. Raises ValueError if the mosaicml-streaming package is missing, if
+    rows are token ids but there is no source tokenizer, or if a row has neither text nor ids or is
+    not UTF-8.
     """
 
     def __init__(
