@@ -32,10 +32,9 @@ from scripts.study.real_model import fetch
 from scripts.study.settings import Size
 from titan_sparse.config import Config
 from titan_sparse.config.reading import Refusal
-from titan_sparse.data.documents import open_documents
+from titan_sparse.data.documents import NOT_STDLIB, open_documents
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
-from titan_sparse.data.sources import NOT_STDLIB
 from titan_sparse.data.tokenizer import load_tokenizer
 from titan_sparse.evaluation.answers import Sample
 from titan_sparse.evaluation.needle import depths, needle_samples

@@ -8,9 +8,8 @@ import pytest
 from tests.data.chat_helpers import CALL, CHAT, CHATML, TOOLS, write_tokenizer
 from tests.data.helpers import write_rows
 from titan_sparse.config import Data
-from titan_sparse.data.documents import open_documents
+from titan_sparse.data.documents import open_documents, open_source
 from titan_sparse.data.rows import sample_text, without_nulls
-from titan_sparse.data.sources import open_source
 from titan_sparse.data.tokenizer import load_tokenizer
 
 HI = {"role": "user", "content": "hi"}

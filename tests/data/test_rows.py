@@ -14,9 +14,9 @@ import pyarrow.parquet
 import pytest
 
 from titan_sparse.config import Data
-from titan_sparse.data import rows, sources
+from titan_sparse.data import documents, rows
+from titan_sparse.data.documents import open_source
 from titan_sparse.data.rows import file_rows
-from titan_sparse.data.sources import open_source
 
 
 def lines_of(texts: list[str]) -> bytes:
@@ -101,7 +101,7 @@ def test_a_file_that_is_changed_while_it_is_read_is_refused(tmp_path, monkeypatc
         yield from file_rows(file, field, row_format)
         path.write_text("new text")
 
-    monkeypatch.setattr(sources, "file_rows", rows_and_change)
+    monkeypatch.setattr(documents, "file_rows", rows_and_change)
     assert "was changed while it was read" in refusal(path)
 
 

@@ -1,4 +1,4 @@
-"""titan_sparse.data.sources: Python files and datasets of the hub. test_rows.py has data files."""
+"""titan_sparse.data.documents: Python files and datasets of the hub. test_rows.py has data files."""
 
 import json
 
@@ -7,8 +7,8 @@ import pytest
 
 from tests.data.helpers import TEXTS
 from titan_sparse.config import Data
-from titan_sparse.data import sources
-from titan_sparse.data.sources import open_source
+from titan_sparse.data import documents
+from titan_sparse.data.documents import open_source
 
 HI = {"role": "user", "content": "hi"}
 YES = {"role": "assistant", "content": "yes"}
@@ -16,11 +16,11 @@ YES = {"role": "assistant", "content": "yes"}
 
 def test_python_files_alone_and_joined(monkeypatch):
     """Of a part of them: there are thousands."""
-    every = list(sources._python_files())
+    every = list(documents._python_files())
     assert {name.split("/")[0] for name, _ in every} == {"stdlib", "torch"} and len(every) > 500
     assert not any("site-packages" in name for name, _ in every)
     some = [file for file in every if file[0].startswith(("stdlib/json/", "stdlib/email/"))]
-    monkeypatch.setattr(sources, "_python_files", lambda: reversed(some))
+    monkeypatch.setattr(documents, "_python_files", lambda: reversed(some))
     files, packages = open_source(Data()), open_source(Data(join_packages=True))
     assert [name for name, _ in files.items] == sorted(name for name, _ in some)
     assert list(files) == [path.read_text() for _, path in sorted(some)]

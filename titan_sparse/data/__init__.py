@@ -1,7 +1,7 @@
 """Text -> tokens -> documents -> packed sequences with document boundaries; a resumable loader."""
 
+from titan_sparse.data.documents import open_source
 from titan_sparse.data.loader import Batch, PackedLoader, build_loader
-from titan_sparse.data.sources import open_source
 from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["Batch", "PackedLoader", "Tokenizer", "build_loader", "load_tokenizer", "open_source"]

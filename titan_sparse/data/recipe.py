@@ -19,8 +19,13 @@ from titan_sparse.config.checking import check_formats
 from titan_sparse.config.sections import Data
 from titan_sparse.config.sources import files_below, in_words
 from titan_sparse.data.chats import ChatEncoder
-from titan_sparse.data.documents import ROW_OPTIONS, TokenizedTexts
-from titan_sparse.data.sources import LazyTexts, join_files, open_source
+from titan_sparse.data.documents import (
+    ROW_OPTIONS,
+    LazyTexts,
+    TokenizedTexts,
+    join_files,
+    open_source,
+)
 from titan_sparse.data.tokenizer import Encoded, Tokenizer, closed, load_tokenizer
 from titan_sparse.options import Count, check_value
 
