@@ -83,12 +83,9 @@ def report(error: BaseException) -> int:
     line = " ".join(f"error: {error}".splitlines())
     # Before there is a process group a ValueError is a refusal.
     is_early = isinstance(error, ValueError) and not _has_process_group()
-    if isinstance(error, Refusal) or is_early:
+    if isinstance(error, Refusal | Poisoned) or is_early:
         _print_once(line)
-        return 2
-    if isinstance(error, Poisoned):
-        _print_once(line)
-        return 3
+        return 3 if isinstance(error, Poisoned) else 2
     if isinstance(error, OSError):
         _print_once(line, alike=not _has_process_group())
         return 1

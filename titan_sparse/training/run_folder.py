@@ -44,9 +44,23 @@ def begin_start(config: Config, device: torch.device) -> Path:
     starts = Path(config.training.output_dir, STARTS)
 
     def make() -> str:
-        folder = _new_folder(starts)
-        start = json.dumps(_describe(ranks), indent=1)
-        (folder / "start.json").write_text(start + "\n", encoding="utf-8")
+        """A folder that no other start has, named after the time. A job may be restarted in a second."""
+        now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d_%H-%M-%S")
+        names = itertools.chain([now], (f"{now}_{number}" for number in itertools.count(2)))
+        folder = next(starts / name for name in names if not (starts / name).exists())
+        folder.mkdir(parents=True)
+        start = {
+            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "command": shlex.join(sys.orig_argv),
+            "working_directory": os.getcwd(),
+            "git": git_commit(Path(__file__)),
+            "versions": {"python": platform.python_version(), **versions()},
+            "world_size": len(ranks),
+            "restart_count": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            "hosts": sorted({rank["host"] for rank in ranks}),
+            "ranks": ranks,
+        }
+        (folder / "start.json").write_text(json.dumps(start, indent=1) + "\n", encoding="utf-8")
         save(config, folder)
         return folder.name
 
@@ -66,29 +80,6 @@ def log_error(error: BaseException) -> None:
     for handler in logging.getLogger().handlers:
         if isinstance(handler, RankLog):
             handler.handle(record)
-
-
-def _new_folder(parent: Path) -> Path:
-    """A folder that no other start has, named after the time. A job may be restarted in a second."""
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d_%H-%M-%S")
-    names = itertools.chain([now], (f"{now}_{number}" for number in itertools.count(2)))
-    folder = next(parent / name for name in names if not (parent / name).exists())
-    folder.mkdir(parents=True)
-    return folder
-
-
-def _describe(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shlex.join(sys.orig_argv),
-        "working_directory": os.getcwd(),
-        "git": git_commit(Path(__file__)),
-        "versions": {"python": platform.python_version(), **versions()},
-        "world_size": len(ranks),
-        "restart_count": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        "hosts": sorted({rank["host"] for rank in ranks}),
-        "ranks": ranks,
-    }
 
 
 def versions() -> dict[str, str | None]:

@@ -60,7 +60,7 @@ def test_everything_is_durable_before_it_has_its_name(alone, tmp_path, events):
     (left_over / "__0_0.distcp").write_text("of an earlier attempt")
     run.step()
     # Much larger than what is saved of it.
-    run.model.weight.data = torch.zeros(100_000)[:30].view(5, 6)
+    run.checkpointer.weights["weight"] = torch.zeros(100_000)[:30].view(5, 6)
     run.checkpointer.save(1)
     count = sum(name.endswith(".distcp") for name in events)
     assert sorted(events[:count]) == [f"__0_{number}.distcp" for number in range(count)]
