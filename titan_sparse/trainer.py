@@ -23,6 +23,7 @@ from titan_sparse.estimate.memory import estimate, peak_phase
 from titan_sparse.from_config import build_layer_masks
 from titan_sparse.loss import count_valid
 from titan_sparse.models.initialization import stable_seed
+from titan_sparse.training import export
 from titan_sparse.training.checkpoint.folders import check_lock, unlock_run
 from titan_sparse.training.distributed import barrier, set_timeout
 from titan_sparse.training.guard import all_finite, optimizer_states, refuse_bad_weights
@@ -352,10 +353,7 @@ class Trainer(Parts):
         step, output_dir = self.progress.step, self.config.training.output_dir
         folder = os.path.join(output_dir, "huggingface", f"step-{step}")
         if dist.get_rank() == 0 and not os.path.exists(folder):
-            # Only where asked for: it needs safetensors.
-            from titan_sparse.training.export import export
-
-            export(step_path(self.config, step), self.config, folder)
+            export.export(step_path(self.config, step), self.config, folder)
             logger.info("saved %s for transformers", folder)
         barrier()
 
