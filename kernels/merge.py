@@ -62,20 +62,17 @@ def merge(
     out_piece: Tensor,
     lse_piece: Tensor,
     dtype: torch.dtype,
-    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over two sets of keys, from (out, lse) and (out_piece, lse_piece) over each.
 
     out: [B, H, S, D] of any floating dtype. lse: fp32 [B, H, S], natural log. Rows that see nothing
     in a set have out 0 and lse -inf there.
-    Returns out in `dtype`, or in the contiguous memory `into`, and lse in fp32.
+    Returns out in `dtype`, and lse in fp32.
     """
     parts = [x.contiguous() for x in (out, lse, out_piece, lse_piece)]
     rows = lse.numel()
     dim = out.shape[-1]
-    merged = into
-    if merged is None:
-        merged = torch.empty_like(parts[0], dtype=dtype)
+    merged = torch.empty_like(parts[0], dtype=dtype)
     merged_lse = torch.empty_like(parts[1])
     options = dict(ROWS=32, DIM=triton.next_power_of_2(dim), num_warps=4)
     _merge_kernel[(triton.cdiv(rows, 32),)](*parts, merged, merged_lse, rows, dim, **options)
@@ -100,17 +97,15 @@ def _add_kernel(total, piece, out, n, BLOCK: tl.constexpr):
     tl.store(out + at, summed.to(out.dtype.element_ty), mask=inside)
 
 
-def add(total: Tensor, piece: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+def add(total: Tensor, piece: Tensor, dtype: torch.dtype) -> Tensor:
     """total + piece, summed in fp32 and rounded once.
 
-    Both have one shape, and any floating dtypes up to fp32. The sum is written to the contiguous
-    memory `into`; else to total's own memory where it has `dtype`; else to new memory in `dtype`.
+    Both have one shape, and any floating dtypes up to fp32. The sum is written to
+    total's own memory where it has `dtype`, else to new memory.
     """
     total = total.contiguous()
     piece = piece.contiguous()
-    out = into
-    if into is None:
-        out = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
+    out = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
     n = out.numel()
     _add_kernel[(triton.cdiv(n, 4096),)](total, piece, out, n, BLOCK=4096, num_warps=8)
     return out

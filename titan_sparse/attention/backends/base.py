@@ -102,12 +102,10 @@ class Sum(NamedTuple):
     before: the sum over the keys so far: a Partial, or the dq of a backward. It is contiguous, and
     may be overwritten with the new sum. None for no keys: then a result that the kernel rounds to
     q's dtype is not widened.
-    into: contiguous memory for the new out or dq, whose dtype wins.
     """
 
     dtype: torch.dtype
     before: Partial | Tensor | None = None
-    into: Tensor | None = None
 
 
 class Backend(ABC):

@@ -30,9 +30,9 @@ class Eager(Backend):
         before = total.before
         for piece in pieces[:-1]:
             before = merge(before, *_piece_forward(q, piece, scale), accumulation_dtype(q.dtype))
-        # Only the last sum is rounded, or written to the memory that the caller wants.
+        # Only the last sum is rounded.
         last = _piece_forward(q, pieces[-1], scale)
-        return Partial(*merge(before, *last, total.dtype, total.into))
+        return Partial(*merge(before, *last, total.dtype))
 
     def backward(
         self, queries: Queries, pieces: Sequence[Piece], scale: float, total: Sum
@@ -49,8 +49,6 @@ class Eager(Backend):
 
         blocks_dk, blocks_dv = gradients[0]
         gradients[0] = (blocks_dk.to(total.dtype), blocks_dv.to(total.dtype))
-        if total.into is not None:
-            return total.into.copy_(dq), gradients
         return dq.to(total.dtype), gradients
 
 

@@ -95,7 +95,7 @@ class Flex(Triton):
 
         if LSE_UNIT[kernel] != 1:
             lse = lse * LSE_UNIT[kernel]
-        return Partial(*merge(total.before, out, lse, total.dtype, total.into))
+        return Partial(*merge(total.before, out, lse, total.dtype))
 
     def backward(
         self, queries: Queries, pieces: Sequence[Piece], scale: float, total: Sum
@@ -106,14 +106,10 @@ class Flex(Triton):
         blocks, verticals = pieces
         over_blocks = Sum(torch.float32, total.before)
         dq, d_blocks = self._blocks_backward(queries, blocks, scale, over_blocks)
-        dq = dq.contiguous()
-        into = total.into
-        if into is None and dq.dtype == total.dtype:
-            # The sum may take the place of what it is added to.
-            into = dq
-        with_verticals = Sum(torch.float32, dq, into)
+        # Gradients of verticals are still to be summed over heads and ranks.
+        with_verticals = Sum(torch.float32, dq.contiguous())
         dq, d_verticals = super().backward(queries, [verticals], scale, with_verticals)
-        return dq, [d_blocks, *d_verticals]
+        return dq.to(total.dtype), [d_blocks, *d_verticals]
 
     def _blocks_backward(
         self, queries: Queries, piece: Piece, scale: float, total: Sum
@@ -159,7 +155,7 @@ class Flex(Triton):
         operands += [*by_query, *by_key, *_mask_operands(tiles, q.shape[1])]
         piece_dq, dk, dv = _call(("backward", kernel, scale, size), compute, operands)
 
-        return add(total.before, piece_dq, total.dtype, total.into), (dk, dv)
+        return add(total.before, piece_dq, total.dtype), (dk, dv)
 
     def serves_dense(self, q: Tensor, shape: DenseShape) -> bool:
         return _kernel(q) == "FLASH"

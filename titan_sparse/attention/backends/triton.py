@@ -35,8 +35,7 @@ class Triton(Backend):
         return "triton: own block-sparse kernels, blocks and verticals in one pass"
 
     def forward(self, q: Tensor, pieces: Sequence[Piece], scale: float, total: Sum) -> Partial:
-        dtype, before, into = total
-        return Partial(*block_sparse.forward(q, pieces, scale, dtype, before, into))
+        return Partial(*block_sparse.forward(q, pieces, scale, *total))
 
     def backward(
         self, queries: Queries, pieces: Sequence[Piece], scale: float, total: Sum
@@ -44,5 +43,5 @@ class Triton(Backend):
         q, d_out, out, lse = queries
         # fp32, because the gradients of verticals are still to be summed over heads and ranks.
         kv_dtypes = [total.dtype, torch.float32][: len(pieces)]
-        output = block_sparse.GradientOutput(total.dtype, kv_dtypes, total.before, total.into)
+        output = block_sparse.GradientOutput(total.dtype, kv_dtypes, total.before)
         return block_sparse.backward(d_out, q, out, lse, pieces, scale, output)

@@ -68,26 +68,23 @@ def forward(
         padding = rectangle.padding[:, None]
         out = out.masked_fill(padding[..., None], 0)
         lse = lse.masked_fill(padding, -torch.inf)
-    dtype, before, into = total
+    dtype, before = total
     if before is None:
         # The rank's own chunk comes first, and all queries see some of it.
-        first_out = out.to(dtype) if into is None else into.copy_(out)
-        return Partial(first_out, lse)
+        return Partial(out.to(dtype), lse)
     seeing_out = before.out[:, :, queries]
     seeing_lse = before.lse[:, :, queries]
     merged_out, merged_lse = merge((seeing_out, seeing_lse), out, lse, dtype)
     seeing_out.copy_(merged_out)
     seeing_lse.copy_(merged_lse)
-    if into is None:
-        return before
-    return Partial(into.copy_(before.out), before.lse)
+    return Partial(before.out.to(dtype), before.lse)
 
 
 def backward(
     call: AttentionCall, rectangle: Rectangle, queries: Queries, k: Tensor, v: Tensor, total: Sum
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """dq, and dk and dv, as a backend's backward() gives them."""
-    dtype, dq, into = total
+    dtype, dq = total
     q_start = rectangle.q_start
     keys = slice(rectangle.k_stop)
     rounded = queries._replace(out=queries.out.to(queries.q.dtype))
@@ -108,6 +105,4 @@ def backward(
         dq = d_seeing.to(dtype)
     else:
         dq[:, :, q_start:] += d_seeing
-    if into is not None:
-        dq = into.copy_(dq)
     return dq, d_kv

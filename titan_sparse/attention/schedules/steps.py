@@ -15,7 +15,7 @@ from torch import Tensor
 from titan_sparse.attention import call_tiles, recorder
 from titan_sparse.attention.backends.base import Partial, Queries, Sum
 from titan_sparse.attention.call import AttentionCall
-from titan_sparse.attention.merge import Results, accumulation_dtype, results
+from titan_sparse.attention.merge import accumulation_dtype
 from titan_sparse.attention.schedules import rectangles, verticals
 from titan_sparse.attention.schedules.rectangles import Rectangle
 from titan_sparse.kernels.block_sparse import Piece, Tiles
@@ -94,13 +94,13 @@ def forward(
     gathered = verticals.gather(call, k, v)
     transport = transport_type(call, q, k, v, backward=False)
     groups = transport.groups
-    memory = _memory(groups, q)
-    # In fp32 (fp64 for fp64), because errors of rounding at every step would add up.
+    out = _memory(groups, q)
     totals: list[Partial | None] = [None] * len(groups)
-    for step, group, number, into in _numbered(transport, memory.parts):
+    for step, group, number, is_last in _numbered(transport):
         q_here = q[:, group.heads]
-        dtype = q.dtype if group.steps == 1 else accumulation_dtype(q.dtype)
-        total = Sum(dtype, totals[step.group], into)
+        # In fp32 (fp64 for fp64), because errors of rounding at every step would add up.
+        dtype = q.dtype if is_last else accumulation_dtype(q.dtype)
+        total = Sum(dtype, totals[step.group])
         # The last steps meet the verticals.
         share = number + group.vertical_shares(gathered.result) - group.steps
         if share >= 0:
@@ -111,8 +111,12 @@ def forward(
             else:
                 pieces = group.pieces(step, False, gathered.result, share)
                 total = call.backend.forward(q_here, pieces, call.scale, total)
+        if is_last and out is not None:
+            out[:, group.heads] = total.out
+            total = total._replace(out=None)
         totals[step.group] = total
-    out = memory.joined([total.out for total in totals])
+    if out is None:
+        out = totals[0].out
     lse = torch.cat([total.lse for total in totals], dim=1)
     return out, lse, gathered.wait()
 
@@ -129,14 +133,14 @@ def backward(
     q = queries.q
     transport = transport_type(call, q, k, v, backward=True)
     groups = transport.groups
-    memory = _memory(groups, q)
+    dq_of_all = _memory(groups, q)
     # Their exchange begins when all groups have met all verticals.
     shares = sum(group.vertical_shares(vertical_kv) for group in groups)
     d_verticals = verticals.Gradients(call, vertical_kv, missing=shares)
     dq_of_groups: list[Tensor | None] = [None] * len(groups)
-    for step, group, number, into in _numbered(transport, memory.parts):
+    for step, group, number, is_last in _numbered(transport):
         here = Queries._make(tensor[:, group.heads] for tensor in queries)
-        total = Sum(call.sum_dtype(q), dq_of_groups[step.group], into)
+        total = Sum(call.sum_dtype(q), dq_of_groups[step.group])
         if step.rectangle is not None:
             dq, step.d_kv = rectangles.backward(call, step.rectangle, here, step.k, step.v, total)
         else:
@@ -147,30 +151,27 @@ def backward(
             for d_kv in gradients[1:]:
                 of_group = group.vertical_shares(vertical_kv)
                 d_verticals.put(d_kv, group.heads, number, of_group)
+        if is_last and dq_of_all is not None:
+            dq_of_all[:, group.heads] = dq
+            dq = dq_of_all
         dq_of_groups[step.group] = dq
     # If the verticals' gradients are still to be added, dk and dv are not rounded before that.
     has_verticals = d_verticals.reduced is not None
     dk, dv = transport.gradients(call.sum_dtype(q) if has_verticals else q.dtype)
     d_verticals.add_to((dk, dv))
-    dq = memory.joined(dq_of_groups)
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+    return dq_of_groups[0].to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-def _memory(groups: list[Group], q: Tensor) -> Results:
-    return results(q, [group.heads for group in groups], max(group.steps for group in groups))
+def _memory(groups: list[Group], q: Tensor) -> Tensor | None:
+    """What several groups of heads write their results to; a single group's own is the whole."""
+    return q.new_empty(q.shape) if len(groups) > 1 else None
 
 
-def _numbered(
-    transport: Transport, parts: list[Tensor | None]
-) -> Iterator[tuple[Step, Group, int, Tensor | None]]:
-    """Each step, its group, its number among the group's steps, and the memory that it writes to.
-
-    Only the last step of a group rounds, and writes to the group's part of the result.
-    """
+def _numbered(transport: Transport) -> Iterator[tuple[Step, Group, int, bool]]:
+    """Each step, its group, its number among the group's steps, and whether it is their last."""
     done = Counter()
     for step in transport.steps():
         group = transport.groups[step.group]
         number = done[step.group]
         done[step.group] += 1
-        is_last = done[step.group] == group.steps
-        yield step, group, number, parts[step.group] if is_last else None
+        yield step, group, number, number + 1 == group.steps
