@@ -7,7 +7,7 @@ What activation checkpointing repeats is not counted again.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from titan_sparse.attention import recorder
 from titan_sparse.attention.call import AttentionCall
+from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask, token_positions
 from titan_sparse.attention.masks.reach import (
     pairs_by_block,
     queries_seeing,
-    seen_by,
     tile_weights,
     visible_pairs,
 )
@@ -87,6 +87,10 @@ class Recording:
     plain_ring_bytes: int = 0
     bytes_of_verticals: int = 0
     bytes_of_selection: int = 0
+    sent_before: list[int] = field(default_factory=list, repr=False)
+    """What _sent() said before the first call."""
+    timed: recorder.TimedCall | None = field(default=None, repr=False)
+    """The call of several ranks whose forward runs now."""
     visited_by_call: list[Tensor] = field(default_factory=list, repr=False)
     """[2, Hq]: visited pairs, and those of them in blocks, of each call that the current attention
     has made so far."""
@@ -123,8 +127,18 @@ class Recording:
         """After a selection, for which this rank sent so much."""
         self.bytes_of_selection += bytes_sent
 
+    def begin(self, call: AttentionCall) -> None:
+        """Before a forward."""
+        if call.cp.size > 1:
+            self.sent_before = self.sent_before or _sent(call.cp)
+            self.timed = recorder.TimedCall(call.cp, call.mask.start.device)
+
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor) -> None:
         """After a forward of the whole sequence or of a share of it, with padded inputs."""
+        if self.timed is not None:
+            self.timed.ended = recorder.mark(self.timed.device)
+            self.calls.append(self.timed)
+            self.timed = None
         # [B, Hq]
         in_blocks, in_verticals = visited_pairs(call, len(q))
         # [2, B, Hq], then averaged over sequences
@@ -174,10 +188,13 @@ def recording(recall_rows: int = 0, thumbnail_cells: int = 0) -> Iterator[Record
             yield seen
     finally:
         if seen.calls:
-            before = seen.calls[0].sent_before
-            now = recorder.bytes_sent(seen.calls[0].cp)
-            sent = [after - earlier for after, earlier in zip(now, before, strict=True)]
+            now = _sent(seen.calls[0].cp)
+            sent = [after - earlier for after, earlier in zip(now, seen.sent_before, strict=True)]
             seen.bytes_sent, seen.plain_ring_bytes, seen.bytes_of_verticals = sent
+
+
+def _sent(cp: ContextParallel) -> list[int]:
+    return [cp.bytes_sent, cp.plain_ring_bytes, cp.sent["verticals"]]
 
 
 def visited_pairs(call: AttentionCall, batch: int) -> tuple[Tensor, Tensor]:
@@ -215,6 +232,9 @@ def recall(call: AttentionCall, q: Tensor, k: Tensor, lse: Tensor, samples: int)
     """
     cp = call.cp
     ranges = call.mask
+    if ranges.slices is not None:
+        # No pattern that leaves anything out takes them.
+        return torch.ones(q.shape[1], dtype=lse.dtype, device=q.device)
     # Global positions of this rank's tokens, and the local rows that it samples.
     position = token_positions(call.key_blocks(), call.index.block_size)
     local_len = q.shape[2]
@@ -225,22 +245,22 @@ def recall(call: AttentionCall, q: Tensor, k: Tensor, lse: Tensor, samples: int)
     sparse_lse = torch.cat(list(cp.all_gather(lse[:, :, rows])), dim=2)
     query_position = cp.all_gather(position[rows]).flatten()
     # Every rank meets all sampled queries with its own keys; the sums are then joined.
-    sees = seen_by(ranges, query_position)
-    lse_of_rank = _lse_of_keys(queries, k, position, sees, call.scale)
+    # [Bm, n]
+    start, stop = ranges.start[:, query_position], ranges.stop[:, query_position]
+    lse_of_rank = _lse_of_keys(queries, k, position, start, stop, call.scale)
     dense_lse = cp.all_gather(lse_of_rank).logsumexp(0)
     # Rows that see nothing do not count.
-    sees_any = ranges.start[:, query_position] < ranges.stop[:, query_position]
-    sees_any = sees_any[:, None].expand_as(sparse_lse)
+    sees_any = (start < stop)[:, None].expand_as(sparse_lse)
     kept = torch.where(sees_any, (sparse_lse - dense_lse).exp(), 0)
     return kept.sum(dim=(0, 2)) / sees_any.sum(dim=(0, 2)).clamp(min=1)
 
 
 def _lse_of_keys(
-    q: Tensor, k: Tensor, position: Tensor, sees: Callable[[Tensor], Tensor], scale: float
+    q: Tensor, k: Tensor, position: Tensor, start: Tensor, stop: Tensor, scale: float
 ) -> Tensor:
     """Log of the softmax sum of queries [B, Hq, n, D] over the keys [B, Hkv, S, D] that they see.
 
-    sees(positions [m]) gives bool [Bm, n, m].
+    position: int64 [S], of the keys. start, stop: [Bm, n], of the queries.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     total = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
@@ -251,8 +271,9 @@ def _lse_of_keys(
         keys = keys.to(dtype).repeat_interleave(group, 1)
         # [B, Hq, n, m]
         scores = q.to(dtype) @ keys.mT * scale
-        hidden = ~sees(key_position)[:, None]
-        scores = scores.masked_fill(hidden, -torch.inf)
+        # [Bm, n, m]
+        seen = (key_position >= start[..., None]) & (key_position < stop[..., None])
+        scores = scores.masked_fill(~seen[:, None], -torch.inf)
         total = torch.logaddexp(total, scores.logsumexp(-1))
     return total
 
@@ -409,21 +430,3 @@ def worker_imbalance(work: Tensor) -> Tensor:
     has_work = mean > 0
     # The divisor keeps a division by zero out of the branch that torch.where() drops.
     return torch.where(has_work, work.amax(-1) / mean.where(has_work, 1.0), 1.0)
-
-
-def worker_imbalance_per_step(work: Tensor) -> Tensor:
-    """Mean over steps of max / mean over ranks within the step, float64 [...].
-
-    It is what imbalance costs if ranks wait for each other at every step (MTraining, figures 12
-    and 13, left). work: [..., ranks, steps].
-    """
-    return worker_imbalance(work.transpose(-1, -2)).mean(-1)
-
-
-def step_imbalance(work: Tensor) -> Tensor:
-    """Step-level imbalance degree, float64 [...]: mean over ranks of max / mean over their steps.
-
-    It says how much the load of one worker fluctuates across its steps (MTraining, section 3.3;
-    figures 12 and 13, right; table 3). work: [..., ranks, steps].
-    """
-    return worker_imbalance(work).mean(-1)

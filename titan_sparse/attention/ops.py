@@ -45,9 +45,11 @@ def _forward(
     size = bound.cp.block_size
     # Everything below works on whole blocks; [B, H, padded S_local, D].
     q_share, k_share, v_share = bound.take(*(whole_blocks(x, 2, size) for x in (q, k, v)))
-    out, lse, vertical_kv = schedules.forward(bound, q_share, k_share, v_share)
     # Other calls do not enter recorder.py.
     observer = recorder.listening and recorder.observer()
+    if observer:
+        observer.begin(bound)
+    out, lse, vertical_kv = schedules.forward(bound, q_share, k_share, v_share)
     if observer:
         observer.forward(bound, q_share, k_share)
         # Parts of a sequence are reported as a layer once they are joined.

@@ -1,13 +1,12 @@
 """What attention calls report to a recording, and how long their forwards compute.
 
-The ops and schedules report here, and observe/ listens. Without a recording this costs nothing.
+The ops and schedules report here, and observe.py listens. Without a recording this costs nothing.
 What caps cut can be counted without a recording: it costs one small kernel a selection.
 """
 
 import contextlib
-import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -82,16 +81,12 @@ Moment = torch.cuda.Event | float
 
 
 class TimedCall:
-    """The forward of one attention call on this rank, timed from here on.
-
-    sent_before: what the rank had sent, as bytes_sent() says.
-    """
+    """The forward of one attention call on this rank, timed from here on."""
 
     def __init__(self, cp: Any, device: torch.device):
         """cp: the ContextParallel."""
         self.cp = cp
         self.device = device
-        self.sent_before = bytes_sent(cp)
         self.intervals: list[tuple[Moment, Moment]] = []
         self.began = mark(device)
         self.ended = self.began
@@ -110,42 +105,12 @@ class TimedCall:
         return computed, _milliseconds_between(self.began, self.ended)
 
 
-def bytes_sent(cp: Any) -> tuple[int, int, int]:
-    """What this rank has sent so far: keys, values and gradients; what a ring would have sent in
-    which each chunk visits every rank; the gathered verticals and their gradients."""
-    return cp.bytes_sent, cp.plain_ring_bytes, cp.sent["verticals"]
-
-
-_call_in_progress: TimedCall | None = None
-
-
-def timed(forward: Callable) -> Callable:
-    """forward(call, q, k, v), timed for the observer if there are several ranks."""
-
-    @functools.wraps(forward)
-    def timed_forward(call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        global _call_in_progress
-        seen = observer()
-        if seen is None or call.cp.size == 1:
-            return forward(call, q, k, v)
-        timed_call = TimedCall(call.cp, q.device)
-        _call_in_progress = timed_call
-        try:
-            result = forward(call, q, k, v)
-        finally:
-            _call_in_progress = None
-        timed_call.ended = mark(q.device)
-        seen.calls.append(timed_call)
-        return result
-
-    return timed_forward
-
-
 def computing() -> contextlib.AbstractContextManager[None]:
     """Around what a forward computes; does nothing unless the call is timed."""
-    if _call_in_progress is None:
+    seen = observer()
+    if seen is None or seen.timed is None:
         return contextlib.nullcontext()
-    return _call_in_progress.computing()
+    return seen.timed.computing()
 
 
 def mark(device: torch.device) -> Moment:

@@ -15,11 +15,11 @@ from torch import Tensor
 from titan_sparse.attention.context_parallel import balanced, group_cast_plan, layouts, routing
 from titan_sparse.attention.context_parallel.schedule import Moves, Schedule, head_groups
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.masks.reach import seen_blocks, visible_pairs
+from titan_sparse.attention.masks.reach import seen_blocks, seen_chunks, visible_pairs
 from titan_sparse.attention.observe import Visits, by_step, count_visits
 from titan_sparse.attention.patterns import BlockIndex
 from titan_sparse.attention.patterns.base import DenseIndex
-from titan_sparse.attention.schedules.needs import met_blocks, needed_chunks_of
+from titan_sparse.attention.schedules.needs import met_blocks, met_chunks
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS, Constants, KVShape
 
 
@@ -279,10 +279,9 @@ class _Planner:
         """The chunks that each rank is sent and computes on, bool [W, W], and pairs of tokens by step of
         the forward, float64 [W, W]."""
         setting = self.setting
-        ranges = self.layer.ranges
-        if setting.layout == "balanced":
-            ranges = ranges._replace(table=self.layer.table)
-        needed = needed_chunks_of(self.layer.index, ranges, setting.layout, setting.ranks)
+        index = self.layer.index
+        seen = seen_chunks(self.layer.ranges, self.layer.table, index.block_size)
+        needed = met_chunks(seen, index, setting.layout)
         # By rank and step, the rank whose keys and values are computed on: int64 [W, W].
         sources = torch.tensor(setting.schedule.step_sources(setting.inter, setting.intra))
         return needed, by_step(self.layer.visits, sources, needed)

@@ -19,7 +19,6 @@ WIDE = ("cuda", torch.bfloat16, 256, 128)
 
 
 def _forget() -> None:
-    flash._installed.cache_clear()
     flash._import_failure.cache_clear()
 
 

@@ -14,7 +14,6 @@ from titan_sparse.attention.masks.reach import (
     queries_seeing,
     reached,
     seen_blocks,
-    seen_by,
     seen_chunks,
     seen_whole,
 )
@@ -71,12 +70,3 @@ def test_queries_that_see_a_key(name):
     got = (query >= first[..., None]) & (query < last[..., None])  # [B, H, n, S]
     for sequence in range(2):
         assert torch.equal(got[sequence], dense[sequence].T[keys[sequence]])
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_keys_seen_by_some_queries(name):
-    ranges = MASKS[name].rows(SEQ_LEN)
-    dense = MASKS[name].dense(SEQ_LEN)
-    queries = torch.tensor([191, 0, 77, 40])
-    keys = torch.arange(10, 190).flip(0)
-    assert torch.equal(seen_by(ranges, queries)(keys), dense[:, queries][:, :, keys])

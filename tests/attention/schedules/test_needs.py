@@ -14,10 +14,11 @@ from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
+from titan_sparse.attention.masks.reach import seen_chunks
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
-from titan_sparse.attention.schedules.needs import needed_chunks_of
+from titan_sparse.attention.schedules.needs import met_chunks
 
 eager = BACKENDS["eager"]
 
@@ -75,7 +76,8 @@ def test_chunks_that_no_diagonal_meets_are_not_needed(name, layout):
         set_probe_seed(seed)
         index = LOCAL.select(q, k, ranges, block_size=BLOCK)
         met = _met(index, ranges, layout)
-        needed = needed_chunks_of(index, ranges, layout, RANKS)
+        table = block_ids(layout, RANKS, SEQ_LEN, BLOCK)
+        needed = met_chunks(seen_chunks(ranges, table, BLOCK), index, layout)
         assert (needed >= met).all()
         if name != "packed" or seed == 0:
             assert torch.equal(needed, met)

@@ -17,11 +17,11 @@ HEAD_DIMS = (64, 96, 128)
 
 def missing() -> str | None:
     """Why FlashAttention-4 cannot be used here; None if it can."""
-    wrong_gpu = _wrong_gpu()
-    if wrong_gpu:
-        return wrong_gpu
-    if not _installed():
-        return "flash-attn-4 is not installed"
+    if not torch.cuda.is_available():
+        return "no CUDA GPU"
+    # From Blackwell on its block lists have other block sizes; before Hopper it has none.
+    if torch.cuda.get_device_capability()[0] != 9:
+        return "FlashAttention-4 takes block lists of 128 tokens on Hopper GPUs only"
     failure = _import_failure()
     if failure:
         return failure
@@ -30,18 +30,14 @@ def missing() -> str | None:
     return None
 
 
-def _wrong_gpu() -> str | None:
-    if not torch.cuda.is_available():
-        return "no CUDA GPU"
-    # From Blackwell on its block lists have other block sizes; before Hopper it has none.
-    if torch.cuda.get_device_capability()[0] != 9:
-        return "FlashAttention-4 takes block lists of 128 tokens on Hopper GPUs only"
-    return None
-
-
 @functools.cache
 def _import_failure() -> str | None:
     """Why the kernels cannot be imported, in one line. A wrong wheel leaves out their CUDA part."""
+    try:
+        if importlib.util.find_spec("flash_attn.cute") is None:
+            return "flash-attn-4 is not installed"
+    except ImportError:
+        return "flash-attn-4 is not installed"
     try:
         importlib.import_module("flash_attn.cute.interface")
         # The libraries in which kernels are compiled, which come in a package of their own.
@@ -50,14 +46,6 @@ def _import_failure() -> str | None:
         first_line = str(error).partition("\n")[0]
         return f"flash-attn-4 is installed in part ({type(error).__name__}: {first_line})"
     return None
-
-
-@functools.cache
-def _installed() -> bool:
-    try:
-        return importlib.util.find_spec("flash_attn.cute") is not None
-    except ImportError:
-        return False
 
 
 def serves(dtype: torch.dtype, head_dim: int) -> bool:

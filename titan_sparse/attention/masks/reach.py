@@ -1,6 +1,5 @@
 """Which keys each query, block of queries, or rank sees, and how many pairs there are."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -109,49 +108,6 @@ def queries_seeing(ranges: MaskRanges, keys: Tensor) -> tuple[Tensor, Tensor]:
         found.append(torch.searchsorted(ends, flat, right=True, out_int32=True).view(keys.shape))
     first, last = found
     return first, last
-
-
-def seen_by(ranges: MaskRanges, queries: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function from keys int [m] to whether these queries see them, bool [Bm, n, m].
-
-    queries: int [n], global positions, as the keys are.
-    """
-    if ranges.slices is not None:
-        seen = _keys_seen_by(ranges, queries)
-        return lambda keys: seen[..., keys]
-    # [Bm, n, 1]
-    start = ranges.start[:, queries, None]
-    stop = ranges.stop[:, queries, None]
-    return lambda keys: (keys >= start) & (keys < stop)
-
-
-def _keys_seen_by(ranges: MaskRanges, queries: Tensor) -> Tensor:
-    """What each query of a mask with slices sees, bool [Bm, n, S + 1].
-
-    The last entry has no meaning.
-    """
-    batch = len(ranges.slices)
-    n = len(queries)
-    seq_len = ranges.start.shape[1]
-    # [Bm, 1, N] against [n, 1]
-    slices = ranges.slices.long()[:, None]
-    q_start, q_stop, k_start, k_stop, low, high = slices.unbind(-1)
-    query = queries[:, None]
-    # [Bm, n, N]: the range of keys that the query sees in each slice
-    start = torch.maximum(k_start, query + low)
-    stop = torch.minimum(k_stop, query + high + 1)
-    any_key = (query >= q_start) & (query < q_stop) & (start < stop)
-    # No two slices overlap: the ranges of a query begin and end at different keys, and a byte is
-    # enough to count them. Flat, as a GPU has no deterministic scatter over more dims.
-    changes = torch.zeros(batch, n, seq_len + 1, dtype=torch.int8, device=queries.device)
-    row = torch.arange(batch * n, device=queries.device).view(batch, n, 1)
-    row = row * (seq_len + 1)
-    begin = row + start.where(any_key, seq_len)
-    end = row + stop.where(any_key, seq_len)
-    steps = any_key.to(torch.int8).flatten()
-    changes.view(-1).scatter_add_(0, begin.flatten(), steps)
-    changes.view(-1).scatter_add_(0, end.flatten(), -steps)
-    return changes.cumsum(-1, dtype=torch.int8) > 0
 
 
 def visible_pairs(ranges: MaskRanges) -> Tensor:

@@ -5,7 +5,6 @@ The table of schedules, as integers, is context_parallel/schedule.py.
 
 from torch import Tensor
 
-from titan_sparse.attention import recorder
 from titan_sparse.attention.backends.base import Queries
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.schedule import Moves
@@ -23,7 +22,6 @@ TRANSPORTS: dict[Moves, type[steps.Transport]] = {
 }
 
 
-@recorder.timed
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the keys and values of the gathered
     verticals [2, B, Hq, C, D]."""

@@ -42,19 +42,6 @@ def needed_chunks(call: AttentionCall) -> Tensor:
     return met_chunks(seen, call.index, call.cp.layout)
 
 
-def needed_chunks_of(index: BlockIndex, ranges: MaskRanges, layout: str, ranks: int) -> Tensor:
-    """needed_chunks() of a call over so many ranks, without a ContextParallel.
-
-    ranges: for the layout "balanced" with their table.
-    """
-    if layout == "balanced":
-        table = ranges.table
-    else:
-        table = block_ids(layout, ranks, index.seq_len, index.block_size)
-    seen = seen_chunks(ranges, table.to(ranges.start.device), index.block_size).cpu()
-    return met_chunks(seen, index, layout)
-
-
 def met_chunks(seen: Tensor, index: BlockIndex, layout: str) -> Tensor:
     """Of the chunks bool [W, W] that the mask lets ranks see, those that slashes of some head meet.
 
