@@ -224,7 +224,7 @@ def test_slices(name, choosing):
     }
     g = torch.Generator().manual_seed(4)
     q_blocks, k_blocks = torch.tensor([3, 1], device=DEVICE), torch.tensor([0, 2, 3], device=DEVICE)
-    index = DenseIndex(2, seq_len, size, torch.empty(1, 2, 0, dtype=torch.int32, device=DEVICE))
+    index = DenseIndex(seq_len, size, torch.empty(1, 2, 0, dtype=torch.int32, device=DEVICE))
     rows = Slices.of(written[name]).rows(seq_len, DEVICE)
     tiles = block_tiles(rows, index, q_blocks, k_blocks, 1, True)
     q, d_out = torch.randn(2, 1, 2, 2 * size, 16, generator=g).to(DEVICE)

@@ -95,7 +95,7 @@ def vertical_piece(
         # [B, Hq, C, D]
         k = every_nth_block(k, size, share, shares).flatten(2, 3)
         v = every_nth_block(v, size, share, shares).flatten(2, 3)
-        call = replace(call, index=call.index.with_verticals(positions))
+        call = replace(call, index=replace(call.index, verticals=positions))
     tiles = tiles_of_verticals(call, batch, transpose)
     return Piece(k, v, tiles)
 

@@ -8,6 +8,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,14 +24,16 @@ _GROUPS: weakref.WeakValueDictionary[tuple, dist.ProcessGroup] = weakref.WeakVal
 live at the same time share them."""
 
 
+@dataclass
 class Pending:
-    """A transfer or a collective in flight, or a result that needed none."""
+    """A transfer or a collective in flight, or a result that needed none.
 
-    def __init__(self, result: Any, works: Sequence[dist.Work] = (), kept: Any = None):
-        """kept: what is sent; it must live until it is there, and no longer."""
-        self.result = result
-        self.works = works
-        self.kept = kept
+    kept: what is sent; it must live until it is there, and no longer.
+    """
+
+    result: Any
+    works: Sequence[dist.Work] = ()
+    kept: Any = None
 
     def wait(self) -> Any:
         for work in self.works:

@@ -1,6 +1,5 @@
 """Patterns, their indices, and the op that selects."""
 
-import copy
 import dataclasses
 import math
 import weakref
@@ -29,30 +28,30 @@ from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits
 from titan_sparse.options import DenseOptions, PatternOptions
 
 
+@dataclass(eq=False)
 class BlockIndex:
     """What one selection chose, for all heads and the whole (global) sequence.
 
     It is the same on every rank and has two parts: a set of block pairs, which selects() returns,
     and `verticals`, single keys that every query of their document sees in addition. A pair of
     tokens in a selected block pair is not counted again through its vertical.
+
+    verticals: int32 [B, Hq, C], ascending global positions, filled up with the sequence length. C is
+        0 for patterns of blocks.
     """
 
     by_head: ClassVar[tuple[str, ...]] = ("verticals",)
     """Attributes that have the query heads as dim 1."""
-    verticals: Tensor
-    """int32 [B, Hq, C]: ascending global positions, filled up with the sequence length.
-
-    C is 0 for patterns of blocks.
-    """
-    capped: Tensor | None = None
+    capped = None
     """bool [B, Hq, 2]: whether the cap on verticals, and the cap on slashes, kept a budget below the
     recall; None for patterns without budgets."""
+    seq_len: int
+    block_size: int
+    verticals: Tensor
 
-    def __init__(self, heads: int, seq_len: int, block_size: int, verticals: Tensor):
-        self.heads = heads
-        self.seq_len = seq_len
-        self.block_size = block_size
-        self.verticals = verticals
+    @property
+    def heads(self) -> int:
+        return self.verticals.shape[1]
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         """bool [B or 1, Hq or 1, nq, nk]: which pairs of global blocks (int [nq], int [nk]) are
@@ -74,16 +73,8 @@ class BlockIndex:
         raise NotImplementedError
 
     def of_heads(self, heads: slice) -> "BlockIndex":
-        index = copy.copy(self)
-        for name in self.by_head:
-            setattr(index, name, getattr(self, name)[:, heads].contiguous())
-        index.heads = index.verticals.shape[1]
-        return index
-
-    def with_verticals(self, verticals: Tensor) -> "BlockIndex":
-        index = copy.copy(self)
-        index.verticals = verticals
-        return index
+        fields = {name: getattr(self, name)[:, heads].contiguous() for name in self.by_head}
+        return dataclasses.replace(self, **fields)
 
     def selects_for_all(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         """bool, broadcastable to selects(): pairs of blocks that all queries of the block chose.
@@ -121,6 +112,7 @@ class BlockIndex:
         return (in_blocks | is_vertical[:, :, None, : self.seq_len]) & visible
 
 
+@dataclass(eq=False)
 class BlockSets(BlockIndex):
     """For every head and query block any set of key blocks, as bits.
 
@@ -131,10 +123,7 @@ class BlockSets(BlockIndex):
     """
 
     by_head = ("verticals", "words")
-
-    def __init__(self, words: Tensor, seq_len: int, block_size: int):
-        super().__init__(words.shape[1], seq_len, block_size, no_verticals(words))
-        self.words = words
+    words: Tensor
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         # [B, Hq, nq, words]
@@ -277,7 +266,7 @@ class Dense(Pattern, DenseOptions):
         device = ranges.start.device
         # [B, Hq, 0]
         verticals = torch.empty(batch, heads, 0, dtype=torch.int32, device=device)
-        return DenseIndex(heads, seq_len, block_size, verticals)
+        return DenseIndex(seq_len, block_size, verticals)
 
 
 # Patterns are values of a few numbers. Equal ones share a key and an entry, which stays for good.

@@ -7,6 +7,7 @@ not all of them chose, each query keeps to its own choice (kernels/chunks.py).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ _COUNTED_ELEMENTS = 1 << 24
 """Counts held at a time, one for each query, chunk, and part."""
 
 
+@dataclass(eq=False)
 class MoBAIndex(BlockIndex):
     """Chunks chosen by every query, and by blocks of queries; bits as in kernels/bits.py.
 
@@ -46,24 +48,12 @@ class MoBAIndex(BlockIndex):
     """
 
     by_head = ("verticals", "words", "any_words", "all_words")
-
-    def __init__(
-        self,
-        words: Tensor,
-        any_words: Tensor,
-        all_words: Tensor,
-        origin: Tensor,
-        spans: Spans,
-        chunk: int,
-        block_size: int,
-    ):
-        super().__init__(words.shape[1], origin.shape[1], block_size, no_verticals(words))
-        self.words = words
-        self.any_words = any_words
-        self.all_words = all_words
-        self.origin = origin
-        self.spans = spans
-        self.chunk = chunk
+    words: Tensor
+    any_words: Tensor
+    all_words: Tensor
+    origin: Tensor
+    spans: Spans
+    chunk: int
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         spans = self.spans
@@ -257,14 +247,16 @@ class MoBA(Pattern, MoBAOptions):
     def index(
         self, tensors: list[Tensor], ranges: MaskRanges, batch: int, heads: int, block_size: int
     ) -> MoBAIndex:
-        words, any_words, all_words = tensors
         origin = once_per_mask(
             ranges,
             ("origin", batch),
             lambda: document_origin(ranges).expand(batch, -1).contiguous(),
         )
         spans = self._spans(ranges, batch, block_size)
-        return MoBAIndex(words, any_words, all_words, origin, spans, self.chunk_size, block_size)
+        verticals = no_verticals(tensors[0])
+        return MoBAIndex(
+            origin.shape[1], block_size, verticals, *tensors, origin, spans, self.chunk_size
+        )
 
 
 class MoBAChunks(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
-from titan_sparse.attention.patterns.base import BlockSets, Pattern, gather_blocks
+from titan_sparse.attention.patterns.base import BlockSets, Pattern, gather_blocks, no_verticals
 from titan_sparse.attention.patterns.spans import (
     Spans,
     find_spans,
@@ -135,7 +135,7 @@ class XAttention(Pattern, XAttentionOptions):
     ) -> BlockSets:
         # [B, Hq, blocks, words]
         [words] = tensors
-        return BlockSets(words, ranges.start.shape[1], block_size)
+        return BlockSets(ranges.start.shape[1], block_size, no_verticals(words), words)
 
 
 class Part(NamedTuple):

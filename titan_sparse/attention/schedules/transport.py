@@ -151,6 +151,7 @@ def circulate(
         yield from steps(group, 0, received(group, transfer), 1, intra)
 
 
+@dataclass
 class RingGradients:
     """The gradients of one group's chunks on their way home.
 
@@ -163,15 +164,14 @@ class RingGradients:
     that follows the current chunk. outer: the one that brings the sums of other nodes.
     """
 
-    def __init__(self, cp: ContextParallel, route: Route, group: int):
-        self.cp = cp
-        self.route = route
-        self.group = group
-        self.own: Tensor | None = None
-        self.node: tuple[int, Tensor | None] | None = None
-        self.like: Tensor | None = None
-        self.inner: Pending | None = None
-        self.outer: Pending | None = None
+    cp: ContextParallel
+    route: Route
+    group: int
+    own: Tensor | None = None
+    node: tuple[int, Tensor | None] | None = None
+    like: Tensor | None = None
+    inner: Pending | None = None
+    outer: Pending | None = None
 
     def add(self, window: int, place: int, gradient: Tensor | None) -> None:
         """After the work of a step. gradient: None if there was no work."""

@@ -4,6 +4,7 @@ Both exchanges run during the work on blocks (steps.py).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,21 +37,21 @@ def gather(call: AttentionCall, k: Tensor, v: Tensor) -> Pending:
     return call.cp.start_all_reduce(gathered_here)
 
 
+@dataclass
 class Gradients:
     """Gradients of the verticals, share by share, and their sum over ranks.
 
+    vertical_kv: [2, B, Hq, C, D], their keys and values.
     missing: shares that are still to come. The sum begins with the last of them, and travels behind
     the steps that remain.
     sums: [2, B, Hq, C, D], made for several ranks with the first share.
     """
 
-    def __init__(self, call: AttentionCall, vertical_kv: Tensor, missing: int):
-        """vertical_kv: [2, B, Hq, C, D], their keys and values."""
-        self.call = call
-        self.vertical_kv = vertical_kv
-        self.sums: Tensor | None = None
-        self.missing = missing
-        self.reduced: Pending | None = None
+    call: AttentionCall
+    vertical_kv: Tensor
+    missing: int
+    sums: Tensor | None = None
+    reduced: Pending | None = None
 
     def put(self, gradients: Sequence[Tensor], heads: slice, share: int, shares: int) -> None:
         """dk and dv [B, H, n, D] of call_tiles.vertical_piece(), for the query heads `heads`."""

@@ -6,6 +6,8 @@ block diagonals, that carry the target share of the attention mass. A slash is o
 list per head, never a mask.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,34 +33,20 @@ from titan_sparse.attention.patterns.vertical_slash.probe import (
 from titan_sparse.options import VerticalSlashOptions
 
 
+@dataclass(eq=False)
 class VerticalSlashIndex(BlockIndex):
     """Slashes (block diagonals) per span and single keys (verticals), for every query head.
 
     slashes: bool [B, Hq, E]; entry spans.offset[d] + delta is the slash of block pairs at
         distance delta in span d.
-    verticals: int32 [B, Hq, C].
-    capped: bool [B, Hq, 2], whether the cap on verticals, and the cap on slashes, kept a budget
-        short.
     most_blocks: bound on the KV blocks that a query block meets.
     """
 
     by_head = ("verticals", "slashes", "capped")
-
-    def __init__(
-        self,
-        slashes: Tensor,
-        verticals: Tensor,
-        capped: Tensor,
-        spans: Spans,
-        seq_len: int,
-        block_size: int,
-        most_blocks: int,
-    ):
-        super().__init__(verticals.shape[1], seq_len, block_size, verticals)
-        self.slashes = slashes
-        self.capped = capped
-        self.spans = spans
-        self.most_blocks = most_blocks
+    slashes: Tensor
+    spans: Spans
+    most_blocks: int
+    capped: Tensor
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         return self._at_slashes(self.slashes, 1, q_blocks, k_blocks.view(1, 1, 1, -1))
@@ -201,7 +189,7 @@ class VerticalSlash(Pattern, VerticalSlashOptions):
         spans = find_spans(ranges, batch, self.dense_below, block_size)
         most_blocks = self.most_blocks(seq_len, block_size, packed)
         return VerticalSlashIndex(
-            slashes, verticals, capped, spans, seq_len, block_size, most_blocks
+            seq_len, block_size, verticals, slashes, spans, most_blocks, capped
         )
 
     def most_blocks(self, seq_len: int, block_size: int, packed: bool) -> int:
