@@ -280,8 +280,10 @@ class _Planner:
         the forward, float64 [W, W]."""
         setting = self.setting
         index = self.layer.index
-        seen = seen_chunks(self.layer.ranges, self.layer.table, index.block_size)
-        needed = met_chunks(seen, index, setting.layout)
+        ranges = self.layer.ranges
+        table = self.layer.table
+        seen = seen_chunks(ranges, table, index.block_size)
+        needed = met_chunks(seen, ranges, index, table, setting.layout)
         # By rank and step, the rank whose keys and values are computed on: int64 [W, W].
         sources = torch.tensor(setting.schedule.step_sources(setting.inter, setting.intra))
         return needed, by_step(self.layer.visits, sources, needed)

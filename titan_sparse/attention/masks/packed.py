@@ -7,7 +7,7 @@ Slices.batch([prefix_lm(...), prefix_lm(...)]).
 
 from collections.abc import Sequence
 
-from titan_sparse.attention.masks.slices import CAUSAL, FULL, Slices
+from titan_sparse.attention.masks.slices import CAUSAL, FULL, Dilated, Slices
 
 
 def documents(lengths: Sequence[int], causal: bool | Sequence[bool] = True) -> Slices:
@@ -52,14 +52,9 @@ def sliding_window(
 def dilated(lengths: Sequence[int], window: int, rate: int) -> Slices:
     """Documents(lengths) & Dilated(window, rate) for one sequence, as Slices.
 
-    Inside each document, query i sees keys i, i - rate, i - 2 rate, ... later than i - window
-    (LongNet, as a window).
-
-    Exact, but a slice for each of the diagonals. A block is computed once for each diagonal that
-    goes through it, so this is slower than the whole window, the more so the smaller rate is.
+    Raises ValueError as Dilated does.
     """
-    if window < 1 or rate < 1:
-        raise ValueError(f"dilated(window={window}, rate={rate}): both are 1 or more")
+    Dilated(window, rate)
     slices = []
     for start, stop in _spans(lengths):
         # No query of the document has a key further back than its length.
