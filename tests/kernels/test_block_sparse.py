@@ -41,7 +41,7 @@ class RandomIndex(BlockIndex):
         picked = torch.nn.functional.pad(picked, (0, verticals - count), value=seq_len)
         # [B, Hq, verticals]
         picked = picked.int().view(batch, heads, verticals)
-        super().__init__(heads, seq_len, block_size, picked.to(DEVICE))
+        super().__init__(seq_len, block_size, picked.to(DEVICE))
         self.table = torch.rand(batch, heads, blocks, blocks, generator=g).to(DEVICE) < 0.4
         self.table[:, :, -1] = False
 

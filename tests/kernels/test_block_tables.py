@@ -1,5 +1,7 @@
 """Block lists and covered verticals: the kernels against their plain-torch twins."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -70,13 +72,13 @@ def test_lists(mask, setting):
     _same_lists(got.by_key, want.by_key)
     assert all(torch.equal(a, b) for a, b in zip(got[2:5], want[2:5]))
     # A view, as a ring's parts may be.
-    second_block = index.with_verticals(index.verticals[..., SIZE : 2 * SIZE])
+    second_block = dataclasses.replace(index, verticals=index.verticals[..., SIZE : 2 * SIZE])
     by_query = slash_tiles.block_tiles(side, index, table[2], False)
     assert by_query.by_key is None
     _same_lists(by_query.by_query, want.by_query)
     # Whole tiles of them, which nobody covers but the diagonals.
     neighbors = torch.arange(40, 40 + 3 * SIZE, dtype=torch.int32, device=DEVICE)
-    many = index.with_verticals(neighbors.expand(2, 2, -1))
+    many = dataclasses.replace(index, verticals=neighbors.expand(2, 2, -1))
     for part in (index, second_block, many):
         got = slash_tiles.vertical_tiles(side, part, True)
         want = tiles.vertical_tiles(rows, part, table[1], True)

@@ -31,7 +31,7 @@ class Chosen(BlockIndex):
         order = torch.rand(batch, heads, seq_len, generator=g).argsort(-1)
         picked = order[..., :verticals].sort(-1).values
         picked = torch.nn.functional.pad(picked, (0, capacity - verticals), value=seq_len).int()
-        super().__init__(heads, seq_len, block_size, picked)
+        super().__init__(seq_len, block_size, picked)
         blocks = seq_len // block_size
         self.pairs = torch.rand(batch, heads, blocks, blocks, generator=g) < 0.4
 
