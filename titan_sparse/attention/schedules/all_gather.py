@@ -41,27 +41,20 @@ class AllGather(Transport):
             if number + 1 < len(self.groups):
                 following = self._start(number + 1)
             k, v = (_one_rank_after_the_other(pending) for pending in arriving)
-            if self.rectangles:
-                yield from self._rectangle_steps(number, k, v)
-                continue
             tiles = functools.partial(call_tiles.tiles_of_rank, group.call, len(self.k), None)
-            step = Step(number, k, v, tiles)
-            yield step
+            gradients = []
+            if self.backward and self.rectangles:
+                # Keys that no query here sees keep gradients of 0.
+                gradients = [
+                    torch.zeros(x.shape, dtype=self.dtype, device=x.device) for x in (k, v)
+                ]
+            for rectangle, keys in self.rectangles or [(None, slice(None))]:
+                step = Step(number, k[:, :, keys], v[:, :, keys], tiles, rectangle)
+                yield step
+                for whole, gradient in zip(gradients, step.d_kv or ()):
+                    whole[:, :, keys] = gradient
             if self.backward:
-                self._scatter(*step.d_kv)
-
-    def _rectangle_steps(self, number: int, k: Tensor, v: Tensor) -> Iterator[Step]:
-        if self.backward:
-            # Keys that no query here sees keep gradients of 0.
-            dk = torch.zeros(k.shape, dtype=self.dtype, device=k.device)
-            dv = torch.zeros(v.shape, dtype=self.dtype, device=v.device)
-        for rectangle, keys in self.rectangles:
-            step = Step(number, k[:, :, keys], v[:, :, keys], None, rectangle)
-            yield step
-            if self.backward:
-                dk[:, :, keys], dv[:, :, keys] = step.d_kv
-        if self.backward:
-            self._scatter(dk, dv)
+                self._scatter(*(gradients or step.d_kv))
 
     def gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         # [B, Hkv, S_local, D]
