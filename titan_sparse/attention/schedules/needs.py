@@ -46,8 +46,10 @@ def met_chunks(
     """
     if layout not in _LAYOUTS_BY_INDEX or not isinstance(index, VerticalSlashIndex):
         return seen
-    met = met_blocks(ranges, index, table)[:, table].any(-1)
-    return seen & met.cpu()
+    met = met_blocks(ranges, index, table)
+    # [W, blocks] -> [W, W, n]
+    by_owner = met[:, table]
+    return seen & by_owner.any(-1).cpu()
 
 
 def needed_blocks(call: AttentionCall) -> Tensor:
@@ -83,4 +85,6 @@ def met_blocks(ranges: MaskRanges, index: BlockIndex, table: Tensor) -> Tensor:
         selecting, _ = index.heads_selecting(q_blocks, keys)
         tiles = reached(reach, keys, size) & (selecting > 0)
         met.append(tiles.any(0))
-    return torch.cat(met).unflatten(0, (len(table), -1)).any(1)
+    # [W, n, blocks]
+    by_rank = torch.cat(met).unflatten(0, table.shape)
+    return by_rank.any(1)

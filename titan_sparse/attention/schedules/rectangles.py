@@ -100,7 +100,8 @@ def backward(
     unseen = k.shape[2] - rectangle.k_stop
     if unseen > 0:
         # Keys that no query sees get gradients of 0.
-        d_kv = tuple(torch.nn.functional.pad(x, (0, 0, 0, unseen)) for x in d_kv)
+        padding = (0, 0, 0, unseen)
+        d_kv = tuple(torch.nn.functional.pad(x, padding) for x in d_kv)
     if dq is None:
         dq = d_seeing.to(dtype)
     else:

@@ -102,7 +102,8 @@ def forward(
         dtype = q.dtype if is_last else accumulation_dtype(q.dtype)
         total = Sum(dtype, totals[step.group])
         # The last steps meet the verticals.
-        share = number + group.vertical_shares(gathered.result) - group.steps
+        shares = group.vertical_shares(gathered.result)
+        share = number + shares - group.steps
         if share >= 0:
             gathered.wait()
         with recorder.computing():

@@ -74,7 +74,8 @@ class Gradients:
     def add_to(self, d_kv: Sequence[Tensor]) -> None:
         """Add the sum to dk and dv [B, Hkv, S_local, D] of this rank's keys, in place."""
         if self.reduced is not None:
-            add_gradients(self.call, d_kv, self.reduced.wait())
+            d_verticals = self.reduced.wait()
+            add_gradients(self.call, d_kv, d_verticals)
 
 
 def add_gradients(
