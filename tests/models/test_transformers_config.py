@@ -156,6 +156,7 @@ REFUSED = [
         "rope_type with dynamic",
     ),
     ("phi3", {"num_hidden_layers": None}, "there is no num_hidden_layers"),
+    ("phi3", {"intermediate_size": None}, "there is no intermediate_size"),
     ("phi3", {"sliding_window": "no"}, "sliding_window"),
     ("phi3", {"pad_token_id": VOCAB}, "cannot build"),
     ("phi3", {"architectures": ["Phi3ForTokens"]}, "only ['Phi3ForCausalLM']"),
@@ -248,6 +249,8 @@ def test_fewer_layers_with_random_weights(tmp_path):
     config = resolve("debug", initial_hf=folder, random_weights=True, layers=5)
     assert config.windows == (4096, 4096, 4096, 0, 4096)
     assert len(built(config).layers) == 5
+    folder = write_config(tmp_path, "llama", rms_norm_eps=1e-5)
+    assert resolve("debug", initial_hf=folder, random_weights=True, layers=5).layers == 5
 
 
 SHAPES = Path(__file__).parents[2] / "train_configs/shapes"
