@@ -381,7 +381,7 @@ def _choice_kernel(
 def chosen_blocks(
     sums: BlockSums, blocks: QueryBlocks, threshold: float, visible: int, count: int
 ) -> Tensor:
-    """Bits (kernels/bits.py) of the blocks of keys that each query block chooses.
+    """Bits (kernels/compact.py) of the blocks of keys that each query block chooses.
 
     Each of the documents that touch a query block takes the fewest blocks that hold `threshold` of
     its cells' mass; its first block and the query's own are always on, and count first.

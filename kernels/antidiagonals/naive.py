@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.kernels.antidiagonals.kernel import BlockSums, QueryBlocks
-from titan_sparse.kernels.bits import pack
+from titan_sparse.kernels.compact import pack
 
 
 def block_sums_naive(

@@ -13,7 +13,7 @@ from titan_sparse.attention.patterns.spans import find_spans
 from titan_sparse.attention.patterns.xattention import _counted, _query_blocks
 from titan_sparse.kernels import antidiagonals as kernels
 from titan_sparse.kernels.antidiagonals import BlockSums, QueryBlocks, Shape
-from titan_sparse.kernels.bits import unpack
+from titan_sparse.kernels.compact import unpack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE, SEQ_LEN = 16, 320

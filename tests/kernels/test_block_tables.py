@@ -11,7 +11,7 @@ from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.tiles import blocks as tiles
 from titan_sparse.attention.tiles import slash as slash_tiles
-from titan_sparse.kernels.bits import unpack
+from titan_sparse.kernels.compact import unpack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE, SEQ_LEN = 16, 288

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from titan_sparse.kernels.bits import pack, unpack
-from titan_sparse.kernels.compact import compact, compact_naive
+from titan_sparse.kernels.compact import compact, compact_naive, pack, unpack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

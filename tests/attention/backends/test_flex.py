@@ -14,8 +14,8 @@ from titan_sparse.attention.backends.base import Partial, Queries, Sum
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.tiles.blocks import block_tiles, vertical_tiles
-from titan_sparse.kernels.bits import pack
 from titan_sparse.kernels.block_sparse import Piece, Tiles
+from titan_sparse.kernels.compact import pack
 
 eager = BACKENDS["eager"]
 flex = BACKENDS["flex"]

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from titan_sparse.attention.backends.base import Backend, Partial, Queries, Sum
 from titan_sparse.attention.merge import accumulation_dtype, merge
-from titan_sparse.kernels.bits import unpack
 from titan_sparse.kernels.block_sparse import Piece, Tiles
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_keys
+from titan_sparse.kernels.compact import unpack
 
 
 class Eager(Backend):

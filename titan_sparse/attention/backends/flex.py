@@ -26,8 +26,8 @@ from titan_sparse.attention.backends.base import Case, DenseShape, Partial, Quer
 from titan_sparse.attention.backends.triton import DTYPES, HEAD_DIMS, Triton
 from titan_sparse.attention.merge import add, merge
 from titan_sparse.attention.tiles.blocks import list_width
-from titan_sparse.kernels.bits import unpack
 from titan_sparse.kernels.block_sparse import BlockLists, Piece, Tiles
+from titan_sparse.kernels.compact import unpack
 
 LSE_UNIT = {"TRITON": math.log(2), "FLASH": 1.0}
 """One unit of the op's lse as a natural logarithm: Triton kernels count in base 2."""

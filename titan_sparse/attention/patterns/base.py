@@ -118,7 +118,7 @@ class BlockSets(BlockIndex):
 
     That is 32 MiB for 16 heads at 524,288 tokens in blocks of 128.
 
-    words: int32 [B, Hq, blocks, ceil(blocks / 32)]; bit c (kernels/bits.py) of query block a: a
+    words: int32 [B, Hq, blocks, ceil(blocks / 32)]; bit c (kernels/compact.py) of query block a: a
         meets key block c.
     """
 

@@ -25,8 +25,8 @@ from titan_sparse.attention.patterns.spans import (
     span_of_tokens,
     spans_of_blocks,
 )
-from titan_sparse.kernels.bits import pack, unpack
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits, chosen_keys
+from titan_sparse.kernels.compact import pack, unpack
 from titan_sparse.options import MoBAOptions
 
 _CHUNK_ELEMENTS = 1 << 24
@@ -37,7 +37,7 @@ _COUNTED_ELEMENTS = 1 << 24
 
 @dataclass(eq=False)
 class MoBAIndex(BlockIndex):
-    """Chunks chosen by every query, and by blocks of queries; bits as in kernels/bits.py.
+    """Chunks chosen by every query, and by blocks of queries; bits as in kernels/compact.py.
 
     words: int32 [B, Hq, S, W]; bit c: the query sees chunk c of its document.
     any_words: int32 [B, Hq, blocks, T, W], the chunks chosen by any query of the block, one set for

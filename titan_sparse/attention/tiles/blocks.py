@@ -14,8 +14,8 @@ from titan_sparse.attention.masks.geometry import within_runs
 from titan_sparse.attention.masks.ranges import MaskRanges, token_positions
 from titan_sparse.attention.masks.reach import Reach, block_reach, reached, seen_whole
 from titan_sparse.attention.patterns.base import BlockIndex, compact
-from titan_sparse.kernels.bits import pack
 from titan_sparse.kernels.block_sparse import BlockLists, Tiles
+from titan_sparse.kernels.compact import pack
 
 _ROWS = 1 << 15
 """Lists that a launch of kernels.compact() makes: a CUDA grid has fewer than 65,536 rows."""
