@@ -91,6 +91,8 @@ def test_what_does_not_fit_a_run_is_refused_before_any_process_group(folder, cap
         ("--lengths 4kb", '--lengths = "4kb" are no lengths'),
         ("--samples 0", "--samples: 0 is too small"),
         ("--buckets 441", "--buckets 441 is above 440"),
+        ("--tasks needle", "--buckets would be ignored with --tasks needle; leave it out"),
+        ("--tasks position --seed 1", "--seed would be ignored with --tasks position"),
         ("--dry-run", "flags of train.py would be ignored"),
         ("--data.source a:1,b:1", "is a mixture, but evaluation reads one source; write one of"),
         ("", "holds no complete checkpoint"),

@@ -31,6 +31,8 @@ from titan_sparse.training import pictures
 from titan_sparse.training.metrics import json_ready
 
 TASKS = ("position", "needle")
+OPTIONS = {"position": ("stride", "buckets"), "needle": ("depths", "answers", "seed")}
+"""Options that only one task reads."""
 LM_EVAL = "python -m titan_sparse.integrations.lm_eval --model titan_sparse"
 """The command that evaluates with published tasks."""
 
@@ -117,6 +119,12 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
             f"--tasks {name} is not one of {', '.join(TASKS)}. RULER and other published tasks run "
             f"through {LM_EVAL} --tasks {name} --model_args checkpoint=RUN,tokenizer=FOLDER",
         )
+    for task, names in OPTIONS.items():
+        for name in names:
+            require(
+                task in args.tasks or getattr(args, name) == parser.get_default(name),
+                f"--{name} would be ignored with --tasks {','.join(args.tasks)}; leave it out",
+            )
     args.lengths = lengths_of(args.lengths or str(config.training.seq_len), "--lengths")
     shortest = min(args.lengths)
     require(
