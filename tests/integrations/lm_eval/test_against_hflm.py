@@ -219,3 +219,32 @@ def test_what_a_task_asks_and_is_not_there_is_refused(pair):
             ask(ours, "generate_until", [("x", {"until": [], **options})])
     with pytest.raises(ValueError, match="a continuation of 65 tokens is outside"):
         ask(ours, "loglikelihood", [("x", "y" * 65)])
+
+
+def test_device_of_lm_eval(tmp_path, monkeypatch):
+    """cuda:0 is what lm_eval writes where --device is not given: HFLM's device then."""
+    folder = str(write_folder(tmp_path / "model"))
+    last = max(torch.cuda.device_count() - 1, 0)
+    for name in ("cuda:0", f"cuda:{last}"):
+        ours = TitanSparseLM(pretrained=folder, device=name)
+        assert ours._device == HFLM(folder, device=name).device
+
+    def choose(name: str) -> torch.device:
+        chosen.append(name)
+        return torch.device("cpu")
+
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr("titan_sparse.evaluation.load.choose_device", choose)
+    TitanSparseLM(pretrained=folder, device="cuda:2")
+    assert chosen == [2, "cuda"]
+    for name in ("cuda:3", "cuda:x"):
+        with pytest.raises(ValueError, match=f"--device {name} is not one of the 3 GPUs") as caught:
+            TitanSparseLM(pretrained=folder, device=name)
+        assert "\n" not in str(caught.value)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(
+        ValueError, match="each rank of torchrun has its own GPU; leave --device out"
+    ):
+        TitanSparseLM(pretrained=folder, device="cuda:2")

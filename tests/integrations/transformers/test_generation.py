@@ -59,6 +59,30 @@ def test_a_text_in_any_chunks_is_the_text_at_once(name, chunks):
     assert_close([torch.cat(found, dim=1)], [wanted])
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_chunked_prefill_beams_and_assisted_generation(cache):
+    model = family("llama").eval()
+    input_ids = tokens(2, 20)
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[1, :5] = 0
+
+    def generate(rows: int = 2, **options):
+        return model.generate(
+            input_ids[:rows],
+            attention_mask=attention_mask[:rows],
+            max_new_tokens=10,
+            do_sample=False,
+            cache_implementation=cache,
+            disable_compile=True,
+            **options,
+        )
+
+    assert torch.equal(*both(model, lambda: generate(prefill_chunk_size=6)))
+    assert torch.equal(*both(model, lambda: generate(num_beams=3)))
+    if cache == "dynamic":
+        assert torch.equal(*both(model, lambda: generate(rows=1, prompt_lookup_num_tokens=4)))
+
+
 def test_a_cache_that_holds_more_than_it_says_is_refused():
     """transformers' cache of a window of one token drops nothing."""
     model = family("olmo3", sliding_window=1).eval()

@@ -76,7 +76,7 @@ class TitanSparseLM(TemplateLM):
         config: of the run; by default config.toml in the folder `checkpoint`.
         tokenizer: folder or tokenizer.json; by default data.tokenizer, or that of `pretrained`.
         attention: "dense", or as in the configuration, which is dense for a Hugging Face folder alone.
-        device: "cpu" or "cuda"; lm_eval's default "cuda:0" is the CPU where no GPU is.
+        device: "cpu", "cuda", or in one process "cuda:N"; "cuda:0" is the CPU where no GPU is.
         max_length: tokens; longer requests lose their beginning, as in HFLM. By default the larger
         of the model's max_position_embeddings and the run's training.seq_len.
         keys: of the configuration, such as "parallelism.cp" or "attention.pattern".
@@ -90,7 +90,7 @@ class TitanSparseLM(TemplateLM):
             # What lm_eval writes where --device is not given: as in HFLM, a GPU if there is one.
             keys.setdefault("training.device", "auto")
         elif device is not None:
-            keys["training.device"] = device
+            keys["training.device"] = _choose_gpu(device)
         require(
             str(batch_size).isdecimal() and int(batch_size) > 0,
             f"batch_size = {batch_size} is not a positive integer; write for example 1",
@@ -311,6 +311,24 @@ class TitanSparseLM(TemplateLM):
         labels = np.full(len(whole) - 1, IGNORED_LABEL)
         labels[-count:] = continuation
         return Sequence(whole[:-1], labels)
+
+
+def _choose_gpu(name: str) -> str:
+    """training.device of lm_eval's --device; the GPU of cuda:N is the current one from now on."""
+    kind, _, number = name.partition(":")
+    if kind != "cuda" or not number:
+        return name
+    count = torch.cuda.device_count()
+    require(
+        number.isdecimal() and int(number) < count,
+        f"--device {name} is not one of the {count} GPUs of this node; leave --device out",
+    )
+    require(
+        "LOCAL_RANK" not in os.environ,
+        f"--device {name} would be ignored, as each rank of torchrun has its own GPU; leave --device out",
+    )
+    torch.cuda.set_device(int(number))
+    return kind
 
 
 def _settings(
