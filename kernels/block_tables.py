@@ -278,7 +278,7 @@ def vertical_lists(
 
     verticals: int32 [B, H, C], ascending, C a multiple of size. The rest as in slash_lists().
     Returns
-    covered: int32 [B, H, nq, ceil(C / 32)], a bit (bits.py) for each vertical that lies in a block
+    covered: int32 [B, H, nq, ceil(C / 32)], a bit (compact.py) for each vertical that lies in a block
         which the query block computes whole.
     The tiles of each query block, in lists as wide as there are tiles. A tile is full where all of
         it is seen and nothing covered.

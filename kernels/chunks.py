@@ -15,7 +15,7 @@ from torch import Tensor
 class ChosenChunks(NamedTuple):
     """Of the keys that start and stop let a query see, it sees those in the chunks that it chose.
 
-    words: int32 [B, Hq, Sq, W], contiguous; bit c (bits.py) stands for the `tokens` keys from
+    words: int32 [B, Hq, Sq, W], contiguous; bit c (compact.py) stands for the `tokens` keys from
         origin + c * tokens on.
     origin: int32 [B, Sq], where the query's document begins.
     tokens: of a chunk, no fewer than of a block.

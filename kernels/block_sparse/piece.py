@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
     by_key: query blocks of each KV block, if requested (for the backward).
     start, stop: int32 [B, Sq], contiguous; the query sees keys at positions start <= p < stop.
     k_positions: int32 [B, Hq, Sk] where every head has keys of its own, else [1, 1, Sk].
-    covered: int32 [B, Hq, nq, ceil(Sk / 32)] or None: a bit (bits.py) for each key that the query
+    covered: int32 [B, Hq, nq, ceil(Sk / 32)] or None: a bit (compact.py) for each key that the query
         block already met elsewhere, not to be counted again.
     block_size: tokens in a block of queries and of keys.
     chosen: what each query chose itself, for patterns that let it. Full tiles are those that all of

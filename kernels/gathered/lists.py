@@ -22,7 +22,7 @@ _ROWS = 128
 class Choices(NamedTuple):
     """Which whole chunks of keys every query chose. n chunks a sequence, of all its documents.
 
-    words: int32 [B, Hq, S, W]; bit c (bits.py) is chunk c of the query's document.
+    words: int32 [B, Hq, S, W]; bit c (compact.py) is chunk c of the query's document.
     earlier: int32 [B, S]; only bits below this one count: the chunks before the query's own, 0 for
         padding.
     offset: int32 [B, S], the number of the first chunk of the query's document.

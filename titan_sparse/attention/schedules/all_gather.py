@@ -11,11 +11,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import call_tiles
+from titan_sparse.attention import call_tiles, recorder
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.schedules.rectangles import Rectangle, rectangle_of
 from titan_sparse.attention.schedules.steps import Group, Step, Transport
+from titan_sparse.attention.tiles.blocks import mapped
+from titan_sparse.kernels.block_sparse import Tiles
 
 
 class AllGather(Transport):
@@ -28,20 +30,37 @@ class AllGather(Transport):
         self.rectangles = _rectangles(call, q) if call.backend.DENSE_BY_CHUNK else []
         self.scattered: list[tuple[Pending, Pending]] = []
 
+        # Made when the first heads meet verticals, and once for all heads.
+        @functools.cache
+        def of_verticals(by_key: bool) -> Tiles:
+            return call_tiles.tiles_of_verticals(call, len(k), by_key)
+
         heads_of_group = q.shape[1] // k.shape[1]
         self.groups = []
         for first in range(0, q.shape[1], heads_of_group):
             heads = slice(first, first + heads_of_group)
-            self.groups.append(Group(call.of_heads(heads), heads, len(self.rectangles) or 1))
+
+            def vertical_tiles(by_key: bool, heads: slice = heads) -> Tiles:
+                return _tiles_of_heads(of_verticals(by_key), heads)
+
+            self.groups.append(Group(call, heads, len(self.rectangles) or 1, vertical_tiles))
 
     def steps(self) -> Iterator[Step]:
+        # The first head is on its way while tables are made, once for all heads.
         following = self._start(0)
+        if not self.rectangles:
+            by_key = self.backward and self.call.backend.READS_BY_KEY
+            with recorder.computing():
+                of_all = call_tiles.tiles_of_rank(self.call, len(self.k), None, by_key)
         for number, group in enumerate(self.groups):
             arriving = following
             if number + 1 < len(self.groups):
                 following = self._start(number + 1)
             k, v = (_one_rank_after_the_other(pending) for pending in arriving)
-            tiles = functools.partial(call_tiles.tiles_of_rank, group.call, len(self.k), None)
+
+            def tiles(_: bool, heads: slice = group.heads) -> Tiles:
+                return _tiles_of_heads(of_all, heads)
+
             gradients = []
             if self.backward and self.rectangles:
                 # Keys that no query here sees keep gradients of 0.
@@ -109,3 +128,20 @@ def _rectangles(call: AttentionCall, q: Tensor) -> list[tuple[Rectangle, slice]]
 def _one_rank_after_the_other(gathered: Pending) -> Tensor:
     """[ranks, B, 1, S_local, D] -> [B, 1, ranks * S_local, D]; no copy for a single sequence."""
     return gathered.wait().permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _tiles_of_heads(tiles: Tiles, heads: slice) -> Tiles:
+    def take(table: Tensor) -> Tensor:
+        """Some heads of a table [B, Hq or 1, ...]. A table with one head holds for all of them."""
+        return table if table.shape[1] == 1 else table[:, heads]
+
+    chosen = tiles.chosen
+    if chosen is not None:
+        chosen = chosen._replace(words=take(chosen.words))
+    return tiles._replace(
+        by_query=mapped(tiles.by_query, take),
+        by_key=mapped(tiles.by_key, take),
+        covered=None if tiles.covered is None else take(tiles.covered),
+        k_positions=take(tiles.k_positions),
+        chosen=chosen,
+    )

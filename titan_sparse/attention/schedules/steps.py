@@ -26,11 +26,14 @@ class Group:
     """Query heads that are summed together, and the call for them.
 
     steps: how many steps this rank computes for them.
+    vertical_tiles: makes their tiles of all verticals; the argument says whether with Tiles.by_key.
+    None if the call makes them, for the verticals of a step.
     """
 
     call: AttentionCall
     heads: slice
     steps: int
+    vertical_tiles: Callable[[bool], Tiles] | None = None
 
     def vertical_shares(self, vertical_kv: Tensor) -> int:
         """Over how many steps the verticals [2, B, Hq, C, D] of all heads are dealt out.
@@ -47,6 +50,8 @@ class Group:
         if not 0 <= share < shares:
             return pieces
         kv = vertical_kv[:, :, self.heads]
+        if self.vertical_tiles is not None:
+            return [*pieces, Piece(*kv, self.vertical_tiles(by_key))]
         batch = kv.shape[1]
         return [*pieces, call_tiles.vertical_piece(self.call, kv, batch, by_key, share, shares)]
 
