@@ -104,7 +104,8 @@ def _give_masks(
     if tokens is None:
         ids = kwargs["input_ids"]
         tokens = torch.empty(*ids.shape, 0, device=ids.device)
-    cache = kwargs.get("past_key_values")
+    # Its name since transformers 5.24, and before.
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
     positions = kwargs.get("position_ids")
     if positions is not None and positions.ndim == 3:
         # Those of pictures have no line of their own for text.
