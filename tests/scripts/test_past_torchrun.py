@@ -28,7 +28,11 @@ sys.exit(subprocess.run([sys.executable, "-c", rank]).returncode)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_goes_to_the_ranks(number):
     process = subprocess.Popen(
-        [SCRIPT, sys.executable, "-c", TORCHRUN], stdout=subprocess.PIPE, text=True
+        [SCRIPT, sys.executable, "-c", TORCHRUN],
+        stdout=subprocess.PIPE,
+        text=True,
+        # A shell that starts the tests in the background lets them ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
