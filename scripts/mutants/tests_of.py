@@ -5,13 +5,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 _RUNS = ["tests/test_trainer.py", "tests/evaluation/test_validation.py", "tests/training"]
-_KERNELS = ["tests/kernels", "tests/attention/patterns", "tests/attention/test_attend.py"]
-_SCHEDULES = ["tests/attention/schedules", "tests/attention/context_parallel"]
+_ATTENTION = ["tests/attention", "tests/kernels"]
 
 PLACES: dict[str, list[str]] = {
     "titan_sparse/trainer.py": _RUNS,
     "titan_sparse/build.py": _RUNS,
-    "titan_sparse/loss.py": ["tests/test_loss.py"],
+    "titan_sparse/loss.py": ["tests/test_loss.py", "tests/kernels/test_cross_entropy.py"],
     "titan_sparse/training/build_model.py": _RUNS,
     "titan_sparse/training/guard.py": _RUNS,
     "titan_sparse/training/optimizer.py": _RUNS,
@@ -20,18 +19,11 @@ PLACES: dict[str, list[str]] = {
     "titan_sparse/data/loader.py": ["tests/data", "tests/training/checkpoint/test_resuming.py"],
     "titan_sparse/data/stream.py": ["tests/data"],
     "titan_sparse/data/packing.py": ["tests/data"],
-    "titan_sparse/attention/masks": ["tests/attention/masks", *_KERNELS],
-    "titan_sparse/attention/tiles": [*_SCHEDULES, *_KERNELS],
-    "titan_sparse/attention/patterns": _KERNELS,
-    "titan_sparse/attention/schedules": _SCHEDULES,
-    "titan_sparse/attention/context_parallel": _SCHEDULES,
-    "titan_sparse/attention/backends/eager.py": ["tests/attention/backends", *_SCHEDULES],
-    "titan_sparse/attention/merge.py": ["tests/attention/test_merge.py", *_SCHEDULES],
-    "titan_sparse/attention/recomputed.py": ["tests/attention/test_recomputed.py"],
+    "titan_sparse/attention": _ATTENTION,
     "titan_sparse/integrations/transformers": ["tests/integrations/transformers"],
-    "kernels/antidiagonals/naive.py": _KERNELS,
-    "kernels/prices/naive.py": _KERNELS,
-    "kernels/probe/naive.py": _KERNELS,
+    "titan_sparse/kernels/antidiagonals/naive.py": _ATTENTION,
+    "titan_sparse/kernels/prices/naive.py": _ATTENTION,
+    "titan_sparse/kernels/probe/naive.py": _ATTENTION,
 }
 """Source files or folders -> test files or folders."""
 
