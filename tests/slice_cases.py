@@ -5,7 +5,9 @@ import random
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.masks.packed import (
+from titan_sparse.attention.masks.slices import (
+    KINDS,
+    Slices,
     block_causal,
     dilated,
     documents,
@@ -13,7 +15,6 @@ from titan_sparse.attention.masks.packed import (
     shared_question,
     sliding_window,
 )
-from titan_sparse.attention.masks.slices import KINDS, Slices
 
 SEQ_LEN = 192
 

@@ -8,9 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.models.helpers import pretended_rank
 from titan_sparse.attention import ContextParallel, backends
-from titan_sparse.attention.masks.packed import sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
-from titan_sparse.attention.masks.slices import Slices
+from titan_sparse.attention.masks.slices import Slices, sliding_window
 from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention
 from titan_sparse.config import Attention
 from titan_sparse.from_config import (

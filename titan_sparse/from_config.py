@@ -18,7 +18,6 @@ from titan_sparse.attention.context_parallel.balanced import Costs
 from titan_sparse.attention.context_parallel.contiguous import Move
 from titan_sparse.attention.context_parallel.schedule import choose
 from titan_sparse.attention.linear import gated_delta_net, split_documents
-from titan_sparse.attention.masks.packed import sliding_window
 from titan_sparse.attention.masks.ranges import (
     Causal,
     Documents,
@@ -26,7 +25,7 @@ from titan_sparse.attention.masks.ranges import (
     MaskRanges,
     SlidingWindow,
 )
-from titan_sparse.attention.masks.slices import Slices
+from titan_sparse.attention.masks.slices import Slices, sliding_window
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.config import Attention, resolve_overlap_stages
 from titan_sparse.config.reading import dense_layers

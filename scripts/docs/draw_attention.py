@@ -21,7 +21,9 @@ from torch import Tensor
 from scripts.benchmarks import synthetic
 from scripts.benchmarks.options import parser_of
 from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
-from titan_sparse.attention.masks.packed import (
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.masks.slices import (
+    Slices,
     block_causal,
     dilated,
     documents,
@@ -29,8 +31,6 @@ from titan_sparse.attention.masks.packed import (
     shared_question,
     sliding_window,
 )
-from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
-from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe import count_visits
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex

@@ -15,8 +15,8 @@ from titan_sparse.attention import ContextParallel, attend, registry
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.balanced import Costs
 from titan_sparse.attention.context_parallel.group import one_rank
-from titan_sparse.attention.masks.packed import prefix_lm, sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
+from titan_sparse.attention.masks.slices import prefix_lm, sliding_window
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 

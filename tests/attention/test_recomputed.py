@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.fake_step import fake_world
 from tests.reference import attention_bytes, structured_qkv
-from titan_sparse.attention import ContextParallel, attend, call_tiles, schedules
-from titan_sparse.attention.masks.packed import sliding_window
+from titan_sparse.attention import ContextParallel, attend, schedules
+from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
-from titan_sparse.attention.masks.slices import Slices
+from titan_sparse.attention.masks.slices import Slices, sliding_window
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
@@ -152,7 +152,7 @@ def test_forwards_and_backwards_in_any_order():
 def test_triton_and_its_tables(monkeypatch, pattern, mask):
     """The kernels and, where there are slashes, the kernels' tables serve fewer queries than keys."""
     monkeypatch.setattr(
-        call_tiles,
+        AttentionCall,
         "_has_table_kernels",
         lambda call: isinstance(call.index, VerticalSlashIndex),
     )

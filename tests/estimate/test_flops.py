@@ -14,11 +14,11 @@ from titan_sparse.estimate.flops import (
     peak_flops,
     utilization,
 )
+from titan_sparse.models.config import resolve_adapters
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.models.initialization import initialize
 from titan_sparse.models.lora import add_adapters
-from titan_sparse.models.lora_config import resolve_adapters
 
 
 @pytest.mark.parametrize("model", [TINY, FLAVOURS["llama3.1-8b"], FLAVOURS["qwen2.5-3b"]])

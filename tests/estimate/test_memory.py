@@ -29,9 +29,9 @@ from titan_sparse.estimate.memory import (
 )
 from titan_sparse.estimate.step import StepShape, step_of
 from titan_sparse.from_config import build_pattern
+from titan_sparse.models.config import Adapters, adapter_elements, resolve_adapters
 from titan_sparse.models.decoder import Attends
 from titan_sparse.models.flavours import FLAVOURS, resolve
-from titan_sparse.models.lora_config import Adapters, adapter_elements, resolve_adapters
 from titan_sparse.training.build_model import build_model
 
 torch.set_num_threads(1)

@@ -29,8 +29,8 @@ from tests.gpu.errors import (
 from tests.reference import attention_with_sinks, relative_error
 from titan_sparse.attention import attend
 from titan_sparse.attention.backends.cudnn import missing
-from titan_sparse.attention.masks.packed import sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
+from titan_sparse.attention.masks.slices import sliding_window
 from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]

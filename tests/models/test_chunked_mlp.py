@@ -12,9 +12,9 @@ from tests.reference import LargestTensor
 from tests.runs import TINY
 from titan_sparse.models import chunked_mlp
 from titan_sparse.models.chunked_mlp import ChunkedMLP
+from titan_sparse.models.config import Adapters
 from titan_sparse.models.decoder import MLP, Block, inverse_frequencies, rope_tables
 from titan_sparse.models.lora import add_adapters
-from titan_sparse.models.lora_config import Adapters
 from titan_sparse.training.build_model import checkpointed
 
 CONFIG = replace(TINY, hidden_size=32, intermediate_size=48)

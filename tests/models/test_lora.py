@@ -14,18 +14,18 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.models.helpers import TINY, causal, dense_attend, pretended_rank, sample
 from tests.models.transformers_models import save_model
 from titan_sparse.models.build import build_decoder
-from titan_sparse.models.config import linear_sizes
-from titan_sparse.models.decoder import Decoder
-from titan_sparse.models.huggingface_files import weights_digest
-from titan_sparse.models.initialization import canonical_name, initialize
-from titan_sparse.models.lora import add_adapters
-from titan_sparse.models.lora_config import (
+from titan_sparse.models.config import (
     ALL_LINEAR,
     Adapters,
     adapter_elements,
     is_adapter,
+    linear_sizes,
     resolve_adapters,
 )
+from titan_sparse.models.decoder import Decoder
+from titan_sparse.models.huggingface_files import weights_digest
+from titan_sparse.models.initialization import canonical_name, initialize
+from titan_sparse.models.lora import add_adapters
 from titan_sparse.models.transformers_config import read_transformers_config
 
 peft = pytest.importorskip("peft")

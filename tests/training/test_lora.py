@@ -28,8 +28,8 @@ from tests.training.wired_run import (
 )
 from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.config import Config, ConfigError, Lora
+from titan_sparse.models.config import is_adapter
 from titan_sparse.models.initialization import canonical_name
-from titan_sparse.models.lora_config import is_adapter
 from titan_sparse.trainer import Trainer, draw_dropout
 from titan_sparse.training.checkpoint.reader import read_metadata
 

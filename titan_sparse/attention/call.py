@@ -1,5 +1,7 @@
-"""What one attention call computes with."""
+"""What one attention call computes with, and its tiles: which key blocks its queries meet, and what
+they see in them."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,9 +12,13 @@ from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.backends.base import Backend
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.inputs import mask_of_tensors, mask_of_whole_blocks
-from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
 from titan_sparse.attention.merge import accumulation_dtype
 from titan_sparse.attention.patterns.base import BlockIndex, CallOptions, Pattern
+from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
+from titan_sparse.attention.tiles import blocks as block_tables
+from titan_sparse.attention.tiles import slash as slash_tables
+from titan_sparse.kernels.block_sparse import Piece, Tiles
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,104 @@ class AttentionCall:
         chunk_bytes = 2 * k.numel() * element_bytes
         self.cp.plain_ring_bytes += chunk_bytes * (self.cp.size - 1)
 
+    def tiles_of_rank(
+        self,
+        batch: int,
+        source: int | None,
+        transpose: bool,
+        query_rank: int | None = None,
+    ) -> Tiles:
+        """Tiles of the queries of `query_rank` (default: this rank) and the keys of rank `source` (None:
+        of all ranks, one after the other).
+
+        transpose: make Tiles.by_key too, which some backends read in the backward.
+        """
+        if source is None:
+            k_blocks = self.cp.table(self.mask)[:, : self.last].flatten()
+        else:
+            k_blocks = self.key_blocks(source)
+        # Those of a static pattern are made once, for the forward and for the backward.
+        transpose = transpose or (not self.pattern.dynamic and self.backend.READS_BY_KEY)
+        return self.tiles_of_blocks(batch, transpose, k_blocks, source, query_rank=query_rank)
+
+    def tiles_of_blocks(
+        self,
+        batch: int,
+        transpose: bool,
+        k_blocks: Tensor,
+        name: Hashable,
+        capacity: int = 0,
+        query_rank: int | None = None,
+    ) -> Tiles:
+        """Tiles of the queries of `query_rank` (default: this rank) and any global blocks int64 [n].
+
+        name: what distinguishes these blocks from others of the same mask, layout and pattern.
+        capacity: KV blocks that there are in memory, if more; queries see none of the rest.
+        """
+
+        def make() -> Tiles:
+            if self._has_table_kernels():
+                queries = self._slash_queries(batch, query_rank)
+                tiles = slash_tables.block_tiles(queries, self.index, k_blocks, transpose)
+            else:
+                q_blocks = self.query_blocks(query_rank)
+                tiles = block_tables.block_tiles(
+                    self.mask, self.index, q_blocks, k_blocks, batch, transpose
+                )
+            return block_tables.with_room(tiles, capacity)
+
+        if self.pattern.dynamic:
+            return make()
+        key = ("tiles", name, query_rank, batch, transpose, capacity, self.pattern.key, self.cp.key)
+        return once_per_mask(self.mask, (*key, self.index.heads, self.first, self.last), make)
+
+    def tiles_of_verticals(self, batch: int, transpose: bool) -> Tiles:
+        """Tiles of this rank's queries and the gathered verticals."""
+        if self._has_table_kernels():
+            queries = self._slash_queries(batch)
+            return slash_tables.vertical_tiles(queries, self.index, transpose)
+        return block_tables.vertical_tiles(self.mask, self.index, self.query_blocks(), transpose)
+
+    def vertical_piece(
+        self,
+        vertical_kv: Tensor,
+        batch: int,
+        transpose: bool,
+        share: int = 0,
+        shares: int = 1,
+    ) -> Piece:
+        """Every shares-th block of the gathered verticals [2, B, Hq, C, D], from block `share` on.
+
+        Whole blocks are dealt out, not single verticals: runs of neighbors stay as long, and the
+        mask cuts no more tiles.
+        """
+        call = self
+        k, v = vertical_kv
+        if shares > 1:
+            size = self.index.block_size
+            # [B, Hq, C]
+            positions = every_nth_block(self.index.verticals, size, share, shares).flatten(2, 3)
+            # [B, Hq, C, D]
+            k = every_nth_block(k, size, share, shares).flatten(2, 3)
+            v = every_nth_block(v, size, share, shares).flatten(2, 3)
+            call = replace(self, index=replace(self.index, verticals=positions))
+        tiles = call.tiles_of_verticals(batch, transpose)
+        return Piece(k, v, tiles)
+
+    def _has_table_kernels(self) -> bool:
+        """Whether kernels make the tables, with no wait of the host."""
+        return isinstance(self.index, VerticalSlashIndex) and self.mask.start.is_cuda
+
+    def _slash_queries(self, batch: int, rank: int | None = None) -> slash_tables.SlashQueries:
+        """What the kernels' tables need of the queries of a rank, remembered with the mask."""
+        return once_per_mask(
+            self.mask,
+            ("slash queries", self.pattern.key, self.cp.key, batch, rank, self.first, self.last),
+            lambda: slash_tables.slash_queries(
+                self.mask, self.index, self.query_blocks(rank), batch
+            ),
+        )
+
 
 def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> AttentionCall:
     """Rebuild the call from the key and the tensors that an op receives.
@@ -114,3 +218,11 @@ def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> Attent
         last=last,
         vertical_kv=vertical_kv,
     )
+
+
+def every_nth_block(x: Tensor, block_size: int, first: int, n: int) -> Tensor:
+    """A view of every n-th block along dim 2, from block `first` on.
+
+    The dim becomes two: blocks, and the tokens of a block.
+    """
+    return x.unflatten(2, (-1, block_size))[:, :, first::n]

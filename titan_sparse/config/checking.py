@@ -20,10 +20,9 @@ from titan_sparse.config.reading import (
 from titan_sparse.config.sections import Attention, Config, Data, Flags, Parallelism, Validation
 from titan_sparse.config.sources import single_source, source_formats, source_weights
 from titan_sparse.config.start import world_of
-from titan_sparse.models.config import DecoderConfig
+from titan_sparse.models.config import DecoderConfig, resolve_adapters
 from titan_sparse.models.flavours import TransformersConfig, resolve
 from titan_sparse.models.huggingface_config import family_of
-from titan_sparse.models.lora_config import resolve_adapters
 from titan_sparse.options import check_value
 
 

@@ -6,8 +6,7 @@ counts only the visited pairs (causal and sparse). What a dense model would have
 tokens is another number (dense-equivalent), which is never part of MFU.
 """
 
-from titan_sparse.models.config import DecoderConfig, linear_weights
-from titan_sparse.models.lora_config import Adapters, adapter_elements
+from titan_sparse.models.config import Adapters, DecoderConfig, adapter_elements, linear_weights
 
 PEAK_TFLOPS = {
     "A100": 312.0,

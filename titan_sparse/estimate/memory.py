@@ -14,8 +14,8 @@ import math
 
 from titan_sparse.attention.context_parallel.schedule import Moves, head_groups
 from titan_sparse.estimate.step import StepShape
+from titan_sparse.models.config import adapter_elements
 from titan_sparse.models.flavours import number_of_parameters
-from titan_sparse.models.lora_config import adapter_elements
 
 GIB = 2**30
 

@@ -19,8 +19,8 @@ from titan_sparse.config import (
     resolve_overlap_stages,
 )
 from titan_sparse.from_config import schedule_named
+from titan_sparse.models.config import Adapters, resolve_adapters
 from titan_sparse.models.flavours import DecoderConfig
-from titan_sparse.models.lora_config import Adapters, resolve_adapters
 
 
 @dataclass(frozen=True, kw_only=True)

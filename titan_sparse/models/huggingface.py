@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_sparse.models.build import build_decoder
-from titan_sparse.models.config import DecoderConfig
+from titan_sparse.models.config import DecoderConfig, is_adapter
 from titan_sparse.models.huggingface_config import config_json, read_json
 from titan_sparse.models.huggingface_files import (
     INDEX_FILE,
@@ -32,7 +32,6 @@ from titan_sparse.models.huggingface_files import (
     write_files,
 )
 from titan_sparse.models.initialization import canonical_name
-from titan_sparse.models.lora_config import is_adapter
 from titan_sparse.models.transformers_config import TransformersConfig
 
 logger = logging.getLogger("titan_sparse")

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from titan_sparse.models.config import DecoderConfig
+from titan_sparse.models.config import Adapters, DecoderConfig, is_adapter
 from titan_sparse.models.huggingface_config import FAMILIES
-from titan_sparse.models.lora_config import Adapters, is_adapter
 from titan_sparse.models.transformers_config import TransformersConfig
 
 _STD = 0.02

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from titan_sparse.models.build import build_decoder
-from titan_sparse.models.config import DecoderConfig
+from titan_sparse.models.config import Adapters, DecoderConfig, is_adapter
 from titan_sparse.models.huggingface import (
     check_weights,
     huggingface_name,
@@ -24,7 +24,6 @@ from titan_sparse.models.huggingface import (
     stored_tensors,
 )
 from titan_sparse.models.huggingface_files import open_tensors, write_files
-from titan_sparse.models.lora_config import Adapters, is_adapter
 
 NAME = "default"
 """The adapter's name in PEFT, a part of its parameters' names."""

@@ -6,10 +6,10 @@ import torch
 
 from titan_sparse.config import Config
 from titan_sparse.data.chat_template import exported_files
+from titan_sparse.models.config import resolve_adapters
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import export_weights
 from titan_sparse.models.lora import export_adapter, merged
-from titan_sparse.models.lora_config import resolve_adapters
 from titan_sparse.training.checkpoint.reader import read_into, read_metadata
 
 

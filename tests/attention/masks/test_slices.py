@@ -13,10 +13,15 @@ from tests.slice_cases import NAMES, SEQ_LEN, counts, mask_and_truth, random_leg
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks import slices
 from titan_sparse.attention.masks.geometry import area, slices_of_ranges
-from titan_sparse.attention.masks.packed import dilated, documents, prefix_lm, sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
 from titan_sparse.attention.masks.reach import tile_weights
-from titan_sparse.attention.masks.slices import Slices
+from titan_sparse.attention.masks.slices import (
+    Slices,
+    dilated,
+    documents,
+    prefix_lm,
+    sliding_window,
+)
 from titan_sparse.attention.patterns import VerticalSlash
 
 BLOCK = 16

@@ -12,8 +12,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.fake_step import fake_world
-from titan_sparse.attention import ContextParallel, attend, call_tiles
+from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
+from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Communicator, Pending
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
@@ -55,7 +56,7 @@ def _record(patch: pytest.MonkeyPatch) -> list[str]:
             lines.append(f"wait {name}")
         return wait(pending)
 
-    def tiles(call, batch, source, transpose, make=call_tiles.tiles_of_rank):
+    def tiles(call, batch, source, transpose, make=AttentionCall.tiles_of_rank):
         if source is None:
             lines.append("tables")
         return make(call, batch, source, transpose)
@@ -65,7 +66,7 @@ def _record(patch: pytest.MonkeyPatch) -> list[str]:
         return compute(*args)
 
     patch.setattr(Pending, "wait", waited)
-    patch.setattr(call_tiles, "tiles_of_rank", tiles)
+    patch.setattr(AttentionCall, "tiles_of_rank", tiles)
     for name in ("forward", "backward"):
         compute = functools.partial(computed, compute=getattr(eager, name))
         patch.setattr(eager, name, compute)

@@ -1,16 +1,8 @@
 """What may be seen: static masks, composable with `&`.
 
-The functions make masks of packed sequences out of lengths (packed.py).
+The functions make masks of packed sequences out of lengths (slices.py).
 """
 
-from titan_sparse.attention.masks.packed import (
-    block_causal,
-    dilated,
-    documents,
-    prefix_lm,
-    shared_question,
-    sliding_window,
-)
 from titan_sparse.attention.masks.ranges import (
     Causal,
     Documents,
@@ -20,7 +12,16 @@ from titan_sparse.attention.masks.ranges import (
     MaskRanges,
     SlidingWindow,
 )
-from titan_sparse.attention.masks.slices import Dilated, Slices
+from titan_sparse.attention.masks.slices import (
+    Dilated,
+    Slices,
+    block_causal,
+    dilated,
+    documents,
+    prefix_lm,
+    shared_question,
+    sliding_window,
+)
 
 Rows = MaskRanges
 """The older name of MaskRanges."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import call_tiles, recorder
+from titan_sparse.attention import recorder
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.schedules.rectangles import Rectangle, rectangle_of
@@ -33,7 +33,7 @@ class AllGather(Transport):
         # Made when the first heads meet verticals, and once for all heads.
         @functools.cache
         def of_verticals(by_key: bool) -> Tiles:
-            return call_tiles.tiles_of_verticals(call, len(k), by_key)
+            return call.tiles_of_verticals(len(k), by_key)
 
         heads_of_group = q.shape[1] // k.shape[1]
         self.groups = []
@@ -51,7 +51,7 @@ class AllGather(Transport):
         if not self.rectangles:
             by_key = self.backward and self.call.backend.READS_BY_KEY
             with recorder.computing():
-                of_all = call_tiles.tiles_of_rank(self.call, len(self.k), None, by_key)
+                of_all = self.call.tiles_of_rank(len(self.k), None, by_key)
         for number, group in enumerate(self.groups):
             arriving = following
             if number + 1 < len(self.groups):

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import call_tiles
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.group_cast_plan import (
     CastPlan,
@@ -58,8 +57,7 @@ class GroupCast(Transport):
             d_kv = None
             if len(blocks) > 0:
                 tiles = functools.partial(
-                    call_tiles.tiles_of_blocks,
-                    self.call,
+                    self.call.tiles_of_blocks,
                     len(k),
                     k_blocks=blocks,
                     name=(len(self.blocks), self.backward, number),

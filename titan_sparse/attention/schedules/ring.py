@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import call_tiles
 from titan_sparse.attention.backends.base import Queries, Sum
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.schedule import circulates_queries, head_groups
@@ -50,7 +49,7 @@ class Ring(Transport):
         homes = self.homes if self.backward else None
         for at in circulate(self.call.cp, self.route, self.chunks, homes):
             call = self.groups[at.group].call
-            tiles = functools.partial(call_tiles.tiles_of_rank, call, len(self.q), at.source)
+            tiles = functools.partial(call.tiles_of_rank, len(self.q), at.source)
             rectangle = rectangle_of(self.call, self.q, at.source)
             step = Step(at.group, *at.chunk[0], tiles, rectangle)
             yield step
@@ -114,7 +113,7 @@ def backward_with_queries_circulating(
     reduced = None
     if vertical_kv.shape[3] > 0:
         # Verticals do not travel: every rank has them. Their gradients hide behind the ring.
-        piece = call_tiles.vertical_piece(call, vertical_kv, len(q), by_key)
+        piece = call.vertical_piece(vertical_kv, len(q), by_key)
         dq_of_verticals, [d_verticals] = call.backend.backward(
             queries, [piece], call.scale, Sum(dtype)
         )
@@ -132,7 +131,7 @@ def backward_with_queries_circulating(
         (passing_q, passing_d_out), (passing_lse, passing_delta) = at.chunk
         passing_out = _out_with(passing_d_out, passing_delta)
         passing = Queries(passing_q, passing_d_out, passing_out, passing_lse)
-        tiles = call_tiles.tiles_of_rank(call, len(q), call.cp.rank, by_key, at.source)
+        tiles = call.tiles_of_rank(len(q), call.cp.rank, by_key, at.source)
         dq, [d_kv_here] = call.backend.backward(
             passing, [Piece(k, v, tiles)], call.scale, Sum(dtype)
         )

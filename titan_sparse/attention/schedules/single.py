@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import call_tiles
 from titan_sparse.attention.backends.base import DenseShape
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
@@ -16,7 +15,7 @@ from titan_sparse.attention.schedules.steps import Group, Step, Transport
 
 class Single(Transport):
     def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool):
-        tiles = functools.partial(call_tiles.tiles_of_rank, call, len(k), 0)
+        tiles = functools.partial(call.tiles_of_rank, len(k), 0)
         self.step = Step(0, k, v, tiles, packing_of(call, q, k))
         self.groups = [Group(call, slice(None), steps=1)]
 

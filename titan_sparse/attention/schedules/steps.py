@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import call_tiles, recorder
+from titan_sparse.attention import recorder
 from titan_sparse.attention.backends.base import Partial, Queries, Sum
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.merge import accumulation_dtype
@@ -53,7 +53,7 @@ class Group:
         if self.vertical_tiles is not None:
             return [*pieces, Piece(*kv, self.vertical_tiles(by_key))]
         batch = kv.shape[1]
-        return [*pieces, call_tiles.vertical_piece(self.call, kv, batch, by_key, share, shares)]
+        return [*pieces, self.call.vertical_piece(kv, batch, by_key, share, shares)]
 
 
 @dataclass

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.call import AttentionCall
-from titan_sparse.attention.call_tiles import every_nth_block
+from titan_sparse.attention.call import AttentionCall, every_nth_block
 from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.masks.ranges import once_per_mask
 from titan_sparse.attention.merge import accumulation_dtype
@@ -54,7 +53,7 @@ class Gradients:
     reduced: Pending | None = None
 
     def put(self, gradients: Sequence[Tensor], heads: slice, share: int, shares: int) -> None:
-        """dk and dv [B, H, n, D] of call_tiles.vertical_piece(), for the query heads `heads`."""
+        """dk and dv [B, H, n, D] of call.vertical_piece(), for the query heads `heads`."""
         if self.call.cp.size == 1:
             # They come in one share.
             self.reduced = Pending(gradients)
