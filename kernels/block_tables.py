@@ -7,7 +7,7 @@ that a touches, or if c lies in a's dense range. A tile that the mask empties is
 it leaves whole is listed separately.
 
 Lists are filled up with 0. The twins take any pattern's index and any mask: block_tiles() and
-vertical_tiles() of titan_sparse/attention/tiles/blocks.py.
+vertical_tiles() of titan_sparse/attention/tiles.py.
 
 In the kernels i_bh is a sequence and head, i_b the sequence, i_q a query block's place in q_blocks.
 `spans` are five numbers a query block, `reach` four, as slash_lists() documents them.

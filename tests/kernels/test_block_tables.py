@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from tests.reference import structured_qkv
+from titan_sparse.attention import tiles
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.attention.tiles import blocks as tiles
-from titan_sparse.attention.tiles import slash as slash_tiles
 from titan_sparse.kernels.compact import unpack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,22 +64,22 @@ def test_lists(mask, setting):
     rows = MASKS[mask].rows(SEQ_LEN, DEVICE)
     index = pattern.select(q, k, rows, block_size=SIZE)
     table = block_ids(layout, 3, SEQ_LEN, SIZE).to(DEVICE)
-    side = slash_tiles.slash_queries(rows, index, table[1], 2)
-    got = slash_tiles.block_tiles(side, index, table[2], True)
+    side = tiles.slash_queries(rows, index, table[1], 2)
+    got = tiles.slash_block_tiles(side, index, table[2], True)
     want = tiles.block_tiles(rows, index, table[1], table[2], 2, True)
     _same_lists(got.by_query, want.by_query)
     _same_lists(got.by_key, want.by_key)
     assert all(torch.equal(a, b) for a, b in zip(got[2:5], want[2:5]))
     # A view, as a ring's parts may be.
     second_block = dataclasses.replace(index, verticals=index.verticals[..., SIZE : 2 * SIZE])
-    by_query = slash_tiles.block_tiles(side, index, table[2], False)
+    by_query = tiles.slash_block_tiles(side, index, table[2], False)
     assert by_query.by_key is None
     _same_lists(by_query.by_query, want.by_query)
     # Whole tiles of them, which nobody covers but the diagonals.
     neighbors = torch.arange(40, 40 + 3 * SIZE, dtype=torch.int32, device=DEVICE)
     many = dataclasses.replace(index, verticals=neighbors.expand(2, 2, -1))
     for part in (index, second_block, many):
-        got = slash_tiles.vertical_tiles(side, part, True)
+        got = tiles.slash_vertical_tiles(side, part, True)
         want = tiles.vertical_tiles(rows, part, table[1], True)
         if part is many and setting != "nearly all":
             assert bool(want.by_query.full_count.any())
@@ -90,7 +89,7 @@ def test_lists(mask, setting):
         real = (part.verticals < SEQ_LEN)[:, :, None]
         count = part.verticals.shape[-1]
         assert torch.equal(unpack(got.covered, count) & real, unpack(want.covered, count) & real)
-    by_query = slash_tiles.vertical_tiles(side, many, False)
+    by_query = tiles.slash_vertical_tiles(side, many, False)
     assert by_query.by_key is None
     assert torch.equal(unpack(by_query.covered, count), unpack(got.covered, count))
     _same_lists(by_query.by_query, want.by_query)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import registry
+from titan_sparse.attention import registry, tiles
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.backends.base import Backend
 from titan_sparse.attention.context_parallel.group import ContextParallel
@@ -16,8 +16,6 @@ from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
 from titan_sparse.attention.merge import accumulation_dtype
 from titan_sparse.attention.patterns.base import BlockIndex, CallOptions, Pattern
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
-from titan_sparse.attention.tiles import blocks as block_tables
-from titan_sparse.attention.tiles import slash as slash_tables
 from titan_sparse.kernels.block_sparse import Piece, Tiles
 
 
@@ -130,13 +128,13 @@ class AttentionCall:
         def make() -> Tiles:
             if self._has_table_kernels():
                 queries = self._slash_queries(batch, query_rank)
-                tiles = slash_tables.block_tiles(queries, self.index, k_blocks, transpose)
+                found = tiles.slash_block_tiles(queries, self.index, k_blocks, transpose)
             else:
                 q_blocks = self.query_blocks(query_rank)
-                tiles = block_tables.block_tiles(
+                found = tiles.block_tiles(
                     self.mask, self.index, q_blocks, k_blocks, batch, transpose
                 )
-            return block_tables.with_room(tiles, capacity)
+            return tiles.with_room(found, capacity)
 
         if self.pattern.dynamic:
             return make()
@@ -147,8 +145,8 @@ class AttentionCall:
         """Tiles of this rank's queries and the gathered verticals."""
         if self._has_table_kernels():
             queries = self._slash_queries(batch)
-            return slash_tables.vertical_tiles(queries, self.index, transpose)
-        return block_tables.vertical_tiles(self.mask, self.index, self.query_blocks(), transpose)
+            return tiles.slash_vertical_tiles(queries, self.index, transpose)
+        return tiles.vertical_tiles(self.mask, self.index, self.query_blocks(), transpose)
 
     def vertical_piece(
         self,
@@ -173,21 +171,18 @@ class AttentionCall:
             k = every_nth_block(k, size, share, shares).flatten(2, 3)
             v = every_nth_block(v, size, share, shares).flatten(2, 3)
             call = replace(self, index=replace(self.index, verticals=positions))
-        tiles = call.tiles_of_verticals(batch, transpose)
-        return Piece(k, v, tiles)
+        return Piece(k, v, call.tiles_of_verticals(batch, transpose))
 
     def _has_table_kernels(self) -> bool:
         """Whether kernels make the tables, with no wait of the host."""
         return isinstance(self.index, VerticalSlashIndex) and self.mask.start.is_cuda
 
-    def _slash_queries(self, batch: int, rank: int | None = None) -> slash_tables.SlashQueries:
+    def _slash_queries(self, batch: int, rank: int | None = None) -> tiles.SlashQueries:
         """What the kernels' tables need of the queries of a rank, remembered with the mask."""
         return once_per_mask(
             self.mask,
             ("slash queries", self.pattern.key, self.cp.key, batch, rank, self.first, self.last),
-            lambda: slash_tables.slash_queries(
-                self.mask, self.index, self.query_blocks(rank), batch
-            ),
+            lambda: tiles.slash_queries(self.mask, self.index, self.query_blocks(rank), batch),
         )
 
 

@@ -26,7 +26,7 @@ from titan_sparse.attention.masks.reach import (
 )
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.moba import MoBAIndex
-from titan_sparse.attention.tiles.blocks import all_blocks
+from titan_sparse.attention.tiles import all_blocks
 
 # How much is looked at together, which bounds the memory.
 _Q_BLOCKS_AT_ONCE = 256

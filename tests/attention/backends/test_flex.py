@@ -13,7 +13,7 @@ from titan_sparse.attention.backends import flex as module
 from titan_sparse.attention.backends.base import Partial, Queries, Sum
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.tiles.blocks import block_tiles, vertical_tiles
+from titan_sparse.attention.tiles import block_tiles, vertical_tiles
 from titan_sparse.kernels.block_sparse import Piece, Tiles
 from titan_sparse.kernels.compact import pack
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.reference import structured_qkv
-from titan_sparse.attention import attend
+from titan_sparse.attention import attend, tiles
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.masks.ranges import (
     Causal,
@@ -16,7 +16,6 @@ from titan_sparse.attention.masks.ranges import (
     once_per_mask,
 )
 from titan_sparse.attention.patterns import Dense, VerticalSlash
-from titan_sparse.attention.tiles import blocks as tiles
 
 eager = BACKENDS["eager"]
 

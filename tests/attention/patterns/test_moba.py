@@ -14,7 +14,7 @@ from titan_sparse.attention.backends import BACKENDS, base
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.patterns import MoBA
 from titan_sparse.attention.patterns.moba import _largest
-from titan_sparse.attention.tiles.blocks import block_tiles
+from titan_sparse.attention.tiles import block_tiles
 from titan_sparse.kernels.block_sparse import Piece
 
 eager = BACKENDS["eager"]

@@ -25,7 +25,7 @@ from titan_sparse.attention.backends import flash
 from titan_sparse.attention.backends.base import Case, DenseShape, Partial, Queries, Served, Sum
 from titan_sparse.attention.backends.triton import DTYPES, HEAD_DIMS, Triton
 from titan_sparse.attention.merge import add, merge
-from titan_sparse.attention.tiles.blocks import list_width
+from titan_sparse.attention.tiles import list_width
 from titan_sparse.kernels.block_sparse import BlockLists, Piece, Tiles
 from titan_sparse.kernels.compact import unpack
 

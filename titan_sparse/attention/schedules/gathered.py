@@ -16,7 +16,7 @@ from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
 from titan_sparse.attention.patterns.base import Dense
 from titan_sparse.attention.patterns.moba import MoBA, document_origin
-from titan_sparse.attention.tiles.blocks import block_tiles, mapped
+from titan_sparse.attention.tiles import block_tiles, mapped
 from titan_sparse.kernels import gathered
 from titan_sparse.kernels.block_sparse import BlockLists, Piece, Tiles
 

@@ -11,7 +11,7 @@ from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask, token
 from titan_sparse.attention.masks.reach import block_reach, reached, seen_blocks, seen_chunks
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
-from titan_sparse.attention.tiles.blocks import all_blocks
+from titan_sparse.attention.tiles import all_blocks
 
 _TILES_AT_ONCE = 1 << 26
 """How many tiles of all heads are looked at together, which bounds the memory."""

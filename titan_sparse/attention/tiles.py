@@ -1,9 +1,9 @@
-"""mask ∩ pattern for one (query rank, KV chunk), in plain torch.
-
-The result is the tables of blocks that a backend computes on.
+"""mask ∩ pattern for one (query rank, KV chunk), as the tables of blocks that a backend computes on:
+in plain torch, and by kernels (slash_*).
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,8 @@ from titan_sparse.attention.masks.geometry import within_runs
 from titan_sparse.attention.masks.ranges import MaskRanges, token_positions
 from titan_sparse.attention.masks.reach import Reach, block_reach, reached, seen_whole
 from titan_sparse.attention.patterns.base import BlockIndex, compact
+from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
+from titan_sparse.kernels import block_tables
 from titan_sparse.kernels.block_sparse import BlockLists, Tiles
 from titan_sparse.kernels.compact import pack
 
@@ -112,6 +114,103 @@ def vertical_tiles(
         k_positions=verticals,
         covered=pack(covered),
         block_size=size,
+    )
+
+
+class SlashQueries(NamedTuple):
+    """What tiles need to know of this rank's query blocks, the same for every layer.
+
+    spans: int32 [B, nq, 5], reach: int32 [B, nq, 4], as block_tables.slash_lists() takes them.
+    blocks: int32 [nq].
+    start, stop: int32 [B, Sq].
+    """
+
+    spans: Tensor
+    reach: Tensor
+    blocks: Tensor
+    start: Tensor
+    stop: Tensor
+
+
+def slash_queries(
+    ranges: MaskRanges, index: VerticalSlashIndex, q_blocks: Tensor, batch: int
+) -> SlashQueries:
+    """For this rank's query blocks, global numbers int [nq].
+
+    It depends on the mask, the pattern and the layout only.
+    """
+    q_positions = token_positions(q_blocks, index.block_size)
+    reach = torch.stack(block_reach(ranges, q_positions, index.block_size), dim=-1)  # [Bm, nq, 4]
+    start, stop = query_ranges(ranges, q_positions, batch)
+    return SlashQueries(
+        spans=index.block_spans(q_blocks),
+        reach=reach.expand(batch, -1, -1).int().contiguous(),
+        blocks=q_blocks.int(),
+        start=start,
+        stop=stop,
+    )
+
+
+def slash_block_tiles(
+    queries: SlashQueries, index: VerticalSlashIndex, k_blocks: Tensor, transpose: bool
+) -> Tiles:
+    """block_tiles() by kernels, of a vertical-slash index on a GPU.
+
+    No [blocks, blocks] mask is made and the host does not wait: the bound of the index gives the width
+    of the lists.
+    """
+    nq = len(queries.blocks)
+    nk = len(k_blocks)
+    lists = block_tables.slash_lists(
+        index.slashes,
+        queries.spans,
+        queries.reach,
+        queries.blocks,
+        k_blocks.int(),
+        index.block_size,
+        capacity=list_width(index.most_blocks, nk),
+        key_capacity=list_width(index.most_blocks, nq) if transpose else None,
+    )
+    positions = token_positions(k_blocks, index.block_size)
+    return _slash_tiles(queries, index, lists, positions.int().view(1, 1, -1))
+
+
+def slash_vertical_tiles(
+    queries: SlashQueries, index: VerticalSlashIndex, transpose: bool
+) -> Tiles:
+    """vertical_tiles() by kernels."""
+    covered, by_query, kind = block_tables.vertical_lists(
+        index.slashes,
+        queries.spans,
+        queries.reach,
+        queries.blocks,
+        index.verticals,
+        index.block_size,
+        wants_kind=transpose,
+    )
+    by_key = []
+    if kind is not None:
+        by_key = [block_lists((kind == 2).mT, (kind == 1).mT)]
+    return _slash_tiles(queries, index, [by_query, *by_key], index.verticals, covered)
+
+
+def _slash_tiles(
+    queries: SlashQueries,
+    index: VerticalSlashIndex,
+    lists: list[BlockLists],
+    k_positions: Tensor,
+    covered: Tensor | None = None,
+) -> Tiles:
+    """lists: by query, and by key if they were made."""
+    by_query, *by_key = lists
+    return Tiles(
+        by_query=by_query,
+        by_key=by_key[0] if by_key else None,
+        start=queries.start,
+        stop=queries.stop,
+        k_positions=k_positions,
+        covered=covered,
+        block_size=index.block_size,
     )
 
 
