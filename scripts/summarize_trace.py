@@ -76,7 +76,7 @@ _MATMUL_KERNELS = ("gemm", "cutlass", "nvjet", "xmma", "triton_tem_")
 _ELEMENTWISE_KERNELS = ("triton_poi_", "triton_red_", "triton_per_", "elementwise_kernel")
 
 
-class Work(NamedTuple):
+class GpuWork(NamedTuple):
     """What ran from start to end, us.
 
     kind: compute, send-receive, collective, or copy. around: names of the CPU ops and ranges that
@@ -205,7 +205,7 @@ def short(name: str) -> str:
 # Parts --------------------------------------------------------------------------------------------
 
 
-def part_of(work: Work) -> str:
+def part_of(work: GpuWork) -> str:
     owner = _owner(work.around)
     if work.kind in ("send-receive", "collective"):
         return _part_of_transfer(work, owner)
@@ -238,7 +238,7 @@ def _owner(around: tuple[str, ...]) -> str | None:
     return None
 
 
-def _part_of_transfer(work: Work, owner: str | None) -> str:
+def _part_of_transfer(work: GpuWork, owner: str | None) -> str:
     """As part_of(), for transfers between ranks. owner: of _owner()."""
     if owner == "FSDP":
         if any("allgather" in _plain(name) for name in (work.name, *work.around)):
@@ -263,7 +263,7 @@ def _plain(name: str) -> str:
     return name.lower().replace("_", "")
 
 
-def work_of(events: list[dict]) -> list[Work]:
+def work_of(events: list[dict]) -> list[GpuWork]:
     ran = [event for event in events if event.get("cat") in ON_GPU]
     frames = [event for event in events if event.get("cat") in _FRAMES and "dur" in event]
     launches = {}
@@ -295,7 +295,7 @@ def work_of(events: list[dict]) -> list[Work]:
     works = []
     for number, event in enumerate(ran):
         end = event["ts"] + event["dur"]
-        works.append(Work(event["ts"], end, event["name"], kind(event), around.get(number, ())))
+        works.append(GpuWork(event["ts"], end, event["name"], kind(event), around.get(number, ())))
     return works
 
 

@@ -71,7 +71,7 @@ class BlockSums(NamedTuple):
     run: int
 
 
-class Shape(NamedTuple):
+class TileShape(NamedTuple):
     """Of a tile: M query cells, N key cells, and K of their numbers at a time; launch options.
 
     Sizes are powers of two; key_cells are no fewer than the cells of a block. programs: that share a
@@ -86,10 +86,10 @@ class Shape(NamedTuple):
     programs: int = 1
 
 
-HOPPER = Shape()
+HOPPER = TileShape()
 """Takes 144 KiB of shared memory."""
 
-SMALLER = Shape(key_cells=128)
+SMALLER = TileShape(key_cells=128)
 """For GPUs that have less."""
 
 _HOPPER_SHARED_MEMORY = 232448
@@ -97,7 +97,7 @@ _HEADS_TOGETHER = 8
 """Tiles of query cells that go along the keys together, so that they share the keys they read."""
 
 
-class Tiles(NamedTuple):
+class VisibleTiles(NamedTuple):
     """The tiles in which anything is seen.
 
     number: int32 [n], their indices in [B, M tiles, N tiles], followed by any others.
@@ -106,19 +106,21 @@ class Tiles(NamedTuple):
 
     number: Tensor
     count: Tensor
-    shape: Shape
+    shape: TileShape
 
 
-def shape_for(device: torch.device) -> Shape:
+def shape_for(device: torch.device) -> TileShape:
     """The shape of tiles that fits the device."""
     if device.type != "cuda":
         # Triton's interpreter.
-        return Shape(query_cells=32, key_cells=64, depth=16, warps=1, stages=1)
+        return TileShape(query_cells=32, key_cells=64, depth=16, warps=1, stages=1)
     memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     return HOPPER if memory >= _HOPPER_SHARED_MEMORY else SMALLER
 
 
-def visible_tiles(blocks: QueryBlocks, key_cells: int, group: int, shape: Shape) -> Tiles:
+def visible_tiles(
+    blocks: QueryBlocks, key_cells: int, group: int, shape: TileShape
+) -> VisibleTiles:
     """Tiles of these query blocks with `key_cells` key cells, for `group` query heads a KV head.
 
     A tile counts if it lies between the first and the last key cell that one of its rows sees.
@@ -140,7 +142,7 @@ def visible_tiles(blocks: QueryBlocks, key_cells: int, group: int, shape: Shape)
     visible = _side_by_side(visible, together)
     order = torch.argsort((~visible).int(), stable=True)
     number = _side_by_side(number, together)[order].int()
-    return Tiles(number, visible.sum(dtype=torch.int32), shape)
+    return VisibleTiles(number, visible.sum(dtype=torch.int32), shape)
 
 
 def _by_tile(cells: Tensor, size: int) -> Tensor:
@@ -244,7 +246,7 @@ def _sums_kernel(
 
 
 def block_sums(
-    q: Tensor, k: Tensor, blocks: QueryBlocks, stride: int, scale: float, tiles: Tiles
+    q: Tensor, k: Tensor, blocks: QueryBlocks, stride: int, scale: float, tiles: VisibleTiles
 ) -> BlockSums:
     """Softmax sums of the antidiagonals' scores, of each query cell over each block of keys, fp32.
 
@@ -283,7 +285,7 @@ def _descriptor(x: Tensor, length: int, rows: int, depth: int) -> TensorDescript
     return TensorDescriptor.from_tensor(cells, [rows, depth])
 
 
-def _programs(device: torch.device, shape: Shape) -> int:
+def _programs(device: torch.device, shape: TileShape) -> int:
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count * shape.programs

@@ -123,12 +123,12 @@ class Work(NamedTuple):
     gathered: Gathered
     tiles: TileTable
 
-    def operand(self) -> "Operand":
+    def operand(self) -> "ChoicesOperand":
         """As kernels get it."""
         own = self.plan.own
         choices = self.plan.choices
         _, heads, q_len, _ = choices.words.shape
-        return Operand(
+        return ChoicesOperand(
             k=rows_of(own.k),
             v=rows_of(own.v),
             begin=choices.begin,
@@ -142,7 +142,7 @@ class Work(NamedTuple):
         )
 
 
-class Operand(NamedTuple):
+class ChoicesOperand(NamedTuple):
     """Keys, values and lists of queries. heads: of queries. group: query heads of a KV head."""
 
     k: Rows

@@ -50,7 +50,7 @@ TRAIN = "titan_sparse.train"
 SOAK = "tests.faults.soak"
 
 
-class Run(NamedTuple):
+class Job(NamedTuple):
     """A program that is started once.
 
     ranks: GPUs that it needs. seconds: that it takes on H200s with NVLink, from empty caches.
@@ -128,7 +128,7 @@ Fewer GPUs have fewer tokens, and dense steps fewer layers.
 """
 
 
-def runs(gpus: int) -> list[Run]:
+def runs(gpus: int) -> list[Job]:
     """All parts in order, including runs that need more GPUs than there are."""
     found = []
     full = "--repeats 3 --warm-ups 1"
@@ -173,7 +173,7 @@ def runs(gpus: int) -> list[Run]:
                 config=config, ranks=ranks, tokens=tokens, verticals=tokens // 200, slashes=slashes
             )
             found.append(
-                Run(part, name, ranks, seconds, TRAIN, {name: [*words.split(), *more.split()]})
+                Job(part, name, ranks, seconds, TRAIN, {name: [*words.split(), *more.split()]})
             )
         words = f"--device cuda --ranks {ranks} --steps 200 --kill-every 100"
         found.append(run_of(5, "soak", ranks, 135, SOAK, {f"soak_{ranks}x": words}))
@@ -182,9 +182,9 @@ def runs(gpus: int) -> list[Run]:
 
 def run_of(
     part: int, kind: str, ranks: int, seconds: float, module: str, files: dict[str, str]
-) -> Run:
+) -> Job:
     split = {name: words.split() for name, words in files.items()}
-    return Run(part, f"{kind}_{ranks}x", ranks, seconds, module, split)
+    return Job(part, f"{kind}_{ranks}x", ranks, seconds, module, split)
 
 
 # Driver -------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def carry_out(run: Run, out: Path, gpus: int, ends: float) -> str:
+def carry_out(run: Job, out: Path, gpus: int, ends: float) -> str:
     """Make the run's files that are missing.
 
     Returns "complete", "was complete", "left", "failed: " and how, or why it cannot run here. ends:
@@ -252,7 +252,7 @@ def carry_out(run: Run, out: Path, gpus: int, ends: float) -> str:
     return "complete"
 
 
-def start(run: Run, out: Path, names: list[str], limit: float) -> str | None:
+def start(run: Job, out: Path, names: list[str], limit: float) -> str | None:
     """Start the run's program. Returns None, or how it has failed, with its last lines."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # torchrun would say 1 thread, which an optimizer on the CPU feels.

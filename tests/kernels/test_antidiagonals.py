@@ -12,13 +12,13 @@ from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns.spans import find_spans
 from titan_sparse.attention.patterns.xattention import _counted, _query_blocks
 from titan_sparse.kernels import antidiagonals as kernels
-from titan_sparse.kernels.antidiagonals import BlockSums, QueryBlocks, Shape
+from titan_sparse.kernels.antidiagonals import BlockSums, QueryBlocks, TileShape
 from titan_sparse.kernels.compact import unpack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE, SEQ_LEN = 16, 320
 BLOCKS = SEQ_LEN // SIZE
-SMALL = Shape(query_cells=32, key_cells=32, depth=16, warps=1, stages=1)
+SMALL = TileShape(query_cells=32, key_cells=32, depth=16, warps=1, stages=1)
 MASKS = {
     "causal": Causal(),
     "padding": Causal(valid=(SEQ_LEN - 5, 0)),
@@ -62,7 +62,7 @@ def problem(
     return Problem(q.to(DEVICE), k.to(DEVICE), blocks, stride)
 
 
-def sums_of(given: Problem, shape: Shape = SMALL) -> BlockSums:
+def sums_of(given: Problem, shape: TileShape = SMALL) -> BlockSums:
     q, k, blocks, stride = given
     tiles = kernels.visible_tiles(blocks, k.shape[1] // stride, q.shape[1], shape)
     return kernels.block_sums(q, k, blocks, stride, 0.1, tiles)

@@ -14,7 +14,7 @@ from titan_sparse.config import load_and_check
 WRITES = "import json, sys; json.dump({'rows': [{'ms': 1}]}, open(sys.argv[1], 'w'))"
 
 
-class Planned(many_gpus.Run):
+class Planned(many_gpus.Job):
     def command(self, out, names):
         return [sys.executable, "-c", self.module, str(out / f"{names[0]}.json")]
 

@@ -25,7 +25,7 @@ from titan_sparse.attention.patterns.spans import (
     spans_of_blocks,
 )
 from titan_sparse.kernels import antidiagonals as kernels
-from titan_sparse.kernels.antidiagonals import QueryBlocks, Tiles
+from titan_sparse.kernels.antidiagonals import QueryBlocks, VisibleTiles
 from titan_sparse.options import XAttentionOptions
 
 _CHUNK_ELEMENTS = 1 << 26
@@ -147,7 +147,7 @@ class Part(NamedTuple):
     where: slice
     blocks: QueryBlocks
     visible: int
-    tiles: Tiles | None
+    tiles: VisibleTiles | None
 
 
 class Scoring(NamedTuple):

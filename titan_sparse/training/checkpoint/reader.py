@@ -187,7 +187,7 @@ def _check(checkpoint: Path, rank: int, world_size: int) -> None:
         list(pool.map(check, sorted(sums)[rank::world_size]))
 
 
-class _Planner(DefaultLoadPlanner):
+class _LoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         loaded = torch.load(value, weights_only=True)
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
@@ -209,7 +209,7 @@ def read_into(state: dict[str, Any], checkpoint: str | Path, alone: bool = False
         with warnings.catch_warnings():
             # A process alone is meant to be.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(state, storage_reader=reader, planner=_Planner(), no_dist=alone)
+            dcp.load(state, storage_reader=reader, planner=_LoadPlanner(), no_dist=alone)
     except CheckpointException as failure:
         error = next(iter(failure.failures.values()))[0]
         text = str(error).strip().splitlines() or [type(error).__name__]
