@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from titan_sparse.config import Config
+from titan_sparse.config import Config, save
 from titan_sparse.models import flavours
 from titan_sparse.trainer import Trainer
 from titan_sparse.training.metrics_output import read_lines
@@ -81,6 +81,21 @@ def train(config: Config) -> Trainer:
     trainer = Trainer(config)
     trainer.train()
     return trainer
+
+
+def debug_run(folder: Path, output: str = "run", **overrides) -> Config:
+    """Two float32 steps of the flavour debug, which other processes also know. Leaves a checkpoint and
+    config.toml."""
+    settings = {
+        "model__flavour": "debug",
+        "training__steps": 2,
+        "training__dtype": "float32",
+        "checkpoint__enable": True,
+    }
+    config = tiny_config(folder, output, **settings | overrides)
+    train(config)
+    save(config, config.training.output_dir)
+    return config
 
 
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.models.helpers import pretended_rank
+from tests.fake_step import fake_world
 from titan_sparse.attention import ContextParallel, backends
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices, sliding_window
@@ -82,7 +82,7 @@ def test_a_context_parallel_group_has_the_sections_choices():
         overlap_stages_backward=5,
         route_by="mask",
     )
-    with pretended_rank(1, 4):
+    with fake_world(4, rank=1):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_inter", "cp_intra"))
         cp = build_context_parallel(attention, mesh)
         # Gradients travel as they are summed unless asked otherwise.

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.run import get_args_parser
 
 from tests.docs.pages import ROOT, demo_command
-from tests.runs import tiny_config, train, write_texts
+from tests.runs import debug_run, write_texts
 from titan_sparse.config import load, save
 
 COMMANDS = "titan_sparse.commands."
@@ -34,9 +34,6 @@ class Parsed(Exception):
     """A command line was accepted."""
 
 
-EVALUATED = ("--lengths", "1024", "--samples", "1", "--depths", "2")
-INSPECTED = ("--length", "150", "--rows", "8", "--layers", "0")
-FEW_RANKS = ("--ranks", "4", "--nodes", "2", "--seq-len", "16384")
 SMALL_LOSS = ("--tokens=64", "--hidden=16", "--vocab=100", "--chunk-tokens=32", "--repeats=1")
 
 RULES: dict[str, tuple[str, ...] | None] = {
@@ -55,10 +52,10 @@ RULES: dict[str, tuple[str, ...] | None] = {
     "scripts.study.density": None,
     "scripts.study.real_model": None,
     "scripts.summarize_trace": (),
-    f"{COMMANDS}evaluate": EVALUATED,
+    f"{COMMANDS}evaluate": ("--lengths", "1024", "--samples", "1", "--depths", "2"),
     f"{COMMANDS}export_hf": (),
-    f"{COMMANDS}inspect": INSPECTED,
-    f"{COMMANDS}plan": FEW_RANKS,
+    f"{COMMANDS}inspect": ("--length", "150", "--rows", "8", "--layers", "0"),
+    f"{COMMANDS}plan": ("--ranks", "4", "--nodes", "2", "--seq-len", "16384"),
     f"{COMMANDS}prepare_data": ("--processes", "1"),
     f"{COMMANDS}show_data": (),
     "titan_sparse.integrations.lm_eval": None,
@@ -74,15 +71,7 @@ def workspace(folder: Path) -> None:
     # outputs/run: a finished run of the flavour debug, with a checkpoint and what a GPU's trace holds.
     write_texts(folder / "texts", documents=4)
     (folder / "texts/long.txt").write_text("The grass is green. The sky is blue. " * 120)
-    config = tiny_config(
-        folder,
-        "outputs/run",
-        model__flavour="debug",
-        training__steps=2,
-        training__dtype="float32",
-        checkpoint__enable=True,
-    )
-    train(config)
+    config = debug_run(folder, "outputs/run")
     # As two ranks would have left it: who evaluates it has another number of them.
     config.parallelism.cp = 2
     save(config, config.training.output_dir)

@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 
 from tests.distributed import on_one_rank, run_processes
 from tests.models.transformers_models import save_model
 from tests.runs import TINY, tiny_config, write_texts
-from titan_sparse.config import Config, Data
+from titan_sparse.config import Data
 from titan_sparse.data.documents import Documents, TokenizedTexts, open_documents
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
@@ -151,8 +150,7 @@ def _samples() -> list[Sample]:
 
 
 def _scorer(folder: Path, **settings) -> tuple[Scorer, Documents]:
-    """Of a run's model, far from uniform (else it writes the same token for ever), and its
-    documents."""
+    """Of a run's model, far from uniform (else it writes one token for ever), and its documents."""
     settings = {"attention__pattern": "dense", "training__dtype": "float64", **settings}
     trainer = Trainer(tiny_config(folder, "run", **settings))
     for parameter in trainer.scorer.model.parameters():
@@ -161,21 +159,13 @@ def _scorer(folder: Path, **settings) -> tuple[Scorer, Documents]:
 
 
 def plain_decoder(model: Decoder) -> Decoder:
-    """The tiny model's weights in a decoder that is not sharded, with causal attention by torch.
-
-    Collective.
-    """
+    """The tiny model's weights in a decoder of causal attention by torch, not sharded. Collective."""
 
     def attend(q, k, v, _):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     plain = Decoder(TINY, attend).double()
-    plain.load_state_dict(
-        {
-            name: x.full_tensor() if isinstance(x, DTensor) else x
-            for name, x in model.state_dict().items()
-        }
-    )
+    plain.load_state_dict({name: x.full_tensor() for name, x in model.state_dict().items()})
     return plain
 
 
@@ -271,17 +261,6 @@ def _windowed(folder: Path) -> None:
     assert record["exact"] == 1 and len(set(answer.tolist())) > 1
 
 
-def _on_two_ranks(folder: Path) -> None:
-    balanced = {"attention__layout": "balanced", "attention__schedule": "group_cast"}
-    for settings in ({}, {"parallelism__cp": 2, **balanced}):
-        scorer, documents = _scorer(folder, **settings)
-        _position_loss(scorer, documents)
-        _uneven(scorer, documents)
-        _forced(scorer)
-        _generated(scorer)
-    _windowed(folder)
-
-
 def _prompts(*lengths: int) -> list[np.ndarray]:
     draw = np.random.default_rng(0)
     return [draw.integers(3, 250, length) for length in lengths]
@@ -340,43 +319,36 @@ FAMILY = "gpt_oss"
 """Windows in some layers, sinks, and experts."""
 
 
-def _config_of(folder: Path, cp: int) -> Config:
-    config = Config()
-    config.model.initial_hf = str(folder)
-    config.training.dtype = "float32"
-    config.training.device = "cpu"
-    config.attention.pattern = "dense"
-    config.attention.block_size = 16
-    config.attention.layout = "zigzag"
-    config.parallelism.cp = cp
-    return config
-
-
-def _as_transformers(folder: Path, prompts: list[np.ndarray], expected: list) -> None:
-    scorer = build_scorer(_config_of(folder / FAMILY, cp=2), None, ByteTokenizer())
+def _on_two_ranks(folder: Path, prompts: list[np.ndarray], expected: list) -> None:
+    balanced = {"attention__layout": "balanced", "attention__schedule": "group_cast"}
+    for settings in ({}, {"parallelism__cp": 2, **balanced}):
+        scorer, documents = _scorer(folder, **settings)
+        _position_loss(scorer, documents)
+        _uneven(scorer, documents)
+        _forced(scorer)
+        _generated(scorer)
+    _windowed(folder)
+    _ranks_write_what_one_writes(folder)
+    _prompts_do_not_meet(folder)
+    settings = {
+        "model__flavour": "debug",
+        "model__initial_hf": str(folder / FAMILY),
+        "training__dtype": "float32",
+        "attention__pattern": "dense",
+        "attention__layout": "zigzag",
+        "parallelism__cp": 2,
+    }
+    scorer = build_scorer(tiny_config(folder, "", **settings), None, TOKENIZER)
     assert _tokens(generate(scorer, prompts, NEW)) == expected
 
 
-@torch.no_grad()
-def _weigh_sinks(model: torch.nn.Module) -> None:
-    """Give the sinks most of the softmax. Otherwise tokens would be the same without them."""
-    for name, parameter in model.named_parameters():
-        if name.endswith("sinks"):
-            parameter.add_(6)
-
-
-def _on_two_ranks_all(folder: Path, prompts: list[np.ndarray], expected: list) -> None:
-    _on_two_ranks(folder)
-    _ranks_write_what_one_writes(folder)
-    _prompts_do_not_meet(folder)
-    _as_transformers(folder, prompts, expected)
-
-
 def test_two_ranks_measure_and_write_what_a_plain_forward_and_transformers_do(tmp_path):
-    pytest.importorskip("transformers")
     prompts = _prompts(45, 70)
     model = save_model(tmp_path / FAMILY, FAMILY)
-    _weigh_sinks(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            # Most of the softmax. Otherwise tokens would be the same without them.
+            parameter.data.add_(6)
     model.save_pretrained(tmp_path / FAMILY)
     model.generation_config.eos_token_id = None
     expected = []
@@ -385,7 +357,7 @@ def test_two_ranks_measure_and_write_what_a_plain_forward_and_transformers_do(tm
         out = model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
         expected.append(out[0, len(prompt) :].tolist())
     write_texts(tmp_path / "texts")
-    run_processes(2, _on_two_ranks_all, tmp_path, prompts, expected)
+    run_processes(2, _on_two_ranks, tmp_path, prompts, expected)
 
 
 def test_a_checkpoint_has_a_configuration_of_its_own(tmp_path):

@@ -1,34 +1,15 @@
 """Small decoders that several tests of the models use."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.runs import TINY
 from titan_sparse.models.config import DecoderConfig, RopeConfig
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.initialization import initialize
-
-TINY = DecoderConfig(
-    vocab_size=37,
-    hidden_size=24,
-    layers=2,
-    heads=5,
-    kv_heads=1,
-    head_dim=8,
-    intermediate_size=40,
-    qkv_bias=True,
-    qk_norm=True,
-    tied_embeddings=True,
-    norm_eps=1e-6,
-    max_positions=64,
-    rope=RopeConfig(theta=1e4, scaling="none", factor=1.0, original_length=64),
-)
 
 WITH_YARN = replace(
     TINY,
@@ -64,13 +45,3 @@ def sample(config: DecoderConfig, batch: int = 2, length: int = 13) -> tuple[Ten
     generator = torch.Generator().manual_seed(length)
     tokens = torch.randint(0, config.vocab_size, (batch, length), generator=generator)
     return tokens, torch.arange(length).expand(batch, -1)
-
-
-@contextmanager
-def pretended_rank(rank: int, world_size: int) -> Iterator[None]:
-    """A process group that sends nothing: whatever communicates would get wrong numbers."""
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

@@ -4,9 +4,9 @@ import json
 from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.models.helpers import causal, dense_attend
@@ -17,29 +17,21 @@ from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import export_weights, load_weights
 from titan_sparse.training.checkpoint.reader import read_into
 
-transformers = pytest.importorskip("transformers")
-
-torch.set_num_threads(1)
-
 FAMILIES = {
     "Qwen2ForCausalLM": "Qwen2Config",
     "LlamaForCausalLM": "LlamaConfig",
     "Qwen3ForCausalLM": "Qwen3Config",
 }
+ORIGINAL = "original_max_position_embeddings"
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, ORIGINAL: 64}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1000.0,
     "factor": 8.0,
-    "original_max_position_embeddings": 32,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    ORIGINAL: 32,
+    "low_freq_factor": 2.0,
+    "high_freq_factor": 6.0,
 }
 QWEN2 = "Qwen2ForCausalLM"
 LENGTH = 150  # beyond the original contexts above

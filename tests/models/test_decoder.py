@@ -24,8 +24,6 @@ from titan_sparse.models.flavours import FLAVOURS, resolve
 from titan_sparse.models.huggingface import load_weights
 from titan_sparse.options import MoBAOptions
 
-torch.set_num_threads(1)
-
 TOTALS = {  # published, but for debug
     "debug": 829_568,
     "qwen2.5-0.5b": 494_032_768,

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
@@ -22,6 +23,7 @@ from tests.models.huggingface_reference import (
     FAMILIES,
     LENGTH,
     LLAMA3,
+    ORIGINAL,
     PLAIN,
     YARN,
     assert_same_logits,
@@ -41,11 +43,6 @@ from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import check_weights, huggingface_name
 from titan_sparse.models.huggingface_config import read_config
 
-transformers = pytest.importorskip("transformers")
-
-torch.set_num_threads(1)
-
-ORIGINAL = "original_max_position_embeddings"
 # None: the key is left out.
 WITHOUT_ROPE = {"rope_parameters": None, "rope_theta": None, "rope_scaling": None}
 YARN_4 = {key: value for key, value in YARN.items() if key != "rope_theta"}

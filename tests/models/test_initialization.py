@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.models.helpers import TINY, build, dense_attend, pretended_rank
+from tests.fake_step import fake_world
+from tests.models.helpers import build, dense_attend
+from tests.runs import TINY
 from titan_sparse.config import ActivationCheckpoint, Compile
 from titan_sparse.models import huggingface
 from titan_sparse.models.decoder import Decoder
@@ -20,8 +22,6 @@ from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.models.huggingface import check_weights, huggingface_name, load_weights
 from titan_sparse.models.initialization import initialize
 from titan_sparse.training.build_model import parallelize
-
-torch.set_num_threads(1)
 
 
 def test_same_seed_same_weights_other_seed_other_weights() -> None:
@@ -76,7 +76,7 @@ class Counted:
 @contextmanager
 def sharded_decoder(rank: int, shape: tuple[int, ...]):
     """A decoder without weights, in shards of this rank of a mesh."""
-    with pretended_rank(rank, math.prod(shape)):
+    with fake_world(math.prod(shape), rank):
         with torch.device("meta"):
             model = Decoder(TINY, dense_attend).double()
         with pytest.raises(ValueError, match="to_empty"):

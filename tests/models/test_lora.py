@@ -5,14 +5,17 @@ import math
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.models.helpers import TINY, causal, dense_attend, pretended_rank, sample
+from tests.fake_step import fake_world
+from tests.models.helpers import causal, dense_attend, sample
 from tests.models.transformers_models import save_model
+from tests.runs import TINY
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.config import (
     ALL_LINEAR,
@@ -27,10 +30,6 @@ from titan_sparse.models.huggingface_files import weights_digest
 from titan_sparse.models.initialization import canonical_name, initialize
 from titan_sparse.models.lora import add_adapters
 from titan_sparse.models.transformers_config import read_transformers_config
-
-peft = pytest.importorskip("peft")
-
-torch.set_num_threads(1)
 
 
 def _adapters(targets: str = ALL_LINEAR, init: str = "default", rank: int = 3) -> Adapters:
@@ -131,9 +130,9 @@ def test_first_adapters_are_those_of_any_rank():
     name = "layers.1.mlp.down_proj.lora_A.default.weight"
     wanted = whole.get_parameter(name).detach()
     assert not torch.equal(other.get_parameter(name), wanted)
-    with pretended_rank(1, 2):
+    with fake_world(2, rank=1):
         mesh = init_device_mesh("cpu", (2,))
-        shard = distribute_tensor(torch.empty(3, 40), mesh, [Shard(0)], src_data_rank=None)
+        shard = distribute_tensor(torch.empty(3, 64), mesh, [Shard(0)], src_data_rank=None)
         sharded = _decoder(adapters, dtype=torch.float32)
         layer = sharded.get_submodule(name.removesuffix(".weight"))
         layer.weight = nn.Parameter(shard)

@@ -9,25 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig
+from transformers.models.llama import modeling_llama
 
-from tests.models.helpers import TINY, pretended_rank
+from tests.fake_step import fake_world
+from tests.models.huggingface_reference import LLAMA3, ORIGINAL, PLAIN, YARN
+from tests.runs import TINY
 from titan_sparse.config import ActivationCheckpoint, Compile
 from titan_sparse.models.config import RopeConfig
 from titan_sparse.models.decoder import Decoder, apply_rope, inverse_frequencies, rope_tables
 from titan_sparse.models.huggingface_config import read_rope
 from titan_sparse.training.build_model import parallelize
 
-ORIGINAL = "original_max_position_embeddings"
-YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, ORIGINAL: 64}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1e3,
-    "factor": 8.0,
-    ORIGINAL: 32,
-    "low_freq_factor": 2.0,
-    "high_freq_factor": 6.0,
-}
-PLAIN = {"rope_type": "default", "rope_theta": 700.0}
 SCALE = 0.1 * math.log(4) + 1
 """What YaRN by 4 multiplies cos and sin with."""
 
@@ -45,7 +38,7 @@ LLAMA3_4 = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
     [
         values({}),
         values({}, rope_theta=1e3, **{ORIGINAL: 32}),
-        values(PLAIN),
+        values(PLAIN | {"rope_theta": 700.0}),
         values(PLAIN | {"rope_theta": 2**31 - 1}),
         values(LLAMA3),
         values(LLAMA3 | {"factor": 6.0, ORIGINAL: 256, "high_freq_factor": 9.0}),
@@ -69,12 +62,9 @@ LLAMA3_4 = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
     ids=str,
 )
 def test_frequencies_are_those_of_transformers(given: dict[str, Any]) -> None:
-    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
-    from transformers import LlamaConfig
-
     rope = read_rope(copy.deepcopy(given))
     config = LlamaConfig(hidden_size=64, num_attention_heads=2, head_dim=32, **given)
-    theirs = modeling.LlamaRotaryEmbedding(config)
+    theirs = modeling_llama.LlamaRotaryEmbedding(config)
     inv_freq, attention_factor = inverse_frequencies(rope, 32)
     torch.testing.assert_close(inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
     assert attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-6)
@@ -103,14 +93,11 @@ def _turned_by_transformers(q: Tensor, k: Tensor, positions: Tensor) -> list[Ten
 
     A bf16 model of transformers rounds the tables too, so it is no reference for bf16.
     """
-    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
-    from transformers import LlamaConfig
-
     table = {"rope_type": "default", "rope_theta": FAR.rope.theta}
     config = LlamaConfig(head_dim=FAR.head_dim, rope_parameters=table)
-    rotary = modeling.LlamaRotaryEmbedding(config)
+    rotary = modeling_llama.LlamaRotaryEmbedding(config)
     cos, sin = rotary(q.float(), positions)
-    turned = modeling.apply_rotary_pos_emb(q.float(), k.float(), cos, sin)
+    turned = modeling_llama.apply_rotary_pos_emb(q.float(), k.float(), cos, sin)
     return [x.to(q.dtype) for x in turned]
 
 
@@ -137,7 +124,7 @@ def test_a_decoder_turns_far_tokens_as_transformers_does(dtype: torch.dtype, sha
         block.self_attn.k_proj.register_forward_hook(keep)
     positions = torch.arange(131_072 - 32, 131_072)[None]
     tokens = positions % FAR.vocab_size
-    with pretended_rank(0, 1), torch.no_grad():
+    with fake_world(1), torch.no_grad():
         if sharded:
             mesh = init_device_mesh("cpu", (1,))
             parallelize(model, mesh, dtype, True, ActivationCheckpoint("none"), Compile())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.models.transformers_models import MODELS, SHAPE, VOCAB, decoder_of, save_model
@@ -28,8 +29,6 @@ from titan_sparse.models.transformers_config import (
     TransformersConfig,
     read_transformers_config,
 )
-
-transformers = pytest.importorskip("transformers")
 
 SIZES_NEEDED = """
 vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size

@@ -24,10 +24,6 @@ from titan_sparse.training import offload
 from titan_sparse.training.build_model import checkpointed, convert_to_float8
 from titan_sparse.training.offload import OffloadedBlocks
 
-pytest.importorskip("transformers")
-
-torch.set_num_threads(1)
-
 ROUTED = ["mixtral", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe"]
 
 

@@ -64,17 +64,15 @@ def _add_line(path: Path) -> None:
         file.write("\n# another line\n" if path.suffix == ".py" else "\n")
 
 
-def _add_one(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["model.norm.weight"].add_(1)
-
-
 FILES = {
     # what is named -> another file at the same path
     "the digest of documents of data.source": lambda f: _add_line(f / "texts/03.txt"),
     "the number of documents of data.source (part 1)": lambda f: _add_line(f / "texts/99.txt"),
     "the digest of data.tokenizer": lambda f: _add_line(f / "tokenizer.json"),
     "the digest of attention.balance_costs": lambda f: _write_costs(f, 28),
-    "the digest of the weights of model.initial_hf": lambda f: change_tensors(f / "hf", _add_one),
+    "the digest of the weights of model.initial_hf": lambda f: change_tensors(
+        f / "hf", lambda tensors: tensors["model.norm.weight"].add_(1)
+    ),
     "the model's norm_eps": lambda f: write_config(f / "hf", rms_norm_eps=0.5),
 }
 

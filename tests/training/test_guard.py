@@ -15,23 +15,10 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from tests.distributed import run_processes
 from titan_sparse.config import Guard as GuardSection
-from titan_sparse.training.guard import (
-    Guard,
-    Report,
-    all_finite,
-    refuse_bad_weights,
-)
+from titan_sparse.training.guard import Guard, Report, all_finite, refuse_bad_weights
 
 CPU = torch.device("cpu")
 SECTION = GuardSection(warmup_steps=3, average_steps=5, spike_factor=4.0)
-
-
-@pytest.fixture
-def alone():
-    """A group of this process alone, which the guard's collectives need."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class _Updates:

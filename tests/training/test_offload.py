@@ -30,28 +30,24 @@ def _small_tensors_too(monkeypatch, fresh_compiler) -> None:
     monkeypatch.setattr(offload, "MIN_BYTES", TOKENS * HEADS * 4)
 
 
-def _decoder(
-    backend: str | object = "aot_eager", mode: str = "full", blocks: OffloadedBlocks | None = None
-) -> Decoder:
+def _decoder(backend: str | object = "aot_eager", blocks: OffloadedBlocks | None = None) -> Decoder:
     """fp32, checkpointed and compiled block by block."""
     call = functools.partial(attend, pattern=PATTERN, block_size=16, backend="eager")
     model = Decoder(CONFIG, lambda q, k, v, mask: call(q, k, v, mask))
     initialize(model, 0, CONFIG)
     for name, block in model.layers.items():
-        model.layers[name] = checkpointed(block, mode)
+        model.layers[name] = checkpointed(block, "full")
         model.layers[name].compile(backend=backend, fullgraph=True)
     if blocks is not None:
         model.run_blocks = blocks
     return model
 
 
-def _loss(model: nn.Module, seed: int, sequences: int = 1) -> Tensor:
+def _loss(model: nn.Module, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    tokens, labels = torch.randint(0, 200, (2, sequences, TOKENS), generator=generator)
-    lengths = [[100 + seed, 156 - seed]] * sequences
-    return model(
-        tokens, torch.arange(TOKENS).expand(sequences, -1), Documents(lengths).rows(TOKENS), labels
-    )
+    tokens, labels = torch.randint(0, 200, (2, 1, TOKENS), generator=generator)
+    documents = Documents([[100 + seed, 156 - seed]]).rows(TOKENS)
+    return model(tokens, torch.arange(TOKENS)[None], documents, labels)
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:

@@ -1,7 +1,6 @@
 """What a run reports about recall, and the rows that probes look at."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,8 +30,19 @@ LAYERS, BLOCK, TOKENS = 2, 16, 192
 CUT = VerticalSlash(recall=0.9, sinks=2, local_slashes=1, max_verticals=20, max_slashes=3)
 
 
-def _note_selections(patch: pytest.MonkeyPatch) -> list[Tensor]:
-    """`capped` [B, Hq, 2] of every selection from now on."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("recall")
+    write_texts(folder / "texts")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "budget, max_verticals, max_slashes", [("independent", 200, 12), ("joint", 60, 8)]
+)
+def test_a_run_whose_caps_cut(folder, monkeypatch, budget, max_verticals, max_slashes):
+    """Every selection counts, of steps without a line too, and each of them once, although blocks
+    are computed again."""
     seen = []
     select = VerticalSlash.select_tensors
 
@@ -42,54 +52,13 @@ def _note_selections(patch: pytest.MonkeyPatch) -> list[Tensor]:
         seen.append(index.capped.clone())
         return tensors
 
-    patch.setattr(VerticalSlash, "select_tensors", noted)
-    return seen
-
-
-# Runs
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("recall")
-    write_texts(folder / "texts")
-    return folder
-
-
-def _heads(capped: Tensor) -> Tensor:
-    """bool [B, Hq, 2] -> [B, Hq, 3]: what is counted of each head."""
-    verticals, slashes = capped.double().unbind(-1)
-    both = verticals * slashes
-    return torch.stack([verticals, slashes, both], dim=-1)
-
-
-def _run(folder: Path, output: str, **settings) -> SimpleNamespace:
-    """Five steps of two micro-batches; lines of steps 1, 3 and 5, recall in those of 1 and 3."""
-    shared = {
-        "training__gradient_accumulation_steps": 2,
-        "metrics__log_every": 3,
-        "metrics__recall_every": 3,
-    }
-    config = tiny_config(folder, output, **shared | settings)
-    with pytest.MonkeyPatch.context() as patch:
-        seen = _note_selections(patch)
-        train(config)
-    return SimpleNamespace(
-        # [steps, micro-batches, layers, B, Hq, 2]
-        capped=torch.stack(seen).unflatten(0, (5, 2, LAYERS)).double(),
-        lines=metrics_of(config),
-    )
-
-
-@pytest.mark.parametrize(
-    "budget, max_verticals, max_slashes", [("independent", 200, 12), ("joint", 60, 8)]
-)
-def test_a_run_whose_caps_cut(folder, budget, max_verticals, max_slashes):
-    """Every selection counts, of steps without a line too, and each of them once, although blocks
-    are computed again."""
-    run = _run(
+    monkeypatch.setattr(VerticalSlash, "select_tensors", noted)
+    config = tiny_config(
         folder,
         budget,
+        training__gradient_accumulation_steps=2,
+        metrics__log_every=3,
+        metrics__recall_every=3,
         attention__vertical_slash__budget=budget,
         attention__vertical_slash__probe_rows="last",
         attention__vertical_slash__sinks=30,
@@ -99,15 +68,18 @@ def test_a_run_whose_caps_cut(folder, budget, max_verticals, max_slashes):
         attention__vertical_slash__max_verticals=max_verticals,
         attention__vertical_slash__max_slashes=max_slashes,
     )
+    train(config)
+    lines = metrics_of(config)
     # [steps, micro-batches, layers, B, Hq]; of two independent budgets one is enough.
-    verticals, slashes = run.capped.unbind(-1)
+    capped = torch.stack(seen).unflatten(0, (5, 2, LAYERS)).double()
+    verticals, slashes = capped.unbind(-1)
     cut = verticals * slashes if budget == "independent" else torch.maximum(verticals, slashes)
     assert cut.mean() < 1 and cut[0].mean() != cut[-1].mean(), "the case proves nothing"
-    assert [line["step"] for line in run.lines] == [1, 3, 5]
+    assert [line["step"] for line in lines] == [1, 3, 5]
     steps_of_lines = [slice(0, 1), slice(1, 3), slice(3, 5)]
-    for line, steps in zip(run.lines, steps_of_lines, strict=True):
+    for line, steps in zip(lines, steps_of_lines, strict=True):
         assert line["heads_capped"] == pytest.approx(cut[steps].mean().item())
-        assert line["capped"] == pytest.approx(run.capped[steps].mean().item())
+        assert line["capped"] == pytest.approx(capped[steps].mean().item())
         assert line["verticals_at_cap"] == pytest.approx(verticals[steps].mean().item())
         assert line["recall_asked"] == 0.8
 
@@ -116,8 +88,9 @@ def test_a_run_whose_caps_cut(folder, budget, max_verticals, max_slashes):
 
 
 def _capped_by_hand(q: Tensor, k: Tensor) -> Tensor:
-    index = CUT.select(q, k, Causal(), block_size=BLOCK)
-    return _heads(index.capped).mean((0, 1))
+    """The shares of heads whose verticals, slashes, and both are capped."""
+    capped = CUT.select(q, k, Causal(), block_size=BLOCK).capped.double()
+    return torch.cat([capped, capped.prod(-1, keepdim=True)], dim=-1).mean((0, 1))
 
 
 def test_compiled_selections_are_counted(fresh_compiler):
@@ -185,7 +158,7 @@ def test_the_recall_that_was_asked_for(pattern, budgets, wanted):
 
 
 PROBING = {
-    "training__steps": 4,
+    "training__steps": 2,
     "training__seed": 7,
     "training__gradient_accumulation_steps": 2,
     "data__sequences": "fixed",
@@ -193,50 +166,39 @@ PROBING = {
     "attention__pattern": "vertical_slash",
     "attention__vertical_slash__probe_rows": "spread",
     "metrics__recall_every": 0,
-    "checkpoint__enable": True,
-    "checkpoint__interval": 2,
 }
 
 
-def _run_noting_rows(
-    folder: Path, name: str, patch: pytest.MonkeyPatch, **settings
-) -> tuple[Trainer, dict]:
+def _run_noting_rows(folder: Path, name: str, mode: str) -> tuple[Trainer, dict]:
     """A trained run, and by step the rows that it looked at: a list of [n] each."""
     rows: dict[int, list[Tensor]] = {}
     spread_rows = pattern.spread_rows
-    trainer = Trainer(tiny_config(folder, name, **PROBING | settings))
+    trainer = Trainer(tiny_config(folder, name, **PROBING, activation_checkpoint__mode=mode))
 
     def noted(*args):
         drawn = spread_rows(*args)
         rows.setdefault(trainer.progress.step + 1, []).append(drawn.position.flatten())
         return drawn
 
-    patch.setattr(pattern, "spread_rows", noted)
-    trainer.train()
-    patch.setattr(pattern, "spread_rows", spread_rows)
-    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pattern, "spread_rows", noted)
+        trainer.train()
     return trainer, rows
 
 
-def _check_recomputation_and_evaluation(folder: Path) -> None:
-    """Both look at the same rows again: of the step, and of no step."""
-    settings = {"training__steps": 2, "checkpoint__enable": False}
-    select = pattern.VerticalSlash.select_tensors
+def test_a_recomputation_and_an_evaluation_look_at_the_same_rows(folder, monkeypatch):
+    """Of the step, and of no step."""
+    trainer, rows = _run_noting_rows(folder, "kept", "none")
+    # Other rows in each step; the same ones for both micro-batches and layers.
+    first, second = rows[1], rows[2]
+    assert all(again.equal(first[0]) for again in first) and not first[0].equal(second[0])
+    # Nothing is kept of attention: the backward selects anew.
+    select = VerticalSlash.select_tensors
     selections = []
-    with pytest.MonkeyPatch.context() as patch:
-        trainer, rows = _run_noting_rows(
-            folder, "kept", patch, activation_checkpoint__mode="none", **settings
-        )
-        # Other rows in each step; the same ones for both micro-batches and layers.
-        first, second = rows[1], rows[2]
-        assert all(again.equal(first[0]) for again in first) and not first[0].equal(second[0])
-        # Nothing is kept of attention: the backward selects anew.
-        patch.setattr(build_model, "SAVED_OPS", ())
-        counted = lambda *args: selections.append(0) or select(*args)  # noqa: E731
-        patch.setattr(pattern.VerticalSlash, "select_tensors", counted)
-        _run_noting_rows(
-            folder, "recomputed", patch, activation_checkpoint__mode="full", **settings
-        )
+    counted = lambda *args: selections.append(0) or select(*args)  # noqa: E731
+    monkeypatch.setattr(build_model, "SAVED_OPS", ())
+    monkeypatch.setattr(VerticalSlash, "select_tensors", counted)
+    _run_noting_rows(folder, "recomputed", "full")
     assert len(selections) > 2 * 2 * 2
     for field in ("loss", "grad_norm"):
         found = differences(folder / "kept", folder / "recomputed", field)
@@ -250,8 +212,3 @@ def _check_recomputation_and_evaluation(folder: Path) -> None:
         losses.append(trainer.scorer.token_losses(Sequence(tokens, tokens), 300)[0])
         assert probe_seed() == seed
     assert losses[0].equal(losses[1])
-
-
-def test_a_recomputation_and_an_evaluation_look_at_the_same_rows(tmp_path):
-    write_texts(tmp_path / "texts")
-    run_processes(1, _check_recomputation_and_evaluation, tmp_path)

@@ -68,18 +68,16 @@ def _run(monkeypatch, config: Config, **hooks) -> tuple[Trainer, list]:
     # Transformers has nothing like the tiny model.
     monkeypatch.setattr(export, "export", lambda *_: events.append(f"export {run.progress.step}"))
     for name, hook in hooks.items():
-        monkeypatch.setattr(run, name, _followed(run, getattr(run, name), hook))
+        method = getattr(run, name)
+
+        def followed(*args, method=method, hook=hook, **kwargs):
+            result = method(*args, **kwargs)
+            hook(run)
+            return result
+
+        monkeypatch.setattr(run, name, followed)
     run.train()
     return run, events
-
-
-def _followed(run: Trainer, method, hook):
-    def followed(*args, **kwargs):
-        result = method(*args, **kwargs)
-        hook(run)
-        return result
-
-    return followed
 
 
 def _messages(caplog) -> list[str]:
@@ -174,23 +172,16 @@ def test_a_stop(folder, monkeypatch, caplog, tmp_path, settings, method, left_af
     assert all(parameter.grad is None for parameter in run.model.parameters())
 
 
-MICRO_BATCHES = 6
-SECONDS = 0.3
-
-
 def _config(folder: Path, output: str) -> Config:
-    return tiny_config(
-        folder,
-        output,
-        parallelism__cp=2,
-        attention__pattern="dense",
-        training__steps=3,
-        training__seq_len=64,
-        training__gradient_accumulation_steps=MICRO_BATCHES,
-        training__stop_grace_seconds=1,
-        checkpoint__enable=True,
-        checkpoint__interval=100,
-    )
+    settings = {
+        "parallelism__cp": 2,
+        "training__steps": 3,
+        "training__gradient_accumulation_steps": 6,
+        "training__stop_grace_seconds": 1,
+        "checkpoint__interval": 100,
+        "checkpoint__last_save_in_hf": False,
+    }
+    return tiny_config(folder, output, **SETTINGS | settings)
 
 
 def _train(config: Config, stop_in: int = 0) -> int:
@@ -203,7 +194,7 @@ def _train(config: Config, stop_in: int = 0) -> int:
         step = trainer.progress.step + 1
         counts[step] = counts.get(step, 0) + 1
         if step == stop_in:
-            time.sleep(SECONDS)
+            time.sleep(0.3)
             if counts[step] == 3 and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
         return forward_backward(*args)

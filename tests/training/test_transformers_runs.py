@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file
 
 from tests.distributed import run_processes
 from tests.models.transformers_models import WINDOW, save_model
@@ -24,10 +26,6 @@ from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.estimate.flops import flops_per_token
 from titan_sparse.models.transformers_config import read_transformers_config
 
-transformers = pytest.importorskip("transformers")
-
-torch.set_num_threads(1)
-
 ALL = ("gemma3", "mixtral", "gpt_oss", "qwen3_5")
 STEPS = 3
 SETTINGS: dict[str, object] = {
@@ -40,7 +38,6 @@ SETTINGS: dict[str, object] = {
     "checkpoint.enable": False,
     "checkpoint.last_save_in_hf": False,
 }
-SAVES = {"checkpoint.enable": True, "checkpoint.last_save_in_hf": True}
 CP = {"parallelism.cp": 2, "parallelism.dp_shard": 1}
 SPREAD: dict[str, dict[str, object]] = {
     "gemma3": {**CP, "attention.layout": "zigzag"},
@@ -133,19 +130,15 @@ def test_a_hybrid_model_reads_joined_documents_as_transformers_does(folder: Path
     assert losses == pytest.approx([line.loss for line in wanted], rel=ALIKE)
 
 
-def _tensors_on_disk(folder: Path) -> dict[str, list[int]]:
-    from safetensors import safe_open
-
-    shapes = {}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            shapes |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}
-    return shapes
+def _tensors_on_disk(folder: Path) -> dict[str, torch.Size]:
+    [file] = folder.glob("*.safetensors")
+    return {key: tensor.shape for key, tensor in load_file(file).items()}
 
 
 def _export(folder: Path) -> None:
+    saves = {"checkpoint.enable": True, "checkpoint.last_save_in_hf": True}
     for name in ALL:
-        train(folder, name, "exported", {**SAVES, "optimizer.lr": 1e-30, "training.steps": 1})
+        train(folder, name, "exported", {**saves, "optimizer.lr": 1e-30, "training.steps": 1})
 
 
 def test_transformers_reads_what_is_exported(folder: Path) -> None:
@@ -235,12 +228,8 @@ def test_context_parallel_runs_are_those_of_one_process(folder: Path) -> None:
             assert_alike(folder, f"{name}-cp", f"{name}-one")
 
 
-def _train_data_parallel(folder: Path) -> None:
-    train(folder, "mixtral", "dp", {})
-
-
 def test_data_parallel_runs_are_those_of_one_process(folder: Path) -> None:
     """Mixtral's router loss is counted over both sequences, as in one process that has both."""
     train(folder, "mixtral", "one-batch-of-2", {"training.local_batch_size": 2})
-    run_processes(2, _train_data_parallel, folder)
+    run_processes(2, train, folder, "mixtral", "dp", {})
     assert_alike(folder, "mixtral-dp", "mixtral-one-batch-of-2")

@@ -1,6 +1,5 @@
 """Jobs that hang: a dead, stuck or failing rank is named before the job ends."""
 
-import logging
 import re
 import time
 from datetime import timedelta
@@ -13,6 +12,7 @@ from tests.distributed import run_processes
 from tests.faults.jobs import SETTINGS, run_job, words_of
 from tests.faults.planted import Faults
 from tests.runs import write_texts
+from titan_sparse.training import heartbeat
 from titan_sparse.training.heartbeat import Watch, culprits
 
 
@@ -39,18 +39,16 @@ def test_a_rank_that_sleeps_is_named_before_the_timeout(tmp_path):
     assert "in planted_forward_backward" in texts[0] and all("in step" in text for text in texts)
 
 
-class _Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("titan_sparse").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+def _note_lines() -> list[str]:
+    """What is logged as an error from here on."""
+    lines: list[str] = []
+    heartbeat.logger.error = lambda text, *args: lines.append(text % args)
+    return lines
 
 
 def _check_failure() -> None:
-    log, rank = _Lines(), dist.get_rank()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
+    lines, rank = _note_lines(), dist.get_rank()
     watch = Watch(timeout_seconds=8)
     with pytest.raises(RuntimeError), watch:
         watch.step = 4
@@ -60,24 +58,18 @@ def _check_failure() -> None:
         dist.recv(torch.zeros(1), src=1)  # in vain
     place = r"at test_watch.py:\d+ in _check_failure: RuntimeError: out of memory"
     wanted = rf"rank 1 \(host \S+, process \d+\) failed in step 4, {place}"
-    assert len(log.lines) == (rank == 1), log.lines
-    assert all(re.fullmatch(wanted, line) for line in log.lines), log.lines
+    assert len(lines) == (rank == 1), lines
+    assert all(re.fullmatch(wanted, line) for line in lines), lines
 
 
 @pytest.mark.faults
 def test_a_rank_that_fails_by_itself_is_named():
-    run_processes(3, _check_failure_with_short_timeout)
-
-
-def _check_failure_with_short_timeout() -> None:
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
-    _check_failure()
+    run_processes(3, _check_failure)
 
 
 def _check_timeout() -> None:
     """As with NCCL, where the timeout raises nothing on the waiting ranks: all end. A long step is
-    not a failure while no rank waits for another.
-    """
+    not a failure while no rank waits for another."""
     ended: list[int] = []
 
     def note_end(watch: Watch, why: str) -> None:
@@ -98,17 +90,15 @@ def test_a_collective_that_times_out_silently_ends_all():
 
 
 def _check_quiet() -> None:
-    """A rank is late, but within the limit: no rank is blamed. A second watch does not read the
-    keys of the first.
-    """
-    log = _Lines()
+    """A rank is late, but within the limit. A second watch does not read the keys of the first."""
+    lines = _note_lines()
     for _ in range(2):
         with Watch(timeout_seconds=8) as watch:
             for watch.step in range(1, 3):
                 time.sleep(0.2 * dist.get_rank())
                 dist.all_reduce(torch.zeros(1))
             time.sleep(0.3 * dist.get_rank())  # leaving early is no death
-    assert log.lines == [], log.lines
+    assert lines == [], lines
 
 
 def test_nobody_is_accused_without_reason():

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from tests.distributed import run_processes
 from tests.integrations.lm_eval.folders import write_folder, write_tasks
-from tests.runs import tiny_config, train, write_texts
-from titan_sparse.config import save
+from tests.runs import debug_run, write_texts
 
 pytest.importorskip("lm_eval")
 
@@ -47,17 +46,10 @@ def _answers(results: dict) -> list:
     return answers
 
 
-def _same(found: list, expected: list) -> bool:
-    if len(found) != len(expected):
-        return False
-    for mine, other in zip(found, expected, strict=True):
-        if mine != (pytest.approx(other, abs=1e-4) if isinstance(other, float) else other):
-            return False
-    return True
-
-
-def _several_ranks_answer_as_one(folder: Path) -> None:
-    """They share a sequence, or each has requests of its own: three questions for two ranks."""
+def _on_two_ranks(folder: Path) -> None:
+    """They share a sequence, or each has requests of its own: three questions for two ranks. Ranks
+    that are asked otherwise run what rank 0 asks."""
+    rank = dist.get_rank()
     expected = json.loads((folder / "one.json").read_text())
     for ranks in (
         "parallelism.cp=2,attention.layout=balanced,attention.schedule=group_cast",
@@ -65,13 +57,10 @@ def _several_ranks_answer_as_one(folder: Path) -> None:
     ):
         os.environ["LOCAL_RANK"] = "0"  # as on two nodes of one rank each
         results = _evaluate(folder, ranks)
-        assert (results is None) == (dist.get_rank() != 0), ranks
+        assert (results is None) == (rank != 0), ranks
         if results is not None:
-            assert _same(_answers(results), expected), ranks
+            assert _answers(results) == pytest.approx(expected, abs=1e-4), ranks
 
-
-def _ranks_run_what_rank_zero_asks(folder: Path) -> None:
-    rank = dist.get_rank()
     assert _of_rank_zero({"rank": rank}) == {"rank": 0}
     model = TitanSparseLM(
         pretrained=f"{folder}/model",
@@ -91,11 +80,6 @@ def _ranks_run_what_rank_zero_asks(folder: Path) -> None:
         model.set_cache_hook(None)
 
 
-def _on_two_ranks(folder: Path) -> None:
-    _several_ranks_answer_as_one(folder)
-    _ranks_run_what_rank_zero_asks(folder)
-
-
 def test_several_ranks_answer_as_one(tmp_path):
     write_folder(tmp_path / "model")
     write_tasks(tmp_path / "tasks")
@@ -107,18 +91,7 @@ def test_several_ranks_answer_as_one(tmp_path):
 def test_a_run_sparse_and_dense(tmp_path):
     """Its newest checkpoint or a step, with its config.toml, tokenizer and pattern."""
     write_texts(tmp_path / "texts")
-    config = tiny_config(
-        tmp_path,
-        "run",
-        model__flavour="debug",
-        training__steps=2,
-        training__dtype="float32",
-        training__seq_len=900,
-        checkpoint__enable=True,
-        attention__vertical_slash__recall=0.2,
-    )
-    train(config)
-    save(config, config.training.output_dir)
+    debug_run(tmp_path, training__seq_len=900, attention__vertical_slash__recall=0.2)
     requests = [
         Instance("loglikelihood", doc={}, arguments=("a b c d " * 30, " e f"), idx=0),
         Instance("loglikelihood", doc={}, arguments=("", " e f"), idx=1),

@@ -1,4 +1,4 @@
-"""Every test begins with dense attention in blocks of 16 under the name "titan_sparse"."""
+"""Every test begins with dense attention in blocks of BLOCK under the name "titan_sparse"."""
 
 from typing import Any, NamedTuple
 
@@ -18,8 +18,8 @@ class Attended(NamedTuple):
 
 
 @pytest.fixture(autouse=True)
-def _registered() -> None:
-    register(AttentionSettings(block_size=BLOCK))
+def _registered(request: pytest.FixtureRequest) -> None:
+    register(AttentionSettings(block_size=getattr(request.module, "BLOCK", BLOCK)))
 
 
 @pytest.fixture

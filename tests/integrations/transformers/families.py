@@ -1,6 +1,7 @@
 """Tiny models of transformers' families, with random weights, and what two of them are compared by."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import transformers
@@ -14,6 +15,9 @@ __all__ = ["WINDOW", "transformers"]
 CHUNK = 16
 VOCAB = 64
 BLOCK = 16
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Of tests that also run on GPUs, whose kernels take blocks of 64 and more."""
+DEVICE_BLOCK = 64 if DEVICE == "cuda" else BLOCK
 
 OTHERS: dict[str, tuple[str, dict]] = {
     # Its positions are learned, and counted without padding.
@@ -77,6 +81,10 @@ def family(name: str, device: str = "cpu", **changes) -> nn.Module:
 def tokens(batch: int, seq_len: int, seed: int = 0, device: str = "cpu") -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, VOCAB, (batch, seq_len), generator=generator).to(device)
+
+
+device_family = partial(family, device=DEVICE)
+device_tokens = partial(tokens, device=DEVICE)
 
 
 def positions(*lengths: int) -> Tensor:

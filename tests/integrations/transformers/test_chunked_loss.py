@@ -1,18 +1,20 @@
 """chunk_loss(): transformers' own loss and gradients, without logits."""
 
-from functools import partial
-
 import peft
 import pytest
 import torch
 
-from tests.integrations.transformers import families
-from tests.integrations.transformers.families import assert_close
+from tests.integrations.transformers.families import (
+    DEVICE,
+    assert_close,
+)
+from tests.integrations.transformers.families import (
+    device_family as family,
+)
+from tests.integrations.transformers.families import (
+    device_tokens as tokens,
+)
 from titan_sparse.integrations.transformers.chunked_loss import chunk_loss
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-family = partial(families.family, device=DEVICE)
-tokens = partial(families.tokens, device=DEVICE)
 
 
 def loss_and_gradients(model, **inputs):

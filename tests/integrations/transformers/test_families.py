@@ -1,14 +1,13 @@
 """Every family with our attention against transformers' eager attention: logits and every gradient."""
 
 import inspect
-from functools import partial
 
 import pytest
 import torch
 
-from tests.integrations.transformers import families
 from tests.integrations.transformers.families import (
     ALL_FAMILIES,
+    DEVICE,
     assert_close,
     both,
     logits_and_gradients,
@@ -16,13 +15,15 @@ from tests.integrations.transformers.families import (
     positions,
     transformers,
 )
-from titan_sparse.integrations.transformers import AttentionSettings, register
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The smallest block of the kernels on a GPU.
-BLOCK = 64 if DEVICE == "cuda" else families.BLOCK
-family = partial(families.family, device=DEVICE)
-tokens = partial(families.tokens, device=DEVICE)
+from tests.integrations.transformers.families import (
+    DEVICE_BLOCK as BLOCK,
+)
+from tests.integrations.transformers.families import (
+    device_family as family,
+)
+from tests.integrations.transformers.families import (
+    device_tokens as tokens,
+)
 
 SEQ_LEN = 50
 LENGTHS = [17, 30, 3]
@@ -31,20 +32,6 @@ LENGTHS = [17, 30, 3]
 CHUNKS_BESIDE_STATIC_CACHES = "block_sequence_ids" in (
     inspect.signature(transformers.masking_utils.create_chunked_causal_mask).parameters
 )
-
-
-@pytest.fixture(autouse=True)
-def registered() -> None:
-    register(AttentionSettings(block_size=BLOCK))
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "qwen3_next"])
-def test_unpacked(name):
-    model = family(name)
-    input_ids = tokens(2, SEQ_LEN)
-    assert_close(*both(model, lambda: logits_and_gradients(model, input_ids=input_ids)))
-    ours, eager = both(model, lambda: model(input_ids, labels=input_ids).loss.item())
-    assert ours == pytest.approx(eager, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ALL_FAMILIES)

@@ -1,15 +1,22 @@
 """Tokens that follow cached ones: whatever the cache and however many, transformers' own answers."""
 
-from functools import partial
-
 import pytest
 import torch
 
-from tests.integrations.transformers import families
 from tests.integrations.transformers.families import (
+    DEVICE,
     assert_close,
     both,
     transformers,
+)
+from tests.integrations.transformers.families import (
+    DEVICE_BLOCK as BLOCK,
+)
+from tests.integrations.transformers.families import (
+    device_family as family,
+)
+from tests.integrations.transformers.families import (
+    device_tokens as tokens,
 )
 from titan_sparse.attention.masks import Causal
 from titan_sparse.attention.patterns import VerticalSlash
@@ -21,18 +28,8 @@ from titan_sparse.integrations.transformers import (
 )
 
 NAMES = ["llama", "olmo3", "gpt_oss"]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The smallest block of the kernels on a GPU.
-BLOCK = 64 if DEVICE == "cuda" else families.BLOCK
-family = partial(families.family, device=DEVICE)
-tokens = partial(families.tokens, device=DEVICE)
 
 SEQ_LEN = 50
-
-
-@pytest.fixture(autouse=True)
-def registered() -> None:
-    register(AttentionSettings(block_size=BLOCK))
 
 
 @pytest.mark.parametrize("chunks", [[1] * 20, [20, 1, 1, 20, 8], [1, 49]], ids=str)

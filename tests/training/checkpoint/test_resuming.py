@@ -15,7 +15,6 @@ from titan_sparse.trainer import Trainer
 
 SETTINGS = {
     "training__steps": 6,
-    "training__dtype": "float64",
     "optimizer__name": "AdamW",
     "optimizer__lr": 1e-2,
     "checkpoint__enable": True,
