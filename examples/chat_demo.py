@@ -159,7 +159,7 @@ def answer_questions(args: argparse.Namespace, options: list[str]) -> int:
     prompts, expected = [], []
     for line in Path(args.questions).read_text(encoding="utf-8").splitlines():
         *asked, answer = json.loads(line)["messages"]
-        text = template.render(asked, [], add_generation_prompt=True)
+        text, _ = template.render(asked, [], add_generation_prompt=True)
         prompts.append(tokenizer.encode(text).astype(np.int64))
         expected.append(answer["content"])
 

@@ -18,15 +18,8 @@ __all__ = ["ContextParallel", "__version__", "attend", "masks", "patterns", "rec
 
 # Loaded at first use. A mistake in a configuration must be told before torch has even been loaded,
 # and `import titan_sparse.config` runs this file first.
-_MODULES = {
-    "masks": "titan_sparse.attention.masks",
-    "patterns": "titan_sparse.attention.patterns",
-}
-_HOMES = {
-    "ContextParallel": "titan_sparse.attention.context_parallel.group",
-    "attend": "titan_sparse.attention.attend",
-    "recording": "titan_sparse.attention.observe",
-}
+_HOMES = dict.fromkeys(__all__, "titan_sparse.attention")
+_HOMES["recording"] = "titan_sparse.attention.observe"
 
 # PEFT and transformers load torchao wherever it is installed. It warns of its own libraries that fit
 # no GPU here, and torch of its enums: nothing that the reader can change.
@@ -37,12 +30,9 @@ for _logger, _words in (("torchao", "Failed to load"), ("torch.utils._pytree", "
 
 
 def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        value = importlib.import_module(_MODULES[name])
-    elif name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-    else:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value  # The next access finds it without coming here.
     return value
 

@@ -7,14 +7,8 @@ import os
 import torch
 
 from titan_sparse.attention import backends
-from titan_sparse.config import Config, resolve_cp_intra, to_toml
-from titan_sparse.config.changes import (
-    ORIGIN_FILE,
-    Origin,
-    origin_text,
-    read_saved,
-    refuse_changes,
-)
+from titan_sparse.config import Config, resolve_cp_intra, to_toml, world_from_environment
+from titan_sparse.config.changes import ORIGIN_FILE, Origin, origin_text, read_saved, refuse_changes
 from titan_sparse.estimate.constants import costs_of_run
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.evaluation.validation import Validator
@@ -44,7 +38,6 @@ from titan_sparse.training.setup import (
     base_digest,
     check_initial_weights,
     checkpoint_to_resume,
-    local_world_size,
     open_data,
     recomputed_share,
 )
@@ -118,13 +111,12 @@ class Parts:
         parallelism = config.parallelism
         init_distributed(self.device, parallelism.first_step_timeout_seconds, alike_in_run)
         self.start_folder = begin_start(config, self.device)
-        cp_intra = resolve_cp_intra(parallelism, local_world_size())
+        cp_intra = resolve_cp_intra(parallelism, world_from_environment()[1])
         self.meshes = build_meshes(parallelism, cp_intra, self.device.type)
         self.cp = build_context_parallel(config.attention, self.meshes.cp, self.costs)
-        table_of_batch = None
+        self.loader.shard = build_shard(self.model_config, self.cp)
         if self.cp.depends_on_mask:
-            table_of_batch = functools.partial(block_table, config.attention, self.cp)
-        self.loader.use_layout(build_shard(self.model_config, self.cp), table_of_batch)
+            self.loader.block_table = functools.partial(block_table, config.attention, self.cp)
 
     def _make(self) -> None:
         config = self.config

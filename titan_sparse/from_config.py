@@ -18,15 +18,9 @@ from titan_sparse.attention.context_parallel.balanced import Costs
 from titan_sparse.attention.context_parallel.contiguous import Move
 from titan_sparse.attention.context_parallel.schedule import choose
 from titan_sparse.attention.linear import gated_delta_net, split_documents
-from titan_sparse.attention.masks.ranges import (
-    Causal,
-    Documents,
-    Mask,
-    MaskRanges,
-    SlidingWindow,
-)
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices, sliding_window
-from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+from titan_sparse.attention.patterns import PATTERNS, Pattern
 from titan_sparse.config import Attention, resolve_overlap_stages
 from titan_sparse.config.reading import dense_layers
 from titan_sparse.models.decoder import Attends, LayerMasks
@@ -69,9 +63,8 @@ def backend_case(
 
 def build_pattern(attention: Attention) -> Pattern:
     """The pattern that the section names, with the options of its sub-table."""
-    patterns = {pattern.name: pattern for pattern in (Dense, VerticalSlash, XAttention, MoBA)}
     options = getattr(attention, attention.pattern)
-    return patterns[attention.pattern](**dataclasses.asdict(options))
+    return PATTERNS[attention.pattern](**dataclasses.asdict(options))
 
 
 def schedule_named(attention: Attention, inter: int, intra: int) -> str:

@@ -31,11 +31,7 @@ from titan_sparse.training.heartbeat import Watch
 from titan_sparse.training.launcher import Poisoned, StopSignals
 from titan_sparse.training.optimizer import resume_schedule
 from titan_sparse.training.run_folder import profiler
-from titan_sparse.training.setup import (
-    read_initial_hf,
-    step_path,
-    step_size,
-)
+from titan_sparse.training.setup import read_initial_hf, step_path, step_size
 
 logger = logging.getLogger("titan_sparse")
 

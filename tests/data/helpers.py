@@ -156,4 +156,5 @@ def check_resume(ranks_of: Callable[[int, int], list[PackedLoader]], consumed: i
 
 
 def counters(loader: PackedLoader) -> tuple[int, int]:
-    return loader.epoch, loader.documents_seen
+    cursor = loader.streams[0].cursor
+    return cursor.epoch, cursor.documents_seen

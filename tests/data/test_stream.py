@@ -194,11 +194,12 @@ def test_the_part_furthest_behind_its_share_is_next():
     assert shares == [0.333333333, 0.666666667]
 
 
-def test_the_epoch_of_a_mixture_is_that_of_its_most_passed_part():
+def test_each_part_of_a_mixture_has_epochs_of_its_own():
     loader = mixed(("a", 0.5), ("bbb", 0.5))
-    assert [(next(loader), loader.epoch)[1] for _ in range(8)] == [1, 1, 2, 2, 3, 3, 4, 4]
-    assert loader.documents_seen == 8
+    for _ in range(8):
+        next(loader)
     assert [stream.cursor.epoch for stream in loader.streams] == [4, 1]
+    assert [stream.cursor.documents_seen for stream in loader.streams] == [4, 4]
 
 
 @pytest.mark.parametrize("kind", ["packed", "fixed"])
@@ -295,7 +296,8 @@ def test_a_layout_shards_each_batch_alike(depends):
 
     options = {"batch_size": 3, "padding_multiple": 8, "seq_len": 13}
     full, local = make_loader(RAGGED, **options), make_loader(RAGGED, **options)
-    local.use_layout(shard, block_table if depends else None)
+    local.shard = shard
+    local.block_table = block_table if depends else None
     for number in range(3):
         whole, part = next(full), next(local)
         assert whole.table is None and part.lengths == whole.lengths
@@ -317,7 +319,7 @@ def test_positions_that_do_not_restart_count_through_the_sequence():
     pieces = make_loader(RAGGED, **options)
     through = make_loader(RAGGED, **options, restart_positions=False)
     local = make_loader(RAGGED, **options, restart_positions=False)
-    local.use_layout(lambda x, dim, table: x[:, 8:])
+    local.shard = lambda x, dim, table: x[:, 8:]
     for _ in range(3):
         expected, batch, part = next(pieces), next(through), next(local)
         assert batch.positions.dtype == torch.int64

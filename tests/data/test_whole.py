@@ -64,6 +64,7 @@ def test_an_epoch_holds_each_chat_once_and_whole(
     with caplog.at_level(logging.INFO, logger="titan_sparse"):
         (loader,) = loaders(data)
     documents = loader.streams[0].documents
+    cursor = loader.streams[0].cursor
     fits = [i for i in range(len(ANSWERS)) if documents.length(i) <= SEQ_LEN]
     assert 0 < len(ANSWERS) - len(fits) < 4
     told = f"data: {len(ANSWERS) - len(fits)} of the first 15 samples are longer than a sequence and dropped"
@@ -71,7 +72,7 @@ def test_an_epoch_holds_each_chat_once_and_whole(
 
     for epoch in (1, 2):
         seen = []
-        while loader.epoch < epoch:
+        while cursor.epoch < epoch:
             batch = next(loader)
             place = 0
             for length in batch.lengths[0]:
@@ -85,7 +86,7 @@ def test_an_epoch_holds_each_chat_once_and_whole(
                 place += length
             assert (batch.labels[0, place:] == -100).all()
         assert sorted(seen) == fits
-        assert loader.documents_seen == epoch * len(fits)
+        assert cursor.documents_seen == epoch * len(fits)
 
 
 @pytest.mark.parametrize("consumed", [1, 7])

@@ -23,18 +23,10 @@ from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
 from titan_sparse.attention.context_parallel.schedule import SCHEDULES
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges, SlidingWindow
 from titan_sparse.attention.masks.slices import sliding_window
-from titan_sparse.attention.observe import (
-    worker_imbalance,
-)
+from titan_sparse.attention.observe import worker_imbalance
 from titan_sparse.attention.patterns import BlockIndex, VerticalSlash
 from titan_sparse.commands import parser_of, positive, refuses
-from titan_sparse.config import (
-    Config,
-    check,
-    load,
-    padding_multiple,
-    resolve_overlap_stages,
-)
+from titan_sparse.config import Config, check, load, padding_multiple, resolve_overlap_stages
 from titan_sparse.config.reading import require, tokens
 from titan_sparse.estimate.constants import costs_of, costs_of_run, load_constants, shape_of
 from titan_sparse.estimate.indexes import load_indexes, ragged_lengths, random_index

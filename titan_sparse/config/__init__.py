@@ -17,15 +17,7 @@ from titan_sparse.config.checking import (
     resolve_overlap_stages,
     trains_random_base,
 )
-from titan_sparse.config.reading import (
-    ConfigError,
-    Refusal,
-    field_docs,
-    load,
-    save,
-    to_toml,
-    usage,
-)
+from titan_sparse.config.reading import ConfigError, Refusal, field_docs, load, save, to_toml, usage
 from titan_sparse.config.sections import (
     ActivationCheckpoint,
     Attention,
@@ -43,9 +35,4 @@ from titan_sparse.config.sections import (
     Parallelism,
     Profiling,
 )
-from titan_sparse.config.start import (
-    check_launch,
-    check_start,
-    world_from_environment,
-    world_of,
-)
+from titan_sparse.config.start import check_launch, check_start, world_from_environment, world_of

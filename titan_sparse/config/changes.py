@@ -202,7 +202,6 @@ def model_functions(model: dict[str, Any]) -> dict[str, Any]:
     fields = {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}
     fields |= {f"config.json {name}": value for name, value in model.get("settings", ())}
     rope = model.get("rope", {})
-    used = rope
     if rope.get("scaling") == "none":
-        used = {"theta": rope.get("theta"), "scaling": "none"}
-    return fields | {f"rope.{name}": value for name, value in used.items()}
+        rope = {"theta": rope.get("theta"), "scaling": "none"}
+    return fields | {f"rope.{name}": value for name, value in rope.items()}

@@ -72,8 +72,6 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
         if resolve_adapters(model, **vars(config.lora)):
             _check_lora(config)
         _check_run(config)
-    except ConfigError:
-        raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

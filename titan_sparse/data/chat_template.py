@@ -109,14 +109,9 @@ class ChatTemplate:
 
     def render(
         self, messages: list[Message], tools: list[Any], add_generation_prompt: bool = False
-    ) -> str:
-        """The text of the messages. Raises BadSample where the template refuses them."""
-        return self.render_with_marks(messages, tools, add_generation_prompt)[0]
-
-    def render_with_marks(
-        self, messages: list[Message], tools: list[Any], add_generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and [start, stop) in letters of each {% generation %} block in it."""
+        """The text, and [start, stop) in letters of each {% generation %} block in it. Raises
+        BadSample where the template refuses the messages."""
         shown = []
         for message in messages:
             shown.append({key: value for key, value in message.items() if key != "train"})

@@ -169,7 +169,7 @@ class _Chat:
         self.messages = messages
         self.tools = tools
         self.is_marked = template.marks_answers(tools)
-        self.text, self.marks = template.render_with_marks(messages, tools)
+        self.text, self.marks = template.render(messages, tools)
 
     def turns(self, taught: list[bool]) -> list[Turn]:
         """The parts to learn of the messages that are `taught`."""
@@ -201,7 +201,7 @@ class _Chat:
         if message.get("content", "").strip() or message.get("tool_calls"):
             return 0
         others = [*self.messages[:number], {**message, "content": "\ue000"}]
-        text = self.template.render(others + self.messages[number + 1 :], self.tools)
+        text, _ = self.template.render(others + self.messages[number + 1 :], self.tools)
         return len(os.path.commonprefix([self.text, text]))
 
     def message(self, number: int) -> Letters:
@@ -216,7 +216,7 @@ class _Chat:
         """
         if count == len(self.messages) and not asks:
             return len(self.text)
-        part = self.template.render(self.messages[:count], self.tools, add_generation_prompt=asks)
+        part, _ = self.template.render(self.messages[:count], self.tools, asks)
         if not self.text.startswith(part):
             # Some templates (Phi-3) close a chat wherever it ends.
             part = part.removesuffix(self.template.special_tokens.get("eos_token", ""))

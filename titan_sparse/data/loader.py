@@ -79,33 +79,16 @@ class PackedLoader:
     dp_size: int
     padding_multiple: int = 1
     restart_positions: bool = True
-    _shard: Shard | None = None
-    _block_table: BlockTable | None = None
-
-    def use_layout(self, shard: Shard, block_table: BlockTable | None = None) -> None:
-        """From now on return only this context-parallel rank's blocks, as `shard` cuts them.
-
-        `block_table` is for a layout that depends on the batch; `shard` and the batch receive the
-        table. This is a method and not an argument of the constructor, because data is opened
-        before any process group exists, so that mistakes in it are reported at once.
-        """
-        self._shard = shard
-        self._block_table = block_table
+    shard: Shard | None = None
+    """how to cut a batch to this context-parallel rank's blocks; set once there is a process group,
+    because data is opened before, so that mistakes in it are reported at once"""
+    block_table: BlockTable | None = None
+    """for a layout that depends on the batch; `shard` and the batch receive the table"""
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The one tokenizer of all parts of the mixture."""
         return self.streams[0].tokenizer
-
-    @property
-    def epoch(self) -> int:
-        """Whole passes over the source; in a mixture, over the part that has had the most."""
-        return max(stream.cursor.epoch for stream in self.streams)
-
-    @property
-    def documents_seen(self) -> int:
-        """Number of documents begun, over all epochs and ranks."""
-        return sum(stream.cursor.documents_seen for stream in self.streams)
 
     @property
     def sequence(self) -> int:
@@ -163,10 +146,10 @@ class PackedLoader:
         positions = np.stack([sequence.positions for sequence in sequences])
         if not self.restart_positions:
             positions[:] = np.arange(positions.shape[1])
-        table = self._block_table(lengths, tokens.shape[1]) if self._block_table else None
+        table = self.block_table(lengths, tokens.shape[1]) if self.block_table else None
         local = [torch.from_numpy(whole) for whole in (tokens, labels, positions)]
-        if self._shard is not None:
-            local = [self._shard(whole, 1, table) for whole in local]
+        if self.shard is not None:
+            local = [self.shard(whole, 1, table) for whole in local]
         return Batch(*local, lengths, table)
 
     def _next_stream(self) -> Stream:

@@ -8,17 +8,9 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.patterns import (
-    BlockIndex,
-    Dense,
-    MoBA,
-    Pattern,
-    VerticalSlash,
-    XAttention,
-)
+from titan_sparse.attention.patterns import PATTERNS, BlockIndex, Pattern, VerticalSlash
 
 _FORMAT = 1
-_PATTERNS = {pattern.name: pattern for pattern in (Dense, VerticalSlash, XAttention, MoBA)}
 
 
 def save_indexes(
@@ -61,7 +53,7 @@ def load_indexes(path: str | Path) -> tuple[MaskRanges, list[BlockIndex]]:
         data = None
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise ValueError(f"--index {path}: not a file of save_indexes(), format {_FORMAT}")
-    pattern = _PATTERNS[data["pattern"]](**data["parameters"])
+    pattern = PATTERNS[data["pattern"]](**data["parameters"])
     ranges = MaskRanges(data["start"], data["stop"], data["document_start"], data["causal"])
     of_batch = (ranges, data["batch"], data["heads"], data["block_size"])
     return ranges, [pattern.index(tensors, *of_batch) for tensors in data["layers"]]

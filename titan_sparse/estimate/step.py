@@ -12,12 +12,7 @@ from titan_sparse.attention.context_parallel.schedule import (
     circulates_queries,
 )
 from titan_sparse.attention.patterns import MoBA, Pattern
-from titan_sparse.config import (
-    Config,
-    padding_multiple,
-    resolve_cp_intra,
-    resolve_overlap_stages,
-)
+from titan_sparse.config import Config, padding_multiple, resolve_cp_intra, resolve_overlap_stages
 from titan_sparse.from_config import schedule_named
 from titan_sparse.models.config import Adapters, resolve_adapters
 from titan_sparse.models.flavours import DecoderConfig

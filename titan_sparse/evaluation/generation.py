@@ -118,22 +118,20 @@ class _Places:
         return self.lengths[:, None] + numbers.to(self.lengths.device)
 
 
+@dataclass(eq=False)
 class _CachedAttend:
     """One layer's attention: of the prompt by `attend`, and then of one token a sequence, which sees
     the last `window` tokens, and of these the last `run` and the first `sinks`; 0: all."""
 
-    def __init__(
-        self, attend: Callable[..., Tensor], places: _Places, window: int, run: int, sinks: int
-    ) -> None:
-        self.attend = attend
-        self.places = places
-        self.window = window
-        self.run = run
-        self.sinks = sinks
-        # Positions [B, n], keys and values [B, Hkv, n, D] of the prompt.
-        self.prompt: tuple[Tensor, Tensor, Tensor] | None = None
-        # Keys and values of the new tokens that this rank keeps, [2, B, Hkv, n, D].
-        self.new: Tensor | None = None
+    attend: Callable[..., Tensor]
+    places: _Places
+    window: int
+    run: int
+    sinks: int
+    prompt: tuple[Tensor, Tensor, Tensor] | None = None
+    """positions [B, n], keys and values [B, Hkv, n, D] of the prompt"""
+    new: Tensor | None = None
+    """keys and values of the new tokens that this rank keeps, [2, B, Hkv, n, D]"""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
         # q [B, Hq, S_local, D]; k and v [B, Hkv, S_local, D]. Then S_local is 1.

@@ -135,7 +135,7 @@ def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -
     if adapters:
         check_base(config, checkpoint)
     init_distributed(device, config.parallelism.first_step_timeout_seconds, alike(config))
-    cp_intra = resolve_cp_intra(config.parallelism, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    cp_intra = resolve_cp_intra(config.parallelism, world_from_environment()[1])
     meshes = build_meshes(config.parallelism, cp_intra, device.type)
     cp = build_context_parallel(config.attention, meshes.cp)
     with torch.device("meta"):

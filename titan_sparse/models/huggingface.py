@@ -26,11 +26,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.config import DecoderConfig, is_adapter
 from titan_sparse.models.huggingface_config import config_json, read_json
-from titan_sparse.models.huggingface_files import (
-    INDEX_FILE,
-    open_tensors,
-    write_files,
-)
+from titan_sparse.models.huggingface_files import INDEX_FILE, open_tensors, write_files
 from titan_sparse.models.initialization import canonical_name
 from titan_sparse.models.transformers_config import TransformersConfig
 

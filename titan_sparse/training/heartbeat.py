@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
@@ -243,8 +243,7 @@ class Watch:
 
     def _explain(self, error: BaseException, frames: TracebackType | None) -> bool:
         """Returns whether another rank has failed before, or is dead, and this one waited for it."""
-        lines = [(frame.f_code, number) for frame, number in traceback.walk_tb(frames)]
-        self.frozen = place_of(lines[::-1])
+        self.frozen = place_of([*traceback.walk_tb(frames)][::-1])
         place, waits = self.frozen
         is_first = self.store.add("failures", 1) == 1
         if isinstance(error, Refusal):  # says all by itself
@@ -363,19 +362,16 @@ def collectives_begun() -> dict[str, int]:
 
 def place_of_thread(thread: int) -> tuple[str, bool]:
     frame = sys._current_frames().get(thread)
-    frames = []
-    while frame is not None:
-        frames.append((frame.f_code, frame.f_lineno))
-        frame = frame.f_back
-    return place_of(frames)
+    return place_of(traceback.walk_stack(frame) if frame else ())
 
 
-def place_of(frames: list[tuple[CodeType, int]]) -> tuple[str, bool]:
+def place_of(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, bool]:
     """Where code outside of torch is, as "file.py:line in function", and whether it waits for other
     ranks there: in torch.distributed, or in a function called wait. frames: the innermost first.
     """
     waits = False
-    for code, line in frames:
+    for frame, line in frames:
+        code = frame.f_code
         file = os.path.basename(code.co_filename)
         is_torch = code.co_filename.startswith(_TORCH)
         is_waiting = code.co_name == "wait" or (is_torch and file in _COLLECTIVES)

@@ -233,13 +233,8 @@ class MetricsLog:
             self.wandb_run.finish()
 
 
-_BY_LAYER = {
-    "visited": None,
-    "recall": "recall",
-    "blocks_per_query": "blocks_per_query",
-    "verticals": "verticals",
-}
-"""Fields of a Recording that hold a tensor [Hq] a layer, and the names of their means in the log."""
+_BY_LAYER = ("recall", "blocks_per_query", "verticals")
+"""Fields of a Recording that hold a tensor [Hq] a layer. Their means have these names in the log."""
 
 
 def average_over_ranks(recorded: Recording, sequence_tokens: float) -> float:
@@ -250,7 +245,7 @@ def average_over_ranks(recorded: Recording, sequence_tokens: float) -> float:
         dist.all_reduce(values)
         return values / dist.get_world_size()
 
-    for name in _BY_LAYER:
+    for name in ("visited", *_BY_LAYER):
         if layers := getattr(recorded, name):
             setattr(recorded, name, list(mean(torch.stack(layers))))
     recorded.visible = list(mean(torch.stack(recorded.visible)))
@@ -260,9 +255,8 @@ def average_over_ranks(recorded: Recording, sequence_tokens: float) -> float:
 def attention_averages(recorded: Recording) -> dict[str, float]:
     """Means over layers and heads of what was recorded."""
     averages = {"density": recorded.density().mean().item()}
-    for field, name in _BY_LAYER.items():
-        layers = getattr(recorded, field)
-        if name is not None and layers:
+    for name in _BY_LAYER:
+        if layers := getattr(recorded, name):
             averages[name] = torch.stack(layers).double().mean().item()
     if recorded.verticals:
         verticals = torch.stack(recorded.verticals).double()

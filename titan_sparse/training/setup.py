@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_sparse.config import Config, padding_multiple, resolve_cp_intra, trains_random_base
-from titan_sparse.config.changes import (
-    DATA_KEYS,
-    Origin,
-    model_functions,
-    read_saved,
+from titan_sparse.config import (
+    Config,
+    padding_multiple,
+    resolve_cp_intra,
+    trains_random_base,
+    world_from_environment,
 )
+from titan_sparse.config.changes import DATA_KEYS, Origin, model_functions, read_saved
 from titan_sparse.config.reading import KINDS, show
 from titan_sparse.data import PackedLoader, build_loader, load_tokenizer
 from titan_sparse.estimate.memory import peak_gib
@@ -39,10 +40,6 @@ _AUTO_SHARE = 0.9
 
 _STEPS = 16
 """So many shares are tried, so that a little more or less free memory does not change a run."""
-
-
-def local_world_size() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def checkpoint_to_resume(config: Config) -> str | None:
@@ -79,13 +76,12 @@ def alike(config: Config) -> dict[str, str]:
     package's code, and the versions of the packages that it computes with."""
     values = {key: show(attrgetter(key)(config)) for key in KINDS}
     # By ranks of this node: nodes may have different numbers of GPUs.
-    cp_intra = resolve_cp_intra(config.parallelism, local_world_size())
+    cp_intra = resolve_cp_intra(config.parallelism, world_from_environment()[1])
     values["the resolved parallelism.cp_intra"] = str(cp_intra)
     # rglob does not follow links, and in a checkout kernels/ is one.
     for path in sorted([*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").rglob("*.py")]):
-        values[path.relative_to(PACKAGE.parent).as_posix()] = hashlib.sha256(
-            path.read_bytes()
-        ).hexdigest()[:12]
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        values[path.relative_to(PACKAGE.parent).as_posix()] = digest[:12]
     for name, version in versions().items():
         values[f"the version of {name}"] = str(version)
     return values
@@ -137,14 +133,9 @@ def open_data(config: Config, model: DecoderConfig) -> PackedLoader:
 
 
 def step_size(config: Config, model: DecoderConfig, backend: str, recomputed: float) -> StepShape:
-    step = step_of(
-        config,
-        model,
-        build_pattern(config.attention),
-        backend,
-        dist.get_world_size(),
-        local_world_size(),
-    )
+    pattern = build_pattern(config.attention)
+    ranks = (dist.get_world_size(), world_from_environment()[1])
+    step = step_of(config, model, pattern, backend, *ranks)
     return dataclasses.replace(step, attention_recompute=recomputed)
 
 

@@ -14,11 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.masks.geometry import (
-    check_disjoint,
-    padded_table,
-    tightened,
-)
+from titan_sparse.attention.masks.geometry import check_disjoint, padded_table, tightened
 from titan_sparse.attention.masks.ranges import (
     Mask,
     MaskRanges,

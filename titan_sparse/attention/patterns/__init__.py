@@ -5,11 +5,6 @@ from titan_sparse.attention.patterns.moba import MoBA
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlash
 from titan_sparse.attention.patterns.xattention import XAttention
 
-__all__ = [
-    "BlockIndex",
-    "Dense",
-    "MoBA",
-    "Pattern",
-    "VerticalSlash",
-    "XAttention",
-]
+__all__ = ["PATTERNS", "BlockIndex", "Dense", "MoBA", "Pattern", "VerticalSlash", "XAttention"]
+
+PATTERNS = {pattern.name: pattern for pattern in (Dense, VerticalSlash, XAttention, MoBA)}

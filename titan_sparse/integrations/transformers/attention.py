@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import prepare_padding_mask, sdpa_mask
@@ -264,11 +264,5 @@ def keep_attention() -> dict[str, object]:
     In addition to each layer's input, attention's output [B, S, Hq * D] and its LSE [B, Hq, S] in
     fp32 are kept.
     """
-    contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+    contexts = functools.partial(create_selective_checkpoint_contexts, list(SAVED_OPS))
     return {"use_reentrant": False, "context_fn": contexts}
-
-
-def _policy(context: object, op: Callable, *args, **kwargs) -> CheckpointPolicy:
-    if op in SAVED_OPS:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE

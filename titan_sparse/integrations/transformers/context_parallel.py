@@ -33,12 +33,7 @@ from titan_sparse.integrations.transformers.sharding import (
     shifted_labels,
 )
 
-__all__ = [
-    "ContextParallelConfig",
-    "ContextParallelTrainer",
-    "chunk_loss",
-    "shard_batch",
-]
+__all__ = ["ContextParallelConfig", "ContextParallelTrainer", "chunk_loss", "shard_batch"]
 
 
 class ContextParallelConfig(ParallelismConfig):
@@ -153,7 +148,7 @@ class ContextParallelTrainer:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        check_class(cls, ContextParallelTrainer)
+        check_class(cls)
 
     def __init__(self, *args: Any, **kwargs: Any):
         """As the Trainer. Raises ValueError for what context parallelism would get wrong."""
@@ -242,16 +237,13 @@ class ContextParallelTrainer:
         return losses
 
 
-def check_class(cls: type, ours: type) -> None:
-    """Raises TypeError for a class whose losses would not be those of whole sequences.
-
-    ours: ContextParallelTrainer, which `cls` extends.
-    """
+def check_class(cls: type[ContextParallelTrainer]) -> None:
+    """Raises TypeError for a class whose losses would not be those of whole sequences."""
     classes = cls.__mro__
-    if Trainer in classes and classes.index(Trainer) < classes.index(ours):
+    if Trainer in classes and classes.index(Trainer) < classes.index(ContextParallelTrainer):
         raise TypeError(
             f"{cls.__name__} would train whole sequences on every rank; "
-            f"write class {cls.__name__}({ours.__name__}, {cls.__bases__[0].__name__})"
+            f"write class {cls.__name__}(ContextParallelTrainer, {cls.__bases__[0].__name__})"
         )
     for other in classes:
         is_of_trl = other.__module__.partition(".")[0] == "trl" and issubclass(other, Trainer)

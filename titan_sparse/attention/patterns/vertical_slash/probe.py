@@ -11,12 +11,7 @@ from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.patterns.spans import (
-    Spans,
-    entries,
-    lookup,
-    spans_of_blocks,
-)
+from titan_sparse.attention.patterns.spans import Spans, entries, lookup, spans_of_blocks
 from titan_sparse.kernels import probe as kernels
 from titan_sparse.kernels.probe import KeyBlocks, Probe
 
