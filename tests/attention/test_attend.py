@@ -1,6 +1,7 @@
 """attend() on one rank against dense masked attention in fp64, with and without learned sinks, and
 invariants of every selection."""
 
+import functools
 import weakref
 from typing import NamedTuple
 
@@ -95,19 +96,20 @@ def _problem(
     return Problem([q * 0.5, k, v, *more], MASKS[mask], pattern, block)
 
 
-def _results(p: Problem) -> list[Tensor]:
+def results_of(p: Problem, **options) -> list[Tensor]:
     """NAMES, by attend()."""
-    out, grads = gradients(p.attend, p.d_out.to(p.inputs[0].dtype), *p.inputs)
-    return [out, p.aux().lse, *grads]
+    run = functools.partial(p.attend, **options)
+    out, grads = gradients(run, p.d_out.to(p.inputs[0].dtype), *p.inputs)
+    return [out, p.aux(**options).lse, *grads]
 
 
-def _wanted(p: Problem, seen: Tensor) -> list[Tensor]:
+def wanted_of(p: Problem, seen: Tensor) -> list[Tensor]:
     reference = dense_attention if len(p.inputs) == 3 else attention_with_sinks
     out, grads = gradients(lambda *x: reference(*x, seen)[0], p.d_out, *p.inputs)
     return [out, reference(*p.inputs, seen)[1], *grads]
 
 
-def _assert_equal(got: list[Tensor], want: list[Tensor], note: object = None) -> None:
+def assert_equal(got: list[Tensor], want: list[Tensor], note: object = None) -> None:
     for name, a, b in zip(NAMES, got, want):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-9, msg=f"{name}, {note}")
     assert len(got) == len(want)
@@ -126,17 +128,17 @@ def _gap(a: Tensor, b: Tensor) -> float:
 def test_attend_is_dense_attention_over_what_was_selected(shape, mask, pattern, sinks):
     """A sink is a column of the scores that has no value."""
     p = _problem(shape, mask, PATTERNS[pattern], sinks)
-    _assert_equal(_results(p), _wanted(p, p.seen()))
+    assert_equal(results_of(p), wanted_of(p, p.seen()))
 
 
 @pytest.mark.parametrize("mask", ["valid", "documents, window"])
 def test_packed_kernels(monkeypatch, mask):
     """Dense packed documents by kernels that know documents, padding included."""
     p = _problem(SHAPES[2], mask, Dense(), sinks=True)
-    want = _wanted(p, p.seen())
+    want = wanted_of(p, p.seen())
     let_eager_serve_dense(monkeypatch)
     monkeypatch.setattr(BACKENDS["eager"], "forward", None)
-    _assert_equal(_results(p), want)
+    assert_equal(results_of(p), want)
 
 
 @pytest.mark.parametrize("mask", ["causal", "valid"])
@@ -144,8 +146,8 @@ def test_a_sink_of_minus_infinity_is_none(mask):
     """Also where a row sees no key either."""
     p = _problem(SHAPES[2], mask, Dense())
     infinite = torch.full((3,), -torch.inf, dtype=torch.float64)
-    got = _results(p._replace(inputs=[*p.inputs, infinite]))
-    _assert_equal(got, [*_results(p), torch.zeros_like(infinite)])
+    got = results_of(p._replace(inputs=[*p.inputs, infinite]))
+    assert_equal(got, [*results_of(p), torch.zeros_like(infinite)])
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -187,7 +189,7 @@ def test_lower_precision(dtype, sink_dtype, bound):
     low = p._replace(inputs=[*(x.to(dtype) for x in qkv), sinks.to(sink_dtype)])
     exact = p._replace(inputs=[x.double() for x in low.inputs])
     dtypes = (dtype, torch.float32, *(x.dtype for x in low.inputs))
-    results = zip(NAMES, _results(low), _wanted(exact, low.seen()), dtypes, strict=True)
+    results = zip(NAMES, results_of(low), wanted_of(exact, low.seen()), dtypes, strict=True)
     for name, a, b, wanted_dtype in results:
         assert a.dtype == wanted_dtype, name
         assert ((a.double() - b).norm() / b.norm()).item() < bound, name

@@ -16,9 +16,11 @@ from torch.utils.checkpoint import (
 
 from tests.attention.calls import op_arguments, select_arguments
 from tests.reference import structured_qkv
+from tests.slice_cases import cut_square, random_legal
 from titan_sparse.attention import SAVED_OPS, ContextParallel, attend, schedules
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
+from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 
 BLOCK, SEQ_LEN, WIDTH = 16, 128, 32
@@ -30,6 +32,15 @@ PATTERNS = {
     "moba": MoBA(16, 2),
 }
 LENGTHS = [[128], [50, 50, 20], [7, 90, 31]]
+DOCUMENTS = [Documents(lengths) for lengths in LENGTHS]
+SLICES = [
+    Slices.of(written)
+    for written in (
+        random_legal(3, 3, SEQ_LEN),
+        cut_square(128, SEQ_LEN),
+        random_legal(5, 5, SEQ_LEN),
+    )
+]
 
 
 class Layer(nn.Module):
@@ -72,16 +83,19 @@ def _assert_equal(got: list[Tensor], want: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_compiled_once_equal_to_eager_for_all_documents(pattern):
+@pytest.mark.parametrize(
+    "pattern, masks", [*((pattern, DOCUMENTS) for pattern in PATTERNS), ("dense", SLICES)]
+)
+def test_compiled_once_equal_to_eager_for_all_masks(pattern, masks):
+    """Of documents, or of any number of slices."""
     layer = Layer(PATTERNS[pattern])
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
-    for seed, lengths in enumerate(LENGTHS):
-        ranges = Documents(lengths).rows(SEQ_LEN)
+    for seed, mask in enumerate(masks):
+        ranges = mask.rows(SEQ_LEN)
         want = _step(layer, layer, _input(seed), ranges)
         _assert_equal(_step(layer, compiled, _input(seed), ranges), want)
-    assert counter.frame_count == 1, "compiled again for other documents"
+    assert counter.frame_count == 1, "compiled again for another mask"
 
 
 WIDTHS = [(3, 128, 8), (3, 128, 16)]

@@ -1,6 +1,5 @@
 """The cudnn backend on the CPU: torch's two ops are there by their twins, in fp64."""
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,11 +8,12 @@ import torch
 from torch import Tensor
 
 from tests.attention import dense_twin
-from tests.reference import gradients, structured_qkv
-from titan_sparse.attention import attend
+from tests.attention.test_attend import Problem, results_of
+from tests.reference import structured_qkv
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.backends.base import DenseShape, Queries
-from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
+from titan_sparse.attention.patterns import Dense
 
 cudnn = BACKENDS["cudnn"]
 eager = BACKENDS["eager"]
@@ -75,14 +75,10 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
 def calls(monkeypatch):
     """Record the calls to cuDNN. Its ops run here, and eager takes the place of the Triton kernels."""
     with on_the_cpu() as calls:
-        _make_room(monkeypatch)
+        monkeypatch.setattr(cudnn, "refusal", lambda *case: None)
+        monkeypatch.setattr(cudnn, "forward", eager.forward)
+        monkeypatch.setattr(cudnn, "backward", eager.backward)
         yield calls
-
-
-def _make_room(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cudnn, "refusal", lambda *case: None)
-    patch.setattr(cudnn, "forward", eager.forward)
-    patch.setattr(cudnn, "backward", eager.backward)
 
 
 def _problem(q_len: int, k_len: int, heads: tuple[int, int] = (6, 2)) -> tuple[list[Tensor], ...]:
@@ -161,17 +157,6 @@ def test_rows_that_see_nothing(calls, nothing):
     assert (got[0][:, :, 8:] == 0).all()
 
 
-def _everything(backend: str, mask: Mask, qkv: list[Tensor], **options) -> list[Tensor]:
-    """out, lse, dq, dk and dv of attend()."""
-    d_out = torch.randn(
-        qkv[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
-    )
-    run = functools.partial(attend, mask=mask, backend=backend, block_size=16, **options)
-    lse = run(*qkv, return_aux=True)[1].lse
-    out, grads = gradients(run, d_out, *qkv)
-    return [out, lse, *grads]
-
-
 MASKS = {
     # name: (mask, tokens, tokens of the squares that cuDNN computes; 0 for tiles)
     "causal": (Causal(), 96, 96),
@@ -188,10 +173,10 @@ MASKS = {
 def test_masks(name, calls):
     """Plain causal attention of any length is one square. All other masks are computed by tiles."""
     mask, tokens, square = MASKS[name]
-    qkv = list(structured_qkv(2, 6, 2, tokens, 8, seed=1))
-    got = _everything("cudnn", mask, qkv)
+    p = Problem(structured_qkv(2, 6, 2, tokens, 8, seed=1), mask, Dense(), 16)
+    got = results_of(p, backend="cudnn")
     computed = set(calls)
-    _assert_close(got, _everything("eager", mask, qkv))
+    _assert_close(got, results_of(p, backend="eager"))
     expected = {(way, square, square, True) for way in ("forward", "backward")}
     assert computed == (expected if square else set())
 

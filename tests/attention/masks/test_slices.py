@@ -1,14 +1,13 @@
 """Masks of slices: what they see, how tiles are classified, and attention over them, against dense masks."""
 
-import functools
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.reference import dense_attention, gradients, structured_qkv, tiles_of
+from tests.attention.test_attend import Problem, assert_equal, results_of, wanted_of
+from tests.reference import structured_qkv, tiles_of
 from tests.slice_cases import NAMES, SEQ_LEN, counts, mask_and_truth, random_legal
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks import slices
@@ -22,7 +21,7 @@ from titan_sparse.attention.masks.slices import (
     prefix_lm,
     sliding_window,
 )
-from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.attention.patterns import Dense, VerticalSlash
 
 BLOCK = 16
 QKV = torch.zeros(3, 1, 1, 64, 16)
@@ -147,28 +146,10 @@ def test_refusals(make, words):
 
 
 def _check_attention(mask: Mask, truth: Tensor) -> None:
-    """out, lse and gradients of two sequences against dense attention over bool [Bm, S, S]."""
+    """Two sequences against dense attention over bool [Bm, S, S]."""
     qkv = structured_qkv(2, 4, 2, truth.shape[-1], 8)
-    generator = torch.Generator().manual_seed(1)
-    d_out = torch.randn(qkv[0].shape, dtype=torch.float64, generator=generator)
-    # [2, Hq, S, S]
-    seen = truth[:, None].expand(2, 4, -1, -1)
-    want, wanted_gradients = gradients(lambda *x: dense_attention(*x, seen)[0], d_out, *qkv)
-    _, want_lse = dense_attention(*qkv, seen)
-
-    leaves = [x.clone().requires_grad_() for x in qkv]
-    out, aux = attend(*leaves, mask, block_size=BLOCK, return_aux=True)
-    dq, dk, dv = torch.autograd.grad(out, leaves, d_out)
-
-    # [2, Hq, S]
-    is_blind = ~seen.any(-1)
-    assert torch.equal(aux.lse.isneginf(), is_blind)
-    assert (out[is_blind] == 0).all()
-    got = {"lse": aux.lse, "out": out, "dq": dq, "dk": dk, "dv": dv}
-    wanted = [want_lse, want, *wanted_gradients]
-    for (name, a), b in zip(got.items(), wanted, strict=True):
-        gap = (a.nan_to_num(neginf=0) - b.nan_to_num(neginf=0)).abs().max().item()
-        assert gap < 1e-9, f"{name} off by {gap}"
+    p = Problem(qkv, mask, Dense(), BLOCK)
+    assert_equal(results_of(p), wanted_of(p, truth[:, None].expand(2, 4, -1, -1)))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -181,47 +162,3 @@ def test_attention_over_a_batch_of_a_ragged_length():
     written = [random_legal(seed, 9, 101) for seed in (1, 2)]
     mask = Slices.batch([Slices.of(x) for x in written])
     _check_attention(mask, torch.stack([counts(x, 101) > 0 for x in written]))
-
-
-def test_compiles_once_for_any_number_of_slices():
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-
-    def twice(q, k, v, ranges):
-        return attend(q, k, v, ranges, block_size=BLOCK) * 2
-
-    compiled = torch.compile(twice, fullgraph=True, backend=counter)
-    qkv = structured_qkv(1, 2, 1, SEQ_LEN, 8)
-    for number in (3, 40, 130, 5):
-        ranges = Slices.of(random_legal(number, number)).rows(SEQ_LEN)
-        if number == 130:
-            ranges = mask_and_truth("128 slices make a square")[0].rows(SEQ_LEN)
-        d_out = torch.ones_like(qkv[0])
-        got = gradients(functools.partial(compiled, ranges=ranges), d_out, *qkv)
-        want = gradients(functools.partial(twice, ranges=ranges), d_out, *qkv)
-        for a, b in zip((got[0], *got[1]), (want[0], *want[1]), strict=True):
-            torch.testing.assert_close(a, b)
-    assert counter.frame_count == 1
-    torch._dynamo.reset()
-
-
-def test_the_mask_of_a_run_with_sinks():
-    from titan_sparse.config.sections import Attention
-    from titan_sparse.from_config import build_mask
-
-    lengths = [[45, 3, 70, 60], [100]]
-    for kind, spans in (("documents", lengths), ("causal", [[178], [100]])):
-        got = build_mask(
-            Attention(mask=kind, sliding_window=9, window_sinks=4, pattern="dense"), lengths
-        )
-        wanted = [Documents(x).dense(SEQ_LEN)[0] for x in spans]
-        first = [
-            torch.cat([torch.arange(n) for n in x] + [torch.full((SEQ_LEN - sum(x),), 9)]) < 4
-            for x in spans
-        ]
-        near = SlidingWindow(9).dense(SEQ_LEN)[0]
-        assert torch.equal(
-            got.dense(SEQ_LEN), torch.stack([w & (near | f) for w, f in zip(wanted, first)])
-        )

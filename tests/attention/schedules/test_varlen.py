@@ -1,6 +1,5 @@
 """Dense attention of packed documents on one rank by FlashAttention-4: here by a twin of its interface."""
 
-import functools
 import sys
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.attention import dense_twin
+from tests.attention.test_attend import Problem, results_of
 from tests.reference import gradients, structured_qkv
 from titan_sparse.attention import attend
 from titan_sparse.attention.backends import BACKENDS, flash
@@ -86,24 +86,16 @@ def _by_head(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", MASKS)
 def test_equals_attention_over_tiles(name, monkeypatch):
     mask = MASKS[name]
-    q, k, v = structured_qkv(2, 6, 2, S, 8, seed=1)
-    d_out = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(2))
-
+    p = Problem(structured_qkv(2, 6, 2, S, 8, seed=1), mask, Dense(), 16)
     # The second part of the queries sees more keys than there are queries.
-    share = 0.5 if "in two parts" in name else 0.0
-    run = functools.partial(attend, mask=mask, backend="eager", block_size=16, recomputed=share)
-
-    def found() -> list:
-        out, aux = run(q, k, v, return_aux=True)
-        return [out, aux.lse, *gradients(run, d_out, q, k, v)[1]]
-
-    want = found()
+    options = {"backend": "eager", "recomputed": 0.5 if "in two parts" in name else 0.0}
+    want = results_of(p, **options)
     interface = Interface()
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
     monkeypatch.setattr(eager, "serves_dense", lambda q, shape: True)
     monkeypatch.setattr(eager, "dense_forward", flash.dense_forward)
     monkeypatch.setattr(eager, "dense_backward", flash.dense_backward)
-    for a, b in zip(found(), want, strict=True):
+    for a, b in zip(results_of(p, **options), want, strict=True):
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
     windows = {"window": 11, "documents in a window": 9, "padded, in a window": 20}
     # Two forwards, of as many parts, and a backward. Parts of documents go by tiles.
