@@ -30,9 +30,9 @@ class RandomIndex(BlockIndex):
     """Every block pair is selected with some probability, the last query block selects none; random verticals."""
 
     def __init__(
-        self, heads: int, blocks: int, block_size: int, batch: int, verticals: int, seed: int = 0
+        self, heads: int, blocks: int, block_size: int, batch: int, verticals: int, device: str
     ):
-        g = torch.Generator().manual_seed(seed)
+        g = torch.Generator().manual_seed(0)
         seq_len = blocks * block_size
         # Some places are left for the filling.
         count = max(1, verticals - 5)
@@ -41,8 +41,8 @@ class RandomIndex(BlockIndex):
         picked = torch.nn.functional.pad(picked, (0, verticals - count), value=seq_len)
         # [B, Hq, verticals]
         picked = picked.int().view(batch, heads, verticals)
-        super().__init__(seq_len, block_size, picked.to(DEVICE))
-        self.table = torch.rand(batch, heads, blocks, blocks, generator=g).to(DEVICE) < 0.4
+        super().__init__(seq_len, block_size, picked.to(device))
+        self.table = torch.rand(batch, heads, blocks, blocks, generator=g).to(device) < 0.4
         self.table[:, :, -1] = False
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
@@ -71,10 +71,11 @@ class Case:
         verticals=1,
         whole=False,
         dtype=torch.float32,
+        device=DEVICE,
     ):
-        ranges = mask.rows(blocks * size, DEVICE)
-        index = RandomIndex(heads[0], blocks, size, batch, verticals * size)
-        numbers = torch.arange(blocks, device=DEVICE)
+        ranges = mask.rows(blocks * size, device)
+        index = RandomIndex(heads[0], blocks, size, batch, verticals * size, device)
+        numbers = torch.arange(blocks, device=device)
         q_blocks, k_blocks = (numbers, numbers) if whole else (numbers[::2], numbers[1::2])
         self.tiles = block_tiles(ranges, index, q_blocks, k_blocks, batch, True)
         self.vertical_tiles = vertical_tiles(ranges, index, q_blocks, True)
@@ -87,7 +88,7 @@ class Case:
             + [(heads[0], lengths[2])] * 2
         )
         tensors = [
-            torch.randn(batch, n, h, dim, generator=g).transpose(1, 2).to(DEVICE, dtype)
+            torch.randn(batch, n, h, dim, generator=g).transpose(1, 2).to(device, dtype)
             for h, n in shapes
         ]
         self.q, self.d_out, self.k, self.v, self.k2, self.v2 = tensors

@@ -7,13 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.test_block_sparse import Case
 from tests.reference import relative_error
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.backends import flex as module
 from titan_sparse.attention.backends.base import Partial, Queries, Sum
-from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
-from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.tiles import block_tiles, vertical_tiles
+from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.kernels.block_sparse import Piece, Tiles
 from titan_sparse.kernels.compact import pack
 
@@ -22,52 +21,10 @@ flex = BACKENDS["flex"]
 SCALE = 0.25
 
 
-class Chosen(BlockIndex):
-    """A random part of the block pairs, and random verticals."""
-
-    def __init__(self, batch: int, heads: int, seq_len: int, block_size: int, verticals: int):
-        g = torch.Generator().manual_seed(heads + seq_len)
-        capacity = -(-verticals // block_size) * block_size
-        order = torch.rand(batch, heads, seq_len, generator=g).argsort(-1)
-        picked = order[..., :verticals].sort(-1).values
-        picked = torch.nn.functional.pad(picked, (0, capacity - verticals), value=seq_len).int()
-        super().__init__(seq_len, block_size, picked)
-        blocks = seq_len // block_size
-        self.pairs = torch.rand(batch, heads, blocks, blocks, generator=g) < 0.4
-
-    def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
-        # [B, Hq, nq, nk]
-        chosen = self.pairs[:, :, q_blocks][..., k_blocks]
-        is_own = q_blocks[:, None] == k_blocks
-        return chosen | is_own
-
-    def covers(self, q_blocks: Tensor, verticals: Tensor) -> Tensor:
-        # [B, Hq, nq, blocks and one for no vertical] and [B, Hq, nq, C]
-        every = torch.arange(self.pairs.shape[-1])
-        computed = torch.nn.functional.pad(self.selects(q_blocks, every), (0, 1))
-        block = (verticals // self.block_size).long()[:, :, None]
-        return computed.gather(3, block.expand(-1, -1, len(q_blocks), -1))
-
-
-def _ragged(seq_len: int) -> list[Mask]:
-    """Masks with the same shapes; the documents leave padding, whole blocks of it in one sequence."""
-    unit = seq_len // 16
-    lengths = [
-        [5 * unit + 3, 9, unit - 1, 4 * unit],
-        [1, 2 * unit, 8 * unit + 5, 3 * unit, unit // 2],
-    ]
-    documents = Documents(lengths)
-    return [Causal(), documents, documents & SlidingWindow(unit + 5)]
-
-
-def _tiles(mask: Mask, index: Chosen) -> list[Tiles]:
-    """A rank's tiles against another rank's chunk, and against the verticals."""
-    ranges = mask.rows(index.seq_len)
-    numbers = torch.arange(index.seq_len // index.block_size)
-    k_blocks = numbers[0::2]
-    q_blocks = numbers[1::2]
-    blocks = block_tiles(ranges, index, q_blocks, k_blocks, len(index.verticals), True)
-    return [blocks, vertical_tiles(ranges, index, q_blocks, True)]
+LENGTHS = [[53, 9, 9, 40], [1, 20, 85, 30, 5]]
+"""They leave padding, whole blocks of it in one sequence."""
+MASKS = [Causal(), Documents(LENGTHS), Documents(LENGTHS) & SlidingWindow(15)]
+"""With the same shapes."""
 
 
 def _check_piece(piece: Piece, q: Tensor, d_out: Tensor, whole: Partial) -> None:
@@ -112,29 +69,17 @@ def compiled(monkeypatch) -> list:
     return graphs
 
 
-@pytest.mark.parametrize("heads, kv_heads, verticals, seq_len", [(4, 2, 37, 160), (3, 3, 16, 160)])
-def test_pieces_uncompiled(compiled, heads, kv_heads, verticals, seq_len):
-    torch.set_num_threads(1)
-    index = Chosen(2, heads, seq_len, 16, verticals)
-    g = torch.Generator().manual_seed(16)
-
-    def draw(number_of_heads: int, tokens: int) -> Tensor:
-        return torch.randn(2, number_of_heads, tokens, 16, generator=g, dtype=torch.float64)
-
-    half, columns = seq_len // 2, index.verticals.shape[-1]
-    q, d_out = draw(heads, half), draw(heads, half)
-    kv = [
-        (draw(kv_heads, half), draw(kv_heads, half)),
-        (draw(heads, columns), draw(heads, columns)),
-    ]
-    for mask in _ragged(seq_len):
+@pytest.mark.parametrize("heads, verticals", [((4, 2), 3), ((3, 3), 1)])
+def test_pieces_uncompiled(compiled, heads, verticals):
+    for mask in MASKS:
+        case = Case(mask, heads, 16, 16, 10, 2, verticals, dtype=torch.float64, device="cpu")
         pieces = []
-        for tiles, (k, v) in zip(_tiles(mask, index), kv, strict=True):
+        for k, v, tiles in case.pieces():
             covered = _unlisted(tiles)
             if tiles.covered is not None:
                 covered |= tiles.covered
             pieces.append(Piece(k, v, tiles._replace(covered=covered)))
-        whole = eager.forward(q, pieces, SCALE, Sum(q.dtype))
+        whole = eager.forward(case.q, pieces, SCALE, Sum(torch.float64))
         for piece in pieces:
-            _check_piece(piece, q, d_out, whole)
+            _check_piece(piece, case.q, case.d_out, whole)
     assert len(compiled) == 4, "two pieces forward and backward compile once, whatever the mask"
