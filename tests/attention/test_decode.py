@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed import run_processes
+from tests.reference import attention_with_sinks, dense_attention
 from titan_sparse.attention import ContextParallel, decode
 from titan_sparse.attention.decode import Cached, attend_cached
 
@@ -26,14 +27,11 @@ def _inputs(dtype: torch.dtype, device: str = DEVICE) -> tuple[Tensor, Cached]:
 def _expected(
     q: Tensor, cached: Cached, scale: float = 0.25, sinks: Tensor | None = None
 ) -> Tensor:
-    keys = cached.keys.double().repeat_interleave(2, dim=1)
-    values = cached.values.double().repeat_interleave(2, dim=1)
-    scores = scale * q.double() @ keys.mT
-    scores = scores.masked_fill(~cached.seen[:, None, None], -torch.inf)
-    if sinks is not None:
-        column = sinks.double()[:, None, None].expand(len(q), -1, -1, -1)
-        scores = torch.cat([scores, column], dim=-1)
-    return scores.softmax(-1)[..., :KEYS] @ values
+    qkv = [x.double() for x in (q, cached.keys, cached.values)]
+    seen = cached.seen[:, None, None]
+    if sinks is None:
+        return dense_attention(*qkv, seen, scale)[0]
+    return attention_with_sinks(*qkv, sinks.double(), seen, scale)[0]
 
 
 def _parts(cached: Cached, edges: list[int]) -> list[Cached]:

@@ -6,9 +6,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from titan_sparse.attention import attend
-from titan_sparse.attention.masks import Causal, Dilated, Documents, Full, Mask, SlidingWindow
+from titan_sparse.attention.masks import Causal, Dilated, Documents, Full, SlidingWindow
 from titan_sparse.attention.observe import recording
-from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
 
 BLOCK, SEQ_LEN = 16, 32
 PATTERNS = {
@@ -126,27 +126,23 @@ def test_jvp_is_refused(compiled, fresh_compiler):
 @pytest.mark.parametrize("batch, seq_len", [(0, SEQ_LEN), (2, 0)])
 @pytest.mark.parametrize("mask, pattern", COMBINATIONS)
 def test_no_batch_or_no_tokens(batch, seq_len, mask, pattern):
-    for recomputed in (0.0,) if mask == "full" else (0.0, 0.5):
-        _check_empty(batch, seq_len, MASKS[mask], PATTERNS[pattern], recomputed)
-
-
-def _check_empty(batch: int, seq_len: int, mask: Mask, pattern: Pattern, recomputed: float) -> None:
     """Results and gradients are empty, an index selects nothing, and nothing is recorded."""
-    q = torch.zeros(batch, 4, seq_len, 8, dtype=torch.bfloat16, requires_grad=True)
-    k = torch.zeros(batch, 2, seq_len, 8, dtype=torch.bfloat16, requires_grad=True)
-    v = torch.zeros_like(k, requires_grad=True)
-    sinks = torch.ones(4, requires_grad=True)
-    options = {"block_size": BLOCK, "recomputed": recomputed, "sinks": sinks}
-    with recording() as record:
-        out, aux = attend(q, k, v, mask, pattern, return_aux=True, **options)
-    assert out.shape == q.shape and out.dtype == q.dtype
-    assert aux.lse.shape == q.shape[:3] and aux.lse.dtype == torch.float32
-    assert (aux.index.verticals == seq_len).all()
-    assert record.visited == []
-    out.sum().backward()
-    for x in (q, k, v):
-        assert x.grad.shape == x.shape and x.grad.dtype == x.dtype
-    assert torch.equal(sinks.grad, torch.zeros(4))
+    for recomputed in (0.0,) if mask == "full" else (0.0, 0.5):
+        q = torch.zeros(batch, 4, seq_len, 8, dtype=torch.bfloat16, requires_grad=True)
+        k = torch.zeros(batch, 2, seq_len, 8, dtype=torch.bfloat16, requires_grad=True)
+        v = torch.zeros_like(k, requires_grad=True)
+        sinks = torch.ones(4, requires_grad=True)
+        options = {"block_size": BLOCK, "recomputed": recomputed, "sinks": sinks}
+        with recording() as record:
+            out, aux = attend(q, k, v, MASKS[mask], PATTERNS[pattern], return_aux=True, **options)
+        assert out.shape == q.shape and out.dtype == q.dtype
+        assert aux.lse.shape == q.shape[:3] and aux.lse.dtype == torch.float32
+        assert (aux.index.verticals == seq_len).all()
+        assert record.visited == []
+        out.sum().backward()
+        for x in (q, k, v):
+            assert x.grad.shape == x.shape and x.grad.dtype == x.dtype
+        assert torch.equal(sinks.grad, torch.zeros(4))
 
 
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(0, 0, 8), (0, 2, 8), (2, 0, 8), (2, 2, 0)])

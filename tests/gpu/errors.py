@@ -1,7 +1,8 @@
 """Errors of attention on a GPU: against fp64, next to those of torch's dense flash attention."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -78,3 +79,13 @@ def check_lse(got: Tensor, want: Tensor) -> None:
     assert got.shape == want.shape and got.dtype == torch.float32
     assert torch.equal(got.isneginf(), want.isneginf())
     assert (got - want).nan_to_num(0).abs().max() < LSE_LIMIT
+
+
+@contextlib.contextmanager
+def no_waits() -> Iterator[None]:
+    """A wait of the host for the device raises RuntimeError inside."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -30,6 +30,7 @@ from titan_sparse.training.compiling import compile_layer
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 LENGTHS = [700, 324]
@@ -47,13 +48,6 @@ GEMMA = {
     "head_dim": 256,
     "vocab_size": VOCAB,
 }
-
-
-@pytest.fixture(autouse=True)
-def _compiled_anew():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-0.5b", "llama3.1-8b", "gemma3"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.errors import errors, exact, flash_errors, problem, with_gradients
+from tests.gpu.errors import errors, exact, flash_errors, no_waits, problem, with_gradients
 from titan_sparse.attention import attend
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask
@@ -62,11 +62,8 @@ def test_the_host_waits_for_nothing():
     inputs = problem(case.heads, DIM, SEQ_LEN)
     case = case._replace(mask=case.mask.rows(SEQ_LEN, "cuda"))
     case.run(*inputs)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         case.run(*inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_memory_does_not_follow_top_k():

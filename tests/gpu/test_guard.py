@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torchtitan.components.optimizer import OptimizersContainer
 
+from tests.gpu.errors import no_waits
 from titan_sparse.config import Guard as GuardSection
 from titan_sparse.training.guard import Guard, decides_on_device
 
@@ -83,10 +84,7 @@ def test_the_host_does_not_wait():
     torch.cuda._sleep(6_000_000_000)  # about three seconds of work before the next update
     asleep = torch.cuda.Event()
     asleep.record()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         guard.update(2, loss, norm, ours)
         assert [report.step for report in guard.reports(all_of_them=False)] == [1]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert not asleep.query()

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from tests.attention.context_parallel.test_group import SEQ_LEN, check_everything
-from tests.attention.patterns.helpers import BLOCK, MIXED, MOBA, XATTENTION, Case, cases_of_masks
+from tests.attention.patterns.helpers import BLOCK, MOBA, XATTENTION, cases_of_masks
 from tests.distributed import run_processes
 from tests.reference import structured_qkv
-from titan_sparse.attention.context_parallel.layouts import LAYOUTS
 from titan_sparse.attention.masks.ranges import Causal, Documents
-from titan_sparse.attention.observe import count_visits
 from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention, moba, xattention
 from titan_sparse.estimate.indexes import load_indexes, save_indexes
 
@@ -60,26 +58,6 @@ def test_ranks_select_and_compute_as_one_does(axes, every):
     patterns = [XATTENTION, MoBA(chunk_size=20, top_k=3)]
     arguments = (axes, masks, patterns, (4, 2), every)
     run_processes(torch.Size(axes).numel(), check_everything, *arguments)
-
-
-@pytest.mark.parametrize("pattern", [XATTENTION, MoBA(19, 3)], ids=str)
-def test_work_is_counted_tile_by_tile(pattern):
-    case = Case(pattern, Documents(MIXED), MIXED, seq_len=192)
-    q, k, _ = case.inputs()
-    index = pattern.select(q, k, case.mask, block_size=BLOCK)
-    ranges = case.mask.rows(192)
-    table = LAYOUTS["striped"](3, 12)
-    # [B, Hq, query blocks, tokens, key blocks, tokens]
-    tiles = index.dense(case.mask).unflatten(3, (12, BLOCK)).unflatten(2, (12, BLOCK))
-
-    def by_rank(of_blocks):
-        """[query rank, key rank], of [B, Hq, query blocks, key blocks]."""
-        return of_blocks.sum((0, 1))[table][..., table].sum((1, 3))
-
-    visits = count_visits(index, ranges, table)
-    assert torch.equal(visits.pairs, by_rank(tiles.sum((3, 5))))
-    assert torch.equal(visits.full, by_rank(tiles.all(5).all(3).long()))
-    assert (visits.full + visits.partial >= by_rank(tiles.any(5).any(3).long())).all()
 
 
 @pytest.mark.parametrize("pattern", BOTH, ids=str)

@@ -88,12 +88,6 @@ def _known(heads: tuple[Tensor, Tensor], sinks: int = 0) -> Known:
     return Known(list(by_diagonal(by_key)), by_diagonal(pairs))
 
 
-@pytest.fixture(autouse=True)
-def first_seed():
-    yield
-    set_probe_seed(0)
-
-
 def _density_at(recall: float, points: list[Point]) -> float:
     """Interpolated between the two points around it."""
     recalls, densities = zip(*sorted(points))

@@ -36,14 +36,6 @@ MASKS = {
 }
 
 
-def _inputs_that_look_at_themselves() -> list[Tensor]:
-    """q, k and v. Each query attends to its own key, so that no distant slash is chosen."""
-    generator = torch.Generator().manual_seed(0)
-    k = 6 * torch.randn(1, 1, SEQ_LEN, 32, dtype=torch.float64, generator=generator)
-    q = k.repeat(1, 2, 1, 1)
-    return [q, k, k.clone()]
-
-
 def _met(index: BlockIndex, ranges: MaskRanges, layout: str) -> Tensor:
     """bool [W, W], pair by pair: some head computes a block of rank s for queries of rank r.
 
@@ -93,7 +85,10 @@ def test_hops_and_work_that_the_index_saves(monkeypatch):
     with fake_world(RANKS):
         mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
         cp = ContextParallel(mesh, "contiguous", "ring", BLOCK)
-        inputs = _inputs_that_look_at_themselves()
+        # Each query attends to its own key, so that no distant slash is chosen.
+        generator = torch.Generator().manual_seed(0)
+        k = 6 * torch.randn(1, 1, SEQ_LEN, 32, dtype=torch.float64, generator=generator)
+        inputs = (k.repeat(1, 2, 1, 1), k, k.clone())
         q, k, v = [cp.shard(x, 2).requires_grad_() for x in inputs]
         with collectives() as said:
             out = attend(q, k, v, Causal(), LOCAL, cp, "eager")

@@ -16,12 +16,6 @@ BLOCK = 16
 SEQ_LEN = 256
 
 
-@pytest.fixture(autouse=True)
-def seed_of_zero():
-    yield
-    set_probe_seed(0)
-
-
 def _pattern(**parameters) -> VerticalSlash:
     usual = dict(recall=0.9, sinks=2, local_slashes=1, dense_below=48, probe_rows="spread")
     return VerticalSlash(**usual | parameters)

@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,14 +21,6 @@ from titan_sparse.attention.patterns.vertical_slash.probe import (
 )
 
 BLOCK = 4
-
-
-@pytest.fixture(autouse=True)
-def seed_of_zero():
-    """Each test starts with the first seed and restores it."""
-    set_probe_seed(0)
-    yield
-    set_probe_seed(0)
 
 
 def _spans(mask: Mask, seq_len: int, dense_below: int = 8, batch: int = 1) -> Spans:
