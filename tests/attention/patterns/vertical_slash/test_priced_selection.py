@@ -8,9 +8,11 @@ from torch import Tensor
 
 from scripts.benchmarks import synthetic
 from tests.reference import structured_qkv
-from titan_sparse.attention.masks.ranges import Causal, Documents, Mask
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.attention.patterns.vertical_slash import priced, probe
 from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
+from titan_sparse.kernels import compact
 
 BLOCK = 16
 SEQ_LEN = 256
@@ -21,8 +23,8 @@ def _pattern(**parameters) -> VerticalSlash:
     return VerticalSlash(**usual | parameters)
 
 
-def _select(pattern: VerticalSlash, mask: Mask, dtype: torch.dtype = torch.float64):
-    q, k, _ = structured_qkv(2, 4, 2, SEQ_LEN, 8, dtype=dtype)
+def _select(pattern: VerticalSlash, mask: Mask):
+    q, k, _ = structured_qkv(2, 4, 2, SEQ_LEN, 8)
     return pattern.select(q, k, mask, block_size=BLOCK)
 
 
@@ -178,3 +180,37 @@ def test_what_lies_outside_the_span_changes_nothing(probe_rows):
     after = pattern.select(other_q, other_k, mask, block_size=BLOCK)
     assert torch.equal(before.dense(mask)[:, :, 70:], after.dense(mask)[:, :, 70:])
     assert not torch.equal(before.dense(mask), after.dense(mask))
+
+
+# Kernels.
+
+BOUNDS = dict(max_verticals=20, max_slashes=4, min_slashes=2)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="interpreted; tests/gpu/test_selection.py does it on a GPU"
+)
+@pytest.mark.parametrize(
+    "pattern, mask",
+    [
+        (VerticalSlash(sinks=3, dense_below=48), Documents([[71, 7, 1, 49], [60, 60]])),
+        (VerticalSlash(0.8, sinks=0, dense_below=64, **BOUNDS), Causal() & SlidingWindow(100)),
+    ],
+    ids=["joint", "capped"],
+)
+def test_selection_by_kernels_is_that_of_the_twins(pattern, mask, monkeypatch):
+    """From the probe to the lists, but for an element that rounding moves over a limit."""
+    q, k, _ = structured_qkv(2, 4, 2, 128, 16, seed=5, dtype=torch.float32)
+    of_twins = pattern.select(q, k, mask, block_size=16)
+    for module in (probe, priced):
+        monkeypatch.setattr(module, "by_kernels", lambda keys: True)
+    monkeypatch.setattr(priced, "compact", compact.compact)
+    of_kernels = pattern.select(q, k, mask, block_size=16)
+    assert torch.equal(of_kernels.capped, of_twins.capped)
+    assert torch.equal(of_kernels.slashes, of_twins.slashes) and of_twins.slashes.any()
+    different = 0
+    for got, want in zip(of_kernels.verticals.flatten(0, 1), of_twins.verticals.flatten(0, 1)):
+        # Ascending, and filled up behind the last one.
+        assert (got.diff() >= 0).all()
+        different += len(set(got.tolist()) ^ set(want.tolist()))
+    assert different <= 1 and (of_twins.verticals < 128).any()
