@@ -19,8 +19,8 @@ from titan_sparse.from_config import (
     build_context_parallel,
     build_shard,
 )
-from titan_sparse.models.config import adapter_elements, resolve_adapters
-from titan_sparse.models.flavours import choose_implementation, number_of_parameters, resolve
+from titan_sparse.models.config import adapter_elements, number_of_parameters, resolve_adapters
+from titan_sparse.models.flavours import choose_implementation, resolve
 from titan_sparse.models.lora import peft_config
 from titan_sparse.training.build_model import build_model, check_float8
 from titan_sparse.training.checkpoint.checkpointer import Checkpointer, Progress

@@ -55,15 +55,14 @@ def mixers(module: nn.Module, path: str = "") -> Iterator[str]:
     Attention that asks transformers' AttentionInterface for its function is known. What it is made
     of is looked at like everything else. So is linear attention whose forward is one of ours.
     """
-    if type(module).__name__.endswith("GatedDeltaNet"):
-        if "forward" not in vars(module):
-            yield f"{path} ({type(module).__name__})"
-        return
-    if not _is_known(module):
-        yield f"{path} ({type(module).__name__})"
-        return
-    for name, child in module.named_children():
-        yield from mixers(child, f"{path}.{name}" if path else name)
+    kind = type(module).__name__
+    is_linear = kind.endswith("GatedDeltaNet")
+    is_known = "forward" in vars(module) if is_linear else _is_known(module)
+    if not is_known:
+        yield f"{path} ({kind})"
+    elif not is_linear:
+        for name, child in module.named_children():
+            yield from mixers(child, f"{path}.{name}" if path else name)
 
 
 def calls_interface(module: nn.Module) -> bool:

@@ -143,10 +143,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config, list[tuple[str,
         f"--density {args.density} is not in (0, 1]. Write a share such as 0.05",
     )
     ranks_of_node = args.ranks // args.nodes
-    config.parallelism.cp = args.ranks
-    config.parallelism.cp_intra = ranks_of_node
-    config.parallelism.dp_replicate = 1
-    config.parallelism.dp_shard = 1
+    mesh = {"cp": args.ranks, "cp_intra": ranks_of_node, "dp_replicate": 1, "dp_shard": 1}
+    config.parallelism = dataclasses.replace(config.parallelism, **mesh)
     config.training.seq_len = args.seq_len or config.training.seq_len
     if not args.index:  # "auto" depends on the mask that is planned
         config.attention.mask = "documents" if args.documents else "causal"

@@ -67,7 +67,6 @@ def main(words: list[str]) -> int:
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
-    """The options of the command line."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("source", metavar="SOURCE")

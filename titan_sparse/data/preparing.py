@@ -184,8 +184,8 @@ def _plan(writer: Writer) -> dict[str, Any]:
 
 
 def _options(recipe: Recipe) -> dict[str, Any]:
-    names = {name: "row_format" if name == "format" else name for name in OPTIONS}
-    return {names[name]: getattr(recipe, name) for name in OPTIONS}
+    # A plan has a format of its own.
+    return {{"format": "row_format"}.get(name, name): getattr(recipe, name) for name in OPTIONS}
 
 
 def _source_digest(writer: Writer) -> str:

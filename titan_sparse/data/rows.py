@@ -131,7 +131,10 @@ def value_row(where: str, row: Any, field: str, row_format: str) -> Row:
         # A null becomes an empty document, which the loader skips.
         value = "" if row[field] is None else row[field]
         if not isinstance(value, str):
-            raise BadSample(_no_text(field))
+            raise BadSample(
+                f'data.text_field = "{field}" holds no text; write a column of strings, '
+                'or data.format = "messages"'
+            )
         return Row(_whole_characters(value))
     except BadSample as error:
         return Row("", f"{where}: {error}")
@@ -172,13 +175,6 @@ def table_row(where: str, table: Any, field: str, row_format: str) -> Row:
 
 def _no_column(field: str, columns: list[str]) -> str:
     return f'data.text_field = "{field}" is not a column; write one of: {", ".join(columns)}'
-
-
-def _no_text(field: str) -> str:
-    return (
-        f'data.text_field = "{field}" holds no text; write a column of strings, '
-        'or data.format = "messages"'
-    )
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -29,14 +29,8 @@ from titan_sparse.estimate.memory import (
 )
 from titan_sparse.estimate.step import StepShape, step_of
 from titan_sparse.from_config import backend_case, build_pattern, has_slices, selecting_layers
-from titan_sparse.models.config import adapter_elements
-from titan_sparse.models.flavours import (
-    DecoderConfig,
-    TransformersConfig,
-    choose_implementation,
-    number_of_parameters,
-    resolve,
-)
+from titan_sparse.models.config import DecoderConfig, adapter_elements, number_of_parameters
+from titan_sparse.models.flavours import TransformersConfig, choose_implementation, resolve
 from titan_sparse.options import show
 
 OUTSIDE_GIB = 1.5

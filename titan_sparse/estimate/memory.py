@@ -14,8 +14,7 @@ import math
 
 from titan_sparse.attention.context_parallel.schedule import Moves, head_groups
 from titan_sparse.estimate.step import StepShape
-from titan_sparse.models.config import adapter_elements
-from titan_sparse.models.flavours import number_of_parameters
+from titan_sparse.models.config import adapter_elements, number_of_parameters
 
 GIB = 2**30
 

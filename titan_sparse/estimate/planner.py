@@ -226,17 +226,15 @@ class _Planner:
         layer = self.layer
         if isinstance(layer.index, DenseIndex):
             # The mask alone determines what a dense pattern needs.
-            needed = seen_blocks(layer.ranges, self.layer.table, layer.index.block_size)
+            needed = seen_blocks(layer.ranges, layer.table, layer.index.block_size)
         else:
-            needed = met_blocks(layer.ranges, layer.index, self.layer.table)
-        wanted = group_cast_plan.wanted_blocks(
-            needed, self.layer.table, setting.inter, setting.intra
-        )
+            needed = met_blocks(layer.ranges, layer.index, layer.table)
+        wanted = group_cast_plan.wanted_blocks(needed, layer.table, setting.inter, setting.intra)
 
         # [W, 1]: on own blocks, and on those of others, which come in equal stages.
-        pairs = self.layer.visits.pairs.double()
+        pairs = layer.visits.pairs.double()
         own = pairs.diagonal()[:, None]
-        verticals = self.layer.visits.vertical_pairs[:, None]
+        verticals = layer.visits.vertical_pairs[:, None]
         others = pairs.sum(1, keepdim=True) - own + verticals
         forward_stages, backward_stages = setting.overlap_stages
         work = torch.cat([own, *[others / forward_stages] * forward_stages], 1)

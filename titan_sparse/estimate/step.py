@@ -13,9 +13,9 @@ from titan_sparse.attention.context_parallel.schedule import (
 )
 from titan_sparse.attention.patterns import MoBA, Pattern
 from titan_sparse.config import Config, padding_multiple, resolve_cp_intra, resolve_overlap_stages
+from titan_sparse.estimate.constants import shape_of
 from titan_sparse.from_config import schedule_named
-from titan_sparse.models.config import Adapters, resolve_adapters
-from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.models.config import Adapters, DecoderConfig, resolve_adapters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +119,7 @@ def step_of(
     attention = config.attention
     checkpointing = config.activation_checkpoint
     cp = config.parallelism.cp
-    width = getattr(torch, training.dtype).itemsize
-    gradient_width = 2 if attention.gradient_dtype == "bfloat16" else max(width, 4)
+    sent = shape_of(config, model)
     intra = resolve_cp_intra(config.parallelism, local_world_size)
     inter = cp // intra
     schedule = SCHEDULES[schedule_named(attention, inter, intra)]
@@ -140,18 +139,6 @@ def step_of(
     if backend == "cudnn" and not (is_plain and (cp == 1 or makes_rectangles)):
         backend = "triton"
 
-    packed = attention.mask == "documents"
-    most_blocks = -(-seq_len // attention.block_size)
-    index_bytes = verticals = 0
-    if pattern.dynamic:
-        # Only shapes matter: a tensor on "meta" has no memory.
-        q = torch.empty(training.local_batch_size, model.heads, 1, model.head_dim, device="meta")
-        kept = pattern.empty_tensors(q, seq_len, attention.block_size, packed)
-        index_bytes = sum(tensor.nbytes for tensor in kept)
-        verticals = pattern.vertical_count(kept)
-        if hasattr(pattern, "most_blocks"):
-            most_blocks = pattern.most_blocks(seq_len, attention.block_size, packed)
-
     # torch's optimizers choose the foreach implementation where there is no fused one.
     implementation = config.optimizer.implementation
     foreach = implementation == "foreach" or (implementation == "auto" and training.device == "cpu")
@@ -159,29 +146,20 @@ def step_of(
         model=model,
         sequences=training.local_batch_size,
         seq_len=seq_len,
-        width=width,
+        width=sent.element_bytes,
         shards=world_size // config.parallelism.dp_replicate,
         cp=cp,
         schedule=schedule,
         inter=inter,
         overlap_stages=resolve_overlap_stages(attention, inter),
-        gradient_width=gradient_width,
-        circulates_queries=circulates_queries(
-            attention.backward_circulates,
-            model.heads,
-            model.kv_heads,
-            model.head_dim,
-            width,
-            gradient_width,
-        ),
+        gradient_width=sent.gradient_bytes,
+        circulates_queries=circulates_queries(attention.backward_circulates, model.heads, *sent),
         gathers_queries=gathers_queries,
         mode=checkpointing.mode,
         compiled=config.compile.enable,
         backend=backend,
         block_size=attention.block_size,
-        index_bytes=index_bytes,
-        verticals=verticals,
-        most_blocks=most_blocks,
+        **_selected(config, model, pattern, seq_len),
         optimizer_states=0 if config.optimizer.name == "SGD" else 2,
         optimizer_scratch=foreach,
         accumulates=training.gradient_accumulation_steps > 1,
@@ -195,3 +173,22 @@ def step_of(
         float8_recipe=config.float8.recipe,
         adapters=resolve_adapters(model, **vars(config.lora)),
     )
+
+
+def _selected(
+    config: Config, model: DecoderConfig, pattern: Pattern, seq_len: int
+) -> dict[str, int]:
+    """The fields of a StepShape that follow from what one layer selects."""
+    size = config.attention.block_size
+    fields = {"most_blocks": -(-seq_len // size)}
+    if pattern.dynamic:
+        # Only shapes matter: a tensor on "meta" has no memory.
+        sequences = config.training.local_batch_size
+        q = torch.empty(sequences, model.heads, 1, model.head_dim, device="meta")
+        packed = config.attention.mask == "documents"
+        kept = pattern.empty_tensors(q, seq_len, size, packed)
+        fields["index_bytes"] = sum(tensor.nbytes for tensor in kept)
+        fields["verticals"] = pattern.vertical_count(kept)
+        if hasattr(pattern, "most_blocks"):
+            fields["most_blocks"] = pattern.most_blocks(seq_len, size, packed)
+    return fields

@@ -21,8 +21,8 @@ from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.from_config import build_attends, build_context_parallel
 from titan_sparse.models.build import build_decoder
-from titan_sparse.models.config import Adapters, resolve_adapters
-from titan_sparse.models.flavours import DecoderConfig, resolve
+from titan_sparse.models.config import Adapters, DecoderConfig, resolve_adapters
+from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import check_weights, load_weights, tensor_shapes
 from titan_sparse.models.initialization import initialize
 from titan_sparse.models.lora import adapter_shapes, add_adapters

@@ -6,23 +6,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-from titan_sparse.models.config import DecoderConfig, RopeConfig, number_of_parameters
+from titan_sparse.models.config import DecoderConfig, RopeConfig
 from titan_sparse.models.huggingface_config import config_of, is_native, read_config
 from titan_sparse.models.transformers_config import (
     AS_PUBLISHED,
     TransformersConfig,
     read_transformers_config,
 )
-
-__all__ = [
-    "FLAVOURS",
-    "DecoderConfig",
-    "RopeConfig",
-    "TransformersConfig",
-    "choose_implementation",
-    "number_of_parameters",
-    "resolve",
-]
 
 _FILE = Path(__file__).with_name("flavours.json")
 # Qwen publishes YaRN with original_max_position_embeddings = 32768, whatever

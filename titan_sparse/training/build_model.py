@@ -28,9 +28,8 @@ from titan_sparse.attention import SAVED_OPS
 from titan_sparse.config import ActivationCheckpoint, Compile, Config, Float8
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.chunked_mlp import ChunkedMLP
-from titan_sparse.models.config import resolve_adapters
+from titan_sparse.models.config import DecoderConfig, resolve_adapters
 from titan_sparse.models.decoder import MLP, Attends, Decoder
-from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.initialization import initialize
 from titan_sparse.models.lora import add_adapters
 from titan_sparse.training.offload import OffloadedBlocks

@@ -19,8 +19,7 @@ from titan_sparse.attention.observe import Recording, recording, worker_imbalanc
 from titan_sparse.attention.recorder import counting_caps
 from titan_sparse.config import Attention, Config
 from titan_sparse.estimate.flops import flops_per_token, peak_flops, utilization
-from titan_sparse.models.config import resolve_adapters
-from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.models.config import DecoderConfig, resolve_adapters
 from titan_sparse.training.metrics_output import JsonLines, tag
 from titan_sparse.training.pictures import heat_map
 

@@ -25,7 +25,7 @@ from titan_sparse.data import PackedLoader, build_loader, load_tokenizer
 from titan_sparse.estimate.memory import peak_gib
 from titan_sparse.estimate.step import StepShape, step_of
 from titan_sparse.from_config import build_pattern
-from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.huggingface import check_weights, load_weights
 from titan_sparse.models.huggingface_files import weights_digest
 from titan_sparse.training.checkpoint.folders import FOLDER, newest_checkpoint
