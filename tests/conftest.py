@@ -61,11 +61,15 @@ LONGEST = [
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, otherwise in the order of their names.
 
-    Tests of kernels that run on the device that is there are tests of the GPU where there is one.
+    Tests of kernels that run on the device that is there are tests of the GPU where there is one,
+    and those of tests/gpu always. Without one they are skipped.
     """
     for item in items:
-        if getattr(getattr(item, "module", None), "DEVICE", "cpu") == "cuda":
+        device = getattr(getattr(item, "module", None), "DEVICE", "cpu")
+        if device == "cuda" or item.nodeid.startswith("tests/gpu/"):
             item.add_marker(pytest.mark.gpu)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip("needs a GPU"))
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(LONGEST)))
 

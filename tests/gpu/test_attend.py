@@ -16,11 +16,6 @@ from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.training.build_model import checkpoint_contexts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
-
 
 def _qkv(seq_len: int, dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     return [x.to("cuda", dtype) for x in structured_qkv(1, 4, 2, seq_len, dim, seed=1)]

@@ -28,11 +28,7 @@ from titan_sparse.models.transformers_config import read_transformers_config
 from titan_sparse.training.build_model import checkpointed
 from titan_sparse.training.compiling import compile_layer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("fresh_compiler"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 LENGTHS = [700, 324]
 LENGTH = sum(LENGTHS)
 VOCAB = 512

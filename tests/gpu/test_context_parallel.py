@@ -39,10 +39,7 @@ from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 from titan_sparse.training.distributed import set_timeout
 
 RANKS = 4 if torch.cuda.device_count() >= 4 else 2
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 ROOT = Path(__file__).parents[2]
 SCHEDULES = ("all_gather", "ring", "double_ring")
 HANG_SECONDS = 120

@@ -28,10 +28,7 @@ from titan_sparse.attention.backends.base import DenseShape, Queries
 from titan_sparse.attention.backends.cudnn import missing
 
 _REASON = missing()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(_REASON is not None, reason=str(_REASON)),
-]
+pytestmark = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
 cudnn = BACKENDS["cudnn"]
 CAUSAL = DenseShape(causal=True)
 

@@ -16,8 +16,6 @@ pytest.importorskip("accelerate")
 ROOT = Path(__file__).parents[2]
 WORDS = ["--bf16", "--tokens", "2048", "--steps", "2"]
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

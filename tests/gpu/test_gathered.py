@@ -13,10 +13,6 @@ from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask
 from titan_sparse.attention.patterns import MoBA
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
 DIM = 128
 SEQ_LEN = 8192
 

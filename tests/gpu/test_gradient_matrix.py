@@ -33,7 +33,6 @@ from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.masks.slices import sliding_window
 from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 SEQ_LEN = 2001  # no whole blocks
 LENGTHS = [700, 3, 901, 130, 200]
 MASKS = {

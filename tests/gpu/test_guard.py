@@ -15,10 +15,6 @@ from tests.gpu.errors import no_waits
 from titan_sparse.config import Guard as GuardSection
 from titan_sparse.training.guard import Guard, decides_on_device
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
 DEVICE = torch.device("cuda", 0)
 
 

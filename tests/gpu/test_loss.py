@@ -9,8 +9,6 @@ from tests.gpu.errors import no_waits
 from tests.reference import relative_error
 from titan_sparse.loss import linear_cross_entropy, token_cross_entropy
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
-
 
 def _inputs(
     tokens: int, dim: int, vocab: int, dtype: torch.dtype = torch.bfloat16

@@ -16,10 +16,6 @@ from tests.runs import TINY, metrics_of, tiny_config, write_texts
 from titan_sparse.models import flavours
 from titan_sparse.trainer import Trainer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
 MODEL = replace(
     TINY, hidden_size=1024, layers=12, heads=16, kv_heads=4, head_dim=64, intermediate_size=2816
 )

@@ -12,10 +12,6 @@ from titan_sparse.attention.patterns import VerticalSlash, XAttention, xattentio
 from titan_sparse.attention.patterns.vertical_slash import independent, priced, probe
 from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
 USUAL = dict(recall=0.9, sinks=4, count_sinks=True, local_slashes=1, dense_below=256)
 PATTERNS = {
     "default": VerticalSlash(dense_below=256),

@@ -17,10 +17,6 @@ from tests.runs import TINY, metrics_of, tiny_config, train, write_texts
 from titan_sparse.models import flavours
 from titan_sparse.training.heartbeat import write_stacks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
 ROOT = Path(__file__).parents[2]
 # NCCL's recorder reads it once, when a process has its first group, which another test may make.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")

@@ -10,7 +10,6 @@ from tests.integrations.transformers.families import family, positions, tokens
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.integrations.transformers import AttentionSettings, register
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 SEQ_LEN = 1000
 LENGTHS = [300, 60, 640]
 

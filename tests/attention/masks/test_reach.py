@@ -1,25 +1,47 @@
-"""Which queries reach which keys, by block, by rank and by key, against the dense mask."""
+"""Which queries reach which keys, by block, by rank and by key, and visible pairs, in all and in each
+tile, for masks of both kinds against the dense mask."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.attention.masks.dense_cases import MASKS, RANGES
 from tests.reference import tiles_of
-from tests.slice_cases import SEQ_LEN
+from tests.slice_cases import NAMES, SEQ_LEN, mask_and_truth
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
+from titan_sparse.attention.masks import Causal, Dilated, Documents, Full, Mask, SlidingWindow
 from titan_sparse.attention.masks.ranges import token_positions
 from titan_sparse.attention.masks.reach import (
     block_reach,
+    pairs_by_block,
     queries_seeing,
     reached,
     seen_blocks,
     seen_chunks,
     seen_whole,
+    tile_weights,
+    visible_pairs,
 )
+
+RANGES: dict[str, Mask] = {
+    "full": Full(),
+    "causal": Causal(),
+    "padded": Causal(valid=(SEQ_LEN - 5, 31)),
+    "nothing at all": Causal(valid=(0,)),
+    "window": SlidingWindow(30),
+    "window of one": SlidingWindow(1),
+    "documents": Documents([[100, 7, 1, 60], [40, 40, 100]]),
+    "single tokens": Documents([1] * 150),
+    "windowed documents": Documents([[SEQ_LEN], [3, 100, 60, 17]]) & SlidingWindow(50),
+}
+SLICES: dict[str, Mask] = {name: mask_and_truth(name)[0] for name in NAMES[::3]} | {
+    "dilated": Dilated(40, 7),
+    "dilated documents": Documents([[100, 7, 1, 60], [40, 40, 100]]) & Dilated(50, 20),
+}
+MASKS = RANGES | SLICES
 
 SIZE = 8
 BLOCKS = SEQ_LEN // SIZE
+Q_BLOCKS = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(0))[:19]
 
 
 def _tiles(dense: Tensor) -> Tensor:
@@ -70,3 +92,25 @@ def test_queries_that_see_a_key(name):
     got = (query >= first[..., None]) & (query < last[..., None])  # [B, H, n, S]
     for sequence in range(2):
         assert torch.equal(got[sequence], dense[sequence].T[keys[sequence]])
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_pairs_in_all(name):
+    pairs = visible_pairs(MASKS[name].rows(SEQ_LEN))
+    assert pairs.dtype == torch.float64
+    assert torch.equal(pairs, MASKS[name].dense(SEQ_LEN).sum((1, 2)).double())
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_weights_of_tiles(name):
+    k_blocks = torch.arange(BLOCKS).flip(0)[3:]
+    weights = tile_weights(RANGES[name].rows(SEQ_LEN), Q_BLOCKS, k_blocks, SIZE)
+    want = tiles_of(RANGES[name].dense(SEQ_LEN), SIZE).sum((-1, -2))[:, Q_BLOCKS][:, :, k_blocks]
+    assert {values.dtype for values in weights} == {torch.int32}
+    assert torch.equal(weights.pairs.long(), want)
+    of_all = pairs_by_block(RANGES[name].rows(SEQ_LEN), Q_BLOCKS, SIZE)
+    assert torch.equal(of_all[..., k_blocks], weights.pairs)
+    assert torch.equal(weights.whole == 1, want == SIZE * SIZE)
+    in_part = (want > 0) & (want < SIZE * SIZE)
+    assert (weights.partial[in_part] > 0).all()
+    assert (weights.partial[weights.whole == 1] == 0).all()

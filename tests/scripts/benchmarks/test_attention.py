@@ -4,7 +4,6 @@ import functools
 import json
 
 import pytest
-import torch
 
 from scripts.benchmarks import attention as benchmark
 from scripts.benchmarks.attention_cases import (
@@ -102,7 +101,6 @@ def test_rows_of_patterns(rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_small_run_on_a_gpu(tmp_path):
     out = tmp_path / "result.json"
     words = "sparse masks patterns --heads 4:2 --seq-lens 8192 --densities 0.2 0.5 --repeats 2 "
