@@ -128,9 +128,7 @@ def test_a_tokenizer_counts_by_its_content(tmp_path):
 
 
 def test_a_model_counts_by_what_it_is(tmp_path):
-    """A model.initial_hf that was moved or deleted is the same model. Another config.json in it is
-    another model.
-    """
+    """A model.initial_hf that was moved or deleted is the same model, but not with another config.json."""
     before = _config(model__initial_hf="old/folder")
     checkpoint = tmp_path / "run/checkpoint/step-3"
     save(before, checkpoint)

@@ -5,13 +5,7 @@ import re
 import pytest
 
 from tests.config.test_reading import message_of
-from titan_sparse.config import (
-    Config,
-    Data,
-    check,
-    load,
-    to_toml,
-)
+from titan_sparse.config import Config, Data, check, load, to_toml
 from titan_sparse.config.sources import source_weights
 
 CP = " --parallelism.cp 2"

@@ -1,7 +1,4 @@
-"""train_configs/: in every file no query sees another document, the claims of the comments hold.
-
-A file may let documents see each other only by attention.mask = "causal_across_documents".
-"""
+"""train_configs/: in every file no query sees another document, the claims of the comments hold."""
 
 import re
 from dataclasses import replace

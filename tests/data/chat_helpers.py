@@ -81,9 +81,9 @@ def write_tokenizer(
     end: str = "<|endoftext|>",
     trims: bool = True,
 ) -> str:
-    """A folder with a small byte-level tokenizer, whose letters are found as in Llama 3's, and the
-    template. It puts <|begin_of_text|> before what it encodes. If it `trims`,
-    transformers does not find the token of a blank, nor the mask of an answer that begins with one."""
+    """A folder with the template and a small byte-level tokenizer that splits words as Llama 3's and puts
+    <|begin_of_text|> first. If it `trims`, transformers finds no mask of an answer that begins with a
+    blank."""
     folder.mkdir(exist_ok=True)
     tokenizer = tokenizers.Tokenizer(models.BPE())
     words = tokenizers.Regex(r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+")

@@ -1,7 +1,7 @@
 """Texts, files, shards and loaders that several data tests use."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ PADDING = ByteTokenizer.padding
 LENGTHS = [5, 40, 0, 1, 15, 16, 17, 33, 3, 90]
 
 
-def write_texts(folder: Path, ending: str, field: str = "text") -> Path:
+def write_texts(folder: Path, ending: str) -> Path:
     """TEXTS in a folder of two files, or of one file a document for .txt."""
     folder.mkdir()
     if ending == ".txt":
@@ -34,7 +34,7 @@ def write_texts(folder: Path, ending: str, field: str = "text") -> Path:
             (folder / f"{i}.txt").write_text(text, encoding="utf-8")
         return folder
     for part, texts in enumerate([TEXTS[:2], TEXTS[2:]]):
-        table = [{field: text, "number": i} for i, text in enumerate(texts)]
+        table = [{"text": text, "number": i} for i, text in enumerate(texts)]
         write_rows(folder / f"{part}{ending}", table)
     return folder
 
@@ -104,15 +104,13 @@ def make_loader(
     min_document_length: int = 0,
     sequences: str = "packed",
     batch_size: int = 1,
-    dp_rank: int = 0,
-    dp_size: int = 1,
     **options,
 ) -> PackedLoader:
     """A loader of texts; `options` are those of PackedLoader."""
     tokenizer = tokenizer or ByteTokenizer()
     data = Data(shuffle=shuffle, min_document_length=min_document_length, sequences=sequences)
     stream = WalkedStream(TokenizedTexts(source, tokenizer), tokenizer, data, seq_len, seed)
-    return PackedLoader([stream], [1.0], batch_size, dp_rank, dp_size, **options)
+    return PackedLoader([stream], [1.0], batch_size, 0, 1, **options)
 
 
 def open_loader(
@@ -120,6 +118,12 @@ def open_loader(
 ) -> PackedLoader:
     """build_loader() with a seed and small sizes."""
     return build_loader(data, seq_len, batch_size, 3, dp_rank, dp_size)
+
+
+def loaders(
+    data: Data, ranks: int = 1, batch_size: int = 1, seq_len: int = 16
+) -> list[PackedLoader]:
+    return [open_loader(data, seq_len, rank, ranks, batch_size) for rank in range(ranks)]
 
 
 def rows(batch: Batch) -> Iterator[tuple]:
@@ -137,19 +141,19 @@ def global_stream(ranks: list[PackedLoader], batches: int) -> list[tuple]:
     return sequences
 
 
-def check_resume(ranks_of: Callable[[int, int], list[PackedLoader]], consumed: int) -> None:
+def check_resume(data: Data, consumed: int, seq_len: int = 16) -> None:
     """After `consumed` batches on two ranks, other numbers of ranks and batch sizes continue as if
     nothing had happened."""
-    saved = ranks_of(2, 1)
+    saved = loaders(data, 2, 1, seq_len)
     start = global_stream(saved, consumed)
     state = json.loads(json.dumps(saved[0].state_dict()))
     assert state == saved[1].state_dict() and state["sequence"] == 2 * consumed
     for dp_size, batch_size in ((1, 1), (3, 2)):
-        ranks = ranks_of(dp_size, batch_size)
+        ranks = loaders(data, dp_size, batch_size, seq_len)
         for rank in ranks:
             rank.load_state_dict(state)
         resumed = global_stream(ranks, 5)
-        (alone,) = ranks_of(1, 1)
+        (alone,) = loaders(data, seq_len=seq_len)
         assert start + resumed == global_stream([alone], len(start) + len(resumed))
         assert {counters(rank) for rank in ranks} == {counters(alone)}
         assert all(rank.state_dict() == ranks[0].state_dict() for rank in ranks)

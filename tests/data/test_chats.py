@@ -30,7 +30,7 @@ from titan_sparse.data.tokenizer import Encoded, load_tokenizer
 transformers = pytest.importorskip("transformers")
 
 
-def reference(folder: str, template: str, messages: list[dict], tools=None) -> dict:
+def reference(folder: str, template: str, messages: list[dict]) -> dict:
     """Token ids and the assistant's mask as transformers makes them."""
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=f"{folder}/tokenizer.json",
@@ -39,7 +39,6 @@ def reference(folder: str, template: str, messages: list[dict], tools=None) -> d
     )
     return tokenizer.apply_chat_template(
         messages,
-        tools=tools,
         chat_template=template,
         return_dict=True,
         return_assistant_tokens_mask=True,
@@ -69,11 +68,10 @@ def with_objects(chat: list[dict]) -> list[dict]:
     return chat
 
 
-def trl_masks(folder: str, name: str, messages: list[dict], tools=None) -> Encoded:
-    """A chat with the masks of TRL's training template, without what a model never writes: the
-    header of an answer, and a line break after its end.
-    """
-    wanted = reference(folder, trl_template(f"{name}_training"), messages, tools)
+def trl_masks(folder: str, name: str, messages: list[dict]) -> Encoded:
+    """A chat with the masks of TRL's training template, without what a model never writes: the header
+    of an answer, and a line break after its end."""
+    wanted = reference(folder, trl_template(f"{name}_training"), messages)
     ids, mask = np.array(wanted["input_ids"]), np.array(wanted["assistant_masks"], dtype=bool)
     encode_text = load_tokenizer(folder).encode
     for header in ("<|start|>assistant", "<｜Assistant｜>", "<｜tool▁outputs▁end｜>"):
@@ -168,10 +166,8 @@ def test_what_a_template_leaves_out_is_refused(tmp_path, name, extra, lost):
 
 
 def test_a_template_that_drops_earlier_reasoning(tmp_path):
-    """Stock Qwen3 writes a different first answer when a second one follows. Where only the last
-    answer is learned, the template is used as published. A template of an unknown family is
-    refused.
-    """
+    """Stock Qwen3 writes another first answer when a second one follows, and is used where only the last
+    one is learned. Of an unknown family, such a template is refused."""
     folder = write_tokenizer(tmp_path, trl_template("qwen3"))
     last = encode(folder, CHAT, loss_on="last_assistant")
     assert learned_texts(last, folder) == ["<think>\n\n</think>\n\nyes<|im_end|>"]

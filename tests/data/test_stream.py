@@ -18,6 +18,7 @@ from tests.data.helpers import (
     counters,
     global_stream,
     lettered_texts,
+    loaders,
     make_loader,
     open_loader,
     prepared,
@@ -107,10 +108,6 @@ def texts(folder: Path, ending: str = ".jsonl", letter: str = "a") -> str:
     return str(folder)
 
 
-def ranks_of(data: Data, dp_size: int = 1, batch_size: int = 1) -> list[PackedLoader]:
-    return [open_loader(data, SEQ_LEN, rank, dp_size, batch_size) for rank in range(dp_size)]
-
-
 @pytest.mark.parametrize("ending", [".txt", ".jsonl.zst", ".parquet", "tokens"])
 @pytest.mark.parametrize("kind", ["packed", "fixed", "fixed_and_rest"])
 @pytest.mark.parametrize(("shuffle", "shortest"), [(True, 0), (False, 0), (True, 5), (False, 16)])
@@ -120,8 +117,8 @@ def test_the_stream_is_that_of_a_loop_over_the_documents(tmp_path, ending, kind,
     data = Data(source=source, sequences=kind, shuffle=shuffle, min_document_length=shortest)
     documents = [text for text in lettered_texts("a") if text or not are_tokens]
     expected = list(itertools.islice(sequences(documents, data, are_tokens), 48))
-    assert global_stream(ranks_of(data), 48) == expected
-    assert global_stream(ranks_of(data, 3, 2), 8) == expected
+    assert global_stream(loaders(data), 48) == expected
+    assert global_stream(loaders(data, 3, 2), 8) == expected
 
 
 @pytest.mark.parametrize("is_prepared", [True, False], ids=["tokens", "texts"])
@@ -130,7 +127,7 @@ def test_the_stream_is_that_of_a_loop_over_the_documents(tmp_path, ending, kind,
 def test_resume_equals_uninterrupted_on_any_ranks(tmp_path, is_prepared, kind, consumed):
     source = prepared(tmp_path) if is_prepared else texts(tmp_path)
     data = Data(source=source, sequences=kind)
-    check_resume(lambda dp_size, batch_size: ranks_of(data, dp_size, batch_size), consumed)
+    check_resume(data, consumed)
 
 
 @pytest.mark.parametrize(
@@ -209,14 +206,14 @@ def test_a_mixture_of_texts_and_tokens_keeps_its_shares_and_resumes(tmp_path, ki
     shares = dict(zip("abc", (0.5, 0.3, 0.2), strict=True))
     source = ", ".join(f"{parts[letter]}:{10 * share}" for letter, share in shares.items())
     data = Data(source=source, sequences=kind)
-    check_resume(lambda dp_size, batch_size: ranks_of(data, dp_size, batch_size), 7)
+    check_resume(data, 7)
     rows = {letter: [] for letter in "abc"}
-    for count, row in enumerate(global_stream(ranks_of(data), 50), 1):
+    for count, row in enumerate(global_stream(loaders(data), 50), 1):
         rows[chr(min(row[0]))].append(row)
         for letter, share in shares.items():
             assert abs(len(rows[letter]) - share * count) <= 1.0
     for letter, own in rows.items():
-        alone = global_stream(ranks_of(Data(source=parts[letter], sequences=kind)), 50)
+        alone = global_stream(loaders(Data(source=parts[letter], sequences=kind)), 50)
         assert own == alone[: len(own)]
 
 

@@ -2,18 +2,20 @@
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.data import helpers
 from tests.data.chat_helpers import CALL, CHAT, CHATML, trl_template, write_tokenizer
 from tests.data.helpers import check_resume, global_stream, write_rows
 from titan_sparse.commands.prepare_data import main
 from titan_sparse.config import Data
 from titan_sparse.data import stream
 from titan_sparse.data.documents import open_documents
-from titan_sparse.data.loader import PackedLoader, build_loader
+from titan_sparse.data.loader import build_loader
 from titan_sparse.data.packing import first_fit
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
@@ -23,6 +25,7 @@ from titan_sparse.data.tokenizer import load_tokenizer
 SEQ_LEN = 200
 ANSWERS = [3, 60, 10, 400, 25, 90, 5, 130, 40, 2, 75, 33, 8, 110, 20]
 """Letters of the answers; that of 400 is longer than a sequence."""
+loaders = partial(helpers.loaders, seq_len=SEQ_LEN)
 
 
 @pytest.fixture
@@ -30,11 +33,11 @@ def tokenizer_folder(tmp_path) -> str:
     return write_tokenizer(tmp_path / "tokenizer", CHATML)
 
 
-def write_chats(path: Path, letter: str = "a") -> str:
+def write_chats(path: Path) -> str:
     """A chat for each of ANSWERS; each third one teaches nothing."""
     rows = []
     for number, size in enumerate(ANSWERS):
-        answer = {"role": "assistant", "content": letter * 2 * size, "train": number % 3 > 0}
+        answer = {"role": "assistant", "content": "aa" * size, "train": number % 3 > 0}
         rows.append({"messages": [{"role": "user", "content": f"{number}"}, answer]})
     write_rows(path, rows)
     return str(path)
@@ -44,10 +47,6 @@ def chats_of(tmp_path: Path, tokenizer_folder: str, **options) -> Data:
     path = tmp_path / "chats.jsonl"
     source = str(path) if path.exists() else write_chats(path)
     return Data(source=source, format="messages", tokenizer=tokenizer_folder, **options)
-
-
-def loaders(data: Data, ranks: int = 1, batch_size: int = 1) -> list[PackedLoader]:
-    return [build_loader(data, SEQ_LEN, batch_size, 3, rank, ranks) for rank in range(ranks)]
 
 
 def test_first_fit_by_hand():
@@ -96,7 +95,7 @@ def test_resume_equals_uninterrupted_on_any_ranks(
     """Over windows of two sequences, so that places are in the middle and at the ends of several."""
     monkeypatch.setattr(stream, "WINDOW", 2)
     data = chats_of(tmp_path, tokenizer_folder)
-    check_resume(lambda ranks, batch_size: loaders(data, ranks, batch_size), consumed)
+    check_resume(data, consumed, SEQ_LEN)
 
 
 def test_the_mask_belongs_to_the_stream_and_not_to_older_checkpoints(tmp_path, tokenizer_folder):

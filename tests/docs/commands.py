@@ -1,8 +1,5 @@
-"""What the tests do with a command that README or docs show: RULES has a rule for every program.
-
-The program runs in this process, in a folder that holds everything the commands name (workspace() makes it). One that
-needs GPUs or hours is stopped once its command line is parsed.
-"""
+"""What the tests do with a command that README or docs show. The program runs in this process, in a folder
+that holds everything the commands name. One that needs GPUs or hours is stopped after its parser."""
 
 import argparse
 import contextlib
@@ -134,11 +131,8 @@ def try_command(words: tuple[str, ...], folder: Path) -> None:
 
 
 def python_program(words: list[str]) -> tuple[str, list[str], int]:
-    """What `python ...`, `titan-sparse ...` or `torchrun ...` starts: a module or a file, its words,
-    and how many processes.
-
-    Options of torchrun itself go through its own parser.
-    """
+    """What `python ...`, `titan-sparse ...` or `torchrun ...` starts: a module or a file, its words, and how
+    many processes. Options of torchrun itself go through its own parser."""
     processes = 1
     if words[0] == "torchrun":
         launch = get_args_parser().parse_args(words[1:])
@@ -156,10 +150,7 @@ def python_program(words: list[str]) -> tuple[str, list[str], int]:
 
 
 def try_training(arguments: list[str], processes: int, words: tuple[str, ...]) -> None:
-    """A run on GPUs is accepted, and fits into its GPUs by --dry-run.
-
-    One command trains on the CPU. tests/test_train.py starts it, as it stands in README.
-    """
+    """A run on GPUs fits into its GPUs by --dry-run. tests/test_train.py starts the one on the CPU."""
     if {"--dry-run", "--find-max-length", "--help"}.intersection(arguments):
         assert run_module("titan_sparse.train", arguments) == 0
     elif load(arguments)[0].training.device == "cpu":

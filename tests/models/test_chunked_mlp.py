@@ -133,9 +133,7 @@ def _block(chunk_tokens: int) -> tuple[Block, tuple[Tensor, ...]]:
 )
 def test_in_a_checkpointed_block(monkeypatch, backend, forwards):
     """Compiled, a step runs each op once: 48 chunks forward, 48 backward, and the block is one graph.
-
-    Not compiled, the recomputation runs the forward again, as it does all of a block.
-    """
+    Not compiled, the recomputation runs the forward again."""
     forward = Mock(side_effect=chunked_mlp.swiglu)
     backward = Mock(side_effect=chunked_mlp.swiglu_backward)
     monkeypatch.setattr(chunked_mlp, "swiglu", forward)

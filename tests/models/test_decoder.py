@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.models.helpers import WITH_YARN, build, causal, dense_attend, sample
+from tests.models.helpers import dense_attend
 from tests.models.transformers_models import VOCAB, save_model
 from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.attention import attend
@@ -16,10 +16,7 @@ from titan_sparse.config import Attention
 from titan_sparse.from_config import build_attends, build_pattern
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.config import RopeConfig, number_of_parameters
-from titan_sparse.models.decoder import (
-    Decoder,
-    LayerMasks,
-)
+from titan_sparse.models.decoder import Decoder, LayerMasks
 from titan_sparse.models.flavours import FLAVOURS, resolve
 from titan_sparse.models.huggingface import load_weights
 from titan_sparse.options import MoBAOptions
@@ -56,18 +53,6 @@ def test_resolve_applies_overrides() -> None:
     ).rope == replace(FLAVOURS["llama3.1-8b"].rope, factor=32.0, original_length=4096)
     unscaled = resolve("llama3.1-8b", rope_scaling="none").rope
     assert (unscaled.scaling, unscaled.factor, unscaled.theta) == ("none", 1.0, 5e5)
-
-
-def test_bf16_model_returns_fp32_loss_near_fp64() -> None:
-    config = WITH_YARN
-    tokens, positions = sample(config)
-    exact, half = (
-        build(config, dtype=torch.float32).to(d) for d in (torch.float64, torch.bfloat16)
-    )
-    losses = [model(tokens, positions, causal(13), labels=tokens) for model in (exact, half)]
-    assert half.inv_freq.dtype == torch.float32
-    assert [loss.dtype for loss in losses] == [torch.float64, torch.float32]
-    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-2)
 
 
 # attention.dense_layers

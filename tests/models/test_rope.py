@@ -89,10 +89,7 @@ FAR = dataclasses.replace(
 
 
 def _turned_by_transformers(q: Tensor, k: Tensor, positions: Tensor) -> list[Tensor]:
-    """q and k [B, H, S, D] in fp32, turned by transformers, and rounded to their dtype once.
-
-    A bf16 model of transformers rounds the tables too, so it is no reference for bf16.
-    """
+    """q and k [B, H, S, D], turned in fp32 and rounded once. In bf16 transformers rounds the tables too."""
     table = {"rope_type": "default", "rope_theta": FAR.rope.theta}
     config = LlamaConfig(head_dim=FAR.head_dim, rope_parameters=table)
     rotary = modeling_llama.LlamaRotaryEmbedding(config)

@@ -108,9 +108,9 @@ def save_model(folder: Path, name: str, **settings: Any) -> nn.Module:
     return model
 
 
-def decoder_of(folder: Path, router_loss: float = -1.0) -> tuple[nn.Module, TransformersConfig]:
+def decoder_of(folder: Path) -> tuple[nn.Module, TransformersConfig]:
     """The decoder with the folder's weights in float32, dense attention in blocks of 16."""
-    config = read_transformers_config(str(folder), router_loss)
+    config = read_transformers_config(str(folder))
     section = Attention(pattern="dense", block_size=16)
     with torch.device("meta"):
         model = build_decoder(config, build_attends(section, None)).to(torch.float32)

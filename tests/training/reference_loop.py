@@ -1,7 +1,4 @@
-"""A training run without titan_sparse: a model of transformers, torch.optim, and a loop by hand.
-
-The tokens are read straight from a prepared shard.
-"""
+"""A training run without titan_sparse: tokens of a shard, a model of transformers, torch.optim, a loop."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -52,10 +49,8 @@ def ordered(
 
 
 def pack(documents: list[np.ndarray], seq_len: int, joined: bool = False) -> list[list[Piece]]:
-    """The sequences that the documents fill, each as a list of pieces. A rest is left out.
-
-    joined: documents of a sequence see each other, so that it is one piece.
-    """
+    """The sequences that the documents fill, each as a list of pieces, or one piece if the documents see
+    each other (`joined`). A rest is left out."""
     tokens = torch.from_numpy(np.concatenate(documents))
     owner = torch.from_numpy(np.repeat(np.arange(len(documents)), [len(d) for d in documents]))
     labels = tokens.roll(-1)

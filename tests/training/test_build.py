@@ -171,6 +171,7 @@ def test_gradients_are_near(recipe):
     plain, float8 = _model(None), _model(Float8(enable=True, recipe=recipe))
     for model in (plain, float8):
         loss = model(TOKENS, torch.arange(64)[None], causal(64), TOKENS.roll(-1, 1)) / 64
+        assert loss.dtype == torch.float32
         loss.backward()
     for (name, a), b in zip(plain.named_parameters(), float8.parameters(), strict=True):
         error = (a.grad - b.grad).float().norm() / a.grad.float().norm()

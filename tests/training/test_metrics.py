@@ -37,9 +37,7 @@ def _cp(layout: str, schedule: str, *options) -> ContextParallel:
     return ContextParallel(mesh, layout, schedule, BLOCK, *options)
 
 
-def _record(
-    cp, calls=1, mask=Causal(), pattern=Dense(), dtype=torch.float64, delay=0.0, backward=False
-):
+def _record(cp, calls=1, pattern=Dense(), dtype=torch.float64, delay=0.0, backward=False):
     """The recording of `calls` attention calls, and the index of the last."""
     seq_len = TOKENS * dist.get_world_size()
     local = [
@@ -50,7 +48,7 @@ def _record(
     with recording() as seen:
         for _ in range(calls):
             time.sleep(delay)
-            out, aux = attend(*local, mask, pattern, cp, return_aux=True)
+            out, aux = attend(*local, Causal(), pattern, cp, return_aux=True)
             if backward:
                 out.sum().backward()
     return seen, aux.index
@@ -137,10 +135,7 @@ def _check_bytes() -> None:
 
 
 def _check_bytes_besides() -> None:
-    """Verticals in bf16, their gradients in fp32, each summed over a ring.
-
-    Selection is what select() alone sends.
-    """
+    """Verticals in bf16, their gradients in fp32, each summed over a ring. Selection by select() alone."""
     ranks = dist.get_world_size()
     cp = _cp("striped", "ring")
     pattern = VerticalSlash(recall=0.7, max_verticals=40, dense_below=48)

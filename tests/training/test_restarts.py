@@ -54,8 +54,8 @@ def _start(*words: str, **environment: str) -> tuple[subprocess.Popen, str]:
     return process, process.stdout.readline().strip()
 
 
-def _wait_for(condition: Callable[[], bool], seconds: float = 5) -> None:
-    deadline = time.monotonic() + seconds
+def _wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -48,9 +48,7 @@ def folder(tmp_path_factory) -> Path:
 
 def _run(monkeypatch, config: Config, **hooks) -> tuple[Trainer, list]:
     """Train. Returns what was saved and exported, and which step counted as the first.
-
-    hooks: method of the trainer -> what is called after it with the trainer.
-    """
+    hooks: method of the trainer -> what is called after it with the trainer."""
     run, events = Trainer(config), []
     save, after_step = run.checkpointer.save, run._after_step
 

@@ -213,11 +213,8 @@ def _train_spread(folder: Path) -> None:
 
 
 def test_context_parallel_runs_are_those_of_one_process(folder: Path) -> None:
-    """Parameters are sharded over the same ranks.
-
-    In float32, hybrid models of this size differ from themselves in float64 by as much as ranks
-    differ: up to 5e-5 of the gradient's norm, and 8e-3 after a token went to another expert.
-    """
+    """In float32, hybrid models of this size differ from themselves in float64 by as much as ranks
+    differ: up to 5e-5 of the gradient's norm, and 8e-3 after a token went to another expert."""
     for name in HYBRID:
         train_wide(folder, name, "wide", {})
     run_processes(2, _train_spread, folder)

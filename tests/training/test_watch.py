@@ -105,12 +105,12 @@ def test_nobody_is_accused_without_reason():
     run_processes(3, _check_quiet)
 
 
-def _status(step=1, waits=True, collectives=5, place="ring.py:1 in forward") -> dict:
+def _status(waits=True, collectives=5) -> dict:
     return {
         "host": "a",
         "process": 7,
-        "step": step,
-        "place": place,
+        "step": 1,
+        "place": "ring.py:1 in forward",
         "waits": waits,
         "collectives": {"world": collectives},
     }

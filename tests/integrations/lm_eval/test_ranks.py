@@ -23,10 +23,10 @@ from titan_sparse.integrations.lm_eval.model import _of_rank_zero
 TASKS = ["local_choice", "local_roll", "local_write"]
 
 
-def _evaluate(folder: Path, ranks: str, arguments: str = "") -> dict | None:
+def _evaluate(folder: Path, ranks: str) -> dict | None:
     return simple_evaluate(
         "titan_sparse",
-        f"pretrained={folder}/model,training.dtype=float32,attention.block_size=16,{arguments}{ranks}",
+        f"pretrained={folder}/model,training.dtype=float32,attention.block_size=16,{ranks}",
         tasks=TASKS,
         device="cpu",
         batch_size=2,

@@ -93,10 +93,8 @@ def positions(*lengths: int) -> Tensor:
 
 
 def logits_and_gradients(model: nn.Module, counted: Tensor | None = None, **inputs) -> list[Tensor]:
-    """The logits [B, S, V], and gradients of their weighted sum in every parameter.
-
-    counted: bool [B, S], which tokens' logits are compared and weighted; None for all.
-    """
+    """The logits [B, S, V], and gradients of their weighted sum in every parameter; of the tokens that
+    are `counted`, bool [B, S]."""
     logits = model(use_cache=False, **inputs).logits
     return _with_gradients(model, logits, counted)
 
@@ -133,9 +131,8 @@ def both(model: nn.Module, compute: Callable[[], object], name: str = "titan_spa
     return ours, compute()
 
 
-def pretended_ranks(layout: str = "striped", rank: int = 0) -> ContextParallel:
-    """One of two ranks without the other: what is refused is refused before anything is sent."""
-    cp = ContextParallel(None, layout, block_size=BLOCK)
+def pretended_ranks() -> ContextParallel:
+    """The first of two ranks alone: what is refused is refused before anything is sent."""
+    cp = ContextParallel(None, block_size=BLOCK)
     cp.size = 2
-    cp.rank = rank
     return cp

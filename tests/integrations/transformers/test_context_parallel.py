@@ -94,9 +94,8 @@ def one_and_two_ranks() -> None:
 
 
 def _padding_over_ranks(cp: ContextParallel, name: str) -> None:
-    """A 2D mask with padding on both sides, and positions that jump, on a batch that
-    shard_batch() cuts. Linear attention refuses padding between tokens.
-    """
+    """A 2D mask with padding on both sides, and positions that jump, on a batch that shard_batch()
+    cuts. Linear attention refuses padding between tokens."""
     register(AttentionSettings(cp=cp), name="two_ranks")
     model = family(name)
     attention_mask = torch.ones(2, SEQ_LEN, dtype=torch.int64)

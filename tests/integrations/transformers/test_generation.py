@@ -35,11 +35,7 @@ SEQ_LEN = 50
 @pytest.mark.parametrize("chunks", [[1] * 20, [20, 1, 1, 20, 8], [1, 49]], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_text_in_any_chunks_is_the_text_at_once(name, chunks):
-    """Chunks are shorter and longer than the window, of one token and of several, after either
-    cache.
-
-    All models have fewer key heads than query heads, and a scale other than the default.
-    """
+    """Chunks are shorter and longer than the window, of one token and of several."""
     model = family(name).eval()
     for layer in model.model.layers:
         layer.self_attn.scaling = 0.7

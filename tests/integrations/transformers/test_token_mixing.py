@@ -1,7 +1,6 @@
 """Models whose tokens see each other outside of attention, and models whose attention is not ours.
 
-The truth about the former is brute force: with attention cut off, one token is exchanged, and the
-others are looked at.
+The truth is brute force: without attention, one token is exchanged, and the others are looked at.
 """
 
 import pytest

@@ -145,9 +145,7 @@ def test_rope_by_the_length_of_a_sequence(kind):
 
 @pytest.mark.parametrize("own_loss", [False, True])
 def test_a_loss_that_ignores_shifted_labels(own_loss, tmp_path):
-    """Old models call loss_function(logits, labels, vocab_size) without further arguments, or
-    compute a mean of their own, without labels.
-    """
+    """Old models call loss_function() without further arguments, or compute a mean of their own."""
     made = parts(arguments(tmp_path))
     forward = made["model"].forward
 

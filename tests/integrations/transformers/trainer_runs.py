@@ -17,8 +17,6 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import (
     DataCollatorWithFlattening,
     PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     Trainer,
     TrainingArguments,
 )
@@ -85,21 +83,12 @@ class Stream(IterableDataset):
 
 
 def tiny_model(tied: bool = False) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        use_sliding_window=True,
-        sliding_window=50,
-        layer_types=["sliding_attention", "full_attention"],
-        tie_word_embeddings=tied,
-    )
-    return Qwen3ForCausalLM._from_config(config, attn_implementation="titan_sparse")
+    windows = {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1}
+    # The embedding of a padding token would be 0, by which DoRA divides.
+    settings = {"vocab_size": VOCAB, "pad_token_id": None, "tie_word_embeddings": tied}
+    model = family("qwen3", **windows, **settings)
+    model.set_attn_implementation("titan_sparse")
+    return model
 
 
 def arguments(folder: Path | str, kind: type = TrainingArguments, **changes: Any) -> Any:
