@@ -17,12 +17,8 @@ from tests.models.transformers_models import MODELS, SHAPE, VOCAB, decoder_of, s
 from titan_sparse.config import Config, ConfigError, check
 from titan_sparse.estimate.flops import linear_flops_per_token, windows_of
 from titan_sparse.models.build import build_decoder
-from titan_sparse.models.flavours import (
-    FLAVOURS,
-    choose_implementation,
-    number_of_parameters,
-    resolve,
-)
+from titan_sparse.models.config import number_of_parameters
+from titan_sparse.models.flavours import FLAVOURS, choose_implementation, resolve
 from titan_sparse.models.huggingface import check_weights
 from titan_sparse.models.huggingface_config import FAMILIES
 from titan_sparse.models.transformers_config import (

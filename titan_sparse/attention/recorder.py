@@ -27,7 +27,8 @@ def observed_by(observer: Any) -> Iterator[None]:
         listening = None
 
 
-_capped_shares: list[Tensor] | None = None
+capped: list[Tensor] | None = None
+"""Where selections leave what their caps cut (counting_caps()), or None."""
 
 
 @contextlib.contextmanager
@@ -38,22 +39,12 @@ def counting_caps() -> Iterator[list[Tensor]]:
     in which a cap kept the verticals below the recall, the slashes, and both. Nothing waits for the
     device.
     """
-    global _capped_shares
-    _capped_shares = []
+    global capped
+    capped = []
     try:
-        yield _capped_shares
+        yield capped
     finally:
-        _capped_shares = None
-
-
-def capped_shares() -> list[Tensor] | None:
-    """Where a selection that runs now leaves what its caps cut; None outside counting_caps().
-
-    What activation checkpointing repeats is not counted again.
-    """
-    if _capped_shares is None or recomputing():
-        return None
-    return _capped_shares
+        capped = None
 
 
 def observer() -> Any:

@@ -114,9 +114,7 @@ class ChatEncoder:
         if not np.array_equal(whole[: len(head)], head):
             # A token crosses the boundary between prompt and completion.
             whole = np.concatenate([head, self.tokenizer.encode(completion)])
-        learned = np.arange(len(whole)) >= len(head)
-        if self.data.loss_on == "all":
-            learned[:] = True
+        learned = (np.arange(len(whole)) >= len(head)) | (self.data.loss_on == "all")
         # Not _closed(): a completion that spells out the end-of-document token does not end there.
         tokens = np.append(whole, np.int32(self.tokenizer.end_of_document))
         return Encoded(tokens, np.append(learned, True))

@@ -31,15 +31,14 @@ class Validator:
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
-        self.section = config.validation
+        section = self.section = config.validation
         self.length = config.training.seq_len
         self.output_dir = config.training.output_dir
         self.steps = config.training.steps
         self.sequences: list[Sequence] = []
         self.needles: list[Sample] = []
-        if not self.section.enable:
+        if not section.enable:
             return
-        section = self.section
         try:
             data = _data(config)
             documents = open_documents(data, tokenizer, config.model.initial_hf)

@@ -169,16 +169,6 @@ def _read(folder: str, text: str, layers: int) -> TransformersConfig:
     known = {field.name: getattr(config, field.name) for field in fields(config)}
     window = known.get("sliding_window") or 0
     layer_types = known.get("layer_types") or ["sliding_attention"] * config.num_hidden_layers
-    linear = {}
-    if hasattr(config, "linear_num_value_heads"):
-        keys = config.linear_num_key_heads * config.linear_key_head_dim
-        values = config.linear_num_value_heads * config.linear_value_head_dim
-        linear = {
-            "linear_layers": tuple(i for i, x in enumerate(layer_types) if x == "linear_attention"),
-            "convolution": config.linear_conv_kernel_dim,
-            "linear_state": values * config.linear_key_head_dim,
-            "linear_width": 2 * (keys + values),
-        }
     attention = next(x.self_attn for x in model.model.layers if hasattr(x, "self_attn"))
     has_router_loss = experts and config.output_router_logits
     return TransformersConfig(
@@ -213,5 +203,19 @@ def _read(folder: str, text: str, layers: int) -> TransformersConfig:
             and not key.startswith("_")
             and not key.endswith(("token_id", "token_ids"))
         ),
-        **linear,
+        **_linear_attention(config, layer_types),
     )
+
+
+def _linear_attention(config: Any, layer_types: list[str]) -> dict[str, Any]:
+    """The fields of a hybrid model; empty for others. config: of transformers."""
+    if not hasattr(config, "linear_num_value_heads"):
+        return {}
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    return {
+        "linear_layers": tuple(i for i, x in enumerate(layer_types) if x == "linear_attention"),
+        "convolution": config.linear_conv_kernel_dim,
+        "linear_state": values * config.linear_key_head_dim,
+        "linear_width": 2 * (keys + values),
+    }

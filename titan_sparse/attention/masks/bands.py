@@ -128,6 +128,12 @@ def _tiles(slices: Tensor, size: int) -> SliceTiles:
         last=torch.cat([block + 1, inner_last]),
         pairs=torch.cat([area(held), rows * size]),
     )
+    return SliceTiles(lines_are_keys, bands, *_whole_and_cut(runs, size))
+
+
+def _whole_and_cut(runs: Runs, size: int) -> tuple[Runs, Runs]:
+    """The tiles that runs of single slices fill together, each once, and the others, once for each
+    slice. The fields are those of SliceTiles."""
     # One number for each tile, ascending in sequence, then line, then block. A run adds its pairs
     # where it begins and takes them away where it ends. From one such place to the next, all tiles
     # have equally many pairs. Slices share no pair, so a tile with all pairs is whole.
@@ -156,7 +162,7 @@ def _tiles(slices: Tensor, size: int) -> SliceTiles:
     cut = runs.select(run)._replace(
         first=place[step] & _BLOCK_MASK, last=place[step + 1] & _BLOCK_MASK
     )
-    return SliceTiles(lines_are_keys, bands, whole_runs, cut)
+    return whole_runs, cut
 
 
 def _lines(slices: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -391,14 +391,14 @@ def _select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]
     )
     if recorder.listening and (observer := recorder.observer()):
         observer.selection(cp.sent["collectives"] - sent_before)
-    shares = recorder.capped_shares()
-    if shares is not None:
+    # What activation checkpointing repeats is not counted again.
+    if recorder.capped is not None and not recorder.recomputing():
         index = options.pattern.index(tensors, ranges, *q.shape[:2], cp.block_size)
         if index.capped is not None:
             # [B, Hq, 3]
             both = index.capped.all(-1, keepdim=True)
             capped = torch.cat([index.capped, both], dim=-1)
-            shares.append(capped.mean((0, 1), dtype=torch.float64))
+            recorder.capped.append(capped.mean((0, 1), dtype=torch.float64))
     return tensors
 
 
