@@ -314,20 +314,15 @@ def _trains(folder: Path, ranks: int, options: dict) -> subprocess.Popen:
     )
 
 
-def _check_training(folder: Path, options: dict, double_ring: dict) -> None:
-    """One rank and several: the same losses and gradient norms but for bf16's rounding."""
-    for process in [_trains(folder, 1, options), _trains(folder, RANKS, options | double_ring)]:
+def test_training_on_several_is_training_on_one(tmp_path):
+    """The same losses and gradient norms but for bf16's rounding."""
+    double_ring = {"attention.schedule": "double_ring", "parallelism.cp_intra": RANKS // 2}
+    for process in [_trains(tmp_path, 1, SHORT), _trains(tmp_path, RANKS, SHORT | double_ring)]:
         _succeeds(process)
     for field, share in (("tokens_seen", 0), ("loss", 5e-3), ("grad_norm", 5e-2)):
-        found = differences(folder / "1", folder / str(RANKS), field)
+        found = differences(tmp_path / "1", tmp_path / str(RANKS), field)
         assert len(found) == 5, field
         assert all(step.relative <= share for step in found), (field, found)
-
-
-def test_training_on_several_is_training_on_one(tmp_path):
-    _check_training(
-        tmp_path, SHORT, {"attention.schedule": "double_ring", "parallelism.cp_intra": RANKS // 2}
-    )
 
 
 TIMEOUT_SECONDS = 8

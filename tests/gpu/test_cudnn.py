@@ -33,11 +33,6 @@ cudnn = BACKENDS["cudnn"]
 CAUSAL = DenseShape(causal=True)
 
 
-def _pairs(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    seen = causal_pairs(q, k)
-    return seen if causal else torch.ones_like(seen)
-
-
 def _of_piece(qkv: list[Tensor], d_out: Tensor, shape: DenseShape) -> tuple[list[Tensor], Tensor]:
     """[out, dq, dk, dv] and lse by the backend's own functions."""
     q, k, v = qkv
@@ -72,7 +67,8 @@ def test_pieces(name, dim):
     q_len, k_len, causal = PIECES[name]
     qkv, d_out = problem((6, 2), dim, q_len, k_len, batch=2)
     got, lse = _of_piece(qkv, d_out, DenseShape(causal=causal))
-    want, want_lse = exact(qkv, d_out, _pairs(*qkv[:2], causal))
+    seen = causal_pairs(*qkv[:2])
+    want, want_lse = exact(qkv, d_out, seen if causal else torch.ones_like(seen))
     check_lse(lse, want_lse)
     check(got, want, flash_errors(qkv, d_out))
 

@@ -98,7 +98,6 @@ def test_kernels_of_a_trace_are_attributed(tmp_path, compiled):
         tmp_path,
         "traced",
         compile__enable=compiled,
-        optimizer__name="AdamW",
         metrics__log_every=10,
         profiling__enable=True,
         profiling__first_step=3,

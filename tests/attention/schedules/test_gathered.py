@@ -60,7 +60,18 @@ CASES = {
     "window": Case(
         MoBA(64, 3), [[192]], Causal() & SlidingWindow(150), (1, 1), 192, is_gathered=False
     ),
-    "own chunk alone": Case(MoBA(64, 1), [[128]], Causal(), (1, 1), 128, is_gathered=False),
+    "chunks beside blocks": Case(
+        MoBA(SMALL + 3, 2),
+        [[]],
+        Documents([5 * SMALL - 5, 9, 6 * SMALL + 4]) & SlidingWindow(5 * SMALL + 10),
+        (2, 1),
+        12 * SMALL,
+        is_gathered=False,
+        size=SMALL,
+    ),
+    "own chunk alone, in the second word": Case(
+        MoBA(SMALL, 1), [[34 * SMALL]], Causal(), (1, 1), 34 * SMALL, is_gathered=False, size=SMALL
+    ),
     "one chunk": Case(MoBA(128, 4), [[128]], Causal(), (1, 1), 128, is_gathered=False),
 }
 
@@ -114,7 +125,9 @@ def _assert_close(got: list[Tensor], want: list[Tensor], tolerance: float) -> No
 def test_dense_attention_over_what_was_selected(taken, name):
     case = CASES[name]
     tolerance = 2e-3 if case.dtype == torch.float16 else 1e-5
-    _assert_close(_run(case, backend="triton"), _wanted(case), tolerance)
+    want = _wanted(case)
+    for backend in ("triton", "eager"):
+        _assert_close(_run(case, backend=backend), want, tolerance)
     assert taken == (["forward", "backward"] if case.is_gathered else [])
 
 
