@@ -94,12 +94,19 @@ def test_visits_are_what_the_dense_mask_says(case, layout, ranks):
 
 
 def test_large_sequences_are_counted_in_pieces(monkeypatch):
-    _, ranges, index = _index("documents")
+    mask, ranges, index = _index("documents")
     table = block_ids("striped", 2, SEQ_LEN, BLOCK)
-    at_once = count_visits(index, ranges, table)
-    monkeypatch.setattr("titan_sparse.attention.observe._ELEMENTS", 1000)
-    in_pieces = count_visits(index, ranges, table)
-    assert all(torch.equal(a, b) for a, b in zip(at_once, in_pieces))
+    qkv = structured_qkv(2, 4, 2, SEQ_LEN, 16)
+
+    def counts() -> list[torch.Tensor]:
+        with recording(recall_rows=20) as seen:
+            attend(*qkv, mask, SPARSE, block_size=BLOCK)
+        return [*count_visits(index, ranges, table), seen.density(), *seen.recall]
+
+    at_once = counts()
+    for name, size in (("_ELEMENTS", 1000), ("_Q_BLOCKS_AT_ONCE", 5), ("_KEYS_AT_ONCE", 50)):
+        monkeypatch.setattr(f"titan_sparse.attention.observe.{name}", size)
+    torch.testing.assert_close(counts(), at_once, rtol=1e-12, atol=0)
 
 
 def test_verticals_come_with_chunks_that_a_rank_computes_on():

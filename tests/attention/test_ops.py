@@ -196,6 +196,8 @@ def test_opcheck():
     ops = torch.ops.titan_sparse
     arguments = select_arguments(ranges, pattern, 16, 0.3)
     torch.library.opcheck(ops.select.default, (q, k, *arguments))
+    of_blocks = select_arguments(ranges, XAttention(4, 0.6, 48), 16, 0.3)
+    torch.library.opcheck(ops.select.default, (q, k, *of_blocks))
     index = pattern.select(q, k, mask, block_size=BLOCK).tensors()
     cp = one_rank(BLOCK)
     _, *whole = op_arguments(index, ranges, pattern, cp, 0.3)

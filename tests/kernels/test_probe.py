@@ -121,6 +121,14 @@ def test_gains_of_many_groups(groups, entries):
     assert got.min() > 0
 
 
+def test_a_diagonal_of_all_mass_has_the_highest_price():
+    gains = torch.full((1, 1, 3, prices.LEVELS), 1e6, device=DEVICE)
+    cost = torch.ones(1, 3, device=DEVICE)
+    for twin in (prices, prices.naive):
+        price, _ = twin.diagonal_prices(gains, cost, cost > 1)
+        assert price.tolist() == [[[0.5] * 3]]
+
+
 @CASES
 def test_prices(mask, kind, queries):
     spans, geometry, probe, keys = look(mask, kind, queries)

@@ -18,6 +18,7 @@ from titan_sparse.attention.masks.reach import seen_chunks
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
+from titan_sparse.attention.schedules import needs
 from titan_sparse.attention.schedules.needs import met_chunks
 
 eager = BACKENDS["eager"]
@@ -101,3 +102,7 @@ def test_hops_and_work_that_the_index_saves(monkeypatch):
         # Its chunk once more. Of the gradients its own comes home, and those of chunks 1 and 2 pass
         # by on their way from ranks 2 and 3.
         assert (hops["send"], hops["receive"]) == (3, 3)
+        # The host does not wait for the index where the mask decides.
+        monkeypatch.setattr(needs, "met_blocks", None)
+        cp = ContextParallel(mesh, "contiguous", "ring", BLOCK, route_by="mask")
+        attend(q, k, v, Causal(), LOCAL, cp, "eager")

@@ -107,7 +107,7 @@ def _padding_over_ranks(cp: ContextParallel, name: str) -> None:
     batch = {
         "input_ids": tokens(2, SEQ_LEN),
         "attention_mask": attention_mask,
-        "position_ids": torch.cat([torch.arange(70), torch.arange(100, 158)]).repeat(2, 1),
+        "position_ids": torch.cat([torch.arange(70), torch.arange(100, 158)])[None],
     }
     model.set_attn_implementation("eager")
     wanted = logits_and_gradients(model, counted, **batch)
@@ -115,7 +115,7 @@ def _padding_over_ranks(cp: ContextParallel, name: str) -> None:
     local = shard_batch(batch | {"labels": batch["input_ids"]}, cp)
     batch["attention_mask"] = local["attention_mask"]
     assert torch.equal(local["input_ids"], cp.shard(batch["input_ids"], 1))
-    assert torch.equal(local["position_ids"], cp.shard(batch["position_ids"], 1))
+    assert torch.equal(local["position_ids"], cp.shard(batch["position_ids"].expand(2, -1), 1))
     assert_close(over_ranks(model, cp, None, counted, **batch), wanted)
 
 

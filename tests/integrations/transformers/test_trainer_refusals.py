@@ -176,6 +176,7 @@ def test_sizes(monkeypatch):
     assert (config.dp_shard_size, config.cp_size) == (2, 3)
     config = ContextParallelConfig(dp_replicate_size=2)
     assert (config.dp_shard_size, config.cp_size) == (1, 3)
+    assert config.to_json().items() >= {("cp", 3), ("layout", "striped")}  # Trainer logs it.
 
 
 def test_processes_that_accelerate_does_not_see(tmp_path, monkeypatch):

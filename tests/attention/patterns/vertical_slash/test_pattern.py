@@ -22,6 +22,7 @@ from tests.attention.patterns.helpers import (
 )
 from tests.reference import structured_qkv
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
+from titan_sparse.attention.patterns.spans import find_spans, share_of_cap
 
 Span = tuple[int, int]
 
@@ -139,7 +140,9 @@ def _check(case: Case) -> None:
     index = case.pattern.select(q, k, case.mask, block_size=BLOCK)
     seen = case.mask.dense(case.seq_len).expand(2, -1, -1)
     blocks = torch.arange(-(-case.seq_len // BLOCK))
-    assert not index.selects(blocks, blocks).triu(1).any(), "a block of the future is selected"
+    selected = index.selects(blocks, blocks)
+    assert not selected.triu(1).any(), "a block of the future is selected"
+    assert selected.sum(-1).max() <= index.most_blocks <= len(blocks)
     for b in range(2):
         for h in range(heads):
             want = _select(q[b, h], k[b, h * kv_heads // heads], seen[b], case.spans(b), case)
@@ -153,12 +156,16 @@ def _check(case: Case) -> None:
 
 USUAL = published(recall=0.8, sinks=3, local_slashes=1, dense_below=48)
 PROBE_ABOVE_SEQUENCE = published(recall=0.7, probe=64, dense_below=64)
+FEW_SLASHES = published(recall=0.5, sinks=0, local_slashes=1, max_slashes=1, dense_below=80)
 FLOORS = published(recall=0.5, sinks=0, min_verticals=60, min_slashes=6, dense_below=16)
 
 CASES = cases_of_masks(USUAL) | {
     "one token": Case(USUAL, Causal(), seq_len=1),
     "probe above sequence": Case(PROBE_ABOVE_SEQUENCE, Causal(), seq_len=50),
     "nothing but padding": Case(USUAL, Documents([[], [160]]), [[], [160]], seq_len=160),
+    "short documents of more blocks than slashes": Case(
+        FEW_SLASHES, Documents([70, 79]), [[70, 79]]
+    ),
     "recall 1": Case(published(recall=1.0, sinks=0, dense_below=16), SlidingWindow(30)),
     "floors take verticals without mass": Case(FLOORS, SlidingWindow(24)),
 }
@@ -197,6 +204,12 @@ def test_selection_is_the_specification_for_any_lengths(
     )
     mask = Documents(documents) if documents else Causal()
     _check(Case(pattern, mask, [documents] if documents else None, None, seq_len, (2, 1)))
+
+
+def test_a_cap_is_shared_by_length_and_rounded_up():
+    spans = find_spans(Documents([107, 53]).rows(160), 1, 48, BLOCK)
+    # 3 x 107 / 160 is just above 2.
+    assert share_of_cap(3, 0, spans)[0].tolist() == [3, 1, 0]
 
 
 def test_patterns_on_one_mask_do_not_share_what_is_remembered():
