@@ -112,6 +112,7 @@ def test_rows_as_slices_and_intersections(mask):
         other, truth = mask_and_truth(name)
         for both in (mask & other, other & mask):
             assert torch.equal(both.dense(SEQ_LEN)[0], mask.dense(SEQ_LEN)[0] & truth)
+    assert torch.equal(documents([30, 0, 70]).dense(100), documents([30, 70]).dense(100))
     two = Slices.batch([other, Slices.of([])]) & mask
     assert (
         torch.equal(two.dense(SEQ_LEN)[0], mask.dense(SEQ_LEN)[0] & truth)

@@ -85,6 +85,11 @@ def run_sparse(**inputs) -> None:
     run("llama", **inputs)
 
 
+def run_backend(name: str) -> None:
+    register(AttentionSettings(backend=name))
+    run("llama")
+
+
 def run_vision_tower() -> None:
     """Vision towers and cross attention call without a mask."""
     tower = torch.nn.Module()
@@ -112,6 +117,7 @@ REFUSED = [
     *((partial(AttentionSettings, block_size=x), f"block_size={x!r}") for x in (100, 8, "64")),
     (partial(register, {"pattern": SPARSE}), "AttentionSettings"),
     *((partial(register, name=name), "write") for name in IMPLEMENTATIONS),
+    (partial(run_backend, "flex"), "backend"),
     (partial(run_sparse, attention_mask=HOLES), "vertical_slash does not compute; move the pad"),
     (partial(run, "qwen3_5", attention_mask=HOLES, **PACKED), "know the documents of padding"),
     (partial(run, "qwen3_5", attention_mask=AttentionMask(documents([25, 25]))), "or of Slices"),

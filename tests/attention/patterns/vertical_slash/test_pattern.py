@@ -166,6 +166,7 @@ CASES = cases_of_masks(USUAL) | {
     "short documents of more blocks than slashes": Case(
         FEW_SLASHES, Documents([70, 79]), [[70, 79]]
     ),
+    "a document from token 2 to the end": Case(USUAL, Documents([2, 155]), [[2, 155]]),
     "recall 1": Case(published(recall=1.0, sinks=0, dense_below=16), SlidingWindow(30)),
     "floors take verticals without mass": Case(FLOORS, SlidingWindow(24)),
 }
