@@ -177,7 +177,7 @@ def assign_stages(wanted: Tensor, stages: int) -> Tensor:
     return stage.masked_fill(~by_node, -1)
 
 
-def traffic(wanted: Tensor, stages: int, backward: bool = False) -> Traffic:
+def traffic(wanted: Tensor, stages: int, backward: bool) -> Traffic:
     """Blocks that each rank sends in each stage, int64 [W, stages].
 
     wanted: as from wanted_blocks(). The blocks are of keys, or with `backward` of gradients, which
