@@ -124,7 +124,7 @@ class Trainer(Parts):
     def step(self) -> bool:
         """One optimizer step. Returns whether it was left out, as a rank was asked to stop."""
         began = time.monotonic()
-        loader, progress = self.loader.state_dict(), self.progress.state_dict()
+        loader = self.loader.state_dict()
         accumulated = self.config.training.gradient_accumulation_steps
         batches = [next(self.loader) for _ in range(accumulated)]
         valid, tokens, asked = self._totals(batches)
@@ -141,7 +141,6 @@ class Trainer(Parts):
                 # This step is left out.
                 self.optimizers.zero_grad()
                 self.loader.load_state_dict(loader)
-                self.progress.load_state_dict(progress)
                 return True
             records = nullcontext()
             if is_logged and number == accumulated - 1:

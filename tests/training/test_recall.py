@@ -212,3 +212,5 @@ def test_a_recomputation_and_an_evaluation_look_at_the_same_rows(folder, monkeyp
         losses.append(trainer.scorer.token_losses(Sequence(tokens, tokens), 300)[0])
         assert probe_seed() == seed
     assert losses[0].equal(losses[1])
+    seeds = {draw_probe_rows(7, step) or probe_seed() for step in range(200)}
+    assert len(seeds) == 200

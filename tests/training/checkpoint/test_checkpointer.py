@@ -198,6 +198,8 @@ def test_going_back_keeps_the_loaders_place(tmp_path):
     assert same(run.state() | {"sequence": 2}, wanted[2]) and run.loader.sequence == 4
     assert names_in(run.folder) == {"step-1", "step-2", "step-3.broken", "rolled-back-1"}
     assert run.checkpointer.go_back(before=1) is None
+    run.checkpointer.section.enable = False
+    assert run.checkpointer.go_back(before=3) is None
     assert same(run.state() | {"sequence": 2}, wanted[2])
 
 
