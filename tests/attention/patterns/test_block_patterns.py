@@ -55,7 +55,7 @@ def test_ranks_select_and_compute_as_one_does(axes, every):
         Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 35)),
         Documents([[101, 7, 1, 60], [3, 100, 30, 17, 20]]),
     ]
-    patterns = [XATTENTION, MoBA(chunk_size=20, top_k=3)]
+    patterns = [XATTENTION, MoBA(chunk_size=28, top_k=3)]
     arguments = (axes, masks, patterns, (4, 2), every)
     run_processes(torch.Size(axes).numel(), check_everything, *arguments)
 

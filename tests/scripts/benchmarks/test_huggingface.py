@@ -33,4 +33,6 @@ def test_packed_documents_over_two_processes(tmp_path):
     words = ["--packed", *TOY, "--block-size", "16", "--out", str(out)]
     run_program(2, huggingface.main, words)
     dense, sparse = json.loads(out.read_text())["rows"]
-    assert dense["density"] == 1 > sparse["density"]
+    # Documents this short are dense with either pattern.
+    assert dense["density"] == sparse["density"] == 1
+    assert dense["loss"] == pytest.approx(sparse["loss"], rel=1e-5)
