@@ -197,14 +197,15 @@ def _new_lists(
 
 @triton.jit
 def _verticals_kernel(
-    slashes, spans, reach, q_blocks, verticals, covered, kind, full_count, full, partial_count,
+    slashes, spans, reach, q_blocks, verticals, covered, met, full_count, full, partial_count,
     partial, heads, entries, nq, count, tiles, halves,
     SIZE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Which verticals a query block covers, and its full and its partial tiles of them.
 
     halves: int16 words of a query block in `covered`; a tile of 16 verticals fills one of them.
-    kind: of each tile, 0 not seen, 1 partly, 2 wholly; None if it is not needed.
+    met: [2, B, H, tiles, nq], whether a tile is full, and whether it is partial; None if it is not
+    needed.
     """
     i_q = tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
@@ -256,9 +257,11 @@ def _verticals_kernel(
         tl.store(partial + n_partial, i_tile, mask=is_partial)
         n_full += is_full.to(tl.int32)
         n_partial += is_partial.to(tl.int32)
-        if kind is not None:
-            b_kind = is_full.to(tl.int8) * 2 + is_partial.to(tl.int8)
-            tl.store(kind + row * tiles + i_tile, b_kind)
+        if met is not None:
+            plane = tl.num_programs(1).to(tl.int64) * tiles * nq
+            o_met = (i_bh * tiles + i_tile) * nq + i_q
+            tl.store(met + o_met, is_full.to(tl.int8))
+            tl.store(met + plane + o_met, is_partial.to(tl.int8))
     _fill(full, n_full, tiles, CHUNK)
     _fill(partial, n_partial, tiles, CHUNK)
     tl.store(full_count + row, n_full)
@@ -272,7 +275,7 @@ def vertical_lists(
     q_blocks: Tensor,
     verticals: Tensor,
     size: int,
-    wants_kind: bool,
+    wants_met: bool,
 ) -> tuple[Tensor, BlockLists, Tensor | None]:
     """What query blocks cover of the verticals, and how they meet tiles of `size` verticals.
 
@@ -282,7 +285,7 @@ def vertical_lists(
         which the query block computes whole.
     The tiles of each query block, in lists as wide as there are tiles. A tile is full where all of
         it is seen and nothing covered.
-    If wants_kind, int8 [B, H, nq, tiles], how they meet: 0 not at all, 1 partly, 2 wholly.
+    If wants_met, bool [2, B, H, tiles, nq]: where a tile is full, and where it is partial.
     """
     batch, heads, count = verticals.shape
     device = verticals.device
@@ -290,13 +293,14 @@ def vertical_lists(
     tiles = count // size
     words = -(-count // 32)
     covered = torch.empty(batch, heads, nq, words, dtype=torch.int32, device=device)
-    kind = None
-    if wants_kind:
-        kind = torch.empty(batch, heads, nq, tiles, dtype=torch.int8, device=device)
+    met = None
+    if wants_met:
+        met = torch.empty(2, batch, heads, tiles, nq, dtype=torch.bool, device=device)
     _, _, [by_query] = _new_lists(batch, heads, [(nq, tiles)], device)
     inputs = (slashes.view(torch.uint8), spans, reach, q_blocks, verticals.contiguous())
-    results = (covered.view(torch.int16), kind, *by_query[:4])
+    met_bytes = None if met is None else met.view(torch.int8)
+    results = (covered.view(torch.int16), met_bytes, *by_query[:4])
     sizes = (heads, slashes.shape[-1], nq, count, tiles, 2 * words)
     options = dict(SIZE=size, CHUNK=min(_CHUNK, triton.next_power_of_2(tiles)), num_warps=1)
     _verticals_kernel[(nq, batch * heads)](*inputs, *results, *sizes, **options)
-    return covered, by_query, kind
+    return covered, by_query, met

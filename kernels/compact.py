@@ -29,9 +29,10 @@ def compact_naive(selected: Tensor, capacity: int, fill: int) -> Tensor:
 @triton.jit
 def _count_kernel(selected, count, length, stride, CHUNK: tl.constexpr):
     """How many flags are set in each chunk of each row. count: [N, chunks]."""
-    i_chunk = tl.program_id(0)
-    i_row = tl.program_id(1).to(tl.int64)
-    chunks = tl.num_programs(0)
+    # Rows first: a CUDA grid has fewer than 65,536 programs along its other axes.
+    i_row = tl.program_id(0).to(tl.int64)
+    i_chunk = tl.program_id(1)
+    chunks = tl.num_programs(1)
     o = i_chunk * CHUNK + tl.arange(0, CHUNK)
     on = tl.load(selected + i_row * stride + o, mask=o < length, other=0)
     tl.store(count + i_row * chunks + i_chunk, tl.sum(on.to(tl.int32), 0))
@@ -46,9 +47,9 @@ def _write_kernel(
 
     CHUNKS: a power of two, at least the number of chunks of a row.
     """
-    i_chunk = tl.program_id(0)
-    i_row = tl.program_id(1).to(tl.int64)
-    chunks = tl.num_programs(0)
+    i_row = tl.program_id(0).to(tl.int64)
+    i_chunk = tl.program_id(1)
+    chunks = tl.num_programs(1)
     o = i_chunk * CHUNK + tl.arange(0, CHUNK)
     o_chunk = tl.arange(0, CHUNKS)
     # [CHUNKS]: every program adds up the counts of the whole row, which are few.
@@ -81,9 +82,9 @@ def compact(selected: Tensor, capacity: int, fill: int) -> Tensor:
     positions = selected.new_empty(rows, capacity, dtype=torch.int32)
     flags = selected.view(torch.int8)
     stride = selected.stride(0)
-    _count_kernel[(chunks, rows)](flags, count, length, stride, CHUNK=_CHUNK)
+    _count_kernel[(rows, chunks)](flags, count, length, stride, CHUNK=_CHUNK)
     options = dict(CHUNKS=triton.next_power_of_2(chunks), CHUNK=_CHUNK)
-    _write_kernel[(chunks, rows)](
+    _write_kernel[(rows, chunks)](
         flags, count, positions, length, stride, capacity, fill, **options
     )
     return positions

@@ -65,14 +65,15 @@ def test_lists(mask, setting):
     index = pattern.select(q, k, rows, block_size=SIZE)
     table = block_ids(layout, 3, SEQ_LEN, SIZE).to(DEVICE)
     side = tiles.slash_queries(rows, index, table[1], 2)
-    got = tiles.slash_block_tiles(side, index, table[2], True)
+    keys = tiles.slash_keys(table[2], SIZE)
+    got = tiles.slash_block_tiles(side, keys, index, True)
     want = tiles.block_tiles(rows, index, table[1], table[2], 2, True)
     _same_lists(got.by_query, want.by_query)
     _same_lists(got.by_key, want.by_key)
     assert all(torch.equal(a, b) for a, b in zip(got[2:5], want[2:5]))
     # A view, as a ring's parts may be.
     second_block = dataclasses.replace(index, verticals=index.verticals[..., SIZE : 2 * SIZE])
-    by_query = tiles.slash_block_tiles(side, index, table[2], False)
+    by_query = tiles.slash_block_tiles(side, keys, index, False)
     assert by_query.by_key is None
     _same_lists(by_query.by_query, want.by_query)
     # Whole tiles of them, which nobody covers but the diagonals.

@@ -128,7 +128,12 @@ class AttentionCall:
         def make() -> Tiles:
             if self._has_table_kernels():
                 queries = self._slash_queries(batch, query_rank)
-                found = tiles.slash_block_tiles(queries, self.index, k_blocks, transpose)
+                keys = once_per_mask(
+                    self.mask,
+                    ("slash keys", name, self.cp.key, self.last),
+                    lambda: tiles.slash_keys(k_blocks, self.index.block_size),
+                )
+                found = tiles.slash_block_tiles(queries, keys, self.index, transpose)
             else:
                 q_blocks = self.query_blocks(query_rank)
                 found = tiles.block_tiles(

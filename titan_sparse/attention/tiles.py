@@ -19,9 +19,6 @@ from titan_sparse.kernels import block_tables
 from titan_sparse.kernels.block_sparse import BlockLists, Tiles
 from titan_sparse.kernels.compact import pack
 
-_ROWS = 1 << 15
-"""Lists that a launch of kernels.compact() makes: a CUDA grid has fewer than 65,536 rows."""
-
 
 def block_tiles(
     ranges: MaskRanges,
@@ -51,10 +48,10 @@ def block_tiles(
         # [B or 1, Hq or 1, nq, nk]
         listed = selected & reached(reach, k_blocks, size)[:, None]
         full = listed & whole[:, None] & index.selects_for_all(q_blocks, k_blocks)
-        partial = listed & ~full
-        by_query = block_lists(full, partial)
+        met = torch.stack([full, listed & ~full])
+        by_query = block_lists(met)
         if transpose:
-            by_key = block_lists(full.mT, partial.mT)
+            by_key = block_lists(met.mT)
     else:
         cuts = tiles_between(ranges, q_blocks, k_blocks, size)
         whole = cuts.whole[:, None] & selected
@@ -103,12 +100,11 @@ def vertical_tiles(
     any_seen = (reach.first <= last) & (reach.last > first)
     all_seen = (reach.all_first <= first) & (reach.all_last > last)
     whole = all_seen & ~any_covered
-    full = any_seen & whole
-    partial = any_seen & ~whole
+    met = torch.stack([any_seen & whole, any_seen & ~whole])
     start, stop = query_ranges(ranges, q_positions, len(verticals))
     return Tiles(
-        by_query=block_lists(full, partial),
-        by_key=block_lists(full.mT, partial.mT) if transpose else None,
+        by_query=block_lists(met),
+        by_key=block_lists(met.mT) if transpose else None,
         start=start,
         stop=stop,
         k_positions=verticals,
@@ -132,6 +128,21 @@ class SlashQueries(NamedTuple):
     stop: Tensor
 
 
+class SlashKeys(NamedTuple):
+    """What tiles need to know of KV blocks, the same for every layer.
+
+    blocks: int32 [nk], global. positions: int32 [1, 1, nk * block_size], of their tokens.
+    """
+
+    blocks: Tensor
+    positions: Tensor
+
+
+def slash_keys(k_blocks: Tensor, block_size: int) -> SlashKeys:
+    positions = token_positions(k_blocks, block_size)
+    return SlashKeys(k_blocks.int(), positions.int().view(1, 1, -1))
+
+
 def slash_queries(
     ranges: MaskRanges, index: VerticalSlashIndex, q_blocks: Tensor, batch: int
 ) -> SlashQueries:
@@ -152,7 +163,7 @@ def slash_queries(
 
 
 def slash_block_tiles(
-    queries: SlashQueries, index: VerticalSlashIndex, k_blocks: Tensor, transpose: bool
+    queries: SlashQueries, keys: SlashKeys, index: VerticalSlashIndex, transpose: bool
 ) -> Tiles:
     """block_tiles() by kernels, of a vertical-slash index on a GPU.
 
@@ -160,37 +171,36 @@ def slash_block_tiles(
     of the lists.
     """
     nq = len(queries.blocks)
-    nk = len(k_blocks)
+    nk = len(keys.blocks)
     lists = block_tables.slash_lists(
         index.slashes,
         queries.spans,
         queries.reach,
         queries.blocks,
-        k_blocks.int(),
+        keys.blocks,
         index.block_size,
         capacity=list_width(index.most_blocks, nk),
         key_capacity=list_width(index.most_blocks, nq) if transpose else None,
     )
-    positions = token_positions(k_blocks, index.block_size)
-    return _slash_tiles(queries, index, lists, positions.int().view(1, 1, -1))
+    return _slash_tiles(queries, index, lists, keys.positions)
 
 
 def slash_vertical_tiles(
     queries: SlashQueries, index: VerticalSlashIndex, transpose: bool
 ) -> Tiles:
     """vertical_tiles() by kernels."""
-    covered, by_query, kind = block_tables.vertical_lists(
+    covered, by_query, met = block_tables.vertical_lists(
         index.slashes,
         queries.spans,
         queries.reach,
         queries.blocks,
         index.verticals,
         index.block_size,
-        wants_kind=transpose,
+        wants_met=transpose,
     )
     by_key = []
-    if kind is not None:
-        by_key = [block_lists((kind == 2).mT, (kind == 1).mT)]
+    if met is not None:
+        by_key = [block_lists(met)]
     return _slash_tiles(queries, index, [by_query, *by_key], index.verticals, covered)
 
 
@@ -214,35 +224,20 @@ def _slash_tiles(
     )
 
 
-def block_lists(full: Tensor, partial: Tensor) -> BlockLists:
-    """Lists from bool tables [B, H, n, m] of full and of partial tiles.
+def block_lists(met: Tensor) -> BlockLists:
+    """Lists from a table, bool [2, B, H, n, m]: which tiles are full, and which are partial.
 
-    Both lists come out equally wide.
+    Both lists are as wide as the longest one. On a GPU they are m wide, so that the host does not
+    wait for the selection.
     """
-    # counts [B, H, n], numbers [B, H, n, K of each]
-    full_count, full = _list(full)
-    partial_count, partial = _list(partial)
-
-    # [B, H, n, K]
-    width = max(full.shape[-1], partial.shape[-1])
-    full = F.pad(full, (0, width - full.shape[-1]))
-    partial = F.pad(partial, (0, width - partial.shape[-1]))
-    return BlockLists(full_count, full, partial_count, partial)
-
-
-def _list(listed: Tensor) -> tuple[Tensor, Tensor]:
-    """bool [B, H, n, m] -> counts int32 [B, H, n] and ascending numbers int32 [B, H, n, K].
-
-    K is the largest count; on a GPU it is m, so that the host does not wait for the selection.
-    """
-    # [B, H, n]
-    count = listed.sum(-1, dtype=torch.int32)
-    width = listed.shape[-1]
-    if not listed.is_cuda:
+    # [2, B, H, n]
+    count = met.sum(-1, dtype=torch.int32)
+    width = met.shape[-1]
+    if not met.is_cuda:
         width = max(int(count.max()), 1) if count.numel() else 1
-    # [rows, m] at a time.
-    numbers = [compact(rows, width, 0) for rows in listed.flatten(0, 2).split(_ROWS)]
-    return count, torch.cat(numbers).view(*listed.shape[:3], width)
+    # [2, B, H, n, width]
+    numbers = compact(met.flatten(0, 3), width, 0).view(*count.shape, width)
+    return BlockLists(count[0], numbers[0], count[1], numbers[1])
 
 
 def list_width(most: int, blocks: int) -> int:

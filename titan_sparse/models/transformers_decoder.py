@@ -205,6 +205,9 @@ class _Rotary:
         self.module.to(x.device)
         # Only its dtype and device are used. Tables in bf16 could not distinguish far positions.
         wide = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
+        if hasattr(self.module, "mrope_section"):
+            # Of text, all three axes are the same. transformers 5.17 does not add them itself.
+            positions = positions.expand(3, -1, -1)
         if not self.is_by_layer:
             return [self.module(wide, positions)] * 2
         tables = []
