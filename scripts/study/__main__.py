@@ -82,6 +82,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Size]:
     add("--model", help="folder that scripts.study.real_model wrote; default: made in OUT/model")
     for name, text in (
         ("short", "about 15 minutes on an H200"),
+        ("long", "131,072 tokens, fewer steps"),
         ("toy", "a minute on a CPU, a model of random weights; the numbers mean nothing"),
     ):
         add(f"--{name}", dest="size", action="store_const", const=name, default="full", help=text)

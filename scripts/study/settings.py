@@ -89,6 +89,15 @@ SHORT = dataclasses.replace(
     common=FULL.common | {"metrics.recall_every": 8},
     reserve_seconds=40,
 )
+LONG = dataclasses.replace(
+    SHORT,
+    name="long",
+    context=131072,
+    steps=20,
+    text={"code": 45, "prose": 40, "mixed": 25},
+    windows=2,
+    lengths=(8192, 32768, 131072),
+)
 TOY = Size(
     "toy",
     context=1024,
@@ -118,7 +127,7 @@ TOY = Size(
     },
     reserve_seconds=0,
 )
-SIZES = {size.name: size for size in (FULL, SHORT, TOY)}
+SIZES = {size.name: size for size in (FULL, SHORT, LONG, TOY)}
 
 
 def at_equal_time(size: Size) -> Size:
@@ -129,6 +138,8 @@ def at_equal_time(size: Size) -> Size:
 
 START = "start"
 """The weights that all runs start from."""
+QUESTIONS = ("position", "needle_forced")
+"""What is asked of weights in an attention: loss by position, and needles."""
 DENSE = "dense"
 SPARSE = "default"
 """What stands for sparse attention: vertical_slash as it is by default."""
@@ -317,14 +328,21 @@ def check_time(size: Size, deadline: float) -> None:
 
 
 def is_done(study: Study, run: Run) -> bool:
-    """Whether a run has all its steps."""
+    """Whether a run has all its steps. Its checkpoints may be gone once it is evaluated."""
     # Imported here, as it loads torch, which --help does without.
     from titan_sparse.training.checkpoint.folders import newest_checkpoint
 
+    if not any(missing_answers(study, one) for one in evaluations(study.size)[run.name]):
+        return True
     newest = newest_checkpoint(str(study.folder / run.name))
     if newest is None:
         return False
     return newest.endswith(f"step-{study.steps(run.method)}")
+
+
+def missing_answers(study: Study, evaluation: Evaluation) -> list[str]:
+    folder = folder_of(study, evaluation)
+    return [name for name in QUESTIONS if not (folder / f"{name}.json").is_file()]
 
 
 def causal_share(size: Size, method: str) -> float:

@@ -8,13 +8,14 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 
 from scripts.study.settings import (
     DENSE,
+    QUESTIONS,
     START,
     Evaluation,
     OutOfTime,
@@ -24,6 +25,7 @@ from scripts.study.settings import (
     evaluation_configuration,
     folder_of,
     is_done,
+    missing_answers,
     training_configuration,
 )
 from scripts.study.text import read_prompts
@@ -122,7 +124,7 @@ def evaluate(study: Study, evaluation: Evaluation, deadline: float) -> None:
     Each writes OUT/evaluation/WEIGHTS--MODE/QUESTION.json when it is answered. Raises OutOfTime.
     """
     out = folder_of(study, evaluation)
-    missing = [name for name in QUESTIONS if not (out / f"{name}.json").is_file()]
+    missing = missing_answers(study, evaluation)
     if not missing:
         return
     check_time(study.size, deadline)
@@ -136,7 +138,7 @@ def evaluate(study: Study, evaluation: Evaluation, deadline: float) -> None:
         for name in missing:
             check_time(study.size, deadline)
             began = time.perf_counter()
-            answers = QUESTIONS[name](study, scorer)
+            answers = ANSWERS[name](study, scorer)
             seconds = time.perf_counter() - began
             found = json_ready({**evaluation._asdict(), "seconds": seconds, "answers": answers})
             write_json(out / f"{name}.json", found)
@@ -167,11 +169,7 @@ def forced_needles(study: Study, scorer: Scorer) -> dict[str, Any]:
     return {"cells": needle.by_cell(records), "records": records}
 
 
-QUESTIONS: dict[str, Callable[[Study, Scorer], dict[str, Any]]] = {
-    "position": position_losses,
-    "needle_forced": forced_needles,
-}
-"""What is asked of weights in an attention."""
+ANSWERS = dict(zip(QUESTIONS, (position_losses, forced_needles), strict=True))
 
 
 def read_windows(study: Study, kind: str) -> list[Sequence]:
