@@ -108,7 +108,8 @@ class AttentionCall:
             k_blocks = self.key_blocks(source)
         # Those of a static pattern are made once, for the forward and for the backward.
         transpose = transpose or (not self.pattern.dynamic and self.backend.READS_BY_KEY)
-        return self.tiles_of_blocks(batch, transpose, k_blocks, source, query_rank=query_rank)
+        name = ("rank", source)
+        return self.tiles_of_blocks(batch, transpose, k_blocks, name, query_rank=query_rank)
 
     def tiles_of_blocks(
         self,
@@ -121,18 +122,15 @@ class AttentionCall:
     ) -> Tiles:
         """Tiles of the queries of `query_rank` (default: this rank) and any global blocks int64 [n].
 
-        name: what distinguishes these blocks from others of the same mask, layout and pattern.
+        name: what distinguishes these blocks from others of the same mask, layout and pattern; None
+        for blocks that follow from the index, of which nothing is remembered.
         capacity: KV blocks that there are in memory, if more; queries see none of the rest.
         """
 
         def make() -> Tiles:
             if self._has_table_kernels():
                 queries = self._slash_queries(batch, query_rank)
-                keys = once_per_mask(
-                    self.mask,
-                    ("slash keys", name, self.cp.key, self.last),
-                    lambda: tiles.slash_keys(k_blocks, self.index.block_size),
-                )
+                keys = self._slash_keys(k_blocks, name)
                 found = tiles.slash_block_tiles(queries, keys, self.index, transpose)
             else:
                 q_blocks = self.query_blocks(query_rank)
@@ -189,6 +187,14 @@ class AttentionCall:
             ("slash queries", self.pattern.key, self.cp.key, batch, rank, self.first, self.last),
             lambda: tiles.slash_queries(self.mask, self.index, self.query_blocks(rank), batch),
         )
+
+    def _slash_keys(self, k_blocks: Tensor, name: Hashable) -> tiles.SlashKeys:
+        def make() -> tiles.SlashKeys:
+            return tiles.slash_keys(k_blocks, self.index.block_size)
+
+        if name is None:
+            return make()
+        return once_per_mask(self.mask, ("slash keys", name, self.cp.key, self.last), make)
 
 
 def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> AttentionCall:

@@ -19,6 +19,7 @@ from tests.reference import dense_attention, gradients, structured_qkv, tiles_of
 from tests.slice_cases import mask_and_truth
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
+from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.group_cast_plan import (
     assign_stages,
     blocks_before_others,
@@ -262,6 +263,7 @@ def _check_ranks(world: int) -> None:
     assert blocks and all(n & (n - 1) == 0 for n in blocks), blocks
     if world == 3:
         _check_calls_with_other_heads()
+        _check_layers_with_other_selections()
 
 
 def _note_lengths(patch: pytest.MonkeyPatch) -> set[int]:
@@ -296,6 +298,29 @@ def _check_calls_with_other_heads() -> None:
         got = torch.autograd.grad(out, leaves, cp.shard(d_out, 2))
         for a, b in zip(got, wanted, strict=True):
             assert (cp.unshard(a, 2) - b).abs().max() < 1e-9, kv_heads
+
+
+def _check_layers_with_other_selections() -> None:
+    """Two layers under one mask need other blocks. As on a GPU, kernels make the tables."""
+    mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("cp_inter", "cp_intra"))
+    cp = ContextParallel(mesh, "contiguous", "group_cast", 16)
+    pattern = VerticalSlash(recall=0.6, dense_below=32)
+    mask = Causal()
+    rows = mask.rows(SEQ_LEN)
+    remote = set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AttentionCall, "_has_table_kernels", lambda call: True)
+        for seed in (3, 8):
+            q, k, v = structured_qkv(2, 4, 2, SEQ_LEN, 8, seed=seed)
+            index = pattern.select(q, k, mask, block_size=16)
+            wanted = dense_attention(q, k, v, index.dense(mask).expand(2, 4, -1, -1))[0]
+            got = attend(*(cp.shard(x, 2) for x in (q, k, v)), rows, pattern, cp)
+            assert (cp.unshard(got, 2) - wanted).abs().max() < 1e-9
+            blocks = torch.arange(SEQ_LEN // 16)
+            met = index.selects(blocks[8:], blocks[:8])
+            remote.add(tuple(met.flatten(0, 2).any(0).tolist()))
+    # Of the last rank.
+    assert len(remote) == 2
 
 
 @pytest.mark.parametrize("world", MESHES)
