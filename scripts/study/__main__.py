@@ -6,7 +6,7 @@
         each method trains for the same seconds instead of the same steps
     python -m scripts.study --out outputs/study --parts text --model FOLDER
         the text alone: needs a network, and no GPU. OUT/text can be carried to another machine
-    python -m scripts.study --out outputs/study --parts dense,default --minutes 9
+    python -m scripts.study --out outputs/study --parts dense,recall_95 --minutes 9
         two runs with their evaluations, as much of them as fits into nine minutes
 
 SmolLM2-135M-Instruct (scripts.study.real_model makes its folder) is extended with YaRN on long
