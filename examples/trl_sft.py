@@ -42,7 +42,7 @@ def main() -> SFTTrainer:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--cp", type=int, help="processes that share a sequence (default: all)")
     parser.add_argument("--layout", default="striped")
-    parser.add_argument("--sparse", action="store_true", help="vertical_slash at a recall of 0.9")
+    parser.add_argument("--sparse", action="store_true", help="vertical_slash at a recall of 0.95")
     parser.add_argument("--out", default="outputs/trl_sft")
     options = parser.parse_args()
     if options.model and not options.data:
@@ -73,7 +73,7 @@ def main() -> SFTTrainer:
     )
     # (*) Attention over the tokens of all of them.
     shortest = 16 * block_size  # Shorter documents are computed whole.
-    pattern = VerticalSlash(recall=0.9, dense_below=shortest) if options.sparse else Dense()
+    pattern = VerticalSlash(recall=0.95, dense_below=shortest) if options.sparse else Dense()
     register(AttentionSettings(pattern, cp=args.parallelism_config.group()))
 
     if options.tiny:

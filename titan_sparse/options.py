@@ -152,7 +152,7 @@ class VerticalSlashOptions(PatternOptions):
     """Pattern vertical_slash: keys (verticals) and block diagonals (slashes) chosen online from a
     probe of queries. Counts are per query head."""
 
-    recall: PositiveShare = 0.9
+    recall: PositiveShare = 0.95
     """share of the attention mass that verticals and slashes must reach"""
     budget: Literal["joint", "independent"] = "joint"
     """joint: each head reaches recall over all rows, in the least time; independent: verticals and

@@ -226,7 +226,7 @@ def study() -> list[str]:
     rows = []
     for label, file, name in (
         ("dense", "study_real_h200", "dense"),
-        ("default", "study_real_h200", "default"),
+        ("recall 0.9", "study_real_h200", "default"),
         ("window with sinks", "study_real_h200", "window"),
         ("minference", "study_real_h200", "minference"),
         ("published, 0.95", "study_real_h200", "published_95"),

@@ -144,4 +144,4 @@ def test_results_of_the_repository_are_drawn(tmp_path, capsys):
         plots.main([str(RESULTS / "density_h200.json"), "--out", str(out), "--patterns", "none"])
     assert "--patterns none was not measured; write some of" in capsys.readouterr().err
     [default] = [spec for spec in SPECS if spec.name == DEFAULT]
-    assert default.patterns()[4] == VerticalSlash(recall=0.9)
+    assert default.patterns()[5] == VerticalSlash(recall=0.95)

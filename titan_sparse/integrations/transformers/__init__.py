@@ -2,7 +2,7 @@
 
     from titan_sparse.integrations.transformers import AttentionSettings, register
 
-    register(AttentionSettings(pattern=VerticalSlash(recall=0.9)))
+    register(AttentionSettings(pattern=VerticalSlash(recall=0.95)))
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="titan_sparse")
 
 Raises ImportError, in one line, where transformers is missing.

@@ -23,7 +23,7 @@ MASKS: list[Mask] = [
     Documents([[201, 7, 1, 130], [90, 90, 90, 90]]),
 ]
 BUDGETS = {
-    "default": VerticalSlash(recall=0.9, dense_below=48),
+    "default": VerticalSlash(recall=0.95, dense_below=48),
     "joint": VerticalSlash(
         recall=0.8,
         probe=20,
