@@ -79,7 +79,7 @@ def main(words: list[str]) -> int:
                 found = measure(arm, tokens, args)
             except torch.OutOfMemoryError:
                 found = {"status": "out of memory"}
-            row = {"tokens": tokens, "arm": arm} | found
+            row = {"shape": args.shape, "tokens": tokens, "arm": arm} | found
             result["rows"].append(row)
             print(json.dumps(row), flush=True)
             if args.out:

@@ -48,11 +48,13 @@ def main(words: list[str]) -> int:
     add("--density", type=float, default=0.05, help="of attention against length")
     add("--length", type=positive, default=8192, help="tokens of the texts of patterns")
     add("--patterns", nargs="+", metavar="NAME", help="patterns, or methods of the study")
+    add("--against", choices=("seconds", "tokens"), default="seconds", help="of the study's curves")
     args = parser.parse_args(words)
     results = [json.loads(path.read_text(encoding="utf-8")) for path in args.results]
     try:
         if all("runs" in result for result in results):
-            figure = equal_time_figure(results, args.patterns or [DENSE, SPARSE])
+            methods = args.patterns or [DENSE, SPARSE]
+            figure = equal_time_figure(results, methods, args.against)
         elif all("texts" in result for result in results):
             figure = density_figure(results, args.length, args.patterns)
         else:
@@ -128,24 +130,26 @@ def lines(rows: list[dict], x: str) -> dict[str, list[tuple[float, float]]]:
     return points
 
 
-def equal_time_figure(results: list[dict[str, Any]], methods: list[str]) -> Figure:
+def equal_time_figure(results: list[dict[str, Any]], methods: list[str], against: str) -> Figure:
     """A panel for each study: held-out loss, mean over kinds of text and seeds, in the attention
-    that is trained with."""
+    that is trained with. against: "seconds" or "tokens" of training."""
     figure = Figure(figsize=(5 * len(results), 3.6), layout="constrained")
     panels = figure.subplots(1, len(results), squeeze=False)[0]
     for axes, found in zip(panels, results, strict=True):
+        context = max(found["lengths"])
         for method in methods:
             runs = [run for run in found["runs"].values() if run["method"] == method]
             curves = []
             for run in runs:
                 losses = [np.mean(list(point["loss"].values())) for point in run["held_out"]]
-                seconds = [run["step_seconds"] * point["step"] for point in run["held_out"]]
-                curves.append(list(zip(seconds, losses)))
+                of_step = run["step_seconds"] if against == "seconds" else context
+                curves.append(list(zip((of_step * p["step"] for p in run["held_out"]), losses)))
             if curves:
-                label = "dense attention" if method == DENSE else f"titan_sparse, {method}"
+                name = method.replace("recall_", "recall 0.")
+                label = "dense attention" if method == DENSE else f"titan_sparse, {name}"
                 axes.plot(*mean_curve(curves), marker=".", label=label)
-        axes.set(title=f"{max(found['lengths']):,} tokens", xlabel="seconds of training on one GPU")
-        axes.set(ylabel="held-out loss, nats a token")
+        axes.set(title=f"{context:,} tokens", ylabel="held-out loss, nats per token")
+        axes.set(xlabel=f"{against} of training on one GPU")
         axes.grid(alpha=0.3)
         axes.legend()
     return figure

@@ -76,23 +76,27 @@ def lines(heads: str, rows: Iterable[list[str]]) -> list[str]:
 
 
 def headlines() -> list[str]:
-    """Three measurements next to dense ones."""
+    """Measurements next to dense ones: recall 0.95 on real weights, then a fixed density."""
+    steps, losses = [], []
+    for tokens, file in EQUAL_TIME.items():
+        runs = result(file)["runs"]
+        cells = [f"training step, SmolLM2-135M, {tokens:,} tokens"]
+        steps.append(
+            cells + [f"{runs[name]['step_seconds']:.2f} s" for name in ("recall_95", "dense")]
+        )
+        seconds = runs["dense"]["seconds"][-1]
+        cells = [f"held-out loss after {seconds:.0f} s of training, {tokens:,} tokens"]
+        losses.append(
+            cells + [f"{_mean_loss(file, name, name):.3f}" for name in ("recall_95", "dense")]
+        )
     times = []
     for name in ("flex", "cudnn"):
         found = row("attention_h200", name=name, seq_len=131072)
         times.append(f"{found['forward_ms'] + found['backward_ms']:.1f} ms")
-    steps = []
-    for options, digits in (("--attention.backend flex", 2), ("--attention.pattern dense", 1)):
-        measured = row("step_qwen2_5_0_5b_128k_h200", options=options)["tokens_per_second"]
-        steps.append(f"{131072 / mean(measured):.{digits}f} s")
-    losses = [
-        f"{_held_out(_evaluated('study_real_h200', name, name)):.3f}"
-        for name in ("default", "dense")
-    ]
     rows = [
-        ["attention, forward and backward, 131,072 tokens", *times],
-        ["training step, Qwen2.5-0.5B, 131,072 tokens", *steps],
-        ["held-out loss at 65,536 tokens, SmolLM2-135M", *losses],
+        *losses,
+        *steps,
+        ["attention, forward and backward, 131,072 tokens, 5 % density", *times],
     ]
     return lines("what was measured | titan_sparse | dense", rows)
 
@@ -177,7 +181,6 @@ def scaling_of_steps() -> list[str]:
     half_b = result("step_scaling_0_5b_2xh200_third")["runs"]
     three_b = result("step_scaling_3b_2xh200")["runs"]
     triton = result("step_scaling_3b_triton_2xh200")["runs"]
-    four = {ranks: speed(row("step_scaling_0_5b_4xh200", ranks=ranks)["steps"]) for ranks in (1, 4)}
 
     def both(runs: dict, *names: str) -> list[float]:
         return [speed(runs[name]["steps"]) for name in names]
@@ -192,7 +195,6 @@ def scaling_of_steps() -> list[str]:
         ("Qwen2.5-3B, two", "triton", of_triton),
         ("Qwen2.5-0.5B, two", "triton", both(half_b, "1 GPU, triton", "2 GPUs, triton")),
         ("Qwen2.5-0.5B, two", "flex", both(half_b, "1 GPU, flex", "2 GPUs, flex")),
-        ("Qwen2.5-0.5B, four (an earlier day)", "flex", four.values()),
     ):
         rows.append([model, backend, f"{several:,.0f}", f"{several / one:.3f}"])
     return lines("model, GPUs | backend | tokens/s per GPU | of one GPU", rows)
@@ -202,11 +204,17 @@ def scaling_of_steps() -> list[str]:
 
 
 def huggingface_steps() -> list[str]:
+    return _steps_of_arms("huggingface_h200", "sdpa")
+
+
+def hybrid() -> list[str]:
+    return _steps_of_arms("hybrid_h100", "transformers")
+
+
+def _steps_of_arms(file: str, peer: str) -> list[str]:
     """Seconds and GiB of a step."""
-    arms = ("sdpa", "ours, dense", "ours, vertical_slash")
-    found = {
-        (row["shape"], row["tokens"], row["arm"]): row for row in result("huggingface_h200")["rows"]
-    }
+    arms = (peer, "ours, dense", "ours, vertical_slash")
+    found = {(row["shape"], row["tokens"], row["arm"]): row for row in result(file)["rows"]}
     rows = []
     for shape, tokens in dict.fromkeys((shape, tokens) for shape, tokens, _ in found):
         cells = [shape.upper(), f"{tokens:,}"]
@@ -221,35 +229,74 @@ def huggingface_steps() -> list[str]:
 # The real model -----------------------------------------------------------------------------------
 
 
-def study() -> list[str]:
-    """Training SmolLM2 with each pattern: what is kept, and what it costs."""
+EQUAL_TIME = {65536: "study_equal_time_h100", 131072: "study_equal_time_128k_h100"}
+"""Files by tokens of a sequence."""
+
+
+def equal_time() -> list[str]:
+    """Means over seeds of the runs that had the same seconds."""
     rows = []
-    for label, file, name in (
-        ("dense", "study_real_h200", "dense"),
-        ("recall 0.9", "study_real_h200", "default"),
-        ("window with sinks", "study_real_h200", "window"),
-        ("minference", "study_real_h200", "minference"),
-        ("published, 0.95", "study_real_h200", "published_95"),
-        ("xattention 0.9", "study_real_h200", "xattention"),
+    for tokens, file in EQUAL_TIME.items():
+        for name in dict.fromkeys(run["method"] for run in result(file)["runs"].values()):
+            run = result(file)["runs"][name]
+            as_trained = _evaluated(file, name, name)
+            kept = (as_trained["attention"]["density"], run["step_seconds"])
+            cells = [f"{tokens:,}", name.replace("_", " 0."), f"{100 * kept[0]:.1f} %"]
+            cells += [f"{kept[1]:.2f}", str(run["steps"][-1])]
+            cells += [f"{_mean_loss(file, name, mode):.3f}" for mode in (name, "dense")]
+            cells += [f"{_mean_score(file, name, name, 'needle forced'):.0f} %"]
+            rows.append(cells)
+    heads = (
+        "tokens | attention | density | s per step | steps | held-out loss | read densely | needles"
+    )
+    return lines(heads, rows)
+
+
+def equal_steps() -> list[str]:
+    """Loss above dense after the same steps on the same data."""
+    file = "study_equal_steps_h100"
+    base = _held_out(_evaluated(file, "dense", "dense"))
+    rows = []
+    for name in ("recall_90", "recall_95", "recall_97"):
+        evaluated = [_evaluated(file, name, mode) for mode in ("dense", name)]
+        lost = _evaluated(file, "dense", "dense")["scores"]["needle forced"]
+        lost -= evaluated[0]["scores"]["needle forced"]
+        above = [f"{_held_out(each) - base:.4f}" for each in evaluated]
+        rows.append([name.replace("_", " 0."), *above, f"{lost:.1f}"])
+    return lines("trained with | read densely | read as trained | needles lost, percent", rows)
+
+
+def _mean_loss(file: str, method: str, mode: str) -> float:
+    return _mean_score(file, method, mode, "loss")
+
+
+def _mean_score(file: str, method: str, mode: str, measure: str) -> float:
+    """The mean over the seeds of a method."""
+    rows = result(file)["evaluations"]
+    wanted = {"method": method, "mode": mode}
+    return mean(one["scores"][measure] for one in rows if wanted.items() <= one.items())
+
+
+def study() -> list[str]:
+    """Training SmolLM2 with each pattern for the same steps."""
+    file = "study_real_h200"
+    base = _held_out(_evaluated(file, "dense", "dense"))
+    rows = []
+    for label, name in (
+        ("recall 0.9", "default"),
+        ("window with sinks", "window"),
+        ("minference", "minference"),
+        ("published, 0.95", "published_95"),
+        ("xattention 0.9", "xattention"),
     ):
-        run = result(file)["runs"][name]
-        as_trained = _evaluated(file, name, run["method"])
+        as_trained = _evaluated(file, name, result(file)["runs"][name]["method"])
         as_dense = _evaluated(file, name, "dense")
-        kept = as_trained["attention"] if name != "dense" else {"density": 1}
-        recall = ""
-        if kept.get("recall") and name != "window":
-            recall = f"{kept['recall']:.2f}"
-        cells = [label, f"{100 * kept['density']:.1f} %", recall]
-        cells.append(f"{run['tokens_per_second']:,.0f}")
-        base = _held_out(_evaluated(file, "dense", "dense"))
-        cells += [f"{_held_out(each) - base:.3f}" for each in (as_trained, as_dense)]
-        for each in (as_trained, as_dense):
-            short = each["scores"]["needle forced, 8192"]
-            long = each["scores"]["needle forced, 65536"]
-            cells.append(f"{short:.0f} / {long:.0f} %")
-        rows.append(cells)
-    heads = "trained with | density | recall | tokens/s | loss above dense | read densely"
-    return lines(f"{heads} | needles, 8K / 64K | read densely", rows)
+        density = as_trained["attention"]["density"]
+        losses = [f"{_held_out(each) - base:.3f}" for each in (as_trained, as_dense)]
+        scores = [as_trained["scores"][f"needle forced, {length}"] for length in (8192, 65536)]
+        needles = " / ".join(f"{score:.0f}" for score in scores)
+        rows.append([label, f"{100 * density:.1f} %", *losses, f"{needles} %"])
+    return lines("trained with | density | loss above dense | read densely | needles", rows)
 
 
 def _evaluated(file: str, name: str, mode: str) -> dict:
@@ -273,6 +320,9 @@ TABLES = {
         steps,
         scaling_of_steps,
         huggingface_steps,
+        hybrid,
+        equal_time,
+        equal_steps,
         study,
     )
 }
