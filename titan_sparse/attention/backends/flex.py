@@ -26,6 +26,7 @@ from titan_sparse.attention.backends.base import Case, DenseShape, Partial, Quer
 from titan_sparse.attention.backends.triton import DTYPES, HEAD_DIMS, Triton
 from titan_sparse.attention.merge import add, merge
 from titan_sparse.attention.tiles import list_width
+from titan_sparse.kernels import block_sparse
 from titan_sparse.kernels.block_sparse import BlockLists, Piece, Tiles
 from titan_sparse.kernels.compact import unpack
 
@@ -106,10 +107,11 @@ class Flex(Triton):
         blocks, verticals = pieces
         over_blocks = Sum(torch.float32, total.before)
         dq, d_blocks = self._blocks_backward(queries, blocks, scale, over_blocks)
-        # Gradients of verticals are still to be summed over heads and ranks.
-        with_verticals = Sum(torch.float32, dq.contiguous())
-        dq, d_verticals = super().backward(queries, [verticals], scale, with_verticals)
-        return dq.to(total.dtype), [d_blocks, *d_verticals]
+        # fp32, because the gradients of verticals are still to be summed over heads and ranks.
+        output = block_sparse.GradientOutput(total.dtype, [torch.float32], dq.contiguous())
+        q, d_out, out, lse = queries
+        dq, d_verticals = block_sparse.backward(d_out, q, out, lse, [verticals], scale, output)
+        return dq, [d_blocks, *d_verticals]
 
     def _blocks_backward(
         self, queries: Queries, piece: Piece, scale: float, total: Sum
