@@ -3,10 +3,11 @@
     python -m scripts.benchmarks.trainers --shapes 0.6b 1.7b 8b-lora --out trainers_h200.json
     python -m scripts.benchmarks.trainers --shapes toy toy-lora --tokens 512 --device cpu
 
-All read the same random weights and documents, compute in bf16, keep weights and AdamW's states in
-fp32, and recompute blocks. With -lora the weights are frozen in bf16 and have adapters of rank 16. Ours
-and torchtitan's compile. transformers' has Liger's kernels where these are installed. Random weights
-attend to nearly everything, so that the times of vertical_slash belong to the density of its row.
+All read the same random weights and documents, one a step. They compute in bf16, keep weights and
+AdamW's states in fp32, and recompute blocks. With -lora, weights are frozen in bf16 and have adapters
+of rank 16. 0.8b-hybrid is Qwen3.5, which needs titan-sparse[hybrid] on GPUs. Ours and torchtitan's
+compile, and transformers' has Liger's kernels where these are installed. Random weights attend to
+nearly everything, so that the times of vertical_slash belong to the density of its row.
 """
 
 import argparse
@@ -38,13 +39,27 @@ from titan_sparse.trainer import Trainer
 from titan_sparse.training.distributed import choose_device, init_distributed
 from titan_sparse.training.metrics_output import read_metrics
 
-TOY = {**SHAPES["0.6b"], "hidden_size": 256, "num_hidden_layers": 8, "vocab_size": 2048}
+HYBRID = {
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "vocab_size": 248320,
+    "tie_word_embeddings": True,
+}
+TOY_SIZES = {"hidden_size": 256, "num_hidden_layers": 8, "vocab_size": 2048}
+TOY = SHAPES["0.6b"] | TOY_SIZES
 CONFIGS = {
     "0.6b": transformers.Qwen3Config(**SHAPES["0.6b"]),
     "1.7b": transformers.Qwen3Config(**SHAPES["1.7b"]),
     "8b-lora": transformers.LlamaConfig(**config_json(FLAVOURS["llama3.1-8b"], "bfloat16")),
+    "0.8b-hybrid": transformers.Qwen3_5TextConfig(**HYBRID),
     "toy": transformers.Qwen3Config(**TOY),
     "toy-lora": transformers.LlamaConfig(**TOY),
+    "toy-hybrid": transformers.Qwen3_5TextConfig(**HYBRID | TOY_SIZES),
 }
 OURS = """--data.sequences fixed --data.shuffle false --attention.mask causal --compile.enable true
 --attention.vertical_slash.recall 0.95 --optimizer.lr 1e-5 --lr_scheduler.warmup_steps 0
@@ -155,7 +170,7 @@ def torchtitan(shape, model, run, texts, device, times):
     from torchtitan.models import qwen3
 
     if shape not in FLAVORS:
-        raise ValueError("torchtitan has no LoRA")
+        raise ValueError("torchtitan 0.2.2 has neither LoRA nor Qwen3.5")
     words = f"""{TORCHTITAN} --model.flavor {FLAVORS[shape]} --training.seq_len {len(texts[0])}
     --training.steps {len(texts)} --checkpoint.initial_load_path {model} --job.dump_folder {run}"""
     if device == "cpu":  # it takes CUDA for granted
