@@ -48,6 +48,9 @@ def test_offers():
 def test_offers_nothing_before_it_is_asked_for():
     code = "import sys, titan_sparse; dir(titan_sparse); assert 'torch' not in sys.modules"
     _run(ROOT, "-c", code)
+    heavy = {"torchao", "datasets", "transformers", "matplotlib"}
+    code = f"import sys, titan_sparse.trainer; print(*{heavy} & {{*sys.modules}})"
+    assert _run(ROOT, "-c", code).stdout.split() == []
 
 
 def test_type_checkers_see_what_is_offered():

@@ -45,7 +45,7 @@ def command() -> str:
 
 PACKAGES = (
     *("triton", "flash-attn-4", "flash-attn", "liger-kernel", "cut-cross-entropy"),
-    *("transformers", "accelerate"),
+    *("transformers", "accelerate", "peft", "torchtitan"),
 )
 
 

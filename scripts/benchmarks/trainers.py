@@ -1,0 +1,229 @@
+"""The whole training step beside torchtitan's and transformers' trainers, each row in a new process.
+
+    python -m scripts.benchmarks.trainers --shapes 0.6b 1.7b 8b-lora --out trainers_h200.json
+    python -m scripts.benchmarks.trainers --shapes toy toy-lora --tokens 512 --device cpu
+
+All read the same random weights and documents, one a step. They compute in bf16, keep weights and
+AdamW's states in fp32, and recompute blocks. With -lora, weights are frozen in bf16 and have adapters
+of rank 16. 0.8b-hybrid is Qwen3.5, which needs titan-sparse[hybrid] on GPUs. Ours and torchtitan's
+compile, and transformers' has Liger's kernels where these are installed. Random weights attend to
+nearly everything, so that the times of vertical_slash belong to the density of its row.
+"""
+
+import argparse
+import itertools
+import os
+import statistics
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import torch
+import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from scripts.benchmarks import harness
+from scripts.benchmarks.huggingface import SHAPES, StepTimes, peak_bytes
+from scripts.benchmarks.options import parser_of, positive
+from scripts.benchmarks.provenance import version
+from titan_sparse.config import load_and_check
+from titan_sparse.models.flavours import FLAVOURS
+from titan_sparse.models.huggingface_config import config_json
+from titan_sparse.train import set_allocator
+from titan_sparse.trainer import Trainer
+from titan_sparse.training.distributed import choose_device, init_distributed
+from titan_sparse.training.metrics_output import read_metrics
+
+HYBRID = {
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "vocab_size": 248320,
+    "tie_word_embeddings": True,
+}
+TOY_SIZES = {"hidden_size": 256, "num_hidden_layers": 8, "vocab_size": 2048}
+TOY = SHAPES["0.6b"] | TOY_SIZES
+CONFIGS = {
+    "0.6b": transformers.Qwen3Config(**SHAPES["0.6b"]),
+    "1.7b": transformers.Qwen3Config(**SHAPES["1.7b"]),
+    "8b-lora": transformers.LlamaConfig(**config_json(FLAVOURS["llama3.1-8b"], "bfloat16")),
+    "0.8b-hybrid": transformers.Qwen3_5TextConfig(**HYBRID),
+    "toy": transformers.Qwen3Config(**TOY),
+    "toy-lora": transformers.LlamaConfig(**TOY),
+    "toy-hybrid": transformers.Qwen3_5TextConfig(**HYBRID | TOY_SIZES),
+}
+OURS = """--data.sequences fixed --data.shuffle false --attention.mask causal --compile.enable true
+--attention.vertical_slash.recall 0.95 --optimizer.lr 1e-5 --lr_scheduler.warmup_steps 0
+--lr_scheduler.min_lr_factor 1 --metrics.tensorboard false"""
+TORCHTITAN = """--model.name qwen3 --training.local_batch_size 1 --activation_checkpoint.mode full
+--compile.enable --checkpoint.enable --checkpoint.load_only --checkpoint.initial_load_in_hf
+--optimizer.lr 1e-5 --lr_scheduler.warmup_steps 0 --lr_scheduler.min_lr_factor 1"""
+FLAVORS = {"0.6b": "0.6B", "1.7b": "1.7B", "toy": "debugmodel"}
+TRANSFORMERS = """--per_device_train_batch_size 1 --train_sampling_strategy sequential
+--gradient_checkpointing true --optim adamw_torch_fused --learning_rate 1e-5 --adam_beta2 0.95
+--weight_decay 0.1 --lr_scheduler_type constant --logging_steps 1 --save_strategy no
+--report_to none --disable_tqdm true"""
+
+
+def main(words: list[str]) -> int:
+    set_allocator()
+    return harness.measure([parse(words)], {"trainers": rows})
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = parser_of("scripts.benchmarks.trainers", __doc__)
+    add = parser.add_argument
+    add("--shapes", nargs="+", choices=list(CONFIGS), default=["0.6b", "1.7b"])
+    add("--tokens", nargs="+", type=positive, default=[8192, 32768, 131072])
+    add("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    add("--steps", type=positive, default=5, help="timed, after one untimed")
+    add("--device", default="cuda", choices=["cuda", "cpu"])
+    add("--out", default="", help="JSON file, written anew after each row")
+    parser.set_defaults(cases=["trainers"], timeout=180)
+    return parser.parse_args(words)
+
+
+def rows(bench: harness.Bench) -> Iterator[dict]:
+    args = bench.args
+    with tempfile.TemporaryDirectory() as folder:
+        for shape in args.shapes:
+            model = Path(folder, shape)
+            apart(bench, write_model, shape, model, args)
+            for tokens, arm in itertools.product(args.tokens, args.arms):
+                row = {"shape": shape, "tokens": tokens, "arm": arm}
+                yield bench.attempt(row, apart, one_trainer, arm, shape, model, tokens, args)
+
+
+def apart(_: harness.Bench, function: Callable, *words: object):
+    """The result of a call in a process of its own, which begins with an empty GPU."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(function, *words).result()
+
+
+def write_model(shape: str, model: Path, args: argparse.Namespace) -> None:
+    torch.manual_seed(0)
+    CONFIGS[shape].max_position_embeddings = max(args.tokens)
+    build = transformers.AutoModelForCausalLM.from_config
+    with torch.device(args.device):
+        build(CONFIGS[shape], dtype=torch.bfloat16).save_pretrained(model)
+
+
+def one_trainer(
+    arm: str, shape: str, model: Path, tokens: int, args: argparse.Namespace
+) -> dict[str, float | None]:
+    """Trains for some steps. Times are medians."""
+    sys.stdout = sys.stderr
+    run = Path(tempfile.mkdtemp(dir=model.parent))
+    texts = write_texts(run, tokens, args.steps + 1)
+    times = StepTimes(args.device)
+    losses, found = ARMS[arm](shape, model, run, texts, args.device, times)
+    seconds = statistics.median(times.seconds[1:])
+    found |= {"first_loss": losses[0], "last_loss": losses[-1], "step_ms": 1e3 * seconds}
+    return found | {"tokens_per_second": tokens / seconds, "peak_bytes": peak_bytes(args.device)}
+
+
+def write_texts(folder: Path, tokens: int, steps: int) -> list[torch.Tensor]:
+    """A document for each step, of Python's own files, and the tokens that our loader makes of it."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = b"".join(path.read_bytes() for path in sources).decode("ascii", "ignore")
+    parts = [text[step * tokens : (step + 1) * tokens - 1] for step in range(steps)]
+    for step, part in enumerate(parts):
+        (folder / f"{step:03}.txt").write_text(part)
+    return [torch.tensor([*part.encode(), 256]) for part in parts]
+
+
+def clocked(step, times: StepTimes):
+    def call(*arguments):
+        times.on_step_begin(None, None, None)
+        step_result = step(*arguments)
+        times.on_step_end(None, None, None)
+        return step_result
+
+    return call
+
+
+def ours(pattern, shape, model, run, texts, device, times):
+    words = f"""{OURS} --model.initial_hf {model} --data.source {run} --training.device {device}
+    --training.dtype {"bfloat16" if device == "cuda" else "float32"} --attention.pattern {pattern}
+    --training.steps {len(texts)} --training.seq_len {len(texts[0])} --metrics.log_every {len(texts)}
+    --training.output_dir {run / "run"} --lora.rank {16 * shape.endswith("lora")}"""
+    trainer = Trainer(load_and_check(words.split(), 1, 1)[0])
+    trainer.step = clocked(trainer.step, times)
+    trainer.train()
+    # Recording takes time, so that only the first step and the last are logged.
+    first, last = read_metrics(run / "run").values()
+    return [first["loss"], last["loss"]], {key: first[key] for key in ("density", "recall")}
+
+
+def torchtitan(shape, model, run, texts, device, times):
+    import torchtitan.train as titan
+    from torchtitan.components.dataloader import ParallelAwareDataloader
+    from torchtitan.models import qwen3
+
+    if shape not in FLAVORS:
+        raise ValueError("torchtitan 0.2.2 has neither LoRA nor Qwen3.5")
+    words = f"""{TORCHTITAN} --model.flavor {FLAVORS[shape]} --training.seq_len {len(texts[0])}
+    --training.steps {len(texts)} --checkpoint.initial_load_path {model} --job.dump_folder {run}"""
+    if device == "cpu":  # it takes CUDA for granted
+        words += " --training.mixed_precision_param float32 --optimizer.implementation foreach"
+        for module in [*sys.modules.values()]:
+            if module.__name__.startswith("torchtitan") and hasattr(module, "device_type"):
+                module.device_type, module.device_module = "cpu", torch.cpu
+        torch.cpu.current_device = lambda: 0
+    batches = [({"input": text}, torch.tensor([*text[1:], -100])) for text in texts]
+    metrics = MagicMock()
+    memory = metrics.device_memory_monitor.get_peak_stats()
+    memory.max_reserved_gib = memory.max_reserved_pct = 0.0
+    spec = qwen3.get_train_spec()
+    spec.build_tokenizer_fn = None
+    spec.build_dataloader_fn = lambda **_: ParallelAwareDataloader(batches, 0, 1, batch_size=1)
+    spec.build_metrics_processor_fn = lambda *_: metrics
+    titan.train_spec_module.register_train_spec("qwen3", spec)
+    os.environ["LOCAL_RANK"] = "0"
+    init_distributed(choose_device(device), 600)
+    trainer = titan.Trainer(titan.ConfigManager().parse_args(words.split()))
+    trainer.train_step = clocked(trainer.train_step, times)
+    trainer.train()
+    return [call.args[1] for call in metrics.log.call_args_list], {}
+
+
+def huggingface(shape, model, run, texts, device, times):
+    on_gpu = device == "cuda"
+    has_lora = shape.endswith("lora")
+    dtype = torch.bfloat16 if has_lora and on_gpu else torch.float32
+    model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    if has_lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=16, lora_alpha=16, target_modules="all-linear"))
+    words = f"""{TRANSFORMERS} --output_dir {run} --max_steps {len(texts)} --bf16 {on_gpu}
+    --use_cpu {not on_gpu} --use_liger_kernel {on_gpu and version("liger-kernel") is not None}"""
+    parser = transformers.HfArgumentParser(transformers.TrainingArguments)
+    [settings] = parser.parse_args_into_dataclasses(words.split())
+    dataset = [{"input_ids": text, "labels": text} for text in texts]
+    trainer = transformers.Trainer(model, settings, train_dataset=dataset, callbacks=[times])
+    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(kernels, set_priority=True):
+        trainer.train()
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line], {}
+
+
+ARMS = {
+    "ours, dense": lambda *run: ours("dense", *run),
+    "ours, vertical_slash": lambda *run: ours("vertical_slash", *run),
+    "torchtitan": torchtitan,
+    "transformers": huggingface,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
