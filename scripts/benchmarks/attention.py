@@ -14,7 +14,8 @@ sparse    a random index beside dense peers: per query head the first --sinks, -
           sequence as random verticals, two local slashes, and random ones up to each of
           --densities. Our times include the block tables, but not the selection, which is timed
           beside them. With --densities and no number: dense attention alone. Before, everything is
-          checked at 4096 tokens against fp32
+          checked at 4096 tokens against fp32. Without grouped heads also cudnn-frontend's
+          block-sparse attention, if it is installed: --verticals 0 --sinks 0 gives it the same pairs
 masks     causal inside packed documents, and a causal window of --window, by each of --backends and
           by FlashAttention-4's own attention for that mask. `..._of_flash_attn_4`: its time / ours.
           Each is checked as above.
@@ -28,6 +29,7 @@ Rows are written at once.
 
 import argparse
 import functools
+import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -37,12 +39,14 @@ from torch import Tensor
 
 from scripts.benchmarks.attention_cases import (
     CUDNN,
+    CUDNN_BLOCKS,
     FLASH4,
     Attention,
     Shape,
     all_pairs,
     cases_to_check,
     check,
+    cudnn_blocks,
     dense_peers,
     draw,
     errors,
@@ -163,6 +167,13 @@ def sparse(bench: Bench) -> Iterator[dict]:
                 named = row | {"name": name, "target_density": target}
                 measured = bench.attempt(named, timed, training_call(call, tensors))
                 yield measured | selection | _of_peers(shape, density, measured, dense)
+            if importlib.util.find_spec("cudnn") and shape.heads == shape.kv_heads:
+                blocks = pattern.index(index, ranges, 1, shape.heads, shape.block_size)
+                calls = training_call(cudnn_blocks(blocks, ranges), tensors)
+                measured = bench.attempt(
+                    row | {"name": CUDNN_BLOCKS, "target_density": target}, timed, calls
+                )
+                yield measured | _of_peers(shape, density, measured, dense)
 
 
 def _of_peers(shape: Shape, density: float, measured: dict, dense: dict[str, dict]) -> dict:

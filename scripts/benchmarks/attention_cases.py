@@ -16,11 +16,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from titan_sparse.attention import ContextParallel, attend, backends
 from titan_sparse.attention.backends import flash
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges
-from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
+from titan_sparse.attention.patterns import BlockIndex, Dense, Pattern, VerticalSlash
+from titan_sparse.attention.tiles import block_tiles
 from titan_sparse.estimate import indexes
 
 CUDNN, FLASH4 = "cudnn", "flash-attn-4"
 """Names of others' dense attention in rows."""
+CUDNN_BLOCKS = "cudnn-frontend, blocks"
 OURS_DENSE = "ours, dense"
 LIMIT = 5e-3
 """The largest error of anything that is right."""
@@ -135,6 +137,41 @@ def dense_peers(ranges: MaskRanges, shape: Shape) -> dict[str, Attention]:
     if flash.missing() is None:
         peers[FLASH4] = flash4
     return peers | {OURS_DENSE: ours("flex", Dense(), ranges, shape.block_size)}
+
+
+class _CudnnBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, numbers, counts):
+        from cudnn.block_sparse_attention import block_sparse_attention_forward
+
+        ctx.lists = {"q2k_block_nums": counts, "sparse_block_size": 128}
+        found = block_sparse_attention_forward(q, k, v, numbers, **ctx.lists)
+        ctx.save_for_backward(q, k, v, found["o_tensor"], found["lse_tensor"], numbers)
+        return found["o_tensor"]
+
+    @staticmethod
+    def backward(ctx, d_out):
+        from cudnn.block_sparse_attention import block_sparse_attention_backward
+
+        found = block_sparse_attention_backward(d_out, *ctx.saved_tensors, **ctx.lists)
+        return found["dq_tensor"], found["dk_tensor"], found["dv_tensor"], None, None
+
+
+def cudnn_blocks(index: BlockIndex, ranges: MaskRanges) -> Attention:
+    """cudnn-frontend's block-sparse attention over the blocks of an index, without its verticals. It
+    knows no causal mask: it sees the whole diagonal blocks. Its backward takes no grouped heads."""
+    blocks = torch.arange(index.seq_len // index.block_size, device=ranges.start.device)
+    lists = block_tiles(ranges, index, blocks, blocks, 1, transpose=False).by_query
+    slots = torch.arange(lists.full.shape[-1], device=blocks.device)
+    is_full = slots < lists.full_count[..., None]
+    is_partial = slots < lists.partial_count[..., None]
+    # [1, Hq, nq, 2 K], ascending; what is behind the count is never read.
+    numbers = torch.cat([lists.full, lists.partial], -1)
+    numbers = numbers.where(torch.cat([is_full, is_partial], -1), len(blocks))
+    numbers = numbers.sort(-1).values.clamp(max=len(blocks) - 1).int()
+    counts = lists.full_count + lists.partial_count
+    numbers = numbers[..., : counts.max()].contiguous()
+    return lambda q, k, v: _CudnnBlocks.apply(q, k, v, numbers, counts)
 
 
 # Errors -------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def headlines() -> list[str]:
         seconds = runs["dense"]["seconds"][-1]
         cells = [f"held-out loss after {seconds:.0f} s of training, {tokens:,} tokens"]
         losses.append(
-            cells + [f"{_mean_loss(file, name, name):.3f}" for name in ("recall_95", "dense")]
+            cells + [f"{_mean_score(file, name, name):.3f}" for name in ("recall_95", "dense")]
         )
     times = []
     for name in ("flex", "cudnn"):
@@ -243,7 +243,7 @@ def equal_time() -> list[str]:
             kept = (as_trained["attention"]["density"], run["step_seconds"])
             cells = [f"{tokens:,}", name.replace("_", " 0."), f"{100 * kept[0]:.1f} %"]
             cells += [f"{kept[1]:.2f}", str(run["steps"][-1])]
-            cells += [f"{_mean_loss(file, name, mode):.3f}" for mode in (name, "dense")]
+            cells += [f"{_mean_score(file, name, mode):.3f}" for mode in (name, "dense")]
             cells += [f"{_mean_score(file, name, name, 'needle forced'):.0f} %"]
             rows.append(cells)
     heads = (
@@ -266,11 +266,7 @@ def equal_steps() -> list[str]:
     return lines("trained with | read densely | read as trained | needles lost, percent", rows)
 
 
-def _mean_loss(file: str, method: str, mode: str) -> float:
-    return _mean_score(file, method, mode, "loss")
-
-
-def _mean_score(file: str, method: str, mode: str, measure: str) -> float:
+def _mean_score(file: str, method: str, mode: str, measure: str = "loss") -> float:
     """The mean over the seeds of a method."""
     rows = result(file)["evaluations"]
     wanted = {"method": method, "mode": mode}
