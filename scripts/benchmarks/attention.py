@@ -170,9 +170,8 @@ def sparse(bench: Bench) -> Iterator[dict]:
             if importlib.util.find_spec("cudnn") and shape.heads == shape.kv_heads:
                 blocks = pattern.index(index, ranges, 1, shape.heads, shape.block_size)
                 calls = training_call(cudnn_blocks(blocks, ranges), tensors)
-                measured = bench.attempt(
-                    row | {"name": CUDNN_BLOCKS, "target_density": target}, timed, calls
-                )
+                named = row | {"name": CUDNN_BLOCKS, "target_density": target}
+                measured = bench.attempt(named, timed, calls)
                 yield measured | _of_peers(shape, density, measured, dense)
 
 

@@ -136,10 +136,14 @@ def write_texts(folder: Path, tokens: int, steps: int) -> list[torch.Tensor]:
     """A document for each step, of Python's own files, and the tokens that our loader makes of it."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"".join(path.read_bytes() for path in sources).decode("ascii", "ignore")
-    parts = [text[step * tokens : (step + 1) * tokens - 1] for step in range(steps)]
-    for step, part in enumerate(parts):
+    texts = []
+    for step in range(steps):
+        begin = step * tokens
+        # Our loader adds token 256, the end of a text.
+        part = text[begin : begin + tokens - 1]
         (folder / f"{step:03}.txt").write_text(part)
-    return [torch.tensor([*part.encode(), 256]) for part in parts]
+        texts.append(torch.tensor([*part.encode(), 256]))
+    return texts
 
 
 def clocked(step, times: StepTimes):

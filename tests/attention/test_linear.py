@@ -1,8 +1,6 @@
 """Linear attention, packed and over several ranks: nothing leaks, and everything arrives."""
 
 import functools
-import inspect
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed import run_processes
+from tests.models.transformers_models import delta_rule_in_float64
 from tests.reference import relative_error
 from titan_sparse.attention import linear
 from titan_sparse.attention.context_parallel import ContextParallel
@@ -29,17 +28,6 @@ LENGTH = 96
 # Two rows: documents that end at a boundary of ranks, begin one or two tokens before it, span
 # several ranks, or are a single token; and padding.
 LENGTHS = [[23, 1, 7, 46, 2, 9], [96]]
-
-
-def in_float64() -> Callable:
-    """transformers' gated delta rule, which is in fp32 whatever it is given, in fp64."""
-    from transformers.models.qwen3_next import modeling_qwen3_next as theirs
-
-    source = inspect.getsource(inspect.unwrap(theirs.torch_chunk_gated_delta_rule))
-    source = source[source.index("def ") :].replace("torch.float32", "torch.float64")
-    found = dict(vars(theirs))
-    exec(source, found)
-    return found["torch_chunk_gated_delta_rule"]
 
 
 def layer(remembers: bool = False) -> nn.Module:
@@ -110,7 +98,7 @@ def assert_equal(found: list[Tensor], wanted: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("remembers", [False, True])
 def test_packed_is_each_document_alone(remembers: bool, monkeypatch) -> None:
-    monkeypatch.setattr(linear, "_torch_rule", in_float64)
+    monkeypatch.setattr(linear, "_torch_rule", delta_rule_in_float64)
     module = layer(remembers)
     x, weights = inputs(), weights_of_loss()
     found = run(module, x, weights, LENGTHS, one_rank(8))
@@ -141,7 +129,7 @@ def alone(module: nn.Module, cp: ContextParallel) -> tuple[list[Tensor], list[Te
 
 
 def _ranks_agree() -> None:
-    linear._torch_rule = in_float64
+    linear._torch_rule = delta_rule_in_float64
     ranks = dist.get_world_size()
     cp = ContextParallel(init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), block_size=8)
     own = LENGTH // ranks

@@ -16,6 +16,7 @@ from tests.models.transformers_models import (
     decoder_of,
     masks_of,
     save_model,
+    widen_hybrid,
 )
 from titan_sparse.config import Float8
 from titan_sparse.models.initialization import initialize
@@ -56,10 +57,14 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("lengths", [[LENGTH], [33, 47]], ids=["one document", "packed"])
 @pytest.mark.parametrize("name", MODELS)
-def test_loss_and_gradients_are_those_of_transformers(tmp_path: Path, name: str, lengths) -> None:
+def test_loss_and_gradients_are_those_of_transformers(
+    tmp_path: Path, name: str, lengths, monkeypatch
+) -> None:
     """transformers' eager attention, dense, of each document alone."""
     theirs = save_model(tmp_path, name)
     ours, config = decoder_of(tmp_path)
+    if config.linear_layers:
+        widen_hybrid(monkeypatch, ours, theirs)
     tokens, _, labels = batch_of_tokens(1)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     expected = torch.zeros(())
@@ -71,9 +76,11 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path: Path, name: str,
 
 
 @pytest.mark.parametrize("name", ROUTED)
-def test_router_loss_is_that_of_transformers(tmp_path: Path, name: str) -> None:
+def test_router_loss_is_that_of_transformers(tmp_path: Path, name: str, monkeypatch) -> None:
     theirs = save_model(tmp_path, name, output_router_logits=True, router_aux_loss_coef=0.5)
     ours, config = decoder_of(tmp_path)
+    if config.linear_layers:
+        widen_hybrid(monkeypatch, ours, theirs)
     assert config.router_loss == 0.5
     tokens, positions, labels = batch_of_tokens()
     outputs = theirs(tokens)

@@ -1,12 +1,18 @@
 """Small random models of transformers, one of each family, and the decoder that trains them."""
 
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 
+from titan_sparse.attention import linear
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.linear import split_documents
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
@@ -117,6 +123,36 @@ def decoder_of(folder: Path) -> tuple[nn.Module, TransformersConfig]:
     model = model.to_empty(device="cpu")
     load_weights(model, str(folder), config)
     return model, config
+
+
+@functools.cache
+def delta_rule_in_float64() -> Callable:
+    """transformers' gated delta rule, which is in fp32 whatever it is given, in fp64."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as theirs
+
+    source = inspect.getsource(inspect.unwrap(theirs.torch_chunk_gated_delta_rule))
+    source = source[source.index("def ") :].replace("torch.float32", "torch.float64")
+    found = dict(vars(theirs))
+    exec(source, found)
+    return found["torch_chunk_gated_delta_rule"]
+
+
+def widen_hybrid(monkeypatch: pytest.MonkeyPatch, *models: nn.Module) -> None:
+    """Models with linear attention in fp64, but for what transformers has in fp32 by itself.
+
+    In fp32, transformers' own gradients of dt_bias are 2.5e-5 from those in fp64.
+    """
+    rule = delta_rule_in_float64()
+    monkeypatch.setattr(linear, "_torch_rule", lambda: rule)
+    for family in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+        theirs = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        monkeypatch.setattr(theirs, "torch_chunk_gated_delta_rule", rule)
+    for model in models:
+        for module in model.double().modules():
+            config = getattr(module, "config", None)
+            if hasattr(config, "_experts_implementation"):
+                # The others do not compute in fp64.
+                config._experts_implementation = "eager"
 
 
 def masks_of(config: TransformersConfig, lengths: list[list[int]] | None, batch: int) -> LayerMasks:

@@ -210,6 +210,7 @@ def test_equal_time(tmp_path):
         losses = answers(out, name, name, "position")["losses"]
         for kind, loss in run["held_out"][-1]["loss"].items():
             assert loss == pytest.approx(losses[kind]["loss"], abs=1e-5)
-    picture = tmp_path / "picture.png"
-    words = [str(out / "report/results.json"), "--out", str(picture)]
-    assert plots.main(words) == 0 and picture.stat().st_size > 5000
+    for against in ("seconds", "tokens"):
+        picture = tmp_path / f"{against}.png"
+        words = [str(out / "report/results.json"), "--out", str(picture), "--against", against]
+        assert plots.main(words) == 0 and picture.stat().st_size > 5000
