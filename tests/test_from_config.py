@@ -44,14 +44,14 @@ def test_masks(options, wanted):
     mask = build_mask(attention, LENGTHS)
     assert type(mask) is type(wanted)
     assert torch.equal(mask.dense(64), wanted.dense(64))
-    case = backend_case(attention, "cpu", torch.float32, 8)
+    case = backend_case(attention, "cpu", torch.float32, 8, 1024)
     assert case["slices"] == isinstance(mask, Slices)
 
 
 @pytest.mark.parametrize("pattern", ["dense", "vertical_slash", "xattention", "moba"])
 def test_backend_case_is_what_backends_take(pattern):
     attention = Attention(backend="eager", pattern=pattern)
-    case = backend_case(attention, "cpu", torch.float32, 64)
+    case = backend_case(attention, "cpu", torch.float32, 64, 1024)
     assert backends.choose(**case) == "eager"
     assert backends.explain(**case).endswith("asked for")
     assert case["dynamic"] == build_pattern(attention).dynamic

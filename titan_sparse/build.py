@@ -93,7 +93,8 @@ class Parts:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         dtype = getattr(torch, training.dtype)
-        case = backend_case(config.attention, self.device.type, dtype, self.model_config.head_dim)
+        shape = self.model_config.head_dim, training.seq_len
+        case = backend_case(config.attention, self.device.type, dtype, *shape)
         self.backend = backends.choose(**case)
         # The backend and the reason for it, for people.
         self.kernel = backends.explain(**case)

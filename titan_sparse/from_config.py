@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention import ContextParallel, attend, backends
 from titan_sparse.attention.context_parallel.balanced import Costs
 from titan_sparse.attention.context_parallel.contiguous import Move
 from titan_sparse.attention.context_parallel.schedule import choose
@@ -47,7 +47,7 @@ def has_slices(attention: Attention) -> bool:
 
 
 def backend_case(
-    attention: Attention, device_type: str, dtype: torch.dtype, head_dim: int
+    attention: Attention, device_type: str, dtype: torch.dtype, head_dim: int, seq_len: int
 ) -> dict[str, Any]:
     """The arguments of backends.choose() and backends.explain() for the section's attention."""
     return {
@@ -58,6 +58,7 @@ def backend_case(
         "block_size": attention.block_size,
         "slices": has_slices(attention),
         "dynamic": attention.pattern != "dense",
+        "is_short": seq_len < backends.SHORT,
     }
 
 

@@ -342,7 +342,8 @@ def query_gradient(queries: QuerySide, pieces: list[Piece], output: GradientOutp
     batch, heads, q_len, dim = q.shape
     dq = output_like(q, before, output.dq_dtype, output.into)
     padded_dim = triton.next_power_of_2(dim)
-    m, n = query_tile(dim, queries.block_size, q.element_size())
+    verticals_only = all(piece.tiles.covered is not None for piece in pieces)
+    m, n = query_tile(dim, queries.block_size, q.element_size(), verticals_only)
     operands = [operand(piece, piece.tiles.by_query, heads) for piece in pieces]
     other = operands[1] if len(operands) == 2 else None
     sizes = dict(BLOCK=queries.block_size, M=m, N=n, HEAD_DIM=dim, D=padded_dim)

@@ -52,9 +52,13 @@ def forward_tile(
     return _tile(wanted, head_dim, block_size, element_size)
 
 
-def query_tile(head_dim: int, block_size: int, element_size: int) -> tuple[int, int]:
-    """Queries and keys of a tile of the dq kernel."""
+def query_tile(
+    head_dim: int, block_size: int, element_size: int, verticals_only: bool = False
+) -> tuple[int, int]:
+    """Queries and keys of a tile of the dq kernel; see forward_tile() for verticals alone."""
     wanted = (128, 64) if head_dim <= 128 else (64, 32)
+    if verticals_only and 64 < head_dim <= 128:
+        wanted = (64, 64)
     return _tile(wanted, head_dim, block_size, element_size)
 
 

@@ -50,7 +50,13 @@ def chosen_backend(backend: str, shape: Shape, dynamic: bool) -> str:
     if backend != "auto":
         return backend
     return backends.choose(
-        backend, shape.device, torch.bfloat16, shape.head_dim, shape.block_size, dynamic=dynamic
+        backend,
+        shape.device,
+        torch.bfloat16,
+        shape.head_dim,
+        shape.block_size,
+        dynamic=dynamic,
+        is_short=shape.seq_len < backends.SHORT,
     )
 
 

@@ -98,6 +98,8 @@ def test_what_does_not_fit_says_what_would(monkeypatch, program):
         (256, "--attention.pattern dense", "cudnn"),
         (128, "--attention.pattern dense --attention.block_size 64", "cudnn"),
         (256, "", "triton"),
+        (128, "", "flex"),
+        (128, "--training.seq_len 8192", "triton"),
         (128, "--training.dtype float64", "eager"),
         (128, "--training.device cpu", "eager"),
     ],

@@ -95,6 +95,8 @@ def attend(
         check_pattern(pattern, ranges, ranks)
     # Constants of a compiled graph: for another D torch.compile compiles anew, as kernels do.
     head_dim = operator.index(q.shape[-1])
+    # torch.compile knows the branch, and not a comparison of lengths that change.
+    is_short = True if q.shape[2] * ranks.size < backends.SHORT else False
     backend = backends.choose(
         backend,
         q.device.type,
@@ -103,6 +105,7 @@ def attend(
         ranks.block_size,
         has_slices,
         pattern.dynamic,
+        is_short,
     )
     index = select(q, k, ranges, pattern, ranks, scale) if pattern.dynamic else []
     names, tensors = mask_tensors(ranges)

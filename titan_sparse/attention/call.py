@@ -117,31 +117,25 @@ class AttentionCall:
         transpose: bool,
         k_blocks: Tensor,
         name: Hashable,
-        capacity: int = 0,
         query_rank: int | None = None,
     ) -> Tiles:
         """Tiles of the queries of `query_rank` (default: this rank) and any global blocks int64 [n].
 
         name: what distinguishes these blocks from others of the same mask, layout and pattern; None
         for blocks that follow from the index, of which nothing is remembered.
-        capacity: KV blocks that there are in memory, if more; queries see none of the rest.
         """
 
         def make() -> Tiles:
             if self._has_table_kernels():
                 queries = self._slash_queries(batch, query_rank)
                 keys = self._slash_keys(k_blocks, name)
-                found = tiles.slash_block_tiles(queries, keys, self.index, transpose)
-            else:
-                q_blocks = self.query_blocks(query_rank)
-                found = tiles.block_tiles(
-                    self.mask, self.index, q_blocks, k_blocks, batch, transpose
-                )
-            return tiles.with_room(found, capacity)
+                return tiles.slash_block_tiles(queries, keys, self.index, transpose)
+            q_blocks = self.query_blocks(query_rank)
+            return tiles.block_tiles(self.mask, self.index, q_blocks, k_blocks, batch, transpose)
 
         if self.pattern.dynamic:
             return make()
-        key = ("tiles", name, query_rank, batch, transpose, capacity, self.pattern.key, self.cp.key)
+        key = ("tiles", name, query_rank, batch, transpose, self.pattern.key, self.cp.key)
         return once_per_mask(self.mask, (*key, self.index.heads, self.first, self.last), make)
 
     def tiles_of_verticals(self, batch: int, transpose: bool) -> Tiles:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.attention.masks.bands import tiles_between
@@ -264,27 +263,6 @@ def for_all(lists: BlockLists | None, batch: int, heads: int) -> BlockLists | No
     They share their memory.
     """
     return mapped(lists, lambda field: field.expand((batch, heads, *field.shape[2:])))
-
-
-def with_room(tiles: Tiles, blocks: int) -> Tiles:
-    """Tiles of as many KV blocks; no query meets those that are added.
-
-    The tiles as given where there are as many already.
-    """
-    missing = blocks - tiles.k_positions.shape[-1] // tiles.block_size
-    if missing <= 0:
-        return tiles
-
-    def longer(field: Tensor) -> Tensor:
-        """Zeros behind dim 2 of counts [B, Hq, n] or lists [B, Hq, n, K]."""
-        later_dims = field.dim() - 3
-        return F.pad(field, (0, 0) * later_dims + (0, missing))
-
-    # No query sees so late a position.
-    nowhere = torch.iinfo(torch.int32).max
-    added = (0, missing * tiles.block_size)
-    positions = F.pad(tiles.k_positions, added, value=nowhere)
-    return tiles._replace(by_key=mapped(tiles.by_key, longer), k_positions=positions)
 
 
 def query_ranges(ranges: MaskRanges, q_positions: Tensor, batch: int) -> tuple[Tensor, Tensor]:

@@ -162,16 +162,18 @@ def _backend(config: Config, model: DecoderConfig) -> str:
         return name
     if config.training.device == "cpu":
         return "eager"
+    seq_len = config.training.seq_len
     dtype = getattr(torch, config.training.dtype)
     if torch.cuda.is_available():
-        case = backend_case(config.attention, "cuda", dtype, model.head_dim)
+        case = backend_case(config.attention, "cuda", dtype, model.head_dim, seq_len)
         return backends.choose(**case)
     if dtype == torch.float64:
         return "eager"
     block_size = config.attention.block_size
     if dtype != torch.bfloat16 or has_slices(config.attention):
         return "triton"
-    if model.head_dim in flash.HEAD_DIMS and block_size == 128:
+    is_long = seq_len >= backends.SHORT or config.attention.pattern == "dense"
+    if is_long and model.head_dim in flash.HEAD_DIMS and block_size == 128:
         return "flex"
     cudnn_can = model.head_dim in cudnn.HEAD_DIMS and block_size in cudnn.BLOCK_SIZES
     return "cudnn" if cudnn_can and config.attention.pattern == "dense" else "triton"

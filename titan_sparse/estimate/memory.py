@@ -10,8 +10,7 @@ step on fake tensors in place of these formulas was no closer to the measured ru
 minute, and knows nothing of the compiler.
 """
 
-import math
-
+from titan_sparse.attention.backends.flash import kv_heads_at_once
 from titan_sparse.attention.context_parallel.schedule import Moves, head_groups
 from titan_sparse.estimate.step import StepShape
 from titan_sparse.models.config import adapter_elements, number_of_parameters
@@ -309,12 +308,15 @@ def attention_workspace(step: StepShape) -> float:
     # Measured: 17 % of q, k, v and out, or the lists where they are larger.
     size = max(0.17 * 2 * (step.query + step.kv) * step.width, lists)
     is_grouped = model.heads > model.kv_heads
+    kv_heads = 1 if step.schedule.moves is Moves.HEADS else model.kv_heads
     if step.backend == "flex":
         # FlashAttention-4 sums dq in fp32, and with grouped queries also dk and dv.
-        size += step.wide * (step.query + is_grouped * 2 * step.kv)
+        at_once = kv_heads_at_once(kv_heads, model.heads // model.kv_heads, step.blocks)
+        of_heads = step.wide * (step.query + is_grouped * 2 * step.kv)
+        size += at_once / model.kv_heads * of_heads
     if step.backend == "cudnn":
         # cuDNN sums dq in fp32, and with grouped queries it has dk and dv of every query head.
-        share = 1 / model.kv_heads if step.schedule.moves is Moves.HEADS else 1
+        share = kv_heads / model.kv_heads
         size += share * (step.wide * step.query + step.width * is_grouped * 2 * step.query)
     if step.gathers_queries:
         # dK and dV are summed in fp32 too.
@@ -339,12 +341,9 @@ def _schedule_workspace(step: StepShape) -> float:
         return step.wide * (step.query + 4 * step.kv)
     # Sums of dq, dK and dV, and a stage's blocks as sent and as received, with their gradients.
     # A stage's blocks are a multiple of this rank's own.
-    stage = received = (step.cp - 1) / step.overlap_stages[1]
-    if step.backend == "flex":
-        # flex is compiled for numbers of blocks that are powers of two.
-        received = (1 << (math.ceil(stage * step.blocks) - 1).bit_length()) / step.blocks
+    stage = (step.cp - 1) / step.overlap_stages[1]
     sums = step.wide * (step.inter + 1)
-    in_transit = (stage + received) * (step.width + step.wide)
+    in_transit = 2 * stage * (step.width + step.wide)
     return step.wide * step.query + 2 * step.kv * (sums + in_transit)
 
 

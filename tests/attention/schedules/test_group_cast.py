@@ -249,36 +249,13 @@ def _check_bytes(cp: ContextParallel, needed: Tensor, forward: dict[str, int], c
 
 
 def _check_ranks(world: int) -> None:
-    """Every other case with one layout and numbers of stages, in rotation.
-
-    Three ranks compute by a backend that compiles for each number of keys, as flex does. It sees
-    powers of two of blocks.
-    """
+    """Every other case with one layout and numbers of stages, in rotation."""
     contexts = [_context(MESHES[world], layout, stages) for layout, stages in zip(LAYOUTS, STAGES)]
-    with pytest.MonkeyPatch.context() as patch:
-        lengths = _note_lengths(patch) if world == 3 else {BLOCK}
-        for number, case in enumerate(CASES[world % 2 :: 2]):
-            _check(contexts[number % 3], *case)
-    blocks = {length // BLOCK for length in lengths}
-    assert blocks and all(n & (n - 1) == 0 for n in blocks), blocks
+    for number, case in enumerate(CASES[world % 2 :: 2]):
+        _check(contexts[number % 3], *case)
     if world == 3:
         _check_calls_with_other_heads()
         _check_layers_with_other_selections()
-
-
-def _note_lengths(patch: pytest.MonkeyPatch) -> set[int]:
-    lengths = set()
-    patch.setattr(eager, "COMPILES_BY_LENGTH", True)
-    for name in ("forward", "backward"):
-        inner = getattr(eager, name)
-
-        def noted(queries, pieces, *args, inner=inner):
-            # The first piece holds the blocks.
-            lengths.add(pieces[0].k.shape[2])
-            return inner(queries, pieces, *args)
-
-        patch.setattr(eager, name, noted)
-    return lengths
 
 
 def _check_calls_with_other_heads() -> None:

@@ -5,7 +5,6 @@ What a backend offers is in base.py.
 
 import torch
 
-from titan_sparse.attention.backends import flash
 from titan_sparse.attention.backends.base import Backend, Case
 from titan_sparse.attention.backends.cudnn import Cudnn
 from titan_sparse.attention.backends.eager import Eager
@@ -18,6 +17,9 @@ BACKENDS: dict[str, Backend] = {
     "flex": Flex(),
     "triton": Triton(),
 }
+
+SHORT = 16384
+"""Tokens below which triton beats flex, measured at the density of recall 0.95 (docs/benchmarks.md)."""
 
 
 @torch.compiler.assume_constant_result
@@ -54,13 +56,6 @@ def explain(name: str, *case, **options) -> str:
         if faster == chosen:
             break
         description += f"; not {faster}, since {_refusal(faster, case)}"
-
-    # These come before flex only where FlashAttention-4 is missing or does not fit the inputs.
-    could_be_flash = not case.slices and case.head_dim in flash.HEAD_DIMS
-    if chosen in ("cudnn", "triton") and could_be_flash:
-        missing = flash.missing()
-        if missing:
-            description += f"; flex would be faster, but {missing}"
     return description
 
 
@@ -69,11 +64,12 @@ def _by_speed(case: Case) -> tuple[str, ...]:
     if case.device_type != "cuda":
         # On the CPU the kernels run in an interpreter, which is for tests only.
         return ("eager",)
-    # cuDNN is for what Dense computes; patterns that choose are nothing to it.
-    ours = ("triton",) if case.dynamic or case.slices else ("cudnn", "triton")
-    if flash.serves(case.dtype, case.head_dim):
-        return ("flex", *ours, "eager")
-    return (*ours, "flex", "eager")
+    if case.slices:
+        return ("triton", "eager")
+    if not case.dynamic:
+        return ("flex", "cudnn", "triton", "eager")
+    # flex reads the queries twice, once for blocks and once for verticals.
+    return ("triton", "flex", "eager") if case.is_short else ("flex", "triton", "eager")
 
 
 def _refusal(name: str, case: Case) -> str | None:

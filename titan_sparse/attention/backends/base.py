@@ -61,7 +61,7 @@ class Case(NamedTuple):
     """The inputs that a backend has to serve.
 
     slices: whether the mask has Slices. dynamic: whether the pattern chooses by the inputs, as all
-    but Dense do.
+    but Dense do. is_short: whether the sequence has fewer tokens than SHORT.
     """
 
     device_type: str
@@ -70,6 +70,7 @@ class Case(NamedTuple):
     block_size: int
     slices: bool = False
     dynamic: bool = False
+    is_short: bool = False
 
 
 class Served(NamedTuple):
@@ -115,8 +116,6 @@ class Backend(ABC):
     """Whether backward() reads Tiles.by_key."""
     SERVES_SLICES = False
     """Whether it takes tiles of a mask of slices."""
-    COMPILES_BY_LENGTH = False
-    """Whether a number of keys that it has not seen before takes seconds to compile."""
     DENSE_BY_CHUNK = False
     """Whether dense_forward() on each rank's keys beats tiles over those of all ranks at once."""
     GATHERS_QUERIES = False

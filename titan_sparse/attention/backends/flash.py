@@ -1,18 +1,23 @@
-"""FlashAttention-4 called directly, for dense attention without holes.
+"""FlashAttention-4 called directly, over tiles and for dense attention without holes.
 
-Going through tables of blocks would cost 10 % there. This is not a backend: flex.py calls it.
+Dense attention through tiles would cost 10 %. This is not a backend: flex.py calls it.
 """
 
 import functools
 import importlib.util
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from titan_sparse.attention.backends.base import DenseShape, Partial, Queries
+from titan_sparse.kernels.block_sparse import BlockLists, Piece
 
+DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 96, 128)
+ENOUGH_BLOCKS = 4096
+"""So many key blocks, counted for each query head, keep all of a GPU busy."""
 
 
 def missing() -> str | None:
@@ -48,11 +53,135 @@ def _import_failure() -> str | None:
     return None
 
 
-def serves(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether FlashAttention-4 is here and computes with such inputs."""
-    if dtype not in (torch.bfloat16, torch.float16) or head_dim not in HEAD_DIMS:
-        return False
-    return missing() is None
+def kv_heads_at_once(kv_heads: int, group: int, blocks: int) -> int:
+    """How many KV heads, each with `group` query heads and `blocks` key blocks, a backward takes.
+
+    FlashAttention-4 sums the gradients of all heads that it is given in fp32.
+    """
+    divisors = [count for count in range(1, kv_heads) if kv_heads % count == 0]
+    enough = [count for count in divisors if count * group * blocks >= ENOUGH_BLOCKS]
+    return min(enough, default=kv_heads)
+
+
+def blocks_forward(q: Tensor, piece: Piece, operands: Sequence[Tensor], scale: float) -> Partial:
+    """Attention of q [B, Hq, Sq, D] over the tiles of a piece; out in q's dtype, lse in fp32.
+
+    operands: start, stop and position, as flex.py has them.
+    """
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    out = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    _flash_attn_fwd(
+        *(x.transpose(1, 2) for x in (q, piece.k, piece.v)),
+        softmax_scale=scale,
+        return_lse=True,
+        out=out.transpose(1, 2),
+        lse=lse,
+        **_tables(piece.tiles.by_query, piece.tiles.block_size, operands),
+    )
+    return Partial(out, lse)
+
+
+def blocks_backward(
+    queries: Queries, piece: Piece, operands: Sequence[Tensor], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of blocks_forward(), in q's dtype. out and lse are those of all keys."""
+    q, d_out, out = (x.to(queries.q.dtype).transpose(1, 2) for x in queries[:3])
+    k, v = piece.k.transpose(1, 2), piece.v.transpose(1, 2)
+    lse = queries.lse.float()
+    tiles = piece.tiles
+    options = functools.partial(_tables, tiles.by_key, tiles.block_size, operands)
+    gradients = _gradients((q, k, v, out, d_out, lse), scale, options)
+    return tuple(x.transpose(1, 2) for x in gradients)
+
+
+def _gradients(
+    tensors: tuple[Tensor, ...], scale: float, options: Callable[[slice], dict[str, Any]]
+) -> list[Tensor]:
+    """dq, dk and dv [..., tokens, H, D], some KV heads at a time.
+
+    tensors: q, k, v, out and d_out [..., tokens, H, D], and lse [..., Hq, tokens].
+    options: further arguments, for the query heads of a slice.
+    """
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    q, k, v, out, d_out, lse = tensors
+    gradients = [torch.empty_like(x) for x in (q, k, v)]
+    kv_heads = k.shape[-2]
+    group = q.shape[-2] // kv_heads
+    at_once = kv_heads_at_once(kv_heads, group, k[..., 0, 0].numel() // 128)
+    for first in range(0, kv_heads, at_once):
+        kv = slice(first, first + at_once)
+        query = slice(group * first, group * (first + at_once))
+        dq, dk, dv = (x[..., heads, :] for x, heads in zip(gradients, (query, kv, kv)))
+        _flash_attn_bwd(
+            q[..., query, :],
+            k[..., kv, :],
+            v[..., kv, :],
+            out[..., query, :],
+            d_out[..., query, :],
+            lse[..., query, :].contiguous(),
+            scale,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            **options(query),
+        )
+    return gradients
+
+
+def _tables(
+    lists: BlockLists, size: int, operands: Sequence[Tensor], heads: slice = slice(None)
+) -> dict[str, Any]:
+    """FlashAttention-4's arguments for the tiles of some query heads."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    start, stop, position = operands
+    rows = 1
+    if position.dim() > 1:
+        rows = position.shape[2]
+        position = position[:, heads]
+    tables = (lists.partial_count, lists.partial, lists.full_count, lists.full)
+    # What all heads share is there once.
+    own = (x if x.shape[1] == 1 else x[:, heads] for x in tables)
+    return {
+        "block_sparse_tensors": BlockSparseTensorsTorch(
+            *(x.contiguous() for x in own), block_size=(size, size)
+        ),
+        "mask_mod": _is_visible(position.dim() == 1, size if rows > 1 else 1 << 30),
+        "aux_tensors": [x.contiguous() for x in (start, stop, position)],
+    }
+
+
+@functools.cache
+def _is_visible(is_shared: bool, queries_per_row: int) -> Callable:
+    """Whether a query sees a key of a partial tile, for the kernels to inline.
+
+    is_shared: position is [Sk]. queries_per_row: queries that read the same row of it otherwise.
+    """
+    import cutlass
+    from cutlass import cute
+    from flash_attn.cute.utils import scalar_to_ssa, ssa_to_scalar
+
+    @cute.jit
+    def is_visible(b, h, i, j, seqlen, operands):
+        start, stop, position = operands
+        batch, head, query, key = (
+            ssa_to_scalar(b),
+            ssa_to_scalar(h),
+            ssa_to_scalar(i),
+            ssa_to_scalar(j),
+        )
+        if cutlass.const_expr(is_shared):
+            place = position[key]
+        else:
+            place = position[batch, head, query // queries_per_row, key]
+        place = scalar_to_ssa(place, cutlass.Int32)
+        from_start = scalar_to_ssa(start[batch, query], cutlass.Int32) <= place
+        return from_start & (place < scalar_to_ssa(stop[batch, query], cutlass.Int32))
+
+    return is_visible
 
 
 def dense_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float) -> Partial:
@@ -88,17 +217,11 @@ def dense_backward(
 
     out and lse may be those of more keys: then the gradients are the share of these keys.
     """
-    from flash_attn.cute.interface import _flash_attn_bwd
-
     q, d_out, out, lse = queries
     if shape.offsets is not None:
         lse = lse.transpose(0, 1).flatten(1)
-    gradients = _flash_attn_bwd(
-        *(_by_token(x, shape) for x in (q, k, v, out, d_out)),
-        lse.contiguous(),
-        scale,
-        **_options(shape),
-    )[:3]
+    by_token = (_by_token(x, shape) for x in (q, k, v, out, d_out))
+    gradients = _gradients((*by_token, lse), scale, lambda heads: _options(shape))
     if shape.offsets is not None:
         # [B * S, H, D]
         gradients = (x.unflatten(0, (len(q), -1)) for x in gradients)

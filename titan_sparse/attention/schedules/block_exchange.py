@@ -66,11 +66,7 @@ def keys_and_values(
         kv = (k[:, :, :0], v[:, :, :0])
         if following is not None:
             blocks = following.wait()
-            room = len(blocks)
-            if call.backend.COMPILES_BY_LENGTH:
-                # The next power of two, so that few numbers of keys are compiled for.
-                room = 1 << (room - 1).bit_length()
-            kv = (_in_order(blocks[:, 0], k.dtype, room), _in_order(blocks[:, 1], k.dtype, room))
+            kv = (_in_order(blocks[:, 0], k.dtype), _in_order(blocks[:, 1], k.dtype))
         following = start_stage(number + 1)
         yield kv
     yield k[:, :, split:], v[:, :, split:]
@@ -92,16 +88,11 @@ def _block_by_block(k: Tensor, v: Tensor, size: int, out: Tensor | None = None) 
     return out
 
 
-def _in_order(blocks: Tensor, dtype: torch.dtype, room: int = 0) -> Tensor:
-    """A copy of blocks [n, B, H, size, D] as [B, H, n * size, D] in `dtype`.
-
-    room: blocks to make room for, if more than n; zeros behind.
-    """
+def _in_order(blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of blocks [n, B, H, size, D] as [B, H, n * size, D] in `dtype`."""
     count, batch, heads, size, head_dim = blocks.shape
-    out = blocks.new_empty(batch, heads, max(room, count), size, head_dim, dtype=dtype)
-    out[:, :, :count] = blocks.movedim(0, 2)
-    out[:, :, count:] = 0
-    return out.flatten(2, 3)
+    out = blocks.new_empty(batch, heads, count, size, head_dim, dtype=dtype)
+    return out.copy_(blocks.movedim(0, 2)).flatten(2, 3)
 
 
 class BlockGradients:

@@ -55,14 +55,13 @@ class GroupCast(Transport):
         arriving = keys_and_values(self.call, self.plan, self.k, self.v, self.first)
         for number, (blocks, (k, v)) in enumerate(zip(self.blocks, arriving, strict=True)):
             d_kv = None
-            name = (len(self.blocks), self.backward, number)
+            name = (len(self.blocks), self.backward, number, len(blocks))
             if len(blocks) > 0:
                 tiles = functools.partial(
                     self.call.tiles_of_blocks,
                     len(k),
                     k_blocks=blocks,
                     name=None if self.call.pattern.dynamic else name,
-                    capacity=k.shape[2] // self.call.cp.block_size,
                 )
                 step = Step(0, k, v, tiles)
                 yield step
