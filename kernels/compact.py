@@ -11,7 +11,7 @@ _CHUNK = 1024
 """Flags that a program looks at."""
 
 
-def compact_naive(selected: Tensor, capacity: int, fill: int) -> Tensor:
+def compact_naive(selected: Tensor, capacity: int, fill: int) -> tuple[Tensor, Tensor]:
     """The twin of compact()."""
     # [N, L]
     rank = selected.long().cumsum(-1) - 1
@@ -23,7 +23,7 @@ def compact_naive(selected: Tensor, capacity: int, fill: int) -> Tensor:
     shape = (len(selected), capacity + 1)
     positions = torch.full(shape, fill, dtype=torch.int32, device=selected.device)
     positions.scatter_(1, slot, position.expand_as(slot))
-    return positions[:, :capacity].contiguous()
+    return positions[:, :capacity].contiguous(), selected.sum(-1, dtype=torch.int32)
 
 
 @triton.jit
@@ -40,37 +40,44 @@ def _count_kernel(selected, count, length, stride, CHUNK: tl.constexpr):
 
 @triton.jit
 def _write_kernel(
-    selected, count, positions, length, stride, capacity, fill,
+    selected, count, total, positions, length, stride, capacity, fill,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The positions of a chunk's flags, behind those of the chunks before it.
+    """The positions of a chunk's flags, behind those of the chunks before it; and their total.
 
-    CHUNKS: a power of two, at least the number of chunks of a row.
+    CHUNKS: a power of two, at least the number of chunks of a row. With 1, count is not read.
     """
     i_row = tl.program_id(0).to(tl.int64)
     i_chunk = tl.program_id(1)
     chunks = tl.num_programs(1)
     o = i_chunk * CHUNK + tl.arange(0, CHUNK)
     o_chunk = tl.arange(0, CHUNKS)
-    # [CHUNKS]: every program adds up the counts of the whole row, which are few.
-    b_count = tl.load(count + i_row * chunks + o_chunk, mask=o_chunk < chunks, other=0)
     # [CHUNK]
     on = tl.load(selected + i_row * stride + o, mask=o < length, other=0).to(tl.int32)
-    chunks_before = tl.sum(tl.where(o_chunk < i_chunk, b_count, 0), 0)
+    if CHUNKS == 1:
+        chunks_before = 0
+        of_row = tl.sum(on, 0)
+    else:
+        # [CHUNKS]: every program adds up the counts of the whole row, which are few.
+        b_count = tl.load(count + i_row * chunks + o_chunk, mask=o_chunk < chunks, other=0)
+        chunks_before = tl.sum(tl.where(o_chunk < i_chunk, b_count, 0), 0)
+        of_row = tl.sum(b_count, 0)
     rank = chunks_before + tl.cumsum(on, 0) - 1
 
+    tl.store(total + i_row, of_row, mask=i_chunk == 0)
     positions += i_row * capacity
     tl.store(positions + rank, o, mask=(on != 0) & (rank < capacity))
     # Places behind the last flag of the row are filled by whichever program has their numbers.
-    is_left_over = (o >= tl.sum(b_count, 0)) & (o < capacity)
+    is_left_over = (o >= of_row) & (o < capacity)
     tl.store(positions + o, tl.zeros_like(o) + fill, mask=is_left_over)
 
 
-def compact(selected: Tensor, capacity: int, fill: int) -> Tensor:
-    """Positions int32 [N, capacity] of the True elements of bool [N, L], ascending.
+def compact(selected: Tensor, capacity: int, fill: int) -> tuple[Tensor, Tensor]:
+    """Positions int32 [N, capacity] of the True elements of bool [N, L], ascending; and how many there
+    are, int32 [N].
 
     What is left of the capacity is filled up with `fill`. Positions beyond the capacity are left
-    out. Rows of `selected` may be slices of longer ones. Two launches.
+    out. Rows of `selected` may be slices of longer ones. One launch, or two for long rows.
     """
     rows, length = selected.shape
     if selected.stride(1) != 1:
@@ -79,15 +86,17 @@ def compact(selected: Tensor, capacity: int, fill: int) -> Tensor:
     # The programs cover both the flags and the places that are to be filled.
     chunks = triton.cdiv(max(length, capacity, 1), _CHUNK)
     count = selected.new_empty(rows, chunks, dtype=torch.int32)
+    total = selected.new_empty(rows, dtype=torch.int32)
     positions = selected.new_empty(rows, capacity, dtype=torch.int32)
     flags = selected.view(torch.int8)
     stride = selected.stride(0)
-    _count_kernel[(rows, chunks)](flags, count, length, stride, CHUNK=_CHUNK)
+    if chunks > 1:
+        _count_kernel[(rows, chunks)](flags, count, length, stride, CHUNK=_CHUNK)
     options = dict(CHUNKS=triton.next_power_of_2(chunks), CHUNK=_CHUNK)
     _write_kernel[(rows, chunks)](
-        flags, count, positions, length, stride, capacity, fill, **options
+        flags, count, total, positions, length, stride, capacity, fill, **options
     )
-    return positions
+    return positions, total
 
 
 def pack(flags: Tensor) -> Tensor:

@@ -200,6 +200,15 @@ def scaling_of_steps() -> list[str]:
     return lines("model, GPUs | backend | tokens/s per GPU | of one GPU", rows)
 
 
+def trainers() -> list[str]:
+    rows = []
+    for row in result("trainers_h200")["rows"]:
+        gib = f"{row['peak_bytes'] / 2**30:.1f}"
+        seconds = f"{row['step_ms'] / 1e3:.2f}"
+        rows.append([row["arm"], seconds, f"{row['tokens_per_second']:,.0f}", gib])
+    return lines("trainer | s per step | tokens/s | peak GiB", rows)
+
+
 # transformers' Trainer ----------------------------------------------------------------------------
 
 
@@ -271,26 +280,15 @@ def _mean_score(file: str, method: str, mode: str, measure: str = "loss") -> flo
     return mean(one["scores"][measure] for one in rows if wanted.items() <= one.items())
 
 
-def study() -> list[str]:
-    """Training SmolLM2 with each pattern for the same steps."""
-    file = "study_real_h200"
-    base = _held_out(_evaluated(file, "dense", "dense"))
+def growth() -> list[str]:
+    """Density by length, of weights that were not trained at it."""
     rows = []
-    for label, name in (
-        ("recall 0.9", "default"),
-        ("window with sinks", "window"),
-        ("minference", "minference"),
-        ("published, 0.95", "published_95"),
-        ("xattention 0.9", "xattention"),
-    ):
-        as_trained = _evaluated(file, name, result(file)["runs"][name]["method"])
-        as_dense = _evaluated(file, name, "dense")
-        density = as_trained["attention"]["density"]
-        losses = [f"{_held_out(each) - base:.3f}" for each in (as_trained, as_dense)]
-        scores = [as_trained["scores"][f"needle forced, {length}"] for length in (8192, 65536)]
-        needles = " / ".join(f"{score:.0f}" for score in scores)
-        rows.append([label, f"{100 * density:.1f} %", *losses, f"{needles} %"])
-    return lines("trained with | density | loss above dense | read densely | needles", rows)
+    found = {(row["tokens"], row["setting"]): row for row in result("choose_h200")["rows"]}
+    for tokens in dict.fromkeys(tokens for tokens, _ in found):
+        of_recall = [found[tokens, f"recall {recall}"] for recall in (0.9, 0.95, 0.97, 0.99)]
+        cells = [f"{100 * row['density']:.1f} %" for row in of_recall]
+        rows.append([f"{tokens:,}", *cells, f"{of_recall[1]['above_dense']:+.3f}"])
+    return lines("tokens | recall 0.90 | 0.95 | 0.97 | 0.99 | loss at 0.95, above dense", rows)
 
 
 def _evaluated(file: str, name: str, mode: str) -> dict:
@@ -298,11 +296,6 @@ def _evaluated(file: str, name: str, mode: str) -> dict:
         if one["weights"] == name and one["mode"] == mode:
             return one
     raise LookupError(f"{file} has no evaluation of {name} by {mode}")
-
-
-def _held_out(evaluated: dict) -> float:
-    scores = evaluated["scores"]
-    return mean(scores[f"loss, {kind}"] for kind in ("code", "prose", "mixed"))
 
 
 TABLES = {
@@ -313,11 +306,12 @@ TABLES = {
         scaling,
         steps,
         scaling_of_steps,
+        trainers,
         huggingface_steps,
         hybrid,
         equal_time,
         equal_steps,
-        study,
+        growth,
     )
 }
 

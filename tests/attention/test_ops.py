@@ -209,6 +209,15 @@ def test_opcheck():
     saved = [out, lse, verticals]
     arguments = (torch.ones_like(q), q, k, v, saved, *whole)
     torch.library.opcheck(ops.attend_backward.default, arguments)
+    # In memory by token, [B, S, H, D], as models have them: so are the results.
+    qkv = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    torch.library.opcheck(ops.attend_forward.default, (*qkv, None, *whole))
+    results = ops.attend_forward(*qkv, None, *whole)
+    assert torch.equal(results[0], out) and results[0].stride() == qkv[0].stride()
+    by_token = (torch.ones_like(q), *qkv, [*results], *whole)
+    torch.library.opcheck(ops.attend_backward.default, by_token)
+    gradients = zip(ops.attend_backward(*by_token), ops.attend_backward(*arguments), qkv)
+    assert all(torch.equal(a, b) and a.stride() == x.stride() for a, b, x in gradients)
     arguments = (torch.ones_like(out), out, lse, sinks.detach())
     torch.library.opcheck(ops.attend_sinks_backward.default, arguments)
 

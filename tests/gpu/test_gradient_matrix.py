@@ -71,6 +71,8 @@ class Cell(NamedTuple):
 
     def inputs(self) -> tuple[list[Tensor], Tensor]:
         inputs, d_out = problem(self.heads, self.dim, self.tokens, dtype=self.dtype)
+        # In memory by token, as models have them. Padding, where there is any, lays them out by head.
+        inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
         if self.sinks is not None:
             # From one that hardly counts to one that takes most.
             inputs.append(torch.linspace(-3, 9, self.heads[0], device="cuda", dtype=self.sinks))

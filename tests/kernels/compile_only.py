@@ -84,7 +84,7 @@ def main() -> None:
     from titan_sparse.attention.backends import BACKENDS
     from titan_sparse.attention.masks.ranges import Causal, Documents
     from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention
-    from titan_sparse.kernels import cross_entropy, merge, sinks
+    from titan_sparse.kernels import compact, cross_entropy, merge, sinks
 
     triton = BACKENDS["triton"]
 
@@ -107,6 +107,7 @@ def main() -> None:
     merge.merge(out, lse, out, lse, torch.float32)
     merge.add(out, out, torch.float32)
     sinks.sinks_gradient(out, out, lse, torch.zeros(4))
+    compact.compact(torch.ones(2, 2000, dtype=torch.bool), 2000, 0)
     logits = torch.zeros(64, 1000)
     cross_entropy.cross_entropy(logits, torch.zeros(64).long(), None, 1e-4, torch.bfloat16)
     rows = [[*name, shared] for name, shared in sorted(shared_memory.items())]

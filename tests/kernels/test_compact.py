@@ -27,10 +27,11 @@ def test_positions(shape, capacity, share):
     random = torch.rand(rows, length + 13, generator=torch.Generator().manual_seed(1))
     # A slice of longer rows.
     on = (random.to(DEVICE) < share)[:, :length]
-    got = compact(on, capacity, fill)
-    want = compact_naive(on, capacity, fill)
-    assert got.dtype == want.dtype
+    got, count = compact(on, capacity, fill)
+    want, _ = compact_naive(on, capacity, fill)
+    assert got.dtype == want.dtype == count.dtype
     assert torch.equal(got, want)
+    assert count.tolist() == [row.count_nonzero() for row in on]
     for row in range(rows):
         listed = on[row].nonzero().flatten()[:capacity]
         assert torch.equal(got[row, : len(listed)].long(), listed)

@@ -63,8 +63,17 @@ def _forward(
     lse = lse[:, :, :length].contiguous()
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks)
-    out = out.to(q.dtype).contiguous()
-    return out, lse, vertical_kv
+    return _laid_out_like(q, out.to(q.dtype)), lse, vertical_kv
+
+
+def _laid_out_like(other: Tensor, x: Tensor) -> Tensor:
+    """x [B, H, S, D] by token in memory if `other` is, else by head.
+
+    Models give and take tensors by token, and dense kernels compute in either layout.
+    """
+    if not other.is_contiguous() and other.transpose(1, 2).is_contiguous():
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    return x.contiguous()
 
 
 def _fake_forward(q, k, v, sinks, index, mask, call) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,7 +91,7 @@ def _fake_forward(q, k, v, sinks, index, mask, call) -> tuple[Tensor, Tensor, Te
         vertical_kv = q.new_empty(2, batch, heads, verticals, head_dim)
     out = q.new_empty(batch, heads, length, head_dim)
     lse = q.new_empty(batch, heads, length, dtype=accumulation_dtype(q.dtype))
-    return out, lse, vertical_kv
+    return _laid_out_like(q, out), lse, vertical_kv
 
 
 @torch.library.custom_op("titan_sparse::attend_backward", mutates_args=())
@@ -107,22 +116,20 @@ def _backward(
     size = bound.cp.block_size
     queries = Queries(
         q=whole_blocks(q, 2, size),
-        d_out=whole_blocks(d_out, 2, size),
+        d_out=whole_blocks(_laid_out_like(q, d_out), 2, size),
         out=whole_blocks(out, 2, size),
         lse=whole_blocks(lse, 2, size, -torch.inf),
     )
-    k = whole_blocks(k, 2, size)
-    v = whole_blocks(v, 2, size)
-    gradients = schedules.backward(bound, queries, k, v, vertical_kv)
+    keys_and_values = (whole_blocks(x, 2, size) for x in (k, v))
+    gradients = schedules.backward(bound, queries, *keys_and_values, vertical_kv)
     # Without the padding: [B, H, S_local, D].
-    length = q.shape[2]
-    dq, dk, dv = (x[:, :, :length].to(q.dtype).contiguous() for x in gradients)
-    return dq, dk, dv
+    cut = (x[:, :, : q.shape[2]].to(q.dtype) for x in gradients)
+    return tuple(map(_laid_out_like, (q, k, v), cut))
 
 
 @_backward.register_fake
 def _fake_backward(d_out, q, k, v, results, index, mask, call):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return tuple(_laid_out_like(x, x.new_empty(x.shape)) for x in (q, k, v))
 
 
 @torch.library.custom_op("titan_sparse::attend_sinks_backward", mutates_args=())
@@ -173,7 +180,6 @@ def differentiate(ctx, d_out: Tensor | None, *_) -> tuple:
     q, k, v, sinks, out, lse, vertical_kv, *rest = ctx.saved_tensors
     index = rest[: ctx.index_count]
     mask = rest[ctx.index_count :]
-    d_out = d_out.contiguous()
     ops = torch.ops.titan_sparse
     results = [out, lse, vertical_kv]
     dq, dk, dv = ops.attend_backward(d_out, q, k, v, results, index, mask, ctx.call)

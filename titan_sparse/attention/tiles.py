@@ -229,13 +229,13 @@ def block_lists(met: Tensor) -> BlockLists:
     Both lists are as wide as the longest one. On a GPU they are m wide, so that the host does not
     wait for the selection.
     """
-    # [2, B, H, n]
-    count = met.sum(-1, dtype=torch.int32)
-    width = met.shape[-1]
+    numbers, count = compact(met.flatten(0, 3), met.shape[-1], 0)
     if not met.is_cuda:
         width = max(int(count.max()), 1) if count.numel() else 1
-    # [2, B, H, n, width]
-    numbers = compact(met.flatten(0, 3), width, 0).view(*count.shape, width)
+        numbers = numbers[:, :width]
+    # [2, B, H, n, width] and [2, B, H, n]
+    numbers = numbers.unflatten(0, met.shape[:-1])
+    count = count.view(met.shape[:-1])
     return BlockLists(count[0], numbers[0], count[1], numbers[1])
 
 

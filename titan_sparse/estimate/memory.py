@@ -149,11 +149,11 @@ def kept_by_block(step: StepShape) -> float:
         # down.
         kept = _bytes(step, 1 if step.compiled else 2, query=1, kv=1, intermediate=keeps_mlp)
     else:
-        # Both norms with their inputs. q, k, v, and out by token, which the norms of q and k keep
-        # once more. gate, up, their product, and without the compiler silu(gate).
+        # Both norms with their inputs. q, k and v, of which the norms keep q and k once more. gate, up,
+        # their product, and without the compiler silu(gate).
         norms = int(step.model.qk_norm)
         of_mlp = (3 if step.compiled else 4) * keeps_mlp
-        kept = _bytes(step, hidden=4, query=2 + norms, kv=2 + norms, intermediate=of_mlp)
+        kept = _bytes(step, hidden=4, query=1 + norms, kv=2 + norms, intermediate=of_mlp)
     # Attention's out and lse, which attention_recompute gives up. Without checkpointing nothing is
     # recomputed.
     kept_share = 1 if step.mode == "none" else 1 - step.recomputed
@@ -233,7 +233,7 @@ def _block_backward(step: StepShape) -> float:
 
     The worst point is in its MLP or in its attention. In the MLP it is silu's backward, when the
     gradients of gate and up have just been made. From the forward there are both norms, the residual,
-    q, k, v, out by token, gate, up and their product, except for what was kept. Then the gradients of
+    q, k, v, gate, up and their product, except for what was kept. Then the gradients of
     the block's output, of the product, of gate and of up. The compiler frees what it does not need,
     or computes it later. During attention's backward the gradients of out, q, k and v are alive, and
     nothing of the MLP.
@@ -243,18 +243,18 @@ def _block_backward(step: StepShape) -> float:
     selective = int(step.mode == "selective")
     if step.mode == "none":
         mlp = _bytes(step, hidden=1, intermediate=3)
-        attention = _bytes(step, hidden=2, query=4, kv=3)
+        attention = _bytes(step, hidden=2, query=3, kv=3)
     elif step.compiled:
         of_adapters = 0
         if step.has_adapters_in_mlp and not step.mlp_chunk_tokens and not selective:
             # The adapters' outputs, those of the frozen layers, and the gradients of both. Measured
             # on an H200 with torch 2.11: 38.3 GiB in tests/estimate/test_memory.py.
             of_adapters = 5
-        mlp = _bytes(step, hidden=3, query=1, intermediate=6 - selective + of_adapters)
+        mlp = _bytes(step, hidden=3, intermediate=6 - selective + of_adapters)
         attention = _bytes(step, hidden=5, query=5, kv=5)
     else:
-        rotated = 2 + int(model.qk_norm) - selective
-        mlp = _bytes(step, hidden=4, query=rotated, kv=rotated, intermediate=6 - selective)
+        rotated = 1 + int(model.qk_norm) - selective
+        mlp = _bytes(step, hidden=4, query=rotated, kv=rotated + 1, intermediate=6 - selective)
         attention = _bytes(step, hidden=5, query=7, kv=5)
     if step.mlp_chunk_tokens and not step.adapters:
         # The weights' gradients are summed over chunks in fp32.

@@ -87,19 +87,24 @@ def blocks_backward(
     queries: Queries, piece: Piece, operands: Sequence[Tensor], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of blocks_forward(), in q's dtype. out and lse are those of all keys."""
-    q, d_out, out = (x.to(queries.q.dtype).transpose(1, 2) for x in queries[:3])
-    k, v = piece.k.transpose(1, 2), piece.v.transpose(1, 2)
-    lse = queries.lse.float()
+    q, d_out, out = (x.to(queries.q.dtype) for x in queries[:3])
+    tensors = [x.transpose(1, 2) for x in (q, piece.k, piece.v, out, d_out)]
+    # What is added to them reads contiguous memory.
+    gradients = [x.new_empty(x.shape) for x in (q, piece.k, piece.v)]
+    by_token = [x.transpose(1, 2) for x in gradients]
     tiles = piece.tiles
     options = functools.partial(_tables, tiles.by_key, tiles.block_size, operands)
-    gradients = _gradients((q, k, v, out, d_out, lse), scale, options)
-    return tuple(x.transpose(1, 2) for x in gradients)
+    _write_gradients(by_token, (*tensors, queries.lse.float()), scale, options)
+    return tuple(gradients)
 
 
-def _gradients(
-    tensors: tuple[Tensor, ...], scale: float, options: Callable[[slice], dict[str, Any]]
-) -> list[Tensor]:
-    """dq, dk and dv [..., tokens, H, D], some KV heads at a time.
+def _write_gradients(
+    gradients: list[Tensor],
+    tensors: tuple[Tensor, ...],
+    scale: float,
+    options: Callable[[slice], dict[str, Any]],
+) -> None:
+    """Write dq, dk and dv [..., tokens, H, D] to `gradients`, some KV heads at a time.
 
     tensors: q, k, v, out and d_out [..., tokens, H, D], and lse [..., Hq, tokens].
     options: further arguments, for the query heads of a slice.
@@ -107,7 +112,6 @@ def _gradients(
     from flash_attn.cute.interface import _flash_attn_bwd
 
     q, k, v, out, d_out, lse = tensors
-    gradients = [torch.empty_like(x) for x in (q, k, v)]
     kv_heads = k.shape[-2]
     group = q.shape[-2] // kv_heads
     at_once = kv_heads_at_once(kv_heads, group, k[..., 0, 0].numel() // 128)
@@ -128,7 +132,6 @@ def _gradients(
             dv=dv,
             **options(query),
         )
-    return gradients
 
 
 def _tables(
@@ -188,26 +191,21 @@ def dense_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: flo
     """Attention of q [B, Hq, Sq, D] to k, v [B, Hkv, Sk, D]; out in q's dtype, lse in fp32."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    # Its own output would be ordered by token, and would have to be copied. For packed documents of
-    # a single sequence the result is a view too.
-    if shape.offsets is None:
-        out = q.new_empty(q.shape)
-        out_by_token = out.transpose(1, 2)
-    else:
-        by_head = q.new_empty(q.shape[1], len(q) * q.shape[2], q.shape[3])
-        out = by_head.unflatten(1, (len(q), -1)).transpose(0, 1)
-        out_by_token = by_head.transpose(0, 1)
+    by_token = [_by_token(x, shape) for x in (q, k, v)]
+    # In the layout of q, which spares copies.
+    out = torch.empty_like(by_token[0])
     lse = _flash_attn_fwd(
-        *(_by_token(x, shape) for x in (q, k, v)),
+        *by_token,
         softmax_scale=scale,
         return_lse=True,
-        out=out_by_token,
+        out=out,
         **_options(shape),
     )[1]
     if shape.offsets is not None:
-        # [Hq, B * S]
+        # [B * S, Hq, D] and [Hq, B * S]
+        out = out.unflatten(0, (len(q), -1))
         lse = lse.unflatten(1, (len(q), -1)).transpose(0, 1)
-    return Partial(out, lse)
+    return Partial(out.transpose(1, 2), lse)
 
 
 def dense_backward(
@@ -220,8 +218,9 @@ def dense_backward(
     q, d_out, out, lse = queries
     if shape.offsets is not None:
         lse = lse.transpose(0, 1).flatten(1)
-    by_token = (_by_token(x, shape) for x in (q, k, v, out, d_out))
-    gradients = _gradients((*by_token, lse), scale, lambda heads: _options(shape))
+    by_token = [_by_token(x, shape) for x in (q, k, v, out, d_out)]
+    gradients = [torch.empty_like(x) for x in by_token[:3]]
+    _write_gradients(gradients, (*by_token, lse), scale, lambda heads: _options(shape))
     if shape.offsets is not None:
         # [B * S, H, D]
         gradients = (x.unflatten(0, (len(q), -1)) for x in gradients)

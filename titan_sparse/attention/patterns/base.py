@@ -156,8 +156,9 @@ def gather_blocks(x: Tensor, cp: ContextParallel, ranges: MaskRanges) -> Tensor:
     return by_rank[:, :, global_order]
 
 
-def compact(selected: Tensor, capacity: int, fill: int) -> Tensor:
-    """Positions int32 [N, capacity] of the True elements of bool [N, L], ascending.
+def compact(selected: Tensor, capacity: int, fill: int) -> tuple[Tensor, Tensor]:
+    """Positions int32 [N, capacity] of the True elements of bool [N, L], ascending; and how many there
+    are, int32 [N].
 
     What is left of the capacity is filled up with `fill`.
     """

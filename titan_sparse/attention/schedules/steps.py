@@ -122,8 +122,9 @@ def forward(
             total = total._replace(out=None)
         totals[step.group] = total
     if out is None:
-        out = totals[0].out
-    lse = torch.cat([total.lse for total in totals], dim=1)
+        out, lse = totals[0]
+    else:
+        lse = torch.cat([total.lse for total in totals], dim=1)
     return out, lse, gathered.wait()
 
 

@@ -204,7 +204,7 @@ def choose(
     selected, capped = smallest_sets(mass, plan.segments, plan.recall, queries)
 
     # One gather for everything chosen, int32 [N, C + E + 2] a rank.
-    positions = compact(selected[:, :seq_len], capacity, seq_len)
+    positions, _ = compact(selected[:, :seq_len], capacity, seq_len)
     slashes = selected[:, seq_len:].int()
     capped = capped.unflatten(1, (2, -1)).any(-1).int()
     chosen = torch.cat([positions, slashes, capped], dim=1)

@@ -151,7 +151,7 @@ def choose(
         span_of_entry=plan.span_of_entry,
     )
     is_vertical, slashes = module.taken(elements, chosen.verticals, chosen.diagonals)
-    verticals = compact(is_vertical.flatten(0, 1), capacity, seq_len)
+    verticals, _ = compact(is_vertical.flatten(0, 1), capacity, seq_len)
     return verticals.view(batch, heads, capacity), slashes, chosen.capped
 
 
