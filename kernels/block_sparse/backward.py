@@ -270,8 +270,8 @@ class GradientOutput(NamedTuple):
     """Dtypes and memory of the gradients.
 
     dq_dtype: of dq. kv_dtypes: of the dk and dv of each piece.
-    before: contiguous, what came through other keys, which is added to dq; None for nothing. Where
-    it has dq_dtype, the sum is written to its memory.
+    before: what came through other keys, which is added to dq; None for nothing. Where it is
+    contiguous and has dq_dtype, the sum is written to its memory.
     into: contiguous memory for dq; its dtype, whichever it is, wins.
     """
 
@@ -338,7 +338,7 @@ def query_side(
 def query_gradient(queries: QuerySide, pieces: list[Piece], output: GradientOutput) -> Tensor:
     """dq through all pieces in one launch, and what `output` adds to it."""
     q = queries.q
-    before = output.before
+    before = None if output.before is None else output.before.contiguous()
     batch, heads, q_len, dim = q.shape
     dq = output_like(q, before, output.dq_dtype, output.into)
     padded_dim = triton.next_power_of_2(dim)

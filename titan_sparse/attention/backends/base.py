@@ -100,9 +100,9 @@ class Sum(NamedTuple):
     """A sum over pieces of keys, to which one more is added.
 
     dtype: of the new sum.
-    before: the sum over the keys so far: a Partial, or the dq of a backward. It is contiguous, and
-    may be overwritten with the new sum. None for no keys: then a result that the kernel rounds to
-    q's dtype is not widened.
+    before: the sum over the keys so far: a Partial, or the dq of a backward. It may be overwritten
+    with the new sum. None for no keys: then a result that the kernel rounds to q's dtype is not
+    widened.
     """
 
     dtype: torch.dtype

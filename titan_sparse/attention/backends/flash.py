@@ -89,7 +89,7 @@ def blocks_backward(
     """dq, dk and dv of blocks_forward(), in q's dtype. out and lse are those of all keys."""
     q, d_out, out = (x.to(queries.q.dtype) for x in queries[:3])
     tensors = [x.transpose(1, 2) for x in (q, piece.k, piece.v, out, d_out)]
-    # What is added to them reads contiguous memory.
+    # By head in memory, as our own kernels add to them.
     gradients = [x.new_empty(x.shape) for x in (q, piece.k, piece.v)]
     by_token = [x.transpose(1, 2) for x in gradients]
     tiles = piece.tiles
