@@ -97,7 +97,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--heads", type=head_set, nargs="+", default=[], help="query heads:KV heads, as 16:2")
     add("--backends", nargs="+", choices=list(backends.BACKENDS), help="ours, timed by name")
     add("--densities", type=share, nargs="*", default=[0.05], help="of the causal pairs, of sparse")
-    add("--verticals", type=share, default=0.005, help="share of the sequence that is verticals")
+    add("--verticals", type=float, default=0.005, help="share of the sequence that is verticals")
     add("--sinks", type=int, default=30)
     add("--packs", type=positive, default=4, help="sequences of documents, of masks")
     add("--window", type=positive, default=4096, help="tokens that a query sees, of masks")
@@ -107,8 +107,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     args.cases = args.cases or ["sparse"]
     if not set(args.cases) <= CASES.keys():
         parser.error(f"unknown case in {args.cases}. Write one of {', '.join(CASES)}")
-    on_cpu = args.device == "cpu"
-    args.backends = args.backends or (["eager"] if on_cpu else ["flex", "triton"])
+    on_gpu = ["triton"] if flash.missing() else ["flex", "triton"]
+    args.backends = args.backends or (["eager"] if args.device == "cpu" else on_gpu)
     return args
 
 

@@ -142,7 +142,7 @@ def dense_peers(ranges: MaskRanges, shape: Shape) -> dict[str, Attention]:
     peers = {CUDNN: functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION)}
     if flash.missing() is None:
         peers[FLASH4] = flash4
-    return peers | {OURS_DENSE: ours("flex", Dense(), ranges, shape.block_size)}
+    return peers | {OURS_DENSE: ours("auto", Dense(), ranges, shape.block_size)}
 
 
 class _CudnnBlocks(torch.autograd.Function):
