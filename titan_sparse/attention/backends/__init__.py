@@ -19,7 +19,7 @@ BACKENDS: dict[str, Backend] = {
 }
 
 SHORT = 16384
-"""Tokens below which triton beats flex at the density of recall 0.95 (results/backends_h200.json)."""
+"""With fewer tokens triton beats flex, at recall 0.95 (benchmarks/results/backends_h200.json)."""
 
 
 @torch.compiler.assume_constant_result
