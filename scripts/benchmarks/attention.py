@@ -97,7 +97,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--heads", type=head_set, nargs="+", default=[], help="query heads:KV heads, as 16:2")
     add("--backends", nargs="+", choices=list(backends.BACKENDS), help="ours, timed by name")
     add("--densities", type=share, nargs="*", default=[0.05], help="of the causal pairs, of sparse")
-    add("--verticals", type=float, default=0.005, help="share of the sequence that is verticals")
+    add("--verticals", type=lambda x: float(x) and share(x), default=0.005, help="share of keys")
     add("--sinks", type=int, default=30)
     add("--packs", type=positive, default=4, help="sequences of documents, of masks")
     add("--window", type=positive, default=4096, help="tokens that a query sees, of masks")

@@ -5,14 +5,14 @@ Dense attention through tiles would cost 10 %. This is not a backend: flex.py ca
 
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from titan_sparse.attention.backends.base import DenseShape, Partial, Queries
-from titan_sparse.kernels.block_sparse import BlockLists, Piece
+from titan_sparse.kernels.block_sparse import BlockLists, Piece, Tiles
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 96, 128)
@@ -63,10 +63,10 @@ def kv_heads_at_once(kv_heads: int, group: int, blocks: int) -> int:
     return min(enough, default=kv_heads)
 
 
-def blocks_forward(q: Tensor, piece: Piece, operands: Sequence[Tensor], scale: float) -> Partial:
-    """Attention of q [B, Hq, Sq, D] over the tiles of a piece; out in q's dtype, lse in fp32.
+def blocks_forward(q: Tensor, piece: Piece, scale: float) -> Partial:
+    """Attention of q [B, Hq, Sq, D] over blocks of keys; out in q's dtype, lse in fp32.
 
-    operands: start, stop and position, as flex.py has them.
+    piece: of keys that all heads share; verticals are those of a head.
     """
     from flash_attn.cute.interface import _flash_attn_fwd
 
@@ -78,22 +78,19 @@ def blocks_forward(q: Tensor, piece: Piece, operands: Sequence[Tensor], scale: f
         return_lse=True,
         out=out.transpose(1, 2),
         lse=lse,
-        **_tables(piece.tiles.by_query, piece.tiles.block_size, operands),
+        **_tables(piece.tiles, piece.tiles.by_query),
     )
     return Partial(out, lse)
 
 
-def blocks_backward(
-    queries: Queries, piece: Piece, operands: Sequence[Tensor], scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def blocks_backward(queries: Queries, piece: Piece, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of blocks_forward(), in q's dtype. out and lse are those of all keys."""
     q, d_out, out = (x.to(queries.q.dtype) for x in queries[:3])
     tensors = [x.transpose(1, 2) for x in (q, piece.k, piece.v, out, d_out)]
     # By head in memory, as our own kernels add to them.
     gradients = [x.new_empty(x.shape) for x in (q, piece.k, piece.v)]
     by_token = [x.transpose(1, 2) for x in gradients]
-    tiles = piece.tiles
-    options = functools.partial(_tables, tiles.by_key, tiles.block_size, operands)
+    options = functools.partial(_tables, piece.tiles, piece.tiles.by_key)
     _write_gradients(by_token, (*tensors, queries.lse.float()), scale, options)
     return tuple(gradients)
 
@@ -134,55 +131,34 @@ def _write_gradients(
         )
 
 
-def _tables(
-    lists: BlockLists, size: int, operands: Sequence[Tensor], heads: slice = slice(None)
-) -> dict[str, Any]:
-    """FlashAttention-4's arguments for the tiles of some query heads."""
+def _tables(tiles: Tiles, lists: BlockLists, heads: slice = slice(None)) -> dict[str, Any]:
+    """FlashAttention-4's arguments for the tiles of some query heads, from one of the two lists."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    start, stop, position = operands
-    rows = 1
-    if position.dim() > 1:
-        rows = position.shape[2]
-        position = position[:, heads]
     tables = (lists.partial_count, lists.partial, lists.full_count, lists.full)
-    # What all heads share is there once.
-    own = (x if x.shape[1] == 1 else x[:, heads] for x in tables)
+    of_heads = (x[:, heads].contiguous() for x in tables)
+    size = (tiles.block_size, tiles.block_size)
     return {
-        "block_sparse_tensors": BlockSparseTensorsTorch(
-            *(x.contiguous() for x in own), block_size=(size, size)
-        ),
-        "mask_mod": _is_visible(position.dim() == 1, size if rows > 1 else 1 << 30),
-        "aux_tensors": [x.contiguous() for x in (start, stop, position)],
+        "block_sparse_tensors": BlockSparseTensorsTorch(*of_heads, block_size=size),
+        "mask_mod": _is_visible(),
+        "aux_tensors": [tiles.start, tiles.stop, tiles.k_positions[0, 0]],
     }
 
 
 @functools.cache
-def _is_visible(is_shared: bool, queries_per_row: int) -> Callable:
-    """Whether a query sees a key of a partial tile, for the kernels to inline.
-
-    is_shared: position is [Sk]. queries_per_row: queries that read the same row of it otherwise.
-    """
-    import cutlass
-    from cutlass import cute
+def _is_visible() -> Callable:
+    """Whether a query sees a key of a partial tile, for the kernels to inline."""
+    from cutlass import Int32, cute
     from flash_attn.cute.utils import scalar_to_ssa, ssa_to_scalar
 
     @cute.jit
     def is_visible(b, h, i, j, seqlen, operands):
+        # int32: [B, Sq], [B, Sq] and [Sk]
         start, stop, position = operands
-        batch, head, query, key = (
-            ssa_to_scalar(b),
-            ssa_to_scalar(h),
-            ssa_to_scalar(i),
-            ssa_to_scalar(j),
-        )
-        if cutlass.const_expr(is_shared):
-            place = position[key]
-        else:
-            place = position[batch, head, query // queries_per_row, key]
-        place = scalar_to_ssa(place, cutlass.Int32)
-        from_start = scalar_to_ssa(start[batch, query], cutlass.Int32) <= place
-        return from_start & (place < scalar_to_ssa(stop[batch, query], cutlass.Int32))
+        batch, query = ssa_to_scalar(b), ssa_to_scalar(i)
+        place = scalar_to_ssa(position[ssa_to_scalar(j)], Int32)
+        from_start = scalar_to_ssa(start[batch, query], Int32) <= place
+        return from_start & (place < scalar_to_ssa(stop[batch, query], Int32))
 
     return is_visible
 

@@ -10,8 +10,7 @@ from titan_sparse.attention.backends.base import Case, DenseShape, Partial, Quer
 from titan_sparse.attention.backends.triton import Triton
 from titan_sparse.attention.merge import add, merge
 from titan_sparse.kernels import block_sparse
-from titan_sparse.kernels.block_sparse import Piece, Tiles
-from titan_sparse.kernels.compact import unpack
+from titan_sparse.kernels.block_sparse import Piece
 
 
 class Flex(Triton):
@@ -46,8 +45,7 @@ class Flex(Triton):
         if piece.tiles.chosen is not None:
             # What single queries chose: our own kernels look that up once a tile, not once a pair.
             return super().forward(q, [piece], scale, total)
-        operands = _mask_operands(piece.tiles, q.shape[1])
-        out, lse = flash.blocks_forward(q, piece, operands, scale)
+        out, lse = flash.blocks_forward(q, piece, scale)
         return Partial(*merge(total.before, out, lse, total.dtype))
 
     def backward(
@@ -71,8 +69,7 @@ class Flex(Triton):
         if piece.tiles.chosen is not None:
             dq, [d_blocks] = super().backward(queries, [piece], scale, total)
             return dq, d_blocks
-        operands = _mask_operands(piece.tiles, queries.q.shape[1])
-        dq, dk, dv = flash.blocks_backward(queries, piece, operands, scale)
+        dq, dk, dv = flash.blocks_backward(queries, piece, scale)
         return add(total.before, dq, total.dtype), (dk, dv)
 
     def serves_dense(self, q: Tensor, shape: DenseShape) -> bool:
@@ -80,23 +77,3 @@ class Flex(Triton):
 
     dense_forward = staticmethod(flash.dense_forward)
     dense_backward = staticmethod(flash.dense_backward)
-
-
-def _mask_operands(tiles: Tiles, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """int32: start and stop [B, Sq] of the queries, and the position of each key, [Sk] or by head
-    [B, Hq, 1, Sk], or also by query block [B, Hq, nq, Sk]. A query sees from start to before stop.
-
-    Covered keys get a position that no query sees, for the query block that they are covered for:
-    that saves one look-up in the inner loop of the kernels.
-    """
-    position = tiles.k_positions
-    if tiles.covered is None and position.shape[:2] == (1, 1):
-        return tiles.start, tiles.stop, position[0, 0]
-    # [B, Hq, 1, Sk]
-    position = position.expand(len(tiles.start), heads, -1)[:, :, None]
-    if tiles.covered is not None:
-        # [B, Hq, nq, Sk]
-        covered = unpack(tiles.covered, position.shape[-1])
-        nowhere = torch.iinfo(torch.int32).max
-        position = torch.where(covered, nowhere, position)
-    return tiles.start, tiles.stop, position
