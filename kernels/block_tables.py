@@ -61,40 +61,36 @@ def _fill(table, count, capacity, CHUNK: tl.constexpr):
 
 @triton.jit
 def _lists_kernel(
-    slashes, spans, reach, q_blocks, k_blocks, counts, tables, heads, entries, nq, nk, capacity,
-    key_capacity, table_entries, size,
+    slashes, spans, reach, q_blocks, k_blocks, by_query, by_key, heads, entries, nq, nk, capacity,
+    key_capacity, size,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The full and the partial tiles of one row: of a query block, or from row nq on of a KV block.
 
-    counts, tables: memory of _new_lists(). table_entries: of all full tables, before the partial.
+    by_query, by_key: BlockLists; any, where no rows are of KV blocks.
     """
     i_bh = tl.program_id(1).to(tl.int64)
-    bh = tl.num_programs(1).to(tl.int64)
-    rows_of_both = bh * tl.num_programs(0)
     i_row = tl.program_id(0)
     i_b = i_bh // heads
     slashes += i_bh * entries
     spans += i_b * nq * 5
     reach += i_b * nq * 4
-    by_key = i_row >= nq
-    i_row = tl.where(by_key, i_row - nq, i_row)
-    others = tl.where(by_key, nq, nk)
-    width = tl.where(by_key, key_capacity, capacity)
-    # Among those of its side; rows and tables of query blocks come first.
-    row = i_bh * tl.where(by_key, nk, nq) + i_row
-    table = row * width + tl.where(by_key, bh * nq * capacity, 0)
-    row += tl.where(by_key, bh * nq, 0)
-    full = tables + table
-    partial = full + table_entries
+    is_key = i_row >= nq
+    i_row = tl.where(is_key, i_row - nq, i_row)
+    others = tl.where(is_key, nq, nk)
+    width = tl.where(is_key, key_capacity, capacity)
+    # Among those of its side.
+    row = i_bh * tl.where(is_key, nk, nq) + i_row
+    full = tl.where(is_key, by_key.full, by_query.full) + row * width
+    partial = tl.where(is_key, by_key.partial, by_query.partial) + row * width
     n_full = 0
     n_partial = 0
     for start in range(0, others, CHUNK):
         # [CHUNK]: query block a and KV block c of each tile.
         o_other = start + tl.arange(0, CHUNK)
         valid = o_other < others
-        i_q = tl.where(by_key, o_other, i_row)
-        i_k = tl.where(by_key, i_row, o_other)
+        i_q = tl.where(is_key, o_other, i_row)
+        i_k = tl.where(is_key, i_row, o_other)
         a = tl.load(q_blocks + i_q, mask=valid, other=0)
         c = tl.load(k_blocks + i_k, mask=valid, other=0)
         span = spans + i_q * 5
@@ -124,8 +120,10 @@ def _lists_kernel(
         n_partial = _append(partial, n_partial, listed & (whole == 0), o_other, width)
     _fill(full, n_full, width, CHUNK)
     _fill(partial, n_partial, width, CHUNK)
-    tl.store(counts + row, tl.minimum(n_full, width))
-    tl.store(counts + rows_of_both + row, tl.minimum(n_partial, width))
+    full_count = tl.where(is_key, by_key.full_count, by_query.full_count)
+    partial_count = tl.where(is_key, by_key.partial_count, by_query.partial_count)
+    tl.store(full_count + row, tl.minimum(n_full, width))
+    tl.store(partial_count + row, tl.minimum(n_partial, width))
 
 
 def slash_lists(
@@ -152,47 +150,33 @@ def slash_lists(
     batch, heads, entries = slashes.shape
     nq = len(q_blocks)
     nk = len(k_blocks)
-    sides = [(nq, capacity)]
+    rows = nq
+    lists = [_new_lists(slashes, nq, capacity)]
     if key_capacity is not None:
-        sides.append((nk, key_capacity))
-    counts, tables, lists = _new_lists(batch, heads, sides, slashes.device)
-    rows = sum(n for n, _ in sides)
+        rows += nk
+        lists.append(_new_lists(slashes, nk, key_capacity))
     options = dict(CHUNK=min(_CHUNK, triton.next_power_of_2(max(nq, nk))), num_warps=4)
-    sizes = (heads, entries, nq, nk, capacity, key_capacity or 0, tables.shape[1], size)
+    sizes = (heads, entries, nq, nk, capacity, key_capacity or 0, size)
     _lists_kernel[(rows, batch * heads)](
         slashes.view(torch.uint8),
         spans,
         reach,
         q_blocks,
         k_blocks,
-        counts,
-        tables,
+        lists[0],
+        lists[-1],
         *sizes,
         **options,
     )
     return lists
 
 
-def _new_lists(
-    batch: int, heads: int, sides: list[tuple[int, int]], device: torch.device
-) -> tuple[Tensor, Tensor, list[BlockLists]]:
-    """Memory for the lists of several sides, each of n blocks and of m entries a block.
-
-    Returns counts int32 [2, rows] and tables int32 [2, entries], of full tiles and then of partial
-    ones; and the lists, which are views of them, one side after the other.
-    """
-    rows = [batch * heads * n for n, _ in sides]
-    entries = [batch * heads * n * m for n, m in sides]
-    counts = torch.empty(2, sum(rows), dtype=torch.int32, device=device)
-    tables = torch.empty(2, sum(entries), dtype=torch.int32, device=device)
-    lists = []
-    for (n, m), count, table in zip(
-        sides, counts.split(rows, dim=1), tables.split(entries, dim=1), strict=True
-    ):
-        full_count, partial_count = count.unflatten(1, (batch, heads, n))
-        full, partial = table.unflatten(1, (batch, heads, n, m))
-        lists.append(BlockLists(full_count, full, partial_count, partial))
-    return counts, tables, lists
+def _new_lists(slashes: Tensor, n: int, m: int) -> BlockLists:
+    """Memory for lists of n blocks and of m entries a block, for each head of slashes [B, H, E]."""
+    batch, heads, _ = slashes.shape
+    full_count, partial_count = slashes.new_empty(2, batch, heads, n, dtype=torch.int32).unbind()
+    full, partial = slashes.new_empty(2, batch, heads, n, m, dtype=torch.int32).unbind()
+    return BlockLists(full_count, full, partial_count, partial)
 
 
 @triton.jit
@@ -296,7 +280,7 @@ def vertical_lists(
     met = None
     if wants_met:
         met = torch.empty(2, batch, heads, tiles, nq, dtype=torch.bool, device=device)
-    _, _, [by_query] = _new_lists(batch, heads, [(nq, tiles)], device)
+    by_query = _new_lists(slashes, nq, tiles)
     inputs = (slashes.view(torch.uint8), spans, reach, q_blocks, verticals.contiguous())
     met_bytes = None if met is None else met.view(torch.int8)
     results = (covered.view(torch.int16), met_bytes, *by_query[:4])

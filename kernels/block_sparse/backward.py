@@ -369,8 +369,9 @@ def key_gradient(queries: QuerySide, piece: Piece, dtype: torch.dtype) -> tuple[
     splits = head_splits * list_splits
     # Sums of parts are rounded once, when they are added up.
     kept = dtype if splits == 1 else torch.float32
-    dk = torch.empty(splits, *piece.k.shape, dtype=kept, device=q.device)
-    dv = torch.empty(splits, *piece.k.shape, dtype=kept, device=q.device)
+    shape = piece.k.shape if splits == 1 else (splits, *piece.k.shape)
+    dk = torch.empty(shape, dtype=kept, device=q.device)
+    dv = torch.empty(shape, dtype=kept, device=q.device)
     sizes = dict(BLOCK=queries.block_size, M=m, N=n, HEAD_DIM=dim, D=padded_dim)
     _key_kernel[k_len // n, kv_heads, batch * splits](
         *queries.rows(), dk, dv, operand(piece, piece.tiles.by_key, heads),
@@ -379,5 +380,5 @@ def key_gradient(queries: QuerySide, piece: Piece, dtype: torch.dtype) -> tuple[
         **sizes, **options(m, n, padded_dim, q.device),
     )  # fmt: skip
     if splits == 1:
-        return dk[0], dv[0]
+        return dk, dv
     return sum_splits(dk, dv, dtype)

@@ -1,6 +1,7 @@
 """A piece of block-sparse attention: keys, values and the lists of blocks that meet; and how the
 kernels read it."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,13 @@ class BlockLists(NamedTuple):
     partial_count: Tensor
     partial: Tensor
     partial_slice: Tensor | None = None
+
+
+def mapped(lists: BlockLists | None, change: Callable[[Tensor], Tensor]) -> BlockLists | None:
+    """change() of each tensor of the lists."""
+    if lists is None:
+        return None
+    return BlockLists._make(None if field is None else change(field) for field in lists)
 
 
 class Tiles(NamedTuple):
@@ -190,12 +198,11 @@ def _without_copies(lists: BlockLists) -> tuple[BlockLists, tuple[int, int]]:
         batches = 1
     if all(table.stride(1) == 0 for table in tables):
         heads = 1
-    short = []
-    for table in lists:
-        short.append(None if table is None else table[:batches, :heads].contiguous())
+    if (batches, heads) != lists.full.shape[:2]:
+        lists = mapped(lists, lambda table: table[:batches, :heads])
     batch_stride = heads * blocks if batches > 1 else 0
     head_stride = blocks if heads > 1 else 0
-    return BlockLists._make(short), (batch_stride, head_stride)
+    return mapped(lists, Tensor.contiguous), (batch_stride, head_stride)
 
 
 @triton.jit

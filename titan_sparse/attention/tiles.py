@@ -2,7 +2,6 @@
 in plain torch, and by kernels (slash_*).
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from titan_sparse.attention.patterns.base import BlockIndex, compact
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.kernels import block_tables
 from titan_sparse.kernels.block_sparse import BlockLists, Tiles
+from titan_sparse.kernels.block_sparse.piece import mapped
 from titan_sparse.kernels.compact import pack
 
 
@@ -236,7 +236,9 @@ def block_lists(met: Tensor) -> BlockLists:
     # [2, B, H, n, width] and [2, B, H, n]
     numbers = numbers.unflatten(0, met.shape[:-1])
     count = count.view(met.shape[:-1])
-    return BlockLists(count[0], numbers[0], count[1], numbers[1])
+    full, partial = numbers.unbind()
+    full_count, partial_count = count.unbind()
+    return BlockLists(full_count, full, partial_count, partial)
 
 
 def list_width(most: int, blocks: int) -> int:
@@ -248,13 +250,6 @@ def list_width(most: int, blocks: int) -> int:
     # At least 32, so that short lists do not come in many widths either.
     power_of_two = 1 << (most - 1).bit_length()
     return min(blocks, max(32, power_of_two))
-
-
-def mapped(lists: BlockLists | None, change: Callable[[Tensor], Tensor]) -> BlockLists | None:
-    """change() of each tensor of the lists."""
-    if lists is None:
-        return None
-    return BlockLists._make(None if field is None else change(field) for field in lists)
 
 
 def for_all(lists: BlockLists | None, batch: int, heads: int) -> BlockLists | None:

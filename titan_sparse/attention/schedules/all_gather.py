@@ -16,8 +16,8 @@ from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.schedules.rectangles import Rectangle, rectangle_of
 from titan_sparse.attention.schedules.steps import Group, Step, Transport
-from titan_sparse.attention.tiles import mapped
 from titan_sparse.kernels.block_sparse import Tiles
+from titan_sparse.kernels.block_sparse.piece import mapped
 
 
 class AllGather(Transport):

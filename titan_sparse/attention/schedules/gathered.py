@@ -16,9 +16,10 @@ from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
 from titan_sparse.attention.patterns.base import Dense
 from titan_sparse.attention.patterns.moba import MoBA, document_origin
-from titan_sparse.attention.tiles import block_tiles, mapped
+from titan_sparse.attention.tiles import block_tiles
 from titan_sparse.kernels import gathered
 from titan_sparse.kernels.block_sparse import BlockLists, Piece, Tiles
+from titan_sparse.kernels.block_sparse.piece import mapped
 
 
 class Geometry(NamedTuple):
