@@ -1,4 +1,4 @@
-"""Pictures of results: attention, density of patterns, or the study at equal time.
+"""Pictures of results: attention, density of patterns or by length, or the study at equal time.
 
     python -m scripts.benchmarks.plots benchmarks/results/attention_h200.json --out attention.png
 
@@ -9,6 +9,7 @@ scripts.benchmarks.attention  forward + backward, without the selection, against
 scripts.study.density         by kind of text, density against recall, and below it the loss with
                               the pattern in all layers, less that of dense attention, against
                               density. A point is one setting, the mean over layers and texts
+titan-sparse choose           density of each recall against length
 scripts.study --equal-time    held-out loss against seconds of training
 """
 
@@ -57,6 +58,8 @@ def main(words: list[str]) -> int:
             figure = equal_time_figure(results, methods, args.against)
         elif all("texts" in result for result in results):
             figure = density_figure(results, args.length, args.patterns)
+        elif all("setting" in row for result in results for row in result["rows"]):
+            figure = growth_figure(results)
         else:
             figure = attention_figure(results, args.density)
     except ValueError as error:
@@ -152,6 +155,27 @@ def equal_time_figure(results: list[dict[str, Any]], methods: list[str], against
         axes.set(xlabel=f"{against} of training on one GPU")
         axes.grid(alpha=0.3)
         axes.legend()
+    return figure
+
+
+def growth_figure(results: list[dict[str, Any]]) -> Figure:
+    figure = Figure(figsize=(5, 3.6), layout="constrained")
+    axes = figure.subplots()
+    points = defaultdict(list)
+    for row in (row for result in results for row in result["rows"]):
+        points[row["setting"]].append((row["tokens"], row["density"]))
+    del points["dense"]
+    for setting, of_setting in points.items():
+        axes.plot(*zip(*of_setting), "-o", label=setting, markersize=4)
+    lengths = [tokens for tokens, _ in of_setting]
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="density")
+    axes.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
+    axes.set_yticks(DENSITIES[2:6])
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
     return figure
 
 

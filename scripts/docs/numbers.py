@@ -149,30 +149,23 @@ def speed(logged: list[dict]) -> float:
 def steps() -> list[str]:
     """Whole steps: seconds, tokens/s of all GPUs, MFU, and memory."""
     rows = []
-    for label, options in (
-        ("dense, flex", "--attention.pattern dense"),
-        ("sparse, flex", "--attention.backend flex"),
-    ):
-        found = row("step_qwen2_5_0_5b_128k_h200", options=options)
-        rate = mean(found["tokens_per_second"])
-        density = 100 * mean([found["density"]] if "dense" in options else found["density"])
-        cells = [f"{131072 / rate:.1f}", f"{rate:,.0f}", f"{mean(found['mfu']):.0f} %"]
-        cells += [f"{found['memory_gib']:.1f}", f"{density:.1f} %"]
-        rows.append(["Qwen2.5-0.5B, one", "131,072", label, *cells])
-    long = row("step_qwen2_5_3b_512k_h200", name="sparse3b")["steps"][1:]
+    short = result("step_0_5b_128k_density_h200")["runs"]
+    long = row("step_qwen2_5_3b_512k_h200", name="sparse3b")
     longest = result("step_long_2xh200")["runs"]
-    for label, tokens, backend, ranks, logged in (
-        ("Qwen2.5-3B, one", "524,288", "flex", 1, long),
-        ("Qwen2.5-3B, two", "1,048,576", "triton", 2, longest["Qwen2.5-3B, vertical_slash"]),
-        ("Llama-3.1-8B, two", "650,240", "triton", 2, longest["Llama-3.1-8B, vertical_slash"]),
+    qwen, llama = (longest[f"{name}, vertical_slash"] for name in ("Qwen2.5-3B", "Llama-3.1-8B"))
+    for label, tokens, attention, ranks, run in (
+        ("Qwen2.5-0.5B, one", "131,072", "dense, flex", 1, short["dense"]),
+        ("Qwen2.5-0.5B, one", "131,072", "sparse, flex", 1, short["sparse"]),
+        ("Qwen2.5-3B, one", "524,288", "sparse, flex", 1, long),
+        ("Qwen2.5-3B, two", "1,048,576", "sparse, triton", 2, qwen),
+        ("Llama-3.1-8B, two", "650,240", "sparse, triton", 2, llama),
     ):
-        if ranks == 2:
-            logged = logged["steps"][1:]
-        rate = ranks * mean(step["tokens_per_second_per_device"] for step in logged)
+        logged = run["steps"][1:]
         last = logged[-1]
-        cells = [f"{mean(step['step_seconds'] for step in logged):.1f}", f"{rate:,.0f}"]
+        cells = [f"{median(step['step_seconds'] for step in logged):.1f}"]
+        cells += [f"{ranks * speed(run['steps']):,.0f}"]
         cells += [f"{100 * last['mfu']:.0f} %", f"{last['memory_gib']:.1f}"]
-        rows.append([label, tokens, f"sparse, {backend}", *cells, f"{100 * last['density']:.1f} %"])
+        rows.append([label, tokens, attention, *cells, f"{100 * last['density']:.1f} %"])
     heads = "model, GPUs | tokens | attention | s per step | tokens/s | MFU | peak GiB per GPU"
     return lines(f"{heads} | density", rows)
 
@@ -200,16 +193,11 @@ def scaling_of_steps() -> list[str]:
     return lines("model, GPUs | backend | tokens/s per GPU | of one GPU", rows)
 
 
+# Other trainers -----------------------------------------------------------------------------------
+
+
 def trainers() -> list[str]:
-    rows = []
-    for row in result("trainers_h200")["rows"]:
-        gib = f"{row['peak_bytes'] / 2**30:.1f}"
-        seconds = f"{row['step_ms'] / 1e3:.2f}"
-        rows.append([row["arm"], seconds, f"{row['tokens_per_second']:,.0f}", gib])
-    return lines("trainer | s per step | tokens/s | peak GiB", rows)
-
-
-# transformers' Trainer ----------------------------------------------------------------------------
+    return _steps_of_arms("trainers_h200", "torchtitan", "transformers")
 
 
 def huggingface_steps() -> list[str]:
@@ -220,9 +208,9 @@ def hybrid() -> list[str]:
     return _steps_of_arms("hybrid_h100", "transformers")
 
 
-def _steps_of_arms(file: str, peer: str) -> list[str]:
+def _steps_of_arms(file: str, *peers: str) -> list[str]:
     """Seconds and GiB of a step."""
-    arms = (peer, "ours, dense", "ours, vertical_slash")
+    arms = (*peers, "ours, dense", "ours, vertical_slash")
     found = {(row["shape"], row["tokens"], row["arm"]): row for row in result(file)["rows"]}
     rows = []
     for shape, tokens in dict.fromkeys((shape, tokens) for shape, tokens, _ in found):
@@ -280,17 +268,6 @@ def _mean_score(file: str, method: str, mode: str, measure: str = "loss") -> flo
     return mean(one["scores"][measure] for one in rows if wanted.items() <= one.items())
 
 
-def growth() -> list[str]:
-    """Density by length, of weights that were not trained at it."""
-    rows = []
-    found = {(row["tokens"], row["setting"]): row for row in result("choose_h200")["rows"]}
-    for tokens in dict.fromkeys(tokens for tokens, _ in found):
-        of_recall = [found[tokens, f"recall {recall}"] for recall in (0.9, 0.95, 0.97, 0.99)]
-        cells = [f"{100 * row['density']:.1f} %" for row in of_recall]
-        rows.append([f"{tokens:,}", *cells, f"{of_recall[1]['above_dense']:+.3f}"])
-    return lines("tokens | recall 0.90 | 0.95 | 0.97 | 0.99 | loss at 0.95, above dense", rows)
-
-
 def _evaluated(file: str, name: str, mode: str) -> dict:
     for one in result(file)["evaluations"]:
         if one["weights"] == name and one["mode"] == mode:
@@ -311,7 +288,6 @@ TABLES = {
         hybrid,
         equal_time,
         equal_steps,
-        growth,
     )
 }
 

@@ -138,8 +138,9 @@ def test_a_run_continues_with_texts_that_are_missing(tiny, tmp_path, monkeypatch
 
 def test_results_of_the_repository_are_drawn(tmp_path, capsys):
     out = tmp_path / "picture.png"
-    assert plots.main([str(RESULTS / "density_h200.json"), "--out", str(out)]) == 0
-    assert out.stat().st_size > 10_000
+    for name in ("choose_h200", "density_h200"):
+        assert plots.main([str(RESULTS / f"{name}.json"), "--out", str(out)]) == 0
+        assert out.stat().st_size > 10_000
     with pytest.raises(SystemExit):
         plots.main([str(RESULTS / "density_h200.json"), "--out", str(out), "--patterns", "none"])
     assert "--patterns none was not measured; write some of" in capsys.readouterr().err
