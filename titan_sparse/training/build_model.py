@@ -125,7 +125,8 @@ def parallelize(
     # tied or not.
     fully_shard(model, mesh=fsdp, mp_policy=mixed, offload_policy=policy)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        # On one rank FSDP would divide all gradients by it.
+        if isinstance(module, FSDPModule) and fsdp.size() > 1:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
 
