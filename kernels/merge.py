@@ -82,6 +82,7 @@ def merge(
 def add_naive(total: Tensor, piece: Tensor, dtype: torch.dtype) -> Tensor:
     """The twin of add() in plain torch, summed in fp64."""
     summed = total.double() + piece.double()
+    # Rounded once.
     return summed.to(dtype)
 
 

@@ -22,6 +22,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """
     sink = sinks.to(lse.dtype)[:, None]
     lse_with_sink = torch.logaddexp(lse, sink)
+    # [B, Hq, S]: the keys' share of each row.
     kept = (lse - lse_with_sink).exp()
     # Neither a key nor a sink: -inf - -inf would be NaN.
     kept = kept.masked_fill(lse == -torch.inf, 0)

@@ -61,6 +61,7 @@ def mixers(module: nn.Module, path: str = "") -> Iterator[str]:
     if not is_known:
         yield f"{path} ({kind})"
     elif not is_linear:
+        # What mixes tokens may lie inside.
         for name, child in module.named_children():
             yield from mixers(child, f"{path}.{name}" if path else name)
 

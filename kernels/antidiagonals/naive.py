@@ -45,6 +45,7 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         # Summed in fp32, and not rounded to 16 bits afterwards.
         return torch.bmm(a, b.mT, out_dtype=torch.float32)
+    # CPUs have no product of 16-bit inputs with such sums.
     dtype = torch.promote_types(a.dtype, torch.float32)
     a = a.to(dtype)
     b = b.to(dtype)

@@ -58,6 +58,7 @@ def query_tile(
     """Queries and keys of a tile of the dq kernel; see forward_tile() for verticals alone."""
     wanted = (128, 64) if head_dim <= 128 else (64, 32)
     if verticals_only and 64 < head_dim <= 128:
+        # A tenth faster on an H200.
         wanted = (64, 64)
     return _tile(wanted, head_dim, block_size, element_size)
 

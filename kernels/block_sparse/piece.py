@@ -100,6 +100,7 @@ class Rows(NamedTuple):
 def rows_of(x: Tensor) -> Rows:
     """For [B, H, S, D] of any strides."""
     if x.stride(-1) != 1:
+        # Elements of a row have to be neighbors.
         x = x.contiguous()
     return Rows(x, x.stride()[:3])
 

@@ -42,6 +42,7 @@ def load_keys(
 ):  # fmt: skip
     """[N, D] keys from `first` on; if CUT only `left` of them are of the chunk, then 0."""
     if CUT:
+        # Fewer than N keys may be left.
         rows = tl.arange(0, N)
         return gather_rows(pointer, stride, first + rows, rows < left, HEAD_DIM, D)
     return load_rows(pointer, stride, first, N, HEAD_DIM, D)

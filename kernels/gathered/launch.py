@@ -50,6 +50,7 @@ def row_tile(head_dim: int, block_size: int, element_size: int, chunk: int) -> t
     computes meanwhile.
     """
     queries, keys = query_tile(head_dim, _rows_of_blocks(block_size), element_size)
+    # With short chunks, two programs on a multiprocessor are faster.
     if queries == 128 and 64 < head_dim <= 128 and chunk <= _SHORT_CHUNK:
         return _TWO_PROGRAMS
     return queries, keys

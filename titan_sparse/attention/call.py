@@ -141,6 +141,7 @@ class AttentionCall:
     def tiles_of_verticals(self, batch: int, transpose: bool) -> Tiles:
         """Tiles of this rank's queries and the gathered verticals."""
         if self._has_table_kernels():
+            # The host does not wait for the selection.
             queries = self._slash_queries(batch)
             return tiles.slash_vertical_tiles(queries, self.index, transpose)
         return tiles.vertical_tiles(self.mask, self.index, self.query_blocks(), transpose)

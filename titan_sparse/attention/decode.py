@@ -90,6 +90,7 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == dtype:
         return a @ b
     if a.is_cuda:
+        # Sums that are not rounded to 16 bits, without copies of a and b in fp32.
         product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype)
         return product.unflatten(0, a.shape[:2])
     return a.to(dtype) @ b.to(dtype)

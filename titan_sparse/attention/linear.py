@@ -33,6 +33,7 @@ class Bounds:
 
     def __init__(self, lengths: list[int], device: torch.device):
         self.lengths = lengths
+        # [documents + 1]: where each begins, and where the last one ends.
         self.on_cpu = torch.tensor([0, *itertools.accumulate(lengths)])
         self.on_device = self.on_cpu.to(device)
 

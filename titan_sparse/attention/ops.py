@@ -72,6 +72,7 @@ def _laid_out_like(other: Tensor, x: Tensor) -> Tensor:
     Models give and take tensors by token, and dense kernels compute in either layout.
     """
     if not other.is_contiguous() and other.transpose(1, 2).is_contiguous():
+        # By [B, S, H, D] and back.
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     return x.contiguous()
 

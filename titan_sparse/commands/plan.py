@@ -267,6 +267,7 @@ def draw(path: str, summaries: list[dict], works: list[torch.Tensor]) -> None:
     for axes, numbers, work in zip(figure.axes, summaries, works):
         relative = (work / work.mean()).numpy()
         image = axes.imshow(relative, aspect="auto", vmin=0, vmax=3, interpolation="nearest")
+        # In each panel, 1 is the mean.
         axes.set(
             title=f"{numbers['layout']}, {numbers['schedule']}\n"
             f"worker {numbers['worker_imbalance']:.2f}, "

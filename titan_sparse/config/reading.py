@@ -344,6 +344,7 @@ def usage() -> str:
     lines = _USAGE.splitlines()
     docs = field_docs(Flags)
     for name, item in _FLAGS.items():
+        # Switches take no value.
         value = "" if item.type is bool else " VALUE"
         lines.append(f"  --{name}{value}: {docs[item.name]}")
     # walk() gives a section just before its plain fields, so `docs` is always the field's own

@@ -118,6 +118,7 @@ def _gathered(step: StepShape, blocks: int) -> float:
     if not step.reshard_after_forward:
         # All blocks stay gathered after the forward.
         blocks = step.model.layers
+    # The buffer that the next one arrives in.
     if blocks > 1 and step.shards > 1:
         blocks += 1
     of_blocks = blocks * (_block(step) + _adapters_of_block(step))

@@ -280,6 +280,7 @@ class _Planner:
         index = self.layer.index
         ranges = self.layer.ranges
         table = self.layer.table
+        # By the mask first, then by what the pattern chose.
         seen = seen_chunks(ranges, table, index.block_size)
         needed = met_chunks(seen, ranges, index, table, setting.layout)
         # By rank and step, the rank whose keys and values are computed on: int64 [W, W].

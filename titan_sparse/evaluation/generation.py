@@ -64,6 +64,7 @@ def generate(
     def replace(layer: int, attend: Callable[..., Tensor]) -> _CachedAttend:
         windows = getattr(scorer.model_config, "windows", None)
         section = scorer.attention
+        # 0: the layer has none.
         window = windows[layer] if windows else 0
         return _CachedAttend(attend, places, window, section.sliding_window, section.window_sinks)
 

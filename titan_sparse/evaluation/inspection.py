@@ -61,6 +61,7 @@ def inspect_layers(
             inspected[number] = inspect(q, k, mask)
             return attend(q, k, v, mask)
 
+        # Other layers attend as ever.
         return attend_and_inspect if number in layers else attend
 
     with attention_replaced(model, replace):

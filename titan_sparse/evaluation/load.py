@@ -88,6 +88,7 @@ def find_config(source: str) -> str:
     resumed run may have changed since. A checkpoint of an older version has that of its run."""
     folders = [source]
     if os.path.isfile(os.path.join(source, ".metadata")):
+        # A checkpoint is OUT/checkpoint/step-N.
         folders.append(os.path.dirname(os.path.dirname(os.path.realpath(source))))
     for folder in folders:
         path = os.path.join(folder, "config.toml")

@@ -95,6 +95,7 @@ class Scorer:
         positions, int64 [N]. length: tokens to pad to, the same on all ranks."""
         batch = self.batch([sequence], length)
         losses = self.run(batch, token_cross_entropy)
+        # Tokens without a label are not scored.
         counts = batch.labels != IGNORED_LABEL
         return losses[counts], batch.positions[counts]
 

@@ -58,6 +58,7 @@ class Validator:
     def content_digest(self) -> str:
         """Identify the sequences and prompts. All ranks must have the same digest."""
         digest = hashlib.sha256()
+        # All that the model reads.
         for tokens in [s.tokens for s in self.sequences] + [n.prompt for n in self.needles]:
             digest.update(tokens.tobytes())
         return digest.hexdigest()

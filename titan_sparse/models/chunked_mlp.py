@@ -75,6 +75,7 @@ class _Linear(NamedTuple):
         """[N, in] -> [N, out]."""
         out = torch.mm(rows, self.weight.T, out=out)
         if self.scale:
+            # The adapter's part.
             out.addmm_(F.linear(rows, self.a), self.b.T, alpha=self.scale)
         return out
 
@@ -82,6 +83,7 @@ class _Linear(NamedTuple):
         """d_rows [N, in] = beta * d_rows + the gradient of the input. d_out [N, out]."""
         d_rows.addmm_(d_out, self.weight, beta=beta)
         if self.scale:
+            # The adapter's part.
             d_rows.addmm_(d_out @ self.b, self.a, alpha=self.scale)
 
     def add_gradients(self, totals: list[Tensor], rows: Tensor, d_out: Tensor) -> None:

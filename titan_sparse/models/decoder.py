@@ -99,6 +99,7 @@ def rope_tables(
     angles = positions.to(dtype)[:, None, :, None] * inv_freq.to(dtype)
     # [B, 1, S, D]: the two halves of a head turn by the same angles.
     angles = torch.cat((angles, angles), dim=-1)
+    # YaRN scales queries and keys by the factor.
     cos = angles.cos() * attention_factor
     sin = angles.sin() * attention_factor
     return cos, sin

@@ -40,6 +40,7 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, torch.Size]:
     """Shape of every tensor of a checkpoint, by the decoder's names; tied embeddings have no
     lm_head."""
     with torch.device("meta"):
+        # Shapes without memory.
         model = build_decoder(config)
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
 

@@ -91,6 +91,7 @@ def files_to_copy(source: str, key: str = "model.initial_hf") -> dict[str, Path]
 def write_files(files: dict[str, bytes], folder: Path) -> None:
     """Write files, named by their paths within `folder`."""
     for name, content in files.items():
+        # A name may begin with a folder.
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
 
@@ -106,6 +107,7 @@ def weights_digest(folder: str) -> str:
     for path in weight_files(Path(folder).expanduser()):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
+        # The header has names and shapes. Of the weights, samples are enough.
         with path.open("rb") as file:
             digest.update(file.read(_HEADER_BYTES))
             for sample in range(_SAMPLES):

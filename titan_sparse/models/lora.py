@@ -142,6 +142,7 @@ def merged(read: Read, config: DecoderConfig, adapters: Adapters, source: str) -
 def adapter_shapes(config: DecoderConfig, adapters: Adapters) -> dict[str, torch.Size]:
     """Shape of every tensor of the adapters, by its name in a checkpoint."""
     with torch.device("meta"):
+        # Shapes without memory.
         model = build_decoder(config)
         add_adapters(model, adapters)
     return {name: x.shape for name, x in model.named_parameters() if is_adapter(name)}

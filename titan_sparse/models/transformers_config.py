@@ -100,6 +100,7 @@ def read_transformers_config(
 def _theta(values: dict[str, Any]) -> float:
     """The base of the rotary frequencies. It is only recorded."""
     table = values.get("rope_parameters") or values
+    # Models with several kinds of layers have a table for each.
     table = table.get("full_attention", table)
     return float(table.get("rope_theta") or 1e4)
 

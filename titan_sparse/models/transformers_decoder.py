@@ -196,6 +196,7 @@ class _Rotary:
 
     def __init__(self, rotary_class: type[nn.Module], config: Any) -> None:
         with torch.device("cpu"):
+            # On the meta device its frequencies would have no values.
             self.module = rotary_class(config)
         self.is_by_layer = "layer_type" in inspect.signature(rotary_class.forward).parameters
 

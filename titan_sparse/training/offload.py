@@ -92,6 +92,7 @@ class _Saved:
         self.on_device: Tensor | None = tensor.detach()
         self.buffer: Tensor | None = None
         self.event: torch.cuda.Event | None = None
+        # What the last block keeps is needed first, and stays.
         if copies:
             self.buffer = block.owner.pool.take(tensor.nbytes)
             self.event = block.owner.copier.start(self._in_buffer(), self.on_device)

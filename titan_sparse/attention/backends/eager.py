@@ -224,4 +224,5 @@ def _in_blocks(x: Tensor, size: int) -> Tensor:
 def _finite(lse: Tensor) -> Tensor:
     """lse without -inf, which would give NaN in exp(-inf - lse)."""
     lowest = torch.finfo(lse.dtype).min
+    # Rows that see nothing have -inf.
     return lse.clamp(min=lowest)

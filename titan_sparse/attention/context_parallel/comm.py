@@ -96,6 +96,7 @@ class Communicator:
         if self.size == 1:
             return x[None]
         self.sent["collectives"] += x.nbytes * (self.size - 1)
+        # [ranks, ...]
         out = x.new_empty(self.size, *x.shape)
         # The collective wants the ranks one after the other along the first dim.
         _all_gather(out.flatten(0, 1), x.contiguous(), group=self.groups["collectives"])
@@ -106,6 +107,7 @@ class Communicator:
         if self.size == 1:
             return x
         self.sent["collectives"] += x[1:].nbytes
+        # By sender.
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         dist.all_to_all_single(out, x.contiguous(), group=self.groups["collectives"])
         return out
@@ -120,6 +122,7 @@ class Communicator:
         if self.size == 1:
             return Pending(x)
         self.sent["verticals"] += self._bytes_of_sum(x)
+        # The caller computes until it needs the sum.
         work = dist.all_reduce(x, group=self.groups["verticals"], async_op=True)
         return Pending(x, [work])
 

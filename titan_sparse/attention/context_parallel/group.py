@@ -147,6 +147,7 @@ class ContextParallel(Communicator):
         """
         if not self.depends_on_mask:
             return ranges
+        # [ranks, n]
         table = balanced.block_table(ranges, self.size, self.block_size, self.costs)
         return ranges._replace(table=table.to(ranges.start.device))
 
@@ -154,6 +155,7 @@ class ContextParallel(Communicator):
         """int64 [ranks, n], on the mask's device: the global blocks of every rank for this mask."""
         if self.depends_on_mask and ranges.table is not None:
             return ranges.table
+        # The same for all masks of this length.
         return self.block_table(ranges.start.shape[1], ranges.start.device)
 
     def blocks(self, ranges: MaskRanges, rank: int | None = None) -> Tensor:
@@ -173,6 +175,7 @@ class ContextParallel(Communicator):
         table: the one that balance() made; None for other layouts.
         """
         if table is None:
+            # Without a mask, the layout does not depend on one.
             table = self.block_table(x.shape[dim])
         return layouts.take_blocks(x, dim, table[self.rank], self.block_size)
 

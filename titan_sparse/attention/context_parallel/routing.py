@@ -44,6 +44,7 @@ def visited_ranks(inter: int, intra: int) -> Tensor:
     source = torch.arange(inter * intra)[:, None, None]
     window = torch.arange(inter)[:, None]
     step = torch.arange(intra)
+    # Ranks are numbered node by node.
     source_node = source // intra
     source_local_rank = source % intra
     # A window is one node further, a step one rank further inside the node.

@@ -78,6 +78,7 @@ def double_ring(inter: int, intra: int, rank: int) -> Windows:
     node, local_rank = divmod(rank, intra)
     windows = []
     for window in range(inter):
+        # Nodes in descending order, and in each its ranks.
         first_rank = (node - window) % inter * intra
         windows.append([first_rank + (local_rank - step) % intra for step in range(intra)])
     return windows

@@ -169,6 +169,7 @@ def _lines(slices: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """First block of rows of each slice, and how many it touches. int64 [Bm * N] each."""
     start = slices[..., 0].flatten()
     stop = slices[..., 1].flatten()
+    # Blocks: the first one, and the one behind the last.
     first = start // size
     last = (stop + size - 1) // size
     any_row = start < stop

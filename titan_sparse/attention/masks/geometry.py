@@ -123,6 +123,7 @@ def _pairs_up_to(queries: Tensor, keys: Tensor, high: Tensor) -> Tensor:
 def _triangle(side: Tensor) -> Tensor:
     """1 + 2 + ... + side; 0 for a negative side."""
     side = side.clamp(min=0)
+    # With its diagonal.
     return side * (side + 1) // 2
 
 

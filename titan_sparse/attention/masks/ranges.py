@@ -88,6 +88,7 @@ class Full(Mask):
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         # [1, S]
         start = torch.zeros(1, seq_len, dtype=torch.int32, device=device)
+        # Every query sees all keys.
         stop = torch.full_like(start, seq_len)
         return MaskRanges(start, stop, document_start=None, causal=False)
 
@@ -315,6 +316,7 @@ def token_positions(blocks: Tensor, block_size: int) -> Tensor:
     # [n, 1] and [block_size]
     first = blocks.long()[:, None] * block_size
     offsets = torch.arange(block_size, device=blocks.device)
+    # [n, block_size]
     positions = first + offsets
     return positions.flatten()
 

@@ -78,6 +78,7 @@ class Slices(Mask):
     def of_diagonals(cls, numbers: Sequence[Sequence[int]] | Tensor) -> "Slices":
         """From q_start, q_stop, k_start, k_stop, low and high of each slice, [N, 6]."""
         mask = cls.__new__(cls)
+        # (q_start, q_stop, k_start, k_stop, low, high) each.
         mask._set([torch.as_tensor(numbers, dtype=torch.int64).reshape(-1, 6)])
         return mask
 
@@ -85,6 +86,7 @@ class Slices(Mask):
     def batch(cls, masks: Sequence["Slices"]) -> "Slices":
         """One mask of its own for each sequence of the batch."""
         batched = cls.__new__(cls)
+        # A mask may be a batch itself.
         batched._set([slices for mask in masks for slices in mask.sequences])
         return batched
 
@@ -167,6 +169,7 @@ def documents(lengths: Sequence[int], causal: bool | Sequence[bool] = True) -> S
         )
     slices = []
     for (start, stop), is_causal in zip(_spans(lengths), kinds):
+        # A document is a square on the diagonal.
         slices.append((start, stop, start, stop, CAUSAL if is_causal else FULL))
     return Slices.of(slices)
 

@@ -180,6 +180,7 @@ class Pattern(PatternOptions):
 
     def __post_init__(self) -> None:
         self.check()
+        # The dataclass is frozen.
         object.__setattr__(self, "key", f"{self.name}:{dataclasses.asdict(self)}")
         _PATTERNS[self.key] = self
 
@@ -216,6 +217,7 @@ class Pattern(PatternOptions):
         check_pattern(self, ranges, ranks)
         if scale is not None:
             scale = constant(scale)
+        # The index of a static pattern needs only the mask.
         tensors = []
         if self.dynamic:
             tensors = select(q, k, ranges, self, ranks, scale)
@@ -408,6 +410,7 @@ def _fake_select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Te
     options = registry.lookup(call)
     block_size = options.cp().block_size
     seq_len = mask[0].shape[1]
+    # Up to whole blocks.
     seq_len += -seq_len % block_size
     packed = "document_start" in options.mask
     return options.pattern.empty_tensors(q, seq_len, block_size, packed)

@@ -159,6 +159,7 @@ def lookup(values: Tensor, slot: Tensor) -> Tensor:
     """values [B, n] at the slots int64 [B, ...] of the same sequence: shaped like `slot`."""
     # [B, ...] -> [B, slots looked up]
     flat = slot.flatten(1)
+    # Each sequence has values of its own.
     return values.gather(1, flat).view_as(slot)
 
 
@@ -168,6 +169,7 @@ def span_of_tokens(start: Tensor, stop: Tensor, seq_len: int) -> Tensor:
     # [B, S]; spans are in order, so the first one that ends behind a token is the only candidate.
     position = torch.arange(seq_len, device=start.device)
     position = position.expand(len(start), -1).contiguous()
+    # A token at `stop` lies behind the span.
     slot = torch.searchsorted(stop, position, right=True)
     # The token may still lie before that span.
     slot_start = start.gather(1, slot.clamp(max=n - 1))

@@ -126,6 +126,7 @@ class XAttention(Pattern, XAttentionOptions):
     def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
         batch, heads = q.shape[:2]
         blocks = seq_len // block_size
+        # A bit for each key block.
         words = -(-blocks // 32)
         # [B, Hq, blocks, words]
         return [q.new_empty(batch, heads, blocks, words, dtype=torch.int32)]

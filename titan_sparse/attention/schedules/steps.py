@@ -179,6 +179,7 @@ def _numbered(transport: Transport) -> Iterator[tuple[Step, Group, int, bool]]:
     done = Counter()
     for step in transport.steps():
         group = transport.groups[step.group]
+        # How many steps of the group came before.
         number = done[step.group]
         done[step.group] += 1
         yield step, group, number, number + 1 == group.steps

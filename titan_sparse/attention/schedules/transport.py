@@ -110,6 +110,7 @@ def circulate(
     def to_next_node(group: int, window: int, chunk: Chunk) -> Pending | None:
         if window + 1 == inter:
             return None
+        # Two slots: one window is computed while the next one travels.
         slot = f"outer {window % 2} {group}"
         return cp.shift(chunk, "outer", slot, *route.outer[window])
 

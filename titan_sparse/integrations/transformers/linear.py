@@ -68,6 +68,7 @@ def _forward(
 ) -> Tensor:
     if isinstance(attention_mask, LinearMask):
         return gated_delta_net(module, hidden_states, attention_mask.pieces)
+    # Any other mask is the module's own affair.
     theirs = type(module).forward
     return theirs(module, hidden_states, *args, attention_mask=attention_mask, **kwargs)
 
@@ -77,6 +78,7 @@ def _to_contiguous(
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     mask = kwargs["attention_mask"]
     if isinstance(mask, LinearMask) and mask.move is not None:
+        # Hidden states come in attention's layout.
         args = (mask.move.to_contiguous(args[0]),)
     return args, kwargs
 

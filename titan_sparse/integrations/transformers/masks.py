@@ -58,6 +58,7 @@ class AttentionSettings:
 def settings_of(name: object) -> AttentionSettings | None:
     """The settings registered under this name; None for other names."""
     function = AttentionInterface().get(name)
+    # register() binds the settings to our attention.
     if isinstance(function, functools.partial) and isinstance(function.args[0], AttentionSettings):
         return function.args[0]
     return None

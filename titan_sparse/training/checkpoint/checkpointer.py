@@ -74,6 +74,7 @@ class Progress:
         torch.set_rng_state(counts.pop("cpu_generator"))
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(counts.pop("cuda_generator"), self.device)
+        # What is left are the numbers.
         vars(self).update(counts)
 
 
@@ -230,6 +231,7 @@ class Checkpointer:
     def raise_failure(self) -> None:
         """Raises SaveError if the save in the background has failed. Does not wait."""
         if self.pending is not None and self.pending.done():
+            # This raises at once.
             self.wait()
 
     def wait(self) -> None:

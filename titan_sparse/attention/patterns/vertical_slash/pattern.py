@@ -131,6 +131,7 @@ class VerticalSlash(Pattern, VerticalSlashOptions):
         if packed:
             # Shares of the maximum are rounded up, or up to the minimum.
             most += n * (self.min_verticals + 1)
+        # Whole blocks.
         return -(-min(most, seq_len) // block_size) * block_size
 
     def select_tensors(
