@@ -15,6 +15,8 @@ pytest.importorskip("accelerate")
 
 ROOT = Path(__file__).parents[2]
 WORDS = ["--bf16", "--tokens", "2048", "--steps", "2"]
+_PATHS = [str(ROOT / "examples"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(_PATHS)}
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +30,7 @@ def folder(tmp_path_factory):
         f"tiny_model().save_pretrained({folder!r})\n"
         f"tiny_tokenizer().save_pretrained({folder!r})\n"
     )
-    paths = [str(ROOT / "examples"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    subprocess.run([sys.executable, "-c", code], check=True, env=ENVIRONMENT)
     return folder
 
 
@@ -38,7 +38,7 @@ def losses(module: str, gpus: int, words: list[str], out: Path) -> list[float]:
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs")
     command = torchrun(gpus, ROOT / "examples" / f"{module}.py", *words, "--out", out)
-    subprocess.run(command, check=True, cwd=ROOT)
+    subprocess.run(command, check=True, cwd=ROOT, env=ENVIRONMENT)
     assert (out / "model.safetensors").exists()
     log = json.loads((out / "trainer_state.json").read_text())["log_history"]
     return [line["loss"] for line in log if "loss" in line]
