@@ -1,4 +1,4 @@
-"""FlexAttention over tiles: FlashAttention-4's block-sparse kernels, with a mask in partial tiles."""
+"""Attention over tiles by FlashAttention-4's block-sparse kernels, with a mask in partial tiles."""
 
 from collections.abc import Sequence
 

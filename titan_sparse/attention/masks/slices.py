@@ -78,7 +78,7 @@ class Slices(Mask):
     def of_diagonals(cls, numbers: Sequence[Sequence[int]] | Tensor) -> "Slices":
         """From q_start, q_stop, k_start, k_stop, low and high of each slice, [N, 6]."""
         mask = cls.__new__(cls)
-        # (q_start, q_stop, k_start, k_stop, low, high) each.
+        # A single sequence.
         mask._set([torch.as_tensor(numbers, dtype=torch.int64).reshape(-1, 6)])
         return mask
 

@@ -74,7 +74,7 @@ class Progress:
         torch.set_rng_state(counts.pop("cpu_generator"))
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(counts.pop("cuda_generator"), self.device)
-        # What is left are the numbers.
+        # The rest is plain numbers.
         vars(self).update(counts)
 
 
