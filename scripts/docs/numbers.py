@@ -77,18 +77,16 @@ def lines(heads: str, rows: Iterable[list[str]]) -> list[str]:
 
 def headlines() -> list[str]:
     """Measurements next to dense ones: recall 0.95 on real weights, then a fixed density."""
+    methods = ("recall_95", "dense")
     steps, losses = [], []
-    for tokens, file in EQUAL_TIME.items():
+    for file in EQUAL_TIME[1:]:
         runs = result(file)["runs"]
-        cells = [f"training step, SmolLM2-135M, {tokens:,} tokens"]
-        steps.append(
-            cells + [f"{runs[name]['step_seconds']:.2f} s" for name in ("recall_95", "dense")]
-        )
+        tokens = f"{max(result(file)['lengths']):,} tokens"
+        times = [f"{runs[name]['step_seconds']:.2f} s" for name in methods]
+        steps.append([f"training step, SmolLM2-135M, {tokens}", *times])
+        scores = [f"{_mean_score(file, name, name):.3f}" for name in methods]
         seconds = runs["dense"]["seconds"][-1]
-        cells = [f"held-out loss after {seconds:.0f} s of training, {tokens:,} tokens"]
-        losses.append(
-            cells + [f"{_mean_score(file, name, name):.3f}" for name in ("recall_95", "dense")]
-        )
+        losses.append([f"held-out loss after {seconds:.0f} s of training, {tokens}", *scores])
     times = []
     for name in ("flex", "cudnn"):
         found = row("attention_h200", name=name, seq_len=131072)
@@ -150,12 +148,15 @@ def steps() -> list[str]:
     """Whole steps: seconds, tokens/s of all GPUs, MFU, and memory."""
     rows = []
     short = result("step_0_5b_128k_density_h200")["runs"]
+    three_b = result("step_3b_128k_density_h100")["runs"]
     long = row("step_qwen2_5_3b_512k_h200", name="sparse3b")
     longest = result("step_long_2xh200")["runs"]
     qwen, llama = (longest[f"{name}, vertical_slash"] for name in ("Qwen2.5-3B", "Llama-3.1-8B"))
     for label, tokens, attention, ranks, run in (
         ("Qwen2.5-0.5B, one", "131,072", "dense, flex", 1, short["dense"]),
         ("Qwen2.5-0.5B, one", "131,072", "sparse, flex", 1, short["sparse"]),
+        ("Qwen2.5-3B, one H100", "131,072", "dense, flex", 1, three_b["dense"]),
+        ("Qwen2.5-3B, one H100", "131,072", "sparse, flex", 1, three_b["sparse"]),
         ("Qwen2.5-3B, one", "524,288", "sparse, flex", 1, long),
         ("Qwen2.5-3B, two", "1,048,576", "sparse, triton", 2, qwen),
         ("Llama-3.1-8B, two", "650,240", "sparse, triton", 2, llama),
@@ -197,7 +198,7 @@ def scaling_of_steps() -> list[str]:
 
 
 def trainers() -> list[str]:
-    return _steps_of_arms("trainers_h200", "torchtitan", "transformers")
+    return _steps_of_arms("trainers", "torchtitan", "transformers")
 
 
 def huggingface_steps() -> list[str]:
@@ -209,35 +210,35 @@ def hybrid() -> list[str]:
 
 
 def _steps_of_arms(file: str, *peers: str) -> list[str]:
-    """Seconds and GiB of a step."""
+    """Seconds and GiB of a step. A row that names its gpu was measured on another than the file's."""
     arms = (*peers, "ours, dense", "ours, vertical_slash")
-    found = {(row["shape"], row["tokens"], row["arm"]): row for row in result(file)["rows"]}
-    rows = []
-    for shape, tokens in dict.fromkeys((shape, tokens) for shape, tokens, _ in found):
-        cells = [shape.upper(), f"{tokens:,}"]
-        for arm in arms:
-            ran = found.get((shape, tokens, arm))
-            gib = f" ({ran['peak_bytes'] / 2**30:.1f})" if ran else ""
-            cells.append(f"{ran['step_ms'] / 1e3:.2f}{gib}" if ran else "")
-        rows.append(cells)
+    cases: dict[tuple[str, str], dict[str, str]] = {}
+    for ran in result(file)["rows"]:
+        name = " on ".join([ran["shape"].upper(), *filter(None, [ran.get("gpu")])])
+        cell = "out of memory"
+        if "error" not in ran:
+            cell = f"{ran['step_ms'] / 1e3:.2f} ({ran['peak_bytes'] / 2**30:.1f})"
+        cases.setdefault((name, f"{ran['tokens']:,}"), {})[ran["arm"]] = cell
+    rows = [[*case, *(cells.get(arm, "") for arm in arms)] for case, cells in cases.items()]
     return lines(" | ".join(["model", "tokens", *arms]), rows)
 
 
 # The real model -----------------------------------------------------------------------------------
 
 
-EQUAL_TIME = {65536: "study_equal_time_h100", 131072: "study_equal_time_128k_h100"}
-"""Files by tokens of a sequence."""
+EQUAL_TIME = [f"study_equal_time_{size}h100" for size in ("", "full_", "128k_")]
+"""Files: short runs with several seeds, longer ones, and those of longer sequences."""
 
 
 def equal_time() -> list[str]:
     """Means over seeds of the runs that had the same seconds."""
     rows = []
-    for tokens, file in EQUAL_TIME.items():
+    for file in EQUAL_TIME:
+        tokens = f"{max(result(file)['lengths']):,}"
         for name in dict.fromkeys(run["method"] for run in result(file)["runs"].values()):
             run = result(file)["runs"][name]
             density = _evaluated(file, name, name)["attention"]["density"]
-            cells = [f"{tokens:,}", name.replace("_", " 0."), f"{100 * density:.1f} %"]
+            cells = [tokens, name.replace("_", " 0."), f"{100 * density:.1f} %"]
             cells += [f"{run['step_seconds']:.2f}", str(run["steps"][-1])]
             cells += [f"{_mean_score(file, name, mode):.3f}" for mode in (name, "dense")]
             cells += [f"{_mean_score(file, name, name, 'needle forced'):.0f} %"]
