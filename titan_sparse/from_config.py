@@ -50,6 +50,7 @@ def backend_case(
     attention: Attention, device_type: str, dtype: torch.dtype, head_dim: int, seq_len: int
 ) -> dict[str, Any]:
     """The arguments of backends.choose() and backends.explain() for the section's attention."""
+    recall = getattr(attention, attention.pattern).recall_like()
     return {
         "name": attention.backend,
         "device_type": device_type,
@@ -58,7 +59,7 @@ def backend_case(
         "block_size": attention.block_size,
         "slices": has_slices(attention),
         "dynamic": attention.pattern != "dense",
-        "is_short": seq_len < backends.SHORT,
+        "is_short": seq_len < backends.short_below(recall, head_dim),
     }
 
 

@@ -139,6 +139,10 @@ class PatternOptions:
     def check_block_size(self, block_size: int) -> None:
         """Raises ValueError for options that do not fit attention's block size."""
 
+    def recall_like(self) -> float:
+        """The recall of vertical_slash that computes about as much, by which "auto" picks a backend."""
+        return 0.95
+
 
 @dataclass
 class DenseOptions(PatternOptions):
@@ -205,6 +209,9 @@ class VerticalSlashOptions(PatternOptions):
                 f"{self.name}.dense_below = {self.dense_below} must be at least block_size "
                 f"({block_size}) and probe ({queries}); write dense_below = {least} or more"
             )
+
+    def recall_like(self) -> float:
+        return self.recall
 
 
 @dataclass

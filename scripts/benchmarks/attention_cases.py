@@ -56,7 +56,7 @@ def chosen_backend(backend: str, shape: Shape, dynamic: bool) -> str:
         shape.head_dim,
         shape.block_size,
         dynamic=dynamic,
-        is_short=shape.seq_len < backends.SHORT,
+        is_short=shape.seq_len < backends.short_below(0.95, shape.head_dim),
     )
 
 

@@ -95,8 +95,9 @@ def attend(
         check_pattern(pattern, ranges, ranks)
     # Constants of a compiled graph: for another D torch.compile compiles anew, as kernels do.
     head_dim = operator.index(q.shape[-1])
+    short = backends.short_below(constant(pattern.recall_like()), head_dim)
     # torch.compile knows the branch, and not a comparison of lengths that change.
-    is_short = True if q.shape[2] * ranks.size < backends.SHORT else False
+    is_short = True if q.shape[2] * ranks.size < short else False
     backend = backends.choose(
         backend,
         q.device.type,

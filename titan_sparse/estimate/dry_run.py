@@ -28,7 +28,7 @@ from titan_sparse.estimate.memory import (
     peak_phase,
 )
 from titan_sparse.estimate.step import StepShape, step_of
-from titan_sparse.from_config import backend_case, build_pattern, has_slices, selecting_layers
+from titan_sparse.from_config import backend_case, build_pattern, selecting_layers
 from titan_sparse.models.config import DecoderConfig, adapter_elements, number_of_parameters
 from titan_sparse.models.flavours import TransformersConfig, choose_implementation, resolve
 from titan_sparse.options import show
@@ -162,18 +162,18 @@ def _backend(config: Config, model: DecoderConfig) -> str:
         return name
     if config.training.device == "cpu":
         return "eager"
-    seq_len = config.training.seq_len
     dtype = getattr(torch, config.training.dtype)
+    tokens = config.training.seq_len
+    case = backend_case(config.attention, "cuda", dtype, model.head_dim, tokens)
     if torch.cuda.is_available():
-        case = backend_case(config.attention, "cuda", dtype, model.head_dim, seq_len)
         return backends.choose(**case)
     if dtype == torch.float64:
         return "eager"
     block_size = config.attention.block_size
-    if dtype != torch.bfloat16 or has_slices(config.attention):
+    if dtype != torch.bfloat16 or case["slices"]:
         return "triton"
-    is_long = seq_len >= backends.SHORT or config.attention.pattern == "dense"
-    if is_long and model.head_dim in flash.HEAD_DIMS and block_size == 128:
+    by_flex = not (case["dynamic"] and case["is_short"])
+    if by_flex and model.head_dim in flash.HEAD_DIMS and block_size == 128:
         return "flex"
     cudnn_can = model.head_dim in cudnn.HEAD_DIMS and block_size in cudnn.BLOCK_SIZES
     return "cudnn" if cudnn_can and config.attention.pattern == "dense" else "triton"

@@ -4,9 +4,12 @@ The GPU is pretended.
 """
 
 import importlib.util
+import json
 import sys
+from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +19,7 @@ from titan_sparse.kernels import block_sparse
 
 CASE = ("cuda", torch.bfloat16, 128, 128)
 WIDE = ("cuda", torch.bfloat16, 256, 128)
+RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 
 
 def _forget() -> None:
@@ -132,3 +136,30 @@ def test_a_half_installation_is_not_chosen(patch, tmp_path, interface, words):
     assert "\n" not in banner
     with pytest.raises(ValueError, match='"flex" cannot run: .* in part .*; write "triton"'):
         backends.choose("flex", *CASE)
+
+
+def test_auto_is_fast_at_the_density_of_each_recall(patch, tmp_path):
+    """Within 3 % of the faster one by the measured times, interpolated between densities."""
+    _install_flash(tmp_path, patch, "")
+    times, densities = defaultdict(list), {}
+    for row in json.loads((RESULTS / "backends_h200.json").read_text())["rows"]:
+        times[row["heads"], row["head_dim"], row["tokens"]].append(row)
+    for row in json.loads((RESULTS / "choose_h200.json").read_text())["rows"]:
+        if row["setting"] != "dense":
+            densities[row["tokens"], float(row["setting"].split()[1])] = row["density"]
+    for (_, head_dim, tokens), rows in times.items():
+        for measured, recall in [case for case in densities if case[0] == max(tokens, 16384)]:
+            # Shorter sequences by the law of docs/benchmarks.md.
+            density = densities[measured, recall] * (measured / tokens) ** 0.24
+            ms = {}
+            for name in ("flex", "triton"):
+                points = [(row["density"], row[f"{name}_ms"]) for row in rows]
+                (x, y), (last_x, last_y) = points[-2:]
+                # A straight line beyond the last one.
+                points.append((1, last_y + (1 - last_x) * (last_y - y) / (last_x - x)))
+                ms[name] = np.interp(density, *zip(*points))
+            is_short = tokens < backends.short_below(recall, head_dim)
+            case = ("cuda", torch.bfloat16, head_dim, 128)
+            chosen = backends.choose("auto", *case, dynamic=True, is_short=is_short)
+            # Times are rounded to 0.01 ms.
+            assert ms[chosen] <= 1.03 * min(ms.values()) + 0.01, (head_dim, tokens, recall, ms)

@@ -18,8 +18,14 @@ BACKENDS: dict[str, Backend] = {
     "triton": Triton(),
 }
 
-SHORT = 16384
-"""With fewer tokens triton beats flex, at recall 0.95 (benchmarks/results/backends_h200.json)."""
+
+def short_below(recall: float, head_dim: int) -> int:
+    """Tokens of a sequence below which triton beats flex, at the density that this recall takes.
+
+    Fitted to benchmarks/results/backends_h200.json and choose_h200.json: from 4,096 to 262,144
+    tokens and recall 0.9 to 0.99, the choice is within 2 % of the better of the two.
+    """
+    return int(870_000 / head_dim * ((1 - recall) / 0.05) ** 1.4)
 
 
 @torch.compiler.assume_constant_result

@@ -61,7 +61,7 @@ class Case(NamedTuple):
     """The inputs that a backend has to serve.
 
     slices: whether the mask has Slices. dynamic: whether the pattern chooses by the inputs, as all
-    but Dense do. is_short: whether the sequence has fewer tokens than SHORT.
+    but Dense do. is_short: whether it has fewer tokens than short_below().
     """
 
     device_type: str
