@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from titan_sparse.attention import backends
+from titan_sparse.attention import attend, backends
 from titan_sparse.attention.backends import cudnn, flash
+from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.config import Attention
+from titan_sparse.from_config import backend_case
 from titan_sparse.kernels import block_sparse
 
 CASE = ("cuda", torch.bfloat16, 128, 128)
@@ -163,3 +166,15 @@ def test_auto_is_fast_at_the_density_of_each_recall(patch, tmp_path):
             chosen = backends.choose("auto", *case, dynamic=True, is_short=is_short)
             # Times are rounded to 0.01 ms.
             assert ms[chosen] <= 1.03 * min(ms.values()) + 0.01, (head_dim, tokens, recall, ms)
+
+
+@pytest.mark.parametrize("recall, is_short", [(0.9, True), (0.99, False)])
+def test_attention_and_configuration_ask_for_their_recall(monkeypatch, recall, is_short):
+    asked = []
+    monkeypatch.setattr(backends, "choose", lambda *case: asked.append(case[-1]) or "eager")
+    q = torch.randn(1, 1, 2048, 64)
+    attend(q, q, q, pattern=VerticalSlash(recall=recall, dense_below=128))
+    section = Attention()
+    section.vertical_slash.recall = recall
+    case = backend_case(section, "cuda", torch.bfloat16, 64, 2048)
+    assert asked == [case["is_short"]] == [is_short]
