@@ -216,7 +216,7 @@ def _steps_of_arms(file: str, *peers: str) -> list[str]:
     for ran in result(file)["rows"]:
         name = " on ".join([ran["shape"].upper(), *filter(None, [ran.get("gpu")])])
         cell = "out of memory"
-        if "error" not in ran:
+        if "OutOfMemoryError" not in ran.get("error", ""):
             cell = f"{ran['step_ms'] / 1e3:.2f} ({ran['peak_bytes'] / 2**30:.1f})"
         cases.setdefault((name, f"{ran['tokens']:,}"), {})[ran["arm"]] = cell
     rows = [[*case, *(cells.get(arm, "") for arm in arms)] for case, cells in cases.items()]
