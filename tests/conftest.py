@@ -107,9 +107,6 @@ def _process_as_before() -> Iterator[None]:
     inductor = sys.modules.get("torch._inductor.config")
     if inductor is not None:
         inductor.emulate_precision_casts = False
-    probe = sys.modules.get("titan_sparse.attention.patterns.vertical_slash.probe")
-    if probe is not None:
-        probe.set_probe_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ from titan_sparse.from_config import (
 from titan_sparse.models.config import adapter_elements, number_of_parameters, resolve_adapters
 from titan_sparse.models.flavours import choose_implementation, resolve
 from titan_sparse.models.lora import peft_config
+from titan_sparse.training import step_graphs
 from titan_sparse.training.build_model import build_model, check_float8
 from titan_sparse.training.checkpoint.checkpointer import Checkpointer, Progress
 from titan_sparse.training.checkpoint.folders import lock_run
@@ -99,6 +100,7 @@ class Parts:
         # The backend and the reason for it, for people.
         self.kernel = backends.explain(**case)
         self.costs = costs_of_run(config, self.model_config)
+        self.has_graphs, self.queueing = step_graphs.explain(config, self.model_config, self.device)
         return (
             alike(config)
             | {"the chosen attention.backend": self.backend}
@@ -188,6 +190,7 @@ def banner(parts: Parts, padded_seq_len: int, memory: dict[str, float]) -> str:
         "layout": f"{cp.layout}, schedule {cp.schedule}",
         "kernel": parts.kernel,
         "blocks": f"{blocks}, {compiled}",
+        "steps": parts.queueing,
         "memory": f"expect a peak of {sum(memory.values()):.2f} GiB a device: {', '.join(parts_of_peak)}",
         "output": training.output_dir,
     }

@@ -114,11 +114,13 @@ def build_layer_masks(
     cp: ContextParallel,
     device: torch.device,
     table: Tensor | None,
+    probe_seed: Tensor | None = None,
 ) -> MaskRanges | LayerMasks:
     """What the decoder is given as a mask, for one batch of sequences of `seq_len` tokens.
 
     LayerMasks for a model that has windows, routers or linear attention of its own. lengths: as for
-    build_mask(). table: of the layout "balanced", the same for all layers.
+    build_mask(). table: of the layout "balanced", the same for all layers. probe_seed: as in
+    MaskRanges.
     """
     linear, move = None, None
     if has_linear_layers(model):
@@ -132,7 +134,7 @@ def build_layer_masks(
         table = table.to(device)
 
     def resolved(mask: Mask) -> MaskRanges:
-        return mask.rows(seq_len, device)._replace(table=table)
+        return mask.rows(seq_len, device)._replace(table=table, probe_seed=probe_seed)
 
     mask = build_mask(attention, lengths)
     if not isinstance(model, TransformersConfig):

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchtitan.distributed.utils import clip_grad_norm_
 
-from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
+from titan_sparse.attention.observe import recording
+from titan_sparse.attention.recorder import counting_caps
 from titan_sparse.build import Parts, banner
 from titan_sparse.config import Config, save
 from titan_sparse.config.changes import changes, read_saved, refuse_changes
@@ -32,6 +33,7 @@ from titan_sparse.training.launcher import Poisoned, StopSignals
 from titan_sparse.training.optimizer import resume_schedule
 from titan_sparse.training.run_folder import profiler
 from titan_sparse.training.setup import read_initial_hf, step_path, step_size
+from titan_sparse.training.step_graphs import Computed, MicroBatch, StepGraphs
 
 logger = logging.getLogger("titan_sparse")
 
@@ -58,6 +60,8 @@ class Trainer(Parts):
         self.save_is_late = False
         # The checkpoint that the run has gone back to, as long as it has saved none since.
         self.gone_back_to: int | None = None
+        setting = config.compile.cuda_graphs if self.has_graphs else "off"
+        self.graphs = StepGraphs(self.model, self.cp, setting)
         # Groups made after the world's have torch's own timeout so far, 10 minutes for NCCL.
         self._use_long_timeout()
 
@@ -130,7 +134,7 @@ class Trainer(Parts):
         valid, tokens, asked = self._totals(batches)
         step = self.progress.step + 1
         is_logged = self.metrics.should_log(step)
-        draw_probe_rows(self.config.training.seed, step)
+        seed = probe_seed(self.config.training.seed, step)
         draw_dropout(self.config, step)
 
         # Gradients add up over the micro-batches. Attention is recorded in the last one, what caps
@@ -139,14 +143,16 @@ class Trainer(Parts):
         for number, batch in enumerate(batches):
             if asked or (number > 0 and self._lacks_time(began, number, accumulated)):
                 # This step is left out.
-                self.optimizers.zero_grad()
+                self.graphs.clear_gradients()
                 self.loader.load_state_dict(loader)
                 return True
-            records = nullcontext()
+            records = None
             if is_logged and number == accumulated - 1:
-                records = self.metrics.recording(step)
-            with self.metrics.caps.counting(), records as recorded:
-                loss += self._forward_backward(batch, valid)
+                records = self.metrics.records(step)
+            on_device = self._on_device(batch, valid, seed)
+            computed = self.graphs(self._forward_backward, on_device, records, adds=number > 0)
+            loss += computed.loss
+            self.metrics.caps.add(computed.capped)
 
         with torch.profiler.record_function("Optimizer.update"):
             grad_norm = self._clip()
@@ -154,7 +160,7 @@ class Trainer(Parts):
             self.checkpointer.before_update()
             self.guard.update(step, loss, grad_norm, self.optimizers)
             self.schedule.step()
-            self.optimizers.zero_grad()
+            self.graphs.clear_gradients()
 
         self.progress.step = step
         self.progress.tokens_seen += tokens
@@ -170,7 +176,9 @@ class Trainer(Parts):
             }
             lengths = batches[-1].lengths
             tokens_per_sequence = sum(sum(sequence) for sequence in lengths) / len(lengths)
-            self.metrics.log(step, self.progress.tokens_seen, values, recorded, tokens_per_sequence)
+            self.metrics.log(
+                step, self.progress.tokens_seen, values, computed.recorded, tokens_per_sequence
+            )
         self.step_seconds = time.monotonic() - began
         return False
 
@@ -205,33 +213,48 @@ class Trainer(Parts):
         labels, tokens, ranks_asked = totals.tolist()
         return max(labels, 1), tokens, ranks_asked > 0
 
-    def _forward_backward(self, batch: Batch, valid: int) -> Tensor:
-        """This rank's share of the mean loss over `valid` labels, gradients left in the parameters."""
-        training = self.config.training
-        # [b, S_local]
-        tokens = batch.tokens.to(self.device)
-        labels = batch.labels.to(self.device)
-        seq_len = tokens.shape[1] * self.cp.size
+    def _on_device(self, batch: Batch, valid: int, seed: int) -> MicroBatch:
+        """valid: labels of the step that count. seed: of the probe's rows."""
+        device = self.device
+
+        def moved(x: Tensor) -> Tensor:
+            # From pinned memory, so that the host does not wait for the step before.
+            return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+
+        dtype = torch.promote_types(getattr(torch, self.config.training.dtype), torch.float32)
         masks = build_layer_masks(
             self.config.attention,
             self.model_config,
             batch.lengths,
-            seq_len,
+            batch.tokens.shape[1] * self.cp.size,
             self.cp,
-            self.device,
+            device,
             batch.table,
+            moved(torch.tensor(seed)),
         )
-        total = self.model(
-            tokens,
-            batch.positions.to(self.device),
-            masks,
-            labels,
-            training.loss_chunk_tokens,
-            training.z_loss,
+        return MicroBatch(
+            tokens=moved(batch.tokens),
+            positions=moved(batch.positions),
+            labels=moved(batch.labels),
+            masks=masks,
+            valid=moved(torch.tensor(valid, dtype=dtype)),
         )
-        loss = total / valid
-        loss.backward()
-        return loss.detach()
+
+    def _forward_backward(self, batch: MicroBatch, records: tuple[int, int] | None) -> Computed:
+        training = self.config.training
+        recorded = nullcontext() if records is None else recording(*records)
+        with counting_caps() as capped, recorded as seen:
+            total = self.model(
+                batch.tokens,
+                batch.positions,
+                batch.masks,
+                batch.labels,
+                training.loss_chunk_tokens,
+                training.z_loss,
+            )
+            loss = total / batch.valid
+            loss.backward()
+        return Computed(loss.detach(), capped, seen)
 
     def _clip(self) -> Tensor:
         # 0: no clipping.
@@ -375,9 +398,9 @@ class Trainer(Parts):
         save(self.config, self.config.training.output_dir)
 
 
-def draw_probe_rows(training_seed: int, step: int) -> None:
-    """Choose the rows that probes look at in this step: the same on all ranks and in a resumed run."""
-    set_probe_seed((training_seed * _STEPS_APART + step) % 2**32)
+def probe_seed(training_seed: int, step: int) -> int:
+    """From which probes draw their rows in this step, the same on all ranks and in a resumed run."""
+    return (training_seed * _STEPS_APART + step) % 2**32
 
 
 def draw_dropout(config: Config, step: int) -> None:

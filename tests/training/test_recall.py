@@ -17,12 +17,11 @@ from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash import pattern
-from titan_sparse.attention.patterns.vertical_slash.probe import probe_seed
 from titan_sparse.attention.recorder import counting_caps
 from titan_sparse.config import Attention
 from titan_sparse.evaluation.scorer import Sequence
 from titan_sparse.options import VerticalSlashOptions as Budgets
-from titan_sparse.trainer import Trainer, draw_probe_rows
+from titan_sparse.trainer import Trainer, probe_seed
 from titan_sparse.training import build_model
 from titan_sparse.training.metrics import CapCount, asked_recall
 
@@ -119,12 +118,13 @@ def _check_ranks() -> None:
             first = 10 * forward + 100 * dist.get_rank() * (not shares_data)
             layers = [structured_qkv(1, 4, 2, TOKENS, 8, seed=first + n) for n in range(LAYERS)]
             by_hand += torch.stack([_capped_by_hand(q, k) for q, k, _ in layers])
-            with count.counting():
+            with counting_caps() as shares:
                 for inputs in layers:
                     if shares_data:
                         attend(*[cp.shard(x, 2) for x in inputs], pattern=CUT, cp=cp)
                     else:
                         attend(*inputs, pattern=CUT, block_size=BLOCK)
+            count.add(shares)
         alone = by_hand.clone()
         dist.all_reduce(by_hand)
         assert shares_data == torch.equal(2 * alone, by_hand), "the case proves nothing"
@@ -205,12 +205,9 @@ def test_a_recomputation_and_an_evaluation_look_at_the_same_rows(folder, monkeyp
         assert all(step.relative < 1e-9 for step in found)
 
     tokens = np.arange(300) % 250
-    losses = []
-    for step in (1, 2):
-        draw_probe_rows(7, step)
-        seed = probe_seed()
-        losses.append(trainer.scorer.token_losses(Sequence(tokens, tokens), 300)[0])
-        assert probe_seed() == seed
-    assert losses[0].equal(losses[1])
-    seeds = {draw_probe_rows(7, step) or probe_seed() for step in range(200)}
-    assert len(seeds) == 200
+    seeds = []
+    drawn = pattern.spread_rows
+    monkeypatch.setattr(pattern, "spread_rows", lambda *args: seeds.append(args[4]) or drawn(*args))
+    trainer.scorer.token_losses(Sequence(tokens, tokens), 300)
+    assert set(seeds) == {0}
+    assert len({probe_seed(7, step) for step in range(200)}) == 200

@@ -32,12 +32,12 @@ from tests.training.wired_run import (
     write_shard,
 )
 from titan_sparse import loss as loss_module
+from titan_sparse import trainer as training_loop
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Documents
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import resolve
 from titan_sparse.trainer import Trainer
-from titan_sparse.training import metrics
 
 LR = 0.01
 
@@ -245,7 +245,7 @@ def test_every_key_does_what_it_says(folder, monkeypatch):
 
         monkeypatch.setattr(module, name, call)
 
-    counted(metrics, "recording", lambda rows, cells: recorded.append((rows, cells)))
+    counted(training_loop, "recording", lambda rows, cells: recorded.append((rows, cells)))
     counted(gc, "collect", lambda generation=2: collected.append(generation))
     counted(loss_module, "cross_entropy_naive", lambda logits, *_: rows.append(len(logits)))
     counted(nn.functional, "silu", lambda x, *_, **__: lengths.append(x.shape[-2]))

@@ -173,8 +173,8 @@ def _check_table(table: Tensor | None, ranks: Ranks, blocks: int) -> None:
         )
 
 
-_MASK_TENSORS = ("start", "stop", "document_start", "slices", "table")
-"""The tensors of a MaskRanges, in the order in which ops get them. The last three are optional."""
+_MASK_TENSORS = ("start", "stop", "document_start", "slices", "table", "probe_seed")
+"""The tensors of a MaskRanges, in the order in which ops get them. The last four are optional."""
 
 
 def mask_tensors(ranges: MaskRanges) -> tuple[str, list[Tensor]]:
@@ -225,6 +225,7 @@ def mask_of_whole_blocks(ranges: MaskRanges, block_size: int) -> MaskRanges:
             stop=whole_blocks(ranges.stop, 1, block_size, padded_length),
             document_start=document_start,
             slices=ranges.slices,
+            probe_seed=ranges.probe_seed,
         )
 
     return once_per_mask(ranges, ("whole blocks", block_size), padded)

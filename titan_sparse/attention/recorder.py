@@ -108,7 +108,8 @@ def mark(device: torch.device) -> Moment:
     """The current time, as an event on a GPU's compute stream, or in seconds by the clock."""
     if device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    # Inside a CUDA graph, an external event tells the time of each replay.
+    event = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
     event.record()
     return event
 

@@ -281,12 +281,14 @@ class Lora:
 
 @dataclass
 class Compile:
-    """torch.compile of each block. Does nothing unless enabled."""
+    """torch.compile of each block, if enabled, and CUDA graphs."""
 
     enable: bool = False
     """compile the blocks"""
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """of torch.compile"""
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    """replay forward and backward as CUDA graphs, also without torch.compile; auto: where it helps"""
 
 
 @dataclass

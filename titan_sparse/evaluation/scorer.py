@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titan_sparse.attention import ContextParallel
-from titan_sparse.attention.patterns.vertical_slash.probe import probe_seed, set_probe_seed
 from titan_sparse.config import Config, padding_multiple
 from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import Tokenizer
@@ -170,15 +169,10 @@ class Scorer:
     def run(self, batch: ScoredBatch, loss: Callable[..., Any]) -> Any:
         """What `loss`, a function of titan_sparse.loss, returns for a batch."""
         chunk_tokens = self.config.training.loss_chunk_tokens
-        # Probes use fixed rows, so that results do not depend on the training step.
-        before = probe_seed()
-        set_probe_seed(0)
-        try:
-            return self.model(
-                batch.tokens, batch.positions, batch.masks, batch.labels, chunk_tokens, 0.0, loss
-            )
-        finally:
-            set_probe_seed(before)
+        # Without a seed in the masks, probes use fixed rows: results do not depend on the step.
+        return self.model(
+            batch.tokens, batch.positions, batch.masks, batch.labels, chunk_tokens, 0.0, loss
+        )
 
 
 @contextlib.contextmanager

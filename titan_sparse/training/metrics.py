@@ -1,12 +1,10 @@
 """What a run reports at each logged step: a progress line, metrics.jsonl, TensorBoard, trackers."""
 
-import contextlib
 import logging
 import math
 import os
 import resource
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from titan_sparse.attention.observe import Recording, recording, worker_imbalance
-from titan_sparse.attention.recorder import counting_caps
+from titan_sparse.attention.observe import Recording, worker_imbalance
 from titan_sparse.config import Attention, Config
 from titan_sparse.estimate.flops import flops_per_token, peak_flops, utilization
 from titan_sparse.models.config import DecoderConfig, resolve_adapters
@@ -36,10 +33,8 @@ class CapCount:
         self.forwards: list[Tensor] = []
         """[layers, 3] each"""
 
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        with counting_caps() as shares:
-            yield
+    def add(self, shares: list[Tensor]) -> None:
+        """What recorder.counting_caps() has collected in one forward."""
         if shares:
             self.forwards.append(torch.stack(shares))
 
@@ -129,15 +124,16 @@ class MetricsLog:
         """Whether `step` (from 1) is logged: every metrics.log_every, the first and the last."""
         return step in (1, self.steps) or step % self.section.log_every == 0
 
-    def recording(self, step: int) -> contextlib.AbstractContextManager[Recording]:
-        """Record the attention of a logged step, with recall and pictures where they are due."""
+    def records(self, step: int) -> tuple[int, int]:
+        """The arguments of observe.recording() for a logged step, with recall and pictures where they
+        are due."""
 
         def is_due(every: int) -> bool:
             return every > 0 and (step == 1 or step % every == 0)
 
         rows = self.section.recall_rows if is_due(self.section.recall_every) else 0
         has_pictures = self.board is not None and is_due(self.section.pictures_every)
-        return recording(rows, 48 if has_pictures else 0)
+        return rows, 48 if has_pictures else 0
 
     def log(
         self,

@@ -28,16 +28,16 @@ def test_once_per_mask():
         calls.append(1)
         return len(calls)
 
-    # Of the versions only the last one is kept.
-    assert [once_per_mask(ranges, "a", compute, i) for i in (7, 7, 0, 0, 7)] == [1, 1, 2, 2, 3]
-    assert once_per_mask(ranges, "b", compute) == 4
-    assert once_per_mask(ranges, "a", compute, 7) == 3
-    assert len(_entries[ranges.start].results) == 2
-    assert once_per_mask(Causal().rows(8), "a", compute, 7) == 5
-    assert once_per_mask(MaskRanges(ranges.start, ranges.stop.clone(), None), "a", compute) == 6
-    assert once_per_mask(ranges, "a", compute, 7) == 7, "the other stop took the place"
+    assert [once_per_mask(ranges, key, compute) for key in "aabab"] == [1, 1, 2, 1, 2]
+    assert once_per_mask(Causal().rows(8), "a", compute) == 3
+    assert once_per_mask(MaskRanges(ranges.start, ranges.stop.clone(), None), "a", compute) == 4
+    assert once_per_mask(ranges, "a", compute) == 5, "the other stop took the place"
     ranges.stop.sub_(1)
-    assert once_per_mask(ranges, "a", compute, 7) == 8
+    assert once_per_mask(ranges, "a", compute) == 6
+    seeded = ranges._replace(probe_seed=torch.tensor(1))
+    assert [once_per_mask(seeded, "a", compute) for _ in range(2)] == [7, 7]
+    seeded.probe_seed.fill_(2)
+    assert once_per_mask(seeded, "a", compute) == 8
 
 
 def test_nothing_outlives_its_mask():

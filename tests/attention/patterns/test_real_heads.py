@@ -18,7 +18,6 @@ from tests.attention.patterns.helpers import published
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
-from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
 
 FILE = Path(__file__).parent / "data" / "smollm2_heads.safetensors"
 RECALL = 0.9
@@ -123,8 +122,8 @@ def _mean_point(heads: tuple[Tensor, Tensor], known: Known, pattern: VerticalSla
     seeds = SEEDS[:1] if pattern.probe_rows == "last" else SEEDS
     points = []
     for seed in seeds:
-        set_probe_seed(seed)
-        index = pattern.select(*heads, Causal())
+        mask = Causal().rows(heads[0].shape[2])._replace(probe_seed=torch.tensor(seed))
+        index = pattern.select(*heads, mask)
         assert not index.capped.any()
         points.append(known.point(_kept(index)))
     return Point(*torch.tensor(points, dtype=torch.float64).mean(0).tolist())

@@ -24,7 +24,6 @@ from transformers import (
 from tests.distributed import run_processes
 from tests.integrations.transformers.families import family
 from titan_sparse.attention.patterns import Pattern, VerticalSlash
-from titan_sparse.attention.patterns.vertical_slash.probe import set_probe_seed
 from titan_sparse.integrations.transformers import (
     AttentionSettings,
     keep_attention,
@@ -283,8 +282,6 @@ RUNS = (balanced, hybrid, padded, sharded, sharded_lora, resumed, noisy)
 
 def run_all(folder: Path, runs: Sequence[Callable[[Path], list]]) -> None:
     """The runs, one after the other; rank 0 writes FOLDER/NAME-PROCESSES.json."""
-    # Earlier tests of this process may have drawn the probe's rows anew.
-    set_probe_seed(0)
     for run in runs:
         name = run.__name__
         write(folder, name, run(Path(folder, f"{name}-{os.environ.get('WORLD_SIZE', '1')}")))

@@ -7,7 +7,8 @@ a communicator of their own: on a shared one a fast inner hop queues behind the 
 import math
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,6 +200,16 @@ class Communicator:
             self.memory.pop(key, None)
             self.memory[key] = like.new_empty(size)
         return self.memory[key][:size].view(shape)
+
+    @contextmanager
+    def memory_apart(self) -> Iterator[None]:
+        """Inside, slots have other memory. A CUDA graph that is captured there goes on using it, and what
+        is kept for the slots outside may grow, or be freed, without the graph."""
+        before, self.memory = self.memory, {}
+        try:
+            yield
+        finally:
+            self.memory = before
 
     @property
     def bytes_sent(self) -> int:

@@ -41,6 +41,9 @@ class MaskRanges(NamedTuple):
     table: int64 [ranks, n], the blocks of every rank in the layout "balanced".
     ContextParallel.balance() adds it. q, k and v are sharded by it, so all masks of a batch carry
     the table of one of them.
+    probe_seed: int64 scalar from which patterns draw the query rows that they probe, the same on all
+    ranks. A trainer gives each step another one. None: the rows of seed 0. It is a tensor, so that a
+    CUDA graph draws new rows in each replay.
     """
 
     start: Tensor
@@ -50,6 +53,7 @@ class MaskRanges(NamedTuple):
     plain: bool = False
     slices: Tensor | None = None
     table: Tensor | None = None
+    probe_seed: Tensor | None = None
 
 
 class Mask:
@@ -329,22 +333,25 @@ class _Entry(NamedTuple):
 
     versions: list[int]
     others: tuple[Tensor | None, ...]
-    results: dict[Hashable, tuple[int, object]]
+    results: dict[Hashable, object]
 
 
 _entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """From a mask's `start` to its _Entry. An entry goes when that tensor goes."""
 
 
-def once_per_mask(
-    ranges: MaskRanges, key: Hashable, compute: Callable[[], T], version: int = 0
-) -> T:
+def once_per_mask(ranges: MaskRanges, key: Hashable, compute: Callable[[], T]) -> T:
     """compute(), remembered under `key` while this mask's `start` lives and the mask is unchanged.
 
-    `key` and `version` must name everything except `ranges` that the result depends on. Only
-    the last version is kept.
+    `key` must name everything except `ranges` that the result depends on.
     """
-    others = (ranges.stop, ranges.document_start, ranges.slices, ranges.table)
+    others = (
+        ranges.stop,
+        ranges.document_start,
+        ranges.slices,
+        ranges.table,
+        ranges.probe_seed,
+    )
     versions = []
     for tensor in (ranges.start, *others):
         # Tensors made under inference_mode have no version, and no code writes to them.
@@ -355,8 +362,6 @@ def once_per_mask(
     if not is_same or entry.versions != versions:
         entry = _Entry(versions, others, {})
         _entries[ranges.start] = entry
-    known_version, result = entry.results.get(key, (None, None))
-    if known_version != version:
-        result = compute()
-        entry.results[key] = (version, result)
-    return result
+    if key not in entry.results:
+        entry.results[key] = compute()
+    return entry.results[key]

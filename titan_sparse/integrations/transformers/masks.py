@@ -203,7 +203,8 @@ class LayerMask(AttentionMask):
         if self.rule.window is None:
             return ranges
         window = SlidingWindow(self.rule.window).rows(ranges.start.shape[1], device)
-        return intersect(ranges, window)._replace(table=ranges.table)
+        both = intersect(ranges, window)
+        return both._replace(table=ranges.table, probe_seed=ranges.probe_seed)
 
 
 def as_layer_mask(mask: AttentionMask | Mask | MaskRanges, keys: int) -> LayerMask:

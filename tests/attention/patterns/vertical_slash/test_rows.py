@@ -9,14 +9,12 @@ from torch import Tensor
 
 from tests.reference import structured_qkv
 from titan_sparse.attention import attend
-from titan_sparse.attention.masks.ranges import Causal, Documents, Mask
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.spans import Spans, find_spans
 from titan_sparse.attention.patterns.vertical_slash.probe import (
     ProbedRows,
     last_rows,
-    probe_seed,
-    set_probe_seed,
     spread_rows,
 )
 
@@ -128,13 +126,13 @@ def test_offsets_are_even_over_seeds_and_parts():
 
 
 def test_a_selection_follows_the_seed():
-    """What is cached for a mask holds for one seed. The last rows do not depend on it."""
+    """What is cached for a mask holds for one seed, also where that is changed in place. The last
+    rows do not depend on it."""
     q, k, _ = structured_qkv(1, 4, 2, 320, 8, seed=2)
-    ranges = Causal().rows(320)
+    ranges = Causal().rows(320)._replace(probe_seed=torch.tensor(0))
 
     def choose(seed: int, **parameters) -> list[list[int]]:
-        set_probe_seed(seed)
-        assert probe_seed() == seed
+        ranges.probe_seed.fill_(seed)
         pattern = VerticalSlash(recall=0.8, dense_below=16, count_sinks=True, **parameters)
         index = pattern.select(q, k, ranges, block_size=16)
         return [tensor.tolist() for tensor in index.tensors()]
@@ -147,7 +145,7 @@ def test_a_selection_follows_the_seed():
         assert choose(4, **spread) != first
         # On the same ranges, and as on ranges that nothing was remembered for.
         assert choose(3, **spread) == first
-        ranges = Causal().rows(320)
+        ranges = Causal().rows(320)._replace(probe_seed=torch.tensor(0))
         assert choose(3, **spread) == first
 
         last = dict(budget=budget, probe_rows="last")
@@ -156,17 +154,18 @@ def test_a_selection_follows_the_seed():
 
 
 def test_compiled_attention_follows_the_seed():
-    """The graph reads the seed when it runs and not when it is traced."""
+    """The graph reads the seed when it runs and not when it is traced. Without one it is 0."""
     q, k, v = structured_qkv(1, 4, 2, 320, 8, seed=2)
     pattern = VerticalSlash(recall=0.6, dense_below=16, probe_rows="spread")
 
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, pattern=pattern, block_size=16)
+    def function(q: Tensor, k: Tensor, v: Tensor, mask: MaskRanges) -> Tensor:
+        return attend(q, k, v, mask, pattern, block_size=16)
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     outputs = []
-    for seed in (1, 2):
-        set_probe_seed(seed)
-        outputs.append(compiled(q, k, v))
-        assert torch.equal(outputs[-1], function(q, k, v))
+    for seed in (0, 1):
+        mask = Causal().rows(320)._replace(probe_seed=torch.tensor(seed))
+        outputs.append(compiled(q, k, v, mask))
+        assert torch.equal(outputs[-1], function(q, k, v, mask))
     assert not torch.equal(*outputs)
+    assert torch.equal(outputs[0], function(q, k, v, Causal()))

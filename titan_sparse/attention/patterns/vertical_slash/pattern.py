@@ -27,7 +27,6 @@ from titan_sparse.attention.patterns.vertical_slash import independent, priced
 from titan_sparse.attention.patterns.vertical_slash.probe import (
     last_rows,
     probe_geometry,
-    probe_seed,
     spread_rows,
 )
 from titan_sparse.options import VerticalSlashOptions
@@ -145,7 +144,6 @@ class VerticalSlash(Pattern, VerticalSlashOptions):
             ranges,
             ("vertical_slash", self, cp.key, batch, heads),
             lambda: self._plan(ranges, cp, batch, heads),
-            version=0 if self.probe_rows == "last" else probe_seed(),
         )
         module = independent if self.budget == "independent" else priced
         verticals, slashes, capped = module.choose(q, k, plan, cp, scale, capacity)
@@ -161,7 +159,8 @@ class VerticalSlash(Pattern, VerticalSlashOptions):
             rows = last_rows(spans, queries, seq_len, cp.block_size)
         else:
             last = queries // 4 if self.probe_rows == "both" else 0
-            rows = spread_rows(spans, queries, seq_len, cp.block_size, probe_seed(), last)
+            seed = 0 if ranges.probe_seed is None else ranges.probe_seed
+            rows = spread_rows(spans, queries, seq_len, cp.block_size, seed, last)
         geometry = probe_geometry(ranges, spans, rows, cp)
         if self.budget == "independent":
             return independent.make_plan(self, spans, geometry, seq_len, cp, heads)

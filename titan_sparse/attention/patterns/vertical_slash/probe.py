@@ -17,22 +17,6 @@ from titan_sparse.kernels.probe import KeyBlocks, Probe
 
 _FRACTION_BITS = 16
 
-_seed = 0
-
-
-def set_probe_seed(seed: int) -> None:
-    """Set the number that determines the offsets of spread rows.
-
-    A trainer sets a new one before each step. All ranks must set the same one.
-    """
-    global _seed
-    _seed = seed
-
-
-def probe_seed() -> int:
-    """The seed last given to set_probe_seed(); 0 at first."""
-    return _seed
-
 
 class ProbedRows(NamedTuple):
     """P rows of each of n spans, in U groups. The rows of a group lie in one block.
@@ -75,11 +59,12 @@ def last_rows(spans: Spans, queries: int, seq_len: int, block_size: int) -> Prob
 
 
 def spread_rows(
-    spans: Spans, queries: int, seq_len: int, block_size: int, seed: int, last: int = 0
+    spans: Spans, queries: int, seq_len: int, block_size: int, seed: int | Tensor, last: int = 0
 ) -> ProbedRows:
     """P = `queries` rows of each span: its `last` rows, and one of each equal part before them.
 
-    Offsets in the parts are drawn from `seed`, the same on every world size. Each row is a group. A
+    Offsets in the parts are drawn from `seed` (int64 scalar, below 2**32), the same on every world
+    size. Each row is a group. A
     span of P tokens or fewer has all of them looked at.
     With P = 2, a span of 8 tokens from 4 on has one row of 4 to 7 and one of 8 to 11. With P = 3
     and last = 1, a span of 9 has row 12 too.
@@ -110,7 +95,7 @@ def spread_rows(
     )
 
 
-def _random_bits(number: Tensor, seed: int) -> Tensor:
+def _random_bits(number: Tensor, seed: int | Tensor) -> Tensor:
     """16 bits for each number int64, the same on every device: an integer hash of 32 bits."""
     mask = 0xFFFFFFFF
     x = (number + (seed & 0xFFFF) * 0x9E3779B1 + (seed >> 16)) & mask

@@ -1,0 +1,275 @@
+"""Forward and backward of a batch as one CUDA graph.
+
+Python queues a step layer by layer: attention, selection, collectives, and the hooks of FSDP. With
+few tokens a GPU this takes longer than the kernels do. A CUDA graph holds all of these kernels, and
+the host starts it with one call. A graph computes on the memory that it was captured with. So whatever
+changes from step to step has to be a tensor, into which the next batch is copied.
+"""
+
+import copy
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_sparse.attention import ContextParallel
+from titan_sparse.attention.observe import Recording
+from titan_sparse.config import Config
+from titan_sparse.config.reading import Refusal
+from titan_sparse.models.flavours import DecoderConfig, TransformersConfig
+
+logger = logging.getLogger("titan_sparse")
+
+_RUNS_BEFORE = 2
+"""Batches of a shape that the host queues before it is captured. The first one compiles."""
+_MOST_GRAPHS = 8
+_MOST_TOKENS = 65536
+"""Tokens a GPU up to which "auto" takes graphs. With more of them, kernels take longer than Python
+(docs/benchmarks.md), and the graphs' memory could be used better."""
+
+
+class MicroBatch(NamedTuple):
+    """What a forward and backward reads, on the device.
+
+    tokens, positions, labels: int64 [b, S_local]. masks: as build_layer_masks() makes them. valid:
+    scalar in the loss's dtype, labels that count in the step, over all ranks and micro-batches.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    labels: Tensor
+    masks: Any
+    valid: Tensor
+
+
+class Computed(NamedTuple):
+    """What a forward and backward leaves besides gradients.
+
+    loss: this rank's share of the mean loss, a scalar. capped: what recorder.counting_caps() has
+    collected. recorded: attention, if it was recorded. The next replay of any graph may overwrite
+    these tensors.
+    """
+
+    loss: Tensor
+    capped: list[Tensor]
+    recorded: Recording | None
+
+
+Compute = Callable[[MicroBatch, tuple[int, int] | None], Computed]
+"""compute(batch, records): the forward and the backward. Gradients are added to those that parameters
+have. records: the arguments of observe.recording(), or None."""
+
+
+def refusal(config: Config, model: DecoderConfig, device: torch.device) -> str | None:
+    """Why steps cannot be CUDA graphs, in a phrase; None if they can. What only a run shows is not
+    known yet: a host that waits for the GPU inside a forward, as some code of transformers does."""
+    attention, lever = config.attention, config.activation_checkpoint
+    if device.type != "cuda":
+        return f"graphs need a GPU, not {device.type}"
+    if config.optimizer.offload:
+        return "optimizer.offload = true keeps weights on the CPU"
+    if lever.offload:
+        return "activation_checkpoint.offload = true moves activations to the CPU"
+    if config.parallelism.cp > 1 and attention.schedule not in ("auto", "all_gather"):
+        return f'attention.schedule = "{attention.schedule}" plans each batch on the host'
+    if config.parallelism.cp > 1 and attention.layout == "balanced":
+        return 'attention.layout = "balanced" plans each batch on the host'
+    if attention.window_sinks:
+        return "attention.window_sinks makes tables of a size that follows from the batch"
+    if isinstance(model, TransformersConfig) and model.linear_layers:
+        return "kernels of linear attention read the lengths of documents on the host"
+    if config.lora.dropout:
+        return "lora.dropout draws numbers that activation checkpointing draws again on the host"
+    return None
+
+
+def explain(config: Config, model: DecoderConfig, device: torch.device) -> tuple[bool, str]:
+    """Whether steps become CUDA graphs, and the reason, for the banner.
+
+    Raises ValueError, naming the key, if compile.cuda_graphs = "on" is impossible.
+    """
+    setting = config.compile.cuda_graphs
+    training = config.training
+    reason = refusal(config, model, device)
+    tokens = training.local_batch_size * training.seq_len // config.parallelism.cp
+    if setting == "off":
+        reason = 'compile.cuda_graphs = "off"'
+    elif setting == "on" and reason is not None:
+        raise ValueError(f'compile.cuda_graphs = "on" is impossible: {reason}; write "auto"')
+    elif setting == "auto" and tokens > _MOST_TOKENS:
+        reason = f"{tokens:,} tokens a GPU keep it busy without them"
+    if reason is not None:
+        return False, f"queued by the host; not CUDA graphs, since {reason}"
+    return True, f"forward and backward are CUDA graphs from step {_RUNS_BEFORE + 1} on"
+
+
+class _Graph:
+    """A captured forward and backward, with the tensors that it reads and writes."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, inputs: list[Tensor], computed: Computed):
+        self.graph = graph
+        self.inputs = inputs
+        self.computed = computed
+
+    def replay(self, inputs: list[Tensor]) -> Computed:
+        for own, new in zip(self.inputs, inputs, strict=True):
+            own.copy_(new)
+        self.graph.replay()
+        loss, capped, recorded = self.computed
+        # Whoever reads a recording joins its tensors over ranks, in place.
+        return Computed(loss, capped, copy.copy(recorded))
+
+
+class StepGraphs:
+    """Computes batches, at first queued by the host, then as replays of CUDA graphs.
+
+    Batches of other shapes, recorded ones, and those whose gradients are added to earlier ones have
+    graphs of their own. All graphs share one pool of memory, as they run one after the other, and one
+    set of gradients, which is never freed.
+    """
+
+    def __init__(self, model: nn.Module, cp: ContextParallel, setting: str):
+        """setting: compile.cuda_graphs; "off" also where explain() says so."""
+        self.model = model
+        self.cp = cp
+        self.setting = setting
+        self.graphs: dict[Hashable, _Graph] = {}
+        self.runs: Counter[Hashable] = Counter()
+
+    def __call__(
+        self, compute: Compute, batch: MicroBatch, records: tuple[int, int] | None, adds: bool
+    ) -> Computed:
+        """What compute(batch, records) returns.
+
+        compute: the same function in every call. records: the arguments of observe.recording(), or
+        None. adds: its gradients are added to those of the micro-batches before it in this step.
+        """
+        tensors, shape = flattened(batch)
+        key = (shape, records, adds)
+        if key in self.graphs:
+            return self.graphs[key].replay(tensors)
+        is_known = self.runs[shape] >= _RUNS_BEFORE and self.runs[key] > 0
+        if self.setting != "off" and is_known and len(self.graphs) < _MOST_GRAPHS:
+            self.graphs[key] = self._capture(compute, batch, records, adds)
+            return self.graphs[key].replay(tensors)
+        if self.setting == "off":
+            return compute(batch, records)
+        return self._queue(compute, batch, records, key)
+
+    def clear_gradients(self) -> None:
+        """After an update. A graph's gradients keep their memory, and each step overwrites them."""
+        if not self.graphs:
+            self.model.zero_grad()
+
+    def _queue(
+        self, compute: Compute, batch: MicroBatch, records: tuple[int, int] | None, key: tuple
+    ) -> Computed:
+        """Compute a batch without a graph."""
+        shape, _, adds = key
+        if self.graphs and not adds:
+            self._zero_gradients()
+        # The first run waits: it compiles, and measures which kernels are the fastest.
+        is_first = not self.runs[shape]
+        self.runs[shape] += 1
+        self.runs[key] += 1
+        with _waits_for_the_gpu() as waits:
+            computed = compute(batch, records)
+        if waits and not is_first:
+            self._refuse(f"the host waits for the GPU in {waits[0]}")
+        return computed
+
+    def _capture(
+        self, compute: Compute, batch: MicroBatch, records: tuple[int, int] | None, adds: bool
+    ) -> _Graph:
+        # A graph reads memory of its own.
+        batch, inputs = _copied(batch)
+        if not self.graphs and not adds:
+            self.model.zero_grad()
+        zeroes = bool(self.graphs) and not adds
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self.graphs.values())).graph.pool() if self.graphs else None
+        try:
+            # Other threads, such as NCCL's and the loader's, may call CUDA meanwhile.
+            with (
+                self.cp.memory_apart(),
+                torch.cuda.graph(graph, pool, capture_error_mode="thread_local"),
+            ):
+                if zeroes:
+                    self._zero_gradients()
+                computed = compute(batch, records)
+        except Exception as error:
+            first_line = str(error).strip().partition("\n")[0]
+            raise Refusal(
+                f"a step cannot be captured as a CUDA graph ({type(error).__name__}: {first_line}); "
+                'write compile.cuda_graphs = "off"'
+            ) from error
+        return _Graph(graph, inputs, computed)
+
+    def _refuse(self, reason: str) -> None:
+        if self.setting == "on":
+            raise Refusal(f'compile.cuda_graphs = "on" is impossible: {reason}; write "auto"')
+        logger.warning("steps do not become CUDA graphs, since %s", reason)
+        self.setting = "off"
+
+    def _zero_gradients(self) -> None:
+        gradients = [x.grad for x in self.model.parameters() if x.grad is not None]
+        torch._foreach_zero_([x.to_local() if isinstance(x, DTensor) else x for x in gradients])
+
+
+def flattened(batch: MicroBatch) -> tuple[list[Tensor], Hashable]:
+    """The tensors of a batch, in order, and what else a graph of it depends on: their shapes, and
+    everything that is not a tensor."""
+    tensors: list[Tensor] = []
+
+    def shape_of(value: Any) -> Hashable:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            return tuple(value.shape), value.dtype
+        if isinstance(value, tuple):
+            return tuple(map(shape_of, value))
+        return value
+
+    return tensors, shape_of(batch)
+
+
+def _copied(batch: MicroBatch) -> tuple[MicroBatch, list[Tensor]]:
+    """The batch in memory of its own, and the tensors there as flattened() orders them."""
+    copies: list[Tensor] = []
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            copies.append(value.clone())
+            return copies[-1]
+        if isinstance(value, tuple):
+            # All of them are NamedTuples.
+            return type(value)._make(map(copied, value))
+        return value
+
+    return copied(batch), copies
+
+
+@contextmanager
+def _waits_for_the_gpu() -> Iterator[list[str]]:
+    """Collect where the host waits for the GPU inside: files with lines, complete at the end."""
+    places: list[str] = []
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for warning in caught:
+        if "synchronizing CUDA operation" in str(warning.message):
+            places.append(f"{warning.filename}:{warning.lineno}")
+        else:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
