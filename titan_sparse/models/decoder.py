@@ -259,8 +259,10 @@ class Decoder(nn.Module):
 
         # The angles of all layers, computed once: [B, 1, S, D] each, never in half precision.
         table_dtype = torch.promote_types(x.dtype, torch.float32)
-        inv_freq = self.inv_freq.to(x.device)
-        cos, sin = rope_tables(inv_freq, self.attention_factor, positions, table_dtype)
+        if self.inv_freq.device != x.device:
+            # Once. In every step, the host would wait for the copy.
+            self.inv_freq = self.inv_freq.to(x.device)
+        cos, sin = rope_tables(self.inv_freq, self.attention_factor, positions, table_dtype)
 
         x = self.run_blocks(self.layers.values(), x, cos, sin, mask)
         hidden = self.norm(x)
