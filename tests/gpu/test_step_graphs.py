@@ -41,7 +41,7 @@ SETTINGS = {
 }
 CASES = {
     "packed": {},
-    "whole": {"data__sequences": "fixed", "attention__mask": "causal"},
+    "whole": {"data__sequences": "fixed", "attention__mask": "causal", "data__source": "long"},
     "dense": {"attention__pattern": "dense"},
     "accumulated": {"training__gradient_accumulation_steps": 3},
     "compiled": {"compile__enable": True},
@@ -52,8 +52,13 @@ CASES = {
 def prepare(folder: Path) -> None:
     # The kernels take heads of 16 and more.
     flavours.FLAVOURS["small"] = replace(TINY, head_dim=16)
-    if not (folder / "texts").exists():
-        write_texts(folder / "texts", 300)
+    if (folder / "texts").exists():
+        return
+    write_texts(folder / "texts", 300)
+    (folder / "long").mkdir()
+    texts = [path.read_text() for path in sorted((folder / "texts").iterdir())]
+    for number in range(0, 300, 10):
+        (folder / f"long/{number}.txt").write_text("".join(texts[number : number + 10]))
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +80,8 @@ def _lines(config) -> list[dict]:
 
 def both(folder: Path, name: str, **overrides) -> Trainer:
     """Train with graphs and without; all that is logged and all weights have to be equal."""
+    if "data__source" in overrides:
+        overrides["data__source"] = str(folder / overrides["data__source"])
     trainers, lines = [], []
     for setting in ("on", "off"):
         config = tiny_config(

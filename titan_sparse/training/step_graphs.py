@@ -181,7 +181,8 @@ class StepGraphs:
         with _waits_for_the_gpu() as waits:
             computed = compute(batch, records)
         if waits and not is_first:
-            self._refuse(f"the host waits for the GPU in {waits[0]}")
+            places = ", ".join(dict.fromkeys(waits[:3]))
+            self._refuse(f"the host waits for the GPU in {places}")
         return computed
 
     def _capture(

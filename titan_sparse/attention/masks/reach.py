@@ -148,15 +148,28 @@ def tile_weights(ranges: MaskRanges, q_blocks: Tensor, k_blocks: Tensor, size: i
     reach = block_reach(ranges, token_positions(q_blocks, size), size)
     whole = seen_whole(reach, k_blocks, size)
     partial = reached(reach, k_blocks, size) & ~whole
-    pairs = whole.int() * size * size
-    # Only the pairs of partial tiles are counted one by one: n tiles, [n, size] queries.
-    sequence, q, k = partial.nonzero(as_tuple=True)
-    positions = token_positions(q_blocks[q], size).view(-1, size)
-    begin = k_blocks[k, None] * size
-    first = torch.maximum(ranges.start[sequence[:, None], positions], begin)
-    last = torch.minimum(ranges.stop[sequence[:, None], positions], begin + size)
-    pairs[sequence, q, k] = (last - first).clamp(min=0).sum(-1).int()
-    return TileWeights(whole.int(), partial.int(), pairs)
+    # [nq, size]
+    positions = token_positions(q_blocks, size).view(-1, size)
+    begin = k_blocks.int() * size
+    # What a block sees below the end of a key block, and not below its begin.
+    below_end, below_begin = (
+        _sum_of_smaller(ranges.stop[:, positions], edge)
+        - _sum_of_smaller(ranges.start[:, positions], edge)
+        for edge in (begin + size, begin)
+    )
+    return TileWeights(whole.int(), partial.int(), below_end - below_begin)
+
+
+def _sum_of_smaller(ends: Tensor, limits: Tensor) -> Tensor:
+    """Sums of min(end, limit) over the last dim of `ends`, int32 [Bm, nq, size] and nondecreasing there,
+    for each limit int32 [nk]: int32 [Bm, nq, nk]."""
+    ends = ends.contiguous()
+    # [Bm, nq, size + 1]: sums of the first ends.
+    sums = torch.nn.functional.pad(ends.cumsum(-1, dtype=torch.int32), (1, 0))
+    limits = limits.expand(*ends.shape[:2], -1).contiguous()
+    # [Bm, nq, nk]: how many ends are below the limit.
+    count = torch.searchsorted(ends, limits)
+    return sums.gather(-1, count) + limits * (ends.shape[-1] - count).int()
 
 
 def pairs_by_block(ranges: MaskRanges, q_blocks: Tensor, size: int) -> Tensor:
