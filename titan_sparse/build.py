@@ -18,6 +18,7 @@ from titan_sparse.from_config import (
     build_attends,
     build_context_parallel,
     build_shard,
+    schedule_named,
 )
 from titan_sparse.models.config import adapter_elements, number_of_parameters, resolve_adapters
 from titan_sparse.models.flavours import choose_implementation, resolve
@@ -100,7 +101,12 @@ class Parts:
         # The backend and the reason for it, for people.
         self.kernel = backends.explain(**case)
         self.costs = costs_of_run(config, self.model_config)
-        self.has_graphs, self.queueing = step_graphs.explain(config, self.model_config, self.device)
+        cp = config.parallelism.cp
+        intra = resolve_cp_intra(config.parallelism, world_from_environment()[1])
+        schedule = schedule_named(config.attention, cp // intra, intra)
+        self.has_graphs, self.queueing = step_graphs.explain(
+            config, self.model_config, self.device.type, schedule
+        )
         return (
             alike(config)
             | {"the chosen attention.backend": self.backend}

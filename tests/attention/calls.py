@@ -23,7 +23,8 @@ def op_arguments(
     begin, end: as options_key() takes them.
     """
     names, tensors = mask_tensors(ranges)
-    key = options_key(pattern.key, cp.key, names, scale, "eager", ranges.plain, begin, end)
+    of_mask = (ranges.plain, ranges.window)
+    key = options_key(pattern.key, cp.key, names, scale, "eager", *of_mask, begin, end)
     return None, index, tensors, key
 
 

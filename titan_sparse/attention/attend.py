@@ -112,7 +112,9 @@ def attend(
     names, tensors = mask_tensors(ranges)
 
     def key(begin: float, end: float) -> str:
-        return options_key(pattern.key, ranks.key, names, scale, backend, ranges.plain, begin, end)
+        # A constant of a compiled graph, like the rest of the key.
+        of_mask = (ranges.plain, operator.index(ranges.window))
+        return options_key(pattern.key, ranks.key, names, scale, backend, *of_mask, begin, end)
 
     inputs = (q, k, v, sinks, index, tensors)
     out, lse = attend_in_parts(inputs, recomputed, ranges, ranks, key)

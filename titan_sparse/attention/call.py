@@ -205,7 +205,7 @@ def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> Attent
         *index, vertical_kv = index
     batch, heads, seq_len, head_dim = q.shape
     first, last = options.block_range(seq_len)
-    ranges = mask_of_tensors(options.mask, mask, options.plain)
+    ranges = mask_of_tensors(options.mask, mask, options.plain, options.window)
     ranges = mask_of_whole_blocks(ranges, cp.block_size)
     return AttentionCall(
         mask=ranges,

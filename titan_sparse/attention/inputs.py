@@ -173,8 +173,16 @@ def _check_table(table: Tensor | None, ranks: Ranks, blocks: int) -> None:
         )
 
 
-_MASK_TENSORS = ("start", "stop", "document_start", "slices", "table", "probe_seed")
-"""The tensors of a MaskRanges, in the order in which ops get them. The last four are optional."""
+_MASK_TENSORS = (
+    "start",
+    "stop",
+    "document_start",
+    "slices",
+    "table",
+    "offsets",
+    "probe_seed",
+)
+"""The tensors of a MaskRanges, in the order in which ops get them. All after `stop` are optional."""
 
 
 def mask_tensors(ranges: MaskRanges) -> tuple[str, list[Tensor]]:
@@ -183,11 +191,13 @@ def mask_tensors(ranges: MaskRanges) -> tuple[str, list[Tensor]]:
     return " ".join(names), [getattr(ranges, name) for name in names]
 
 
-def mask_of_tensors(names: str, tensors: list[Tensor], plain: bool = False) -> MaskRanges:
-    """The inverse of mask_tensors()."""
+def mask_of_tensors(
+    names: str, tensors: list[Tensor], plain: bool = False, window: int = 0
+) -> MaskRanges:
+    """The inverse of mask_tensors(). plain, window: of the mask."""
     # What is not named stays None.
     fields = dict.fromkeys(_MASK_TENSORS) | dict(zip(names.split(), tensors, strict=True))
-    return MaskRanges(**fields, plain=plain)
+    return MaskRanges(**fields, plain=plain, window=window)
 
 
 def whole_blocks(x: Tensor, dim: int, block_size: int, value: float = 0) -> Tensor:

@@ -66,43 +66,72 @@ Compute = Callable[[MicroBatch, tuple[int, int] | None], Computed]
 have. records: the arguments of observe.recording(), or None."""
 
 
-def refusal(config: Config, model: DecoderConfig, device: torch.device) -> str | None:
-    """Why steps cannot be CUDA graphs, in a phrase; None if they can. What only a run shows is not
-    known yet: a host that waits for the GPU inside a forward, as some code of transformers does."""
-    attention, lever = config.attention, config.activation_checkpoint
-    if device.type != "cuda":
-        return f"graphs need a GPU, not {device.type}"
-    if config.optimizer.offload:
-        return "optimizer.offload = true keeps weights on the CPU"
-    if lever.offload:
-        return "activation_checkpoint.offload = true moves activations to the CPU"
-    if config.parallelism.cp > 1 and attention.schedule not in ("auto", "all_gather"):
-        return f'attention.schedule = "{attention.schedule}" plans each batch on the host'
-    if config.parallelism.cp > 1 and attention.layout == "balanced":
-        return 'attention.layout = "balanced" plans each batch on the host'
-    if attention.window_sinks:
-        return "attention.window_sinks makes tables of a size that follows from the batch"
-    if isinstance(model, TransformersConfig) and model.linear_layers:
-        return "kernels of linear attention read the lengths of documents on the host"
-    if config.lora.dropout:
-        return "lora.dropout draws numbers that activation checkpointing draws again on the host"
+def refusal(config: Config, model: DecoderConfig, device_type: str, schedule: str) -> str | None:
+    """Why steps cannot be CUDA graphs, in a phrase; None if they can.
+
+    schedule: what attention.schedule stands for. What only a run shows is not known yet: a host that
+    waits for the GPU inside a forward, as some code of transformers does.
+    """
+    attention = config.attention
+    is_ring = schedule in ("ring", "double_ring")
+    routes_by_index = attention.route_by == "auto" and attention.layout in ("contiguous", "zigzag")
+    for applies, reason in (
+        (device_type != "cuda", f"graphs need a GPU, not a {device_type.upper()}"),
+        (config.optimizer.offload, "optimizer.offload = true keeps weights on the CPU"),
+        (
+            config.activation_checkpoint.offload,
+            "activation_checkpoint.offload = true moves activations to the CPU",
+        ),
+        (
+            schedule == "group_cast",
+            'attention.schedule = "group_cast" plans each batch on the host',
+        ),
+        (
+            config.parallelism.cp > 1 and attention.layout == "balanced",
+            'attention.layout = "balanced" plans each batch on the host',
+        ),
+        (
+            is_ring and attention.mask == "documents",
+            f'attention.schedule = "{schedule}" plans each batch of documents on the host',
+        ),
+        (
+            is_ring and routes_by_index and attention.pattern == "vertical_slash",
+            'attention.route_by = "auto" plans each selection on the host',
+        ),
+        (
+            attention.window_sinks > 0,
+            "attention.window_sinks makes tables whose size follows from the batch",
+        ),
+        (
+            isinstance(model, TransformersConfig) and len(model.linear_layers) > 0,
+            "kernels of linear attention read the lengths of documents on the host",
+        ),
+        (
+            config.lora.dropout > 0,
+            "lora.dropout draws random numbers that a recomputation has to draw again",
+        ),
+    ):
+        if applies:
+            return reason
     return None
 
 
-def explain(config: Config, model: DecoderConfig, device: torch.device) -> tuple[bool, str]:
-    """Whether steps become CUDA graphs, and the reason, for the banner.
+def explain(
+    config: Config, model: DecoderConfig, device_type: str, schedule: str
+) -> tuple[bool, str]:
+    """Whether steps become CUDA graphs, and the reason, for the banner. Arguments as in refusal().
 
     Raises ValueError, naming the key, if compile.cuda_graphs = "on" is impossible.
     """
     setting = config.compile.cuda_graphs
     training = config.training
-    reason = refusal(config, model, device)
+    reason = refusal(config, model, device_type, schedule)
     tokens = training.local_batch_size * training.seq_len // config.parallelism.cp
     if setting == "off":
         reason = 'compile.cuda_graphs = "off"'
     elif setting == "on" and reason is not None:
         raise ValueError(f'compile.cuda_graphs = "on" is impossible: {reason}; write "auto"')
-    elif setting == "auto" and tokens > _MOST_TOKENS:
+    elif setting == "auto" and reason is None and tokens > _MOST_TOKENS:
         reason = f"{tokens:,} tokens a GPU keep it busy without them"
     if reason is not None:
         return False, f"queued by the host; not CUDA graphs, since {reason}"

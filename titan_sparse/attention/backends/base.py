@@ -45,7 +45,7 @@ class DenseShape(NamedTuple):
 
     Of packed documents:
     offsets: int32 [n + 1], where each document begins in the tokens of all sequences, one after the
-    other, and their number. longest: tokens of the longest document. window: keys that a query
+    other, and their number. longest: tokens of the longest document, or more. window: keys that a query
     sees, its own included; None for all. has_documents: False if a sequence is one document, with
     or without padding.
     """

@@ -6,6 +6,7 @@ which the counting of visible pairs and the block classification rely on. Positi
 layout permutes tokens, never what they see.
 """
 
+import itertools
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,11 @@ class MaskRanges(NamedTuple):
     table: int64 [ranks, n], the blocks of every rank in the layout "balanced".
     ContextParallel.balance() adds it. q, k and v are sharded by it, so all masks of a batch carry
     the table of one of them.
+    offsets: int32 [n + 1], for masks that are causal inside of documents and nothing else, but for
+    padding and a window. Where each document begins in the tokens of all Bm sequences, one after the
+    other; padding counts as a document. Empty ones at the end make the size the same for most
+    batches. Kernels that know documents take it.
+    window: of a mask with offsets, the most keys that a query sees, its own included; 0 for all.
     probe_seed: int64 scalar from which patterns draw the query rows that they probe, the same on all
     ranks. A trainer gives each step another one. None: the rows of seed 0. It is a tensor, so that a
     CUDA graph draws new rows in each replay.
@@ -53,6 +59,8 @@ class MaskRanges(NamedTuple):
     plain: bool = False
     slices: Tensor | None = None
     table: Tensor | None = None
+    offsets: Tensor | None = None
+    window: int = 0
     probe_seed: Tensor | None = None
 
 
@@ -123,7 +131,8 @@ class Causal(Mask):
         start = torch.where(real, 0, seq_len).int()
         stop = torch.where(real, position + 1, seq_len).int()
         has_no_padding = min(self.valid) == seq_len
-        return MaskRanges(start, stop, None, plain=has_no_padding)
+        offsets = _offsets([[count] for count in self.valid], seq_len).to(device)
+        return MaskRanges(start, stop, None, plain=has_no_padding, offsets=offsets)
 
 
 @dataclass(frozen=True)
@@ -149,7 +158,8 @@ class SlidingWindow(Mask):
         start = position - self.window + 1
         start = start.clamp(min=0)
         stop = position + 1
-        return MaskRanges(start, stop, None)
+        offsets = _offsets([[seq_len]], seq_len).to(device)
+        return MaskRanges(start, stop, None, offsets=offsets, window=self.window)
 
 
 class Documents(Mask):
@@ -182,7 +192,21 @@ class Documents(Mask):
             start=document_start.where(real, seq_len),
             stop=stop.expand_as(document_start).where(real, seq_len),
             document_start=document_start,
+            offsets=_offsets(self.lengths, seq_len).to(device),
         )
+
+
+def _offsets(lengths: Sequence[Sequence[int]], seq_len: int) -> Tensor:
+    """MaskRanges.offsets on the CPU. lengths: of the documents of each sequence; the rest is padding."""
+    begins = []
+    for number, documents in enumerate(lengths):
+        of_sequence = itertools.accumulate(documents, initial=number * seq_len)
+        # Without padding the last one is where the next sequence begins.
+        begins += [begin for begin in of_sequence if begin < (number + 1) * seq_len]
+    total = len(lengths) * seq_len
+    count = max(64, total // 512, len(begins))
+    size = 1 << (count - 1).bit_length()
+    return torch.tensor(begins + [total] * (size + 1 - len(begins)), dtype=torch.int32)
 
 
 def _document_length(length: object) -> int:
@@ -240,7 +264,23 @@ def intersect(a: MaskRanges, b: MaskRanges) -> MaskRanges:
         documents = torch.where(start < stop, documents, -1)
     # Two ranges that do not meet leave an empty one, which must not end before it begins.
     stop = torch.maximum(start, stop)
-    return MaskRanges(start, stop, documents, causal=a.causal or b.causal)
+    offsets, window = _offsets_of_both(a, b)
+    return MaskRanges(
+        start, stop, documents, causal=a.causal or b.causal, offsets=offsets, window=window
+    )
+
+
+def _offsets_of_both(a: MaskRanges, b: MaskRanges) -> tuple[Tensor | None, int]:
+    """MaskRanges.offsets and .window of a & b: of a window and documents, or where one is plain."""
+    if a.plain or (a.window and a.document_start is None):
+        a, b = b, a
+    # Now b is the one that may be plain, or a window.
+    if b.plain:
+        return a.offsets, a.window
+    if b.window and b.document_start is None and len(b.start) == 1 and a.offsets is not None:
+        windows = filter(None, (a.window, b.window))
+        return a.offsets, min(windows)
+    return None, 0
 
 
 def _intersected_slices(a: MaskRanges, b: MaskRanges) -> MaskRanges:
@@ -350,6 +390,7 @@ def once_per_mask(ranges: MaskRanges, key: Hashable, compute: Callable[[], T]) -
         ranges.document_start,
         ranges.slices,
         ranges.table,
+        ranges.offsets,
         ranges.probe_seed,
     )
     versions = []

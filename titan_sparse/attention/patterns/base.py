@@ -284,7 +284,7 @@ class CallOptions:
     mask: names of the mask's tensors (inputs.mask_tensors).
     scale: of the scores; None for D ** -0.5.
     The select op does not read the rest:
-    plain: the mask is causal and nothing else.
+    plain: the mask is causal and nothing else. window: of the mask (MaskRanges).
     begin, end: the call is about the query blocks of this range alone, as shares of the sequence.
     A range that ends before the sequence does is given the verticals' keys and values.
     """
@@ -295,6 +295,7 @@ class CallOptions:
     scale: float | None
     backend: str = ""
     plain: bool = False
+    window: int = 0
     begin: float = 0.0
     end: float = 1.0
 
@@ -331,11 +332,12 @@ def options_key(
     scale: float | None,
     backend: str = "",
     plain: bool = False,
+    window: int = 0,
     begin: float = 0.0,
     end: float = 1.0,
 ) -> str:
     """The key of CallOptions, for a pattern and a ContextParallel named by their keys."""
-    options = (mask, scale, backend, plain, begin, end)
+    options = (mask, scale, backend, plain, window, begin, end)
     key = " ".join(map(str, ("attend", pattern, cp, *options)))
     if key not in registry.OBJECTS:
         owner = context_of(cp)

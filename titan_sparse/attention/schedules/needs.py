@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.call import AttentionCall
-from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask, token_positions
+from titan_sparse.attention.masks.ranges import (
+    Causal,
+    MaskRanges,
+    once_per_mask,
+    token_positions,
+)
 from titan_sparse.attention.masks.reach import block_reach, reached, seen_blocks, seen_chunks
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
@@ -27,11 +32,15 @@ def needed_chunks(call: AttentionCall) -> Tensor:
     selection.
     """
     table = call.cp.table(call.mask)
-    seen = once_per_mask(
-        call.mask,
-        ("needed", call.cp.key),
-        lambda: seen_chunks(call.mask, table, call.cp.block_size).cpu(),
-    )
+
+    def seen_of_mask() -> Tensor:
+        if call.mask.plain:
+            # It follows from the length alone, so that the host does not wait for the device.
+            plain = Causal().rows(call.seq_len)
+            return seen_chunks(plain, call.cp.table(plain), call.cp.block_size)
+        return seen_chunks(call.mask, table, call.cp.block_size).cpu()
+
+    seen = once_per_mask(call.mask, ("needed", call.cp.key), seen_of_mask)
     if call.cp.route_by == "mask":
         return seen
     return met_chunks(seen, call.mask, call.index, table, call.cp.layout)

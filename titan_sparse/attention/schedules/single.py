@@ -31,8 +31,8 @@ def packing_of(call: AttentionCall, q: Tensor, k: Tensor) -> Rectangle | None:
 
     Documents of all sequences come one sequence after the other, and a run of padding counts as one.
     None for any other call, or if no kernel serves it without tables of blocks. Tables would cost a
-    kernel that knows documents 10 % and more, and every layer would have to make them. The host
-    waits for a mask that is not plain, once a batch.
+    kernel that knows documents 10 % and more, and every layer would have to make them. For a mask
+    without offsets, such as one that follows from position_ids, the host waits once a batch.
     """
     if call.pattern.dynamic or call.mask.slices is not None:
         return None
@@ -45,10 +45,27 @@ def packing_of(call: AttentionCall, q: Tensor, k: Tensor) -> Rectangle | None:
     if call.is_partial:
         return None
     batch = len(q)
-    packing = once_per_mask(call.mask, ("packing", batch), lambda: find_packing(call.mask, batch))
+    find = find_packing
+    if call.mask.offsets is not None and len(call.mask.start) == batch:
+        find = known_packing
+    packing = once_per_mask(call.mask, ("packing", batch), lambda: find(call.mask, batch))
     if packing is None or not call.backend.serves_dense(q, packing.shape):
         return None
     return packing
+
+
+def known_packing(ranges: MaskRanges, batch: int) -> Rectangle:
+    """The rectangle of a mask with offsets for `batch` sequences. Nothing in it depends on numbers that
+    only the device knows, so that a CUDA graph can be replayed with other documents."""
+    seq_len = ranges.start.shape[1]
+    shape = DenseShape(
+        causal=True,
+        offsets=ranges.offsets,
+        longest=seq_len,
+        window=ranges.window or None,
+        has_documents=ranges.document_start is not None,
+    )
+    return Rectangle(0, seq_len, shape, padding=ranges.start >= ranges.stop)
 
 
 def find_packing(ranges: MaskRanges, batch: int) -> Rectangle | None:

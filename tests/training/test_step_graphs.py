@@ -1,0 +1,82 @@
+"""When steps become CUDA graphs, and what a graph depends on. tests/gpu/test_step_graphs.py runs them."""
+
+import pytest
+import torch
+
+from tests.runs import TINY, tiny_config
+from titan_sparse.attention.masks.ranges import Causal, Documents
+from titan_sparse.training.step_graphs import MicroBatch, explain, flattened
+
+S = 1024
+
+
+@pytest.mark.parametrize(
+    "settings, schedule, said",
+    [
+        ({"optimizer__offload": True}, "local", "optimizer.offload = true"),
+        ({"activation_checkpoint__offload": True}, "local", "activation_checkpoint.offload = true"),
+        ({"lora__rank": 4, "lora__dropout": 0.1}, "local", "lora.dropout"),
+        ({"parallelism__cp": 2}, "group_cast", 'attention.schedule = "group_cast"'),
+        (
+            {"parallelism__cp": 2},
+            "ring",
+            'attention.schedule = "ring" plans each batch of documents',
+        ),
+        (
+            {"parallelism__cp": 2, "attention__mask": "causal", "attention__layout": "zigzag"},
+            "ring",
+            'attention.route_by = "auto"',
+        ),
+        ({"parallelism__cp": 2, "attention__layout": "balanced"}, "local", '"balanced"'),
+        ({"attention__window_sinks": 4}, "local", "attention.window_sinks"),
+    ],
+)
+def test_what_cannot_be_captured(tmp_path, settings, schedule, said):
+    """auto says why, and "on" refuses by the same name. Without the key both take graphs."""
+    config = tiny_config(tmp_path, "run", **settings)
+    has_graphs, line = explain(config, TINY, "cuda", schedule)
+    assert not has_graphs and said in line
+    config.compile.cuda_graphs = "on"
+    with pytest.raises(ValueError, match='is impossible: .*; write "auto"') as refused:
+        explain(config, TINY, "cuda", schedule)
+    assert said in str(refused.value)
+    plain = tiny_config(tmp_path, "run", compile__cuda_graphs="on")
+    assert explain(plain, TINY, "cuda", "all_gather")[0]
+
+
+def test_where_auto_takes_them(tmp_path):
+    config = tiny_config(tmp_path, "run", training__seq_len=131072)
+    assert explain(config, TINY, "cpu", "local")[1].endswith("since graphs need a GPU, not a CPU")
+    has_graphs, line = explain(config, TINY, "cuda", "local")
+    assert not has_graphs and "131,072 tokens a GPU" in line
+    # Half of them, over two ranks.
+    config.parallelism.cp = 2
+    assert explain(config, TINY, "cuda", "all_gather")[0]
+    config.compile.cuda_graphs = "off"
+    assert 'compile.cuda_graphs = "off"' in explain(config, TINY, "cuda", "all_gather")[1]
+
+
+def _batch(mask) -> MicroBatch:
+    # [1, S]
+    tokens = torch.zeros(1, S, dtype=torch.int64)
+    ranges = mask.rows(S)._replace(probe_seed=torch.tensor(1))
+    return MicroBatch(tokens, tokens, tokens, ranges, torch.tensor(1.0))
+
+
+def test_documents_share_a_graph():
+    """Their number and lengths are tensors of the same size. A mask without padding is another kind."""
+    shapes = [
+        flattened(_batch(mask))[1]
+        for mask in (
+            Documents([[100, 20, 904]]),
+            Documents([[1] * 60]),
+            Documents([[1024]]),
+            Causal(valid=(S,)),
+            Causal(valid=(S - 1,)),
+        )
+    ]
+    assert shapes[0] == shapes[1] == shapes[2]
+    assert len({*shapes}) == 3
+    tensors, _ = flattened(_batch(Documents([[5]])))
+    # Tokens, positions, labels, four of the mask with its offsets, the seed, and the labels' number.
+    assert len(tensors) == 9
