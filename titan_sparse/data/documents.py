@@ -26,7 +26,7 @@ from titan_sparse.data.tokenizer import Encoded, SampleFormat, Tokenizer, closed
 
 logger = logging.getLogger("titan_sparse")
 
-READER = 2
+READER = 3
 """Version of rows.py in the cache's name. Increase it when rows.py reads something differently."""
 CACHED_AT_ONCE = 1 << 20
 """Letters of rows that are held in memory while a cache is written."""

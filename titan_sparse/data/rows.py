@@ -182,6 +182,8 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys that hold a message's reasoning. Templates read the first two."""
 
 Message = dict[str, Any]
+Arguments = dict[str, Any] | str
+"""Of a tool call: an object, or its JSON where the row holds a string."""
 
 
 def needed_columns(row_format: str, field: str) -> list[str]:
@@ -274,8 +276,7 @@ def _content(content: Any, name: str) -> str:
 
 
 def _tool_calls(calls: Any, name: str) -> list[dict[str, Any]]:
-    """The calls with their arguments as objects, the form in which servers pass them to
-    templates."""
+    """The calls, whose arguments are checked and stay an object or its JSON."""
     if not isinstance(calls, list):
         raise BadSample(f'{name} has "tool_calls" that are not a list')
     read = []
@@ -283,14 +284,35 @@ def _tool_calls(calls: Any, name: str) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadSample(f"{name} has a tool call without the name of a function")
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            arguments = _parsed(arguments, f"{name}, arguments of {function['name']}")
+        arguments = given = function.get("arguments", {})
+        if isinstance(given, str):
+            arguments = _parsed(given, f"{name}, arguments of {function['name']}")
         if not isinstance(arguments, dict):
             raise BadSample(f"{name}: the arguments of {function['name']} are not a JSON object")
-        function = {**function, "arguments": arguments}
-        read.append({**call, "function": function} if "function" in call else function)
+        read.append(with_arguments(call, given))
     return read
+
+
+def with_arguments(call: dict[str, Any], arguments: Arguments) -> dict[str, Any]:
+    """A tool call with other arguments."""
+    if "function" not in call:
+        return {**call, "arguments": arguments}
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def arguments_of(call: dict[str, Any]) -> Arguments:
+    """The arguments of a tool call."""
+    return call.get("function", call)["arguments"]
+
+
+def with_argument(call: dict[str, Any], name: str, value: str) -> dict[str, Any]:
+    """A tool call with one argument more, after the others."""
+    arguments = arguments_of(call)
+    if not isinstance(arguments, str):
+        return with_arguments(call, {**arguments, name: value})
+    comma = ", " if json.loads(arguments) else ""
+    start = arguments.rstrip().removesuffix("}").rstrip()
+    return with_arguments(call, f"{start}{comma}{json.dumps({name: value})[1:]}")
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:

@@ -1,0 +1,224 @@
+"""titan_sparse.data.chats: where an answer ends. A template with {% generation %} and the same template
+without it teach the same tokens, which are those of transformers' mask."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.data.chat_helpers import CALL, marked, write_tokenizer
+from titan_sparse.config import Data
+from titan_sparse.data.chats import ChatEncoder
+from titan_sparse.data.rows import sample_text
+from titan_sparse.data.tokenizer import Encoded, load_tokenizer
+
+transformers = pytest.importorskip("transformers")
+
+SPECIAL = ["<cat>", "<dog>", "</answer>", "</tool_call>", "[INST]", "[/INST]", "</s>"]
+EOS = "<|endoftext|>"
+
+TEMPLATE = """\
+{%- set calls = namespace(text='') %}
+{%- for message in messages %}
+{%- set calls.text = '' %}
+{%- for call in message.tool_calls or [] %}
+{%- set calls.text = calls.text + CALL %}
+{%- endfor %}
+{%- if message.role == 'assistant' %}
+{{- HEADER }}{% generation %}{{ CONTENT + calls.text + END }}{% endgeneration %}{{ BREAK }}
+{%- else %}
+{{- OTHERS }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ HEADER }}{% endif %}"""
+
+
+def template(header: str, others: str, end: str, line_break: str = "''", **parts: str) -> str:
+    """TEMPLATE with its parts, which are expressions of Jinja."""
+    parts = {"CONTENT": "(message.content or '')", "CALL": CHATML_CALL} | parts
+    parts |= {"HEADER": header, "OTHERS": others, "END": end, "BREAK": line_break}
+    return re.sub("|".join(parts), lambda match: parts[match.group()], TEMPLATE)
+
+
+CHATML_CALL = r"'\n<tool_call>\n' + (call | tojson) + '\n</tool_call>'"
+GLM_CALL = (
+    r"'\n<tool_call>' + call.function.name + '\n' + (call.function.arguments | tojson) + "
+    "'</tool_call>'"
+)
+CHATML = (
+    r"'<|im_start|>assistant\n'",
+    r"'<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n'",
+)
+GLM = (
+    r"'<|assistant|>\n'",
+    (
+        r"{'tool': '<|observation|>'}.get(message.role, '<|' + message.role + '|>') + '\n' + "
+        "message.content"
+    ),
+)
+LLAMA = (
+    r"'<|start_header_id|>assistant<|end_header_id|>\n\n'",
+    r"'<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' + message.content + '<|eot_id|>'",
+)
+MISTRAL = "''", "'[INST] ' + message.content + ' [/INST]'"
+GEMMA = (
+    r"'<start_of_turn>model\n'",
+    r"'<start_of_turn>' + message.role + '\n' + message.content + '<end_of_turn>\n'",
+)
+DEEPSEEK_CALL = (
+    r"'<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' + "
+    r"call.function.arguments | tojson + '\n<｜tool▁call▁end｜>'"
+)
+TRIMMED = "(message.content or '') | trim"
+THINKING = (
+    "('<think>\\n' + content.split('</think>')[0].split('<think>')[-1].strip() + '\\n</think>\\n\\n' "
+    "if '</think>' in content else '') + content.split('</think>')[-1].lstrip('\\n')"
+).replace("content", "(message.content or '')")
+
+ENDED = {
+    "chatml": template(*CHATML, "'<|im_end|>'", r"'\n'"),
+    "chatml, trimmed": template(*CHATML, "'<|im_end|>'", r"'\n'", CONTENT=TRIMMED),
+    "chatml, a break before": template(*CHATML, r"'\n<|im_end|>'", r"'\n'"),
+    "chatml, no break after": template(*CHATML, "'<|im_end|>'"),
+    "chatml, calls first": template(
+        *CHATML, "(message.content or '') + '<|im_end|>'", r"'\n'", CONTENT="''"
+    ),
+    "chatml, calls after reasoning": template(*CHATML, "'<|im_end|>'", r"'\n'", CONTENT=THINKING),
+    "llama": template(*LLAMA, "'<|eot_id|>'", CONTENT=TRIMMED),
+    "mistral": template(*MISTRAL, "'</s>'"),
+    "mistral, blanks": template(*MISTRAL, "' </s>'", CONTENT="' ' + (message.content or '')"),
+    "gemma": template(*GEMMA, "'<end_of_turn>'", r"'\n'", CONTENT=TRIMMED),
+    "deepseek": template(
+        "'<｜Assistant｜>'",
+        "'<｜User｜>' + message.content",
+        "('<｜tool▁calls▁end｜>' if message.tool_calls else '') + '<｜end▁of▁sentence｜>'",
+        CALL=DEEPSEEK_CALL,
+    ),
+    "end of document": template(*CHATML, "eos_token"),
+}
+OPEN = {
+    "glm": template(*GLM, "''", CALL=GLM_CALL),
+    "glm, a break at the end": template(*GLM, r"'\n'", CALL=GLM_CALL),
+    "plain": template(
+        r"'### assistant:\n'", r"'### user:\n' + message.content + '\n\n'", r"'\n\n'"
+    ),
+}
+"""Templates that write nothing special at the end of an answer."""
+
+CONTENTS = [
+    "yes",
+    "",
+    " ",
+    "\n",
+    "<cat>",
+    "<cat> <dog>",
+    "<cat><dog>",
+    "<cat>\n<dog>",
+    "<cat>, <dog>",
+    "<cat> yes <dog>\n",
+    "the answer</answer>",
+    "the answer</answer>\n",
+    "</answer>\n\n",
+    "</tool_call>\n",
+    "yes\n",
+    "\nyes",
+    "  yes  ",
+    "\t<cat>\t",
+    "<|im_end|>",
+    "yes<|im_end|>\n",
+    "</s>",
+    "yes <|endoftext|>",
+    "<|eot_id|> <|im_start|>",
+    "\U0001f600",
+    "ä€ <cat>\U0001f600",
+    "<think>\nso\n</think>\n\n<cat>",
+    "<think>so <dog></think>",
+    "\ue000",
+    "<cat>\ue000\ue001",
+]
+
+
+def chats(content: str | None, **keys) -> list[list[dict]]:
+    """The content as a last answer, and as an earlier one."""
+    answer = {"role": "assistant", "content": content, **keys}
+    first = [{"role": "user", "content": "hello"}, answer]
+    role = "tool" if keys else "user"
+    return [
+        first,
+        [*first, {"role": role, "content": "the"}, {"role": "assistant", "content": "yes"}],
+    ]
+
+
+def calls(*arguments: dict) -> list[dict]:
+    return [{**CALL, "function": {"name": "add", "arguments": one}} for one in arguments]
+
+
+CHATS = [chat for content in CONTENTS for chat in chats(content)]
+for found in (
+    calls({}),
+    calls({"a": "<cat>"}),
+    calls({"a": "<cat>"}, {"b": [None, "</tool_call>\n"]}),
+):
+    CHATS += chats(None, tool_calls=found) + chats("yes <dog>\n", tool_calls=found)
+
+
+class Both:
+    """A template with marks and without, by us and by transformers."""
+
+    def __init__(self, folder: Path, text: str, special: Sequence[str] = SPECIAL) -> None:
+        self.text = text
+        self.encoders = []
+        for name, form in (("marks", text), ("plain", unmarked(text))):
+            path = write_tokenizer(folder / name, form, trims=False, special=special)
+            data = Data(format="messages", tokenizer=path)
+            self.tokenizer = load_tokenizer(path)
+            self.encoders.append(ChatEncoder(data, self.tokenizer))
+        self.theirs = transformers.PreTrainedTokenizerFast(
+            tokenizer_file=f"{path}/tokenizer.json", eos_token=EOS, bos_token="<|begin_of_text|>"
+        )
+
+    def transformers(self, chat: list[dict]) -> tuple[list[int], list[bool]]:
+        """Token ids, and which of them are marked."""
+        without = ({k: v for k, v in message.items() if v is not None} for message in chat)
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        found = self.theirs.apply_chat_template(list(without), chat_template=self.text, **options)
+        return found["input_ids"], [bool(mask) for mask in found["assistant_masks"]]
+
+    def compare(self, chat: list[dict], ids: list[int], mask: list[bool]) -> Encoded:
+        """The chat as it is trained, which must begin with the ids and their mask."""
+        sample = sample_text("chats.jsonl, row 7", {"messages": chat}, "messages", "messages")
+        for encoder in self.encoders:
+            got = encoder.encode(sample)
+            assert got.tokens[: len(ids)].tolist() == ids
+            assert got.learned[: len(ids)].tolist() == mask, marked(got, self.tokenizer)
+        return got
+
+
+def unmarked(text: str) -> str:
+    return text.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_the_end_of_an_answer_is_what_the_template_writes_after_it(tmp_path, name):
+    both = Both(tmp_path, ENDED[name])
+    for chat in CHATS:
+        ids, mask = both.transformers(chat)
+        got = both.compare(chat, ids, mask)
+        # The template has ended the answer.
+        assert not got.learned[len(ids) :].any()
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_an_answer_without_an_end_ends_with_what_follows(tmp_path, name):
+    """The special token of the next header, or the end of the document."""
+    both = Both(tmp_path, OPEN[name])
+    end = both.tokenizer.end_of_document
+    answer, *others = both.tokenizer.encode("<|assistant|><|user|><|observation|>").tolist()
+    for chat in CHATS:
+        ids, mask = both.transformers(chat)
+        for place, token in enumerate(ids):
+            mask[place] |= token in others and answer in ids[:place]
+        got = both.compare(chat, ids, mask)
+        # There is one end-of-document token, and it is learned.
+        assert got.tokens[-1] == end != got.tokens[-2] and got.learned[-1]
