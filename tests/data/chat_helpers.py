@@ -86,7 +86,7 @@ def write_tokenizer(
     """A folder with the template and a small byte-level tokenizer that splits words as Llama 3's and puts
     <|begin_of_text|> first. If it `trims`, transformers finds no mask of an answer that begins with a
     blank. special: more special tokens."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     tokenizer = tokenizers.Tokenizer(models.BPE())
     words = tokenizers.Regex(r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken
 
 from tests.data.chat_helpers import CALL, marked, write_tokenizer
 from titan_sparse.config import Data
@@ -166,7 +167,9 @@ for found in (
 class Both:
     """A template with marks and without, by us and by transformers."""
 
-    def __init__(self, folder: Path, text: str, special: Sequence[str] = SPECIAL) -> None:
+    def __init__(
+        self, folder: Path, text: str, special: Sequence[str | AddedToken] = SPECIAL
+    ) -> None:
         self.text = text
         self.encoders = []
         for name, form in (("marks", text), ("plain", unmarked(text))):
@@ -178,11 +181,13 @@ class Both:
             tokenizer_file=f"{path}/tokenizer.json", eos_token=EOS, bos_token="<|begin_of_text|>"
         )
 
-    def transformers(self, chat: list[dict]) -> tuple[list[int], list[bool]]:
-        """Token ids, and which of them are marked."""
+    def transformers(self, chat: list[dict], text: str = "") -> tuple[list[int], list[bool]]:
+        """Token ids, and which of them are marked, by another template if `text` is given."""
         without = ({k: v for k, v in message.items() if v is not None} for message in chat)
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        found = self.theirs.apply_chat_template(list(without), chat_template=self.text, **options)
+        found = self.theirs.apply_chat_template(
+            list(without), chat_template=text or self.text, **options
+        )
         return found["input_ids"], [bool(mask) for mask in found["assistant_masks"]]
 
     def compare(self, chat: list[dict], ids: list[int], mask: list[bool]) -> Encoded:
@@ -222,3 +227,30 @@ def test_an_answer_without_an_end_ends_with_what_follows(tmp_path, name):
         got = both.compare(chat, ids, mask)
         # There is one end-of-document token, and it is learned.
         assert got.tokens[-1] == end != got.tokens[-2] and got.learned[-1]
+
+
+@pytest.mark.parametrize("name", [name for name in ENDED if name != "deepseek"])
+def test_marks_without_the_end_teach_it_all_the_same(tmp_path, name):
+    """Some templates mark the content alone."""
+    end, line_break = re.search(
+        r" \+ ([^+]*) \}\}{% endgeneration %}{{ (.*) \}\}", ENDED[name]
+    ).groups()
+    text = ENDED[name].replace(f" + {end} }}}}{{% endg", " }}{% endg")
+    text = text.replace(
+        f"endgeneration %}}{{{{ {line_break}", f"endgeneration %}}{{{{ {end} + {line_break}"
+    )
+    both = Both(tmp_path, text)
+    for chat in CHATS:
+        both.compare(chat, *both.transformers(chat, ENDED[name]))
+
+
+@pytest.mark.parametrize("strips", [{"rstrip": True}, {"lstrip": True}])
+def test_special_tokens_that_take_the_blanks_around_them(tmp_path, strips):
+    """Phi-3's <|end|> holds the line break after it. Then a letter of content and the end may share
+    no token, although they share blanks."""
+    names = ["<cat>", "<dog>", "</answer>", "</tool_call>", "<|im_end|>"]
+    special = [AddedToken(name, special=True, **strips) for name in names]
+    for name in ("chatml", "chatml, a break before", "chatml, no break after"):
+        both = Both(tmp_path / name, ENDED[name], special)
+        for chat in CHATS:
+            both.compare(chat, *both.transformers(chat))

@@ -199,27 +199,34 @@ class _Chat:
     def written(self, number: int) -> int:
         """Letters of the text up to the end of what the row gives for a message.
 
-        More text, another tool call, or another argument changes the text from there on. All three
-        are tried, because templates order them differently, write some of them only without the
-        others, or refuse a second call.
+        More content, another tool call, or another argument changes the text from there on. All are
+        tried, because templates order them differently, leave out some of them next to others, or
+        refuse a second call. Raises BadSample if a call is left out.
         """
         letter = next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in self.text)
         message = self.messages[number]
-        longer = [{**message, "content": message.get("content", "") + letter}]
-        if calls := message.get("tool_calls"):
-            longer.append({**message, "tool_calls": [*calls, calls[-1]]})
-            more = with_argument(calls[-1], letter, letter)
-            longer.append({**message, "tool_calls": [*calls[:-1], more]})
-        places = [0]
-        for other in longer:
-            others = [*self.messages[:number], other, *self.messages[number + 1 :]]
-            try:
-                text, _ = self.template.render(others, self.tools)
-            except BadSample:
-                continue
-            if text != self.text:
-                places.append(len(os.path.commonprefix([self.text, text])))
-        return max(places)
+        places = [self._differs(number, content=message.get("content", "") + letter)]
+        calls = message.get("tool_calls", [])
+        if calls:
+            places.append(self._differs(number, tool_calls=[*calls, calls[-1]]))
+        for place, call in enumerate(calls):
+            more = with_argument(call, letter, letter)
+            changed = [*calls[:place], more, *calls[place + 1 :]]
+            places.append(self._differs(number, tool_calls=changed))
+            if places[-1] is None:
+                raise _left_out("tool calls", number)
+        return max(place or 0 for place in places)
+
+    def _differs(self, number: int, **changes: Any) -> int | None:
+        """Letters of the text up to what changes with a message; None if nothing does. 0 if the
+        template refuses the change."""
+        changed = {**self.messages[number], **changes}
+        others = [*self.messages[:number], changed, *self.messages[number + 1 :]]
+        try:
+            text, _ = self.template.render(others, self.tools)
+        except BadSample:
+            return 0
+        return None if text == self.text else len(os.path.commonprefix([self.text, text]))
 
     def message(self, number: int) -> Letters:
         """Where a message lies, its header included."""
@@ -261,10 +268,7 @@ class _Chat:
         }
         for name, texts in needed.items():
             if not all(text.strip() in written for text in texts):
-                raise BadSample(
-                    f"the chat template leaves out the {name} of messages[{number}]; write a "
-                    'data.chat_template that has them, or "train": false in that message'
-                )
+                raise _left_out(name, number)
 
     def _marked_answers(self, taught: list[bool]) -> dict[int, list[Letters]]:
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
@@ -283,6 +287,13 @@ class _Chat:
             'answers, so that one cannot be left out; write data.loss_on = "assistant" and no '
             '"train": false'
         )
+
+
+def _left_out(name: str, number: int) -> BadSample:
+    return BadSample(
+        f"the chat template leaves out the {name} of messages[{number}]; write a "
+        'data.chat_template that has them, or "train": false in that message'
+    )
 
 
 class _Rendered:
