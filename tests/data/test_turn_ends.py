@@ -204,9 +204,11 @@ def unmarked(text: str) -> str:
     return text.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
+@pytest.mark.parametrize("strips", [{}, {"rstrip": True}, {"lstrip": True}])
 @pytest.mark.parametrize("name", ENDED)
-def test_the_end_of_an_answer_is_what_the_template_writes_after_it(tmp_path, name):
-    both = Both(tmp_path, ENDED[name])
+def test_the_end_of_an_answer_is_what_the_template_writes_after_it(tmp_path, name, strips):
+    special = [*SPECIAL, "<|im_end|>", "<|eot_id|>", "<end_of_turn>"]
+    both = Both(tmp_path, ENDED[name], [AddedToken(one, special=True, **strips) for one in special])
     for chat in CHATS:
         ids, mask = both.transformers(chat)
         got = both.compare(chat, ids, mask)
@@ -214,10 +216,13 @@ def test_the_end_of_an_answer_is_what_the_template_writes_after_it(tmp_path, nam
         assert not got.learned[len(ids) :].any()
 
 
+@pytest.mark.parametrize("strips", [{}, {"rstrip": True}, {"lstrip": True}])
 @pytest.mark.parametrize("name", OPEN)
-def test_an_answer_without_an_end_ends_with_what_follows(tmp_path, name):
-    """The special token of the next header, or the end of the document."""
-    both = Both(tmp_path, OPEN[name])
+def test_an_answer_without_an_end_ends_with_what_follows(tmp_path, name, strips):
+    """The special token of the next header, or the end of the document. Special tokens may take the
+    blanks next to them, as Phi-3's do."""
+    special = [AddedToken(token, special=True, **strips) for token in SPECIAL]
+    both = Both(tmp_path, OPEN[name], special)
     end = both.tokenizer.end_of_document
     answer, *others = both.tokenizer.encode("<|assistant|><|user|><|observation|>").tolist()
     for chat in CHATS:
@@ -242,15 +247,3 @@ def test_marks_without_the_end_teach_it_all_the_same(tmp_path, name):
     both = Both(tmp_path, text)
     for chat in CHATS:
         both.compare(chat, *both.transformers(chat, ENDED[name]))
-
-
-@pytest.mark.parametrize("strips", [{"rstrip": True}, {"lstrip": True}])
-def test_special_tokens_that_take_the_blanks_around_them(tmp_path, strips):
-    """Phi-3's <|end|> holds the line break after it. Then a letter of content and the end may share
-    no token, although they share blanks."""
-    names = ["<cat>", "<dog>", "</answer>", "</tool_call>", "<|im_end|>"]
-    special = [AddedToken(name, special=True, **strips) for name in names]
-    for name in ("chatml", "chatml, a break before", "chatml, no break after"):
-        both = Both(tmp_path / name, ENDED[name], special)
-        for chat in CHATS:
-            both.compare(chat, *both.transformers(chat))
