@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
-from tests.data.chat_helpers import CALL, marked, write_tokenizer
+from tests.data.chat_helpers import CALL, learned_texts, marked, write_tokenizer
 from titan_sparse.config import Data
 from titan_sparse.data.chats import ChatEncoder
 from titan_sparse.data.rows import sample_text
@@ -16,7 +16,7 @@ from titan_sparse.data.tokenizer import Encoded, load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
-SPECIAL = ["<cat>", "<dog>", "</answer>", "</tool_call>", "[INST]", "[/INST]", "</s>"]
+SPECIAL = ["<cat>", "<dog>", "</answer>", "</tool_call>", "[INST]", "[/INST]", "</s>", "<|eom_id|>"]
 EOS = "<|endoftext|>"
 
 TEMPLATE = """\
@@ -98,6 +98,23 @@ ENDED = {
     ),
     "end of document": template(*CHATML, "eos_token"),
 }
+ONE_CALL = {}
+"""Templates that write one call of an answer, and some of them no content next to it."""
+ONE = "'' if loop.index > 1 else "
+REFUSED = "raise_exception('one call') if message.tool_calls | length > 1 else "
+TAGGED = "'<cat>' + call.function.name + '.call(' + (call.function.arguments | tojson) + ')'"
+for rule, kind in ((ONE, "only one call"), (REFUSED, "a second call refused")):
+    ONE_CALL |= {
+        f"{kind}, breaks around the end": template(
+            *CHATML, r"'\n\n<|im_end|>'", r"'\n'", CALL=f"({rule}{CHATML_CALL})"
+        ),
+        f"{kind}, another end": template(
+            *LLAMA,
+            "('<|eom_id|>' if message.tool_calls else '<|eot_id|>')",
+            CONTENT="('' if message.tool_calls else message.content or '')",
+            CALL=f"({rule}{TAGGED})",
+        ),
+    }
 OPEN = {
     "glm": template(*GLM, "''", CALL=GLM_CALL),
     "glm, a break at the end": template(*GLM, r"'\n'", CALL=GLM_CALL),
@@ -247,3 +264,32 @@ def test_marks_without_the_end_teach_it_all_the_same(tmp_path, name):
     both = Both(tmp_path, text)
     for chat in CHATS:
         both.compare(chat, *both.transformers(chat, ENDED[name]))
+
+
+@pytest.mark.parametrize("name", ONE_CALL)
+def test_a_template_that_writes_one_call_only(tmp_path, name):
+    both = Both(tmp_path, ONE_CALL[name])
+    for chat in CHATS:
+        _, answer, *_ = chat
+        number = len(answer.get("tool_calls", []))
+        if number > 1:
+            with pytest.raises(ValueError, match="leaves out the (tool calls|content)|: one call"):
+                both.compare(chat, [], [])
+        elif not (number and answer["content"]):
+            both.compare(chat, *both.transformers(chat))
+
+
+@pytest.mark.parametrize("rule", [ONE, REFUSED])
+def test_one_call_and_no_end(tmp_path, rule):
+    """GLM's </tool_call> does not end a turn, even if nothing follows it in the turn."""
+    both = Both(tmp_path, template(*GLM, "''", CALL=f"({rule}{GLM_CALL})"))
+    first, both_turns = chats(None, tool_calls=calls({"a": "</tool_call>"}))
+    text = '\n<tool_call>add\n{"a": "</tool_call>"}</tool_call>'
+    for encoder in both.encoders:
+        for chat, wanted in (
+            (first, [text + EOS]),
+            (both_turns, [text + "<|observation|>", "yes" + EOS]),
+        ):
+            sample = sample_text("f, row 1", {"messages": chat}, "messages", "messages")
+            found = learned_texts(encoder.encode(sample), both.tokenizer)
+            assert [text.strip() for text in found] == [text.strip() for text in wanted]

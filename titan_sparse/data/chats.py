@@ -200,33 +200,40 @@ class _Chat:
         """Letters of the text up to the end of what the row gives for a message.
 
         More content, another tool call, or another argument changes the text from there on. All are
-        tried, because templates order them differently, leave out some of them next to others, or
-        refuse a second call. Raises BadSample if a call is left out.
+        tried, because templates order them differently, and leave out some of them next to others.
+        Raises BadSample if a call is left out.
         """
         letter = next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in self.text)
         message = self.messages[number]
-        places = [self._differs(number, content=message.get("content", "") + letter)]
+        texts = [self._with(number, content=message.get("content", "") + letter)]
         calls = message.get("tool_calls", [])
-        if calls:
-            places.append(self._differs(number, tool_calls=[*calls, calls[-1]]))
         for place, call in enumerate(calls):
-            more = with_argument(call, letter, letter)
-            changed = [*calls[:place], more, *calls[place + 1 :]]
-            places.append(self._differs(number, tool_calls=changed))
-            if places[-1] is None:
+            changed = [*calls]
+            changed[place] = with_argument(call, letter, letter)
+            texts.append(self._with(number, tool_calls=changed))
+            if texts[-1] == self.text:
                 raise _left_out("tool calls", number)
-        return max(place or 0 for place in places)
+        if calls:
+            texts.append(self._with(number, tool_calls=[*calls, calls[-1]]))
+        places = [
+            len(os.path.commonprefix([self.text, text])) for text in texts if text != self.text
+        ]
+        if calls and texts[-1] in (self.text, ""):
+            # The template writes one call only. An answer without any ends in the same way.
+            plain = self._with(number, content=letter, tool_calls=[])
+            places.append(
+                len(self.text) - len(os.path.commonprefix([self.text[::-1], plain[::-1]]))
+            )
+        return max(places, default=0)
 
-    def _differs(self, number: int, **changes: Any) -> int | None:
-        """Letters of the text up to what changes with a message; None if nothing does. 0 if the
-        template refuses the change."""
+    def _with(self, number: int, **changes: Any) -> str:
+        """The text with changes in a message; empty if the template refuses them."""
         changed = {**self.messages[number], **changes}
         others = [*self.messages[:number], changed, *self.messages[number + 1 :]]
         try:
-            text, _ = self.template.render(others, self.tools)
+            return self.template.render(others, self.tools)[0]
         except BadSample:
-            return 0
-        return None if text == self.text else len(os.path.commonprefix([self.text, text]))
+            return ""
 
     def message(self, number: int) -> Letters:
         """Where a message lies, its header included."""
