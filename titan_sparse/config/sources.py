@@ -139,7 +139,8 @@ def data_files(source: str, key: str = "data.source") -> tuple[list[str], str]:
     require(
         len(endings) > 0,
         f"{named} holds no data files; write a path of {', '.join(ENDINGS)}, or of one of the first "
-        "three with .gz or .zst",
+        "three with .gz or .zst. Of a folder of .md, .rst, or code, titan-sparse prepare_data "
+        f"{source} OUT --document folder makes tokens",
     )
     require(
         len(endings) == 1,
