@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
@@ -80,11 +81,12 @@ def write_tokenizer(
     template: str,
     end: str = "<|endoftext|>",
     trims: bool = True,
+    special: Sequence[str | tokenizers.AddedToken] = (),
 ) -> str:
     """A folder with the template and a small byte-level tokenizer that splits words as Llama 3's and puts
     <|begin_of_text|> first. If it `trims`, transformers finds no mask of an answer that begins with a
-    blank."""
-    folder.mkdir(exist_ok=True)
+    blank. special: more special tokens."""
+    folder.mkdir(exist_ok=True, parents=True)
     tokenizer = tokenizers.Tokenizer(models.BPE())
     words = tokenizers.Regex(r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -101,7 +103,7 @@ def write_tokenizer(
         show_progress=False,
     )
     tokenizer.train_from_iterator(["hello world assistant user the answer is\n\nyes"] * 3, trainer)
-    tokenizer.add_special_tokens(MORE_SPECIAL)
+    tokenizer.add_special_tokens([*MORE_SPECIAL, *special])
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
     steps = [processors.ByteLevel(trim_offsets=trims)]
     bos = "<|begin_of_text|>"

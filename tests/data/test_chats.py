@@ -280,6 +280,29 @@ def test_prompt_and_completion(tmp_path, prompt, completion, learned):
     assert encode(folder, {"prompt": prompt, "completion": completion}, loss_on="all").learned.all()
 
 
+@pytest.mark.parametrize("template", [CHATML, trl_template("qwen3_training")])
+def test_answers_in_a_prompt_are_not_learned(tmp_path, template):
+    """They are examples, or what was said before. A flag of a message can change that."""
+    folder = write_tokenizer(tmp_path, template)
+    prompt = [CHAT[1], ANSWER, {"role": "user", "content": "more"}]
+    follows = [CHAT[4], CHAT[1], {"role": "assistant", "content": "the"}]
+
+    def texts(loss_on: str, prompt: list[dict] = prompt) -> list[str]:
+        row = {"prompt": prompt, "completion": follows}
+        found = learned_texts(encode(folder, row, loss_on=loss_on), folder)
+        return [text.replace("<think>\n\n</think>\n\n", "").strip() for text in found]
+
+    yes, last = "yes<|im_end|>", "the<|im_end|>"
+    assert texts("assistant") == [yes, last]
+    assert texts("last_assistant") == [last]
+    (everything,) = texts("all")
+    assert everything.startswith("<|im_start|>user\nhello")
+    told = [CHAT[1], {**ANSWER, "train": True}, prompt[2]]
+    answer = "the answer\n\nis \U0001f600 4<|im_end|>"
+    assert texts("assistant", told) == [answer, yes, last]
+    assert texts("last_assistant", told) == [answer, last]
+
+
 def test_a_template_that_writes_the_date_is_the_same_each_day(tmp_path):
     template = """{{- strftime_now("%d %b %Y") }}{%- set format = ' %Y-%m-%d' %}
 {{- strftime_now(format) }}{{- strftime_now(' %d' + ' %B') }}

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import random
+import re
 import struct
 import tracemalloc
 from pathlib import Path
@@ -13,10 +14,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from titan_sparse.commands import prepare_data
 from titan_sparse.config import Data
 from titan_sparse.data import documents, rows
 from titan_sparse.data.documents import open_source
 from titan_sparse.data.rows import file_rows
+from titan_sparse.data.shards import TokenShards
+from titan_sparse.data.tokenizer import ByteTokenizer
 
 
 def lines_of(texts: list[str]) -> bytes:
@@ -247,6 +251,22 @@ def test_columns_and_folders_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "info.json").unlink()
     (tmp_path / "cache").mkdir(exist_ok=True)
     assert "holds no data files" in refusal(tmp_path)
+
+
+def test_a_folder_of_markdown_and_code_is_sent_to_prepare_data(tmp_path):
+    """The command that the refusal names reads it, and its result can be trained on."""
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    texts = {"a.md": "# title\n", "b.rst": "words\n", "c.py": "x = 1\n"}
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    command = re.search('"titan-sparse prepare_data (.*)" reads', refusal(folder)).group(1)
+    words = command.replace("OUT", str(tmp_path / "out")).split()
+    assert prepare_data.main(words) == 0
+    (document,) = TokenShards(str(tmp_path / "out"), ByteTokenizer())
+    text = ByteTokenizer().decode(document.tokens)
+    assert all(part in text for part in texts.values())
+    assert "--document" not in refusal(folder / "a.md")
 
 
 def test_rows_are_those_of_a_loop_of_json(tmp_path):

@@ -136,10 +136,14 @@ def data_files(source: str, key: str = "data.source") -> tuple[list[str], str]:
     if files.keys().isdisjoint((".txt", ".parquet")):
         files[".jsonl"] += files.pop(".json", [])
     endings = [ending for ending in (".jsonl", ".parquet", ".txt") if files[ending]]
+    others = [kind for kind, found in files.items() if found and kind.startswith(".")]
+    advice = (
+        f'; "titan-sparse prepare_data {source} OUT --document folder" reads text files of any kind'
+    )
     require(
         len(endings) > 0,
         f"{named} holds no data files; write a path of {', '.join(ENDINGS)}, or of one of the first "
-        "three with .gz or .zst",
+        "three with .gz or .zst" + advice * (path.is_dir() and len(others) > 0),
     )
     require(
         len(endings) == 1,

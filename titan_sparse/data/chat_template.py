@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,13 @@ from typing import Any, NamedTuple
 from titan_sparse.config.checking import chat_template_kwargs
 from titan_sparse.config.sections import Data
 from titan_sparse.config.sources import source_weights, tokenizer_file
-from titan_sparse.data.rows import BadSample, Message
+from titan_sparse.data.rows import (
+    Arguments,
+    BadSample,
+    Message,
+    arguments_of,
+    with_arguments,
+)
 from titan_sparse.data.shards import is_prepared
 from titan_sparse.data.tokenizer import read_config, token_text
 from titan_sparse.models.huggingface_files import files_to_copy
@@ -110,11 +117,37 @@ class ChatTemplate:
     def render(
         self, messages: list[Message], tools: list[Any], add_generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and [start, stop) in letters of each {% generation %} block in it. Raises
-        BadSample where the template refuses the messages."""
+        """The text, and [start, stop) in letters of each {% generation %} block in it.
+
+        The arguments of tool calls are mappings, which servers pass to templates. Templates that
+        write them as they are get JSON: the row's own, if it holds a string. Raises BadSample where
+        the template refuses the messages.
+        """
+        try:
+            return self._render_as(_MappingArguments, messages, tools, add_generation_prompt)
+        except BadSample as error:
+            if not any(message.get("tool_calls") for message in messages):
+                raise
+            refusal = error
+        try:
+            return self._render_as(_json_arguments, messages, tools, add_generation_prompt)
+        except BadSample:
+            raise refusal from None
+
+    def _render_as(
+        self,
+        form: Callable[[Arguments], Any],
+        messages: list[Message],
+        tools: list[Any],
+        add_generation_prompt: bool,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """As render(), with arguments in one form."""
         shown = []
         for message in messages:
             shown.append({key: value for key, value in message.items() if key != "train"})
+            if calls := message.get("tool_calls"):
+                formed = [with_arguments(call, form(arguments_of(call))) for call in calls]
+                shown[-1]["tool_calls"] = formed
         self._deadline = time.monotonic() + _SECONDS
         try:
             return self._render(
@@ -142,6 +175,22 @@ class ChatTemplate:
     def _check_time(self) -> None:
         if time.monotonic() > self._deadline:
             raise TimeoutError
+
+
+class _MappingArguments(dict):
+    """The arguments of a tool call as a mapping, which cannot be written as Python writes it."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        super().__init__(json.loads(arguments) if isinstance(arguments, str) else arguments)
+
+    def __repr__(self) -> str:
+        raise TypeError("it writes the arguments of a tool call as Python and not as JSON")
+
+
+def _json_arguments(arguments: Arguments) -> str:
+    """The arguments of a tool call as JSON; the row's own, where it holds a string."""
+    is_json = isinstance(arguments, str)
+    return arguments if is_json else json.dumps(arguments, ensure_ascii=False)
 
 
 def _refuse_chance(*_: Any, **__: Any) -> str:
@@ -343,10 +392,9 @@ _FAMILIES = (
                 rf"\{{%- endfor %\}}\{{\{{'<｜tool▁calls▁end｜>{_END}'\}}\}}",
                 r"\g<0>{% endgeneration %}",
             ),
-            # In our chats, missing content is an absent key and arguments are objects.
+            # In our chats, missing content is an absent key.
             (r"message\['content'\] is not none", "message['content'] is string"),
             (r"message\['content'\] is none", "message['content'] is not string"),
-            (r"tool\['function'\]\['arguments'\] \+", r"tool['function']['arguments'] | tojson +"),
         ),
     ),
 )

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from titan_sparse.config.sections import Data
 from titan_sparse.data.chat_template import ChatTemplate, load_template
-from titan_sparse.data.rows import BadSample, Message
+from titan_sparse.data.rows import BadSample, Message, with_argument
 from titan_sparse.data.tokenizer import Encoded, SampleFormat, Tokenizer
 
 Letters = tuple[int, int]
@@ -30,8 +30,11 @@ class Turn(NamedTuple):
 
     start: int
     stop: int
-    written: int
-    """where its content begins; special tokens before this place do not end the turn"""
+    written: int | None
+    """where what the row gives for the message ends, before what ends the turn; None for a part of
+    an answer that continues in another part"""
+    is_marked: bool
+    """whether the template says where it stops"""
 
 
 class ChatEncoder:
@@ -129,12 +132,12 @@ class ChatEncoder:
             for number, is_taught in enumerate(taught):
                 if not is_taught:
                     learned[rendered.tokens_of(chat.message(number))] = False
-            last = rendered.tokens_of((chat.content_start(len(messages) - 1), len(chat.text)))
-            ends_open = taught[-1] and rendered.turn_end(last) is None
+            written = chat.written(len(messages) - 1)
+            ends_open = taught[-1] and rendered.turn_end((written, len(chat.text))) is None
         else:
             learned = np.zeros(len(rendered.ids), dtype=bool)
             for turn in chat.turns(taught):
-                ends_open |= rendered.learn(turn, learned, trims=not chat.is_marked)
+                ends_open |= rendered.learn(turn, learned)
         return self._closed(rendered.ids, learned, ends_open)
 
     def _taught(self, sample: dict[str, Any]) -> tuple[list[Message], list[bool]]:
@@ -176,31 +179,61 @@ class _Chat:
         for number, is_taught in enumerate(taught):
             if not is_taught:
                 continue
-            if self.messages[number]["role"] != "assistant":
-                start, stop = self.message(number)
-                turns.append(Turn(start, stop, start))
-                continue
-            if number in marked:
+            is_answer = self.messages[number]["role"] == "assistant"
+            is_marked = number in marked
+            if is_marked:
                 parts = marked[number]
-            else:
+            elif is_answer:
                 parts = [(self._prefix(number, True), self._prefix(number + 1, False))]
-            self._check_answer(number, parts)
-            content = self.content_start(number)
+            else:
+                parts = [self.message(number)]
+            if is_answer:
+                self._check_answer(number, parts)
+            written = max(self.written(number), parts[0][0])
+            last = max(start for start, _ in parts if start <= written)
             for start, stop in parts:
-                turns.append(Turn(start, stop, content if start <= content <= stop else start))
+                ends = min(written, stop) if start == last else None
+                turns.append(Turn(start, stop, ends, is_marked))
         return turns
 
-    def content_start(self, number: int) -> int:
-        """Letters before the content of an answer that is blank; 0 for any other.
+    def written(self, number: int) -> int:
+        """Letters of the text up to the end of what the row gives for a message.
 
-        Nothing but special tokens may be in such a turn: those of its header, and those of its end.
+        More content, another tool call, or another argument changes the text from there on. All are
+        tried, because templates order them differently, and leave out some of them next to others.
+        Raises BadSample if a call is left out.
         """
+        letter = next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in self.text)
         message = self.messages[number]
-        if message.get("content", "").strip() or message.get("tool_calls"):
-            return 0
-        others = [*self.messages[:number], {**message, "content": "\ue000"}]
-        text, _ = self.template.render(others + self.messages[number + 1 :], self.tools)
-        return len(os.path.commonprefix([self.text, text]))
+        texts = [self._with(number, content=message.get("content", "") + letter)]
+        calls = message.get("tool_calls", [])
+        for place, call in enumerate(calls):
+            changed = [*calls]
+            changed[place] = with_argument(call, letter, letter)
+            texts.append(self._with(number, tool_calls=changed))
+            if texts[-1] == self.text:
+                raise _left_out("tool calls", number)
+        if calls:
+            texts.append(self._with(number, tool_calls=[*calls, calls[-1]]))
+        places = [
+            len(os.path.commonprefix([self.text, text])) for text in texts if text != self.text
+        ]
+        if calls and texts[-1] in (self.text, ""):
+            # The template writes one call only. An answer without any ends in the same way.
+            plain = self._with(number, content=letter, tool_calls=[])
+            places.append(
+                len(self.text) - len(os.path.commonprefix([self.text[::-1], plain[::-1]]))
+            )
+        return max(places, default=0)
+
+    def _with(self, number: int, **changes: Any) -> str:
+        """The text with changes in a message; empty if the template refuses them."""
+        changed = {**self.messages[number], **changes}
+        others = [*self.messages[:number], changed, *self.messages[number + 1 :]]
+        try:
+            return self.template.render(others, self.tools)[0]
+        except BadSample:
+            return ""
 
     def message(self, number: int) -> Letters:
         """Where a message lies, its header included."""
@@ -242,10 +275,7 @@ class _Chat:
         }
         for name, texts in needed.items():
             if not all(text.strip() in written for text in texts):
-                raise BadSample(
-                    f"the chat template leaves out the {name} of messages[{number}]; write a "
-                    'data.chat_template that has them, or "train": false in that message'
-                )
+                raise _left_out(name, number)
 
     def _marked_answers(self, taught: list[bool]) -> dict[int, list[Letters]]:
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
@@ -266,6 +296,13 @@ class _Chat:
         )
 
 
+def _left_out(name: str, number: int) -> BadSample:
+    return BadSample(
+        f"the chat template leaves out the {name} of messages[{number}]; write a "
+        'data.chat_template that has them, or "train": false in that message'
+    )
+
+
 class _Rendered:
     def __init__(self, text: str, tokenizer: Tokenizer) -> None:
         self.text = text
@@ -280,40 +317,50 @@ class _Rendered:
         first = np.searchsorted(self.offsets[:, 1], start, side="right")
         return slice(int(first), int(np.searchsorted(self.offsets[:, 0], stop, side="left")))
 
-    def learn(self, turn: Turn, learned: NDArray[np.bool_], trims: bool) -> bool:
+    def learn(self, turn: Turn, learned: NDArray[np.bool_]) -> bool:
         """Set `learned` [n] for a turn and for the token that ends it.
 
-        With `trims`, what follows that token within the turn (such as a line break) is not learned.
+        What follows that token, such as a line break, is learned only where the template marks it.
         A turn without an end token ends with the next special token, even if that begins the next
         message (as in GLM's). Returns whether nothing but the end-of-document token can end it.
         """
         tokens = self.tokens_of((turn.start, turn.stop))
-        end = self.turn_end(self.tokens_of((turn.written, turn.stop)))
-        if end is not None:
-            learned[tokens.start : (end if trims else tokens.stop)] = True
-            return False
         learned[tokens] = True
-        if tokens.stop == len(self.ids):
-            return True
-        if self.is_special[tokens.stop]:
-            learned[tokens.stop] = True
-        return False
+        if turn.written is None:
+            return False
+        end = self.turn_end((turn.written, turn.stop))
+        if end is not None:
+            learned[end : tokens.stop] &= turn.is_marked
+            return False
+        end = tokens.stop
+        while end < len(self.ids) and self._is_blank(end):
+            end += 1
+        is_last = end == len(self.ids)
+        if is_last or self.is_special[end]:
+            learned[tokens.stop : end + 1] = True
+        return is_last
 
-    def turn_end(self, tokens: slice) -> int | None:
-        """The place after the special tokens that end a turn; None if it does not end with any.
+    def turn_end(self, letters: Letters) -> int | None:
+        """The place after the first special tokens among the letters that follow what was written;
+        None if there are none.
 
         There can be several of them in a row, as in DeepSeek's tool calls.
         """
-        place = tokens.stop
-        while place > tokens.start and (self.is_special[place - 1] or self._is_blank(place - 1)):
-            place -= 1
-        while place < tokens.stop and not self.is_special[place]:
-            place += 1
-        if place == tokens.stop:
+        tokens = self.tokens_of(letters)
+        for place in range(tokens.start, tokens.stop):
+            if self.is_special[place] and self._last_letter(place) >= letters[0]:
+                break
+        else:
             return None
         while place < tokens.stop and self.is_special[place]:
             place += 1
         return place
+
+    def _last_letter(self, place: int) -> int:
+        """The place in the text of the last letter of a token. A special token may hold the blanks
+        around it."""
+        start, stop = self.offsets[place].tolist()
+        return start + len(self.text[start:stop].rstrip()) - 1
 
     def _is_blank(self, place: int) -> bool:
         start, stop = self.offsets[place].tolist()

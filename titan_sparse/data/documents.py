@@ -20,13 +20,21 @@ from tqdm import tqdm
 from titan_sparse.config.sections import Data
 from titan_sparse.config.sources import data_files, is_path
 from titan_sparse.data.chats import ChatEncoder
-from titan_sparse.data.rows import Row, file_rows, needed_columns, table_row
+from titan_sparse.data.rows import (
+    FORMS,
+    Row,
+    chat_form,
+    columns_to_read,
+    file_rows,
+    needed_columns,
+    table_row,
+)
 from titan_sparse.data.shards import TokenShards, is_prepared
 from titan_sparse.data.tokenizer import Encoded, SampleFormat, Tokenizer, closed
 
 logger = logging.getLogger("titan_sparse")
 
-READER = 2
+READER = 3
 """Version of rows.py in the cache's name. Increase it when rows.py reads something differently."""
 CACHED_AT_ONCE = 1 << 20
 """Letters of rows that are held in memory while a cache is written."""
@@ -127,13 +135,15 @@ def _open_files(data: Data) -> LazyTexts:
         )
     if len(problems) == len(table) > 0:
         raise ValueError(f'data.source = "{data.source}" has only bad rows; {problems[0]}')
+    for form in table.column("form").unique().to_pylist():
+        _log_form(data.source, form)
     texts = table.column("text")
     return LazyTexts(range(len(texts)), lambda row: texts[row].as_py(), len(problems))
 
 
 def _cached_rows(files: list[str], data: Data) -> Any:
-    """The rows of the files as a pyarrow.Table with the columns text and problem, mapped from a
-    cache.
+    """The rows of the files as a pyarrow.Table with the columns text, problem, and form, mapped
+    from a cache.
 
     All rows are read now, or were read for the cache, so errors are reported before training.
     """
@@ -186,7 +196,7 @@ def _write_cache(path: Path, states: list[FileState], field: str, data: Data) ->
     import pyarrow
 
     string = pyarrow.large_string()
-    schema = pyarrow.schema([("text", string), ("problem", string)])
+    schema = pyarrow.schema([("text", string), ("problem", string), ("form", pyarrow.string())])
     temporary = path.with_suffix(".tmp")
     files = [Path(name) for name, *_ in states]
     rows_of_files = (file_rows(file, field, data.format) for file in files)
@@ -226,15 +236,16 @@ def _open_dataset(data: Data) -> LazyTexts:
         ) from error
     is_text = data.format == "text"
     field = data.text_field if is_text else data.messages_field
-    needed = needed_columns(data.format, field)
-    for name in needed:
+    form = chat_form(data.format, field, dataset.column_names)
+    _log_form(data.source, form)
+    for name in [] if form else needed_columns(data.format, field):
         if name not in dataset.column_names:
             key = f'data.text_field = "{field}"' if is_text else f'data.format = "{data.format}"'
             raise ValueError(
                 f'data.source = "{data.source}" has no column "{name}", which {key} needs; it has: '
                 f"{', '.join(dataset.column_names)}"
             )
-    taken = [name for name in [*needed, "tools"] if name in dataset.column_names]
+    taken = columns_to_read(data.format, field, dataset.column_names)
     rows = dataset.select_columns(taken).with_format("arrow")
 
     def read(number: int) -> str:
@@ -246,6 +257,12 @@ def _open_dataset(data: Data) -> LazyTexts:
         return row.text
 
     return LazyTexts(range(len(rows)), read)
+
+
+def _log_form(source: str, form: str) -> None:
+    if form:
+        columns = " and ".join(f'"{name}"' for name in FORMS[form][0])
+        logger.info("data.source = %s: rows with %s (the %s form)", source, columns, form)
 
 
 def _refuse_bad(row: Row, data: Data) -> None:

@@ -9,7 +9,7 @@ place of "messages".
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,8 @@ class Row(NamedTuple):
     """empty for a bad row"""
     problem: str | None = None
     """the file, the row number, and what is wrong"""
+    form: str = ""
+    """of chat_form()"""
 
 
 def file_rows(path: Path, field: str, row_format: str = "text") -> Iterator[Row]:
@@ -125,7 +127,8 @@ def value_row(where: str, row: Any, field: str, row_format: str) -> Row:
         if not isinstance(row, dict):
             raise BadSample("not a JSON object")
         if row_format != "text":
-            return Row(sample_text(where, row, row_format, field))
+            text = sample_text(where, row, row_format, field)
+            return Row(text, form=chat_form(row_format, field, _present(row)))
         if field not in row:
             raise BadSample(_no_column(field, list(row)))
         # A null becomes an empty document, which the loader skips.
@@ -155,7 +158,7 @@ def _parquet_rows(path: Path, field: str, row_format: str) -> Iterator[Row]:
         names = file.schema_arrow.names
         if row_format == "text" and field not in names:
             raise ValueError(f"{path}: {_no_column(field, names)}")
-        taken = [name for name in [*needed_columns(row_format, field), "tools"] if name in names]
+        taken = columns_to_read(row_format, field, names)
         batches = file.iter_batches(batch_size=64, columns=taken)
         rows = (batch.slice(row, 1) for batch in batches for row in range(len(batch)))
         for number, row in enumerate(rows, 1):
@@ -182,11 +185,41 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys that hold a message's reasoning. Templates read the first two."""
 
 Message = dict[str, Any]
+Arguments = dict[str, Any] | str
+"""Of a tool call: an object, or its JSON where the row holds a string."""
+
+
+FORMS = {
+    "ShareGPT": (["conversations"], ["system"]),
+    "Alpaca": (["instruction", "output"], ["input", "history", "system"]),
+}
+"""The columns that rows of a form must have, and those that they may have, next to "tools"."""
 
 
 def needed_columns(row_format: str, field: str) -> list[str]:
-    """field: the column of the text or messages. A chat may also have "tools"."""
+    """The columns that rows of data.format must have. field: the one of the text or messages."""
     return ["prompt", "completion"] if row_format == "prompt_completion" else [field]
+
+
+def chat_form(row_format: str, field: str, columns: Collection[str]) -> str:
+    """The form of FORMS of rows that have no column `field` of messages; empty for other rows."""
+    if row_format == "messages" and field == "messages" and field not in columns:
+        for form, (needed, _) in FORMS.items():
+            if all(name in columns for name in needed):
+                return form
+    return ""
+
+
+def columns_to_read(row_format: str, field: str, columns: Collection[str]) -> list[str]:
+    """The columns of a table that its rows are made of. All others stay unread."""
+    names = [*needed_columns(row_format, field), "tools"]
+    if row_format == "messages":
+        names += [name for needed, others in FORMS.values() for name in [*needed, *others]]
+    return [name for name in dict.fromkeys(names) if name in columns]
+
+
+def _present(row: dict[str, Any]) -> list[str]:
+    return [name for name, value in row.items() if value is not None]
 
 
 def sample_text(where: str, row: dict[str, Any], row_format: str, messages_field: str) -> str:
@@ -194,14 +227,19 @@ def sample_text(where: str, row: dict[str, Any], row_format: str, messages_field
 
     where: file and number of the row. row: its columns by name.
     """
+    form = chat_form(row_format, messages_field, _present(row))
+    if form:
+        read = {"ShareGPT": _sharegpt_messages, "Alpaca": _alpaca_messages}[form]
+        row = {**row, messages_field: read(row)}
     needed = needed_columns(row_format, messages_field)
     for name in needed:
         if row.get(name) is None:
-            raise BadSample(f'"{name}" is missing; data.format = "{row_format}" needs it')
+            raise BadSample(_missing(name, row_format))
     sample: dict[str, Any] = {"where": where}
     kinds = {type(row[name]) for name in needed}
     if row_format == "messages":
-        sample["messages"] = _messages(row[messages_field], messages_field, needs_answer=True)
+        name = FORMS[form][0][0] if form else messages_field
+        sample["messages"] = _messages(row[messages_field], name, needs_answer=True)
     elif kinds == {str}:
         sample |= {name: row[name] for name in needed}
     elif kinds == {list}:
@@ -213,6 +251,74 @@ def sample_text(where: str, row: dict[str, Any], row_format: str, messages_field
     if tools:
         sample["tools"] = tools
     return _whole_characters(json.dumps(sample, ensure_ascii=False))
+
+
+def _missing(name: str, row_format: str) -> str:
+    """What is wrong with rows that lack the column `name` of data.format."""
+    forms = ""
+    if name == "messages":
+        forms = "".join(
+            f", or {' and '.join(needed)} ({form})" for form, (needed, _) in FORMS.items()
+        )
+    return f'"{name}" is missing; data.format = "{row_format}" needs it{forms}'
+
+
+def _sharegpt_messages(row: dict[str, Any]) -> Any:
+    messages = row["conversations"]
+    messages = _parsed(messages, "conversations") if isinstance(messages, str) else messages
+    if (
+        not row.get("system")
+        or not isinstance(messages, list)
+        or not all(isinstance(message, dict) for message in messages)
+    ):
+        return messages
+    if any("system" in (message.get("from"), message.get("role")) for message in messages):
+        raise BadSample('it has a column "system" and a system message; write one of them')
+    return [{"role": "system", "content": row["system"]}, *messages]
+
+
+def _alpaca_messages(row: dict[str, Any]) -> list[Message]:
+    """The chat of a row, as LLaMA-Factory reads it: the input follows the instruction on a new
+    line."""
+    history = row.get("history") or []
+    pairs = history if isinstance(history, list) else [[]]
+    if not all(isinstance(turn, list) and len(turn) == 2 for turn in pairs):
+        raise BadSample('"history" is not a list of pairs of a question and an answer')
+    asked = [row[name] for name in ("instruction", "input") if row.get(name)]
+    if not all(isinstance(text, str) for text in asked):
+        raise BadSample('"instruction" and "input" must be strings')
+    turns = [*history, ("\n".join(asked), row["output"])]
+    messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    for question, answer in turns:
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
+    return messages
+
+
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    **{role: role for role in ROLES},
+}
+
+
+def _sharegpt_message(message: dict[str, Any], name: str) -> Message:
+    """A message with "from" and "value" as one with a role and content. The value of a
+    function_call is the JSON of a call, or of a list of calls."""
+    speaker = message["from"]
+    if not isinstance(speaker, str) or speaker not in _SHAREGPT_ROLES:
+        roles = ", ".join(_SHAREGPT_ROLES)
+        raise BadSample(f'{name} has "from": {json.dumps(speaker)}; write one of {roles}')
+    read = {key: value for key, value in message.items() if key not in ("from", "value")}
+    read["role"] = _SHAREGPT_ROLES[speaker]
+    value = message.get("value")
+    if speaker != "function_call":
+        return {**read, "content": value}
+    calls = _parsed(value, name) if isinstance(value, str) else value
+    calls = calls if isinstance(calls, list) else [calls]
+    return {**read, "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
 def without_nulls(value: Any) -> Any:
@@ -238,6 +344,8 @@ def _messages(value: Any, name: str, needs_answer: bool = False) -> list[Message
 def _message(message: Any, name: str) -> Message:
     if not isinstance(message, dict):
         raise BadSample(f"{name} is not an object with a role and content")
+    if "from" in message and "role" not in message:
+        message = _sharegpt_message(message, name)
     # As transformers does, because templates ask whether a key exists.
     message = {key: value for key, value in message.items() if value is not None}
     role = message.get("role")
@@ -274,8 +382,7 @@ def _content(content: Any, name: str) -> str:
 
 
 def _tool_calls(calls: Any, name: str) -> list[dict[str, Any]]:
-    """The calls with their arguments as objects, the form in which servers pass them to
-    templates."""
+    """The calls, whose arguments are checked and stay an object or its JSON."""
     if not isinstance(calls, list):
         raise BadSample(f'{name} has "tool_calls" that are not a list')
     read = []
@@ -283,14 +390,35 @@ def _tool_calls(calls: Any, name: str) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadSample(f"{name} has a tool call without the name of a function")
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            arguments = _parsed(arguments, f"{name}, arguments of {function['name']}")
+        arguments = given = function.get("arguments", {})
+        if isinstance(given, str):
+            arguments = _parsed(given, f"{name}, arguments of {function['name']}")
         if not isinstance(arguments, dict):
             raise BadSample(f"{name}: the arguments of {function['name']} are not a JSON object")
-        function = {**function, "arguments": arguments}
-        read.append({**call, "function": function} if "function" in call else function)
+        read.append(with_arguments(call, given))
     return read
+
+
+def with_arguments(call: dict[str, Any], arguments: Arguments) -> dict[str, Any]:
+    """A tool call with other arguments."""
+    if "function" not in call:
+        return {**call, "arguments": arguments}
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def arguments_of(call: dict[str, Any]) -> Arguments:
+    """The arguments of a tool call."""
+    return call.get("function", call)["arguments"]
+
+
+def with_argument(call: dict[str, Any], name: str, value: str) -> dict[str, Any]:
+    """A tool call with one argument more, after the others."""
+    arguments = arguments_of(call)
+    if not isinstance(arguments, str):
+        return with_arguments(call, {**arguments, name: value})
+    comma = ", " if json.loads(arguments) else ""
+    start = arguments.rstrip().removesuffix("}").rstrip()
+    return with_arguments(call, f"{start}{comma}{json.dumps({name: value})[1:]}")
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:
