@@ -125,4 +125,4 @@ def test_readme_links_to_every_page():
 def test_words():
     """The docs stay short enough to be read. Lines and bars of tables are not words."""
     words = [word for page in PAGES for word in page.read_text().split()]
-    assert len([word for word in words if re.search(r"\w", word)]) <= 12_000
+    assert len([word for word in words if re.search(r"\w", word)]) <= 16_000
