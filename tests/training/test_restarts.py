@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tests.distributed import forkserver
 from tests.faults.jobs import free_port
 from titan_sparse import train
 from titan_sparse.config import Refusal
-from titan_sparse.training.distributed import agree_on_name, store_of_this_start
+from titan_sparse.training.distributed import agree_on_name, set_timeout, store_of_this_start
 from titan_sparse.training.heartbeat import Watch, has_ended, machine
 from titan_sparse.training.launcher import OtherRankFailed, Poisoned, StopSignals
 
@@ -153,6 +154,15 @@ def test_a_rank_with_a_dead_peer_leaves_soon_after_sigterm(tmp_path):
     os.kill(ranks[0].pid, signal.SIGTERM)
     ranks[0].join(8)
     assert ranks[0].exitcode == 1
+
+
+def test_a_new_timeout_causes_no_warning(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        set_timeout(30)
+    dist.destroy_process_group()
 
 
 def _beside_a_lost_store(rank: int, folder: Path, port: int) -> None:
