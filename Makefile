@@ -17,7 +17,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 demo: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 2 train.py --config train_configs/demo_cpu.toml
+	OMP_NUM_THREADS=1 scripts/past_torchrun.sh $(VENV)/bin/torchrun --standalone --nproc-per-node 2 train.py --config train_configs/demo_cpu.toml
 
 chat-demo: export OMP_NUM_THREADS = 1
 chat-demo: TWO = $(VENV)/bin/torchrun --standalone --nproc-per-node 2

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Train on all GPUs of this node:   scripts/launch_node.sh train_configs/X.toml [--section.key value ...]
 #   GPUS=4        fewer processes than there are GPUs      PYTHON=python3     another interpreter
+#   RESTARTS=3    after a failure, start again and resume from the newest checkpoint, at most so many times
 # How long ranks wait for each other is in the configuration: parallelism.first_step_timeout_seconds, timeout_seconds.
 set -euo pipefail
 if [[ $# -lt 1 || $1 == -* ]]; then

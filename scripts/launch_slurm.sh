@@ -3,6 +3,8 @@
 #   sbatch --nodes 4 scripts/launch_slurm.sh train_configs/X.toml [--section.key value ...]
 # One task a node starts one process a GPU. Five minutes before the time limit all processes get SIGTERM: they end their step,
 # or leave it out if that takes too long, save if checkpoint.enable is true, and the same command goes on from there.
+# After a failure all nodes start again, and resume from the newest checkpoint, at most RESTARTS times (3). If Slurm finds a
+# node dead, it ends the job and, thanks to --requeue, starts it again with other nodes.
 #SBATCH --job-name=titan_sparse
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -11,6 +13,8 @@
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
 #SBATCH --signal=TERM@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
 set -euo pipefail
 if [[ $# -lt 1 || $1 == -* ]]; then
     echo "usage: sbatch --nodes N $0 train_configs/X.toml [--section.key value ...]" >&2
@@ -26,6 +30,7 @@ if [[ -z ${PYTORCH_ALLOC_CONF:-} ]]; then
     export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+export RESTARTS=${RESTARTS:-3}
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}
 export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
 # Where Slurm signals torchrun too, and not only past_torchrun.sh. Torch 2.13 reads it.

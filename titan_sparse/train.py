@@ -26,6 +26,7 @@ from titan_sparse.config import (
 from titan_sparse.training.launcher import (
     OtherRankFailed,
     Poisoned,
+    end_for_good,
     end_now,
     end_with_launcher,
     report_to_launcher,
@@ -37,8 +38,11 @@ def main(words: list[str] | None = None) -> int:
     sys.argv."""
     end_with_launcher()
     try:
-        return _run(sys.argv[1:] if words is None else words)
+        status = _run(sys.argv[1:] if words is None else words)
+        end_for_good()
+        return status
     except KeyboardInterrupt:
+        end_for_good()
         return 130
     except Exception as error:
         status = report(error)
@@ -92,6 +96,7 @@ def report(error: BaseException) -> int:
     # Before there is a process group a ValueError is a refusal.
     is_early = isinstance(error, ValueError) and not _has_process_group()
     if isinstance(error, Refusal | Poisoned) or is_early:
+        end_for_good()
         _print_once(line)
         return 3 if isinstance(error, Poisoned) else 2
     if isinstance(error, OSError):

@@ -74,7 +74,7 @@ class Trainer(Parts):
         self._announce()
         with self.signals, self.watch:
             self._load()
-            self.saved_step = self.progress.step
+            self.saved_step = begins_after = self.progress.step
             stopped = self._run_steps()
             self.checkpointer.close()
             if self.config.checkpoint.last_save_in_hf and not stopped:
@@ -83,6 +83,14 @@ class Trainer(Parts):
         unlock_run(self.config.training.output_dir)
         if stopped:
             logger.info("stopped by a signal after step %d", self.progress.step)
+        elif begins_after >= self.config.training.steps:
+            logger.info(
+                "the run had already finished (training.steps = %d), and its results are in %s. To train "
+                "on, write more training.steps. To start anew, write another training.output_dir, or "
+                "delete that folder",
+                self.config.training.steps,
+                self.config.training.output_dir,
+            )
         else:
             logger.info("finished %d steps", self.progress.step)
 
@@ -394,7 +402,7 @@ class Trainer(Parts):
             return
         step = step_size(self.config, self.model_config, self.backend, self.recomputed)
         phases = estimate(step)
-        print(banner(self, step.seq_len, phases[peak_phase(phases)]), flush=True)
+        logger.info("%s", banner(self, step.seq_len, phases[peak_phase(phases)]))
         save(self.config, self.config.training.output_dir)
 
 

@@ -230,10 +230,19 @@ def sbatch(words: list[str]) -> None:
     launch_node(words[3:])
 
 
+def past_torchrun(words: list[str]) -> None:
+    """One node's part of a run: the processes of all nodes fit."""
+    launch = get_args_parser().parse_args(words[1:])
+    program, arguments, processes = python_program(words)
+    assert program == "train.py"
+    try_training(arguments, processes * int(launch.nnodes), tuple(words))
+
+
 OTHERS: dict[str, Callable[[list[str]], None]] = {
     "make": make,
     "pip": pip,
     "tensorboard": tensorboard,
     "scripts/launch_node.sh": launch_node,
+    "scripts/past_torchrun.sh": past_torchrun,
     "sbatch": sbatch,
 }

@@ -58,7 +58,7 @@ def run_job(
     # torchtitan asks for GPUs when it is imported, which must not start CUDA before the fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     context = forkserver()
-    shared = (ranks, _free_port(), words, str(output), faults or Faults(), file_bytes)
+    shared = (ranks, free_port(), words, str(output), faults or Faults(), file_bytes)
     processes = [context.Process(target=_rank_main, args=(rank, *shared)) for rank in range(ranks)]
     for process in processes:
         process.start()
@@ -123,7 +123,7 @@ def whole_checkpoints(folder: Path) -> tuple[int | None, list[str]]:
     return max(whole, default=None), problems
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]

@@ -1,13 +1,19 @@
-"""scripts/past_torchrun.sh: signals reach the ranks and not torchrun, whose status is the script's."""
+"""scripts/past_torchrun.sh: signals reach the ranks and not torchrun, whose status is the script's. A
+torchrun that has failed is started again, unless the run has ended."""
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts/past_torchrun.sh"
+from tests.distributed import torchrun
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts/past_torchrun.sh"
 
 # Starts a rank that ends well when it is signaled; ends with its status, and badly if signaled itself.
 TORCHRUN = """
@@ -43,3 +49,99 @@ def test_a_signal_goes_to_the_ranks(number):
 def test_the_status_is_that_of_the_command():
     assert subprocess.run([SCRIPT, "false"]).returncode == 1
     assert subprocess.run([SCRIPT, "true"]).returncode == 0
+
+
+def _started(
+    folder: Path, command: str, restarts: object
+) -> tuple[subprocess.CompletedProcess, int]:
+    """What becomes of a shell command under the script, and how often it was started."""
+    count = f'echo >> "{folder}/starts"; {command}'
+    environment = os.environ | {"RESTARTS": str(restarts)}
+    words = [_without_pause(folder), "bash", "-c", count]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    starts = folder / "starts"
+    return done, len(starts.read_text()) if starts.exists() else 0
+
+
+def _without_pause(folder: Path, seconds: str = "0.1") -> Path:
+    """The script with a shorter pause."""
+    text = SCRIPT.read_text()
+    assert text.count("pause_seconds=5 ") == 1
+    script = folder / "past_torchrun.sh"
+    script.write_text(text.replace("pause_seconds=5 ", f"pause_seconds={seconds} "))
+    script.chmod(0o755)
+    return script
+
+
+@pytest.mark.parametrize(
+    "command, status, starts",
+    [
+        ("exit 1", 1, 4),
+        ("(($(wc -l < starts) > 2)) || exit 1", 0, 3),
+        ("exit 0", 0, 1),
+        # torchrun does not understand its options, is missing, or was killed.
+        ("exit 2", 2, 1),
+        ("exit 127", 127, 1),
+        ("kill -9 $$", 137, 1),
+        ('touch "$TITAN_SPARSE_ENDED"; exit 1', 1, 1),
+    ],
+)
+def test_only_a_failure_is_started_again_and_so_many_times(tmp_path, command, status, starts):
+    done, number = _started(tmp_path, f"cd {tmp_path}; {command}", 3)
+    assert (done.returncode, number) == (status, starts)
+    assert done.stderr.count("starts again in") == starts - 1
+    assert ("(1 of 3 restarts are left)" in done.stderr) == (starts == 4)
+
+
+def test_nothing_is_started_again_by_itself(tmp_path):
+    assert _started(tmp_path, "exit 1", "")[1] == 1
+
+
+@pytest.mark.parametrize("restarts", ["-1", "many", "1.5"])
+def test_restarts_that_are_not_a_number_are_refused(tmp_path, restarts):
+    done, number = _started(tmp_path, "true", restarts)
+    assert (done.returncode, number) == (2, 0)
+    assert f"RESTARTS = {restarts} is not a number; write" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["while it runs", "in the pause"])
+def test_a_stopped_run_is_not_started_again(tmp_path, number, moment):
+    command = "echo started; exit 1"
+    if moment == "while it runs":
+        command = "echo started; sleep 20; exit 1"
+    process = subprocess.Popen(
+        [_without_pause(tmp_path, "20"), "bash", "-c", command],
+        env=os.environ | {"RESTARTS": "3"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout.readline() == "started\n"
+    if moment == "in the pause":
+        assert "starts again in 20 s" in process.stdout.readline()
+    time.sleep(0.2)
+    began = time.monotonic()
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1 and "started" not in output
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "words, printed",
+    [
+        (["--attention.patern", "dense"], "attention.pattern"),
+        (["--data.source", "nowhere"], "data.source"),
+    ],
+)
+def test_a_refused_run_is_not_started_again(tmp_path, words, printed):
+    """torchrun itself ends with 1 in all of these cases."""
+    settings = ["--training.output_dir", tmp_path / "run", "--training.device", "cpu"]
+    command = torchrun(1, ROOT / "train.py", *settings, *words)
+    environment = os.environ | {"RESTARTS": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([SCRIPT, *command], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and printed in done.stderr, done.stderr
+    assert "starts again" not in done.stderr

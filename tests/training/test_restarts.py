@@ -3,11 +3,11 @@ attempt has left behind."""
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +15,12 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed import forkserver
-from titan_sparse.training.distributed import agree_on_name, store_of_this_start
+from tests.faults.jobs import free_port
+from titan_sparse import train
+from titan_sparse.config import Refusal
+from titan_sparse.training.distributed import agree_on_name, set_timeout, store_of_this_start
 from titan_sparse.training.heartbeat import Watch, has_ended, machine
-from titan_sparse.training.launcher import StopSignals
+from titan_sparse.training.launcher import OtherRankFailed, Poisoned, StopSignals
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,15 +65,15 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_interrupt_ends_at_once_and_terminations_are_patient(second):
-    process, line = _start(STUCK)
+def test_a_second_interrupt_ends_at_once_and_terminations_are_patient(second, tmp_path):
+    process, line = _start(STUCK, TITAN_SPARSE_ENDED=str(tmp_path / "ended"))
     assert line == "ready"
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
         process.send_signal(number)
         time.sleep(0.2)
-    assert process.poll() is None
+    assert process.poll() is None and not (tmp_path / "ended").exists()
     process.send_signal(second)
-    assert process.wait(5) == 130
+    assert process.wait(5) == 130 and (tmp_path / "ended").exists()
 
 
 def test_a_signal_is_noted_and_handlers_come_back():
@@ -81,6 +84,36 @@ def test_a_signal_is_noted_and_handlers_come_back():
         _wait_for(lambda: signals.asked)
         assert signals.has_time_for(1, 60) and not signals.has_time_for(61, 60)
     assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+@pytest.mark.parametrize(
+    "outcome, status, ended",
+    [
+        (0, 0, True),
+        (Refusal("write 2"), 2, True),
+        (ValueError("before there is a process group"), 2, True),
+        (Poisoned("gone back 2 times"), 3, True),
+        (KeyboardInterrupt(), 130, True),
+        (OSError(28, "No space left on device"), 1, False),
+        (OtherRankFailed("rank 1 ends in step 3"), 1, False),
+        (RuntimeError("a mistake of ours"), 1, False),
+    ],
+)
+def test_the_launcher_can_see_that_another_start_is_of_no_use(
+    tmp_path, monkeypatch, outcome, status, ended
+):
+    monkeypatch.setenv("TITAN_SPARSE_ENDED", str(tmp_path / "ended"))
+    (tmp_path / "ended").touch()  # of an earlier start by the same torchrun
+
+    def run(words: list[str]) -> int:
+        assert not (tmp_path / "ended").exists()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(train, "_run", run)
+    assert train.main([]) == status
+    assert (tmp_path / "ended").exists() == ended
 
 
 @pytest.mark.parametrize("under_torchrun", [True, False])
@@ -123,6 +156,42 @@ def test_a_rank_with_a_dead_peer_leaves_soon_after_sigterm(tmp_path):
     assert ranks[0].exitcode == 1
 
 
+def test_a_new_timeout_causes_no_warning(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        set_timeout(30)
+    dist.destroy_process_group()
+
+
+def _beside_a_lost_store(rank: int, folder: Path, port: int) -> None:
+    os.environ["MASTER_ADDR"] = "node-a"
+    store = dist.TCPStore("127.0.0.1", port, world_size=2, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    try:
+        with Watch(60) as watch:
+            watch.step = 7
+            dist.barrier()
+            if rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.barrier()
+    except OtherRankFailed as failed:
+        (folder / "failed").write_text(str(failed))
+
+
+def test_a_rank_that_loses_the_host_of_the_store_says_so_without_a_traceback(tmp_path):
+    port = free_port()
+    context = forkserver()
+    ranks = [context.Process(target=_beside_a_lost_store, args=(r, tmp_path, port)) for r in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    wanted = "rank 1 ends in step 7, as it has lost the job's store on host node-a"
+    assert (tmp_path / "failed").read_text() == wanted
+
+
 def _names(store: dist.Store, order: list[int]) -> list[str]:
     """What the ranks of one attempt agree on, if they come in this order."""
     names = {}
@@ -158,9 +227,7 @@ def test_an_attempt_that_died_in_between_is_passed_over():
 
 def test_a_rank_that_never_comes_is_named(monkeypatch):
     """Without torchrun, as Slurm starts them: one line, which main() gives to an OSError."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RANK", "1")

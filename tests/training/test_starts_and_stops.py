@@ -1,10 +1,8 @@
 """How a run begins and ends: what is refused before anything is made, what is resumed and told, stop
 signals, and timeouts, which are long for the first step and while saving."""
 
-import contextlib
 import fcntl
 import gc
-import io
 import logging
 import os
 import shutil
@@ -119,6 +117,27 @@ def test_a_run_whose_folder_is_deleted_ends(folder, monkeypatch):
     with pytest.raises(FileNotFoundError, match="deleted or moved while the run goes on"):
         _run(monkeypatch, config, step=delete)
     assert not (folder / "deleted").exists()
+
+
+def test_a_run_that_had_finished_says_what_to_do(folder, monkeypatch, caplog, tmp_path):
+    """What it advises works: more steps, another folder, or no folder."""
+    caplog.set_level(logging.INFO)
+    settings = SETTINGS | {"checkpoint__last_save_in_hf": False}
+    _run(monkeypatch, tiny_config(folder, tmp_path.name, **settings))
+    assert _messages(caplog)[-1] == "finished 2 steps"
+    _, events = _run(monkeypatch, tiny_config(folder, tmp_path.name, **settings))
+    said = _messages(caplog)[-1]
+    assert not events and said.startswith("the run had already finished (training.steps = 2), and")
+    assert f"its results are in {folder / tmp_path.name}. To train on, write more" in said
+
+    more = tiny_config(folder, tmp_path.name, **settings | {"training__steps": 3})
+    _run(monkeypatch, more)
+    assert _messages(caplog)[-1] == "finished 3 steps"
+    _run(monkeypatch, tiny_config(folder, f"{tmp_path.name}_2", **settings))
+    assert _messages(caplog)[-1] == "finished 2 steps"
+    shutil.rmtree(folder / tmp_path.name)
+    _run(monkeypatch, tiny_config(folder, tmp_path.name, **settings))
+    assert _messages(caplog)[-1] == "finished 2 steps"
 
 
 def test_a_run_that_goes_on(folder, monkeypatch, caplog):
@@ -260,10 +279,10 @@ def _check_timeouts(folder: Path) -> None:
         return seconds
 
     trainer.model.forward, trainer.checkpointer.save = late_forward, late_save
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        trainer.train()
-    # The banner is there once.
-    assert ("expect a peak of" in printed.getvalue()) == (dist.get_rank() == 0)
+    trainer.train()
+    # The banner is in the log of the first rank, once.
+    log = (trainer.start_folder / f"rank{dist.get_rank()}.log").read_text()
+    assert log.count("expect a peak of") == (dist.get_rank() == 0)
     assert set(seen) == {"step 1", "step 2", "step 3", "save 2", "save 3"}
     for when, timeouts in seen.items():
         groups = {name.rpartition(" ")[0] for name in timeouts}

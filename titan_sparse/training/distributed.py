@@ -22,6 +22,9 @@ from titan_sparse.config import Parallelism, Refusal
 
 _POLL_SECONDS = 0.05
 
+# Torch 2.14 has a public function, and a warning in the private one.
+_set_group_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+
 
 class Meshes(NamedTuple):
     """The meshes of a run. Ranks count dp_replicate, dp_shard, cp_inter, cp_intra from the outside in,
@@ -114,7 +117,7 @@ def set_timeout(seconds: float, without: dist.ProcessGroup | None = None) -> Non
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not without:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            _set_group_timeout(timedelta(seconds=seconds), group)
 
 
 def barrier() -> None:

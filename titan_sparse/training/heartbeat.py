@@ -121,6 +121,7 @@ class Watch:
             return
         self.left = True
         follows = False
+        reason = "another rank has failed"
         try:
             if error is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
                 follows = self._explain(error, frames)
@@ -131,8 +132,11 @@ class Watch:
                 self.thread.join(5 * self.beat_seconds)
         except RuntimeError as broken:  # must not hide `error`
             self._say_that_store_is_gone(broken)
+            # Who waited for other ranks has lost the host of the store, and not only the store.
+            follows = self.frozen is not None and self.frozen[1]
+            reason = f"it has lost {store_place()}"
         if follows:
-            line = f"rank {self.rank} ends in step {self.step}, as another rank has failed"
+            line = f"rank {self.rank} ends in step {self.step}, as {reason}"
             raise OtherRankFailed(line) from error
 
     def _give_sign(self) -> None:
@@ -231,9 +235,10 @@ class Watch:
 
     def _say_that_store_is_gone(self, broken: RuntimeError) -> None:
         logger.error(
-            "rank %d does not look after other ranks from here on. It cannot reach the job's store, which "
-            "the first node or rank 0 keeps: %s",
+            "rank %d has lost %s in step %d, and does not look after other ranks from here on: %s",
             self.rank,
+            store_place(),
+            self.step,
             " ".join(str(broken).split())[:100],
         )
 
@@ -283,6 +288,11 @@ class Watch:
 def machine() -> str:
     """Where process numbers mean the same: the host, and in it the namespace of the numbers."""
     return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def store_place() -> str:
+    """The job's store and its host, for messages."""
+    return f"the job's store on host {os.environ.get('MASTER_ADDR', 'of rank 0')}"
 
 
 def has_ended(status: dict) -> bool:

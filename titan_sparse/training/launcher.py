@@ -12,9 +12,13 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
+
+_ENDED = "TITAN_SPARSE_ENDED"
+"""The environment variable in which scripts/past_torchrun.sh names a file."""
 
 logger = logging.getLogger("titan_sparse")
 
@@ -35,6 +39,8 @@ def end_with_launcher() -> None:
     A torchrun that is killed leaves its ranks behind. They would train on for good, into the folder
     of the job that takes their place. Does nothing for a process started by hand.
     """
+    if path := os.environ.get(_ENDED):  # of the processes before, if torchrun starts them again
+        Path(path).unlink(missing_ok=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -46,6 +52,16 @@ def end_now(status: int) -> NoReturn:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
+
+
+def end_for_good() -> None:
+    """Have scripts/past_torchrun.sh not start the run again: it has finished, or it would end in the
+    same way. torchrun's status does not say so. It is 1 after every failure.
+    """
+    if path := os.environ.get(_ENDED):
+        # Without the file the run starts again, and ends again.
+        with suppress(OSError):
+            Path(path).touch()
 
 
 def report_to_launcher(line: str, details: str = "") -> None:
@@ -115,6 +131,7 @@ class StopSignals:
             if number not in _HEARD:
                 continue
             if was_interrupted:
+                end_for_good()
                 end_now(130)
             was_interrupted = number == signal.SIGINT
             if not self.asked:

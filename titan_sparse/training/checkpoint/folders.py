@@ -39,6 +39,9 @@ LOCK = ".lock"
 WAIT_SECONDS = 10.0
 """The ranks of a launcher that was killed take up to so long to end."""
 
+LEASE_SECONDS = 120.0
+"""A file server keeps the locks of a dead host for up to so long, NFS for 90 s by default."""
+
 _held: dict[str, int] = {}
 """Path of a lock -> its open file, for the locks of this process."""
 
@@ -140,8 +143,8 @@ def lock_run(output_dir: str, wait_seconds: float = WAIT_SECONDS) -> None:
     """Make `output_dir`, if there is none, and keep other processes' runs out of it.
 
     A second call in the same process does nothing. The system gives the lock back when the process
-    ends. Raises Refusal if another run holds it after `wait_seconds`, or if the folder can't be
-    written. A file system that has no locks is warned of.
+    ends. Raises Refusal if another run holds it after `wait_seconds`, or LEASE_SECONDS if it is on
+    another host, or if the folder can't be written. A file system that has no locks is warned of.
     """
     path = _path(output_dir)
     if path in _held:
@@ -188,19 +191,26 @@ def _path(output_dir: str) -> str:
 
 
 def _wait_for(descriptor: int, path: str, output_dir: str, wait_seconds: float) -> None:
-    deadline = time.monotonic() + wait_seconds
+    began = time.monotonic()
+    is_announced = False
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            if time.monotonic() >= deadline:
-                holder = Path(path).read_text(encoding="utf-8", errors="replace").strip()
+            holder = Path(path).read_text(encoding="utf-8", errors="replace").strip()
+            is_elsewhere = bool(holder) and not holder.startswith(f"host {socket.gethostname()},")
+            if is_elsewhere:
+                wait_seconds = LEASE_SECONDS
+            if time.monotonic() - began >= wait_seconds:
                 raise Refusal(
                     f"training.output_dir = {output_dir} is in use by another run "
                     f"({holder or 'it does not say which'}); "
                     "end that one, or write another folder"
                 ) from None
+            if is_elsewhere and not is_announced:
+                logger.warning("waiting up to %.0f s for the run of %s", wait_seconds, holder)
+                is_announced = True
             time.sleep(0.1)
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
