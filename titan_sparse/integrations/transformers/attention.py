@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import prepare_padding_mask, sdpa_mask
 
 from titan_sparse.attention import SAVED_OPS, attend
+from titan_sparse.attention.compiling import protect_if_compiling
 from titan_sparse.attention.masks import Mask, MaskRanges
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.integrations.transformers.masks import (
@@ -103,8 +104,14 @@ def _check_name(name: str) -> None:
         )
 
 
+def layer_mask(settings: AttentionSettings, **arguments: Any) -> LayerMask | Tensor:
+    """make_mask(). While torch.compile traces this, inductor has not compiled what comes before."""
+    protect_if_compiling()
+    return make_mask(settings, **arguments)
+
+
 @torch.compiler.disable
-def layer_mask(
+def make_mask(
     settings: AttentionSettings,
     q_length: int,
     kv_length: int,
@@ -188,6 +195,7 @@ def attention_forward(
     layer. s_aux: learned sinks [Hq]. kwargs: position_ids, and what else models add.
     Raises ValueError for what attend() does not compute.
     """
+    protect_if_compiling()
     check_arguments(query, key, value, kwargs)
     check_mask(module, attention_mask, query, key)
     if isinstance(attention_mask, Tensor):
