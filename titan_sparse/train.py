@@ -27,6 +27,7 @@ from titan_sparse.training.launcher import (
     OtherRankFailed,
     Poisoned,
     end_now,
+    hide_warnings_of_imports,
     end_with_launcher,
     report_to_launcher,
 )
@@ -36,6 +37,7 @@ def main(words: list[str] | None = None) -> int:
     """The program; returns its exit status (docs/training.md). words: of the command line; None: those of
     sys.argv."""
     end_with_launcher()
+    hide_warnings_of_imports()
     try:
         return _run(sys.argv[1:] if words is None else words)
     except KeyboardInterrupt:

@@ -63,7 +63,10 @@ def register(settings: AttentionSettings | None = None, name: str = "titan_spars
 def _check_models_given_a_name() -> None:
     """Check transformers' models when they are given a name of ours.
 
-    transformers accepts any registered name, also for models that crash with it or ignore it.
+    transformers accepts any registered name, also for models that crash with it or ignore it. It
+    calls nothing of ours before the first forward, and for models with attention code of their own
+    never. So two methods of PreTrainedModel are wrapped, for the whole process. Models with other
+    names only have their name looked up.
     """
     finish = PreTrainedModel.post_init
     change = PreTrainedModel.set_attn_implementation
@@ -71,7 +74,7 @@ def _check_models_given_a_name() -> None:
     @functools.wraps(finish)
     def finish_checked(model: PreTrainedModel) -> None:
         finish(model)
-        settings = settings_of(model.config._attn_implementation)
+        settings = settings_of(getattr(model.config, "_attn_implementation", None))
         if settings is None:
             return
         if model.can_generate():
