@@ -57,8 +57,8 @@ def test_imports_leave_others_alone():
     """Loggers, warnings, signals, generators, and settings of torch, which are the whole process's."""
     code = """
 import logging, os, signal, sys, warnings
-import torch, transformers, torch._dynamo.config, torch._inductor.config
-from transformers import PreTrainedModel
+import accelerate, torch, torch._dynamo.config, torch._inductor.config, torchao, torchtitan
+from transformers import PreTrainedModel, Trainer
 
 def state():
     loggers = {None: logging.getLogger(), **logging.root.manager.loggerDict}

@@ -27,8 +27,8 @@ from titan_sparse.training.launcher import (
     OtherRankFailed,
     Poisoned,
     end_now,
-    hide_warnings_of_imports,
     end_with_launcher,
+    hide_warnings_of_imports,
     report_to_launcher,
 )
 
