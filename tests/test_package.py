@@ -53,6 +53,49 @@ def test_offers_nothing_before_it_is_asked_for():
     assert _run(ROOT, "-c", code).stdout.split() == []
 
 
+def test_imports_leave_others_alone():
+    """Loggers, warnings, signals, generators, and settings of torch, which are the whole process's."""
+    code = """
+import logging, os, signal, sys, warnings
+import accelerate, torch, torch._dynamo.config, torch._inductor.config, torchao, torchtitan
+from transformers import PreTrainedModel, Trainer
+
+def state():
+    loggers = {None: logging.getLogger(), **logging.root.manager.loggerDict}
+    return {
+        "filters": {
+            name: (x.level, x.filters[:], x.handlers[:])
+            for name, x in loggers.items()
+            if isinstance(x, logging.Logger) and not str(name).startswith("titan_sparse")
+            and (x.filters or x.handlers or x.level)
+        },
+        "warnings": warnings.filters[:],
+        "environment": dict(os.environ),
+        "signals": [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
+        "hooks": (sys.excepthook, sys.unraisablehook),
+        "generator": torch.get_rng_state().tolist(),
+        "dtype": (torch.get_default_dtype(), torch.get_num_threads()),
+        "matmul": (
+            torch.get_float32_matmul_precision(),
+            torch.backends.cudnn.benchmark,
+            torch.are_deterministic_algorithms_enabled(),
+        ),
+        "dynamo": torch._dynamo.config.get_config_copy(),
+        "inductor": torch._inductor.config.get_config_copy(),
+        "methods": dict(vars(PreTrainedModel)),
+    }
+
+before = state()
+import titan_sparse
+titan_sparse.attend, titan_sparse.ContextParallel
+import titan_sparse.integrations.transformers
+import titan_sparse.integrations.transformers.context_parallel
+after = state()
+print([name for name in before if before[name] != after[name]])
+"""
+    assert _run(ROOT, "-c", code).stdout.strip() == "[]"
+
+
 def test_type_checkers_see_what_is_offered():
     stub = ast.parse((ROOT / "titan_sparse/__init__.pyi").read_text())
     names = {getattr(node, "asname", None) for node in ast.walk(stub)}

@@ -9,7 +9,6 @@ contracts.
 """
 
 import importlib
-import logging
 
 __version__ = "0.1.0"
 """The only place that says it: pyproject.toml reads it from here."""
@@ -20,13 +19,6 @@ __all__ = ["ContextParallel", "__version__", "attend", "masks", "patterns", "rec
 # and `import titan_sparse.config` runs this file first.
 _HOMES = dict.fromkeys(__all__, "titan_sparse.attention")
 _HOMES["recording"] = "titan_sparse.attention.observe"
-
-# PEFT and transformers load torchao wherever it is installed. It warns of its own libraries that fit
-# no GPU here, and torch of its enums: nothing that the reader can change.
-for _logger, _words in (("torchao", "Failed to load"), ("torch.utils._pytree", "Enum subclass")):
-    logging.getLogger(_logger).addFilter(
-        lambda record, words=_words: words not in record.getMessage()
-    )
 
 
 def __getattr__(name: str) -> object:

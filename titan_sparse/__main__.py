@@ -3,6 +3,8 @@
 import importlib
 import sys
 
+from titan_sparse.training.launcher import hide_warnings_of_imports
+
 COMMANDS = {
     "train": "trains a model (under torchrun on several GPUs)",
     "evaluate": "measures a checkpoint: loss by position, Needle In A Haystack",
@@ -36,6 +38,7 @@ def main() -> int:
         commands = ", ".join(COMMANDS)
         print(f"error: {name} is not a command; write one of {commands}", file=sys.stderr)
         return 2
+    hide_warnings_of_imports()
     home = "titan_sparse" if name == "train" else "titan_sparse.commands"
     # Loaded when it is asked for: train refuses a mistake before torch has been loaded.
     status = importlib.import_module(f"{home}.{name}").main(words)

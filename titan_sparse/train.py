@@ -29,6 +29,7 @@ from titan_sparse.training.launcher import (
     end_for_good,
     end_now,
     end_with_launcher,
+    hide_warnings_of_imports,
     report_to_launcher,
 )
 
@@ -37,6 +38,7 @@ def main(words: list[str] | None = None) -> int:
     """The program; returns its exit status (docs/training.md). words: of the command line; None: those of
     sys.argv."""
     end_with_launcher()
+    hide_warnings_of_imports()
     try:
         status = _run(sys.argv[1:] if words is None else words)
         end_for_good()

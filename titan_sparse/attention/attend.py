@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from titan_sparse.attention import backends
+from titan_sparse.attention.compiling import protect_if_compiling
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.inputs import (
     check_sinks,
@@ -78,6 +79,7 @@ def attend(
     Raises ValueError for shapes, dtypes, devices or options that do not fit together, and under
     forward-mode AD (torch.func.jvp), which attention does not have.
     """
+    protect_if_compiling()
     if not isinstance(pattern, Pattern):
         raise ValueError(
             f"pattern={type(pattern).__name__} is not a pattern; write one of "

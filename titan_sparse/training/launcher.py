@@ -33,6 +33,24 @@ class Poisoned(RuntimeError):
     """The guard has given up: the run cannot go on by itself. The same on every rank. Status 3."""
 
 
+def hide_warnings_of_imports() -> None:
+    """Hide two warnings for the rest of this program. A second call changes nothing.
+
+    PEFT and transformers load torchao wherever it is installed. It warns of its own libraries that fit
+    no GPU here, and torch of its enums: nothing that the reader can change.
+    """
+    logging.getLogger("torchao").addFilter(_is_not_about_libraries)
+    logging.getLogger("torch.utils._pytree").addFilter(_is_not_about_enums)
+
+
+def _is_not_about_libraries(record: logging.LogRecord) -> bool:
+    return "Failed to load" not in record.getMessage()
+
+
+def _is_not_about_enums(record: logging.LogRecord) -> bool:
+    return "Enum subclass" not in record.getMessage()
+
+
 def end_with_launcher() -> None:
     """From now on the system kills this process as soon as the torchrun that has started it is dead.
 

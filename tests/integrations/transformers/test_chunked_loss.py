@@ -7,6 +7,7 @@ import torch
 from tests.integrations.transformers.families import (
     DEVICE,
     assert_close,
+    transformers,
 )
 from tests.integrations.transformers.families import (
     device_family as family,
@@ -14,6 +15,8 @@ from tests.integrations.transformers.families import (
 from tests.integrations.transformers.families import (
     device_tokens as tokens,
 )
+from tests.models.transformers_models import SHAPE, tiny_model
+from titan_sparse.integrations.transformers import chunked_loss
 from titan_sparse.integrations.transformers.chunked_loss import chunk_loss
 
 
@@ -125,14 +128,317 @@ def test_autocast():
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize(
-    "key, value", [("final_logit_softcapping", 30.0), ("logits_scaling", 8.0), ("logit_scale", 0.5)]
-)
-def test_more_than_a_product_is_refused(key, value):
-    model = family("llama")
-    setattr(model.config, key, value)
-    with pytest.raises(ValueError, match=f"config.{key} = {value}; leave chunk_loss"):
+@pytest.mark.parametrize("name", ["llama4", "opt", "qwen3_5", "gpt_oss"])
+def test_decoders_of_other_names(name):
+    model = family(name)
+    wanted, wanted_gradients = loss_and_gradients(model, labels=tokens(2, 40))
+    chunk_loss(model, 7)
+    found, gradients = loss_and_gradients(model, labels=tokens(2, 40))
+    torch.testing.assert_close(found.loss, wanted.loss)
+    assert_close(gradients, wanted_gradients)
+
+
+def test_a_head_with_a_bias():
+    model = tiny_model("PhiConfig", vocab_size=64).to(DEVICE)
+    torch.nn.init.normal_(model.lm_head.bias)
+    wanted, wanted_gradients = loss_and_gradients(model, labels=tokens(2, 40))
+    chunk_loss(model, 7)
+    found, gradients = loss_and_gradients(model, labels=tokens(2, 40))
+    torch.testing.assert_close(found.loss, wanted.loss)
+    assert_close(gradients, wanted_gradients)
+
+
+SMALL = {"vocab_size": 64, "num_hidden_layers": 1}
+OTHER_LOSSES = [
+    ("Gemma2Config", {"head_dim": 8}),
+    ("Gemma2Config", {"head_dim": 8, "final_logit_softcapping": 500.0}),
+    ("CohereConfig", {}),
+    ("GraniteConfig", {"logits_scaling": 1.01}),
+    ("InklingTextConfig", {"layer_types": ["full_attention"]}),
+    ("NanoChatConfig", {}),
+    ("ModernBertDecoderConfig", {}),
+    # A loss without a shift.
+    ("BartConfig", {"d_model": 32, "decoder_layers": 1, "is_decoder": True}),
+]
+
+
+@pytest.mark.parametrize("config_class, changes", OTHER_LOSSES)
+def test_families_with_another_loss_are_refused(config_class, changes):
+    model = tiny_model(config_class, **(SMALL | changes)).to(DEVICE)
+    with pytest.raises(ValueError, match=BOTH_LOSSES) as error:
         chunk_loss(model)
+    assert "\n" not in str(error.value)
+
+
+BOTH_LOSSES = r"its own loss is \d.*, and ours is \d.*; leave chunk_loss\(\) out"
+
+
+def cross_entropy(logits, labels, **options):
+    """Written here: the mean over next tokens."""
+    logits, labels = logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, labels, **options)
+
+
+def z_loss(model, out, logits, labels, **others):
+    valid = labels[:, 1:] != -100
+    return cross_entropy(logits, labels) + 1e-4 * logits[:, :-1].logsumexp(-1)[valid].pow(2).mean()
+
+
+def only_in_training(model, out, logits, labels, **others):
+    loss = cross_entropy(logits, labels)
+    return loss + 1e-3 if model.training else loss
+
+
+def of_hidden_states(model, out, logits, labels, **others):
+    loss = cross_entropy(logits, labels)
+    # None before the first forward, and then a number.
+    return loss if model.model.balance is None else loss + 1e-3 * model.model.balance
+
+
+def without_padding(model, out, logits, labels, attention_mask=None, **others):
+    if attention_mask is not None:
+        labels = labels.masked_fill(attention_mask == 0, -100)
+    return cross_entropy(logits, labels)
+
+
+def of_items(model, out, logits, labels, num_items_in_batch=None, **others):
+    """Correct, but for the number of items."""
+    return cross_entropy(logits, labels)
+
+
+def other_gradients(model, out, logits, labels, **others):
+    return cross_entropy(2 * logits - logits.detach(), labels)
+
+
+def all_tokens(model, out, logits, labels, **others):
+    return cross_entropy(logits, labels, reduction="sum") / labels.numel()
+
+
+PLANTED = {
+    "z-loss": z_loss,
+    "factor": lambda model, out, logits, labels, **_: cross_entropy(1.001 * logits, labels),
+    "cap": lambda model, out, logits, labels, **_: cross_entropy(
+        1000 * torch.tanh(logits / 1000), labels
+    ),
+    "no shift": lambda model, out, logits, labels, **_: torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten()
+    ),
+    "smoothing": lambda model, out, logits, labels, **_: cross_entropy(
+        logits, labels, label_smoothing=0.01
+    ),
+    "padding": lambda model, out, logits, labels, **_: cross_entropy(
+        logits, labels.masked_fill(labels == 0, -100)
+    ),
+    "weight": lambda model, out, logits, labels, **_: 0.5 * cross_entropy(logits, labels),
+    "constant": lambda model, out, logits, labels, **_: cross_entropy(logits, labels) + 1e-3,
+    "all tokens": all_tokens,
+    "in training": only_in_training,
+    "of the decoder": of_hidden_states,
+    "padded": without_padding,
+    "items": of_items,
+    "gradients": other_gradients,
+    "scale": lambda model, out, logits, labels, **_: cross_entropy(model.scale * logits, labels),
+}
+"""Losses of their own that are nearly those of next tokens."""
+
+
+class Balanced(transformers.LlamaModel):
+    """Its forward leaves a second loss behind."""
+
+    balance = None
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        self.balance = out.last_hidden_state.detach().float().pow(2).mean()
+        return out
+
+
+class OwnLoss(transformers.LlamaForCausalLM):
+    """Its loss is a function of the model, the outputs, the logits, and the arguments."""
+
+    own = None
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.model.__class__ = Balanced
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        out = super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        if labels is not None:
+            kwargs |= {"attention_mask": attention_mask}
+            out.loss = type(self).own(self, out, out.logits, labels, **kwargs)
+        return out
+
+
+def with_loss(own, bases=(OwnLoss,)) -> torch.nn.Module:
+    config = transformers.LlamaConfig(**SHAPE | {"vocab_size": 64})
+    torch.manual_seed(0)
+    return type("Planted", bases, {"own": staticmethod(own)})(config).to(DEVICE).eval()
+
+
+def train_a_step(model):
+    chunk_loss(model)
+    mask = torch.ones_like(tokens(2, 40))
+    model.train()
+    model(tokens(2, 40), mask, labels=tokens(2, 40), num_items_in_batch=torch.tensor(78))
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_losses_of_their_own_are_refused(name):
+    with pytest.raises(ValueError, match=BOTH_LOSSES) as error:
+        train_a_step(with_loss(PLANTED[name]))
+    assert "\n" not in str(error.value)
+    # What is not in the loss is not missed.
+    if name == "scale":
+        model = with_loss(PLANTED[name])
+        model.scale.requires_grad_(False)
+        chunk_loss(model)
+
+
+class ScaledEmbedding(OwnLoss):
+    """It changes what the decoder gets."""
+
+    def forward(self, input_ids=None, **kwargs):
+        embedded = 2 * self.get_input_embeddings()(input_ids)
+        return super().forward(inputs_embeds=embedded, **kwargs)
+
+
+class ScaledHidden(OwnLoss):
+    """It changes what the head gets."""
+
+    def forward(self, *args, labels=None, **kwargs):
+        out = self.model(*args, **kwargs)
+        logits = self.lm_head(1.001 * out.last_hidden_state)
+        loss = None if labels is None else cross_entropy(logits, labels)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class TwoHeads(ScaledHidden):
+    def forward(self, *args, labels=None, **kwargs):
+        out = self.model(*args, **kwargs).last_hidden_state
+        logits = self.lm_head(out)
+        more = torch.nn.functional.linear(out, self.model.embed_tokens.weight)
+        loss = cross_entropy(logits, labels) + 0.1 * cross_entropy(more, labels)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss)
+
+
+class Failing(OwnLoss):
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        raise KeyError("first line\nsecond line")
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        (ScaledEmbedding, "gives model another input_ids"),
+        (ScaledHidden, BOTH_LOSSES),
+        (TwoHeads, "loss"),
+        (Failing, "raised KeyError"),
+    ],
+)
+def test_other_ways_to_the_logits_are_refused(kind, words):
+    correct = with_items(lambda model, out, logits, labels, **_: cross_entropy(logits, labels))
+    with pytest.raises(ValueError, match=words) as error:
+        chunk_loss(with_loss(correct, (kind,)))
+    assert "\n" not in str(error.value)
+
+
+def with_items(own):
+    """The same loss with num_items_in_batch."""
+
+    def loss(model, out, logits, labels, num_items_in_batch=None, **others):
+        mean = own(model, out, logits, labels, **others)
+        if num_items_in_batch is None:
+            return mean
+        return mean * (labels[:, 1:] != -100).sum() / num_items_in_batch
+
+    return loss
+
+
+def test_a_loss_of_its_own_that_is_the_same_is_computed():
+    own = with_items(lambda model, out, logits, labels, **_: cross_entropy(logits, labels))
+    train_a_step(with_loss(own))
+
+
+def test_the_comparison_leaves_no_trace(monkeypatch):
+    model = family("llama")
+    modules = list(model.named_modules())
+    modes = [module.train(number % 2 == 0).training for number, (_, module) in enumerate(modules)]
+    modes = [module.training for _, module in modules]
+    state = torch.get_rng_state()
+    chunk_loss(model)
+    calls = []
+    compare = chunked_loss.compare_losses
+    monkeypatch.setattr(
+        chunked_loss, "compare_losses", lambda *args: calls.append(1) or compare(*args)
+    )
+    for _ in range(3):
+        model(tokens(1, 5), labels=tokens(1, 5))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(calls) == 1
+    assert all(a is b for (_, a), (_, b) in zip(model.named_modules(), modules, strict=True))
+    assert [module.training for _, module in modules] == modes
+    # What the loss may depend on.
+    model(tokens(1, 5), labels=tokens(1, 5), num_items_in_batch=5)
+    model.config.some_scale = 2.0
+    model(tokens(1, 5), labels=tokens(1, 5))
+    model.train(not model.training)
+    with torch.no_grad():
+        model(tokens(1, 5), labels=tokens(1, 5))
+    assert len(calls) == 4
+    model.loss_function = lambda logits, **others: logits.sum()
+    with pytest.raises(ValueError, match="leave chunk_loss"):
+        model(tokens(1, 5), labels=tokens(1, 5))
+
+
+def test_weights_that_are_not_there_yet():
+    """On the meta device, as before FSDP2 or from_pretrained(device_map=...) fill them."""
+    with torch.device("meta"):
+        model = tiny_model("LlamaConfig", **SMALL)
+        other = tiny_model("CohereConfig", **SMALL)
+    chunk_loss(model)
+    with pytest.raises(ValueError, match=BOTH_LOSSES):
+        chunk_loss(other)
+    model.to_empty(device=DEVICE)
+    model.init_weights()
+    assert model(tokens(2, 40), labels=tokens(2, 40)).loss.isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dtypes(dtype):
+    model = family("llama", tie_word_embeddings=True).to(dtype)
+    wanted = model(tokens(2, 40), labels=tokens(2, 40)).loss
+    chunk_loss(model)
+    found = model(tokens(2, 40), labels=tokens(2, 40)).loss
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=1e-3, atol=0)
+
+
+def test_arguments_by_position_and_other_outputs():
+    model = family("llama")
+    wanted = model(tokens(2, 40), labels=tokens(2, 40), output_hidden_states=True)
+    chunk_loss(model)
+    found = model(tokens(2, 40), None, None, None, None, tokens(2, 40), output_hidden_states=True)
+    assert found.logits is None
+    torch.testing.assert_close(found.loss, wanted.loss)
+    torch.testing.assert_close(found.hidden_states, wanted.hidden_states)
+    loss = model(tokens(2, 40), labels=tokens(2, 40), return_dict=False)[0]
+    torch.testing.assert_close(loss, wanted.loss)
+    with pytest.raises(ValueError, match="leave chunk_loss"):
+        model(tokens(2, 40), labels=tokens(2, 40), logits_to_keep=3)
+
+
+def test_compiled():
+    model = family("llama")
+    model.set_attn_implementation("eager")
+    wanted, wanted_gradients = loss_and_gradients(model, labels=tokens(2, 40))
+    chunk_loss(model, 7)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        found, gradients = loss_and_gradients(compiled, labels=tokens(2, 40))
+        torch.testing.assert_close(found.loss, wanted.loss)
+        assert_close(gradients, wanted_gradients)
 
 
 def test_the_loss_of_experts_is_not_left_out():
@@ -146,15 +452,4 @@ def test_the_loss_of_experts_is_not_left_out():
     with refused:
         model(tokens(1, 5), labels=tokens(1, 5))
     with refused:
-        chunk_loss(model)
-
-
-def test_another_loss_and_another_head_are_refused():
-    model = family("llama")
-    model.loss_function = lambda logits, **others: logits.sum()
-    with pytest.raises(ValueError, match="loss_function .*; leave chunk_loss"):
-        chunk_loss(model)
-    model = family("llama")
-    model.set_output_embeddings(torch.nn.Linear(32, 64, device=DEVICE))
-    with pytest.raises(ValueError, match="Linear without bias"):
         chunk_loss(model)

@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import prepare_padding_mask, sdpa_mask
 
 from titan_sparse.attention import SAVED_OPS, attend
+from titan_sparse.attention.compiling import protect_if_compiling
 from titan_sparse.attention.masks import Mask, MaskRanges
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.integrations.transformers.masks import (
@@ -62,7 +63,10 @@ def register(settings: AttentionSettings | None = None, name: str = "titan_spars
 def _check_models_given_a_name() -> None:
     """Check transformers' models when they are given a name of ours.
 
-    transformers accepts any registered name, also for models that crash with it or ignore it.
+    transformers accepts any registered name, also for models that crash with it or ignore it. It
+    calls nothing of ours before the first forward, and for models with attention code of their own
+    never. So two methods of PreTrainedModel are wrapped, for the whole process. Models with other
+    names only have their name looked up.
     """
     finish = PreTrainedModel.post_init
     change = PreTrainedModel.set_attn_implementation
@@ -70,7 +74,7 @@ def _check_models_given_a_name() -> None:
     @functools.wraps(finish)
     def finish_checked(model: PreTrainedModel) -> None:
         finish(model)
-        settings = settings_of(model.config._attn_implementation)
+        settings = settings_of(getattr(model.config, "_attn_implementation", None))
         if settings is None:
             return
         if model.can_generate():
@@ -103,8 +107,14 @@ def _check_name(name: str) -> None:
         )
 
 
+def layer_mask(settings: AttentionSettings, **arguments: Any) -> LayerMask | Tensor:
+    """make_mask(). While torch.compile traces this, inductor has not compiled what comes before."""
+    protect_if_compiling()
+    return make_mask(settings, **arguments)
+
+
 @torch.compiler.disable
-def layer_mask(
+def make_mask(
     settings: AttentionSettings,
     q_length: int,
     kv_length: int,
@@ -188,6 +198,7 @@ def attention_forward(
     layer. s_aux: learned sinks [Hq]. kwargs: position_ids, and what else models add.
     Raises ValueError for what attend() does not compute.
     """
+    protect_if_compiling()
     check_arguments(query, key, value, kwargs)
     check_mask(module, attention_mask, query, key)
     if isinstance(attention_mask, Tensor):

@@ -5,6 +5,7 @@ again.
 """
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -14,21 +15,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from titan_sparse.integrations.transformers.loss_probe import compare_losses
 from titan_sparse.integrations.transformers.sharding import IGNORE_INDEX, shifted_labels
 from titan_sparse.loss import count_valid, linear_cross_entropy
 
-_NEUTRAL = {
-    "final_logit_softcapping": (None,),
-    "logits_soft_cap": (None,),
-    "logit_scale": (None, 1.0),
-    "logits_scaling": (None, 1.0),
-    "lm_head_multiplier": (None, 1.0),
-    "output_multiplier": (None, 1.0),
-}
-"""What configurations say is done to logits, and the values that do nothing."""
+_NOT_OF_DECODER = ("labels", "shift_labels", "num_items_in_batch", "use_cache", "return_dict")
+"""Arguments of the model's forward that its decoder does not get."""
 
 
 def chunk_loss(model: PreTrainedModel, chunk_tokens: int = 2048) -> None:
@@ -38,33 +32,82 @@ def chunk_loss(model: PreTrainedModel, chunk_tokens: int = 2048) -> None:
     labels, in generate() for one, the model is as it was. Do this before Trainer, DDP or FSDP2 wrap the
     model, and before or after PEFT does. Adapters of lm_head take one more product with it.
 
-    Raises ValueError for models whose logits are more than lm_head makes of hidden states, or
-    whose loss is not transformers' loss of next tokens.
+    The model's own loss is compared with ours on a few random tokens: here, in the first forward with
+    labels, and again whenever the configuration or the kind of arguments has changed.
+    Raises ValueError if they differ, and for the balancing loss of experts.
     """
     # PEFT's own forward calls that of the model inside.
     model = getattr(model, "get_base_model", lambda: model)()
-    _check(model)
-    forward_with_logits = model.forward
-
+    own_forward = model.forward
     # transformers reads the signature: which columns of a dataset the model takes, for one.
-    @functools.wraps(type(model).forward)
+    their_forward = type(model).forward
+    names = list(inspect.signature(their_forward).parameters)[1:]
+
+    def loss_of(
+        hidden: Tensor, logits_of: Callable, targets: Tensor, count: Tensor | int
+    ) -> Tensor:
+        return _loss_of_module(hidden, logits_of, targets, chunk_tokens) / count
+
+    _check_router_loss(model, {})
+    decoder = compare_losses(model, own_forward, loss_of, {})
+    compared: set[tuple] = set()
+
+    @functools.wraps(their_forward)
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        labels = {name: kwargs.pop(name, None) for name in ("labels", "shift_labels")}
-        if all(tokens is None for tokens in labels.values()):
-            return forward_with_logits(*args, **kwargs)
+        arguments = dict(zip(names, args)) | kwargs
+        if all(arguments.get(name) is None for name in ("labels", "shift_labels")):
+            return own_forward(*args, **kwargs)
+        inputs = {name: x for name, x in arguments.items() if name not in _NOT_OF_DECODER}
+        outputs = self.get_submodule(decoder)(**inputs, use_cache=False)
+        loss = loss_of_outputs(self, outputs, arguments)
+        found = CausalLMOutputWithPast(
+            loss=loss,
+            hidden_states=getattr(outputs, "hidden_states", None),
+            attentions=getattr(outputs, "attentions", None),
+        )
+        return found.to_tuple() if arguments.get("return_dict") is False else found
+
+    @torch.compiler.disable
+    def loss_of_outputs(self: PreTrainedModel, outputs: Any, arguments: dict[str, Any]) -> Tensor:
         # Trainers change the configuration of models that they are given.
-        _check(self, kwargs.get("output_router_logits"))
-        count = kwargs.pop("num_items_in_batch", None)
-        kwargs["use_cache"] = False
-        hidden = self.base_model(*args, **kwargs).last_hidden_state
-        targets = shifted_labels(labels).to(hidden.device)
+        _check_router_loss(self, arguments)
+        conditions = _conditions(self, arguments)
+        if conditions not in compared:
+            compare_losses(self, own_forward, loss_of, arguments, outputs)
+            compared.add(conditions)
+        hidden = outputs[0]
+        targets = shifted_labels(arguments).to(hidden.device)
+        count = arguments.get("num_items_in_batch")
         if count is None:
             count = count_valid(targets)
         count = torch.as_tensor(count, device=hidden.device)
-        loss = _loss_in_head(hidden, self.get_output_embeddings(), targets, count, chunk_tokens)
-        return CausalLMOutputWithPast(loss=loss)
+        return _loss_in_head(hidden, self.get_output_embeddings(), targets, count, chunk_tokens)
 
     model.forward = types.MethodType(forward, model)
+
+
+def _conditions(model: PreTrainedModel, arguments: dict[str, Any]) -> tuple:
+    """What the loss of a model may depend on, apart from numbers."""
+    kinds = {}
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            kinds[name] = value.ndim
+        else:
+            kinds[name] = value if isinstance(value, str) else bool(value)
+    config = repr(vars(model.config))
+    return (model.training, model.loss_function, config, *sorted(kinds.items()))
+
+
+def _check_router_loss(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    """Raises ValueError for a model that adds the balancing loss of its experts."""
+    is_wanted = arguments.get("output_router_logits")
+    if is_wanted is None:
+        is_wanted = getattr(model.config.get_text_config(), "output_router_logits", False)
+    if is_wanted:
+        raise ValueError(
+            "chunk_loss() does not compute the balancing loss of experts; write "
+            "config.output_router_logits = False, or leave chunk_loss() out"
+        )
 
 
 def _loss_in_head(
@@ -78,7 +121,7 @@ def _loss_in_head(
     forward = head.forward
     own_forward = vars(head).get("forward")
     # Adapters, quantized weights and accelerate's hooks have a forward of their own.
-    is_linear = getattr(forward, "__func__", None) is nn.Linear.forward
+    is_linear = getattr(forward, "__func__", None) is nn.Linear.forward and head.bias is None
 
     def loss(rows: Tensor) -> Tensor:
         if is_linear:
@@ -117,29 +160,3 @@ def _loss_of_module(
     chunks = zip(hidden.split(columns, dim=1), targets.split(columns, dim=1))
     losses = [checkpoint(loss_of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
     return torch.stack(losses).sum()
-
-
-def _check(model: PreTrainedModel, output_router_logits: bool | None = None) -> None:
-    """Raises ValueError for models whose loss is more than the next-token loss of lm_head.
-
-    output_router_logits: the argument of forward(); None for the value in the model's config.
-    """
-    config = model.config.get_text_config()
-    found = None
-    for name, values in _NEUTRAL.items():
-        if getattr(config, name, None) not in values:
-            found = f"config.{name} = {getattr(config, name)}"
-    if output_router_logits is None:
-        output_router_logits = getattr(config, "output_router_logits", False)
-    if output_router_logits:
-        found = "the balancing loss of experts (output_router_logits)"
-    if model.loss_function is not ForCausalLMLoss:
-        found = "a loss_function other than transformers' loss of next tokens"
-    head = model.get_output_embeddings()
-    while hasattr(head, "base_layer") or hasattr(head, "original_module"):
-        # An adapter of PEFT
-        head = getattr(head, "base_layer", None) or head.original_module
-    if not isinstance(head, nn.Linear) or head.bias is not None:
-        found = f"an lm_head ({type(head).__name__}) other than a Linear without bias"
-    if found is not None:
-        raise ValueError(f"chunk_loss() does not compute {found}; leave chunk_loss() out")
