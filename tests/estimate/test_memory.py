@@ -135,13 +135,17 @@ def test_bytes_of_parameters_are_those_of_the_model():
     config.training.device = "cpu"
     config.lora.rank = 8
     model = FLAVOURS["debug"]
+    adapters = dataclasses.replace(
+        _adapters(model, ALL, rank=8), tokens=("a", "b", "c", "d"), token_ids=(1, 4, 9, 11)
+    )
     with fake_world(4):
         mesh = init_device_mesh("cpu", (4,))
-        decoder = build_model(config, model, Attends(None, None), mesh, torch.device("cpu"))
+        decoder = build_model(
+            config, model, adapters, Attends(None, None), mesh, torch.device("cpu")
+        )
         local = {True: 0, False: 0}
         for parameter in decoder.parameters():
             local[parameter.requires_grad] += parameter.to_local().nbytes
-    adapters = _adapters(model, ALL, rank=8)
     step = StepShape(model=model, sequences=1, seq_len=64, shards=4, adapters=adapters)
     assert frozen_bytes(step) == local[False]
     assert master_bytes(step) == local[True]
