@@ -51,7 +51,7 @@ SETTINGS: dict[str, object] = {
     "lr_scheduler.warmup_steps": 0,
     "lr_scheduler.min_lr_factor": 1.0,
 }
-FOREIGN = ("qwen3_moe", "qwen3_5")
+FOREIGN = ("qwen3_moe", "qwen3_5", "gemma3")
 """Models that our own decoder does not have."""
 
 
@@ -75,6 +75,8 @@ class Case(NamedTuple):
     layers: int
     """linear layers with adapters"""
     rel: float = ALIKE
+    tables: int = 0
+    """embedding and head, if rows of theirs are trained"""
 
 
 CASES = {
@@ -89,6 +91,26 @@ CASES = {
             "training.gradient_accumulation_steps": 2,
         },
         4,
+    ),
+    "rows of native Qwen3, whose head is tied": Case(
+        "Qwen3", {"lora.trainable_tokens": "e, a"}, 14, tables=1
+    ),
+    "rows of native Llama": Case(
+        "Llama",
+        {
+            "lora.trainable_tokens": "h,c,b",
+            "lora.targets": "v_proj",
+            "training.z_loss": 0.02,
+            "training.gradient_accumulation_steps": 2,
+        },
+        2,
+        tables=2,
+    ),
+    "rows of transformers' Gemma, whose embedding is scaled": Case(
+        "gemma3",
+        {"lora.trainable_tokens": "a", "lora.targets": "q_proj", "optimizer.name": "SGD"},
+        2,
+        tables=1,
     ),
     "attention of transformers' Qwen3-MoE": Case("qwen3_moe", {"optimizer.name": "SGD"}, 12),
     "all of a hybrid Qwen3.5": Case(
@@ -120,7 +142,7 @@ def test_a_run_is_pefts_loop(folder, name):
     base = read_model(folder / case.model)
     model = peft.PeftModel.from_pretrained(base, first, is_trainable=True)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert len(trained) == 2 * case.layers
+    assert len(trained) == 2 * case.layers + case.tables
     before = {name: p.detach().clone() for name, p in trained.items()}
 
     accumulated = int(case.settings.get("training.gradient_accumulation_steps", 1))
