@@ -46,8 +46,10 @@ RECIPE = "lora_llama3_1_8b_256k_1gpu"
 ALL = "all-linear"
 
 
-def _adapters(model, targets: str, rank: int = 16) -> Adapters | None:
-    return resolve_adapters(model, rank, 32, 0.0, targets, "default") if targets else None
+def _adapters(model, targets: str, rank: int = 16, tokens: str = "") -> Adapters | None:
+    if not targets:
+        return None
+    return resolve_adapters(model, rank, 32, 0.0, targets, "default", tokens)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,8 @@ def _adapters(model, targets: str, rank: int = 16) -> Adapters | None:
         (QWEN3, 2, "none", "", 0, 0.06),
         (QWEN2, 1, "full", ALL, 4096, 0.02),
         (QWEN2, 2, "none", ALL, 0, 0.07),
+        (LLAMA, 2, "full", f"{ALL} and a,b", 0, 0.02),
+        (QWEN2, 1, "full", f"{ALL} and a,b", 0, 0.02),
     ],
 )
 def test_estimate_is_what_fake_tensors_count(
@@ -66,6 +70,7 @@ def test_estimate_is_what_fake_tensors_count(
 ):
     if targets:
         pytest.importorskip("peft")
+    targets, _, trained_tokens = targets.partition(" and ")
     model, tokens = shape
     step = StepShape(
         model=model,
@@ -75,7 +80,7 @@ def test_estimate_is_what_fake_tensors_count(
         mode=mode,
         optimizer_scratch=True,
         loss_chunk_tokens=1024,
-        adapters=_adapters(model, targets),
+        adapters=_adapters(model, targets, tokens=trained_tokens),
         mlp_chunk_tokens=chunk,
     )
     monkeypatch.setattr(memory, "attention_workspace", lambda step: 0)  # fake attention takes none
