@@ -61,7 +61,7 @@ def _adapters(model, targets: str, rank: int = 16, tokens: str = "") -> Adapters
         (QWEN3, 2, "none", "", 0, 0.06),
         (QWEN2, 1, "full", ALL, 4096, 0.02),
         (QWEN2, 2, "none", ALL, 0, 0.07),
-        (LLAMA, 2, "full", f"{ALL} and a,b", 0, 0.02),
+        (LLAMA, 2, "full", f"{ALL} and a,b", 0, 0.06),
         (QWEN2, 1, "full", f"{ALL} and a,b", 0, 0.02),
     ],
 )
