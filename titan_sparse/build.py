@@ -20,7 +20,7 @@ from titan_sparse.from_config import (
     build_shard,
     schedule_named,
 )
-from titan_sparse.models.config import adapter_elements, number_of_parameters, resolve_adapters
+from titan_sparse.models.config import adapter_elements, number_of_parameters
 from titan_sparse.models.flavours import choose_implementation, resolve
 from titan_sparse.models.lora import peft_config
 from titan_sparse.training import step_graphs
@@ -38,7 +38,9 @@ from titan_sparse.training.setup import (
     alike,
     alike_in_files,
     base_digest,
+    build_adapters,
     check_initial_weights,
+    check_new_tokens,
     checkpoint_to_resume,
     open_data,
     recomputed_share,
@@ -70,14 +72,15 @@ class Parts:
         self.device = choose_device(training.device)
         check_async_mode(config.checkpoint, self.device)
         self.model_config = resolve(**dataclasses.asdict(config.model))
-        # What is trained in place of all weights.
-        self.adapters = resolve_adapters(self.model_config, **vars(config.lora))
-        if self.adapters:
-            peft_config(self.adapters)
         if config.float8.enable:
             check_float8(self.device)
         check_initial_weights(config, self.model_config)
         self.loader = open_data(config, self.model_config)
+        # What is trained in place of all weights.
+        self.adapters = build_adapters(config, self.model_config, self.loader.tokenizer)
+        check_new_tokens(config, self.adapters, self.loader.tokenizer)
+        if self.adapters:
+            peft_config(self.adapters, self.model_config.tied_embeddings)
         # What a checkpoint's config.toml does not say of the run.
         self.origin = Origin(
             self.model_config,
@@ -133,7 +136,9 @@ class Parts:
         # Share of attention that the backward computes again.
         self.recomputed = recomputed_share(config, self.model_config, self.backend, self.device)
         attends = build_attends(config.attention, self.cp, self.recomputed)
-        self.model = build_model(config, self.model_config, attends, self.meshes.fsdp, self.device)
+        self.model = build_model(
+            config, self.model_config, self.adapters, attends, self.meshes.fsdp, self.device
+        )
         self.optimizers = build_optimizer(self.model, config.optimizer, self.device.type)
         self.schedule = build_schedule(self.optimizers, config.lr_scheduler, training.steps)
 
@@ -214,6 +219,8 @@ def _model(parts: Parts) -> str:
             f", frozen, and {trained:,.1f} M that are trained: adapters of rank {adapters.rank} of "
             f"{', '.join(adapters.targets)}"
         )
+        if adapters.tokens:
+            dtype += f", and the rows of {len(adapters.tokens)} tokens"
     elif dtype != "float64":
         dtype += ", float32 weights and optimizer"
     line = f"{initial_hf or config.model.flavour}, {millions:,.1f} M parameters, {dtype}"

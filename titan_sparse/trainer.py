@@ -32,7 +32,12 @@ from titan_sparse.training.heartbeat import Watch
 from titan_sparse.training.launcher import Poisoned, StopSignals
 from titan_sparse.training.optimizer import resume_schedule
 from titan_sparse.training.run_folder import profiler
-from titan_sparse.training.setup import read_initial_hf, step_path, step_size
+from titan_sparse.training.setup import (
+    read_initial_hf,
+    step_path,
+    step_size,
+    warn_of_untrained_tokens,
+)
 from titan_sparse.training.step_graphs import Computed, MicroBatch, StepGraphs
 
 logger = logging.getLogger("titan_sparse")
@@ -141,6 +146,9 @@ class Trainer(Parts):
         batches = [next(self.loader) for _ in range(accumulated)]
         valid, tokens, asked = self._totals(batches)
         step = self.progress.step + 1
+        if step == 1 and self.adapters:
+            tokenizer = self.loader.tokenizer
+            warn_of_untrained_tokens(self.config, self.adapters, tokenizer, batches)
         is_logged = self.metrics.should_log(step)
         seed = probe_seed(self.config.training.seed, step)
         draw_dropout(self.config, step)
@@ -420,7 +428,10 @@ def draw_dropout(config: Config, step: int) -> None:
 
 @contextlib.contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+    """Drop nothing within the block. Afterwards each module drops as before."""
+    dropouts = [
+        module for module in model.modules() if isinstance(module, nn.Dropout) and module.training
+    ]
     for module in dropouts:
         module.eval()
     try:

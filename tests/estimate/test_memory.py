@@ -46,8 +46,10 @@ RECIPE = "lora_llama3_1_8b_256k_1gpu"
 ALL = "all-linear"
 
 
-def _adapters(model, targets: str, rank: int = 16) -> Adapters | None:
-    return resolve_adapters(model, rank, 32, 0.0, targets, "default") if targets else None
+def _adapters(model, targets: str, rank: int = 16, tokens: str = "") -> Adapters | None:
+    if not targets:
+        return None
+    return resolve_adapters(model, rank, 32, 0.0, targets, "default", tokens)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,8 @@ def _adapters(model, targets: str, rank: int = 16) -> Adapters | None:
         (QWEN3, 2, "none", "", 0, 0.06),
         (QWEN2, 1, "full", ALL, 4096, 0.02),
         (QWEN2, 2, "none", ALL, 0, 0.07),
+        (LLAMA, 2, "full", f"{ALL} and a,b", 0, 0.06),
+        (QWEN2, 1, "full", f"{ALL} and a,b", 0, 0.02),
     ],
 )
 def test_estimate_is_what_fake_tensors_count(
@@ -66,6 +70,7 @@ def test_estimate_is_what_fake_tensors_count(
 ):
     if targets:
         pytest.importorskip("peft")
+    targets, _, trained_tokens = targets.partition(" and ")
     model, tokens = shape
     step = StepShape(
         model=model,
@@ -75,7 +80,7 @@ def test_estimate_is_what_fake_tensors_count(
         mode=mode,
         optimizer_scratch=True,
         loss_chunk_tokens=1024,
-        adapters=_adapters(model, targets),
+        adapters=_adapters(model, targets, tokens=trained_tokens),
         mlp_chunk_tokens=chunk,
     )
     monkeypatch.setattr(memory, "attention_workspace", lambda step: 0)  # fake attention takes none
@@ -135,13 +140,17 @@ def test_bytes_of_parameters_are_those_of_the_model():
     config.training.device = "cpu"
     config.lora.rank = 8
     model = FLAVOURS["debug"]
+    adapters = dataclasses.replace(
+        _adapters(model, ALL, rank=8), tokens=("a", "b", "c", "d"), token_ids=(1, 4, 9, 11)
+    )
     with fake_world(4):
         mesh = init_device_mesh("cpu", (4,))
-        decoder = build_model(config, model, Attends(None, None), mesh, torch.device("cpu"))
+        decoder = build_model(
+            config, model, adapters, Attends(None, None), mesh, torch.device("cpu")
+        )
         local = {True: 0, False: 0}
         for parameter in decoder.parameters():
             local[parameter.requires_grad] += parameter.to_local().nbytes
-    adapters = _adapters(model, ALL, rank=8)
     step = StepShape(model=model, sequences=1, seq_len=64, shards=4, adapters=adapters)
     assert frozen_bytes(step) == local[False]
     assert master_bytes(step) == local[True]

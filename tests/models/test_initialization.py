@@ -1,6 +1,7 @@
 """Weights of a decoder, drawn or read: they depend on the seed and the name only, and each rank has its
 own rows."""
 
+import json
 import math
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -94,6 +95,7 @@ def test_each_rank_has_its_own_rows(tmp_path, monkeypatch, rank, shape) -> None:
     full = build(TINY, seed=5).state_dict()
     by_name = {huggingface_name(name): weight for name, weight in full.items()}
     save_file(by_name, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": TINY.vocab_size}))
     plain = huggingface.open_tensors
 
     def open_tensors(*words) -> dict[str, Callable[[], Counted]]:

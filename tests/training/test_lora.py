@@ -3,6 +3,7 @@ the same losses and ends with the same adapters. Ranks, compilation, recomputati
 nothing."""
 
 import shutil
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,8 +34,10 @@ from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.config import Config, ConfigError, Lora
 from titan_sparse.models.config import is_adapter
 from titan_sparse.models.initialization import canonical_name
-from titan_sparse.trainer import Trainer, draw_dropout
+from titan_sparse.trainer import Trainer, draw_dropout, without_dropout
+from titan_sparse.training.checkpoint import reader
 from titan_sparse.training.checkpoint.reader import read_metadata
+from titan_sparse.training.metrics_output import read_lines
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -51,7 +54,7 @@ SETTINGS: dict[str, object] = {
     "lr_scheduler.warmup_steps": 0,
     "lr_scheduler.min_lr_factor": 1.0,
 }
-FOREIGN = ("qwen3_moe", "qwen3_5")
+FOREIGN = ("qwen3_moe", "qwen3_5", "gemma3")
 """Models that our own decoder does not have."""
 
 
@@ -75,6 +78,8 @@ class Case(NamedTuple):
     layers: int
     """linear layers with adapters"""
     rel: float = ALIKE
+    tables: int = 0
+    """embedding and head, if rows of theirs are trained"""
 
 
 CASES = {
@@ -89,6 +94,26 @@ CASES = {
             "training.gradient_accumulation_steps": 2,
         },
         4,
+    ),
+    "rows of native Qwen3, whose head is tied": Case(
+        "Qwen3", {"lora.trainable_tokens": "e, a"}, 14, tables=1
+    ),
+    "rows of native Llama": Case(
+        "Llama",
+        {
+            "lora.trainable_tokens": "h,c,b",
+            "lora.targets": "v_proj",
+            "training.z_loss": 0.02,
+            "training.gradient_accumulation_steps": 2,
+        },
+        2,
+        tables=2,
+    ),
+    "rows of transformers' Gemma, whose embedding is scaled": Case(
+        "gemma3",
+        {"lora.trainable_tokens": "a", "lora.targets": "q_proj", "optimizer.name": "SGD"},
+        2,
+        tables=1,
     ),
     "attention of transformers' Qwen3-MoE": Case("qwen3_moe", {"optimizer.name": "SGD"}, 12),
     "all of a hybrid Qwen3.5": Case(
@@ -120,7 +145,7 @@ def test_a_run_is_pefts_loop(folder, name):
     base = read_model(folder / case.model)
     model = peft.PeftModel.from_pretrained(base, first, is_trainable=True)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert len(trained) == 2 * case.layers
+    assert len(trained) == 2 * case.layers + case.tables
     before = {name: p.detach().clone() for name, p in trained.items()}
 
     accumulated = int(case.settings.get("training.gradient_accumulation_steps", 1))
@@ -158,8 +183,9 @@ def trained(folder) -> Trainer:
 
 
 def test_resuming_is_exact(folder):
-    """With dropout, whose numbers come from the step alone."""
+    """With dropout, whose numbers come from the step alone, and rows of three tokens."""
     drops = {"lora.dropout": 0.3, "checkpoint.interval": 1, "lr_scheduler.total_steps": STEPS}
+    drops["lora.trainable_tokens"] = "a,h,c"
     whole = train(folder, "whole", "Qwen3", drops)
     train(folder, "resumed", "Qwen3", drops | {"training.steps": 2})
     torch.rand(7)
@@ -221,15 +247,23 @@ def test_an_export_is_that_of_the_run_with_the_chat_template_of_the_base(folder,
     assert model.peft_config["default"].base_model_name_or_path == str(folder / "Llama")
 
 
-@pytest.mark.parametrize("model", ["Llama", "qwen3_moe"])
-def test_merged_weights_are_what_peft_merges(folder, trained, model):
+ROWS = {"lora.trainable_tokens": "a,h,c"}
+
+
+@pytest.mark.parametrize(
+    "model, settings, moved",
+    [("Llama", {}, 14), ("qwen3_moe", {}, 12), ("Llama", ROWS, 16), ("Qwen3", ROWS, 16)],
+)
+def test_merged_weights_are_what_peft_merges(folder, trained, model, settings, moved, monkeypatch):
     output = "trained"
-    if model != "Llama":
-        output = "merged-run"
-        train(folder, output, model, {"optimizer.lr": 0.1})
-    out = folder / f"{model}-merged"
-    # In the dtype of the run.
-    assert export_hf([str(folder / output), str(out), "--merge"]) == 0
+    if model != "Llama" or settings:
+        output = f"merged-{model}-{len(settings)}"
+        train(folder, output, model, {"optimizer.lr": 0.1} | settings)
+    out = folder / f"{output}-merged"
+    # In the dtype of the run, and without PEFT.
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "peft", None)
+        assert export_hf([str(folder / output), str(out), "--merge"]) == 0
     assert {x.dtype for x in load_file(out / "model.safetensors").values()} == {torch.float32}
     found, report = transformers.AutoModelForCausalLM.from_pretrained(
         out, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
@@ -240,8 +274,63 @@ def test_merged_weights_are_what_peft_merges(folder, trained, model):
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     expected = peft.PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
     assert_close(found.state_dict(), expected, 1e-6)
-    moved = [name for name, tensor in expected.items() if not torch.equal(tensor, before[name])]
-    assert len(moved) == (14 if model == "Llama" else 12)
+    changed = [name for name, tensor in expected.items() if not torch.equal(tensor, before[name])]
+    assert len(changed) == moved
+
+
+def test_half_precision_is_merged_in_full(folder):
+    """The weights of a bfloat16 run are rounded once, after the sum. The metadata of the checkpoint
+    is read for checking it, and once more for reading it."""
+    settings = {"optimizer.lr": 0.1, "training.dtype": "bfloat16"}
+    train(folder, "half-merged", "Llama", settings)
+    reads = []
+    plain = reader._check_metadata
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "_check_metadata", lambda found: reads.append(plain(found)))
+        assert export_hf([str(folder / "half-merged"), str(folder / "half-out"), "--merge"]) == 0
+    assert len(reads) == 2
+    adapter = folder / f"half-merged/huggingface/step-{STEPS}"
+    model = peft.PeftModel.from_pretrained(read_model(folder / "Llama"), adapter)
+    expected = model.merge_and_unload().state_dict()
+    found = load_file(folder / "half-out/model.safetensors")
+    rounded = {name: tensor.bfloat16() for name, tensor in expected.items()}
+    assert found.keys() == rounded.keys()
+    same = sum((found[name] == x).sum().item() for name, x in rounded.items())
+    assert same >= 0.999 * sum(x.numel() for x in rounded.values())
+
+
+def test_validation_drops_nothing(folder):
+    """The loss is that of PEFT's model without dropout, and afterwards training drops as before."""
+    held_out = b"the cab had a bad bed, he added"
+    (folder / "held_out.txt").write_bytes(held_out)
+    settings = {
+        "optimizer.lr": 0.1,
+        "lora.dropout": 0.6,
+        "validation.enable": True,
+        "validation.every": 2,
+        "validation.source": folder / "held_out.txt",
+    }
+    train(folder, "validated", "Qwen3", settings)
+    train(folder, "unvalidated", "Qwen3", {"optimizer.lr": 0.1, "lora.dropout": 0.6})
+    assert (
+        lines_of(folder / "validated")[-1]["loss"] == lines_of(folder / "unvalidated")[-1]["loss"]
+    )
+    adapter = folder / f"validated/huggingface/step-{STEPS}"
+    model = peft.PeftModel.from_pretrained(read_model(folder / "Qwen3"), adapter).eval()
+    tokens = torch.tensor([*held_out, 256])
+    with torch.no_grad():
+        total = by_hand.loss_sum(model, by_hand.Piece(tokens[:-1], tokens[1:]), 0.0).item()
+    line = read_lines(folder / "validated/validation.jsonl")[-1]
+    assert line["loss"] == pytest.approx(total / len(held_out), rel=ALIKE)
+
+
+def test_modules_that_did_not_drop_do_not_drop_afterwards():
+    drops, off = torch.nn.Dropout(0.5), torch.nn.Dropout(0.5).eval()
+    model = torch.nn.Sequential(drops, off)
+    with pytest.raises(KeyError), without_dropout(model):
+        assert not drops.training and not off.training
+        raise KeyError
+    assert drops.training and not off.training
 
 
 def test_frozen_weights_stay_as_they_were_read(folder):
@@ -270,7 +359,7 @@ MESHES = {"cp": {"parallelism.cp": 2}, "shards": {"parallelism.dp_shard": 2}}
 
 def _on_two_ranks(folder: Path) -> None:
     for output, mesh in MESHES.items():
-        train(folder, output, "Qwen3", mesh | {"training.steps": 2})
+        train(folder, output, "Qwen3", mesh | ROWS | {"training.steps": 2})
     draw_dropout(Config(lora=Lora(rank=2, dropout=0.1)), 7)
     torch.save(torch.rand(4), folder / f"dropped-{dist.get_rank()}")
 
@@ -282,7 +371,8 @@ def test_two_ranks_are_one(folder):
     first, second = (torch.load(folder / f"dropped-{rank}") for rank in range(2))
     assert not torch.equal(first, second)
     for accumulated in (1, 2):
-        settings = {"training.gradient_accumulation_steps": accumulated, "training.steps": 2}
+        settings = ROWS | {"training.gradient_accumulation_steps": accumulated}
+        settings["training.steps"] = 2
         train(folder, f"one-{accumulated}", "Qwen3", settings)
     for mesh, wanted in (("cp", "one-1"), ("shards", "one-2")):
         assert_alike(folder, mesh, wanted)

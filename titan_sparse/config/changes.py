@@ -153,7 +153,8 @@ def refuse_changes(saved: Saved, config: Config, origin: Origin) -> None:
     if names:
         said = f"{names[0]} of the model was {show(old_model[names[0]])} and is {show(model[names[0]])}"
         refuse(said, "model.", keeps_weights=all(name.startswith("rope.") for name in names))
-    keys = ["optimizer.name", "lora.rank", "lora.alpha", "lora.targets", "training.dtype"]
+    keys = ["optimizer.name", "lora.rank", "lora.alpha", "lora.targets", "lora.trainable_tokens"]
+    keys.append("training.dtype")
     if not old_model:
         keys += ["model.flavour", "model.layers", *(key for key in KINDS if "model.rope_" in key)]
     for key in keys:

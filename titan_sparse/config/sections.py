@@ -30,7 +30,7 @@ class Model:
     flavour: str = "debug"
     """a published architecture (docs/training.md)"""
     vocab_size: Annotated[int, Range(0, 10**7)] = 0
-    """rows of the embedding; 0: the flavour's"""
+    """rows of the embedding; 0: the flavour's. Above those of initial_hf: new rows begin as the mean"""
     layers: Annotated[int, Range(0, 10**4)] = 0
     """decoder layers; 0: the flavour's"""
     rope_scaling: Literal["flavour", "none", "llama3", "yarn"] = "flavour"
@@ -277,6 +277,9 @@ class Lora:
     """linear layers with adapters, such as "q_proj,v_proj"; all-linear: all of attention and MLP"""
     init: Literal["default", "gaussian"] = "default"
     """how A begins, as PEFT names it: default is uniform as nn.Linear; B begins as zero"""
+    trainable_tokens: str = ""
+    """tokens whose rows of the embedding and the head are trained too, such as
+    "<|im_start|>,<|im_end|>" (PEFT's trainable_token_indices)"""
 
 
 @dataclass

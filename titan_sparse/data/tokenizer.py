@@ -22,7 +22,8 @@ class ByteTokenizer:
 
     All ids are in [0, vocab_size). `digest` identifies the tokenizer. `split_special_tokens` says
     whether special tokens that are spelled out in a text are split like other text. `special_ids`
-    are the tokens that are not text: ends of documents and turns, roles, padding.
+    are the tokens that are not text: ends of documents and turns, roles, padding. `added_ids` are
+    these and all other tokens that were added to the vocabulary of a text.
     """
 
     vocab_size = 258
@@ -31,6 +32,7 @@ class ByteTokenizer:
     digest = "bytes"
     split_special_tokens = False
     special_ids = frozenset((256, 257))
+    added_ids = special_ids
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids of a text, int32 [length]. No special tokens are added."""
@@ -91,6 +93,7 @@ class FileTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token_id for token_id, token in added.items() if token.special}
         self.special_ids = frozenset(special | {self.end_of_document, self.padding})
+        self.added_ids = self.special_ids | frozenset(added)
 
     def encode(self, text: str) -> NDArray[np.int32]:
         return self.encode_with_offsets(text)[0]

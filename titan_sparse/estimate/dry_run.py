@@ -186,6 +186,8 @@ def _shape(config: Config, step: StepShape, where: World) -> list[str]:
     if step.adapters:
         millions = adapter_elements(model, step.adapters) / 1e6
         trained = f" and {millions:,.1f} M of adapters of rank {step.adapters.rank}"
+        if step.adapters.tokens:
+            trained += f" and rows of {len(step.adapters.tokens)} tokens"
     lines = [
         f"{name}, {number_of_parameters(model) / 1e6:,.1f} M parameters{trained}, {where}, "
         f"parameters over {step.shards}",

@@ -6,7 +6,12 @@ counts only the visited pairs (causal and sparse). What a dense model would have
 tokens is another number (dense-equivalent), which is never part of MFU.
 """
 
-from titan_sparse.models.config import Adapters, DecoderConfig, adapter_elements, linear_weights
+from titan_sparse.models.config import (
+    Adapters,
+    DecoderConfig,
+    block_adapter_elements,
+    linear_weights,
+)
 
 PEAK_TFLOPS = {
     "A100": 312.0,
@@ -73,7 +78,7 @@ def linear_flops_per_token(config: DecoderConfig, adapters: Adapters | None = No
     experts, the router counts and the experts that a token is sent to.
     """
     flops_of_weight = 4.0 if adapters else 6.0
-    return flops_of_weight * linear_weights(config) + 6.0 * adapter_elements(config, adapters)
+    return flops_of_weight * linear_weights(config) + 6.0 * block_adapter_elements(config, adapters)
 
 
 def flops_per_token(
@@ -88,7 +93,9 @@ def flops_per_token(
     FLOPs of linear layers count.
     """
     linear = linear_flops_per_token(config, adapters) / linear_speedup
-    head = (4.0 if adapters else 6.0) * config.vocab_size * config.hidden_size
+    # The gradient of all rows is computed, also where only some of them are trained.
+    is_frozen = adapters is not None and not adapters.tokens
+    head = (4.0 if is_frozen else 6.0) * config.vocab_size * config.hidden_size
     # QK^T and PV are 3 x 4 D for each pair.
     attention = 12.0 * config.head_dim * pairs_per_token
     # A token reads the state of linear attention with its key, adds to it, and reads it with its

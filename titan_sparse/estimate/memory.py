@@ -13,7 +13,11 @@ minute, and knows nothing of the compiler.
 from titan_sparse.attention.backends.flash import kv_heads_at_once
 from titan_sparse.attention.context_parallel.schedule import Moves, head_groups
 from titan_sparse.estimate.step import StepShape
-from titan_sparse.models.config import adapter_elements, number_of_parameters
+from titan_sparse.models.config import (
+    adapter_elements,
+    block_adapter_elements,
+    number_of_parameters,
+)
 
 GIB = 2**30
 
@@ -106,7 +110,7 @@ def _block(step: StepShape) -> float:
 
 
 def _adapters_of_block(step: StepShape) -> float:
-    return adapter_elements(step.model, step.adapters) / step.model.layers
+    return block_adapter_elements(step.model, step.adapters) / step.model.layers
 
 
 def _gathered(step: StepShape, blocks: int) -> float:
@@ -201,8 +205,11 @@ def _loss(step: StepShape) -> float:
     """
     chunk_tokens = min(step.loss_chunk_tokens, step.tokens)
     chunk = chunk_tokens * (step.model.vocab_size + step.model.hidden_size)
-    head_gradient = 0 if step.adapters else _matrix(step)
-    return _bytes(step, hidden=3) + (head_gradient + chunk) * step.wide
+    head_gradient = 0 if step.adapters and not step.adapters.tokens else _matrix(step)
+    # PEFT puts the rows of trained tokens into a copy of the head.
+    copied = _matrix(step) if step.adapters and step.adapters.tokens else 0
+    wide = (head_gradient + chunk) * step.wide
+    return _bytes(step, hidden=3) + wide + copied * step.width
 
 
 def _backward(step: StepShape, held: float, blocks_left: int) -> dict[str, float]:
@@ -289,6 +296,10 @@ def _embedding(step: StepShape, gradients: float) -> dict[str, float]:
         gradients += _matrices(step) * _matrix(step) * (step.width + step.wide)
         if step.model.tied_embeddings:
             gradients += _matrix(step) * step.width
+    elif step.adapters.tokens:
+        # Of the copy of the embedding into which PEFT puts the rows of trained tokens.
+        gradients += _matrix(step) * step.width
+    if not step.adapters or step.adapters.tokens:
         # The gradient that the look-up reads.
         kept += _bytes(step, hidden=1)
     return {"gradients": gradients, "kept for backward": kept}

@@ -21,7 +21,7 @@ from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.from_config import build_attends, build_context_parallel
 from titan_sparse.models.build import build_decoder
-from titan_sparse.models.config import Adapters, DecoderConfig, resolve_adapters
+from titan_sparse.models.config import Adapters, DecoderConfig
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import check_weights, load_weights, tensor_shapes
 from titan_sparse.models.initialization import initialize
@@ -30,7 +30,7 @@ from titan_sparse.training.build_model import parallelize
 from titan_sparse.training.checkpoint.folders import newest_checkpoint
 from titan_sparse.training.checkpoint.reader import read_into, read_metadata, verify
 from titan_sparse.training.distributed import build_meshes, choose_device, init_distributed
-from titan_sparse.training.setup import alike, check_base, read_initial_hf
+from titan_sparse.training.setup import alike, build_adapters, check_base, read_initial_hf
 
 _NAMES = ("embed_tokens.", "layers.", "norm.", "lm_head.")
 """What the names of a decoder's tensors begin with; a checkpoint holds the optimizer's too."""
@@ -131,7 +131,8 @@ def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -
         check_weights(config.model.initial_hf, model_config)
     else:
         # Nothing is dropped outside of training.
-        adapters = resolve_adapters(model_config, **vars(config.lora) | {"dropout": 0.0})
+        undropped = dataclasses.replace(config, lora=dataclasses.replace(config.lora, dropout=0.0))
+        adapters = build_adapters(undropped, model_config, tokenizer)
         _check_checkpoint(checkpoint, model_config, adapters)
     if adapters:
         check_base(config, checkpoint)

@@ -9,7 +9,7 @@ Scaling = Literal["none", "llama3", "yarn"]
 ALL_LINEAR = "all-linear"
 """lora.targets: every linear layer of the blocks."""
 
-_MARKS = (".lora_A.", ".lora_B.")
+_MARKS = (".lora_A.", ".lora_B.", ".trainable_tokens_delta.")
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,10 @@ def number_of_parameters(config: DecoderConfig) -> int:
 @dataclass(frozen=True)
 class Adapters:
     """W x becomes W x + alpha / rank * B (A x), for each linear layer of these names in every
-    block.
+    block. The rows of some tokens in the embedding and in the head are replaced.
 
-    A [rank, in] and B [out, rank] are trained, in float32 (float64 for float64). W and all other
-    weights are frozen, in training.dtype.
+    A [rank, in], B [out, rank], and the new rows [tokens, hidden] are trained, in float32 (float64
+    for float64). W and all other weights are frozen, in training.dtype.
     """
 
     rank: int
@@ -120,6 +120,10 @@ class Adapters:
     targets: tuple[str, ...]
     """last parts of the layers' names, such as q_proj"""
     init: str
+    tokens: tuple[str, ...] = ()
+    """the tokens whose rows are trained"""
+    token_ids: tuple[int, ...] = ()
+    """their rows, in the same order; empty where only sizes are needed, without a tokenizer"""
 
     @property
     def scale(self) -> float:
@@ -128,22 +132,30 @@ class Adapters:
 
 
 def is_adapter(parameter_name: str) -> bool:
-    """Whether the parameter is an adapter's A or B."""
+    """Whether the parameter is an adapter's A or B, or holds the rows of trained tokens."""
     return any(mark in parameter_name for mark in _MARKS)
 
 
 def resolve_adapters(
-    model: DecoderConfig, rank: int, alpha: int, dropout: float, targets: str, init: str
+    model: DecoderConfig,
+    rank: int,
+    alpha: int,
+    dropout: float,
+    targets: str,
+    init: str,
+    trainable_tokens: str = "",
 ) -> Adapters | None:
     """The adapters that the [lora] section describes for this model; None for rank 0.
 
-    Raises ValueError, one line, for a name in `targets` that no linear layer of its blocks has.
+    from_config.build_adapters() adds the rows of trained tokens, which a tokenizer knows. Raises
+    ValueError, one line, for a name in `targets` that no linear layer of its blocks has.
     """
     if rank == 0:
         return None
+    tokens = tuple(filter(None, (name.strip() for name in trainable_tokens.split(","))))
     sizes = linear_sizes(model)
     if targets == ALL_LINEAR:
-        return Adapters(rank, alpha, dropout, tuple(sizes), init)
+        return Adapters(rank, alpha, dropout, tuple(sizes), init, tokens)
     # In a mixture of experts, only attention's layers have adapters: experts are not linear layers.
     names = [name.strip() for name in targets.split(",")]
     for name in names:
@@ -153,11 +165,20 @@ def resolve_adapters(
                 f"or some of {','.join(sizes)}"
             )
     chosen = tuple(name for name in sizes if name in names)
-    return Adapters(rank, alpha, dropout, chosen, init)
+    return Adapters(rank, alpha, dropout, chosen, init, tokens)
 
 
 def adapter_elements(model: DecoderConfig, adapters: Adapters | None) -> int:
     """Elements of all adapters, which is everything that is trained. 0 without adapters."""
+    if adapters is None:
+        return 0
+    matrices = 1 if model.tied_embeddings else 2
+    rows = matrices * len(adapters.tokens) * model.hidden_size
+    return block_adapter_elements(model, adapters) + rows
+
+
+def block_adapter_elements(model: DecoderConfig, adapters: Adapters | None) -> int:
+    """Elements of the adapters of the blocks' linear layers. 0 without adapters."""
     if adapters is None:
         return 0
     linears = [linear_sizes(model)[name] for name in adapters.targets]

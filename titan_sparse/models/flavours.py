@@ -38,10 +38,11 @@ def resolve(
     """The flavour's config with the overrides of the [model] section applied.
 
     0 (and "flavour" for rope_scaling) keeps the flavour's value. `initial_hf` is a folder of
-    Hugging Face whose config.json replaces the flavour. Rope scaling may be added if it has none.
-    Everything else must agree with it, except `layers` with `random_weights`. The flavour "debug" is
-    the default, so it is ignored then. A model that runs through transformers' own code gives a
-    TransformersConfig, whose rope cannot be changed.
+    Hugging Face whose config.json replaces the flavour. Rope scaling may be added if it has none,
+    the vocabulary may grow, and the base of the rotary frequencies may change. Everything else must
+    agree with it, except `layers` with `random_weights`. The flavour "debug" is the default, so it
+    is ignored then. A model that runs through transformers' own code gives a TransformersConfig,
+    whose rope scaling cannot be changed.
     Raises ValueError for an unknown flavour, and an override that would have no effect or does not
     agree. config.check() refuses what is out of range.
     """
@@ -55,7 +56,8 @@ def resolve(
             "model.random_weights = true says something of model.initial_hf, which is not given; "
             "leave it out, as the first weights are random anyway"
         )
-    if choose_implementation(initial_hf, implementation)[0] == "transformers":
+    theirs = choose_implementation(initial_hf, implementation)[0] == "transformers"
+    if theirs:
         base = read_transformers_config(initial_hf, router_loss, layers * random_weights)
     else:
         base = read_config(initial_hf) if initial_hf else FLAVOURS[flavour]
@@ -71,6 +73,11 @@ def resolve(
     )
     if initial_hf:
         _refuse_contradictions(initial_hf, base, resolved, flavour)
+    if theirs and resolved != base:
+        # Numbers of parameters depend on the vocabulary.
+        return read_transformers_config(
+            initial_hf, router_loss, base.layers, resolved.vocab_size, rope_theta
+        )
     return resolved
 
 
@@ -97,10 +104,23 @@ def _refuse_contradictions(
     folder: str, published: DecoderConfig, resolved: DecoderConfig, flavour: str
 ) -> None:
     """Refuse a [model] section, `resolved`, that contradicts config.json, read as `published`."""
-    pairs = {f"model.{key}": (resolved, published, key) for key in ("vocab_size", "layers")}
-    pairs["model.rope_theta"] = (resolved.rope, published.rope, "theta")
-    if isinstance(published, TransformersConfig) or published.rope.scaling != "none":
-        pairs["model.rope_scaling and what goes with it"] = (resolved, published, "rope")
+    if resolved.vocab_size < published.vocab_size:
+        raise ValueError(
+            f"model.vocab_size = {resolved.vocab_size} would cut the {published.vocab_size} rows of "
+            f"{folder}; write {published.vocab_size} or more, or leave it out"
+        )
+    theta = published.rope.theta
+    is_theirs = isinstance(published, TransformersConfig)
+    if is_theirs and not published.has_one_theta and resolved.rope.theta != theta:
+        raise ValueError(
+            f"model.rope_theta = {resolved.rope.theta:g}, but the layers of a "
+            f"{published.model_type} do not share one; leave it out, or change rope_parameters in "
+            f"{folder}/config.json"
+        )
+    pairs = {"model.layers": (resolved, published, "layers")}
+    if is_theirs or published.rope.scaling != "none":
+        scaled = replace(resolved, rope=replace(resolved.rope, theta=theta))
+        pairs["model.rope_scaling and what goes with it"] = (scaled, published, "rope")
     if flavour != "debug":
         for field in fields(DecoderConfig):
             # The same shape is published with different lengths and rope scalings.

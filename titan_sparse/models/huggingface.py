@@ -25,15 +25,28 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.config import DecoderConfig, is_adapter
-from titan_sparse.models.huggingface_config import config_json, read_json
+from titan_sparse.models.huggingface_config import (
+    config_json,
+    read_json,
+    set_positions,
+    set_theta,
+)
 from titan_sparse.models.huggingface_files import INDEX_FILE, open_tensors, write_files
-from titan_sparse.models.initialization import canonical_name
+from titan_sparse.models.initialization import canonical_name, trained_tokens, whole_name
 from titan_sparse.models.transformers_config import TransformersConfig
 
 logger = logging.getLogger("titan_sparse")
 
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _EMBEDDING = "model.embed_tokens.weight"
+_ROWS = 4096
+"""Rows that are averaged at once, to hold few of them in float64."""
+_SAMPLE = 256
+"""Rows from which the usual length of a row is estimated, and unused rows that are looked at."""
+_ALIKE = 0.01
+"""Two rows are alike if their distance is below this share of the usual length of a row."""
+_BY_TOKEN = {_EMBEDDING, "lm_head.weight"}
+"""Tensors with a row for each token."""
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, torch.Size]:
@@ -56,6 +69,9 @@ def check_weights(folder: str, config: DecoderConfig) -> None:
         for name, shape in tensor_shapes(config).items()
         for stored in stored_tensors(name, shape, config)
     }
+    # model.vocab_size may add rows, which load_weights() fills.
+    for name in _BY_TOKEN & shapes.keys():
+        shapes[name] = torch.Size([read_json(folder)["vocab_size"], config.hidden_size])
     with ExitStack() as stack:
         tensors = open_tensors(folder, stack)
         # transformers also ignores the copy of a tied head, and early Llamas' rotary tables.
@@ -101,11 +117,11 @@ def _refuse_names(problem: str, names: set[str], folder: str) -> None:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str, config: DecoderConfig) -> None:
-    """Fill every parameter of a materialized Decoder except adapters in place, in the parameter's
-    dtype. Parameters are plain or DTensor.
+    """Fill every parameter of a materialized Decoder except A and B of adapters in place, in the
+    parameter's dtype. Parameters are plain or DTensor.
 
-    Each rank reads only its own shard of each tensor, without communication. Raises what
-    check_weights() raises.
+    Tokens that the folder does not have begin as the mean of its rows. Each rank reads only its own
+    shard of each tensor, without communication. Raises what check_weights() raises.
     """
     check_weights(folder, config)
     with ExitStack() as stack:
@@ -118,7 +134,8 @@ def load_weights(model: nn.Module, folder: str, config: DecoderConfig) -> None:
                 len(left_out),
             )
         for parameter_name, parameter in model.named_parameters():
-            if is_adapter(parameter_name):
+            trained = trained_tokens(model, parameter_name)
+            if is_adapter(parameter_name) and not trained:
                 continue
             local = parameter
             begin = 0
@@ -129,14 +146,82 @@ def load_weights(model: nn.Module, folder: str, config: DecoderConfig) -> None:
                     parameter.shape, parameter.device_mesh, parameter.placements
                 )
             end = begin + len(local)
-            for stored in stored_tensors(canonical_name(parameter_name), parameter.shape, config):
+            name = canonical_name(parameter_name)
+            if trained:
+                tensor = tensors[huggingface_name(whole_name(name))]()
+                _copy_tokens(tensor, trained[begin:end], local)
+                continue
+            for stored in stored_tensors(name, parameter.shape, config):
                 tensor = tensors[stored.name]()
-                # With more ranks than rows, some ranks have nothing to read.
-                if not stored.index and begin < end:
-                    local.copy_(tensor[begin:end])
-                elif stored.index and begin <= stored.index[0] < end:
+                if not stored.index:
+                    copy_rows(tensor, begin, local)
+                elif begin <= stored.index[0] < end:
                     expert, rows = stored.index
                     local[expert - begin, rows].copy_(tensor[:])
+
+
+def untrained_tokens(
+    folder: str, tokens: Iterable[int], added: Iterable[int], first_unused: int
+) -> list[int]:
+    """The `tokens` whose row in the embedding or in the head of a folder is zero, or equals that of
+    another added token or of a row that no token uses. Sorted.
+
+    added: all tokens beside those of text. first_unused: the number of tokens of the tokenizer.
+    """
+    known = read_json(folder)["vocab_size"]
+    compared = {token for token in (*tokens, *added) if token < known}
+    # Tables are padded with rows that begin as the added ones did.
+    compared = sorted(compared.union(range(first_unused, known)[:_SAMPLE]))
+    found = set()
+    with ExitStack() as stack:
+        tensors = open_tensors(folder, stack)
+        for name in _BY_TOKEN & tensors.keys():
+            tensor = tensors[name]()
+            sample = _read_rows(tensor, range(0, known, -(-known // _SAMPLE)))
+            rows = _read_rows(tensor, compared)
+            distances = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")
+            # The distance to itself becomes that to zero.
+            distances.diagonal().copy_(rows.norm(dim=1))
+            is_untrained = distances.amin(1) < _ALIKE * sample.norm(dim=1).median()
+            found |= {compared[place] for place in is_untrained.nonzero().flatten().tolist()}
+    return sorted(found.intersection(tokens))
+
+
+def _read_rows(tensor: Any, rows: Iterable[int]) -> Tensor:
+    """Rows of a slice of safetensors, float32 [rows, columns]."""
+    return torch.cat([tensor[row : row + 1] for row in rows]).float()
+
+
+def copy_rows(tensor: Any, begin: int, rows: Tensor) -> None:
+    """Fill `rows` with those of a tensor on disk from row `begin` on. Rows that it does not have
+    become their mean, as in transformers' resize_token_embeddings() but without its noise.
+
+    tensor: a slice of safetensors. rows: may have no row, on a rank without any.
+    """
+    there = min(max(tensor.get_shape()[0] - begin, 0), len(rows))
+    if there:
+        rows[:there].copy_(tensor[begin : begin + there])
+    if there < len(rows):
+        rows[there:].copy_(_mean_row(tensor))
+
+
+def _copy_tokens(tensor: Any, tokens: list[int], rows: Tensor) -> None:
+    """Fill rows [tokens, hidden] with those of these tokens, as copy_rows() does."""
+    known = tensor.get_shape()[0]
+    is_new = torch.tensor([token >= known for token in tokens], dtype=torch.bool)
+    for token, row in zip(tokens, rows, strict=True):
+        if token < known:
+            row.copy_(tensor[token : token + 1][0])
+    if is_new.any():
+        rows[is_new.to(rows.device)] = _mean_row(tensor).to(rows)
+
+
+def _mean_row(tensor: Any) -> Tensor:
+    """The mean of the rows of a slice of safetensors, float64 [columns]. It is the same on each
+    rank."""
+    count = tensor.get_shape()[0]
+    sums = [tensor[begin : begin + _ROWS].double().sum(0) for begin in range(0, count, _ROWS)]
+    return torch.stack(sums).sum(0) / count
 
 
 def export_weights(
@@ -162,7 +247,7 @@ def export_weights(
     Raises ValueError of one line if `folder` already exists, or lies among the run's checkpoints,
     where old ones are deleted.
     """
-    values = _config_to_write(config, str(dtype).removeprefix("torch."), source)
+    values = exported_config(config, str(dtype).removeprefix("torch."), source)
     with new_folder(folder, checkpoint) as incomplete:
         shapes = tensor_shapes(config)
         with torch.device("meta"):
@@ -216,9 +301,12 @@ def new_folder(folder: str, checkpoint: str) -> Iterator[Path]:
     os.rename(incomplete, path)
 
 
-def _config_to_write(config: DecoderConfig, dtype: str, source: str) -> dict[str, Any]:
-    """The content of config.json. For transformers' own models, it is that of config.folder, which
-    the model was built from, with another dtype and as many layers as the model has."""
+def exported_config(config: DecoderConfig, dtype: str, source: str) -> dict[str, Any]:
+    """The content of config.json for weights of `dtype` (such as "bfloat16").
+
+    For transformers' own models, it is that of config.folder, which the model was built from, with
+    what the run has changed. source: as in export_weights().
+    """
     if not isinstance(config, TransformersConfig):
         return config_json(config, dtype, source)
     values = read_json(config.folder)
@@ -227,10 +315,14 @@ def _config_to_write(config: DecoderConfig, dtype: str, source: str) -> dict[str
     # model.layers may have left out some layers.
     if values.get("layer_types"):
         values["layer_types"] = values["layer_types"][: config.layers]
+    set_positions(values, config.max_positions)
+    if config.has_one_theta:
+        set_theta(values, config.rope.theta)
     return values | {
         "dtype": dtype,
         "num_hidden_layers": config.layers,
         "tie_word_embeddings": config.tied_embeddings,
+        "vocab_size": config.vocab_size,
     }
 
 

@@ -183,7 +183,7 @@ def check_json(values: dict[str, Any], families: dict[str, Family]) -> str:
             raise ValueError(f"{key} = {json.dumps(value)}; only {accepted} can be trained{other}")
     for key, found, known in (
         ("layer_types", values.get("layer_types") or (), family.layer_types),
-        ("rope_type", _rope_types(values), family.rope_types),
+        ("rope_type", map(_rope_type, _rope_tables(values)), family.rope_types),
     ):
         unknown = sorted(set(found) - set(known))
         if unknown:
@@ -193,14 +193,17 @@ def check_json(values: dict[str, Any], families: dict[str, Family]) -> str:
     return model_type
 
 
-def _rope_types(values: dict[str, Any]) -> list[str]:
-    types = []
+def _rope_tables(values: dict[str, Any]) -> list[dict[str, Any]]:
+    tables = []
     for key in ("rope_scaling", "rope_parameters"):
         table = values.get(key) or {}
         # Some models have one table for each kind of layer.
-        tables = [inner for inner in table.values() if isinstance(inner, dict)] or [table]
-        types += [str(inner.get("rope_type", inner.get("type", "default"))) for inner in tables]
-    return types
+        tables += [inner for inner in table.values() if isinstance(inner, dict)] or [table]
+    return tables
+
+
+def _rope_type(table: dict[str, Any]) -> str:
+    return str(table.get("rope_type", table.get("type", "default")))
 
 
 def _check_types(values: dict[str, Any]) -> None:
@@ -258,6 +261,31 @@ def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str
     longest = extended if rope.scaling == "yarn" else max(extended, config.max_positions)
     values["max_position_embeddings"] = longest
     return values
+
+
+def set_theta(values: dict[str, Any], theta: float) -> None:
+    """Write the base of the rotary frequencies to the content of a config.json, where it has it."""
+    # transformers 5 has it in a table, and transformers 4 at the top level.
+    places = [place for place in (values, *_rope_tables(values)) if "rope_theta" in place]
+    for place in places or [values]:
+        if place.get("rope_theta") != theta:
+            place["rope_theta"] = theta
+
+
+def set_positions(values: dict[str, Any], longest: int) -> None:
+    """Raise max_position_embeddings of the content of a config.json to `longest`, tokens.
+
+    YaRN keeps it, because transformers 4 computes YaRN's factor from it.
+    """
+    published = values["max_position_embeddings"]
+    tables = _rope_tables(values)
+    if longest <= published or "yarn" in map(_rope_type, tables):
+        return
+    for table in tables:
+        # Without this key, transformers scales from max_position_embeddings.
+        if _rope_type(table) == "llama3" and _ORIGINAL not in values:
+            table.setdefault(_ORIGINAL, published)
+    values["max_position_embeddings"] = longest
 
 
 def family_of(config: DecoderConfig) -> str:

@@ -14,7 +14,14 @@ from titan_sparse.models.transformers_config import TransformersConfig
 
 _STD = 0.02
 _DECAY_RATES = (0.01, 16.0)
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")
+_WRAPPERS = (
+    "_checkpoint_wrapped_module.",
+    "_orig_mod.",
+    "token_adapter.base_layer.",
+    "base_layer.",
+)
+_TOKENS = ".token_adapter.trainable_tokens_delta."
+"""In PEFT's name of the parameter that holds the rows of some tokens of an embedding or a head."""
 
 
 @torch.no_grad()
@@ -28,8 +35,8 @@ def initialize(
     """Fill every parameter of a materialized (to_empty) decoder in place, except adapters if
     `adapters` is None.
 
-    Parameters are plain or DTensor, of any dtype. Of adapters, A is random and B is zero, so that
-    they change nothing at first.
+    Parameters are plain or DTensor, of any dtype. Of adapters, A is random and B is zero, and the
+    rows of trained tokens are those of the frozen weights, so that they change nothing at first.
 
     Each full tensor is drawn in fp32 on `device` (default: the parameter's), one at a time, and
     each rank keeps its local shard without communication. Another kind of device draws other
@@ -43,7 +50,12 @@ def initialize(
         if is_adapter(name) and adapters is None:
             continue
         where = device or parameter.device
-        full = _draw(canonical_name(name), parameter.shape, where, seed, config, adapters)
+        tokens = trained_tokens(model, name)
+        if tokens:
+            shape = torch.Size([config.vocab_size, config.hidden_size])
+            full = _draw(whole_name(name), shape, where, seed, config, adapters)[tokens]
+        else:
+            full = _draw(canonical_name(name), parameter.shape, where, seed, config, adapters)
         if isinstance(parameter, DTensor):
             # src_data_rank=None: every rank has drawn the same tensor and cuts its own shard; nothing
             # is sent.
@@ -58,6 +70,17 @@ def canonical_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def trained_tokens(model: nn.Module, name: str) -> list[int]:
+    """The tokens whose rows the parameter `name` holds; empty for other parameters."""
+    module, found, adapter = name.rpartition(_TOKENS)
+    return model.get_submodule(f"{module}.token_adapter").token_indices[adapter] if found else []
+
+
+def whole_name(name: str) -> str:
+    """The name of the embedding or head that the rows of trained tokens belong to."""
+    return name.partition(_TOKENS)[0] + ".weight"
 
 
 def _draw(

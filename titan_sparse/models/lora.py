@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.config import Adapters, DecoderConfig, is_adapter
 from titan_sparse.models.huggingface import (
     check_weights,
+    copy_rows,
     huggingface_name,
     new_folder,
     stored_tensors,
@@ -28,14 +30,18 @@ from titan_sparse.models.huggingface_files import open_tensors, write_files
 NAME = "default"
 """The adapter's name in PEFT, a part of its parameters' names."""
 
+_BY_TOKEN = ("embed_tokens", "lm_head")
+"""Modules with a row for each token."""
+
 ADAPTER_FILE = "adapter_model.safetensors"
 
 Read = Callable[[dict[str, Tensor]], None]
 """Fills tensors of these names from a checkpoint, whatever their dtype."""
 
 
-def peft_config(adapters: Adapters, base_model: str = "") -> Any:
-    """The adapters as PEFT's configuration. base_model: the folder of the frozen weights.
+def peft_config(adapters: Adapters, tied: bool, base_model: str = "") -> Any:
+    """The adapters as PEFT's configuration. tied: whether the embedding is also the head.
+    base_model: the folder of the frozen weights.
 
     Raises ValueError if PEFT is missing.
     """
@@ -44,9 +50,11 @@ def peft_config(adapters: Adapters, base_model: str = "") -> Any:
         from peft import LoraConfig
     except ImportError as error:
         raise ValueError(
-            f"lora.rank = {adapters.rank} needs PEFT, which cannot be imported ({error}); "
-            'pip install "peft>=0.21", or write lora.rank = 0'
+            f"adapters (lora.rank = {adapters.rank}) need PEFT, which cannot be imported ({error}); "
+            'pip install "peft>=0.21"'
         ) from error
+    ids = list(adapters.token_ids)
+    assert len(ids) == len(adapters.tokens), "from_config.build_adapters() finds the ids"
     return LoraConfig(
         r=adapters.rank,
         lora_alpha=adapters.alpha,
@@ -55,6 +63,8 @@ def peft_config(adapters: Adapters, base_model: str = "") -> Any:
         init_lora_weights="gaussian" if adapters.init == "gaussian" else True,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base_model or None,
+        # A list is that of the embedding, and of a head that is tied to it.
+        trainable_token_indices=(ids if tied else dict.fromkeys(_BY_TOKEN, ids)) if ids else None,
     )
 
 
@@ -64,9 +74,10 @@ def add_adapters(model: nn.Module, adapters: Adapters) -> None:
     Call it before the decoder is checkpointed, compiled and sharded. Adapters are float32, or
     float64 in a float64 decoder.
     """
-    settings = peft_config(adapters)
+    settings = peft_config(adapters, tied=getattr(model, "lm_head", None) is None)
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
 
     wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     inject_adapter_in_model(settings, model, adapter_name=NAME, low_cpu_mem_usage=True)
@@ -74,6 +85,10 @@ def add_adapters(model: nn.Module, adapters: Adapters) -> None:
         if isinstance(module, LoraLayer):
             module.lora_A.to(wide)
             module.lora_B.to(wide)
+        if isinstance(module, TrainableTokensLayer):
+            module.trainable_tokens_delta.to(wide)
+            # A buffer, for unmerging, which to_empty() would fill with anything.
+            module.trainable_tokens_original.clear()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
 
@@ -101,23 +116,37 @@ def export_adapter(
         tensors = {}
         for name, tensor in state.items():
             # PEFT leaves out the adapter's name, and puts its wrappers before transformers' names.
-            own_name = huggingface_name(name).replace(f".{NAME}.", ".")
+            own_name = huggingface_name(name).replace(f".{NAME}.", ".").removesuffix(f".{NAME}")
             tensors[f"base_model.model.{own_name}"] = tensor
         save_file(tensors, incomplete / ADAPTER_FILE, metadata={"format": "pt"})
-        settings = peft_config(adapters, source)
+        settings = peft_config(adapters, config.tied_embeddings, source)
         settings.inference_mode = True
         settings.save_pretrained(incomplete)
         write_files(files, incomplete)
 
 
-def merged(read: Read, config: DecoderConfig, adapters: Adapters, source: str) -> Read:
+def merged(
+    read: Read,
+    saved: dict[str, TensorStorageMetadata],
+    config: DecoderConfig,
+    adapters: Adapters,
+    source: str,
+) -> Read:
     """A function that fills tensors with the weights of the folder `source`, with a checkpoint's
     adapters merged into them. export_weights() takes it as `read`.
 
-    W + scale * B A is computed in float32 (float64 for float64).
+    saved: what the checkpoint holds, by name. W + scale * B A is computed in float32 (float64 for
+    float64). It does not need PEFT.
     """
     check_weights(source, config)
-    shapes = adapter_shapes(config, adapters)
+    trained = {
+        name: torch.empty(item.size, dtype=item.properties.dtype)
+        for name, item in saved.items()
+        # The optimizer's states have these names too.
+        if is_adapter(name) and not name.startswith("optimizer.")
+    }
+    # All at once, because each read looks through the whole checkpoint.
+    read(trained)
 
     def fill(state: dict[str, Tensor]) -> None:
         for name, tensor in state.items():
@@ -126,14 +155,16 @@ def merged(read: Read, config: DecoderConfig, adapters: Adapters, source: str) -
             with ExitStack() as stack:
                 tensors = open_tensors(source, stack)
                 for stored in stored_tensors(name, tensor.shape, config):
-                    part = tensors[stored.name]()[:]
-                    weight[stored.index].copy_(part)
+                    part = tensors[stored.name]()
+                    copy_rows(part, 0, weight[stored.index])
             layer = name.removesuffix(".weight")
-            names = [f"{layer}.lora_{side}.{NAME}.weight" for side in "AB"]
-            if names[0] in shapes:
-                a, b = (torch.empty(shapes[side], dtype=wide) for side in names)
-                read(dict(zip(names, (a, b))))
+            sides = [trained.get(f"{layer}.lora_{side}.{NAME}.weight") for side in "AB"]
+            if sides[0] is not None:
+                a, b = (side.to(wide) for side in sides)
                 weight += (b @ a) * adapters.scale
+            rows = trained.get(f"{layer}.token_adapter.trainable_tokens_delta.{NAME}")
+            if rows is not None:
+                weight[list(adapters.token_ids)] = rows.to(wide)
             tensor.copy_(weight)
 
     return fill

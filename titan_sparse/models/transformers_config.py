@@ -37,6 +37,8 @@ class TransformersConfig(DecoderConfig):
     model_type: str
     windows: tuple[int, ...]
     sinks: bool
+    has_one_theta: bool
+    """whether all layers with rotary embedding have the same base"""
     parameters: int
     linear_weights: int
     linears: tuple[tuple[str, int, int, int], ...]
@@ -74,13 +76,18 @@ AS_PUBLISHED = -1.0
 
 
 def read_transformers_config(
-    folder: str, router_loss: float = AS_PUBLISHED, layers: int = 0
+    folder: str,
+    router_loss: float = AS_PUBLISHED,
+    layers: int = 0,
+    vocab_size: int = 0,
+    rope_theta: float = 0.0,
 ) -> TransformersConfig:
     """The model that `folder`/config.json describes.
 
-    router_loss: model.router_loss. layers: the first ones only; 0 for all. Raises ValueError, one
-    line, for an unreadable file, a family that is not in FAMILIES, or a setting that cannot be
-    trained, and where transformers is missing.
+    router_loss: model.router_loss. layers: the first ones only; 0 for all. vocab_size and
+    rope_theta: in place of those of the file; 0 for these. Raises ValueError, one line, for an
+    unreadable file, a family that is not in FAMILIES, or a setting that cannot be trained, and
+    where transformers is missing.
     """
     path = Path(folder).expanduser() / "config.json"
     given = read_json(folder)
@@ -88,7 +95,7 @@ def read_transformers_config(
         check_json(given, FAMILIES)
     except ValueError as error:
         raise ValueError(f"model.initial_hf: {path}: {error}") from error
-    config = _read(folder, json.dumps(given), layers)
+    config = _read(folder, json.dumps(given), layers, vocab_size, rope_theta)
     if router_loss > 0 and not config.experts:
         raise ValueError(
             f"model.router_loss = {router_loss:g}, but a {config.model_type} has no router; "
@@ -97,20 +104,18 @@ def read_transformers_config(
     return config if router_loss == AS_PUBLISHED else replace(config, router_loss=router_loss)
 
 
-def _theta(values: dict[str, Any]) -> float:
-    """The base of the rotary frequencies. It is only recorded."""
-    table = values.get("rope_parameters") or values
-    # Models with several kinds of layers have a table for each.
-    table = table.get("full_attention", table)
-    return float(table.get("rope_theta") or 1e4)
-
-
-def build_their_model(folder: str, layers: int, attention: str = "eager") -> Any:
+def build_their_model(
+    folder: str,
+    layers: int,
+    attention: str = "eager",
+    vocab_size: int = 0,
+    rope_theta: float = 0.0,
+) -> Any:
     """transformers' own model of `folder`, cut to the first `layers` layers (0: all). Call it on the
     "meta" device, because it draws weights.
 
-    attention: its attn_implementation. Raises ValueError, one line, if transformers is missing or
-    cannot build it.
+    attention: its attn_implementation. vocab_size and rope_theta: as in read_transformers_config().
+    Raises ValueError, one line, if transformers is missing or cannot build it.
     """
     try:
         # Imported only when needed: it is optional, and loads slowly.
@@ -129,6 +134,9 @@ def build_their_model(folder: str, layers: int, attention: str = "eager") -> Any
         config.num_hidden_layers = layers or config.num_hidden_layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: config.num_hidden_layers]
+        config.vocab_size = vocab_size or config.vocab_size
+        if rope_theta:
+            config.rope_parameters["rope_theta"] = rope_theta
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     except Exception as error:
         reason = " ".join(str(error).split())
@@ -140,12 +148,14 @@ def build_their_model(folder: str, layers: int, attention: str = "eager") -> Any
 
 
 @functools.cache
-def _read(folder: str, text: str, layers: int) -> TransformersConfig:
+def _read(
+    folder: str, text: str, layers: int, vocab_size: int, rope_theta: float
+) -> TransformersConfig:
     """text: the content of config.json, because it may change under the same name."""
     import torch
 
     with torch.device("meta"):
-        model = build_their_model(folder, layers)
+        model = build_their_model(folder, layers, vocab_size=vocab_size, rope_theta=rope_theta)
     given = json.loads(text)
     config = model.config
     experts = 0
@@ -185,11 +195,12 @@ def _read(folder: str, text: str, layers: int) -> TransformersConfig:
         tied_embeddings=config.tie_word_embeddings,
         norm_eps=given.get("rms_norm_eps") or 1e-6,
         max_positions=config.max_position_embeddings,
-        rope=RopeConfig(_theta(given), "none", 1.0, config.max_position_embeddings),
+        rope=RopeConfig(_theta(config), "none", 1.0, config.max_position_embeddings),
         folder=folder,
         model_type=given["model_type"],
         windows=tuple(window * (x == "sliding_attention") for x in layer_types),
         sinks=hasattr(attention, "sinks"),
+        has_one_theta=_has_one_theta(config),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         linear_weights=linear_weights,
         linears=tuple((*linear, count) for linear, count in linears.items()),
@@ -206,6 +217,19 @@ def _read(folder: str, text: str, layers: int) -> TransformersConfig:
         ),
         **_linear_attention(config, layer_types),
     )
+
+
+def _theta(config: Any) -> float:
+    """The base of the rotary frequencies of layers that see everything. config: of transformers."""
+    table = config.rope_parameters
+    return float(table.get("full_attention", table)["rope_theta"])
+
+
+def _has_one_theta(config: Any) -> bool:
+    """config: of transformers."""
+    has_tables = any(isinstance(table, dict) for table in config.rope_parameters.values())
+    # A layer with 0 has no rotary embedding.
+    return not has_tables and any(getattr(config, "no_rope_layers", None) or [1])
 
 
 def _linear_attention(config: Any, layer_types: list[str]) -> dict[str, Any]:

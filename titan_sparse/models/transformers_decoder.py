@@ -105,7 +105,14 @@ class TransformersDecoder(nn.Module):
 
     def __init__(self, config: TransformersConfig, attends: Attends) -> None:
         super().__init__()
-        theirs = build_their_model(config.folder, config.layers, ATTENTION)
+        theirs = build_their_model(
+            config.folder,
+            config.layers,
+            ATTENTION,
+            config.vocab_size,
+            # Models with several have those of config.json.
+            config.rope.theta if config.has_one_theta else 0.0,
+        )
         inner = theirs.model
         self.config = config
         self.embed_tokens = inner.embed_tokens

@@ -28,7 +28,7 @@ from titan_sparse.attention import SAVED_OPS
 from titan_sparse.config import ActivationCheckpoint, Compile, Config, Float8
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.chunked_mlp import ChunkedMLP
-from titan_sparse.models.config import DecoderConfig, resolve_adapters
+from titan_sparse.models.config import Adapters, DecoderConfig
 from titan_sparse.models.decoder import MLP, Attends, Decoder
 from titan_sparse.models.initialization import initialize
 from titan_sparse.models.lora import add_adapters
@@ -44,6 +44,7 @@ _MATMULS = (
 def build_model(
     config: Config,
     model_config: DecoderConfig,
+    adapters: Adapters | None,
     attends: Attends,
     fsdp: DeviceMesh,
     device: torch.device,
@@ -54,7 +55,6 @@ def build_model(
     adapters, all others are frozen in training.dtype.
     """
     dtype = getattr(torch, config.training.dtype)
-    adapters = resolve_adapters(model_config, **vars(config.lora))
     weights_dtype = dtype if adapters else torch.promote_types(dtype, torch.float32)
     with torch.device("meta"):
         model = build_decoder(model_config, attends, _mlp(config)).to(weights_dtype)

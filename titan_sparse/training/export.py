@@ -1,16 +1,25 @@
 """Write a checkpoint as a Hugging Face folder, for transformers' from_pretrained()."""
 
+import dataclasses
 import functools
+import json
+import logging
 
 import torch
 
-from titan_sparse.config import Config
+from titan_sparse.config import Config, Model
 from titan_sparse.data.chat_template import exported_files
-from titan_sparse.models.config import resolve_adapters
+from titan_sparse.data.tokenizer import load_tokenizer
+from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.flavours import resolve
-from titan_sparse.models.huggingface import export_weights
+from titan_sparse.models.huggingface import export_weights, exported_config
 from titan_sparse.models.lora import export_adapter, merged
 from titan_sparse.training.checkpoint.reader import read_into, read_metadata
+from titan_sparse.training.setup import build_adapters
+
+logger = logging.getLogger("titan_sparse")
+
+_TOKENIZER = "tokenizer_config.json"
 
 
 def export(
@@ -24,20 +33,75 @@ def export(
     """
     model = config.model
     shape = resolve(**vars(model))
-    if shape.tied_embeddings and "lm_head.weight" in read_metadata(checkpoint).state_dict_metadata:
+    metadata = read_metadata(checkpoint)
+    if shape.tied_embeddings and "lm_head.weight" in metadata.state_dict_metadata:
         # Its weights, which showed that the head is not tied, have gone since.
         raise ValueError(
             f"{checkpoint} has lm_head.weight, but {model.initial_hf}/config.json says "
             "tie_word_embeddings = true; write false there"
         )
-    files = exported_files(config.data, model.initial_hf)
-    read = functools.partial(read_into, checkpoint=checkpoint, alone=True)
+    # The model can read what it was trained on.
+    length = config.training.seq_len
+    shape = dataclasses.replace(shape, max_positions=max(shape.max_positions, length))
     trained = getattr(torch, config.training.dtype)
-    adapters = resolve_adapters(shape, **vars(config.lora))
+    files = exported_files(config.data, model.initial_hf)
+    _raise_lengths(files, shape, model.initial_hf, length)
+    read = functools.partial(read_into, checkpoint=checkpoint, alone=True, metadata=metadata)
+    adapters = build_adapters(config, shape, load_tokenizer(config.data.tokenizer))
     if adapters and not merge:
+        files |= _base_files(model, shape, out)
         dtype = dtype or torch.promote_types(trained, torch.float32)
         export_adapter(checkpoint, read, out, shape, adapters, dtype, model.initial_hf, files)
         return
     if adapters:
-        read = merged(read, shape, adapters, model.initial_hf)
+        saved = metadata.state_dict_metadata
+        read = merged(read, saved, shape, adapters, model.initial_hf)
     export_weights(checkpoint, read, out, shape, dtype or trained, model.initial_hf, files=files)
+
+
+def _raise_lengths(files: dict[str, bytes], shape: DecoderConfig, source: str, length: int) -> None:
+    """Let the tokenizer of an export accept `length` tokens too, in place. Warn if its config.json
+    cannot."""
+    positions = exported_config(shape, "float32", source)["max_position_embeddings"]
+    if positions < length:
+        logger.warning(
+            "training.seq_len = %d is above model.rope_factor * the original length = %d, which is "
+            "the most that the exported config.json can say",
+            length,
+            positions,
+        )
+    if _TOKENIZER not in files:
+        return
+    values = json.loads(files[_TOKENIZER].decode("utf-8-sig"))
+    if (values.get("model_max_length") or length) < length:
+        values["model_max_length"] = length
+        files[_TOKENIZER] = (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _base_files(model: Model, shape: DecoderConfig, out: str) -> dict[str, bytes]:
+    """The config.json that the base of exported adapters needs, if it is not the base's own."""
+    published = resolve(
+        model.flavour, initial_hf=model.initial_hf, implementation=model.implementation
+    )
+    own = exported_config(published, "float32", model.initial_hf)
+    needed = exported_config(shape, "float32", model.initial_hf)
+    needs = []
+    if shape.vocab_size > published.vocab_size:
+        needs.append(f"model.resize_token_embeddings({shape.vocab_size})")
+    # transformers reads the weights before it adds rows.
+    needed["vocab_size"] = published.vocab_size
+    files = {}
+    if needed != own:
+        needs.insert(0, f'from_pretrained(..., config=AutoConfig.from_pretrained("{out}"))')
+        # The weights are those of the base.
+        needed.pop("dtype", None)
+        needed.pop("torch_dtype", None)
+        files["config.json"] = (json.dumps(needed, indent=2) + "\n").encode()
+    if needs:
+        logger.warning(
+            "before %s takes these adapters, it needs %s; titan-sparse export_hf --merge writes a "
+            "whole model",
+            model.initial_hf,
+            " and ".join(needs),
+        )
+    return files

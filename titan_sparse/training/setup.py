@@ -7,6 +7,7 @@ import logging
 import os
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,14 @@ from titan_sparse.config import (
 )
 from titan_sparse.config.changes import DATA_KEYS, Origin, model_functions, read_saved
 from titan_sparse.config.reading import KINDS, show
-from titan_sparse.data import PackedLoader, build_loader, load_tokenizer
+from titan_sparse.data import Batch, PackedLoader, build_loader, load_tokenizer
+from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.estimate.memory import peak_gib
 from titan_sparse.estimate.step import StepShape, step_of
 from titan_sparse.from_config import build_pattern
-from titan_sparse.models.config import DecoderConfig
-from titan_sparse.models.huggingface import check_weights, load_weights
+from titan_sparse.models.config import Adapters, DecoderConfig, resolve_adapters
+from titan_sparse.models.huggingface import check_weights, load_weights, untrained_tokens
+from titan_sparse.models.huggingface_config import read_json
 from titan_sparse.models.huggingface_files import weights_digest
 from titan_sparse.training.checkpoint.folders import FOLDER, newest_checkpoint
 from titan_sparse.training.run_folder import versions
@@ -165,6 +168,74 @@ def free_gib(device: torch.device) -> float | None:
         return None
     free_bytes, _ = torch.cuda.mem_get_info(device)
     return free_bytes / 2**30
+
+
+def build_adapters(config: Config, model: DecoderConfig, tokenizer: Tokenizer) -> Adapters | None:
+    """The adapters of the [lora] section; None without. Raises ValueError for a name of
+    lora.trainable_tokens that is not one token, or not listed once."""
+    adapters = resolve_adapters(model, **vars(config.lora))
+    if adapters is None:
+        return None
+    by_name = {tokenizer.spell([token]): token for token in tokenizer.added_ids}
+    found: dict[int, str] = {}
+    for name in adapters.tokens:
+        ids = tokenizer.encode(name).tolist()
+        token = ids[0] if len(ids) == 1 else by_name.get(name)
+        if token is None:
+            raise ValueError(
+                f'lora.trainable_tokens: "{name}" is not a token of data.tokenizer = '
+                f"{show(config.data.tokenizer)}, but {len(ids)}; add it to the tokenizer, or leave "
+                "it out"
+            )
+        if token in found:
+            raise ValueError(f'lora.trainable_tokens names "{name}" twice; leave one out')
+        found[token] = name
+    return dataclasses.replace(adapters, token_ids=tuple(found))
+
+
+def check_new_tokens(config: Config, adapters: Adapters | None, tokenizer: Tokenizer) -> None:
+    """Raises ValueError for tokens that model.initial_hf does not have, if only adapters are
+    trained and lora.trainable_tokens leaves them out."""
+    if adapters is None or trains_random_base(config):
+        return
+    first = read_json(config.model.initial_hf)["vocab_size"]
+    new = [token for token in range(first, tokenizer.vocab_size) if token not in adapters.token_ids]
+    if new:
+        raise ValueError(
+            f"{len(new)} tokens of data.tokenizer have new rows (model.vocab_size), which adapters "
+            f"do not train; write {_with_tokens(adapters, new, tokenizer)}"
+        )
+
+
+def warn_of_untrained_tokens(
+    config: Config, adapters: Adapters, tokenizer: Tokenizer, batches: list[Batch]
+) -> None:
+    """Log the tokens of the first step whose rows were never trained, and stay so. Collective."""
+    if trains_random_base(config):
+        return
+    ids = {token for batch in batches for token in batch.tokens.unique().tolist()}
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, ids & tokenizer.added_ids)
+    if dist.get_rank() > 0:
+        return
+    seen = set().union(*of_ranks).difference(adapters.token_ids)
+    folder = config.model.initial_hf
+    tokens = untrained_tokens(folder, seen, tokenizer.added_ids, tokenizer.vocab_size)
+    if tokens:
+        names = ", ".join(tokenizer.spell([token]) for token in tokens)
+        logger.warning(
+            "the rows of %s in %s are zero or all alike, so they were never trained, and adapters "
+            "do not train them; write %s",
+            names,
+            folder,
+            _with_tokens(adapters, tokens, tokenizer),
+        )
+
+
+def _with_tokens(adapters: Adapters, tokens: list[int], tokenizer: Tokenizer) -> str:
+    """lora.trainable_tokens with further tokens, as a line of TOML."""
+    names = [*adapters.tokens, *(tokenizer.spell([token]) for token in tokens)]
+    return f"lora.trainable_tokens = {show(','.join(names))}"
 
 
 def base_digest(config: Config) -> str:

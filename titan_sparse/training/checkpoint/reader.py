@@ -193,14 +193,20 @@ class _LoadPlanner(DefaultLoadPlanner):
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
 
 
-def read_into(state: dict[str, Any], checkpoint: str | Path, alone: bool = False) -> None:
+def read_into(
+    state: dict[str, Any],
+    checkpoint: str | Path,
+    alone: bool = False,
+    metadata: Metadata | None = None,
+) -> None:
     """Read what `state` names: into its tensors, sharded or not, and in place of its values.
 
     The dtype may differ. verify() the checkpoint before. Collective where there is a process group,
-    unless `alone`. Raises Refusal for a tensor that the checkpoint does not have, or has in
-    another shape, and Broken for what can't be read.
+    unless `alone`. metadata: what read_metadata() returned, for callers that read several times.
+    Raises Refusal for a tensor that the checkpoint does not have, or has in another shape, and
+    Broken for what can't be read.
     """
-    metadata = read_metadata(checkpoint)
+    metadata = metadata or read_metadata(checkpoint)
     _check_names(state, metadata, checkpoint)
     reader = FileSystemReader(checkpoint)
     # Its own unpickler would run code.
