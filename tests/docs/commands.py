@@ -40,6 +40,10 @@ RULES: dict[str, tuple[str, ...] | None] = {
     "scripts.benchmarks.loss": SMALL_LOSS,
     "scripts.benchmarks.many_gpus": None,
     "scripts.benchmarks.plots": (),
+    "scripts.benchmarks.sparse_pays": (
+        *("--lengths=256", "--batches=1", "--training.device=cpu", "--training.dtype=float32"),
+        "--attention.block_size=16",
+    ),
     "scripts.benchmarks.steps": (),
     "scripts.calibrate": None,
     "scripts.compare_runs": (),
