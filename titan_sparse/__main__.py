@@ -5,6 +5,7 @@ import sys
 
 COMMANDS = {
     "train": "trains a model (under torchrun on several GPUs)",
+    "generate": "continues a text or answers a message",
     "evaluate": "measures a checkpoint: loss by position, Needle In A Haystack",
     "prepare_data": "tokenizes a source once, into shards that data.source reads",
     "show_data": "shows samples as the model sees them, with what is learned",
