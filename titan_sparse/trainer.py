@@ -24,7 +24,7 @@ from titan_sparse.from_config import build_layer_masks, sparse_from, why_dense
 from titan_sparse.loss import count_valid
 from titan_sparse.models.initialization import stable_seed
 from titan_sparse.options import MOST
-from titan_sparse.training import export
+from titan_sparse.training import export, run_end
 from titan_sparse.training.checkpoint.folders import check_lock, unlock_run
 from titan_sparse.training.distributed import barrier, set_timeout
 from titan_sparse.training.guard import all_finite, optimizer_states, refuse_bad_weights
@@ -84,6 +84,18 @@ class Trainer(Parts):
             logger.info("stopped by a signal after step %d", self.progress.step)
         else:
             logger.info("finished %d steps", self.progress.step)
+            self._say_what_is_next()
+
+    def _say_what_is_next(self) -> None:
+        """After the last step: the picture of the loss, and the commands that come next."""
+        if dist.get_rank() > 0:
+            return
+        if self.config.metrics.tensorboard:
+            picture = run_end.draw_loss(self.config.training.output_dir)
+            logger.info("wrote %s, a picture of the loss", picture)
+        commands = run_end.next_commands(self.config)
+        if commands:
+            logger.info("\n  ".join(["what you can do next:", *commands]))
 
     def _load(self) -> None:
         """Resume from the run's newest checkpoint, else read model.initial_hf where that is given."""
@@ -110,6 +122,9 @@ class Trainer(Parts):
     def _run_steps(self) -> bool:
         """All steps that are left. Returns whether a signal ended them."""
         training = self.config.training
+        if self.progress.step == 0 and self.validation.is_due(0):
+            # With the timeouts of a first step.
+            self._validate()
         gc.disable()  # collected at the same steps on all ranks, so that none makes the others wait
         first_step = self.progress.step + 1
         stopped = False
@@ -287,13 +302,17 @@ class Trainer(Parts):
             self.saved_step = step
             self.gone_back_to = None
         if validates:
-            with without_dropout(self.model):
-                self.validation.run(self.scorer, step, self.metrics, writes=dist.get_rank() == 0)
-            self.metrics.start_interval()
+            self._validate()
         if saves or validates or is_first:
             self._use_short_timeout()
         if step % training.gc_interval == 0:
             gc.collect(1)
+
+    def _validate(self) -> None:
+        step = self.progress.step
+        with without_dropout(self.model):
+            self.validation.run(self.scorer, step, self.metrics, writes=dist.get_rank() == 0)
+        self.metrics.start_interval()
 
     def _read_guard(self, all_of_them: bool) -> None:
         """Log and count the updates that the guard has skipped. all_of_them: Guard.reports()."""
