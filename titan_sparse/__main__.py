@@ -4,6 +4,7 @@ import importlib
 import sys
 
 COMMANDS = {
+    "init": "prints an example configuration with comments",
     "train": "trains a model (under torchrun on several GPUs)",
     "generate": "continues a text or answers a message",
     "evaluate": "measures a checkpoint: loss by position, Needle In A Haystack",

@@ -48,7 +48,7 @@ def loss_figure(steps: dict[int, float], validated: dict[int, float]) -> Any:
     axes.set_title("Loss")
     axes.plot(list(steps), list(steps.values()), label="training")
     if validated:
-        axes.plot(list(validated), list(validated.values()), marker="o", label="validation")
+        axes.plot(list(validated), list(validated.values()), "o:", label="validation")
     axes.set(xlabel="step", ylabel="cross-entropy (nats)")
     axes.legend()
     return figure
