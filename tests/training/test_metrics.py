@@ -321,6 +321,9 @@ def test_tokens_of_documents_that_are_sparse_are_logged(tmp_path, capfd, caplog)
     assert "no document of step 1 has more than 150 tokens" in printed[200]
     assert "note  nothing is sparse: training.seq_len = 310" in printed[4096]
     assert printed[4096].count("nothing is sparse") == 1
+    # The banner has the options that differ from their defaults, and says what memory counts.
+    assert "vertical_slash with recall = 0.6, sinks = 2, local_slashes = 1" in printed[200]
+    assert "probe" not in printed[200] and "steps log the peak of the whole process" in printed[200]
     config = tiny_config(tmp_path, "dense", **settings, attention__pattern="dense")
     train(config)
     assert "sparse_tokens" not in metrics_of(config)[0]
