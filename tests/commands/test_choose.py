@@ -105,7 +105,12 @@ def test_the_lines_to_write_hold_what_was_measured(folder):
 
 def test_nothing_is_measured_where_nothing_is_sparse(folder, capsys):
     """Before anything starts if the length says so, else after one setting."""
-    words = _words(folder, "short")
+    # As a configuration for training has them.
+    (folder / "run.toml").write_text(
+        "[validation]\nenable = true\nevery = 9\n[metrics]\npictures_every = 10\n"
+        "[checkpoint]\nenable = true\nlast_save_in_hf = true\n"
+    )
+    words = [*_words(folder, "short"), "--config", str(folder / "run.toml")]
     below = words.index("--attention.vertical_slash.dense_below") + 1
     words[below] = "401"
     assert main(words) == 2
@@ -121,7 +126,10 @@ def test_nothing_is_measured_where_nothing_is_sparse(folder, capsys):
     assert [path.name for path in (folder / "short").iterdir()] == ["recall_0.9"]
 
 
-@pytest.mark.parametrize("word", ["--optimizer.lr=1", "--attention.vertical_slash.recall=0.5"])
+@pytest.mark.parametrize(
+    "word",
+    ["--optimizer.lr=1", "--attention.vertical_slash.recall=0.5", "--validation.every=3"],
+)
 def test_what_it_would_ignore_is_refused(folder, capsys, word):
     assert main([*_words(folder, "none"), word]) == 2
     assert (

@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 
 from titan_sparse.commands import parser_of, positive, refuses
-from titan_sparse.config import Config, ConfigError, load, load_and_check, world_from_environment
-from titan_sparse.config.reading import KINDS, tokens
+from titan_sparse.config import Config, ConfigError, check, load, world_from_environment
+from titan_sparse.config.reading import KINDS, load_config, tokens
+from titan_sparse.config.sections import Checkpoint, Metrics, Validation
 from titan_sparse.data.shards import write_json
 from titan_sparse.from_config import selecting_layers, sparse_from, why_dense
 from titan_sparse.models.flavours import resolve
@@ -54,18 +55,15 @@ KEYS = {
     # Less than any weight can hold.
     "optimizer.lr": 1e-30,
     "lr_scheduler.warmup_steps": 0,
-    "checkpoint.enable": "false",
-    "validation.enable": "false",
-    "metrics.tensorboard": "false",
-    "metrics.trackers": "none",
-    "metrics.log_every": 1,
 }
 """What every measured run has."""
 VARIED = (
     *("attention.pattern", "attention.vertical_slash.recall", "training.steps"),
-    *("training.seq_len", "training.output_dir", "metrics.recall_every", "model.initial_hf"),
+    *("training.seq_len", "training.output_dir", "model.initial_hf"),
 )
 """What the options of this command decide."""
+UNUSED = ("checkpoint.", "validation.", "metrics.")
+"""Sections that are left out, but for metrics.recall_rows."""
 
 
 @refuses
@@ -108,15 +106,15 @@ def say(text: str) -> None:
 def words_of_runs(model: str, batches: int, words: list[str]) -> list[str]:
     """The options that all measured runs share. Raises ConfigError."""
     given = {word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")}
-    for key in (*KEYS, *VARIED):
-        if key in given:
+    for key in given - {"metrics.recall_rows"}:
+        if key in KEYS or key in VARIED or key.startswith(UNUSED):
             raise ConfigError(f"command line: choose itself sets {key}; leave it out")
     words = [*words, f"--model.initial_hf={model}"]
     config, _ = load(words)
     if config.data.tokenizer == "bytes" and Path(model, "tokenizer.json").is_file():
         words.append(f"--data.tokenizer={model}")
-    own = {"training.steps": batches, "metrics.recall_every": batches + 1}
-    return [*words, *(f"--{key}={value}" for key, value in (KEYS | own).items())]
+    own = KEYS | {"training.steps": batches}
+    return [*words, *(f"--{key}={value}" for key, value in own.items())]
 
 
 def configurations(words: list[str], seq_len: int, out: Path) -> dict[str, Config]:
@@ -131,8 +129,18 @@ def configurations(words: list[str], seq_len: int, out: Path) -> dict[str, Confi
     for name, keys in settings.items():
         folder = out / name.replace(" ", "_")
         keys |= {"training.seq_len": seq_len, "training.output_dir": folder}
-        options = [f"--{key}={value}" for key, value in keys.items()]
-        configs[name], _ = load_and_check([*words, *options], *world_from_environment())
+        config = load_config([*words, *(f"--{key}={value}" for key, value in keys.items())])
+        config.checkpoint = Checkpoint()
+        config.validation = Validation()
+        config.metrics = Metrics(
+            log_every=1,
+            # In the first step.
+            recall_every=config.training.steps + 1,
+            recall_rows=config.metrics.recall_rows,
+            tensorboard=False,
+        )
+        check(config, *world_from_environment())
+        configs[name] = config
     return configs
 
 
