@@ -12,7 +12,6 @@ import sysconfig
 from pathlib import Path
 
 import torch
-from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from titan_sparse.attention.patterns import Dense, VerticalSlash
@@ -22,6 +21,11 @@ from titan_sparse.integrations.transformers.context_parallel import (
     ContextParallelTrainer,
     chunk_loss,
 )
+
+if __package__:  # python -m examples.trainer
+    from .tiny import tiny_model
+else:
+    from tiny import tiny_model
 
 
 class LongTrainer(ContextParallelTrainer, Trainer):

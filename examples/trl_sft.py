@@ -14,7 +14,6 @@ parallelism.
 import argparse
 
 from datasets import load_dataset
-from tiny import tiny_conversations, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
@@ -24,6 +23,11 @@ from titan_sparse.integrations.transformers.context_parallel import (
     ContextParallelConfig,
     ContextParallelTrainer,
 )
+
+if __package__:  # python -m examples.trl_sft
+    from .tiny import tiny_conversations, tiny_model, tiny_tokenizer
+else:
+    from tiny import tiny_conversations, tiny_model, tiny_tokenizer
 
 
 class LongSFTTrainer(ContextParallelTrainer, SFTTrainer):

@@ -11,7 +11,7 @@ from titan_sparse.attention import ContextParallel, backends
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices, sliding_window
 from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention
-from titan_sparse.config import Attention
+from titan_sparse.config import Attention, Config, check, load
 from titan_sparse.from_config import (
     backend_case,
     block_table,
@@ -19,7 +19,10 @@ from titan_sparse.from_config import (
     build_context_parallel,
     build_mask,
     build_pattern,
+    sparse_from,
+    why_dense,
 )
+from titan_sparse.models.flavours import resolve
 
 LENGTHS = [[30, 20], [60]]
 MASKS = [
@@ -102,3 +105,68 @@ def test_attend_has_the_sections_choices():
     assert attend.keywords == wanted
     # The layout does not depend on the mask.
     assert block_table(attention, cp, LENGTHS, 64) is None
+
+
+SPARSE = {
+    "vertical_slash": {"recall": 0.01, "max_verticals": 0, "sinks": 0, "dense_below": 64},
+    "xattention": {"threshold": 0.01, "stride": 4, "dense_below": 64},
+    "moba": {"chunk_size": 20, "top_k": 3},
+}
+"""Options that leave out as much as they can."""
+
+
+@pytest.mark.parametrize("mask", ["documents", "causal"])
+@pytest.mark.parametrize("pattern", SPARSE)
+def test_the_shortest_document_that_loses_pairs(pattern, mask):
+    """By selection itself, on random keys: one token less, and everything is selected."""
+    attention = Attention(mask=mask, pattern=pattern, block_size=16)
+    for name, value in SPARSE[pattern].items():
+        setattr(getattr(attention, pattern), name, value)
+    least = sparse_from(attention)
+    cp = ContextParallel(None, "striped", "local", 16)
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 96, 8, dtype=torch.float64)
+    is_whole = []
+    for tokens in (least - 1, least):
+        built = build_mask(attention, [[tokens]])
+        index = build_pattern(attention).select(q, k, built.rows(96), cp)
+        seen = built.dense(96)
+        is_whole.append(torch.equal(index.dense(built) & seen, seen.expand(1, 2, -1, -1)))
+    assert is_whole == [True, False]
+
+
+@pytest.mark.parametrize(
+    "words, longest, reason",
+    [
+        ("--training.seq_len 2048", None, "training.seq_len = 2048, but vertical_slash"),
+        ("--training.seq_len 4096", 3000, "no document of data.source has more than 3000 tokens"),
+        ("--training.seq_len 32k --attention.pattern moba", None, "documents of 49153 tokens"),
+        ("--training.seq_len 2048 --attention.pattern xattention", None, "4096 tokens or more"),
+        (
+            "--training.seq_len 200 --attention.mask causal --data.sequences fixed",
+            None,
+            "documents of 257 tokens",
+        ),
+        (
+            "--attention.dense_layers 0,1,2,3",
+            None,
+            "no layer of this model has the pattern vertical_slash",
+        ),
+        ("--training.seq_len 4096", 4096, ""),
+        ("--training.seq_len 2048 --attention.pattern dense", None, ""),
+    ],
+)
+def test_a_pattern_that_cannot_select_is_reported(words, longest, reason):
+    """What is advised is accepted, and helps."""
+
+    def report(*more: str) -> str:
+        config: Config = load(["--training.device=cpu", *words.split(), *more])[0]
+        check(config, 1, 1)
+        return why_dense(config, resolve(**vars(config.model)), longest)
+
+    said = report()
+    assert reason in said and bool(said) == bool(reason) and "\n" not in said
+    for advice in said.partition("; write ")[2].split(", or "):
+        if " = " in advice:
+            key, value = advice.removesuffix(" or less").removesuffix(" or more").split(" = ")
+            assert report(f"--{key}={value.strip(chr(34))}") == ""

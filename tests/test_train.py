@@ -1,11 +1,18 @@
 """The command a user types first, shortened."""
 
+import json
 import re
+import shlex
+
+import torch.distributed as dist
 
 from tests.distributed import run_program
 from tests.docs.pages import demo_command
 from titan_sparse import train
+from titan_sparse.commands import evaluate, export_hf
+from titan_sparse.config import Config, save
 from titan_sparse.training.metrics_output import read_lines
+from titan_sparse.training.run_end import next_commands
 
 
 def test_demo(tmp_path):
@@ -32,3 +39,32 @@ def test_demo(tmp_path):
     for words in ("vertical_slash", "eager", "100 %  ETA 0:00:00"):
         assert words in printed
     assert len(re.findall(r"^step ", printed, re.MULTILINE)) == 3
+    # A text before and after, a picture, and commands that work.
+    assert re.findall(r"^validation (.*?):", printed, re.MULTILINE) == [
+        "before the first step",
+        "after step 3",
+    ]
+    texts = re.findall(r"^  text that it writes: (.*)", printed, re.MULTILINE)
+    assert len({json.loads(text) for text in texts}) == 2
+    assert (tmp_path / "loss.png").stat().st_size > 5_000
+    commands = re.findall(r"^  (titan-sparse|tensorboard) (.*)", printed, re.MULTILINE)
+    assert [shlex.split(words)[0] for _, words in commands] == ["--logdir", "evaluate", "export_hf"]
+    for command, (_, words) in zip((evaluate, export_hf), commands[1:]):
+        assert command.main([*shlex.split(words)[1:]]) == 0
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_what_comes_next_after_a_mixture(tmp_path):
+    """Evaluation reads one source, with the format of that part."""
+    config = Config()
+    config.data.source = "a.jsonl:0.5, b:0.5"
+    config.data.format = "messages, text"
+    config.training.output_dir = str(tmp_path / "a run")
+    config.training.device = "cpu"
+    save(config, config.training.output_dir)
+    assert [words.split()[0] for words in next_commands(config)] == ["tensorboard"]
+    config.checkpoint.enable = True
+    _, words, _ = next_commands(config)
+    _, evaluated = evaluate.parse(shlex.split(words)[2:])
+    assert (evaluated.data.source, evaluated.data.format) == ("a.jsonl", "messages")

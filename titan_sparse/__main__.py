@@ -6,7 +6,9 @@ import sys
 from titan_sparse.training.launcher import hide_warnings_of_imports
 
 COMMANDS = {
+    "init": "prints an example configuration with comments",
     "train": "trains a model (under torchrun on several GPUs)",
+    "generate": "continues a text or answers a message",
     "evaluate": "measures a checkpoint: loss by position, Needle In A Haystack",
     "prepare_data": "tokenizes a source once, into shards that data.source reads",
     "show_data": "shows samples as the model sees them, with what is learned",

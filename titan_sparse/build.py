@@ -7,7 +7,7 @@ import os
 import torch
 
 from titan_sparse.attention import backends
-from titan_sparse.config import Config, resolve_cp_intra, to_toml, world_from_environment
+from titan_sparse.config import Attention, Config, resolve_cp_intra, to_toml, world_from_environment
 from titan_sparse.config.changes import ORIGIN_FILE, Origin, origin_text, read_saved, refuse_changes
 from titan_sparse.estimate.constants import costs_of_run
 from titan_sparse.evaluation.scorer import Scorer
@@ -19,10 +19,12 @@ from titan_sparse.from_config import (
     build_context_parallel,
     build_shard,
     schedule_named,
+    why_dense,
 )
 from titan_sparse.models.config import adapter_elements, number_of_parameters
 from titan_sparse.models.flavours import choose_implementation, resolve
 from titan_sparse.models.lora import peft_config
+from titan_sparse.options import show
 from titan_sparse.training import step_graphs
 from titan_sparse.training.build_model import build_model, check_float8
 from titan_sparse.training.checkpoint.checkpointer import Checkpointer, Progress
@@ -181,8 +183,6 @@ def banner(parts: Parts, padded_seq_len: int, memory: dict[str, float]) -> str:
     if parts.recomputed:
         blocks += f" (attention of the first {100 * parts.recomputed:g} % too)"
     compiled = f"compiled by {config.compile.backend}" if config.compile.enable else "not compiled"
-    # Others would show as 0.00.
-    parts_of_peak = [f"{name} {size:.2f}" for name, size in memory.items() if size >= 0.005]
     lines = {
         "model": _model(parts),
         "mesh": (
@@ -194,18 +194,36 @@ def banner(parts: Parts, padded_seq_len: int, memory: dict[str, float]) -> str:
             f" {sequences} sequences a step of {training.seq_len:,} tokens"
             f" (padded to {padded_seq_len:,}, {padded_seq_len // cp.size:,} a rank)"
         ),
-        "attention": (
-            f"{attention.mask} mask, {attention.pattern}"
-            f" {vars(getattr(attention, attention.pattern)) or ''}, blocks of {cp.block_size}"
-        ),
+        "attention": f"{attention.mask} mask, {_pattern(attention)}, blocks of {cp.block_size}",
+        "note": why_dense(config, parts.model_config, parts.loader.longest_document()),
         "layout": f"{cp.layout}, schedule {cp.schedule}",
         "kernel": parts.kernel,
         "blocks": f"{blocks}, {compiled}",
         "steps": parts.queueing,
-        "memory": f"expect a peak of {sum(memory.values()):.2f} GiB a device: {', '.join(parts_of_peak)}",
+        "memory": _memory(parts.device, memory),
         "output": training.output_dir,
     }
-    return "\n".join(f"{name:>10}  {text}" for name, text in lines.items())
+    return "\n".join(f"{name:>10}  {text}" for name, text in lines.items() if text)
+
+
+def _pattern(attention: Attention) -> str:
+    """The pattern with the options that differ from their defaults."""
+    changed = getattr(attention, attention.pattern).changed()
+    if attention.dense_layers:
+        changed["dense_layers"] = attention.dense_layers
+    options = [f"{name} = {show(value)}" for name, value in changed.items()]
+    return " with ".join(filter(None, [attention.pattern, ", ".join(options)]))
+
+
+def _memory(device: torch.device, memory: dict[str, float]) -> str:
+    """memory: as for banner()."""
+    # Others would show as 0.00.
+    parts = [f"{name} {size:.2f}" for name, size in memory.items() if size >= 0.005]
+    shown = f" ({', '.join(parts)})" if parts else ""
+    line = f"expect tensors of at most {sum(memory.values()):.2f} GiB a device{shown}; steps log "
+    if device.type == "cuda":
+        return line + "the peak of PyTorch's allocator, which counts the same"
+    return line + "the peak of the whole process, Python and libraries included"
 
 
 def _model(parts: Parts) -> str:

@@ -21,7 +21,7 @@ from titan_sparse.attention.linear import gated_delta_net, split_documents
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices, sliding_window
 from titan_sparse.attention.patterns import PATTERNS, Pattern
-from titan_sparse.config import Attention, resolve_overlap_stages
+from titan_sparse.config import Attention, Config, resolve_overlap_stages
 from titan_sparse.config.reading import dense_layers
 from titan_sparse.models.decoder import Attends, LayerMasks
 from titan_sparse.models.flavours import DecoderConfig, TransformersConfig
@@ -179,6 +179,64 @@ def selecting_layers(attention: Attention, model: DecoderConfig) -> list[int]:
         others.update(model.linear_layers)
         others.update(layer for layer, window in enumerate(model.windows) if window)
     return [layer for layer in range(model.layers) if layer not in others]
+
+
+def sparse_from(attention: Attention) -> int:
+    """Tokens of the shortest document in which the section's pattern can leave out pairs."""
+    options = getattr(attention, attention.pattern)
+    return options.sparse_from(attention.block_size, packed=attention.mask == "documents")
+
+
+def why_dense(
+    config: Config, model: DecoderConfig, longest: int | None = None, data: str = "data.source"
+) -> str:
+    """Why nothing is sparse although a pattern is set, and what to write; empty if something may be.
+
+    longest: tokens of the longest document, if that is known. data: whose documents these are.
+    """
+    attention = config.attention
+    pattern = attention.pattern
+    if pattern == "dense":
+        return ""
+    if not selecting_layers(attention, model):
+        advice = 'attention.pattern = "dense"'
+        if attention.dense_layers:
+            advice = "fewer layers in attention.dense_layers"
+        return (
+            f"nothing is sparse: no layer of this model has the pattern {pattern} (others are those of "
+            f"attention.dense_layers, windows, and linear attention); write {advice}"
+        )
+    least = sparse_from(attention)
+    tokens = config.training.seq_len
+    what = f"training.seq_len = {tokens}"
+    longer = f"training.seq_len = {least} or more"
+    if longest is not None and longest < min(tokens, least):
+        tokens = longest
+        what = f"no document of {data} has more than {tokens} tokens"
+        longer = "a data.source with longer documents"
+    if tokens >= least:
+        return ""
+    advice = [longer, *_shorter(attention, tokens), 'attention.pattern = "dense"']
+    return (
+        f"nothing is sparse: {what}, but {pattern} leaves out pairs only in documents of {least} tokens "
+        f"or more; write {', or '.join(advice)}"
+    )
+
+
+def _shorter(attention: Attention, tokens: int) -> list[str]:
+    """The option of the pattern that makes documents of so many tokens sparse, if there is one."""
+    options = getattr(attention, attention.pattern)
+    name, most = options.sparse_with(tokens)
+    try:
+        changed = dataclasses.replace(options, **{name: most})
+        changed.check()
+        changed.check_block_size(attention.block_size)
+    except ValueError:
+        return []
+    packed = attention.mask == "documents"
+    if changed.sparse_from(attention.block_size, packed) > tokens:
+        return []
+    return [f"attention.{attention.pattern}.{name} = {most} or less"]
 
 
 def build_attend(

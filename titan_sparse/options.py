@@ -143,12 +143,31 @@ class PatternOptions:
         """The recall of vertical_slash that computes about as much, by which "auto" picks a backend."""
         return 0.95
 
+    def sparse_from(self, block_size: int, packed: bool) -> int:
+        """Tokens of the shortest document in which the pattern can leave out pairs.
+
+        packed: the mask separates the documents of a sequence.
+        """
+        raise NotImplementedError
+
+    def sparse_with(self, tokens: int) -> tuple[str, int]:
+        """An option and its largest value with which documents of so many tokens may be sparse."""
+        raise NotImplementedError
+
+    def changed(self) -> dict[str, Any]:
+        """The options that differ from their defaults, by name."""
+        values = ((item.name, getattr(self, item.name), item.default) for item in fields(self))
+        return {name: value for name, value, default in values if value != default}
+
 
 @dataclass
 class DenseOptions(PatternOptions):
     """Pattern dense: everything the mask allows. No choices."""
 
     name: ClassVar[str] = "dense"
+
+    def sparse_from(self, block_size: int, packed: bool) -> int:
+        return MOST
 
 
 @dataclass
@@ -213,6 +232,14 @@ class VerticalSlashOptions(PatternOptions):
     def recall_like(self) -> float:
         return self.recall
 
+    def sparse_from(self, block_size: int, packed: bool) -> int:
+        # Local slashes are always on. They cover a document of as many blocks.
+        least = (self.local_slashes + self.min_slashes) * block_size + 1
+        return max(least, self.dense_below) if packed else least
+
+    def sparse_with(self, tokens: int) -> tuple[str, int]:
+        return "dense_below", tokens
+
 
 @dataclass
 class XAttentionOptions(PatternOptions):
@@ -239,6 +266,14 @@ class XAttentionOptions(PatternOptions):
                 f"write dense_below = {block_size} or more"
             )
 
+    def sparse_from(self, block_size: int, packed: bool) -> int:
+        # A query block's own block and the first one are always on.
+        least = 2 * block_size + 1
+        return max(least, self.dense_below) if packed else least
+
+    def sparse_with(self, tokens: int) -> tuple[str, int]:
+        return "dense_below", tokens
+
 
 @dataclass
 class MoBAOptions(PatternOptions):
@@ -257,3 +292,10 @@ class MoBAOptions(PatternOptions):
                 f"{self.name}.chunk_size = {self.chunk_size} is below block_size ({block_size}); "
                 f"write chunk_size = {block_size} or more"
             )
+
+    def sparse_from(self, block_size: int, packed: bool) -> int:
+        # A query sees top_k chunks of its document, and so all of a shorter one.
+        return self.top_k * self.chunk_size + 1
+
+    def sparse_with(self, tokens: int) -> tuple[str, int]:
+        return "top_k", (tokens - 1) // self.chunk_size

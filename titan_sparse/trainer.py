@@ -21,10 +21,11 @@ from titan_sparse.config import Config, save
 from titan_sparse.config.changes import changes, read_saved, refuse_changes
 from titan_sparse.data import Batch
 from titan_sparse.estimate.memory import estimate, peak_phase
-from titan_sparse.from_config import build_layer_masks
+from titan_sparse.from_config import build_layer_masks, sparse_from, why_dense
 from titan_sparse.loss import count_valid
 from titan_sparse.models.initialization import stable_seed
-from titan_sparse.training import export
+from titan_sparse.options import MOST
+from titan_sparse.training import export, run_end
 from titan_sparse.training.checkpoint.folders import check_lock, unlock_run
 from titan_sparse.training.distributed import barrier, set_timeout
 from titan_sparse.training.guard import all_finite, optimizer_states, refuse_bad_weights
@@ -55,6 +56,8 @@ class Trainer(Parts):
         self.watch = Watch(
             config.parallelism.first_step_timeout_seconds, self.signals, self.start_folder
         )
+        # Tokens of the shortest document that can be sparse.
+        self.sparse_from = sparse_from(config.attention)
         # Seconds of the last step: a stop in the middle of a step estimates the rest with it.
         self.step_seconds = 0.0
         # The step whose state is on disk.
@@ -98,6 +101,18 @@ class Trainer(Parts):
             )
         else:
             logger.info("finished %d steps", self.progress.step)
+            self._say_what_is_next()
+
+    def _say_what_is_next(self) -> None:
+        """After the last step: the picture of the loss, and the commands that come next."""
+        if dist.get_rank() > 0:
+            return
+        if self.config.metrics.tensorboard:
+            picture = run_end.draw_loss(self.config.training.output_dir)
+            logger.info("wrote %s, a picture of the loss", picture)
+        commands = run_end.next_commands(self.config)
+        if commands:
+            logger.info("\n  ".join(["what you can do next:", *commands]))
 
     def _load(self) -> None:
         """Resume from the run's newest checkpoint, else read model.initial_hf where that is given."""
@@ -124,6 +139,9 @@ class Trainer(Parts):
     def _run_steps(self) -> bool:
         """All steps that are left. Returns whether a signal ended them."""
         training = self.config.training
+        if self.progress.step == 0 and self.validation.is_due(0):
+            # With the timeouts of a first step.
+            self._validate()
         gc.disable()  # collected at the same steps on all ranks, so that none makes the others wait
         first_step = self.progress.step + 1
         stopped = False
@@ -144,7 +162,7 @@ class Trainer(Parts):
         loader = self.loader.state_dict()
         accumulated = self.config.training.gradient_accumulation_steps
         batches = [next(self.loader) for _ in range(accumulated)]
-        valid, tokens, asked = self._totals(batches)
+        valid, tokens, sparse, asked = self._totals(batches)
         step = self.progress.step + 1
         if step == 1 and self.adapters:
             tokenizer = self.loader.tokenizer
@@ -190,6 +208,10 @@ class Trainer(Parts):
                 "lr": learning_rate,
                 "skipped_updates": self.progress.skipped_updates,
             }
+            if self.config.attention.mask == "documents" and self.sparse_from < MOST:
+                values["sparse_tokens"] = sparse / max(tokens, 1)
+            if sparse == 0 and not self.metrics.has_logged:
+                self._warn_of_dense(batches)
             lengths = batches[-1].lengths
             tokens_per_sequence = sum(sum(sequence) for sequence in lengths) / len(lengths)
             self.metrics.log(
@@ -216,18 +238,32 @@ class Trainer(Parts):
         dist.all_reduce(ranks)
         return ranks.item() > 0
 
-    def _totals(self, batches: list[Batch]) -> tuple[int, int, bool]:
-        """Over the world: labels that count, tokens consumed (each once), and whether any rank was
-        asked to stop. On the CPU, so that no GPU is waited for."""
+    def _totals(self, batches: list[Batch]) -> tuple[int, int, int, bool]:
+        """Over the world: labels that count, tokens consumed (each once), how many of these are in
+        documents long enough to be sparse, and whether any rank was asked to stop. On the CPU, so
+        that no GPU is waited for."""
         labels = sum(int(count_valid(batch.labels)) for batch in batches)
-        tokens = sum(sum(lengths) for batch in batches for lengths in batch.lengths)
+        documents = [n for batch in batches for lengths in batch.lengths for n in lengths]
+        tokens = sum(documents)
+        sparse = sum(n for n in documents if n >= self.sparse_from)
         # All ranks of a context-parallel group see the same sequences: one counts their tokens.
         if self.cp.rank > 0:
-            tokens = 0
-        totals = torch.tensor([labels, tokens, self.signals.asked])
+            tokens = sparse = 0
+        totals = torch.tensor([labels, tokens, sparse, self.signals.asked])
         dist.all_reduce(totals)
-        labels, tokens, ranks_asked = totals.tolist()
-        return max(labels, 1), tokens, ranks_asked > 0
+        labels, tokens, sparse, ranks_asked = totals.tolist()
+        return max(labels, 1), tokens, sparse, ranks_asked > 0
+
+    def _warn_of_dense(self, batches: list[Batch]) -> None:
+        """Say why the first logged step was dense, if the banner has not. Collective."""
+        documents = [n for batch in batches for lengths in batch.lengths for n in lengths]
+        longest = torch.tensor(max(documents))
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        config, model = self.config, self.model_config
+        in_banner = why_dense(config, model, self.loader.longest_document())
+        if dist.get_rank() == 0 and not in_banner:
+            step = f"step {self.progress.step}"
+            logger.warning(why_dense(config, model, longest.item(), step))
 
     def _on_device(self, batch: Batch, valid: int, seed: int) -> MicroBatch:
         """valid: labels of the step that count. seed: of the probe's rows."""
@@ -305,13 +341,17 @@ class Trainer(Parts):
             self.saved_step = step
             self.gone_back_to = None
         if validates:
-            with without_dropout(self.model):
-                self.validation.run(self.scorer, step, self.metrics, writes=dist.get_rank() == 0)
-            self.metrics.start_interval()
+            self._validate()
         if saves or validates or is_first:
             self._use_short_timeout()
         if step % training.gc_interval == 0:
             gc.collect(1)
+
+    def _validate(self) -> None:
+        step = self.progress.step
+        with without_dropout(self.model):
+            self.validation.run(self.scorer, step, self.metrics, writes=dist.get_rank() == 0)
+        self.metrics.start_interval()
 
     def _read_guard(self, all_of_them: bool) -> None:
         """Log and count the updates that the guard has skipped. all_of_them: Guard.reports()."""

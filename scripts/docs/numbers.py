@@ -116,6 +116,28 @@ def attention_by_length() -> list[str]:
     return lines("tokens | cuDNN | FlashAttention-4 | flex | triton | selection", rows)
 
 
+SPARSE_PAYS = ("choose_h200", "sparse_pays_h100")
+"""Files of scripts.benchmarks.sparse_pays, and one of titan-sparse choose before it. Those that exist count."""
+
+
+def sparse_pays() -> list[str]:
+    """How many steps of each recall fit into the time of a dense one, by device and length."""
+    cases: dict[tuple[str, int], dict[str, float]] = {}
+    for file in SPARSE_PAYS:
+        if (ROOT / f"benchmarks/results/{file}.json").is_file():
+            for found in result(file)["rows"]:
+                gpu = found.get("gpu", result(file)["gpu"]).removeprefix("NVIDIA ").split()[0]
+                seconds = cases.setdefault((gpu, found["tokens"]), {})
+                seconds[found["setting"]] = found["step_seconds"]
+    rows = []
+    for (gpu, tokens), seconds in sorted(cases.items()):
+        dense = seconds.pop("dense")
+        speeds = [f"{dense / sparse:.2f}" for sparse in seconds.values()]
+        rows.append([gpu, f"{tokens:,}", f"{dense:.2f}", *speeds])
+    recalls = " | ".join(seconds)
+    return lines(f"GPU | tokens | dense, s per step | {recalls}", rows)
+
+
 # Context parallelism ------------------------------------------------------------------------------
 
 
@@ -281,6 +303,7 @@ TABLES = {
     for table in (
         headlines,
         attention_by_length,
+        sparse_pays,
         scaling,
         steps,
         scaling_of_steps,

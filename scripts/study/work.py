@@ -9,6 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from statistics import fmean
 from typing import Any
 
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from scripts.study.settings import (
 )
 from scripts.study.text import read_prompts
 from titan_sparse.attention.observe import recording
-from titan_sparse.commands.choose import fresh_trainer, seconds_of_step
+from titan_sparse.commands.choose import TIMED_STEPS, fresh_trainer, seconds_of_steps
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.shards import write_json
 from titan_sparse.data.tokenizer import load_tokenizer
@@ -74,7 +75,7 @@ def time_steps(study: Study, method: str) -> None:
     with fresh_trainer(config) as trainer:
         # The two steps compile.
         trainer.train()
-        seconds = seconds_of_step(trainer)
+        seconds = fmean(seconds_of_steps(trainer, TIMED_STEPS))
     study.seconds_file(method).parent.mkdir(exist_ok=True)
     write_json(study.seconds_file(method), seconds)
     print(f"{method}: {seconds:.3f} s a step", flush=True)

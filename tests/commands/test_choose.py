@@ -1,13 +1,24 @@
 """titan-sparse choose: its numbers against transformers, its choice by hand, and one rank against two."""
 
 import json
+import re
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from tests.distributed import run_program
-from titan_sparse.commands.choose import choice, main
+from titan_sparse.commands.choose import (
+    choice,
+    configurations,
+    crossing_length,
+    main,
+    reason,
+    toml_lines,
+    words_of_runs,
+)
+from titan_sparse.config import load
 
 TEXT = "every word of this is written many times over, and a few are not. " * 7
 """462 letters: a sequence of 400 tokens, and the next one to learn."""
@@ -50,6 +61,7 @@ def _rows(folder, out: str) -> dict[str, dict[str, float]]:
 def test_a_table_and_a_choice(folder, capsys):
     assert main(_words(folder, "one")) == 0
     rows = _rows(folder, "one")
+    assert all(len(row["losses"]) == 2 for row in rows.values())
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
     tokens = torch.tensor([[*TEXT[:401].encode()]])
     assert rows["dense"]["loss"] == pytest.approx(
@@ -61,10 +73,89 @@ def test_a_table_and_a_choice(folder, capsys):
         dense, *sparse = [row[name] for row in rows.values()]
         assert sparse == sorted(sparse) and dense == 1.0 > sparse[-1]
     assert len({row["loss"] for row in rows.values()}) == len(rows)
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[-1] == f"choice: {choice(rows)}"
-    (line,) = (line for line in printed if line.startswith("recall 0.95"))
+    printed = capsys.readouterr().out
+    (line,) = re.findall(r"^recall 0\.95 .*", printed, re.MULTILINE)
+    above = np.subtract(rows["recall 0.95"]["losses"], rows["dense"]["losses"])
+    assert f"{above.mean():+.4f} +- {above.std(ddof=1):.4f}" in line
     assert f"{rows['recall 0.95']['density']:.1%}" in line
+    # What is recommended is what a run with these lines has.
+    name, lines = re.search(r"^choice: (.*)\n\n((?:.*\n)*)", printed, re.MULTILINE).groups()
+    assert name == choice(rows)
+    (folder / "chosen.toml").write_text(lines)
+    chosen = load(["--config", str(folder / "chosen.toml")])[0].attention
+    assert chosen.block_size == 16
+    assert chosen.pattern == ("dense" if name == "dense" else "vertical_slash")
+    # On two processors sparse attention does not pay at 400 tokens.
+    assert ("dense is faster here" in printed) == (name == "dense")
+    assert ("sparse pays from" in printed or "which sparse pays" in printed) == (name == "dense")
+
+
+def test_the_lines_to_write_hold_what_was_measured(folder):
+    words = [*_words(folder, "lines"), "--attention.xattention.stride=8"]
+    words = words_of_runs(str(folder / "model"), 2, words[8:])
+    for name, config in configurations(words, 400, folder / "lines").items():
+        path = folder / "lines.toml"
+        path.write_text(toml_lines(config))
+        read = load(["--config", str(path)])[0].attention
+        pattern = config.attention.pattern
+        assert pattern == read.pattern and (pattern == "dense") == (name == "dense")
+        assert getattr(read, pattern) == getattr(config.attention, pattern)
+        assert "xattention" not in path.read_text() and read.block_size == 16
+
+
+def test_nothing_is_measured_where_nothing_is_sparse(folder, capsys):
+    """Before anything starts if the length says so, else after one setting."""
+    # As a configuration for training has them.
+    (folder / "run.toml").write_text(
+        "[validation]\nenable = true\nevery = 9\n[metrics]\npictures_every = 10\n"
+        "[checkpoint]\nenable = true\nlast_save_in_hf = true\n"
+    )
+    words = [*_words(folder, "short"), "--config", str(folder / "run.toml")]
+    below = words.index("--attention.vertical_slash.dense_below") + 1
+    words[below] = "401"
+    assert main(words) == 2
+    assert "--seq-len 400: everything would be dense" in capsys.readouterr().err
+    assert not (folder / "short").exists()
+    words[words.index("fixed")] = "packed"
+    words[below] = "390"
+    (folder / "short.txt").write_text(TEXT[:300])
+    words[words.index("--data.source") + 1] = str(folder / "short.txt")
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("measured ") == 1 and "no document of these batches has 390" in printed
+    assert [path.name for path in (folder / "short").iterdir()] == ["recall_0.9"]
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["--optimizer.lr=1", "--attention.vertical_slash.recall=0.5", "--validation.every=3"],
+)
+def test_what_it_would_ignore_is_refused(folder, capsys, word):
+    assert main([*_words(folder, "none"), word]) == 2
+    assert (
+        f"choose itself sets {word[2:].partition('=')[0]}; leave it out" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("a, b, c, d", [(3.0, 2.0, 50.0, 0.5), (0.0, 1.0, 1.0, 0.0)])
+def test_the_length_from_which_sparse_pays(a, b, c, d):
+    """Times of the model of costs, and where its two curves meet by bisection."""
+
+    def dense(n):
+        return a * n + b * n**2
+
+    def sparse(n):
+        return a * n + c + d * n**2
+
+    low, high = 0.0, 1e6
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sparse(middle) < dense(middle) else (middle, high)
+    times = [[curve(n) for n in (2.0, 4.0)] for curve in (dense, sparse)]
+    assert crossing_length(4, *times) == pytest.approx(low)
+    # Steps that wait for the host, and pairs that cost more than dense ones.
+    assert crossing_length(4, [1.0, 1.2], [2.0, 2.3]) is None
+    assert crossing_length(4, [1.0, 3.0], [2.0, 8.0]) is None
 
 
 def test_two_ranks_measure_what_one_does(folder):
@@ -79,13 +170,20 @@ def test_two_ranks_measure_what_one_does(folder):
         assert row["recall"] == pytest.approx(wanted["recall"], abs=0.02), name
 
 
-def test_the_fewest_pairs_that_lose_little():
+def test_the_fewest_pairs_that_lose_little_and_take_less_time():
     rows = {
-        "dense": {"loss": 2.0, "density": 1.0},
-        "recall 0.9": {"loss": 2.02, "density": 0.1},
-        "recall 0.95": {"loss": 2.01, "density": 0.2},
-        "recall 0.97": {"loss": 1.99, "density": 0.3},
+        "dense": {"loss": 2.0, "density": 1.0, "step_seconds": 1.0},
+        "recall 0.9": {"loss": 2.02, "density": 0.1, "step_seconds": 0.5},
+        "recall 0.95": {"loss": 2.01, "density": 0.2, "step_seconds": 0.6},
+        "recall 0.97": {"loss": 1.99, "density": 0.3, "step_seconds": 0.9},
     }
     assert choice(rows) == "recall 0.95"
+    assert "1.67 times as fast" in reason(rows, "recall 0.95")
     rows["recall 0.95"]["loss"] = 2.011
     assert choice(rows) == "recall 0.97"
+    rows["recall 0.97"]["step_seconds"] = 1.1
+    assert choice(rows) == "dense"
+    assert "what is faster loses more" in reason(rows, "dense")
+    for name in ("recall 0.9", "recall 0.95"):
+        rows[name]["step_seconds"] = 1.25
+    assert "dense is faster here" in reason(rows, choice(rows)) and "0.91" in reason(rows, "dense")

@@ -62,6 +62,14 @@ def test_dense_and_generated(folder, one):
     assert "loss" not in cell
 
 
+def test_lengths_that_are_dense_are_named(folder, capsys):
+    capsys.readouterr()
+    for below, is_dense in (("440", False), ("441", True)):
+        words = f"--tasks position --attention.vertical_slash.dense_below {below}"
+        assert main(_words(folder, "below", words)) == 0
+        assert ("--lengths 440: attention was dense, as" in capsys.readouterr().out) == is_dense
+
+
 @pytest.mark.parametrize(
     "words, reason",
     [

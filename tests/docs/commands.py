@@ -40,6 +40,10 @@ RULES: dict[str, tuple[str, ...] | None] = {
     "scripts.benchmarks.loss": SMALL_LOSS,
     "scripts.benchmarks.many_gpus": None,
     "scripts.benchmarks.plots": (),
+    "scripts.benchmarks.sparse_pays": (
+        *("--lengths=256", "--batches=1", "--training.device=cpu", "--training.dtype=float32"),
+        "--attention.block_size=16",
+    ),
     "scripts.benchmarks.steps": (),
     "scripts.calibrate": None,
     "scripts.compare_runs": (),
@@ -51,6 +55,8 @@ RULES: dict[str, tuple[str, ...] | None] = {
     "scripts.summarize_trace": (),
     f"{COMMANDS}evaluate": ("--lengths", "1024", "--samples", "1", "--depths", "2"),
     f"{COMMANDS}export_hf": (),
+    f"{COMMANDS}generate": ("--tokens", "3"),
+    f"{COMMANDS}init": (),
     f"{COMMANDS}inspect": ("--length", "150", "--rows", "8", "--layers", "0"),
     f"{COMMANDS}plan": ("--ranks", "4", "--nodes", "2", "--seq-len", "16384"),
     f"{COMMANDS}prepare_data": ("--processes", "1"),
@@ -73,6 +79,7 @@ def workspace(folder: Path) -> None:
     config.parallelism.cp = 2
     save(config, config.training.output_dir)
     dist.destroy_process_group()
+    (folder / "outputs/demo_gpu").symlink_to("run")
     for name in ("a", "b"):
         (folder / "outputs" / name).mkdir()
         shutil.copy(folder / "outputs/run/metrics.jsonl", folder / "outputs" / name)

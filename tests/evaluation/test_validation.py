@@ -1,6 +1,7 @@
 """[validation] in the loop: what it writes, and that training continues as without it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ VALIDATION = {
     "validation__needle_lengths": "420",
     "validation__needle_depths": 2,
     "validation__needle_samples": 1,
+    "validation__prompt": "a text to continue",
 }
 
 
@@ -58,15 +60,42 @@ def _leaves_no_trace(folder: Path) -> None:
         assert all(step.absolute == 0 for step in steps)
     documents = plain.loader.streams[0].documents
     wanted = position_loss(plain.scorer, first_windows(documents, 0, 300, 300, 3), 300, 4)
-    first, last = read_lines(folder / "validated/validation.jsonl")
-    assert first["step"] == 1
-    assert last == {"step": 2, **wanted, "needle": last["needle"]}
+    start, first, last = read_lines(folder / "validated/validation.jsonl")
+    assert (start["step"], first["step"]) == (0, 1)
+    # ln(258) = 5.55 for uniform bytes
+    assert start["loss"] == pytest.approx(5.55, abs=0.1) and start["loss"] != first["loss"]
+    assert last == {"step": 2, **wanted, "needle": last["needle"], "text": last["text"]}
     assert first["loss"] != last["loss"]
     assert len(last["needle"]["cells"]) == 2 and 0 < last["needle"]["loss"] < 10
     events = EventAccumulator(str(folder / "validated/tensorboard")).Reload()
-    assert [event.step for event in events.Scalars("validation/loss")] == [1, 2]
-    assert events.Scalars("validation/loss")[1].value == pytest.approx(wanted["loss"])
-    assert len(events.Images("validation_needle/score_by_depth")) == 2
+    assert [event.step for event in events.Scalars("validation/loss")] == [0, 1, 2]
+    assert events.Scalars("validation/loss")[2].value == pytest.approx(wanted["loss"])
+    assert len(events.Images("validation_needle/score_by_depth")) == 3
+    # The model writes the same as in a forward of its own, and what it has learned changes the text.
+    texts = [line["text"] for line in (start, first, last)]
+    assert len(set(texts)) == 3 and all(texts)
+    written = validated.validation._text(validated.scorer)
+    assert written == texts[-1]
+    assert len(events.Tensors("validation/text/text_summary")) == 3
+
+
+def test_what_is_printed(tmp_path, caplog):
+    """The first line comes before the first step. A resumed run has none, and one may do without."""
+    write_texts(tmp_path / "texts")
+    settings = {"validation__enable": True, "checkpoint__enable": True, "training__steps": 2}
+    settings |= {"validation__position_buckets": 3, "validation__windows": 2}
+    with caplog.at_level("INFO", "titan_sparse"):
+        train(tiny_config(tmp_path, "run", **settings))
+        train(tiny_config(tmp_path, "run", **settings | {"training__steps": 3}))
+    lines = [line for line in caplog.messages if line.startswith(("validation", "step "))]
+    begins = [" ".join(line.split()[:4]).rstrip(":") for line in lines]
+    assert begins[0] == "validation before the first" and begins[3] == "validation after step 2"
+    assert sum(begin.startswith("validation") for begin in begins) == 3
+    wanted = r"loss by position, from token 0 to 300 in 3 parts: \d\.\d{3} \d\.\d{3} \d\.\d{3}$"
+    assert re.search(wanted, lines[0])
+    train(tiny_config(tmp_path, "none", **settings | {"validation__at_start": False}))
+    assert [line["step"] for line in read_lines(tmp_path / "none/validation.jsonl")] == [2]
+    dist.destroy_process_group()
 
 
 def test_training_is_the_same_with_and_without(tmp_path):

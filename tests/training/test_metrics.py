@@ -301,6 +301,34 @@ def _sorted(tags: list[str]) -> list[str]:
     return sorted(tags, key=lambda tag: ["/_".find(c) - 2 if c in "/_" else ord(c) for c in tag])
 
 
+def test_tokens_of_documents_that_are_sparse_are_logged(tmp_path, capfd, caplog):
+    """Their share by hand. Without any, a run says so: in the banner where it can know."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number, letters in enumerate((99, 149, 59)):  # and a token that ends each
+        (texts / f"{number}.txt").write_text("a" * letters)
+    settings = {"training__steps": 1, "training__seq_len": 310, "data__shuffle": False}
+    logged, printed = {}, {}
+    for least in (100, 140, 200, 4096):
+        settings["attention__vertical_slash__dense_below"] = least
+        config = tiny_config(tmp_path, str(least), **settings)
+        train(config)
+        logged[least] = metrics_of(config)[0]["sparse_tokens"]
+        printed[least] = "".join([*capfd.readouterr(), caplog.text])
+        caplog.clear()
+    assert logged == {100: pytest.approx(250 / 310), 140: pytest.approx(150 / 310), 200: 0, 4096: 0}
+    assert [least for least in printed if "nothing is sparse" in printed[least]] == [200, 4096]
+    assert "no document of step 1 has more than 150 tokens" in printed[200]
+    assert "note  nothing is sparse: training.seq_len = 310" in printed[4096]
+    assert printed[4096].count("nothing is sparse") == 1
+    # The banner has the options that differ from their defaults, and says what memory counts.
+    assert "vertical_slash with recall = 0.6, sinks = 2, local_slashes = 1" in printed[200]
+    assert "probe" not in printed[200] and "steps log the peak of the whole process" in printed[200]
+    config = tiny_config(tmp_path, "dense", **settings, attention__pattern="dense")
+    train(config)
+    assert "sparse_tokens" not in metrics_of(config)[0]
+
+
 def test_tensorboard_opens_on_the_loss(tmp_path):
     write_texts(tmp_path / "texts")
     run_processes(2, _train_with_pictures, tmp_path)

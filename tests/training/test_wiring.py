@@ -302,7 +302,7 @@ def test_every_key_does_what_it_says(folder, monkeypatch):
 
 
 def test_validation_is_the_loss_of_transformers(folder):
-    """After every third step and the last: of the documents' first windows, one by one."""
+    """Before the first step, after every third, and after the last: of the documents' first windows, one by one."""
     _run(
         folder,
         "validated",
@@ -321,7 +321,7 @@ def test_validation_is_the_loss_of_transformers(folder):
     )
     text = (folder / "validated/validation.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
-    assert [line["step"] for line in lines] == [3, 4]
+    assert [line["step"] for line in lines] == [0, 3, 4]
     saved = {path.name for path in (folder / "validated/checkpoint").glob("step*")}
     assert saved == {"step-2", "step-4"}
 

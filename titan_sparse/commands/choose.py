@@ -3,40 +3,67 @@
     titan-sparse choose --model FOLDER --seq-len 65536 --data.source TEXTS [--section.key value ...]
 
 Trains a few steps densely and with several recalls, on the same batches and with a learning rate that
-changes no weight. Prints the loss, the density, the recall, and the seconds of a step of each, and
-the setting with the fewest pairs whose loss is at most 0.01 above dense. On a CPU, a step is a forward
-pass: SmolLM2-135M at 8,192 tokens takes seven minutes on two cores. Other words are options of
-the configuration, as train.py takes them; --config reads a file. Under torchrun it uses all ranks.
-See docs/masks_and_patterns.md.
+changes no weight. Prints the loss, the density, the recall, and the seconds of a step of each with their
+spread, and recommends a setting with the TOML lines to write. It is the one with the fewest pairs of
+those that are faster than dense here and lose at most 0.01 of loss. If none is faster, two steps of half
+the length say from about which length sparse attention pays.
+
+On a CPU, a step is a forward pass, and times say nothing about a GPU. Other words are options of the
+configuration, as train.py takes them; --config reads a file. Under torchrun it uses all ranks. See
+docs/masks_and_patterns.md.
 """
 
 import contextlib
 import dataclasses
 import gc
-import json
-import math
 import os
 import sys
 import time
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median, stdev
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from titan_sparse.commands import parser_of, positive, refuses
-from titan_sparse.config import Config, load, load_and_check, world_from_environment
-from titan_sparse.config.reading import tokens
+from titan_sparse.config import Config, ConfigError, check, load, world_from_environment
+from titan_sparse.config.reading import KINDS, load_config, tokens
+from titan_sparse.config.sections import Checkpoint, Metrics, Validation
 from titan_sparse.data.shards import write_json
+from titan_sparse.from_config import selecting_layers, sparse_from, why_dense
+from titan_sparse.models.flavours import resolve
+from titan_sparse.options import show
 from titan_sparse.trainer import Trainer
-from titan_sparse.training.distributed import choose_device
+from titan_sparse.training.distributed import choose_device, on_first_rank
+from titan_sparse.training.metrics_output import read_lines
 
 RECALLS = (0.9, 0.95, 0.97, 0.99)
 MOST_LOSS = 0.01
 """Nats a token above dense that the choice may lose."""
 TIMED_STEPS = 5
+"""Steps that are timed on a GPU."""
+
+Row = dict[str, Any]
+"""Of a setting: means of loss, density, and recall, median step_seconds, and their lists by batch or step,
+losses and seconds."""
+
+KEYS = {
+    "training.gradient_accumulation_steps": 1,
+    # Less than any weight can hold.
+    "optimizer.lr": 1e-30,
+    "lr_scheduler.warmup_steps": 0,
+}
+"""What every measured run has."""
+VARIED = (
+    *("attention.pattern", "attention.vertical_slash.recall", "training.steps"),
+    *("training.seq_len", "training.output_dir", "model.initial_hf"),
+)
+"""What the options of this command decide."""
+UNUSED = ("checkpoint.", "validation.", "metrics.")
+"""Sections that are left out, but for metrics.recall_rows."""
 
 
 @refuses
@@ -44,57 +71,116 @@ def main(words: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument("--seq-len", type=tokens, required=True, help="tokens of a sequence")
-    parser.add_argument("--batches", type=positive, help="default: 3, on a CPU 1")
+    parser.add_argument("--batches", type=positive, default=3, help="batches of each setting")
     parser.add_argument("--out", type=Path, default=Path("outputs/choose"), help="folder to write")
     args, rest = parser.parse_known_args(words)
-    configs = configurations(args.model, args.seq_len, args.out, args.batches, rest)
-    rows = {name: measure(config) for name, config in configs.items()}
+    options = words_of_runs(args.model, args.batches, rest)
+    configs = configurations(options, args.seq_len, args.out)
+    # Everything is dense if the lowest recall is.
+    first = f"recall {RECALLS[0]}"
+    refuse_dense(configs[first])
+    rows = {first: measured(first, configs[first])}
+    if rows[first]["density"] == 1:
+        say(all_dense(configs[first], rows[first]))
+        return 0
+    for name in configs:
+        if name not in rows:
+            rows[name] = measured(name, configs[name])
+    rows = {name: rows[name] for name in configs}
     if os.environ.get("RANK", "0") == "0":
         write_json(args.out / "choose.json", rows)
-        print(table(rows))
-        print(f"choice: {choice(rows)}")
+    say(table(rows))
+    chosen = choice(rows)
+    say(reason(rows, chosen))
+    if not faster(rows):
+        say(crossing(options, args.seq_len, args.out, rows))
+    say(f"choice: {chosen}\n\n{toml_lines(configs[chosen])}")
     return 0
 
 
-def configurations(
-    model: str, seq_len: int, out: Path, batches: int | None, words: list[str]
-) -> dict[str, Config]:
-    """The checked configuration of dense and of each recall, by name. Raises ConfigError."""
-    words = [*words, "--model.initial_hf", model, "--training.seq_len", str(seq_len)]
+def say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
+
+
+def words_of_runs(model: str, batches: int, words: list[str]) -> list[str]:
+    """The options that all measured runs share. Raises ConfigError."""
+    given = {word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")}
+    for key in given - {"metrics.recall_rows"}:
+        if key in KEYS or key in VARIED or key.startswith(UNUSED):
+            raise ConfigError(f"command line: choose itself sets {key}; leave it out")
+    words = [*words, f"--model.initial_hf={model}"]
     config, _ = load(words)
     if config.data.tokenizer == "bytes" and Path(model, "tokenizer.json").is_file():
-        words += ["--data.tokenizer", model]
-    # A step on a CPU may take a minute, and compiles nothing.
-    batches = batches or (3 if choose_device(config.training.device).type == "cuda" else 1)
+        words.append(f"--data.tokenizer={model}")
+    own = KEYS | {"training.steps": batches}
+    return [*words, *(f"--{key}={value}" for key, value in own.items())]
+
+
+def configurations(words: list[str], seq_len: int, out: Path) -> dict[str, Config]:
+    """The checked configuration of dense and of each recall, by name. Raises ConfigError."""
     settings: dict[str, dict[str, Any]] = {"dense": {"attention.pattern": "dense"}}
     for recall in RECALLS:
         settings[f"recall {recall}"] = {
             "attention.pattern": "vertical_slash",
             "attention.vertical_slash.recall": recall,
         }
-    common = {
-        "training.steps": batches,
-        "training.gradient_accumulation_steps": 1,
-        # Less than any weight can hold.
-        "optimizer.lr": 1e-30,
-        "lr_scheduler.warmup_steps": 0,
-        "checkpoint.enable": "false",
-        "validation.enable": "false",
-        "metrics.tensorboard": "false",
-        "metrics.trackers": "none",
-        "metrics.log_every": 1,
-        "metrics.recall_every": batches + 1,
-    }
     configs = {}
     for name, keys in settings.items():
-        keys = keys | common | {"training.output_dir": out / name.replace(" ", "_")}
-        options = [f"--{key}={value}" for key, value in keys.items()]
-        configs[name], _ = load_and_check([*words, *options], *world_from_environment())
+        folder = out / name.replace(" ", "_")
+        keys |= {"training.seq_len": seq_len, "training.output_dir": folder}
+        config = load_config([*words, *(f"--{key}={value}" for key, value in keys.items())])
+        config.checkpoint = Checkpoint()
+        config.validation = Validation()
+        config.metrics = Metrics(
+            log_every=1,
+            # In the first step.
+            recall_every=config.training.steps + 1,
+            recall_rows=config.metrics.recall_rows,
+            tensorboard=False,
+        )
+        check(config, *world_from_environment())
+        configs[name] = config
     return configs
 
 
-def measure(config: Config) -> dict[str, float]:
-    """Loss, density, recall, and seconds of a step. Collective; other ranks than the first get {}."""
+def refuse_dense(config: Config) -> None:
+    """Raises ConfigError if nothing could be sparse."""
+    model = resolve(**vars(config.model))
+    if not selecting_layers(config.attention, model):
+        raise ConfigError(why_dense(config, model))
+    least = sparse_from(config.attention)
+    if config.training.seq_len < least:
+        raise ConfigError(
+            f"--seq-len {config.training.seq_len}: everything would be dense, as vertical_slash leaves "
+            f"out pairs only in documents of {least} tokens or more; write --seq-len {least} or more, "
+            "or a smaller --attention.vertical_slash.dense_below"
+        )
+
+
+def all_dense(config: Config, row: Row) -> str:
+    """Say that the lowest recall computes everything, and why."""
+    least = sparse_from(config.attention)
+    why = (
+        f"this model needs all pairs of {config.training.seq_len} tokens; write a longer --seq-len"
+    )
+    if row.get("sparse_tokens") == 0:
+        why = (
+            f"no document of these batches has {least} tokens; write another data.source, or a smaller "
+            "attention.vertical_slash.dense_below"
+        )
+    return f"stopped: at recall {RECALLS[0]} the density is 100 %, and so at the others: {why}"
+
+
+def measured(name: str, config: Config) -> Row:
+    """measure(), and a line about it."""
+    row = measure(config)
+    say(f"measured {name}: density {row['density']:.1%}, {row['step_seconds']:.3f} s a step")
+    return row
+
+
+def measure(config: Config) -> Row:
+    """Train, and read what was logged. Collective; the same on all ranks."""
     with fresh_trainer(config) as trainer:
         is_gpu = trainer.device.type == "cuda"
         if not is_gpu:
@@ -102,19 +188,33 @@ def measure(config: Config) -> dict[str, float]:
             trainer.model.requires_grad_(False)
             trainer.model.norm.requires_grad_(True)
         trainer.train()
-        # On a CPU, nothing compiles, and the steps that were just logged tell the time.
-        seconds = seconds_of_step(trainer) if is_gpu else math.nan
-        if dist.get_rank() > 0:
-            return {}
-    lines = Path(config.training.output_dir, "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines[-config.training.steps :]]
-    means = {
-        name: fmean(record[name] for record in records)
-        for name in ("loss", "density", "step_seconds")
+        steps = config.training.steps
+        # The first step on a CPU also measures recall, and those after it tell the time.
+        seconds = []
+        if is_gpu or steps == 1:
+            seconds = seconds_of_steps(trainer, TIMED_STEPS if is_gpu else 1)
+
+        def read() -> Row:
+            records = read_lines(Path(config.training.output_dir, "metrics.jsonl"))[-steps:]
+            return row_of(records, seconds or [record["step_seconds"] for record in records[1:]])
+
+        return on_first_rank(read)
+
+
+def row_of(records: list[dict[str, Any]], seconds: list[float]) -> Row:
+    """records: of metrics.jsonl."""
+    losses = [record["loss"] for record in records]
+    row = {
+        "loss": fmean(losses),
+        "density": fmean(record["density"] for record in records),
+        "recall": records[0].get("recall", 1.0),
+        "step_seconds": median(seconds),
+        "losses": losses,
+        "seconds": seconds,
     }
-    if not math.isnan(seconds):
-        means["step_seconds"] = seconds
-    return means | {"recall": records[0].get("recall", 1.0)}
+    if "sparse_tokens" in records[0]:
+        row["sparse_tokens"] = fmean(record["sparse_tokens"] for record in records)
+    return row
 
 
 @contextlib.contextmanager
@@ -134,37 +234,122 @@ def fresh_trainer(config: Config) -> Iterator[Trainer]:
             dist.destroy_process_group()
 
 
-def seconds_of_step(trainer: Trainer) -> float:
-    """The mean time of further steps, which are not logged. Those before have compiled."""
+def seconds_of_steps(trainer: Trainer, steps: int) -> list[float]:
+    """The times of further steps, which are not logged. Those before have compiled."""
     section = trainer.metrics.section
     trainer.metrics.section = dataclasses.replace(section, log_every=sys.maxsize, recall_every=0)
     synchronize = torch.cuda.synchronize if trainer.device.type == "cuda" else torch.cpu.synchronize
-    synchronize()
-    began = time.perf_counter()
-    for _ in range(TIMED_STEPS):
+    seconds = []
+    for _ in range(steps):
+        synchronize()
+        began = time.perf_counter()
         trainer.step()
-    synchronize()
-    return (time.perf_counter() - began) / TIMED_STEPS
+        synchronize()
+        seconds.append(time.perf_counter() - began)
+    return seconds
 
 
-def table(rows: dict[str, dict[str, float]]) -> str:
+def table(rows: dict[str, Row]) -> str:
     """For people; the last column says how many steps fit into the time of a dense step."""
     lines = [
-        "setting        loss  above dense  density  recall  seconds a step  steps per dense step"
+        f"{'setting':<12}{'loss':>7}{'above dense':>19}{'density':>9}{'recall':>8}"
+        f"{'seconds a step':>24}{'steps per dense step':>22}"
     ]
     dense = rows["dense"]
     for name, row in rows.items():
+        differences = [a - b for a, b in zip(row["losses"], dense["losses"], strict=True)]
+        above = f"{fmean(differences):+.4f}"
+        if len(differences) > 1:
+            above += f" +- {stdev(differences):.4f}"
+        seconds = f"{row['step_seconds']:.3f} ({min(row['seconds']):.3f}-{max(row['seconds']):.3f})"
         lines.append(
-            f"{name:<12}{row['loss']:>7.4f}{row['loss'] - dense['loss']:>+13.4f}"
-            f"{row['density']:>9.1%}{row['recall']:>8.1%}{row['step_seconds']:>16.3f}"
+            f"{name:<12}{row['loss']:>7.4f}{above:>19}"
+            f"{row['density']:>9.1%}{row['recall']:>8.1%}{seconds:>24}"
             f"{dense['step_seconds'] / row['step_seconds']:>22.2f}"
         )
-    return "\n".join(lines)
+    spread = "+-: standard deviation over batches; in parentheses: fastest and slowest step"
+    return "\n".join([*lines, spread])
 
 
-def choice(rows: dict[str, dict[str, float]]) -> str:
-    """The name of the row with the fewest pairs among those that lose at most MOST_LOSS."""
+def faster(rows: dict[str, Row]) -> list[str]:
+    """The settings whose median step takes less time than that of dense."""
+    most = rows["dense"]["step_seconds"]
+    return [name for name, row in rows.items() if row["step_seconds"] < most]
+
+
+def choice(rows: dict[str, Row]) -> str:
+    """The name of the row with the fewest pairs among those that are faster than dense and lose at most
+    MOST_LOSS; dense if there is none."""
     most = rows["dense"]["loss"] + MOST_LOSS
-    return min(
-        (name for name in rows if rows[name]["loss"] <= most), key=lambda n: rows[n]["density"]
-    )
+    fit = [name for name in faster(rows) if rows[name]["loss"] <= most]
+    return min(fit, key=lambda name: rows[name]["density"], default="dense")
+
+
+def reason(rows: dict[str, Row], chosen: str) -> str:
+    """Say why it was chosen."""
+    dense = rows["dense"]["step_seconds"]
+    if chosen != "dense":
+        times = dense / rows[chosen]["step_seconds"]
+        return (
+            f"{chosen} has the fewest pairs of those that are faster and lose at most {MOST_LOSS}: "
+            f"it is {times:.2f} times as fast as dense"
+        )
+    if faster(rows):
+        return f"dense: what is faster loses more than {MOST_LOSS} of loss"
+    best = min(row["step_seconds"] for name, row in rows.items() if name != "dense")
+    return f"dense is faster here: the best of the others has {dense / best:.2f} of its speed"
+
+
+def crossing(words: list[str], seq_len: int, out: Path, rows: dict[str, Row]) -> str:
+    """Measure dense and the fastest recall at half the length, and say from where sparse should pay."""
+    device = choose_device(load(words)[0].training.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
+    fastest = min((n for n in rows if n != "dense"), key=lambda n: rows[n]["step_seconds"])
+    half = seq_len // 2
+    unknown = "the length from which sparse pays is not known ({}); measure a longer --seq-len"
+    try:
+        configs = configurations(words, half, out / "half")
+        sparse = configs[fastest]
+        options = sparse.attention.vertical_slash
+        # Selection costs what it does, also where a run would not select yet.
+        options.dense_below = min(options.dense_below, half)
+        options.check_block_size(sparse.attention.block_size)
+        refuse_dense(sparse)
+        shorter = {n: measured(f"{n}, {half} tokens", configs[n]) for n in ("dense", fastest)}
+    except ValueError as error:
+        return unknown.format(error)
+    times = [[of[n]["step_seconds"] for of in (shorter, rows)] for n in ("dense", fastest)]
+    length = crossing_length(seq_len, *times)
+    if length is None:
+        return unknown.format("steps do not take much longer than those of half the length")
+    return f"sparse pays from about {length:,.0f} tokens on {name} (estimated from {half} and {seq_len})"
+
+
+def crossing_length(seq_len: int, dense: list[float], sparse: list[float]) -> float | None:
+    """Tokens from which sparse steps take less time than dense ones, by a model of costs.
+
+    dense, sparse: seconds at half of seq_len and at seq_len. A dense step of n tokens takes a n + b n^2.
+    A sparse one takes the same a n, c for its selection, and d n^2. None if the times do not fit.
+    """
+    # In units of half of seq_len, where n is 1 and 2.
+    b = (dense[1] - 2 * dense[0]) / 2
+    a = dense[0] - b
+    d = (sparse[1] - sparse[0] - a) / 3
+    c = sparse[0] - a - d
+    if not (b > max(d, 0) and c > 0):
+        return None
+    return (c / (b - d)) ** 0.5 * seq_len / 2
+
+
+def toml_lines(config: Config) -> str:
+    """The keys of [attention] that differ from their defaults, and the pattern, as a file has them."""
+    pattern = config.attention.pattern
+    sections: dict[str, list[str]] = {"attention": [], f"attention.{pattern}": []}
+    for key in KINDS:
+        section, _, name = key.rpartition(".")
+        value = attrgetter(key)(config)
+        differs = value != attrgetter(key)(Config())
+        if section in sections and (differs or name in ("pattern", "recall")):
+            sections[section].append(f"{name} = {show(value)}")
+    tables = [[f"[{section}]", *lines] for section, lines in sections.items() if lines]
+    return "\n\n".join("\n".join(lines) for lines in tables)

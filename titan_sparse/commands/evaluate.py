@@ -27,6 +27,7 @@ from titan_sparse.evaluation import needle, position
 from titan_sparse.evaluation.answers import Sample, score_samples
 from titan_sparse.evaluation.load import build_scorer, find_checkpoint, load_for_evaluation
 from titan_sparse.evaluation.scorer import Sequence
+from titan_sparse.from_config import sparse_from
 from titan_sparse.training import pictures
 from titan_sparse.training.metrics import json_ready
 
@@ -56,6 +57,12 @@ def main(words: list[str]) -> int:
         records = score_samples(scorer, needles, args.answers == "generated")
         results["needle"] = {"cells": needle.by_cell(records), "records": records}
     if dist.get_rank() == 0:
+        for length in args.lengths:
+            if config.attention.pattern != "dense" and length < sparse_from(config.attention):
+                print(
+                    f"--lengths {length}: attention was dense, as {config.attention.pattern} leaves out "
+                    f"pairs only in documents of {sparse_from(config.attention)} tokens or more"
+                )
         files = write(results, origin_of(args, config, checkpoint), args.out)
         print(summary(results))
         print(f"wrote {', '.join(files)} in {args.out}")

@@ -262,6 +262,9 @@ def _check_float8(config: Config) -> None:
         clash(config, "training.dtype", "float8.enable")
     if config.float8.enable and config.training.mlp_chunk_tokens and "mlp" not in names:
         clash(config, "float8.filter", "training.mlp_chunk_tokens", 'float8.filter = "mlp"')
+    if config.float8.enable and config.validation.prompt:
+        # Float8 multiplies 16 rows or more, and a new token is one.
+        clash(config, "validation.prompt", "float8.enable")
 
 
 def trains_random_base(config: Config) -> bool:

@@ -344,7 +344,7 @@ class Metrics:
     recall_rows: Annotated[int, Range(1, 10**6)] = 64
     """query rows per sequence that measure recall"""
     tensorboard: bool = True
-    """write TensorBoard events to the run folder"""
+    """write TensorBoard events, and at the end a picture of the loss (loss.png), to the run folder"""
     trackers: Literal["none", "wandb"] = "none"
     """wandb: write metrics to Weights & Biases too, which follows its own WANDB_... variables"""
     pictures_every: Count = 0
@@ -361,6 +361,10 @@ class Validation:
     """measure every `every` steps and after the last"""
     every: Positive = 500
     """steps between measurements"""
+    at_start: bool = True
+    """measure before the first step too"""
+    prompt: str = ""
+    """text that the model continues, or a user's message with data.format = messages; empty: none"""
     source: str = ""
     """held-out text, a single source as in data.source, without data.subset; empty: data.source"""
     split: str = ""

@@ -307,6 +307,10 @@ class TokenizedTexts:
     def __len__(self) -> int:
         return len(self.source)
 
+    def longest(self) -> int | None:
+        """None: it is not known before all texts are read."""
+        return None
+
     def length(self, index: int) -> int:
         if self._lengths[index] == 0:
             self._lengths[index] = len(self[index].tokens)

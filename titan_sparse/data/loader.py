@@ -100,6 +100,11 @@ class PackedLoader:
         pairs = zip(self.streams, self.shares, strict=True)
         return [{**stream.fingerprint(), "share": round(share, 9)} for stream, share in pairs]
 
+    def longest_document(self) -> int | None:
+        """Tokens of the longest document of all parts. None: it is not known before texts are read."""
+        lengths = [stream.documents.longest() for stream in self.streams]
+        return None if None in lengths else max(lengths)
+
     def content_digest(self) -> str:
         """A digest of the content: of each part a sample of documents, evenly spaced, because
         reading all of them would take hours."""

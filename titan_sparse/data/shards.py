@@ -144,6 +144,10 @@ class TokenShards:
         """Tokens of every document, its end-of-document token included; int64 [documents]."""
         return np.concatenate([np.diff(offsets) for _, offsets in self._shards])
 
+    def longest(self) -> int | None:
+        """Tokens of the longest document, its end-of-document token included."""
+        return int(self.lengths().max())
+
     def length(self, index: int) -> int:
         _, _, start, stop = self._find(index)
         return stop - start

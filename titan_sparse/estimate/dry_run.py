@@ -28,7 +28,7 @@ from titan_sparse.estimate.memory import (
     peak_phase,
 )
 from titan_sparse.estimate.step import StepShape, step_of
-from titan_sparse.from_config import backend_case, build_pattern, selecting_layers
+from titan_sparse.from_config import backend_case, build_pattern, selecting_layers, why_dense
 from titan_sparse.models.config import DecoderConfig, adapter_elements, number_of_parameters
 from titan_sparse.models.flavours import TransformersConfig, choose_implementation, resolve
 from titan_sparse.options import show
@@ -196,6 +196,8 @@ def _shape(config: Config, step: StepShape, where: World) -> list[str]:
         f"{'' if step.compiled else 'not '}compiled, "
         f"attention by {step.backend}, schedule {step.schedule.name}",
     ]
+    if dense := why_dense(config, model):
+        lines.append(dense)
     if not isinstance(model, TransformersConfig):
         return lines
     _, reason = choose_implementation(config.model.initial_hf, config.model.implementation)

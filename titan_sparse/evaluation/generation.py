@@ -1,11 +1,11 @@
-"""Generate text greedily, with keys and values kept on the ranks of a sequence.
+"""Generate text, with keys and values kept on the ranks of a sequence.
 
 The prompt goes through the model's own attention, dense or sparse, in the run's layout and schedule.
 Each rank keeps the keys that it has computed, and the ranks take turns to keep those of new tokens. A
 new query attends densely to the keys of all ranks (attention.decode).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,13 @@ from torch import Tensor
 
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.decode import Cached, attend_cached
+from titan_sparse.data.chat_template import ChatTemplate
 from titan_sparse.data.packing import IGNORED_LABEL
+from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation.scorer import ScoredBatch, Scorer, Sequence, attention_replaced
 from titan_sparse.from_config import has_linear_layers
 from titan_sparse.loss import answer_logits
+from titan_sparse.models.config import DecoderConfig
 
 Stop = Callable[[NDArray[np.int64]], bool]
 """Whether a text ends with the last of these tokens, int64 [n]."""
@@ -35,18 +38,37 @@ def generate(
     new_tokens: int,
     stop: Stop | None = None,
 ) -> list[NDArray[np.int64]]:
-    """What the model writes after each prompt, int64 [n]: up to `new_tokens` tokens, int64 [n] each.
+    """The most likely text after each prompt, int64 [n]: up to `new_tokens` tokens, int64 [n] each.
 
-    Collective over the world: each data-parallel rank brings prompts of its own, and the ranks of a
-    context-parallel group bring the same ones. Raises ValueError for an empty prompt, or none.
+    Collective and with the errors of stream().
+    """
+    texts: list[list[int]] = [[] for _ in prompts]
+    for column in stream(scorer, prompts, new_tokens, stop):
+        for text, token in zip(texts, column):
+            if token is not None:
+                text.append(token)
+    return [np.array(text, dtype=np.int64) for text in texts]
+
+
+def stream(
+    scorer: Scorer,
+    prompts: list[NDArray[np.int64]],
+    new_tokens: int,
+    stop: Stop | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Iterator[list[int | None]]:
+    """The next token of each prompt, int64 [n], up to `new_tokens` times; None for a text that has
+    ended.
+
+    temperature: 0 takes the most likely token. Otherwise logits are divided by it, and a token is drawn
+    with `seed`. Collective over the world: each data-parallel rank brings prompts of its own, and the
+    ranks of a context-parallel group bring the same ones. Raises ValueError for an empty prompt, or
+    none.
     """
     if not prompts or min(len(prompt) for prompt in prompts) == 0:
         raise ValueError("a prompt is empty or missing; write a prompt of one token or more")
-    if has_linear_layers(scorer.model_config):
-        raise ValueError(
-            "text cannot be generated here with linear attention, whose states are not kept; export "
-            "the model, and write it with transformers"
-        )
+    refuse_linear_layers(scorer.model_config)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=scorer.device)
     asked = []
     for prompt in prompts:
@@ -60,17 +82,10 @@ def generate(
         lengths=lengths,
         cp=scorer.cp,
     )
-
-    def replace(layer: int, attend: Callable[..., Tensor]) -> _CachedAttend:
-        windows = getattr(scorer.model_config, "windows", None)
-        section = scorer.attention
-        # 0: the layer has none.
-        window = windows[layer] if windows else 0
-        return _CachedAttend(attend, places, window, section.sliding_window, section.window_sinks)
-
+    generator = torch.Generator(scorer.device).manual_seed(seed)
     texts: list[list[int]] = [[] for _ in prompts]
     is_done = [False] * len(prompts)
-    with attention_replaced(scorer.model, replace):
+    with attention_replaced(scorer.model, _cached_attention(scorer, places)):
         # [B, V]: each rank has the last logits of some prompts.
         own = scorer.run(batch, answer_logits)
         logits = own.new_zeros(len(prompts), own.shape[1])
@@ -78,9 +93,11 @@ def generate(
         logits = scorer.cp.all_reduce(logits)
         for number in range(new_tokens):
             # Ranks may round their sums differently. Their texts would then diverge without a notice.
-            tokens = scorer.cp.all_gather(logits.argmax(-1))[0]
-            for row, token in enumerate(tokens.tolist()):
-                if not is_done[row]:
+            tokens = scorer.cp.all_gather(_choose(logits, temperature, generator))[0]
+            column = [None if done else token for token, done in zip(tokens.tolist(), is_done)]
+            yield column
+            for row, token in enumerate(column):
+                if token is not None:
                     texts[row].append(token)
                     is_done[row] = stop is not None and stop(np.array(texts[row]))
             # All data-parallel ranks take part in the forwards until the last one is done.
@@ -89,11 +106,79 @@ def generate(
             if number + 1 == new_tokens or not waiting.item():
                 break
             places.number = number
-            column = tokens[:, None]
+            following = tokens[:, None]
             # All labels count.
-            following = ScoredBatch(column, column, places.query()[:, None], masks=None)
-            logits = scorer.run(following, answer_logits)
-    return [np.array(text, dtype=np.int64) for text in texts]
+            of_tokens = ScoredBatch(following, following, places.query()[:, None], masks=None)
+            logits = scorer.run(of_tokens, answer_logits)
+
+
+def refuse_linear_layers(model: DecoderConfig) -> None:
+    """Raises ValueError for a model whose states are not kept between tokens."""
+    if has_linear_layers(model):
+        raise ValueError(
+            "text cannot be generated here with linear attention, whose states are not kept; export "
+            "the model, and write it with transformers"
+        )
+
+
+def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    """The next tokens, int64 [B], from logits [B, V]."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    shares = (logits.float() / temperature).softmax(-1)
+    return torch.multinomial(shares, 1, generator=generator)[:, 0]
+
+
+def _cached_attention(
+    scorer: Scorer, places: "_Places"
+) -> Callable[[int, Callable[..., Tensor]], "_CachedAttend"]:
+    """What attention_replaced() puts in place of each layer's attention."""
+    windows = getattr(scorer.model_config, "windows", None)
+    section = scorer.attention
+
+    def replace(layer: int, attend: Callable[..., Tensor]) -> _CachedAttend:
+        # 0: the layer has none.
+        window = windows[layer] if windows else 0
+        return _CachedAttend(attend, places, window, section.sliding_window, section.window_sinks)
+
+    return replace
+
+
+def encode_prompt(
+    text: str, tokenizer: Tokenizer, template: ChatTemplate | None
+) -> NDArray[np.int64]:
+    """The tokens of a text to continue, or with a template those of a user's message to answer.
+
+    Raises ValueError for a text without tokens, and a message that the template refuses.
+    """
+    if template is not None:
+        message = {"role": "user", "content": text}
+        text, _ = template.render([message], [], add_generation_prompt=True)
+    tokens = tokenizer.encode(text).astype(np.int64)
+    if len(tokens) == 0:
+        raise ValueError("the prompt has no tokens; write some text")
+    return tokens
+
+
+def decoded(
+    columns: Iterator[list[int | None]], tokenizer: Tokenizer, endings: Collection[int]
+) -> Iterator[str]:
+    """The text of the first prompt of stream(), as it arrives and without what ends it.
+
+    A letter may have several tokens. It arrives when it is whole.
+    """
+    tokens: list[int] = []
+    shown = ""
+    for token, *_ in columns:
+        if token is None or token in endings:
+            continue
+        tokens.append(token)
+        text = tokenizer.decode(tokens)
+        if text.endswith("\ufffd"):
+            continue
+        yield text[len(shown) :]
+        shown = text
+    yield tokenizer.decode(tokens)[len(shown) :]
 
 
 @dataclass

@@ -36,11 +36,14 @@ _NAMES = ("embed_tokens.", "layers.", "norm.", "lm_head.")
 """What the names of a decoder's tensors begin with; a checkpoint holds the optimizer's too."""
 
 
-def load_for_evaluation(words: list[str], hf: str | None, dense: bool) -> Config:
+def load_for_evaluation(
+    words: list[str], hf: str | None, dense: bool, reads_text: bool = True
+) -> Config:
     """The configuration of `words`, as train.py takes them, not checked yet. Raises ConfigError.
 
     hf: a Hugging Face folder in place of the run's model. dense: attend densely, whatever the pattern
-    in training. What only training uses is reset, so that it cannot conflict with another mesh.
+    in training. reads_text: of data.source, which is then one source. What only training uses is reset,
+    so that it cannot conflict with another mesh.
     """
     config = load_config(words)
     if hf:
@@ -64,7 +67,8 @@ def load_for_evaluation(words: list[str], hf: str | None, dense: bool) -> Config
         setattr(config.attention, key, getattr(defaults.attention, key))
     for section in "activation_checkpoint float8 compile optimizer validation checkpoint".split():
         setattr(config, section, getattr(defaults, section))
-    config.data.source = single_source(config.data.source, "data.source")
+    if reads_text:
+        config.data.source = single_source(config.data.source, "data.source")
     # Each window and each prompt is of one document.
     config.data.sequences = "fixed"
     config.training.mlp_chunk_tokens = 0

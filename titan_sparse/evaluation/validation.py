@@ -2,25 +2,41 @@
 
 import dataclasses
 import hashlib
+import json
 import logging
 import os
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from titan_sparse.config import Config, Data, needle_lengths
 from titan_sparse.config.sources import format_of, single_source
+from titan_sparse.data.chat_template import load_template
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.shards import is_prepared
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation import needle, position
 from titan_sparse.evaluation.answers import Sample, score_samples
+from titan_sparse.evaluation.generation import (
+    decoded,
+    encode_prompt,
+    refuse_linear_layers,
+    stream,
+)
 from titan_sparse.evaluation.scorer import Scorer, Sequence
+from titan_sparse.models.flavours import resolve
 from titan_sparse.training import pictures
 from titan_sparse.training.metrics import MetricsLog, json_ready
 from titan_sparse.training.metrics_output import JsonLines
 
 logger = logging.getLogger("titan_sparse")
+
+_TEXT_TOKENS = 128
+"""Most tokens that the model writes after validation.prompt."""
+_TEMPERATURE = 0.7
+"""With which these are drawn: a model that has learned little would repeat the most likely one."""
 
 
 class Validator:
@@ -37,6 +53,7 @@ class Validator:
         self.steps = config.training.steps
         self.sequences: list[Sequence] = []
         self.needles: list[Sample] = []
+        self.prompt: NDArray[np.int64] | None = None
         if not section.enable:
             return
         try:
@@ -52,6 +69,11 @@ class Validator:
                 section.needle_samples,
                 config.training.seed,
             )
+            if section.prompt:
+                refuse_linear_layers(resolve(**vars(config.model)))
+                is_chat = documents.sample_format.format == "messages"
+                template = load_template(data, config.model.initial_hf) if is_chat else None
+                self.prompt = encode_prompt(section.prompt, tokenizer, template)
         except ValueError as error:
             raise ValueError(f"[validation]: {error}") from error
 
@@ -59,13 +81,18 @@ class Validator:
         """Identify the sequences and prompts. All ranks must have the same digest."""
         digest = hashlib.sha256()
         # All that the model reads.
-        for tokens in [s.tokens for s in self.sequences] + [n.prompt for n in self.needles]:
+        prompts = [] if self.prompt is None else [self.prompt]
+        prompts += [needle.prompt for needle in self.needles]
+        for tokens in [sequence.tokens for sequence in self.sequences] + prompts:
             digest.update(tokens.tobytes())
         return digest.hexdigest()
 
     def is_due(self, step: int) -> bool:
-        """Whether to measure after `step`: every validation.every steps, and after the last one."""
-        return self.section.enable and (step == self.steps or step % self.section.every == 0)
+        """Whether to measure after `step`: every validation.every steps, and after the last one. Step 0
+        is the start."""
+        section = self.section
+        is_regular = step == self.steps or step % section.every == 0
+        return section.enable and (is_regular if step > 0 else section.at_start)
 
     def run(self, scorer: Scorer, step: int, metrics: MetricsLog, writes: bool) -> dict[str, Any]:
         """Measure. Collective. The rank that `writes` appends to <output_dir>/validation.jsonl,
@@ -80,6 +107,8 @@ class Validator:
             if self.needles:
                 records = score_samples(scorer, self.needles, generate=False)
                 record["needle"] = {**needle.means(records), "cells": needle.by_cell(records)}
+            if self.prompt is not None:
+                record["text"] = self._text(scorer)
         if writes:
             path = os.path.join(self.output_dir, "validation.jsonl")
             lines = JsonLines(path)
@@ -90,8 +119,27 @@ class Validator:
                 for name in ("score", "correct"):
                     figure = pictures.needle_figure(record["needle"]["cells"], name)
                     metrics.board.add_figure(f"validation_needle/{name}_by_depth", figure, step)
+            if metrics.board is not None and self.prompt is not None:
+                metrics.board.add_text("validation/text", f"    {record['text']}", step)
             logger.info(_line(record))
         return record
+
+    def _text(self, scorer: Scorer) -> str:
+        """What the model writes after validation.prompt. Collective."""
+        tokenizer = scorer.tokenizer
+        endings = tokenizer.special_ids
+        columns = stream(
+            scorer,
+            [self.prompt],
+            _TEXT_TOKENS,
+            lambda text: text[-1] in endings,
+            _TEMPERATURE,
+        )
+        # Compiled blocks would be compiled anew for every length.
+        with torch.compiler.set_stance("force_eager"):
+            text = "".join(decoded(columns, tokenizer, endings))
+        scorer.release()
+        return text
 
 
 def _data(config: Config) -> Data:
@@ -130,13 +178,23 @@ def _scalars(record: dict[str, Any]) -> dict[str, float | None]:
 
 
 def _line(record: dict[str, Any]) -> str:
+    """For people."""
+    when = f"after step {record['step']}" if record["step"] else "before the first step"
     parts = [
-        f"validation after step {record['step']}: loss {record['loss']:.4f}",
+        f"validation {when}: loss {record['loss']:.4f}",
         f"perplexity {record['perplexity']:.3f}",
     ]
     known = [bucket for bucket in record["buckets"] if bucket["loss"] is not None]
     losses = " ".join(f"{bucket['loss']:.3f}" for bucket in known)
-    parts.append(f"loss at {known[0]['start']:,} to {known[-1]['stop']:,}: {losses}")
+    start, stop = known[0]["start"], known[-1]["stop"]
+    if len(known) > 1:
+        parts.append(
+            f"loss by position, from token {start:,} to {stop:,} in {len(known)} parts: {losses}"
+        )
     if "needle" in record:
         parts.append(f"needles found {100 * record['needle']['score']:.0f} %")
-    return ", ".join(parts)
+    line = ", ".join(parts)
+    if "text" in record:
+        # A model that has learned little may write letters that would disturb a terminal.
+        line += f"\n  text that it writes: {json.dumps(record['text'], ensure_ascii=False)}"
+    return line

@@ -327,7 +327,12 @@ def progress_line(record: dict[str, Any], steps: int, step_seconds: float | None
     if record["mfu"] is not None:
         parts.append(f"MFU {100 * record['mfu']:.1f} %")
     parts.append(f"{record['memory_gib']:.2f} GiB")
-    parts.append(f"density {100 * record['density']:.1f} %")
+    density = f"density {100 * record['density']:.1f} %"
+    if record.get("sparse_tokens", 1.0) < 0.995:
+        density += (
+            f" (sparse in documents with {100 * record['sparse_tokens']:.0f} % of the tokens)"
+        )
+    parts.append(density)
     if "recall" in record:
         recall = f"recall {100 * record['recall']:.1f} %"
         if "recall_asked" in record:

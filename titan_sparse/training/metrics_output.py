@@ -26,7 +26,7 @@ _END = 1 << 24
 
 _SECTIONS = {
     "memory": "memory_",
-    "attention": "density|recall|heads_capped|capped|blocks_per_query|verticals",
+    "attention": "density|sparse_tokens|recall|heads_capped|capped|blocks_per_query|verticals",
     "speed": "tokens_per_second|step_seconds|save_seconds|mfu|dense_equivalent",
     "comm": "cp_|exposed_communication|worker_imbalance",
 }

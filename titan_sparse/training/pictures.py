@@ -42,6 +42,18 @@ def needle_figure(cells: list[dict[str, Any]], value: str = "score") -> Any:
     return figure
 
 
+def loss_figure(steps: dict[int, float], validated: dict[int, float]) -> Any:
+    """Training loss by step, and that of validation where there is any."""
+    figure, axes = new_figure((7, 4))
+    axes.set_title("Loss")
+    axes.plot(list(steps), list(steps.values()), label="training")
+    if validated:
+        axes.plot(list(validated), list(validated.values()), "o:", label="validation")
+    axes.set(xlabel="step", ylabel="cross-entropy (nats)")
+    axes.legend()
+    return figure
+
+
 def position_figure(results: list[dict[str, Any]]) -> Any:
     """Loss against position, a curve for each result of position_loss()."""
     figure, axes = new_figure((7, 4))

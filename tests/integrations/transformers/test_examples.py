@@ -50,3 +50,11 @@ def test_two_processes_train_like_one(tmp_path):
         state = json.loads((tmp_path / name / "trainer_state.json").read_text())
         assert state["global_step"] == 3
     assert (tmp_path / "trl_sft/tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("name", ["trainer", "trl_sft"])
+def test_examples_are_modules_too(name):
+    """As python -m examples.NAME loads them. run_example() loads them as python examples/NAME.py does."""
+    pytest.importorskip("trl")
+    module = importlib.import_module(f"examples.{name}")
+    assert module.tiny_model.__module__ == "examples.tiny"

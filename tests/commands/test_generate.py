@@ -1,0 +1,169 @@
+"""titan-sparse generate: its text against transformers, from folders and runs, on one rank and on two."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import torch.distributed as dist
+import transformers
+
+from tests.distributed import run_program
+from titan_sparse.commands import export_hf
+from titan_sparse.commands.generate import main
+from titan_sparse.data.tokenizer import ByteTokenizer
+from titan_sparse.evaluation.generation import _choose, decoded
+
+WORDS = [f"w{number}" for number in range(60)]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+PROMPT = "w3 w14 w15 w9"
+
+
+def _write_tokenizer(folder, end: str) -> None:
+    words = ["<user>", "<assistant>", *WORDS]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, "w0")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    about = {"eos_token": end, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder with a random model, a tokenizer, and a chat template."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=62,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.6,
+        eos_token_id=61,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    _write_tokenizer(folder, end="w59")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def _by_transformers(folder, ids: list[int], **options) -> list[int]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.tensor([ids])
+    out = model.generate(tokens, do_sample=False, pad_token_id=0, **options)
+    return out[0, len(ids) :].tolist()
+
+
+def _printed(capsys, *words: str) -> str:
+    assert main(["--training.device=cpu", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_folder_answers_and_continues(model, capsys):
+    """A prompt is a message where there is a template."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": PROMPT}], add_generation_prompt=True, return_dict=True
+    )
+    plain = tokenizer(PROMPT, add_special_tokens=False)
+    texts = {}
+    for style, prompt in (("chat", chat), ("text", plain)):
+        found = _by_transformers(model, prompt["input_ids"], max_new_tokens=12)
+        texts[style] = tokenizer.decode(found, skip_special_tokens=True)
+        words = (model, PROMPT, "--tokens", 12, "--as", style)
+        assert _printed(capsys, *words) == texts[style] + "\n"
+    assert texts["chat"] != texts["text"]
+    assert _printed(capsys, model, PROMPT, "--tokens", 12) == texts["chat"] + "\n"
+
+
+def test_a_text_ends_with_a_special_token(model, capsys, tmp_path):
+    """One that transformers stops at too. It is not printed."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    ids = tokenizer(PROMPT)["input_ids"]
+    found = _by_transformers(model, ids, max_new_tokens=12)
+    end = next(token for place, token in enumerate(found) if place and token not in found[:place])
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    _write_tokenizer(tmp_path, end=tokenizer.decode([end]))
+    wanted = _by_transformers(model, ids, max_new_tokens=12, eos_token_id=end)
+    assert wanted[-1] == end and len(wanted) < 12
+    words = (tmp_path, PROMPT, "--tokens", 12, "--as", "text")
+    assert _printed(capsys, *words) == tokenizer.decode(wanted[:-1]) + "\n"
+
+
+def test_a_run_continues_as_what_it_exports(folder, capsys, tmp_path):
+    """On one rank and on two that share the prompt."""
+    assert export_hf.main([str(folder / "run"), str(tmp_path / "hf"), "--dtype=float32"]) == 0
+    capsys.readouterr()
+    prompt = [*b"abc def"]
+    found = _by_transformers(tmp_path / "hf", prompt, max_new_tokens=16)
+    wanted = ByteTokenizer().decode(found) + "\n"
+    words = [str(folder / "run"), "abc def", "--tokens", "16"]
+    assert _printed(capsys, *words) == wanted
+    dist.destroy_process_group()
+    assert wanted in run_program(2, main, [*words, "--parallelism.cp=2"])
+    drawn = [_printed(capsys, *words, "--temperature=1", f"--seed={seed}") for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_tokens_are_drawn_as_often_as_the_softmax_says(temperature):
+    logits = torch.tensor([[2.0, 0.0, 1.0, -torch.inf]]).expand(20_000, -1)
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.bincount(_choose(logits, temperature, generator), minlength=4)
+    shares = np.exp(np.array([2.0, 0.0, 1.0, -np.inf]) / temperature)
+    assert counts / 20_000 == pytest.approx(shares / shares.sum(), abs=0.015)
+
+
+def test_a_letter_arrives_when_it_is_whole():
+    text = "aé€😀b"
+    columns = ([byte] for byte in [*text.encode(), 256])
+    pieces = list(decoded(columns, ByteTokenizer(), {256}))
+    assert [piece for piece in pieces if piece] == ["a", "é", "€", "😀", "b"]
+    # What never becomes whole is shown at the end.
+    assert "".join(decoded(([byte] for byte in b"a\xe2\x82"), ByteTokenizer(), ())) == "a\ufffd"
+
+
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        (["", "--as=text"], "the prompt has no tokens"),
+        (["a", "--temperature=-1"], "-1 is not a temperature; write 0 or more"),
+        (["a", "--temperature=nan"], "nan is not a temperature"),
+        (["a", "--tokens=0"], "0 is too small"),
+        (["a", "--data.tokenizer=bytes", "--as=chat"], "has a chat template"),
+        (["a", "--data.tokenizer=none"], "does not exist"),
+        (["a", "--dry-run"], "flags of train.py would be ignored"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(model, capsys, tmp_path, words, reason):
+    if words[-1] == "--as=chat":
+        for file in model.glob("*.[js]*"):
+            if "template" not in file.name:
+                (tmp_path / file.name).write_bytes(file.read_bytes())
+        model = tmp_path
+    assert main([str(model), *words, "--training.device=cpu"]) == 2
+    error = capsys.readouterr().err
+    assert reason in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_folders_without_a_whole_model_are_refused(tmp_path, capsys):
+    assert main([str(tmp_path), "a"]) == 2
+    assert "holds no complete checkpoint" in capsys.readouterr().err
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert main([str(tmp_path), "a"]) == 2
+    assert (
+        "holds adapters alone; write the run, or what export_hf --merge" in capsys.readouterr().err
+    )
+    (tmp_path / "adapter_config.json").unlink()
+    (tmp_path / "config.json").write_text("{}")
+    assert main([str(tmp_path), "a"]) == 2
+    assert "has no tokenizer.json; write --data.tokenizer" in capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""Write text with a trained model: continue a prompt, or answer it where the model was trained on chats.
+
+    titan-sparse generate RUN_OR_FOLDER "PROMPT" [--tokens 200] [--temperature 0.7] [--as chat|text]
+
+RUN_OR_FOLDER is the output_dir of a run, for its newest checkpoint, or its checkpoint/step-N, or a
+Hugging Face folder. A run attends to the prompt as it was trained, and a folder densely. New tokens
+always see all keys. With a chat template, the prompt is a user's message: of a folder, and of a run
+that was trained on messages. --as says otherwise. The text goes to the terminal as it is written, and
+ends with a special token, such as the end of a turn. Other words are options of the configuration, as
+train.py takes them. Under torchrun all ranks share the work.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from titan_sparse.commands import parser_of, positive, refuses
+from titan_sparse.config import Config, check, world_from_environment
+from titan_sparse.config.changes import read_saved
+from titan_sparse.config.reading import require
+from titan_sparse.data import load_tokenizer
+from titan_sparse.data.chat_template import ChatTemplate, load_template
+from titan_sparse.evaluation.generation import (
+    decoded,
+    encode_prompt,
+    refuse_linear_layers,
+    stream,
+)
+from titan_sparse.evaluation.load import (
+    build_scorer,
+    find_checkpoint,
+    find_config,
+    load_for_evaluation,
+)
+from titan_sparse.models.flavours import resolve
+from titan_sparse.training.distributed import choose_device
+
+
+@refuses
+def main(words: list[str]) -> int:
+    args, rest = parse(words)
+    folder = Path(args.run_or_folder)
+    is_hf = (folder / "config.json").is_file()
+    require(
+        not (folder / "adapter_config.json").is_file(),
+        f"{folder} holds adapters alone; write the run, or what export_hf --merge wrote",
+    )
+    checkpoint = None if is_hf else find_checkpoint(args.run_or_folder)
+    config = of_folder(folder, rest) if is_hf else of_run(args.run_or_folder, rest)
+    check(config, *world_from_environment())
+    refuse_linear_layers(resolve(**dataclasses.asdict(config.model)))
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
+    template = template_of(config, args.style, is_hf or is_of_chats(checkpoint))
+    prompt = encode_prompt(args.prompt, tokenizer, template)
+    scorer = build_scorer(config, checkpoint, tokenizer)
+    endings = tokenizer.special_ids
+    columns = stream(
+        scorer, [prompt], args.tokens, lambda text: text[-1] in endings, args.temperature, args.seed
+    )
+    try:
+        for text in decoded(columns, tokenizer, endings):
+            if dist.get_rank() == 0:
+                print(text, end="", flush=True)
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        if dist.get_rank() == 0:
+            print(flush=True)
+    return 0
+
+
+def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("run_or_folder", metavar="RUN_OR_FOLDER")
+    add("prompt", metavar="PROMPT")
+    add("--tokens", type=positive, default=200, help="most tokens to write")
+    add(
+        "--temperature",
+        type=temperature,
+        default=0.0,
+        help="0 takes the most likely token; above, tokens are drawn",
+    )
+    add("--seed", type=int, default=0, help="of the drawn tokens")
+    add("--as", dest="style", choices=["chat", "text"], help="answer the prompt, or continue it")
+    return parser.parse_known_args(words)
+
+
+def temperature(text: str) -> float:
+    """An argparse type."""
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < np.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text} is not a temperature; write 0 or more")
+
+
+def of_run(path: str, words: list[str]) -> Config:
+    """The configuration of a run or checkpoint, with `words` over it. Raises ConfigError."""
+    words = ["--config", find_config(path), *words]
+    return load_for_evaluation(words, None, dense=False, reads_text=False)
+
+
+def of_folder(folder: Path, words: list[str]) -> Config:
+    """The configuration for a Hugging Face folder. Raises ConfigError."""
+    given = {word.partition("=")[0] for word in words}
+    defaults = {"--attention.pattern": "dense"}
+    if "--data.tokenizer" not in given:
+        require(
+            (folder / "tokenizer.json").is_file(),
+            f"{folder} has no tokenizer.json; write --data.tokenizer FOLDER_OF_THE_TOKENIZER, or bytes",
+        )
+        defaults["--data.tokenizer"] = str(folder)
+    # bfloat16 is slow on most CPUs.
+    config = load_for_evaluation(words, str(folder), dense=False, reads_text=False)
+    if choose_device(config.training.device).type == "cpu":
+        defaults["--training.dtype"] = "float32"
+    words = [*(f"{key}={value}" for key, value in defaults.items() if key not in given), *words]
+    return load_for_evaluation(words, str(folder), dense=False, reads_text=False)
+
+
+def is_of_chats(checkpoint: str) -> bool:
+    """Whether the run was trained on messages, also where its data are prepared tokens."""
+    saved = read_saved(checkpoint)
+    parts = saved.origin.get("data", []) if saved else []
+    return any(part.get("format") == "messages" for part in parts)
+
+
+def template_of(config: Config, style: str | None, is_chat: bool) -> ChatTemplate | None:
+    """The chat template that the prompt goes through; None: it is continued as it stands."""
+    if style == "text" or not (style or is_chat):
+        return None
+    try:
+        return load_template(config.data, config.model.initial_hf)
+    except ValueError:
+        # Many folders have none. What was asked for must be found.
+        if style or config.data.chat_template:
+            raise
+        return None
