@@ -68,7 +68,7 @@ class Trainer(Parts):
         training.stop_grace_seconds. Its state is saved.
         """
         self._announce()
-        with self.signals, self.watch:
+        with self.signals, self.watch, contextlib.closing(self.loader):
             self._load()
             self.saved_step = self.progress.step
             stopped = self._run_steps()
@@ -107,18 +107,20 @@ class Trainer(Parts):
     def _run_steps(self) -> bool:
         """All steps that are left. Returns whether a signal ended them."""
         training = self.config.training
-        gc.disable()  # collected at the same steps on all ranks, so that none makes the others wait
         first_step = self.progress.step + 1
         stopped = False
-        with profiler(self.config.profiling, training.output_dir, dist.get_rank()) as step_done:
-            while self.progress.step < training.steps and not stopped:
-                self.watch.step = self.progress.step + 1
-                stopped = self.step()
-                # A step that was left out leaves the one before it as the last.
-                is_first = self.progress.step == first_step and not stopped
-                self._after_step(stopped, is_first)
-                step_done(self.progress.step)
-        gc.enable()
+        gc.disable()  # collected at the same steps on all ranks, so that none makes the others wait
+        try:
+            with profiler(self.config.profiling, training.output_dir, dist.get_rank()) as step_done:
+                while self.progress.step < training.steps and not stopped:
+                    self.watch.step = self.progress.step + 1
+                    stopped = self.step()
+                    # A step that was left out leaves the one before it as the last.
+                    is_first = self.progress.step == first_step and not stopped
+                    self._after_step(stopped, is_first)
+                    step_done(self.progress.step)
+        finally:
+            gc.enable()
         return stopped or self._any_rank(self.signals.asked)
 
     def step(self) -> bool:
@@ -129,6 +131,8 @@ class Trainer(Parts):
         batches = [next(self.loader) for _ in range(accumulated)]
         valid, tokens, asked = self._totals(batches)
         step = self.progress.step + 1
+        if step < self.config.training.steps and not asked:
+            self.loader.read_ahead(accumulated)
         is_logged = self.metrics.should_log(step)
         draw_probe_rows(self.config.training.seed, step)
         draw_dropout(self.config, step)
