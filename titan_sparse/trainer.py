@@ -376,6 +376,8 @@ class Trainer(Parts):
         step = step_size(self.config, self.model_config, self.backend, self.recomputed)
         phases = estimate(step)
         print(banner(self, step.seq_len, phases[peak_phase(phases)]), flush=True)
+        for line in self.loader.advice():
+            logger.warning("%s", line)
         save(self.config, self.config.training.output_dir)
 
 

@@ -3,12 +3,14 @@ loader that reads each batch when it is asked for."""
 
 import json
 import random
+import shlex
 import threading
 import time
 
 import numpy as np
 import pytest
 
+from tests.data.chat_helpers import PLAIN
 from tests.data.helpers import (
     check_resume,
     counters,
@@ -19,8 +21,10 @@ from tests.data.helpers import (
     prepared,
     random_documents,
     rows,
+    train_tokenizer,
     write_rows,
 )
+from titan_sparse.commands import prepare_data
 from titan_sparse.config import Data
 from titan_sparse.data.loader import PackedLoader
 from titan_sparse.data.shards import DataError
@@ -190,3 +194,41 @@ def test_a_state_of_json_is_the_same():
     next(other)
     assert state == other.state_dict()
     loader.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, ""),
+        ({"text_field": "body", "bad_rows": "skip"}, " --text-field body --bad-rows skip"),
+        (
+            {"tokenizer": "tokens", "split_special_tokens": True},
+            " --tokenizer tokens --split-special-tokens",
+        ),
+        (
+            {"format": "messages", "chat_template": "plain.jinja", "messages_field": "talk"},
+            " --format messages --messages-field talk --chat-template plain.jinja",
+        ),
+    ],
+)
+def test_raw_text_on_several_ranks_should_be_prepared_first(tmp_path, monkeypatch, options, words):
+    """By a command that makes what is trained on now."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokens").mkdir()
+    train_tokenizer(tmp_path / "tokens", ["</s>"])
+    (tmp_path / "plain.jinja").write_text(PLAIN)
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    write_rows(tmp_path / "my texts.jsonl", [{"text": "ab", "body": "cd", "talk": talk}] * 3)
+    data = Data(source="my texts.jsonl", **options)
+    assert open_loader(data, 64).advice() == []
+    loader = open_loader(data, 64, dp_size=4)
+    (line,) = loader.advice()
+    command = f"titan-sparse prepare_data 'my texts.jsonl' FOLDER{words}"
+    assert line == (
+        'data.source = "my texts.jsonl" is raw text, and each of the 4 data-parallel ranks '
+        f"tokenizes all of it; run `{command}` once, and train with what it prints"
+    )
+    assert prepare_data.main([*shlex.split(command)[2:], "--processes", "1"]) == 0
+    prepared_loader = open_loader(Data(source="FOLDER", tokenizer=data.tokenizer), 64, dp_size=4)
+    assert prepared_loader.advice() == []
+    assert list(rows(next(prepared_loader))) == list(rows(next(loader)))

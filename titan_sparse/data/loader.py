@@ -22,9 +22,11 @@ from titan_sparse.config.sections import Data
 from titan_sparse.config.sources import source_formats, source_weights
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.packing import Packed
+from titan_sparse.data.recipe import prepare_command
 from titan_sparse.data.shards import DataError, TokenShards
 from titan_sparse.data.stream import Cursor, SampleStream, Stream, WalkedStream, WholeStream
 from titan_sparse.data.tokenizer import SampleFormat, Tokenizer, load_tokenizer
+from titan_sparse.options import show
 
 _SAMPLES = 16
 """Number of documents of a part that content_digest() samples."""
@@ -179,6 +181,21 @@ class PackedLoader:
         # Raised where the batch is asked for.
         except Exception as error:
             return None, [], error
+
+    def advice(self) -> list[str]:
+        """A line for each part that should be prepared first: raw text on several data-parallel
+        ranks. (Lengths decide what the next sequence is, and without tokenizing they are not
+        known.)"""
+        return [
+            f"data.source = {show(stream.data.source)} is raw text, and each of the {self.dp_size} "
+            f"data-parallel ranks tokenizes all of it; run `{prepare_command(stream.data)}` once, "
+            "and train with what it prints"
+            for stream in self.streams
+            if self.dp_size > 1
+            and not isinstance(stream.documents, TokenShards)
+            # Packages can only be joined here.
+            and not stream.data.join_packages
+        ]
 
     def check_unchanged(self) -> None:
         """Raises DataError if a file of prepared tokens has changed since it was opened."""

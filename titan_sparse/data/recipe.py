@@ -7,6 +7,7 @@ their [start, stop). (ProLong, princeton-nlp/prolong-data-512K, holds Llama-3 to
 """
 
 import logging
+import shlex
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -60,6 +61,16 @@ OPTIONS = ("tokenizer", "format", *ROW_OPTIONS, "split_special_tokens") + tuple(
     item.name for item in fields(Recipe)[len(fields(Data)) :]
 )
 """Fields of Recipe that prepare_data has options for, and that plan.json holds."""
+
+
+def prepare_command(data: Data) -> str:
+    """The command that prepares one part of data.source as training would read it, into FOLDER."""
+    words = ["titan-sparse", "prepare_data", data.source, "FOLDER"]
+    for name in OPTIONS:
+        value = getattr(data, name, None)
+        if value != getattr(Recipe(), name) and value is not None:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return shlex.join(words)
 
 
 def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> TokenizedTexts:

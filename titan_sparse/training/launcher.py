@@ -15,6 +15,8 @@ from contextlib import suppress
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
+_PARENT = os.getppid()
+"""When this file was imported, which is early."""
 
 logger = logging.getLogger("titan_sparse")
 
@@ -35,8 +37,19 @@ def end_with_launcher() -> None:
     A torchrun that is killed leaves its ranks behind. They would train on for good, into the folder
     of the job that takes their place. Does nothing for a process started by hand.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # One that died before this call sends no signal, and another process has taken its place.
+    parent = os.getppid()
+    if parent != _PARENT or (parent == 1 and not _is_python(parent)):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_python(process: int) -> bool:
+    """Whether it can be torchrun. In a container, torchrun may be process 1, which adopts orphans."""
+    with open(f"/proc/{process}/cmdline", "rb") as file:
+        return b"python" in file.read()
 
 
 def end_now(status: int) -> NoReturn:
