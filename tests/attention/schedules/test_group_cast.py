@@ -210,8 +210,8 @@ def _check(cp: ContextParallel, mask: str, pattern: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         start = GroupCast.__init__
 
-        def noted(self, *arguments) -> None:
-            start(self, *arguments)
+        def noted(self, *arguments, **options) -> None:
+            start(self, *arguments, **options)
             stages.append(len(self.plan.stages))
 
         patch.setattr(GroupCast, "__init__", noted)
