@@ -71,13 +71,15 @@ def _run(words: list[str]) -> int:
 
     # Imports leave no garbage. Looking for it takes a fifth of the time until the first step.
     gc.disable()
-    # Imported here: a mistake in the config is reported before torch is loaded.
-    import torch.distributed as dist
+    try:
+        # Imported here: a mistake in the config is reported before torch is loaded.
+        import torch.distributed as dist
 
-    from titan_sparse.trainer import Trainer
+        from titan_sparse.trainer import Trainer
 
-    gc.freeze()
-    gc.enable()
+        gc.freeze()
+    finally:
+        gc.enable()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
     if _is_first_rank():
         logging.getLogger("titan_sparse").setLevel(logging.INFO)

@@ -80,7 +80,7 @@ class Trainer(Parts):
         training.stop_grace_seconds. Its state is saved.
         """
         self._announce()
-        with self.signals, self.watch:
+        with self.signals, self.watch, contextlib.closing(self.loader):
             self._load()
             self.saved_step = begins_after = self.progress.step
             stopped = self._run_steps()
@@ -142,18 +142,20 @@ class Trainer(Parts):
         if self.progress.step == 0 and self.validation.is_due(0):
             # With the timeouts of a first step.
             self._validate()
-        gc.disable()  # collected at the same steps on all ranks, so that none makes the others wait
         first_step = self.progress.step + 1
         stopped = False
-        with profiler(self.config.profiling, training.output_dir, dist.get_rank()) as step_done:
-            while self.progress.step < training.steps and not stopped:
-                self.watch.step = self.progress.step + 1
-                stopped = self.step()
-                # A step that was left out leaves the one before it as the last.
-                is_first = self.progress.step == first_step and not stopped
-                self._after_step(stopped, is_first)
-                step_done(self.progress.step)
-        gc.enable()
+        gc.disable()  # collected at the same steps on all ranks, so that none makes the others wait
+        try:
+            with profiler(self.config.profiling, training.output_dir, dist.get_rank()) as step_done:
+                while self.progress.step < training.steps and not stopped:
+                    self.watch.step = self.progress.step + 1
+                    stopped = self.step()
+                    # A step that was left out leaves the one before it as the last.
+                    is_first = self.progress.step == first_step and not stopped
+                    self._after_step(stopped, is_first)
+                    step_done(self.progress.step)
+        finally:
+            gc.enable()
         return stopped or self._any_rank(self.signals.asked)
 
     def step(self) -> bool:
@@ -164,6 +166,8 @@ class Trainer(Parts):
         batches = [next(self.loader) for _ in range(accumulated)]
         valid, tokens, sparse, asked = self._totals(batches)
         step = self.progress.step + 1
+        if step < self.config.training.steps and not asked:
+            self.loader.read_ahead(accumulated)
         if step == 1 and self.adapters:
             tokenizer = self.loader.tokenizer
             warn_of_untrained_tokens(self.config, self.adapters, tokenizer, batches)
@@ -451,6 +455,8 @@ class Trainer(Parts):
         step = step_size(self.config, self.model_config, self.backend, self.recomputed)
         phases = estimate(step)
         logger.info("%s", banner(self, step.seq_len, phases[peak_phase(phases)]))
+        for line in self.loader.advice():
+            logger.warning("%s", line)
         save(self.config, self.config.training.output_dir)
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.reference import structured_qkv, tiles_of
-from titan_sparse.attention import attend
+from tests.reference import dense_attention, structured_qkv, tiles_of
+from titan_sparse.attention import attend, recorder
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.context_parallel.schedule import SCHEDULES
 from titan_sparse.attention.masks.ranges import (
@@ -22,6 +22,7 @@ from titan_sparse.attention.observe import (
     worker_imbalance,
 )
 from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
+from titan_sparse.attention.recorder import counting_caps
 
 BLOCK = 8
 SEQ_LEN = 24 * BLOCK
@@ -91,6 +92,55 @@ def test_visits_are_what_the_dense_mask_says(case, layout, ranks):
         assert torch.equal(visits.full, _by_rank(computed & allowed, table))
         assert torch.equal(visits.partial, _by_rank(computed & ~allowed, table))
     assert visits.partial.sum() > 0 or case == "full"
+
+
+@pytest.mark.parametrize("case", ["causal", "full"])
+def test_recall_is_that_of_rows_spread_over_the_sequence(case):
+    """Of the first and the last row, of nine, and of all."""
+    mask, pattern = CASES[case]
+    q, k, v = structured_qkv(2, 4, 2, SEQ_LEN, 16)
+    _, aux = attend(q, k, v, mask, pattern, block_size=BLOCK, return_aux=True)
+    visible = mask.dense(SEQ_LEN)[:, None].expand(2, 4, -1, -1)
+    kept = (aux.lse - dense_attention(q, k, v, visible)[1]).exp()
+    # [2, 4, S] -> [4], over sequences and some rows
+    by_hand = {
+        2: kept[:, :, [0, SEQ_LEN - 1]].mean((0, 2)),
+        SEQ_LEN: kept.mean((0, 2)),
+    }
+    for samples, wanted in by_hand.items():
+        with recording(recall_rows=samples) as seen:
+            attend(q, k, v, mask, pattern, block_size=BLOCK)
+        (got,) = seen.recall
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=0)
+    with recording(recall_rows=9) as seen:
+        attend(q, k, v, mask, pattern, block_size=BLOCK)
+    spread = kept[:, :, [191 * step // 8 for step in range(9)]].mean((0, 2))
+    torch.testing.assert_close(seen.recall[0], spread, rtol=1e-9, atol=0)
+    if case != "full":
+        # The first rows are dense, and would say too much.
+        assert (kept[:, :, :9].mean((0, 2)) - spread).abs().max() > 0.01
+
+
+def test_recordings_within_recordings():
+    """The inner one has the calls inside it, and the outer one those before and after."""
+    q, k, v = structured_qkv(2, 4, 2, SEQ_LEN, 16)
+
+    def run() -> None:
+        attend(q, k, v, Causal(), SPARSE, block_size=BLOCK)
+
+    with recording() as outer, counting_caps() as outer_caps:
+        run()
+        with recording() as inner, counting_caps() as inner_caps:
+            run()
+            run()
+            with pytest.raises(KeyError), recording(), counting_caps():
+                raise KeyError
+            run()
+        run()
+    run()
+    assert [len(seen.visited) for seen in (outer, inner)] == [2, 3]
+    assert [len(seen) for seen in (outer_caps, inner_caps)] == [2, 3]
+    assert recorder.listening is None and recorder.capped is None
 
 
 def test_large_sequences_are_counted_in_pieces(monkeypatch):

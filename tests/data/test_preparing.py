@@ -2,17 +2,20 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.data.chat_helpers import GLM, PLAIN
 from tests.data.helpers import (
     END,
     TEXTS,
     prepared,
     read_shards,
     train_tokenizer,
+    write_rows,
     write_texts,
 )
 from titan_sparse.commands.prepare_data import main, show_histogram
@@ -110,6 +113,143 @@ def test_another_source_tokenizer_or_option_is_refused(tmp_path, capsys):
         prepare(recipe, out)
     assert main([str(tmp_path / "a.jsonl"), str(tmp_path), "--processes", "1"]) == 2
     assert "holds other files" in capsys.readouterr().err
+
+
+def interrupt_after(monkeypatch, count: int) -> None:
+    """Let prepare() stop before it completes shard number `count`."""
+
+    def write_or_stop(folder, number, *rest):
+        if number == count:
+            raise KeyboardInterrupt
+        return write_shard(folder, number, *rest)
+
+    monkeypatch.setattr(preparing, "write_shard", write_or_stop)
+
+
+def linked_file(folder: Path) -> Path:
+    """A file that the source reaches by a link to its folder's folder, as on mounted disks."""
+    disk = folder / "disk/deep"
+    disk.mkdir(parents=True)
+    (folder / "texts").mkdir()
+    (folder / "texts/disk").symlink_to(folder / "disk")
+    (folder / "texts/round").symlink_to(folder / "texts")
+    return disk / "z.jsonl"
+
+
+def plain_file(folder: Path) -> Path:
+    (folder / "texts").mkdir()
+    return folder / "texts/z.jsonl"
+
+
+def linked_to_another_ending(folder: Path) -> Path:
+    """As `hf download` lays files out: a name that leads to a digest."""
+    (folder / "texts").mkdir()
+    (folder / "blobs").mkdir()
+    (folder / "texts/z.jsonl").symlink_to(folder / "blobs/4f2a")
+    return folder / "blobs/4f2a"
+
+
+@pytest.mark.parametrize("place", [linked_file, plain_file, linked_to_another_ending])
+def test_a_source_that_has_changed_is_not_continued(tmp_path, monkeypatch, place):
+    """Of six rows in two files, four are written before the stop."""
+    late = place(tmp_path)
+    table = [{"text": letter * 5} for letter in "abcdef"]
+    write_rows(tmp_path / "texts/a.jsonl", table[:3])
+    write_rows(late, table[3:])
+    recipe, out = Recipe(str(tmp_path / "texts"), shard_rows=2), tmp_path / "out"
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        interrupt_after(patched, 2)
+        prepare(recipe, str(out))
+
+    # What the reader does not read may change.
+    (tmp_path / "texts/notes.csv").write_text("not read")
+    stat = late.stat()
+    before = late.read_bytes()
+    late.write_bytes(before.replace(b"fffff", b"FFFFF"))
+    os.utime(late, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(ValueError, match="the source's files have changed"):
+        prepare(recipe, str(out))
+
+    shutil.rmtree(out)
+    prepare(recipe, str(out))
+    texts = [bytes(ids[:-1]).decode() for ids in read_shards(str(out))]
+    assert texts == ["aaaaa", "bbbbb", "ccccc", "ddddd", "eeeee", "FFFFF"]
+    # Complete, it is not written anew.
+    assert prepare(recipe, str(out))["documents"] == 6
+
+
+@pytest.mark.parametrize("document", ["row", "folder"])
+def test_a_file_that_is_replaced_while_it_is_read_ends_the_run(tmp_path, monkeypatch, document):
+    """Rows come from a cache, and folders are read when their turn comes."""
+    source = tmp_path / "texts"
+    for name in "ab":
+        (source / name).mkdir(parents=True)
+        (source / name / "x.txt").write_text("old " + name)
+
+    def write_and_replace(folder, number, *rest):
+        counts = write_shard(folder, number, *rest)
+        new = tmp_path / "new.txt"
+        new.write_text("new b")
+        new.rename(source / "b/x.txt")
+        return counts
+
+    monkeypatch.setattr(preparing, "write_shard", write_and_replace)
+    recipe, out = Recipe(str(source), document=document, shard_rows=1), tmp_path / "out"
+    with pytest.raises(ValueError, match="have changed while they were read; delete .*/out"):
+        prepare(recipe, str(out))
+    assert not (out / "meta.json").exists() and not (out / "shard_00000.json").exists()
+
+
+def test_a_worker_process_that_reads_other_files_is_refused(tmp_path, monkeypatch):
+    """The files change after the first process has opened them."""
+    source, out = plain_file(tmp_path), tmp_path / "out"
+    write_rows(source, [{"text": "old"}] * 4)
+    write_shards = preparing._write_shards
+
+    def replace_and_write(*arguments):
+        write_rows(source, [{"text": "new"}] * 4)
+        return write_shards(*arguments)
+
+    monkeypatch.setattr(preparing, "_write_shards", replace_and_write)
+    with pytest.raises(ValueError, match="out was begun with something else .the source's files"):
+        prepare(Recipe(str(source), shard_rows=1), str(out), processes=2)
+    assert not list(out.glob("shard_*.json"))
+
+
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+CHATS = [
+    {"text": "a", "body": "b", "messages": MESSAGES, "talk": MESSAGES[:1] + MESSAGES},
+] * 3
+CHAT = {"format": "messages", "chat_template": "plain.jinja"}
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "named"),
+    [
+        ({}, {"text_field": "body"}, "text_field was text and is body"),
+        ({}, {"bad_rows": "skip"}, "bad_rows was refuse and is skip"),
+        ({}, CHAT, "row_format was text and is messages"),
+        (CHAT, {"loss_on": "last_assistant"}, "loss_on was assistant and is last_assistant"),
+        (CHAT, {"messages_field": "talk"}, "messages_field was messages and is talk"),
+        (CHAT, {"chat_template": "glm.jinja"}, "template_digest was"),
+        ({}, {"document": "source"}, "document was row and is source"),
+        ({"document": "folder"}, {"document": "source"}, "document was folder and is source"),
+        ({}, {"max_length": 9}, "max_length was 0 and is 9"),
+    ],
+)
+def test_an_option_that_changes_the_text_is_refused_after_a_stop(
+    tmp_path, monkeypatch, first, then, named
+):
+    monkeypatch.chdir(tmp_path)
+    for name, template in (("plain", PLAIN), ("glm", GLM)):
+        Path(f"{name}.jinja").write_text(template)
+    write_rows(plain_file(tmp_path), CHATS)
+    recipe, out = Recipe(str(tmp_path / "texts"), shard_rows=1, **first), str(tmp_path / "out")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        interrupt_after(patched, 0 if "document" in first else 1)
+        prepare(recipe, out)
+    with pytest.raises(ValueError, match=named):
+        prepare(replace(recipe, **then), out)
 
 
 def test_bad_rows_are_refused_or_skipped_and_counted(tmp_path, capsys):

@@ -53,7 +53,7 @@ def stand_in(rows: list[dict], seen: list[str]) -> SimpleNamespace:
     row is read, as by the package."""
 
     class LocalDataset:
-        shards = [SimpleNamespace(column_names=list(rows[0]))]
+        shards = [SimpleNamespace(column_names=list(rows[0]), file_pairs=[])]
 
         def __init__(self, folder: str) -> None:
             seen.append(folder)

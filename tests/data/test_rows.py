@@ -269,6 +269,46 @@ def test_a_folder_of_markdown_and_code_is_sent_to_prepare_data(tmp_path):
     assert "--document" not in refusal(folder / "a.md")
 
 
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".parquet"])
+def test_another_column_of_the_same_file_is_not_that_of_the_cache(tmp_path, ending):
+    path = tmp_path / f"a{ending}"
+    row = {"text": "one", "body": "two"}
+    if ending == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    else:
+        path.write_text(json.dumps(row))
+    for field, text in (("text", "one"), ("body", "two"), ("text", "one")):
+        assert texts_of(path, text_field=field) == [text]
+    chats = tmp_path / "chats.jsonl"
+    answers = {
+        name: [{"role": "user", "content": "?"}, {"role": "assistant", "content": name}]
+        for name in ("messages", "talk")
+    }
+    chats.write_text(json.dumps(answers | {"text": "as text"}))
+    for name in ("messages", "talk"):
+        (sample,) = texts_of(chats, format="messages", messages_field=name)
+        assert json.loads(sample)["messages"][1]["content"] == name
+    assert texts_of(chats) == ["as text"]
+
+
+@pytest.mark.parametrize("ending", [".txt", ".jsonl", ".jsonl.gz", ".parquet"])
+def test_a_link_is_read_by_its_own_ending_and_read_anew_when_it_leads_elsewhere(tmp_path, ending):
+    """As `hf download` lays files out: a name that leads to a digest."""
+    link = tmp_path / f"a{ending}"
+    for text in ("one", "two"):
+        blob = tmp_path / f"{text}5e7f"
+        if ending == ".parquet":
+            pyarrow.parquet.write_table(pyarrow.table({"text": [text]}), blob)
+        elif ending == ".txt":
+            blob.write_text(text)
+        else:
+            lines = lines_of([text])
+            blob.write_bytes(gzip.compress(lines) if ending.endswith(".gz") else lines)
+        link.unlink(missing_ok=True)
+        link.symlink_to(blob)
+        assert texts_of(link) == [text]
+
+
 def test_rows_are_those_of_a_loop_of_json(tmp_path):
     """Lines longer than a chunk, too."""
     expected = [*many_texts(50), "x" * 500_000, "", "] \u00e4", "2024-01-02", "12", "null"]

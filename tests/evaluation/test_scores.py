@@ -133,6 +133,53 @@ def test_an_answer_that_comes_a_token_late_scores_nothing():
         assert string_match_all(found["right_text"], sample.references) == score
 
 
+class Told:
+    """A scorer whose model answers by a rule: (tokens, labels) -> predicted tokens [S]."""
+
+    dp_size = 1
+    tokenizer = TOKENIZER
+
+    def __init__(self, rule) -> None:
+        self.rule = rule
+        self.seen = []
+
+    def results(self, samples, record):
+        return [record(number, sample) for number, sample in enumerate(samples)]
+
+    def answers(self, sequences, length):
+        for tokens, labels in sequences:
+            self.seen.append((tokens, labels))
+            predicted = self.rule(tokens, labels)[labels != -100]
+            yield torch.zeros(len(predicted)), torch.from_numpy(predicted)
+
+
+def test_a_needle_is_scored_by_the_tokens_of_its_answer():
+    """By the token after each place. A model that repeats what it reads finds nothing, and neither
+    does one that knows all but the answer."""
+    samples = _samples()
+    rules = {
+        "knows": (lambda tokens, labels: labels, 1),
+        "repeats": (lambda tokens, labels: tokens, 0),
+        "reads on": (lambda tokens, labels: np.append(tokens[1:], 0), None),
+        "nothing": (lambda tokens, labels: np.zeros_like(tokens), 0),
+    }
+    for name, (rule, score) in rules.items():
+        scorer = Told(rule)
+        records = score_samples(scorer, samples, generate=False)
+        for sample, record, (tokens, labels) in zip(samples, records, scorer.seen, strict=True):
+            whole = [*sample.prompt.tolist(), *sample.answer.tolist()]
+            asked = len(sample.prompt) - 1
+            assert tokens.tolist() == whole[:-1]
+            assert labels.tolist() == [-100] * asked + whole[asked + 1 :]
+            predicted = rule(tokens, labels)[asked:].tolist()
+            answer = sample.answer.tolist()
+            right = [a == b for a, b in zip(predicted, answer, strict=True)]
+            assert record["correct"] == pytest.approx(sum(right) / len(right)), name
+            assert record["exact"] == all(right), name
+            assert record["prediction"] == TOKENIZER.decode(predicted), name
+            assert score is None or record["score"] == score, name
+
+
 def test_cells_are_means():
     rest = {"exact": 0.0, "correct": 0.5, "loss": 2.0}
     records = [

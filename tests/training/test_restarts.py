@@ -20,7 +20,7 @@ from titan_sparse import train
 from titan_sparse.config import Refusal
 from titan_sparse.training.distributed import agree_on_name, set_timeout, store_of_this_start
 from titan_sparse.training.heartbeat import Watch, has_ended, machine
-from titan_sparse.training.launcher import OtherRankFailed, Poisoned, StopSignals
+from titan_sparse.training.launcher import OtherRankFailed, Poisoned, StopSignals, _is_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +42,19 @@ import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
 child.stdout.readline()
 print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+# Its launcher dies before it has said that it ends with it.
+LATE = """
+import os, time
+from titan_sparse.training.launcher import end_with_launcher
+parent = os.getppid()
+print("ready", flush=True)
+while os.getppid() == parent:
+    time.sleep(0.01)
+end_with_launcher()
 time.sleep(60)
 """
 
@@ -116,9 +129,11 @@ def test_the_launcher_can_see_that_another_start_is_of_no_use(
     assert (tmp_path / "ended").exists() == ended
 
 
+@pytest.mark.parametrize("program", [STUCK, LATE], ids=["later", "before"])
 @pytest.mark.parametrize("under_torchrun", [True, False])
-def test_a_rank_ends_with_its_torchrun_but_not_with_a_shell(under_torchrun):
-    parent, line = _start(PARENT, STUCK, **{"TORCHELASTIC_RUN_ID": "a"} if under_torchrun else {})
+def test_a_rank_ends_with_its_torchrun_but_not_with_a_shell(under_torchrun, program):
+    """The launcher dies before or after the rank has said that it ends with it."""
+    parent, line = _start(PARENT, program, **{"TORCHELASTIC_RUN_ID": "a"} if under_torchrun else {})
     child = int(line)
     parent.kill()
     parent.wait()
@@ -128,6 +143,15 @@ def test_a_rank_ends_with_its_torchrun_but_not_with_a_shell(under_torchrun):
         time.sleep(1.3)
         assert not has_ended({"machine": machine(), "process": child})
         os.kill(child, signal.SIGKILL)
+
+
+def test_process_1_may_be_torchrun_in_a_container():
+    """Then it is the parent of ranks that are no orphans."""
+    assert _is_python(os.getpid())
+    shell = subprocess.Popen(["sleep", "60"])
+    assert not _is_python(shell.pid)
+    shell.kill()
+    shell.wait()
 
 
 def _beside_a_dead_peer(rank: int, folder: Path) -> None:

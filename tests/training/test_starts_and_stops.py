@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -15,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import run_processes
-from tests.runs import metrics_of, tiny_config, write_texts
+from tests.runs import metrics_of, tiny_config, weights_of, write_texts
 from titan_sparse.config import Config
+from titan_sparse.data import PackedLoader
 from titan_sparse.trainer import Trainer
 from titan_sparse.training import export
 
@@ -187,6 +189,63 @@ def test_a_stop(folder, monkeypatch, caplog, tmp_path, settings, method, left_af
     assert events == ["first 1", "save 1"]
     assert _messages(caplog)[-1] == "stopped by a signal after step 1"
     assert all(parameter.grad is None for parameter in run.model.parameters())
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("method", ["_forward_backward", "_after_step"])
+def test_a_run_that_fails_leaves_no_thread_and_the_process_as_it_was(
+    folder, monkeypatch, tmp_path, error, method
+):
+    """While batches of the next step are read."""
+
+    def fail(run: Trainer) -> None:
+        if run.progress.step == 1:
+            raise error("planted")
+
+    read = PackedLoader._read
+
+    def slow_read(self: PackedLoader):
+        time.sleep(0.5 if threading.current_thread().name == "loader" else 0)
+        return read(self)
+
+    monkeypatch.setattr(PackedLoader, "_read", slow_read)
+    threads, handler = set(threading.enumerate()), signal.getsignal(signal.SIGTERM)
+    config = tiny_config(folder, tmp_path.name, **SETTINGS | {"training__steps": 4})
+    with pytest.raises(error, match="planted"):
+        _run(monkeypatch, config, **{method: fail})
+    assert gc.isenabled()
+    assert set(threading.enumerate()) <= threads
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_a_run_reads_ahead_and_learns_the_same(folder, monkeypatch, tmp_path, accumulated):
+    """Only the batches of the first step are read in the main thread, and none after the last."""
+    settings = {"training__steps": 4, "training__gradient_accumulation_steps": accumulated}
+    settings = SETTINGS | settings | {"checkpoint__last_save_in_hf": False}
+    records = []
+    for output in ("ahead", "waits"):
+        readers = []
+        read = PackedLoader._read
+
+        def noted_read(self, read=read, readers=readers):
+            readers.append(threading.current_thread().name)
+            return read(self)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PackedLoader, "_read", noted_read)
+            if output == "waits":
+                patch.setattr(PackedLoader, "read_ahead", lambda self, count: None)
+            config = tiny_config(folder, f"{tmp_path.name}_{output}", **settings)
+            run = Trainer(config)
+            run.train()
+        names = {"ahead": "loader", "waits": "MainThread"}
+        assert readers == ["MainThread"] * accumulated + [names[output]] * 3 * accumulated
+        state = run.loader.state_dict()
+        losses = [(line["loss"], line["grad_norm"]) for line in metrics_of(config)]
+        weights = {name: weight.tolist() for name, weight in weights_of(run).items()}
+        records.append((state, losses, weights))
+    assert records[0] == records[1]
 
 
 def _config(folder: Path, output: str) -> Config:

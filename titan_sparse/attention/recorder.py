@@ -18,13 +18,14 @@ listening: Any = None
 
 @contextlib.contextmanager
 def observed_by(observer: Any) -> Iterator[None]:
-    """Report all attention calls in this context to the observer."""
+    """Report all attention calls in this context to the observer, and those after it to the one
+    before."""
     global listening
-    listening = observer
+    outer, listening = listening, observer
     try:
         yield
     finally:
-        listening = None
+        listening = outer
 
 
 capped: list[Tensor] | None = None
@@ -37,14 +38,15 @@ def counting_caps() -> Iterator[list[Tensor]]:
 
     Each selection of a pattern with budgets adds float64 [3]: the shares of heads, over sequences,
     in which a cap kept the verticals below the recall, the slashes, and both. Nothing waits for the
-    device.
+    device. Within another such context, the inner list alone gets them.
     """
     global capped
-    capped = []
+    counted: list[Tensor] = []
+    outer, capped = capped, counted
     try:
-        yield capped
+        yield counted
     finally:
-        capped = None
+        capped = outer
 
 
 def observer() -> Any:

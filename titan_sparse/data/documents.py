@@ -1,6 +1,7 @@
 """Documents of tokens: of texts (Python files of this machine, local data files, or a Hugging Face
 dataset), which are tokenized when first needed, or of prepared shards."""
 
+import functools
 import hashlib
 import importlib.util
 import json
@@ -8,7 +9,7 @@ import logging
 import os
 import sysconfig
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -46,11 +47,13 @@ class LazyTexts:
     """The texts of all documents, in an order that is the same in each run. Text `i` is
     `read(items[i])`, when it is asked for.
 
-    `skipped` of them are empty because of data.bad_rows = "skip".
+    `files` are the states of all files that they come from, in the order of the texts. `skipped` of
+    the texts are empty because of data.bad_rows = "skip".
     """
 
     items: Sequence[Any]
     read: Callable[[Any], str]
+    files: Sequence["FileState"] = ()
     skipped: int = 0
 
     def __len__(self) -> int:
@@ -79,12 +82,13 @@ def _open_python(join_packages: bool) -> LazyTexts:
     """The standard library's and torch's own files: real, long-range text that needs no
     download."""
     files = sorted(_python_files())
+    states = file_states(path for _, path in files)
     if not join_packages:
-        return LazyTexts(files, lambda file: _read(file[1]))
+        return LazyTexts(files, lambda file: _read(file[1]), states)
     files_by_package = defaultdict(list)
     for name, path in files:
         files_by_package[name.rpartition("/")[0]].append((name, path))
-    return LazyTexts(list(files_by_package.values()), join_files)
+    return LazyTexts(list(files_by_package.values()), join_files, states)
 
 
 def _python_files() -> Iterator[tuple[str, Path]]:
@@ -123,7 +127,8 @@ def _open_files(data: Data) -> LazyTexts:
     files, others = data_files(data.source)
     if others:
         logger.info("data.source = %s: these were not read: %s", data.source, others)
-    table = _cached_rows(files, data)
+    states = file_states(files)
+    table = _cached_rows(states, data)
     problems = table.column("problem").drop_null()
     if len(problems):
         logger.warning(
@@ -138,10 +143,10 @@ def _open_files(data: Data) -> LazyTexts:
     for form in table.column("form").unique().to_pylist():
         _log_form(data.source, form)
     texts = table.column("text")
-    return LazyTexts(range(len(texts)), lambda row: texts[row].as_py(), len(problems))
+    return LazyTexts(range(len(texts)), lambda row: texts[row].as_py(), states, len(problems))
 
 
-def _cached_rows(files: list[str], data: Data) -> Any:
+def _cached_rows(states: list["FileState"], data: Data) -> Any:
     """The rows of the files as a pyarrow.Table with the columns text, problem, and form, mapped
     from a cache.
 
@@ -150,7 +155,6 @@ def _cached_rows(files: list[str], data: Data) -> Any:
     import filelock
     import pyarrow
 
-    states = _file_states(files)
     field = data.text_field if data.format == "text" else data.messages_field
     key = json.dumps([READER, states, field, data.format, data.bad_rows])
     path = _cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.arrow"
@@ -182,13 +186,25 @@ def _cache_folder() -> Path:
 FileState = tuple[str, int, int, int, int]
 
 
-def _file_states(files: Sequence[str | Path]) -> list[FileState]:
-    """Path, inode, size and both times of every file. Writing a file changes at least one of them.
+def file_states(files: Iterable[str | Path]) -> list[FileState]:
+    """Path, inode, size (-1 if the file is gone) and both times of every file. Writing a file
+    changes at least one of them.
 
-    The modification time alone is not enough, because it can be set, and copies keep it.
+    The modification time alone is not enough, because it can be set, and copies keep it. A path has
+    the real folder, and the name by which the file is read: a link may have another ending than its
+    target.
     """
-    stats = [(os.path.realpath(file), os.stat(file)) for file in files]
-    return [(path, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for path, s in stats]
+    real_folder = functools.cache(os.path.realpath)
+    states = []
+    for file in files:
+        folder, name = os.path.split(file)
+        path = os.path.join(real_folder(folder), name)
+        try:
+            s = os.stat(file)
+            states.append((path, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns))
+        except FileNotFoundError:
+            states.append((path, 0, -1, 0, 0))
+    return states
 
 
 def _write_cache(path: Path, states: list[FileState], field: str, data: Data) -> None:
@@ -213,7 +229,7 @@ def _write_cache(path: Path, states: list[FileState], field: str, data: Data) ->
                     file.write(pyarrow.RecordBatch.from_pylist(batch, schema))
                     letters, batch = 0, []
             file.write(pyarrow.RecordBatch.from_pylist(batch, schema))
-        if _file_states(files) != states:
+        if file_states(files) != states:
             raise ValueError("it was changed while it was read; try again")
         os.replace(temporary, path)
     finally:
@@ -247,6 +263,7 @@ def _open_dataset(data: Data) -> LazyTexts:
             )
     taken = columns_to_read(data.format, field, dataset.column_names)
     rows = dataset.select_columns(taken).with_format("arrow")
+    states = file_states(entry["filename"] for entry in dataset.cache_files)
 
     def read(number: int) -> str:
         where = f"{data.source}, row {number + 1}"
@@ -256,7 +273,7 @@ def _open_dataset(data: Data) -> LazyTexts:
             logger.warning('data.bad_rows = "skip": %s', row.problem)
         return row.text
 
-    return LazyTexts(range(len(rows)), read)
+    return LazyTexts(range(len(rows)), read, states)
 
 
 def _log_form(source: str, form: str) -> None:

@@ -8,6 +8,8 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,11 @@ from titan_sparse.config.sections import Data
 from titan_sparse.config.sources import source_formats, source_weights
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.packing import Packed
+from titan_sparse.data.recipe import prepare_command
 from titan_sparse.data.shards import DataError, TokenShards
 from titan_sparse.data.stream import Cursor, SampleStream, Stream, WalkedStream, WholeStream
 from titan_sparse.data.tokenizer import SampleFormat, Tokenizer, load_tokenizer
+from titan_sparse.options import show
 
 _SAMPLES = 16
 """Number of documents of a part that content_digest() samples."""
@@ -55,6 +59,10 @@ class Batch:
     batch"""
 
 
+Read = tuple[Batch | None, list[Cursor], Exception | None]
+"""A batch, or why there is none, and where the streams go on after it."""
+
+
 @dataclass(eq=False)
 class PackedLoader:
     """Endless iterator of `Batch`. Sequence number n of the global stream is the same on any number
@@ -85,6 +93,15 @@ class PackedLoader:
     block_table: BlockTable | None = None
     """for a layout that depends on the batch; `shard` and the batch receive the table"""
 
+    def __post_init__(self) -> None:
+        # Where the streams go on after the last batch returned. Their own cursors are ahead of these
+        # while a thread reads.
+        self._returned = self._cursors()
+        self._reader: Thread | None = None
+        # What the reader has read, and how many batches of it have not been returned.
+        self._ahead: SimpleQueue[Read] = SimpleQueue()
+        self._not_returned = 0
+
     @property
     def tokenizer(self) -> Tokenizer:
         """The one tokenizer of all parts of the mixture."""
@@ -92,8 +109,8 @@ class PackedLoader:
 
     @property
     def sequence(self) -> int:
-        """Number of sequences taken so far."""
-        return sum(stream.cursor.sequence for stream in self.streams)
+        """Number of sequences returned so far."""
+        return sum(cursor.sequence for cursor in self._returned)
 
     def fingerprint(self) -> list[dict[str, Any]]:
         """What decides the stream of sequences, a dict for each part."""
@@ -120,11 +137,70 @@ class PackedLoader:
 
     def __next__(self) -> Batch:
         """The next batch. Raises DataError for a document that cannot be trained on."""
-        try:
-            return self._batch()
+        if self._not_returned:
+            self._not_returned -= 1
+            # Not a Future: its wait() would look to the watch like waiting for other ranks.
+            batch, cursors, error = self._ahead.get()
+        else:
+            batch, cursors, error = self._read()
+        if error is None:
+            self._returned = cursors
+            return batch
+        self.close()
         # Before training, a ValueError is a refusal. Now other ranks may be waiting for this one.
-        except ValueError as error:
+        if isinstance(error, ValueError):
             raise DataError(str(error)) from error
+        raise error
+
+    def read_ahead(self, count: int) -> None:
+        """Begin to read the next `count` batches in a thread, while the caller trains on those it
+        has. Batches, their order, states and errors are the same as without. Libraries that tokenize
+        release the GIL. Call close() in the end.
+        """
+        self.close()
+        self._not_returned = count
+        self._reader = Thread(target=self._read_into, args=(self._ahead, count), name="loader")
+        self._reader.start()
+
+    def close(self) -> None:
+        """Stop reading ahead. The next batch is the one after the last batch returned."""
+        # The reader sees that its batches are not wanted any more.
+        self._ahead = SimpleQueue()
+        self._not_returned = 0
+        if self._reader is not None:
+            self._reader.join()
+            self._reader = None
+        for stream, cursor in zip(self.streams, self._returned, strict=True):
+            stream.cursor = replace(cursor)
+
+    def _read_into(self, ahead: "SimpleQueue[Read]", count: int) -> None:
+        error = None
+        while count > 0 and error is None and ahead is self._ahead:
+            batch, cursors, error = self._read()
+            ahead.put((batch, cursors, error))
+            count -= 1
+
+    def _read(self) -> Read:
+        try:
+            return self._batch(), self._cursors(), None
+        # Raised where the batch is asked for.
+        except Exception as error:
+            return None, [], error
+
+    def advice(self) -> list[str]:
+        """A line for each part that should be prepared first: raw text on several data-parallel
+        ranks. (Lengths decide what the next sequence is, and without tokenizing they are not
+        known.)"""
+        return [
+            f"data.source = {show(stream.data.source)} is raw text, and each of the {self.dp_size} "
+            f"data-parallel ranks tokenizes all of it; run `{prepare_command(stream.data)}` once, "
+            "and train with what it prints"
+            for stream in self.streams
+            if self.dp_size > 1
+            and not isinstance(stream.documents, TokenShards)
+            # Packages can only be joined here.
+            and not stream.data.join_packages
+        ]
 
     def check_unchanged(self) -> None:
         """Raises DataError if a file of prepared tokens has changed since it was opened."""
@@ -157,8 +233,11 @@ class PackedLoader:
             local = [self.shard(whole, 1, table) for whole in local]
         return Batch(*local, lengths, table)
 
+    def _cursors(self) -> list[Cursor]:
+        return [replace(stream.cursor) for stream in self.streams]
+
     def _next_stream(self) -> Stream:
-        due = self.sequence + 1
+        due = sum(stream.cursor.sequence for stream in self.streams) + 1
         pairs = zip(self.streams, self.shares, strict=True)
         behind = [share * due - stream.cursor.sequence for stream, share in pairs]
         return self.streams[behind.index(max(behind))]
@@ -166,7 +245,7 @@ class PackedLoader:
     def state_dict(self) -> dict[str, Any]:
         """The state of what has been returned so far, the same on all ranks: a cursor and a
         fingerprint for each part of the mixture."""
-        cursors = [asdict(stream.cursor) for stream in self.streams]
+        cursors = [asdict(cursor) for cursor in self._returned]
         return {
             "sequence": self.sequence,
             "dp_size": self.dp_size,
@@ -196,8 +275,8 @@ class PackedLoader:
                 "with the titan_sparse that saved it, or for a new run from these weights another "
                 "training.output_dir and checkpoint.initial_load_path = the checkpoint's folder"
             )
-        for stream, cursor in zip(self.streams, cursors, strict=True):
-            stream.cursor = Cursor(**cursor)
+        self._returned = [Cursor(**cursor) for cursor in cursors]
+        self.close()
 
 
 def build_loader(

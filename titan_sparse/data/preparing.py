@@ -6,7 +6,7 @@ import json
 import logging
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from titan_sparse.config.sections import Data
 from titan_sparse.data.chat_template import exported_files
+from titan_sparse.data.documents import FileState, file_states
 from titan_sparse.data.recipe import OPTIONS, Recipe, is_mds, open_rows, unpack
 from titan_sparse.data.shards import (
     FORMAT,
@@ -45,6 +46,8 @@ class Writer:
         self.tokenizer = load_tokenizer(recipe.tokenizer, recipe.split_special_tokens)
         self.rows = open_rows(recipe, self.tokenizer)
         self.encoder = self.rows.encoder
+        # Identifies the files that the rows are read from; empty for a dataset in memory.
+        self.source_digest = _source_digest(self.rows.source.files)
         self.dtype = token_dtype(self.tokenizer.vocab_size)
         rows_for_128_shards = -(-len(self.rows) // 128)
         self.shard_rows = recipe.shard_rows or min(max(rows_for_128_shards, 1), 16384)
@@ -67,9 +70,19 @@ class Writer:
         if self.encoder:
             counts["learned"] = learned
             counts["skipped"] = dict(self.encoder.skipped)
+        self._check_source()
         # Written last: a shard with this file is complete.
         write_json(shard_path(self.folder, number, "json"), counts)
         return number
+
+    def _check_source(self) -> None:
+        """Raises ValueError if a file has changed since the source was opened."""
+        paths = [path for path, *_ in self.rows.source.files]
+        if _source_digest(file_states(paths)) != self.source_digest:
+            raise ValueError(
+                f"the files of {self.recipe.source} have changed while they were read; delete "
+                f"{self.folder}, and run the same command again"
+            )
 
     def _kept_documents(self, number: int, left_out: Counter[str]) -> Iterator[Encoded]:
         """The documents of a shard that are within the limits; the others are counted."""
@@ -141,6 +154,8 @@ def _start_worker(recipe: Recipe, folder: Path) -> None:
 
 
 def _write(number: int) -> int:
+    # Files may have changed since the first process opened them.
+    _check_plan(_writer.folder, str(_writer.folder), _plan(_writer))
     return _writer.write(number)
 
 
@@ -168,18 +183,20 @@ def _plan(writer: Writer) -> dict[str, Any]:
     """The content of plan.json: everything that decides what the shards of `writer` hold."""
     tokenizer = writer.tokenizer
     path = Path(writer.recipe.source).expanduser()
-    template = {"template_digest": writer.rows.sample_format.template} if writer.encoder else {}
+    digests = {"tokenizer_digest": tokenizer.digest, "source_files": writer.source_digest}
+    if writer.encoder:
+        digests["template_digest"] = writer.rows.sample_format.template
+    if writer.recipe.source_tokenizer:
+        digests["source_tokenizer_digest"] = writer.rows.source_tokenizer.digest
     return {
         "format": FORMAT_OF_CHATS if writer.encoder else FORMAT,
         **_options(writer.recipe),
-        **template,
+        **digests,
         "source": str(path.resolve()) if path.exists() else writer.recipe.source,
-        "tokenizer_digest": tokenizer.digest,
         "end_of_document": tokenizer.end_of_document,
         "vocab_size": tokenizer.vocab_size,
         "shard_rows": writer.shard_rows,
         "rows": len(writer.rows),
-        "source_files": _source_digest(writer),
     }
 
 
@@ -188,16 +205,8 @@ def _options(recipe: Recipe) -> dict[str, Any]:
     return {{"format": "row_format"}.get(name, name): getattr(recipe, name) for name in OPTIONS}
 
 
-def _source_digest(writer: Writer) -> str:
-    """A digest of names, sizes and modification times of the source's files; empty for a dataset of
-    the hub."""
-    root = Path(writer.recipe.source).expanduser()
-    files = sorted(path for path in [root, *root.rglob("*")] if path.is_file())
-    if writer.recipe.source == "python" and writer.recipe.document == "row":
-        files = [path for _, path in writer.rows.source.items]
-    states = [(str(path), path.stat()) for path in files]
-    stats = [(path, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for path, s in states]
-    return hashlib.sha256(json.dumps(stats).encode()).hexdigest() if files else ""
+def _source_digest(files: Sequence[FileState]) -> str:
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest() if files else ""
 
 
 def _check_plan(folder: Path, out: str, plan: dict[str, Any]) -> None:
@@ -212,7 +221,7 @@ def _check_plan(folder: Path, out: str, plan: dict[str, Any]) -> None:
     differences = []
     for key, value in plan.items():
         # Two paths that are written differently name the same file if the digests are equal.
-        if key in ("tokenizer", "chat_template") or saved.get(key) == value:
+        if key in ("tokenizer", "source_tokenizer", "chat_template") or saved.get(key) == value:
             continue
         if key == "source_files":
             differences.append("the source's files have changed")

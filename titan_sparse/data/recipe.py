@@ -7,6 +7,7 @@ their [start, stop). (ProLong, princeton-nlp/prolong-data-512K, holds Llama-3 to
 """
 
 import logging
+import shlex
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -23,6 +24,7 @@ from titan_sparse.data.documents import (
     ROW_OPTIONS,
     LazyTexts,
     TokenizedTexts,
+    file_states,
     join_files,
     open_source,
 )
@@ -30,6 +32,9 @@ from titan_sparse.data.tokenizer import Encoded, Tokenizer, closed, load_tokeniz
 from titan_sparse.options import Count, check_value
 
 logger = logging.getLogger("titan_sparse")
+
+INDEX = "index.json"
+"""The file that makes a folder one of MDS shards, and names them."""
 
 
 @dataclass
@@ -56,6 +61,16 @@ OPTIONS = ("tokenizer", "format", *ROW_OPTIONS, "split_special_tokens") + tuple(
     item.name for item in fields(Recipe)[len(fields(Data)) :]
 )
 """Fields of Recipe that prepare_data has options for, and that plan.json holds."""
+
+
+def prepare_command(data: Data) -> str:
+    """The command that prepares one part of data.source as training would read it, into FOLDER."""
+    words = ["titan-sparse", "prepare_data", data.source, "FOLDER"]
+    for name in OPTIONS:
+        value = getattr(data, name, None)
+        if value != getattr(Recipe(), name) and value is not None:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return shlex.join(words)
 
 
 def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> TokenizedTexts:
@@ -95,7 +110,7 @@ def _refuse_unused(recipe: Recipe, reads_mds: bool) -> None:
 
 def is_mds(source: str) -> bool:
     """Whether `source` is a folder of MDS shards."""
-    return (Path(source).expanduser() / "index.json").is_file()
+    return (Path(source).expanduser() / INDEX).is_file()
 
 
 class MDSRows(TokenizedTexts):
@@ -110,11 +125,14 @@ class MDSRows(TokenizedTexts):
     def __init__(
         self, source: str, text_field: str, tokenizer: Tokenizer, source_tokenizer: Tokenizer | None
     ) -> None:
-        super().__init__(LazyTexts((), str), tokenizer)
         self.folder = source
         self.source_tokenizer = source_tokenizer
         self.column = text_field if source_tokenizer is None else "input_ids"
-        self.rows = _library().LocalDataset(str(Path(source).expanduser()))
+        folder = Path(source).expanduser()
+        self.rows = _library().LocalDataset(str(folder))
+        infos = [info for shard in self.rows.shards for info, _ in shard.file_pairs]
+        states = file_states(folder / name for name in [INDEX, *(info.basename for info in infos)])
+        super().__init__(LazyTexts((), str, states), tokenizer)
         columns = self.rows.shards[0].column_names
         if self.column not in columns:
             raise ValueError(
@@ -199,7 +217,8 @@ def open_folder(source: str, whole: bool) -> LazyTexts:
     if not files_by_document:
         raise ValueError(f"{source} holds no text files")
     documents = [files_by_document[document] for document in sorted(files_by_document)]
-    return LazyTexts(documents, join_files)
+    paths = [path for files in documents for _, path in files]
+    return LazyTexts(documents, join_files, file_states(paths))
 
 
 def _problem(path: Path) -> str:

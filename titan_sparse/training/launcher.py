@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
+_PARENT = os.getppid()
+"""When this file was imported, which is early."""
 
 _ENDED = "TITAN_SPARSE_ENDED"
 """The environment variable in which scripts/past_torchrun.sh names a file."""
@@ -59,8 +61,19 @@ def end_with_launcher() -> None:
     """
     if path := os.environ.get(_ENDED):  # of the processes before, if torchrun starts them again
         Path(path).unlink(missing_ok=True)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # One that died before this call sends no signal, and another process has taken its place.
+    parent = os.getppid()
+    if parent != _PARENT or (parent == 1 and not _is_python(parent)):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_python(process: int) -> bool:
+    """Whether it can be torchrun. In a container, torchrun may be process 1, which adopts orphans."""
+    with open(f"/proc/{process}/cmdline", "rb") as file:
+        return b"python" in file.read()
 
 
 def end_now(status: int) -> NoReturn:

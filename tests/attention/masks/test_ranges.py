@@ -32,6 +32,11 @@ DEFINITIONS = {
     "window 8": (SlidingWindow(8), [lambda i, j: i - 8 < j <= i]),
     "window 99": (SlidingWindow(99), [lambda i, j: j <= i]),
     "dilated": (Dilated(8, 3), [lambda i, j: i - 8 < j <= i and (i - j) % 3 == 0]),
+    # The window is a multiple of the rate: the key `window` back is not seen.
+    "dilated 8 2": (Dilated(8, 2), [lambda i, j: i - 8 < j <= i and (i - j) % 2 == 0]),
+    "dilated 12 4": (Dilated(12, 4), [lambda i, j: i - 12 < j <= i and (i - j) % 4 == 0]),
+    "dilated 5 5": (Dilated(5, 5), [lambda i, j: i == j]),
+    "dilated 7 1": (Dilated(7, 1), [lambda i, j: i - 7 < j <= i]),
     "dilated 99": (Dilated(99, 36), [lambda i, j: j <= i and (i - j) % 36 == 0]),
     "documents": (Documents([3, 17, 2]), [lambda i, j: _documents_see([3, 17, 2], i, j)]),
     "packed": (Documents(PACKED), [lambda i, j, d=d: _documents_see(d, i, j) for d in PACKED]),

@@ -36,6 +36,7 @@ from titan_sparse.attention.masks.ranges import (
     SlidingWindow,
 )
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+from titan_sparse.attention.schedules.group_cast import GroupCast
 
 eager = BACKENDS["eager"]
 
@@ -205,9 +206,20 @@ def _check(cp: ContextParallel, mask: str, pattern: str) -> None:
     qkv, d_out = _inputs()
     leaves = [cp.shard(x, 2).requires_grad_() for x in qkv]
     cp.sent.clear()
-    out, aux = attend(*leaves, MASKS[mask], PATTERNS[pattern], cp, return_aux=True)
-    sent_forward = dict(cp.sent)
-    grads = torch.autograd.grad(out, leaves, cp.shard(d_out, 2))
+    stages = []
+    with pytest.MonkeyPatch.context() as patch:
+        start = GroupCast.__init__
+
+        def noted(self, *arguments, **options) -> None:
+            start(self, *arguments, **options)
+            stages.append(len(self.plan.stages))
+
+        patch.setattr(GroupCast, "__init__", noted)
+        out, aux = attend(*leaves, MASKS[mask], PATTERNS[pattern], cp, return_aux=True)
+        sent_forward = dict(cp.sent)
+        grads = torch.autograd.grad(out, leaves, cp.shard(d_out, 2))
+    # The forward's number, then the backward's.
+    assert stages == list(cp.overlap_stages)
     case = f"{mask}, {pattern}, {cp.key}, {cp.overlap_stages}, rank {dist.get_rank()}"
 
     names = ("out", "lse", "dq", "dk", "dv")

@@ -58,6 +58,8 @@ def _on_two_ranks(folder: Path) -> None:
         os.environ["LOCAL_RANK"] = "0"  # as on two nodes of one rank each
         results = _evaluate(folder, ranks)
         assert (results is None) == (rank != 0), ranks
+        # It names the GPU of this rank, also for what comes later in this process.
+        assert os.environ["LOCAL_RANK"] == "0"
         if results is not None:
             assert _answers(results) == pytest.approx(expected, abs=1e-4), ranks
 

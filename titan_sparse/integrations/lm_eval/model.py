@@ -54,6 +54,19 @@ Request = tuple[Any, list[int], list[int]]
 """What lm_eval calls it (None: no name), tokens of the context, and tokens of the continuation."""
 
 
+class _Silent(int):
+    """The rank 0 of one, as which every rank gets all requests, but not equal to 0.
+
+    lm_eval reports where both its rank and LOCAL_RANK are 0, which would be once per node.
+    LOCAL_RANK must stay as it is, because it also names the GPU.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = int.__hash__
+
+
 @register_model("titan_sparse")
 class TitanSparseLM(TemplateLM):
     """A checkpoint of ours, or a Hugging Face folder, as a model of lm_eval."""
@@ -111,8 +124,7 @@ class TitanSparseLM(TemplateLM):
         self.ends = _end_tokens(self.tokenizer, [pretrained, tokenizer])
         self._device = self.scorer.device
         if dist.get_rank() != 0:
-            # lm_eval reports where LOCAL_RANK is 0, which would be once per node.
-            os.environ["LOCAL_RANK"] = str(dist.get_rank())
+            self._rank = _Silent()
 
     # HFLM's own, which read tokenizer, add_bos_token, and the two that are constant here.
     custom_prefix_token_id = None
