@@ -37,7 +37,7 @@ def test_tokenizer_file_round_trip_ignores_stored_truncation_and_padding(tmp_pat
         (["<eos>", "<|endoftext|>"], None, "<|endoftext|>", "<|endoftext|>"),
         (
             ["<eos>", "<stop>"],
-            {"eos_token": {"content": "<stop>"}, "pad_token": "<eos>"},
+            {"eos_token": {"__type": "AddedToken", "content": "<stop>"}, "pad_token": "<eos>"},
             "<stop>",
             "<eos>",
         ),
@@ -47,7 +47,7 @@ def test_tokenizer_file_round_trip_ignores_stored_truncation_and_padding(tmp_pat
 def test_special_tokens_of_a_tokenizer_file(tmp_path, special, config, end, padding):
     trained = train_tokenizer(tmp_path, special)
     if config is not None:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), "utf-8-sig")
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.end_of_document == trained.token_to_id(end)
     assert tokenizer.padding == trained.token_to_id(padding)
@@ -58,11 +58,11 @@ def test_special_tokens_of_a_tokenizer_file(tmp_path, special, config, end, padd
     ("special", "config", "named"),
     [
         (["<other>"], None, "no end-of-document token"),
-        (["<other>"], '{"eos_token": "<absent>"}', 'eos_token "<absent>" of tokenizer_config.json'),
-        (["</s>"], '{"eos_token": {"id": 0}}', "eos_token of tokenizer_config.json is"),
-        (["</s>"], '{"pad_token": true}', "pad_token of tokenizer_config.json is true"),
-        (["</s>"], '{"eos', "tokenizer_config.json cannot be read"),
-        (None, None, "not a readable tokenizer.json"),
+        (["</s>"], '{"eos_token": {"id": 0}}', "transformers can read .* eos_token has to be"),
+        (["</s>"], '{"pad_token": true}', "transformers can read .* pad_token has to be"),
+        (["</s>"], '{"eos', "transformers can read .* Unterminated string"),
+        (["</s>"], '{"auto_map": {"AutoTokenizer": ["x.Y", null]}}', "trust_remote_code"),
+        (None, None, "transformers can read"),
     ],
 )
 def test_an_odd_tokenizer_is_refused(tmp_path, special, config, named):

@@ -76,7 +76,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
         kind = plain(option.type)
         more = {"help": docs[option.name], "type": kind}
         if kind is bool:
-            more = {"help": docs[option.name], "action": "store_true"}
+            more = {"help": docs[option.name], "action": argparse.BooleanOptionalAction}
         elif get_origin(kind) is Literal:
             more |= {"type": str, "choices": get_args(kind)}
         if option.name in OPTIONS:

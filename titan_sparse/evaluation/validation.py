@@ -11,7 +11,7 @@ import torch
 from titan_sparse.config import Config, Data, needle_lengths
 from titan_sparse.config.sources import format_of, single_source
 from titan_sparse.data.documents import open_documents
-from titan_sparse.data.shards import is_prepared
+from titan_sparse.data.shards import adds_bos, is_prepared
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation import needle, position
 from titan_sparse.evaluation.answers import Sample, score_samples
@@ -112,6 +112,8 @@ def _data(config: Config) -> Data:
         split=split,
         sequences="packed",
     )
+    # As was trained, also where the tokens of data.source are prepared.
+    read.add_bos = adds_bos(data)
     if not is_of_data:
         read.subset = ""
         read.join_packages &= source == "python"

@@ -1,14 +1,19 @@
 """Write a checkpoint as a Hugging Face folder, for transformers' from_pretrained()."""
 
 import functools
+import json
+from typing import Any
 
 import torch
 
 from titan_sparse.config import Config
 from titan_sparse.data.chat_template import exported_files
+from titan_sparse.data.endings import text_ends
+from titan_sparse.data.tokenizer import open_tokenizer
 from titan_sparse.models.config import resolve_adapters
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import export_weights
+from titan_sparse.models.huggingface_files import files_to_copy
 from titan_sparse.models.lora import export_adapter, merged
 from titan_sparse.training.checkpoint.reader import read_into, read_metadata
 
@@ -30,7 +35,15 @@ def export(
             f"{checkpoint} has lm_head.weight, but {model.initial_hf}/config.json says "
             "tie_word_embeddings = true; write false there"
         )
-    files = exported_files(config.data, model.initial_hf)
+    tokenizer = open_tokenizer(config)
+    files = exported_files(config.data, model.initial_hf, tokenizer)
+    ends = text_ends(config, tokenizer)
+    # As transformers writes it: a list only if there are several.
+    stop = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
+    generation = {**_generation_config(config), **stop}
+    if tokenizer.padding != tokenizer.end_of_document:
+        generation.setdefault("pad_token_id", tokenizer.padding)
+    files["generation_config.json"] = (json.dumps(generation, indent=2) + "\n").encode()
     read = functools.partial(read_into, checkpoint=checkpoint, alone=True)
     trained = getattr(torch, config.training.dtype)
     adapters = resolve_adapters(shape, **vars(config.lora))
@@ -40,4 +53,13 @@ def export(
         return
     if adapters:
         read = merged(read, shape, adapters, model.initial_hf)
-    export_weights(checkpoint, read, out, shape, dtype or trained, model.initial_hf, files=files)
+    source = model.initial_hf
+    export_weights(
+        checkpoint, read, out, shape, dtype or trained, source, files=files, entries=stop
+    )
+
+
+def _generation_config(config: Config) -> dict[str, Any]:
+    """The content of generation_config.json of model.initial_hf; empty without one."""
+    path = files_to_copy(config.model.initial_hf).get("generation_config.json")
+    return json.loads(path.read_text(encoding="utf-8-sig")) if path else {}

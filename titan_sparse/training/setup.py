@@ -21,7 +21,8 @@ from titan_sparse.config import (
 )
 from titan_sparse.config.changes import DATA_KEYS, Origin, model_functions, read_saved
 from titan_sparse.config.reading import KINDS, show
-from titan_sparse.data import PackedLoader, build_loader, load_tokenizer
+from titan_sparse.config.sources import tokenizer_name
+from titan_sparse.data import PackedLoader, build_loader, open_tokenizer
 from titan_sparse.estimate.memory import peak_gib
 from titan_sparse.estimate.step import StepShape, step_of
 from titan_sparse.from_config import build_pattern
@@ -110,10 +111,10 @@ def alike_in_files(config: Config, origin: Origin) -> dict[str, str]:
 
 def open_data(config: Config, model: DecoderConfig) -> PackedLoader:
     """The loader of this rank's data. Raises ValueError, naming the key, for what cannot be read."""
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
+    tokenizer = open_tokenizer(config)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
-            f"model.vocab_size = {model.vocab_size} is too small for data.tokenizer {config.data.tokenizer}; "
+            f"model.vocab_size = {model.vocab_size} is too small for data.tokenizer {tokenizer_name(config)}; "
             f"write {tokenizer.vocab_size} or more"
         )
     cp = config.parallelism.cp
