@@ -16,6 +16,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import ArrayLike, NDArray
 
+from titan_sparse.config.reading import require
 from titan_sparse.config.sections import Config
 from titan_sparse.config.sources import holds_tokenizer, tokenizer_folder, tokenizer_name
 from titan_sparse.options import show
@@ -24,6 +25,20 @@ END_OF_DOCUMENT_TOKENS = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 PADDING_TOKENS = ["<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>"]
+
+
+PROBE = (
+    "I'm sure they'LL say: don't!",
+    "  two blanks, a\ttab,\r\nlines\n\n\n  and more \n",
+    "In 2024, 1234567.89 + 0x1F = 3,000",
+    "Ünïcode e\u0301 \ufb01 \uff21 \u1e9e ß \u200d ½",
+    "\u65e5\u672c\u8a9e \ud55c\uad6d\uc5b4 \u0627\u0644\u0639 \u0939\u093f",
+    "\U0001f600\U0001f469\u200d\U0001f680 ...!!! --- ___ ## //",
+    "def f(x_1):\n    return {'a': [x_1, \"b\"]}  # CamelCase HTTPServer",
+    " <s> </s> <unk> <a>\n<b> [INST]x",
+)
+"""Texts on which tokenizers differ if they differ at all: contractions, blanks, numbers, letters that
+normalizers change, scripts, symbols, and code."""
 
 
 class ByteTokenizer:
@@ -99,17 +114,17 @@ class FileTokenizer:
         self.begin = _added_in_front(backend)
         # We add tokens ourselves, and a processor removes blanks from the letters of a token.
         backend.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
-        self.split_special_tokens = split_special_tokens or read.split_special_tokens
-        backend.encode_special_tokens = self.split_special_tokens
+        backend.encode_special_tokens = False
         self._tokenizer = backend
         self._name = name
         self._class = type(read).__name__
         path = _file_of(name)
         # Whether tokenizer.json alone decides over the tokens.
         self._is_plain = path is not None and _is_as_in(path, backend)
-        self.digest = hashlib.sha256(
-            path.read_bytes() if self._is_plain else json.dumps(_parts(backend)).encode()
-        ).hexdigest()
+        content = path.read_bytes() if self._is_plain else backend.to_str().encode()
+        self.digest = hashlib.sha256(content).hexdigest()
+        self.split_special_tokens = split_special_tokens or read.split_special_tokens
+        backend.encode_special_tokens = self.split_special_tokens
         found = [read.pad_token_id, *map(backend.token_to_id, PADDING_TOKENS), self.end_of_document]
         self.padding: int = next(token_id for token_id in found if token_id is not None)
         # Not the number of tokens: ids may have gaps, and an embedding must hold the largest.
@@ -149,12 +164,11 @@ class FileTokenizer:
     def extends(self, other: "FileTokenizer") -> bool:
         """Whether every token of `other` has the same id here, and texts are split in the same
         way. Tokens may have been added."""
-        ours, theirs = _parts(self._tokenizer), _parts(other._tokenizer)
-        added = [token["id"] for token in ours.pop("added_tokens", ())]
-        known = [token["id"] for token in theirs.pop("added_tokens", ())]
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        same_ids = other._tokenizer.get_vocab(with_added_tokens=True).items() <= vocabulary.items()
-        return same_ids and set(known) <= set(added) and ours == theirs
+        vocabularies = [
+            tokenizer._tokenizer.get_vocab(with_added_tokens=True) for tokenizer in (self, other)
+        ]
+        is_larger = vocabularies[1].items() <= vocabularies[0].items()
+        return is_larger and _has_same_tokens(self._tokenizer, other._tokenizer)
 
 
 def read_tokenizer(name: str) -> Any:
@@ -184,6 +198,7 @@ def read_tokenizer(name: str) -> Any:
             f"data.tokenizer = {show(name)} has the class {type(read).__name__} of Python code alone; "
             "write a folder with a tokenizer.json"
         )
+    _check_class(read, name)
     vocabulary = read.get_vocab()
     if read.eos_token_id is None:
         read.eos_token = next((end for end in END_OF_DOCUMENT_TOKENS if end in vocabulary), None)
@@ -193,6 +208,24 @@ def read_tokenizer(name: str) -> Any:
             'name one as "eos_token" in a tokenizer_config.json beside it'
         )
     return read
+
+
+def _check_class(read: Any, name: str) -> None:
+    """Raises ValueError if a tokenizer cannot turn texts into tokens, or its class in Python does more
+    than its backend, which is all that we use."""
+    for text in PROBE:
+        try:
+            theirs = read(text, add_special_tokens=False)["input_ids"]
+        # The library raises plain Exception.
+        except Exception as error:
+            raise ValueError(
+                f"data.tokenizer = {show(name)} cannot encode {show(text)}: {error}"
+            ) from error
+        require(
+            theirs == _ids(read.backend_tokenizer, text),
+            f"data.tokenizer = {show(name)} has the class {type(read).__name__}, which changes "
+            f"{show(text)} before it is encoded; write a folder with the class TokenizersBackend",
+        )
 
 
 def _file_of(name: str) -> Path | None:
@@ -217,37 +250,35 @@ def _added_in_front(backend: tokenizers.Tokenizer) -> NDArray[np.int32]:
     return np.asarray(whole[:count], dtype=np.int32)
 
 
+def _has_same_tokens(one: tokenizers.Tokenizer, other: tokenizers.Tokenizer) -> bool:
+    """Whether texts without added tokens become the same tokens.
+
+    Tokenizers are compared by what they do. Their settings differ between a file and the class of
+    transformers that reads it, but mostly in ways that do not matter.
+    """
+    return all(_ids(one, text) == _ids(other, text) for text in PROBE)
+
+
+def _ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    return backend.encode(text, add_special_tokens=False).ids
+
+
+def _added(backend: tokenizers.Tokenizer) -> dict[int, str]:
+    """What each added token is, by its id."""
+    return {number: repr(token) for number, token in backend.get_added_tokens_decoder().items()}
+
+
 def _is_as_in(path: Path, backend: tokenizers.Tokenizer) -> bool:
     """Whether texts become the tokens that tokenizer.json alone says: no other file and no class of
     transformers changes them."""
     plain = tokenizers.Tokenizer.from_file(str(path))
     plain.no_truncation()
     plain.no_padding()
-    plain.post_processor = backend.post_processor
-    # Parsing JSON takes longer than writing it.
-    return plain.to_str() == backend.to_str() or _parts(plain) == _parts(backend)
-
-
-_NO_TOKENS = ("version", "truncation", "padding", "post_processor", "decoder", "trim_offsets")
-"""Settings of a tokenizer that do not change which tokens a text becomes."""
-
-
-def _parts(backend: tokenizers.Tokenizer) -> dict[str, Any]:
-    """The settings that decide which tokens a text becomes."""
-    return _without_defaults(json.loads(backend.to_str()))
-
-
-def _without_defaults(value: Any) -> Any:
-    """Leave out what is null, empty or false at any depth: different classes of transformers write
-    either, and it means the same."""
-    if not isinstance(value, dict):
-        return [_without_defaults(item) for item in value] if isinstance(value, list) else value
-    kept = {name: _without_defaults(item) for name, item in value.items() if name not in _NO_TOKENS}
-    return {
-        name: item
-        for name, item in kept.items()
-        if item is not None and item is not False and item != "" and item != []
-    }
+    return (
+        _added(plain) == _added(backend)
+        and plain.get_vocab(with_added_tokens=True) == backend.get_vocab(with_added_tokens=True)
+        and _has_same_tokens(plain, backend)
+    )
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
