@@ -217,7 +217,7 @@ def tokenizer_name(config: Config) -> str:
     require(
         holds_tokenizer(folder),
         f"model.initial_hf = {show(folder)} holds no tokenizer; write data.tokenizer = the folder of "
-        "the one that the model was trained with",
+        'the one that the model was trained with, or "bytes"',
     )
     return folder
 

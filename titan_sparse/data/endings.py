@@ -20,15 +20,20 @@ from titan_sparse.data.rows import sample_text
 from titan_sparse.data.shards import META, is_prepared, read_meta
 from titan_sparse.data.tokenizer import Encoded, Tokenizer
 
-_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+_FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+_TOOL = {"type": "function", "function": _FUNCTION}
 _ASKED = {"role": "user", "content": "a"}
-_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+_CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+}
 _ROWS: tuple[dict[str, Any], ...] = (
     {"messages": [_ASKED, {"role": "assistant", "content": "b"}]},
     {"messages": [_ASKED, {"role": "assistant", "content": "b", "reasoning_content": "c"}]},
     {"messages": [_ASKED, {"role": "assistant", "content": "b"}] * 2},
     {"messages": [_ASKED, _CALL], "tools": [_TOOL]},
-    {"messages": [_ASKED, _CALL, {"role": "tool", "content": "c"}, _ASKED], "tools": [_TOOL]},
+    {"messages": [_ASKED, _CALL, {"role": "tool", "name": "f", "content": "c"}], "tools": [_TOOL]},
 )
 """Chats whose answers end in all ways in which a template ends them."""
 

@@ -1,0 +1,128 @@
+"""Where a text begins and ends: in training, and in what is exported."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from tests.data.chat_helpers import CHAT, CHATML, GLM, PLAIN, trl_template, write_tokenizer
+from tests.data.helpers import write_rows
+from tests.runs import tiny_config, train
+from titan_sparse.commands.export_hf import main as export_hf
+from titan_sparse.config import Config, Data
+from titan_sparse.data.endings import text_ends
+from titan_sparse.data.preparing import prepare
+from titan_sparse.data.recipe import Recipe
+from titan_sparse.data.tokenizer import load_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        (CHATML, "<|endoftext|> <|im_end|>"),
+        (PLAIN, "<|endoftext|>"),
+        # Answers end with the beginning of the next message.
+        (GLM, "<|endoftext|> <|user|>"),
+        ("glm4moe", "<|endoftext|> <|user|> <|observation|>"),
+        # <|end|> also stands between the reasoning and the answer, where nothing may stop.
+        ("gptoss_training", "<|endoftext|> <|return|> <|call|>"),
+        ("qwen3_training", "<|endoftext|> <|im_end|>"),
+        ("llama3_training", "<|endoftext|> <|eot_id|>"),
+    ],
+    ids=["chatml", "plain", "glm", "glm4moe", "gptoss", "qwen3", "llama3"],
+)
+def test_tokens_that_end_answers(tmp_path, template, wanted):
+    text = template if " " in template else trl_template(template)
+    folder = write_tokenizer(tmp_path / "t", text)
+    tokenizer = load_tokenizer(folder)
+    config = Config(data=Data(source="x.jsonl", format="messages", tokenizer=folder))
+    found = text_ends(config, tokenizer)
+    assert {tokenizer.spell([end]) for end in found} == set(wanted.split())
+    # Texts alone end with their own token, and so do prepared texts.
+    config.data.format = "text"
+    assert text_ends(config, tokenizer) == [tokenizer.end_of_document]
+
+
+def _base(folder: Path, generation: dict | None) -> str:
+    """A tiny Llama whose end is <|endoftext|>, with a tokenizer and ChatML."""
+    write_tokenizer(folder, CHATML)
+    tokenizer = load_tokenizer(str(folder))
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        eos_token_id=tokenizer.end_of_document,
+        bos_token_id=tokenizer.begin.item(),
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    (folder / "generation_config.json").unlink()
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("generation", "lora", "prepares"),
+    [
+        (None, {}, False),
+        ({"eos_token_id": [0, 5], "pad_token_id": 5, "top_k": 7, "do_sample": True}, {}, True),
+        ({"eos_token_id": 0}, {"lora__rank": 2, "lora__alpha": 4.0}, False),
+    ],
+    ids=["absent", "list", "lora"],
+)
+def test_an_export_stops_where_the_chats_of_its_run_end(tmp_path, generation, lora, prepares):
+    """generate() of transformers stops at <|im_end|>, which the base model does not name."""
+    base = _base(tmp_path / "base", generation)
+    tokenizer = load_tokenizer(base)
+    source = str(tmp_path / "chats.jsonl")
+    write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 4)
+    data = {"data__source": source, "data__format": "messages"}
+    if prepares:
+        recipe = Recipe(source, tokenizer=base, format="messages")
+        prepare(recipe, str(tmp_path / "prepared"))
+        data = {"data__source": str(tmp_path / "prepared")}
+    run = tiny_config(
+        tmp_path,
+        "run",
+        model__flavour="debug",
+        model__initial_hf=base,
+        data__tokenizer="",
+        training__steps=1,
+        training__dtype="float32",
+        checkpoint__enable=True,
+        checkpoint__last_save_in_hf=True,
+        **data,
+        **lora,
+    )
+    train(run)
+    dist.destroy_process_group()
+    folders = [tmp_path / "run/huggingface/step-1"]
+    if lora:
+        assert export_hf([str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]) == 0
+        folders.append(tmp_path / "merged")
+    end = int(tokenizer.encode("<|im_end|>")[0])
+    named = [generation["eos_token_id"]] if generation and prepares else [[0]]
+    for folder in folders:
+        written = json.loads((folder / "generation_config.json").read_text())
+        assert written["eos_token_id"] == [*named[0], end]
+        assert written.get("top_k") == (generation or {}).get("top_k")
+    assert json.loads((folders[-1] / "config.json").read_text())["eos_token_id"] == [*named[0], end]
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders[-1])
+    # Whatever it reads, this model writes <|im_end|>.
+    torch.nn.init.zeros_(model.lm_head.weight)
+    model.model.norm.weight.data.fill_(1.0)
+    model.lm_head.weight.data[end] = 1.0
+    model.model.embed_tokens.weight.data.fill_(1.0)
+    for layer in model.model.layers:
+        for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            torch.nn.init.zeros_(part.weight)
+    asked = torch.tensor([tokenizer.encode("hello").tolist()])
+    out = model.generate(asked, max_new_tokens=8, do_sample=False)[0, asked.shape[1] :]
+    assert out.tolist() == [end]
