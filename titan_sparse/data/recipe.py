@@ -172,7 +172,7 @@ def _library() -> Any:
     except ImportError as error:
         raise ValueError(
             "MDS shards need the package mosaicml-streaming, which is missing or incomplete here "
-            f'({error}); pip install "titan-sparse[mds]", in an environment of its own'
+            f"({error}); pip install --no-deps mosaicml-streaming, and what it imports"
         ) from error
     return streaming
 

@@ -117,7 +117,8 @@ class FileTokenizer:
         backend.encode_special_tokens = False
         self._tokenizer = backend
         self._name = name
-        self._class = type(read).__name__
+        # transformers 4 knows TokenizersBackend by its old name alone.
+        self._class = type(read).__name__.replace("TokenizersBackend", "PreTrainedTokenizerFast")
         path = _file_of(name)
         # Whether tokenizer.json alone decides over the tokens.
         self._is_plain = path is not None and _is_as_in(path, backend)
@@ -153,10 +154,12 @@ class FileTokenizer:
         files = {}
         if _is_renamed(self._name):
             files[TOKENIZER_FILE] = Path(self._name).expanduser().read_bytes()
-        if not self._is_plain:
-            # config.json, which is not copied, may have chosen the class.
-            path = self.folder / CONFIG_FILE
-            config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        path = self.folder / CONFIG_FILE
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        # Without an entry, the config.json of the copy would choose the class.
+        if str(config.get("tokenizer_class")).removesuffix("Fast") != self._class.removesuffix(
+            "Fast"
+        ):
             config["tokenizer_class"] = self._class
             files[CONFIG_FILE] = json.dumps(config, indent=2).encode()
         return files

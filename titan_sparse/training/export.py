@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 from typing import Any
 
 import torch
@@ -9,13 +10,15 @@ import torch
 from titan_sparse.config import Config
 from titan_sparse.data.chat_template import exported_files
 from titan_sparse.data.endings import text_ends
-from titan_sparse.data.tokenizer import open_tokenizer
+from titan_sparse.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from titan_sparse.models.config import resolve_adapters
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import export_weights
 from titan_sparse.models.huggingface_files import files_to_copy
 from titan_sparse.models.lora import export_adapter, merged
 from titan_sparse.training.checkpoint.reader import read_into, read_metadata
+
+logger = logging.getLogger("titan_sparse")
 
 
 def export(
@@ -56,6 +59,20 @@ def export(
     source = model.initial_hf
     export_weights(
         checkpoint, read, out, shape, dtype or trained, source, files=files, entries=stop
+    )
+
+    _check_tokenizer(out, tokenizer)
+
+
+def _check_tokenizer(out: str, tokenizer: Tokenizer) -> None:
+    """Warn if transformers reads other tokens from the folder `out`: for some values of model_type it
+    takes the class of that family, whatever the tokenizer's files say."""
+    if tokenizer.folder is None or FileTokenizer(out, False).extends(tokenizer):
+        return
+    logger.warning(
+        "AutoTokenizer reads other tokens from %s than the run had, because model_type in its "
+        "config.json chooses the class; read its tokenizer from a folder of its own",
+        out,
     )
 
 
