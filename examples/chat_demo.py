@@ -23,8 +23,8 @@ import numpy as np
 import torch.distributed as dist
 
 from titan_sparse.config import check, world_from_environment
-from titan_sparse.data import load_tokenizer
 from titan_sparse.data.chat_template import load_template
+from titan_sparse.data.tokenizer import open_tokenizer
 from titan_sparse.evaluation.generation import generate
 from titan_sparse.evaluation.load import build_scorer, find_checkpoint, load_for_evaluation
 
@@ -154,8 +154,8 @@ def answer_questions(args: argparse.Namespace, options: list[str]) -> int:
     config = load_for_evaluation(["--config", args.config, *options], args.hf, dense=False)
     check(config, *world_from_environment())
     data = config.data
-    tokenizer = load_tokenizer(data.tokenizer, data.split_special_tokens)
-    template = load_template(data, config.model.initial_hf)
+    tokenizer = open_tokenizer(config)
+    template = load_template(data, config.model.initial_hf, tokenizer)
     prompts, expected = [], []
     for line in Path(args.questions).read_text(encoding="utf-8").splitlines():
         *asked, answer = json.loads(line)["messages"]

@@ -46,6 +46,7 @@ def tiny_config(folder: Path, output: str, **overrides) -> Config:
     settings = {
         "model__flavour": "tiny",
         "data__source": str(folder / "texts"),
+        "data__tokenizer": "bytes",
         "training__output_dir": str(folder / output),
         "training__steps": 5,
         "training__seq_len": 300,

@@ -9,6 +9,7 @@ import torch
 from titan_sparse.attention import backends
 from titan_sparse.config import Attention, Config, resolve_cp_intra, to_toml, world_from_environment
 from titan_sparse.config.changes import ORIGIN_FILE, Origin, origin_text, read_saved, refuse_changes
+from titan_sparse.config.sources import tokenizer_name
 from titan_sparse.estimate.constants import costs_of_run
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.evaluation.validation import Validator
@@ -190,7 +191,7 @@ def banner(parts: Parts, padded_seq_len: int, memory: dict[str, float]) -> str:
             f" x {cp.inter} cp_inter x {cp.intra} cp_intra on {parts.device.type}"
         ),
         "data": (
-            f"{config.data.source}, tokenizer {config.data.tokenizer},"
+            f"{config.data.source}, tokenizer {tokenizer_name(config)},"
             f" {sequences} sequences a step of {training.seq_len:,} tokens"
             f" (padded to {padded_seq_len:,}, {padded_seq_len // cp.size:,} a rank)"
         ),

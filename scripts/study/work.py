@@ -34,7 +34,7 @@ from titan_sparse.attention.observe import recording
 from titan_sparse.commands.choose import TIMED_STEPS, fresh_trainer, seconds_of_steps
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.shards import write_json
-from titan_sparse.data.tokenizer import load_tokenizer
+from titan_sparse.data.tokenizer import open_tokenizer
 from titan_sparse.evaluation import needle, position
 from titan_sparse.evaluation.answers import score_samples
 from titan_sparse.evaluation.load import build_scorer, find_checkpoint
@@ -133,7 +133,7 @@ def evaluate(study: Study, evaluation: Evaluation, deadline: float) -> None:
     checkpoint = None
     if evaluation.weights != START:
         checkpoint = find_checkpoint(str(study.folder / evaluation.weights))
-    scorer = build_scorer(config, checkpoint, load_tokenizer(config.data.tokenizer))
+    scorer = build_scorer(config, checkpoint, open_tokenizer(config))
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name in missing:
@@ -178,7 +178,7 @@ def read_windows(study: Study, kind: str) -> list[Sequence]:
     context = study.size.context
     config = evaluation_configuration(study, DENSE)
     config.data.source = str(study.text / kind)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = open_tokenizer(config)
     documents = open_documents(config.data, tokenizer)
     windows = []
     for document in position.long_documents(documents, context):

@@ -48,7 +48,7 @@ def _words(folder, out: str) -> list[str]:
     words = f"""
         --model {folder}/model --seq-len 400 --batches 2 --out {folder}/{out}
         --data.source {folder}/text.txt --data.sequences fixed --training.device cpu --training.dtype float64
-        --attention.block_size 16 --attention.vertical_slash.dense_below 32
+        --data.tokenizer bytes --attention.block_size 16 --attention.vertical_slash.dense_below 32
         --attention.vertical_slash.local_slashes 1 --metrics.recall_rows 400
     """
     return words.split()

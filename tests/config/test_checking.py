@@ -87,7 +87,9 @@ REFUSED = {
     "--model.flavour qwen2.5-3": 'model.flavour = .* write "qwen2.5-3b"',
     "--model.vocab_size 257": 'model.vocab_size = 257 is too small for data.tokenizer = "bytes"',
     "--model.rope_scaling yarn": "model.rope_factor must be above 1",
-    "--data.tokenizer=": "data.tokenizer is empty; write a value",
+    "--data.add_bos false --data.format messages --data.source x": (
+        'data.add_bos = false would be ignored with data.format = "messages"'
+    ),
     "--training.steps 9": "lr_scheduler.warmup_steps = 10 is above training.steps = 9",
     "--lr_scheduler.total_steps 9": "warmup_steps = 10 is above lr_scheduler.total_steps = 9",
     "--training.dtype float64": 'write training.device = "cpu"',

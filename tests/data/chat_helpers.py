@@ -111,7 +111,7 @@ def write_tokenizer(
     steps.append(processors.TemplateProcessing(single=f"{bos} $A", special_tokens=special))
     tokenizer.post_processor = processors.Sequence(steps)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": end, "bos_token": {"content": bos, "special": True}}
+    config = {"eos_token": end, "bos_token": {"__type": "AddedToken", "content": bos}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text(template)
     return str(folder)

@@ -59,7 +59,9 @@ def train_tokenizer(folder: Path, special: list[str]) -> tokenizers.Tokenizer:
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
     tokenizer.enable_truncation(4)
-    tokenizer.enable_padding(length=9)
+    tokenizer.enable_padding(
+        length=9, pad_token=special[-1], pad_id=tokenizer.token_to_id(special[-1])
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     return tokenizer
 

@@ -1,16 +1,14 @@
 """titan_sparse.data.rows: what is taken from a file of chats, and what is refused by its row."""
 
 import json
-import sys
 
 import pytest
 
-from tests.data.chat_helpers import CALL, CHAT, CHATML, TOOLS, write_tokenizer
+from tests.data.chat_helpers import CALL, CHAT, TOOLS
 from tests.data.helpers import write_rows
 from titan_sparse.config import Data
-from titan_sparse.data.documents import open_documents, open_source
+from titan_sparse.data.documents import open_source
 from titan_sparse.data.rows import sample_text, without_nulls
-from titan_sparse.data.tokenizer import load_tokenizer
 
 HI = {"role": "user", "content": "hi"}
 YES = {"role": "assistant", "content": "yes"}
@@ -212,12 +210,3 @@ def test_bad_rows_and_other_sources_are_named_when_the_source_is_opened(tmp_path
         data = Data(source=str(tmp_path / name), format=data_format, text_field=field)
         with pytest.raises(ValueError, match=words):
             open_source(data)
-
-
-def test_without_transformers_the_extra_is_named(tmp_path, monkeypatch):
-    folder = write_tokenizer(tmp_path / "tokenizer", CHATML)
-    write_rows(tmp_path / "chats.jsonl", [{"messages": [HI, YES]}])
-    monkeypatch.setitem(sys.modules, "transformers.utils.chat_template_utils", None)
-    data = Data(source=str(tmp_path / "chats.jsonl"), format="messages", tokenizer=folder)
-    with pytest.raises(ValueError, match=r'pip install "titan-sparse\[huggingface\]"'):
-        open_documents(data, load_tokenizer(folder))

@@ -267,15 +267,18 @@ def test_the_flag_of_a_message_wins(tmp_path, template):
         ("hel", "lo", "lo<|endoftext|>"),
         ("", "yes", "yes<|endoftext|>"),
         ("hello", "", "<|endoftext|>"),
-        ("hello", "yes<|endoftext|>", "yes<|endoftext|><|endoftext|>"),
+        ("hello", "yes<|endoftext|>", "yes<|endoftext|>"),
+        ("hello<|endoftext|>", "", "<|endoftext|>"),
+        ("<|begin_of_text|>hello", " world", " world<|endoftext|>"),
     ],
 )
 def test_prompt_and_completion(tmp_path, prompt, completion, learned):
     folder = write_tokenizer(tmp_path, CHATML)
     got = encode(folder, {"prompt": prompt, "completion": completion})
     tokenizer = load_tokenizer(folder)
-    assert marked(got, folder) == f"{prompt}[[{learned}]]"
-    asked = tokenizer.encode(prompt)
+    begin = "<|begin_of_text|>"
+    assert marked(got, folder) == f"{begin}{prompt.removeprefix(begin)}[[{learned}]]"
+    asked = tokenizer.encode(begin + prompt.removeprefix(begin))
     assert got.tokens[: len(asked)].tolist() == asked.tolist()
     assert encode(folder, {"prompt": prompt, "completion": completion}, loss_on="all").learned.all()
 
@@ -363,7 +366,7 @@ def test_variables_of_a_template(tmp_path):
     assert load_tokenizer(folder).spell(got.tokens[:-1]) == wanted
 
     data = Data(format="messages", tokenizer=folder, chat_template_kwargs='{"enable_thinking": 0}')
-    template = chat_template.load_template(data, "")
+    template = chat_template.load_template(data, "", load_tokenizer(folder))
     asked, _ = template.render(CHAT[:4], [], add_generation_prompt=True)
     options["add_generation_prompt"] = True
     assert asked == tokenizer.apply_chat_template(CHAT[:4], **options, enable_thinking=False)
@@ -399,8 +402,10 @@ def test_templates_are_found_in_the_folders_of_tokenizer_and_model(tmp_path):
     tokens = tmp_path / "tokenizer/tokenizer_config.json"
     written = tokens.read_text()
     tokens.write_text(written.replace("<|begin_of_text|>", "<bos>"))
+    tokenizer = load_tokenizer(folder)
     assert digest() != chatml
     tokens.write_text(written)
+    tokenizer = load_tokenizer(folder)
     (tmp_path / "tokenizer/chat_template.jinja").unlink()
     assert digest() == glm
     with pytest.raises(

@@ -10,11 +10,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.models.helpers import causal, dense_attend
-from titan_sparse.config import Data
-from titan_sparse.data.chat_template import exported_files
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import export_weights, load_weights
+from titan_sparse.models.huggingface_files import files_to_copy
 from titan_sparse.training.checkpoint.reader import read_into
 
 FAMILIES = {
@@ -95,7 +94,7 @@ def save_checkpoint(model: Decoder, folder: Path) -> str:
 
 def export(checkpoint: str, out: str, config, dtype, source: str = "", *rest) -> None:
     read = partial(read_into, checkpoint=checkpoint)
-    files = exported_files(Data(), source)
+    files = {name: path.read_bytes() for name, path in files_to_copy(source).items()}
     export_weights(checkpoint, read, out, config, dtype, source, *rest, files=files)
 
 

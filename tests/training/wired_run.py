@@ -100,6 +100,7 @@ def run(folder: Path, output: str, settings: dict[str, object]) -> Trainer:
     alone = not dist.is_initialized()
     paths = {
         "data.source": folder / "shards",
+        "data.tokenizer": "bytes",
         "training.output_dir": folder / output,
     }
     words = []

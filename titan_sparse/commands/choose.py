@@ -110,9 +110,6 @@ def words_of_runs(model: str, batches: int, words: list[str]) -> list[str]:
         if key in KEYS or key in VARIED or key.startswith(UNUSED):
             raise ConfigError(f"command line: choose itself sets {key}; leave it out")
     words = [*words, f"--model.initial_hf={model}"]
-    config, _ = load(words)
-    if config.data.tokenizer == "bytes" and Path(model, "tokenizer.json").is_file():
-        words.append(f"--data.tokenizer={model}")
     own = KEYS | {"training.steps": batches}
     return [*words, *(f"--{key}={value}" for key, value in own.items())]
 

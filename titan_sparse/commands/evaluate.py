@@ -21,7 +21,7 @@ import torch.distributed as dist
 from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import lengths_of, require, tokens
-from titan_sparse.data import Tokenizer, load_tokenizer
+from titan_sparse.data import Tokenizer, open_tokenizer
 from titan_sparse.data.documents import open_documents
 from titan_sparse.evaluation import needle, position
 from titan_sparse.evaluation.answers import Sample, score_samples
@@ -42,7 +42,7 @@ LM_EVAL = "python -m titan_sparse.integrations.lm_eval --model titan_sparse"
 def main(words: list[str]) -> int:
     args, config = parse(words)
     checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
+    tokenizer = open_tokenizer(config)
     # Texts are read before any process group: what cannot be used is reported at once.
     windows, needles = read(args, config, tokenizer)
     Path(args.out).mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,8 @@ def parse_with_weights(
     parser.add_argument("--attention", choices=["dense", "as_trained"], default="as_trained")
     args, rest = parser.parse_known_args(words)
     of_run = ["--config", args.config, *rest]
-    return args, load_for_evaluation(of_run, args.hf, args.attention == "dense")
+    is_dense = args.attention == "dense"
+    return args, load_for_evaluation(of_run, args.hf, is_dense, args.checkpoint)
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:

@@ -22,7 +22,7 @@ from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.changes import read_saved
 from titan_sparse.config.reading import require
-from titan_sparse.data import load_tokenizer
+from titan_sparse.data import Tokenizer, open_tokenizer
 from titan_sparse.data.chat_template import ChatTemplate, load_template
 from titan_sparse.evaluation.generation import (
     decoded,
@@ -53,16 +53,16 @@ def main(words: list[str]) -> int:
     config = of_folder(folder, rest) if is_hf else of_run(args.run_or_folder, rest)
     check(config, *world_from_environment())
     refuse_linear_layers(resolve(**dataclasses.asdict(config.model)))
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
-    template = template_of(config, args.style, is_hf or is_of_chats(checkpoint))
-    prompt = encode_prompt(args.prompt, tokenizer, template)
+    tokenizer = open_tokenizer(config)
+    template = template_of(config, tokenizer, args.style, is_hf or is_of_chats(checkpoint))
+    prompt = encode_prompt(args.prompt, tokenizer, template, config.data.add_bos)
     scorer = build_scorer(config, checkpoint, tokenizer)
-    endings = tokenizer.special_ids
+    ends = scorer.ends
     columns = stream(
-        scorer, [prompt], args.tokens, lambda text: text[-1] in endings, args.temperature, args.seed
+        scorer, [prompt], args.tokens, lambda text: text[-1] in ends, args.temperature, args.seed
     )
     try:
-        for text in decoded(columns, tokenizer, endings):
+        for text in decoded(columns, tokenizer, ends):
             if dist.get_rank() == 0:
                 print(text, end="", flush=True)
     except KeyboardInterrupt:
@@ -101,19 +101,13 @@ def temperature(text: str) -> float:
 def of_run(path: str, words: list[str]) -> Config:
     """The configuration of a run or checkpoint, with `words` over it. Raises ConfigError."""
     words = ["--config", find_config(path), *words]
-    return load_for_evaluation(words, None, dense=False, reads_text=False)
+    return load_for_evaluation(words, None, dense=False, checkpoint=path, reads_text=False)
 
 
 def of_folder(folder: Path, words: list[str]) -> Config:
     """The configuration for a Hugging Face folder. Raises ConfigError."""
     given = {word.partition("=")[0] for word in words}
     defaults = {"--attention.pattern": "dense"}
-    if "--data.tokenizer" not in given:
-        require(
-            (folder / "tokenizer.json").is_file(),
-            f"{folder} has no tokenizer.json; write --data.tokenizer FOLDER_OF_THE_TOKENIZER, or bytes",
-        )
-        defaults["--data.tokenizer"] = str(folder)
     # bfloat16 is slow on most CPUs.
     config = load_for_evaluation(words, str(folder), dense=False, reads_text=False)
     if choose_device(config.training.device).type == "cpu":
@@ -129,12 +123,14 @@ def is_of_chats(checkpoint: str) -> bool:
     return any(part.get("format") == "messages" for part in parts)
 
 
-def template_of(config: Config, style: str | None, is_chat: bool) -> ChatTemplate | None:
+def template_of(
+    config: Config, tokenizer: Tokenizer, style: str | None, is_chat: bool
+) -> ChatTemplate | None:
     """The chat template that the prompt goes through; None: it is continued as it stands."""
     if style == "text" or not (style or is_chat):
         return None
     try:
-        return load_template(config.data, config.model.initial_hf)
+        return load_template(config.data, config.model.initial_hf, tokenizer)
     except ValueError:
         # Many folders have none. What was asked for must be found.
         if style or config.data.chat_template:

@@ -17,7 +17,7 @@ from titan_sparse.config.reading import KINDS, SECTIONS
 from titan_sparse.options import as_toml
 
 _MODEL = {"model.initial_hf": "MODEL_FOLDER"}
-_CHATS = {"data.source": "chats.jsonl", "data.format": "messages", "data.tokenizer": "MODEL_FOLDER"}
+_CHATS = {"data.source": "chats.jsonl", "data.format": "messages"}
 
 _ALL: dict[str, Any] = {
     "training.steps": 1000,
@@ -66,8 +66,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 _ABOUT = {
     "pretrain": (
         "Train a model of 0.36 B parameters from random weights on the Python files of this machine, as "
-        "bytes. To go on from a model, write model.initial_hf instead of flavour and vocab_size, and "
-        "its folder as data.tokenizer."
+        "bytes. To go on from a model, write model.initial_hf instead of flavour, vocab_size, and "
+        "data.tokenizer."
     ),
     "sft": "Train all weights of a model on chats.",
     "lora": "Train adapters of a model on chats. Needs titan-sparse[huggingface].",

@@ -20,7 +20,7 @@ from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.commands.evaluate import origin_of, parse_with_weights
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import layers_of, require, tokens
-from titan_sparse.data import load_tokenizer
+from titan_sparse.data import open_tokenizer
 from titan_sparse.data.documents import open_documents
 from titan_sparse.evaluation.inspection import figures, inspect_layer, inspect_layers, summary
 from titan_sparse.evaluation.load import build_scorer, find_checkpoint
@@ -32,7 +32,7 @@ from titan_sparse.models.flavours import TransformersConfig, resolve
 def main(words: list[str]) -> int:
     args, config = parse(words)
     checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
+    tokenizer = open_tokenizer(config)
     documents = open_documents(config.data, tokenizer, config.model.initial_hf)
     length = args.length
     (sequence,) = first_windows(documents, length, length, length, 1)

@@ -6,7 +6,7 @@ The command prints and saves a histogram of lengths. For chats (--format message
 share that sequences keep whole, and the share of tokens that is learned. SOURCE is what data.source
 takes (a file or folder of .txt, .jsonl, .json or .parquet, a Hugging Face dataset, python), a folder
 of source code (--document folder or source), or a folder of MDS shards such as ProLong's (with
-index.json; needs pip install "titan-sparse[mds]"). After an interruption, the same command continues
+index.json; needs mosaicml-streaming). After an interruption, the same command continues
 and keeps finished shards. See docs/data.md.
 """
 
@@ -76,7 +76,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
         kind = plain(option.type)
         more = {"help": docs[option.name], "type": kind}
         if kind is bool:
-            more = {"help": docs[option.name], "action": "store_true"}
+            more = {"help": docs[option.name], "action": argparse.BooleanOptionalAction}
         elif get_origin(kind) is Literal:
             more |= {"type": str, "choices": get_args(kind)}
         if option.name in OPTIONS:

@@ -17,7 +17,7 @@ from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.config import Flags, check, world_of
 from titan_sparse.config.reading import load_config
 from titan_sparse.config.sources import source_formats
-from titan_sparse.data import Tokenizer, load_tokenizer
+from titan_sparse.data import Tokenizer, open_tokenizer
 from titan_sparse.data.documents import open_documents
 
 LEARNED = "\033[32m"
@@ -37,7 +37,7 @@ def main(words: list[str]) -> int:
     config = load_config(rest)
     # For as many ranks as it needs: the data are the same on any.
     check(config, *world_of(Flags(dry_run=True), config.parallelism, 1, 1))
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
+    tokenizer = open_tokenizer(config)
     for source, row_format in source_formats(config.data).items():
         part = replace(config.data, source=source, format=row_format)
         documents = open_documents(part, tokenizer, config.model.initial_hf)

@@ -30,6 +30,7 @@ DATA_KEYS = {
     "tokens": "the number of prepared tokens of data.source (0: texts)",
     "vocab_size": "the vocabulary size of data.tokenizer",
     "split_special_tokens": "data.split_special_tokens",
+    "add_bos": "data.add_bos (0: no token stands before a text)",
     "sequences": "data.sequences",
     "seq_len": "training.seq_len",
     "seed": "training.seed",
@@ -184,6 +185,8 @@ def data_differences(saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> 
     """
     if len(saved) != len(now):
         return f"data.source had {len(saved)} parts and has {len(now)}"
+    # A checkpoint of an older version was written without it.
+    saved = [{"add_bos": 0} | part for part in saved]
     differences = [
         f"{DATA_KEYS.get(name, f'{name} of the data')} was {before.get(name)} and is {after.get(name)}"
         for before, after in zip(saved, now, strict=True)

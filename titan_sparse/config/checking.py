@@ -93,8 +93,12 @@ def load_and_check(argv: list[str], world_size: int, local_world_size: int) -> t
 
 def _check_model(config: Config, model: DecoderConfig) -> None:
     vocab_size = config.model.vocab_size
-    if config.data.tokenizer == "bytes" and 0 < vocab_size < 258:
-        clash(config, "model.vocab_size", "data.tokenizer", "0 or 258 or more", "is too small for")
+    is_bytes = (config.data.tokenizer or config.model.initial_hf or "bytes") == "bytes"
+    require(
+        not is_bytes or vocab_size == 0 or vocab_size >= 258,
+        f'model.vocab_size = {vocab_size} is too small for data.tokenizer = "bytes"; write 0, or 258 '
+        "or more",
+    )
     layers_of(config.attention.dense_layers, "attention.dense_layers", model.layers)
     if config.model.initial_hf and config.checkpoint.initial_load_path:
         clash(config, "checkpoint.initial_load_path", "model.initial_hf")
@@ -384,6 +388,7 @@ _RULES = (
         lambda config: _formats(config) == {"text"},
         "messages",
     ),
+    Rule("data.add_bos", "data.format", lambda config: _formats(config) == {"messages"}, "text"),
     Rule("attention.balance_costs", "attention.layout", ("contiguous", "zigzag", "striped")),
     Rule("attention.dense_layers", "attention.pattern", ("dense",), "vertical_slash"),
     Rule("attention.window_sinks", "attention.sliding_window", (0,), 4096),

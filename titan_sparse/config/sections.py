@@ -80,8 +80,14 @@ class Data:
     """configuration name of a Hugging Face dataset; empty: its default"""
     split: Text = "train"
     """split of a Hugging Face dataset"""
-    tokenizer: Text = "bytes"
-    """bytes, or the path of a tokenizer.json"""
+    tokenizer: str = ""
+    """bytes, or the folder of a tokenizer, or its tokenizer.json; empty: that of model.initial_hf,
+    else bytes"""
+    other_tokenizer: bool = False
+    """true: data.tokenizer is meant to have other tokens than that of model.initial_hf"""
+    add_bos: bool = True
+    """texts begin with the tokens that the tokenizer puts before a text, if it has any (Llama 3,
+    Gemma); chats are as their template writes them"""
     split_special_tokens: bool = False
     """true: a special token spelled out in a text, such as <|im_end|>, is read as letters"""
     min_document_length: Tokens = 0

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from titan_sparse.config.reading import ConfigError, checked, require
-from titan_sparse.config.sections import Data
+from titan_sparse.config.sections import Config, Data
+from titan_sparse.models.huggingface_files import TOKENIZERS, files_to_copy
 from titan_sparse.options import show
 
 FORMATS = ("text", "messages", "prompt_completion")
@@ -206,15 +207,45 @@ def in_words(files_of_kind: dict[str, list[Path]]) -> str:
     return ", ".join(parts)
 
 
-def tokenizer_file(name: str) -> Path:
-    """The tokenizer.json that data.tokenizer names, by its own path or by that of its folder. Raises
-    ConfigError if there is no such file."""
-    path = Path(name).expanduser()
-    if os.path.isdir(path):
-        path = path / "tokenizer.json"
+def tokenizer_name(config: Config) -> str:
+    """data.tokenizer. Where that is empty: the folder model.initial_hf, or "bytes" for random weights
+    without a tokenizer of their own.
+
+    Raises ConfigError if the weights of model.initial_hf come without a tokenizer.
+    """
+    folder = config.model.initial_hf
+    if config.data.tokenizer:
+        return config.data.tokenizer
+    if not folder or (config.model.random_weights and not holds_tokenizer(folder)):
+        return "bytes"
     require(
-        os.path.isfile(path),
+        holds_tokenizer(folder),
+        f"model.initial_hf = {show(folder)} holds no tokenizer; write data.tokenizer = the folder of "
+        'the one that the model was trained with, or "bytes"',
+    )
+    return folder
+
+
+def holds_tokenizer(folder: str) -> bool:
+    """Whether a Hugging Face folder has a tokenizer, in any form."""
+    return any(
+        os.path.isfile(os.path.join(os.path.expanduser(folder), name)) for name in TOKENIZERS
+    )
+
+
+def tokenizer_folder(name: str) -> Path:
+    """The folder of data.tokenizer, which names it or a tokenizer.json in it.
+
+    Raises ConfigError if there is no tokenizer, and ValueError if one of its files is a link that
+    leaves the folder.
+    """
+    path = Path(name).expanduser()
+    is_there = holds_tokenizer(str(path)) if os.path.isdir(path) else os.path.isfile(path)
+    require(
+        is_there,
         f'data.tokenizer = {show(name)}: this file does not exist; write "bytes" or the path of a '
         "tokenizer.json",
     )
-    return path
+    folder = path if os.path.isdir(path) else path.parent
+    files_to_copy(str(folder), "data.tokenizer")
+    return folder

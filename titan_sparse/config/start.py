@@ -16,7 +16,8 @@ from titan_sparse.config.sources import (
     is_path,
     single_source,
     source_weights,
-    tokenizer_file,
+    tokenizer_folder,
+    tokenizer_name,
 )
 from titan_sparse.models.huggingface_files import files_to_copy
 from titan_sparse.options import show
@@ -94,8 +95,9 @@ def check_start(config: Config) -> None:
         _check_source(
             single_source(config.validation.source, "validation.source"), "validation.source"
         )
-    if config.data.tokenizer != "bytes":
-        tokenizer_file(config.data.tokenizer)
+    tokenizer = tokenizer_name(config)
+    if tokenizer != "bytes":
+        tokenizer_folder(tokenizer)
     costs = config.attention.balance_costs
     require(
         not costs or os.path.isfile(costs),
@@ -105,8 +107,6 @@ def check_start(config: Config) -> None:
     _check_first_checkpoint(config.checkpoint, Path(config.training.output_dir))
     if config.checkpoint.last_save_in_hf:
         files_to_copy(config.model.initial_hf)
-        if config.data.tokenizer != "bytes":
-            files_to_copy(str(tokenizer_file(config.data.tokenizer).parent), "data.tokenizer")
 
 
 def _check_output_dir(name: str) -> None:

@@ -2,6 +2,6 @@
 
 from titan_sparse.data.documents import open_source
 from titan_sparse.data.loader import Batch, PackedLoader, build_loader
-from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
+from titan_sparse.data.tokenizer import Tokenizer, open_tokenizer
 
-__all__ = ["Batch", "PackedLoader", "Tokenizer", "build_loader", "load_tokenizer", "open_source"]
+__all__ = ["Batch", "PackedLoader", "Tokenizer", "build_loader", "open_tokenizer", "open_source"]

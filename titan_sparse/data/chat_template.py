@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from titan_sparse.config.checking import chat_template_kwargs
 from titan_sparse.config.sections import Data
-from titan_sparse.config.sources import source_weights, tokenizer_file
+from titan_sparse.config.sources import source_weights
 from titan_sparse.data.rows import (
     Arguments,
     BadSample,
@@ -27,15 +27,13 @@ from titan_sparse.data.rows import (
     with_arguments,
 )
 from titan_sparse.data.shards import is_prepared
-from titan_sparse.data.tokenizer import read_config, token_text
-from titan_sparse.models.huggingface_files import files_to_copy
+from titan_sparse.data.tokenizer import Tokenizer
+from titan_sparse.models.huggingface_files import CHAT_TEMPLATE, MORE_TEMPLATES, files_to_copy
 
-FILE = "chat_template.jinja"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DAY = datetime.datetime(2024, 7, 26)
 """Some templates write today's date, but samples must be the same on every day. This is Llama 3.1's
 date."""
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 _SECONDS = 10
 """Time limit of a template for one chat. Milliseconds are usual."""
 
@@ -44,9 +42,8 @@ class ChatTemplate:
     """A template with the special tokens that it may name.
 
     texts: templates by name: "default", and optionally "tool_use" for chats with tools. kwargs:
-    values of the template's own variables, such as enable_thinking. Raises ValueError if
-    transformers is missing, if a text is not a template, and for a variable that the template does
-    not read.
+    values of the template's own variables, such as enable_thinking. Raises ValueError if a text is not
+    a template, and for a variable that the template does not read.
     """
 
     def __init__(
@@ -55,17 +52,13 @@ class ChatTemplate:
         special_tokens: dict[str, str],
         kwargs: dict[str, Any] | None = None,
     ) -> None:
-        try:
-            from jinja2 import meta
-            from transformers.utils.chat_template_utils import (
-                _compile_jinja_template,
-                _render_with_assistant_indices,
-            )
-        except ImportError as error:
-            raise ValueError(
-                'data.format = "messages" renders chats by transformers, which is missing here; '
-                'pip install "titan-sparse[huggingface]"'
-            ) from error
+        # Only here, because the import takes seconds.
+        from jinja2 import meta
+        from transformers.utils.chat_template_utils import (
+            _compile_jinja_template,
+            _render_with_assistant_indices,
+        )
+
         self._render = _render_with_assistant_indices
         # Past the cache: what is changed in this environment must not reach other users.
         environment = _compile_jinja_template.__wrapped__("").environment
@@ -220,58 +213,48 @@ def _generate_with_checks(generate: Any, tree: Any, *args: Any, **kwargs: Any) -
     return generate(tree, *args, **kwargs)
 
 
-def load_template(data: Data, model_folder: str) -> ChatTemplate:
+def load_template(data: Data, model_folder: str, tokenizer: Tokenizer) -> ChatTemplate:
     """Load the template that data.chat_template names, else that of the tokenizer, else of the
     model.
 
     data.chat_template is a file or a folder. Raises ValueError, naming the key, if there is no
     template or it cannot be read.
     """
-    folder = _tokenizer_folder(data)
-    # The byte tokenizer has no such tokens, so a template that writes them writes nothing.
-    special_tokens = {"bos_token": "", "eos_token": ""}
-    if folder:
-        config = read_config(folder, "data.tokenizer")
-        named = {key: token_text(config.get(key)) for key in _SPECIAL}
-        special_tokens = {key: token for key, token in named.items() if isinstance(token, str)}
-    texts = _find_texts(data, [folder, model_folder])
+    texts = _find_texts(data, [tokenizer.folder, model_folder])
     if not texts:
         raise ValueError(
             f'neither data.tokenizer = "{data.tokenizer}" nor model.initial_hf = "{model_folder}" '
-            f'has a chat template; write data.chat_template = "{FILE}"'
+            f'has a chat template; write data.chat_template = "{CHAT_TEMPLATE}"'
         )
-    return ChatTemplate(texts, special_tokens, chat_template_kwargs(data))
+    return ChatTemplate(texts, tokenizer.special_tokens, chat_template_kwargs(data))
 
 
-def exported_files(data: Data, model_folder: str) -> dict[str, bytes]:
+def exported_files(data: Data, model_folder: str, tokenizer: Tokenizer) -> dict[str, bytes]:
     """Name -> content of the files that are saved next to a trained model: the tokenizer and the
-    chat template of its run, and generation_config.json of model.initial_hf.
+    chat template of its run.
 
-    transformers has no byte tokenizer, so a run on bytes exports the model's own tokenizer. Raises
-    ValueError, naming the key, for a file that cannot be read, and for a link that leaves its
-    folder.
+    transformers has no byte tokenizer, so a run on bytes exports none. Raises ValueError, naming the
+    key, for a file that cannot be read, and for a link that leaves its folder.
     """
-    files = files_to_copy(model_folder)
-    folder = _tokenizer_folder(data)
-    if folder:
-        beside = {name: path for name, path in files.items() if name == "generation_config.json"}
-        files = {**files_to_copy(str(folder), "data.tokenizer"), **beside}
-        files["tokenizer.json"] = tokenizer_file(data.tokenizer)
-    contents = {name: path.read_bytes() for name, path in files.items()}
+    contents: dict[str, bytes] = {}
+    if tokenizer.folder is not None:
+        files = files_to_copy(str(tokenizer.folder), "data.tokenizer")
+        contents = {name: path.read_bytes() for name, path in files.items()}
+        contents |= tokenizer.own_files()
     # Prepared tokens hold the template that was used to make them.
     prepared = [Path(source).expanduser() for source in source_weights(data.source)]
     prepared = [path for path in prepared if is_prepared(str(path))]
-    texts = _find_texts(data, [*prepared, folder, model_folder])
+    texts = _find_texts(data, [*prepared, tokenizer.folder, model_folder])
     if texts:
-        contents.pop("chat_template.json", None)
+        contents = {name: raw for name, raw in contents.items() if not _is_template(name)}
     for name, text in texts.items():
-        place = FILE if name == "default" else f"additional_chat_templates/{name}.jinja"
+        place = CHAT_TEMPLATE if name == "default" else f"{MORE_TEMPLATES}/{name}.jinja"
         contents[place] = text.encode()
     return contents
 
 
-def _tokenizer_folder(data: Data) -> Path | None:
-    return None if data.tokenizer == "bytes" else tokenizer_file(data.tokenizer).parent
+def _is_template(name: str) -> bool:
+    return name.startswith((CHAT_TEMPLATE, MORE_TEMPLATES, "chat_template.json"))
 
 
 def _find_texts(data: Data, folders: list[Path | str | None]) -> dict[str, str]:
@@ -283,22 +266,50 @@ def _find_texts(data: Data, folders: list[Path | str | None]) -> dict[str, str]:
     texts = find_template(path) if path.is_dir() else {"default": _read(path)}
     if not texts:
         raise ValueError(
-            f'data.chat_template = "{data.chat_template}" does not hold {FILE}; write a file'
+            f'data.chat_template = "{data.chat_template}" does not hold {CHAT_TEMPLATE}; write a file'
         )
     return texts
 
 
 def find_template(folder: Path) -> dict[str, str]:
-    """The templates of a Hugging Face folder by name; empty if it has none."""
-    if (folder / FILE).is_file():
-        return {"default": _read(folder / FILE)}
-    template = read_config(folder, "data.chat_template").get("chat_template")
-    if isinstance(template, str):
-        return {"default": template}
-    if isinstance(template, list):
-        named = {item["name"]: item["template"] for item in template}
-        return named if "default" in named else {}
-    return {}
+    """The templates of a Hugging Face folder by name; empty if it has no default one.
+
+    A folder may have a template without a tokenizer, so transformers' AutoTokenizer cannot read it.
+    As there, files come before the entry of tokenizer_config.json.
+    """
+    files = files_to_copy(str(folder), "data.chat_template")
+    texts = {}
+    for place, path in files.items():
+        if place.endswith(".jinja"):
+            name = "default" if place == CHAT_TEMPLATE else Path(place).stem
+            texts[name] = _read(path)
+    if not texts:
+        texts = _templates_of(_read_config(folder))
+    return texts if "default" in texts else {}
+
+
+def _templates_of(config: dict[str, Any]) -> dict[str, str]:
+    """The templates by name that a tokenizer_config.json holds."""
+    entry = config.get("chat_template") or {}
+    if isinstance(entry, str):
+        return {"default": entry}
+    if isinstance(entry, list):
+        return {item["name"]: item["template"] for item in entry}
+    return entry
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The tokenizer_config.json of a folder; empty without one."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"data.chat_template: {path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"data.chat_template: {path} holds no table; write a JSON object")
+    return config
 
 
 def _read(path: Path) -> str:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from titan_sparse.config.sections import Data
 from titan_sparse.data.chat_template import ChatTemplate, load_template
 from titan_sparse.data.rows import BadSample, Message, with_argument
-from titan_sparse.data.tokenizer import Encoded, SampleFormat, Tokenizer
+from titan_sparse.data.tokenizer import Encoded, SampleFormat, Tokenizer, begun
 
 Letters = tuple[int, int]
 """[start, stop) in a text."""
@@ -88,7 +88,7 @@ class ChatEncoder:
         return self._closed(np.empty(0, dtype=np.int32), np.empty(0, dtype=bool), False)
 
     def _load(self) -> None:
-        self._template = load_template(self.data, self.model_folder)
+        self._template = load_template(self.data, self.model_folder, self.tokenizer)
         for_training = self._template.for_training()
         if for_training is None:
             return
@@ -112,13 +112,16 @@ class ChatEncoder:
 
     def _strings(self, prompt: str, completion: str) -> Encoded:
         """Tokenize the prompt alone, as it is at inference. The completion is what follows."""
-        head = self.tokenizer.encode(prompt)
-        whole = self.tokenizer.encode(prompt + completion)
+        begin = self.tokenizer.begin if self.data.add_bos else self.tokenizer.begin[:0]
+        head = begun(self.tokenizer.encode(prompt), begin)
+        whole = begun(self.tokenizer.encode(prompt + completion), begin)
         if not np.array_equal(whole[: len(head)], head):
             # A token crosses the boundary between prompt and completion.
             whole = np.concatenate([head, self.tokenizer.encode(completion)])
         learned = (np.arange(len(whole)) >= len(head)) | (self.data.loss_on == "all")
-        # Not _closed(): a completion that spells out the end-of-document token does not end there.
+        # A completion may spell out the token that ends it, but a prompt that does goes on.
+        if len(whole) > len(head) and whole[-1] == self.tokenizer.end_of_document:
+            return Encoded(whole, learned)
         tokens = np.append(whole, np.int32(self.tokenizer.end_of_document))
         return Encoded(tokens, np.append(learned, True))
 

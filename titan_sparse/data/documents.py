@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from titan_sparse.config.sections import Data
@@ -31,7 +32,7 @@ from titan_sparse.data.rows import (
     table_row,
 )
 from titan_sparse.data.shards import TokenShards, is_prepared
-from titan_sparse.data.tokenizer import Encoded, SampleFormat, Tokenizer, closed
+from titan_sparse.data.tokenizer import Encoded, SampleFormat, Tokenizer, framed
 
 logger = logging.getLogger("titan_sparse")
 
@@ -298,8 +299,9 @@ MOST_KEPT = 1 << 24
 class TokenizedTexts:
     """Documents of a source. They are tokenized when they, or their lengths, are asked for.
 
-    With an `encoder`, the texts of the source are samples of chats. Lengths are kept in memory, and
-    so are MOST_KEPT tokens. Lengths and tokens include the end-of-document token.
+    With an `encoder`, the texts of the source are samples of chats. `add_bos` says whether texts
+    begin with the tokenizer's `begin`. Lengths are kept in memory, and so are MOST_KEPT tokens.
+    Lengths and tokens include the tokens that are added.
     """
 
     total_tokens = 0
@@ -310,10 +312,13 @@ class TokenizedTexts:
         source: LazyTexts | list[str],
         tokenizer: Tokenizer,
         encoder: ChatEncoder | None = None,
+        add_bos: bool = True,
     ) -> None:
         self.source = source
         self.tokenizer = tokenizer
         self.encoder = encoder
+        # What stands before a text, int32 [n].
+        self.begin = tokenizer.begin if add_bos else tokenizer.begin[:0]
         self.sample_format = encoder.sample_format if encoder else SampleFormat()
         # Lengths include the end-of-document token, so 0 means "not known yet".
         self._lengths = np.zeros(len(source), dtype=np.int64)
@@ -355,7 +360,11 @@ class TokenizedTexts:
         if self.encoder:
             yield self.encoder.encode(text)
         else:
-            yield closed(self.tokenizer.encode(text), self.tokenizer.end_of_document)
+            yield self.framed(self.tokenizer.encode(text))
+
+    def framed(self, ids: NDArray[np.integer]) -> Encoded:
+        """A document of these tokens, int [n], and those that are added."""
+        return framed(ids, self.begin, self.tokenizer.end_of_document)
 
 
 Documents = TokenizedTexts | TokenShards
@@ -388,10 +397,16 @@ def open_documents(data: Data, tokenizer: Tokenizer, model_folder: str = "") -> 
                     f"data.{name} would be ignored with the prepared tokens of "
                     f'data.source = "{data.source}"; leave it out'
                 )
-        return TokenShards(data.source, tokenizer)
+        shards = TokenShards(data.source, tokenizer)
+        if len(shards.begin) and not data.add_bos:
+            raise ValueError(
+                f'data.add_bos = false: the tokens of data.source = "{data.source}" were prepared with '
+                "a token before each text; prepare them with --no-add-bos, or leave data.add_bos out"
+            )
+        return shards
     if data.format == "text":
-        return TokenizedTexts(open_source(data), tokenizer)
+        return TokenizedTexts(open_source(data), tokenizer, add_bos=data.add_bos)
     encoder = ChatEncoder(data, tokenizer, model_folder)
     if encoder.notice:
         logger.warning("%s: %s", data.source, encoder.notice)
-    return TokenizedTexts(open_source(data), tokenizer, encoder)
+    return TokenizedTexts(open_source(data), tokenizer, encoder, data.add_bos)

@@ -298,7 +298,7 @@ def build_loader(
     source or the tokenizer cannot be opened.
     """
     if tokenizer is None:
-        tokenizer = load_tokenizer(data.tokenizer, data.split_special_tokens)
+        tokenizer = load_tokenizer(data.tokenizer or "bytes", data.split_special_tokens)
     streams: list[Stream] = []
     for source, row_format in source_formats(data).items():
         part = replace(data, source=source, format=row_format)

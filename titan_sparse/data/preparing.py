@@ -128,7 +128,7 @@ def prepare(recipe: Recipe, out: str, processes: int = 1) -> dict[str, Any]:
     writer = Writer(recipe, folder)
     # With these files, the folder can also be used as data.tokenizer.
     lent = Data(tokenizer=recipe.tokenizer, chat_template=recipe.chat_template)
-    beside = exported_files(lent, "")
+    beside = exported_files(lent, "", writer.tokenizer)
     if writer.encoder and writer.encoder.notice:
         logger.warning(writer.encoder.notice)
     _check_plan(folder, out, _plan(writer))
@@ -169,7 +169,7 @@ def _write_shards(writer: Writer, missing: list[int], processes: int) -> Iterato
     # Do not fork this process, because the libraries that read and tokenize have started threads.
     # The fork server has only imported them.
     context = get_context("forkserver")
-    context.set_forkserver_preload(["datasets", __name__])
+    context.set_forkserver_preload(["datasets", "transformers", __name__])
     pool = ProcessPoolExecutor(processes, context, _start_worker, (writer.recipe, writer.folder))
     try:
         futures = [pool.submit(_write, number) for number in missing]
@@ -194,6 +194,8 @@ def _plan(writer: Writer) -> dict[str, Any]:
         **digests,
         "source": str(path.resolve()) if path.exists() else writer.recipe.source,
         "end_of_document": tokenizer.end_of_document,
+        # Not the option: most tokenizers have no such token.
+        "add_bos": bool(len(writer.rows.begin) and writer.rows.sample_format.takes_bos),
         "vocab_size": tokenizer.vocab_size,
         "shard_rows": writer.shard_rows,
         "rows": len(writer.rows),
@@ -217,7 +219,7 @@ def _check_plan(folder: Path, out: str, plan: dict[str, Any]) -> None:
         write_json(path, plan)
         return
     # A folder of an older version lacks newer options, and was written with their defaults.
-    saved = _options(Recipe()) | _read_counts(path)
+    saved = _options(Recipe(add_bos=False)) | _read_counts(path)
     differences = []
     for key, value in plan.items():
         # Two paths that are written differently name the same file if the digests are equal.

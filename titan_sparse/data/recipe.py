@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from titan_sparse.config.checking import check_formats
-from titan_sparse.config.sections import Data
+from titan_sparse.config.sections import Data, Text
 from titan_sparse.config.sources import files_below, in_words
 from titan_sparse.data.chats import ChatEncoder
 from titan_sparse.data.documents import (
@@ -28,7 +28,7 @@ from titan_sparse.data.documents import (
     join_files,
     open_source,
 )
-from titan_sparse.data.tokenizer import Encoded, Tokenizer, closed, load_tokenizer
+from titan_sparse.data.tokenizer import Encoded, Tokenizer, load_tokenizer
 from titan_sparse.options import Count, check_value
 
 logger = logging.getLogger("titan_sparse")
@@ -44,6 +44,8 @@ class Recipe(Data):
     source may also be a folder of repositories or of MDS shards.
     """
 
+    tokenizer: Text = "bytes"
+    """bytes, or the folder of a tokenizer, or its tokenizer.json"""
     source_tokenizer: str = ""
     """tokenizer.json that made the ids of MDS shards"""
     document: Literal["row", "folder", "source"] = "row"
@@ -57,7 +59,7 @@ class Recipe(Data):
     """rows of a shard; 0: so many that there are about 128 shards"""
 
 
-OPTIONS = ("tokenizer", "format", *ROW_OPTIONS, "split_special_tokens") + tuple(
+OPTIONS = ("tokenizer", "format", *ROW_OPTIONS, "split_special_tokens", "add_bos") + tuple(
     item.name for item in fields(Recipe)[len(fields(Data)) :]
 )
 """Fields of Recipe that prepare_data has options for, and that plan.json holds."""
@@ -83,14 +85,15 @@ def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> TokenizedTexts:
     if reads_mds:
         name = recipe.source_tokenizer
         source_tokenizer = load_tokenizer(name) if name else None
-        return MDSRows(recipe.source, recipe.text_field, tokenizer, source_tokenizer)
+        add_bos = recipe.add_bos
+        return MDSRows(recipe.source, recipe.text_field, tokenizer, source_tokenizer, add_bos)
     if recipe.document != "row":
         texts = open_folder(recipe.source, whole=recipe.document == "source")
-        return TokenizedTexts(texts, tokenizer)
+        return TokenizedTexts(texts, tokenizer, add_bos=recipe.add_bos)
 
     check_formats(recipe)
     encoder = None if recipe.format == "text" else ChatEncoder(recipe, tokenizer)
-    return TokenizedTexts(open_source(recipe), tokenizer, encoder)
+    return TokenizedTexts(open_source(recipe), tokenizer, encoder, recipe.add_bos)
 
 
 def _refuse_unused(recipe: Recipe, reads_mds: bool) -> None:
@@ -123,7 +126,12 @@ class MDSRows(TokenizedTexts):
     """
 
     def __init__(
-        self, source: str, text_field: str, tokenizer: Tokenizer, source_tokenizer: Tokenizer | None
+        self,
+        source: str,
+        text_field: str,
+        tokenizer: Tokenizer,
+        source_tokenizer: Tokenizer | None,
+        add_bos: bool = True,
     ) -> None:
         self.folder = source
         self.source_tokenizer = source_tokenizer
@@ -132,7 +140,7 @@ class MDSRows(TokenizedTexts):
         self.rows = _library().LocalDataset(str(folder))
         infos = [info for shard in self.rows.shards for info, _ in shard.file_pairs]
         states = file_states(folder / name for name in [INDEX, *(info.basename for info in infos)])
-        super().__init__(LazyTexts((), str, states), tokenizer)
+        super().__init__(LazyTexts((), str, states), tokenizer, add_bos=add_bos)
         columns = self.rows.shards[0].column_names
         if self.column not in columns:
             raise ValueError(
@@ -150,9 +158,8 @@ class MDSRows(TokenizedTexts):
             columns = self.rows[row]
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.folder}, row {row + 1}: not UTF-8 ({error.reason})") from error
-        end = self.tokenizer.end_of_document
         if self.source_tokenizer is None:
-            yield closed(self.tokenizer.encode(columns[self.column]), end)
+            yield self.framed(self.tokenizer.encode(columns[self.column]))
             return
         ids = np.asarray(columns[self.column]).astype(np.int32).ravel()
         # [documents, 2]: [start, stop) of each; without indices, the row is one document.
@@ -161,9 +168,7 @@ class MDSRows(TokenizedTexts):
             part = ids[start:stop]
             if self.source_tokenizer.digest != self.tokenizer.digest:
                 part = self.tokenizer.encode(self.source_tokenizer.decode(part))
-            elif len(part) and part[-1] == end:
-                part = part[:-1]
-            yield closed(part, end)
+            yield self.framed(part)
 
 
 def unpack(source: str) -> None:
@@ -185,7 +190,7 @@ def _library() -> Any:
     except ImportError as error:
         raise ValueError(
             "MDS shards need the package mosaicml-streaming, which is missing or incomplete here "
-            f'({error}); pip install "titan-sparse[mds]", in an environment of its own'
+            f"({error}); pip install --no-deps mosaicml-streaming, and what it imports"
         ) from error
     return streaming
 

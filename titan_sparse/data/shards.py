@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from titan_sparse.config.sections import Data
+from titan_sparse.config.sources import source_weights
 from titan_sparse.data.tokenizer import Encoded, SampleFormat, Tokenizer
 
 FORMAT = "titan_sparse tokens 1"
@@ -92,6 +94,14 @@ def is_prepared(source: str) -> bool:
     return any(_has_format(path / name) for name in (META, PLAN))
 
 
+def adds_bos(data: Data) -> bool:
+    """Whether texts of a run begin with the tokenizer's `begin`: data.add_bos, unless all parts of
+    data.source are prepared tokens without it."""
+    paths = [Path(source).expanduser() for source in source_weights(data.source)]
+    metas = [read_meta(path / META) for path in paths]
+    return data.add_bos and (not all(metas) or any(meta.get("add_bos") for meta in metas))
+
+
 class TokenShards:
     """Documents of a folder of shards, in the order of the source. The tokens of a large folder are
     not read before they are asked for.
@@ -121,6 +131,8 @@ class TokenShards:
             if meta["format"] == FORMAT_OF_CHATS:
                 made_by = (meta["row_format"], meta["loss_on"], meta["template_digest"])
                 self.sample_format = SampleFormat(*made_by)
+            # What stands before a text, int32 [n]; a folder of an older version has nothing there.
+            self.begin = tokenizer.begin if meta.get("add_bos") else tokenizer.begin[:0]
             self.dtype = np.dtype(meta["dtype"]).newbyteorder("<")
             is_chat = self.sample_format.is_chat
             for counts in meta["shards"]:
@@ -206,10 +218,16 @@ class TokenShards:
 
 
 def _has_format(path: Path) -> bool:
+    return bool(read_meta(path))
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """The content of a meta.json or plan.json of shards; empty if it is not one."""
     try:
-        return json.loads(path.read_text(encoding="utf-8")).get("format") in FORMATS
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        return meta if meta.get("format") in FORMATS else {}
     except (OSError, ValueError, AttributeError):
-        return False
+        return {}
 
 
 def read_offsets(

@@ -81,11 +81,13 @@ class Stream(ABC):
 
     def fingerprint(self) -> dict[str, int | float | str]:
         """What decides the stream. With another fingerprint, a cursor points to other tokens."""
+        adds_bos = len(self.documents.begin) and self.documents.sample_format.takes_bos
         return {
             "documents": len(self.documents),
             "tokens": self.documents.total_tokens,
             "vocab_size": self.tokenizer.vocab_size,
             "split_special_tokens": int(self.tokenizer.split_special_tokens),
+            "add_bos": int(adds_bos),
             "sequences": self.data.sequences,
             "seq_len": self.seq_len,
             "seed": self.seed,

@@ -1,5 +1,10 @@
-"""Convert between text and token ids, by raw bytes or a local tokenizer.json. Also defines what a
-row of a source becomes: tokens, and which of them are learned."""
+"""Convert between text and token ids, by raw bytes or a tokenizer of Hugging Face. Also defines what
+a row of a source becomes: tokens, and which of them are learned.
+
+transformers reads a tokenizer from up to ten files, among them the model's config.json, and some of
+its classes replace parts of tokenizer.json. Whoever serves the model reads it in this way, so we do
+too.
+"""
 
 import hashlib
 import json
@@ -11,10 +16,29 @@ import numpy as np
 import tokenizers
 from numpy.typing import ArrayLike, NDArray
 
-from titan_sparse.config.sources import tokenizer_file
+from titan_sparse.config.reading import require
+from titan_sparse.config.sections import Config
+from titan_sparse.config.sources import holds_tokenizer, tokenizer_folder, tokenizer_name
+from titan_sparse.options import show
 
 END_OF_DOCUMENT_TOKENS = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>"]
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
 PADDING_TOKENS = ["<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>"]
+
+
+PROBE = (
+    "I'm sure they'LL say: don't!",
+    "  two blanks, a\ttab,\r\nlines\n\n\n  and more \n",
+    "In 2024, 1234567.89 + 0x1F = 3,000",
+    "Ünïcode e\u0301 \ufb01 \uff21 \u1e9e ß \u200d ½",
+    "\u65e5\u672c\u8a9e \ud55c\uad6d\uc5b4 \u0627\u0644\u0639 \u0939\u093f",
+    "\U0001f600\U0001f469\u200d\U0001f680 ...!!! --- ___ ## //",
+    "def f(x_1):\n    return {'a': [x_1, \"b\"]}  # CamelCase HTTPServer",
+    " <s> </s> <unk> <a>\n<b> [INST]x",
+)
+"""Texts on which tokenizers differ if they differ at all: contractions, blanks, numbers, letters that
+normalizers change, scripts, symbols, and code."""
 
 
 class ByteTokenizer:
@@ -24,6 +48,9 @@ class ByteTokenizer:
     whether special tokens that are spelled out in a text are split like other text. `special_ids`
     are the tokens that are not text: ends of documents and turns, roles, padding. `added_ids` are
     these and all other tokens that were added to the vocabulary of a text.
+    `begin`, int32 [n], are the tokens that stand before a text, such as <|begin_of_text|>, mostly none.
+    `special_tokens` are the variables of a chat template, such as "eos_token", and `folder` is
+    where its files lie.
     """
 
     vocab_size = 258
@@ -33,6 +60,10 @@ class ByteTokenizer:
     split_special_tokens = False
     special_ids = frozenset((256, 257))
     added_ids = special_ids
+    begin = np.empty(0, dtype=np.int32)
+    # It has no such tokens as text, so a template that writes them writes nothing.
+    special_tokens = {"bos_token": "", "eos_token": ""}
+    folder = None
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids of a text, int32 [length]. No special tokens are added."""
@@ -65,32 +96,44 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer.json. The tokenizer_config.json next to it names the special tokens. Without it,
-    they are found by well-known names.
+    """The tokenizer that transformers reads from a folder, or from a tokenizer.json in it.
 
-    Raises ValueError, naming data.tokenizer, if the file cannot be read or has no end-of-document
-    token.
+    Where no file names the end-of-document token, it is found by well-known names, and so is the
+    padding token. Raises ValueError, naming data.tokenizer, if the tokenizer cannot be read or has no
+    end-of-document token.
     """
 
-    def __init__(self, path: Path, split_special_tokens: bool) -> None:
-        self._tokenizer = _read_tokenizer(path)
-        self._tokenizer.encode_special_tokens = split_special_tokens
-        self.split_special_tokens = split_special_tokens
-        self.digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        config = read_config(path.parent, "data.tokenizer")
-        end = _special_token(self._tokenizer, config, "eos_token", END_OF_DOCUMENT_TOKENS)
-        if end is None:
-            raise ValueError(
-                f'data.tokenizer = "{path}" has no end-of-document token; '
-                'name one as "eos_token" in a tokenizer_config.json beside it'
-            )
-        padding = _special_token(self._tokenizer, config, "pad_token", PADDING_TOKENS)
-        self.end_of_document: int = end
-        self.padding: int = end if padding is None else padding
+    def __init__(self, name: str, split_special_tokens: bool) -> None:
+        read = read_tokenizer(name)
+        self.folder = tokenizer_folder(name)
+        self.special_tokens: dict[str, str] = read.special_tokens_map
+        self.end_of_document: int = read.eos_token_id
+        backend = read.backend_tokenizer
+        # Files saved after fine-tuning often cut or pad to a fixed length, which would silently
+        # damage long documents.
+        backend.no_truncation()
+        backend.no_padding()
+        self.begin = _added_in_front(backend)
+        # We add tokens ourselves, and a processor removes blanks from the letters of a token.
+        backend.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+        backend.encode_special_tokens = False
+        self._tokenizer = backend
+        self._name = name
+        # transformers 4 knows TokenizersBackend by its old name alone.
+        self._class = type(read).__name__.replace("TokenizersBackend", "PreTrainedTokenizerFast")
+        path = _file_of(name)
+        # Whether tokenizer.json alone decides over the tokens.
+        self._is_plain = path is not None and _is_as_in(path, backend)
+        content = path.read_bytes() if self._is_plain else backend.to_str().encode()
+        self.digest = hashlib.sha256(content).hexdigest()
+        self.split_special_tokens = split_special_tokens or read.split_special_tokens
+        backend.encode_special_tokens = self.split_special_tokens
+        found = [read.pad_token_id, *map(backend.token_to_id, PADDING_TOKENS), self.end_of_document]
+        self.padding: int = next(token_id for token_id in found if token_id is not None)
         # Not the number of tokens: ids may have gaps, and an embedding must hold the largest.
-        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        ids = backend.get_vocab(with_added_tokens=True).values()
         self.vocab_size: int = max(ids) + 1
-        added = self._tokenizer.get_added_tokens_decoder()
+        added = backend.get_added_tokens_decoder()
         special = {token_id for token_id, token in added.items() if token.special}
         self.special_ids = frozenset(special | {self.end_of_document, self.padding})
         self.added_ids = self.special_ids | frozenset(added)
@@ -108,6 +151,140 @@ class FileTokenizer:
 
     def spell(self, ids: ArrayLike) -> str:
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+
+    def own_files(self) -> dict[str, bytes]:
+        """Name -> content of what a copy of the tokenizer needs beside the files of its folder."""
+        files = {}
+        if _is_renamed(self._name):
+            files[TOKENIZER_FILE] = Path(self._name).expanduser().read_bytes()
+        path = self.folder / CONFIG_FILE
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        # Without an entry, the config.json of the copy would choose the class.
+        if str(config.get("tokenizer_class")).removesuffix("Fast") != self._class.removesuffix(
+            "Fast"
+        ):
+            config["tokenizer_class"] = self._class
+            files[CONFIG_FILE] = json.dumps(config, indent=2).encode()
+        return files
+
+    def extends(self, other: "FileTokenizer") -> bool:
+        """Whether every token of `other` has the same id here, and texts are split in the same
+        way. Tokens may have been added."""
+        vocabularies = [
+            tokenizer._tokenizer.get_vocab(with_added_tokens=True) for tokenizer in (self, other)
+        ]
+        is_larger = vocabularies[1].items() <= vocabularies[0].items()
+        return is_larger and _has_same_tokens(self._tokenizer, other._tokenizer)
+
+
+def read_tokenizer(name: str) -> Any:
+    """transformers' tokenizer of data.tokenizer = `name`, which runs no code of the folder.
+
+    Raises ValueError, one line that names the key, if transformers cannot read it, if it has no
+    backend of the tokenizers library, or if it has no end-of-document token.
+    """
+    folder = tokenizer_folder(name)
+    # Only here, because the import takes a second.
+    from transformers import AutoTokenizer
+
+    own = {"tokenizer_file": str(_file_of(name))} if _is_renamed(name) else {}
+    try:
+        read = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False, **own
+        )
+    # The libraries raise errors of any kind.
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"data.tokenizer = {show(name)} is not a tokenizer that transformers can read here, where "
+            f"code of a folder is not run: {type(error).__name__}: {reason}"
+        ) from error
+    if not read.is_fast:
+        raise ValueError(
+            f"data.tokenizer = {show(name)} has the class {type(read).__name__} of Python code alone; "
+            "write a folder with a tokenizer.json"
+        )
+    _check_class(read, name)
+    vocabulary = read.get_vocab()
+    if read.eos_token_id is None:
+        read.eos_token = next((end for end in END_OF_DOCUMENT_TOKENS if end in vocabulary), None)
+    if read.eos_token_id is None:
+        raise ValueError(
+            f"data.tokenizer = {show(name)} has no end-of-document token; "
+            'name one as "eos_token" in a tokenizer_config.json beside it'
+        )
+    return read
+
+
+def _check_class(read: Any, name: str) -> None:
+    """Raises ValueError if a tokenizer cannot turn texts into tokens, or its class in Python does more
+    than its backend, which is all that we use."""
+    for text in PROBE:
+        try:
+            theirs = read(text, add_special_tokens=False)["input_ids"]
+        # The library raises plain Exception.
+        except Exception as error:
+            raise ValueError(
+                f"data.tokenizer = {show(name)} cannot encode {show(text)}: {error}"
+            ) from error
+        require(
+            theirs == _ids(read.backend_tokenizer, text),
+            f"data.tokenizer = {show(name)} has the class {type(read).__name__}, which changes "
+            f"{show(text)} before it is encoded; write a folder with the class TokenizersBackend",
+        )
+
+
+def _file_of(name: str) -> Path | None:
+    """The tokenizer.json of data.tokenizer = `name`, if it has one."""
+    path = Path(name).expanduser()
+    path = path / TOKENIZER_FILE if path.is_dir() else path
+    return path if path.is_file() else None
+
+
+def _is_renamed(name: str) -> bool:
+    """Whether data.tokenizer is a file that transformers would not find by its name."""
+    path = Path(name).expanduser()
+    return path.is_file() and path.name != TOKENIZER_FILE
+
+
+def _added_in_front(backend: tokenizers.Tokenizer) -> NDArray[np.int32]:
+    """The tokens that a tokenizer puts before a text, int32 [n]."""
+    text = backend.encode("a", add_special_tokens=False).ids
+    whole = backend.encode("a", add_special_tokens=True).ids
+    starts = range(len(whole) - len(text) + 1)
+    count = next((start for start in starts if whole[start:][: len(text)] == text), 0)
+    return np.asarray(whole[:count], dtype=np.int32)
+
+
+def _has_same_tokens(one: tokenizers.Tokenizer, other: tokenizers.Tokenizer) -> bool:
+    """Whether texts without added tokens become the same tokens.
+
+    Tokenizers are compared by what they do. Their settings differ between a file and the class of
+    transformers that reads it, but mostly in ways that do not matter.
+    """
+    return all(_ids(one, text) == _ids(other, text) for text in PROBE)
+
+
+def _ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    return backend.encode(text, add_special_tokens=False).ids
+
+
+def _added(backend: tokenizers.Tokenizer) -> dict[int, str]:
+    """What each added token is, by its id."""
+    return {number: repr(token) for number, token in backend.get_added_tokens_decoder().items()}
+
+
+def _is_as_in(path: Path, backend: tokenizers.Tokenizer) -> bool:
+    """Whether texts become the tokens that tokenizer.json alone says: no other file and no class of
+    transformers changes them."""
+    plain = tokenizers.Tokenizer.from_file(str(path))
+    plain.no_truncation()
+    plain.no_padding()
+    return (
+        _added(plain) == _added(backend)
+        and plain.get_vocab(with_added_tokens=True) == backend.get_vocab(with_added_tokens=True)
+        and _has_same_tokens(plain, backend)
+    )
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
@@ -127,7 +304,7 @@ def load_tokenizer(name: str, split_special_tokens: bool = False) -> Tokenizer:
     """The tokenizer of data.tokenizer. Raises ValueError, naming the key, if it cannot be used, and
     if special tokens are to be split but the tokenizer has none."""
     if name != "bytes":
-        return FileTokenizer(tokenizer_file(name), split_special_tokens)
+        return FileTokenizer(name, split_special_tokens)
     if split_special_tokens:
         raise ValueError(
             'data.split_special_tokens would be ignored with data.tokenizer = "bytes", which has '
@@ -136,63 +313,42 @@ def load_tokenizer(name: str, split_special_tokens: bool = False) -> Tokenizer:
     return ByteTokenizer()
 
 
-def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    # The library raises plain Exception.
-    except Exception as error:
+def open_tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer of a run. Raises ValueError, one line, if it cannot be used, or has other tokens
+    than that of model.initial_hf and data.other_tokenizer is false."""
+    name = tokenizer_name(config)
+    folder = config.model.initial_hf
+    tokenizer = load_tokenizer(name, config.data.split_special_tokens)
+    same = f"is that of model.initial_hf = {show(folder)}"
+    has_other = False
+    if folder and not config.model.random_weights and holds_tokenizer(folder):
+        has_other = name == "bytes" or not _has_tokens_of(tokenizer, folder, name)
+    else:
+        same = "has no other to differ from"
+    if has_other and not config.data.other_tokenizer:
         raise ValueError(
-            f'data.tokenizer = "{path}" is not a readable tokenizer.json: {error}'
-        ) from error
-    # Files saved after fine-tuning often cut or pad to a fixed length, which would silently damage
-    # long documents.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    # We do not want the tokens that it adds, and it removes blanks from the letters of a token.
-    tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+            f"data.tokenizer = {show(name)} has other tokens than model.initial_hf = {show(folder)}, "
+            "whose weights are of no use with it; leave data.tokenizer out, or write "
+            "data.other_tokenizer = true to train new embeddings"
+        )
+    if config.data.other_tokenizer and not has_other:
+        raise ValueError(
+            f"data.other_tokenizer = true: data.tokenizer = {show(name)} {same}; leave it out"
+        )
     return tokenizer
 
 
-def read_config(folder: Path, key: str) -> dict[str, Any]:
-    """The tokenizer_config.json of a folder; empty without one."""
-    path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
+def _has_tokens_of(tokenizer: FileTokenizer, folder: str, name: str) -> bool:
+    """Whether the tokenizer of data.tokenizer = `name` has the tokens of a model's folder, and perhaps
+    more."""
+    is_there = tokenizer.folder.resolve() == Path(folder).expanduser().resolve()
+    if is_there and not _is_renamed(name):
+        return True
     try:
-        config = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{key}: {path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{key}: {path} holds no table; write a JSON object")
-    return config
-
-
-def token_text(entry: Any) -> Any:
-    """The token of an entry of tokenizer_config.json: a token, or a dict that describes one."""
-    return entry.get("content") if isinstance(entry, dict) else entry
-
-
-def _special_token(
-    tokenizer: tokenizers.Tokenizer, config: dict[str, Any], key: str, candidates: list[str]
-) -> int | None:
-    """Id of the token that the config names under `key`, else of the first candidate in the
-    vocabulary, else None."""
-    named = config.get(key)
-    if named is None:
-        found = [tokenizer.token_to_id(token) for token in candidates]
-        return next((token_id for token_id in found if token_id is not None), None)
-    token = token_text(named)
-    if not isinstance(token, str):
-        raise ValueError(
-            f"data.tokenizer: {key} of tokenizer_config.json is {json.dumps(named)}; write the "
-            "token as a string"
-        )
-    token_id = tokenizer.token_to_id(token)
-    if token_id is None:
-        raise ValueError(
-            f'data.tokenizer: {key} "{token}" of tokenizer_config.json is not in tokenizer.json'
-        )
-    return token_id
+        own = FileTokenizer(folder, tokenizer.split_special_tokens)
+    except ValueError as error:
+        raise ValueError(str(error).replace("data.tokenizer", "model.initial_hf", 1)) from error
+    return tokenizer.extends(own)
 
 
 @dataclass(frozen=True)
@@ -205,6 +361,11 @@ class SampleFormat:
     """data.loss_on; empty for text"""
     template: str = ""
     """digest of the chat template; empty without one"""
+
+    @property
+    def takes_bos(self) -> bool:
+        """Whether data.add_bos counts. What stands in a chat of messages is up to its template."""
+        return self.format != "messages"
 
     @property
     def is_chat(self) -> bool:
@@ -221,7 +382,21 @@ class Encoded(NamedTuple):
     """[length], whether each token is predicted in training; None: all are"""
 
 
-def closed(ids: NDArray[np.integer], end: int) -> Encoded:
-    """The tokens of a text, int [length], followed by the end-of-document token. All are
-    learned."""
-    return Encoded(np.append(ids, np.asarray(end, dtype=ids.dtype)))
+def framed(ids: NDArray[np.integer], begin: NDArray[np.integer], end: int) -> Encoded:
+    """The tokens of a text, int [length], between `begin`, int [n], and the end-of-document token.
+
+    Neither is added where the text has it already, and an empty text has no beginning. All tokens
+    are learned.
+    """
+    if len(ids):
+        ids = begun(ids, begin)
+    if len(ids) == 0 or ids[-1] != end:
+        ids = np.append(ids, np.asarray(end, dtype=ids.dtype))
+    return Encoded(ids)
+
+
+def begun(ids: NDArray[np.integer], begin: NDArray[np.integer]) -> NDArray[np.integer]:
+    """Token ids, int [length], after `begin`, int [n], which is not written twice."""
+    if np.array_equal(ids[: len(begin)], begin):
+        return ids
+    return np.concatenate([begin.astype(ids.dtype), ids])

@@ -91,16 +91,14 @@ def compared(
 
 def _generated(scorer: Scorer, sample: Sample | None, new_tokens: int) -> dict[str, Any]:
     """What the model generates. sample: None takes part in the collectives only."""
-    end = scorer.tokenizer.end_of_document
-    prompt = np.array([end]) if sample is None else sample.prompt
+    prompt = np.array([scorer.tokenizer.end_of_document]) if sample is None else sample.prompt
     most = 1 if sample is None else sample.new_tokens
 
     def stop(tokens: NDArray[np.int64]) -> bool:
-        return len(tokens) == most or tokens[-1] == end
+        return len(tokens) == most or int(tokens[-1]) in scorer.ends
 
     (ids,) = generate(scorer, [prompt], new_tokens, stop)
     if sample is None:
         return {}
-    # Up to the end of the document.
-    ends = np.flatnonzero(ids == end)
+    ends = np.flatnonzero(np.isin(ids, list(scorer.ends)))
     return {"prediction": scorer.tokenizer.decode(ids[: ends[0]] if len(ends) else ids)}

@@ -19,7 +19,7 @@ from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.decode import Cached, attend_cached
 from titan_sparse.data.chat_template import ChatTemplate
 from titan_sparse.data.packing import IGNORED_LABEL
-from titan_sparse.data.tokenizer import Tokenizer
+from titan_sparse.data.tokenizer import Tokenizer, begun
 from titan_sparse.evaluation.scorer import ScoredBatch, Scorer, Sequence, attention_replaced
 from titan_sparse.from_config import has_linear_layers
 from titan_sparse.loss import answer_logits
@@ -145,11 +145,12 @@ def _cached_attention(
 
 
 def encode_prompt(
-    text: str, tokenizer: Tokenizer, template: ChatTemplate | None
+    text: str, tokenizer: Tokenizer, template: ChatTemplate | None, add_bos: bool
 ) -> NDArray[np.int64]:
     """The tokens of a text to continue, or with a template those of a user's message to answer.
 
-    Raises ValueError for a text without tokens, and a message that the template refuses.
+    add_bos: data.add_bos. A template writes such tokens itself. Raises ValueError for a text without
+    tokens, and a message that the template refuses.
     """
     if template is not None:
         message = {"role": "user", "content": text}
@@ -157,6 +158,8 @@ def encode_prompt(
     tokens = tokenizer.encode(text).astype(np.int64)
     if len(tokens) == 0:
         raise ValueError("the prompt has no tokens; write some text")
+    if template is None and add_bos:
+        tokens = begun(tokens, tokenizer.begin)
     return tokens
 
 

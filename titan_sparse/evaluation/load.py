@@ -15,9 +15,10 @@ from titan_sparse.config import (
     resolve_cp_intra,
     world_from_environment,
 )
+from titan_sparse.config.changes import read_saved
 from titan_sparse.config.reading import load_config
-from titan_sparse.config.sources import single_source
-from titan_sparse.data.tokenizer import Tokenizer
+from titan_sparse.config.sources import single_source, tokenizer_name
+from titan_sparse.data.tokenizer import SampleFormat, Tokenizer
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.from_config import build_attends, build_context_parallel
 from titan_sparse.models.build import build_decoder
@@ -37,17 +38,24 @@ _NAMES = ("embed_tokens.", "layers.", "norm.", "lm_head.")
 
 
 def load_for_evaluation(
-    words: list[str], hf: str | None, dense: bool, reads_text: bool = True
+    words: list[str],
+    hf: str | None,
+    dense: bool,
+    checkpoint: str | None = None,
+    reads_text: bool = True,
 ) -> Config:
     """The configuration of `words`, as train.py takes them, not checked yet. Raises ConfigError.
 
     hf: a Hugging Face folder in place of the run's model. dense: attend densely, whatever the pattern
-    in training. reads_text: of data.source, which is then one source. What only training uses is reset,
-    so that it cannot conflict with another mesh.
+    in training. checkpoint: a run's folder or checkpoint, whose texts are begun as in training.
+    reads_text: of data.source, which is then one source. What only training uses is reset, so that it
+    cannot conflict with another mesh.
     """
     config = load_config(words)
     if hf:
         config.model.initial_hf = hf
+    if checkpoint and not any(word.startswith("--data.add_bos") for word in words):
+        config.data.add_bos &= _was_begun(checkpoint)
     if dense:
         config.attention.pattern = "dense"
     if not any(word.startswith("--parallelism.") for word in words):
@@ -73,6 +81,16 @@ def load_for_evaluation(
     config.data.sequences = "fixed"
     config.training.mlp_chunk_tokens = 0
     return config
+
+
+def _was_begun(checkpoint: str) -> bool:
+    """Whether texts could begin with a token of the tokenizer in the run of a checkpoint: prepared
+    tokens, or those of an older version, may lack it. True if only chats were learned."""
+    is_step = os.path.isfile(os.path.join(checkpoint, ".metadata"))
+    saved = read_saved(checkpoint if is_step else newest_checkpoint(checkpoint))
+    parts = saved.origin.get("data", []) if saved else []
+    parts = [part for part in parts if SampleFormat(part.get("format", "text")).takes_bos]
+    return not parts or any(part.get("add_bos") for part in parts)
 
 
 def find_checkpoint(path: str) -> str:
@@ -127,7 +145,7 @@ def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -
     model_config = resolve(**dataclasses.asdict(config.model))
     if tokenizer.vocab_size > model_config.vocab_size:
         raise ValueError(
-            f"the model has {model_config.vocab_size} tokens, data.tokenizer = {config.data.tokenizer} "
+            f"the model has {model_config.vocab_size} tokens, data.tokenizer = {tokenizer_name(config)} "
             f"{tokenizer.vocab_size}; write the tokenizer that the model was trained with"
         )
     adapters = None

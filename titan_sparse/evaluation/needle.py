@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan_sparse.data.documents import Documents
-from titan_sparse.data.tokenizer import Tokenizer, check_ids
+from titan_sparse.data.tokenizer import begun, check_ids
 from titan_sparse.evaluation.answers import Sample
 
 _ADJECTIVES = tuple(
@@ -53,8 +53,11 @@ def haystack(documents: Documents, count: int) -> NDArray[np.int64]:
             return np.concatenate(parts)
         if index == len(documents) and length == 0:
             raise ValueError("the text to hide needles in is empty; write another data.source")
-        # Without the end-of-document token.
+        # Without the end-of-document token, and without what stands before each document.
         ids = documents[index % len(documents)].tokens[:-1]
+        begin = documents.begin
+        if len(begin) and np.array_equal(ids[: len(begin)], begin):
+            ids = ids[len(begin) :]
         check_ids(ids, documents.tokenizer)
         if len(ids):
             parts += [ids.astype(np.int64), line_break]
@@ -73,19 +76,20 @@ def needle_samples(
     """`samples` prompts for each length and depth.
 
     lengths: tokens, the answer included. depths: share of the text before the needle, 0 to 1. Each
-    prompt has its own key, number and part of the haystack, fixed by `seed`.
+    prompt has its own key, number and part of the haystack, fixed by `seed`, and begins as documents
+    do.
     Raises ValueError for a length that does not hold the question and needle.
     """
     prompts = []
     text = haystack(documents, 2 * max(lengths, default=0))
     for length, depth, repeat in itertools.product(lengths, depths, range(samples)):
         draw = random.Random(f"needle {seed} {length} {depth} {repeat}")
-        prompts.append(_sample(text, documents.tokenizer, length, depth, draw))
+        prompts.append(_sample(text, documents, length, depth, draw))
     return prompts
 
 
 def _sample(
-    text: NDArray[np.int64], tokenizer: Tokenizer, length: int, depth: float, draw: random.Random
+    text: NDArray[np.int64], documents: Documents, length: int, depth: float, draw: random.Random
 ) -> Sample:
     # Such as "misty-harbor", and a number of seven digits.
     hidden_key = f"{draw.choice(_ADJECTIVES)}-{draw.choice(_NOUNS)}"
@@ -93,9 +97,9 @@ def _sample(
 
     def encode(text: str) -> NDArray[np.int64]:
         filled = text.format(key=hidden_key, value=value)
-        return tokenizer.encode(filled).astype(np.int64)
+        return documents.tokenizer.encode(filled).astype(np.int64)
 
-    introduction = encode(_INTRODUCTION)
+    introduction = begun(encode(_INTRODUCTION), documents.begin)
     needle = encode(_NEEDLE)
     question = encode(_QUESTION)
     answer = encode(" {value}.")

@@ -1,6 +1,7 @@
 """Scorer: sequences through a decoder without gradients, on any mesh. All evaluations use it."""
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titan_sparse.attention import ContextParallel
 from titan_sparse.config import Config, padding_multiple
+from titan_sparse.data.endings import text_ends
 from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.from_config import build_layer_masks, build_mask, build_shard
@@ -69,6 +71,11 @@ class Scorer:
         self.attention = self.config.attention
         self.shard = build_shard(self.model_config, self.cp)
         self.multiple = padding_multiple(self.config)
+
+    @functools.cached_property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end a text. Raises ValueError as text_ends() does."""
+        return frozenset(text_ends(self.config, self.tokenizer))
 
     def own(self, items: list[T]) -> Iterator[tuple[int, T | None]]:
         """(number, item) of the items of this data-parallel rank.

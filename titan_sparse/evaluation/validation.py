@@ -15,7 +15,7 @@ from titan_sparse.config import Config, Data, needle_lengths
 from titan_sparse.config.sources import format_of, single_source
 from titan_sparse.data.chat_template import load_template
 from titan_sparse.data.documents import open_documents
-from titan_sparse.data.shards import is_prepared
+from titan_sparse.data.shards import adds_bos, is_prepared
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation import needle, position
 from titan_sparse.evaluation.answers import Sample, score_samples
@@ -72,8 +72,12 @@ class Validator:
             if section.prompt:
                 refuse_linear_layers(resolve(**vars(config.model)))
                 is_chat = documents.sample_format.format == "messages"
-                template = load_template(data, config.model.initial_hf) if is_chat else None
-                self.prompt = encode_prompt(section.prompt, tokenizer, template)
+                template = None
+                if is_chat:
+                    template = load_template(data, config.model.initial_hf, tokenizer)
+                self.prompt = encode_prompt(
+                    section.prompt, tokenizer, template, config.data.add_bos
+                )
         except ValueError as error:
             raise ValueError(f"[validation]: {error}") from error
 
@@ -126,18 +130,16 @@ class Validator:
 
     def _text(self, scorer: Scorer) -> str:
         """What the model writes after validation.prompt. Collective."""
-        tokenizer = scorer.tokenizer
-        endings = tokenizer.special_ids
         columns = stream(
             scorer,
             [self.prompt],
             _TEXT_TOKENS,
-            lambda text: text[-1] in endings,
+            lambda text: text[-1] in scorer.ends,
             _TEMPERATURE,
         )
         # Compiled blocks would be compiled anew for every length.
         with torch.compiler.set_stance("force_eager"):
-            text = "".join(decoded(columns, tokenizer, endings))
+            text = "".join(decoded(columns, scorer.tokenizer, scorer.ends))
         scorer.release()
         return text
 
@@ -160,6 +162,8 @@ def _data(config: Config) -> Data:
         split=split,
         sequences="packed",
     )
+    # As was trained, also where the tokens of data.source are prepared.
+    read.add_bos = adds_bos(data)
     if not is_of_data:
         read.subset = ""
         read.join_packages &= source == "python"

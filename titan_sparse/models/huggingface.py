@@ -233,6 +233,7 @@ def export_weights(
     source: str = "",
     max_file_bytes: int = 5 * 10**9,
     files: dict[str, bytes] | None = None,
+    entries: dict[str, Any] | None = None,
 ) -> None:
     """Write the model of a checkpoint of this project to a new `folder`, in `dtype`, so that
     transformers loads it.
@@ -243,11 +244,12 @@ def export_weights(
     source: the Hugging Face folder that training began from, whose config.json gives all other
     entries; empty: none.
     max_file_bytes: larger weights are split over several files, as in transformers. files: name ->
-    content of the tokenizer and other files to write next to the weights.
+    content of the tokenizer and other files to write next to the weights. entries: of config.json, in
+    place of those of `source`.
     Raises ValueError of one line if `folder` already exists, or lies among the run's checkpoints,
     where old ones are deleted.
     """
-    values = exported_config(config, str(dtype).removeprefix("torch."), source)
+    values = exported_config(config, str(dtype).removeprefix("torch."), source) | (entries or {})
     with new_folder(folder, checkpoint) as incomplete:
         shapes = tensor_shapes(config)
         with torch.device("meta"):

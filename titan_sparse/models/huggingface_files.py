@@ -13,16 +13,28 @@ from safetensors import SafetensorError, safe_open
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "tekken.json",
+    "tiktoken.model",
+    "vocab.json",
+    "vocab.txt",
+)
+"""Files that transformers can read a tokenizer from."""
+CHAT_TEMPLATE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of the other templates, such as tool_use.jinja."""
 _COPIED_FILES = (
     "generation_config.json",
-    "tokenizer.json",
+    *TOKENIZERS,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
     "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "chat_template.json",
 )
 _HEADER_BYTES = 2**20
@@ -74,7 +86,8 @@ def files_to_copy(source: str, key: str = "model.initial_hf") -> dict[str, Path]
     # models--NAME/snapshots/COMMIT, whose files are links to models--NAME/blobs.
     inside = root.parent.parent if root.parent.name == "snapshots" else root
     files = {}
-    for name in _COPIED_FILES:
+    templates = sorted(path.name for path in (root / MORE_TEMPLATES).glob("*.jinja"))
+    for name in [*_COPIED_FILES, *(f"{MORE_TEMPLATES}/{template}" for template in templates)]:
         target = (root / name).resolve()
         if not target.is_file():
             continue
@@ -82,7 +95,7 @@ def files_to_copy(source: str, key: str = "model.initial_hf") -> dict[str, Path]
         if not target.is_relative_to(inside):
             raise ValueError(
                 f"{key}: {root / name} is a link to {target}, outside of its folder, and "
-                "is not copied; write the file itself there, or remove the link"
+                "is not read or copied; write the file itself there, or remove the link"
             )
         files[name] = target
     return files

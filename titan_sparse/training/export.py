@@ -4,15 +4,18 @@ import dataclasses
 import functools
 import json
 import logging
+from typing import Any
 
 import torch
 
 from titan_sparse.config import Config, Model
 from titan_sparse.data.chat_template import exported_files
-from titan_sparse.data.tokenizer import load_tokenizer
+from titan_sparse.data.endings import text_ends
+from titan_sparse.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import export_weights, exported_config
+from titan_sparse.models.huggingface_files import files_to_copy
 from titan_sparse.models.lora import export_adapter, merged
 from titan_sparse.training.checkpoint.reader import read_into, read_metadata
 from titan_sparse.training.setup import build_adapters
@@ -43,11 +46,19 @@ def export(
     # The model can read what it was trained on.
     length = config.training.seq_len
     shape = dataclasses.replace(shape, max_positions=max(shape.max_positions, length))
-    trained = getattr(torch, config.training.dtype)
-    files = exported_files(config.data, model.initial_hf)
+    tokenizer = open_tokenizer(config)
+    files = exported_files(config.data, model.initial_hf, tokenizer)
+    ends = text_ends(config, tokenizer)
+    # As transformers writes it: a list only if there are several.
+    stop = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
+    generation = {**_generation_config(config), **stop}
+    if tokenizer.padding != tokenizer.end_of_document:
+        generation.setdefault("pad_token_id", tokenizer.padding)
+    files["generation_config.json"] = (json.dumps(generation, indent=2) + "\n").encode()
     _raise_lengths(files, shape, model.initial_hf, length)
     read = functools.partial(read_into, checkpoint=checkpoint, alone=True, metadata=metadata)
-    adapters = build_adapters(config, shape, load_tokenizer(config.data.tokenizer))
+    trained = getattr(torch, config.training.dtype)
+    adapters = build_adapters(config, shape, tokenizer)
     if adapters and not merge:
         files |= _base_files(model, shape, out)
         dtype = dtype or torch.promote_types(trained, torch.float32)
@@ -56,7 +67,9 @@ def export(
     if adapters:
         saved = metadata.state_dict_metadata
         read = merged(read, saved, shape, adapters, model.initial_hf)
-    export_weights(checkpoint, read, out, shape, dtype or trained, model.initial_hf, files=files)
+    dtype = dtype or trained
+    export_weights(checkpoint, read, out, shape, dtype, model.initial_hf, files=files, entries=stop)
+    _check_tokenizer(out, tokenizer)
 
 
 def _raise_lengths(files: dict[str, bytes], shape: DecoderConfig, source: str, length: int) -> None:
@@ -105,3 +118,21 @@ def _base_files(model: Model, shape: DecoderConfig, out: str) -> dict[str, bytes
             " and ".join(needs),
         )
     return files
+
+
+def _check_tokenizer(out: str, tokenizer: Tokenizer) -> None:
+    """Warn if transformers reads other tokens from the folder `out`: for some values of model_type it
+    takes the class of that family, whatever the tokenizer's files say."""
+    if tokenizer.folder is None or FileTokenizer(out, False).extends(tokenizer):
+        return
+    logger.warning(
+        "AutoTokenizer reads other tokens from %s than the run had, because model_type in its "
+        "config.json chooses the class; read its tokenizer from a folder of its own",
+        out,
+    )
+
+
+def _generation_config(config: Config) -> dict[str, Any]:
+    """The content of generation_config.json of model.initial_hf; empty without one."""
+    path = files_to_copy(config.model.initial_hf).get("generation_config.json")
+    return json.loads(path.read_text(encoding="utf-8-sig")) if path else {}

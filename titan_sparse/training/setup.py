@@ -22,7 +22,8 @@ from titan_sparse.config import (
 )
 from titan_sparse.config.changes import DATA_KEYS, Origin, model_functions, read_saved
 from titan_sparse.config.reading import KINDS, show
-from titan_sparse.data import Batch, PackedLoader, build_loader, load_tokenizer
+from titan_sparse.config.sources import tokenizer_name
+from titan_sparse.data import Batch, PackedLoader, build_loader, open_tokenizer
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.estimate.memory import peak_gib
 from titan_sparse.estimate.step import StepShape, step_of
@@ -113,10 +114,10 @@ def alike_in_files(config: Config, origin: Origin) -> dict[str, str]:
 
 def open_data(config: Config, model: DecoderConfig) -> PackedLoader:
     """The loader of this rank's data. Raises ValueError, naming the key, for what cannot be read."""
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
+    tokenizer = open_tokenizer(config)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
-            f"model.vocab_size = {model.vocab_size} is too small for data.tokenizer {config.data.tokenizer}; "
+            f"model.vocab_size = {model.vocab_size} is too small for data.tokenizer {tokenizer_name(config)}; "
             f"write {tokenizer.vocab_size} or more"
         )
     cp = config.parallelism.cp
@@ -184,7 +185,7 @@ def build_adapters(config: Config, model: DecoderConfig, tokenizer: Tokenizer) -
         if token is None:
             raise ValueError(
                 f'lora.trainable_tokens: "{name}" is not a token of data.tokenizer = '
-                f"{show(config.data.tokenizer)}, but {len(ids)}; add it to the tokenizer, or leave "
+                f"{show(tokenizer_name(config))}, but {len(ids)}; add it to the tokenizer, or leave "
                 "it out"
             )
         if token in found:

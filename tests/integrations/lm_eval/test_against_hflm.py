@@ -93,7 +93,7 @@ def test_no_code_of_a_tokenizer_is_run(tmp_path, monkeypatch):
     (folder / "own.py").write_text(f"open({str(tmp_path / 'was run')!r}, 'w')\nclass Own: pass\n")
     asked = []
     monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "y")
-    with pytest.raises(ValueError, match="code of its own is not run") as caught:
+    with pytest.raises(ValueError, match="code of a folder is not run") as caught:
         TitanSparseLM(pretrained=str(folder), device="cpu")
     assert "\n" not in str(caught.value)
     assert not asked and not (tmp_path / "was run").exists()

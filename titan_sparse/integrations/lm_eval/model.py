@@ -4,11 +4,9 @@ All ranks run rank 0's requests, and rank 0 reports.
 """
 
 import itertools
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,13 +23,12 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from titan_sparse.config import Config, Refusal, check, world_from_environment
 from titan_sparse.config.reading import require
-from titan_sparse.config.sources import tokenizer_file
-from titan_sparse.data import Tokenizer, load_tokenizer
+from titan_sparse.config.sources import tokenizer_name
 from titan_sparse.data.packing import IGNORED_LABEL
+from titan_sparse.data.tokenizer import open_tokenizer, read_tokenizer
 from titan_sparse.evaluation.generation import Stop, generate
 from titan_sparse.evaluation.load import (
     build_scorer,
@@ -81,7 +78,7 @@ class TitanSparseLM(TemplateLM):
         device: str | None = None,
         batch_size: int | str = 1,
         max_length: int | None = None,
-        add_bos_token: bool = True,
+        add_bos_token: bool | None = None,
         **keys: Any,
     ) -> None:
         """checkpoint: a run's folder, for its newest checkpoint, or its checkpoint/step-N.
@@ -90,6 +87,8 @@ class TitanSparseLM(TemplateLM):
         tokenizer: folder or tokenizer.json; by default data.tokenizer, or that of `pretrained`.
         attention: "dense", or as in the configuration, which is dense for a Hugging Face folder alone.
         device: "cpu", "cuda", or in one process "cuda:N"; "cuda:0" is the CPU where no GPU is.
+        add_bos_token: whether texts begin with the token that the tokenizer puts there; by default as
+        in training.
         max_length: tokens; longer requests lose their beginning, as in HFLM. By default the larger
         of the model's max_position_embeddings and the run's training.seq_len.
         keys: of the configuration, such as "parallelism.cp" or "attention.pattern".
@@ -109,19 +108,23 @@ class TitanSparseLM(TemplateLM):
             f"batch_size = {batch_size} is not a positive integer; write for example 1",
         )
         self.batch_size = int(batch_size)
-        self.add_bos_token = add_bos_token
         try:
             self.config, step = _settings(checkpoint, pretrained, config, attention, keys)
-            name = self.config.data.tokenizer
-            ours = load_tokenizer(name)
-            self.tokenizer = _open_tokenizer(name, ours)
-            self.scorer = build_scorer(self.config, step, ours)
+            name = tokenizer_name(self.config)
+            require(
+                name != "bytes",
+                'lm_eval needs a tokenizer.json, not data.tokenizer = "bytes"; write tokenizer=FOLDER',
+            )
+            self.tokenizer = read_tokenizer(name)
+            self.scorer = build_scorer(self.config, step, open_tokenizer(self.config))
+            self.ends = self.scorer.ends
         except (ValueError, OSError) as error:
             raise Refusal(str(error)) from error
+        as_trained = self.config.data.add_bos
+        self.add_bos_token = as_trained if add_bos_token is None else add_bos_token
         self.max_length = max_length or self.scorer.model_config.max_positions
         if not max_length and (checkpoint or config):
             self.max_length = max(self.max_length, self.config.training.seq_len)
-        self.ends = _end_tokens(self.tokenizer, [pretrained, tokenizer])
         self._device = self.scorer.device
         if dist.get_rank() != 0:
             self._rank = _Silent()
@@ -370,48 +373,12 @@ def _settings(
     if config is None:
         # No configuration says how the model was trained.
         dense = dense or "attention.pattern" not in keys
-        keys = {"data.tokenizer": pretrained} | keys
     for key, value in keys.items():
         text = str(value).lower() if isinstance(value, bool) else str(value)
         words.append(f"--{key}={text}")
-    resolved = load_for_evaluation(words, pretrained, dense)
+    resolved = load_for_evaluation(words, pretrained, dense, checkpoint)
     check(resolved, *world_from_environment())
     return resolved, step
-
-
-def _open_tokenizer(name: str, ours: Tokenizer) -> Any:
-    """transformers' tokenizer of data.tokenizer = `name`. Ours knows the end of a document where no
-    file names it."""
-    require(
-        name != "bytes",
-        'lm_eval needs a tokenizer.json, not data.tokenizer = "bytes"; write tokenizer=FOLDER',
-    )
-    path = tokenizer_file(name)
-    if path.with_name("tokenizer_config.json").is_file():
-        try:
-            return AutoTokenizer.from_pretrained(
-                str(path.parent), local_files_only=True, trust_remote_code=False
-            )
-        except ValueError as error:
-            raise ValueError(
-                f"transformers cannot read the tokenizer of {path.parent}, where code of its own is not "
-                "run; write tokenizer=FOLDER with its tokenizer.json alone"
-            ) from error
-    text = PreTrainedTokenizerFast(tokenizer_file=str(path), name_or_path=str(path.parent))
-    text.eos_token = text.convert_ids_to_tokens(ours.end_of_document)
-    return text
-
-
-def _end_tokens(text: Any, folders: list[str | None]) -> frozenset[int]:
-    """Tokens that end a text: the tokenizer's, and those of the folders' generation_config.json, as
-    chat models have several."""
-    found = {text.eos_token_id}
-    for folder in filter(None, folders):
-        path = Path(folder).expanduser() / "generation_config.json"
-        if path.is_file():
-            ids = json.loads(path.read_text(encoding="utf-8-sig")).get("eos_token_id")
-            found |= set(ids) if isinstance(ids, list) else {ids}
-    return frozenset(found - {None})
 
 
 def _of_rank_zero(value: Any) -> Any:
