@@ -139,7 +139,8 @@ def test_a_letter_arrives_when_it_is_whole():
         (["a", "--temperature=-1"], "-1 is not a temperature; write 0 or more"),
         (["a", "--temperature=nan"], "nan is not a temperature"),
         (["a", "--tokens=0"], "0 is too small"),
-        (["a", "--data.tokenizer=bytes", "--as=chat"], "has a chat template"),
+        (["a", "--as=chat"], "has a chat template"),
+        (["a", "--data.tokenizer=bytes"], "has other tokens than model.initial_hf"),
         (["a", "--data.tokenizer=none"], "does not exist"),
         (["a", "--dry-run"], "flags of train.py would be ignored"),
     ],
@@ -166,4 +167,4 @@ def test_folders_without_a_whole_model_are_refused(tmp_path, capsys):
     (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "config.json").write_text("{}")
     assert main([str(tmp_path), "a"]) == 2
-    assert "has no tokenizer.json; write --data.tokenizer" in capsys.readouterr().err
+    assert "model.initial_hf: " in capsys.readouterr().err

@@ -4,6 +4,7 @@ frequencies, more tokens. transformers is the reference for the loss, and reads 
 import json
 import logging
 import re
+import shutil
 from pathlib import Path
 
 import peft
@@ -171,18 +172,23 @@ def test_yarn_says_the_length_that_its_factor_reaches(folder, caplog):
     )
 
 
-def test_the_tokenizer_accepts_the_length_too(folder, tmp_path):
-    write_tokenizer(folder / "Llama", CHATML)
-    path = folder / "Llama/tokenizer_config.json"
+def test_the_tokenizer_accepts_the_length_too(folder):
+    shutil.copytree(folder / "Llama", folder / "with-tokenizer")
+    write_tokenizer(folder / "with-tokenizer", CHATML)
+    path = folder / "with-tokenizer/tokenizer_config.json"
     given = path.read_text()
+    settings = {
+        "data.source": folder / "texts.jsonl",
+        "data.tokenizer": "",
+        "model.vocab_size": 400,
+        "training.steps": 1,
+    }
     for length, wanted in ((PUBLISHED_LENGTH, SEQ_LEN), (1000, 1000), (None, None)):
         values = json.loads(given) | ({"model_max_length": length} if length else {})
         path.write_text(json.dumps(values))
-        out = train(folder, f"length-{length}", "Llama", {"training.steps": 1})
+        out = train(folder, f"length-{length}", "with-tokenizer", settings)
         written = json.loads((out / "tokenizer_config.json").read_text())
         assert written.get("model_max_length") == wanted
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / "Llama" / name).unlink()
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Llama", "gemma3"])

@@ -223,15 +223,18 @@ class _Chat:
         ]
         if calls and texts[-1] in (self.text, ""):
             # The template writes one call only. An answer without any ends in the same way.
-            plain = self._with(number, content=letter, tool_calls=[])
-            places.append(
-                len(self.text) - len(os.path.commonprefix([self.text[::-1], plain[::-1]]))
-            )
+            plain = self._with(number, content=letter, tool_calls=None)
+            # Empty where the template refuses the answers to the calls without them.
+            if plain:
+                ending = os.path.commonprefix([self.text[::-1], plain[::-1]])
+                places.append(len(self.text) - len(ending))
         return max(places, default=0)
 
     def _with(self, number: int, **changes: Any) -> str:
-        """The text with changes in a message; empty if the template refuses them."""
+        """The text with changes in a message; empty if the template refuses them. None leaves a key
+        out."""
         changed = {**self.messages[number], **changes}
+        changed = {key: value for key, value in changed.items() if value is not None}
         others = [*self.messages[:number], changed, *self.messages[number + 1 :]]
         try:
             return self.template.render(others, self.tools)[0]

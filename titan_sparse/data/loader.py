@@ -193,7 +193,7 @@ class PackedLoader:
         known.)"""
         return [
             f"data.source = {show(stream.data.source)} is raw text, and each of the {self.dp_size} "
-            f"data-parallel ranks tokenizes all of it; run `{prepare_command(stream.data)}` once, "
+            f"data-parallel ranks tokenizes all of it; run `{prepare_command(stream.data, stream.tokenizer)}` once, "
             "and train with what it prints"
             for stream in self.streams
             if self.dp_size > 1

@@ -10,7 +10,7 @@ import logging
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,8 +65,10 @@ OPTIONS = ("tokenizer", "format", *ROW_OPTIONS, "split_special_tokens", "add_bos
 """Fields of Recipe that prepare_data has options for, and that plan.json holds."""
 
 
-def prepare_command(data: Data) -> str:
+def prepare_command(data: Data, tokenizer: Tokenizer) -> str:
     """The command that prepares one part of data.source as training would read it, into FOLDER."""
+    # By default a run takes the tokenizer of its model.
+    data = replace(data, tokenizer=data.tokenizer or str(tokenizer.folder or "bytes"))
     words = ["titan-sparse", "prepare_data", data.source, "FOLDER"]
     for name in OPTIONS:
         value = getattr(data, name, None)
