@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -303,6 +304,7 @@ def _sorted(tags: list[str]) -> list[str]:
 
 def test_tokens_of_documents_that_are_sparse_are_logged(tmp_path, capfd, caplog):
     """Their share by hand. Without any, a run says so: in the banner where it can know."""
+    caplog.set_level(logging.INFO, "titan_sparse")
     texts = tmp_path / "texts"
     texts.mkdir()
     for number, letters in enumerate((99, 149, 59)):  # and a token that ends each
