@@ -114,7 +114,7 @@ def set_timeout(seconds: float, without: dist.ProcessGroup | None = None) -> Non
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not without:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            group.set_timeout(timedelta(seconds=seconds))
 
 
 def barrier() -> None:
