@@ -1,10 +1,12 @@
 # make demo   install into .venv, then train a small model on real text with two processes on the CPU
 # make chat-demo   install into .venv, then teach a real model to look things up, with LoRA, on the CPU
 # make test   install into .venv, then run the test suite
+# make test TORCH=2.15.0   the same with that torch, in .venv-2.15.0
 # make test-faults   kill, poison and damage runs; up to 15 minutes
 # make lint   install into .venv, then check layout, mistakes and who imports whom
 PYTHON ?= python3
-VENV := .venv
+TORCH ?=
+VENV := .venv$(if $(TORCH),-$(TORCH))
 
 CHAT_DEMO := outputs/chat_demo
 
@@ -13,7 +15,7 @@ CHAT_DEMO := outputs/chat_demo
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet --editable ".[dev]"
+	$(VENV)/bin/python -m pip install --quiet --editable ".[dev]" $(if $(TORCH),torch==$(TORCH))
 	touch $@
 
 demo: $(VENV)/.installed
@@ -48,4 +50,4 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/lint-imports --no-cache --no-logo
 
 clean:
-	rm -rf $(VENV) outputs *.egg-info build
+	rm -rf .venv .venv-* outputs *.egg-info build

@@ -35,7 +35,7 @@ from titan_sparse.training.distributed import build_meshes, choose_device, init_
 from titan_sparse.training.guard import Guard, decides_on_device
 from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.training.metrics_output import open_wandb
-from titan_sparse.training.optimizer import build_optimizer, build_schedule
+from titan_sparse.training.optimizer import build_optimizer
 from titan_sparse.training.run_folder import begin_start
 from titan_sparse.training.setup import (
     alike,
@@ -142,17 +142,16 @@ class Parts:
         self.model = build_model(
             config, self.model_config, self.adapters, attends, self.meshes.fsdp, self.device
         )
-        self.optimizers = build_optimizer(self.model, config.optimizer, self.device.type)
-        self.schedule = build_schedule(self.optimizers, config.lr_scheduler, training.steps)
+        self.optimizer = build_optimizer(self.model, config.optimizer, self.device.type)
 
         self.progress = Progress(self.device)
-        on_device = decides_on_device(self.optimizers, self.device)
+        on_device = decides_on_device(self.optimizer, self.device)
         self.guard = Guard(config.guard, self.device, on_device)
         self.checkpointer = Checkpointer(
             config.checkpoint,
             training.output_dir,
             self.model,
-            self.optimizers,
+            self.optimizer,
             self.loader,
             self.progress,
             states={"guard": self.guard},

@@ -31,7 +31,7 @@ from titan_sparse.training.distributed import barrier, set_timeout
 from titan_sparse.training.guard import all_finite, optimizer_states, refuse_bad_weights
 from titan_sparse.training.heartbeat import Watch
 from titan_sparse.training.launcher import Poisoned, StopSignals
-from titan_sparse.training.optimizer import resume_schedule
+from titan_sparse.training.optimizer import learning_rate
 from titan_sparse.training.run_folder import profiler
 from titan_sparse.training.setup import (
     read_initial_hf,
@@ -129,8 +129,6 @@ class Trainer(Parts):
                 refuse_changes(saved, config, self.origin)
                 for change in changes(saved, config):
                     logger.info("changed since the checkpoint: %s", change)
-            # What the user writes counts, and not what the checkpoint was saved with.
-            resume_schedule(self.optimizers, self.schedule, step)
         elif not self.adapters:
             read_initial_hf(config, self.model, self.model_config)
         self.checkpointer.check_disk()
@@ -194,10 +192,9 @@ class Trainer(Parts):
 
         with torch.profiler.record_function("Optimizer.update"):
             grad_norm = self._clip()
-            learning_rate = self.schedule.schedulers[0].get_last_lr()[0]
+            rate = self._set_learning_rate()
             self.checkpointer.before_update()
-            self.guard.update(step, loss, grad_norm, self.optimizers)
-            self.schedule.step()
+            self.guard.update(step, loss, grad_norm, self.optimizer)
             self.graphs.clear_gradients()
 
         self.progress.step = step
@@ -209,7 +206,7 @@ class Trainer(Parts):
             values = {
                 "loss": loss.item(),
                 "grad_norm": grad_norm.item(),
-                "lr": learning_rate,
+                "lr": rate,
                 "skipped_updates": self.progress.skipped_updates,
             }
             if self.config.attention.mask == "documents" and self.sparse_from < MOST:
@@ -312,6 +309,15 @@ class Trainer(Parts):
             loss.backward()
         return Computed(loss.detach(), capped, seen)
 
+    def _set_learning_rate(self) -> float:
+        """That of the next step, by the config and the steps done alone. Checkpoints do not hold it."""
+        config = self.config
+        steps, done = config.training.steps, self.progress.step
+        rate = learning_rate(config.optimizer.lr, config.lr_scheduler, steps, done)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
     def _clip(self) -> Tensor:
         # 0: no clipping.
         return clip_grad_norm_(self.model.parameters(), self.config.training.max_norm or math.inf)
@@ -383,7 +389,7 @@ class Trainer(Parts):
         if self.bad_in_a_row >= section.max_skips_in_a_row:
             return f"{self.bad_in_a_row} updates in a row were skipped"
         if saves:
-            tensors = [*self.model.parameters(), *optimizer_states(self.optimizers)]
+            tensors = [*self.model.parameters(), *optimizer_states(self.optimizer)]
             if not all_finite(tensors, self.device):
                 return "weights or optimizer states are not finite"
         return ""
@@ -409,7 +415,6 @@ class Trainer(Parts):
             raise Poisoned(
                 f"step {step}: {problem}, and there is no good checkpoint before step {before}; {advice}"
             )
-        resume_schedule(self.optimizers, self.schedule, good)
         self.gone_back_to = self.saved_step = good
         self.save_is_late = False
         self.bad_in_a_row = 0

@@ -108,7 +108,8 @@ def _first_kernel(
                 vertical = even + odd
                 # Their product might underflow.
                 of_both = tl.sqrt(price_of(even, even_rows)) * tl.sqrt(price_of(odd, odd_rows))
-                prices = tl.maximum(of_both, _SEEN_ONCE * price_of(vertical, even_rows + odd_rows))
+                of_either = price_of(vertical, even_rows + odd_rows) * _SEEN_ONCE
+                prices = tl.maximum(of_both, of_either)
                 # A key is in one span at most: later ones only say what they see.
                 key_at = (i_bh * probe.local + i_c) * SIZE + o_k
                 is_new = o_k >= 0 if i_t == 0 else vertical > 0

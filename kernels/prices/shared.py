@@ -156,7 +156,7 @@ def masses(b_k, rows, position, scale):
 @triton.jit
 def price_of(mass, rows):
     """Mass of a pair for its cost; rows: how many see it."""
-    return mass / (_VERTICAL_COST * (rows + _PSEUDO_ROWS))
+    return mass / ((rows + _PSEUDO_ROWS) * _VERTICAL_COST)
 
 
 @triton.jit

@@ -5,9 +5,10 @@
 
 All read the same random weights and documents, one a step. They compute in bf16, keep weights and
 AdamW's states in fp32, and recompute blocks. With -lora, weights are frozen in bf16 and have adapters
-of rank 16. 0.8b-hybrid is Qwen3.5, which needs titan-sparse[hybrid] on GPUs. Ours and torchtitan's
-compile, and transformers' has Liger's kernels where these are installed. Random weights attend to
-nearly everything, so that caps hold vertical_slash, at a density of 16 to 23 %.
+of rank 16. 0.8b-hybrid is Qwen3.5, which needs titan-sparse[hybrid] on GPUs. torchtitan is 0.2.2 or
+0.3, as installed. Ours and torchtitan's compile, and transformers' has Liger's kernels where these are
+installed. Random weights attend to nearly everything, so that caps hold vertical_slash, at a density
+of 16 to 23 %.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import torch
 import transformers
@@ -173,24 +174,49 @@ def ours(pattern, shape, model, run, texts, device, times):
 
 
 def torchtitan(shape, model, run, texts, device, times):
+    """torchtitan 0.2 takes flags, and 0.3 a config in Python."""
+    if shape not in FLAVORS:
+        raise ValueError("torchtitan is compared on Qwen3's shapes without LoRA")
+    installed = version("torchtitan")
+    trainers = {"0.2": torchtitan_0_2, "0.3": torchtitan_0_3}
+    if installed is None or installed[:3] not in trainers:
+        raise ValueError(f"torchtitan {installed} is installed; install torchtitan 0.2.2 or 0.3")
+    trainer, metrics = trainers[installed[:3]](shape, model, run, texts, device)
+    trainer.train_step = clocked(trainer.train_step, times)
+    trainer.train()
+    return [call.args[1] for call in metrics.log.call_args_list], {}
+
+
+def use_cpu() -> None:
+    """torchtitan takes CUDA for granted."""
+    for module in [*sys.modules.values()]:
+        if module.__name__.startswith("torchtitan") and hasattr(module, "device_type"):
+            module.device_type, module.device_module = "cpu", torch.cpu
+    torch.cpu.current_device = lambda: 0
+
+
+def log_of_losses() -> MagicMock:
+    """In place of torchtitan's metrics: its log() has been called with each loss."""
+    metrics = MagicMock()
+    monitor = metrics.device_memory_monitor
+    monitor.device_name = "H100"
+    memory = monitor.get_peak_stats()
+    memory.max_reserved_gib = memory.max_reserved_pct = 0.0
+    return metrics
+
+
+def torchtitan_0_2(shape, model, run, texts, device):
     import torchtitan.train as titan
     from torchtitan.components.dataloader import ParallelAwareDataloader
     from torchtitan.models import qwen3
 
-    if shape not in FLAVORS:
-        raise ValueError("torchtitan 0.2.2 has neither LoRA nor Qwen3.5")
     words = f"""{TORCHTITAN} --model.flavor {FLAVORS[shape]} --training.seq_len {len(texts[0])}
     --training.steps {len(texts)} --checkpoint.initial_load_path {model} --job.dump_folder {run}"""
-    if device == "cpu":  # it takes CUDA for granted
+    if device == "cpu":
         words += " --training.mixed_precision_param float32 --optimizer.implementation foreach"
-        for module in [*sys.modules.values()]:
-            if module.__name__.startswith("torchtitan") and hasattr(module, "device_type"):
-                module.device_type, module.device_module = "cpu", torch.cpu
-        torch.cpu.current_device = lambda: 0
+        use_cpu()
     batches = [({"input": text}, torch.tensor([*text[1:], -100])) for text in texts]
-    metrics = MagicMock()
-    memory = metrics.device_memory_monitor.get_peak_stats()
-    memory.max_reserved_gib = memory.max_reserved_pct = 0.0
+    metrics = log_of_losses()
     spec = qwen3.get_train_spec()
     spec.build_tokenizer_fn = None
     spec.build_dataloader_fn = lambda **_: ParallelAwareDataloader(batches, 0, 1, batch_size=1)
@@ -198,10 +224,47 @@ def torchtitan(shape, model, run, texts, device, times):
     titan.train_spec_module.register_train_spec("qwen3", spec)
     os.environ["LOCAL_RANK"] = "0"
     init_distributed(choose_device(device), 600)
-    trainer = titan.Trainer(titan.ConfigManager().parse_args(words.split()))
-    trainer.train_step = clocked(trainer.train_step, times)
-    trainer.train()
-    return [call.args[1] for call in metrics.log.call_args_list], {}
+    return titan.Trainer(titan.ConfigManager().parse_args(words.split())), metrics
+
+
+def torchtitan_0_3(shape, model, run, texts, device):
+    from torchtitan.components.dataloader import ParallelAwareDataloader
+    from torchtitan.components.optimizer import default_adamw
+    from torchtitan.distributed.activation_checkpoint import FullAC
+    from torchtitan.models.qwen3 import config_registry, model_registry
+    from torchtitan.trainer import Trainer as TorchtitanTrainer
+
+    config = config_registry.qwen3_0_6b()
+    config.model_spec = model_registry(FLAVORS[shape])
+    config.dump_folder = str(run)
+    config.training.local_batch_size, config.training.steps = 1, len(texts)
+    config.training.seq_len = len(texts[0])
+    config.activation_checkpoint = FullAC.Config()
+    config.compile.enable = device == "cuda"
+    config.checkpoint.enable = config.checkpoint.load_only = True
+    config.checkpoint.initial_load_in_hf = True
+    config.checkpoint.initial_load_path = str(model)
+    config.optimizer = default_adamw(lr=1e-5)
+    config.lr_scheduler.warmup_steps, config.lr_scheduler.min_lr_factor = 0, 1.0
+    if device == "cpu":
+        config.training.mixed_precision_param = "float32"
+        config.training.disable_cuda_graphs = True
+        config.optimizer.implementation = "foreach"
+        use_cpu()
+    metrics = log_of_losses()
+    os.environ["LOCAL_RANK"] = "0"
+    init_distributed(choose_device(device), 600)
+    batches = []
+    for text in texts:
+        inputs = {"input": text, "positions": torch.arange(len(text))}
+        batches.append((inputs, torch.tensor([*text[1:], -100])))
+    loader = ParallelAwareDataloader(batches, 0, 1, batch_size=1)
+    with (
+        patch.object(type(config.dataloader), "build", lambda *_, **__: loader),
+        patch.object(type(config.metrics), "build", lambda *_, **__: metrics),
+        patch.object(type(config.tokenizer), "build", lambda *_, **__: None),
+    ):
+        return TorchtitanTrainer(config), metrics
 
 
 def huggingface(shape, model, run, texts, device, times):

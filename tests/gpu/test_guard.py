@@ -1,4 +1,4 @@
-"""The guard on one GPU: the fused optimizers obey the device, and the host waits for nothing."""
+"""The guard on one GPU: the fused optimizer obeys the device, and the host waits for nothing."""
 
 import copy
 import math
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torchtitan.components.optimizer import OptimizersContainer
+from torch.optim import AdamW
 
 from tests.gpu.errors import no_waits
 from titan_sparse.config import Guard as GuardSection
@@ -26,16 +26,14 @@ def _alone():
     dist.destroy_process_group()
 
 
-def _build(fused: bool) -> tuple[nn.Module, OptimizersContainer, nn.Module, torch.optim.Optimizer]:
-    """A sharded model with our container, and a plain copy with torch's own optimizer."""
+def _build(fused: bool) -> tuple[nn.Module, AdamW, nn.Module, AdamW]:
+    """A sharded model and a plain copy, each with its optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 8)).to(DEVICE)
     plain = copy.deepcopy(model)
     fully_shard(model)
     options = {"lr": 0.05, "weight_decay": 0.1, "fused": fused, "foreach": not fused}
-    ours = OptimizersContainer([model], lambda p, **o: torch.optim.AdamW(p, **o), options)
-    theirs = torch.optim.AdamW(plain.parameters(), **options)
-    return model, ours, plain, theirs
+    return model, AdamW(model.parameters(), **options), plain, AdamW(plain.parameters(), **options)
 
 
 def _gradients_of(model: nn.Module, plain: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@ out, and against the statistics written down plainly."""
 
 import copy
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torchtitan.components.optimizer import OptimizersContainer
 
 from tests.distributed import run_processes
 from titan_sparse.config import Guard as GuardSection
@@ -22,10 +20,9 @@ SECTION = GuardSection(warmup_steps=3, average_steps=5, spike_factor=4.0)
 
 
 class _Updates:
-    """Counts the updates. optimizers: one, which takes what the guard tells fused kernels."""
+    """Counts the updates."""
 
     def __init__(self) -> None:
-        self.optimizers = [SimpleNamespace()]
         self.steps = 0
 
     def step(self) -> None:
@@ -40,11 +37,8 @@ def _judge(guard: Guard, norms: list[float], updates: _Updates | None = None) ->
     return [report.skipped for report in guard.reports(all_of_them=True)]
 
 
-def _container(model: nn.Module) -> OptimizersContainer:
-    options = {"lr": 0.05, "weight_decay": 0.1, "fused": True, "foreach": False}
-    return OptimizersContainer(
-        [model], lambda parameters, **options: torch.optim.AdamW(parameters, **options), options
-    )
+def _adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1, fused=True)
 
 
 REASONS = {
@@ -62,8 +56,8 @@ def test_a_bad_step_changes_nothing(alone, on_device, poison):
     torch.manual_seed(0)
     model = nn.Linear(5, 3)
     plain = copy.deepcopy(model)
-    optimizers = _container(model)
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.05, weight_decay=0.1, fused=True)
+    optimizer = _adamw(model)
+    reference = _adamw(plain)
     guard = Guard(SECTION, CPU, on_device)
 
     for step in range(1, 11):
@@ -77,13 +71,13 @@ def test_a_bad_step_changes_nothing(alone, on_device, poison):
         if is_bad and poison.endswith("gradient"):
             model.weight.grad[1, 2] = math.nan if poison.startswith("nan") else -math.inf
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-        guard.update(step, loss.double(), norm, optimizers)
+        guard.update(step, loss.double(), norm, optimizer)
         if not is_bad:
             reference.step()
 
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-        our_state, their_state = optimizers.optimizers[0].state[ours], reference.state[theirs]
+        our_state, their_state = optimizer.state[ours], reference.state[theirs]
         assert our_state["step"] == their_state["step"] == 8
         assert torch.equal(our_state["exp_avg_sq"], their_state["exp_avg_sq"])
     reports = guard.reports(all_of_them=True)
@@ -165,16 +159,16 @@ def test_a_resumed_guard_goes_on_to_the_last_digit(alone):
 def _one_rank_is_poisoned() -> None:
     """Replicas hold the same parameters: if one finds a bad step, none may apply it."""
     model = nn.Linear(2, 2)
-    optimizers = _container(model)
+    optimizer = _adamw(model)
     before = model.weight.detach().clone()
     guard = Guard(SECTION, CPU, True)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     norm = torch.tensor(math.inf if dist.get_rank() == 1 else 1.0)
-    guard.update(1, torch.zeros(()), norm, optimizers)
+    guard.update(1, torch.zeros(()), norm, optimizer)
     assert torch.equal(model.weight, before)
     assert guard.reports(all_of_them=True)[0].bad_norm
-    guard.update(2, torch.zeros(()), torch.ones(()), optimizers)
+    guard.update(2, torch.zeros(()), torch.ones(()), optimizer)
     assert not torch.equal(model.weight, before)
 
     # A bad element of one rank's shard is seen by all; ranks without rows take part.

@@ -1,16 +1,14 @@
-"""The optimizer and the schedule: how they are set up and changed on resuming."""
+"""What decays, and the learning rate of each step."""
+
+import itertools
 
 import pytest
 import torch
 from torch import nn
+from torchtitan.components.optimizer import LRSchedulersContainer
 
-from titan_sparse.config import LRScheduler, Optimizer
-from titan_sparse.training.optimizer import (
-    build_optimizer,
-    build_schedule,
-    parameter_groups,
-    resume_schedule,
-)
+from titan_sparse.config import LRScheduler
+from titan_sparse.training.optimizer import learning_rate, parameter_groups
 
 
 def test_what_decays_and_what_is_frozen():
@@ -34,16 +32,29 @@ def test_what_decays_and_what_is_frozen():
         (LRScheduler(0, -1.0, "cosine", 0.5, 2), [1.0, 0.75, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]),
     ],
 )
-def test_a_schedule_by_hand_stepped_and_resumed(section, factors):
+def test_a_schedule_by_hand(section, factors):
     """Of a run of six steps, which is made longer afterwards."""
-    optimizer = build_optimizer(nn.Linear(2, 3), Optimizer(lr=0.5), "cpu")
-    stepped = build_schedule(optimizer, section, 6)
-    for step, factor in enumerate(factors):
-        resumed = build_schedule(optimizer, section, 6)
-        resume_schedule(optimizer, resumed, step)
-        groups = optimizer.optimizers[0].param_groups
-        assert [group["lr"] for group in groups] == resumed.schedulers[0].get_last_lr()
-        assert resumed.schedulers[0].get_last_lr() == stepped.schedulers[0].get_last_lr()
-        assert groups[0]["lr"] == pytest.approx(0.5 * factor, abs=1e-15)
-        optimizer.step()
-        stepped.step()
+    rates = [learning_rate(0.5, section, 6, done) for done in range(8)]
+    assert rates == pytest.approx([0.5 * factor for factor in factors], abs=1e-15)
+
+
+@pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
+def test_the_schedule_is_torchtitans_to_the_bit(decay_type):
+    """Up to the last step. After it, torchtitan's cosine would rise again."""
+    sections = itertools.product(
+        [0, 1, 4, 11], [-1.0, 0.0, 0.3, 0.95, 1.0], [0.0, 0.1, 1.0], [0, 11]
+    )
+    for warmup_steps, decay_ratio, min_lr_factor, total_steps in sections:
+        section = LRScheduler(warmup_steps, decay_ratio, decay_type, min_lr_factor, total_steps)
+        theirs = LRSchedulersContainer.Config(
+            warmup_steps=warmup_steps,
+            total_steps=total_steps or None,
+            decay_ratio=None if decay_ratio < 0 else decay_ratio,
+            decay_type=decay_type,
+            min_lr_factor=min_lr_factor,
+        )
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
+        [schedule] = theirs.build(optimizers=[optimizer], training_steps=17)
+        for done in range((total_steps or 17) + 1):
+            theirs_now = 0.3 * schedule.lr_lambdas[0](done)
+            assert learning_rate(0.3, section, 17, done) == theirs_now, (section, done)

@@ -52,8 +52,8 @@ def _poison(trainer: Trainer, is_bad: Callable[[int], bool], value: float) -> No
 
 
 def _leave_out(trainer: Trainer, update: int) -> None:
-    """By hand: the optimizers do not step in this update."""
-    step = trainer.optimizers.step
+    """By hand: the optimizer does not step in this update."""
+    step = trainer.optimizer.step
     trainer.updates = 0
 
     def step_or_not() -> None:
@@ -61,7 +61,7 @@ def _leave_out(trainer: Trainer, update: int) -> None:
         if trainer.updates != update:
             step()
 
-    trainer.optimizers.step = step_or_not
+    trainer.optimizer.step = step_or_not
 
 
 def _losses(config) -> list[float]:

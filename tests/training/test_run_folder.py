@@ -70,7 +70,7 @@ def test_two_starts_in_a_second(tmp_path):
         assert [rank["device"] for rank in start["ranks"]] == ["cpu", "cpu"]
         assert start["versions"]["torch"] == torch.__version__
         assert start["versions"]["titan_sparse"] == titan_sparse.__version__
-        assert start["versions"]["torchtitan"] == "0.2.2" and start["versions"]["python"]
+        assert start["versions"]["torchtitan"].startswith("0.3.") and start["versions"]["python"]
         assert start["command"] and start["date"].startswith(folder.name[:3])
         config = tiny_config(tmp_path, "a run with spaces", optimizer__lr=0.5)
         assert (folder / "config.toml").read_text() == to_toml(config)

@@ -153,7 +153,7 @@ def test_a_run_that_goes_on(folder, monkeypatch, caplog):
     assert "resumed at step 2" in messages and "finished 4 steps" in messages
     changed = [message for message in messages if message.startswith("changed since")]
     assert any("optimizer.lr" in message for message in changed)
-    assert run.optimizers.optimizers[0].param_groups[0]["initial_lr"] == 0.1
+    assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.325)
     # No lock, the garbage collector as it was, the resolved config.
     with open(folder / "goes_on/.lock", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

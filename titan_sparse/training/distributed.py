@@ -22,9 +22,6 @@ from titan_sparse.config import Parallelism, Refusal
 
 _POLL_SECONDS = 0.05
 
-# Torch 2.14 has a public function, and a warning in the private one.
-_set_group_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
-
 
 class Meshes(NamedTuple):
     """The meshes of a run. Ranks count dp_replicate, dp_shard, cp_inter, cp_intra from the outside in,
@@ -117,7 +114,7 @@ def set_timeout(seconds: float, without: dist.ProcessGroup | None = None) -> Non
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not without:
-            _set_group_timeout(timedelta(seconds=seconds), group)
+            group.set_timeout(timedelta(seconds=seconds))
 
 
 def barrier() -> None:

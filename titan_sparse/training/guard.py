@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_sparse.config import Guard as GuardSection
 from titan_sparse.config import Refusal
@@ -49,14 +48,12 @@ class Report(NamedTuple):
         return f"the gradient norm {self.norm:.3g} is above {self.limit:.3g}"
 
 
-def decides_on_device(optimizers: OptimizersContainer, device: torch.device) -> bool:
-    """Whether the optimizers can obey a verdict that only the device knows, as the fused kernels can.
+def decides_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether the optimizer can obey a verdict that only the device knows, as the fused kernels can.
     For others the host decides, which on a GPU has to wait for it."""
-    return device.type == "cuda" and all(
-        optimizer.defaults["fused"] and parameter.device.type == "cuda"
-        for optimizer in optimizers.optimizers
-        for parameter in optimizer.param_groups[0]["params"]
-    )
+    is_fused = device.type == "cuda" and optimizer.defaults["fused"]
+    parameters = optimizer.param_groups[0]["params"]
+    return is_fused and all(parameter.device.type == "cuda" for parameter in parameters)
 
 
 class Guard:
@@ -85,24 +82,23 @@ class Guard:
         self.pending.clear()
 
     def update(
-        self, step: int, loss: Tensor, grad_norm: Tensor, optimizers: OptimizersContainer
+        self, step: int, loss: Tensor, grad_norm: Tensor, optimizer: torch.optim.Optimizer
     ) -> None:
-        """optimizers.step(), unless this step is bad. Collective, on the device.
+        """optimizer.step(), unless this step is bad. Collective, on the device.
 
         loss: this rank's share. grad_norm: of all gradients before clipping. Both are scalars.
         """
         if not self.section.enable:
-            optimizers.step()
+            optimizer.step()
             return
         skip = self._judge(step, loss, grad_norm)
         if self.on_device:
-            for optimizer in optimizers.optimizers:
-                # The way of torch.amp.GradScaler: the fused kernels return at once if it is 1.
-                optimizer.found_inf = skip
-                optimizer.grad_scale = None
-            optimizers.step()
+            # The way of torch.amp.GradScaler: the fused kernels return at once if it is 1.
+            optimizer.found_inf = skip
+            optimizer.grad_scale = None
+            optimizer.step()
         elif not skip.item():
-            optimizers.step()
+            optimizer.step()
 
     def reports(self, all_of_them: bool) -> list[Report]:
         """Those that the host has not read yet. all_of_them: also the last step's, for which it waits."""
@@ -166,10 +162,9 @@ def all_finite(tensors: Iterable[Tensor], device: torch.device) -> bool:
     return not _not_finite(tensors, device).any()
 
 
-def optimizer_states(optimizers: OptimizersContainer) -> list[Tensor]:
+def optimizer_states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [
         value
-        for optimizer in optimizers.optimizers
         for state in optimizer.state.values()
         for value in state.values()
         if isinstance(value, Tensor) and value.ndim > 0

@@ -1,18 +1,20 @@
-"""Optimizer and learning-rate schedule: torchtitan's containers, with no weight decay on norms and
-biases."""
+"""The optimizer, with no weight decay on norms and biases, and the learning rate of each step."""
 
+import math
 import os
-from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
-from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config import LRScheduler as TorchtitanLRScheduler
 
 from titan_sparse.config import LRScheduler, Optimizer
+
+_DECAYS = {
+    "linear": lambda share: 1 - share,
+    "sqrt": lambda share: 1 - math.sqrt(share),
+    "cosine": lambda share: 0.5 * (1.0 + math.cos(math.pi * share)),
+}
+"""lr_scheduler.decay_type -> what is left of the learning rate after a share of the decay"""
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -33,7 +35,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 def build_optimizer(
     model: nn.Module, optimizer: Optimizer, device_type: str
-) -> OptimizersContainer:
+) -> torch.optim.Optimizer:
     """The [optimizer] section's optimizer over the (sharded) model's parameters, where they are."""
     implementation = optimizer.implementation
     if implementation == "auto":
@@ -53,49 +55,25 @@ def build_optimizer(
     if optimizer.name != "SGD":
         options |= {"betas": (optimizer.beta1, optimizer.beta2), "eps": optimizer.eps}
 
-    def create(_, **options) -> torch.optim.Optimizer:
-        # In place of the plain list of parameters that torchtitan passes: which of them decay.
-        groups = parameter_groups(model, optimizer.weight_decay)
-        optimizer_class = getattr(torch.optim, optimizer.name)
-        return optimizer_class(groups, **options)
-
-    return OptimizersContainer([model], create, options)
+    groups = parameter_groups(model, optimizer.weight_decay)
+    return getattr(torch.optim, optimizer.name)(groups, **options)
 
 
-def build_schedule(
-    optimizers: Iterable[torch.optim.Optimizer], lr_scheduler: LRScheduler, steps: int
-) -> LRSchedulersContainer:
-    """Linear warm-up, constant, then decay to min_lr_factor of the peak over `steps`, and constant
-    after that."""
-    total_steps = lr_scheduler.total_steps or steps
-    section = TorchtitanLRScheduler(
-        warmup_steps=lr_scheduler.warmup_steps,
-        total_steps=total_steps,
-        decay_ratio=None if lr_scheduler.decay_ratio < 0 else lr_scheduler.decay_ratio,
-        decay_type=lr_scheduler.decay_type,
-        min_lr_factor=lr_scheduler.min_lr_factor,
-    )
-    schedule = build_lr_schedulers(optimizers, section, steps)
-    for scheduler in schedule.schedulers:
-        factors = scheduler.lr_lambdas
-        scheduler.lr_lambdas = [partial(_until, total_steps, factor) for factor in factors]
-    return schedule
+def learning_rate(peak: float, section: LRScheduler, steps: int, done: int) -> float:
+    """Learning rate of the step that comes after `done` steps of a run of `steps`.
 
-
-def _until(total_steps: int, factor: Callable[[int], float], step: int) -> float:
-    """The schedule's factor at `step`. torchtitan's cosine rises again after its last step."""
-    return factor(min(step, total_steps))
-
-
-def resume_schedule(
-    optimizers: OptimizersContainer, schedule: LRSchedulersContainer, step: int
-) -> None:
-    """Go on at `step`, as if the schedule had been stepped so often. In place."""
-    for optimizer, scheduler in zip(optimizers, schedule.schedulers):
-        scheduler.last_epoch = step
-        scheduler._last_lr = [
-            peak * factor(step)
-            for peak, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-        ]
-        for group, learning_rate in zip(optimizer.param_groups, scheduler._last_lr):
-            group["lr"] = learning_rate
+    Linear warm-up, constant, then decay to min_lr_factor of the peak, and constant after that.
+    """
+    total = section.total_steps or steps
+    step = min(done, total)
+    warmup = section.warmup_steps
+    decay = total - warmup
+    if section.decay_ratio >= 0:
+        decay = min(decay, round(total * section.decay_ratio))
+    if step < warmup:
+        return peak * ((step + 1) / warmup)
+    decayed = step - (total - decay)
+    if decayed <= 0:
+        return peak
+    left = _DECAYS[section.decay_type](decayed / decay)
+    return peak * (section.min_lr_factor + (1 - section.min_lr_factor) * left)

@@ -50,7 +50,7 @@ class Run:
             Checkpoint(**{"enable": True, "interval": 1, "keep_latest_k": 0} | section),
             str(output_dir),
             self.model,
-            [self.optimizer],
+            self.optimizer,
             self.loader,
             self.progress,
             states or {},

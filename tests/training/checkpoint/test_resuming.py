@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.distributed import run_processes
 from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.config import Config
 from titan_sparse.trainer import Trainer
+from titan_sparse.training.checkpoint.reader import read_metadata
 
 SETTINGS = {
     "training__steps": 6,
@@ -61,7 +63,7 @@ def _go_on(folder: Path, name: str, overrides: dict) -> None:
         for block in trainer.model.layers.values():
             parameters = block._get_fsdp_state()._fsdp_param_group.fsdp_params
             assert all(parameter.offload_to_cpu for parameter in parameters)
-        assert all(group["fused"] for group in trainer.optimizers.optimizers[0].param_groups)
+        assert all(group["fused"] for group in trainer.optimizer.param_groups)
     if overrides:
         return
     assert got == wanted
@@ -95,6 +97,54 @@ def test_six_steps_equal_three_and_three(saved, world_size, overrides):
     shutil.copytree(saved / "run/checkpoint/step-3", saved / name / "checkpoint/step-5")
     os.remove(saved / name / "checkpoint/step-5/.metadata")
     run_processes(world_size, _go_on, saved, name, overrides)
+
+
+ATTENTION = {
+    "self_attn.q_proj.weight": (32, 32),
+    "self_attn.q_proj.bias": (32,),
+    "self_attn.k_proj.weight": (16, 32),
+    "self_attn.k_proj.bias": (16,),
+    "self_attn.v_proj.weight": (16, 32),
+    "self_attn.v_proj.bias": (16,),
+    "self_attn.o_proj.weight": (32, 32),
+    "self_attn.q_norm.weight": (8,),
+    "self_attn.k_norm.weight": (8,),
+}
+REST_OF_A_LAYER = {
+    "input_layernorm.weight": (32,),
+    "post_attention_layernorm.weight": (32,),
+    "mlp.gate_proj.weight": (64, 32),
+    "mlp.up_proj.weight": (64, 32),
+    "mlp.down_proj.weight": (32, 64),
+}
+VALUES = {
+    "dataloader": "sequence dp_size batch_size cursors fingerprint",
+    "train_state": "step tokens_seen skipped_updates times_gone_back",
+}
+
+
+def test_names_and_shapes_in_a_checkpoint(saved):
+    """They are a promise: a run that an earlier version has begun goes on with them."""
+    weights = {"embed_tokens.weight": (258, 32), "norm.weight": (32,)}
+    for layer in range(2):
+        for name, shape in (ATTENTION | REST_OF_A_LAYER).items():
+            weights[f"layers.{layer}.{name}"] = shape
+    wanted = {name: (shape, torch.float64) for name, shape in weights.items()}
+    for name, shape in weights.items():
+        wanted[f"optimizer.state.{name}.step"] = ((), torch.float32)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            wanted[f"optimizer.state.{name}.{moment}"] = (shape, torch.float64)
+    wanted["guard.statistics"] = ((3,), torch.float64)
+    wanted["guard.in_a_row"] = ((), torch.float64)
+    wanted["train_state.cpu_generator"] = ((5056,), torch.uint8)
+    for part, names in VALUES.items():
+        wanted |= {f"{part}.{name}": None for name in names.split()}
+
+    found = {}
+    for name, stored in read_metadata(saved / "run/checkpoint/step-3").state_dict_metadata.items():
+        is_tensor = isinstance(stored, TensorStorageMetadata)
+        found[name] = (tuple(stored.size), stored.properties.dtype) if is_tensor else None
+    assert found == wanted
 
 
 def _other_data_parallel_degree(folder: Path) -> None:

@@ -91,7 +91,7 @@ class Checkpointer:
         section: Checkpoint,
         output_dir: str,
         model: nn.Module,
-        optimizers: list[Optimizer],
+        optimizer: Optimizer,
         loader: PackedLoader,
         progress: Progress,
         states: dict[str, Stateful],
@@ -104,7 +104,7 @@ class Checkpointer:
         self.texts = texts
         self.parts: dict[str, Stateful] = {"dataloader": loader, "train_state": progress, **states}
         self.model = model
-        self.optimizers = list(optimizers)
+        self.optimizer = optimizer
         # The model's own tensors: reading into them loads them.
         self.weights: dict[str, Tensor] = get_model_state_dict(
             model, options=StateDictOptions(ignore_frozen_params=True)
@@ -130,11 +130,10 @@ class Checkpointer:
     def state(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
         """What is saved: the tensors of model and optimizer, and the state of each other part."""
         tensors = dict(self.weights)
-        for optimizer in self.optimizers:
-            for parameter, state in optimizer.state.items():
-                name = self.parameter_names[parameter]
-                for key, value in state.items():
-                    tensors[f"optimizer.state.{name}.{key}"] = value
+        for parameter, state in self.optimizer.state.items():
+            name = self.parameter_names[parameter]
+            for key, value in state.items():
+                tensors[f"optimizer.state.{name}.{key}"] = value
         return tensors, {name: part.state_dict() for name, part in self.parts.items()}
 
     def load(self) -> bool:
@@ -161,7 +160,7 @@ class Checkpointer:
         if not self.section.enable:
             return
         # Adam has two tensors of each parameter's size.
-        moments = 0 if all(isinstance(o, torch.optim.SGD) for o in self.optimizers) else 2
+        moments = 0 if isinstance(self.optimizer, torch.optim.SGD) else 2
         needed_bytes = sum(weight.nbytes for weight in self.weights.values()) * (1 + moments)
 
         def check() -> None:
@@ -290,9 +289,8 @@ class Checkpointer:
     def _read(self, checkpoint: Path, with_loader: bool) -> None:
         if not has_checksums(checkpoint):
             logger.warning("%s has no checksums: damage in it may not be noticed", checkpoint)
-        for optimizer in self.optimizers:
-            # One that has made no step yet gets the tensors that are read into.
-            get_optimizer_state_dict(self.model, optimizer)
+        # One that has made no step yet gets the tensors that are read into.
+        get_optimizer_state_dict(self.model, self.optimizer)
         tensors, values = self.state()
         if not with_loader:
             del values["dataloader"]
