@@ -41,7 +41,14 @@ RULES: dict[str, tuple[str, ...] | None] = {
     "scripts.benchmarks.many_gpus": None,
     "scripts.benchmarks.plots": (),
     "scripts.benchmarks.sparse_pays": (
-        *("--lengths=256", "--batches=1", "--training.device=cpu", "--training.dtype=float32"),
+        *(
+            "--lengths=256",
+            "--batches=1",
+            "--training.device=cpu",
+            "--training.dtype=float32",
+            "--data.tokenizer",
+            "bytes",
+        ),
         "--attention.block_size=16",
     ),
     "scripts.benchmarks.steps": (),

@@ -34,7 +34,7 @@ def needed_chunks(call: AttentionCall) -> Tensor:
     table = call.cp.table(call.mask)
 
     def seen_of_mask() -> Tensor:
-        if call.mask.plain:
+        if call.mask.plain and not call.cp.depends_on_mask:
             # It follows from the length alone, so that the host does not wait for the device.
             plain = Causal().rows(call.seq_len)
             return seen_chunks(plain, call.cp.table(plain), call.cp.block_size)
