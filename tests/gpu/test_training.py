@@ -98,6 +98,8 @@ def test_kernels_of_a_trace_are_attributed(tmp_path, compiled):
         tmp_path,
         "traced",
         compile__enable=compiled,
+        # A replayed graph is one op of the CPU.
+        compile__cuda_graphs="off",
         metrics__log_every=10,
         profiling__enable=True,
         profiling__first_step=3,
