@@ -68,8 +68,11 @@ def build_schedule(
     """Linear warm-up, constant, then decay to min_lr_factor of the peak over `steps`, and constant
     after that."""
     total_steps = lr_scheduler.total_steps or steps
+    warmup_steps = lr_scheduler.warmup_steps
+    if warmup_steps < 0:
+        warmup_steps = min(10, total_steps)
     section = TorchtitanLRScheduler(
-        warmup_steps=lr_scheduler.warmup_steps,
+        warmup_steps=warmup_steps,
         total_steps=total_steps,
         decay_ratio=None if lr_scheduler.decay_ratio < 0 else lr_scheduler.decay_ratio,
         decay_type=lr_scheduler.decay_type,
