@@ -20,7 +20,7 @@ from tests.reference import structured_qkv
 from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.attention import ContextParallel, attend, recorder
 from titan_sparse.attention.masks.ranges import Causal
-from titan_sparse.attention.observe import recording, worker_imbalance
+from titan_sparse.attention.observe import Recording, recording, worker_imbalance
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.config import Config, ConfigError, check_start
 from titan_sparse.training.metrics import context_parallel_averages, json_ready
@@ -154,10 +154,56 @@ def _check_bytes_besides() -> None:
     assert _record(_cp("striped", "ring"))[0].bytes_of_verticals == 0
 
 
+def _check_bytes_of_recordings_within_recordings() -> None:
+    """Each counts its own calls and what they send, backward included."""
+    ranks = dist.get_world_size()
+    pattern = VerticalSlash(recall=0.7, max_verticals=40, dense_below=48)
+    qkv = structured_qkv(BATCH, HEADS, KV_HEADS, TOKENS * ranks, DIM)
+    cp, other = _cp("striped", "ring"), _cp("contiguous", "ring")
+
+    def run(cp: ContextParallel = cp) -> None:
+        local = [cp.shard(x, 2).requires_grad_() for x in qkv]
+        attend(*local, Causal(), pattern, cp).sum().backward()
+
+    def counts(seen: Recording, times: int = 1) -> list[int]:
+        all_bytes = (seen.bytes_sent, seen.plain_ring_bytes, seen.bytes_of_verticals)
+        numbers = [*all_bytes, seen.bytes_of_selection, len(seen.calls)]
+        return [number * times for number in numbers]
+
+    run()
+    with recording() as one:
+        run()
+    assert min(counts(one)) > 0
+    with recording() as outer:
+        run()
+        with recording() as middle:
+            with recording() as inner:
+                run()
+                run()
+            run()
+            with pytest.raises(KeyError), recording() as failing:
+                run()
+                raise KeyError
+            with recording() as of_others:
+                run(other)
+            with recording() as nothing:
+                pass
+        run()
+        with recording(), recording() as last:
+            run()
+    run()
+    wanted = {2: (outer, inner), 1: (middle, failing, last), 0: (nothing,)}
+    for times, recordings in wanted.items():
+        for seen in recordings:
+            assert counts(seen) == counts(one, times), (times, counts(seen), counts(one))
+    assert len(of_others.calls) == 1 and of_others.bytes_sent > 0
+
+
 def _check_all() -> None:
     _check_work()
     _check_bytes()
     _check_bytes_besides()
+    _check_bytes_of_recordings_within_recordings()
     _check_waiting()
 
 
@@ -260,6 +306,7 @@ def _sorted(tags: list[str]) -> list[str]:
 
 def test_tokens_of_documents_that_are_sparse_are_logged(tmp_path, capfd, caplog):
     """Their share by hand. Without any, a run says so: in the banner where it can know."""
+    caplog.set_level("INFO", "titan_sparse")
     texts = tmp_path / "texts"
     texts.mkdir()
     for number, letters in enumerate((99, 149, 59)):  # and a token that ends each
