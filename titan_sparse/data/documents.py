@@ -32,6 +32,7 @@ from titan_sparse.data.rows import (
 )
 from titan_sparse.data.shards import TokenShards, is_prepared
 from titan_sparse.data.tokenizer import Encoded, SampleFormat, Tokenizer, closed
+from titan_sparse.options import show
 
 logger = logging.getLogger("titan_sparse")
 
@@ -384,14 +385,16 @@ def open_documents(data: Data, tokenizer: Tokenizer, model_folder: str = "") -> 
     part cannot be opened or an option would be ignored.
     """
     if is_prepared(data.source):
-        # prepare_data has already applied these.
+        shards = TokenShards(data.source, tokenizer)
+        # prepare_data has already applied these. The file of a run may say so too.
         for name in ("format", *ROW_OPTIONS, "split_special_tokens"):
-            if getattr(data, name) != getattr(Data(), name):
+            value, applied = getattr(data, name), shards.option(name)
+            if value not in (getattr(Data(), name), applied):
                 raise ValueError(
-                    f"data.{name} would be ignored with the prepared tokens of "
-                    f'data.source = "{data.source}"; leave it out'
+                    f"data.{name} = {show(value)} would be ignored with the prepared tokens of "
+                    f'data.source = "{data.source}", which were made with {show(applied)}; leave it out'
                 )
-        return TokenShards(data.source, tokenizer)
+        return shards
     if data.format == "text":
         return TokenizedTexts(open_source(data), tokenizer)
     encoder = ChatEncoder(data, tokenizer, model_folder)
