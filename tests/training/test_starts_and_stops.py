@@ -126,7 +126,7 @@ def test_a_run_that_had_finished_says_what_to_do(folder, monkeypatch, caplog, tm
     caplog.set_level(logging.INFO)
     settings = SETTINGS | {"checkpoint__last_save_in_hf": False}
     _run(monkeypatch, tiny_config(folder, tmp_path.name, **settings))
-    assert _messages(caplog)[-1] == "finished 2 steps"
+    assert _messages(caplog)[-2] == "finished 2 steps"
     _, events = _run(monkeypatch, tiny_config(folder, tmp_path.name, **settings))
     said = _messages(caplog)[-1]
     assert not events and said.startswith("the run had already finished (training.steps = 2), and")
@@ -134,12 +134,12 @@ def test_a_run_that_had_finished_says_what_to_do(folder, monkeypatch, caplog, tm
 
     more = tiny_config(folder, tmp_path.name, **settings | {"training__steps": 3})
     _run(monkeypatch, more)
-    assert _messages(caplog)[-1] == "finished 3 steps"
+    assert _messages(caplog)[-2] == "finished 3 steps"
     _run(monkeypatch, tiny_config(folder, f"{tmp_path.name}_2", **settings))
-    assert _messages(caplog)[-1] == "finished 2 steps"
+    assert _messages(caplog)[-2] == "finished 2 steps"
     shutil.rmtree(folder / tmp_path.name)
     _run(monkeypatch, tiny_config(folder, tmp_path.name, **settings))
-    assert _messages(caplog)[-1] == "finished 2 steps"
+    assert _messages(caplog)[-2] == "finished 2 steps"
 
 
 def test_a_run_that_goes_on(folder, monkeypatch, caplog):
