@@ -19,7 +19,7 @@ def test_demo(tmp_path):
     """README's command, as it stands there, with options that shorten it."""
     words = demo_command()
     shorter = (
-        "--training.steps 3 --training.seq_len 256 --lr_scheduler.warmup_steps 1 "
+        "--training.steps 3 --training.seq_len 256 "
         "--metrics.recall_every 2 --checkpoint.interval 3 --profiling.enable "
         f"--profiling.first_step 2 --profiling.steps 1 --training.output_dir {tmp_path}"
     )

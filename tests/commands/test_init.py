@@ -12,7 +12,7 @@ from titan_sparse.config import load, load_and_check
 
 SMALL = """
     --training.steps 2 --training.seq_len 128 --training.device cpu --training.dtype float32
-    --attention.block_size 16 --attention.vertical_slash.dense_below 32 --lr_scheduler.warmup_steps 1
+    --attention.block_size 16 --attention.vertical_slash.dense_below 32
     --validation.windows 2 --validation.prompt abc --metrics.tensorboard false
 """.split()
 SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1)

@@ -13,6 +13,7 @@ SLASH = "--attention.vertical_slash."
 LORA = "--lora.rank 8 "
 SINKS = "--attention.window_sinks 4 --attention.sliding_window 64 "
 COMPILED = "--compile.enable --activation_checkpoint.offload"
+WARMUP = "--lr_scheduler.warmup_steps 10 "
 HALF = "--activation_checkpoint.attention_recompute 0.5"
 
 
@@ -29,12 +30,13 @@ def check_words(words: str) -> Config:
 @pytest.mark.parametrize(
     "key, inside, outside",
     [
-        ("training.steps", (10, 2**31 - 1), (0, 2**31)),
+        ("training.steps", (1, 2**31 - 1), (0, 2**31)),
         ("training.seed", (0, 2**63 - 1), (-1, 2**63)),
         ("parallelism.dp_shard", (-1, 1), (0, -2)),
         ("attention.vertical_slash.recall", (0.01, 1), (0, 1.01)),
         ("optimizer.lr", (1e-9,), (0,)),
         ("optimizer.beta2", (0, 0.999), (1, -0.1)),
+        ("lr_scheduler.warmup_steps", (-1, 0, 1), (-2, 101)),
         ("lr_scheduler.decay_ratio", (-1, 0, 1), (1.5, -0.5)),
         ("activation_checkpoint.attention_recompute", (-1, 0, 1), (1.5, -0.5)),
         ("guard.spike_factor", (0, 1.1), (1, 0.5)),
@@ -90,8 +92,8 @@ REFUSED = {
     "--data.add_bos false --data.format messages --data.source x": (
         'data.add_bos = false would be ignored with data.format = "messages"'
     ),
-    "--training.steps 9": "lr_scheduler.warmup_steps = 10 is above training.steps = 9",
-    "--lr_scheduler.total_steps 9": "warmup_steps = 10 is above lr_scheduler.total_steps = 9",
+    WARMUP + "--training.steps 9": "lr_scheduler.warmup_steps = 10 is above training.steps = 9",
+    WARMUP + "--lr_scheduler.total_steps 9": "warmup_steps = 10 is above .*total_steps = 9",
     "--training.dtype float64": 'write training.device = "cpu"',
     "--parallelism.cp 4 --parallelism.cp_intra 3": "does not divide .* one of 1, 2, 4",
     "--compile.backend inducter": 'is not one of "inductor", "aot_eager", "eager"',

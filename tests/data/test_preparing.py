@@ -20,6 +20,7 @@ from tests.data.helpers import (
 )
 from titan_sparse.commands.prepare_data import main, show_histogram
 from titan_sparse.data import preparing
+from titan_sparse.data.documents import READER
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
 from titan_sparse.data.shards import TokenShards, write_shard
@@ -216,6 +217,39 @@ def test_a_worker_process_that_reads_other_files_is_refused(tmp_path, monkeypatc
     assert not list(out.glob("shard_*.json"))
 
 
+@pytest.mark.parametrize("version", [READER - 1, READER + 1, None])
+def test_a_folder_of_other_rules_is_trained_on_but_not_continued(tmp_path, monkeypatch, version):
+    """None: a version that wrote none. Its first shard has an end of turn of its own, so to speak."""
+    expected = read_shards(prepared(tmp_path))
+    recipe, out = Recipe(str(tmp_path / "a.jsonl"), shard_rows=3), tmp_path / "out"
+
+    def as_of_that_version(name: str) -> None:
+        plan = json.loads((out / name).read_text())
+        assert plan.pop("reader") == READER
+        if version is not None:
+            plan["reader"] = version
+        (out / name).write_text(json.dumps(plan))
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        interrupt_after(patched, 2)
+        prepare(recipe, str(out))
+    as_of_that_version("plan.json")
+    refused = "out was begun .*another version of titan_sparse, .* write another folder, or delete"
+    for processes in (1, 2):
+        with pytest.raises(ValueError, match=refused):
+            prepare(recipe, str(out), processes)
+    assert not (out / "shard_00002.json").exists()
+
+    shutil.rmtree(out)
+    prepare(recipe, str(out))
+    for name in ("plan.json", "meta.json"):
+        as_of_that_version(name)
+    assert read_shards(str(out)) == expected
+    # Nor is a finished folder taken for one of these rules.
+    with pytest.raises(ValueError, match=refused):
+        prepare(recipe, str(out))
+
+
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 CHATS = [
     {"text": "a", "body": "b", "messages": MESSAGES, "talk": MESSAGES[:1] + MESSAGES},
@@ -263,6 +297,25 @@ def test_bad_rows_are_refused_or_skipped_and_counted(tmp_path, capsys):
     meta = json.loads((out / "meta.json").read_text())
     assert (meta["documents"], meta["empty"], meta["bad_rows_skipped"]) == (2, 2, 1)
     assert read_shards(str(out)) == [[*b"one", END], [*b"four", END]]
+
+
+def test_rare_reasons_for_skipping_chats_are_counted_together(tmp_path, capsys):
+    """As a template may give a reason for each chat."""
+    refusing = (
+        "{% if messages[0].content < 'n' %}{{ raise_exception(messages[0].content) }}{% endif %}"
+    )
+    (tmp_path / "refusing.jinja").write_text(refusing + PLAIN)
+    chats = [
+        {"messages": [{**MESSAGES[0], "content": text}, MESSAGES[1]]}
+        for text in "aaaabcdefghijklmn"
+    ]
+    write_rows(tmp_path / "a.jsonl", chats)
+    words = f"--format messages --chat-template {tmp_path}/refusing.jinja --bad-rows skip".split()
+    assert main([str(tmp_path / "a.jsonl"), str(tmp_path / "out"), "--processes=1", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    lines = [line for line in lines if line.startswith("skipped")]
+    assert len(lines) == 11 and lines[0].startswith("skipped 4 chats: ")
+    assert lines[-1] == "skipped 3 chats for 3 other reasons, which meta.json names"
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_folders_of_source_code_become_one_document_each(tmp_path, caplog):
     decode = ByteTokenizer().decode
     with caplog.at_level(logging.INFO, "titan_sparse"):
         prepare(Recipe(str(root), document="folder"), str(tmp_path / "folders"))
-    assert "not read: 1 binary (image.png), 1 empty (empty.py), 2 hidden (" in caplog.text
+    assert "not read: 2 hidden, 1 links, 1 empty .py, 1 binary .png\n" in caplog.text
     assert [decode(ids) for ids in read_shards(str(tmp_path / "folders"))] == [
         "# loose.txt\nl",
         "# a/A.md\nA\n# a/sub/z.c\nz",

@@ -192,7 +192,14 @@ def test_all_of_a_folder_is_read_or_named_and_counted(tmp_path, caplog):
         (folder / name).write_bytes(packed.get(Path(name).suffix, bytes)(texts[name]))
     for place in (elsewhere, elsewhere / "deep"):
         (place / "f.jsonl").write_bytes(lines_of([place.name]))
-    for name in (".b.txt", ".ipynb_checkpoints/a.jsonl", "._a.jsonl", "x.csv", "README"):
+    for name in (
+        ".b.txt",
+        ".ipynb_checkpoints/a.jsonl",
+        "._a.jsonl",
+        "x.csv",
+        "README",
+        "log.2026-11-27T10:31",
+    ):
         (folder / name).write_text("not read")
     os.mkfifo(folder / "pipe.jsonl")
     links = {"disk": elsewhere, "round": folder, "sub/again": elsewhere / "deep", "up": ".."}
@@ -201,17 +208,26 @@ def test_all_of_a_folder_is_read_or_named_and_counted(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "titan_sparse"):
         found = texts_of(folder)
     assert sorted(found) == sorted([*texts, "disk", "deep"])
-    for words in (
-        "1 .csv (x.csv)",
-        "3 hidden (._a.jsonl, .b.txt, .ipynb_checkpoints)",
-        "1 neither file nor folder (pipe.jsonl)",
-        "1 without an ending (README)",
-        "links to folders that are read already",
-    ):
-        assert words in caplog.text
+    assert (
+        "not read: 3 hidden, 3 links to folders that are read already, 2 without an ending, "
+        "1 neither file nor folder, 1 .csv\n" in caplog.text
+    )
     assert texts_of(folder / "B.JSONL") == ["B.JSONL"]
     (folder / "g.jsonl").symlink_to(tmp_path / "unmounted" / "g.jsonl")
     assert f"the link {folder / 'g.jsonl'} leads to nothing" in refusal(folder)
+
+
+def test_many_kinds_of_files_that_are_not_read_are_one_short_line(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("text")
+    for number in range(30):
+        for copy in range(2000 if number == 7 else 2):
+            (tmp_path / f"a file with a long name {copy}.e{number}").touch()
+    with caplog.at_level(logging.INFO, "titan_sparse"):
+        assert texts_of(tmp_path) == ["text"]
+    (record,) = [r.getMessage() for r in caplog.records if "not read" in r.getMessage()]
+    counts = record.partition("not read: ")[2]
+    assert counts.startswith("2,000 .e7, 2 .e0, 2 .e1, ")
+    assert counts.endswith(", 44 of 22 other kinds") and len(counts) < 120
 
 
 def test_a_parquet_file_that_is_cut_off_is_refused_with_its_name(tmp_path):

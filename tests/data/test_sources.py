@@ -5,13 +5,26 @@ import json
 import datasets
 import pytest
 
-from tests.data.helpers import TEXTS
+from tests.data.helpers import TEXTS, write_rows
 from titan_sparse.config import Data
 from titan_sparse.data import documents
 from titan_sparse.data.documents import open_source
 
 HI = {"role": "user", "content": "hi"}
 YES = {"role": "assistant", "content": "yes"}
+SHAREGPT_ROWS = [
+    {
+        "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}],
+        "system": "be kind",
+        "id": 1,
+    },
+    # A column that only one row has is null in the others.
+    {"conversations": [{"from": "user", "value": "hi"}, {"from": "assistant", "value": "yes"}]},
+]
+ALPACA_ROWS = [
+    {"instruction": "hi", "input": "", "output": "yes", "system": "be kind"},
+    {"instruction": "hi", "input": "all", "output": "yes", "history": [["hi", "yes"]], "id": 2},
+]
 
 
 def test_python_files_alone_and_joined(monkeypatch):
@@ -54,6 +67,38 @@ def test_a_dataset_of_the_hub(monkeypatch):
         (("owner/name", "en"), {"split": "test"}),
         (("owner/name", None), {"split": "train"}),
     ]
+
+
+@pytest.mark.parametrize(
+    "form, rows",
+    [
+        ('"conversations" (the ShareGPT form)', SHAREGPT_ROWS),
+        ('"instruction" and "output" (the Alpaca form)', ALPACA_ROWS),
+    ],
+)
+def test_other_forms_of_chats_of_the_hub(monkeypatch, tmp_path, caplog, form, rows):
+    """A dataset gives the same samples as the file that it was made of, and one line says the form."""
+    path = tmp_path / "chats.jsonl"
+    write_rows(path, rows)
+    dataset = datasets.Dataset.from_json(str(path), cache_dir=str(tmp_path / "cache"))
+    hub(monkeypatch, dataset)
+    with caplog.at_level("INFO", "titan_sparse"):
+        of_file = open_source(Data(source=str(path), format="messages"))
+        source = open_source(Data(source="owner/chats", format="messages"))
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        f"rows with {form}"
+    ] * 2
+    samples = [json.loads(text) for text in source]
+    assert samples == [
+        {**json.loads(text), "where": f"owner/chats, row {number}"}
+        for number, text in enumerate(of_file, 1)
+    ]
+    assert samples[0]["messages"] == [{"role": "system", "content": "be kind"}, HI, YES]
+    assert samples[1]["messages"][-1] == YES and "tools" not in samples[1]
+    # Another column was asked for, and text is not guessed from chats.
+    for data in (Data(source="o/c", format="messages", messages_field="x"), Data(source="o/c")):
+        with pytest.raises(ValueError, match='has no column "(x|text)"'):
+            open_source(data)
 
 
 def test_chats_of_the_hub(monkeypatch, caplog):

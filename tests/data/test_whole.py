@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -209,6 +210,25 @@ def test_a_damaged_mask_is_refused(tmp_path, tokenizer_folder):
         TokenShards(str(folder), tokenizer)
 
 
+def test_a_file_of_a_run_may_say_how_its_prepared_tokens_were_made(tmp_path, tokenizer_folder):
+    """As train_configs/sft_qwen3_8b_128k.toml, which docs/finetune.md starts with a prepared folder."""
+    data = chats_of(tmp_path, tokenizer_folder, loss_on="last_assistant")
+    folder = prepare_chats(data, tmp_path / "out", loss_on="last_assistant")
+    bare = Data(source=folder, tokenizer=folder)
+    said = replace(bare, format="messages", loss_on="last_assistant")
+    assert global_stream(loaders(said), 4) == global_stream(loaders(bare), 4)
+    for options, words in (
+        (
+            {"format": "prompt_completion"},
+            'format = "prompt_completion" .* made with "messages"; le',
+        ),
+        ({"loss_on": "all"}, 'loss_on = "all" .* made with "last_assistant"; leave it out'),
+        ({"messages_field": "talk"}, 'messages_field = "talk" .* made with "messages"; leave it'),
+    ):
+        with pytest.raises(ValueError, match=words):
+            loaders(replace(said, **options))
+
+
 def test_what_would_cut_or_ignore_is_refused(tmp_path, tokenizer_folder):
     data = chats_of(tmp_path, tokenizer_folder, sequences="fixed")
     with pytest.raises(ValueError, match='data.sequences = "fixed" would cut answers'):
@@ -216,7 +236,7 @@ def test_what_would_cut_or_ignore_is_refused(tmp_path, tokenizer_folder):
     folder = prepare_chats(data, tmp_path / "out")
     with pytest.raises(ValueError, match='data.sequences = "fixed_and_rest" would cut answers'):
         loaders(Data(source=folder, tokenizer=folder, sequences="fixed_and_rest"))
-    with pytest.raises(ValueError, match="data.loss_on would be ignored with the prepared tokens"):
+    with pytest.raises(ValueError, match='data.loss_on = "all" would be ignored with the prep'):
         loaders(Data(source=folder, tokenizer=folder, loss_on="all"))
     with pytest.raises(
         ValueError, match="no sample of data.source has at most training.seq_len = 5"

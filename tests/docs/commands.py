@@ -101,8 +101,8 @@ def workspace(folder: Path) -> None:
     (folder / "books.jsonl.zst").write_bytes(pyarrow.compress(rows.encode(), "zstd", asbytes=True))
     chat = [{"role": "user", "content": "a dog"}, {"role": "assistant", "content": "a book"}]
     (folder / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
-    (folder / "qwen2.5").mkdir()
-    (folder / "qwen2.5/chat_template.jinja").write_text(
+    (folder / "qwen3").mkdir()
+    (folder / "qwen3/chat_template.jinja").write_text(
         "{% for message in messages %}dog {{ message.content }} {% endfor %}"
         "{% if add_generation_prompt %}dog {% endif %}"
     )
@@ -110,7 +110,7 @@ def workspace(folder: Path) -> None:
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "qwen2.5/tokenizer.json"))
+    tokenizer.save(str(folder / "qwen3/tokenizer.json"))
     prepared = ["texts", "prepared/python", "--tokenizer", "bytes", "--processes", "1"]
     assert run_module(f"{COMMANDS}prepare_data", prepared, folder) == 0
 

@@ -18,14 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from scripts.compare_runs import differences
 from tests.distributed import run_processes
 from tests.reference import structured_qkv
-from tests.runs import TINY, metrics_of, tiny_config, train, write_texts
+from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.attention import ContextParallel, attend, recorder
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.observe import Recording, recording, worker_imbalance
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.config import Config, ConfigError, check_start
-from titan_sparse.training import metrics
-from titan_sparse.training.metrics import MetricsLog, context_parallel_averages, json_ready
+from titan_sparse.training.metrics import context_parallel_averages, json_ready
 from titan_sparse.training.metrics_output import JsonLines, read_lines, read_metrics, tag
 from titan_sparse.training.pictures import heat_map
 
@@ -156,10 +155,56 @@ def _check_bytes_besides() -> None:
     assert _record(_cp("striped", "ring"))[0].bytes_of_verticals == 0
 
 
+def _check_bytes_of_recordings_within_recordings() -> None:
+    """Each counts its own calls and what they send, backward included."""
+    ranks = dist.get_world_size()
+    pattern = VerticalSlash(recall=0.7, max_verticals=40, dense_below=48)
+    qkv = structured_qkv(BATCH, HEADS, KV_HEADS, TOKENS * ranks, DIM)
+    cp, other = _cp("striped", "ring"), _cp("contiguous", "ring")
+
+    def run(cp: ContextParallel = cp) -> None:
+        local = [cp.shard(x, 2).requires_grad_() for x in qkv]
+        attend(*local, Causal(), pattern, cp).sum().backward()
+
+    def counts(seen: Recording, times: int = 1) -> list[int]:
+        all_bytes = (seen.bytes_sent, seen.plain_ring_bytes, seen.bytes_of_verticals)
+        numbers = [*all_bytes, seen.bytes_of_selection, len(seen.calls)]
+        return [number * times for number in numbers]
+
+    run()
+    with recording() as one:
+        run()
+    assert min(counts(one)) > 0
+    with recording() as outer:
+        run()
+        with recording() as middle:
+            with recording() as inner:
+                run()
+                run()
+            run()
+            with pytest.raises(KeyError), recording() as failing:
+                run()
+                raise KeyError
+            with recording() as of_others:
+                run(other)
+            with recording() as nothing:
+                pass
+        run()
+        with recording(), recording() as last:
+            run()
+    run()
+    wanted = {2: (outer, inner), 1: (middle, failing, last), 0: (nothing,)}
+    for times, recordings in wanted.items():
+        for seen in recordings:
+            assert counts(seen) == counts(one, times), (times, counts(seen), counts(one))
+    assert len(of_others.calls) == 1 and of_others.bytes_sent > 0
+
+
 def _check_all() -> None:
     _check_work()
     _check_bytes()
     _check_bytes_besides()
+    _check_bytes_of_recordings_within_recordings()
     _check_waiting()
 
 
@@ -239,48 +284,6 @@ def test_what_is_no_metrics_is_refused(tmp_path, text, reason):
         (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(ValueError, match=reason):
         read_metrics(tmp_path)
-
-
-def _speeds(folder) -> None:
-    """A clock of our own: two steps of 1 s, with 30 s of saving and a validation between them."""
-    config = tiny_config(folder, "run", training__steps=100, metrics__log_every=2)
-    now = [0.0]
-    metrics.time.perf_counter = lambda: now[0]
-    progress = []
-    metrics.logger.info = progress.append
-    log = MetricsLog(config, TINY, torch.device("cpu"))
-    values = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1}
-    nothing = Recording()
-    nothing.visited, nothing.visible = [torch.ones(4)], [torch.ones(())]
-
-    def step(number: int) -> None:
-        now[0] += 1
-        log.count(1000)
-        if log.should_log(number):
-            log.log(number, 0, values, nothing, 10.0)
-
-    for number in (1, 2, 3):
-        step(number)
-    now[0] += 30
-    log.leave_out(30.0)
-    step(4)
-    now[0] += 20
-    log.leave_out(20.0)
-    now[0] += 7
-    log.start_interval()
-    step(5)
-    step(6)
-    log.close()
-    lines = {line["step"]: line for line in metrics_of(config)}
-    for line in lines.values():
-        assert line["tokens_per_second_per_device"] == pytest.approx(1000)
-        assert line["step_seconds"] == pytest.approx(1)
-    assert [lines[n].get("save_seconds") for n in (1, 2, 4, 6)] == [None, None, 30, 20]
-    assert [said.split("ETA ")[1].split()[0] for said in progress[:2]] == ["?", "0:01:38"]
-
-
-def test_speeds_leave_saves_out(tmp_path):
-    run_processes(1, _speeds, tmp_path)
 
 
 def _train_with_pictures(folder: Path) -> None:

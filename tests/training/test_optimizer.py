@@ -30,6 +30,11 @@ def test_what_decays_and_what_is_frozen():
         (LRScheduler(1, 1 / 3, "linear", 0.0), [1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0, 0.0]),
         (LRScheduler(0, 0.0, "cosine", 0.0), [1.0] * 8),
         (LRScheduler(0, -1.0, "cosine", 0.5, 2), [1.0, 0.75, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]),
+        # A warm-up that is not set: 10 steps, or all that there are.
+        (LRScheduler(), [1 / 6, 2 / 6, 0.5, 4 / 6, 5 / 6, 1.0, 1.0, 1.0]),
+        (LRScheduler(total_steps=2), [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        (LRScheduler(total_steps=10**9), [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]),
+        (LRScheduler(total_steps=11, decay_ratio=1.0), [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]),
     ],
 )
 def test_a_schedule_by_hand(section, factors):

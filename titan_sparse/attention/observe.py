@@ -87,8 +87,10 @@ class Recording:
     plain_ring_bytes: int = 0
     bytes_of_verticals: int = 0
     bytes_of_selection: int = 0
+    outer: "Recording | None" = field(default=None, repr=False)
+    """The recording that this one is inside of."""
     sent_before: list[int] = field(default_factory=list, repr=False)
-    """What _sent() said before the first call."""
+    """What _sent() said before the first call, plus what inner recordings have counted since."""
     timed: recorder.TimedCall | None = field(default=None, repr=False)
     """The call of several ranks whose forward runs now."""
     visited_by_call: list[Tensor] = field(default_factory=list, repr=False)
@@ -174,7 +176,8 @@ class Recording:
 
 @contextlib.contextmanager
 def recording(recall_rows: int = 0, thumbnail_cells: int = 0) -> Iterator[Recording]:
-    """Record every attention inside.
+    """Record every attention inside. What is inside of an inner recording() counts there alone: its
+    calls, and what is sent from its first call to its end.
 
     recall_rows: with more than 0, measure recall on so many sampled query rows a sequence.
     thumbnail_cells: with more than 0, draw pictures of so many cells a side; some ranks may ask for
@@ -182,15 +185,27 @@ def recording(recall_rows: int = 0, thumbnail_cells: int = 0) -> Iterator[Record
 
     Collective: all context-parallel ranks record at the same time.
     """
-    seen = Recording(recall_rows, thumbnail_cells)
+    seen = Recording(recall_rows, thumbnail_cells, outer=recorder.listening)
     try:
         with recorder.observed_by(seen):
             yield seen
     finally:
         if seen.calls:
-            now = _sent(seen.calls[0].cp)
+            cp = seen.calls[0].cp
+            now = _sent(cp)
             sent = [after - earlier for after, earlier in zip(now, seen.sent_before, strict=True)]
             seen.bytes_sent, seen.plain_ring_bytes, seen.bytes_of_verticals = sent
+            _leave_out(seen.outer, cp, sent)
+
+
+def _leave_out(recording: Recording | None, cp: ContextParallel, sent: list[int]) -> None:
+    """Do not count again in the recordings outside what an inner one has counted."""
+    while recording is not None:
+        # Others have not begun to count, or they count another group's traffic.
+        if recording.calls and recording.calls[0].cp is cp:
+            pairs = zip(recording.sent_before, sent, strict=True)
+            recording.sent_before = [before + more for before, more in pairs]
+        recording = recording.outer
 
 
 def _sent(cp: ContextParallel) -> list[int]:

@@ -25,6 +25,9 @@ from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import OPTIONS, Recipe
 from titan_sparse.options import plain
 
+REASONS_SHOWN = 10
+"""Reasons for which chats are skipped that have a line of their own."""
+
 
 @refuses
 def main(words: list[str]) -> int:
@@ -45,8 +48,13 @@ def main(words: list[str]) -> int:
         print("stopped; the same command continues", file=sys.stderr)
         return 130
     print(show_histogram(meta))
-    for reason, count in meta.get("skipped", {}).items():
+    # The most frequent first.
+    skipped = list(meta.get("skipped", {}).items())
+    for reason, count in skipped[:REASONS_SHOWN]:
         print(f"skipped {count:,} chats: {reason}")
+    if rare := skipped[REASONS_SHOWN:]:
+        chats = sum(count for _, count in rare)
+        print(f"skipped {chats:,} chats for {len(rare):,} other reasons, which meta.json names")
     if "learned" in meta:
         print(show_kept(meta))
     print(

@@ -233,8 +233,8 @@ class Optimizer:
 class LRScheduler:
     """Linear warm-up, constant, decay."""
 
-    warmup_steps: Count = 10
-    """steps of linear warm-up"""
+    warmup_steps: Annotated[int, Range(-1, MOST)] = -1
+    """steps of linear warm-up; -1: 10, or all steps of a shorter run"""
     decay_ratio: Annotated[float, Range(0, 1, also=(-1,))] = -1.0
     """share of the steps that decay at the end (WSD), in [0, 1]; -1: all after warm-up"""
     decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"

@@ -6,7 +6,7 @@ one that does not exist.
 
 import os.path
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -18,6 +18,9 @@ from titan_sparse.options import show
 
 FORMATS = ("text", "messages", "prompt_completion")
 """Of a part of data.source."""
+
+KINDS_SHOWN = 8
+"""Kinds of files that are not read and have a count of their own in the log."""
 
 _WEIGHT = re.compile(r"\s*(?P<name>.+?)\s*:\s*(?P<weight>\d+(\.\d*)?|\.\d+)\s*")
 
@@ -118,7 +121,7 @@ def data_ending(name: str) -> tuple[str, str]:
 
 
 def data_files(source: str, key: str = "data.source") -> tuple[list[str], str]:
-    """The sorted data files of a file or folder, and in words what else the folder holds.
+    """The sorted data files of a file or folder, and in words how much else the folder holds.
 
     Links are followed, but no folder is read twice. Raises ConfigError, naming `key`, if there is no
     such path, no data file with a byte in it, a link to nothing, or a folder that cannot be listed.
@@ -132,19 +135,19 @@ def data_files(source: str, key: str = "data.source") -> tuple[list[str], str]:
     files: dict[str, list[Path]] = defaultdict(list)
     for file, problem in files_below(path, named) if path.is_dir() else [(path, "")]:
         ending, _ = data_ending(file.name)
-        files[problem or ending or file.suffix.lower() or "without an ending"].append(file)
+        files[problem or ending or ending_of(file)].append(file)
     # Lines of JSON are often named .json. Beside other data it describes them.
     if files.keys().isdisjoint((".txt", ".parquet")):
         files[".jsonl"] += files.pop(".json", [])
     endings = [ending for ending in (".jsonl", ".parquet", ".txt") if files[ending]]
-    others = [kind for kind, found in files.items() if found and kind.startswith(".")]
+    has_others = any(found and kind.startswith(".") for kind, found in files.items())
     advice = (
         f'; "titan-sparse prepare_data {source} OUT --document folder" reads text files of any kind'
     )
     require(
         len(endings) > 0,
         f"{named} holds no data files; write a path of {', '.join(ENDINGS)}, or of one of the first "
-        "three with .gz or .zst" + advice * (path.is_dir() and len(others) > 0),
+        "three with .gz or .zst" + advice * (path.is_dir() and has_others),
     )
     require(
         len(endings) == 1,
@@ -155,7 +158,8 @@ def data_files(source: str, key: str = "data.source") -> tuple[list[str], str]:
         any(file.stat().st_size for file in found),
         f"{named} holds only empty files; write a path of files with text",
     )
-    return [str(file) for file in found], in_words(files)
+    others = Counter({kind: len(of_kind) for kind, of_kind in files.items()})
+    return [str(file) for file in found], in_words(others)
 
 
 def files_below(folder: Path, named: str, follow_links: bool = True) -> Iterator[tuple[Path, str]]:
@@ -196,15 +200,21 @@ def files_below(folder: Path, named: str, follow_links: bool = True) -> Iterator
                 yield file, "" if file.is_file() else "neither file nor folder"
 
 
-def in_words(files_of_kind: dict[str, list[Path]]) -> str:
-    """ "2 .csv (a.csv, b.csv), 1 hidden (.git)"; empty for none."""
-    parts = []
-    for kind, files in sorted(files_of_kind.items()):
-        names = [file.name for file in sorted(files)]
-        shown = ", ".join(names[:3] + ["..."] * (len(names) > 3))
-        if names:
-            parts.append(f"{len(names)} {kind} ({shown})")
-    return ", ".join(parts)
+def ending_of(file: Path) -> str:
+    """The ending by which a file that is not read is counted, such as ".png"."""
+    ending = file.suffix.lower()
+    # What follows the dot of run.2026-11-27T10:31:07 is not an ending.
+    return ending if 1 < len(ending) <= 10 else "without an ending"
+
+
+def in_words(counts: Counter[str]) -> str:
+    """ "1,204 .png, 31 .log, 2 hidden", the most frequent first; empty for none. Rare kinds are counted
+    together."""
+    shown = [(kind, count) for kind, count in counts.most_common() if count]
+    shown, rare = shown[:KINDS_SHOWN], shown[KINDS_SHOWN:]
+    if rare:
+        shown.append((f"of {len(rare)} other kinds", sum(count for _, count in rare)))
+    return ", ".join(f"{count:,} {kind}" for kind, count in shown)
 
 
 def tokenizer_name(config: Config) -> str:

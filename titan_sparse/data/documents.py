@@ -33,11 +33,15 @@ from titan_sparse.data.rows import (
 )
 from titan_sparse.data.shards import TokenShards, is_prepared
 from titan_sparse.data.tokenizer import Encoded, SampleFormat, Tokenizer, framed
+from titan_sparse.options import show
 
 logger = logging.getLogger("titan_sparse")
 
-READER = 3
-"""Version of rows.py in the cache's name. Increase it when rows.py reads something differently."""
+READER = 4
+"""Version of the rules that turn a source into rows and tokens: rows.py, chats.py, recipe.py, and
+tokenizer.py. It is in the name of the cache of rows and in the plan.json of prepare_data. Increase it
+when the same source would give other rows or tokens: then a cache is read anew, and a folder that is
+not finished is not continued."""
 CACHED_AT_ONCE = 1 << 20
 """Letters of rows that are held in memory while a cache is written."""
 NOT_STDLIB = {"site-packages", "dist-packages"}
@@ -390,14 +394,15 @@ def open_documents(data: Data, tokenizer: Tokenizer, model_folder: str = "") -> 
     part cannot be opened or an option would be ignored.
     """
     if is_prepared(data.source):
-        # prepare_data has already applied these.
-        for name in ("format", *ROW_OPTIONS, "split_special_tokens"):
-            if getattr(data, name) != getattr(Data(), name):
-                raise ValueError(
-                    f"data.{name} would be ignored with the prepared tokens of "
-                    f'data.source = "{data.source}"; leave it out'
-                )
         shards = TokenShards(data.source, tokenizer)
+        # prepare_data has already applied these. The file of a run may say so too.
+        for name in ("format", *ROW_OPTIONS, "split_special_tokens"):
+            value, applied = getattr(data, name), shards.option(name)
+            if value not in (getattr(Data(), name), applied):
+                raise ValueError(
+                    f"data.{name} = {show(value)} would be ignored with the prepared tokens of "
+                    f'data.source = "{data.source}", which were made with {show(applied)}; leave it out'
+                )
         if len(shards.begin) and not data.add_bos:
             raise ValueError(
                 f'data.add_bos = false: the tokens of data.source = "{data.source}" were prepared with '

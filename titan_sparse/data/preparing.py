@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from titan_sparse.config.sections import Data
 from titan_sparse.data.chat_template import exported_files
-from titan_sparse.data.documents import FileState, file_states
+from titan_sparse.data.documents import READER, FileState, file_states
 from titan_sparse.data.recipe import OPTIONS, Recipe, is_mds, open_rows, unpack
 from titan_sparse.data.shards import (
     FORMAT,
@@ -116,7 +116,7 @@ def prepare(recipe: Recipe, out: str, processes: int = 1) -> dict[str, Any]:
     """Write the folder `out`, or what is missing of it. Returns the content of meta.json.
 
     Raises ValueError for a source or options that cannot be used, for an `out` that was begun with
-    another source, tokenizer or option, and if no document is left.
+    another source, tokenizer, option, or version of the rules (READER), and if no document is left.
     """
     folder = Path(out).expanduser()
     if folder.exists() and not folder.is_dir():
@@ -190,6 +190,7 @@ def _plan(writer: Writer) -> dict[str, Any]:
         digests["source_tokenizer_digest"] = writer.rows.source_tokenizer.digest
     return {
         "format": FORMAT_OF_CHATS if writer.encoder else FORMAT,
+        "reader": READER,
         **_options(writer.recipe),
         **digests,
         "source": str(path.resolve()) if path.exists() else writer.recipe.source,
@@ -227,6 +228,10 @@ def _check_plan(folder: Path, out: str, plan: dict[str, Any]) -> None:
             continue
         if key == "source_files":
             differences.append("the source's files have changed")
+        elif key == "reader":
+            differences.append(
+                "another version of titan_sparse, which reads or tokenizes differently"
+            )
         else:
             differences.append(f"{key} was {saved.get(key)} and is {value}")
     if differences:

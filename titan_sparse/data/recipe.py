@@ -8,7 +8,7 @@ their [start, stop). (ProLong, princeton-nlp/prolong-data-512K, holds Llama-3 to
 
 import logging
 import shlex
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 
 from titan_sparse.config.checking import check_formats
 from titan_sparse.config.sections import Data, Text
-from titan_sparse.config.sources import files_below, in_words
+from titan_sparse.config.sources import ending_of, files_below, in_words
 from titan_sparse.data.chats import ChatEncoder
 from titan_sparse.data.documents import (
     ROW_OPTIONS,
@@ -210,11 +210,11 @@ def open_folder(source: str, whole: bool) -> LazyTexts:
     if not root.is_dir():
         raise ValueError(f"{source} is not a folder; with --document folder or source write one")
     files_by_document: dict[str, list[tuple[str, Path]]] = defaultdict(list)
-    left_out: dict[str, list[Path]] = defaultdict(list)
+    left_out: Counter[str] = Counter()
     for path, problem in files_below(root, source, follow_links=False):
         problem = problem or _problem(path)
         if problem:
-            left_out[problem].append(path)
+            left_out[problem] += 1
             continue
         name = path.relative_to(root).as_posix()
         folder, slash, _ = name.partition("/")
@@ -229,8 +229,9 @@ def open_folder(source: str, whole: bool) -> LazyTexts:
 
 
 def _problem(path: Path) -> str:
+    """Why a file is not read, and its ending, such as "binary .png"; empty for text."""
     with path.open("rb") as file:
         beginning = file.read(8192)
     if not beginning:
-        return "empty"
-    return "binary" if b"\0" in beginning else ""
+        return f"empty {ending_of(path)}"
+    return f"binary {ending_of(path)}" if b"\0" in beginning else ""

@@ -119,6 +119,7 @@ class TokenShards:
         meta = json.loads((self.folder / META).read_text(encoding="utf-8"))
         self.source = source
         self.tokenizer = tokenizer
+        self._meta = meta
         # The number of each shard, and where its documents begin and the last one ends.
         self._shards: list[tuple[int, NDArray[np.int64]]] = []
         self._states: dict[Path, FileState] = {}
@@ -148,6 +149,12 @@ class TokenShards:
             _refuse(source, f"{META} is damaged ({error!r})", error)
         if len(self) == 0 or len(self) != meta["documents"]:
             _refuse(source, f"{META} has {meta['documents']} documents, its shards {len(self)}")
+
+    def option(self, name: str) -> Any:
+        """The value of data.`name` that prepare_data has applied; the default if meta.json of an older
+        version does not say."""
+        # The folder has a format of its own.
+        return self._meta.get("row_format" if name == "format" else name, getattr(Data(), name))
 
     def __len__(self) -> int:
         return self._first[-1]

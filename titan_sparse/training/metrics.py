@@ -5,6 +5,7 @@ import math
 import os
 import resource
 import time
+from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     import wandb
 
 logger = logging.getLogger("titan_sparse")
+
+PACE_INTERVALS = 20
+"""Logged intervals that the ETA is a mean over."""
 
 
 class CapCount:
@@ -100,6 +104,8 @@ class MetricsLog:
                 logger.warning("mfu is not known: write metrics.peak_tflops for %s", name)
         # The first steps of a process compile.
         self.has_logged = False
+        # Seconds and steps of the last logged intervals, without the first one.
+        self.intervals: deque[tuple[float, int]] = deque(maxlen=PACE_INTERVALS)
         self.save_seconds = 0.0
         self.start_interval()
 
@@ -148,6 +154,8 @@ class MetricsLog:
         sequence_tokens = average_over_ranks(recorded, sequence_tokens)
         capped = self.caps.read()
         seconds = time.perf_counter() - self.began - self.left_out
+        if self.has_logged:
+            self.intervals.append((seconds, self.counted_steps))
         per_device = self.tokens / seconds / self.world_size
         # Pairs of tokens, over layers and heads, per token.
         visited = float(torch.stack(recorded.visited).sum()) / sequence_tokens
@@ -184,10 +192,17 @@ class MetricsLog:
                 self.wandb_run.log(record)
             if self.board is not None:
                 write_board(self.board, record, recorded)
-            pace = record["step_seconds"] if self.has_logged else None
-            logger.info(progress_line(record, self.steps, pace))
+            logger.info(progress_line(record, self.steps, self._pace()))
         self.has_logged = True
         self.start_interval()
+
+    def _pace(self) -> float | None:
+        """Seconds of a step, a mean over the last logged intervals. Saves and validation are not
+        counted. None if only the first interval is known, in which the process compiles."""
+        if not self.intervals:
+            return None
+        seconds, steps = zip(*self.intervals, strict=True)
+        return sum(seconds) / sum(steps)
 
     def _speeds(
         self, tokens_per_second: float, visited: float, visible: float
@@ -311,7 +326,7 @@ def write_board(board: SummaryWriter, record: dict[str, Any], recorded: Recordin
 
 
 def progress_line(record: dict[str, Any], steps: int, step_seconds: float | None) -> str:
-    """One line for people. step_seconds: of a step at present; None: not known yet."""
+    """One line for people. step_seconds: what a step takes on average; None: not known yet."""
     step = record["step"]
     left = "?"
     if step_seconds is not None:

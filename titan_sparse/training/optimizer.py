@@ -67,6 +67,8 @@ def learning_rate(peak: float, section: LRScheduler, steps: int, done: int) -> f
     total = section.total_steps or steps
     step = min(done, total)
     warmup = section.warmup_steps
+    if warmup < 0:
+        warmup = min(10, total)
     decay = total - warmup
     if section.decay_ratio >= 0:
         decay = min(decay, round(total * section.decay_ratio))

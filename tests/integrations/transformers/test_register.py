@@ -1,11 +1,13 @@
 """register(), the settings, and what is refused by name."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 
+from tests.distributed import run_processes
 from tests.integrations.transformers.families import (
     BLOCK,
     assert_close,
@@ -190,3 +192,86 @@ def test_bidirectional_and_cross_attention_are_refused():
     # What it says to write.
     got = bert(input_ids, attention_mask=AttentionMask(Full())).last_hidden_state
     assert_close([got], [wanted])
+
+
+OTHER_MODELS: dict[str, dict] = {
+    "LlamaConfig": {},
+    # An encoder, one with attention of its own, and one of two parts.
+    "BertConfig": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "BloomConfig": {"n_head": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "T5Config": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 2, "dropout_rate": 0.0},
+}
+METHODS = ("post_init", "set_attn_implementation")
+
+
+def behavior_of_others(folder: str) -> dict[str, object]:
+    """What models with names of transformers do, and how the methods that register() wraps look."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "max_position_embeddings": 64}
+    found: dict[str, object] = {}
+    for config_class, more in OTHER_MODELS.items():
+        for name in ("eager", "sdpa"):
+            config = getattr(transformers, config_class)(**(sizes | heads | more))
+            torch.manual_seed(0)
+            try:
+                model = transformers.AutoModel.from_config(config, attn_implementation=name)
+            except ValueError as error:
+                found[f"{config_class} {name}"] = str(error)
+                continue
+            inputs = {"input_ids": tokens(2, 9)}
+            if config.is_encoder_decoder:
+                inputs["decoder_input_ids"] = tokens(2, 5)
+            out = model(**inputs)[0]
+            out.sum().backward()
+            gradients = [x.grad.tolist() for x in model.parameters() if x.grad is not None]
+            found[f"{config_class} {name}"] = out.tolist(), gradients
+            model.save_pretrained(folder)
+            again = transformers.AutoModel.from_pretrained(folder, attn_implementation=name)
+            found[f"{config_class} {name} read"] = again(**inputs)[0].tolist()
+            # As one writes it by position, by keyword, and for parts.
+            names = []
+            for arguments, keywords in (
+                (("eager",), {}),
+                ((), {"attn_implementation": "sdpa"}),
+                (({"": "eager"},), {"allow_all_kernels": False}),
+                (("nonsense",), {}),
+                ((), {}),
+            ):
+                try:
+                    names.append(model.set_attn_implementation(*arguments, **keywords))
+                except (ValueError, TypeError, ImportError) as error:
+                    names.append((type(error), str(error)))
+                names.append(model.config._attn_implementation)
+            found[f"{config_class} {name} changed"] = names
+    for name in METHODS:
+        method = getattr(transformers.PreTrainedModel, name)
+        texts = method.__doc__, method.__name__, method.__qualname__, method.__module__
+        found[name] = inspect.signature(method), texts
+    return found
+
+
+def _others_before_and_after(folder: str) -> None:
+    """In a process that has not called register()."""
+    methods = [vars(transformers.PreTrainedModel)[name] for name in METHODS]
+    others = {
+        name: value
+        for name, value in vars(transformers.PreTrainedModel).items()
+        if name not in METHODS
+    }
+    before = behavior_of_others(folder)
+    assert len(before) > 20
+    register(AttentionSettings(pattern=SPARSE, block_size=BLOCK))
+    after = behavior_of_others(folder)
+    assert [name for name in before if before[name] != after[name]] == []
+    wrapped = [vars(transformers.PreTrainedModel)[name] for name in METHODS]
+    assert [method.__wrapped__ for method in wrapped] == methods
+    # Nothing else is replaced, and nothing is wrapped twice.
+    register(name="another")
+    register()
+    now = dict(vars(transformers.PreTrainedModel))
+    assert [now.pop(name) for name in METHODS] == wrapped and now == others
+    assert behavior_of_others(folder) == before
+
+
+def test_models_of_other_names_behave_as_before(tmp_path):
+    run_processes(1, _others_before_and_after, str(tmp_path))

@@ -2,7 +2,7 @@
 attention."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -71,29 +71,42 @@ def _check_models_given_a_name() -> None:
     finish = PreTrainedModel.post_init
     change = PreTrainedModel.set_attn_implementation
 
+    # Arguments have the names that transformers gives them, as some callers write them.
     @functools.wraps(finish)
-    def finish_checked(model: PreTrainedModel) -> None:
-        finish(model)
-        settings = settings_of(getattr(model.config, "_attn_implementation", None))
+    def finish_checked(self: PreTrainedModel) -> None:
+        finish(self)
+        settings = settings_of(getattr(self.config, "_attn_implementation", None))
         if settings is None:
             return
-        if model.can_generate():
-            check_modules(model, model.config._attn_implementation, settings.ranks)
+        if self.can_generate():
+            check_modules(self, self.config._attn_implementation, settings.ranks)
         else:
             # A part of a model, perhaps one that sees no text.
-            note_mixers(model)
+            note_mixers(self)
 
     @functools.wraps(change)
-    def change_checked(model: PreTrainedModel, name: str | dict, *args: Any, **kwargs: Any) -> None:
-        change(model, name, *args, **kwargs)
-        if isinstance(name, dict):
-            name = model.config.get_text_config(decoder=True)._attn_implementation
+    def change_checked(
+        self: PreTrainedModel, attn_implementation: str | dict, *args: Any, **kwargs: Any
+    ) -> None:
+        change(self, attn_implementation, *args, **kwargs)
+        if not any(settings_of(name) for name in _names(attn_implementation)):
+            return
+        name = self.config.get_text_config(decoder=True)._attn_implementation
         settings = settings_of(name)
         if settings is not None:
-            check_modules(model, name, settings.ranks)
+            check_modules(self, name, settings.ranks)
 
     PreTrainedModel.post_init = finish_checked
     PreTrainedModel.set_attn_implementation = change_checked
+
+
+def _names(attn_implementation: str | dict) -> Iterator[str]:
+    """All names in what set_attn_implementation() takes: one for the model, or some for its parts."""
+    if isinstance(attn_implementation, dict):
+        for of_part in attn_implementation.values():
+            yield from _names(of_part)
+    else:
+        yield attn_implementation
 
 
 def _check_name(name: str) -> None:
