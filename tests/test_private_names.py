@@ -29,6 +29,7 @@ PRIVATE = {
     "._forward_pre_hooks": "linear.py: hooks must not be registered twice",
     "._get_backend": HANGS,
     "._get_sequence_number_for_group": HANGS,
+    "._modules": "loss_probe.py: named parts of a model, replaced for one forward without a hook",
     "._prepare_inputs": "benchmarks: a batch as transformers' Trainer moves it to the GPU",
     "._version": "whether a tensor was changed in place since",
     "flash_attn.cute.interface._flash_attn_bwd": FLASH,
@@ -43,6 +44,7 @@ PRIVATE = {
     "torch._assert_async": "loss.py: checks labels on the GPU, for which the host does not wait",
     "torch._dynamo.maybe_mark_dynamic": "ranges.py: one graph for any number of slices",
     "torch._foreach_norm": "guard.py: all norms in one launch, without a copy of the tensors",
+    "torch._foreach_zero_": "step_graphs.py: all gradients in one launch",
     "torch._inductor.choices.InductorChoices": INDUCTOR,
     "torch._inductor.choices.InductorChoices.should_use_persistent_reduction": INDUCTOR,
     "torch._inductor.codegen.simd_kernel_features.DisableReduction": INDUCTOR,
@@ -84,6 +86,7 @@ OWNERS = {
     "._forward_pre_hooks": "torch.nn.Module",
     "._get_backend": "torch.distributed.ProcessGroup",
     "._get_sequence_number_for_group": "torch._C._distributed_c10d.Backend",
+    "._modules": "torch.nn.Module",
     "._prepare_inputs": "transformers.Trainer",
     "._version": "torch.Tensor",
 }

@@ -29,7 +29,7 @@ def test_rows_become_the_table_of_the_docs(tmp_path, monkeypatch):
         --model model --lengths 128,256 --original-length 128 --batches 2
         --out benchmarks/results/sparse_pays_h100.json --data.source {tmp_path}/text.txt
         --data.sequences fixed --training.device cpu --training.dtype float32 --attention.block_size 16
-        --attention.vertical_slash.local_slashes 1
+        --attention.vertical_slash.local_slashes 1 --data.tokenizer bytes
     """
     assert sparse_pays.main(words.split()) == 0
     rows = json.loads((tmp_path / "benchmarks/results/sparse_pays_h100.json").read_text())["rows"]
