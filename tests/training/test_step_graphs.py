@@ -1,11 +1,21 @@
 """When steps become CUDA graphs, and what a graph depends on. tests/gpu/test_step_graphs.py runs them."""
 
+import warnings
+
 import pytest
 import torch
 
 from tests.runs import TINY, tiny_config
+from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents
-from titan_sparse.training.step_graphs import MicroBatch, explain, flattened
+from titan_sparse.training.step_graphs import (
+    Computed,
+    MicroBatch,
+    StepGraphs,
+    _waits_for_the_gpu,
+    explain,
+    flattened,
+)
 
 S = 1024
 
@@ -80,3 +90,37 @@ def test_documents_share_a_graph():
     tensors, _ = flattened(_batch(Documents([[5]])))
     # Tokens, positions, labels, four of the mask with its offsets, the seed, and the labels' number.
     assert len(tensors) == 9
+
+
+def test_a_step_without_a_graph_adds_to_no_gradient_of_a_graph():
+    """Gradients of graphs keep their memory, also after the run has given graphs up."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    graphs = StepGraphs(model, one_rank(64), "off")
+
+    def compute(batch: MicroBatch, records: None) -> Computed:
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        return Computed(loss.detach(), [], None)
+
+    batch = _batch(Causal(valid=(S,)))
+    graphs(compute, batch, None, adds=False)
+    graphs.clear_gradients()
+    assert model.weight.grad is None
+    graphs.graphs["of another shape"] = None
+    for adds, wanted in ((False, 1), (True, 2), (False, 1)):
+        graphs(compute, batch, None, adds)
+        graphs.clear_gradients()
+        assert model.weight.grad.tolist() == [[wanted, wanted]]
+
+
+def test_other_warnings_pass_while_waits_are_collected(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with pytest.warns(UserWarning) as seen, _waits_for_the_gpu() as waits:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    assert modes == ["warn", 0]
+    assert len(waits) == 2 and all(__file__ in place for place in waits)
+    assert [str(warning.message) for warning in seen] == ["something else"]

@@ -187,8 +187,6 @@ class StepGraphs:
         if self.setting != "off" and is_known and len(self.graphs) < _MOST_GRAPHS:
             self.graphs[key] = self._capture(compute, batch, records, adds)
             return self.graphs[key].replay(tensors)
-        if self.setting == "off":
-            return compute(batch, records)
         return self._queue(compute, batch, records, key)
 
     def clear_gradients(self) -> None:
@@ -203,6 +201,8 @@ class StepGraphs:
         shape, _, adds = key
         if self.graphs and not adds:
             self._zero_gradients()
+        if self.setting == "off":
+            return compute(batch, records)
         # The first run waits: it compiles, and measures which kernels are the fastest.
         is_first = not self.runs[shape]
         self.runs[shape] += 1
@@ -244,12 +244,13 @@ class StepGraphs:
     def _refuse(self, reason: str) -> None:
         if self.setting == "on":
             raise Refusal(f'compile.cuda_graphs = "on" is impossible: {reason}; write "auto"')
-        logger.warning("steps do not become CUDA graphs, since %s", reason)
+        logger.warning("no more steps become CUDA graphs, since %s", reason)
         self.setting = "off"
 
     def _zero_gradients(self) -> None:
         gradients = [x.grad for x in self.model.parameters() if x.grad is not None]
-        torch._foreach_zero_([x.to_local() if isinstance(x, DTensor) else x for x in gradients])
+        if gradients:
+            torch._foreach_zero_([x.to_local() if isinstance(x, DTensor) else x for x in gradients])
 
 
 def flattened(batch: MicroBatch) -> tuple[list[Tensor], Hashable]:
@@ -286,20 +287,24 @@ def _copied(batch: MicroBatch) -> tuple[MicroBatch, list[Tensor]]:
 
 @contextmanager
 def _waits_for_the_gpu() -> Iterator[list[str]]:
-    """Collect where the host waits for the GPU inside: files with lines, complete at the end."""
+    """Collect where the host waits for the GPU inside: files with lines."""
     places: list[str] = []
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def collect(message, category, filename, lineno, *rest) -> None:
+            if "synchronizing CUDA operation" in str(message):
+                places.append(f"{filename}:{lineno}")
+            else:
+                show(message, category, filename, lineno, *rest)
+
+        warnings.showwarning = collect
+        warnings.filterwarnings("always", ".*synchronizing CUDA operation")
+        # It says of itself that it is a prototype.
+        warnings.filterwarnings("ignore", "Synchronization debug mode")
+        before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield places
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    for warning in caught:
-        if "synchronizing CUDA operation" in str(warning.message):
-            places.append(f"{warning.filename}:{warning.lineno}")
-        else:
-            warnings.warn_explicit(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
