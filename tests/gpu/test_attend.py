@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.gpu.errors import skip_without
 from tests.gpu.test_gradient_matrix import PATTERNS
 from tests.reference import attention_bytes, gradients, relative_error, structured_qkv
 from titan_sparse.attention import attend
@@ -24,6 +25,7 @@ def _qkv(seq_len: int, dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> li
 @pytest.mark.parametrize("backend", ["triton", "flex"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_nothing_to_attend_to(pattern, backend):
+    skip_without(backend)
     for batch, tokens in ((0, 256), (1, 0)):
         leaves = [
             torch.empty(batch, heads, tokens, 64, device="cuda", dtype=torch.bfloat16)
@@ -61,6 +63,7 @@ def test_compiled_for_lengths_and_heads_that_change(pattern):
 )
 def test_recomputed_attention(pattern, backend, compiled):
     """Recompute the first part of a sequence: out, gradients and memory."""
+    skip_without(backend)
     q, k, v = (
         x.cuda().requires_grad_() for x in structured_qkv(1, 16, 2, 8192, 128, dtype=torch.bfloat16)
     )

@@ -24,11 +24,11 @@ from tests.gpu.errors import (
     exact,
     flash_errors,
     problem,
+    skip_without,
     with_gradients,
 )
 from tests.reference import attention_with_sinks, relative_error
 from titan_sparse.attention import attend
-from titan_sparse.attention.backends.cudnn import missing
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.masks.slices import sliding_window
 from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
@@ -179,8 +179,7 @@ def _rounding_of_sinks(cell: Cell, seen: Tensor) -> float:
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
 def test_16_bits(cell: Cell):
-    if cell.backend == "cudnn" and missing():
-        pytest.skip(missing())
+    skip_without(cell.backend)
     got, want, seen = _results(cell)
     bounds = _flash_errors(cell.heads, cell.dim, cell.tokens, cell.dtype)
     check(got[:4], want[:4], bounds)
