@@ -21,6 +21,7 @@ import torch.distributed as dist
 from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.changes import read_saved
+from titan_sparse.config.hub import local_folder
 from titan_sparse.config.reading import require
 from titan_sparse.data import Tokenizer, open_tokenizer
 from titan_sparse.data.chat_template import ChatTemplate, load_template
@@ -43,6 +44,7 @@ from titan_sparse.training.distributed import choose_device
 @refuses
 def main(words: list[str]) -> int:
     args, rest = parse(words)
+    args.run_or_folder = local_folder(args.run_or_folder, "RUN_OR_FOLDER", weights=True)
     folder = Path(args.run_or_folder)
     is_hf = (folder / "config.json").is_file()
     require(

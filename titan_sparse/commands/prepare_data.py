@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.config import Data, field_docs
+from titan_sparse.config.hub import local_folder
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import OPTIONS, Recipe
 from titan_sparse.options import plain
@@ -34,6 +35,9 @@ def main(words: list[str]) -> int:
     args = arguments(words)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("titan_sparse").setLevel(logging.INFO)
+    for name in ("tokenizer", "source_tokenizer"):
+        folder = local_folder(getattr(args, name), f"--{name.replace('_', '-')}", weights=False)
+        setattr(args, name, folder)
     recipe = Recipe(args.source, **{name: getattr(args, name) for name in OPTIONS})
     try:
         meta = prepare(recipe, args.out, args.processes)

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, get_args
 
 import tomli
 
+from titan_sparse.config.hub import local_folder
 from titan_sparse.config.sections import Attention, Config, Flags
 from titan_sparse.options import as_toml, check_value, plain, show
 
@@ -92,7 +93,8 @@ def load(argv: list[str]) -> tuple[Config, Flags]:
     """Configuration and flags from the words after the program's name.
 
     The words are `--section.key value`, `--section.key=value`, and the flags, such as
-    `--config X.toml`. Prints usage() and exits with status 0 on `--help`. Raises ConfigError.
+    `--config X.toml`. Prints usage() and exits with status 0 on `--help`. Models that are named as on
+    the Hugging Face hub are downloaded, and the configuration has their folders. Raises ConfigError.
     """
     options = _split_words(argv)
     if any(name == "help" for name, _ in options):
@@ -134,6 +136,13 @@ def load(argv: list[str]) -> tuple[Config, Flags]:
         if name not in _FLAGS:
             value = _from_text(name, text, KINDS.get(key_now(name)))
             _assign(config, name, value, "command line")
+    try:
+        model = config.model.initial_hf
+        config.model.initial_hf = local_folder(model, "model.initial_hf", weights=True)
+        tokenizer = config.data.tokenizer
+        config.data.tokenizer = local_folder(tokenizer, "data.tokenizer", weights=False)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     return config, flags
 
 

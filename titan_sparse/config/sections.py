@@ -42,7 +42,7 @@ class Model:
     rope_theta: NotNegative = 0.0
     """base of the rotary frequencies; 0: the flavour's"""
     initial_hf: str = ""
-    """Hugging Face folder (config.json, *.safetensors) of the shape and the first weights"""
+    """shape and first weights: a Hugging Face folder, or a name on its hub (Qwen/Qwen2.5-0.5B)"""
     implementation: Literal["auto", "native", "transformers"] = "auto"
     """whose code computes initial_hf; auto: native for its families (docs/huggingface.md)"""
     random_weights: bool = False
@@ -81,8 +81,8 @@ class Data:
     split: Text = "train"
     """split of a Hugging Face dataset"""
     tokenizer: str = ""
-    """bytes, or the folder of a tokenizer, or its tokenizer.json; empty: that of model.initial_hf,
-    else bytes"""
+    """bytes, a folder with a tokenizer, its tokenizer.json, or a name on the Hugging Face hub; empty:
+    that of model.initial_hf, else bytes"""
     other_tokenizer: bool = False
     """true: data.tokenizer is meant to have other tokens than that of model.initial_hf"""
     add_bos: bool = True

@@ -16,6 +16,7 @@ from titan_sparse.config import (
     world_from_environment,
 )
 from titan_sparse.config.changes import read_saved
+from titan_sparse.config.hub import local_folder
 from titan_sparse.config.reading import load_config
 from titan_sparse.config.sources import single_source, tokenizer_name
 from titan_sparse.data.tokenizer import SampleFormat, Tokenizer
@@ -46,14 +47,14 @@ def load_for_evaluation(
 ) -> Config:
     """The configuration of `words`, as train.py takes them, not checked yet. Raises ConfigError.
 
-    hf: a Hugging Face folder in place of the run's model. dense: attend densely, whatever the pattern
-    in training. checkpoint: a run's folder or checkpoint, whose texts are begun as in training.
-    reads_text: of data.source, which is then one source. What only training uses is reset, so that it
-    cannot conflict with another mesh.
+    hf: a Hugging Face folder, or a name on its hub, in place of the run's model. dense: attend densely,
+    whatever the pattern in training. checkpoint: a run's folder or checkpoint, whose texts are begun as
+    in training. reads_text: of data.source, which is then one source. What only training uses is reset,
+    so that it cannot conflict with another mesh.
     """
     config = load_config(words)
     if hf:
-        config.model.initial_hf = hf
+        config.model.initial_hf = local_folder(hf, "model", weights=True)
     if checkpoint and not any(word.startswith("--data.add_bos") for word in words):
         config.data.add_bos &= _was_begun(checkpoint)
     if dense:
