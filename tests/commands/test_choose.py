@@ -13,6 +13,7 @@ from titan_sparse.commands.choose import (
     choice,
     configurations,
     crossing_length,
+    faster,
     main,
     reason,
     toml_lines,
@@ -85,9 +86,10 @@ def test_a_table_and_a_choice(folder, capsys):
     chosen = load(["--config", str(folder / "chosen.toml")])[0].attention
     assert chosen.block_size == 16
     assert chosen.pattern == ("dense" if name == "dense" else "vertical_slash")
-    # On two processors sparse attention does not pay at 400 tokens.
-    assert ("dense is faster here" in printed) == (name == "dense")
-    assert ("sparse pays from" in printed or "which sparse pays" in printed) == (name == "dense")
+    # On two processors sparse attention mostly does not pay at 400 tokens.
+    dense_is_fastest = not faster(rows)
+    assert ("dense is faster here" in printed) == dense_is_fastest
+    assert ("sparse pays from" in printed or "which sparse pays" in printed) == dense_is_fastest
 
 
 def test_the_lines_to_write_hold_what_was_measured(folder):
