@@ -229,8 +229,9 @@ def cases_to_check(shape: Shape, names: list[str]) -> Iterator[tuple[str, str, A
     """
     seq_len = shape.seq_len
     # Caps make it sparse on random inputs. The budget is independent: with joint scores, most
-    # candidates of random inputs have equal scores, and a cap would drop them together. Documents and caps give tables and verticals of
-    # the same shapes for both masks, so that flex compiles once.
+    # candidates of random inputs have equal scores, and a cap would drop them together. Documents
+    # and caps give tables and verticals of the same shapes for both masks, so that flex compiles
+    # once.
     pattern = VerticalSlash(
         recall=0.9,
         max_verticals=seq_len * 3 // 100,
