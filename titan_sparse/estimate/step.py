@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from titan_sparse.attention.context_parallel.schedule import (
+from titan_sparse.attention.context_parallel.schedules import (
     LOCAL,
     SCHEDULES,
     Moves,
