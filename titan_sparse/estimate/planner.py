@@ -61,11 +61,15 @@ class LayerWork(NamedTuple):
 class Pass(NamedTuple):
     """A forward or a backward.
 
-    compute: seconds of kernels and launches, float64 [W, steps]. seconds: until the last rank is
-    done. sent: bytes that each rank sends, inside its node and to other nodes.
+    compute: seconds of kernels and launches, float64 [W, steps]. transfers: seconds of the transfers
+    that run at the same time as each step, float64 [steps]. ends: seconds of transfers before the
+    first or after the last step. seconds: until the last rank is done. sent: bytes that each rank
+    sends, inside its node and to other nodes.
     """
 
     compute: Tensor
+    transfers: Tensor
+    ends: float
     seconds: float
     sent: ring_routing.Traffic
 
@@ -336,7 +340,7 @@ class _Planner:
         beside = beside.clone()
         beside[hides_behind] = beside[hides_behind].clamp(min=verticals)
         of_rank = torch.maximum(compute, beside).sum(-1)
-        return Pass(compute, of_rank.max().item() + ends, sent)
+        return Pass(compute, beside, ends, of_rank.max().item() + ends, sent)
 
 
 def _bytes(*kinds: tuple[ring_routing.Traffic, int]) -> ring_routing.Traffic:
