@@ -36,9 +36,9 @@ from titan_sparse.config import load_and_check
 from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.models.huggingface_config import config_json
 from titan_sparse.train import set_allocator
-from titan_sparse.trainer import Trainer
-from titan_sparse.training.distributed import choose_device, init_distributed
+from titan_sparse.training.faults.process_groups import choose_device, init_distributed
 from titan_sparse.training.metrics_output import read_metrics
+from titan_sparse.training.trainer import Trainer
 
 HYBRID = {
     "hidden_size": 1024,
