@@ -72,7 +72,7 @@ class BlockSums(NamedTuple):
 
 
 class TileShape(NamedTuple):
-    """Of a tile: M query cells, N key cells, and K of their numbers at a time; launch options.
+    """Tile sizes: M query cells, N key cells, and K of their numbers at a time; launch options.
 
     Sizes are powers of two; key_cells are no fewer than the cells of a block. programs: that share a
     multiprocessor.
@@ -280,7 +280,7 @@ def block_sums(
 
 
 def _descriptor(x: Tensor, length: int, rows: int, depth: int) -> TensorDescriptor:
-    """Of the cells in x, `length` numbers each, for tiles of `rows` x `depth`."""
+    """A descriptor of the cells in x, `length` numbers each, for tiles of `rows` x `depth`."""
     cells = x.contiguous().view(-1, length)
     return TensorDescriptor.from_tensor(cells, [rows, depth])
 
@@ -322,7 +322,7 @@ def _document_mass(
 
 @triton.jit
 def _wanted(mass, spare):
-    """Which of the masses [BLOCKS] are the fewest that leave no more than `spare`.
+    """The fewest of the masses [BLOCKS] that leave no more than `spare`.
 
     Equal ones are taken in order of position.
     """

@@ -97,7 +97,7 @@ def chunk_options(m: int, n: int, padded_dim: int, device: torch.device) -> dict
 
 
 def list_splits(programs: int) -> int:
-    """How many parts the list of each chunk is cut into.
+    """The number of parts into which the list of each chunk is cut.
 
     programs: how many there are without cutting. All queries may have chosen one chunk, which one
     program would work on long after the others.

@@ -29,7 +29,7 @@ from titan_sparse.attention.recomputed import attend_in_parts
 
 
 class Auxiliary(NamedTuple):
-    """What attend() returns in addition to out.
+    """The second result of attend() with return_aux=True.
 
     lse: natural-log normalizer [B, Hq, S_local], fp32 (fp64 for fp64); it counts the sinks, if there
     are any. index: what was selected.

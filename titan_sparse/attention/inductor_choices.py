@@ -21,7 +21,7 @@ class ChoicesWithoutRaces(InductorChoices):
     def should_use_persistent_reduction(
         features: SIMDKernelFeatures, cooperative_reduction: bool
     ) -> bool:
-        """Whether a kernel holds whole rows, as inductor asks it for each reduction."""
+        """True if a kernel holds whole rows, as inductor asks it for each reduction."""
         fits = V.graph.sizevars.statically_known_leq(features.reduction_numel, _LARGEST_ROW)
         if fits and reads_back(features):
             return True
@@ -33,7 +33,7 @@ class ChoicesWithoutRaces(InductorChoices):
 
 
 def reads_back(features: SIMDKernelFeatures) -> bool:
-    """Whether a kernel that went over its rows in loops would load what an earlier loop stored."""
+    """True if a kernel that went over its rows in loops would load what an earlier loop stored."""
     stored: set[str] = set()
     stored_in_this_loop: set[str] = set()
     in_loop = True

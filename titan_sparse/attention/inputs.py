@@ -24,7 +24,7 @@ def constant(x: float) -> float:
 
 
 class Ranks(NamedTuple):
-    """What torch.compile may know about a ContextParallel, or about its absence.
+    """The facts that torch.compile may know about a ContextParallel, or about its absence.
 
     key: names the ContextParallel in custom ops (context_parallel/group.py).
     """

@@ -14,7 +14,7 @@ OBJECTS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def lookup(key: str) -> Any:
-    """What was registered under this key.
+    """The object that was registered under this key.
 
     Raises RuntimeError if it is gone: a backward, or a compiled call, of a ContextParallel that
     no longer exists.

@@ -113,7 +113,7 @@ def vertical_tiles(
 
 
 class SlashQueries(NamedTuple):
-    """What tiles need to know of this rank's query blocks, the same for every layer.
+    """The facts about this rank's query blocks that tiles need, the same for every layer.
 
     spans: int32 [B, nq, 5], reach: int32 [B, nq, 4], as block_tables.slash_lists() takes them.
     blocks: int32 [nq].
@@ -128,7 +128,7 @@ class SlashQueries(NamedTuple):
 
 
 class SlashKeys(NamedTuple):
-    """What tiles need to know of KV blocks, the same for every layer.
+    """The facts about KV blocks that tiles need, the same for every layer.
 
     blocks: int32 [nk], global. positions: int32 [1, 1, nk * block_size], of their tokens.
     """

@@ -57,7 +57,7 @@ DEFAULT_COSTS = Costs()
 
 
 class Chunks(NamedTuple):
-    """What dealing needs to know about the C chunks of one sequence, or of several with one table.
+    """The inputs of dealing: the C chunks of one sequence, or of several with one table.
 
     bounds: int64 [C + 1], the first block of each chunk, and the number of blocks.
     work: int64 [C], time to compute the chunk's queries, as in Costs.

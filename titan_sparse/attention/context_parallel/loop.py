@@ -113,7 +113,7 @@ def backward(
 
 
 def _memory(groups: list[Group], q: Tensor) -> Tensor | None:
-    """What several groups of heads write their results to; a single group's own is the whole."""
+    """The tensor for the results of several groups of heads; a single group's own is the whole."""
     return q.new_empty(q.shape) if len(groups) > 1 else None
 
 

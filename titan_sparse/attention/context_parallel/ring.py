@@ -91,7 +91,7 @@ def _apart(d_kv: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def circulates_queries_of(call: AttentionCall, q: Tensor, k: Tensor) -> bool:
-    """Whether queries travel in the backward instead of keys and values."""
+    """True if queries travel in the backward instead of keys and values."""
     gradient_dtype = call.cp.gradient_dtype or call.sum_dtype(q)
     return circulates_queries(
         call.cp.backward_circulates,

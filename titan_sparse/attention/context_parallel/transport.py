@@ -1,4 +1,4 @@
-"""What a schedule moves, as the loop over steps sees it: steps, groups of heads, and gradients.
+"""The interface between a schedule and the loop over steps: steps, groups of heads, and gradients.
 
 Each schedule is a Transport of its own (ring.py, all_gather.py, group_cast.py).
 """
@@ -53,7 +53,7 @@ class Group:
 
 @dataclass
 class Step:
-    """What a group of query heads computes next, on keys and values [B, Hkv, n, D].
+    """The next computation of a group of query heads, on keys and values [B, Hkv, n, D].
 
     tiles: makes the tiles; the argument says whether with Tiles.by_key. rectangle: what takes their
     place, if there is one. d_kv: dk and dv, which the loop of a backward leaves here.

@@ -232,7 +232,7 @@ def _document_starts(lengths: list[int], seq_len: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Intersection(Mask):
-    """What both masks see."""
+    """The pairs that both masks see."""
 
     first: Mask
     second: Mask
@@ -243,7 +243,7 @@ class Intersection(Mask):
 
 
 def intersect(a: MaskRanges, b: MaskRanges) -> MaskRanges:
-    """What two resolved masks of one sequence length both see.
+    """The pairs that two resolved masks of one sequence length both see.
 
     Raises ValueError as Intersection.rows().
     """
@@ -311,7 +311,7 @@ def _slices_of_sequences(ranges: MaskRanges, batch: int) -> list[Tensor]:
 
 
 def never_sees_later(sequences: list[Tensor]) -> bool:
-    """Whether no slice of any sequence, int64 [N, 6] each and tightened, holds a later key."""
+    """True if no slice of any sequence, int64 [N, 6] each and tightened, holds a later key."""
     return not any((slices[:, 5] > 0).any() for slices in sequences)
 
 

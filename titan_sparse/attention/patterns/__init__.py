@@ -1,4 +1,4 @@
-"""What is worth seeing: one file per pattern."""
+"""Patterns, which select the pairs worth computing: one file per pattern."""
 
 from titan_sparse.attention.patterns.base import BlockIndex, Dense, Pattern
 from titan_sparse.attention.patterns.moba import MoBA

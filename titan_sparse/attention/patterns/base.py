@@ -30,7 +30,7 @@ from titan_sparse.options.patterns import DenseOptions, PatternOptions
 
 @dataclass(eq=False)
 class BlockIndex:
-    """What one selection chose, for all heads and the whole (global) sequence.
+    """The result of one selection, for all heads and the whole (global) sequence.
 
     It is the same on every rank and has two parts: a set of block pairs, which selects() returns,
     and `verticals`, single keys that every query of their document sees in addition. A pair of
@@ -59,8 +59,8 @@ class BlockIndex:
         raise NotImplementedError
 
     def heads_selecting(self, q_blocks: Tensor, k_blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """How many heads compute each pair of global blocks (int [nq], int [nk]) for some queries,
-        and how many do for all: int32 [B or 1, nq, nk] each."""
+        """The number of heads that compute each pair of global blocks (int [nq], int [nk]) for some
+        queries, and for all of them: int32 [B or 1, nq, nk] each."""
         some = self.selects(q_blocks, k_blocks)
         every = some & self.selects_for_all(q_blocks, k_blocks)
         # A pattern that treats all heads alike answers for one of them.
@@ -85,12 +85,13 @@ class BlockIndex:
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q_blocks.device)
 
     def chosen_chunks(self, q_positions: Tensor) -> ChosenChunks | None:
-        """What single queries (global positions, int [Sq]) chose inside the selected pairs of
+        """The choices of single queries (global positions, int [Sq]) inside the selected pairs of
         blocks; None for everything."""
         return None
 
     def tensors(self) -> list[Tensor]:
-        """What custom ops pass on and activation checkpointing keeps; Pattern.index() reads it."""
+        """The tensors that custom ops pass on and activation checkpointing keeps; Pattern.index()
+        reads them."""
         return []
 
     def dense(self, mask: Mask) -> Tensor:
@@ -168,7 +169,8 @@ def compact(selected: Tensor, capacity: int, fill: int) -> tuple[Tensor, Tensor]
 
 
 class Pattern(PatternOptions):
-    """What is worth seeing. Subclasses are dataclasses of their options, which cannot be changed.
+    """The method that selects the pairs worth computing. Subclasses are dataclasses of their
+    options, which cannot be changed.
 
     `key` names a pattern inside custom ops, which take strings but no objects.
     """
@@ -176,7 +178,7 @@ class Pattern(PatternOptions):
     dynamic: ClassVar[bool] = True
     """False if nothing has to be looked at to select."""
     takes_slices: ClassVar[bool] = False
-    """Whether it also works with masks of Slices, which have no single range of keys a query."""
+    """True if it also works with masks of Slices, which have no single range of keys a query."""
 
     def __post_init__(self) -> None:
         self.check()
@@ -301,7 +303,7 @@ class CallOptions:
 
     @property
     def is_partial(self) -> bool:
-        """Whether the call is about a part of the queries."""
+        """True if the call is about a part of the queries."""
         return self.begin > 0 or self.end < 1
 
     def block_range(self, seq_len: int) -> tuple[int, int | None]:
@@ -316,7 +318,7 @@ class CallOptions:
 
 
 def blocks_before(share: float, seq_len: int, block_size: int) -> tuple[int, int]:
-    """How many blocks of a rank are before this share of the sequence, and how many there are.
+    """The number of a rank's blocks before this share of the sequence, and the number of all.
 
     seq_len: tokens of the rank. Both numbers are the same on every rank.
     """
