@@ -90,7 +90,7 @@ def answer_logits(
 
 
 def _logits(rows: Tensor, weight: Tensor) -> Tensor:
-    """Of rows [N, D]: [N, V], fp32 (fp64 for fp64)."""
+    """Logits [N, V] of rows [N, D], in fp32 (fp64 for fp64)."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
     return matmul(rows, weight.T, rows.new_empty(len(rows), len(weight), dtype=dtype))
 

@@ -1,1 +1,1 @@
-"""What a run will cost, worked out without a GPU: FLOPs, memory, time."""
+"""Estimates of what a run will cost, without a GPU: FLOPs, memory, time."""

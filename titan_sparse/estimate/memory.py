@@ -172,7 +172,8 @@ def kept_by_block(step: StepShape) -> float:
 
 
 def _kept(step: StepShape, blocks: int) -> float:
-    """What `blocks` blocks keep on the device for their backward, and the tables that all share."""
+    """The memory that `blocks` blocks keep on the device for their backward, with the tables that
+    all share."""
     if step.offload:
         blocks = min(blocks, OFFLOAD_BUFFERS)
     rope = 2 * step.tokens * step.model.head_dim * step.wide
@@ -337,7 +338,7 @@ def attention_workspace(step: StepShape) -> float:
 
 
 def _schedule_workspace(step: StepShape) -> float:
-    """What a schedule adds to the workspace of attention's backward, bytes."""
+    """The bytes that a schedule adds to the workspace of attention's backward."""
     moves = step.schedule.moves
     if moves is Moves.HEADS:
         # dK and dV of the whole sequence, of two heads: one is computed while one is sent.

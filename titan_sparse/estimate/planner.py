@@ -1,4 +1,5 @@
-"""How long one layer's attention would take on many ranks, from an index and a few measured rates.
+"""The time that one layer's attention would take on many ranks, from an index and a few measured
+rates.
 
 This needs no GPU and no processes. The work of every rank and step and the bytes on every link are
 counted exactly. The times are bounds. On each rank a step takes as long as its kernels or the slowest
@@ -25,7 +26,7 @@ from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS, Const
 
 @dataclass(frozen=True)
 class Setting:
-    """How the work is spread over `inter` nodes of `intra` ranks.
+    """A spread of the work over `inter` nodes of `intra` ranks.
 
     overlap_stages: of group_cast, forward and backward. balance: costs by which the layout
     "balanced" assigns blocks.

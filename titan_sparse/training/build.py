@@ -56,7 +56,7 @@ from titan_sparse.training.validation import Validator
 
 
 class Parts:
-    """What a training run is made of. The config has passed config.check(). Collective.
+    """The parts of a training run. The config has passed config.check(). Collective.
 
     Raises ValueError, naming the key, for data, tokenizers and checkpoints that cannot be used.
     """
@@ -179,7 +179,7 @@ class Parts:
 
 
 def banner(parts: Parts, padded_seq_len: int, memory: dict[str, float]) -> str:
-    """What is about to run, on what, with which attention kernel and why.
+    """The banner: what is about to run, on what, with which attention kernel and why.
 
     padded_seq_len: tokens of a sequence, padded to whole blocks of every rank. memory: GiB a device
     by part, at the step's peak.

@@ -222,7 +222,7 @@ class Trainer(Parts):
         return False
 
     def _lacks_time(self, began: float, done: int, accumulated: int) -> bool:
-        """Whether the rest of the step and a save would outlast a rank's grace after a stop signal.
+        """True if the rest of the step and a save would outlast a rank's grace after a stop signal.
         Collective, on the CPU, so that no GPU is waited for. done: micro-batches.
         """
         seconds = max((time.monotonic() - began) / done, self.step_seconds / accumulated)
@@ -323,7 +323,7 @@ class Trainer(Parts):
         return clip_grad_norm_(self.model.parameters(), self.config.training.max_norm or math.inf)
 
     def _after_step(self, stopped: bool, is_first: bool) -> None:
-        """What is due after a step: going back, saving, validation, collecting garbage."""
+        """The actions due after a step: going back, saving, validation, collecting garbage."""
         step = self.progress.step
         training = self.config.training
         if dist.get_rank() == 0:
@@ -378,7 +378,7 @@ class Trainer(Parts):
                 )
 
     def _problem(self, saves: bool, is_last: bool) -> str:
-        """Why the run cannot go on from here; empty if it can. Collective.
+        """The reason why the run cannot go on from here; empty if it can. Collective.
 
         saves: a checkpoint is due, which must hold nothing but finite numbers.
         """
