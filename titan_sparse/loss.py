@@ -213,6 +213,8 @@ def _loss_by_chunks(
             z_loss,
             gradient_dtype,
         )
+        if d_logits is None:
+            continue
         if d_rows is not None:
             # Summed in the logits' dtype, rounded to hidden's once. The scratch has no name, so
             # that it is freed at once.

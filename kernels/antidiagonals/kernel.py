@@ -105,7 +105,7 @@ class VisibleTiles(NamedTuple):
     """
 
     number: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]
     shape: TileShape
 
 
@@ -114,7 +114,7 @@ def shape_for(device: torch.device) -> TileShape:
     if device.type != "cuda":
         # Triton's interpreter.
         return TileShape(query_cells=32, key_cells=64, depth=16, warps=1, stages=1)
-    memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
     return HOPPER if memory >= _HOPPER_SHARED_MEMORY else SMALLER
 
 

@@ -2,7 +2,7 @@
 kernels read it."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 import triton
@@ -37,6 +37,10 @@ class BlockLists(NamedTuple):
     partial_slice: Tensor | None = None
 
 
+@overload
+def mapped(lists: BlockLists, change: Callable[[Tensor], Tensor]) -> BlockLists: ...
+@overload
+def mapped(lists: None, change: Callable[[Tensor], Tensor]) -> None: ...
 def mapped(lists: BlockLists | None, change: Callable[[Tensor], Tensor]) -> BlockLists | None:
     """change() of each tensor of the lists."""
     if lists is None:

@@ -77,7 +77,7 @@ class TileTable(NamedTuple):
 
     chunk: Tensor
     first: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]
     rows: int
 
     def of(self, share: Share) -> "TileTable":

@@ -1,7 +1,7 @@
 """attend() combines mask, pattern, layout, schedule and backend."""
 
 import operator
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 from torch import Tensor
 
@@ -36,9 +36,40 @@ class Auxiliary(NamedTuple):
     """
 
     lse: Tensor
-    index: BlockIndex
+    index: BlockIndex  # type: ignore[assignment]
 
 
+@overload
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | MaskRanges = ...,
+    pattern: Pattern = ...,
+    cp: ContextParallel | None = ...,
+    backend: str = ...,
+    scale: float | None = ...,
+    block_size: int | None = ...,
+    return_aux: Literal[False] = ...,
+    recomputed: float = ...,
+    sinks: Tensor | None = ...,
+) -> Tensor: ...
+@overload
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | MaskRanges = ...,
+    pattern: Pattern = ...,
+    cp: ContextParallel | None = ...,
+    backend: str = ...,
+    scale: float | None = ...,
+    block_size: int | None = ...,
+    *,
+    return_aux: Literal[True],
+    recomputed: float = ...,
+    sinks: Tensor | None = ...,
+) -> tuple[Tensor, Auxiliary]: ...
 def attend(
     q: Tensor,
     k: Tensor,

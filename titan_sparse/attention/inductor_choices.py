@@ -43,9 +43,10 @@ def reads_back(features: SIMDKernelFeatures) -> bool:
             stored_in_this_loop = set()
             in_loop = node is EnableReduction
             continue
-        if any(read.name in stored for read in node.read_writes.reads):
+        if any(read.name in stored for read in node.read_writes.reads):  # type: ignore[union-attr]
             return True
         # What a row has one of stays in registers: sums, and all that is computed between loops.
         if in_loop and not node.is_reduction():
-            stored_in_this_loop |= {write.name for write in node.read_writes.writes}
+            writes = node.read_writes.writes  # type: ignore[union-attr]
+            stored_in_this_loop |= {write.name for write in writes}
     return False

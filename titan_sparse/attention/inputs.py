@@ -1,6 +1,6 @@
 """Check the inputs of attend() and pattern.select(), pad them, and pack them for the custom ops."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -196,7 +196,9 @@ def mask_of_tensors(
 ) -> MaskRanges:
     """The inverse of mask_tensors(). plain, window: of the mask."""
     # What is not named stays None.
-    fields = dict.fromkeys(_MASK_TENSORS) | dict(zip(names.split(), tensors, strict=True))
+    fields: dict[str, Any] = dict.fromkeys(_MASK_TENSORS) | dict(
+        zip(names.split(), tensors, strict=True)
+    )
     return MaskRanges(**fields, plain=plain, window=window)
 
 

@@ -122,11 +122,12 @@ def _backward(
         out=whole_blocks(out, 2, size),
         lse=whole_blocks(lse, 2, size, -torch.inf),
     )
-    keys_and_values = (whole_blocks(x, 2, size) for x in (k, v))
-    gradients = loop.backward(bound, queries, *keys_and_values, vertical_kv)
+    keys, values = (whole_blocks(x, 2, size) for x in (k, v))
+    gradients = loop.backward(bound, queries, keys, values, vertical_kv)
     # Without the padding: [B, H, S_local, D].
     cut = (x[:, :, : q.shape[2]].to(q.dtype) for x in gradients)
-    return tuple(map(_laid_out_like, (q, k, v), cut))
+    dq, dk, dv = map(_laid_out_like, (q, k, v), cut)
+    return dq, dk, dv
 
 
 @_backward.register_fake

@@ -2,7 +2,7 @@
 in plain torch, and by kernels (slash_*).
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -252,6 +252,10 @@ def list_width(most: int, blocks: int) -> int:
     return min(blocks, max(32, power_of_two))
 
 
+@overload
+def for_all(lists: BlockLists, batch: int, heads: int) -> BlockLists: ...
+@overload
+def for_all(lists: None, batch: int, heads: int) -> None: ...
 def for_all(lists: BlockLists | None, batch: int, heads: int) -> BlockLists | None:
     """Lists of B sequences and Hq heads from those of one, where they are alike.
 

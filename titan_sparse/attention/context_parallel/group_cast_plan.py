@@ -105,7 +105,7 @@ def plan(
     return CastPlan(planned, memory)
 
 
-def _exchange(sent: Tensor, received: Tensor, rows: Tensor, device: torch.device) -> Exchange:
+def _exchange(sent: Tensor, received: Tensor, rows: Tensor, device: torch.device | str) -> Exchange:
     """sent: bool [members, ...], which of `rows` [...] go to each member.
     received: bool [members, ...], what comes from each member. Only the counts matter.
     """

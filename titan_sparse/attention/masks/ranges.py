@@ -10,7 +10,7 @@ import itertools
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -173,8 +173,9 @@ class Documents(Mask):
     """
 
     def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]]):
+        sequences: list[Any]
         if len(lengths) > 0 and isinstance(lengths[0], Sequence):
-            sequences = lengths
+            sequences = list(lengths)
         else:
             sequences = [lengths]
         self.lengths: list[list[int]] = []
@@ -338,7 +339,7 @@ def ranges_of_slices(
     return MaskRanges(start, stop, None, causal=causal, slices=slices)
 
 
-def at_least_one(value: object, refusal: str) -> int:
+def at_least_one(value: Any, refusal: str) -> int:
     """`value` as an int of 1 or more, for Python's, NumPy's and torch's integers.
 
     Raises ValueError(refusal) for everything else.

@@ -175,6 +175,7 @@ class Pattern(PatternOptions):
     `key` names a pattern inside custom ops, which take strings but no objects.
     """
 
+    key: str
     dynamic: ClassVar[bool] = True
     """False if nothing has to be looked at to select."""
     takes_slices: ClassVar[bool] = False

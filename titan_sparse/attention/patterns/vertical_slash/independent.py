@@ -181,8 +181,8 @@ def make_plan(
         fields = (begin, stop, torch.full_like(begin, least), most, torch.full_like(begin, always))
         bounds.append(torch.stack(fields, dim=-1))
     # [B, 2 n, 5]; the counts may be larger than int32, for example an unlimited maximum.
-    bounds = torch.cat(bounds, dim=1).clamp(max=seq_len + diagonals)
-    segments = Segments(sequence.int(), segment.int(), bounds.int())
+    of_all = torch.cat(bounds, dim=1).clamp(max=seq_len + diagonals)
+    segments = Segments(sequence.int(), segment.int(), of_all.int())
     return IndependentPlan(geometry, options.recall, segments, tile[sequence])
 
 
