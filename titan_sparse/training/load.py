@@ -9,6 +9,7 @@ import os
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from titan_sparse.attention import ContextParallel
 from titan_sparse.config import (
     ActivationCheckpoint,
     Compile,
@@ -24,6 +25,7 @@ from titan_sparse.data.tokenizer import SampleFormat, Tokenizer
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.config import Adapters, DecoderConfig
+from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import check_weights, load_weights, tensor_shapes
 from titan_sparse.models.initialization import initialize
@@ -37,6 +39,7 @@ from titan_sparse.training.attention import (
 from titan_sparse.training.checkpoint.folders import newest_checkpoint
 from titan_sparse.training.checkpoint.reader import read_into, read_metadata, verify
 from titan_sparse.training.faults.process_groups import (
+    Meshes,
     build_meshes,
     choose_device,
     init_distributed,
@@ -198,6 +201,19 @@ def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -
         # Casts while it copies.
         trained = StateDictOptions(ignore_frozen_params=True)
         read_into(get_model_state_dict(model, options=trained), checkpoint)
+    return build_run_scorer(config, model, model_config, tokenizer, meshes, cp, device)
+
+
+def build_run_scorer(
+    config: Config,
+    model: Decoder,
+    model_config: DecoderConfig,
+    tokenizer: Tokenizer,
+    meshes: Meshes,
+    cp: ContextParallel,
+    device: torch.device,
+) -> Scorer:
+    """A Scorer of a model that has been built, with the attention of `config`."""
     return Scorer(
         model,
         model_config,
@@ -205,8 +221,8 @@ def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -
         cp,
         device,
         tokenizer,
-        functools.partial(build_scored_masks, config.attention, model_config, cp, device),
-        build_shard(model_config, cp),
-        meshes.dp_rank,
-        meshes.dp_size,
+        masks=functools.partial(build_scored_masks, config.attention, model_config, cp, device),
+        shard=build_shard(model_config, cp),
+        dp_rank=meshes.dp_rank,
+        dp_size=meshes.dp_size,
     )
