@@ -48,7 +48,7 @@ LONGEST = [
     "tests/kernels/test_block_sparse.py",
     "tests/attention/context_parallel/test_balanced_processes.py",
     "tests/attention/patterns/test_block_patterns.py",
-    "tests/attention/schedules/test_group_cast.py",
+    "tests/attention/context_parallel/test_group_cast.py",
     "tests/attention/test_recomputed.py",
     "tests/test_train.py",
     "tests/test_package.py",

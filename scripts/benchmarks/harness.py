@@ -33,7 +33,7 @@ from scripts.benchmarks.options import positive
 from scripts.benchmarks.provenance import provenance
 from titan_sparse.attention import ContextParallel, backends
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges
-from titan_sparse.attention.masks.reach import visible_pairs
+from titan_sparse.attention.masks.visibility import visible_pairs
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS

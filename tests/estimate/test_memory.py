@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.fake_step import fake_world, peaks_of_a_step
 from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.context_parallel.schedule import SCHEDULES
+from titan_sparse.attention.context_parallel.schedules import SCHEDULES
 from titan_sparse.attention.masks.ranges import Causal, Full
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.config import Checkpoint, Config, load_and_check

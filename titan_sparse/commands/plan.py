@@ -20,7 +20,7 @@ import torch
 
 from titan_sparse.attention.context_parallel.balanced import DEFAULT_COSTS
 from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
-from titan_sparse.attention.context_parallel.schedule import SCHEDULES
+from titan_sparse.attention.context_parallel.schedules import SCHEDULES
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges, SlidingWindow
 from titan_sparse.attention.masks.slices import sliding_window
 from titan_sparse.attention.observe import worker_imbalance

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from titan_sparse.attention.context_parallel.schedule import LOCAL, Schedule
+from titan_sparse.attention.context_parallel.schedules import LOCAL, Schedule
 from titan_sparse.models.config import Adapters, DecoderConfig
 
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_sparse.attention import ContextParallel, attend, backends
 from titan_sparse.attention.context_parallel.balanced import Costs
-from titan_sparse.attention.context_parallel.contiguous import Move
-from titan_sparse.attention.context_parallel.schedule import choose
+from titan_sparse.attention.context_parallel.linear_attention import Move
+from titan_sparse.attention.context_parallel.schedules import choose
 from titan_sparse.attention.linear import gated_delta_net, split_documents
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices, sliding_window

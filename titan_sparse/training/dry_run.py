@@ -16,7 +16,7 @@ import torch
 
 from titan_sparse.attention import backends
 from titan_sparse.attention.backends import cudnn, flash
-from titan_sparse.attention.context_parallel.schedule import ALL_GATHER, Moves
+from titan_sparse.attention.context_parallel.schedules import ALL_GATHER, Moves
 from titan_sparse.config import Checkpoint, Config, padding_multiple
 from titan_sparse.estimate.flops import causal_pairs, flops_per_token, windows_of
 from titan_sparse.estimate.memory import (

@@ -2,7 +2,7 @@
 
 import torch
 
-from titan_sparse.attention.context_parallel.schedule import SCHEDULES, Moves, circulates_queries
+from titan_sparse.attention.context_parallel.schedules import SCHEDULES, Moves, circulates_queries
 from titan_sparse.attention.patterns import MoBA, Pattern
 from titan_sparse.config import Config, padding_multiple, resolve_cp_intra, resolve_overlap_stages
 from titan_sparse.estimate.constants import shape_of

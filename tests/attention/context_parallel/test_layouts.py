@@ -13,7 +13,7 @@ from titan_sparse.attention.context_parallel.layouts import (
     restore_blocks,
     take_blocks,
 )
-from titan_sparse.attention.context_parallel.schedule import (
+from titan_sparse.attention.context_parallel.schedules import (
     choose,
     circulates_queries,
     double_ring,

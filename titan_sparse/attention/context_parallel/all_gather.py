@@ -14,8 +14,8 @@ from torch import Tensor
 from titan_sparse.attention import recorder
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Pending
-from titan_sparse.attention.schedules.rectangles import Rectangle, rectangle_of
-from titan_sparse.attention.schedules.steps import Group, Step, Transport
+from titan_sparse.attention.context_parallel.dense import Rectangle, rectangle_of
+from titan_sparse.attention.context_parallel.transport import Group, Step, Transport
 from titan_sparse.kernels.block_sparse import Tiles
 from titan_sparse.kernels.block_sparse.piece import mapped
 

@@ -20,6 +20,7 @@ from tests.slice_cases import mask_and_truth
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.call import AttentionCall
+from titan_sparse.attention.context_parallel.group_cast import GroupCast
 from titan_sparse.attention.context_parallel.group_cast_plan import (
     assign_stages,
     blocks_before_others,
@@ -36,7 +37,6 @@ from titan_sparse.attention.masks.ranges import (
     SlidingWindow,
 )
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
-from titan_sparse.attention.schedules.group_cast import GroupCast
 
 eager = BACKENDS["eager"]
 

@@ -13,7 +13,7 @@ from titan_sparse.attention.masks.ranges import (
     once_per_mask,
     token_positions,
 )
-from titan_sparse.attention.masks.reach import block_reach, reached, seen_blocks, seen_chunks
+from titan_sparse.attention.masks.visibility import block_reach, reached, seen_blocks, seen_chunks
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.attention.tiles import all_blocks

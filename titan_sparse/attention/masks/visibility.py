@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.masks.bands import tiles_between
-from titan_sparse.attention.masks.geometry import area
 from titan_sparse.attention.masks.ranges import MaskRanges, token_positions
+from titan_sparse.attention.masks.slice_geometry import area
+from titan_sparse.attention.masks.slice_tiles import tiles_between
 
 
 class Reach(NamedTuple):

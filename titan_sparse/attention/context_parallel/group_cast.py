@@ -3,8 +3,8 @@
 They come in stages. A rank computes on its own blocks while the first stage comes, on the first
 stage while the second comes, and so on. The backward fetches them again and sends their gradients
 back, summed in each node on the way. Where it pays, half of the own blocks are left to the end to
-hide the last gradients. context_parallel/group_cast_plan.py defines who sends what, and
-block_exchange.py sends it.
+hide the last gradients. group_cast_plan.py defines who sends what, and
+group_cast_exchange.py sends it.
 """
 
 import functools
@@ -14,15 +14,18 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.call import AttentionCall
+from titan_sparse.attention.context_parallel.group_cast_exchange import (
+    BlockGradients,
+    keys_and_values,
+)
 from titan_sparse.attention.context_parallel.group_cast_plan import (
     CastPlan,
     blocks_before_others,
     plan,
 )
+from titan_sparse.attention.context_parallel.needed_keys import needed_blocks
+from titan_sparse.attention.context_parallel.transport import Group, Step, Transport
 from titan_sparse.attention.masks.ranges import once_per_mask
-from titan_sparse.attention.schedules.block_exchange import BlockGradients, keys_and_values
-from titan_sparse.attention.schedules.needs import needed_blocks
-from titan_sparse.attention.schedules.steps import Group, Step, Transport
 
 
 class GroupCast(Transport):

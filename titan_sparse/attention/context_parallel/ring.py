@@ -8,12 +8,16 @@ from torch import Tensor
 
 from titan_sparse.attention.backends.base import Queries, Sum
 from titan_sparse.attention.call import AttentionCall
-from titan_sparse.attention.context_parallel.schedule import circulates_queries, head_groups
-from titan_sparse.attention.schedules import verticals
-from titan_sparse.attention.schedules.needs import needed_chunks
-from titan_sparse.attention.schedules.rectangles import rectangle_of
-from titan_sparse.attention.schedules.steps import Group, Step, Transport
-from titan_sparse.attention.schedules.transport import RingGradients, circulate, route_of
+from titan_sparse.attention.context_parallel import verticals
+from titan_sparse.attention.context_parallel.dense import rectangle_of
+from titan_sparse.attention.context_parallel.needed_keys import needed_chunks
+from titan_sparse.attention.context_parallel.ring_transfers import (
+    RingGradients,
+    circulate,
+    route_of,
+)
+from titan_sparse.attention.context_parallel.schedules import circulates_queries, head_groups
+from titan_sparse.attention.context_parallel.transport import Group, Step, Transport
 from titan_sparse.kernels.block_sparse import Piece
 
 

@@ -2,7 +2,7 @@
 
 Inside a window a chunk moves one inner hop per step. From one window to the next it moves one outer
 hop, which can take the whole window. Gradients follow one step behind. Hops that no rank needs are
-not made (context_parallel/routing.py).
+not made (ring_routing.py).
 """
 
 import functools
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.context_parallel import routing
+from titan_sparse.attention.context_parallel import ring_routing
 from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.context_parallel.group import ContextParallel
 
@@ -73,7 +73,7 @@ def _route(windows: tuple[tuple[int, ...], ...], rank: int, needed_bytes: bytes)
     window = torch.arange(inter)
     place = torch.arange(intra)
     hops = []
-    for find in (routing.hops_needed, routing.gradient_hops):
+    for find in (ring_routing.hops_needed, ring_routing.gradient_hops):
         made = find(needed, inter, intra)
         # A rank sends what it holds, and receives what it holds next.
         inner = [made.inner[sources.roll(by, 1), window[:, None], place] for by in (0, -1)]

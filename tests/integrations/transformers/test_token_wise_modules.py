@@ -24,7 +24,7 @@ from titan_sparse import ContextParallel
 from titan_sparse.attention.masks import Documents
 from titan_sparse.integrations.transformers import AttentionMask, AttentionSettings, register
 from titan_sparse.integrations.transformers.context_parallel import check_model
-from titan_sparse.token_mixing import mixers
+from titan_sparse.token_wise_modules import mixers
 
 SEQ_LEN = 2 * BLOCK
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}

@@ -10,7 +10,7 @@ from tests.slice_cases import NAMES, SEQ_LEN, mask_and_truth
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
 from titan_sparse.attention.masks import Causal, Dilated, Documents, Full, Mask, SlidingWindow
 from titan_sparse.attention.masks.ranges import token_positions
-from titan_sparse.attention.masks.reach import (
+from titan_sparse.attention.masks.visibility import (
     block_reach,
     pairs_by_block,
     queries_seeing,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from titan_sparse.attention.context_parallel.routing import (
+from titan_sparse.attention.context_parallel.ring_routing import (
     Hops,
     all_gather_traffic,
     gradient_hops,
@@ -13,8 +13,8 @@ from titan_sparse.attention.context_parallel.routing import (
     traffic,
     visited_ranks,
 )
-from titan_sparse.attention.context_parallel.schedule import DOUBLE_RING
-from titan_sparse.attention.schedules.transport import route_of
+from titan_sparse.attention.context_parallel.ring_transfers import route_of
+from titan_sparse.attention.context_parallel.schedules import DOUBLE_RING
 
 WORLDS = [(1, 1), (1, 2), (1, 5), (2, 2), (2, 3), (3, 2), (4, 1)]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titan_sparse.attention.schedules.ring import _out_with
+from titan_sparse.attention.context_parallel.ring import _out_with
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])

@@ -56,7 +56,7 @@ def visited_ranks(inter: int, intra: int) -> Tensor:
 def users(needed: Tensor, inter: int, intra: int) -> Tensor:
     """bool [W, inter, intra]: the chunk of rank s is needed where it is in window o at step t.
 
-    needed: bool [W, W], rank r needs the chunk of rank s (needs.needed_chunks).
+    needed: bool [W, W], rank r needs the chunk of rank s (needed_keys.needed_chunks).
     """
     # [W, inter, intra] and [W, 1, 1]
     receiver = visited_ranks(inter, intra)

@@ -12,13 +12,13 @@ from tests.fake_step import fake_world
 from tests.reference import structured_qkv
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
+from titan_sparse.attention.context_parallel import needed_keys
 from titan_sparse.attention.context_parallel.layouts import block_ids
+from titan_sparse.attention.context_parallel.needed_keys import met_chunks
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
-from titan_sparse.attention.masks.reach import seen_chunks
+from titan_sparse.attention.masks.visibility import seen_chunks
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.schedules import needs
-from titan_sparse.attention.schedules.needs import met_chunks
 
 eager = BACKENDS["eager"]
 
@@ -101,6 +101,6 @@ def test_hops_and_work_that_the_index_saves(monkeypatch):
         # by on their way from ranks 2 and 3.
         assert (hops["send"], hops["receive"]) == (3, 3)
         # The host does not wait for the index where the mask decides.
-        monkeypatch.setattr(needs, "met_blocks", None)
+        monkeypatch.setattr(needed_keys, "met_blocks", None)
         cp = ContextParallel(mesh, "contiguous", "ring", BLOCK, route_by="mask")
         attend(q, k, v, Causal(), LOCAL, cp, "eager")

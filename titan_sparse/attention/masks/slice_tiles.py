@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.masks.geometry import area, overlap, within_runs
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
+from titan_sparse.attention.masks.slice_geometry import area, overlap, within_runs
 
 _BLOCK_BITS = 24
 """Blocks are numbered below 2**24."""

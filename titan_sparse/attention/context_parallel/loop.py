@@ -1,103 +1,45 @@
 """The loop over the steps of a schedule: the sums of a forward and of a backward.
 
-The gathered verticals are dealt out over the steps, block by block. The first step of a forward and
-the last one of a backward get none, so that work hides their exchanges.
+A schedule is a Transport: it brings keys and values step by step (transport.py). The gathered
+verticals are dealt out over the steps, block by block. The first step of a forward and the last one
+of a backward get none, so that work hides their exchanges.
 """
 
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import recorder
+from titan_sparse.attention import moba_gathered, recorder
 from titan_sparse.attention.backends.base import Partial, Queries, Sum
 from titan_sparse.attention.call import AttentionCall
+from titan_sparse.attention.context_parallel import dense, ring, verticals
+from titan_sparse.attention.context_parallel.all_gather import AllGather
+from titan_sparse.attention.context_parallel.group_cast import GroupCast
+from titan_sparse.attention.context_parallel.ring import Ring
+from titan_sparse.attention.context_parallel.schedules import Moves
+from titan_sparse.attention.context_parallel.transport import Group, OneRank, Step, Transport
 from titan_sparse.attention.merge import accumulation_dtype
-from titan_sparse.attention.schedules import rectangles, verticals
-from titan_sparse.attention.schedules.rectangles import Rectangle
-from titan_sparse.kernels.block_sparse import Piece, Tiles
+
+TRANSPORTS: dict[Moves, type[Transport]] = {
+    Moves.NOTHING: OneRank,
+    Moves.CHUNKS: Ring,
+    Moves.HEADS: AllGather,
+    Moves.BLOCKS: GroupCast,
+}
 
 
-@dataclass
-class Group:
-    """Query heads that are summed together, and the call for them.
-
-    steps: how many steps this rank computes for them.
-    vertical_tiles: makes their tiles of all verticals; the argument says whether with Tiles.by_key.
-    None if the call makes them, for the verticals of a step.
-    """
-
-    call: AttentionCall
-    heads: slice
-    steps: int
-    vertical_tiles: Callable[[bool], Tiles] | None = None
-
-    def vertical_shares(self, vertical_kv: Tensor) -> int:
-        """Over how many steps the verticals [2, B, Hq, C, D] of all heads are dealt out.
-
-        One step is left out for the exchange to hide behind, unless there is no other.
-        """
-        blocks = vertical_kv.shape[3] // self.call.cp.block_size
-        return min(max(self.steps - 1, 1), blocks)
-
-    def pieces(self, step: "Step", by_key: bool, vertical_kv: Tensor, share: int) -> list[Piece]:
-        """The keys of a step by tiles, with a share of the verticals if there is one of this number."""
-        pieces = [Piece(step.k, step.v, step.tiles(by_key))]
-        shares = self.vertical_shares(vertical_kv)
-        if not 0 <= share < shares:
-            return pieces
-        kv = vertical_kv[:, :, self.heads]
-        if self.vertical_tiles is not None:
-            return [*pieces, Piece(*kv, self.vertical_tiles(by_key))]
-        batch = kv.shape[1]
-        return [*pieces, self.call.vertical_piece(kv, batch, by_key, share, shares)]
-
-
-@dataclass
-class Step:
-    """What a group of query heads computes next, on keys and values [B, Hkv, n, D].
-
-    tiles: makes the tiles; the argument says whether with Tiles.by_key. rectangle: what takes their
-    place, if there is one. d_kv: dk and dv, which the loop of a backward leaves here.
-    """
-
-    group: int
-    k: Tensor
-    v: Tensor
-    tiles: Callable[[bool], Tiles] | None
-    rectangle: Rectangle | None = None
-    d_kv: tuple[Tensor, Tensor] | None = None
-
-
-class Transport(ABC):
-    """Brings keys and values to the queries, and in a backward gradients home."""
-
-    groups: list[Group]
-
-    @abstractmethod
-    def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool): ...
-
-    @abstractmethod
-    def steps(self) -> Iterator[Step]:
-        """The steps in their order; transfers run while the caller computes."""
-
-    @abstractmethod
-    def gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """dk and dv of this rank's keys, summed over ranks, after the last step of a backward.
-
-        They are in `dtype`, or in the dtype of the sums if that is wider.
-        """
-
-
-def forward(
-    call: AttentionCall, transport_type: type[Transport], q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """out [B, Hq, S_local, D], lse [B, Hq, S_local], and gathered verticals [2, B, Hq, C, D]."""
+def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the keys and values of the gathered
+    verticals [2, B, Hq, C, D]."""
+    geometry = moba_gathered.geometry_of(call, len(q))
+    if geometry is not None:
+        no_verticals = q.new_empty(2, *q.shape[:2], 0, q.shape[3])
+        return *moba_gathered.forward(call, geometry, q, k, v), no_verticals
+    call.count_plain_ring(k)
     gathered = verticals.gather(call, k, v)
-    transport = transport_type(call, q, k, v, backward=False)
+    transport = TRANSPORTS[call.cp.moves](call, q, k, v, backward=False)
     groups = transport.groups
     out = _memory(groups, q)
     totals: list[Partial | None] = [None] * len(groups)
@@ -113,7 +55,7 @@ def forward(
             gathered.wait()
         with recorder.computing():
             if step.rectangle is not None:
-                total = rectangles.forward(call, step.rectangle, q_here, step.k, step.v, total)
+                total = dense.forward(call, step.rectangle, q_here, step.k, step.v, total)
             else:
                 pieces = group.pieces(step, False, gathered.result, share)
                 total = call.backend.forward(q_here, pieces, call.scale, total)
@@ -129,16 +71,17 @@ def forward(
 
 
 def backward(
-    call: AttentionCall,
-    transport_type: type[Transport],
-    queries: Queries,
-    k: Tensor,
-    v: Tensor,
-    vertical_kv: Tensor,
+    call: AttentionCall, queries: Queries, k: Tensor, v: Tensor, vertical_kv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v, in their dtype."""
+    geometry = moba_gathered.geometry_of(call, len(k))
+    if geometry is not None:
+        return moba_gathered.backward(call, geometry, queries, k, v)
+    call.count_plain_ring(k, backward=True)
     q = queries.q
-    transport = transport_type(call, q, k, v, backward=True)
+    if call.cp.moves is Moves.CHUNKS and ring.circulates_queries_of(call, q, k):
+        return ring.backward_with_queries_circulating(call, queries, k, v, vertical_kv)
+    transport = TRANSPORTS[call.cp.moves](call, q, k, v, backward=True)
     groups = transport.groups
     dq_of_all = _memory(groups, q)
     # Their exchange begins when all groups have met all verticals.
@@ -149,7 +92,7 @@ def backward(
         here = Queries._make(tensor[:, group.heads] for tensor in queries)
         total = Sum(call.sum_dtype(q), dq_of_groups[step.group])
         if step.rectangle is not None:
-            dq, step.d_kv = rectangles.backward(call, step.rectangle, here, step.k, step.v, total)
+            dq, step.d_kv = dense.backward(call, step.rectangle, here, step.k, step.v, total)
         else:
             # The first steps meet the verticals.
             pieces = group.pieces(step, call.backend.READS_BY_KEY, vertical_kv, share=number)

@@ -138,7 +138,7 @@ def circulates_queries(
 
 
 def head_groups(kv_heads: int, windows: int) -> int:
-    """Equal groups of KV heads that travel on their own (schedules/ring.py)."""
+    """Equal groups of KV heads that travel on their own (context_parallel/ring.py)."""
     if windows == 1:
         return 1
     return max(count for count in range(1, 5) if kv_heads % count == 0)

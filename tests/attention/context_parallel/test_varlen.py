@@ -12,10 +12,10 @@ from tests.reference import gradients, structured_qkv
 from titan_sparse.attention import attend
 from titan_sparse.attention.backends import BACKENDS, flash
 from titan_sparse.attention.backends.base import DenseShape, Queries
+from titan_sparse.attention.context_parallel import dense as packed
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
 from titan_sparse.attention.masks.slices import prefix_lm
 from titan_sparse.attention.patterns import Dense
-from titan_sparse.attention.schedules import single as packed
 
 eager = BACKENDS["eager"]
 
