@@ -36,10 +36,10 @@ from scripts.benchmarks import harness
 from scripts.benchmarks.huggingface import SHAPES, StepTimes, peak_bytes
 from scripts.benchmarks.options import parser_of, positive
 from scripts.benchmarks.provenance import version
+from titan_sparse.commands.train import set_allocator
 from titan_sparse.config import load_and_check
 from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.models.huggingface_config import config_json
-from titan_sparse.train import set_allocator
 from titan_sparse.training.faults.process_groups import choose_device, init_distributed
 from titan_sparse.training.metrics_output import read_metrics
 from titan_sparse.training.trainer import Trainer

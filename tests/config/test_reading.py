@@ -1,10 +1,10 @@
 """The configuration: reading, precedence, errors of one line."""
 
 import re
+import tomllib
 from dataclasses import fields, is_dataclass
 
 import pytest
-import tomli
 
 from titan_sparse.config import (
     Config,
@@ -115,7 +115,7 @@ def test_round_trip(tmp_path, words):
     path = tmp_path / "run" / "deep" / "config.toml"
     assert path.read_text(encoding="utf-8") == to_toml(config)
     assert load(["--config", str(path)])[0] == config
-    assert set(tomli.loads(to_toml(config))) == {item.name for item in fields(Config)}
+    assert set(tomllib.loads(to_toml(config))) == {item.name for item in fields(Config)}
 
 
 BAD_WORDS = [

@@ -167,5 +167,5 @@ def test_digest_sees_other_numbers(tmp_path: Path):
 
 def test_without_peft_one_line_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ValueError, match=r'lora.rank = 3\) need PEFT.*pip install "peft>=0.21"$'):
+    with pytest.raises(ValueError, match=r'lora.rank = 3\) need PEFT.*\[huggingface\]"$'):
         add_adapters(nn.Linear(2, 2), _adapters())

@@ -3,7 +3,6 @@
 import json
 import logging
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -172,13 +171,6 @@ def test_what_cannot_be_trained_is_refused(tmp_path, model_type, settings, messa
         with pytest.raises(ValueError) as caught:
             resolve("debug", initial_hf=folder, implementation=implementation)
         assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_one_line_says_that_transformers_is_missing(tmp_path, monkeypatch):
-    folder = write_config(tmp_path, "mistral")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match=r'runs through transformers, .*; pip install "transf'):
-        resolve("debug", initial_hf=folder)
 
 
 # Whose code

@@ -465,5 +465,7 @@ def test_what_is_not_installed_is_refused(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     monkeypatch.delitem(__import__("sys").modules, "wandb", raising=False)
-    with pytest.raises(ConfigError, match=r'is not installed; pip install -e "\.\[wandb\]"'):
+    with pytest.raises(
+        ConfigError, match=r'is not installed; write pip install "titan-sparse\[wandb\]"'
+    ):
         check_start(config)

@@ -6,6 +6,10 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from titan_sparse.options.extras import need_here
+
+need_here("train")
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:

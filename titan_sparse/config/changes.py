@@ -8,12 +8,11 @@ configuration meant with the files that it names (origin.json).
 import dataclasses
 import json
 import os
+import tomllib
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
-
-import tomli
 
 from titan_sparse.config.reading import KINDS, ConfigError, flatten, key_now
 from titan_sparse.config.sections import Config
@@ -100,7 +99,7 @@ def read_saved(checkpoint: str | None) -> Saved | None:
         origin = {}
     for path in (folder / "config.toml", folder.parent.parent / "config.toml"):
         try:
-            saved = flatten(tomli.loads(path.read_text(encoding="utf-8")))
+            saved = flatten(tomllib.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError):
             continue
         return Saved(checkpoint, {key_now(key): value for key, value in saved}, origin)

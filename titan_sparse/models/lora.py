@@ -26,6 +26,7 @@ from titan_sparse.models.huggingface import (
     stored_tensors,
 )
 from titan_sparse.models.huggingface_files import open_tensors, write_files
+from titan_sparse.options.extras import is_installed
 
 NAME = "default"
 """The adapter's name in PEFT, a part of its parameters' names."""
@@ -45,14 +46,14 @@ def peft_config(adapters: Adapters, tied: bool, base_model: str = "") -> Any:
 
     Raises ValueError if PEFT is missing.
     """
-    try:
-        # Imported only when needed: it is optional, and loads slowly.
-        from peft import LoraConfig
-    except ImportError as error:
+    if not is_installed("peft"):
         raise ValueError(
-            f"adapters (lora.rank = {adapters.rank}) need PEFT, which cannot be imported ({error}); "
-            'pip install "peft>=0.21"'
-        ) from error
+            f"adapters (lora.rank = {adapters.rank}) need PEFT, which is not installed; "
+            'write pip install "titan-sparse[huggingface]"'
+        )
+    # Imported only when needed: it is optional, and loads slowly.
+    from peft import LoraConfig
+
     ids = list(adapters.token_ids)
     assert len(ids) == len(adapters.tokens), "preflight.build_adapters() finds the ids"
     return LoraConfig(

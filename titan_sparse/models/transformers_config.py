@@ -86,8 +86,7 @@ def read_transformers_config(
 
     router_loss: model.router_loss. layers: the first ones only; 0 for all. vocab_size and
     rope_theta: in place of those of the file; 0 for these. Raises ValueError, one line, for an
-    unreadable file, a family that is not in FAMILIES, or a setting that cannot be trained, and
-    where transformers is missing.
+    unreadable file, a family that is not in FAMILIES, or a setting that cannot be trained.
     """
     path = Path(folder).expanduser() / "config.json"
     given = read_json(folder)
@@ -115,16 +114,11 @@ def build_their_model(
     "meta" device, because it draws weights.
 
     attention: its attn_implementation. vocab_size and rope_theta: as in read_transformers_config().
-    Raises ValueError, one line, if transformers is missing or cannot build it.
+    Raises ValueError, one line, if transformers cannot build it.
     """
-    try:
-        # Imported only when needed: it is optional, and loads slowly.
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise ValueError(
-            f"model.initial_hf = {folder} runs through transformers, which cannot be imported "
-            f'({error}); pip install "transformers>=5.17"'
-        ) from error
+    # Imported only when needed, because it loads slowly.
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     path = str(Path(folder).expanduser())
     logger = logging.getLogger("transformers")
     level = logger.level
