@@ -259,17 +259,6 @@ def test_a_torn_last_line_is_left_out_and_cut_off(tmp_path, torn):
     assert path.read_text() == whole + (torn + "\n" if is_whole else "") + '{"step": 9}\n'
 
 
-def test_names_of_an_earlier_version_are_read(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "columns": 5, "columns_at_cap": 0.5, "cp_gib_columns": 2}\n')
-    assert read_metrics(path)[1] == {
-        "step": 1,
-        "verticals": 5,
-        "verticals_at_cap": 0.5,
-        "cp_gib_verticals": 2,
-    }
-
-
 @pytest.mark.parametrize(
     "text, reason",
     [

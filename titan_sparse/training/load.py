@@ -99,7 +99,7 @@ def load_for_evaluation(
 
 def _was_begun(checkpoint: str) -> bool:
     """Whether texts could begin with a token of the tokenizer in the run of a checkpoint: prepared
-    tokens, or those of an older version, may lack it. True if only chats were learned."""
+    tokens may lack it. True if only chats were learned."""
     is_step = os.path.isfile(os.path.join(checkpoint, ".metadata"))
     saved = read_saved(checkpoint if is_step else newest_checkpoint(checkpoint))
     parts = saved.origin.get("data", []) if saved else []
@@ -121,16 +121,11 @@ def find_checkpoint(path: str) -> str:
 
 def find_config(source: str) -> str:
     """The config.toml of what find_checkpoint() takes: that of a run, or of a checkpoint, which a
-    resumed run may have changed since. A checkpoint of an older version has that of its run."""
-    folders = [source]
-    if os.path.isfile(os.path.join(source, ".metadata")):
-        # A checkpoint is OUT/checkpoint/step-N.
-        folders.append(os.path.dirname(os.path.dirname(os.path.realpath(source))))
-    for folder in folders:
-        path = os.path.join(folder, "config.toml")
-        if os.path.isfile(path):
-            return path
-    raise ValueError(f"{source} has no config.toml; copy that of the run there")
+    resumed run may have changed since."""
+    path = os.path.join(source, "config.toml")
+    if not os.path.isfile(path):
+        raise ValueError(f"{source} has no config.toml; copy that of the run there")
+    return path
 
 
 def _check_checkpoint(folder: str, config: DecoderConfig, adapters: Adapters | None) -> None:
