@@ -22,7 +22,6 @@ from titan_sparse.models.config import (
     Adapters,
     adapter_elements,
     is_adapter,
-    linear_sizes,
     resolve_adapters,
 )
 from titan_sparse.models.decoder import Decoder
@@ -67,7 +66,7 @@ def test_every_linear_layer_of_a_family(tmp_path: Path, name: str):
             linears = {path: module for path, module in linears.items() if "self_attn" in path}
         add_adapters(model, adapters)
     for path, module in linears.items():
-        linear = linear_sizes(config)[path.rpartition(".")[2]]
+        linear = config.linear_sizes()[path.rpartition(".")[2]]
         assert linear[:2] == (module.in_features, module.out_features), path
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * len(linears) and all(is_adapter(n) for n in trained)

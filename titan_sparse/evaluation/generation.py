@@ -132,7 +132,7 @@ def _cached_attention(
     scorer: Scorer, places: "_Places"
 ) -> Callable[[int, Callable[..., Tensor]], "_CachedAttend"]:
     """What attention_replaced() puts in place of each layer's attention."""
-    windows = getattr(scorer.model_config, "windows", None)
+    windows = scorer.model_config.windows
     section = scorer.attention
 
     def replace(layer: int, attend: Callable[..., Tensor]) -> _CachedAttend:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from titan_sparse.models.config import DecoderConfig, RopeConfig
+from titan_sparse.models.config import DecoderConfig, Linear, RopeConfig
 from titan_sparse.models.huggingface_config import FAMILIES, check_json, read_json
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TransformersConfig(DecoderConfig):
     """Shape of a model of transformers, with the fields that this project counts or compares.
 
@@ -51,10 +51,16 @@ class TransformersConfig(DecoderConfig):
     linear_state: int = 0
     linear_width: int = 0
 
-    @property
-    def window(self) -> int:
-        """Tokens that a query of a layer with a window sees; 0 if no layer has one."""
-        return max(self.windows)
+    runs_in_transformers = True
+
+    def linear_sizes(self) -> dict[str, Linear]:
+        return {name: Linear(*sizes) for name, *sizes in self.linears}
+
+    def weights_per_token(self) -> int:
+        return self.linear_weights
+
+    def number_of_parameters(self) -> int:
+        return self.parameters
 
 
 # Keys that do not change what is computed.

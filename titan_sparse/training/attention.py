@@ -30,7 +30,7 @@ from titan_sparse.config import (
 )
 from titan_sparse.config.reading import dense_layers
 from titan_sparse.models.decoder import Attends, LayerMasks
-from titan_sparse.models.flavours import DecoderConfig, TransformersConfig
+from titan_sparse.models.flavours import DecoderConfig
 
 
 def build_mask(attention: Attention, lengths: list[list[int]]) -> Mask:
@@ -157,7 +157,7 @@ def build_layer_masks(
         return mask.rows(seq_len, device)._replace(table=table, probe_seed=probe_seed)
 
     mask = build_mask(attention, lengths)
-    if not isinstance(model, TransformersConfig):
+    if not model.runs_in_transformers:
         return resolved(mask)
     window = resolved(mask & SlidingWindow(model.window)) if model.window else None
     tokens = None
@@ -210,8 +210,7 @@ def build_attends(attention: Attention, cp: ContextParallel, recomputed: float =
 def selecting_layers(attention: Attention, model: DecoderConfig) -> list[int]:
     """The layers that the pattern applies to."""
     others = {*dense_layers(attention), *model.linear_layers}
-    if isinstance(model, TransformersConfig):
-        others.update(layer for layer, window in enumerate(model.windows) if window)
+    others.update(layer for layer, window in enumerate(model.windows) if window)
     return [layer for layer in range(model.layers) if layer not in others]
 
 

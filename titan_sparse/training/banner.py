@@ -7,12 +7,7 @@ from titan_sparse.config import Attention, Config
 from titan_sparse.config.sources import tokenizer_name
 from titan_sparse.estimate.memory import estimate, peak_phase
 from titan_sparse.estimate.step import StepShape
-from titan_sparse.models.config import (
-    Adapters,
-    DecoderConfig,
-    adapter_elements,
-    number_of_parameters,
-)
+from titan_sparse.models.config import Adapters, DecoderConfig, adapter_elements
 from titan_sparse.models.flavours import choose_implementation
 from titan_sparse.options.values import show
 from titan_sparse.training.faults.process_groups import Meshes
@@ -21,7 +16,7 @@ from titan_sparse.training.faults.process_groups import Meshes
 def model_line(config: Config, model: DecoderConfig, adapters: Adapters | None) -> str:
     """Name, size, and dtypes of the model, and whose code runs it."""
     initial_hf = config.model.initial_hf
-    millions = number_of_parameters(model) / 1e6
+    millions = model.number_of_parameters() / 1e6
     dtype = config.training.dtype
     if adapters:
         trained = adapter_elements(model, adapters) / 1e6
