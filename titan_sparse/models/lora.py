@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.config import Adapters, DecoderConfig, is_adapter
 from titan_sparse.models.huggingface import (
@@ -80,7 +81,7 @@ def add_adapters(model: nn.Module, adapters: Adapters) -> None:
     from peft.tuners.lora import LoraLayer
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 
-    wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    wide = accumulation_dtype(next(model.parameters()).dtype)
     inject_adapter_in_model(settings, model, adapter_name=NAME, low_cpu_mem_usage=True)
     for module in model.modules():
         if isinstance(module, LoraLayer):
@@ -151,7 +152,7 @@ def merged(
 
     def fill(state: dict[str, Tensor]) -> None:
         for name, tensor in state.items():
-            wide = torch.promote_types(tensor.dtype, torch.float32)
+            wide = accumulation_dtype(tensor.dtype)
             weight = torch.empty(tensor.shape, dtype=wide)
             with ExitStack() as stack:
                 tensors = open_tensors(source, stack)

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from titan_sparse.attention import SAVED_OPS
 from titan_sparse.config import ActivationCheckpoint, Compile, Config, Float8
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.models.config import Adapters, DecoderConfig
@@ -104,7 +105,7 @@ def parallelize(
     policy = CPUOffloadPolicy(pin_memory=fsdp.device_type == "cuda") if offload else OffloadPolicy()
     mixed = MixedPrecisionPolicy(
         param_dtype=dtype,
-        reduce_dtype=torch.promote_types(dtype, torch.float32),
+        reduce_dtype=accumulation_dtype(dtype),
         cast_forward_inputs=False,  # the RoPE tables stay fp32
     )
     if compile.enable:

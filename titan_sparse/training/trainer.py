@@ -28,6 +28,7 @@ from titan_sparse.config.changes import (
 )
 from titan_sparse.data import Batch
 from titan_sparse.estimate.constants import costs_of_run
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.loss import count_valid
 from titan_sparse.models.flavours import resolve
 from titan_sparse.options.values import MOST
@@ -367,7 +368,7 @@ class Trainer:
             # From pinned memory, so that the host does not wait for the step before.
             return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
-        dtype = torch.promote_types(getattr(torch, self.config.training.dtype), torch.float32)
+        dtype = accumulation_dtype(getattr(torch, self.config.training.dtype))
         masks = build_layer_masks(
             self.config.attention,
             self.model_config,
