@@ -16,11 +16,16 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def parser_of(description: str) -> argparse.ArgumentParser:
-    """A parser for a command. description: its docstring, which begins with how it is called."""
+def parser_of(
+    description: str, program: str = "", kind: type[argparse.ArgumentParser] = _Parser
+) -> argparse.ArgumentParser:
+    """A parser for a command. description: its docstring, which begins with how it is called.
+
+    program: how something else than a command is called. kind: what reports a mistake.
+    """
     command = description.partition("titan-sparse ")[2].partition(" ")[0]
-    return _Parser(
-        prog=f"titan-sparse {command}",
+    return kind(
+        prog=program or f"titan-sparse {command}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
