@@ -108,9 +108,6 @@ def parallelize(
         reduce_dtype=accumulation_dtype(dtype),
         cast_forward_inputs=False,  # the RoPE tables stay fp32
     )
-    if compile.enable:
-        # Only where asked for: it loads inductor, which takes a second.
-        from titan_sparse.training.compiling import compile_layer
     for name, block in model.layers.items():
         block = checkpointed(block, activation_checkpoint.mode)
         if compile.enable:
@@ -130,6 +127,17 @@ def parallelize(
         if isinstance(module, FSDPModule) and fsdp.size() > 1:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
+
+
+def compile_layer(layer: nn.Module, backend: str) -> None:
+    """layer.compile() as one graph, in place, without fusions that make gradients wrong. Only linear
+    attention breaks the graph."""
+    # Only where asked for: it loads inductor, which takes a second.
+    from titan_sparse.attention.compiling import switch_wrong_fusions_off
+
+    switch_wrong_fusions_off()
+    is_linear = any(name.endswith("linear_attn") for name, _ in layer.named_modules())
+    layer.compile(backend=backend, fullgraph=not is_linear)
 
 
 def checkpointed(block: nn.Module, mode: str) -> nn.Module:
