@@ -148,6 +148,15 @@ def test_one_line_says_what_to_install(bare, tmp_path, program):
     assert line.startswith("error: torchtitan, torchao, datasets, ") and line.endswith(ADVICE)
 
 
+def test_one_line_under_torchrun(bare, tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    # Its own choice of a Python would find everything.
+    program = ("--no-python", sys.executable, "-S", "-m", "titan_sparse.train", "--help")
+    result = _run(bare, tmp_path, *launcher, *program)
+    assert result.returncode == 1
+    assert [line.endswith(ADVICE) for line in result.stderr.splitlines()].count(True) == 1
+
+
 def test_what_needs_nothing_needs_no_extra(bare, tmp_path):
     shown = _run(bare, tmp_path, "-m", "titan_sparse", "--help")
     assert shown.returncode == 0 and "usage: titan-sparse" in shown.stdout

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Callable
 
 EXTRAS = {
@@ -82,4 +83,7 @@ def report(error: MissingExtra) -> int:
     """Print the error, once on a node. Returns the exit status."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        # torchrun ends the other ranks as soon as one is gone.
+        time.sleep(2)
     return 2
