@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.schedules import (
     LOCAL,
     SCHEDULES,
@@ -11,7 +12,7 @@ from titan_sparse.attention.context_parallel.schedules import (
     Schedule,
     circulates_queries,
 )
-from titan_sparse.attention.patterns import MoBA, Pattern
+from titan_sparse.attention.patterns import Pattern
 from titan_sparse.config import Config, padding_multiple, resolve_cp_intra, resolve_overlap_stages
 from titan_sparse.estimate.constants import shape_of
 from titan_sparse.from_config import schedule_named
@@ -127,8 +128,8 @@ def step_of(
     seq_len = -(-training.seq_len // multiple) * multiple
 
     gathers_queries = (
-        isinstance(pattern, MoBA)
-        and backend in ("triton", "flex")
+        pattern.gathers_queries
+        and BACKENDS[backend].GATHERS_QUERIES
         and cp == 1
         and attention.sliding_window == 0
     )

@@ -118,12 +118,14 @@ class Backend(ABC):
     """Whether it takes tiles of a mask of slices."""
     DENSE_BY_CHUNK = False
     """Whether dense_forward() on each rank's keys beats tiles over those of all ranks at once."""
+    SERVES_DENSE = False
+    """Whether there are inputs of which serves_dense() says yes."""
     GATHERS_QUERIES = False
     """Whether kernels.gathered computes chunks that single queries chose, on one rank."""
 
+    @abstractmethod
     def refusal(self, case: Case) -> str | None:
         """Why this backend cannot serve such inputs, in one sentence; None if it can."""
-        return None
 
     @abstractmethod
     def describe(self) -> str:

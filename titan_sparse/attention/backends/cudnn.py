@@ -23,6 +23,7 @@ _NOTHING_SEEN = 1e30
 
 class Cudnn(Triton):
     SERVES_SLICES = False
+    SERVES_DENSE = True
     DENSE_BY_CHUNK = True
     GATHERS_QUERIES = False
 

@@ -17,6 +17,7 @@ class Flex(Triton):
     """FlashAttention-4 for blocks; verticals and what single queries chose by the Triton kernels."""
 
     SERVES_SLICES = False
+    SERVES_DENSE = True
 
     def refusal(self, case: Case) -> str | None:
         served = Served(("cuda",), flash.DTYPES, (128,), flash.HEAD_DIMS)
