@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 MOST = 2**31 - 1
 """The greatest value of most integers. Tokens, steps and seconds stay far below it, and sums and
@@ -133,8 +133,12 @@ class PatternOptions:
 
     def check(self) -> None:
         """Raises ValueError, one line, for options that are out of range or exclude each other."""
+        kinds = get_type_hints(type(self), include_extras=True)
         for item in fields(self):
-            check_value(f"{self.name}.{item.name}", item.type, getattr(self, item.name))
+            key, kind = f"{self.name}.{item.name}", kinds[item.name]
+            if plain(kind) not in _KIND_NAMES and get_origin(kind) is not Literal:
+                raise ValueError(f"{key}: an option is an int, float, bool, str, or Literal")
+            check_value(key, kind, getattr(self, item.name))
 
     def check_block_size(self, block_size: int) -> None:
         """Raises ValueError for options that do not fit attention's block size."""

@@ -19,7 +19,8 @@ from titan_sparse.attention.inputs import (
     resolve_mask,
     whole_blocks,
 )
-from titan_sparse.attention.masks.ranges import Mask, MaskRanges
+from titan_sparse.attention.masks.ranges import Mask, MaskRanges, token_positions
+from titan_sparse.attention.masks.visibility import block_reach, reached
 from titan_sparse.kernels import compact as compact_kernels
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits
 from titan_sparse.options import DenseOptions, PatternOptions
@@ -202,12 +203,25 @@ class Pattern(PatternOptions):
     def __init_subclass__(cls) -> None:
         # A dataclass that compares its fields would lose the hash.
         cls.__hash__ = Pattern.__hash__
+        name = getattr(cls, "name", None)
+        _CLASSES[cls] = sum(getattr(other, "name", None) == name for other in _CLASSES)
 
     def __post_init__(self) -> None:
+        if not hasattr(self, "name"):
+            kind = type(self).__name__
+            raise TypeError(f'{kind} has no name; write name: ClassVar[str] = "..." in the class')
         self.check()
+        self._register()
+
+    def _register(self) -> None:
+        """Give it its key, which also tells apart classes of one name, such as one that a notebook
+        defines again."""
+        number = _CLASSES[type(self)]
+        again = f"#{number + 1}" if number else ""
+        key = f"{self.name}{again}:{dataclasses.asdict(self)}"
         # The dataclass is frozen.
-        object.__setattr__(self, "key", f"{self.name}:{dataclasses.asdict(self)}")
-        PATTERNS_BY_KEY[self.key] = self
+        object.__setattr__(self, "key", key)
+        PATTERNS_BY_KEY[key] = self
 
     def __setattr__(self, name: str, value: object) -> None:
         if "key" in self.__dict__:
@@ -220,7 +234,7 @@ class Pattern(PatternOptions):
     def __setstate__(self, state: dict) -> None:
         """Patterns that come from another process are known here too."""
         self.__dict__.update(state)
-        PATTERNS_BY_KEY[self.key] = self
+        self._register()
 
     def select(
         self,
@@ -313,8 +327,55 @@ class Pattern(PatternOptions):
         return None
 
 
+_CLASSES: dict[type[Pattern], int] = {}
+"""Every class of patterns, and how many of the same name came before it."""
 PATTERNS_BY_KEY: dict[str, Pattern] = {}
 """Patterns are values of a few numbers. Equal ones share a key and an entry, which stays for good."""
+
+
+class BlockPattern(Pattern):
+    """For every head and block of queries any set of blocks of keys: a subclass selects them."""
+
+    def select_blocks(
+        self, q: Tensor, k: Tensor, ranges: MaskRanges, cp: ContextParallel, scale: float
+    ) -> Tensor:
+        """bool [B, Hq, n, blocks]: what each of this rank's n blocks of queries computes, of all
+        blocks of keys in global order.
+
+        q: [B, Hq, S_local, D]. k: [B, Hkv, S_local, D]. Both are this rank's, in whole blocks. The
+        mask still hides keys in the selected blocks.
+        """
+        raise NotImplementedError
+
+    def select_tensors(
+        self, q: Tensor, k: Tensor, ranges: MaskRanges, cp: ContextParallel, scale: float
+    ) -> list[Tensor]:
+        selected = self.select_blocks(q, k, ranges, cp, scale)
+        return [gather_blocks(compact_kernels.pack(selected), cp, ranges)]
+
+    def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
+        batch, heads = q.shape[:2]
+        blocks = seq_len // block_size
+        # A bit for each key block.
+        words = -(-blocks // 32)
+        # [B, Hq, blocks, words]
+        return [q.new_empty(batch, heads, blocks, words, dtype=torch.int32)]
+
+    def index(
+        self, tensors: list[Tensor], ranges: MaskRanges, batch: int, heads: int, block_size: int
+    ) -> BlockSets:
+        # [B, Hq, blocks, words]
+        [words] = tensors
+        return BlockSets(ranges.start.shape[1], block_size, no_verticals(words), words)
+
+
+def visible_blocks(ranges: MaskRanges, cp: ContextParallel) -> Tensor:
+    """bool [B or 1, 1, n, blocks]: the blocks of keys of which some query in each of this rank's n
+    blocks of queries sees a key."""
+    size = cp.block_size
+    positions = token_positions(cp.blocks(ranges), size)
+    k_blocks = torch.arange(ranges.start.shape[1] // size, device=positions.device)
+    return reached(block_reach(ranges, positions, size), k_blocks, size)[:, None]
 
 
 class DenseIndex(BlockIndex):
