@@ -36,7 +36,7 @@ from titan_sparse.attention.observe import count_visits, recording
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
 from titan_sparse.config.reading import tokens
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
-from titan_sparse.training.distributed import choose_device, init_distributed
+from titan_sparse.training.faults.process_groups import choose_device, init_distributed
 
 BLOCK_SIZE = 128
 Constants = dict[str, tuple[float, str]]
@@ -215,8 +215,8 @@ class KernelTimes(NamedTuple):
 def kernel_seconds(seq_len: int, args: argparse.Namespace, device: torch.device) -> KernelTimes:
     """Time attend() on this rank alone."""
     q, k, v = random_inputs(seq_len, args, device)
-    # On random inputs the caps decide: one diagonal in thirty, one vertical in four hundred. Budgets
-    # by prices would leave out many alike ones together.
+    # On random inputs the caps decide: one diagonal in thirty, one vertical in four hundred. A budget
+    # by scores would drop many candidates of equal score together.
     blocks = seq_len // BLOCK_SIZE
     pattern = VerticalSlash(
         recall=1.0,

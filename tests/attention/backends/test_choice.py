@@ -17,8 +17,8 @@ from titan_sparse.attention import attend, backends
 from titan_sparse.attention.backends import cudnn, flash
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.config import Attention
-from titan_sparse.from_config import backend_case
 from titan_sparse.kernels import block_sparse
+from titan_sparse.training.attention import backend_case
 
 CASE = ("cuda", torch.bfloat16, 128, 128)
 WIDE = ("cuda", torch.bfloat16, 256, 128)
@@ -77,6 +77,11 @@ def test_auto(patch, tmp_path):
     others.append(("triton", CASE, {"dynamic": True, "is_short": True}))
     for expected, case, options in [("flex", CASE, {}), *others]:
         assert backends.choose("auto", *case, **options) == expected
+    # The same is expected of such a machine on one without a GPU.
+    patch.setattr(torch.cuda, "is_available", lambda: False)
+    for expected, case, options in [("flex", CASE, {}), *others]:
+        assert backends.choose("auto", *case, here=False, **options) == expected
+    assert backends.choose("auto", *CASE) == "triton"
 
 
 @pytest.mark.parametrize(

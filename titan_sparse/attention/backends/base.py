@@ -125,7 +125,11 @@ class Backend(ABC):
 
     @abstractmethod
     def refusal(self, case: Case) -> str | None:
-        """Why this backend cannot serve such inputs, in one sentence; None if it can."""
+        """Why this backend serves no such inputs on any machine, in one sentence; None if it does."""
+
+    def missing(self, case: Case) -> str | None:
+        """What this machine lacks for inputs on a GPU, in one sentence; None if nothing."""
+        return None
 
     @abstractmethod
     def describe(self) -> str:

@@ -23,7 +23,7 @@ from titan_sparse.attention.masks.ranges import Mask, MaskRanges, token_position
 from titan_sparse.attention.masks.visibility import block_reach, reached
 from titan_sparse.kernels import compact as compact_kernels
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits
-from titan_sparse.options import DenseOptions, PatternOptions
+from titan_sparse.options.patterns import DenseOptions, PatternOptions
 
 
 @dataclass(eq=False)
