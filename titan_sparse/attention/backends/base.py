@@ -118,11 +118,17 @@ class Backend(ABC):
     """True if it takes tiles of a mask of slices."""
     DENSE_BY_CHUNK = False
     """True if dense_forward() on each rank's keys beats tiles over those of all ranks at once."""
+    SERVES_DENSE = False
+    """True if there are inputs of which serves_dense() says yes."""
     GATHERS_QUERIES = False
     """True if kernels.gathered computes chunks that single queries chose, on one rank."""
 
+    @abstractmethod
     def refusal(self, case: Case) -> str | None:
-        """The reason why this backend cannot serve such inputs, one sentence; None if it can."""
+        """The reason why no machine serves such inputs by this backend, one sentence; None if some do."""
+
+    def missing(self, case: Case) -> str | None:
+        """The thing that this machine lacks for inputs on a GPU, one sentence; None if nothing."""
         return None
 
     @abstractmethod
