@@ -46,6 +46,8 @@ class Slices(Mask):
     slices cover, naming the two.
     """
 
+    is_constant = True
+
     def __init__(
         self,
         q_ranges: Sequence[tuple[int, int]],
