@@ -1,7 +1,7 @@
-"""Attention by the schedule all_gather: every rank receives all keys and values, head by head.
+"""Attention by the schedule all_gather: every rank receives all keys and values, some heads at a time.
 
-The next KV head is gathered while this one is computed, in one launch over all ranks' blocks. In
-the backward the gradients of the last head are summed and scattered meanwhile. A backend that is
+The next KV heads are gathered while these are computed, in one launch over all ranks' blocks. In
+the backward the gradients of the last heads are summed and scattered meanwhile. A backend that is
 faster on dense rectangles than on tiles gets a rectangle for each rank's keys, as in a ring.
 """
 
@@ -15,6 +15,7 @@ from titan_sparse.attention import recorder
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.context_parallel.dense import Rectangle, rectangle_of
+from titan_sparse.attention.context_parallel.schedules import heads_gathered
 from titan_sparse.attention.context_parallel.transport import Group, Step, Transport
 from titan_sparse.kernels.block_sparse import Tiles
 from titan_sparse.kernels.block_sparse.piece import mapped
@@ -35,10 +36,14 @@ class AllGather(Transport):
         def of_verticals(by_key: bool) -> Tiles:
             return call.tiles_of_verticals(len(k), by_key)
 
-        heads_of_group = q.shape[1] // k.shape[1]
+        kv_heads = k.shape[1]
+        head_bytes = 2 * call.cp.size * k[:, :1].nbytes
+        at_once = heads_gathered(kv_heads, head_bytes)
+        self.kv_heads = [slice(i, i + at_once) for i in range(0, kv_heads, at_once)]
+        queries_a_head = q.shape[1] // kv_heads
         self.groups = []
-        for first in range(0, q.shape[1], heads_of_group):
-            heads = slice(first, first + heads_of_group)
+        for of_group in self.kv_heads:
+            heads = slice(of_group.start * queries_a_head, of_group.stop * queries_a_head)
 
             def vertical_tiles(by_key: bool, heads: slice = heads) -> Tiles:
                 return _tiles_of_heads(of_verticals(by_key), heads)
@@ -46,7 +51,7 @@ class AllGather(Transport):
             self.groups.append(Group(call, heads, len(self.rectangles) or 1, vertical_tiles))
 
     def steps(self) -> Iterator[Step]:
-        # The first head is on its way while tables are made, once for all heads.
+        # The first heads are on their way while tables are made, once for all heads.
         following = self._start(0)
         if not self.rectangles:
             by_key = self.backward and self.call.backend.READS_BY_KEY
@@ -81,32 +86,32 @@ class AllGather(Transport):
         dv = torch.cat([dv.wait() for _, dv in self.scattered], dim=1)
         return dk.to(self.dtype), dv.to(self.dtype)
 
-    def _start(self, head: int) -> list[Pending]:
-        """Start to gather keys and values of a KV head of all ranks.
+    def _start(self, group: int) -> list[Pending]:
+        """Start to gather keys and values of a group's KV heads of all ranks.
 
-        Two buffers take turns: one is computed on while the next head arrives in the other.
+        Two buffers take turns: one is computed on while the next heads arrive in the other.
         """
         started = []
         for name, x in (("k", self.k), ("v", self.v)):
-            # [B, 1, S_local, D]
-            x_head = x[:, head : head + 1]
-            started.append(self.call.cp.start_all_gather(x_head, f"{name} {head % 2}"))
+            # [B, h, S_local, D]
+            x_here = x[:, self.kv_heads[group]]
+            started.append(self.call.cp.start_all_gather(x_here, f"{name} {group % 2}"))
         return started
 
     def _scatter(self, dk: Tensor, dv: Tensor) -> None:
-        """Start to bring the gradients [B, 1, ranks * S_local, D] of every rank's keys home.
+        """Start to bring the gradients [B, h, ranks * S_local, D] of every rank's keys home.
 
         They are summed in cp.gradient_dtype, or in the dtype of the sums where that is None.
         """
         if self.scattered:
-            # The previous head's gradients traveled while this one was computed. Waiting frees
-            # the memory that they were sent from.
+            # The previous heads' gradients traveled while these were computed. Waiting frees the
+            # memory that they were sent from.
             for pending in self.scattered[-1]:
                 pending.wait()
         sent_dtype = self.call.cp.gradient_dtype or self.dtype
         started = []
         for gradient in (dk, dv):
-            # [B, 1, ranks, S_local, D] -> [ranks, B, 1, S_local, D]
+            # [B, h, ranks, S_local, D] -> [ranks, B, h, S_local, D]
             by_rank = gradient.unflatten(2, (self.call.cp.size, -1)).permute(2, 0, 1, 3, 4)
             by_rank = by_rank.to(sent_dtype).contiguous()
             started.append(self.call.cp.start_reduce_scatter(by_rank))
@@ -126,7 +131,7 @@ def _rectangles(call: AttentionCall, q: Tensor) -> list[tuple[Rectangle, slice]]
 
 
 def _one_rank_after_the_other(gathered: Pending) -> Tensor:
-    """[ranks, B, 1, S_local, D] -> [B, 1, ranks * S_local, D]; no copy for a single sequence."""
+    """[ranks, B, h, S_local, D] -> [B, h, ranks * S_local, D]; no copy for one head of one sequence."""
     return gathered.wait().permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
