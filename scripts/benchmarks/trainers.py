@@ -40,9 +40,9 @@ from titan_sparse.config import load_and_check
 from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.models.huggingface_config import config_json
 from titan_sparse.train import set_allocator
-from titan_sparse.trainer import Trainer
-from titan_sparse.training.distributed import choose_device, init_distributed
+from titan_sparse.training.faults.process_groups import choose_device, init_distributed
 from titan_sparse.training.metrics_output import read_metrics
+from titan_sparse.training.trainer import Trainer
 
 HYBRID = {
     "hidden_size": 1024,
@@ -66,9 +66,9 @@ CONFIGS = {
     "toy-lora": transformers.LlamaConfig(**TOY),
     "toy-hybrid": transformers.Qwen3_5TextConfig(**HYBRID | TOY_SIZES),
 }
-OURS = """--data.tokenizer bytes --data.sequences fixed --data.shuffle false --attention.mask causal --compile.enable true
---attention.vertical_slash.recall 0.95 --optimizer.lr 1e-5 --lr_scheduler.warmup_steps 0
---lr_scheduler.min_lr_factor 1 --metrics.tensorboard false"""
+OURS = """--data.tokenizer bytes --data.sequences fixed --data.shuffle false --attention.mask causal
+--compile.enable true --attention.vertical_slash.recall 0.95 --optimizer.lr 1e-5
+--lr_scheduler.warmup_steps 0 --lr_scheduler.min_lr_factor 1 --metrics.tensorboard false"""
 FLAVORS = {"0.6b": "0.6B", "1.7b": "1.7B", "toy": "debugmodel"}
 TRANSFORMERS = """--per_device_train_batch_size 1 --train_sampling_strategy sequential
 --gradient_checkpointing true --optim adamw_torch_fused --learning_rate 1e-5 --adam_beta2 0.95

@@ -24,7 +24,7 @@ from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.models.flavours import FLAVOURS
-from titan_sparse.training.build_model import checkpoint_contexts
+from titan_sparse.training.model import checkpoint_contexts
 
 BLOCK, SEQ_LEN = 16, 157
 SHARES = (0.25, 0.5, 1.0)

@@ -25,7 +25,7 @@ from titan_sparse.attention.patterns.vertical_slash.probe import (
 from titan_sparse.kernels import selection as kernels
 from titan_sparse.kernels.probe import KeyBlocks
 from titan_sparse.kernels.selection import PSEUDO_ROWS, CountBounds, SpanTokens, max_missed_mass
-from titan_sparse.options import VerticalSlashOptions
+from titan_sparse.options.patterns import VerticalSlashOptions
 
 
 class JointPlan(NamedTuple):

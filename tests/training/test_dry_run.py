@@ -15,11 +15,11 @@ import pytest
 from tests.demo_model import in_a_folder_with_the_model
 from titan_sparse import train
 from titan_sparse.config import Config, load, load_and_check
-from titan_sparse.estimate.dry_run import World, _backend, dry_run, find_max_length, host_gib
 from titan_sparse.estimate.memory import GIB
-from titan_sparse.estimate.step import step_of
-from titan_sparse.from_config import build_pattern
 from titan_sparse.models.flavours import resolve
+from titan_sparse.training.attention import build_pattern
+from titan_sparse.training.dry_run import World, _backend, dry_run, find_max_length, host_gib
+from titan_sparse.training.step_shape import step_of
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("train_configs/*.toml"))

@@ -12,7 +12,8 @@ from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices, sliding_window
 from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention
 from titan_sparse.config import Attention, Config, check, load
-from titan_sparse.from_config import (
+from titan_sparse.models.flavours import resolve
+from titan_sparse.training.attention import (
     backend_case,
     block_table,
     build_attend,
@@ -22,7 +23,6 @@ from titan_sparse.from_config import (
     sparse_from,
     why_dense,
 )
-from titan_sparse.models.flavours import resolve
 
 LENGTHS = [[30, 20], [60]]
 MASKS = [

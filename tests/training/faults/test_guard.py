@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.distributed import run_processes
 from titan_sparse.config import Guard as GuardSection
-from titan_sparse.training.guard import Guard, Report, all_finite, refuse_bad_weights
+from titan_sparse.training.faults.guard import Guard, Report, all_finite, refuse_bad_weights
 
 CPU = torch.device("cpu")
 SECTION = GuardSection(warmup_steps=3, average_steps=5, spike_factor=4.0)

@@ -12,8 +12,8 @@ from tests.distributed import run_processes
 from tests.faults.jobs import SETTINGS, run_job, words_of
 from tests.faults.planted import Faults
 from tests.runs import write_texts
-from titan_sparse.training import heartbeat
-from titan_sparse.training.heartbeat import Watch, culprits
+from titan_sparse.training.faults import heartbeat
+from titan_sparse.training.faults.heartbeat import Watch, culprits
 
 
 def test_a_rank_that_sleeps_is_named_before_the_timeout(tmp_path):
@@ -56,7 +56,7 @@ def _check_failure() -> None:
         if rank == 1:
             raise RuntimeError("out of\nmemory")
         dist.recv(torch.zeros(1), src=1)  # in vain
-    place = r"at test_watch.py:\d+ in _check_failure: RuntimeError: out of memory"
+    place = r"at test_heartbeat.py:\d+ in _check_failure: RuntimeError: out of memory"
     wanted = rf"rank 1 \(host \S+, process \d+\) failed in step 4, {place}"
     assert len(lines) == (rank == 1), lines
     assert all(re.fullmatch(wanted, line) for line in lines), lines

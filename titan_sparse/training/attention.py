@@ -123,7 +123,7 @@ def build_layer_masks(
     MaskRanges.
     """
     linear, move = None, None
-    if has_linear_layers(model):
+    if model.linear_layers:
         is_causal = attention.mask != "documents"
         documents = [[sum(sequence)] for sequence in lengths] if is_causal else lengths
         linear = split_documents(documents, seq_len, model.convolution, cp, device)
@@ -148,14 +148,29 @@ def build_layer_masks(
     return LayerMasks(resolved(mask), window, tokens, linear, move)
 
 
-def has_linear_layers(model: DecoderConfig) -> bool:
-    """Whether hidden states are kept as contiguous tokens, and move around attention."""
-    return isinstance(model, TransformersConfig) and len(model.linear_layers) > 0
+def build_scored_masks(
+    attention: Attention,
+    model: DecoderConfig,
+    cp: ContextParallel,
+    device: torch.device,
+    lengths: list[list[int]],
+    seq_len: int,
+) -> tuple[MaskRanges | LayerMasks, Tensor | None]:
+    """Masks and block table of one batch, as evaluation.Scorer takes them.
+
+    Probes have no seed and use fixed rows: results do not depend on a step.
+    """
+    table = cp.balance(build_mask(attention, lengths).rows(seq_len, device)).table
+    masks = build_layer_masks(attention, model, lengths, seq_len, cp, device, table)
+    return masks, table
 
 
 def build_shard(model: DecoderConfig, cp: ContextParallel) -> Callable[..., Tensor]:
-    """shard(x, dim, table): this rank's part of what goes into the model."""
-    if not has_linear_layers(model):
+    """shard(x, dim, table): this rank's part of what goes into the model.
+
+    Linear attention keeps hidden states as contiguous tokens, which move around attention.
+    """
+    if not model.linear_layers:
         return cp.shard
     return lambda x, dim, table=None: x.chunk(cp.size, dim)[cp.rank].contiguous()
 
@@ -174,9 +189,8 @@ def build_attends(attention: Attention, cp: ContextParallel, recomputed: float =
 
 def selecting_layers(attention: Attention, model: DecoderConfig) -> list[int]:
     """The layers that the pattern applies to."""
-    others = set(dense_layers(attention))
+    others = {*dense_layers(attention), *model.linear_layers}
     if isinstance(model, TransformersConfig):
-        others.update(model.linear_layers)
         others.update(layer for layer, window in enumerate(model.windows) if window)
     return [layer for layer in range(model.layers) if layer not in others]
 

@@ -14,11 +14,11 @@ from tests.runs import tiny_config, train, write_texts
 from titan_sparse.config import Config, Data, check
 from titan_sparse.data.documents import TokenizedTexts
 from titan_sparse.data.tokenizer import ByteTokenizer
-from titan_sparse.evaluation import validation
-from titan_sparse.evaluation.load import load_for_evaluation
 from titan_sparse.evaluation.position import first_windows, position_loss
-from titan_sparse.trainer import Trainer
+from titan_sparse.training import validation
+from titan_sparse.training.load import load_for_evaluation
 from titan_sparse.training.metrics_output import read_lines
+from titan_sparse.training.trainer import Trainer
 
 SETTINGS = {
     "training__steps": 2,

@@ -27,11 +27,12 @@ from titan_sparse.estimate.memory import (
     peak_gib,
     peak_phase,
 )
-from titan_sparse.estimate.step import StepShape, step_of
-from titan_sparse.from_config import backend_case, build_pattern, selecting_layers, why_dense
+from titan_sparse.estimate.step import StepShape
 from titan_sparse.models.config import DecoderConfig, adapter_elements, number_of_parameters
 from titan_sparse.models.flavours import TransformersConfig, choose_implementation, resolve
-from titan_sparse.options import show
+from titan_sparse.options.values import show
+from titan_sparse.training.attention import backend_case, build_pattern, selecting_layers, why_dense
+from titan_sparse.training.step_shape import step_of
 
 OUTSIDE_GIB = 1.5
 """Device memory that PyTorch's allocator does not hand out: CUDA context, libraries and gaps."""

@@ -17,7 +17,7 @@ from titan_sparse.data.chat_template import load_template
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.shards import adds_bos, is_prepared
 from titan_sparse.data.tokenizer import Tokenizer
-from titan_sparse.evaluation import needle, position
+from titan_sparse.evaluation import needle, pictures, position
 from titan_sparse.evaluation.answers import Sample, score_samples
 from titan_sparse.evaluation.generation import (
     decoded,
@@ -27,7 +27,6 @@ from titan_sparse.evaluation.generation import (
 )
 from titan_sparse.evaluation.scorer import Scorer, Sequence
 from titan_sparse.models.flavours import resolve
-from titan_sparse.training import pictures
 from titan_sparse.training.metrics import MetricsLog, json_ready
 from titan_sparse.training.metrics_output import JsonLines
 

@@ -26,14 +26,15 @@ from titan_sparse.config.sources import tokenizer_name
 from titan_sparse.data import Batch, PackedLoader, build_loader, open_tokenizer
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.estimate.memory import peak_gib
-from titan_sparse.estimate.step import StepShape, step_of
-from titan_sparse.from_config import build_pattern
+from titan_sparse.estimate.step import StepShape
 from titan_sparse.models.config import Adapters, DecoderConfig, resolve_adapters
 from titan_sparse.models.huggingface import check_weights, load_weights, untrained_tokens
 from titan_sparse.models.huggingface_config import read_json
 from titan_sparse.models.huggingface_files import weights_digest
+from titan_sparse.training.attention import build_pattern
 from titan_sparse.training.checkpoint.folders import FOLDER, newest_checkpoint
 from titan_sparse.training.run_folder import versions
+from titan_sparse.training.step_shape import step_of
 
 logger = logging.getLogger("titan_sparse")
 

@@ -29,7 +29,12 @@ import torch
 import torch.distributed as dist
 
 from titan_sparse.config import Refusal
-from titan_sparse.training.launcher import OtherRankFailed, StopSignals, end_now, report_to_launcher
+from titan_sparse.training.faults.launcher import (
+    OtherRankFailed,
+    StopSignals,
+    end_now,
+    report_to_launcher,
+)
 
 logger = logging.getLogger("titan_sparse")
 

@@ -12,32 +12,35 @@ from titan_sparse.config.changes import ORIGIN_FILE, Origin, origin_text, read_s
 from titan_sparse.config.sources import tokenizer_name
 from titan_sparse.estimate.constants import costs_of_run
 from titan_sparse.evaluation.scorer import Scorer
-from titan_sparse.evaluation.validation import Validator
-from titan_sparse.from_config import (
+from titan_sparse.models.config import adapter_elements, number_of_parameters
+from titan_sparse.models.flavours import choose_implementation, resolve
+from titan_sparse.models.lora import peft_config
+from titan_sparse.options.values import show
+from titan_sparse.training import step_graphs
+from titan_sparse.training.attention import (
     backend_case,
     block_table,
     build_attends,
     build_context_parallel,
+    build_scored_masks,
     build_shard,
     schedule_named,
     why_dense,
 )
-from titan_sparse.models.config import adapter_elements, number_of_parameters
-from titan_sparse.models.flavours import choose_implementation, resolve
-from titan_sparse.models.lora import peft_config
-from titan_sparse.options import show
-from titan_sparse.training import step_graphs
-from titan_sparse.training.build_model import build_model, check_float8
 from titan_sparse.training.checkpoint.checkpointer import Checkpointer, Progress
 from titan_sparse.training.checkpoint.folders import lock_run
 from titan_sparse.training.checkpoint.saver import check_async_mode
-from titan_sparse.training.distributed import build_meshes, choose_device, init_distributed
-from titan_sparse.training.guard import Guard, decides_on_device
+from titan_sparse.training.faults.guard import Guard, decides_on_device
+from titan_sparse.training.faults.process_groups import (
+    build_meshes,
+    choose_device,
+    init_distributed,
+)
 from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.training.metrics_output import open_wandb
+from titan_sparse.training.model import build_model, check_float8
 from titan_sparse.training.optimizer import build_optimizer
-from titan_sparse.training.run_folder import begin_start
-from titan_sparse.training.setup import (
+from titan_sparse.training.preflight import (
     alike,
     alike_in_files,
     base_digest,
@@ -48,6 +51,8 @@ from titan_sparse.training.setup import (
     open_data,
     recomputed_share,
 )
+from titan_sparse.training.run_folder import begin_start
+from titan_sparse.training.validation import Validator
 
 
 class Parts:
@@ -164,6 +169,10 @@ class Parts:
             self.cp,
             self.device,
             self.loader.tokenizer,
+            functools.partial(
+                build_scored_masks, config.attention, self.model_config, self.cp, self.device
+            ),
+            self.loader.shard,
             self.meshes.dp_rank,
             self.meshes.dp_size,
         )

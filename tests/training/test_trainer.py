@@ -14,8 +14,8 @@ from tests.runs import metrics_of, tiny_config, train, weights_of, write_texts
 from titan_sparse.data import build_loader
 from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.models.chunked_mlp import ChunkedMLP
-from titan_sparse.trainer import Trainer
 from titan_sparse.training import offload
+from titan_sparse.training.trainer import Trainer
 
 Case = dict[str, object]
 """Overrides of tiny_config(). "batch": sequences a step of the run on one process that equals it."""

@@ -2,6 +2,7 @@
 folder."""
 
 import dataclasses
+import functools
 import math
 import os
 
@@ -21,18 +22,27 @@ from titan_sparse.config.reading import load_config
 from titan_sparse.config.sources import single_source, tokenizer_name
 from titan_sparse.data.tokenizer import SampleFormat, Tokenizer
 from titan_sparse.evaluation.scorer import Scorer
-from titan_sparse.from_config import build_attends, build_context_parallel
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.config import Adapters, DecoderConfig
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import check_weights, load_weights, tensor_shapes
 from titan_sparse.models.initialization import initialize
 from titan_sparse.models.lora import adapter_shapes, add_adapters
-from titan_sparse.training.build_model import parallelize
+from titan_sparse.training.attention import (
+    build_attends,
+    build_context_parallel,
+    build_scored_masks,
+    build_shard,
+)
 from titan_sparse.training.checkpoint.folders import newest_checkpoint
 from titan_sparse.training.checkpoint.reader import read_into, read_metadata, verify
-from titan_sparse.training.distributed import build_meshes, choose_device, init_distributed
-from titan_sparse.training.setup import alike, build_adapters, check_base, read_initial_hf
+from titan_sparse.training.faults.process_groups import (
+    build_meshes,
+    choose_device,
+    init_distributed,
+)
+from titan_sparse.training.model import parallelize
+from titan_sparse.training.preflight import alike, build_adapters, check_base, read_initial_hf
 
 _NAMES = ("embed_tokens.", "layers.", "norm.", "lm_head.")
 """What the names of a decoder's tensors begin with; a checkpoint holds the optimizer's too."""
@@ -189,5 +199,14 @@ def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -
         trained = StateDictOptions(ignore_frozen_params=True)
         read_into(get_model_state_dict(model, options=trained), checkpoint)
     return Scorer(
-        model, model_config, config, cp, device, tokenizer, meshes.dp_rank, meshes.dp_size
+        model,
+        model_config,
+        config,
+        cp,
+        device,
+        tokenizer,
+        functools.partial(build_scored_masks, config.attention, model_config, cp, device),
+        build_shard(model_config, cp),
+        meshes.dp_rank,
+        meshes.dp_size,
     )

@@ -16,29 +16,29 @@ from torchtitan.distributed.utils import clip_grad_norm_
 
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.recorder import counting_caps
-from titan_sparse.build import Parts, banner
 from titan_sparse.config import Config, save
 from titan_sparse.config.changes import changes, read_saved, refuse_changes
 from titan_sparse.data import Batch
 from titan_sparse.estimate.memory import estimate, peak_phase
-from titan_sparse.from_config import build_layer_masks, sparse_from, why_dense
 from titan_sparse.loss import count_valid
 from titan_sparse.models.initialization import stable_seed
-from titan_sparse.options import MOST
+from titan_sparse.options.values import MOST
 from titan_sparse.training import export, run_end
+from titan_sparse.training.attention import build_layer_masks, sparse_from, why_dense
+from titan_sparse.training.build import Parts, banner
 from titan_sparse.training.checkpoint.folders import check_lock, unlock_run
-from titan_sparse.training.distributed import barrier, set_timeout
-from titan_sparse.training.guard import all_finite, optimizer_states, refuse_bad_weights
-from titan_sparse.training.heartbeat import Watch
-from titan_sparse.training.launcher import Poisoned, StopSignals
+from titan_sparse.training.faults.guard import all_finite, optimizer_states, refuse_bad_weights
+from titan_sparse.training.faults.heartbeat import Watch
+from titan_sparse.training.faults.launcher import Poisoned, StopSignals
+from titan_sparse.training.faults.process_groups import barrier, set_timeout
 from titan_sparse.training.optimizer import learning_rate
-from titan_sparse.training.run_folder import profiler
-from titan_sparse.training.setup import (
+from titan_sparse.training.preflight import (
     read_initial_hf,
     step_path,
     step_size,
     warn_of_untrained_tokens,
 )
+from titan_sparse.training.run_folder import profiler
 from titan_sparse.training.step_graphs import Computed, MicroBatch, StepGraphs
 
 logger = logging.getLogger("titan_sparse")
