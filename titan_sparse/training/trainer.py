@@ -12,7 +12,6 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchtitan.distributed.utils import clip_grad_norm_
 
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.recorder import counting_caps
@@ -31,7 +30,7 @@ from titan_sparse.training.faults.guard import all_finite, optimizer_states, ref
 from titan_sparse.training.faults.heartbeat import Watch
 from titan_sparse.training.faults.launcher import Poisoned, StopSignals
 from titan_sparse.training.faults.process_groups import barrier, set_timeout
-from titan_sparse.training.optimizer import learning_rate
+from titan_sparse.training.optimizer import clip_gradients, learning_rate
 from titan_sparse.training.preflight import (
     read_initial_hf,
     step_path,
@@ -320,7 +319,7 @@ class Trainer(Parts):
 
     def _clip(self) -> Tensor:
         # 0: no clipping.
-        return clip_grad_norm_(self.model.parameters(), self.config.training.max_norm or math.inf)
+        return clip_gradients(self.model.parameters(), self.config.training.max_norm or math.inf)
 
     def _after_step(self, stopped: bool, is_first: bool) -> None:
         """What is due after a step: going back, saving, validation, collecting garbage."""
