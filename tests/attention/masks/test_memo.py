@@ -8,15 +8,18 @@ import torch
 from tests.reference import structured_qkv
 from titan_sparse.attention import attend, tiles
 from titan_sparse.attention.backends import BACKENDS
+from titan_sparse.attention.masks import Dilated
 from titan_sparse.attention.masks.ranges import (
     Causal,
     Documents,
+    Full,
     Mask,
     MaskRanges,
     SlidingWindow,
     _entries,
     once_per_mask,
 )
+from titan_sparse.attention.masks.slices import sliding_window
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 
 eager = BACKENDS["eager"]
@@ -94,14 +97,30 @@ class _Lengthening(Mask):
         return MaskRanges(start, torch.full_like(start, self.stop), None, causal=False)
 
 
+def test_a_mask_that_is_no_value_is_remembered_while_it_is_used(monkeypatch):
+    """Each of these is equal to itself only."""
+    made = []
+    block_tiles = tiles.block_tiles
+    monkeypatch.setattr(tiles, "block_tiles", lambda *args: made.append(1) or block_tiles(*args))
+    q, k, v = structured_qkv(1, 4, 2, 64, 8)
+    for mask in (Documents([40, 24]) & SlidingWindow(20), sliding_window([40, 24], 20, sinks=3)):
+        made.clear()
+        outs = [attend(q, k, v, mask, backend="eager", block_size=16) for _ in range(3)]
+        assert len(made) == 1
+        expected = attend(q, k, v, mask.rows(64), backend="eager", block_size=16)
+        assert all(torch.equal(out, expected) for out in outs)
+
+
 @pytest.mark.parametrize(
     "make",
     [
         Causal,
         lambda: Causal(valid=[50, 64]),
-        lambda: Documents([[40, 24]]) & SlidingWindow(20),
+        Full,
+        lambda: SlidingWindow(20),
+        lambda: Dilated(40, 2),
     ],
-    ids=["causal", "causal with padding", "documents in a window"],
+    ids=["causal", "causal with padding", "full", "window", "dilated"],
 )
 def test_layers_with_equal_masks_share_what_is_remembered(make, monkeypatch):
     """attend(mask=Causal()) in every layer costs as little as a mask that the user resolved once."""
