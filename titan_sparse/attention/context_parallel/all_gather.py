@@ -6,7 +6,7 @@ faster on dense rectangles than on tiles gets a rectangle for each rank's keys, 
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class AllGather(Transport):
         self.backward = backward
         self.dtype = call.sum_dtype(k)
         self.rectangles = _rectangles(call, q) if call.backend.DENSE_BY_CHUNK else []
-        self.scattered: list[tuple[Pending, Pending]] = []
+        self.scattered: list[list[Pending]] = []
 
         # Made when the first heads meet verticals, and once for all heads.
         @functools.cache
@@ -39,6 +39,9 @@ class AllGather(Transport):
         kv_heads = k.shape[1]
         head_bytes = 2 * call.cp.size * k[:, :1].nbytes
         at_once = heads_gathered(kv_heads, head_bytes)
+        # What comes rank by rank is put head by head, which is a copy unless it is one head. With a copy,
+        # keys and values may as well travel together.
+        self.together = at_once > 1 or len(k) > 1
         self.kv_heads = [slice(i, i + at_once) for i in range(0, kv_heads, at_once)]
         queries_a_head = q.shape[1] // kv_heads
         self.groups = []
@@ -61,7 +64,7 @@ class AllGather(Transport):
             arriving = following
             if number + 1 < len(self.groups):
                 following = self._start(number + 1)
-            k, v = (_one_rank_after_the_other(pending) for pending in arriving)
+            k, v = _pair(_one_rank_after_the_other(pending.wait()) for pending in arriving)
 
             def tiles(_: bool, heads: slice = group.heads) -> Tiles:
                 return _tiles_of_heads(of_all, heads)
@@ -81,9 +84,9 @@ class AllGather(Transport):
                 self._scatter(*(gradients or step.d_kv))
 
     def gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        pairs = [_pair(x.wait() for x in of_group) for of_group in self.scattered]
         # [B, Hkv, S_local, D]
-        dk = torch.cat([dk.wait() for dk, _ in self.scattered], dim=1)
-        dv = torch.cat([dv.wait() for _, dv in self.scattered], dim=1)
+        dk, dv = (torch.cat(of_groups, dim=1) for of_groups in zip(*pairs))
         return dk.to(self.dtype), dv.to(self.dtype)
 
     def _start(self, group: int) -> list[Pending]:
@@ -91,12 +94,11 @@ class AllGather(Transport):
 
         Two buffers take turns: one is computed on while the next heads arrive in the other.
         """
-        started = []
-        for name, x in (("k", self.k), ("v", self.v)):
-            # [B, h, S_local, D]
-            x_here = x[:, self.kv_heads[group]]
-            started.append(self.call.cp.start_all_gather(x_here, f"{name} {group % 2}"))
-        return started
+        # [B, h, S_local, D]
+        k, v = (x[:, self.kv_heads[group]] for x in (self.k, self.v))
+        sent = {"kv": torch.stack([k, v])} if self.together else {"k": k, "v": v}
+        start = self.call.cp.start_all_gather
+        return [start(x, f"{name} {group % 2}") for name, x in sent.items()]
 
     def _scatter(self, dk: Tensor, dv: Tensor) -> None:
         """Start to bring the gradients [B, h, ranks * S_local, D] of every rank's keys home.
@@ -109,13 +111,13 @@ class AllGather(Transport):
             for pending in self.scattered[-1]:
                 pending.wait()
         sent_dtype = self.call.cp.gradient_dtype or self.dtype
-        started = []
-        for gradient in (dk, dv):
-            # [B, h, ranks, S_local, D] -> [ranks, B, h, S_local, D]
-            by_rank = gradient.unflatten(2, (self.call.cp.size, -1)).permute(2, 0, 1, 3, 4)
-            by_rank = by_rank.to(sent_dtype).contiguous()
-            started.append(self.call.cp.start_reduce_scatter(by_rank))
-        self.scattered.append(tuple(started))
+        # [B, h, ranks, S_local, D] -> [ranks, B, h, S_local, D]
+        by_rank = [x.unflatten(2, (self.call.cp.size, -1)).movedim(2, 0) for x in (dk, dv)]
+        if self.together:
+            # [ranks, 2, B, h, S_local, D]
+            by_rank = [torch.stack(by_rank, dim=1)]
+        start = self.call.cp.start_reduce_scatter
+        self.scattered.append([start(x.to(sent_dtype).contiguous()) for x in by_rank])
 
 
 def _rectangles(call: AttentionCall, q: Tensor) -> list[tuple[Rectangle, slice]]:
@@ -130,9 +132,15 @@ def _rectangles(call: AttentionCall, q: Tensor) -> list[tuple[Rectangle, slice]]
     return found
 
 
-def _one_rank_after_the_other(gathered: Pending) -> Tensor:
-    """[ranks, B, h, S_local, D] -> [B, h, ranks * S_local, D]; no copy for one head of one sequence."""
-    return gathered.wait().permute(1, 2, 0, 3, 4).flatten(2, 3)
+def _one_rank_after_the_other(gathered: Tensor) -> Tensor:
+    """[ranks, ..., S_local, D] -> [..., ranks * S_local, D]; no copy for one head of one sequence."""
+    return gathered.movedim(0, -3).flatten(-3, -2)
+
+
+def _pair(parts: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """Keys and values, or their gradients, from both or from one tensor that holds them."""
+    first, *rest = parts
+    return (first, *rest) if rest else tuple(first)
 
 
 def _tiles_of_heads(tiles: Tiles, heads: slice) -> Tiles:
