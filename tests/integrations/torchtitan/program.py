@@ -1,10 +1,16 @@
-"""torchtitan's own program on the CPU, where nothing else runs it. Prints each step as JSON."""
+"""torchtitan's own program on the CPU, several runs in one process, which is started once."""
 
+import functools
 import json
+import os
 import sys
+import traceback
 import types
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 
 def use_cpu() -> None:
@@ -20,23 +26,59 @@ def use_cpu() -> None:
     torch.cpu.memory_stats = lambda _: {}
     torch.cpu.reset_peak_memory_stats = lambda: None
     torch.cpu.empty_cache = lambda: None
+    # gloo does not scale what it sums.
+    scale = FSDPModule.set_gradient_divide_factor
+
+    def scale_apart(self: FSDPModule, factor: float) -> None:
+        scale(self, factor)
+        self.set_force_sum_reduction_for_comms(True)
+
+    FSDPModule.set_gradient_divide_factor = scale_apart
 
 
 def main(words: list[str]) -> int:
+    """Prints a line of JSON for each run: its name, its logged steps, and the error that ended it.
+
+    words: a folder for all runs, and their command lines by name, as JSON.
+    """
     use_cpu()
-    import torchtitan.train
-    from torchtitan.components.metrics import LoggerContainer, MetricsProcessor
-    from torchtitan import trainer
+    import torchtitan.train  # noqa: F401
+
+    folder = Path(words[0])
+    for name, line in json.loads(words[1]).items():
+        sys.stdout.flush()
+        # torchtitan keeps meshes of a run, so that each has a process of its own.
+        process = os.fork()
+        if process == 0:
+            print("RUN", json.dumps({"name": name, **run(folder / name, line)}), flush=True)
+            os._exit(0)
+        os.waitpid(process, 0)
+    return 0
+
+
+def run(folder: Path, line: str) -> dict[str, object]:
+    from torchtitan import train, trainer
+    from torchtitan.components.metrics import MetricsProcessor
 
     trainer.time.sleep = lambda _: None
+    # The ranks of each run meet at a store of their own.
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(f"{folder}.store", ranks)
+    meet = dist.init_process_group
+    dist.init_process_group = functools.partial(meet, store=store, rank=rank, world_size=ranks)
     log = MetricsProcessor.log
+    steps = []
 
-    def printed(self, step, loss, max_loss, grad_norm, extra_metrics=None):
+    def remembered(self, step, loss, max_loss, grad_norm, extra_metrics=None):
         log(self, step, loss, max_loss, grad_norm, extra_metrics)
-        found = {"step": step, "loss": loss, "grad_norm": grad_norm, **extra_metrics}
-        print("STEP", json.dumps(found), flush=True)
+        steps.append({"step": step, "loss": loss, "grad_norm": grad_norm, **extra_metrics})
 
-    MetricsProcessor.log = printed
-    sys.argv = ["torchtitan.train", *words]
-    torchtitan.train.main()
-    return 0
+    MetricsProcessor.log = remembered
+    sys.argv = ["torchtitan.train", "--dump_folder", str(folder), *line.split()]
+    error = None
+    try:
+        train.main()
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+        traceback.print_exc()
+    return {"steps": steps, "error": error}
