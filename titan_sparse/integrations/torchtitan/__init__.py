@@ -49,7 +49,7 @@ from titan_sparse.integrations.torchtitan.training import (  # noqa: E402
     MetricsWithAttention,
     SelectiveACWithAttention,
 )
-from titan_sparse.options import one_of  # noqa: E402
+from titan_sparse.options.values import one_of  # noqa: E402
 
 __all__ = ["dense", "log_attention", "moba", "save_attention", "vertical_slash", "xattention"]
 

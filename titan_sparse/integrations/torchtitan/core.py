@@ -82,6 +82,17 @@ def _find_document_starts(positions: Tensor, cp: str) -> Tensor:
             f"positions {list(positions.shape)} are not [batch, tokens]; titan_sparse needs a model "
             "with one position per token"
         )
+    _check_step(positions)
+    context = context_of(cp)
+    whole = positions.int()
+    if context.size > 1:
+        whole = _in_order(whole, context)
+    index = torch.arange(whole.shape[1], dtype=torch.int32, device=whole.device)
+    return torch.where(whole == 0, index, 0).cummax(1).values
+
+
+def _check_step(positions: Tensor) -> None:
+    """Raises ValueError for ways to run a step in which attention is not known to work."""
     if positions.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             "titan_sparse is not known to work inside torchtitan's CUDA graphs; write "
@@ -92,12 +103,6 @@ def _find_document_starts(positions: Tensor, cp: str) -> Tensor:
             "memory-budget checkpointing may repeat attention and its transfers in the backward; "
             "write activation_checkpoint:selective"
         )
-    context = context_of(cp)
-    whole = positions.int()
-    if context.size > 1:
-        whole = _in_order(whole, context)
-    index = torch.arange(whole.shape[1], dtype=torch.int32, device=whole.device)
-    return torch.where(whole == 0, index, 0).cummax(1).values
 
 
 def _in_order(positions: Tensor, cp: ContextParallel) -> Tensor:
