@@ -39,7 +39,8 @@ def use_cpu() -> None:
 def main(words: list[str]) -> int:
     """Prints a line of JSON for each run: its name, its logged steps, and the error that ended it.
 
-    words: a folder for all runs, and their command lines by name, as JSON.
+    words: a folder for all runs, and their command lines by name, as JSON. A run "name#2" goes on in
+    the folder of "name".
     """
     use_cpu()
     import torchtitan.train  # noqa: F401
@@ -50,20 +51,20 @@ def main(words: list[str]) -> int:
         # torchtitan keeps meshes of a run, so that each has a process of its own.
         process = os.fork()
         if process == 0:
-            print("RUN", json.dumps({"name": name, **run(folder / name, line)}), flush=True)
+            print("RUN", json.dumps({"name": name, **run(folder, name, line)}), flush=True)
             os._exit(0)
         os.waitpid(process, 0)
     return 0
 
 
-def run(folder: Path, line: str) -> dict[str, object]:
+def run(folder: Path, name: str, line: str) -> dict[str, object]:
     from torchtitan import train, trainer
     from torchtitan.components.metrics import MetricsProcessor
 
     trainer.time.sleep = lambda _: None
     # The ranks of each run meet at a store of their own.
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(f"{folder}.store", ranks)
+    store = dist.FileStore(f"{folder / name}.{ranks}.store", ranks)
     meet = dist.init_process_group
     dist.init_process_group = functools.partial(meet, store=store, rank=rank, world_size=ranks)
     log = MetricsProcessor.log
@@ -74,7 +75,9 @@ def run(folder: Path, line: str) -> dict[str, object]:
         steps.append({"step": step, "loss": loss, "grad_norm": grad_norm, **extra_metrics})
 
     MetricsProcessor.log = remembered
-    sys.argv = ["torchtitan.train", "--dump_folder", str(folder), *line.split()]
+    own_folder = folder / name.partition("#")[0]
+    before, *subcommand = line.split(" / ")
+    sys.argv = ["torchtitan.train", *before.split(), "--dump_folder", str(own_folder), *subcommand]
     error = None
     try:
         train.main()

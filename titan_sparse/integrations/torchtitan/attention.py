@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import spmd_types as spmd
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -95,7 +94,9 @@ _shared: weakref.WeakValueDictionary[tuple, ContextParallel] = weakref.WeakValue
 """All layers share one, so that compiled layers and what masks remember are shared too."""
 
 
-def _context_parallel(parallel_dims: ParallelDims, options: SparseAttention.Config) -> ContextParallel:
+def _context_parallel(
+    parallel_dims: ParallelDims, options: SparseAttention.Config
+) -> ContextParallel:
     mesh = parallel_dims.get_mesh("cp")
     layout = layout_of(options.load_balancer)
     ranks = tuple(mesh.mesh.tolist())
@@ -126,7 +127,9 @@ def _sinks_of(out_transform: Callable) -> Tensor:
 class PositionsForMasks:
     """Put before an attention module: hands positions to the inner attention in the place of masks."""
 
-    def _with_positions(self, x: Tensor, attention_masks: object, positions: Tensor | None) -> Tensor:
+    def _with_positions(
+        self, x: Tensor, attention_masks: object, positions: Tensor | None
+    ) -> Tensor:
         if attention_masks is not None or positions is None:
             raise ValueError(
                 "titan_sparse reads documents from positions, not from attention_masks; write a data "
