@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 
 def use_cpu() -> None:
@@ -68,12 +70,22 @@ def run(folder: Path, name: str, line: str) -> dict[str, object]:
     meet = dist.init_process_group
     dist.init_process_group = functools.partial(meet, store=store, rank=rank, world_size=ranks)
     log = MetricsProcessor.log
+    train_step = trainer.Trainer.train_step
     steps = []
+    norms = {}
 
     def remembered(self, step, loss, max_loss, grad_norm, extra_metrics=None):
         log(self, step, loss, max_loss, grad_norm, extra_metrics)
-        steps.append({"step": step, "loss": loss, "grad_norm": grad_norm, **extra_metrics})
+        steps.append({"step": step, "loss": loss, "norms": dict(norms), **extra_metrics})
 
+    def with_norms(self, batches):
+        trainer.dist_utils.clip_grad_norm_ = lambda *args, **kwargs: (
+            norms.update(gradient_norms(self.model_parts)) or clip(*args, **kwargs)
+        )
+        train_step(self, batches)
+
+    clip = trainer.dist_utils.clip_grad_norm_
+    trainer.Trainer.train_step = with_norms
     MetricsProcessor.log = remembered
     own_folder = folder / name.partition("#")[0]
     before, *subcommand = line.split(" / ")
@@ -85,3 +97,15 @@ def run(folder: Path, name: str, line: str) -> dict[str, object]:
         error = f"{type(raised).__name__}: {raised}"
         traceback.print_exc()
     return {"steps": steps, "error": error}
+
+
+def gradient_norms(model_parts: list[nn.Module]) -> dict[str, float]:
+    """In fp64 and by parameter: torch's fp32 norm of large tensors on a CPU is off by 1e-4."""
+    norms = {}
+    for part in model_parts:
+        for name, parameter in part.named_parameters():
+            whole = parameter.grad
+            if isinstance(whole, DTensor):
+                whole = whole.full_tensor()
+            norms[name.replace("_checkpoint_wrapped_module.", "")] = whole.double().norm().item()
+    return norms
