@@ -1,8 +1,10 @@
 """register(), the settings, and what is refused by name."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -275,3 +277,50 @@ def _others_before_and_after(folder: str) -> None:
 
 def test_models_of_other_names_behave_as_before(tmp_path):
     run_processes(1, _others_before_and_after, str(tmp_path))
+
+
+def test_the_sequence_parallelism_of_verl_and_ms_swift_is_refused(monkeypatch):
+    """As in verl 0.9.1 (verl/utils/ulysses.py) and ms-swift 4.6.0 (swift/sequence_parallel)."""
+    register()
+    model = tiny_model("LlamaConfig")
+    model.set_attn_implementation("titan_sparse")
+    tokens = torch.arange(12)[None]
+    verl = ModuleType("verl.utils.ulysses")
+    monkeypatch.setitem(sys.modules, verl.__name__, verl)
+    verl.get_ulysses_sequence_parallel_world_size = lambda group=None: 2
+    with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=1"):
+        model(tokens)
+    verl.get_ulysses_sequence_parallel_world_size = lambda group=None: 1
+    swift = ModuleType("swift.sequence_parallel.sequence_parallel")
+    monkeypatch.setitem(sys.modules, swift.__name__, swift)
+    swift.sequence_parallel = SimpleNamespace(world_size=2)
+    with pytest.raises(ValueError, match="--sequence_parallel_size 1"):
+        model(tokens)
+    # None before its trainer is set up.
+    swift.sequence_parallel.world_size = None
+    model(tokens)
+
+
+def _later_part():
+    register()
+    model = tiny_model("LlamaConfig")
+    model.set_attn_implementation("titan_sparse")
+    rank = torch.distributed.get_rank()
+    tokens = torch.arange(12)[None]
+    if rank == 1:
+        with pytest.raises(ValueError, match="position_ids do not begin at 0.*cp="):
+            model(tokens, position_ids=tokens + 12)
+    # Padding on the left, whose positions say nothing.
+    padding = torch.ones_like(tokens)
+    padding[:, :3] = 0
+    model(tokens, attention_mask=padding, position_ids=(tokens - 3).clamp(min=1))
+    model(tokens, position_ids=tokens)
+
+
+def test_a_later_part_of_a_sequence_is_refused():
+    run_processes(2, _later_part)
+    # Alone, a process holds all there is.
+    model = tiny_model("LlamaConfig")
+    model.set_attn_implementation("titan_sparse")
+    tokens = torch.arange(12)[None]
+    torch.testing.assert_close(model(tokens, position_ids=tokens + 12).logits, model(tokens).logits)

@@ -33,6 +33,7 @@ from titan_sparse.integrations.transformers.refusals import (
     check_mask,
     check_mixing,
     check_modules,
+    check_other_trainers,
     check_rope,
     not_computed,
     note_mixers,
@@ -143,6 +144,7 @@ def make_mask(
     attention_mask: what the user gave to the model, the 2D one as bool [B, at most Skv].
     Raises ValueError for masks that attend() does not compute.
     """
+    check_other_trainers()
     if isinstance(attention_mask, LayerMask):
         # generate() with a static cache asks us first, and the model asks again.
         return attention_mask
