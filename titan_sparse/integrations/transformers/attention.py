@@ -35,6 +35,7 @@ from titan_sparse.integrations.transformers.refusals import (
     check_modules,
     check_other_trainers,
     check_rope,
+    is_inside_alst,
     not_computed,
     note_mixers,
 )
@@ -215,6 +216,8 @@ def attention_forward(
     """
     protect_if_compiling()
     check_arguments(query, key, value, kwargs)
+    if attention_mask is None and is_inside_alst():
+        attention_mask = mask_inside_alst(module, kwargs.get("position_ids"), sliding_window, key)
     check_mask(module, attention_mask, query, key)
     if isinstance(attention_mask, Tensor):
         out = attention_beside_cache(module, query, key, value, attention_mask, scaling, s_aux)
@@ -251,6 +254,21 @@ def attention_forward(
     # generate() reads the first answer at the last token, also where that is padding.
     last = torch.where(mask.padding[:, -1, None, None, None], out[:, -1:], last)
     return torch.cat([out[:, :-1], last], dim=1), None
+
+
+def mask_inside_alst(
+    module: nn.Module, position_ids: Tensor | None, window: int | None, key: Tensor
+) -> LayerMask:
+    """The mask of whole sequences that DeepSpeed's ALST gathered: it drops masks and gathers positions.
+
+    key: [B, Hkv, S, D]. Raises ValueError for what positions do not say.
+    """
+    if position_ids is None or getattr(module.config, "attention_chunk_size", None) is not None:
+        raise ValueError(
+            "DeepSpeed's ALST hands on position_ids and no masks, which titan_sparse needs for a model "
+            "with chunks; write sp_size=1, and position_ids for each token"
+        )
+    return LayerMask(MaskRule(window=window), padding=None, own=None, keys=key.shape[2])
 
 
 def attention_beside_cache(

@@ -187,6 +187,15 @@ def check_other_trainers() -> None:
         )
 
 
+def is_inside_alst() -> bool:
+    """Whether DeepSpeed's ALST gives attention functions whole sequences of some of the heads."""
+    alst = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+    # Its function raises as long as there is no group.
+    if alst is None or alst._SEQUENCE_PARALLEL_GROUP is None:
+        return False
+    return alst.get_sequence_parallel_world_size() > 1
+
+
 def check_rope(config: PreTrainedConfig | None, ranks: int) -> None:
     """Raises ValueError for a rotary embedding that depends on more than one of these ranks has."""
     parameters = getattr(config, "rope_parameters", None) or {}
