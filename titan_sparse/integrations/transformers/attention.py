@@ -140,7 +140,7 @@ def make_mask(
     kv_offset: int = 0,
     **kwargs,
 ) -> LayerMask | Tensor:
-    """What attention_forward() gets as attention_mask: a LayerMask, or for tokens that follow
+    """The attention_mask of attention_forward(): a LayerMask, or for tokens that follow
     cached ones a dense mask, bool [B, 1, Sq, Skv], True where a query sees a key.
 
     attention_mask: what the user gave to the model, the 2D one as bool [B, at most Skv].

@@ -31,7 +31,7 @@ def check_block_size(size: int) -> None:
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """How attention of one name is computed. The defaults: dense, on one rank, the fastest kernel.
+    """The settings of attention of one name. The defaults: dense, on one rank, the fastest kernel.
 
     pattern: of full-attention layers. Layers with a window or chunks compute all of it.
     cp: the ranks that share each sequence. Inputs of the model are then those of shard_batch().
@@ -52,7 +52,7 @@ class AttentionSettings:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share a sequence."""
+        """The number of ranks that share a sequence."""
         return 1 if self.cp is None else self.cp.size
 
 
@@ -82,7 +82,7 @@ class MaskRule(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether a window or chunks keep queries from far keys."""
+        """True if a window or chunks keep queries from far keys."""
         return self.window is not None or self.chunk is not None
 
 
@@ -155,7 +155,7 @@ class AttentionMask:
 
 @dataclass(eq=False)
 class LayerMask(AttentionMask):
-    """What the layers of one kind see. Made by our mask function, once a forward for each kind.
+    """The mask of the layers of one kind. Made by our mask function, once a forward for each kind.
 
     padding: bool [B, S], False on padding; None without.
     own: the user's mask, which replaces padding and documents; None without.
@@ -223,8 +223,8 @@ def as_layer_mask(mask: AttentionMask | Mask | MaskRanges, keys: int) -> LayerMa
 
 
 def has_documents(ranges: MaskRanges) -> bool:
-    """Whether a sequence may have several documents. Slices do not say. The host waits for the device
-    unless there is one document."""
+    """True if a sequence may have several documents. Slices do not say. The host waits for the
+    device unless there is one document."""
     starts = ranges.document_start
     if starts is None:
         return ranges.slices is not None
