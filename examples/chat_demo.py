@@ -26,7 +26,7 @@ from titan_sparse.config import check, world_from_environment
 from titan_sparse.data.chat_template import load_template
 from titan_sparse.data.tokenizer import open_tokenizer
 from titan_sparse.evaluation.generation import generate
-from titan_sparse.evaluation.load import build_scorer, find_checkpoint, load_for_evaluation
+from titan_sparse.training.load import build_scorer, find_checkpoint, load_for_evaluation
 
 SYSTEM = "Answer from the register. Each answer has the form owner=NAME; shelf=NUMBER"
 SENTENCE = "The {thing} belong to {owner} and lie on shelf {shelf}."

@@ -36,7 +36,7 @@ from titan_sparse.attention.observe import count_visits, recording
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
 from titan_sparse.config.reading import tokens
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
-from titan_sparse.training.distributed import choose_device, init_distributed
+from titan_sparse.training.faults.process_groups import choose_device, init_distributed
 
 BLOCK_SIZE = 128
 Constants = dict[str, tuple[float, str]]

@@ -31,11 +31,11 @@ if not torch.cuda.is_available():
 
 LONGEST = [
     "tests/kernels/test_compile_only.py",
-    "tests/test_trainer.py",
+    "tests/training/test_trainer.py",
     "tests/training/test_wiring.py",
     "tests/training/test_metrics.py",
     "tests/docs/test_docs.py",
-    "tests/training/test_watch.py",
+    "tests/training/faults/test_heartbeat.py",
     "tests/training/test_starts_and_stops.py",
     "tests/training/test_lora.py",
     "tests/training/test_transformers_runs.py",
@@ -48,11 +48,11 @@ LONGEST = [
     "tests/kernels/test_block_sparse.py",
     "tests/attention/context_parallel/test_balanced_processes.py",
     "tests/attention/patterns/test_block_patterns.py",
-    "tests/attention/schedules/test_group_cast.py",
+    "tests/attention/context_parallel/test_group_cast.py",
     "tests/attention/test_recomputed.py",
     "tests/test_train.py",
     "tests/test_package.py",
-    "tests/evaluation/test_validation.py",
+    "tests/training/test_validation.py",
 ]
 """Files to begin with. A long one at the end would keep one core waiting for the other."""
 

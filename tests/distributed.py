@@ -64,7 +64,11 @@ def _start(entry: Callable, arguments: tuple, world_size: int) -> None:
 def forkserver() -> BaseContext:
     """Processes are forked from one that has imported what they need."""
     context = mp.get_context("forkserver")
-    imported = ["datasets", "titan_sparse.trainer", "transformers.models.llama.modeling_llama"]
+    imported = [
+        "datasets",
+        "titan_sparse.training.trainer",
+        "transformers.models.llama.modeling_llama",
+    ]
     context.set_forkserver_preload(imported)
     return context
 

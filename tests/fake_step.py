@@ -31,7 +31,7 @@ from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.models.config import Adapters
 from titan_sparse.models.decoder import MLP, Decoder
 from titan_sparse.models.lora import add_adapters
-from titan_sparse.training.build_model import parallelize
+from titan_sparse.training.model import parallelize
 
 _DENSE = Dense()
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from titan_sparse.config import Config, save
 from titan_sparse.models import flavours
-from titan_sparse.trainer import Trainer
 from titan_sparse.training.metrics_output import read_lines
+from titan_sparse.training.trainer import Trainer
 
 TINY = flavours.DecoderConfig(
     vocab_size=258,

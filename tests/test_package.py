@@ -49,7 +49,7 @@ def test_offers_nothing_before_it_is_asked_for():
     code = "import sys, titan_sparse; dir(titan_sparse); assert 'torch' not in sys.modules"
     _run(ROOT, "-c", code)
     heavy = {"torchao", "datasets", "transformers", "matplotlib"}
-    code = f"import sys, titan_sparse.trainer; print(*{heavy} & {{*sys.modules}})"
+    code = f"import sys, titan_sparse.training.trainer; print(*{heavy} & {{*sys.modules}})"
     assert _run(ROOT, "-c", code).stdout.split() == []
 
 

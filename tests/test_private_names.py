@@ -51,14 +51,14 @@ PRIVATE = {
     "torch._inductor.codegen.simd_kernel_features.EnableReduction": INDUCTOR,
     "torch._inductor.codegen.simd_kernel_features.SIMDKernelFeatures": INDUCTOR,
     "torch._inductor.config": INDUCTOR,
-    "torch._inductor.config.emulate_precision_casts": "build_model.py: rounds as without compile",
+    "torch._inductor.config.emulate_precision_casts": "model.py: rounds as without compile",
     "torch._inductor.config.inductor_choices_class": INDUCTOR,
     "torch._inductor.config.triton.mix_order_reduction": INDUCTOR,
     "torch._inductor.virtualized.V": INDUCTOR,
     "torch._inductor.virtualized.V.graph.sizevars.statically_known_leq": INDUCTOR,
     "torch.cuda._sleep": "benchmarks: keeps the GPU busy until the host is ahead",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper": (
-        "build_model.py: names of parameters stay as they are; torchtitan uses it, too"
+        "model.py: names of parameters stay as they are; torchtitan uses it, too"
     ),
     "torch.distributed.checkpoint._nested_dict.flatten_state_dict": CHECKPOINTS,
     "torch.distributed.checkpoint._traverse.set_element": CHECKPOINTS,
@@ -71,7 +71,7 @@ PRIVATE = {
     ),
     "torch.ops.aten._scaled_dot_product_cudnn_attention": CUDNN,
     "torch.ops.aten._scaled_dot_product_cudnn_attention_backward": CUDNN,
-    "torch.ops.aten._scaled_mm.default": "build_model.py: a costly result, kept for the backward",
+    "torch.ops.aten._scaled_mm.default": "model.py: a costly result, kept for the backward",
     "torch.utils._pytree.tree_leaves": "offload.py: the tensors among the arguments of a layer",
     "transformers.Qwen3ForCausalLM._from_config": "benchmarks: random weights in bfloat16",
     "transformers.utils.chat_template_utils._compile_jinja_template": JINJA,

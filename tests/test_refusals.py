@@ -15,7 +15,7 @@ import pytest
 from titan_sparse import train
 from titan_sparse.config import check_launch, check_start, load_and_check
 from titan_sparse.config.reading import KINDS, ConfigError, load
-from titan_sparse.options import plain
+from titan_sparse.options.values import plain
 
 ROOT = Path(__file__).parents[1]
 

@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-from titan_sparse.training.launcher import hide_warnings_of_imports
+from titan_sparse.training.faults.launcher import hide_warnings_of_imports
 
 COMMANDS = {
     "init": "prints an example configuration with comments",

@@ -23,7 +23,7 @@ from titan_sparse.config import (
     world_from_environment,
     world_of,
 )
-from titan_sparse.training.launcher import (
+from titan_sparse.training.faults.launcher import (
     OtherRankFailed,
     Poisoned,
     end_for_good,
@@ -75,7 +75,7 @@ def _run(words: list[str]) -> int:
         # Imported here: a mistake in the config is reported before torch is loaded.
         import torch.distributed as dist
 
-        from titan_sparse.trainer import Trainer
+        from titan_sparse.training.trainer import Trainer
 
         gc.freeze()
     finally:
@@ -149,7 +149,7 @@ def set_allocator() -> None:
 
 def estimate(config: Config, flags: Flags) -> int:
     """--dry-run and --find-max-length: print the report. Returns 0 if the step fits, else 1."""
-    from titan_sparse.estimate.dry_run import dry_run, find_max_length, world
+    from titan_sparse.training.dry_run import dry_run, find_max_length, world
 
     ranks, ranks_per_node = world_of(flags, config.parallelism, *world_from_environment())
     where = world(ranks, ranks_per_node, flags.device_memory, flags.host_memory)

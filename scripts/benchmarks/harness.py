@@ -33,11 +33,11 @@ from scripts.benchmarks.options import positive
 from scripts.benchmarks.provenance import provenance
 from titan_sparse.attention import ContextParallel, backends
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges
-from titan_sparse.attention.masks.reach import visible_pairs
+from titan_sparse.attention.masks.visibility import visible_pairs
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
-from titan_sparse.training.distributed import choose_device, init_distributed
+from titan_sparse.training.faults.process_groups import choose_device, init_distributed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Of the gradients on the wire, by the name in rows."""

@@ -19,7 +19,7 @@ from scripts.benchmarks.provenance import provenance
 from titan_sparse.commands.choose import configurations, measured, words_of_runs
 from titan_sparse.config import Config
 from titan_sparse.config.reading import lengths_of
-from titan_sparse.training.distributed import choose_device
+from titan_sparse.training.faults.process_groups import choose_device
 
 
 def main(words: list[str]) -> int:

@@ -1,30 +1,34 @@
 """The whole training step beside torchtitan's and transformers' trainers, each row in a new process.
 
     python -m scripts.benchmarks.trainers --shapes 0.6b 1.7b 8b-lora --out trainers.json
+    python -m scripts.benchmarks.trainers --gpus 1 2 --tokens 4096 8192 --arms "ours, dense" torchtitan
     python -m scripts.benchmarks.trainers --shapes toy toy-lora --tokens 512 --device cpu
 
 All read the same random weights and documents, one a step. They compute in bf16, keep weights and
-AdamW's states in fp32, and recompute blocks. With -lora, weights are frozen in bf16 and have adapters
-of rank 16. 0.8b-hybrid is Qwen3.5, which needs titan-sparse[hybrid] on GPUs. torchtitan is 0.2.2 or
-0.3, as installed. Ours and torchtitan's compile, and transformers' has Liger's kernels where these are
-installed. Random weights attend to nearly everything, so that caps hold vertical_slash, at a density
-of 16 to 23 %.
+AdamW's states in fp32, and recompute blocks. --tokens are those of each GPU: several GPUs share one
+longer document by context parallelism. With -lora, weights are frozen in bf16 and have adapters of
+rank 16. 0.8b-hybrid is Qwen3.5, which needs titan-sparse[hybrid] on GPUs. Ours and torchtitan's
+compile, and replay each step as a CUDA graph unless the arm says otherwise. transformers' has Liger's
+kernels where these are installed. Random weights attend to nearly everything, so that caps hold
+vertical_slash, at a density of 16 to 23 %.
 """
 
 import argparse
 import itertools
 import os
+import socket
 import statistics
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from unittest.mock import MagicMock, patch
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -36,9 +40,9 @@ from titan_sparse.config import load_and_check
 from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.models.huggingface_config import config_json
 from titan_sparse.train import set_allocator
-from titan_sparse.trainer import Trainer
-from titan_sparse.training.distributed import choose_device, init_distributed
+from titan_sparse.training.faults.process_groups import choose_device, init_distributed
 from titan_sparse.training.metrics_output import read_metrics
+from titan_sparse.training.trainer import Trainer
 
 HYBRID = {
     "hidden_size": 1024,
@@ -62,12 +66,9 @@ CONFIGS = {
     "toy-lora": transformers.LlamaConfig(**TOY),
     "toy-hybrid": transformers.Qwen3_5TextConfig(**HYBRID | TOY_SIZES),
 }
-OURS = """--data.sequences fixed --data.shuffle false --attention.mask causal --compile.enable true
---attention.vertical_slash.recall 0.95 --optimizer.lr 1e-5 --lr_scheduler.warmup_steps 0
---lr_scheduler.min_lr_factor 1 --metrics.tensorboard false"""
-TORCHTITAN = """--model.name qwen3 --training.local_batch_size 1 --activation_checkpoint.mode full
---compile.enable --checkpoint.enable --checkpoint.load_only --checkpoint.initial_load_in_hf
---optimizer.lr 1e-5 --lr_scheduler.warmup_steps 0 --lr_scheduler.min_lr_factor 1"""
+OURS = """--data.tokenizer bytes --data.sequences fixed --data.shuffle false --attention.mask causal
+--compile.enable true --attention.vertical_slash.recall 0.95 --optimizer.lr 1e-5
+--lr_scheduler.warmup_steps 0 --lr_scheduler.min_lr_factor 1 --metrics.tensorboard false"""
 FLAVORS = {"0.6b": "0.6B", "1.7b": "1.7B", "toy": "debugmodel"}
 TRANSFORMERS = """--per_device_train_batch_size 1 --train_sampling_strategy sequential
 --gradient_checkpointing true --optim adamw_torch_fused --learning_rate 1e-5 --adam_beta2 0.95
@@ -84,10 +85,12 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser = parser_of("scripts.benchmarks.trainers", __doc__)
     add = parser.add_argument
     add("--shapes", nargs="+", choices=list(CONFIGS), default=["0.6b", "1.7b"])
-    add("--tokens", nargs="+", type=positive, default=[8192, 32768, 131072])
-    add("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    add("--steps", type=positive, default=5, help="timed, after one untimed")
+    add("--gpus", nargs="+", type=positive, default=[1], help="that share a document")
+    add("--tokens", nargs="+", type=positive, default=[8192, 32768, 131072], help="of each GPU")
+    add("--arms", nargs="+", choices=list(ARMS), default=list(ARMS)[:4])
+    add("--steps", type=positive, default=10, help="the later half is timed")
     add("--device", default="cuda", choices=["cuda", "cpu"])
+    add("--seconds", type=positive, default=180, help="until a row is given up")
     add("--out", default="", help="JSON file, written anew after each row")
     parser.set_defaults(cases=["trainers"], timeout=180)
     return parser.parse_args(words)
@@ -98,16 +101,36 @@ def rows(bench: harness.Bench) -> Iterator[dict]:
     with tempfile.TemporaryDirectory() as folder:
         for shape in args.shapes:
             model = Path(folder, shape)
-            apart(bench, write_model, shape, model, args)
-            for tokens, arm in itertools.product(args.tokens, args.arms):
-                row = {"shape": shape, "tokens": tokens, "arm": arm}
-                yield bench.attempt(row, apart, one_trainer, arm, shape, model, tokens, args)
+            apart(bench, args, 1, write_model, shape, model, args)
+            for gpus, tokens, arm in itertools.product(args.gpus, args.tokens, args.arms):
+                row = {"shape": shape, "gpus": gpus, "tokens": tokens, "arm": arm}
+                run = Path(tempfile.mkdtemp(dir=folder))
+                write_texts(run, gpus * tokens, args.steps)
+                words = (arm, shape, model, run, gpus * tokens, args)
+                yield bench.attempt(row, apart, args, gpus, one_trainer, *words)
 
 
-def apart(_: harness.Bench, function: Callable, *words: object):
-    """The result of a call in a process of its own, which begins with an empty GPU."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(function, *words).result()
+def apart(_: harness.Bench, args: argparse.Namespace, gpus: int, function: Callable, *words):
+    """What function(*words) returns on rank 0 of new processes, which begin with empty GPUs."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    ranks = [(rank, gpus, port, function, words) for rank in range(gpus)]
+    # Leaving the pool ends processes that hang.
+    with get_context("spawn").Pool(gpus) as pool:
+        return pool.starmap_async(as_rank, ranks, chunksize=1).get(args.seconds)[0]
+
+
+def as_rank(rank: int, gpus: int, port: int, function: Callable, words: tuple):
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus)}
+    sys.stdout = sys.stderr
+    try:
+        return function(*words)
+    finally:
+        # A rank that leaves first would break a collective of the others.
+        if sys.exc_info()[0] is None and dist.is_initialized():
+            dist.barrier()
 
 
 def write_model(shape: str, model: Path, args: argparse.Namespace) -> None:
@@ -119,31 +142,29 @@ def write_model(shape: str, model: Path, args: argparse.Namespace) -> None:
 
 
 def one_trainer(
-    arm: str, shape: str, model: Path, tokens: int, args: argparse.Namespace
+    arm: str, shape: str, model: Path, run: Path, tokens: int, args: argparse.Namespace
 ) -> dict[str, float | None]:
-    """Trains for some steps. Times are medians."""
-    sys.stdout = sys.stderr
-    run = Path(tempfile.mkdtemp(dir=model.parent))
-    texts = write_texts(run, tokens, args.steps + 1)
+    """Trains for some steps. Times are medians over the later half, which has compiled and captured."""
     times = StepTimes(args.device)
-    losses, found = ARMS[arm](shape, model, run, texts, args.device, times)
-    seconds = statistics.median(times.seconds[1:])
+    losses, found = ARMS[arm](shape, model, run, read_texts(run), args.device, times)
+    # Ours logs the last step, and records what attention does in it.
+    seconds = statistics.median(times.seconds[args.steps // 2 : -1] or times.seconds)
     found |= {"first_loss": losses[0], "last_loss": losses[-1], "step_ms": 1e3 * seconds}
     return found | {"tokens_per_second": tokens / seconds, "peak_bytes": peak_bytes(args.device)}
 
 
-def write_texts(folder: Path, tokens: int, steps: int) -> list[torch.Tensor]:
-    """A document for each step, of Python's own files, and the tokens that our loader makes of it."""
+def write_texts(folder: Path, tokens: int, steps: int) -> None:
+    """A document for each step, of Python's own files."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"".join(path.read_bytes() for path in sources).decode("ascii", "ignore")
-    texts = []
     for step in range(steps):
-        begin = step * tokens
-        # Our loader adds token 256, the end of a text.
-        part = text[begin : begin + tokens - 1]
-        (folder / f"{step:03}.txt").write_text(part)
-        texts.append(torch.tensor([*part.encode(), 256]))
-    return texts
+        # Our loader adds a token at the end of a text.
+        (folder / f"{step:03}.txt").write_text(text[step * tokens : (step + 1) * tokens - 1])
+
+
+def read_texts(folder: Path) -> list[torch.Tensor]:
+    """The tokens that our loader makes of the documents: bytes, and 256 for the end of a text."""
+    return [torch.tensor([*path.read_bytes(), 256]) for path in sorted(folder.glob("*.txt"))]
 
 
 def clocked(step, times: StepTimes):
@@ -156,35 +177,22 @@ def clocked(step, times: StepTimes):
     return call
 
 
-def ours(pattern, shape, model, run, texts, device, times):
-    tokens = len(texts[0])
+def ours(shape, model, run, texts, device, times, pattern="dense", cuda_graphs="auto"):
+    tokens, gpus = len(texts[0]), int(os.environ["WORLD_SIZE"])
     slashes, verticals = max(2, round(0.11 * tokens / 128)), max(32, tokens // 200)
     words = f"""{OURS} --model.initial_hf {model} --data.source {run} --training.device {device}
     --training.dtype {"bfloat16" if device == "cuda" else "float32"} --attention.pattern {pattern}
     --training.steps {len(texts)} --training.seq_len {tokens} --metrics.log_every {len(texts)}
     --attention.vertical_slash.max_slashes {slashes}
     --attention.vertical_slash.max_verticals {verticals}
+    --parallelism.cp {gpus} --compile.cuda_graphs {cuda_graphs}
     --training.output_dir {run / "run"} --lora.rank {16 * shape.endswith("lora")}"""
-    trainer = Trainer(load_and_check(words.split(), 1, 1)[0])
+    trainer = Trainer(load_and_check(words.split(), gpus, gpus)[0])
     trainer.step = clocked(trainer.step, times)
     trainer.train()
     # Recording takes time, so that only the first step and the last are logged.
     first, last = read_metrics(run / "run").values()
     return [first["loss"], last["loss"]], {key: first[key] for key in ("density", "recall")}
-
-
-def torchtitan(shape, model, run, texts, device, times):
-    """torchtitan 0.2 takes flags, and 0.3 a config in Python."""
-    if shape not in FLAVORS:
-        raise ValueError("torchtitan is compared on Qwen3's shapes without LoRA")
-    installed = version("torchtitan")
-    trainers = {"0.2": torchtitan_0_2, "0.3": torchtitan_0_3}
-    if installed is None or installed[:3] not in trainers:
-        raise ValueError(f"torchtitan {installed} is installed; install torchtitan 0.2.2 or 0.3")
-    trainer, metrics = trainers[installed[:3]](shape, model, run, texts, device)
-    trainer.train_step = clocked(trainer.train_step, times)
-    trainer.train()
-    return [call.args[1] for call in metrics.log.call_args_list], {}
 
 
 def use_cpu() -> None:
@@ -205,40 +213,30 @@ def log_of_losses() -> MagicMock:
     return metrics
 
 
-def torchtitan_0_2(shape, model, run, texts, device):
-    import torchtitan.train as titan
-    from torchtitan.components.dataloader import ParallelAwareDataloader
-    from torchtitan.models import qwen3
-
-    words = f"""{TORCHTITAN} --model.flavor {FLAVORS[shape]} --training.seq_len {len(texts[0])}
-    --training.steps {len(texts)} --checkpoint.initial_load_path {model} --job.dump_folder {run}"""
-    if device == "cpu":
-        words += " --training.mixed_precision_param float32 --optimizer.implementation foreach"
-        use_cpu()
-    batches = [({"input": text}, torch.tensor([*text[1:], -100])) for text in texts]
-    metrics = log_of_losses()
-    spec = qwen3.get_train_spec()
-    spec.build_tokenizer_fn = None
-    spec.build_dataloader_fn = lambda **_: ParallelAwareDataloader(batches, 0, 1, batch_size=1)
-    spec.build_metrics_processor_fn = lambda *_: metrics
-    titan.train_spec_module.register_train_spec("qwen3", spec)
-    os.environ["LOCAL_RANK"] = "0"
-    init_distributed(choose_device(device), 600)
-    return titan.Trainer(titan.ConfigManager().parse_args(words.split())), metrics
+def torchtitan(shape, model, run, texts, device, times, cuda_graphs=True):
+    trainer, metrics = torchtitan_trainer(shape, model, run, texts, device, cuda_graphs)
+    trainer.train_step = clocked(trainer.train_step, times)
+    trainer.train()
+    return [call.args[1] for call in metrics.log.call_args_list], {}
 
 
-def torchtitan_0_3(shape, model, run, texts, device):
+def torchtitan_trainer(shape, model, run, texts, device, cuda_graphs):
+    """The trainer of torchtitan 0.3, which reads our texts and weights."""
     from torchtitan.components.dataloader import ParallelAwareDataloader
     from torchtitan.components.optimizer import default_adamw
     from torchtitan.distributed.activation_checkpoint import FullAC
     from torchtitan.models.qwen3 import config_registry, model_registry
     from torchtitan.trainer import Trainer as TorchtitanTrainer
 
+    if shape not in FLAVORS:
+        raise ValueError("torchtitan is compared on Qwen3's shapes without LoRA")
     config = config_registry.qwen3_0_6b()
     config.model_spec = model_registry(FLAVORS[shape])
-    config.dump_folder = str(run)
+    config.dump_folder = str(run / "run")
     config.training.local_batch_size, config.training.steps = 1, len(texts)
     config.training.seq_len = len(texts[0])
+    config.training.disable_cuda_graphs = not cuda_graphs or device == "cpu"
+    config.parallelism.context_parallel_degree = int(os.environ["WORLD_SIZE"])
     config.activation_checkpoint = FullAC.Config()
     config.compile.enable = device == "cuda"
     config.checkpoint.enable = config.checkpoint.load_only = True
@@ -248,11 +246,9 @@ def torchtitan_0_3(shape, model, run, texts, device):
     config.lr_scheduler.warmup_steps, config.lr_scheduler.min_lr_factor = 0, 1.0
     if device == "cpu":
         config.training.mixed_precision_param = "float32"
-        config.training.disable_cuda_graphs = True
         config.optimizer.implementation = "foreach"
         use_cpu()
     metrics = log_of_losses()
-    os.environ["LOCAL_RANK"] = "0"
     init_distributed(choose_device(device), 600)
     batches = []
     for text in texts:
@@ -269,6 +265,8 @@ def torchtitan_0_3(shape, model, run, texts, device):
 
 def huggingface(shape, model, run, texts, device, times):
     on_gpu = device == "cuda"
+    if os.environ["WORLD_SIZE"] != "1":
+        raise ValueError("transformers' trainer is compared on one GPU")
     has_lora = shape.endswith("lora")
     dtype = torch.bfloat16 if has_lora and on_gpu else torch.float32
     model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
@@ -289,10 +287,13 @@ def huggingface(shape, model, run, texts, device, times):
 
 
 ARMS = {
-    "ours, dense": lambda *run: ours("dense", *run),
-    "ours, vertical_slash": lambda *run: ours("vertical_slash", *run),
+    "ours, dense": ours,
+    "ours, vertical_slash": partial(ours, pattern="vertical_slash"),
     "torchtitan": torchtitan,
     "transformers": huggingface,
+    "ours, dense, no graphs": partial(ours, cuda_graphs="off"),
+    "ours, vertical_slash, no graphs": partial(ours, pattern="vertical_slash", cuda_graphs="off"),
+    "torchtitan, no graphs": partial(torchtitan, cuda_graphs=False),
 }
 
 

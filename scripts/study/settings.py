@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from titan_sparse.config import Config, ConfigError, load_and_check
 from titan_sparse.estimate.flops import causal_pairs
-from titan_sparse.options import show
+from titan_sparse.options.values import show
 
 
 @dataclass(frozen=True)

@@ -38,10 +38,10 @@ from titan_sparse.data.shards import write_json
 from titan_sparse.data.tokenizer import open_tokenizer
 from titan_sparse.evaluation import needle, position
 from titan_sparse.evaluation.answers import score_samples
-from titan_sparse.evaluation.load import build_scorer, find_checkpoint
 from titan_sparse.evaluation.scorer import Scorer, Sequence
-from titan_sparse.trainer import Trainer
+from titan_sparse.training.load import build_scorer, find_checkpoint
 from titan_sparse.training.metrics import attention_averages, json_ready
+from titan_sparse.training.trainer import Trainer
 
 BUCKETS = 16
 """Ranges of positions whose held-out losses are told apart."""

@@ -14,9 +14,9 @@ from tests.models.transformers_models import delta_rule_in_float64
 from tests.reference import relative_error
 from titan_sparse.attention import linear
 from titan_sparse.attention.context_parallel import ContextParallel
-from titan_sparse.attention.context_parallel.contiguous import Move
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.context_parallel.layouts import block_ids, take_blocks
+from titan_sparse.attention.context_parallel.linear_attention import Move
 from titan_sparse.attention.linear import gated_delta_net, split_documents
 
 transformers = pytest.importorskip("transformers")

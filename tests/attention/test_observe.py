@@ -6,7 +6,7 @@ import torch
 from tests.reference import dense_attention, structured_qkv, tiles_of
 from titan_sparse.attention import attend, recorder
 from titan_sparse.attention.context_parallel.layouts import block_ids
-from titan_sparse.attention.context_parallel.schedule import SCHEDULES
+from titan_sparse.attention.context_parallel.schedules import SCHEDULES
 from titan_sparse.attention.masks.ranges import (
     Causal,
     Documents,

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import (
 from tests.attention.calls import op_arguments, select_arguments
 from tests.reference import structured_qkv
 from tests.slice_cases import cut_square, random_legal
-from titan_sparse.attention import SAVED_OPS, ContextParallel, attend, schedules
+from titan_sparse.attention import SAVED_OPS, ContextParallel, attend
+from titan_sparse.attention.context_parallel import loop
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
 from titan_sparse.attention.masks.slices import Slices
@@ -164,7 +165,7 @@ def calls(monkeypatch) -> dict[str, int]:
 
         return wrapper
 
-    monkeypatch.setattr(schedules, "forward", counting("forward", schedules.forward))
+    monkeypatch.setattr(loop, "forward", counting("forward", loop.forward))
     monkeypatch.setattr(
         VerticalSlash, "select_tensors", counting("select", VerticalSlash.select_tensors)
     )

@@ -15,15 +15,16 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.fake_step import fake_world
 from tests.reference import attention_bytes, structured_qkv
-from titan_sparse.attention import ContextParallel, attend, schedules
+from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.call import AttentionCall
+from titan_sparse.attention.context_parallel import loop
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices, sliding_window
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.models.flavours import FLAVOURS
-from titan_sparse.training.build_model import checkpoint_contexts
+from titan_sparse.training.model import checkpoint_contexts
 
 BLOCK, SEQ_LEN = 16, 157
 SHARES = (0.25, 0.5, 1.0)
@@ -174,7 +175,7 @@ def calls(monkeypatch) -> list[tuple[int, int] | str]:
     """Record query and key blocks of each attention forward that ran, and the selections."""
     seen = []
 
-    def counting(call, q, k, v, forward=schedules.forward):
+    def counting(call, q, k, v, forward=loop.forward):
         seen.append((q.shape[2] // BLOCK, k.shape[2] // BLOCK))
         return forward(call, q, k, v)
 
@@ -182,7 +183,7 @@ def calls(monkeypatch) -> list[tuple[int, int] | str]:
         seen.append("select")
         return select(*args)
 
-    monkeypatch.setattr(schedules, "forward", counting)
+    monkeypatch.setattr(loop, "forward", counting)
     monkeypatch.setattr(VerticalSlash, "select_tensors", selecting)
     return seen
 

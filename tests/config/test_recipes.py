@@ -9,8 +9,8 @@ import pytest
 from tests.demo_model import in_a_folder_with_the_model
 from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
 from titan_sparse.config import load, load_and_check
-from titan_sparse.estimate.dry_run import World, dry_run
-from titan_sparse.from_config import build_pattern
+from titan_sparse.training.attention import build_pattern
+from titan_sparse.training.dry_run import World, dry_run
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 ALL_FILES = sorted(FOLDER.rglob("*.toml"))

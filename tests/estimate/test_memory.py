@@ -12,12 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.fake_step import fake_world, peaks_of_a_step
 from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.context_parallel.schedule import SCHEDULES
+from titan_sparse.attention.context_parallel.schedules import SCHEDULES
 from titan_sparse.attention.masks.ranges import Causal, Full
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.config import Checkpoint, Config, load_and_check
 from titan_sparse.estimate import memory
-from titan_sparse.estimate.dry_run import host_gib
 from titan_sparse.estimate.memory import (
     GIB,
     attention_workspace,
@@ -27,12 +26,14 @@ from titan_sparse.estimate.memory import (
     master_bytes,
     peak_gib,
 )
-from titan_sparse.estimate.step import StepShape, step_of
-from titan_sparse.from_config import build_pattern
+from titan_sparse.estimate.step import StepShape
 from titan_sparse.models.config import Adapters, adapter_elements, resolve_adapters
 from titan_sparse.models.decoder import Attends
 from titan_sparse.models.flavours import FLAVOURS, resolve
-from titan_sparse.training.build_model import build_model
+from titan_sparse.training.attention import build_pattern
+from titan_sparse.training.dry_run import host_gib
+from titan_sparse.training.model import build_model
+from titan_sparse.training.step_shape import step_of
 
 torch.set_num_threads(1)
 

@@ -9,9 +9,9 @@ import torch
 
 from titan_sparse.attention.context_parallel.balanced import Costs
 from titan_sparse.attention.context_parallel.layouts import block_ids
-from titan_sparse.attention.context_parallel.schedule import SCHEDULES
+from titan_sparse.attention.context_parallel.schedules import SCHEDULES
 from titan_sparse.attention.masks.ranges import Causal
-from titan_sparse.attention.masks.reach import seen_blocks
+from titan_sparse.attention.masks.visibility import seen_blocks
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.commands.plan import DEFAULT_CONSTANTS
 from titan_sparse.config import Config

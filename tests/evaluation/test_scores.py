@@ -21,12 +21,12 @@ from titan_sparse.data.recipe import Recipe
 from titan_sparse.data.tokenizer import ByteTokenizer, Encoded
 from titan_sparse.evaluation.answers import Sample, compared, score_samples, string_match_all
 from titan_sparse.evaluation.generation import generate
-from titan_sparse.evaluation.load import build_scorer, find_config
 from titan_sparse.evaluation.needle import by_cell, depths, haystack, needle_samples
 from titan_sparse.evaluation.position import first_windows, position_loss, windows
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.models.decoder import Decoder
-from titan_sparse.trainer import Trainer
+from titan_sparse.training.load import build_scorer, find_config
+from titan_sparse.training.trainer import Trainer
 
 LENGTH, BUCKETS, WINDOWS, NEW = 150, 4, 9, 12
 TOKENIZER = ByteTokenizer()

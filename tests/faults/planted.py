@@ -29,7 +29,7 @@ def plant(faults: Faults) -> None:
     import torch
     import torch.distributed as dist
 
-    from titan_sparse.trainer import Trainer
+    from titan_sparse.training.trainer import Trainer
 
     clip = Trainer._clip
     forward_backward = Trainer._forward_backward

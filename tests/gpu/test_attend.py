@@ -15,7 +15,7 @@ from tests.reference import attention_bytes, gradients, relative_error, structur
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.models.flavours import FLAVOURS
-from titan_sparse.training.build_model import checkpoint_contexts
+from titan_sparse.training.model import checkpoint_contexts
 
 
 def _qkv(seq_len: int, dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:

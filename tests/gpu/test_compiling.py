@@ -19,14 +19,14 @@ from tests.models.transformers_models import VOCAB as TINY_VOCAB
 from tests.models.transformers_models import save_model
 from titan_sparse.attention.masks.ranges import Documents, SlidingWindow
 from titan_sparse.config import Attention
-from titan_sparse.from_config import build_attends
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.decoder import LayerMasks
 from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.models.huggingface import load_weights
 from titan_sparse.models.transformers_config import read_transformers_config
-from titan_sparse.training.build_model import checkpointed
+from titan_sparse.training.attention import build_attends
 from titan_sparse.training.compiling import compile_layer
+from titan_sparse.training.model import checkpointed
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 LENGTHS = [700, 324]

@@ -36,7 +36,7 @@ from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
-from titan_sparse.training.distributed import set_timeout
+from titan_sparse.training.faults.process_groups import set_timeout
 
 RANKS = 4 if torch.cuda.device_count() >= 4 else 2
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

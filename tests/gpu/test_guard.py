@@ -13,7 +13,7 @@ from torch.optim import AdamW
 
 from tests.gpu.errors import no_waits
 from titan_sparse.config import Guard as GuardSection
-from titan_sparse.training.guard import Guard, decides_on_device
+from titan_sparse.training.faults.guard import Guard, decides_on_device
 
 DEVICE = torch.device("cuda", 0)
 

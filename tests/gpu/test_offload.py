@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.runs import TINY, metrics_of, tiny_config, write_texts
 from titan_sparse.models import flavours
-from titan_sparse.trainer import Trainer
+from titan_sparse.training.trainer import Trainer
 
 MODEL = replace(
     TINY, hidden_size=1024, layers=12, heads=16, kv_heads=4, head_dim=64, intermediate_size=2816

@@ -15,8 +15,8 @@ from tests.distributed import torchrun
 from tests.runs import TINY, metrics_of, tiny_config, train, weights_of, write_texts
 from titan_sparse.config.reading import Refusal
 from titan_sparse.models import flavours
-from titan_sparse.trainer import Trainer
 from titan_sparse.training import step_graphs
+from titan_sparse.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 STEPS = 30

@@ -15,7 +15,7 @@ from scripts.summarize_trace import PARTS, summary
 from tests.distributed import torchrun
 from tests.runs import TINY, metrics_of, tiny_config, train, write_texts
 from titan_sparse.models import flavours
-from titan_sparse.training.heartbeat import write_stacks
+from titan_sparse.training.faults.heartbeat import write_stacks
 
 ROOT = Path(__file__).parents[2]
 # NCCL's recorder reads it once, when a process has its first group, which another test may make.

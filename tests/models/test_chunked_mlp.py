@@ -15,7 +15,7 @@ from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.models.config import Adapters
 from titan_sparse.models.decoder import MLP, Block, inverse_frequencies, rope_tables
 from titan_sparse.models.lora import add_adapters
-from titan_sparse.training.build_model import checkpointed
+from titan_sparse.training.model import checkpointed
 
 CONFIG = replace(TINY, hidden_size=32, intermediate_size=48)
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

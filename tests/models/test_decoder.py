@@ -13,13 +13,13 @@ from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.config import Attention
-from titan_sparse.from_config import build_attends, build_pattern
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.config import RopeConfig, number_of_parameters
 from titan_sparse.models.decoder import Decoder, LayerMasks
 from titan_sparse.models.flavours import FLAVOURS, resolve
 from titan_sparse.models.huggingface import load_weights
-from titan_sparse.options import MoBAOptions
+from titan_sparse.options.patterns import MoBAOptions
+from titan_sparse.training.attention import build_attends, build_pattern
 
 TOTALS = {  # published, but for debug
     "debug": 829_568,

@@ -25,7 +25,7 @@ from titan_sparse.models import flavours
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import check_weights
 from titan_sparse.models.huggingface_config import config_json, config_of, read_config
-from titan_sparse.trainer import Trainer
+from titan_sparse.training.trainer import Trainer
 
 PATH = Path("folder/config.json")
 GOOD = {

@@ -22,7 +22,7 @@ from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.models.huggingface import check_weights, huggingface_name, load_weights
 from titan_sparse.models.initialization import initialize
-from titan_sparse.training.build_model import parallelize
+from titan_sparse.training.model import parallelize
 
 
 def test_same_seed_same_weights_other_seed_other_weights() -> None:

@@ -19,7 +19,7 @@ from titan_sparse.config import ActivationCheckpoint, Compile
 from titan_sparse.models.config import RopeConfig
 from titan_sparse.models.decoder import Decoder, apply_rope, inverse_frequencies, rope_tables
 from titan_sparse.models.huggingface_config import read_rope
-from titan_sparse.training.build_model import parallelize
+from titan_sparse.training.model import parallelize
 
 SCALE = 0.1 * math.log(4) + 1
 """What YaRN by 4 multiplies cos and sin with."""

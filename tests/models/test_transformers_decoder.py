@@ -22,7 +22,7 @@ from titan_sparse.config import Float8
 from titan_sparse.models.initialization import initialize
 from titan_sparse.models.transformers_decoder import RouterLoss
 from titan_sparse.training import offload
-from titan_sparse.training.build_model import checkpointed, convert_to_float8
+from titan_sparse.training.model import checkpointed, convert_to_float8
 from titan_sparse.training.offload import OffloadedBlocks
 
 ROUTED = ["mixtral", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe"]

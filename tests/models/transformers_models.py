@@ -17,11 +17,11 @@ from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.linear import split_documents
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.config import Attention
-from titan_sparse.from_config import build_attends
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.decoder import LayerMasks
 from titan_sparse.models.huggingface import load_weights
 from titan_sparse.models.transformers_config import TransformersConfig, read_transformers_config
+from titan_sparse.training.attention import build_attends
 
 VOCAB = 320
 LENGTH = 80

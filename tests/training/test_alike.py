@@ -18,7 +18,7 @@ from tests.models.huggingface_reference import change_tensors, save_reference, w
 from tests.runs import write_texts
 from titan_sparse import train
 from titan_sparse.commands.plan import DEFAULT_CONSTANTS
-from titan_sparse.training import setup
+from titan_sparse.training import preflight
 
 WORDS = [
     "--data.source=texts",
@@ -107,7 +107,7 @@ def _table(words: list[str]) -> int:
         os.chdir(folder / "files")
         with patch.context() as code:
             if is_second:
-                code.setattr(setup, "PACKAGE", folder / "titan_sparse")
+                code.setattr(preflight, "PACKAGE", folder / "titan_sparse")
             assert "has titan_sparse/kernels/merge.py = " in _refused(WORDS)
         own = torch.__version__
         with patch.context() as version:
@@ -130,7 +130,7 @@ def test_ranks_that_differ_are_refused(tmp_path):
         change(tmp_path / named)
     # An old checkout on one node.
     package = tmp_path / "titan_sparse"
-    shutil.copytree(setup.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(preflight.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
     _add_line(package / "kernels/merge.py")
     run_program(2, _table, [str(tmp_path)])
     assert not (files / "outputs/checkpoint").exists()

@@ -17,20 +17,20 @@ from tests.models.helpers import causal, dense_attend, sample
 from tests.runs import TINY, tiny_config, write_texts
 from titan_sparse.config import ActivationCheckpoint, Compile, Float8, Parallelism
 from titan_sparse.estimate.memory import peak_gib
-from titan_sparse.estimate.step import step_of
-from titan_sparse.from_config import build_pattern
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.initialization import initialize
-from titan_sparse.trainer import Trainer
-from titan_sparse.training import setup
-from titan_sparse.training.build_model import (
+from titan_sparse.training import preflight
+from titan_sparse.training.attention import build_pattern
+from titan_sparse.training.faults.process_groups import build_meshes
+from titan_sparse.training.model import (
     check_float8,
     checkpointed,
     convert_to_float8,
     parallelize,
 )
-from titan_sparse.training.distributed import build_meshes
+from titan_sparse.training.step_shape import step_of
+from titan_sparse.training.trainer import Trainer
 
 BLOCKS = TINY.layers
 
@@ -189,5 +189,5 @@ def test_a_run_recomputes_as_much_of_attention_as_its_memory_requires(tmp_path, 
         config.activation_checkpoint.attention_recompute = 0.5
         peak = peak_gib(step_of(config, model, build_pattern(config.attention), "eager", 1, 1))
         config.activation_checkpoint.attention_recompute = -1.0
-        monkeypatch.setattr(setup, "free_gib", lambda device, free=more * peak / 0.9: free)
+        monkeypatch.setattr(preflight, "free_gib", lambda device, free=more * peak / 0.9: free)
         assert Trainer(config).recomputed == wanted

@@ -34,10 +34,10 @@ from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.config import Config, ConfigError, Lora
 from titan_sparse.models.config import is_adapter
 from titan_sparse.models.initialization import canonical_name
-from titan_sparse.trainer import Trainer, draw_dropout, without_dropout
 from titan_sparse.training.checkpoint import reader
 from titan_sparse.training.checkpoint.reader import read_metadata
 from titan_sparse.training.metrics_output import read_lines
+from titan_sparse.training.trainer import Trainer, draw_dropout, without_dropout
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

@@ -24,9 +24,9 @@ from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.observe import Recording, recording, worker_imbalance
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.config import Config, ConfigError, check_start
+from titan_sparse.evaluation.pictures import heat_map
 from titan_sparse.training.metrics import context_parallel_averages, json_ready
 from titan_sparse.training.metrics_output import JsonLines, read_lines, read_metrics, tag
-from titan_sparse.training.pictures import heat_map
 
 BLOCK, BATCH, HEADS, KV_HEADS, DIM = 16, 2, 4, 2, 8
 TOKENS = 6 * BLOCK  # of a rank

@@ -15,7 +15,7 @@ from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.initialization import initialize
 from titan_sparse.training import offload
-from titan_sparse.training.build_model import checkpointed
+from titan_sparse.training.model import checkpointed
 from titan_sparse.training.offload import OffloadedBlocks
 
 LAYERS, TOKENS, HIDDEN, HEADS, HEAD_DIM = 3, 256, 32, 4, 8

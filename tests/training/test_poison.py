@@ -15,8 +15,8 @@ from tests.data.helpers import prepared
 from tests.distributed import run_processes
 from tests.runs import metrics_of, tiny_config, weights_of, write_texts
 from titan_sparse.data.shards import DataError
-from titan_sparse.trainer import Trainer
-from titan_sparse.training.launcher import Poisoned
+from titan_sparse.training.faults.launcher import Poisoned
+from titan_sparse.training.trainer import Trainer
 
 SETTINGS = {
     "training__steps": 7,

@@ -20,10 +20,10 @@ from titan_sparse.attention.patterns.vertical_slash import pattern
 from titan_sparse.attention.recorder import counting_caps
 from titan_sparse.config import Attention
 from titan_sparse.evaluation.scorer import Sequence
-from titan_sparse.options import VerticalSlashOptions as Budgets
-from titan_sparse.trainer import Trainer, probe_seed
-from titan_sparse.training import build_model
+from titan_sparse.options.patterns import VerticalSlashOptions as Budgets
+from titan_sparse.training import model as training_model
 from titan_sparse.training.metrics import CapCount, asked_recall
+from titan_sparse.training.trainer import Trainer, probe_seed
 
 LAYERS, BLOCK, TOKENS = 2, 16, 192
 CUT = VerticalSlash(recall=0.9, sinks=2, local_slashes=1, max_verticals=20, max_slashes=3)
@@ -196,7 +196,7 @@ def test_a_recomputation_and_an_evaluation_look_at_the_same_rows(folder, monkeyp
     select = VerticalSlash.select_tensors
     selections = []
     counted = lambda *args: selections.append(0) or select(*args)  # noqa: E731
-    monkeypatch.setattr(build_model, "SAVED_OPS", ())
+    monkeypatch.setattr(training_model, "SAVED_OPS", ())
     monkeypatch.setattr(VerticalSlash, "select_tensors", counted)
     _run_noting_rows(folder, "recomputed", "full")
     assert len(selections) > 2 * 2 * 2

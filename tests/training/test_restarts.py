@@ -18,16 +18,20 @@ from tests.distributed import forkserver
 from tests.faults.jobs import free_port
 from titan_sparse import train
 from titan_sparse.config import Refusal
-from titan_sparse.training.distributed import agree_on_name, set_timeout, store_of_this_start
-from titan_sparse.training.heartbeat import Watch, has_ended, machine
-from titan_sparse.training.launcher import OtherRankFailed, Poisoned, StopSignals, _is_python
+from titan_sparse.training.faults.heartbeat import Watch, has_ended, machine
+from titan_sparse.training.faults.launcher import OtherRankFailed, Poisoned, StopSignals, _is_python
+from titan_sparse.training.faults.process_groups import (
+    agree_on_name,
+    set_timeout,
+    store_of_this_start,
+)
 
 ROOT = Path(__file__).parents[2]
 
 STUCK = """
 import ctypes, sys
-from titan_sparse.training.launcher import end_with_launcher
-from titan_sparse.training.launcher import StopSignals
+from titan_sparse.training.faults.launcher import end_with_launcher
+from titan_sparse.training.faults.launcher import StopSignals
 end_with_launcher()
 with StopSignals():
     print("ready", flush=True)
@@ -49,7 +53,7 @@ time.sleep(60)
 # Its launcher dies before it has said that it ends with it.
 LATE = """
 import os, time
-from titan_sparse.training.launcher import end_with_launcher
+from titan_sparse.training.faults.launcher import end_with_launcher
 parent = os.getppid()
 print("ready", flush=True)
 while os.getppid() == parent:

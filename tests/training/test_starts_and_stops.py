@@ -19,8 +19,8 @@ from tests.distributed import run_processes
 from tests.runs import metrics_of, tiny_config, weights_of, write_texts
 from titan_sparse.config import Config
 from titan_sparse.data import PackedLoader
-from titan_sparse.trainer import Trainer
 from titan_sparse.training import export
+from titan_sparse.training.trainer import Trainer
 
 SETTINGS = {
     "training__steps": 2,

@@ -32,12 +32,12 @@ from tests.training.wired_run import (
     write_shard,
 )
 from titan_sparse import loss as loss_module
-from titan_sparse import trainer as training_loop
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Documents
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import resolve
-from titan_sparse.trainer import Trainer
+from titan_sparse.training import trainer as training_loop
+from titan_sparse.training.trainer import Trainer
 
 LR = 0.01
 

@@ -14,8 +14,8 @@ from torch import nn
 from titan_sparse.config import load_and_check
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
-from titan_sparse.trainer import Trainer
 from titan_sparse.training.metrics_output import read_lines
+from titan_sparse.training.trainer import Trainer
 
 SEQ_LEN = 64
 

@@ -7,7 +7,7 @@ goes alone through transformers' plain torch code.
 Over several ranks, each computes its tokens from a state of zero. What a state that enters would add
 to them is linear in it. So the identity runs through the same kernels as a second state, beside
 values of 0: what it leaves is the transition A, and what is read from it is the factor of the state
-that enters (context_parallel/contiguous.py combines the ranks).
+that enters (context_parallel/linear_attention.py combines the ranks).
 """
 
 import functools
@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_sparse.attention.context_parallel.contiguous import entering_state, previous_tokens
 from titan_sparse.attention.context_parallel.group import ContextParallel
+from titan_sparse.attention.context_parallel.linear_attention import entering_state, previous_tokens
 
 logger = logging.getLogger("titan_sparse")
 

@@ -18,7 +18,7 @@ from titan_sparse.attention import recorder
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask, token_positions
-from titan_sparse.attention.masks.reach import (
+from titan_sparse.attention.masks.visibility import (
     pairs_by_block,
     queries_seeing,
     tile_weights,
@@ -423,7 +423,7 @@ def by_step(visits: Visits, sources: Tensor, needed: Tensor) -> Tensor:
     """Pairs of tokens that each rank computes at each step, float64 [W, W].
 
     sources: int64 [W, W], by rank and step the rank whose keys and values are computed on.
-    needed: bool [W, W], the chunks that ranks compute on (schedules/needs.py). A rank always computes
+    needed: bool [W, W], the chunks that ranks compute on (context_parallel/needed_keys.py). A rank always computes
     on its own one, first.
 
     Verticals count evenly for the steps that compute, but not for the first one if there are others.

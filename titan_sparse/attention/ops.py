@@ -14,9 +14,10 @@ backends and observers know nothing of sinks.
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import recorder, registry, schedules
+from titan_sparse.attention import recorder, registry
 from titan_sparse.attention.backends.base import Queries
 from titan_sparse.attention.call import bind
+from titan_sparse.attention.context_parallel import loop
 from titan_sparse.attention.inputs import check_tangents, whole_blocks
 from titan_sparse.attention.merge import accumulation_dtype
 from titan_sparse.kernels.sinks import add_sinks, sinks_gradient, sinks_gradient_naive
@@ -49,7 +50,7 @@ def _forward(
     observer = recorder.listening and recorder.observer()
     if observer:
         observer.begin(bound)
-    out, lse, vertical_kv = schedules.forward(bound, q_share, k_share, v_share)
+    out, lse, vertical_kv = loop.forward(bound, q_share, k_share, v_share)
     if observer:
         observer.forward(bound, q_share, k_share)
         # Parts of a sequence are reported as a layer once they are joined.
@@ -122,7 +123,7 @@ def _backward(
         lse=whole_blocks(lse, 2, size, -torch.inf),
     )
     keys_and_values = (whole_blocks(x, 2, size) for x in (k, v))
-    gradients = schedules.backward(bound, queries, *keys_and_values, vertical_kv)
+    gradients = loop.backward(bound, queries, *keys_and_values, vertical_kv)
     # Without the padding: [B, H, S_local, D].
     cut = (x[:, :, : q.shape[2]].to(q.dtype) for x in gradients)
     return tuple(map(_laid_out_like, (q, k, v), cut))

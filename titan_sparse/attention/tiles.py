@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.masks.bands import tiles_between
-from titan_sparse.attention.masks.geometry import within_runs
 from titan_sparse.attention.masks.ranges import MaskRanges, token_positions
-from titan_sparse.attention.masks.reach import Reach, block_reach, reached, seen_whole
+from titan_sparse.attention.masks.slice_geometry import within_runs
+from titan_sparse.attention.masks.slice_tiles import tiles_between
+from titan_sparse.attention.masks.visibility import Reach, block_reach, reached, seen_whole
 from titan_sparse.attention.patterns.base import BlockIndex, compact
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.kernels import block_tables

@@ -33,12 +33,12 @@ from titan_sparse.config import Config, ConfigError, check, load, world_from_env
 from titan_sparse.config.reading import KINDS, load_config, tokens
 from titan_sparse.config.sections import Checkpoint, Metrics, Validation
 from titan_sparse.data.shards import write_json
-from titan_sparse.from_config import selecting_layers, sparse_from, why_dense
 from titan_sparse.models.flavours import resolve
-from titan_sparse.options import show
-from titan_sparse.trainer import Trainer
-from titan_sparse.training.distributed import choose_device, on_first_rank
+from titan_sparse.options.values import show
+from titan_sparse.training.attention import selecting_layers, sparse_from, why_dense
+from titan_sparse.training.faults.process_groups import choose_device, on_first_rank
 from titan_sparse.training.metrics_output import read_lines
+from titan_sparse.training.trainer import Trainer
 
 RECALLS = (0.9, 0.95, 0.97, 0.99)
 MOST_LOSS = 0.01

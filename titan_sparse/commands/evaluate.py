@@ -23,12 +23,11 @@ from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import lengths_of, require, tokens
 from titan_sparse.data import Tokenizer, open_tokenizer
 from titan_sparse.data.documents import open_documents
-from titan_sparse.evaluation import needle, position
+from titan_sparse.evaluation import needle, pictures, position
 from titan_sparse.evaluation.answers import Sample, score_samples
-from titan_sparse.evaluation.load import build_scorer, find_checkpoint, load_for_evaluation
 from titan_sparse.evaluation.scorer import Sequence
-from titan_sparse.from_config import sparse_from
-from titan_sparse.training import pictures
+from titan_sparse.training.attention import sparse_from
+from titan_sparse.training.load import build_scorer, find_checkpoint, load_for_evaluation
 from titan_sparse.training.metrics import json_ready
 
 TASKS = ("position", "needle")

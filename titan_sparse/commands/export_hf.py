@@ -14,10 +14,10 @@ import torch
 
 from titan_sparse.commands import parser_of, refuses
 from titan_sparse.config import load, trains_random_base
-from titan_sparse.evaluation.load import find_checkpoint, find_config
 from titan_sparse.training.checkpoint.reader import verify
 from titan_sparse.training.export import export
-from titan_sparse.training.setup import check_base
+from titan_sparse.training.load import find_checkpoint, find_config
+from titan_sparse.training.preflight import check_base
 
 
 @refuses

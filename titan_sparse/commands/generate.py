@@ -31,14 +31,14 @@ from titan_sparse.evaluation.generation import (
     refuse_linear_layers,
     stream,
 )
-from titan_sparse.evaluation.load import (
+from titan_sparse.models.flavours import resolve
+from titan_sparse.training.faults.process_groups import choose_device
+from titan_sparse.training.load import (
     build_scorer,
     find_checkpoint,
     find_config,
     load_for_evaluation,
 )
-from titan_sparse.models.flavours import resolve
-from titan_sparse.training.distributed import choose_device
 
 
 @refuses

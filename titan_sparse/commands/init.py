@@ -14,7 +14,7 @@ from typing import Any
 from titan_sparse.commands import parser_of, refuses
 from titan_sparse.config import Config, field_docs
 from titan_sparse.config.reading import KINDS, SECTIONS
-from titan_sparse.options import as_toml
+from titan_sparse.options.values import as_toml
 
 _MODEL = {"model.initial_hf": "MODEL_FOLDER"}
 _CHATS = {"data.source": "chats.jsonl", "data.format": "messages"}

@@ -23,9 +23,9 @@ from titan_sparse.config.reading import layers_of, require, tokens
 from titan_sparse.data import open_tokenizer
 from titan_sparse.data.documents import open_documents
 from titan_sparse.evaluation.inspection import figures, inspect_layer, inspect_layers, summary
-from titan_sparse.evaluation.load import build_scorer, find_checkpoint
 from titan_sparse.evaluation.position import first_windows
 from titan_sparse.models.flavours import TransformersConfig, resolve
+from titan_sparse.training.load import build_scorer, find_checkpoint
 
 
 @refuses

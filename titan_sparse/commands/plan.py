@@ -20,7 +20,7 @@ import torch
 
 from titan_sparse.attention.context_parallel.balanced import DEFAULT_COSTS
 from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
-from titan_sparse.attention.context_parallel.schedule import SCHEDULES
+from titan_sparse.attention.context_parallel.schedules import SCHEDULES
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges, SlidingWindow
 from titan_sparse.attention.masks.slices import sliding_window
 from titan_sparse.attention.observe import worker_imbalance
@@ -31,9 +31,9 @@ from titan_sparse.config.reading import require, tokens
 from titan_sparse.estimate.constants import costs_of, costs_of_run, load_constants, shape_of
 from titan_sparse.estimate.indexes import load_indexes, ragged_lengths, random_index
 from titan_sparse.estimate.planner import LayerPlan, LayerWork, Setting, count, plan_layer
-from titan_sparse.from_config import build_pattern, schedule_named
+from titan_sparse.evaluation.pictures import new_figure
 from titan_sparse.models.flavours import DecoderConfig, resolve
-from titan_sparse.training.pictures import new_figure
+from titan_sparse.training.attention import build_pattern, schedule_named
 
 DEFAULT_CONSTANTS = Path(__file__).parents[1] / "estimate/constants_h200.json"
 

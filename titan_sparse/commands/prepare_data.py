@@ -24,7 +24,7 @@ from titan_sparse.config import Data, field_docs
 from titan_sparse.config.hub import local_folder
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import OPTIONS, Recipe
-from titan_sparse.options import plain
+from titan_sparse.options.values import plain
 
 REASONS_SHOWN = 10
 """Reasons for which chats are skipped that have a line of their own."""

@@ -18,7 +18,7 @@ import tomli
 from titan_sparse.config.reading import KINDS, ConfigError, flatten, key_now
 from titan_sparse.config.sections import Config
 from titan_sparse.models.config import DecoderConfig
-from titan_sparse.options import show
+from titan_sparse.options.values import show
 
 ORIGIN_FILE = "origin.json"
 """Beside config.toml in a checkpoint: origin_text()."""

@@ -23,7 +23,7 @@ from titan_sparse.config.start import world_of
 from titan_sparse.models.config import DecoderConfig, resolve_adapters
 from titan_sparse.models.flavours import TransformersConfig, resolve
 from titan_sparse.models.huggingface_config import family_of
-from titan_sparse.options import check_value
+from titan_sparse.options.values import check_value
 
 
 def resolve_cp_intra(parallelism: Parallelism, local_world_size: int) -> int:

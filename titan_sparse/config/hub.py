@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from titan_sparse.models.huggingface_files import TOKENIZERS, weight_files
-from titan_sparse.options import show
+from titan_sparse.options.values import show
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]

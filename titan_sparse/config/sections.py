@@ -6,18 +6,20 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from titan_sparse.options import (
-    MOST,
-    Count,
+from titan_sparse.options.patterns import (
     DenseOptions,
     MoBAOptions,
+    VerticalSlashOptions,
+    XAttentionOptions,
+)
+from titan_sparse.options.values import (
+    MOST,
+    Count,
     NotNegative,
     Positive,
     PositiveTokens,
     Range,
     Tokens,
-    VerticalSlashOptions,
-    XAttentionOptions,
 )
 
 Text = Annotated[str, "not empty"]

@@ -14,7 +14,7 @@ from typing import Literal, NoReturn
 from titan_sparse.config.reading import ConfigError, checked, require
 from titan_sparse.config.sections import Config, Data
 from titan_sparse.models.huggingface_files import TOKENIZERS, files_to_copy
-from titan_sparse.options import show
+from titan_sparse.options.values import show
 
 FORMATS = ("text", "messages", "prompt_completion")
 """Of a part of data.source."""

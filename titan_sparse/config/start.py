@@ -20,7 +20,7 @@ from titan_sparse.config.sources import (
     tokenizer_name,
 )
 from titan_sparse.models.huggingface_files import files_to_copy
-from titan_sparse.options import show
+from titan_sparse.options.values import show
 
 RANKS_PER_NODE = 8
 """Ranks of a node where torchrun does not say."""

@@ -33,7 +33,7 @@ from titan_sparse.data.rows import (
 )
 from titan_sparse.data.shards import TokenShards, is_prepared
 from titan_sparse.data.tokenizer import Encoded, SampleFormat, Tokenizer, framed
-from titan_sparse.options import show
+from titan_sparse.options.values import show
 
 logger = logging.getLogger("titan_sparse")
 

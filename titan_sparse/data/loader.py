@@ -26,7 +26,7 @@ from titan_sparse.data.recipe import prepare_command
 from titan_sparse.data.shards import DataError, TokenShards
 from titan_sparse.data.stream import Cursor, SampleStream, Stream, WalkedStream, WholeStream
 from titan_sparse.data.tokenizer import SampleFormat, Tokenizer, load_tokenizer
-from titan_sparse.options import show
+from titan_sparse.options.values import show
 
 _SAMPLES = 16
 """Number of documents of a part that content_digest() samples."""

@@ -29,7 +29,7 @@ from titan_sparse.data.documents import (
     open_source,
 )
 from titan_sparse.data.tokenizer import Encoded, Tokenizer, load_tokenizer
-from titan_sparse.options import Count, check_value
+from titan_sparse.options.values import Count, check_value
 
 logger = logging.getLogger("titan_sparse")
 

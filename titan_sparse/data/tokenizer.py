@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from titan_sparse.config.reading import require
 from titan_sparse.config.sections import Config
 from titan_sparse.config.sources import holds_tokenizer, tokenizer_folder, tokenizer_name
-from titan_sparse.options import show
+from titan_sparse.options.values import show
 
 END_OF_DOCUMENT_TOKENS = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>"]
 TOKENIZER_FILE = "tokenizer.json"

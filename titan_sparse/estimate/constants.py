@@ -12,7 +12,7 @@ from typing import NamedTuple
 from titan_sparse.attention.context_parallel.balanced import Costs
 from titan_sparse.config import Config
 from titan_sparse.models.config import DecoderConfig
-from titan_sparse.options import show
+from titan_sparse.options.values import show
 
 FORWARD_FLOPS = 4
 """Per visited pair of tokens, query head and element of D: 2 products, as in the benchmark."""

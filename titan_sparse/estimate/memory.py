@@ -11,7 +11,7 @@ minute, and knows nothing of the compiler.
 """
 
 from titan_sparse.attention.backends.flash import kv_heads_at_once
-from titan_sparse.attention.context_parallel.schedule import Moves, head_groups
+from titan_sparse.attention.context_parallel.schedules import Moves, head_groups
 from titan_sparse.estimate.step import StepShape
 from titan_sparse.models.config import (
     adapter_elements,

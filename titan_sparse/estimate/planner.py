@@ -12,14 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.context_parallel import balanced, group_cast_plan, layouts, routing
-from titan_sparse.attention.context_parallel.schedule import Moves, Schedule, head_groups
+from titan_sparse.attention.context_parallel import balanced, group_cast_plan, layouts, ring_routing
+from titan_sparse.attention.context_parallel.needed_keys import met_blocks, met_chunks
+from titan_sparse.attention.context_parallel.schedules import Moves, Schedule, head_groups
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.masks.reach import seen_blocks, seen_chunks, visible_pairs
+from titan_sparse.attention.masks.visibility import seen_blocks, seen_chunks, visible_pairs
 from titan_sparse.attention.observe import Visits, by_step, count_visits
 from titan_sparse.attention.patterns import BlockIndex
 from titan_sparse.attention.patterns.base import DenseIndex
-from titan_sparse.attention.schedules.needs import met_blocks, met_chunks
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS, Constants, KVShape
 
 
@@ -67,7 +67,7 @@ class Pass(NamedTuple):
 
     compute: Tensor
     seconds: float
-    sent: routing.Traffic
+    sent: ring_routing.Traffic
 
     def exposed(self) -> float:
         """Seconds beyond the computing of the busiest rank."""
@@ -146,10 +146,10 @@ class _Planner:
         windows, steps = setting.schedule.rings(setting.inter, setting.intra)
         groups = head_groups(self.layer.shape.kv_heads, windows)
         needed, work = self._work_by_step()
-        key_hops = routing.hops_needed(needed, windows, steps)
-        gradient_hops = routing.gradient_hops(needed, windows, steps)
-        keys_sent = _bytes((routing.traffic(key_hops, setting.intra), self.key_bytes))
-        gradients_sent = (routing.traffic(gradient_hops, setting.intra), self.gradient_bytes)
+        key_hops = ring_routing.hops_needed(needed, windows, steps)
+        gradient_hops = ring_routing.gradient_hops(needed, windows, steps)
+        keys_sent = _bytes((ring_routing.traffic(key_hops, setting.intra), self.key_bytes))
+        gradients_sent = (ring_routing.traffic(gradient_hops, setting.intra), self.gradient_bytes)
 
         # Hops around the inner rings after each step, [W]. A plain ring goes through all nodes, and
         # waits for its slowest hop.
@@ -200,7 +200,7 @@ class _Planner:
         _, work = self._work_by_step()
         # [W, KV heads]: heads are assumed to be alike.
         of_head = (work.sum(1, keepdim=True) / heads).expand(-1, heads)
-        chunks = routing.all_gather_traffic(self.setting.ranks, self.setting.intra)
+        chunks = ring_routing.all_gather_traffic(self.setting.ranks, self.setting.intra)
         gather = self._collective_seconds(self.key_bytes / heads)
         scatter = self._collective_seconds(self.gradient_bytes / heads)
 
@@ -256,7 +256,7 @@ class _Planner:
 
     def _exchanges(
         self, wanted: Tensor, stages: int, chunk_bytes: int, backward: bool = False
-    ) -> tuple[Tensor, routing.Traffic]:
+    ) -> tuple[Tensor, ring_routing.Traffic]:
         """Seconds of the exchange of each stage, float64 [stages], and bytes that each rank sends."""
         block_bytes = chunk_bytes // self.layer.table.shape[1]
         sent = group_cast_plan.traffic(wanted, stages, backward)
@@ -271,7 +271,7 @@ class _Planner:
         exchange = torch.maximum(*seconds)
         lone = -1 if backward else 0
         exchange[lone] = seconds[0][lone] + seconds[1][lone]
-        return exchange, routing.Traffic(*(blocks.sum(1) * block_bytes for blocks in sent))
+        return exchange, ring_routing.Traffic(*(blocks.sum(1) * block_bytes for blocks in sent))
 
     def _work_by_step(self) -> tuple[Tensor, Tensor]:
         """The chunks that each rank is sent and computes on, bool [W, W], and pairs of tokens by step of
@@ -300,7 +300,7 @@ class _Planner:
 
         Transfers inside nodes and across them run at the same time.
         """
-        sent = routing.all_gather_traffic(self.setting.ranks, self.setting.intra)
+        sent = ring_routing.all_gather_traffic(self.setting.ranks, self.setting.intra)
         inside = self._link_seconds(sent.inside.max() * size, across=False)
         across = self._link_seconds(sent.across.max() * size, across=True)
         return max(inside.item(), across.item())
@@ -309,7 +309,7 @@ class _Planner:
         self,
         pairs: Tensor,
         beside: Tensor,
-        sent: routing.Traffic,
+        sent: ring_routing.Traffic,
         backward: bool = False,
         ends: float = 0.0,
         launches: int = 1,
@@ -339,9 +339,9 @@ class _Planner:
         return Pass(compute, of_rank.max().item() + ends, sent)
 
 
-def _bytes(*kinds: tuple[routing.Traffic, int]) -> routing.Traffic:
+def _bytes(*kinds: tuple[ring_routing.Traffic, int]) -> ring_routing.Traffic:
     """Bytes of several kinds of traffic. kinds: what is sent, and bytes of one of it."""
-    return routing.Traffic(
+    return ring_routing.Traffic(
         inside=sum(sent.inside * size for sent, size in kinds),
         across=sum(sent.across * size for sent, size in kinds),
     )

@@ -21,7 +21,6 @@ from titan_sparse.data.chat_template import ChatTemplate
 from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import Tokenizer, begun
 from titan_sparse.evaluation.scorer import ScoredBatch, Scorer, Sequence, attention_replaced
-from titan_sparse.from_config import has_linear_layers
 from titan_sparse.loss import answer_logits
 from titan_sparse.models.config import DecoderConfig
 
@@ -114,7 +113,7 @@ def stream(
 
 def refuse_linear_layers(model: DecoderConfig) -> None:
     """Raises ValueError for a model whose states are not kept between tokens."""
-    if has_linear_layers(model):
+    if model.linear_layers:
         raise ValueError(
             "text cannot be generated here with linear attention, whose states are not kept; export "
             "the model, and write it with transformers"

@@ -17,10 +17,10 @@ from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns import BlockIndex, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.config import Attention
+from titan_sparse.evaluation.pictures import new_figure
 from titan_sparse.evaluation.scorer import attention_replaced
 from titan_sparse.kernels.chunks import chosen_keys
 from titan_sparse.models.decoder import Decoder
-from titan_sparse.training.pictures import new_figure
 
 SHARES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 """Recall targets of the patterns that have one."""

@@ -19,7 +19,6 @@ from titan_sparse.config import Config, padding_multiple
 from titan_sparse.data.endings import text_ends
 from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import Tokenizer
-from titan_sparse.from_config import build_layer_masks, build_mask, build_shard
 from titan_sparse.loss import answer_scores, token_cross_entropy
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.decoder import Decoder
@@ -64,12 +63,15 @@ class Scorer:
     cp: ContextParallel
     device: torch.device
     tokenizer: Tokenizer
+    masks: Callable[[list[list[int]], int], tuple[Any, Tensor | None]]
+    """masks(lengths, seq_len): what the model takes as its mask, and which rank owns which blocks"""
+    shard: Callable[..., Tensor]
+    """shard(x, dim, table): this rank's part"""
     dp_rank: int
     dp_size: int
 
     def __post_init__(self) -> None:
         self.attention = self.config.attention
-        self.shard = build_shard(self.model_config, self.cp)
         self.multiple = padding_multiple(self.config)
 
     @functools.cached_property
@@ -152,10 +154,7 @@ class Scorer:
         lengths = [[len(sequence.tokens)] for sequence in sequences]
         if max(lengths) > [total]:
             raise ValueError(f"a sequence of {max(lengths)[0]} tokens does not fit in {total}")
-        table = self.cp.balance(build_mask(self.attention, lengths).rows(total, self.device)).table
-        masks = build_layer_masks(
-            self.attention, self.model_config, lengths, total, self.cp, self.device, table
-        )
+        masks, table = self.masks(lengths, total)
 
         def local(rows: list[NDArray[np.integer]], padding: int) -> Tensor:
             """This rank's part of rows [n] or [k, n] once padded to [total]: int64 [B, S_local]."""

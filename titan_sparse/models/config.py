@@ -52,6 +52,8 @@ class DecoderConfig:
     norm_eps: float
     max_positions: int
     rope: RopeConfig
+    linear_layers = ()
+    """the layers with linear attention in place of attention"""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -147,7 +149,7 @@ def resolve_adapters(
 ) -> Adapters | None:
     """The adapters that the [lora] section describes for this model; None for rank 0.
 
-    from_config.build_adapters() adds the rows of trained tokens, which a tokenizer knows. Raises
+    training.preflight.build_adapters() adds the rows of trained tokens, which a tokenizer knows. Raises
     ValueError, one line, for a name in `targets` that no linear layer of its blocks has.
     """
     if rank == 0:

@@ -2,7 +2,7 @@
 
 A token goes through Decoder.forward: embedding, then each Block (attention, MLP), then the final
 norm and the head. The model does not know about parallelism or kernels. It receives attention as a
-function, and training/parallelize.py shards it from outside.
+function, and training/model.py shards it from outside.
 """
 
 import math

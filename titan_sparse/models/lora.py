@@ -54,7 +54,7 @@ def peft_config(adapters: Adapters, tied: bool, base_model: str = "") -> Any:
             'pip install "peft>=0.21"'
         ) from error
     ids = list(adapters.token_ids)
-    assert len(ids) == len(adapters.tokens), "from_config.build_adapters() finds the ids"
+    assert len(ids) == len(adapters.tokens), "preflight.build_adapters() finds the ids"
     return LoraConfig(
         r=adapters.rank,
         lora_alpha=adapters.alpha,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from titan_sparse.loss import count_valid, linear_cross_entropy
 from titan_sparse.models.decoder import Attends, LayerMasks, run_blocks
 from titan_sparse.models.transformers_config import TransformersConfig, build_their_model
-from titan_sparse.token_mixing import mixers
+from titan_sparse.token_wise_modules import mixers
 
 ATTENTION = "titan_sparse_models"
 """The name of our attention in transformers' AttentionInterface."""

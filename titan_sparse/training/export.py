@@ -18,7 +18,7 @@ from titan_sparse.models.huggingface import export_weights, exported_config
 from titan_sparse.models.huggingface_files import files_to_copy
 from titan_sparse.models.lora import export_adapter, merged
 from titan_sparse.training.checkpoint.reader import read_into, read_metadata
-from titan_sparse.training.setup import build_adapters
+from titan_sparse.training.preflight import build_adapters
 
 logger = logging.getLogger("titan_sparse")
 

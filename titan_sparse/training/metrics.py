@@ -17,9 +17,9 @@ from torch.utils.tensorboard import SummaryWriter
 from titan_sparse.attention.observe import Recording, worker_imbalance
 from titan_sparse.config import Attention, Config
 from titan_sparse.estimate.flops import flops_per_token, peak_flops, utilization
+from titan_sparse.evaluation.pictures import heat_map
 from titan_sparse.models.config import DecoderConfig, resolve_adapters
 from titan_sparse.training.metrics_output import JsonLines, tag
-from titan_sparse.training.pictures import heat_map
 
 if TYPE_CHECKING:
     import wandb

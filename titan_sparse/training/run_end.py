@@ -5,8 +5,8 @@ from pathlib import Path
 
 from titan_sparse.config import Config, trains_random_base
 from titan_sparse.config.sources import source_formats
+from titan_sparse.evaluation.pictures import loss_figure
 from titan_sparse.training.metrics_output import read_lines, read_metrics
-from titan_sparse.training.pictures import loss_figure
 
 
 def draw_loss(folder: str) -> Path:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from titan_sparse.config import Config, Profiling, save
-from titan_sparse.training.distributed import on_first_rank
+from titan_sparse.training.faults.process_groups import on_first_rank
 
 STARTS = "starts"
 

@@ -17,8 +17,8 @@ from titan_sparse.attention import attend, backends
 from titan_sparse.attention.backends import cudnn, flash
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.config import Attention
-from titan_sparse.from_config import backend_case
 from titan_sparse.kernels import block_sparse
+from titan_sparse.training.attention import backend_case
 
 CASE = ("cuda", torch.bfloat16, 128, 128)
 WIDE = ("cuda", torch.bfloat16, 256, 128)

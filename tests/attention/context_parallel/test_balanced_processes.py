@@ -21,7 +21,7 @@ from titan_sparse.attention.context_parallel.balanced import Costs
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 from titan_sparse.config import Attention
-from titan_sparse.from_config import build_context_parallel
+from titan_sparse.training.attention import build_context_parallel
 
 eager = BACKENDS["eager"]
 

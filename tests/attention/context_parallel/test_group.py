@@ -15,11 +15,11 @@ from tests.fake_step import fake_world
 from tests.reference import structured_qkv
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
+from titan_sparse.attention.context_parallel import dense
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices, sliding_window
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Dense, VerticalSlash
-from titan_sparse.attention.schedules import rectangles
 
 eager = BACKENDS["eager"]
 
@@ -94,14 +94,14 @@ def _check_rectangles(axes: tuple[int, ...]) -> None:
         cp = ContextParallel(mesh, layout, schedule, block)
         used = []
 
-        def noted(*args, run=rectangles.backward, used=used):
+        def noted(*args, run=dense.backward, used=used):
             used.append(args[1])
             return run(*args)
 
         with pytest.MonkeyPatch.context() as patch:
             let_eager_serve_dense(patch)
             patch.setattr(eager, "DENSE_BY_CHUNK", True)
-            patch.setattr(rectangles, "backward", noted)
+            patch.setattr(dense, "backward", noted)
             got = _parallel(cp, full, d_out, Causal(), Dense())
         for name, x, want in zip(NAMES, got, wanted):
             assert (x - want).abs().max() < 1e-9, (name, cp.key)

@@ -13,7 +13,7 @@ from titan_sparse.attention.context_parallel.layouts import (
     restore_blocks,
     take_blocks,
 )
-from titan_sparse.attention.context_parallel.schedule import (
+from titan_sparse.attention.context_parallel.schedules import (
     choose,
     circulates_queries,
     double_ring,
@@ -21,7 +21,7 @@ from titan_sparse.attention.context_parallel.schedule import (
     ring,
 )
 from titan_sparse.config import Attention, resolve_overlap_stages
-from titan_sparse.from_config import schedule_named
+from titan_sparse.training.attention import schedule_named
 
 WORLDS = [(1, 1), (1, 2), (1, 5), (2, 2), (2, 3), (3, 2), (4, 1)]
 

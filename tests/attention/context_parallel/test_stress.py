@@ -19,8 +19,8 @@ from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 from titan_sparse.config import Attention
-from titan_sparse.from_config import build_context_parallel
-from titan_sparse.training.distributed import set_timeout
+from titan_sparse.training.attention import build_context_parallel
+from titan_sparse.training.faults.process_groups import set_timeout
 
 eager = BACKENDS["eager"]
 

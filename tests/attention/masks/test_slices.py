@@ -11,9 +11,8 @@ from tests.reference import structured_qkv, tiles_of
 from tests.slice_cases import NAMES, SEQ_LEN, counts, mask_and_truth, random_legal
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks import slices
-from titan_sparse.attention.masks.geometry import area, slices_of_ranges
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
-from titan_sparse.attention.masks.reach import tile_weights
+from titan_sparse.attention.masks.slice_geometry import area, slices_of_ranges
 from titan_sparse.attention.masks.slices import (
     Slices,
     dilated,
@@ -21,6 +20,7 @@ from titan_sparse.attention.masks.slices import (
     prefix_lm,
     sliding_window,
 )
+from titan_sparse.attention.masks.visibility import tile_weights
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 
 BLOCK = 16

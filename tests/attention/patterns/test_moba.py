@@ -1,6 +1,6 @@
 """MoBA: the selection against plain loops over documents, heads and tokens.
 
-tests/attention/schedules/test_gathered.py tests that kernels keep to the choice of each query.
+tests/attention/patterns/test_moba_gathered.py tests that kernels keep to the choice of each query.
 """
 
 import math

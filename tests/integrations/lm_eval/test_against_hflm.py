@@ -236,7 +236,7 @@ def test_device_of_lm_eval(tmp_path, monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr("titan_sparse.evaluation.load.choose_device", choose)
+    monkeypatch.setattr("titan_sparse.training.load.choose_device", choose)
     TitanSparseLM(pretrained=folder, device="cuda:2")
     assert chosen == [2, "cuda"]
     for name in ("cuda:3", "cuda:x"):

@@ -12,20 +12,20 @@ pytest.importorskip("transformers")
 import transformers
 
 from scripts.benchmarks import trainers
-from scripts.benchmarks.provenance import version
-
-HAS_0_3 = (version("torchtitan") or "").startswith("0.3")
 
 
 @pytest.mark.slow
 def test_trainers_agree_on_the_loss(tmp_path):
     out = tmp_path / "trainers.json"
-    # FlexAttention, which torchtitan 0.3 uses, has no backward on CPUs.
-    arms = ["ours, dense", *([] if HAS_0_3 else ["torchtitan"]), "transformers"]
-    words = ["--shapes", "toy", "--tokens", "128", "--steps", "1", "--device", "cpu"]
+    # FlexAttention, which torchtitan uses, has no backward on CPUs.
+    arms = ["ours, dense", "transformers"]
+    words = ["--shapes", "toy", "--tokens", "128", "--steps", "2", "--device", "cpu"]
     assert trainers.main([*words, "--arms", *arms, "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
-    assert [row["arm"] for row in rows] == arms
+    words = ["--shapes", "toy", "--tokens", "64", "--gpus", "2", "--steps", "2", "--device", "cpu"]
+    assert trainers.main([*words, "--arms", arms[0], "--out", str(out)]) == 0
+    rows += json.loads(out.read_text())["rows"]
+    assert [row["arm"] for row in rows] == [*arms, arms[0]]
     for row in rows:
         assert row["tokens_per_second"] == pytest.approx(128e3 / row["step_ms"])
         for step in ("first_loss", "last_loss"):
@@ -33,13 +33,17 @@ def test_trainers_agree_on_the_loss(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_0_3, reason="torchtitan 0.3 is not installed")
-def test_torchtitan_has_the_weights_and_the_data(tmp_path):
+def test_torchtitan_has_the_weights_and_the_data(tmp_path, monkeypatch):
     """Logits of the trainer that the benchmark builds, beside transformers'."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     args = argparse.Namespace(tokens=[128], device="cpu")
     trainers.write_model("toy", tmp_path / "toy", args)
-    texts = trainers.write_texts(tmp_path, 128, 2)
-    trainer, _ = trainers.torchtitan_0_3("toy", tmp_path / "toy", tmp_path, texts, "cpu")
+    trainers.write_texts(tmp_path, 128, 2)
+    texts = trainers.read_texts(tmp_path)
+    trainer, _ = trainers.torchtitan_trainer(
+        "toy", tmp_path / "toy", tmp_path, texts, "cpu", cuda_graphs=False
+    )
     trainer.checkpointer.load(step=-1)
     inputs, labels = next(trainer.batch_generator(trainer.dataloader))
     assert torch.equal(labels, torch.tensor([[*texts[0][1:], -100]]))

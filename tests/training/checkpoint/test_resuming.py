@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from tests.distributed import run_processes
 from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.config import Config
-from titan_sparse.trainer import Trainer
 from titan_sparse.training.checkpoint.reader import read_metadata
+from titan_sparse.training.trainer import Trainer
 
 SETTINGS = {
     "training__steps": 6,

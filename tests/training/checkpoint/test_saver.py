@@ -32,7 +32,7 @@ from titan_sparse.config import Refusal
 from titan_sparse.training.checkpoint import saver
 from titan_sparse.training.checkpoint.reader import Broken, read_into, read_metadata, verify
 from titan_sparse.training.checkpoint.saver import SaveError
-from titan_sparse.training.distributed import on_first_rank
+from titan_sparse.training.faults.process_groups import on_first_rank
 
 MODES = ["disabled", "async"]
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_sparse.attention import registry
 from titan_sparse.attention.context_parallel import balanced, layouts
 from titan_sparse.attention.context_parallel.comm import Communicator
-from titan_sparse.attention.context_parallel.schedule import SCHEDULES, Moves, choose
+from titan_sparse.attention.context_parallel.schedules import SCHEDULES, Moves, choose
 from titan_sparse.attention.masks.ranges import MaskRanges, token_positions
 
 _numbers = itertools.count()
@@ -22,7 +22,7 @@ class ContextParallel(Communicator):
     """A context-parallel group with its layout and schedule.
 
     inter, intra: nodes, and ranks of a node. schedule: its name; moves: what it sends (Moves).
-    windows: of this rank, as schedule.py has them. key: names this object in custom ops.
+    windows: of this rank, as schedules.py has them. key: names this object in custom ops.
     What it has sent is counted in `sent` (comm.py).
     """
 

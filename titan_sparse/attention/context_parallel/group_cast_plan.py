@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.context_parallel.routing import Traffic
+from titan_sparse.attention.context_parallel.ring_routing import Traffic
 
 LINK = 12
 """Bandwidth of a GPU's memory over that of a link inside a node: 3.5 and 0.28 TB/s (H200, NVLink)."""

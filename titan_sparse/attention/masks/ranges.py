@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from titan_sparse.attention.masks.geometry import (
+from titan_sparse.attention.masks.slice_geometry import (
     intersected,
     padded_table,
     slices_of_ranges,
@@ -36,7 +36,7 @@ class MaskRanges(NamedTuple):
     plain: every query is known to see all keys up to its own. Some kernels compute that faster.
     Packed documents are never marked plain: torch.compile would compile anew for a sequence that
     happens to hold a single document.
-    slices: int32 [Bm, N, 6], what is seen, as in geometry.py, for masks that one range a query
+    slices: int32 [Bm, N, 6], what is seen, as in slice_geometry.py, for masks that one range a query
     cannot express. None elsewhere. With slices, start and stop are only bounds: 0 and S for a query
     that sees anything, S and S for others.
     table: int64 [ranks, n], the blocks of every rank in the layout "balanced".

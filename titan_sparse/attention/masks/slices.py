@@ -1,7 +1,7 @@
 """Masks made of slices, for what one range of keys a query cannot express.
 
 A slice is a range of queries, a range of keys, and a range of the diagonal k - q that is seen
-inside them (geometry.py). No pair of tokens may be in two slices.
+inside them (slice_geometry.py). No pair of tokens may be in two slices.
 
 The functions make masks of packed sequences. Each takes the lengths of the packed items in order, in
 tokens. The rest of the sequence is padding. For a batch, make one mask for each sequence:
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.masks.geometry import check_disjoint, padded_table, tightened
 from titan_sparse.attention.masks.ranges import (
     Mask,
     MaskRanges,
@@ -22,6 +21,7 @@ from titan_sparse.attention.masks.ranges import (
     never_sees_later,
     ranges_of_slices,
 )
+from titan_sparse.attention.masks.slice_geometry import check_disjoint, padded_table, tightened
 
 FULL = "full"
 """Every pair."""

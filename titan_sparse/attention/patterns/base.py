@@ -25,7 +25,7 @@ from titan_sparse.attention.inputs import (
 from titan_sparse.attention.masks.ranges import Mask, MaskRanges
 from titan_sparse.kernels import compact as compact_kernels
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits
-from titan_sparse.options import DenseOptions, PatternOptions
+from titan_sparse.options.patterns import DenseOptions, PatternOptions
 
 
 @dataclass(eq=False)

@@ -27,7 +27,7 @@ from titan_sparse.attention.patterns.spans import (
 )
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits, chosen_keys
 from titan_sparse.kernels.compact import pack, unpack
-from titan_sparse.options import MoBAOptions
+from titan_sparse.options.patterns import MoBAOptions
 
 _CHUNK_ELEMENTS = 1 << 24
 """Gates held at a time, some of them as int64."""

@@ -26,7 +26,7 @@ from titan_sparse.attention.patterns.spans import (
 )
 from titan_sparse.kernels import antidiagonals as kernels
 from titan_sparse.kernels.antidiagonals import QueryBlocks, VisibleTiles
-from titan_sparse.options import XAttentionOptions
+from titan_sparse.options.patterns import XAttentionOptions
 
 _CHUNK_ELEMENTS = 1 << 26
 """Scores held at a time, with kernels their sums by block: 256 MiB in fp32."""

@@ -8,7 +8,7 @@ from lm_eval.__main__ import cli_evaluate
 # Registers the model.
 import titan_sparse.integrations.lm_eval  # noqa: F401
 from titan_sparse.config import Refusal
-from titan_sparse.training.launcher import hide_warnings_of_imports
+from titan_sparse.training.faults.launcher import hide_warnings_of_imports
 
 
 def main() -> int:

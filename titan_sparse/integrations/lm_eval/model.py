@@ -30,13 +30,13 @@ from titan_sparse.config.sources import tokenizer_name
 from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import open_tokenizer, read_tokenizer
 from titan_sparse.evaluation.generation import Stop, generate
-from titan_sparse.evaluation.load import (
+from titan_sparse.evaluation.scorer import Sequence
+from titan_sparse.training.load import (
     build_scorer,
     find_checkpoint,
     find_config,
     load_for_evaluation,
 )
-from titan_sparse.evaluation.scorer import Sequence
 
 logger = logging.getLogger("titan_sparse")
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
 
-from titan_sparse.attention.context_parallel.contiguous import Move
 from titan_sparse.attention.context_parallel.group import one_rank
+from titan_sparse.attention.context_parallel.linear_attention import Move
 from titan_sparse.attention.linear import Pieces, gated_delta_net, split_documents
 from titan_sparse.attention.masks import MaskRanges
 from titan_sparse.integrations.transformers.masks import (

@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from titan_sparse.attention.masks import Mask, MaskRanges
 from titan_sparse.integrations.transformers.linear import keep_documents_apart
 from titan_sparse.integrations.transformers.masks import AttentionMask, LayerMask, has_documents
-from titan_sparse.token_mixing import calls_interface, chooses_keys, mixers, numbers_tokens
+from titan_sparse.token_wise_modules import calls_interface, chooses_keys, mixers, numbers_tokens
 
 _OTHERS = 'write attn_implementation="eager"'
 _REFUSED = {

@@ -40,7 +40,7 @@ from titan_sparse.training.checkpoint.reader import (
     verify,
 )
 from titan_sparse.training.checkpoint.saver import PINNED, memory_like, write
-from titan_sparse.training.distributed import on_first_rank
+from titan_sparse.training.faults.process_groups import on_first_rank
 from titan_sparse.training.offload import Copier
 
 logger = logging.getLogger("titan_sparse")

@@ -26,7 +26,7 @@ from titan_sparse.attention.patterns.vertical_slash.probe import (
     slash_tiles,
 )
 from titan_sparse.kernels import probe as kernels
-from titan_sparse.options import VerticalSlashOptions
+from titan_sparse.options.patterns import VerticalSlashOptions
 
 
 class Segments(NamedTuple):

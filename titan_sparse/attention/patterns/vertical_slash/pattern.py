@@ -29,7 +29,7 @@ from titan_sparse.attention.patterns.vertical_slash.probe import (
     probe_geometry,
     spread_rows,
 )
-from titan_sparse.options import VerticalSlashOptions
+from titan_sparse.options.patterns import VerticalSlashOptions
 
 
 @dataclass(eq=False)

@@ -24,7 +24,7 @@ from titan_sparse.attention.patterns.vertical_slash.probe import (
 from titan_sparse.kernels import prices as kernels
 from titan_sparse.kernels.prices import PSEUDO_ROWS, Counted, SpanTokens, loss_allowed
 from titan_sparse.kernels.probe import KeyBlocks
-from titan_sparse.options import VerticalSlashOptions
+from titan_sparse.options.patterns import VerticalSlashOptions
 
 
 class JointPlan(NamedTuple):

@@ -1,0 +1,99 @@
+"""Which ranks need which chunks and blocks.
+
+All ranks compute the same answer without communication, from the mask and, where it helps, the index.
+"""
+
+import torch
+from torch import Tensor
+
+from titan_sparse.attention.call import AttentionCall
+from titan_sparse.attention.masks.ranges import (
+    Causal,
+    MaskRanges,
+    once_per_mask,
+    token_positions,
+)
+from titan_sparse.attention.masks.visibility import block_reach, reached, seen_blocks, seen_chunks
+from titan_sparse.attention.patterns.base import BlockIndex
+from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
+from titan_sparse.attention.tiles import all_blocks
+
+_TILES_AT_ONCE = 1 << 26
+"""How many tiles of all heads are looked at together, which bounds the memory."""
+_LAYOUTS_BY_INDEX = ("contiguous", "zigzag")
+"""Where the index is looked at. Under "balanced" any few slashes touch every rank; under "striped"
+they do with few ranks."""
+
+
+def needed_chunks(call: AttentionCall) -> Tensor:
+    """bool [W, W] on the host: some query of rank r meets a block of rank s outside the verticals.
+
+    The mask is looked at once a batch. For what met_chunks() looks at, the host waits for the
+    selection.
+    """
+    table = call.cp.table(call.mask)
+
+    def seen_of_mask() -> Tensor:
+        if call.mask.plain and not call.cp.depends_on_mask:
+            # It follows from the length alone, so that the host does not wait for the device.
+            plain = Causal().rows(call.seq_len)
+            return seen_chunks(plain, call.cp.table(plain), call.cp.block_size)
+        return seen_chunks(call.mask, table, call.cp.block_size).cpu()
+
+    seen = once_per_mask(call.mask, ("needed", call.cp.key), seen_of_mask)
+    if call.cp.route_by == "mask":
+        return seen
+    return met_chunks(seen, call.mask, call.index, table, call.cp.layout)
+
+
+def met_chunks(
+    seen: Tensor, ranges: MaskRanges, index: BlockIndex, table: Tensor, layout: str
+) -> Tensor:
+    """Of the chunks bool [W, W] that the mask lets ranks see, those that slashes of some head meet.
+
+    `seen` is returned unchanged where there is nothing to look at.
+    """
+    if layout not in _LAYOUTS_BY_INDEX or not isinstance(index, VerticalSlashIndex):
+        return seen
+    met = met_blocks(ranges, index, table)
+    # [W, blocks] -> [W, W, n]
+    by_owner = met[:, table]
+    return seen & by_owner.any(-1).cpu()
+
+
+def needed_blocks(call: AttentionCall) -> Tensor:
+    """bool [W, blocks] on the host: some query of rank r meets a key of block b.
+
+    Verticals do not count; any sequence and head does. For a static pattern the mask is looked at
+    once a batch, and for a dynamic one the host waits for the index.
+    """
+    table = call.cp.table(call.mask)
+    # int64 [W, n]: the query blocks of each rank
+    queries = table[:, call.first : call.last]
+    if call.pattern.dynamic:
+        return met_blocks(call.mask, call.index, queries).cpu()
+    key = ("needed blocks", call.cp.key, call.first, call.last)
+    size = call.cp.block_size
+    return once_per_mask(call.mask, key, lambda: seen_blocks(call.mask, queries, size).cpu())
+
+
+def met_blocks(ranges: MaskRanges, index: BlockIndex, table: Tensor) -> Tensor:
+    """bool [W, blocks]: some head computes a tile of block b for a query of rank r.
+
+    table: int64 [W, n], the query blocks of each rank.
+    """
+    keys = all_blocks(index)
+    size = index.block_size
+    batch = index.verticals.shape[0]
+    tiles_of_q_block = batch * index.heads * len(keys)
+    q_blocks_at_once = max(1, _TILES_AT_ONCE // tiles_of_q_block)
+    met = []
+    for q_blocks in table.flatten().split(q_blocks_at_once):
+        reach = block_reach(ranges, token_positions(q_blocks, size), size)
+        # [B, nq, blocks]: how many heads select each block
+        selecting, _ = index.heads_selecting(q_blocks, keys)
+        tiles = reached(reach, keys, size) & (selecting > 0)
+        met.append(tiles.any(0))
+    # [W, n, blocks]
+    by_rank = torch.cat(met).unflatten(0, table.shape)
+    return by_rank.any(1)

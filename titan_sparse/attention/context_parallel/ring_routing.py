@@ -1,0 +1,131 @@
+"""Compute which hops a KV chunk and its gradient must make.
+
+A rank does not pass on a chunk that no later rank needs, and a gradient travels only once it
+exists. All ranks know the index and compute the same hops, so they need no messages about what to
+expect.
+
+Ranks are numbered [inter][intra]. A plain ring is inter = 1. In window o a chunk is o nodes from home. At
+step t of a window it is t inner hops further.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Hops(NamedTuple):
+    """Which hops the chunks of W source ranks make, or their gradients.
+
+    inner: bool [W, inter, intra]. In window o, hop t goes from step t's place on the inner ring to
+    the next. outer: bool [W, inter]. Hop o goes from window o's node to the next.
+    """
+
+    inner: Tensor
+    outer: Tensor
+
+
+class Traffic(NamedTuple):
+    """How much each of W ranks sends. int64 [W] in chunks, or [W, stages] in blocks (group_cast).
+
+    inside: to ranks of its own node. across: to ranks of other nodes.
+    """
+
+    inside: Tensor
+    across: Tensor
+
+
+def visited_ranks(inter: int, intra: int) -> Tensor:
+    """int64 [W, inter, intra]: the rank where the chunk of rank s is in window o at step t.
+
+    This is the inverse of the schedules: a plain ring of 3 ranks is [[[0, 1, 2]], [[1, 2, 0]], ...].
+    """
+    # [W, 1, 1], [inter, 1] and [intra]
+    source = torch.arange(inter * intra)[:, None, None]
+    window = torch.arange(inter)[:, None]
+    step = torch.arange(intra)
+    # Ranks are numbered node by node.
+    source_node = source // intra
+    source_local_rank = source % intra
+    # A window is one node further, a step one rank further inside the node.
+    node = (source_node + window) % inter
+    local_rank = (source_local_rank + step) % intra
+    return node * intra + local_rank
+
+
+def users(needed: Tensor, inter: int, intra: int) -> Tensor:
+    """bool [W, inter, intra]: the chunk of rank s is needed where it is in window o at step t.
+
+    needed: bool [W, W], rank r needs the chunk of rank s (needed_keys.needed_chunks).
+    """
+    # [W, inter, intra] and [W, 1, 1]
+    receiver = visited_ranks(inter, intra)
+    source = torch.arange(len(needed))[:, None, None]
+    return needed[receiver, source]
+
+
+def hops_needed(needed: Tensor, inter: int, intra: int) -> Hops:
+    """Hops of the KV chunks.
+
+    Inside each node a chunk goes up to the furthest rank that needs it, and on the outer ring up to
+    the furthest node that does. It passes through nodes that do not need it without visiting their
+    other ranks.
+    """
+    used = users(needed, inter, intra)
+    return Hops(inner=_used_later(used), outer=_used_later(used.any(-1)))
+
+
+def gradient_hops(needed: Tensor, inter: int, intra: int) -> Hops:
+    """Hops of the gradients, which travel one step behind their chunks and are summed on the way.
+
+    Inside a node a gradient begins at the first user away from where the chunk entered the node. It
+    goes on around the ring, past the furthest user, to the rank where the chunk entered, whose own
+    share waits there. It travels between nodes in the same way, and then home. Nothing travels
+    for a chunk that is used only where it entered.
+    """
+    used = users(needed, inter, intra)
+    return Hops(inner=_used_so_far(used), outer=_used_so_far(used.any(-1)))
+
+
+def _used_later(used: Tensor) -> Tensor:
+    """Whether a later place along the last dim is used."""
+    return used.sum(-1, keepdim=True) > used.cumsum(-1)
+
+
+def _used_so_far(used: Tensor) -> Tensor:
+    """Whether this place along the last dim is used, or one before it, the first left out."""
+    return used.cumsum(-1) > used[..., :1].long()
+
+
+def traffic(hops: Hops, node_size: int) -> Traffic:
+    """Chunks that each rank sends. node_size: ranks of a node, which for a plain ring is not intra.
+
+    In a plain ring the last rank of a node sends across. In a double ring every rank does, by the
+    outer hops.
+    """
+    ranks, inter, intra = hops.inner.shape
+    # [W, inter, intra], and [W, inter] where a chunk comes into each node
+    visited = visited_ranks(inter, intra)
+    entered = visited[..., 0]
+    inside, across = torch.zeros(2, ranks, dtype=torch.int64)
+    for made, sender, receiver in (
+        (hops.inner, visited, visited.roll(-1, 2)),
+        (hops.outer, entered, entered.roll(-1, 1)),
+    ):
+        stays = sender // node_size == receiver // node_size
+        inside += sender[made & stays].bincount(minlength=ranks)
+        across += sender[made & ~stays].bincount(minlength=ranks)
+    return Traffic(inside, across)
+
+
+def all_gather_traffic(ranks: int, node_size: int) -> Traffic:
+    """Chunks that each rank sends in an all-gather around a ring of all ranks.
+
+    This is how NCCL moves large ones. It is like a plain ring, except that NCCL makes rings through
+    every rank's network link. What crosses to the next node is therefore counted evenly over the
+    node's ranks, rounded up.
+    """
+    across = 0
+    if ranks > node_size:
+        across = -(-(ranks - 1) // node_size)
+    return Traffic(torch.full((ranks,), ranks - 1 - across), torch.full((ranks,), across))

@@ -1,0 +1,144 @@
+"""The table of schedules: in which order keys and values meet the queries, as integers.
+
+A schedule lists, for one rank, windows of steps. A step is the rank whose keys and values are
+computed on. Inside a window they make one inner hop a step; from one window to the next they make
+one outer hop. A plain ring is one window over all ranks.
+"""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Windows = list[list[int]]
+
+
+class Moves(enum.Enum):
+    """What travels between ranks."""
+
+    NOTHING = enum.auto()
+    CHUNKS = enum.auto()
+    """A rank's keys and values, from neighbor to neighbor."""
+    HEADS = enum.auto()
+    """The keys and values of all ranks, one KV head at a time."""
+    BLOCKS = enum.auto()
+    """The blocks that a rank needs, from their owners."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What other modules need to know about a schedule.
+
+    windows: (inter, intra, rank) -> the windows of that rank, on `inter` nodes of `intra` ranks.
+    moves: what travels between ranks.
+    has_node_axis: it uses separate communicators inside nodes and between them.
+    needs_node_axis: it makes no sense on a mesh without the axes ("cp_inter", "cp_intra").
+    """
+
+    name: str
+    windows: Callable[[int, int, int], Windows]
+    moves: Moves
+    has_node_axis: bool = False
+    needs_node_axis: bool = False
+
+    def rings(self, inter: int, intra: int) -> tuple[int, int]:
+        """Ranks of the outer and of the inner ring."""
+        if self.needs_node_axis:
+            return inter, intra
+        return 1, inter * intra
+
+    def step_sources(self, inter: int, intra: int) -> list[list[int]]:
+        """By rank and step, the rank whose keys and values are computed on."""
+        ranks = range(inter * intra)
+        return [sum(self.windows(inter, intra, rank), []) for rank in ranks]
+
+
+def local(inter: int, intra: int, rank: int) -> Windows:
+    """Own keys and values only.
+
+    Raises ValueError with several ranks, since the rest of the sequence would be ignored.
+    """
+    if inter * intra != 1:
+        raise ValueError(
+            f'schedule "local" cannot serve {inter * intra} context-parallel ranks; write "ring"'
+        )
+    return [[rank]]
+
+
+def ring(inter: int, intra: int, rank: int) -> Windows:
+    """Step t computes on the keys of rank - t: `ring(1, 4, 1)` is `[[1, 0, 3, 2]]`."""
+    return double_ring(1, inter * intra, rank)
+
+
+def double_ring(inter: int, intra: int, rank: int) -> Windows:
+    """`inter` windows of `intra` steps (MTraining, section 4.2).
+
+    Window o works inside the node on the keys that started o nodes back:
+    `double_ring(2, 2, 0)` is `[[0, 1], [2, 3]]`.
+    """
+    node, local_rank = divmod(rank, intra)
+    windows = []
+    for window in range(inter):
+        # Nodes in descending order, and in each its ranks.
+        first_rank = (node - window) % inter * intra
+        windows.append([first_rank + (local_rank - step) % intra for step in range(intra)])
+    return windows
+
+
+LOCAL = Schedule("local", local, Moves.NOTHING)
+ALL_GATHER = Schedule("all_gather", ring, Moves.HEADS)
+RING = Schedule("ring", ring, Moves.CHUNKS)
+DOUBLE_RING = Schedule(
+    "double_ring", double_ring, Moves.CHUNKS, has_node_axis=True, needs_node_axis=True
+)
+GROUP_CAST = Schedule("group_cast", ring, Moves.BLOCKS, has_node_axis=True)
+
+_ALL_SCHEDULES = (LOCAL, ALL_GATHER, RING, DOUBLE_RING, GROUP_CAST)
+SCHEDULES = {schedule.name: schedule for schedule in _ALL_SCHEDULES}
+
+
+def choose(
+    inter: int, intra: int, backward_circulates: str = "auto", needs_few_blocks: bool = False
+) -> Schedule:
+    """The schedule that "auto" means on `inter` nodes of `intra` ranks (docs/benchmarks.md).
+
+    One rank has nothing to move. Where the mask makes a rank need only a few blocks of the others
+    (`needs_few_blocks`: documents or a window over the layout "balanced"), group_cast sends just
+    those. Inside a node all_gather is the fastest; where the user says what circulates in the
+    backward it is a ring. Across nodes it is two rings, or one if nodes have one rank each.
+    """
+    if inter * intra == 1:
+        return LOCAL
+    if needs_few_blocks and backward_circulates == "auto":
+        return GROUP_CAST
+    if inter == 1:
+        if backward_circulates == "auto":
+            return ALL_GATHER
+        return RING
+    if intra == 1:
+        return RING
+    return DOUBLE_RING
+
+
+def circulates_queries(
+    setting: str, heads: int, kv_heads: int, head_dim: int, width: int, gradient_width: int
+) -> bool:
+    """Whether queries travel in the backward of a ring, instead of keys and values.
+
+    setting: what the user says, "q" or "kv", or "auto" for whichever sends fewer bytes a token: keys
+    and values with their gradients, or queries, d_out, dq, and two sums a row, lse and d_out times
+    out (BurstEngine, section 3.2). width, gradient_width: bytes of an element of the inputs, and of
+    gradients between ranks.
+    """
+    if setting != "auto":
+        return setting == "q"
+    width_of_sums = max(width, 4)
+    kv_bytes = kv_heads * head_dim * (2 * width + 2 * gradient_width)
+    query_bytes = heads * (head_dim * (2 * width + gradient_width) + 2 * width_of_sums)
+    return query_bytes < kv_bytes
+
+
+def head_groups(kv_heads: int, windows: int) -> int:
+    """Equal groups of KV heads that travel on their own (context_parallel/ring.py)."""
+    if windows == 1:
+        return 1
+    return max(count for count in range(1, 5) if kv_heads % count == 0)

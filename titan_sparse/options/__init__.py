@@ -1,0 +1,1 @@
+"""Options with their ranges, and the options of patterns. Imports no torch."""

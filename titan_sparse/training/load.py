@@ -1,0 +1,212 @@
+"""The configuration to evaluate with, and a decoder with weights of a run's checkpoint or a Hugging Face
+folder."""
+
+import dataclasses
+import functools
+import math
+import os
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from titan_sparse.config import (
+    ActivationCheckpoint,
+    Compile,
+    Config,
+    resolve_cp_intra,
+    world_from_environment,
+)
+from titan_sparse.config.changes import read_saved
+from titan_sparse.config.hub import local_folder
+from titan_sparse.config.reading import load_config
+from titan_sparse.config.sources import single_source, tokenizer_name
+from titan_sparse.data.tokenizer import SampleFormat, Tokenizer
+from titan_sparse.evaluation.scorer import Scorer
+from titan_sparse.models.build import build_decoder
+from titan_sparse.models.config import Adapters, DecoderConfig
+from titan_sparse.models.flavours import resolve
+from titan_sparse.models.huggingface import check_weights, load_weights, tensor_shapes
+from titan_sparse.models.initialization import initialize
+from titan_sparse.models.lora import adapter_shapes, add_adapters
+from titan_sparse.training.attention import (
+    build_attends,
+    build_context_parallel,
+    build_scored_masks,
+    build_shard,
+)
+from titan_sparse.training.checkpoint.folders import newest_checkpoint
+from titan_sparse.training.checkpoint.reader import read_into, read_metadata, verify
+from titan_sparse.training.faults.process_groups import (
+    build_meshes,
+    choose_device,
+    init_distributed,
+)
+from titan_sparse.training.model import parallelize
+from titan_sparse.training.preflight import alike, build_adapters, check_base, read_initial_hf
+
+_NAMES = ("embed_tokens.", "layers.", "norm.", "lm_head.")
+"""What the names of a decoder's tensors begin with; a checkpoint holds the optimizer's too."""
+
+
+def load_for_evaluation(
+    words: list[str],
+    hf: str | None,
+    dense: bool,
+    checkpoint: str | None = None,
+    reads_text: bool = True,
+) -> Config:
+    """The configuration of `words`, as train.py takes them, not checked yet. Raises ConfigError.
+
+    hf: a Hugging Face folder, or a name on its hub, in place of the run's model. dense: attend densely,
+    whatever the pattern in training. checkpoint: a run's folder or checkpoint, whose texts are begun as
+    in training. reads_text: of data.source, which is then one source. What only training uses is reset,
+    so that it cannot conflict with another mesh.
+    """
+    config = load_config(words)
+    if hf:
+        config.model.initial_hf = local_folder(hf, "model", weights=True)
+    if checkpoint and not any(word.startswith("--data.add_bos") for word in words):
+        config.data.add_bos &= _was_begun(checkpoint)
+    if dense:
+        config.attention.pattern = "dense"
+    if not any(word.startswith("--parallelism.") for word in words):
+        # Share each sequence as in training, if the ranks of this launch allow it. The remaining ranks
+        # are data-parallel.
+        cp = math.gcd(config.parallelism.cp, world_from_environment()[0])
+        mesh = {"cp": cp, "cp_intra": 0, "dp_replicate": 1, "dp_shard": -1}
+        config.parallelism = dataclasses.replace(config.parallelism, **mesh)
+    if config.parallelism.cp == 1:  # then ranks do not share a sequence
+        config.attention.schedule = "auto"
+        config.parallelism.cp_intra = 0
+    defaults = Config()
+    of_attention = "backward_circulates route_by gradient_dtype balance_costs"
+    if config.attention.schedule != "group_cast":
+        of_attention += " overlap_stages overlap_stages_backward"
+    for key in of_attention.split():
+        setattr(config.attention, key, getattr(defaults.attention, key))
+    for section in "activation_checkpoint float8 compile optimizer validation checkpoint".split():
+        setattr(config, section, getattr(defaults, section))
+    if reads_text:
+        config.data.source = single_source(config.data.source, "data.source")
+    # Each window and each prompt is of one document.
+    config.data.sequences = "fixed"
+    config.training.mlp_chunk_tokens = 0
+    return config
+
+
+def _was_begun(checkpoint: str) -> bool:
+    """Whether texts could begin with a token of the tokenizer in the run of a checkpoint: prepared
+    tokens, or those of an older version, may lack it. True if only chats were learned."""
+    is_step = os.path.isfile(os.path.join(checkpoint, ".metadata"))
+    saved = read_saved(checkpoint if is_step else newest_checkpoint(checkpoint))
+    parts = saved.origin.get("data", []) if saved else []
+    parts = [part for part in parts if SampleFormat(part.get("format", "text")).takes_bos]
+    return not parts or any(part.get("add_bos") for part in parts)
+
+
+def find_checkpoint(path: str) -> str:
+    """The folder step-N that `path` names: that folder, or the newest one of an output_dir."""
+    if os.path.isfile(os.path.join(path, ".metadata")):
+        return path
+    folder = newest_checkpoint(path)
+    if folder is None:
+        raise ValueError(
+            f"{path} holds no complete checkpoint; write a run's output_dir or its checkpoint/step-N"
+        )
+    return folder
+
+
+def find_config(source: str) -> str:
+    """The config.toml of what find_checkpoint() takes: that of a run, or of a checkpoint, which a
+    resumed run may have changed since. A checkpoint of an older version has that of its run."""
+    folders = [source]
+    if os.path.isfile(os.path.join(source, ".metadata")):
+        # A checkpoint is OUT/checkpoint/step-N.
+        folders.append(os.path.dirname(os.path.dirname(os.path.realpath(source))))
+    for folder in folders:
+        path = os.path.join(folder, "config.toml")
+        if os.path.isfile(path):
+            return path
+    raise ValueError(f"{source} has no config.toml; copy that of the run there")
+
+
+def _check_checkpoint(folder: str, config: DecoderConfig, adapters: Adapters | None) -> None:
+    """Raises ValueError that names a tensor if the tensors of `folder` are not those of the model."""
+    metadata = read_metadata(folder).state_dict_metadata
+    saved = {name: list(item.size) for name, item in metadata.items() if name.startswith(_NAMES)}
+    shapes = adapter_shapes(config, adapters) if adapters else tensor_shapes(config)
+    wanted = {name: list(shape) for name, shape in shapes.items()}
+    for name in sorted(saved.keys() | wanted.keys()):
+        if saved.get(name) != wanted.get(name):
+            raise ValueError(
+                f"--checkpoint {folder} has {saved.get(name, 'no')} {name}, the model of --config has "
+                f"{wanted.get(name, 'none')}; write the config.toml of that run"
+            )
+
+
+def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -> Scorer:
+    """Build config.model with the weights of `checkpoint` (a folder step-N), or if that is None, of
+    config.model.initial_hf, in training.dtype, sharded over all ranks.
+
+    Joins the process group if this process has not. Raises ValueError, before any process group, for a
+    tokenizer or weights that do not fit the model.
+    """
+    device = choose_device(config.training.device)
+    dtype = getattr(torch, config.training.dtype)
+    model_config = resolve(**dataclasses.asdict(config.model))
+    if tokenizer.vocab_size > model_config.vocab_size:
+        raise ValueError(
+            f"the model has {model_config.vocab_size} tokens, data.tokenizer = {tokenizer_name(config)} "
+            f"{tokenizer.vocab_size}; write the tokenizer that the model was trained with"
+        )
+    adapters = None
+    if checkpoint is None:
+        check_weights(config.model.initial_hf, model_config)
+    else:
+        # Nothing is dropped outside of training.
+        undropped = dataclasses.replace(config, lora=dataclasses.replace(config.lora, dropout=0.0))
+        adapters = build_adapters(undropped, model_config, tokenizer)
+        _check_checkpoint(checkpoint, model_config, adapters)
+    if adapters:
+        check_base(config, checkpoint)
+    init_distributed(device, config.parallelism.first_step_timeout_seconds, alike(config))
+    cp_intra = resolve_cp_intra(config.parallelism, world_from_environment()[1])
+    meshes = build_meshes(config.parallelism, cp_intra, device.type)
+    cp = build_context_parallel(config.attention, meshes.cp)
+    with torch.device("meta"):
+        model = build_decoder(model_config, build_attends(config.attention, cp)).to(dtype)
+        if adapters:
+            add_adapters(model, adapters)
+    if meshes.fsdp.size() > 1:  # FSDP on one rank would copy all weights in every forward
+        parallelize(
+            model,
+            meshes.fsdp,
+            dtype,
+            reshard_after_forward=True,
+            activation_checkpoint=ActivationCheckpoint(mode="none"),
+            compile=Compile(),
+        )
+    model.to_empty(device=device)
+    if adapters:
+        # The frozen weights, as at the start of training.
+        initialize(model, config.training.seed, model_config, device)
+        read_initial_hf(config, model, model_config)
+    if checkpoint is None:
+        load_weights(model, config.model.initial_hf, model_config)
+    else:
+        verify(checkpoint)
+        # Casts while it copies.
+        trained = StateDictOptions(ignore_frozen_params=True)
+        read_into(get_model_state_dict(model, options=trained), checkpoint)
+    return Scorer(
+        model,
+        model_config,
+        config,
+        cp,
+        device,
+        tokenizer,
+        functools.partial(build_scored_masks, config.attention, model_config, cp, device),
+        build_shard(model_config, cp),
+        meshes.dp_rank,
+        meshes.dp_size,
+    )
