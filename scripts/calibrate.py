@@ -215,8 +215,8 @@ class KernelTimes(NamedTuple):
 def kernel_seconds(seq_len: int, args: argparse.Namespace, device: torch.device) -> KernelTimes:
     """Time attend() on this rank alone."""
     q, k, v = random_inputs(seq_len, args, device)
-    # On random inputs the caps decide: one diagonal in thirty, one vertical in four hundred. Budgets
-    # by prices would leave out many alike ones together.
+    # On random inputs the caps decide: one diagonal in thirty, one vertical in four hundred. A budget
+    # by scores would drop many candidates of equal score together.
     blocks = seq_len // BLOCK_SIZE
     pattern = VerticalSlash(
         recall=1.0,

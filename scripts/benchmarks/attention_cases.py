@@ -228,9 +228,10 @@ def cases_to_check(shape: Shape, names: list[str]) -> Iterator[tuple[str, str, A
     names: our backends. Their index is chosen by our selection.
     """
     seq_len = shape.seq_len
-    # Caps make it sparse on random inputs. Budgets are independent: prices of random inputs are
-    # alike, and most would be left out under a cap. Documents and caps give tables and verticals of
-    # the same shapes for both masks, so that flex compiles once.
+    # Caps make it sparse on random inputs. The budget is independent: with joint scores, most
+    # candidates of random inputs have equal scores, and a cap would drop them together. Documents
+    # and caps give tables and verticals of the same shapes for both masks, so that flex compiles
+    # once.
     pattern = VerticalSlash(
         recall=0.9,
         max_verticals=seq_len * 3 // 100,

@@ -9,7 +9,7 @@ from tests.attention.patterns.helpers import published
 from tests.gpu.errors import no_waits
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash, XAttention, xattention
-from titan_sparse.attention.patterns.vertical_slash import independent, priced, probe
+from titan_sparse.attention.patterns.vertical_slash import independent, joint, probe
 
 USUAL = dict(recall=0.9, sinks=4, count_sinks=True, local_slashes=1, dense_below=256)
 PATTERNS = {
@@ -43,7 +43,7 @@ def _generated(
 def _by_twins(q: Tensor, k: Tensor, pattern: VerticalSlash, mask: Mask):
     """The selection in plain torch, on the same device."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (probe, priced, independent):
+        for module in (probe, joint, independent):
             patch.setattr(module, "by_kernels", lambda keys: False)
         return pattern.select(q, k, mask)
 
@@ -57,7 +57,7 @@ def _by_twins(q: Tensor, k: Tensor, pattern: VerticalSlash, mask: Mask):
     ids=str,
 )
 def test_kernels_choose_what_the_twins_do(pattern, mask, dtype, seq_len):
-    """They match except for elements that rounding moves over a limit, which are worth about as much as others."""
+    """They match except for candidates of about equal score that rounding moves over a threshold."""
     q, k = _generated(seq_len, dtype)
     of_length = MASKS[mask](seq_len)
     got = PATTERNS[pattern].select(q, k, of_length)

@@ -13,10 +13,10 @@ from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.spans import Spans, find_spans
 from titan_sparse.attention.patterns.vertical_slash import probe as vertical_slash_probe
-from titan_sparse.attention.patterns.vertical_slash.priced import make_plan
+from titan_sparse.attention.patterns.vertical_slash.joint import make_plan
 from titan_sparse.attention.patterns.vertical_slash.probe import last_rows, spread_rows
-from titan_sparse.kernels import prices
 from titan_sparse.kernels import probe as kernels
+from titan_sparse.kernels import selection
 from titan_sparse.kernels.probe import KeyBlocks, Probe
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -107,89 +107,89 @@ def test_held_rows(dtype, by_token):
 def test_gains_of_many_groups(groups, entries):
     """More groups of rows, and more slashes, than a program processes at a time."""
     # [B, Hq, n_local, T, U]
-    tiles = torch.rand(2, 3, 4, 1, groups).to(DEVICE)
+    tile_mass = torch.rand(2, 3, 4, 1, groups).to(DEVICE)
     # [B, Hq, n_local, T, L]
-    left = torch.rand(2, 3, 4, 1, prices.LEVELS).to(DEVICE)
-    saved = torch.rand(2, 3, 4, 1, prices.LEVELS).to(DEVICE)
-    # [B, U, E]: about half of the diagonals have no tile there.
+    remaining = torch.rand(2, 3, 4, 1, selection.LEVELS).to(DEVICE)
+    savings = torch.rand(2, 3, 4, 1, selection.LEVELS).to(DEVICE)
+    # [B, U, E]: about half of the slashes have no tile there.
     tile = torch.randint(-4 * groups, 4 * groups, (2, groups, entries))
     tile = tile.clamp(min=-1).int().to(DEVICE)
     rows = torch.randint(0, 5, tile.shape).int().to(DEVICE)
-    table = (tiles, left, saved, tile, rows)
-    got = prices.diagonal_gains(*table)
-    torch.testing.assert_close(got, prices.naive.diagonal_gains(*table), atol=1e-3, rtol=1e-5)
+    table = (tile_mass, remaining, savings, tile, rows)
+    got = selection.slash_gains(*table)
+    torch.testing.assert_close(got, selection.naive.slash_gains(*table), atol=1e-3, rtol=1e-5)
     assert got.min() > 0
 
 
-def test_a_diagonal_of_all_mass_has_the_highest_price():
-    gains = torch.full((1, 1, 3, prices.LEVELS), 1e6, device=DEVICE)
+def test_a_slash_of_all_mass_has_the_highest_score():
+    gains = torch.full((1, 1, 3, selection.LEVELS), 1e6, device=DEVICE)
     cost = torch.ones(1, 3, device=DEVICE)
-    for twin in (prices, prices.naive):
-        price, _ = twin.diagonal_prices(gains, cost, cost > 1)
-        assert price.tolist() == [[[0.5] * 3]]
+    for twin in (selection, selection.naive):
+        score, _ = twin.slash_scores(gains, cost, cost > 1)
+        assert score.tolist() == [[[0.5] * 3]]
 
 
 @CASES
-def test_prices(mask, kind, queries):
+def test_scores(mask, kind, queries):
     spans, geometry, probe, keys = look(mask, kind, queries)
     lse = kernels.naive.span_lse(kernels.naive.block_lse(probe, keys), geometry.slot, geometry.run)
-    priced = make_plan(VerticalSlash(sinks=3, count_sinks=True), spans, geometry, SEQ_LEN, SIZE)
+    plan = make_plan(VerticalSlash(sinks=3, count_sinks=True), spans, geometry, SEQ_LEN, SIZE)
 
-    free = probe._replace(start=priced.free_start, stop=priced.free_stop)
+    free = probe._replace(start=plan.free_start, stop=plan.free_stop)
 
     first, *table = _check_first(free, keys, lse)
 
-    gains = prices.naive.diagonal_gains(*table, priced.tile, priced.rows)
-    got_gains = prices.diagonal_gains(*table, priced.tile, priced.rows)
+    gains = selection.naive.slash_gains(*table, plan.tile, plan.rows)
+    got_gains = selection.slash_gains(*table, plan.tile, plan.rows)
     torch.testing.assert_close(got_gains, gains, atol=1e-4, rtol=1e-4)
 
-    diagonal, codes = prices.naive.diagonal_prices(gains, priced.cost, priced.is_local)
-    got_diagonal, got_codes = prices.diagonal_prices(gains, priced.cost, priced.is_local)
-    # Prices differ by rounding, and with them a few codes by one.
-    apart = (got_codes.int() - codes.int()).abs()
-    assert got_codes.dtype == torch.uint8 and apart.max() <= 1 and apart.sum() <= 3
-    torch.testing.assert_close(got_diagonal, diagonal, atol=1e-6, rtol=1e-3)
-    assert (diagonal > 0).double().mean() > 0.1
+    of_slashes, bins = selection.naive.slash_scores(gains, plan.cost, plan.is_local)
+    got_slashes, got_bins = selection.slash_scores(gains, plan.cost, plan.is_local)
+    # Scores differ by rounding, and with them a few bins by one.
+    apart = (got_bins.int() - bins.int()).abs()
+    assert got_bins.dtype == torch.uint8 and apart.max() <= 1 and apart.sum() <= 3
+    torch.testing.assert_close(got_slashes, of_slashes, atol=1e-6, rtol=1e-3)
+    assert (of_slashes > 0).double().mean() > 0.1
 
-    final = prices.naive.final_prices(free, keys, lse, first, diagonal, priced.offset)
-    got_final = prices.final_prices(free, keys, lse, first, diagonal, priced.offset)
+    final = selection.naive.final_scores(free, keys, lse, first, of_slashes, plan.offset)
+    got_final = selection.final_scores(free, keys, lse, first, of_slashes, plan.offset)
     _check_final(got_final, final)
 
-    masses = prices.naive.diagonal_masses(final.tiles, priced.tile)
-    got_masses = prices.diagonal_masses(final.tiles, priced.tile)
+    masses = selection.naive.slash_masses(final.tile_mass, plan.tile)
+    got_masses = selection.slash_masses(final.tile_mass, plan.tile)
     torch.testing.assert_close(got_masses, masses, atol=1e-4, rtol=1e-4)
 
-    mass, count = prices.naive.mass_by_code(final, keys, priced.span_tokens)
-    by_code = prices.mass_by_code(final, keys, priced.span_tokens)
-    got_mass, got_count = by_code
+    mass, count = selection.naive.mass_histogram(final, keys, plan.span_tokens)
+    histogram = selection.mass_histogram(final, keys, plan.span_tokens)
+    got_mass, got_count = histogram
     torch.testing.assert_close(got_mass, mass, atol=1e-3, rtol=2e-3)
     torch.testing.assert_close(got_count, count, atol=1e-3, rtol=2e-3)
-    torch.testing.assert_close(mass.sum(), final.held.sum())
-    assert count.sum() == (final.codes > 0).sum() > 20
+    torch.testing.assert_close(mass.sum(), final.mass.sum())
+    assert count.sum() == (final.bins > 0).sum() > 20
 
 
 def _check_first(free: Probe, keys: KeyBlocks, lse: Tensor) -> tuple[Tensor, ...]:
-    wanted = prices.naive.first_prices(free, keys, lse)
-    first, tiles, left, saved = wanted
-    got_first, got_tiles, got_left, got_saved = prices.first_prices(free, keys, lse)
+    wanted = selection.naive.first_scores(free, keys, lse)
+    first, tile_mass, remaining, savings = wanted
+    got_first, got_tile_mass, got_remaining, got_savings = selection.first_scores(free, keys, lse)
     torch.testing.assert_close(got_first, first, atol=1e-4, rtol=2e-3)
-    torch.testing.assert_close(got_tiles, tiles, atol=2e-3, rtol=2e-3)
-    # A price beside a level may fall to either side.
-    is_far = (got_left - left).abs() > 2e-3
+    torch.testing.assert_close(got_tile_mass, tile_mass, atol=2e-3, rtol=2e-3)
+    # A score beside a level may fall to either side.
+    is_far = (got_remaining - remaining).abs() > 2e-3
     assert is_far.double().mean() < 5e-3
-    is_close = torch.isclose(got_saved, saved, rtol=1e-4)
+    is_close = torch.isclose(got_savings, savings, rtol=1e-4)
     assert is_close.double().mean() > 0.995
     assert 0 < first.max() < 1
-    assert tiles.max() > 0.1
+    assert tile_mass.max() > 0.1
     return wanted
 
 
-def _check_final(got: prices.FinalPrices, want: prices.FinalPrices) -> None:
-    for name in ("codes", "held_codes"):
+def _check_final(got: selection.FinalScores, want: selection.FinalScores) -> None:
+    for name in ("bins", "mass_bins"):
         difference = getattr(got, name).int() - getattr(want, name).int()
         assert difference.abs().double().mean() < 0.02
-        assert difference.abs().max() <= prices.CODES_PER_OCTAVE
-    for name in ("held", "tiles"):
+        assert difference.abs().max() <= selection.BINS_PER_OCTAVE
+    for name in ("mass", "tile_mass"):
         got_masses = getattr(got, name)
         want_masses = getattr(want, name)
         is_close = torch.isclose(got_masses, want_masses, atol=1e-5, rtol=5e-3)

@@ -23,7 +23,7 @@ from titan_sparse.attention.patterns.spans import (
     slots,
     spans_of_blocks,
 )
-from titan_sparse.attention.patterns.vertical_slash import independent, priced
+from titan_sparse.attention.patterns.vertical_slash import independent, joint
 from titan_sparse.attention.patterns.vertical_slash.probe import (
     last_rows,
     probe_geometry,
@@ -145,13 +145,13 @@ class VerticalSlash(Pattern, VerticalSlashOptions):
             ("vertical_slash", self, cp.key, batch, heads),
             lambda: self._plan(ranges, cp, batch, heads),
         )
-        module = independent if self.budget == "independent" else priced
+        module = independent if self.budget == "independent" else joint
         verticals, slashes, capped = module.choose(q, k, plan, cp, scale, capacity)
         return [slashes, verticals, capped]
 
     def _plan(
         self, ranges: MaskRanges, cp: ContextParallel, batch: int, heads: int
-    ) -> independent.IndependentPlan | priced.JointPlan:
+    ) -> independent.IndependentPlan | joint.JointPlan:
         spans = find_spans(ranges, batch, self.dense_below, cp.block_size)
         seq_len = ranges.start.shape[1]
         queries = self.probe_queries(cp.block_size)
@@ -164,7 +164,7 @@ class VerticalSlash(Pattern, VerticalSlashOptions):
         geometry = probe_geometry(ranges, spans, rows, cp)
         if self.budget == "independent":
             return independent.make_plan(self, spans, geometry, seq_len, cp, heads)
-        return priced.make_plan(self, spans, geometry, seq_len, cp.block_size)
+        return joint.make_plan(self, spans, geometry, seq_len, cp.block_size)
 
     def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
         batch, heads = q.shape[:2]

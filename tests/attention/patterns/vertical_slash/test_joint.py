@@ -14,15 +14,15 @@ from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.spans import Spans, find_spans
-from titan_sparse.attention.patterns.vertical_slash import priced
-from titan_sparse.attention.patterns.vertical_slash.priced import JointPlan
+from titan_sparse.attention.patterns.vertical_slash import joint
+from titan_sparse.attention.patterns.vertical_slash.joint import JointPlan
 from titan_sparse.attention.patterns.vertical_slash.probe import (
     ProbeGeometry,
     last_rows,
     probe_geometry,
     spread_rows,
 )
-from titan_sparse.kernels import prices
+from titan_sparse.kernels import selection
 
 BLOCK = 8
 HEADS, KV_HEADS = 4, 2
@@ -55,7 +55,7 @@ class Known(NamedTuple):
     """What the brute force knows of a span of a head.
 
     start, stop: of the span. rows: {number in the probe: position}. free: {row: [S]}, whether it
-    sees a key that is not always selected. held: {row: [S]}, its mass.
+    sees a key that is not always selected. mass: {row: [S]}, its mass.
     """
 
     case: Case
@@ -63,7 +63,7 @@ class Known(NamedTuple):
     stop: int
     rows: dict[int, int]
     free: dict[int, list[bool]]
-    held: dict[int, list[float]]
+    mass: dict[int, list[float]]
 
     def distance(self, row: int, key: int) -> int:
         """The slash on which a row meets a key: the number of blocks between them."""
@@ -77,7 +77,7 @@ class Known(NamedTuple):
     def column(self, key: int, rows: list[int] | None = None) -> float:
         if rows is None:
             rows = list(self.rows)
-        return sum(self.held[row][key] for row in rows)
+        return sum(self.mass[row][key] for row in rows)
 
     def keys(self, block: int | None = None) -> range:
         if block is None:
@@ -86,25 +86,25 @@ class Known(NamedTuple):
         return range(max(self.start, first), min(self.stop, first + BLOCK))
 
 
-def _code(price: float) -> int:
+def _bin(score: float) -> int:
     """A byte: 255 - 10 per halving, at least 0."""
-    if price <= 0:
+    if score <= 0:
         return 0
-    code = 255 + math.floor(10 * math.log2(price))
+    number = 255 + math.floor(10 * math.log2(score))
     # 255 itself is for what is on in any case.
-    return min(max(code, 0), 254)
+    return min(max(number, 0), 254)
 
 
 def _per_pair(mass: float, rows: int) -> float:
     """Mass per pair of a vertical over its cost, with a pseudo-count of rows without mass."""
-    return mass / (prices.VERTICAL_COST * (rows + prices.PSEUDO_ROWS))
+    return mass / (selection.VERTICAL_COST * (rows + selection.PSEUDO_ROWS))
 
 
-def _first_prices(known: Known) -> dict[int, float]:
-    """Geometric mean of the prices by the even and the odd rows, and at least an eighth of the
-    price by all rows.
+def _first_scores(known: Known) -> dict[int, float]:
+    """Geometric mean of the scores by the even and the odd rows, and at least an eighth of the
+    score by all rows.
     """
-    prices = {}
+    scores = {}
     for key in known.keys():
         of_halves = []
         for parity in (0, 1):
@@ -113,15 +113,15 @@ def _first_prices(known: Known) -> dict[int, float]:
             of_halves.append(_per_pair(known.column(key, half), rows))
         rows = sum(known.meets(row, key) for row in known.rows)
         of_all = _per_pair(known.column(key), rows)
-        prices[key] = max(math.sqrt(of_halves[0] * of_halves[1]), of_all / 8)
-    return prices
+        scores[key] = max(math.sqrt(of_halves[0] * of_halves[1]), of_all / 8)
+    return scores
 
 
-LEVEL_PRICES = [2 ** (-1 - 1.6 * level) for level in range(16)]
+LEVEL_SCORES = [2 ** (-1 - 1.6 * level) for level in range(16)]
 
 
 def _gain(known: Known, distance: int, level: float, first: dict[int, float]) -> float:
-    """The mass of a slash outside the verticals of this price, and the cost of the verticals on it."""
+    """The mass of a slash outside the verticals of this score, and the cost of the verticals on it."""
     first_block = known.start // BLOCK
     gain = 0.0
     for row, position in known.rows.items():
@@ -132,23 +132,23 @@ def _gain(known: Known, distance: int, level: float, first: dict[int, float]) ->
         total = sum(known.column(key) for key in keys)
         below = sum(known.column(key) for key in keys if first[key] < level)
         if total:
-            tile = sum(known.held[row][key] for key in keys)
+            tile = sum(known.mass[row][key] for key in keys)
             gain += tile * below / total
         chosen = sum(first[key] >= level for key in keys)
-        gain += prices.VERTICAL_COST * chosen * level
+        gain += selection.VERTICAL_COST * chosen * level
     return gain
 
 
-def _diagonal_price(known: Known, distance: int, first: dict[int, float]) -> float:
+def _slash_score(known: Known, distance: int, first: dict[int, float]) -> float:
     """The first level at which a slash is worth its cost, interpolated within the step."""
     if distance < known.case.local:
         return 0.0
     # A row meets the slash if its block is that far behind the span's first one.
     nearest = known.start // BLOCK + distance
     rows = sum(position // BLOCK >= nearest for position in known.rows.values())
-    cost = (rows + prices.PSEUDO_ROWS) * BLOCK
+    cost = (rows + selection.PSEUDO_ROWS) * BLOCK
     before = None
-    for level in LEVEL_PRICES:
+    for level in LEVEL_SCORES:
         gain = _gain(known, distance, level, first)
         # In octaves.
         worth = math.log2(max(gain / (level * cost), 1e-20))
@@ -164,42 +164,42 @@ def _diagonal_price(known: Known, distance: int, first: dict[int, float]) -> flo
 
 
 def _final(
-    known: Known, first: dict[int, float], diagonals: list[float]
+    known: Known, first: dict[int, float], slashes: list[float]
 ) -> tuple[list[int], Counter, Counter]:
-    """Codes of the keys, and mass and number of elements by code.
+    """Bins of the keys, and mass and number of candidates by bin.
 
     A mass is 2/3 the estimate of the other half of the rows plus 1/3 that of all rows.
     """
-    codes = []
+    bins = []
     mass = Counter()
     for key in known.keys():
         free = [row for row in known.rows if known.meets(row, key)]
-        on_diagonal = {row: diagonals[known.distance(row, key)] for row in free}
-        paid = [row for row in free if on_diagonal[row] < first[key]]
-        even = [row for row in paid if row % 2 == 0]
-        odd = [row for row in paid if row % 2 == 1]
-        price = _per_pair(known.column(key, paid), len(paid))
+        on_slash = {row: slashes[known.distance(row, key)] for row in free}
+        vertical = [row for row in free if on_slash[row] < first[key]]
+        even = [row for row in vertical if row % 2 == 0]
+        odd = [row for row in vertical if row % 2 == 1]
+        score = _per_pair(known.column(key, vertical), len(vertical))
         of_even = _per_pair(known.column(key, even), len(even))
         of_odd = _per_pair(known.column(key, odd), len(odd))
 
-        codes.append(_code(price))
+        bins.append(_bin(score))
         for row in free:
             of_others = of_even if row % 2 else of_odd
-            held = known.held[row][key]
-            mass[_code(max(on_diagonal[row], of_others))] += held * 2 / 3
-            mass[_code(max(on_diagonal[row], price))] += held / 3
-    return codes, mass, Counter(code for code in codes if code > 0)
+            mass_of_pair = known.mass[row][key]
+            mass[_bin(max(on_slash[row], of_others))] += mass_of_pair * 2 / 3
+            mass[_bin(max(on_slash[row], score))] += mass_of_pair / 3
+    return bins, mass, Counter(number for number in bins if number > 0)
 
 
 class Made(NamedTuple):
-    """By the twins. codes, mass, count: what a selection is made from, of each span."""
+    """By the twins. bins, mass, count: what a selection is made from, of each span."""
 
     spans: Spans
     geometry: ProbeGeometry
     needed: JointPlan
-    slash_codes: Tensor
+    slash_bins: Tensor
     slash_count: Tensor
-    codes: Tensor
+    bins: Tensor
     mass: Tensor
     count: Tensor
 
@@ -220,8 +220,8 @@ def _made(case: Case) -> Made:
         rows = last_rows(spans, case.queries, case.seq_len, BLOCK)
     geometry = probe_geometry(ranges, spans, rows, cp)
     options = VerticalSlash(sinks=case.sinks, local_slashes=case.local, count_sinks=True)
-    needed = priced.make_plan(options, spans, geometry, case.seq_len, BLOCK)
-    return Made(spans, geometry, needed, *priced._codes(q, k, needed, cp, SCALE))
+    needed = joint.make_plan(options, spans, geometry, case.seq_len, BLOCK)
+    return Made(spans, geometry, needed, *joint._histograms(q, k, needed, cp, SCALE))
 
 
 def _known(case: Case, made: Made, b: int, h: int, span: int) -> Known:
@@ -242,23 +242,23 @@ def _known(case: Case, made: Made, b: int, h: int, span: int) -> Known:
     first_free = start + case.sinks
     rows = {}
     free = {}
-    held = {}
+    row_masses = {}
     for number, row in enumerate(positions):
         if not exists[number]:
             continue
         behind_free = (row // BLOCK - case.local + 1) * BLOCK
         rows[number] = row
         free[number] = []
-        held[number] = []
+        row_masses[number] = []
         for key in range(case.seq_len):
             is_free = sees[row][key] and first_free <= key < behind_free
             free[number].append(is_free)
-            held[number].append(mass[row][key] if is_free else 0.0)
-    return Known(case, start, stop, rows, free, held)
+            row_masses[number].append(mass[row][key] if is_free else 0.0)
+    return Known(case, start, stop, rows, free, row_masses)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_prices_are_those_of_the_definition(name):
+def test_scores_are_those_of_the_definition(name):
     case = CASES[name]
     made = _made(case)
     assert made.mass.dtype == torch.float64
@@ -275,7 +275,7 @@ def test_prices_are_those_of_the_definition(name):
             _check_span(made, known, (b, h, span))
             outside[known.start : known.stop] = False
             checked += 1
-        assert not made.codes[b, h].flatten()[: case.seq_len][outside].any()
+        assert not made.bins[b, h].flatten()[: case.seq_len][outside].any()
         assert not made.needed.is_sink[b, : case.seq_len][outside].any()
     assert checked >= 4
 
@@ -285,22 +285,24 @@ def _check_span(made: Made, known: Known, at: tuple[int, int, int]) -> None:
     b, h, span = at
     inside = slice(known.start, known.stop)
     local = known.case.local
-    first = _first_prices(known)
+    first = _first_scores(known)
 
     offset = int(made.spans.offset[b, span])
     count = int(made.spans.diagonals[b, span])
     assert count == (known.stop - 1) // BLOCK - known.start // BLOCK + 1
-    diagonals = [_diagonal_price(known, distance, first) for distance in range(count)]
-    wanted = [_code(price) for price in diagonals]
+    slashes = [_slash_score(known, distance, first) for distance in range(count)]
+    wanted = [_bin(score) for score in slashes]
     wanted[:local] = [255] * min(local, count)
-    assert made.slash_codes[b, h, offset : offset + count].tolist() == wanted
+    assert made.slash_bins[b, h, offset : offset + count].tolist() == wanted
     counted = Counter(wanted[local:])
-    assert made.slash_count[at].tolist() == [counted[code] for code in range(256)]
+    assert made.slash_count[at].tolist() == [counted[number] for number in range(256)]
 
-    codes, mass, count = _final(known, first, diagonals)
-    assert made.codes[b, h].flatten()[inside].tolist() == codes
-    assert made.mass[at].tolist() == pytest.approx([mass[code] for code in range(256)], abs=1e-9)
-    assert made.count[at].tolist() == [count[code] for code in range(256)]
+    bins, mass, count = _final(known, first, slashes)
+    assert made.bins[b, h].flatten()[inside].tolist() == bins
+    assert made.mass[at].tolist() == pytest.approx(
+        [mass[number] for number in range(256)], abs=1e-9
+    )
+    assert made.count[at].tolist() == [count[number] for number in range(256)]
 
     is_sink = torch.arange(known.stop - known.start) < known.case.sinks
     assert torch.equal(made.needed.is_sink[b, inside], is_sink)

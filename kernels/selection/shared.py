@@ -1,4 +1,4 @@
-"""What the kernels share that look at a block of keys: its masses, and prices and codes of them.
+"""Shared parts of the kernels that process a block of keys: masses, scores, and bins.
 
 In the kernels i_b is a sequence, i_bh a query head of it, i_c a block of keys, i_t one of the spans
 that touch the block. P is the probe's rows, padded.
@@ -25,7 +25,7 @@ At 131,072 tokens on an H200 (docs/benchmarks.md, where the time goes): 1.5 with
 """
 
 PSEUDO_ROWS = 4.0
-"""Pseudo-count of each element: extra rows assumed to put no mass on it. Few rows see the
+"""Pseudo-count of each candidate: extra rows assumed to put no mass on it. Few rows see the
 last keys of a span, and a single one may give a key much mass by chance."""
 
 HELD_OUT = 2 / 3
@@ -38,7 +38,7 @@ tried on themselves, lose about L - d. Two thirds of the one and one third of th
 """
 
 SEEN_ONCE = 1 / 8
-"""Factor on the price of a vertical whose mass was seen by only one half of the rows.
+"""Factor on the score of a vertical whose mass was seen by only one half of the rows.
 
 On a narrow slash each row looks at a different key. As verticals, those keys cost less than the
 slash, but they do not help rows outside the probe.
@@ -46,14 +46,14 @@ slash, but they do not help rows outside the probe.
 
 LEVELS = 16
 OCTAVES_BETWEEN_LEVELS = 1.6
-"""Levels are prices 2**-1, 2**-2.6, ... 2**-25. The gain of a diagonal is known at each, and
-interpolated between two."""
+"""Levels are trial thresholds: scores 2**-1, 2**-2.6, ... 2**-25. The gain of a slash is computed at each
+and interpolated between two."""
 
-CODES = 256
-CODES_PER_OCTAVE = 10
-"""Steps of 7 %. Codes 1 to 254 are prices of 2**-25.4 to 1."""
-ALWAYS = CODES - 1
-"""The code of what is always selected."""
+BINS = 256
+BINS_PER_OCTAVE = 10
+"""Bins in steps of 7 %. Bins 1 to 254 are scores of 2**-25.4 to 1."""
+ALWAYS = BINS - 1
+"""The bin of slashes that are always selected."""
 
 
 class SpanTokens(NamedTuple):
@@ -63,54 +63,54 @@ class SpanTokens(NamedTuple):
     stop: Tensor
 
 
-class FinalPrices(NamedTuple):
-    """What final_prices() returns, of a rank's keys.
+class FinalScores(NamedTuple):
+    """The result of final_scores() for a rank's keys.
 
-    codes: uint8 [B, Hq, n_local, b], of verticals.
-    held: fp32 [B, Hq, n_local, 3, b], mass that verticals hold: of the probe's even rows, of its
-        odd rows, and of all. They weigh HELD_OUT, HELD_OUT and 1 - HELD_OUT.
-    held_codes: uint8 [B, Hq, n_local, 3, b], from which code on down they do: that of the odd rows,
-        that of the even rows, and that of all.
-    tiles: fp32 [B, Hq, n_local, T, U], mass by group of rows that diagonals hold, weighed alike.
+    bins: uint8 [B, Hq, n_local, b], of verticals.
+    mass: fp32 [B, Hq, n_local, 3, b], mass of verticals: in the probe's even rows, in its odd rows,
+        and in all, weighted by HELD_OUT, HELD_OUT, and 1 - HELD_OUT.
+    mass_bins: uint8 [B, Hq, n_local, 3, b], the highest thresholds at which they hold it: bins of
+        the scores by the odd rows, by the even rows, and by all.
+    tile_mass: fp32 [B, Hq, n_local, T, U], mass of slashes by group of rows, weighted alike.
     """
 
-    codes: Tensor
-    held: Tensor
-    held_codes: Tensor
-    tiles: Tensor
+    bins: Tensor
+    mass: Tensor
+    mass_bins: Tensor
+    tile_mass: Tensor
 
 
-def level_prices(like: Tensor) -> Tensor:
-    """The prices of all levels, descending, [L] in the dtype of `like`."""
+def level_scores(like: Tensor) -> Tensor:
+    """The scores of all levels, descending, [L] in the dtype of `like`."""
     level = torch.arange(LEVELS, dtype=like.dtype, device=like.device)
     return torch.exp2(-1 - OCTAVES_BETWEEN_LEVELS * level)
 
 
-def codes_of(prices: Tensor) -> Tensor:
-    """uint8 codes of prices, 0 for those below all codes; infinite prices are always on."""
-    code = torch.floor(prices.log2() * CODES_PER_OCTAVE) + ALWAYS
-    code = code.clamp(0, ALWAYS - 1)
-    return torch.where(prices == torch.inf, ALWAYS, code).to(torch.uint8)
+def bins_of(scores: Tensor) -> Tensor:
+    """uint8 bins of scores, 0 for those below all bins; infinite scores are always selected."""
+    bins = torch.floor(scores.log2() * BINS_PER_OCTAVE) + ALWAYS
+    bins = bins.clamp(0, ALWAYS - 1)
+    return torch.where(scores == torch.inf, ALWAYS, bins).to(torch.uint8)
 
 
 _ALWAYS = tl.constexpr(ALWAYS)
-_CODES_PER_OCTAVE = tl.constexpr(CODES_PER_OCTAVE)
+_BINS_PER_OCTAVE = tl.constexpr(BINS_PER_OCTAVE)
 _PSEUDO_ROWS = tl.constexpr(PSEUDO_ROWS)
 _VERTICAL_COST = tl.constexpr(VERTICAL_COST)
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 def tile_options(free: Probe, keys: KeyBlocks) -> dict[str, int]:
-    """As for the probe's kernels, but PART keys at a time. With more, the rows' numbers would not
-    fit into registers beside them."""
+    """The options of the probe's kernels, with PART keys at a time. With more keys, the values of all
+    rows would not fit into registers."""
     options = probe_tile_options(free, keys)
     return options | dict(
         U=free.groups,
         U2=triton.next_power_of_2(free.groups),
-        # tl.dot() wants 16 or more, of half of the rows too.
+        # tl.dot() needs 16 rows or more, also for half of the rows.
         P=max(32, options["P"]),
         PART=min(32, keys.block_size),
-        # Of a warp are all rows of some keys, so that no sum over rows goes through shared memory.
+        # Each warp has all rows of some keys, so that no sum over rows goes through shared memory.
         num_warps=2,
     )
 
@@ -136,7 +136,7 @@ def rows_at(probe, lse, row, q_row, is_row, is_span, D: tl.constexpr, UPCAST: tl
 
 @triton.jit
 def sees_any(rows, first_key, SIZE: tl.constexpr):
-    """Which of rows_at() see anything of the block of keys that begins at first_key."""
+    """Bool [rows]: a row of rows_at() sees some of the block of keys that begins at first_key."""
     _, b_start, b_stop, _ = rows
     return (b_start < b_stop) & (b_start < first_key + SIZE) & (b_stop > first_key)
 
@@ -145,7 +145,7 @@ def sees_any(rows, first_key, SIZE: tl.constexpr):
 def masses(b_k, rows, position, scale):
     """Masses [keys, rows] of keys at these positions, for rows_at().
 
-    Keys come first: sums over rows are what is wanted most, and cost least that way.
+    Keys come first, because most sums are over rows, and they cost least in this order.
     """
     b_q, b_start, b_stop, b_lse = rows
     b_s = tl.dot(b_k, b_q, input_precision="ieee") * (scale * _LOG2_E)
@@ -154,21 +154,21 @@ def masses(b_k, rows, position, scale):
 
 
 @triton.jit
-def price_of(mass, rows):
-    """Mass of a pair for its cost; rows: how many see it."""
+def score_of(mass, rows):
+    """Mass of a vertical in some rows over the cost of its pairs with them. rows: their number."""
     return mass / ((rows + _PSEUDO_ROWS) * _VERTICAL_COST)
 
 
 @triton.jit
-def code_of(price):
-    """int32 codes of prices (inputs.codes_of); none is always on here."""
-    code = tl.floor(tl.log2(price) * _CODES_PER_OCTAVE) + _ALWAYS
-    return tl.minimum(tl.maximum(code, 0.0), _ALWAYS - 1.0).to(tl.int32)
+def bin_of(score):
+    """int32 bins of scores, as bins_of(), but none is ALWAYS."""
+    b_bin = tl.floor(tl.log2(score) * _BINS_PER_OCTAVE) + _ALWAYS
+    return tl.minimum(tl.maximum(b_bin, 0.0), _ALWAYS - 1.0).to(tl.int32)
 
 
 @triton.jit
 def by_group(of_row, group_of_row, row, is_row, U2: tl.constexpr):
-    """Sums [U2] of what rows have, by group of rows."""
+    """Sums [U2] of the rows' values of_row, by group of rows."""
     o_u = tl.arange(0, U2)
     b_group = tl.load(group_of_row + row, mask=is_row, other=-1)
     in_group = b_group[:, None] == o_u[None, :]

@@ -1,11 +1,11 @@
-"""From codes to what is taken: the kernels against their plain-torch twins."""
+"""Thresholds and the selection: the kernels against their plain-torch twins."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from titan_sparse.kernels import prices
-from titan_sparse.kernels.prices import ALWAYS, CODES
+from titan_sparse.kernels import selection
+from titan_sparse.kernels.selection import ALWAYS, BINS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS = 2, 3
@@ -37,12 +37,12 @@ def test_add_diagonals(lengths):
     entries = 77
     n = len(lengths[0])
     span, offset = spans_of(lengths, entries)
-    mass = torch.rand(BATCH, HEADS, n, CODES, generator=drawn(0)).to(DEVICE)
-    on_diagonals = torch.rand(BATCH, HEADS, entries, generator=drawn(1)).to(DEVICE)
-    codes = torch.randint(0, CODES, (BATCH, HEADS, entries), generator=drawn(2)).to(DEVICE)
-    # Many share a code.
-    codes[..., ::3] = ALWAYS
-    codes = codes.to(torch.uint8)
+    mass = torch.rand(BATCH, HEADS, n, BINS, generator=drawn(0)).to(DEVICE)
+    slash_mass = torch.rand(BATCH, HEADS, entries, generator=drawn(1)).to(DEVICE)
+    bins = torch.randint(0, BINS, (BATCH, HEADS, entries), generator=drawn(2)).to(DEVICE)
+    # Many share a bin.
+    bins[..., ::3] = ALWAYS
+    bins = bins.to(torch.uint8)
 
     want = mass.double().clone()
     want_count = torch.zeros_like(want)
@@ -50,13 +50,13 @@ def test_add_diagonals(lengths):
         for e in range(entries):
             if span[b, e] < n:
                 for h in range(HEADS):
-                    code = int(codes[b, h, e])
-                    want[b, h, span[b, e], code] += on_diagonals[b, h, e]
-                    want_count[b, h, span[b, e], code] += code != ALWAYS
-    twin, twin_count = prices.naive.add_diagonals(mass, on_diagonals, codes, span, offset)
+                    number = int(bins[b, h, e])
+                    want[b, h, span[b, e], number] += slash_mass[b, h, e]
+                    want_count[b, h, span[b, e], number] += number != ALWAYS
+    twin, twin_count = selection.naive.add_slashes(mass, slash_mass, bins, span, offset)
     torch.testing.assert_close(twin, want, atol=1e-9, rtol=0)
     assert torch.equal(twin_count.double(), want_count)
-    got, count = prices.add_diagonals(mass, on_diagonals, codes, span, offset)
+    got, count = selection.add_slashes(mass, slash_mass, bins, span, offset)
     assert got.dtype == count.dtype == torch.float32
     torch.testing.assert_close(got, twin.float(), atol=0, rtol=0)
     assert torch.equal(count, twin_count.float())
@@ -64,7 +64,7 @@ def test_add_diagonals(lengths):
 
 UNBOUNDED = (0, None)
 BOUNDS = [
-    # recall, and least and most of verticals and of diagonals
+    # recall, and least and most of verticals and of slashes
     (0.9, (0, 10**6), UNBOUNDED),
     (0.95, (0, 40), UNBOUNDED),
     (0.5, (60, 10**6), (0, 30)),
@@ -78,32 +78,32 @@ BOUNDS = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("recall, of_verticals, of_diagonals", BOUNDS)
-def test_head_limits(recall, of_verticals, of_diagonals, dtype):
+@pytest.mark.parametrize("recall, of_verticals, of_slashes", BOUNDS)
+def test_head_thresholds(recall, of_verticals, of_slashes, dtype):
     n = 2
-    # As many as a probe has rows, on a few codes; the rest is not free.
-    mass = torch.rand(BATCH, HEADS, n, CODES, generator=drawn(3)) ** 8
+    # As many as a probe has rows, on a few bins; the rest is not free.
+    mass = torch.rand(BATCH, HEADS, n, BINS, generator=drawn(3)) ** 8
     mass = mass / mass.sum(-1, keepdim=True) * 20
     # A span without rows, and a head whose masses are lost.
     mass[1, :, 1] = 0
     mass[0, 2, 0] = torch.nan
     mass = mass.to(DEVICE, dtype)
-    allowed = prices.loss_allowed(torch.tensor([[32, 21], [25, 0]]).to(DEVICE), recall)
-    counted = []
-    for seed, (least, most) in ((4, of_verticals), (5, of_diagonals)):
+    max_missed = selection.max_missed_mass(torch.tensor([[32, 21], [25, 0]]).to(DEVICE), recall)
+    bounds = []
+    for seed, (least, most) in ((4, of_verticals), (5, of_slashes)):
         count = torch.randint(0, 3, mass.shape, generator=drawn(seed)).to(DEVICE, dtype)
         caps = None
         if most is not None:
             caps = torch.tensor([[most, most], [most + 5, most]]).to(DEVICE)
-        counted.append(prices.Counted(count, least, caps))
+        bounds.append(selection.CountBounds(count, least, caps))
 
-    want = prices.naive.head_limits(mass, allowed, *counted)
-    got = prices.head_limits(mass, allowed, *counted)
+    want = selection.naive.head_thresholds(mass, max_missed, *bounds)
+    got = selection.head_thresholds(mass, max_missed, *bounds)
     for one, wanted in zip(got, want, strict=True):
         assert torch.equal(one.to(wanted.dtype), wanted)
     # The case is what it says.
-    unbounded = prices.naive.price_limits(mass.double(), allowed)
-    for i, (least, most) in enumerate((of_verticals, of_diagonals)):
+    unbounded = selection.naive.recall_thresholds(mass.double(), max_missed)
+    for i, (least, most) in enumerate((of_verticals, of_slashes)):
         assert bool(want.capped[..., i].any()) == (most is not None and most < 10**6)
         if least:
             assert bool((want[i] < unbounded).any())
@@ -113,30 +113,32 @@ def test_head_limits(recall, of_verticals, of_diagonals, dtype):
 
 @pytest.mark.parametrize("lengths", [[[1200], [1030]], [[700, 1, 400], [0, 1200, 0]]])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_taken(lengths, dtype):
+def test_select(lengths, dtype):
     """A sequence of 75 blocks of 16; of them none are in order."""
     n, size, blocks, entries = len(lengths[0]), 16, 75, 90
     span_of_token, _ = spans_of(lengths, blocks * size)
     span_of_entry, _ = spans_of([[length // 16 for length in one] for one in lengths], entries)
-    codes = torch.randint(0, CODES, (BATCH, HEADS, blocks, size), generator=drawn(5))
-    diagonals = torch.randint(0, CODES, (BATCH, HEADS, entries), generator=drawn(6))
-    diagonals[..., :2] = ALWAYS
-    elements = prices.Elements(
-        verticals=codes.to(DEVICE, torch.uint8),
+    bins = torch.randint(0, BINS, (BATCH, HEADS, blocks, size), generator=drawn(5))
+    slashes = torch.randint(0, BINS, (BATCH, HEADS, entries), generator=drawn(6))
+    slashes[..., :2] = ALWAYS
+    candidates = selection.Candidates(
+        verticals=bins.to(DEVICE, torch.uint8),
         order=torch.randperm(blocks, generator=drawn(7)).to(DEVICE),
         is_sink=(torch.rand(BATCH, blocks * size, generator=drawn(8)) < 0.05).to(DEVICE),
-        diagonals=diagonals.to(DEVICE, torch.uint8),
+        slashes=slashes.to(DEVICE, torch.uint8),
         span_of_token=span_of_token,
         span_of_entry=span_of_entry,
     )
-    vertical_limit = torch.randint(0, CODES + 1, (BATCH, HEADS, n), generator=drawn(9))
-    # Where all is taken, verticals of code 0 are not.
-    vertical_limit[:, 0] = 0
-    diagonal_limit = torch.randint(0, CODES + 1, (BATCH, HEADS, n), generator=drawn(10))
-    diagonal_limit[:, 1] = 0
-    limits = [limit.to(DEVICE, dtype) for limit in (vertical_limit, diagonal_limit)]
-    got = prices.taken(elements, *limits)
-    want = prices.naive.taken(elements, *limits)
+    vertical_threshold = torch.randint(0, BINS + 1, (BATCH, HEADS, n), generator=drawn(9))
+    # Verticals of bin 0 are never selected.
+    vertical_threshold[:, 0] = 0
+    slash_threshold = torch.randint(0, BINS + 1, (BATCH, HEADS, n), generator=drawn(10))
+    slash_threshold[:, 1] = 0
+    thresholds = [
+        threshold.to(DEVICE, dtype) for threshold in (vertical_threshold, slash_threshold)
+    ]
+    got = selection.select(candidates, *thresholds)
+    want = selection.naive.select(candidates, *thresholds)
     for one, wanted in zip(got, want, strict=True):
         assert one.dtype == torch.bool and one.shape == wanted.shape
         assert torch.equal(one, wanted)

@@ -1,7 +1,8 @@
-"""budget = "joint": verticals and slashes above a price, which reach the recall in the least time.
+"""budget = "joint": verticals and slashes above a threshold, which reach the recall in the least time.
 
-The price of an element is the attention mass of one more pair of tokens, for the pair's time
-(titan_sparse/kernels/prices). Each head has its own limit, at which it reaches the recall.
+The score of a candidate is its attention mass per pair of tokens, over the time of a pair. The
+formulas are in titan_sparse/kernels/selection/README.md. Each head has its own threshold, at which
+it reaches the recall.
 
 Masses stay where their keys are. In addition to those of look() there are two collectives: the gains of
 slashes are added up, and what each rank would choose is gathered, one byte a key.
@@ -21,14 +22,14 @@ from titan_sparse.attention.patterns.vertical_slash.probe import (
     look,
     slash_tiles,
 )
-from titan_sparse.kernels import prices as kernels
-from titan_sparse.kernels.prices import PSEUDO_ROWS, Counted, SpanTokens, loss_allowed
+from titan_sparse.kernels import selection as kernels
 from titan_sparse.kernels.probe import KeyBlocks
+from titan_sparse.kernels.selection import PSEUDO_ROWS, CountBounds, SpanTokens, max_missed_mass
 from titan_sparse.options.patterns import VerticalSlashOptions
 
 
 class JointPlan(NamedTuple):
-    """What prices and limits need to know of mask, rows and layout.
+    """The inputs of scores and thresholds that depend on mask, rows, and layout.
 
     counted_start: int32 [B, n, P], the first key of each row whose mass counts in recall.
     free_start, free_stop: int32 [B, n, P], the keys that each row sees and that are not always
@@ -40,9 +41,9 @@ class JointPlan(NamedTuple):
     tile, rows: int32 [B, U, E], the rank's tiles that make up each slash, -1 for none, and how
         many of the probe's rows see each.
     cost: fp32 [B, E], pairs of the probe's rows on each slash.
-    is_local: bool [B, E], the slashes that are always on.
+    is_local: bool [B, E], the slashes that are always selected.
     span_of_entry, span_of_token: int64 [B, E] and [B, S], n for none.
-    allowed: float64 [B, n], the mass of the probe's rows that need not be reached.
+    max_missed: float64 [B, n], the mass of the probe's rows that the selection may miss.
     most_verticals, most_slashes: int64 [B, n], the caps, sinks and local slashes not counted; None
         for no cap.
     """
@@ -62,7 +63,7 @@ class JointPlan(NamedTuple):
     is_local: Tensor
     span_of_entry: Tensor
     span_of_token: Tensor
-    allowed: Tensor
+    max_missed: Tensor
     most_verticals: Tensor
     most_slashes: Tensor | None
 
@@ -117,7 +118,7 @@ def make_plan(
         is_local=is_local,
         span_of_entry=slashes.span,
         span_of_token=span_of_token,
-        allowed=loss_allowed(geometry.rows.group_rows.sum(-1), options.recall),
+        max_missed=max_missed_mass(geometry.rows.group_rows.sum(-1), options.recall),
         most_verticals=share_of_cap(options.max_verticals, options.min_verticals, spans),
         most_slashes=most_slashes,
     )
@@ -132,86 +133,88 @@ def choose(
     """
     batch, heads = q.shape[:2]
     seq_len = plan.span_of_token.shape[1]
-    found = _codes(q, k, plan, cp, scale)
-    codes, mass, count = _of_all_ranks(found.codes, found.mass, found.count, cp)
+    found = _histograms(q, k, plan, cp, scale)
+    bins, mass, count = _of_all_ranks(found.bins, found.mass, found.count, cp)
 
     keys = KeyBlocks(k, plan.geometry.blocks, plan.geometry.slot, cp.block_size)
     module = kernels if by_kernels(keys) else kernels.naive
-    counted = [
-        Counted(count, plan.options.min_verticals, plan.most_verticals),
-        Counted(found.slash_count, plan.options.min_slashes, plan.most_slashes),
+    bounds = [
+        CountBounds(count, plan.options.min_verticals, plan.most_verticals),
+        CountBounds(found.slash_count, plan.options.min_slashes, plan.most_slashes),
     ]
-    chosen = module.head_limits(mass, plan.allowed, *counted)
-    elements = kernels.Elements(
-        verticals=codes,
+    chosen = module.head_thresholds(mass, plan.max_missed, *bounds)
+    candidates = kernels.Candidates(
+        verticals=bins,
         order=plan.geometry.order,
         is_sink=plan.is_sink,
-        diagonals=found.slash_codes,
+        slashes=found.slash_bins,
         span_of_token=plan.span_of_token,
         span_of_entry=plan.span_of_entry,
     )
-    is_vertical, slashes = module.taken(elements, chosen.verticals, chosen.diagonals)
+    is_vertical, slashes = module.select(candidates, chosen.verticals, chosen.slashes)
     verticals, _ = compact(is_vertical.flatten(0, 1), capacity, seq_len)
     return verticals.view(batch, heads, capacity), slashes, chosen.capped
 
 
-class Codes(NamedTuple):
-    """Of all slashes, and of this rank's keys.
+class Histograms(NamedTuple):
+    """Bins and histograms over them, of all slashes and of this rank's verticals.
 
-    slash_codes: uint8 [B, Hq, E]. slash_count: how many have each code, [B, Hq, n, CODES].
-    codes: uint8 [B, Hq, n_local, b]. mass, count: what is held from each code down, and how many
-    verticals have it, [B, Hq, n, CODES].
+    slash_bins: uint8 [B, Hq, E]. slash_count: number of slashes in each bin, [B, Hq, n, BINS].
+    bins: uint8 [B, Hq, n_local, b], of verticals. mass, count: mass of verticals and slashes in each
+    bin, and number of verticals, [B, Hq, n, BINS].
     """
 
-    slash_codes: Tensor
+    slash_bins: Tensor
     slash_count: Tensor
-    codes: Tensor
+    bins: Tensor
     mass: Tensor
     count: Tensor
 
 
-def _codes(q: Tensor, k: Tensor, plan: JointPlan, cp: ContextParallel, scale: float) -> Codes:
+def _histograms(
+    q: Tensor, k: Tensor, plan: JointPlan, cp: ContextParallel, scale: float
+) -> Histograms:
     counted = plan.geometry._replace(start=plan.counted_start)
     probe, keys, lse = look(q, k, counted, cp, scale)
     free = probe._replace(start=plan.free_start, stop=plan.free_stop)
     module = kernels if by_kernels(keys) else kernels.naive
-    first, *of_tiles = module.first_prices(free, keys, lse)
-    gains = cp.all_reduce(module.diagonal_gains(*of_tiles, plan.tile, plan.rows))
-    diagonal, slash_codes = module.diagonal_prices(gains, plan.cost, plan.is_local)
-    final = module.final_prices(free, keys, lse, first, diagonal, plan.offset)
-    by_code = module.mass_by_code(final, keys, plan.span_tokens)
-    on_diagonals = module.diagonal_masses(final.tiles, plan.tile)
+    first, *of_tiles = module.first_scores(free, keys, lse)
+    gains = cp.all_reduce(module.slash_gains(*of_tiles, plan.tile, plan.rows))
+    of_slashes, slash_bins = module.slash_scores(gains, plan.cost, plan.is_local)
+    final = module.final_scores(free, keys, lse, first, of_slashes, plan.offset)
+    histogram = module.mass_histogram(final, keys, plan.span_tokens)
+    slash_mass = module.slash_masses(final.tile_mass, plan.tile)
 
-    # [B, 1, n, n_local T] @ [2, B, Hq, n_local T, CODES]
-    of_spans = plan.spans_of_slots[:, None].to(by_code.dtype)
-    of_verticals, count = of_spans @ by_code.flatten(3, 4)
+    # [B, 1, n, n_local T] @ [2, B, Hq, n_local T, BINS]
+    of_spans = plan.spans_of_slots[:, None].to(histogram.dtype)
+    of_verticals, count = of_spans @ histogram.flatten(3, 4)
     # Local slashes hold no mass here.
-    mass, slash_count = module.add_diagonals(
-        of_verticals, on_diagonals, slash_codes, plan.span_of_entry, plan.offset
+    mass, slash_count = module.add_slashes(
+        of_verticals, slash_mass, slash_bins, plan.span_of_entry, plan.offset
     )
-    return Codes(slash_codes, slash_count, final.codes, mass, count)
+    return Histograms(slash_bins, slash_count, final.bins, mass, count)
 
 
 def _of_all_ranks(
-    codes: Tensor, mass: Tensor, count: Tensor, cp: ContextParallel
+    bins: Tensor, mass: Tensor, count: Tensor, cp: ContextParallel
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [B, Hq, blocks, b], masses and counts of all ranks' keys: one gather.
+    """Bins [B, Hq, blocks, b], masses and counts of all ranks' keys: one gather.
 
     Blocks come one rank after the other.
-    codes: uint8 [B, Hq, n_local, b]. mass, count: [B, Hq, n, CODES].
+    bins: uint8 [B, Hq, n_local, b]. mass, count: [B, Hq, n, BINS].
     """
     # No wider than they are known.
     mass = mass.to(count.dtype)
     if cp.size == 1:
-        return codes, mass, count
-    parts = [part.flatten().view(torch.int32) for part in (codes, mass, count)]
+        return bins, mass, count
+    parts = [part.flatten().view(torch.int32) for part in (bins, mass, count)]
     lengths = [len(part) for part in parts]
     # [ranks, elements]
     gathered = cp.all_gather(torch.cat(parts))
-    all_codes, all_mass, all_count = gathered.split(lengths, dim=1)
+    all_bins, all_mass, all_count = gathered.split(lengths, dim=1)
     # [ranks, B, Hq, n_local, b] -> [B, Hq, ranks n_local, b]
-    all_codes = all_codes.contiguous().view(torch.uint8).view(cp.size, *codes.shape)
-    all_codes = all_codes.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    all_bins = all_bins.contiguous().view(torch.uint8).view(cp.size, *bins.shape)
+    all_bins = all_bins.permute(1, 2, 0, 3, 4).flatten(2, 3)
     all_mass = all_mass.contiguous().view(mass.dtype).view(cp.size, *mass.shape)
     all_count = all_count.contiguous().view(count.dtype).view(cp.size, *count.shape)
-    return all_codes, all_mass.double().sum(0), all_count.sum(0)
+    return all_bins, all_mass.double().sum(0), all_count.sum(0)

@@ -10,7 +10,7 @@ from scripts.benchmarks import synthetic
 from tests.reference import structured_qkv
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.attention.patterns.vertical_slash import priced, probe
+from titan_sparse.attention.patterns.vertical_slash import joint, probe
 from titan_sparse.kernels import compact
 
 BLOCK = 16
@@ -112,11 +112,11 @@ def test_bounds_on_what_comes_besides_sinks_and_local_slashes():
     assert torch.equal(verticals, free_verticals) and torch.equal(slashes, free_slashes)
     assert not capped.any()
 
-    # Elements of one price come together, so that there may be more.
+    # Candidates of one bin come together, so that there may be more.
     verticals, slashes, capped = choose(Causal(), recall=0.01, min_verticals=40, min_slashes=3)
     assert (verticals >= 42).all() and (verticals < 60).all()
     assert (slashes >= 4).all() and (slashes < 8).all() and not capped.any()
-    # Nor what has no price, which would not count for a cap.
+    # Nor what has a score of 0, which would not count for a cap.
     verticals, _, capped = choose(Causal(), min_verticals=180, max_verticals=180)
     assert (verticals > 80).all() and (verticals < 180).all() and not capped[..., 0].any()
     # Two documents, with a floor of their own each.
@@ -198,12 +198,12 @@ BOUNDS = dict(max_verticals=20, max_slashes=4, min_slashes=2)
     ids=["joint", "capped"],
 )
 def test_selection_by_kernels_is_that_of_the_twins(pattern, mask, monkeypatch):
-    """From the probe to the lists, but for an element that rounding moves over a limit."""
+    """From the probe to the lists, but for a candidate that rounding moves over a threshold."""
     q, k, _ = structured_qkv(2, 4, 2, 128, 16, seed=5, dtype=torch.float32)
     of_twins = pattern.select(q, k, mask, block_size=16)
-    for module in (probe, priced):
+    for module in (probe, joint):
         monkeypatch.setattr(module, "by_kernels", lambda keys: True)
-    monkeypatch.setattr(priced, "compact", compact.compact)
+    monkeypatch.setattr(joint, "compact", compact.compact)
     of_kernels = pattern.select(q, k, mask, block_size=16)
     assert torch.equal(of_kernels.capped, of_twins.capped)
     assert torch.equal(of_kernels.slashes, of_twins.slashes) and of_twins.slashes.any()
