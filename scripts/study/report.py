@@ -46,6 +46,7 @@ def report(study: Study, options: argparse.Namespace) -> None:
     out.mkdir(exist_ok=True)
     found = provenance(options, study.size.common["training.device"]) | {
         "size": study.title,
+        "model": study.model.name,
         "lengths": list(study.size.lengths),
         "text": _read_json(study.text / "text.json"),
         "runs": {run.name: run_results(study, run) for run in done},
