@@ -13,10 +13,10 @@ from titan_sparse.attention.backends.base import Backend
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.inputs import mask_of_tensors, mask_of_whole_blocks
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
-from titan_sparse.attention.merge import accumulation_dtype
 from titan_sparse.attention.patterns.base import BlockIndex, CallOptions, Pattern
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.kernels.block_sparse import Piece, Tiles
+from titan_sparse.kernels.dtypes import accumulation_dtype
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from titan_sparse.attention.backends.base import Queries
 from titan_sparse.attention.call import bind
 from titan_sparse.attention.context_parallel import loop
 from titan_sparse.attention.inputs import check_tangents, whole_blocks
-from titan_sparse.attention.merge import accumulation_dtype
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.kernels.sinks import add_sinks, sinks_gradient, sinks_gradient_naive
 
 

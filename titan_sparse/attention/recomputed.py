@@ -15,9 +15,9 @@ from titan_sparse.attention import recorder
 from titan_sparse.attention.call import bind
 from titan_sparse.attention.inputs import Ranks, constant, whole_blocks
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.merge import accumulation_dtype
 from titan_sparse.attention.ops import differentiate, save
 from titan_sparse.attention.patterns.base import blocks_before
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.kernels.sinks import add_sinks
 
 

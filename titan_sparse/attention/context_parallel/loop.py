@@ -20,7 +20,7 @@ from titan_sparse.attention.context_parallel.group_cast import GroupCast
 from titan_sparse.attention.context_parallel.ring import Ring
 from titan_sparse.attention.context_parallel.schedules import Moves
 from titan_sparse.attention.context_parallel.transport import Group, OneRank, Step, Transport
-from titan_sparse.attention.merge import accumulation_dtype
+from titan_sparse.kernels.dtypes import accumulation_dtype
 
 TRANSPORTS: dict[Moves, type[Transport]] = {
     Moves.NOTHING: OneRank,
