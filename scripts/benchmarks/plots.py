@@ -139,7 +139,7 @@ def lines(rows: list[dict], x: str) -> dict[str, list[tuple[float, float]]]:
 
 def equal_time_figure(results: list[dict[str, Any]], methods: list[str], against: str) -> Figure:
     """A panel for each study: held-out loss, mean over kinds of text and seeds, in the attention
-    that is trained with. against: "seconds" or "tokens" of training."""
+    that is trained with. A band shows the seeds. against: "seconds" or "tokens" of training."""
     figure = Figure(figsize=(5 * len(results), 3.6), layout="constrained")
     panels = figure.subplots(1, len(results), squeeze=False)[0]
     for axes, found in zip(panels, results, strict=True):
@@ -154,8 +154,16 @@ def equal_time_figure(results: list[dict[str, Any]], methods: list[str], against
             if curves:
                 name = method.replace("recall_", "recall 0.")
                 label = "dense attention" if method == DENSE else f"titan_sparse, {name}"
-                axes.plot(*mean_curve(curves), marker=".", label=label)
-        axes.set(title=f"{context:,} tokens", ylabel="held-out loss, nats per token")
+                [line] = axes.plot(*mean_curve(curves), marker=".", label=label)
+                seconds = mean_curve(curves)[0]
+                losses = [[loss for _, loss in sorted(of_seed)] for of_seed in curves]
+                least, most = np.min(losses, axis=0), np.max(losses, axis=0)
+                axes.fill_between(seconds, least, most, color=line.get_color(), alpha=0.2)
+        # Older results, which do not name it, are of this model.
+        model = found.get("model", "SmolLM2-135M")
+        seeds = len({run["seed"] for run in found["runs"].values()})
+        title = f"{model}, {context:,} tokens" + (f", {seeds} seeds" if seeds > 1 else "")
+        axes.set(title=title, ylabel="held-out loss, nats per token")
         axes.set(xlabel=f"{against} of training on one GPU")
         axes.grid(alpha=0.3)
         axes.legend()

@@ -269,6 +269,30 @@ def equal_time() -> list[str]:
     return lines(heads, rows)
 
 
+LARGER = [f"study_qwen_0_5b_{length}_h100" for length in ("64k", "128k")]
+"""Files of Qwen2.5-Coder-0.5B at equal time."""
+
+
+def larger_model() -> list[str]:
+    """Means over seeds of a larger model, and the noise of the difference to dense."""
+    rows = []
+    for file in LARGER:
+        runs = result(file)["runs"].values()
+        for method in dict.fromkeys(run["method"] for run in runs):
+            of_method = [run for run in runs if run["method"] == method]
+            density = _evaluated(file, method, method)["attention"]["density"]
+            cells = [f"{max(result(file)['lengths']):,}", method.replace("_", " 0.")]
+            cells += [str(len(of_method)), f"{100 * density:.1f} %"]
+            cells += [f"{of_method[0]['step_seconds']:.2f}", str(of_method[0]["steps"][-1])]
+            for measure in ("loss", "loss, names, far"):
+                cells.append(f"{_mean_score(file, method, method, measure):.3f}")
+            cells.append(f"{_mean_score(file, method, 'dense'):.3f}")
+            cells.append(f"{_mean_score(file, method, method, 'needle forced'):.0f} %")
+            rows.append(cells)
+    heads = "tokens | attention | seeds | density | s per step | steps | held-out loss | far names"
+    return lines(f"{heads} | read densely | needles", rows)
+
+
 def equal_steps() -> list[str]:
     """Loss above dense after the same steps on the same data."""
     file = "study_equal_steps_h100"
@@ -311,6 +335,7 @@ TABLES = {
         huggingface_steps,
         hybrid,
         equal_time,
+        larger_model,
         equal_steps,
     )
 }

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from titan_sparse.attention import recorder
 from titan_sparse.attention.context_parallel.group import ContextParallel, context_of
@@ -21,6 +22,7 @@ from titan_sparse.attention.inputs import (
 )
 from titan_sparse.attention.masks.ranges import Mask, MaskRanges, token_positions
 from titan_sparse.attention.masks.visibility import block_reach, reached
+from titan_sparse.attention.patterns.flex_mask import flex_block_mask
 from titan_sparse.kernels import compact as compact_kernels
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits
 from titan_sparse.options.patterns import DenseOptions, PatternOptions
@@ -130,6 +132,29 @@ class BlockIndex:
         is_vertical.scatter_(2, self.verticals.long().clamp(max=self.seq_len), True)
         visible = mask.dense(self.seq_len, device)[:, None]
         return (in_blocks | is_vertical[:, :, None, : self.seq_len]) & visible
+
+    def block_mask(self, mask: Mask | MaskRanges) -> BlockMask:
+        """[B, Hq, S, S] for flex_attention(q, k, v, block_mask=..., enable_gqa=True), in global order:
+        exactly the pairs that attend() computes with this mask.
+
+        Raises ValueError for a mask of another length.
+        """
+        device = self.verticals.device
+        ranges = mask.rows(self.seq_len, device) if isinstance(mask, Mask) else mask
+        if ranges.start.shape[1] != self.seq_len:
+            raise ValueError(
+                f"the mask is for {ranges.start.shape[1]} tokens, the index for {self.seq_len}; write "
+                f"mask.rows({self.seq_len})"
+            )
+        blocks = torch.arange(math.ceil(self.seq_len / self.block_size), device=device)
+        return flex_block_mask(
+            ranges,
+            self.block_size,
+            self.selects(blocks, blocks),
+            self.selects_for_all(blocks, blocks),
+            self.verticals,
+            self.chosen_chunks(torch.arange(self.seq_len, device=device)),
+        )
 
 
 @dataclass(eq=False)
