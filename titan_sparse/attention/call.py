@@ -12,9 +12,9 @@ from titan_sparse.attention import tiles
 from titan_sparse.attention.backends.base import Backend
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
-from titan_sparse.attention.merge import accumulation_dtype
 from titan_sparse.attention.patterns.base import BlockIndex, Dense, Pattern
 from titan_sparse.kernels.block_sparse import Piece, Tiles
+from titan_sparse.kernels.dtypes import accumulation_dtype
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from titan_sparse.attention.masks.visibility import (
 )
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.tiles import all_blocks
+from titan_sparse.kernels.dtypes import accumulation_dtype
 
 # How much is looked at together, which bounds the memory.
 _Q_BLOCKS_AT_ONCE = 256
@@ -276,7 +277,7 @@ def _lse_of_keys(
 
     position: int64 [S], of the keys. start, stop: [Bm, n], of the queries.
     """
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = accumulation_dtype(q.dtype)
     total = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
     group = q.shape[1] // k.shape[1]
     shares = (k.split(_KEYS_AT_ONCE, dim=2), position.split(_KEYS_AT_ONCE))

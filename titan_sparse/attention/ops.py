@@ -40,8 +40,8 @@ from titan_sparse.attention.inputs import (
     mask_of_whole_blocks,
     whole_blocks,
 )
-from titan_sparse.attention.merge import accumulation_dtype
 from titan_sparse.attention.patterns.base import PATTERNS_BY_KEY, Pattern
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.kernels.sinks import add_sinks, sinks_gradient, sinks_gradient_naive
 
 _TRANSPORTS: dict[Moves, type[loop.Transport]] = {

@@ -12,7 +12,6 @@ from torch import Tensor
 from titan_sparse.attention import recorder
 from titan_sparse.attention.inputs import Ranks, constant, whole_blocks
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.merge import accumulation_dtype
 from titan_sparse.attention.ops import (
     bind,
     blocks_before,
@@ -20,6 +19,7 @@ from titan_sparse.attention.ops import (
     options_key,
     save,
 )
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.kernels.sinks import add_sinks
 
 

@@ -20,6 +20,7 @@ from titan_sparse.config import Attention
 from titan_sparse.evaluation.pictures import new_figure
 from titan_sparse.evaluation.scorer import attention_replaced
 from titan_sparse.kernels.chunks import chosen_keys
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.models.decoder import Decoder
 
 SHARES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
@@ -121,7 +122,7 @@ def probabilities(q: Tensor, k: Tensor, ranges: MaskRanges, at: Tensor) -> Tenso
 
     q: [1, Hq, S, D]. k: [1, Hkv, S, D].
     """
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = accumulation_dtype(q.dtype)
     key = torch.arange(k.shape[2], device=k.device)
     # [n, S]
     is_seen = (key >= ranges.start[0, at, None]) & (key < ranges.stop[0, at, None])

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.backends.base import Backend, Case, Partial, Queries, Sum
-from titan_sparse.attention.merge import accumulation_dtype, merge
+from titan_sparse.attention.merge import merge
 from titan_sparse.kernels.block_sparse import Piece, Tiles
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_keys
 from titan_sparse.kernels.compact import unpack
+from titan_sparse.kernels.dtypes import accumulation_dtype
 
 
 class Eager(Backend):
@@ -34,8 +35,10 @@ class Eager(Backend):
         for piece in pieces[:-1]:
             before = merge(before, *_piece_forward(q, piece, scale), accumulation_dtype(q.dtype))
         # Only the last sum is rounded.
-        last = _piece_forward(q, pieces[-1], scale)
-        return Partial(*merge(before, *last, total.dtype))
+        out, lse = _piece_forward(q, pieces[-1], scale)
+        if before is None:
+            return Partial(out.to(total.dtype), lse)
+        return Partial(*merge(before, out, lse, total.dtype))
 
     def backward(
         self, queries: Queries, pieces: Sequence[Piece], scale: float, total: Sum

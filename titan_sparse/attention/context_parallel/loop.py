@@ -20,8 +20,8 @@ from titan_sparse.attention.backends.base import Partial, Queries, Sum
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel import dense, verticals
 from titan_sparse.attention.context_parallel.dense import Rectangle
-from titan_sparse.attention.merge import accumulation_dtype
 from titan_sparse.kernels.block_sparse import Piece, Tiles
+from titan_sparse.kernels.dtypes import accumulation_dtype
 
 
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -29,6 +29,7 @@ from titan_sparse.attention.patterns.spans import (
 )
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits, chosen_keys
 from titan_sparse.kernels.compact import pack, unpack
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.options.patterns import MoBAOptions
 
 _CHUNK_ELEMENTS = 1 << 24
@@ -358,7 +359,7 @@ def _mean_keys(
     global order on every rank, so that the number of ranks does not change the result.
     """
     kv_heads, _, dim = k.shape[1:]
-    dtype = torch.promote_types(k.dtype, torch.float32)
+    dtype = accumulation_dtype(k.dtype)
     # [B, Hkv, n_local, block, D]
     k_blocks = k.unflatten(2, (-1, cp.block_size)).to(dtype)
     # [B, Hkv, n_local, 2, D], then of all ranks: [B, Hkv, blocks, 2, D]
