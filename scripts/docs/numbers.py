@@ -121,7 +121,7 @@ SPARSE_PAYS = ("choose_h200", "sparse_pays_h100")
 
 
 def sparse_pays() -> list[str]:
-    """How many steps of each recall fit into the time of a dense one, by device and length."""
+    """The number of steps of each recall in the time of a dense one, by device and length."""
     cases: dict[tuple[str, int], dict[str, float]] = {}
     for file in SPARSE_PAYS:
         if (ROOT / f"benchmarks/results/{file}.json").is_file():
@@ -142,7 +142,7 @@ def sparse_pays() -> list[str]:
 
 
 def scaling() -> list[str]:
-    """Of attention over four GPUs."""
+    """Speed of attention over four GPUs."""
     labels = {"alone": "one GPU alone", "double_ring": "double_ring, 2 x 2"}
     rows = []
     for backend, file in (("triton", ""), ("flex", "_flex")):

@@ -1,4 +1,5 @@
-"""What does sparse training cost in quality? A real model, extended from 8,192 to 65,536 tokens.
+"""Measure what sparse training costs in quality. A real model, extended from 8,192 to 65,536
+tokens.
 
     python -m scripts.study --out outputs/study
         hours on one GPU; --short: 15 minutes; --toy: a minute on a CPU

@@ -197,7 +197,7 @@ def dequantize(gguf: Path, out: Path, ties: bool) -> None:
 
 @torch.no_grad()
 def check(folder: Path) -> str:
-    """What ours and transformers make of the same text.
+    """Compare the logits of our model and of transformers on the same text.
 
     Raises Refusal if a logit differs by more than LARGEST_ERROR.
     """

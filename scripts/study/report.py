@@ -65,7 +65,7 @@ def _read_json(path: Path) -> Any:
 
 
 def run_results(study: Study, run: Run) -> dict[str, Any]:
-    """Of a finished run: its curves by step, and what stands in the table.
+    """The results of a finished run: its curves by step, and its numbers in the table.
 
     Density is the share of causal pairs, also of a window. Recall is by logged step, empty where
     nothing is chosen. seconds: of training since the start, without compilation and without the
@@ -208,7 +208,7 @@ def comparisons(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def is_noise(values: list[float]) -> bool | None:
-    """Whether the mean of a few values is 0 by Student's t; None for one value."""
+    """True if the mean of a few values is 0 by Student's t; None for one value."""
     if len(values) == 1:
         return None
     error = stdev(values) / math.sqrt(len(values))

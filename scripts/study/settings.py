@@ -353,7 +353,7 @@ def check_time(size: Size, deadline: float) -> None:
 
 
 def is_done(study: Study, run: Run) -> bool:
-    """Whether a run has all its steps. Its checkpoints may be gone once it is evaluated."""
+    """True if a run has all its steps. Its checkpoints may be gone once it is evaluated."""
     # Imported here, as it loads torch, which --help does without.
     from titan_sparse.training.checkpoint.folders import newest_checkpoint
 
@@ -382,5 +382,5 @@ def causal_share(size: Size, method: str) -> float:
 
 
 def folder_of(study: Study, evaluation: Evaluation) -> Path:
-    """Where the answers lie, a file for each question."""
+    """The folder of the answers, a file for each question."""
     return study.folder / "evaluation" / f"{evaluation.weights}--{evaluation.mode}"

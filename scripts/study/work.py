@@ -109,7 +109,7 @@ class HeldOut:
 
 @contextlib.contextmanager
 def stopped_in_time(trainer: Trainer, deadline: float) -> Iterator[None]:
-    """When the time is over, the run finishes its step and saves, as after a signal."""
+    """Stop the run when the time is over: it finishes its step and saves, as after a signal."""
     seconds = min(max(deadline - time.monotonic(), 0), threading.TIMEOUT_MAX)
     timer = threading.Timer(seconds, trainer.signals.ask)
     timer.daemon = True
