@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation.scorer import Scorer, Sequence
+from titan_sparse.loss import IGNORE_INDEX
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OF_SEVERAL_WORDS = re.compile(r"[A-Za-z0-9]_[A-Za-z]|[a-z][A-Z]")
@@ -36,7 +36,7 @@ def name_losses(scorer: Scorer, windows: list[Sequence], length: int, far: int) 
             distances[start:stop] = distance
             names[distance] += 1
         # The label at a position is the token after it.
-        labels = np.where(distances[1:] >= 0, sequence.labels, IGNORED_LABEL)
+        labels = np.where(distances[1:] >= 0, sequence.labels, IGNORE_INDEX)
         losses, positions = scorer.token_losses(Sequence(sequence.tokens, labels), length)
         kinds = torch.from_numpy(distances[1:]).to(scorer.device)[positions]
         totals[0].index_add_(0, kinds, losses.double())

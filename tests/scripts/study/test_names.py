@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from scripts.study.names import DISTANCES, FAR, MIDDLE, NEAR, NEW, distances_of_names, name_losses
-from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import ByteTokenizer
 from titan_sparse.evaluation.scorer import Sequence
+from titan_sparse.loss import IGNORE_INDEX
 
 FAR_TOKENS = 160  # near: at most 10
 TEXT = (
@@ -47,10 +47,10 @@ def test_distances_are_those_to_the_last_time():
 def test_losses_are_those_of_the_names_alone():
     tokenizer = ByteTokenizer()
     tokens = tokenizer.encode(TEXT).astype(np.int64)
-    labels = np.append(tokens[1:], IGNORED_LABEL)
+    labels = np.append(tokens[1:], IGNORE_INDEX)
 
     def token_losses(sequence: Sequence, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = torch.from_numpy(np.flatnonzero(sequence.labels != IGNORED_LABEL))
+        positions = torch.from_numpy(np.flatnonzero(sequence.labels != IGNORE_INDEX))
         # The loss of a token is the square of its place in the text.
         return (positions + 1.0) ** 2, positions
 
