@@ -8,7 +8,7 @@ from torch._C._functorch import is_gradtrackingtensor
 from torch.autograd.forward_ad import unpack_dual
 
 from titan_sparse.attention.context_parallel.group import ONE_RANK, ContextParallel
-from titan_sparse.attention.masks.ranges import Mask, MaskRanges, once_per_mask
+from titan_sparse.attention.masks.ranges import Mask, MaskRanges, once_per_mask, rows_once
 
 DEFAULT_BLOCK_SIZE = 128
 
@@ -126,7 +126,7 @@ def resolve_mask(mask: Mask | MaskRanges, q: Tensor, ranks: Ranks) -> MaskRanges
     """
     seq_len = q.shape[2] * ranks.size
     if isinstance(mask, Mask):
-        mask = mask.rows(seq_len, q.device)
+        mask = rows_once(mask, seq_len, q)
     elif not isinstance(mask, MaskRanges):
         raise ValueError(
             f"mask={type(mask).__name__} is not a mask; write a mask of titan_sparse.attention.masks, "

@@ -305,9 +305,6 @@ def _check_run(config: Config) -> None:
     source = "lr_scheduler.total_steps" if scheduler.total_steps else "training.steps"
     if scheduler.warmup_steps > attrgetter(source)(config):
         clash(config, "lr_scheduler.warmup_steps", source, "a smaller one", "is above")
-    # It does not exist for sharded parameters.
-    if config.optimizer.name == "SGD" and config.optimizer.implementation == "fused":
-        clash(config, "optimizer.implementation", "optimizer.name")
     last = config.profiling.first_step + config.profiling.steps - 1
     if config.profiling.enable and last > config.training.steps:
         why = f"traces up to step {last}, above"

@@ -14,12 +14,16 @@ from torch import Tensor
 
 from titan_sparse.attention.context_parallel import balanced, group_cast_plan, layouts, ring_routing
 from titan_sparse.attention.context_parallel.needed_keys import met_blocks, met_chunks
-from titan_sparse.attention.context_parallel.schedules import Moves, Schedule, head_groups
+from titan_sparse.attention.context_parallel.schedules import (
+    Moves,
+    Schedule,
+    head_groups,
+    heads_gathered,
+)
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.visibility import seen_blocks, seen_chunks, visible_pairs
 from titan_sparse.attention.observe import Visits, by_step, count_visits
 from titan_sparse.attention.patterns import BlockIndex
-from titan_sparse.attention.patterns.base import DenseIndex
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS, Constants, KVShape
 
 
@@ -195,24 +199,26 @@ class _Planner:
         return work, forward._replace(seconds=forward_seconds), backward
 
     def all_gather(self) -> tuple[Tensor, Pass, Pass]:
-        """Everything is sent to everybody, one KV head at a time."""
+        """Everything is sent to everybody, some KV heads at a time."""
         heads = self.layer.shape.kv_heads
+        at_once = heads_gathered(heads, self.key_bytes * self.setting.ranks // heads)
+        groups = -(-heads // at_once)
         _, work = self._work_by_step()
-        # [W, KV heads]: heads are assumed to be alike.
-        of_head = (work.sum(1, keepdim=True) / heads).expand(-1, heads)
+        # [W, groups]: heads are assumed to be alike, and groups to have equally many.
+        of_group = (work.sum(1, keepdim=True) / groups).expand(-1, groups)
         chunks = ring_routing.all_gather_traffic(self.setting.ranks, self.setting.intra)
-        gather = self._collective_seconds(self.key_bytes / heads)
-        scatter = self._collective_seconds(self.gradient_bytes / heads)
+        gather = self._collective_seconds(self.key_bytes / groups)
+        scatter = self._collective_seconds(self.gradient_bytes / groups)
 
-        # The next head is gathered while one is computed, and its gradient is scattered while the
-        # next one is computed.
-        gathers = torch.full((heads,), gather, dtype=torch.float64)
+        # The next heads are gathered while some are computed, and their gradients are scattered
+        # while the next ones are computed.
+        gathers = torch.full((groups,), gather, dtype=torch.float64)
         gathers[-1] = 0
-        scatters = torch.full((heads,), scatter, dtype=torch.float64)
+        scatters = torch.full((groups,), scatter, dtype=torch.float64)
         scatters[0] = 0
-        forward = self._pass(of_head, gathers, _bytes((chunks, self.key_bytes)), ends=gather)
+        forward = self._pass(of_group, gathers, _bytes((chunks, self.key_bytes)), ends=gather)
         backward = self._pass(
-            of_head,
+            of_group,
             torch.maximum(gathers, scatters),
             _bytes((chunks, self.key_bytes + self.gradient_bytes)),
             backward=True,
@@ -224,7 +230,7 @@ class _Planner:
         """Single blocks travel, from their owners to the ranks that need them."""
         setting = self.setting
         layer = self.layer
-        if isinstance(layer.index, DenseIndex):
+        if layer.index.selects_all:
             # The mask alone determines what a dense pattern needs.
             needed = seen_blocks(layer.ranges, layer.table, layer.index.block_size)
         else:

@@ -196,10 +196,7 @@ def curve(
         is_selected = keys_of_rows(index.of_heads(slice(head, head + 1)), ranges, at)
         point["density"].append(is_selected.sum().item() / allowed)
         point["recall"].append((of_head * is_selected).sum(-1).mean().item())
-    if isinstance(pattern, VerticalSlash):
-        point["verticals"] = (index.verticals[0] < index.seq_len).sum(-1).tolist()
-        point["slashes"] = index.slashes[0].sum(-1).tolist()
-    return point
+    return point | index.counts()
 
 
 def keys_of_rows(index: BlockIndex, ranges: MaskRanges, at: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 EXTRAS = {
     "train": (
-        "torchtitan",
         "torchao",
         "datasets",
         "tokenizers",

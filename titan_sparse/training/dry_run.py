@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from titan_sparse.attention import backends
-from titan_sparse.attention.backends import cudnn, flash
 from titan_sparse.attention.context_parallel.schedules import ALL_GATHER, Moves
 from titan_sparse.config import Checkpoint, Config, padding_multiple
 from titan_sparse.estimate.flops import causal_pairs, flops_per_token, windows_of
@@ -166,18 +165,7 @@ def _backend(config: Config, model: DecoderConfig) -> str:
     dtype = getattr(torch, config.training.dtype)
     tokens = config.training.seq_len
     case = backend_case(config.attention, "cuda", dtype, model.head_dim, tokens)
-    if torch.cuda.is_available():
-        return backends.choose(**case)
-    if dtype == torch.float64:
-        return "eager"
-    block_size = config.attention.block_size
-    if dtype != torch.bfloat16 or case["slices"]:
-        return "triton"
-    by_flex = not (case["dynamic"] and case["is_short"])
-    if by_flex and model.head_dim in flash.HEAD_DIMS and block_size == 128:
-        return "flex"
-    cudnn_can = model.head_dim in cudnn.HEAD_DIMS and block_size in cudnn.BLOCK_SIZES
-    return "cudnn" if cudnn_can and config.attention.pattern == "dense" else "triton"
+    return backends.choose(**case, here=torch.cuda.is_available())
 
 
 def _shape(config: Config, step: StepShape, where: World) -> list[str]:

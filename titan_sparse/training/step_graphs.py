@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.observe import Recording
 from titan_sparse.config import Config
 from titan_sparse.config.reading import Refusal
 from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.training.optimizer import shard_of
 
 logger = logging.getLogger("titan_sparse")
 
@@ -250,7 +250,7 @@ class StepGraphs:
     def _zero_gradients(self) -> None:
         gradients = [x.grad for x in self.model.parameters() if x.grad is not None]
         if gradients:
-            torch._foreach_zero_([x.to_local() if isinstance(x, DTensor) else x for x in gradients])
+            torch._foreach_zero_([shard_of(x) for x in gradients])
 
 
 def flattened(batch: MicroBatch) -> tuple[list[Tensor], Hashable]:

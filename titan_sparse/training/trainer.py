@@ -13,7 +13,6 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchtitan.distributed.utils import clip_grad_norm_
 
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.recorder import counting_caps
@@ -66,7 +65,7 @@ from titan_sparse.training.load import build_run_scorer
 from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.training.metrics_output import open_wandb
 from titan_sparse.training.model import build_model, check_float8
-from titan_sparse.training.optimizer import build_optimizer, set_learning_rate
+from titan_sparse.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
 from titan_sparse.training.preflight import (
     adapters_to_train,
     alike,
@@ -405,7 +404,7 @@ class Trainer:
 
     def _clip(self) -> Tensor:
         # 0: no clipping.
-        return clip_grad_norm_(self.model.parameters(), self.config.training.max_norm or math.inf)
+        return clip_gradients(self.model.parameters(), self.config.training.max_norm or math.inf)
 
     def _after_step(self, stopped: bool, is_first: bool) -> None:
         """What is due after a step: going back, saving, validation, collecting garbage."""

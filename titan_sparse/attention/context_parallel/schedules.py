@@ -142,3 +142,21 @@ def head_groups(kv_heads: int, windows: int) -> int:
     if windows == 1:
         return 1
     return max(count for count in range(1, 5) if kv_heads % count == 0)
+
+
+_GATHERED_BYTES = 32 << 20
+"""Keys and values that all_gather brings in one group of heads, at least. Fewer arrive sooner than the
+host queues what is to be computed on them."""
+
+
+def heads_gathered(kv_heads: int, head_bytes: int) -> int:
+    """How many KV heads all_gather gathers together; the last group of heads may have fewer.
+
+    head_bytes: keys and values of one head, of all ranks.
+
+    There are two groups at least, where there are two heads: one is computed on while the next one
+    arrives.
+    """
+    wanted = -(-_GATHERED_BYTES // head_bytes)
+    groups = max(2, -(-kv_heads // wanted))
+    return -(-kv_heads // groups)

@@ -10,6 +10,7 @@ Slices.batch([prefix_lm(...), prefix_lm(...)]).
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ class Slices(Mask):
     Raises ValueError for other types, for ranges that are not ranges, and for a pair that two
     slices cover, naming the two.
     """
+
+    is_constant = True
 
     def __init__(
         self,
@@ -121,6 +124,7 @@ class Dilated(Mask):
 
     window: int
     rate: int
+    is_constant: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         refusal = (

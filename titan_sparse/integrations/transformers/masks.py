@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks import Mask, MaskRanges, Slices, SlidingWindow
-from titan_sparse.attention.masks.ranges import intersect
+from titan_sparse.attention.masks.ranges import intersect, rows_once
 from titan_sparse.attention.patterns import Dense, Pattern
 
 
@@ -182,13 +182,13 @@ class LayerMask(AttentionMask):
             if known_positions is position_ids and known_settings is settings:
                 return ranges
         if self.own is not None:
-            ranges = self._own_ranges(q.shape[2] * settings.ranks, q.device)
+            ranges = self._own_ranges(q, settings.ranks)
         else:
             ranges = ranges_of_tokens(position_ids, self.padding, self.rule, q, settings.pattern)
         self._resolved = (position_ids, settings, ranges)
         return ranges
 
-    def _own_ranges(self, seq_len: int, device: torch.device) -> MaskRanges:
+    def _own_ranges(self, q: Tensor, ranks: int) -> MaskRanges:
         """The user's mask without what the layer's window hides."""
         if self.rule.chunk is not None:
             raise ValueError(
@@ -196,13 +196,13 @@ class LayerMask(AttentionMask):
                 'attention_mask={"full_attention": mask, "chunked_attention": its chunks}'
             )
         if isinstance(self.own, MaskRanges):
-            moved = [x.to(device) if isinstance(x, Tensor) else x for x in self.own]
+            moved = [x.to(q.device) if isinstance(x, Tensor) else x for x in self.own]
             ranges = MaskRanges(*moved)
         else:
-            ranges = _rows(self.own, seq_len, device)
+            ranges = rows_once(self.own, q.shape[2] * ranks, q)
         if self.rule.window is None:
             return ranges
-        window = SlidingWindow(self.rule.window).rows(ranges.start.shape[1], device)
+        window = SlidingWindow(self.rule.window).rows(ranges.start.shape[1], q.device)
         both = intersect(ranges, window)
         return both._replace(table=ranges.table, probe_seed=ranges.probe_seed)
 
@@ -226,12 +226,6 @@ def has_documents(ranges: MaskRanges) -> bool:
     # [Bm, S], -1 on padding
     first = torch.where(starts < 0, starts.shape[1], starts).amin(1)
     return bool((starts.amax(1) > first).any())
-
-
-@functools.lru_cache(maxsize=4)
-def _rows(mask: Mask, seq_len: int, device: torch.device) -> MaskRanges:
-    """mask.rows(seq_len, device). A mask that a user gave in a dict reaches each layer anew."""
-    return mask.rows(seq_len, device)
 
 
 def ranges_of_tokens(

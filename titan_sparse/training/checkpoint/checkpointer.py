@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from titan_sparse.config import Checkpoint, Refusal
@@ -40,6 +39,7 @@ from titan_sparse.training.checkpoint.reader import (
 from titan_sparse.training.checkpoint.saver import PINNED, memory_like, write
 from titan_sparse.training.faults.process_groups import on_first_rank
 from titan_sparse.training.offload import Copier
+from titan_sparse.training.optimizer import shard_of
 
 logger = logging.getLogger("titan_sparse")
 
@@ -212,10 +212,7 @@ class Checkpointer:
     @torch.no_grad()
     def _copy(self, tensors: dict[str, Tensor]) -> None:
         """Copy this rank's shards. With pinned memory the host does not wait for it."""
-        shards = {
-            name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            for name, tensor in tensors.items()
-        }
+        shards = {name: shard_of(tensor) for name, tensor in tensors.items()}
         if shards.keys() != self.copies.keys():
             self.memory, self.copies = memory_like(shards, self.section.async_mode == PINNED)
         for name, shard in shards.items():

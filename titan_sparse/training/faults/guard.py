@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_sparse.config import Guard as GuardSection
 from titan_sparse.config import Refusal
 from titan_sparse.models.initialization import canonical_name
+from titan_sparse.training.optimizer import shard_of
 
 _STANDARD_DEVIATIONS = 6
 """A norm this far above the mean, in the logarithm, is bad even for a noisy run."""
@@ -185,7 +185,7 @@ def refuse_bad_weights(model: nn.Module, device: torch.device) -> None:
 @torch.no_grad()
 def _not_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """bool [n]: which of n tensors have an element that is not finite, on any rank."""
-    shards = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    shards = [shard_of(x) for x in tensors]
     # With more ranks than rows, some ranks have nothing to look at.
     filled = [number for number, shard in enumerate(shards) if shard.numel()]
     bad = torch.zeros(len(shards), device=device)

@@ -8,7 +8,7 @@ not all of them chose, each query keeps to its own choice (kernels/chunks.py).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,10 @@ from torch import Tensor
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.ranges import Mask, MaskRanges, once_per_mask, token_positions
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern, gather_blocks, no_verticals
+from titan_sparse.attention.patterns.moba import gathered
 from titan_sparse.attention.patterns.spans import (
     Spans,
+    document_origin,
     find_spans,
     lookup,
     slots,
@@ -154,6 +156,13 @@ class MoBAIndex(BlockIndex):
 class MoBA(Pattern, MoBAOptions):
     """Each query chooses chunks of keys by their mean key. MoBAOptions has the parameters."""
 
+    gathers_queries: ClassVar[bool] = True
+
+    def computation(self, call: Any, batch: int) -> gathered.GatheredQueries | None:
+        """The queries of each chunk are gathered on one rank, where the backend has kernels."""
+        geometry = gathered.geometry_of(self, call, batch)
+        return None if geometry is None else gathered.GatheredQueries(call, geometry)
+
     def select_tensors(
         self, q: Tensor, k: Tensor, ranges: MaskRanges, cp: ContextParallel, scale: float
     ) -> list[Tensor]:
@@ -284,13 +293,6 @@ class MoBAChunks(NamedTuple):
     offset: Tensor
     own: Tensor
     member: Tensor
-
-
-def document_origin(ranges: MaskRanges) -> Tensor:
-    """int32 [Bm, S], where each token's document begins; 0 for padding."""
-    if ranges.document_start is None:
-        return torch.zeros_like(ranges.start)
-    return ranges.document_start.clamp(min=0).int()
 
 
 def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: int) -> MoBAChunks:
