@@ -1,7 +1,7 @@
 """attend() combines mask, pattern, layout, schedule and backend."""
 
 import operator
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -24,16 +24,47 @@ from titan_sparse.attention.recomputed import attend_in_parts
 
 
 class Auxiliary(NamedTuple):
-    """What attend() returns in addition to out.
+    """The second result of attend() with return_aux=True.
 
     lse: natural-log normalizer [B, Hq, S_local], fp32 (fp64 for fp64); it counts the sinks, if there
     are any. index: what was selected.
     """
 
     lse: Tensor
-    index: BlockIndex
+    index: BlockIndex  # type: ignore[assignment]
 
 
+@overload
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | MaskRanges = ...,
+    pattern: Pattern = ...,
+    cp: ContextParallel | None = ...,
+    backend: str = ...,
+    scale: float | None = ...,
+    block_size: int | None = ...,
+    return_aux: Literal[False] = ...,
+    recomputed: float = ...,
+    sinks: Tensor | None = ...,
+) -> Tensor: ...
+@overload
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | MaskRanges = ...,
+    pattern: Pattern = ...,
+    cp: ContextParallel | None = ...,
+    backend: str = ...,
+    scale: float | None = ...,
+    block_size: int | None = ...,
+    *,
+    return_aux: Literal[True],
+    recomputed: float = ...,
+    sinks: Tensor | None = ...,
+) -> tuple[Tensor, Auxiliary]: ...
 def attend(
     q: Tensor,
     k: Tensor,
@@ -115,8 +146,8 @@ def attend(
         key = options_key(pattern.key, ranks.key, names, scale)
         index = ops.select(q.detach(), k.detach(), tensors, key)
     # The window is a constant of a compiled graph, like the rest of the key.
-    options = (pattern.key, ranks.key, names, scale, backend)
-    options = (*options, ranges.plain, operator.index(ranges.window))
+    window = operator.index(ranges.window)
+    options = (pattern.key, ranks.key, names, scale, backend, ranges.plain, window)
     inputs = (q, k, v, sinks, index, tensors)
     if recomputed == 0:
         out, lse, _ = ops.attend_forward(*inputs, options_key(*options))

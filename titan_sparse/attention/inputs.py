@@ -1,6 +1,6 @@
 """Check the inputs of attend() and pattern.select(), pad them, and pack them for the custom ops."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def constant(x: float) -> float:
 
 
 class Ranks(NamedTuple):
-    """What torch.compile may know about a ContextParallel, or about its absence.
+    """The facts that torch.compile may know about a ContextParallel, or about its absence.
 
     key: names the ContextParallel in custom ops (context_parallel/group.py).
     """
@@ -196,7 +196,9 @@ def mask_of_tensors(
 ) -> MaskRanges:
     """The inverse of mask_tensors(). plain, window: of the mask."""
     # What is not named stays None.
-    fields = dict.fromkeys(_MASK_TENSORS) | dict(zip(names.split(), tensors, strict=True))
+    fields: dict[str, Any] = dict.fromkeys(_MASK_TENSORS) | dict(
+        zip(names.split(), tensors, strict=True)
+    )
     return MaskRanges(**fields, plain=plain, window=window)
 
 

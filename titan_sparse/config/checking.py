@@ -1,4 +1,4 @@
-"""What can run and what cannot: check() refuses impossible combinations before any process group
+"""Checks of what can run: check() refuses impossible combinations before any process group
 exists."""
 
 import json
@@ -272,7 +272,7 @@ def _check_float8(config: Config) -> None:
 
 
 def trains_random_base(config: Config) -> bool:
-    """Whether the frozen weights are drawn from training.seed, and not read from
+    """True if the frozen weights are drawn from training.seed, and not read from
     model.initial_hf."""
     return config.model.random_weights or not config.model.initial_hf
 

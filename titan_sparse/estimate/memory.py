@@ -168,7 +168,8 @@ def kept_by_block(step: StepShape) -> float:
 
 
 def _kept(step: StepShape, blocks: int) -> float:
-    """What `blocks` blocks keep on the device for their backward, and the tables that all share."""
+    """The memory that `blocks` blocks keep on the device for their backward, with the tables that
+    all share."""
     if step.offload:
         blocks = min(blocks, OFFLOAD_BUFFERS)
     rope = 2 * step.tokens * step.model.head_dim * step.wide
@@ -333,7 +334,7 @@ def attention_workspace(step: StepShape) -> float:
 
 
 def _schedule_workspace(step: StepShape) -> float:
-    """What a schedule adds to the workspace of attention's backward, bytes."""
+    """The bytes that a schedule adds to the workspace of attention's backward."""
     moves = step.schedule.moves
     if moves is Moves.HEADS:
         kv_heads = step.model.kv_heads

@@ -1,4 +1,5 @@
-"""How long one layer's attention would take on many ranks, from an index and a few measured rates.
+"""The time that one layer's attention would take on many ranks, from an index and a few measured
+rates.
 
 This needs no GPU and no processes. The work of every rank and step and the bytes on every link are
 counted exactly. The times are bounds. On each rank a step takes as long as its kernels or the slowest
@@ -29,7 +30,7 @@ from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS, Const
 
 @dataclass(frozen=True)
 class Setting:
-    """How the work is spread over `inter` nodes of `intra` ranks.
+    """A spread of the work over `inter` nodes of `intra` ranks.
 
     overlap_stages: of group_cast, forward and backward. balance: costs by which the layout
     "balanced" assigns blocks.
@@ -65,11 +66,15 @@ class LayerWork(NamedTuple):
 class Pass(NamedTuple):
     """A forward or a backward.
 
-    compute: seconds of kernels and launches, float64 [W, steps]. seconds: until the last rank is
-    done. sent: bytes that each rank sends, inside its node and to other nodes.
+    compute: seconds of kernels and launches, float64 [W, steps]. transfers: seconds of the transfers
+    that run at the same time as each step, float64 [steps]. ends: seconds of transfers before the
+    first or after the last step. seconds: until the last rank is done. sent: bytes that each rank
+    sends, inside its node and to other nodes.
     """
 
     compute: Tensor
+    transfers: Tensor
+    ends: float
     seconds: float
     sent: ring_routing.Traffic
 
@@ -342,7 +347,7 @@ class _Planner:
         beside = beside.clone()
         beside[hides_behind] = beside[hides_behind].clamp(min=verticals)
         of_rank = torch.maximum(compute, beside).sum(-1)
-        return Pass(compute, of_rank.max().item() + ends, sent)
+        return Pass(compute, beside, ends, of_rank.max().item() + ends, sent)
 
 
 def _bytes(*kinds: tuple[ring_routing.Traffic, int]) -> ring_routing.Traffic:

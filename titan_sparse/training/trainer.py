@@ -326,7 +326,7 @@ class Trainer:
         return False
 
     def _lacks_time(self, began: float, done: int, accumulated: int) -> bool:
-        """Whether the rest of the step and a save would outlast a rank's grace after a stop signal.
+        """True if the rest of the step and a save would outlast a rank's grace after a stop signal.
         Collective, on the CPU, so that no GPU is waited for. done: micro-batches.
         """
         seconds = max((time.monotonic() - began) / done, self.step_seconds / accumulated)
@@ -407,7 +407,7 @@ class Trainer:
         return clip_gradients(self.model.parameters(), self.config.training.max_norm or math.inf)
 
     def _after_step(self, stopped: bool, is_first: bool) -> None:
-        """What is due after a step: going back, saving, validation, collecting garbage."""
+        """The actions due after a step: going back, saving, validation, collecting garbage."""
         step = self.progress.step
         training = self.config.training
         if dist.get_rank() == 0:

@@ -139,7 +139,7 @@ class ContextParallel(Communicator):
 
     @property
     def depends_on_mask(self) -> bool:
-        """Whether another mask means another layout: "balanced", between several ranks."""
+        """True if another mask means another layout: "balanced", between several ranks."""
         return self.layout == "balanced" and self.size > 1
 
     def balance(self, ranges: MaskRanges) -> MaskRanges:
@@ -199,7 +199,7 @@ ONE_RANK = "one rank"
 
 @functools.cache
 def one_rank(block_size: int) -> ContextParallel:
-    """What cp=None means: one rank that owns everything, in blocks of `block_size`.
+    """The group for cp=None: one rank that owns everything, in blocks of `block_size`.
 
     It holds no process groups.
     """

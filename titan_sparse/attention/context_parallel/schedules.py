@@ -13,7 +13,7 @@ Windows = list[list[int]]
 
 
 class Moves(enum.Enum):
-    """What travels between ranks."""
+    """The kind of data that travels between ranks."""
 
     NOTHING = enum.auto()
     CHUNKS = enum.auto()
@@ -26,7 +26,7 @@ class Moves(enum.Enum):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What other modules need to know about a schedule.
+    """The facts about a schedule that other modules need.
 
     windows: (inter, intra, rank) -> the windows of that rank, on `inter` nodes of `intra` ranks.
     moves: what travels between ranks.
@@ -122,7 +122,7 @@ def choose(
 def circulates_queries(
     setting: str, heads: int, kv_heads: int, head_dim: int, width: int, gradient_width: int
 ) -> bool:
-    """Whether queries travel in the backward of a ring, instead of keys and values.
+    """True if queries travel in the backward of a ring, instead of keys and values.
 
     setting: what the user says, "q" or "kv", or "auto" for whichever sends fewer bytes a token: keys
     and values with their gradients, or queries, d_out, dq, and two sums a row, lse and d_out times

@@ -11,7 +11,7 @@ import itertools
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -188,8 +188,9 @@ class Documents(Mask):
     is_constant = True
 
     def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]]):
+        sequences: list[Any]
         if len(lengths) > 0 and isinstance(lengths[0], Sequence):
-            sequences = lengths
+            sequences = list(lengths)
         else:
             sequences = [lengths]
         self.lengths = tuple(tuple(map(_document_length, row)) for row in sequences)
@@ -245,7 +246,7 @@ def _document_starts(lengths: Sequence[int], seq_len: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Intersection(Mask):
-    """What both masks see."""
+    """The pairs that both masks see."""
 
     first: Mask
     second: Mask
@@ -260,7 +261,7 @@ class Intersection(Mask):
 
 
 def intersect(a: MaskRanges, b: MaskRanges) -> MaskRanges:
-    """What two resolved masks of one sequence length both see.
+    """The pairs that two resolved masks of one sequence length both see.
 
     Raises ValueError as Intersection.rows().
     """
@@ -328,7 +329,7 @@ def _slices_of_sequences(ranges: MaskRanges, batch: int) -> list[Tensor]:
 
 
 def never_sees_later(sequences: list[Tensor]) -> bool:
-    """Whether no slice of any sequence, int64 [N, 6] each and tightened, holds a later key."""
+    """True if no slice of any sequence, int64 [N, 6] each and tightened, holds a later key."""
     return not any((slices[:, 5] > 0).any() for slices in sequences)
 
 
@@ -355,7 +356,7 @@ def ranges_of_slices(
     return MaskRanges(start, stop, None, causal=causal, slices=slices)
 
 
-def at_least_one(value: object, refusal: str) -> int:
+def at_least_one(value: Any, refusal: str) -> int:
     """`value` as an int of 1 or more, for Python's, NumPy's and torch's integers.
 
     Raises ValueError(refusal) for everything else.

@@ -36,7 +36,7 @@ KINDS = (FULL, CAUSAL, INV_CAUSAL, BI_CAUSAL)
 
 
 class Slices(Mask):
-    """What the slices see. A pair of tokens that is in no slice is not seen.
+    """The pairs that the slices see. A pair of tokens that is in no slice is not seen.
 
     q_ranges, k_ranges: half-open (start, stop) in global tokens.
     types: one of KINDS for each slice. With sq queries and sk keys in the slice, its query i sees

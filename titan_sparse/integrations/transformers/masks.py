@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AttentionInterface
 
@@ -30,7 +31,7 @@ def check_block_size(size: int) -> None:
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """How attention of one name is computed. The defaults: dense, on one rank, the fastest kernel.
+    """The settings of attention of one name. The defaults: dense, on one rank, the fastest kernel.
 
     pattern: of full-attention layers. Layers with a window or chunks compute all of it.
     cp: the ranks that share each sequence. Inputs of the model are then those of shard_batch().
@@ -51,7 +52,7 @@ class AttentionSettings:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share a sequence."""
+        """The number of ranks that share a sequence."""
         return 1 if self.cp is None else self.cp.size
 
 
@@ -81,7 +82,7 @@ class MaskRule(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether a window or chunks keep queries from far keys."""
+        """True if a window or chunks keep queries from far keys."""
         return self.window is not None or self.chunk is not None
 
 
@@ -154,7 +155,7 @@ class AttentionMask:
 
 @dataclass(eq=False)
 class LayerMask(AttentionMask):
-    """What the layers of one kind see. Made by our mask function, once a forward for each kind.
+    """The mask of the layers of one kind. Made by our mask function, once a forward for each kind.
 
     padding: bool [B, S], False on padding; None without.
     own: the user's mask, which replaces padding and documents; None without.
@@ -184,7 +185,11 @@ class LayerMask(AttentionMask):
         if self.own is not None:
             ranges = self._own_ranges(q, settings.ranks)
         else:
-            ranges = ranges_of_tokens(position_ids, self.padding, self.rule, q, settings.pattern)
+            # With our own context parallelism, masks come whole, as `own`.
+            has_others = dist.is_initialized() and dist.get_world_size() > 1
+            ranges = ranges_of_tokens(
+                position_ids, self.padding, self.rule, q, settings.pattern, has_others
+            )
         self._resolved = (position_ids, settings, ranges)
         return ranges
 
@@ -218,8 +223,8 @@ def as_layer_mask(mask: AttentionMask | Mask | MaskRanges, keys: int) -> LayerMa
 
 
 def has_documents(ranges: MaskRanges) -> bool:
-    """Whether a sequence may have several documents. Slices do not say. The host waits for the device
-    unless there is one document."""
+    """True if a sequence may have several documents. Slices do not say. The host waits for the
+    device unless there is one document."""
     starts = ranges.document_start
     if starts is None:
         return ranges.slices is not None
@@ -234,12 +239,15 @@ def ranges_of_tokens(
     rule: MaskRule,
     q: Tensor,
     pattern: Pattern,
+    may_be_part: bool = False,
 ) -> MaskRanges:
     """The mask of q [B, Hq, S, D], whole sequences.
 
     position_ids: int [1 or B, S]. padding: bool [B, S], False on padding, or None.
+    may_be_part: other processes might hold the beginning of these sequences.
     A document begins where positions return to 0 (padding aside), and where transformers found one.
     The host waits for the device once.
+    Raises ValueError for positions that begin above 0 where q may be a part.
     """
     batch, _, seq_len, _ = q.shape
     if position_ids is not None and position_ids.shape not in ((1, seq_len), (batch, seq_len)):
@@ -264,8 +272,17 @@ def ranges_of_tokens(
     resumes = real[:, 1:] & ~real[:, :-1] & ~begins[:, 1:]
     # Of all sequences: whether they are one document without padding; whether there is padding
     # between tokens of a document.
-    facts = torch.stack([real.all() & ~begins[:, 1:].any(), resumes.any()])
-    is_plain, has_hole = facts.tolist()
+    begins_late = resumes.new_zeros(())
+    if may_be_part and position_ids is not None:
+        begins_late = ((position_ids[:, 0] > 0) & real[:, 0]).any()
+    facts = torch.stack([real.all() & ~begins[:, 1:].any(), resumes.any(), begins_late])
+    is_plain, has_hole, is_part = facts.tolist()
+    if is_part:
+        raise ValueError(
+            "position_ids do not begin at 0, as where another process holds the beginning of the "
+            "sequence; write AttentionSettings(cp=...) to share sequences, or position_ids that begin "
+            "at 0"
+        )
     if is_plain:
         # One row holds for all sequences.
         begins = begins[:1]

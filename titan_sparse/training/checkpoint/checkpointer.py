@@ -126,7 +126,8 @@ class Checkpointer:
             self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-        """What is saved: the tensors of model and optimizer, and the state of each other part."""
+        """The state that is saved: the tensors of model and optimizer, and the state of each other
+        part."""
         tensors = dict(self.weights)
         for parameter, state in self.optimizer.state.items():
             name = self.parameter_names[parameter]
@@ -189,7 +190,7 @@ class Checkpointer:
         return step
 
     def is_due(self, step: int, last: bool) -> bool:
-        """Whether save() would save: at every interval, and at the run's last step."""
+        """True if save() would save: at every interval, and at the run's last step."""
         return self.section.enable and (last or step % self.section.interval == 0)
 
     def save(self, step: int) -> float:

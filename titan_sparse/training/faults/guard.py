@@ -24,7 +24,7 @@ _STANDARD_DEVIATIONS = 6
 
 
 class Report(NamedTuple):
-    """What the guard found in one step. The same on every rank."""
+    """The findings of the guard in one step. The same on every rank."""
 
     step: int
     skipped: float
@@ -49,8 +49,8 @@ class Report(NamedTuple):
 
 
 def decides_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Whether the optimizer can obey a verdict that only the device knows, as the fused kernels can.
-    For others the host decides, which on a GPU has to wait for it."""
+    """True if the optimizer can obey a verdict that only the device knows, as the fused kernels
+    can. For others the host decides, which on a GPU has to wait for it."""
     is_fused = device.type == "cuda" and optimizer.defaults["fused"]
     parameters = optimizer.param_groups[0]["params"]
     return is_fused and all(parameter.device.type == "cuda" for parameter in parameters)
@@ -158,7 +158,7 @@ class Guard:
 
 
 def all_finite(tensors: Iterable[Tensor], device: torch.device) -> bool:
-    """Whether every element is finite on every rank. Collective; the host waits."""
+    """True if every element is finite on every rank. Collective; the host waits."""
     return not _not_finite(tensors, device).any()
 
 

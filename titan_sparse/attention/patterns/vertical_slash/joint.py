@@ -167,7 +167,7 @@ class Histograms(NamedTuple):
     slash_count: Tensor
     bins: Tensor
     mass: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]
 
 
 def _histograms(
