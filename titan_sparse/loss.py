@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titan_sparse.kernels.cross_entropy import IGNORE_INDEX, cross_entropy, cross_entropy_naive
+from titan_sparse.kernels.dtypes import accumulation_dtype
 
 _ROW_ALIGNMENT = 16
 """Logits between the starts of two rows are a multiple of this: aligned rows for any vocabulary."""
@@ -90,8 +91,8 @@ def answer_logits(
 
 
 def _logits(rows: Tensor, weight: Tensor) -> Tensor:
-    """Of rows [N, D]: [N, V], fp32 (fp64 for fp64)."""
-    dtype = torch.promote_types(rows.dtype, torch.float32)
+    """Logits [N, V] of rows [N, D], in fp32 (fp64 for fp64)."""
+    dtype = accumulation_dtype(rows.dtype)
     return matmul(rows, weight.T, rows.new_empty(len(rows), len(weight), dtype=dtype))
 
 
@@ -179,7 +180,7 @@ def _loss_by_chunks(
     wanted: whether of hidden, and of weight. d_hidden has hidden's shape and dtype, d_weight the
     logits' dtype; None where not wanted.
     """
-    logits_dtype = torch.promote_types(hidden.dtype, torch.float32)
+    logits_dtype = accumulation_dtype(hidden.dtype)
     # [B * S, D] and [B * S]
     rows = hidden.flatten(0, -2)
     targets = labels.flatten()
@@ -213,6 +214,8 @@ def _loss_by_chunks(
             z_loss,
             gradient_dtype,
         )
+        if d_logits is None:
+            continue
         if d_rows is not None:
             # Summed in the logits' dtype, rounded to hidden's once. The scratch has no name, so
             # that it is freed at once.

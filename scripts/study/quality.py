@@ -1,4 +1,5 @@
-"""What the real model says with a pattern in all of its layers: its loss, and needles it finds.
+"""The quality of the real model with a pattern in all of its layers: its loss, and needles it
+finds.
 
 Recall on dense queries and keys says little about that: what a layer loses changes the queries and
 keys of those above it, and a key of little mass may be the one that was asked for.
@@ -22,10 +23,9 @@ from titan_sparse.attention.masks.ranges import Causal, MaskRanges
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Dense, Pattern
 from titan_sparse.data.documents import TokenizedTexts
-from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation.needle import needle_samples
-from titan_sparse.loss import answer_scores, linear_cross_entropy
+from titan_sparse.loss import IGNORE_INDEX, answer_scores, linear_cross_entropy
 from titan_sparse.models.decoder import Attend, inverse_frequencies
 from titan_sparse.models.huggingface_config import read_config
 
@@ -56,7 +56,7 @@ class RealModel:
         attend: Attend,
         loss: Callable[..., Any] = linear_cross_entropy,
     ) -> Any:
-        """What `loss` of titan_sparse.loss returns, with `attend` in every layer.
+        """The result of `loss` of titan_sparse.loss, with `attend` in every layer.
 
         tokens, labels: int64 [B, S], labels already shifted. YaRN by as much as S is longer than
         what the model was trained at.
@@ -78,7 +78,7 @@ class RealModel:
         )
 
     def queries_and_keys(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """What dense attention is given in each layer, after RoPE. tokens: int64 [1, S].
+        """The queries and keys of dense attention in each layer, after RoPE. tokens: int64 [1, S].
 
         q [layers, Hq, S, D], k [layers, Hkv, S, D].
         """
@@ -98,7 +98,7 @@ class RealModel:
 
 def next_tokens(tokens: Tensor) -> Tensor:
     """Labels of tokens [B, S]; the last token has none."""
-    return F.pad(tokens[:, 1:], (0, 1), value=IGNORED_LABEL)
+    return F.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 class Needles(NamedTuple):
@@ -121,7 +121,7 @@ def hide_needles(text: Text, tokenizer: Tokenizer, length: int, count: int) -> N
     depths = [(number + 0.5) / count for number in range(count)]
     samples = needle_samples(document, [length], depths, 1, _SEED)
     tokens = np.stack([np.concatenate([sample.prompt, sample.answer]) for sample in samples])
-    labels = np.full_like(tokens, IGNORED_LABEL)
+    labels = np.full_like(tokens, IGNORE_INDEX)
     for row, sample in zip(labels, samples):
         # The last token of the prompt says the first one of the answer.
         row[len(sample.prompt) - 1 : -1] = sample.answer
@@ -131,7 +131,7 @@ def hide_needles(text: Text, tokenizer: Tokenizer, length: int, count: int) -> N
 def quality(
     model: RealModel, tokens: Tensor, needles: Needles | None, pattern: Pattern
 ) -> dict[str, float]:
-    """What the model says with this pattern in all of its layers. tokens: int64 [1, S].
+    """The quality of the model with this pattern in all of its layers. tokens: int64 [1, S].
 
     loss: mean cross entropy over the text, nats a token. density, recall: of that forward, means of
     all heads and layers, recall of all rows. needles: share of the answers' tokens that are the
@@ -154,7 +154,7 @@ def quality(
     measured = {"loss": loss.item() / (tokens.shape[1] - 1), "density": density, "recall": recall}
     if needles is not None:
         losses, predicted = model.run(*needles, attend_alone, answer_scores)
-        answers = needles.labels[needles.labels != IGNORED_LABEL]
+        answers = needles.labels[needles.labels != IGNORE_INDEX]
         is_right = predicted.cpu() == answers
         measured["needles"] = is_right.double().mean().item()
         measured["needle_loss"] = losses.mean().item()

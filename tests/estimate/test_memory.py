@@ -98,7 +98,8 @@ def _ablations():
     path = ROOT / "benchmarks/results/ablations_qwen2_5_3b_12layers_128k_h200.json"
     for row in json.loads(path.read_text())["rows"]:
         _, _, command = row["command"].partition("--config train_configs/")
-        config, *words = shlex.split(command)
+        # Verticals were called columns at that commit.
+        config, *words = shlex.split(command.replace("_columns", "_verticals"))
         measured = max(step["memory_gib"] for step in row["steps"])
         yield config.removesuffix(".toml"), "flex", words, measured, 0.04
 
@@ -270,6 +271,7 @@ SMALL = dataclasses.replace(FLAVOURS["debug"], heads=4, kv_heads=2, head_dim=8)
     [
         ("ring", 1, 3, "kv", 2, 1),
         ("all_gather", 1, 3, "kv", 2, 1),
+        ("all_gather", 1, 3, "kv", 4, 1),
         ("double_ring", 3, 2, "kv", 2, 1),
         ("group_cast", 1, 3, "kv", 2, 1),
         # Own blocks that are handed on between nodes are not all needed.
@@ -333,6 +335,8 @@ def _on_four(schedule: str, **changes) -> dict:
         ),
         # dk and dv of four ranks, of both heads, or of the only one.
         ({}, _on_four("all_gather"), 2 * 4 * 4 * KV),
+        # Two of four heads at a time: their keys and values are copied, in bf16.
+        (MHA, _on_four("all_gather"), 2 * 4 * 4 * 2 * KV + 2 * 4 * 2 * KV),
         # Two stages of 1.5 chunks, each with gradients and twice: as sent and as received.
         ({}, _on_four("group_cast"), 4 * QUERY + 2 * KV * (2 * 4 + 2 * 1.5 * (2 + 4))),
         # Between nodes sums of what is handed on as well.

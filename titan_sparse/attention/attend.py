@@ -1,12 +1,13 @@
 """attend() combines mask, pattern, layout, schedule and backend."""
 
 import operator
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
+import torch
 from torch import Tensor
 
 from titan_sparse.attention import backends
-from titan_sparse.attention.compiling import protect_if_compiling
+from titan_sparse.attention.compiling import switch_wrong_fusions_off
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.inputs import (
     check_sinks,
@@ -17,28 +18,53 @@ from titan_sparse.attention.inputs import (
     resolve_mask,
 )
 from titan_sparse.attention.masks.ranges import Causal, Mask, MaskRanges
-from titan_sparse.attention.patterns.base import (
-    BlockIndex,
-    Dense,
-    Pattern,
-    check_pattern,
-    options_key,
-    select,
-)
+from titan_sparse.attention.ops import options_key
+from titan_sparse.attention.patterns.base import BlockIndex, Dense, Pattern, check_pattern
 from titan_sparse.attention.recomputed import attend_in_parts
 
 
 class Auxiliary(NamedTuple):
-    """What attend() returns in addition to out.
+    """The second result of attend() with return_aux=True.
 
     lse: natural-log normalizer [B, Hq, S_local], fp32 (fp64 for fp64); it counts the sinks, if there
     are any. index: what was selected.
     """
 
     lse: Tensor
-    index: BlockIndex
+    index: BlockIndex  # type: ignore[assignment]
 
 
+@overload
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | MaskRanges = ...,
+    pattern: Pattern = ...,
+    cp: ContextParallel | None = ...,
+    backend: str = ...,
+    scale: float | None = ...,
+    block_size: int | None = ...,
+    return_aux: Literal[False] = ...,
+    recomputed: float = ...,
+    sinks: Tensor | None = ...,
+) -> Tensor: ...
+@overload
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | MaskRanges = ...,
+    pattern: Pattern = ...,
+    cp: ContextParallel | None = ...,
+    backend: str = ...,
+    scale: float | None = ...,
+    block_size: int | None = ...,
+    *,
+    return_aux: Literal[True],
+    recomputed: float = ...,
+    sinks: Tensor | None = ...,
+) -> tuple[Tensor, Auxiliary]: ...
 def attend(
     q: Tensor,
     k: Tensor,
@@ -79,7 +105,8 @@ def attend(
     Raises ValueError for shapes, dtypes, devices or options that do not fit together, and under
     forward-mode AD (torch.func.jvp), which attention does not have.
     """
-    protect_if_compiling()
+    if torch.compiler.is_compiling():
+        switch_wrong_fusions_off()
     if not isinstance(pattern, Pattern):
         raise ValueError(
             f"pattern={type(pattern).__name__} is not a pattern; write one of "
@@ -97,9 +124,11 @@ def attend(
         check_pattern(pattern, ranges, ranks)
     # Constants of a compiled graph: for another D torch.compile compiles anew, as kernels do.
     head_dim = operator.index(q.shape[-1])
-    short = backends.short_below(constant(pattern.recall_like()), head_dim)
-    # torch.compile knows the branch, and not a comparison of lengths that change.
-    is_short = True if q.shape[2] * ranks.size < short else False
+    is_short = False
+    if pattern.dynamic:
+        short = backends.short_below(constant(pattern.recall_like()), head_dim)
+        # torch.compile knows the branch, and not a comparison of lengths that change.
+        is_short = True if q.shape[2] * ranks.size < short else False
     backend = backends.choose(
         backend,
         q.device.type,
@@ -110,16 +139,22 @@ def attend(
         pattern.dynamic,
         is_short,
     )
-    index = select(q, k, ranges, pattern, ranks, scale) if pattern.dynamic else []
     names, tensors = mask_tensors(ranges)
-
-    def key(begin: float, end: float) -> str:
-        # A constant of a compiled graph, like the rest of the key.
-        of_mask = (ranges.plain, operator.index(ranges.window))
-        return options_key(pattern.key, ranks.key, names, scale, backend, *of_mask, begin, end)
-
+    ops = torch.ops.titan_sparse
+    index = []
+    if pattern.dynamic:
+        key = options_key(pattern.key, ranks.key, names, scale)
+        index = ops.select(q.detach(), k.detach(), tensors, key)
+    # The window is a constant of a compiled graph, like the rest of the key.
+    window = operator.index(ranges.window)
+    options = (pattern.key, ranks.key, names, scale, backend, ranges.plain, window)
     inputs = (q, k, v, sinks, index, tensors)
-    out, lse = attend_in_parts(inputs, recomputed, ranges, ranks, key)
+    if recomputed == 0:
+        out, lse, _ = ops.attend_forward(*inputs, options_key(*options))
+    elif recomputed == 1:
+        out, lse, _ = ops.attend_recomputed(*inputs, options_key(*options))
+    else:
+        out, lse = attend_in_parts(inputs, recomputed, ranges, ranks, options)
     if not return_aux:
         return out
     batch, heads = q.shape[:2]

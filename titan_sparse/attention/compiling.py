@@ -15,24 +15,19 @@ READ_BACK_BELOW = (2, 14)
 """The first version of torch without the second error: a barrier stands before such loads."""
 
 
-def protect_if_compiling() -> None:
-    """Switch the two fusions off while torch.compile traces the caller, and do nothing otherwise.
-
-    dynamo traces a function before inductor compiles it.
-    """
-    if torch.compiler.is_compiling():
-        switch_wrong_fusions_off()
-
-
 @torch.compiler.assume_constant_result
 def switch_wrong_fusions_off() -> None:
     """Switch both fusions off for the whole process. Versions of torch without the error are left
-    alone. Loads inductor, which takes a second."""
+    alone. Loads inductor, which takes a second.
+
+    Attention calls this while torch.compile traces its caller: dynamo traces a function before
+    inductor compiles it.
+    """
     from torch._inductor import config as inductor
 
-    if torch.__version__ < UNWRITTEN_BELOW:
+    if torch.__version__ < UNWRITTEN_BELOW:  # type: ignore[operator]
         inductor.triton.mix_order_reduction = False
-    if torch.__version__ < READ_BACK_BELOW:
+    if torch.__version__ < READ_BACK_BELOW:  # type: ignore[operator]
         from torch._inductor.choices import InductorChoices
 
         from titan_sparse.attention.inductor_choices import ChoicesWithoutRaces
@@ -41,4 +36,4 @@ def switch_wrong_fusions_off() -> None:
         # Each thread makes its own choices at first use. Those that have compiled before, such as
         # the backward's, keep inductor's: so these change too.
         ours = ChoicesWithoutRaces.should_use_persistent_reduction
-        InductorChoices.should_use_persistent_reduction = staticmethod(ours)
+        InductorChoices.should_use_persistent_reduction = staticmethod(ours)  # type: ignore[method-assign]

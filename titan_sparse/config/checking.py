@@ -1,4 +1,4 @@
-"""What can run and what cannot: check() refuses impossible combinations before any process group
+"""Checks of what can run: check() refuses impossible combinations before any process group
 exists."""
 
 import json
@@ -21,7 +21,7 @@ from titan_sparse.config.sections import Attention, Config, Data, Flags, Paralle
 from titan_sparse.config.sources import single_source, source_formats, source_weights
 from titan_sparse.config.start import world_of
 from titan_sparse.models.config import DecoderConfig, resolve_adapters
-from titan_sparse.models.flavours import TransformersConfig, resolve
+from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface_config import family_of
 from titan_sparse.options.values import check_value
 
@@ -102,7 +102,7 @@ def _check_model(config: Config, model: DecoderConfig) -> None:
     layers_of(config.attention.dense_layers, "attention.dense_layers", model.layers)
     if config.model.initial_hf and config.checkpoint.initial_load_path:
         clash(config, "checkpoint.initial_load_path", "model.initial_hf")
-    if not isinstance(model, TransformersConfig):
+    if not model.runs_in_transformers:
         if config.checkpoint.last_save_in_hf:
             family_of(model)
         return
@@ -272,7 +272,7 @@ def _check_float8(config: Config) -> None:
 
 
 def trains_random_base(config: Config) -> bool:
-    """Whether the frozen weights are drawn from training.seed, and not read from
+    """True if the frozen weights are drawn from training.seed, and not read from
     model.initial_hf."""
     return config.model.random_weights or not config.model.initial_hf
 
@@ -305,9 +305,6 @@ def _check_run(config: Config) -> None:
     source = "lr_scheduler.total_steps" if scheduler.total_steps else "training.steps"
     if scheduler.warmup_steps > attrgetter(source)(config):
         clash(config, "lr_scheduler.warmup_steps", source, "a smaller one", "is above")
-    # It does not exist for sharded parameters.
-    if config.optimizer.name == "SGD" and config.optimizer.implementation == "fused":
-        clash(config, "optimizer.implementation", "optimizer.name")
     last = config.profiling.first_step + config.profiling.steps - 1
     if config.profiling.enable and last > config.training.steps:
         why = f"traces up to step {last}, above"

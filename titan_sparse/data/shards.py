@@ -46,7 +46,7 @@ class DataError(OSError):
 
 
 def shard_path(folder: Path, number: int, ending: str) -> Path:
-    """Where a shard's file with the ending "bin", "idx.npy", "mask" or "json" lies."""
+    """The path of a shard's file with the ending "bin", "idx.npy", "mask" or "json"."""
     return folder / f"shard_{number:05d}.{ending}"
 
 
@@ -89,17 +89,17 @@ def write_shard(
 
 
 def is_prepared(source: str) -> bool:
-    """Whether data.source is a folder of shards, finished or not."""
+    """True if data.source is a folder of shards, finished or not."""
     path = Path(source).expanduser()
     return any(_has_format(path / name) for name in (META, PLAN))
 
 
 def adds_bos(data: Data) -> bool:
-    """Whether texts of a run begin with the tokenizer's `begin`: data.add_bos, unless all parts of
+    """True if texts of a run begin with the tokenizer's `begin`: data.add_bos, unless all parts of
     data.source are prepared tokens without it."""
     paths = [Path(source).expanduser() for source in source_weights(data.source)]
     metas = [read_meta(path / META) for path in paths]
-    return data.add_bos and (not all(metas) or any(meta.get("add_bos") for meta in metas))
+    return data.add_bos and (not all(metas) or any(meta["add_bos"] for meta in metas))
 
 
 class TokenShards:
@@ -132,8 +132,8 @@ class TokenShards:
             if meta["format"] == FORMAT_OF_CHATS:
                 made_by = (meta["row_format"], meta["loss_on"], meta["template_digest"])
                 self.sample_format = SampleFormat(*made_by)
-            # What stands before a text, int32 [n]; a folder of an older version has nothing there.
-            self.begin = tokenizer.begin if meta.get("add_bos") else tokenizer.begin[:0]
+            # What stands before a text, int32 [n].
+            self.begin = tokenizer.begin if meta["add_bos"] else tokenizer.begin[:0]
             self.dtype = np.dtype(meta["dtype"]).newbyteorder("<")
             is_chat = self.sample_format.is_chat
             for counts in meta["shards"]:
@@ -151,10 +151,9 @@ class TokenShards:
             _refuse(source, f"{META} has {meta['documents']} documents, its shards {len(self)}")
 
     def option(self, name: str) -> Any:
-        """The value of data.`name` that prepare_data has applied; the default if meta.json of an older
-        version does not say."""
+        """The value of data.`name` that prepare_data has applied."""
         # The folder has a format of its own.
-        return self._meta.get("row_format" if name == "format" else name, getattr(Data(), name))
+        return self._meta["row_format" if name == "format" else name]
 
     def __len__(self) -> int:
         return self._first[-1]
@@ -240,7 +239,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 def read_offsets(
     source: str, folder: Path, counts: dict[str, int], dtype: str, has_mask: bool
 ) -> NDArray[np.int64]:
-    """Where the documents of a shard begin, int64 [documents + 1].
+    """The offsets at which the documents of a shard begin, int64 [documents + 1].
 
     Raises ValueError, naming the file, if the files do not match each other and the shard's counts.
     """

@@ -1,4 +1,5 @@
-"""How long one layer's attention would take on many ranks, from an index and a few measured rates.
+"""The time that one layer's attention would take on many ranks, from an index and a few measured
+rates.
 
 This needs no GPU and no processes. The work of every rank and step and the bytes on every link are
 counted exactly. The times are bounds. On each rank a step takes as long as its kernels or the slowest
@@ -14,18 +15,22 @@ from torch import Tensor
 
 from titan_sparse.attention.context_parallel import balanced, group_cast_plan, layouts, ring_routing
 from titan_sparse.attention.context_parallel.needed_keys import met_blocks, met_chunks
-from titan_sparse.attention.context_parallel.schedules import Moves, Schedule, head_groups
+from titan_sparse.attention.context_parallel.schedules import (
+    Moves,
+    Schedule,
+    head_groups,
+    heads_gathered,
+)
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.visibility import seen_blocks, seen_chunks, visible_pairs
 from titan_sparse.attention.observe import Visits, by_step, count_visits
 from titan_sparse.attention.patterns import BlockIndex
-from titan_sparse.attention.patterns.base import DenseIndex
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS, Constants, KVShape
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How the work is spread over `inter` nodes of `intra` ranks.
+    """A spread of the work over `inter` nodes of `intra` ranks.
 
     overlap_stages: of group_cast, forward and backward. balance: costs by which the layout
     "balanced" assigns blocks.
@@ -61,11 +66,15 @@ class LayerWork(NamedTuple):
 class Pass(NamedTuple):
     """A forward or a backward.
 
-    compute: seconds of kernels and launches, float64 [W, steps]. seconds: until the last rank is
-    done. sent: bytes that each rank sends, inside its node and to other nodes.
+    compute: seconds of kernels and launches, float64 [W, steps]. transfers: seconds of the transfers
+    that run at the same time as each step, float64 [steps]. ends: seconds of transfers before the
+    first or after the last step. seconds: until the last rank is done. sent: bytes that each rank
+    sends, inside its node and to other nodes.
     """
 
     compute: Tensor
+    transfers: Tensor
+    ends: float
     seconds: float
     sent: ring_routing.Traffic
 
@@ -195,24 +204,26 @@ class _Planner:
         return work, forward._replace(seconds=forward_seconds), backward
 
     def all_gather(self) -> tuple[Tensor, Pass, Pass]:
-        """Everything is sent to everybody, one KV head at a time."""
+        """Everything is sent to everybody, some KV heads at a time."""
         heads = self.layer.shape.kv_heads
+        at_once = heads_gathered(heads, self.key_bytes * self.setting.ranks // heads)
+        groups = -(-heads // at_once)
         _, work = self._work_by_step()
-        # [W, KV heads]: heads are assumed to be alike.
-        of_head = (work.sum(1, keepdim=True) / heads).expand(-1, heads)
+        # [W, groups]: heads are assumed to be alike, and groups to have equally many.
+        of_group = (work.sum(1, keepdim=True) / groups).expand(-1, groups)
         chunks = ring_routing.all_gather_traffic(self.setting.ranks, self.setting.intra)
-        gather = self._collective_seconds(self.key_bytes / heads)
-        scatter = self._collective_seconds(self.gradient_bytes / heads)
+        gather = self._collective_seconds(self.key_bytes / groups)
+        scatter = self._collective_seconds(self.gradient_bytes / groups)
 
-        # The next head is gathered while one is computed, and its gradient is scattered while the
-        # next one is computed.
-        gathers = torch.full((heads,), gather, dtype=torch.float64)
+        # The next heads are gathered while some are computed, and their gradients are scattered
+        # while the next ones are computed.
+        gathers = torch.full((groups,), gather, dtype=torch.float64)
         gathers[-1] = 0
-        scatters = torch.full((heads,), scatter, dtype=torch.float64)
+        scatters = torch.full((groups,), scatter, dtype=torch.float64)
         scatters[0] = 0
-        forward = self._pass(of_head, gathers, _bytes((chunks, self.key_bytes)), ends=gather)
+        forward = self._pass(of_group, gathers, _bytes((chunks, self.key_bytes)), ends=gather)
         backward = self._pass(
-            of_head,
+            of_group,
             torch.maximum(gathers, scatters),
             _bytes((chunks, self.key_bytes + self.gradient_bytes)),
             backward=True,
@@ -224,7 +235,7 @@ class _Planner:
         """Single blocks travel, from their owners to the ranks that need them."""
         setting = self.setting
         layer = self.layer
-        if isinstance(layer.index, DenseIndex):
+        if layer.index.selects_all:
             # The mask alone determines what a dense pattern needs.
             needed = seen_blocks(layer.ranges, layer.table, layer.index.block_size)
         else:
@@ -336,7 +347,7 @@ class _Planner:
         beside = beside.clone()
         beside[hides_behind] = beside[hides_behind].clamp(min=verticals)
         of_rank = torch.maximum(compute, beside).sum(-1)
-        return Pass(compute, of_rank.max().item() + ends, sent)
+        return Pass(compute, beside, ends, of_rank.max().item() + ends, sent)
 
 
 def _bytes(*kinds: tuple[ring_routing.Traffic, int]) -> ring_routing.Traffic:

@@ -18,14 +18,13 @@ from torch import Tensor
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.decode import Cached, attend_cached
 from titan_sparse.data.chat_template import ChatTemplate
-from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import Tokenizer, begun
 from titan_sparse.evaluation.scorer import ScoredBatch, Scorer, Sequence, attention_replaced
-from titan_sparse.loss import answer_logits
+from titan_sparse.loss import IGNORE_INDEX, answer_logits
 from titan_sparse.models.config import DecoderConfig
 
 Stop = Callable[[NDArray[np.int64]], bool]
-"""Whether a text ends with the last of these tokens, int64 [n]."""
+"""True if a text ends with the last of these tokens, int64 [n]."""
 
 _NOWHERE = 2**62
 """The position of what no query sees: padding."""
@@ -72,7 +71,7 @@ def stream(
     asked = []
     for prompt in prompts:
         # One label, any but -100, where the next token is wanted.
-        labels = np.full(len(prompt), IGNORED_LABEL)
+        labels = np.full(len(prompt), IGNORE_INDEX)
         labels[-1] = prompt[-1]
         asked.append(Sequence(prompt, labels))
     batch = scorer.batch(asked, int(lengths.max()))
@@ -88,7 +87,7 @@ def stream(
         # [B, V]: each rank has the last logits of some prompts.
         own = scorer.run(batch, answer_logits)
         logits = own.new_zeros(len(prompts), own.shape[1])
-        logits[(batch.labels != IGNORED_LABEL).nonzero()[:, 0]] = own
+        logits[(batch.labels != IGNORE_INDEX).nonzero()[:, 0]] = own
         logits = scorer.cp.all_reduce(logits)
         for number in range(new_tokens):
             # Ranks may round their sums differently. Their texts would then diverge without a notice.
@@ -131,8 +130,8 @@ def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> T
 def _cached_attention(
     scorer: Scorer, places: "_Places"
 ) -> Callable[[int, Callable[..., Tensor]], "_CachedAttend"]:
-    """What attention_replaced() puts in place of each layer's attention."""
-    windows = getattr(scorer.model_config, "windows", None)
+    """The function that attention_replaced() puts in place of each layer's attention."""
+    windows = scorer.model_config.windows
     section = scorer.attention
 
     def replace(layer: int, attend: Callable[..., Tensor]) -> _CachedAttend:
@@ -185,7 +184,7 @@ def decoded(
 
 @dataclass
 class _Places:
-    """Where tokens are, for all layers.
+    """The positions of tokens, for all layers.
 
     prompt: int64 [B, S_local], positions of the prompt's tokens on this rank. lengths: int64 [B], tokens
     of the prompts. number: how many new tokens come before the one that goes through.

@@ -1,4 +1,5 @@
-"""Where a layer's attention mass lies, what selections of several sizes keep of it, and pictures.
+"""Inspection of a layer: its attention mass, what selections of several sizes keep of it, and
+pictures.
 
 Rows are sampled, so that no table of all pairs of tokens is made. matplotlib is loaded by the first
 picture, so its types are Any here.
@@ -20,6 +21,7 @@ from titan_sparse.config import Attention
 from titan_sparse.evaluation.pictures import new_figure
 from titan_sparse.evaluation.scorer import attention_replaced
 from titan_sparse.kernels.chunks import chosen_keys
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.models.decoder import Decoder
 
 SHARES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
@@ -31,7 +33,7 @@ _BINS = 256
 
 
 class Layer(NamedTuple):
-    """What was measured of one layer, float64 on the CPU, for each of Hq query heads.
+    """Measurements of one layer, float64 on the CPU, for each of Hq query heads.
 
     vertical_mass: [Hq, bins], share of the mass by position of the key, of the last rows, by which
     vertical_slash chooses. slash_mass: [Hq, K], share of the last and random rows' mass by distance in
@@ -78,7 +80,7 @@ def inspect_layer(
     samples: int,
     seed: int,
 ) -> Layer:
-    """Of q [1, Hq, S, D] and k [1, Hkv, S, D], one sequence of whole blocks. cp: of one rank.
+    """Inspect q [1, Hq, S, D] and k [1, Hkv, S, D], one sequence of whole blocks. cp: of one rank.
 
     samples: how many random rows, the same ones in all layers.
     """
@@ -121,7 +123,7 @@ def probabilities(q: Tensor, k: Tensor, ranges: MaskRanges, at: Tensor) -> Tenso
 
     q: [1, Hq, S, D]. k: [1, Hkv, S, D].
     """
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = accumulation_dtype(q.dtype)
     key = torch.arange(k.shape[2], device=k.device)
     # [n, S]
     is_seen = (key >= ranges.start[0, at, None]) & (key < ranges.stop[0, at, None])
@@ -182,8 +184,9 @@ def curve(
     at: Tensor,
     mass: Tensor,
 ) -> dict[str, Any]:
-    """What a pattern selects of the rows at `at`, int64 [n]; lists over heads: density, the selected
-    share of the allowed pairs; recall, the mean share of a row's mass; how many verticals and slashes.
+    """The selection of a pattern for the rows at `at`, int64 [n]; lists over heads: density, the
+    selected share of the allowed pairs; recall, the mean share of a row's mass; how many verticals
+    and slashes.
 
     mass: [Hq, n, S], the dense softmax of these rows.
     """
@@ -195,10 +198,7 @@ def curve(
         is_selected = keys_of_rows(index.of_heads(slice(head, head + 1)), ranges, at)
         point["density"].append(is_selected.sum().item() / allowed)
         point["recall"].append((of_head * is_selected).sum(-1).mean().item())
-    if isinstance(pattern, VerticalSlash):
-        point["verticals"] = (index.verticals[0] < index.seq_len).sum(-1).tolist()
-        point["slashes"] = index.slashes[0].sum(-1).tolist()
-    return point
+    return point | index.counts()
 
 
 def keys_of_rows(index: BlockIndex, ranges: MaskRanges, at: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 import torch
 
+from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.schedules import SCHEDULES, Moves, circulates_queries
-from titan_sparse.attention.patterns import MoBA, Pattern
+from titan_sparse.attention.patterns import Pattern
 from titan_sparse.config import Config, padding_multiple, resolve_cp_intra, resolve_overlap_stages
 from titan_sparse.estimate.constants import shape_of
 from titan_sparse.estimate.step import StepShape
@@ -35,8 +36,8 @@ def step_of(
     seq_len = -(-training.seq_len // multiple) * multiple
 
     gathers_queries = (
-        isinstance(pattern, MoBA)
-        and backend in ("triton", "flex")
+        pattern.gathers_queries
+        and BACKENDS[backend].GATHERS_QUERIES
         and cp == 1
         and attention.sliding_window == 0
     )

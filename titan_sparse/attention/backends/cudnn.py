@@ -23,14 +23,15 @@ _NOTHING_SEEN = 1e30
 
 class Cudnn(Triton):
     SERVES_SLICES = False
+    SERVES_DENSE = True
     DENSE_BY_CHUNK = True
     GATHERS_QUERIES = False
 
     def refusal(self, case: Case) -> str | None:
         served = Served(("cuda",), (torch.bfloat16, torch.float16), BLOCK_SIZES, HEAD_DIMS)
-        refusal = served.refusal("cudnn", case)
-        if refusal is not None:
-            return refusal
+        return served.refusal("cudnn", case)
+
+    def missing(self, case: Case) -> str | None:
         reason = missing() or _failure(case.dtype, case.head_dim)
         if reason is not None:
             return f'attention.backend = "cudnn" cannot run: {reason}; write "triton"'
@@ -47,7 +48,7 @@ class Cudnn(Triton):
     def dense_forward(
         self, q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float
     ) -> Partial:
-        """Of a causal shape with fewer queries than keys, the keys before the queries' own are a full
+        """With fewer queries than keys, the keys before the queries' own are computed as a full
         rectangle and the others a causal square: cuDNN would count positions from the first key.
         """
         before = k.shape[2] - q.shape[2]
@@ -72,7 +73,7 @@ class Cudnn(Triton):
 
 
 def missing() -> str | None:
-    """Why cuDNN's attention cannot be used here; None if it can."""
+    """The reason why cuDNN's attention cannot be used here; None if it can."""
     if not torch.cuda.is_available():
         return "no CUDA GPU"
     if torch.version.cuda is None or not torch.backends.cudnn.is_available():
@@ -86,7 +87,7 @@ def missing() -> str | None:
 
 @functools.cache
 def _failure(dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why cuDNN does not compute this head_dim on this GPU, in one line; None if it does.
+    """The reason why cuDNN does not compute this head_dim on this GPU, one line; None if it does.
 
     GPUs and versions of cuDNN differ in whether they take 256, so a small problem is tried.
     """

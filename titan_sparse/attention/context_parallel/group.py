@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import weakref
 from typing import Any
 
 import torch
@@ -9,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_sparse.attention import registry
 from titan_sparse.attention.context_parallel import balanced, layouts
 from titan_sparse.attention.context_parallel.comm import Communicator
 from titan_sparse.attention.context_parallel.schedules import SCHEDULES, Moves, choose
 from titan_sparse.attention.masks.ranges import MaskRanges, token_positions
 
 _numbers = itertools.count()
+_CONTEXTS: "weakref.WeakValueDictionary[str, ContextParallel]" = weakref.WeakValueDictionary()
+"""Every ContextParallel that still lives, by key."""
 
 
 class ContextParallel(Communicator):
@@ -98,9 +100,9 @@ class ContextParallel(Communicator):
             self._refuse_different_costs(device_type)
         self._tables: dict[tuple, Tensor] = {}
         self.calls: dict[str, Any] = {}
-        """The options of attention calls over this group, by key (registry.py)."""
+        """The options of attention calls over this group, by key (ops.py)."""
         self.key = f"cp{next(_numbers)}:{layout}:{self.schedule}:{block_size}:{self.ranks}"
-        registry.OBJECTS[self.key] = self
+        _CONTEXTS[self.key] = self
 
     def _refuse_different_costs(self, device_type: str) -> None:
         """Ranks with different costs would compute different tables, without an error."""
@@ -137,7 +139,7 @@ class ContextParallel(Communicator):
 
     @property
     def depends_on_mask(self) -> bool:
-        """Whether another mask means another layout: "balanced", between several ranks."""
+        """True if another mask means another layout: "balanced", between several ranks."""
         return self.layout == "balanced" and self.size > 1
 
     def balance(self, ranges: MaskRanges) -> MaskRanges:
@@ -197,7 +199,7 @@ ONE_RANK = "one rank"
 
 @functools.cache
 def one_rank(block_size: int) -> ContextParallel:
-    """What cp=None means: one rank that owns everything, in blocks of `block_size`.
+    """The group for cp=None: one rank that owns everything, in blocks of `block_size`.
 
     It holds no process groups.
     """
@@ -205,10 +207,11 @@ def one_rank(block_size: int) -> ContextParallel:
 
 
 def context_of(key: str) -> ContextParallel:
+    """The ContextParallel of this key. Raises KeyError if it no longer lives."""
     prefix, _, block_size = key.partition(":")
     if prefix == ONE_RANK:
         return one_rank(int(block_size))
-    return registry.lookup(key)
+    return _CONTEXTS[key]
 
 
 def _ranks_by_node(mesh: DeviceMesh, schedule: str) -> list[list[int]]:

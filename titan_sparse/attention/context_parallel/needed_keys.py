@@ -1,4 +1,4 @@
-"""Which ranks need which chunks and blocks.
+"""The chunks and blocks that each rank needs.
 
 All ranks compute the same answer without communication, from the mask and, where it helps, the index.
 """
@@ -15,7 +15,6 @@ from titan_sparse.attention.masks.ranges import (
 )
 from titan_sparse.attention.masks.visibility import block_reach, reached, seen_blocks, seen_chunks
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.attention.tiles import all_blocks
 
 _TILES_AT_ONCE = 1 << 26
@@ -49,11 +48,12 @@ def needed_chunks(call: AttentionCall) -> Tensor:
 def met_chunks(
     seen: Tensor, ranges: MaskRanges, index: BlockIndex, table: Tensor, layout: str
 ) -> Tensor:
-    """Of the chunks bool [W, W] that the mask lets ranks see, those that slashes of some head meet.
+    """Restrict `seen`, the chunks bool [W, W] that the mask lets ranks see, to those that slashes
+    of some head meet.
 
     `seen` is returned unchanged where there is nothing to look at.
     """
-    if layout not in _LAYOUTS_BY_INDEX or not isinstance(index, VerticalSlashIndex):
+    if layout not in _LAYOUTS_BY_INDEX or not index.shortens_rings:
         return seen
     met = met_blocks(ranges, index, table)
     # [W, blocks] -> [W, W, n]

@@ -12,8 +12,8 @@ from torch import Tensor
 from titan_sparse.attention.call import AttentionCall, every_nth_block
 from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.masks.ranges import once_per_mask
-from titan_sparse.attention.merge import accumulation_dtype
 from titan_sparse.kernels import verticals as kernel
+from titan_sparse.kernels.dtypes import accumulation_dtype
 
 
 def gather(call: AttentionCall, k: Tensor, v: Tensor) -> Pending:
@@ -89,5 +89,5 @@ def add_gradients(
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Whether kernels take such keys or gradients. Where there is no GPU their twins do."""
+    """True if kernels take such keys or gradients. Where there is no GPU their twins do."""
     return x.is_cuda and x.dtype != torch.float64

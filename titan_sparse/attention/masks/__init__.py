@@ -1,4 +1,4 @@
-"""What may be seen: static masks, composable with `&`.
+"""Static masks, which say what may be seen and can be combined with `&`.
 
 The functions make masks of packed sequences out of lengths (slices.py).
 """
@@ -23,9 +23,6 @@ from titan_sparse.attention.masks.slices import (
     sliding_window,
 )
 
-Rows = MaskRanges
-"""The older name of MaskRanges."""
-
 __all__ = [
     "Causal",
     "Dilated",
@@ -34,7 +31,6 @@ __all__ = [
     "Intersection",
     "Mask",
     "MaskRanges",
-    "Rows",
     "Slices",
     "SlidingWindow",
     "block_causal",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
-from titan_sparse.attention.patterns.base import BlockSets, Pattern, gather_blocks, no_verticals
+from titan_sparse.attention.patterns.base import BlockPattern, gather_blocks
 from titan_sparse.attention.patterns.spans import (
     Spans,
     find_spans,
@@ -32,7 +32,7 @@ _CHUNK_ELEMENTS = 1 << 26
 """Scores held at a time, with kernels their sums by block: 256 MiB in fp32."""
 
 
-class XAttention(Pattern, XAttentionOptions):
+class XAttention(BlockPattern, XAttentionOptions):
     """Blocks of keys chosen by antidiagonal scores. XAttentionOptions has the parameters.
 
     Blocks are those of attention; the paper has block_size 128.
@@ -72,7 +72,7 @@ class XAttention(Pattern, XAttentionOptions):
     def _scoring(
         self, ranges: MaskRanges, cp: ContextParallel, batch: int, group: int, by_kernels: bool
     ) -> "Scoring":
-        """What this rank looks at, the same for every layer."""
+        """The cells that this rank scores, the same for every layer."""
         spans = find_spans(ranges, batch, self.dense_below, cp.block_size)
         own_blocks = cp.blocks(ranges)
         # On the host, so that no layer but the first waits for the device.
@@ -123,21 +123,6 @@ class XAttention(Pattern, XAttentionOptions):
         count = keys.shape[1] // block_size
         return choose(sums, blocks, self.threshold, part.visible, count)
 
-    def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
-        batch, heads = q.shape[:2]
-        blocks = seq_len // block_size
-        # A bit for each key block.
-        words = -(-blocks // 32)
-        # [B, Hq, blocks, words]
-        return [q.new_empty(batch, heads, blocks, words, dtype=torch.int32)]
-
-    def index(
-        self, tensors: list[Tensor], ranges: MaskRanges, batch: int, heads: int, block_size: int
-    ) -> BlockSets:
-        # [B, Hq, blocks, words]
-        [words] = tensors
-        return BlockSets(ranges.start.shape[1], block_size, no_verticals(words), words)
-
 
 class Part(NamedTuple):
     """Query blocks that are looked at together: where this rank has them, and which they are.
@@ -152,7 +137,7 @@ class Part(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What scoring needs to know of the mask and the layout, the same for every layer.
+    """The inputs of scoring that depend on mask and layout, the same for every layer.
 
     keys, queries: bool [B, n_local, block], which of this rank's tokens count in their cell.
     """
@@ -163,7 +148,7 @@ class Scoring(NamedTuple):
 
 
 def _by_kernels(q: Tensor, cp: ContextParallel, stride: int) -> bool:
-    """Whether Triton's kernels take these queries [B, Hq, S_local, D]; plain torch takes all."""
+    """True if Triton's kernels take these queries [B, Hq, S_local, D]; plain torch takes all."""
     cells = cp.block_size // stride
     return (
         q.is_cuda
@@ -182,7 +167,7 @@ def _where_counted(x: Tensor, counted: Tensor) -> Tensor:
 def _counted(
     spans: Spans, own_blocks: Tensor, block_size: int, stride: int, cells: int
 ) -> tuple[Tensor, Tensor]:
-    """Which tokens of this rank's blocks count in their cell, as keys and as queries.
+    """The tokens of this rank's blocks that count in their cell, as keys and as queries.
 
     bool [B, n_local, block] each. cells: of the sequence.
     """

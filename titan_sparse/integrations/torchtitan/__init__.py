@@ -29,28 +29,28 @@ def _check_version() -> None:
 
 _check_version()
 
-from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
-from torchtitan.config.override import derive, override  # noqa: E402
-from torchtitan.distributed.activation_checkpoint import (  # noqa: E402
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.config.override import derive, override
+from torchtitan.distributed.activation_checkpoint import (
     ActivationCheckpointing,
     FullAC,
     SelectiveAC,
 )
-from torchtitan.models.common.attention import BaseAttention, VarlenAttention  # noqa: E402
+from torchtitan.models.common.attention import BaseAttention, VarlenAttention
 
-from titan_sparse.attention import patterns  # noqa: E402
-from titan_sparse.integrations.torchtitan.attention import (  # noqa: E402
+from titan_sparse.attention import patterns
+from titan_sparse.integrations.torchtitan.attention import (
     SPARSE,
     SparseAttention,
     keep_sharded,
 )
-from titan_sparse.integrations.torchtitan.core import layout_of  # noqa: E402
-from titan_sparse.integrations.torchtitan.training import (  # noqa: E402
+from titan_sparse.integrations.torchtitan.core import layout_of
+from titan_sparse.integrations.torchtitan.training import (
     FullACWithAttention,
     MetricsWithAttention,
     SelectiveACWithAttention,
 )
-from titan_sparse.options.values import one_of  # noqa: E402
+from titan_sparse.options.values import one_of
 
 __all__ = ["dense", "log_attention", "moba", "save_attention", "vertical_slash", "xattention"]
 

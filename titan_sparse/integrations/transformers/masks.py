@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks import Mask, MaskRanges, Slices, SlidingWindow
-from titan_sparse.attention.masks.ranges import intersect
+from titan_sparse.attention.masks.ranges import intersect, rows_once
 from titan_sparse.attention.patterns import Dense, Pattern
 
 
@@ -31,7 +31,7 @@ def check_block_size(size: int) -> None:
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """How attention of one name is computed. The defaults: dense, on one rank, the fastest kernel.
+    """The settings of attention of one name. The defaults: dense, on one rank, the fastest kernel.
 
     pattern: of full-attention layers. Layers with a window or chunks compute all of it.
     cp: the ranks that share each sequence. Inputs of the model are then those of shard_batch().
@@ -52,7 +52,7 @@ class AttentionSettings:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share a sequence."""
+        """The number of ranks that share a sequence."""
         return 1 if self.cp is None else self.cp.size
 
 
@@ -82,7 +82,7 @@ class MaskRule(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether a window or chunks keep queries from far keys."""
+        """True if a window or chunks keep queries from far keys."""
         return self.window is not None or self.chunk is not None
 
 
@@ -155,7 +155,7 @@ class AttentionMask:
 
 @dataclass(eq=False)
 class LayerMask(AttentionMask):
-    """What the layers of one kind see. Made by our mask function, once a forward for each kind.
+    """The mask of the layers of one kind. Made by our mask function, once a forward for each kind.
 
     padding: bool [B, S], False on padding; None without.
     own: the user's mask, which replaces padding and documents; None without.
@@ -183,7 +183,7 @@ class LayerMask(AttentionMask):
             if known_positions is position_ids and known_settings is settings:
                 return ranges
         if self.own is not None:
-            ranges = self._own_ranges(q.shape[2] * settings.ranks, q.device)
+            ranges = self._own_ranges(q, settings.ranks)
         else:
             # With our own context parallelism, masks come whole, as `own`.
             has_others = dist.is_initialized() and dist.get_world_size() > 1
@@ -193,7 +193,7 @@ class LayerMask(AttentionMask):
         self._resolved = (position_ids, settings, ranges)
         return ranges
 
-    def _own_ranges(self, seq_len: int, device: torch.device) -> MaskRanges:
+    def _own_ranges(self, q: Tensor, ranks: int) -> MaskRanges:
         """The user's mask without what the layer's window hides."""
         if self.rule.chunk is not None:
             raise ValueError(
@@ -201,13 +201,13 @@ class LayerMask(AttentionMask):
                 'attention_mask={"full_attention": mask, "chunked_attention": its chunks}'
             )
         if isinstance(self.own, MaskRanges):
-            moved = [x.to(device) if isinstance(x, Tensor) else x for x in self.own]
+            moved = [x.to(q.device) if isinstance(x, Tensor) else x for x in self.own]
             ranges = MaskRanges(*moved)
         else:
-            ranges = _rows(self.own, seq_len, device)
+            ranges = rows_once(self.own, q.shape[2] * ranks, q)
         if self.rule.window is None:
             return ranges
-        window = SlidingWindow(self.rule.window).rows(ranges.start.shape[1], device)
+        window = SlidingWindow(self.rule.window).rows(ranges.start.shape[1], q.device)
         both = intersect(ranges, window)
         return both._replace(table=ranges.table, probe_seed=ranges.probe_seed)
 
@@ -223,20 +223,14 @@ def as_layer_mask(mask: AttentionMask | Mask | MaskRanges, keys: int) -> LayerMa
 
 
 def has_documents(ranges: MaskRanges) -> bool:
-    """Whether a sequence may have several documents. Slices do not say. The host waits for the device
-    unless there is one document."""
+    """True if a sequence may have several documents. Slices do not say. The host waits for the
+    device unless there is one document."""
     starts = ranges.document_start
     if starts is None:
         return ranges.slices is not None
     # [Bm, S], -1 on padding
     first = torch.where(starts < 0, starts.shape[1], starts).amin(1)
     return bool((starts.amax(1) > first).any())
-
-
-@functools.lru_cache(maxsize=4)
-def _rows(mask: Mask, seq_len: int, device: torch.device) -> MaskRanges:
-    """mask.rows(seq_len, device). A mask that a user gave in a dict reaches each layer anew."""
-    return mask.rows(seq_len, device)
 
 
 def ranges_of_tokens(

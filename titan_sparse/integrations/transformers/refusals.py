@@ -1,4 +1,4 @@
-"""What attend() does not compute, refused by name before anything is computed."""
+"""Refusals, by name and before anything is computed, of what attend() does not compute."""
 
 import sys
 

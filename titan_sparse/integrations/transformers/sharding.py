@@ -16,9 +16,7 @@ from titan_sparse.attention.context_parallel.layouts import block_multiple
 from titan_sparse.attention.masks import MaskRanges
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.integrations.transformers.masks import AttentionMask, MaskRule, ranges_of_tokens
-
-IGNORE_INDEX = -100
-"""The label of a token that does not count."""
+from titan_sparse.loss import IGNORE_INDEX
 
 PER_TOKEN = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask")
 """Entries of a batch with a row for each sequence and a column for each token."""
@@ -41,7 +39,8 @@ class ShardMask(AttentionMask):
 
 
 def shifted_labels(batch: Mapping[str, Any]) -> Tensor:
-    """What each token of a whole batch is to predict, int64 [B, S]: the label of its successor.
+    """The label that each token of a whole batch is to predict, int64 [B, S]: that of its
+    successor.
 
     Raises ValueError for a batch without labels.
     """

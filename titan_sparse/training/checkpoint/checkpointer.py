@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from titan_sparse.config import Checkpoint, Refusal
@@ -34,14 +33,13 @@ from titan_sparse.models.initialization import canonical_name
 from titan_sparse.training.checkpoint import folders
 from titan_sparse.training.checkpoint.reader import (
     Broken,
-    has_checksums,
     read_into,
-    read_metadata,
     verify,
 )
 from titan_sparse.training.checkpoint.saver import PINNED, memory_like, write
 from titan_sparse.training.faults.process_groups import on_first_rank
 from titan_sparse.training.offload import Copier
+from titan_sparse.training.optimizer import shard_of
 
 logger = logging.getLogger("titan_sparse")
 
@@ -128,7 +126,8 @@ class Checkpointer:
             self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-        """What is saved: the tensors of model and optimizer, and the state of each other part."""
+        """The state that is saved: the tensors of model and optimizer, and the state of each other
+        part."""
         tensors = dict(self.weights)
         for parameter, state in self.optimizer.state.items():
             name = self.parameter_names[parameter]
@@ -191,7 +190,7 @@ class Checkpointer:
         return step
 
     def is_due(self, step: int, last: bool) -> bool:
-        """Whether save() would save: at every interval, and at the run's last step."""
+        """True if save() would save: at every interval, and at the run's last step."""
         return self.section.enable and (last or step % self.section.interval == 0)
 
     def save(self, step: int) -> float:
@@ -214,10 +213,7 @@ class Checkpointer:
     @torch.no_grad()
     def _copy(self, tensors: dict[str, Tensor]) -> None:
         """Copy this rank's shards. With pinned memory the host does not wait for it."""
-        shards = {
-            name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            for name, tensor in tensors.items()
-        }
+        shards = {name: shard_of(tensor) for name, tensor in tensors.items()}
         if shards.keys() != self.copies.keys():
             self.memory, self.copies = memory_like(shards, self.section.async_mode == PINNED)
         for name, shard in shards.items():
@@ -287,23 +283,14 @@ class Checkpointer:
         return None
 
     def _read(self, checkpoint: Path, with_loader: bool) -> None:
-        if not has_checksums(checkpoint):
-            logger.warning("%s has no checksums: damage in it may not be noticed", checkpoint)
         # One that has made no step yet gets the tensors that are read into.
         get_optimizer_state_dict(self.model, self.optimizer)
         tensors, values = self.state()
         if not with_loader:
             del values["dataloader"]
-        # Counters that came later are not in older checkpoints: they stay as they are.
-        saved = read_metadata(checkpoint).state_dict_metadata
-        keys = {".".join(name.split(".")[:2]) for name in saved}
-        to_read = {
-            name: {key: value for key, value in part.items() if f"{name}.{key}" in keys}
-            for name, part in values.items()
-        }
-        read_into({**tensors, **to_read}, checkpoint)
+        read_into({**tensors, **values}, checkpoint)
         for name, part in values.items():
-            self.parts[name].load_state_dict(part | to_read[name])
+            self.parts[name].load_state_dict(part)
 
     def _roll_back(self, step: int) -> None:
         """Make the whole checkpoint of `step` the newest, unless this is a restart of a job that has done
