@@ -45,7 +45,7 @@ def test_demo(tmp_path):
     ]
     texts = re.findall(r"^  text that it writes: (.*)", printed, re.MULTILINE)
     assert len({json.loads(text) for text in texts}) == 2
-    assert (tmp_path / "loss.png").stat().st_size > 5_000
+    assert (tmp_path / "training.png").stat().st_size > 5_000
     commands = re.findall(r"^  (titan-sparse|tensorboard) (.*)", printed, re.MULTILINE)
     assert [shlex.split(words)[0] for _, words in commands] == ["--logdir", "evaluate", "export_hf"]
     for command, (_, words) in zip((evaluate, export_hf), commands[1:]):

@@ -265,9 +265,7 @@ def equal_time() -> list[str]:
             cells += [f"{_mean_score(file, name, mode):.3f}" for mode in (name, "dense")]
             cells += [f"{_mean_score(file, name, name, 'needle forced'):.0f} %"]
             rows.append(cells)
-    heads = (
-        "tokens | attention | density | s per step | steps | held-out loss | read densely | needles"
-    )
+    heads = "tokens | attention | density | s per step | steps | held-out loss | dense eval | needle accuracy"
     return lines(heads, rows)
 
 
@@ -314,7 +312,9 @@ def equal_steps() -> list[str]:
         above = [f"{scores['loss'] - base['loss']:.4f}" for scores in (densely, as_trained)]
         lost = base["needle forced"] - densely["needle forced"]
         rows.append([name.replace("_", " 0."), *above, f"{lost:.1f}"])
-    return lines("trained with | read densely | as trained | needles lost densely, percent", rows)
+    return lines(
+        "trained with | dense eval | as trained | needles lost in dense eval, percent", rows
+    )
 
 
 def _mean_score(file: str, method: str, mode: str, measure: str = "loss") -> float:

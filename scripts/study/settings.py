@@ -167,7 +167,7 @@ class Study:
 
     @property
     def title(self) -> str:
-        """What all that is in `folder` has in common."""
+        """The title: what all that is in `folder` has in common."""
         return " ".join([self.size.title, *self.options])
 
     @property

@@ -352,7 +352,7 @@ class Metrics:
     recall_rows: Annotated[int, Range(1, 10**6)] = 64
     """query rows per sequence that measure recall"""
     tensorboard: bool = True
-    """write TensorBoard events, and at the end a picture of the loss (loss.png), to the run folder"""
+    """write TensorBoard events, and at the end a picture of loss and density (training.png), to the run folder"""
     trackers: Literal["none", "wandb"] = "none"
     """wandb: write metrics to Weights & Biases too, which follows its own WANDB_... variables"""
     pictures_every: Count = 0

@@ -36,15 +36,26 @@ def needle_figure(cells: list[dict[str, Any]], value: str = "score") -> Any:
     return figure
 
 
-def loss_figure(steps: dict[int, float], validated: dict[int, float]) -> Any:
-    """Training loss by step, and that of validation where there is any."""
-    figure, axes = new_figure((7, 4))
-    axes.set_title("Loss")
-    axes.plot(list(steps), list(steps.values()), label="training")
+def training_figure(lines: dict[int, dict[str, Any]], validated: dict[int, float]) -> Any:
+    """Loss by step, and next to it the density and recall of sparse attention.
+
+    lines: the metrics of each logged step. validated: loss of validation, where there is any.
+    """
+    figure, (left, right) = new_figure((10, 4), panels=2)
+    left.set(title="Loss", xlabel="step", ylabel="cross-entropy (nats)")
+    left.plot(list(lines), [line["loss"] for line in lines.values()], label="training")
     if validated:
-        axes.plot(list(validated), list(validated.values()), "o:", label="validation")
-    axes.set(xlabel="step", ylabel="cross-entropy (nats)")
-    axes.legend()
+        left.plot(list(validated), list(validated.values()), "o:", label="validation")
+    right.set(title="Attention", xlabel="step", ylabel="percent", ylim=(0, 103))
+    for name, meaning, style in (
+        ("density", "density: pairs that are computed", "-"),
+        ("recall", "recall: attention mass that they hold", "o-"),
+    ):
+        logged = {step: 100 * line[name] for step, line in lines.items() if name in line}
+        right.plot(list(logged), list(logged.values()), style, label=meaning, markersize=4)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
     return figure
 
 

@@ -1,5 +1,4 @@
-"""The outputs of a finished run to look at: a picture of its loss, and the commands that come
-next."""
+"""The outputs of a finished run to look at: a picture of its training, and the next commands."""
 
 import logging
 import shlex
@@ -9,15 +8,15 @@ import torch.distributed as dist
 
 from titan_sparse.config import Config, trains_random_base
 from titan_sparse.config.sources import source_formats
-from titan_sparse.evaluation.pictures import loss_figure
+from titan_sparse.evaluation.pictures import training_figure
 from titan_sparse.training.metrics_output import read_lines, read_metrics
 
 logger = logging.getLogger("titan_sparse")
 
 
 def report(config: Config, began_after: int, step: int, stopped: bool) -> None:
-    """Log how a run has ended, after `step`. After training.steps, also draw the loss, and log the
-    commands that come next.
+    """Log how a run has ended, after `step`. After training.steps, also draw how it went, and log
+    the commands that come next.
 
     began_after: the step that it was resumed at. stopped: by a signal.
     """
@@ -39,21 +38,22 @@ def report(config: Config, began_after: int, step: int, stopped: bool) -> None:
 
 def _show_results(config: Config) -> None:
     if config.metrics.tensorboard:
-        logger.info("wrote %s, a picture of the loss", draw_loss(config.training.output_dir))
+        picture = draw_training(config.training.output_dir)
+        logger.info("wrote %s, a picture of loss, density, and recall", picture)
     commands = next_commands(config)
     if commands:
         logger.info("\n  ".join(["what you can do next:", *commands]))
 
 
-def draw_loss(folder: str) -> Path:
-    """Write loss.png into a run's output_dir, of all steps that were logged there. Returns its path."""
-    steps = {step: line["loss"] for step, line in sorted(read_metrics(folder).items())}
+def draw_training(folder: str) -> Path:
+    """Write training.png into a run's output_dir, of all steps logged there. Returns its path."""
+    lines = dict(sorted(read_metrics(folder).items()))
     validated = {}
     path = Path(folder, "validation.jsonl")
     if path.is_file():
         validated = {line["step"]: line["loss"] for line in read_lines(path)}
-    picture = Path(folder, "loss.png")
-    loss_figure(steps, dict(sorted(validated.items()))).savefig(picture, dpi=120)
+    picture = Path(folder, "training.png")
+    training_figure(lines, dict(sorted(validated.items()))).savefig(picture, dpi=120)
     return picture
 
 

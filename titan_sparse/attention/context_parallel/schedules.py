@@ -150,7 +150,7 @@ host queues what is to be computed on them."""
 
 
 def heads_gathered(kv_heads: int, head_bytes: int) -> int:
-    """How many KV heads all_gather gathers together; the last group of heads may have fewer.
+    """The number of KV heads that all_gather gathers together; the last group of heads may have fewer.
 
     head_bytes: keys and values of one head, of all ranks.
 

@@ -68,8 +68,8 @@ class MaskRanges(NamedTuple):
 class Mask:
     """Base of all masks. Subclasses implement rows(). `a & b` sees what both see."""
 
-    is_constant = False
-    """Whether rows() always gives the same for equal masks, so that it may be remembered."""
+    is_constant: ClassVar[bool] = False
+    """True if rows() always gives the same for equal masks, so that it may be remembered."""
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         """The mask for `seq_len` global tokens, resolved to tensors on `device`."""
@@ -252,7 +252,7 @@ class Intersection(Mask):
     second: Mask
 
     @property
-    def is_constant(self) -> bool:
+    def is_constant(self) -> bool:  # type: ignore[override]
         return self.first.is_constant and self.second.is_constant
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:

@@ -54,7 +54,7 @@ def flex_block_mask(
 
 
 def _ordered(met: Tensor) -> tuple[Tensor, Tensor]:
-    """How many key blocks each query block meets, and which, first: int32 [B, Hq, blocks (, blocks)].
+    """The number of key blocks that each query block meets, then the blocks: int32 [B, Hq, blocks (, blocks)].
 
     met: bool [B, Hq, blocks, blocks].
     """

@@ -1,4 +1,4 @@
-"""What attention reads from torchtitan's batches, and what it reports, without torchtitan's classes.
+"""The inputs of attention in torchtitan's batches, and its reports, without torchtitan's classes.
 
 torchtitan packs documents, and every token brings its position in its document. In the order of the
 whole sequence, a document begins where the position is 0. So positions alone say what a token sees.

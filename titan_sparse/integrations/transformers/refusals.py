@@ -188,7 +188,7 @@ def check_other_trainers() -> None:
 
 
 def is_inside_alst() -> bool:
-    """Whether DeepSpeed's ALST gives attention functions whole sequences of some of the heads."""
+    """True if DeepSpeed's ALST gives attention functions whole sequences of some of the heads."""
     alst = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
     # Its function raises as long as there is no group.
     if alst is None or alst._SEQUENCE_PARALLEL_GROUP is None:
