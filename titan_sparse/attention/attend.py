@@ -7,6 +7,7 @@ from torch import Tensor
 
 from titan_sparse.attention import backends
 from titan_sparse.attention.compiling import protect_if_compiling
+from titan_sparse.attention.context_parallel import ulysses
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.inputs import (
     check_sinks,
@@ -90,6 +91,12 @@ def attend(
     if sinks is not None:
         check_sinks(sinks, q)
     ranges = resolve_mask(mask, q, ranks)
+    by_heads = None if cp is None else cp.by_heads
+    if by_heads is not None:
+        ulysses.check(cp, q, k, recomputed)
+        q, k, v = ulysses.trade_tokens(q, k, v, ranges.table, cp.key)
+        sinks = None if sinks is None else ulysses.own_heads(sinks, cp)
+        ranks = ranks_of(by_heads, None)
     if scale is not None:
         scale = constant(scale)
     has_slices = ranges.slices is not None
@@ -120,7 +127,12 @@ def attend(
 
     inputs = (q, k, v, sinks, index, tensors)
     out, lse = attend_in_parts(inputs, recomputed, ranges, ranks, key)
+    if by_heads is not None:
+        out = ulysses.trade_heads(out, ranges.table, cp.key)
     if not return_aux:
         return out
-    batch, heads = q.shape[:2]
+    if by_heads is not None:
+        lse = ulysses.trade_heads(lse[..., None], ranges.table, cp.key)[..., 0].contiguous()
+        index = ulysses.of_all_heads(index, cp.key)
+    batch, heads = out.shape[:2]
     return out, Auxiliary(lse, pattern.index(index, ranges, batch, heads, ranks.block_size))

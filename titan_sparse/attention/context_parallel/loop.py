@@ -37,7 +37,7 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     if geometry is not None:
         no_verticals = q.new_empty(2, *q.shape[:2], 0, q.shape[3])
         return *moba_gathered.forward(call, geometry, q, k, v), no_verticals
-    call.count_plain_ring(k)
+    call.cp.count_plain_ring(k)
     gathered = verticals.gather(call, k, v)
     transport = TRANSPORTS[call.cp.moves](call, q, k, v, backward=False)
     groups = transport.groups
@@ -77,7 +77,7 @@ def backward(
     geometry = moba_gathered.geometry_of(call, len(k))
     if geometry is not None:
         return moba_gathered.backward(call, geometry, queries, k, v)
-    call.count_plain_ring(k, backward=True)
+    call.cp.count_plain_ring(k, backward=True)
     q = queries.q
     if call.cp.moves is Moves.CHUNKS and ring.circulates_queries_of(call, q, k):
         return ring.backward_with_queries_circulating(call, queries, k, v, vertical_kv)
