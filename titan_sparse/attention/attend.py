@@ -133,6 +133,6 @@ def attend(
         return out
     if by_heads is not None:
         lse = ulysses.trade_heads(lse[..., None], ranges.table, cp.key)[..., 0].contiguous()
-        index = ulysses.of_all_heads(index, cp.key)
+        index = [by_heads.of_all_heads(x, 1) for x in index]
     batch, heads = out.shape[:2]
     return out, Auxiliary(lse, pattern.index(index, ranges, batch, heads, ranks.block_size))

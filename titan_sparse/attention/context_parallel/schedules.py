@@ -47,6 +47,8 @@ class Schedule:
         """Ranks of the outer and of the inner ring."""
         if self.needs_node_axis:
             return inter, intra
+        if self.moves is Moves.TOKENS:
+            return 1, inter
         return 1, inter * intra
 
     def step_sources(self, inter: int, intra: int) -> list[list[int]]:
@@ -156,9 +158,9 @@ def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:
     if heads % ranks:
         divisors = [count for count in range(1, heads + 1) if heads % count == 0]
         raise ValueError(
-            f'schedule "ulysses" cannot deal {heads} query heads out to {ranks} ranks; write a '
-            f"number of ranks (parallelism.cp, or cp_intra between nodes) among {divisors}, or "
-            'schedule "all_gather" or "ring"'
+            f'schedule "ulysses" cannot deal {heads} query heads out to {ranks} ranks of a node; '
+            f"write a mesh with a cp_intra among {divisors}, or "
+            'schedule="all_gather"'
         )
     group = heads // kv_heads
     return group // math.gcd(heads // ranks, group)

@@ -50,6 +50,9 @@ def trade_tokens(
     KV heads of these query heads. table: int64 [W, n], of the layout "balanced"; else None. cp: its
     key.
     """
+    if q.numel() == 0:
+        # No batch or no tokens: nothing travels, as nothing is computed (ops.py).
+        return _fake_trade_tokens(q, k, v, table, cp)
     group = context_of(cp)
     with recorder.trading(group, q.device, before=True):
         copies = kv_copies(q.shape[1], k.shape[1], group.intra)
@@ -70,6 +73,8 @@ def _trade_tokens_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor | None, cp: str, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v [B, Hkv = kv_heads, S_local, D]. Those of copies are summed in fp32."""
+    if dq.numel() == 0:
+        return _fake_trade_tokens_backward(dq, dk, dv, table, cp, kv_heads)
     group = context_of(cp)
     dq, dk, dv = _to_tokens(group, [dq, dk, dv], table)
     copies = dk.shape[1] // kv_heads
@@ -89,6 +94,8 @@ def _fake_trade_tokens_backward(dq, dk, dv, table, cp, kv_heads):
 @torch.library.custom_op("titan_sparse::trade_heads", mutates_args=())
 def trade_heads(out: Tensor, table: Tensor | None, cp: str) -> Tensor:
     """[B, H / ranks, ranks * S_local, D] of this rank's heads -> [B, H, S_local, D] of its tokens."""
+    if out.numel() == 0:
+        return _fake_trade_heads(out, table, cp)
     group = context_of(cp)
     with recorder.trading(group, out.device, before=False):
         [of_tokens] = _to_tokens(group, [out], table)
@@ -103,6 +110,8 @@ def _fake_trade_heads(out, table, cp):
 
 @torch.library.custom_op("titan_sparse::trade_heads_backward", mutates_args=())
 def _trade_heads_backward(d_out: Tensor, table: Tensor | None, cp: str) -> Tensor:
+    if d_out.numel() == 0:
+        return _fake_trade_heads_backward(d_out, table, cp)
     [of_heads] = _to_heads(context_of(cp), [d_out], table)
     return of_heads
 
@@ -111,19 +120,6 @@ def _trade_heads_backward(d_out: Tensor, table: Tensor | None, cp: str) -> Tenso
 def _fake_trade_heads_backward(d_out, table, cp):
     ranks = context_of(cp).intra
     return _by_token(d_out, d_out.shape[1] // ranks, d_out.shape[2] * ranks)
-
-
-@torch.library.custom_op("titan_sparse::of_all_heads", mutates_args=())
-def of_all_heads(tensors: list[Tensor], cp: str) -> list[Tensor]:
-    """Tensors of an index [B, H / ranks, ...] -> [B, H, ...], on all ranks."""
-    by_heads = context_of(cp).by_heads
-    return [by_heads.of_all_heads(x, 1) for x in tensors]
-
-
-@of_all_heads.register_fake
-def _fake_of_all_heads(tensors, cp):
-    ranks = context_of(cp).intra
-    return [x.new_empty(x.shape[0], x.shape[1] * ranks, *x.shape[2:]) for x in tensors]
 
 
 def _save_tokens(ctx, inputs: tuple, output: tuple) -> None:
