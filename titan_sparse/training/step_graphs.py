@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.observe import Recording
-from titan_sparse.config import Config
+from titan_sparse.config import Config, resolve_cp_intra, world_from_environment
 from titan_sparse.config.reading import Refusal
 from titan_sparse.models.flavours import DecoderConfig, TransformersConfig
 
