@@ -1,6 +1,6 @@
 """Train: torchrun --nproc-per-node 8 train.py --config train_configs/X.toml [--section.key value ...]
 
-The entry of a checkout. The program is titan_sparse/train.py; --help lists every option.
+The entry of a checkout. The program is titan_sparse/commands/train.py; --help lists every option.
 """
 
 import sys

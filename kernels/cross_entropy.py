@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_sparse.kernels.dtypes import accumulation_dtype
+
 IGNORE_INDEX = -100
 
 _TILE = 4096
@@ -28,7 +30,7 @@ def cross_entropy_naive(
     It leaves the logits as they are.
     """
     # [C, V]
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = logits.to(accumulation_dtype(logits.dtype))
     # [C] each
     rows = torch.arange(len(labels), device=labels.device)
     ignored = labels == IGNORE_INDEX

@@ -12,7 +12,7 @@ import transformers
 from examples import chat_demo
 from tests.data.chat_helpers import CHATML, write_tokenizer
 from tests.distributed import run_program
-from titan_sparse import train
+from titan_sparse.commands import train
 
 ROOT = Path(__file__).parents[1]
 TINY_RUN = (

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from titan_sparse import train
+from titan_sparse.commands import train
 from titan_sparse.config import check_launch, check_start, load_and_check
 from titan_sparse.config.reading import KINDS, ConfigError, load
 from titan_sparse.options.values import plain

@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-from titan_sparse.training.faults.launcher import hide_warnings_of_imports
+from titan_sparse.options.extras import program
 
 COMMANDS = {
     "init": "prints an example configuration with comments",
@@ -40,10 +40,16 @@ def main() -> int:
         commands = ", ".join(COMMANDS)
         print(f"error: {name} is not a command; write one of {commands}", file=sys.stderr)
         return 2
-    hide_warnings_of_imports()
-    home = "titan_sparse" if name == "train" else "titan_sparse.commands"
+    return _run(name, words)
+
+
+@program
+def _run(name: str, words: list[str]) -> int:
     # Loaded when it is asked for: train refuses a mistake before torch has been loaded.
-    status = importlib.import_module(f"{home}.{name}").main(words)
+    from titan_sparse.training.faults.launcher import hide_warnings_of_imports
+
+    hide_warnings_of_imports()
+    status = importlib.import_module(f"titan_sparse.commands.{name}").main(words)
     distributed = sys.modules.get("torch.distributed")
     if status == 0 and distributed is not None and distributed.is_initialized():
         # After a failure, destroying the group could wait for ranks that are gone.

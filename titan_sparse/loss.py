@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titan_sparse.kernels.cross_entropy import IGNORE_INDEX, cross_entropy, cross_entropy_naive
+from titan_sparse.kernels.dtypes import accumulation_dtype
 
 _ROW_ALIGNMENT = 16
 """Logits between the starts of two rows are a multiple of this: aligned rows for any vocabulary."""
@@ -91,7 +92,7 @@ def answer_logits(
 
 def _logits(rows: Tensor, weight: Tensor) -> Tensor:
     """Of rows [N, D]: [N, V], fp32 (fp64 for fp64)."""
-    dtype = torch.promote_types(rows.dtype, torch.float32)
+    dtype = accumulation_dtype(rows.dtype)
     return matmul(rows, weight.T, rows.new_empty(len(rows), len(weight), dtype=dtype))
 
 
@@ -179,7 +180,7 @@ def _loss_by_chunks(
     wanted: whether of hidden, and of weight. d_hidden has hidden's shape and dtype, d_weight the
     logits' dtype; None where not wanted.
     """
-    logits_dtype = torch.promote_types(hidden.dtype, torch.float32)
+    logits_dtype = accumulation_dtype(hidden.dtype)
     # [B * S, D] and [B * S]
     rows = hidden.flatten(0, -2)
     targets = labels.flatten()

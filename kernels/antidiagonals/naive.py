@@ -8,6 +8,7 @@ from torch import Tensor
 
 from titan_sparse.kernels.antidiagonals.kernel import BlockSums, QueryBlocks
 from titan_sparse.kernels.compact import pack
+from titan_sparse.kernels.dtypes import accumulation_dtype
 
 
 def block_sums_naive(
@@ -46,7 +47,7 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
         # Summed in fp32, and not rounded to 16 bits afterwards.
         return torch.bmm(a, b.mT, out_dtype=torch.float32)
     # CPUs have no product of 16-bit inputs with such sums.
-    dtype = torch.promote_types(a.dtype, torch.float32)
+    dtype = accumulation_dtype(a.dtype)
     a = a.to(dtype)
     b = b.to(dtype)
     return a @ b.mT

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.kernels.probe.rows import KeyBlocks, Probe
 
 _CHUNK_ELEMENTS = 1 << 26
@@ -91,7 +92,7 @@ def scores_of_blocks(probe: Probe, keys: KeyBlocks) -> Iterator[tuple[int, int, 
     batch, heads, _, queries, dim = probe.q.shape
     kv_heads = k.shape[1]
     touching = slot.shape[-1]
-    dtype = torch.promote_types(probe.q.dtype, torch.float32)
+    dtype = accumulation_dtype(probe.q.dtype)
     # [B, Hkv, 1, n_local, 1, b, D]: KV heads beside their groups, as the scores are computed.
     k_blocks = k.view(batch, kv_heads, -1, 1, block_size, dim)[:, :, None]
     # [B, n, Hq, P, D]

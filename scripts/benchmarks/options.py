@@ -2,15 +2,16 @@
 
 import argparse
 
+from titan_sparse import commands
+from titan_sparse.commands import positive
+
+__all__ = ["head_set", "parser_of", "positive", "share"]
+
 
 def parser_of(program: str, description: str | None) -> argparse.ArgumentParser:
-    """description: the program's docstring."""
-    return argparse.ArgumentParser(
-        prog=f"python -m {program}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    """A parser that ends the program at a mistake. description: the program's docstring."""
+    kind = argparse.ArgumentParser
+    return commands.parser_of(description or "", f"python -m {program}", kind)
 
 
 def head_set(text: str) -> tuple[int, int]:
@@ -31,11 +32,4 @@ def share(text: str) -> float:
         number = 0.0
     if not 0 < number <= 1:
         raise argparse.ArgumentTypeError(f"{text}: write a share above 0 and at most 1, as 0.05")
-    return number
-
-
-def positive(text: str) -> int:
-    number = int(text) if text.isdigit() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: write a whole number, 1 or more")
     return number

@@ -2,7 +2,7 @@
 
     python -m scripts.benchmarks.plots benchmarks/results/attention_h200.json --out attention.png
 
-Needs pip install -e ".[eval]". The results say which it is:
+Needs pip install -e ".[train]". The results say which it is:
 
 scripts.benchmarks.attention  forward + backward, without the selection, against length and against
                               density; dense attention is dashed

@@ -2,13 +2,15 @@
 
 import argparse
 import datetime
-import importlib.metadata
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
+
+from titan_sparse.training import run_folder
+from titan_sparse.training.run_folder import git_commit, version_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,13 +23,19 @@ def provenance(args: argparse.Namespace, device: str | torch.device = "cuda") ->
     on_gpu = torch.device(device).type == "cuda"
     return {
         "command": command(),
-        # "-dirty" where files differ from the commit; None without git.
-        "commit": output_of("git describe --always --dirty --abbrev=40 --exclude=*"),
+        "commit": commit_of(git_commit(ROOT / "pyproject.toml")),
         "date": datetime.date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(device) if on_gpu else "CPU",
         "versions": versions(),
         "options": vars(args),
     }
+
+
+def commit_of(git: dict | None) -> str:
+    """git: what git_commit() found. "-dirty" where files differ from the commit."""
+    if git is None:
+        return "unknown: the run was started outside of a checkout"
+    return git["commit"] + ("-dirty" if git["changed_files"] else "")
 
 
 def command() -> str:
@@ -44,27 +52,19 @@ def command() -> str:
 
 
 PACKAGES = (
-    *("triton", "flash-attn-4", "flash-attn", "liger-kernel", "cut-cross-entropy"),
-    *("transformers", "accelerate", "peft", "torchtitan"),
+    *("flash-attn", "liger-kernel", "cut-cross-entropy"),
+    *("transformers", "accelerate", "peft"),
 )
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what the numbers depend on; None for what is not there."""
+    """Versions of what the numbers depend on: those of a run, and more. None for what is not there."""
     return {
-        "torch": torch.__version__,
-        **{package: version(package) for package in PACKAGES},
-        "cuda": torch.version.cuda,
+        **run_folder.versions(),
+        **{package: version_of(package) for package in PACKAGES},
         "cudnn": str(torch.backends.cudnn.version()),
         "driver": output_of("nvidia-smi --query-gpu=driver_version --format=csv,noheader"),
     }
-
-
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def output_of(line: str) -> str | None:

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from scripts.benchmarks.options import parser_of
+from scripts.benchmarks.provenance import commit_of
 from titan_sparse.training.metrics_output import read_metrics
 
 
@@ -68,12 +69,6 @@ def collect(runs: list[tuple[str, Path]]) -> dict:
             "steps": [line for _, line in sorted(read_metrics(folder).items())],
         }
     return result | {"runs": parts}
-
-
-def commit_of(git: dict | None) -> str:
-    if git is None:
-        return "unknown: the run was started outside of a checkout"
-    return git["commit"] + ("-dirty" if git["changed_files"] else "")
 
 
 def command_of(start: dict) -> str:

@@ -35,13 +35,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from scripts.benchmarks import harness
 from scripts.benchmarks.huggingface import SHAPES, StepTimes, peak_bytes
 from scripts.benchmarks.options import parser_of, positive
-from scripts.benchmarks.provenance import version
+from titan_sparse.commands.train import set_allocator
 from titan_sparse.config import load_and_check
 from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.models.huggingface_config import config_json
-from titan_sparse.train import set_allocator
 from titan_sparse.training.faults.process_groups import choose_device, init_distributed
 from titan_sparse.training.metrics_output import read_metrics
+from titan_sparse.training.run_folder import version_of
 from titan_sparse.training.trainer import Trainer
 
 HYBRID = {
@@ -275,7 +275,7 @@ def huggingface(shape, model, run, texts, device, times):
 
         model = get_peft_model(model, LoraConfig(r=16, lora_alpha=16, target_modules="all-linear"))
     words = f"""{TRANSFORMERS} --output_dir {run} --max_steps {len(texts)} --bf16 {on_gpu}
-    --use_cpu {not on_gpu} --use_liger_kernel {on_gpu and version("liger-kernel") is not None}"""
+    --use_cpu {not on_gpu} --use_liger_kernel {on_gpu and version_of("liger-kernel") is not None}"""
     parser = transformers.HfArgumentParser(transformers.TrainingArguments)
     [settings] = parser.parse_args_into_dataclasses(words.split())
     dataset = [{"input_ids": text, "labels": text} for text in texts]

@@ -36,8 +36,8 @@ from scripts.study.settings import (
     evaluations,
     runs,
 )
+from titan_sparse.commands.train import set_allocator
 from titan_sparse.config.reading import Refusal, require
-from titan_sparse.train import set_allocator
 
 MORE_TO_DO = 3
 

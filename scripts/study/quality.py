@@ -22,10 +22,9 @@ from titan_sparse.attention.masks.ranges import Causal, MaskRanges
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Dense, Pattern
 from titan_sparse.data.documents import TokenizedTexts
-from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation.needle import needle_samples
-from titan_sparse.loss import answer_scores, linear_cross_entropy
+from titan_sparse.loss import IGNORE_INDEX, answer_scores, linear_cross_entropy
 from titan_sparse.models.decoder import Attend, inverse_frequencies
 from titan_sparse.models.huggingface_config import read_config
 
@@ -98,7 +97,7 @@ class RealModel:
 
 def next_tokens(tokens: Tensor) -> Tensor:
     """Labels of tokens [B, S]; the last token has none."""
-    return F.pad(tokens[:, 1:], (0, 1), value=IGNORED_LABEL)
+    return F.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 class Needles(NamedTuple):
@@ -121,7 +120,7 @@ def hide_needles(text: Text, tokenizer: Tokenizer, length: int, count: int) -> N
     depths = [(number + 0.5) / count for number in range(count)]
     samples = needle_samples(document, [length], depths, 1, _SEED)
     tokens = np.stack([np.concatenate([sample.prompt, sample.answer]) for sample in samples])
-    labels = np.full_like(tokens, IGNORED_LABEL)
+    labels = np.full_like(tokens, IGNORE_INDEX)
     for row, sample in zip(labels, samples):
         # The last token of the prompt says the first one of the answer.
         row[len(sample.prompt) - 1 : -1] = sample.answer
@@ -154,7 +153,7 @@ def quality(
     measured = {"loss": loss.item() / (tokens.shape[1] - 1), "density": density, "recall": recall}
     if needles is not None:
         losses, predicted = model.run(*needles, attend_alone, answer_scores)
-        answers = needles.labels[needles.labels != IGNORED_LABEL]
+        answers = needles.labels[needles.labels != IGNORE_INDEX]
         is_right = predicted.cpu() == answers
         measured["needles"] = is_right.double().mean().item()
         measured["needle_loss"] = losses.mean().item()

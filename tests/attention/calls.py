@@ -5,8 +5,8 @@ from torch import Tensor
 from titan_sparse.attention.context_parallel.group import ContextParallel, one_rank
 from titan_sparse.attention.inputs import mask_tensors
 from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.ops import options_key
 from titan_sparse.attention.patterns import Pattern
-from titan_sparse.attention.patterns.base import options_key
 
 
 def op_arguments(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.attention.calls import op_arguments
 from tests.attention.dense_twin import let_eager_serve_dense
 from tests.reference import attention_with_sinks, dense_attention, gradients, structured_qkv
-from titan_sparse.attention import ContextParallel, attend, registry
+from titan_sparse.attention import ContextParallel, attend, ops
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.balanced import Costs
 from titan_sparse.attention.context_parallel.group import one_rank
@@ -386,4 +386,4 @@ def test_a_context_parallel_lives_until_the_backward():
 
 def test_a_key_without_its_object_is_refused():
     with pytest.raises(RuntimeError, match="is gone: keep the ContextParallel"):
-        registry.lookup("attend nothing")
+        ops.lookup("attend nothing")

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 import transformers
 
-from titan_sparse import train
+from titan_sparse.commands import train
 from titan_sparse.commands.init import EXAMPLES, main
 from titan_sparse.config import load, load_and_check
 

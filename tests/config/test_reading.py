@@ -1,10 +1,10 @@
 """The configuration: reading, precedence, errors of one line."""
 
 import re
+import tomllib
 from dataclasses import fields, is_dataclass
 
 import pytest
-import tomli
 
 from titan_sparse.config import (
     Config,
@@ -115,7 +115,7 @@ def test_round_trip(tmp_path, words):
     path = tmp_path / "run" / "deep" / "config.toml"
     assert path.read_text(encoding="utf-8") == to_toml(config)
     assert load(["--config", str(path)])[0] == config
-    assert set(tomli.loads(to_toml(config))) == {item.name for item in fields(Config)}
+    assert set(tomllib.loads(to_toml(config))) == {item.name for item in fields(Config)}
 
 
 BAD_WORDS = [
@@ -165,31 +165,3 @@ def test_layers_are_a_list_in_a_file_and_words_on_the_command_line(tmp_path):
     assert dense_layers(config.attention) == [0, 1]
     assert load(["--attention.dense_layers", "0,1"])[0] == config
     assert load(["--config", write(tmp_path, to_toml(config))])[0] == config
-
-
-TABLE = "[attention.vertical_slash]\n"
-
-
-def test_keys_of_the_version_before_are_read_and_said_to_be_old(tmp_path, capsys):
-    text = TABLE + 'local_diagonals = 3\nmin_columns = 5\nmax_columns = 7\nindex = "probe"'
-    config, _ = load(
-        ["--config", write(tmp_path, text), "--attention.vertical_slash.max_columns=9"]
-    )
-    section = config.attention.vertical_slash
-    assert (section.local_slashes, section.min_verticals, section.max_verticals) == (3, 5, 9)
-    said = capsys.readouterr().err.splitlines()
-    new = ("local_slashes", "min_verticals", "max_verticals", "no effect", "max_verticals")
-    assert len(said) == 5 and all(name in line for name, line in zip(new, said))
-
-
-@pytest.mark.parametrize(
-    "text, instead",
-    [
-        (TABLE + 'budget = "layer"', 'attention.vertical_slash.budget = "joint"'),
-        (TABLE + 'index = "xattention"', 'attention.pattern = "xattention"'),
-        ('[attention]\nroute_by = "index"', 'attention.route_by = "auto"'),
-    ],
-)
-def test_what_is_gone_is_refused(tmp_path, text, instead):
-    message = message_of(load, ["--config", write(tmp_path, text)])
-    assert text.splitlines()[1] in message and message.endswith(f"write {instead}")

@@ -209,13 +209,6 @@ def test_prepared_texts_say_how_they_begin(tmp_path):
     assert found[True][0][1:] == found[False][0] and (found[True][2], found[False][2]) == (1, 0)
     with pytest.raises(ValueError, match="data.add_bos = false: .* were prepared with"):
         open_documents(Data(source=str(tmp_path / "True"), add_bos=False), tokenizer)
-    # A folder of an older version has nothing in front, and is read as it is.
-    for name in ("meta.json", "plan.json"):
-        path = tmp_path / "False" / name
-        values = json.loads(path.read_text())
-        del values["add_bos"]
-        path.write_text(json.dumps(values))
-    assert len(open_documents(Data(source=str(tmp_path / "False")), tokenizer).begin) == 0
 
 
 def test_templates_are_those_of_autotokenizer(tmp_path):

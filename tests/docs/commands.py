@@ -213,7 +213,7 @@ def make(words: list[str]) -> None:
 
 
 def pip(words: list[str]) -> None:
-    assert words == ["install", "-e", "."]
+    assert words == ["install", "-e", ".[train]"]
 
 
 def tensorboard(words: list[str]) -> None:

@@ -408,7 +408,7 @@ def test_two_ranks_measure_and_write_what_a_plain_forward_and_transformers_do(tm
 
 
 def test_a_checkpoint_has_a_configuration_of_its_own(tmp_path):
-    """Of an older version, it has that of its run. A run has none but its own."""
+    """Also where a resumed run has another one. Nothing else is looked at."""
     run = tmp_path / "outputs/run"
     step = run / "checkpoint/step-2"
     step.mkdir(parents=True)
@@ -416,7 +416,9 @@ def test_a_checkpoint_has_a_configuration_of_its_own(tmp_path):
     (tmp_path / "config.toml").touch()
     with pytest.raises(ValueError, match="outputs/run has no config.toml; copy that of the run"):
         find_config(str(run))
-    for folder, found in ((run, run), (step, step)):
-        (folder / "config.toml").touch()
-        assert find_config(str(step)) == str(found / "config.toml")
-        assert find_config(str(run)) == str(run / "config.toml")
+    (run / "config.toml").touch()
+    with pytest.raises(ValueError, match="step-2 has no config.toml; copy that of the run"):
+        find_config(str(step))
+    (step / "config.toml").touch()
+    for folder in (run, step):
+        assert find_config(str(folder)) == str(folder / "config.toml")

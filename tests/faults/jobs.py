@@ -156,7 +156,7 @@ def _rank_main(
     # Imported here: the process of the tests may not want torch.
     import torch
 
-    from titan_sparse import train
+    from titan_sparse.commands import train
 
     torch.set_num_threads(1)
     plant(faults)

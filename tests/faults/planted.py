@@ -57,7 +57,7 @@ def plant(faults: Faults) -> None:
 
 if __name__ == "__main__":
     planned = Faults(**json.loads(sys.argv.pop(1)))
-    from titan_sparse import train
+    from titan_sparse.commands import train
 
     plant(planned)
     sys.exit(train.main())

@@ -25,8 +25,7 @@ from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.models.huggingface import load_weights
 from titan_sparse.models.transformers_config import read_transformers_config
 from titan_sparse.training.attention import build_attends
-from titan_sparse.training.compiling import compile_layer
-from titan_sparse.training.model import checkpointed
+from titan_sparse.training.model import checkpointed, compile_layer
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 LENGTHS = [700, 324]

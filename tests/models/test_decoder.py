@@ -14,7 +14,7 @@ from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.config import Attention
 from titan_sparse.models.build import build_decoder
-from titan_sparse.models.config import RopeConfig, number_of_parameters
+from titan_sparse.models.config import RopeConfig
 from titan_sparse.models.decoder import Decoder, LayerMasks
 from titan_sparse.models.flavours import FLAVOURS, resolve
 from titan_sparse.models.huggingface import load_weights
@@ -39,8 +39,8 @@ def test_parameter_counts(flavour: str) -> None:
     config = resolve(flavour)
     with torch.device("meta"):
         model = Decoder(config, dense_attend)
-    assert sum(p.numel() for p in model.parameters()) == number_of_parameters(config)
-    assert number_of_parameters(config) == TOTALS[flavour]
+    assert sum(p.numel() for p in model.parameters()) == config.number_of_parameters()
+    assert config.number_of_parameters() == TOTALS[flavour]
 
 
 def test_resolve_applies_overrides() -> None:

@@ -22,7 +22,6 @@ from titan_sparse.models.config import (
     Adapters,
     adapter_elements,
     is_adapter,
-    linear_sizes,
     resolve_adapters,
 )
 from titan_sparse.models.decoder import Decoder
@@ -67,7 +66,7 @@ def test_every_linear_layer_of_a_family(tmp_path: Path, name: str):
             linears = {path: module for path, module in linears.items() if "self_attn" in path}
         add_adapters(model, adapters)
     for path, module in linears.items():
-        linear = linear_sizes(config)[path.rpartition(".")[2]]
+        linear = config.linear_sizes()[path.rpartition(".")[2]]
         assert linear[:2] == (module.in_features, module.out_features), path
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * len(linears) and all(is_adapter(n) for n in trained)
@@ -167,5 +166,5 @@ def test_digest_sees_other_numbers(tmp_path: Path):
 
 def test_without_peft_one_line_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ValueError, match=r'lora.rank = 3\) need PEFT.*pip install "peft>=0.21"$'):
+    with pytest.raises(ValueError, match=r'lora.rank = 3\) need PEFT.*\[huggingface\]"$'):
         add_adapters(nn.Linear(2, 2), _adapters())

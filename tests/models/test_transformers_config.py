@@ -3,7 +3,6 @@
 import json
 import logging
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from tests.models.transformers_models import MODELS, SHAPE, VOCAB, decoder_of, s
 from titan_sparse.config import Config, ConfigError, check
 from titan_sparse.estimate.flops import linear_flops_per_token, windows_of
 from titan_sparse.models.build import build_decoder
-from titan_sparse.models.config import number_of_parameters
 from titan_sparse.models.flavours import FLAVOURS, choose_implementation, resolve
 from titan_sparse.models.huggingface import check_weights
 from titan_sparse.models.huggingface_config import FAMILIES
@@ -75,7 +73,7 @@ def test_flops_are_six_a_weight_that_a_token_meets(tmp_path, name):
         elif parameter.ndim >= 2 and not parameter_name.endswith("bias"):
             weights += parameter.numel()
     assert linear_flops_per_token(config) == 6 * weights
-    assert number_of_parameters(config) == sum(x.numel() for x in model.parameters())
+    assert config.number_of_parameters() == sum(x.numel() for x in model.parameters())
 
 
 def test_entries_that_a_family_does_not_read_change_nothing(tmp_path):
@@ -174,13 +172,6 @@ def test_what_cannot_be_trained_is_refused(tmp_path, model_type, settings, messa
         assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_one_line_says_that_transformers_is_missing(tmp_path, monkeypatch):
-    folder = write_config(tmp_path, "mistral")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match=r'runs through transformers, .*; pip install "transf'):
-        resolve("debug", initial_hf=folder)
-
-
 # Whose code
 
 
@@ -254,11 +245,11 @@ SHAPES = Path(__file__).parents[2] / "train_configs/shapes"
 def test_shapes_of_published_models():
     moe = read_transformers_config(str(SHAPES / "qwen3_30b_a3b"))
     # As its card says: 30.5 B parameters, of which 3.3 B are active, the embedding among them.
-    assert round(number_of_parameters(moe) / 1e9, 1) == 30.5
+    assert round(moe.number_of_parameters() / 1e9, 1) == 30.5
     tables = 2 * moe.vocab_size * moe.hidden_size
     assert round((moe.linear_weights + tables) / 1e9, 1) == 3.4
     native = resolve("debug", initial_hf=str(SHAPES / "qwen3_0_6b"))
     theirs = resolve("debug", initial_hf=str(SHAPES / "qwen3_0_6b"), implementation="transformers")
     assert native == replace(FLAVOURS["qwen3-0.6b"], rope=native.rope)
-    assert number_of_parameters(native) == number_of_parameters(theirs)
+    assert native.number_of_parameters() == theirs.number_of_parameters()
     assert linear_flops_per_token(native) == linear_flops_per_token(theirs)

@@ -16,7 +16,7 @@ from tests.data.helpers import train_tokenizer
 from tests.distributed import run_program
 from tests.models.huggingface_reference import change_tensors, save_reference, write_config
 from tests.runs import write_texts
-from titan_sparse import train
+from titan_sparse.commands import train
 from titan_sparse.commands.plan import DEFAULT_CONSTANTS
 from titan_sparse.training import preflight
 

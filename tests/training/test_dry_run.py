@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.demo_model import in_a_folder_with_the_model
-from titan_sparse import train
+from titan_sparse.commands import train
 from titan_sparse.config import Config, load, load_and_check
 from titan_sparse.estimate.memory import GIB
 from titan_sparse.models.flavours import resolve
@@ -154,7 +154,7 @@ def _subprocess(words: list[str], **environment: str) -> subprocess.CompletedPro
 def test_segments_grow_unless_the_user_says_otherwise(given, wanted):
     """In a process of its own, as torch must not have been loaded before."""
     code = (
-        "import os, sys; from titan_sparse import train; train.set_allocator(); "
+        "import os, sys; from titan_sparse.commands import train; train.set_allocator(); "
         "print(os.environ.get('PYTORCH_CUDA_ALLOC_CONF'), 'torch' in sys.modules)"
     )
     result = _subprocess([sys.executable, "-c", code], **given)

@@ -259,17 +259,6 @@ def test_a_torn_last_line_is_left_out_and_cut_off(tmp_path, torn):
     assert path.read_text() == whole + (torn + "\n" if is_whole else "") + '{"step": 9}\n'
 
 
-def test_names_of_an_earlier_version_are_read(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "columns": 5, "columns_at_cap": 0.5, "cp_gib_columns": 2}\n')
-    assert read_metrics(path)[1] == {
-        "step": 1,
-        "verticals": 5,
-        "verticals_at_cap": 0.5,
-        "cp_gib_verticals": 2,
-    }
-
-
 @pytest.mark.parametrize(
     "text, reason",
     [
@@ -465,5 +454,7 @@ def test_what_is_not_installed_is_refused(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     monkeypatch.delitem(__import__("sys").modules, "wandb", raising=False)
-    with pytest.raises(ConfigError, match=r'is not installed; pip install -e "\.\[wandb\]"'):
+    with pytest.raises(
+        ConfigError, match=r'is not installed; write pip install "titan-sparse\[wandb\]"'
+    ):
         check_start(config)

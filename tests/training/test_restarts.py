@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.distributed import forkserver
 from tests.faults.jobs import free_port
-from titan_sparse import train
+from titan_sparse.commands import train
 from titan_sparse.config import Refusal
 from titan_sparse.training.faults.heartbeat import Watch, has_ended, machine
 from titan_sparse.training.faults.launcher import OtherRankFailed, Poisoned, StopSignals, _is_python

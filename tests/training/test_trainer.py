@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.distributed import run_processes
 from tests.runs import metrics_of, tiny_config, train, weights_of, write_texts
 from titan_sparse.data import build_loader
-from titan_sparse.data.packing import IGNORED_LABEL
+from titan_sparse.loss import IGNORE_INDEX
 from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.training import offload
 from titan_sparse.training.trainer import Trainer
@@ -198,8 +198,8 @@ def _check_what_is_read(config) -> None:
     batches = [next(loader) for _ in range(config.training.steps)]
     assert max(len(batch.lengths[0]) for batch in batches) > 1
     first_halves = [batch.labels[0, :160] for batch in batches]
-    assert any((labels == IGNORED_LABEL).all() for labels in first_halves)
-    assert all((batch.labels != IGNORED_LABEL).any() for batch in batches)
+    assert any((labels == IGNORE_INDEX).all() for labels in first_halves)
+    assert all((batch.labels != IGNORE_INDEX).any() for batch in batches)
 
 
 def _nothing_to_learn(folder: Path) -> None:

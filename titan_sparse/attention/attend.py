@@ -3,10 +3,11 @@
 import operator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from titan_sparse.attention import backends
-from titan_sparse.attention.compiling import protect_if_compiling
+from titan_sparse.attention.compiling import switch_wrong_fusions_off
 from titan_sparse.attention.context_parallel import ulysses
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.inputs import (
@@ -18,14 +19,8 @@ from titan_sparse.attention.inputs import (
     resolve_mask,
 )
 from titan_sparse.attention.masks.ranges import Causal, Mask, MaskRanges
-from titan_sparse.attention.patterns.base import (
-    BlockIndex,
-    Dense,
-    Pattern,
-    check_pattern,
-    options_key,
-    select,
-)
+from titan_sparse.attention.ops import options_key
+from titan_sparse.attention.patterns.base import BlockIndex, Dense, Pattern, check_pattern
 from titan_sparse.attention.recomputed import attend_in_parts
 
 
@@ -80,7 +75,8 @@ def attend(
     Raises ValueError for shapes, dtypes, devices or options that do not fit together, and under
     forward-mode AD (torch.func.jvp), which attention does not have.
     """
-    protect_if_compiling()
+    if torch.compiler.is_compiling():
+        switch_wrong_fusions_off()
     if not isinstance(pattern, Pattern):
         raise ValueError(
             f"pattern={type(pattern).__name__} is not a pattern; write one of "
@@ -104,9 +100,11 @@ def attend(
         check_pattern(pattern, ranges, ranks)
     # Constants of a compiled graph: for another D torch.compile compiles anew, as kernels do.
     head_dim = operator.index(q.shape[-1])
-    short = backends.short_below(constant(pattern.recall_like()), head_dim)
-    # torch.compile knows the branch, and not a comparison of lengths that change.
-    is_short = True if q.shape[2] * ranks.size < short else False
+    is_short = False
+    if pattern.dynamic:
+        short = backends.short_below(constant(pattern.recall_like()), head_dim)
+        # torch.compile knows the branch, and not a comparison of lengths that change.
+        is_short = True if q.shape[2] * ranks.size < short else False
     backend = backends.choose(
         backend,
         q.device.type,
@@ -117,16 +115,22 @@ def attend(
         pattern.dynamic,
         is_short,
     )
-    index = select(q, k, ranges, pattern, ranks, scale) if pattern.dynamic else []
     names, tensors = mask_tensors(ranges)
-
-    def key(begin: float, end: float) -> str:
-        # A constant of a compiled graph, like the rest of the key.
-        of_mask = (ranges.plain, operator.index(ranges.window))
-        return options_key(pattern.key, ranks.key, names, scale, backend, *of_mask, begin, end)
-
+    ops = torch.ops.titan_sparse
+    index = []
+    if pattern.dynamic:
+        key = options_key(pattern.key, ranks.key, names, scale)
+        index = ops.select(q.detach(), k.detach(), tensors, key)
+    # The window is a constant of a compiled graph, like the rest of the key.
+    options = (pattern.key, ranks.key, names, scale, backend)
+    options = (*options, ranges.plain, operator.index(ranges.window))
     inputs = (q, k, v, sinks, index, tensors)
-    out, lse = attend_in_parts(inputs, recomputed, ranges, ranks, key)
+    if recomputed == 0:
+        out, lse, _ = ops.attend_forward(*inputs, options_key(*options))
+    elif recomputed == 1:
+        out, lse, _ = ops.attend_recomputed(*inputs, options_key(*options))
+    else:
+        out, lse = attend_in_parts(inputs, recomputed, ranges, ranks, options)
     if by_heads is not None:
         out = ulysses.trade_heads(out, ranges.table, cp.key)
     if not return_aux:

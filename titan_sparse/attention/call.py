@@ -1,28 +1,27 @@
 """What one attention call computes with, and its tiles: which key blocks its queries meet, and what
 they see in them."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import registry, tiles
-from titan_sparse.attention.backends import BACKENDS
+from titan_sparse.attention import tiles
 from titan_sparse.attention.backends.base import Backend
 from titan_sparse.attention.context_parallel.group import ContextParallel
-from titan_sparse.attention.inputs import mask_of_tensors, mask_of_whole_blocks
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
-from titan_sparse.attention.merge import accumulation_dtype
-from titan_sparse.attention.patterns.base import BlockIndex, CallOptions, Pattern
-from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
+from titan_sparse.attention.patterns.base import BlockIndex, Dense, Pattern
 from titan_sparse.kernels.block_sparse import Piece, Tiles
+from titan_sparse.kernels.dtypes import accumulation_dtype
 
 
 @dataclass(frozen=True)
 class AttentionCall:
     """One call of attend(). mask and index are global: the same on every rank.
 
+    transport: makes the Transport of its schedule (context_parallel/loop.py).
     plain: the mask is causal and nothing else, and the pattern dense.
     first, last: on every rank the queries are the local blocks from `first` to before `last` (None
     for the end), and the keys are those before `last`. Between ranks that is a range of the
@@ -35,6 +34,7 @@ class AttentionCall:
     pattern: Pattern
     cp: ContextParallel
     backend: Backend
+    transport: Callable[..., Any]
     scale: float
     plain: bool
     first: int = 0
@@ -132,6 +132,12 @@ class AttentionCall:
             return tiles.slash_vertical_tiles(queries, self.index, transpose)
         return tiles.vertical_tiles(self.mask, self.index, self.query_blocks(), transpose)
 
+    def dense_tiles(self, mask: MaskRanges, batch: int) -> Tiles:
+        """Tiles of this rank's queries and keys for all pairs of another mask, with Tiles.by_key."""
+        index = Dense().index([], mask, batch, self.index.heads, self.cp.block_size)
+        blocks = self.query_blocks(), self.key_blocks()
+        return tiles.block_tiles(mask, index, *blocks, batch, transpose=True)
+
     def vertical_piece(
         self,
         vertical_kv: Tensor,
@@ -159,7 +165,7 @@ class AttentionCall:
 
     def _has_table_kernels(self) -> bool:
         """Whether kernels make the tables, with no wait of the host."""
-        return isinstance(self.index, VerticalSlashIndex) and self.mask.start.is_cuda
+        return self.index.has_table_kernels and self.mask.start.is_cuda
 
     def _slash_queries(self, batch: int, rank: int | None = None) -> tiles.SlashQueries:
         """What the kernels' tables need of the queries of a rank, remembered with the mask."""
@@ -176,35 +182,6 @@ class AttentionCall:
         if name is None:
             return make()
         return once_per_mask(self.mask, ("slash keys", name, self.cp.key, self.last), make)
-
-
-def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> AttentionCall:
-    """Rebuild the call from the key and the tensors that an op receives.
-
-    q: [B, Hq, S_local, D]. index, mask: the tensors of the index and of the mask. For the first of
-    two shares the keys and values of the verticals are the last tensor of `index`.
-    """
-    options: CallOptions = registry.lookup(key)
-    cp = options.cp()
-    vertical_kv = None
-    if options.end < 1:
-        *index, vertical_kv = index
-    batch, heads, seq_len, head_dim = q.shape
-    first, last = options.block_range(seq_len)
-    ranges = mask_of_tensors(options.mask, mask, options.plain, options.window)
-    ranges = mask_of_whole_blocks(ranges, cp.block_size)
-    return AttentionCall(
-        mask=ranges,
-        index=options.pattern.index(index, ranges, batch, heads, cp.block_size),
-        pattern=options.pattern,
-        cp=cp,
-        backend=BACKENDS[options.backend],
-        scale=head_dim**-0.5 if options.scale is None else options.scale,
-        plain=ranges.plain and not options.pattern.dynamic,
-        first=first,
-        last=last,
-        vertical_kv=vertical_kv,
-    )
 
 
 def every_nth_block(x: Tensor, block_size: int, first: int, n: int) -> Tensor:

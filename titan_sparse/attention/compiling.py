@@ -15,19 +15,14 @@ READ_BACK_BELOW = (2, 14)
 """The first version of torch without the second error: a barrier stands before such loads."""
 
 
-def protect_if_compiling() -> None:
-    """Switch the two fusions off while torch.compile traces the caller, and do nothing otherwise.
-
-    dynamo traces a function before inductor compiles it.
-    """
-    if torch.compiler.is_compiling():
-        switch_wrong_fusions_off()
-
-
 @torch.compiler.assume_constant_result
 def switch_wrong_fusions_off() -> None:
     """Switch both fusions off for the whole process. Versions of torch without the error are left
-    alone. Loads inductor, which takes a second."""
+    alone. Loads inductor, which takes a second.
+
+    Attention calls this while torch.compile traces its caller: dynamo traces a function before
+    inductor compiles it.
+    """
     from torch._inductor import config as inductor
 
     if torch.__version__ < UNWRITTEN_BELOW:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
-from titan_sparse.attention.merge import accumulation_dtype, merge
+from titan_sparse.attention.merge import merge
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.kernels.sinks import add_sinks
 
 _CHUNK = 32768

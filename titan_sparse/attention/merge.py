@@ -9,11 +9,6 @@ from torch import Tensor
 from titan_sparse.kernels import merge as merge_kernel
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums are kept in: fp64 for fp64, fp32 for everything else."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def merge(
     total: tuple[Tensor, Tensor] | None,
     out: Tensor,

@@ -25,8 +25,8 @@ from titan_sparse.attention.masks.visibility import (
     visible_pairs,
 )
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.patterns.moba import MoBAIndex
 from titan_sparse.attention.tiles import all_blocks
+from titan_sparse.kernels.dtypes import accumulation_dtype
 
 # How much is looked at together, which bounds the memory.
 _Q_BLOCKS_AT_ONCE = 256
@@ -234,9 +234,9 @@ def visited_pairs(call: AttentionCall, batch: int) -> tuple[Tensor, Tensor]:
     ranges = call.mask
     size = index.block_size
     query_blocks = call.query_blocks()
-    if isinstance(index, MoBAIndex):
-        pairs = index.pairs(ranges, query_blocks, [all_blocks(index)])[..., 0]
-        return pairs, torch.zeros_like(pairs)
+    pairs = index.pairs(ranges, query_blocks, [all_blocks(index)])
+    if pairs is not None:
+        return pairs[..., 0], torch.zeros_like(pairs[..., 0])
     # [Bm, nq, blocks]: what the mask allows
     key = ("pairs by block", call.cp.key, call.first, call.last)
     allowed = once_per_mask(ranges, key, lambda: pairs_by_block(ranges, query_blocks, size))
@@ -292,7 +292,7 @@ def _lse_of_keys(
 
     position: int64 [S], of the keys. start, stop: [Bm, n], of the queries.
     """
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = accumulation_dtype(q.dtype)
     total = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
     group = q.shape[1] // k.shape[1]
     shares = (k.split(_KEYS_AT_ONCE, dim=2), position.split(_KEYS_AT_ONCE))
@@ -405,9 +405,10 @@ def count_visits(index: BlockIndex, ranges: MaskRanges, table: Tensor) -> Visits
                 by_rank = tiles.sum((0, 1)).unflatten(-1, (ranks, -1)).sum(-1)
                 counts[kind, rank] += by_rank * alike
         verticals[rank] = vertical_pairs(index, ranges, rank_blocks).sum()
-        if isinstance(index, MoBAIndex):
+        exact = index.pairs(ranges, rank_blocks, table)
+        if exact is not None:
             # Of a tile that not all of its queries chose, fewer pairs are computed.
-            counts[2, rank] = index.pairs(ranges, rank_blocks, table).sum((0, 1))
+            counts[2, rank] = exact.sum((0, 1))
     return Visits(*counts, verticals)
 
 

@@ -1,26 +1,193 @@
-"""Attention as custom ops, which torch.compile sees as one node each.
+"""Attention as custom ops, which torch.compile sees as one node each, with the key that names what
+they cannot take, and the call that it stands for.
 
-select (patterns/base.py) has no gradient. Activation checkpointing keeps the results of select
-and attend_forward (SAVED_OPS), so that index, out and lse survive recomputation and no collective
-runs twice. What may be computed twice to save memory goes through attend_recomputed, which is
-attend_forward by another name (recomputed.py).
+Custom ops take tensors, numbers, and strings, but no pattern and no group of ranks. Torch's own way,
+opaque types, is private in the versions that we support, and torch.compile wants such an object
+rebuilt from text or as an input of every graph. Here a key, which is a constant of the graph, names
+CallOptions. The table of them holds weak references only, and a ContextParallel owns its options, so
+that no process group outlives the ContextParallel that made it.
+
+`select` has no gradient. Activation checkpointing keeps the results of select and attend_forward
+(SAVED_OPS), so that index, out and lse survive recomputation and no collective runs twice. What may
+be computed twice to save memory goes through attend_recomputed, which is attend_forward by another
+name (recomputed.py).
 
 A forward takes (q, k, v, sinks, index, mask, call): learned sinks or None, the tensors of the index
-and of the mask, and the key of CallOptions (patterns/base.py). It adds the sinks at its end, so that out and
-lse, as they are returned and kept for the backward, count them (kernels/sinks.py). Schedules,
-backends and observers know nothing of sinks.
+and of the mask, and the key of CallOptions. It adds the sinks at its end, so that out and lse, as
+they are returned and kept for the backward, count them (kernels/sinks.py). Schedules, backends and
+observers know nothing of sinks.
 """
+
+import weakref
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import recorder, registry
+from titan_sparse.attention import recorder
+from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.backends.base import Queries
-from titan_sparse.attention.call import bind
+from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel import loop
-from titan_sparse.attention.inputs import check_tangents, whole_blocks
-from titan_sparse.attention.merge import accumulation_dtype
+from titan_sparse.attention.context_parallel.all_gather import AllGather
+from titan_sparse.attention.context_parallel.group import context_of
+from titan_sparse.attention.context_parallel.group_cast import GroupCast
+from titan_sparse.attention.context_parallel.ring import Ring
+from titan_sparse.attention.context_parallel.schedules import Moves
+from titan_sparse.attention.inputs import (
+    check_tangents,
+    mask_of_tensors,
+    mask_of_whole_blocks,
+    whole_blocks,
+)
+from titan_sparse.attention.patterns.base import PATTERNS_BY_KEY, Pattern
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.kernels.sinks import add_sinks, sinks_gradient, sinks_gradient_naive
+
+_TRANSPORTS: dict[Moves, type[loop.Transport]] = {
+    Moves.NOTHING: loop.OneRank,
+    Moves.CHUNKS: Ring,
+    Moves.HEADS: AllGather,
+    Moves.BLOCKS: GroupCast,
+}
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """Options of the ops, which look them up by a key.
+
+    cp: a weak reference, as the ContextParallel owns this object.
+    mask: names of the mask's tensors (inputs.mask_tensors).
+    scale: of the scores; None for D ** -0.5.
+    The select op does not read the rest:
+    plain: the mask is causal and nothing else. window: of the mask (MaskRanges).
+    begin, end: the call is about the query blocks of this range alone, as shares of the sequence.
+    A range that ends before the sequence does is given the verticals' keys and values.
+    """
+
+    pattern: Pattern
+    cp: weakref.ref
+    mask: str
+    scale: float | None
+    backend: str = ""
+    plain: bool = False
+    window: int = 0
+    begin: float = 0.0
+    end: float = 1.0
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the call is about a part of the queries."""
+        return self.begin > 0 or self.end < 1
+
+    def block_range(self, seq_len: int) -> tuple[int, int | None]:
+        """The range of local query blocks that the call is about: first, and last + 1.
+
+        seq_len: local tokens. The last + 1 is None for the end of the sequence.
+        """
+        block_size = self.cp().block_size
+        first = blocks_before(self.begin, seq_len, block_size)[0] if self.begin > 0 else 0
+        last = blocks_before(self.end, seq_len, block_size)[0] if self.end < 1 else None
+        return first, last
+
+
+_OPTIONS: weakref.WeakValueDictionary[str, CallOptions] = weakref.WeakValueDictionary()
+"""The options of every call whose ContextParallel still lives, by key."""
+
+
+def blocks_before(share: float, seq_len: int, block_size: int) -> tuple[int, int]:
+    """How many blocks of a rank are before this share of the sequence, and how many there are.
+
+    seq_len: tokens of the rank. Both numbers are the same on every rank.
+    """
+    blocks = -(-seq_len // block_size)
+    return int(share * blocks + 0.5), blocks
+
+
+@torch.compiler.assume_constant_result
+def options_key(
+    pattern: str,
+    cp: str,
+    mask: str,
+    scale: float | None,
+    backend: str = "",
+    plain: bool = False,
+    window: int = 0,
+    begin: float = 0.0,
+    end: float = 1.0,
+) -> str:
+    """The key of CallOptions, for a pattern and a ContextParallel named by their keys."""
+    options = (mask, scale, backend, plain, window, begin, end)
+    key = " ".join(map(str, ("attend", pattern, cp, *options)))
+    if key not in _OPTIONS:
+        owner = context_of(cp)
+        owner.calls[key] = CallOptions(PATTERNS_BY_KEY[pattern], weakref.ref(owner), *options)
+        _OPTIONS[key] = owner.calls[key]
+    return key
+
+
+def lookup(key: str) -> CallOptions:
+    """The options of this key.
+
+    Raises RuntimeError if they are gone: in a backward, or a compiled call, of a ContextParallel
+    that no longer exists.
+    """
+    options = _OPTIONS.get(key)
+    if options is None:
+        raise RuntimeError(
+            f'"{key}" is gone: keep the ContextParallel until the last backward through it'
+        )
+    return options
+
+
+def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> AttentionCall:
+    """Rebuild the call from the key and the tensors that an op receives.
+
+    q: [B, Hq, S_local, D]. index, mask: the tensors of the index and of the mask. For the first of
+    two shares the keys and values of the verticals are the last tensor of `index`.
+    """
+    options = lookup(key)
+    cp = options.cp()
+    vertical_kv = None
+    if options.end < 1:
+        *index, vertical_kv = index
+    batch, heads, seq_len, head_dim = q.shape
+    first, last = options.block_range(seq_len)
+    ranges = mask_of_tensors(options.mask, mask, options.plain, options.window)
+    ranges = mask_of_whole_blocks(ranges, cp.block_size)
+    return AttentionCall(
+        mask=ranges,
+        index=options.pattern.index(index, ranges, batch, heads, cp.block_size),
+        pattern=options.pattern,
+        cp=cp,
+        backend=BACKENDS[options.backend],
+        transport=_TRANSPORTS[cp.moves],
+        scale=head_dim**-0.5 if options.scale is None else options.scale,
+        plain=ranges.plain and not options.pattern.dynamic,
+        first=first,
+        last=last,
+        vertical_kv=vertical_kv,
+    )
+
+
+@torch.library.custom_op("titan_sparse::select", mutates_args=())
+def _select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]:
+    """The tensors of a dynamic pattern's index. No gradient. Collective over the ranks."""
+    options = lookup(call)
+    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+    ranges = mask_of_tensors(options.mask, mask)
+    return options.pattern.choose(q, k, ranges, options.cp(), scale)
+
+
+@_select.register_fake
+def _fake_select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]:
+    options = lookup(call)
+    block_size = options.cp().block_size
+    seq_len = mask[0].shape[1]
+    # Up to whole blocks.
+    seq_len += -seq_len % block_size
+    packed = "document_start" in options.mask
+    return options.pattern.empty_tensors(q, seq_len, block_size, packed)
 
 
 def _forward(
@@ -80,7 +247,7 @@ def _laid_out_like(other: Tensor, x: Tensor) -> Tensor:
 
 def _fake_forward(q, k, v, sinks, index, mask, call) -> tuple[Tensor, Tensor, Tensor]:
     """The shapes and dtypes of what _forward() returns, for torch.compile."""
-    options = registry.lookup(call)
+    options = lookup(call)
     size = options.cp().block_size
     batch, heads, seq_len, head_dim = q.shape
     first, last = options.block_range(seq_len)
@@ -150,7 +317,7 @@ def _fake_sinks_backward(d_out, out, lse, sinks):
 def _save_forward(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     """Keep for the backward what the whole attention needs; a part of one has no backward."""
     q, k, v, sinks, index, mask, call = inputs
-    options = registry.lookup(call)
+    options = lookup(call)
     if options.is_partial:
         raise ValueError(
             "a part of attention has no gradient of its own; detach its inputs and join the parts"
@@ -165,7 +332,7 @@ def save(ctx, q, k, v, sinks, index, mask, call, results) -> None:
     # Only tensors can be saved; their numbers say where the lists begin and end.
     ctx.call = call
     # The registry holds the ContextParallel weakly: until the backward this graph holds it.
-    ctx.cp = registry.lookup(call).cp()
+    ctx.cp = lookup(call).cp()
     ctx.index_count = len(index)
     ctx.mask_count = len(mask)
     ctx.save_for_backward(q, k, v, sinks, *results, *index, *mask)

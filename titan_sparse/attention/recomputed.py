@@ -6,36 +6,34 @@ calls compute the two parts, the second of which is among SAVED_OPS, and attend_
 attention of them, which is differentiated as the whole.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from titan_sparse.attention import recorder
-from titan_sparse.attention.call import bind
 from titan_sparse.attention.inputs import Ranks, constant, whole_blocks
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.merge import accumulation_dtype
-from titan_sparse.attention.ops import differentiate, save
-from titan_sparse.attention.patterns.base import blocks_before
+from titan_sparse.attention.ops import (
+    bind,
+    blocks_before,
+    differentiate,
+    options_key,
+    save,
+)
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.kernels.sinks import add_sinks
 
 
 def attend_in_parts(
-    inputs: tuple,
-    recomputed: float,
-    ranges: MaskRanges,
-    ranks: Ranks,
-    key: Callable[[float, float], str],
+    inputs: tuple, recomputed: float, ranges: MaskRanges, ranks: Ranks, options: tuple
 ) -> tuple[Tensor, Tensor]:
     """out and lse; the first `recomputed` of each sequence is left to be computed again.
 
-    inputs: q, k, v, sinks, index and mask, as ops take them. key(begin, end) is the key of
-    CallOptions for these queries.
+    inputs: q, k, v, sinks, index and mask, as ops take them. options: what options_key() takes for
+    the whole sequence.
     """
     ops = torch.ops.titan_sparse
     q, k, v, _, index, mask = inputs
-    whole = key(0.0, 1.0)
+    whole = options_key(*options)
     boundary, blocks = _boundary(recomputed, q, ranges, ranks)
     if boundary == 0:
         return ops.attend_forward(*inputs, whole)[:2]
@@ -44,9 +42,11 @@ def attend_in_parts(
     # Both parts are differentiated together, by attend_join, which also adds the sinks.
     qkv = (q.detach(), k.detach(), v.detach(), None)
     share = constant(recomputed)
-    out, lse, vertical_kv = ops.attend_forward(*qkv, index, mask, key(share, 1.0))
+    second = options_key(*options, share, 1.0)
+    out, lse, vertical_kv = ops.attend_forward(*qkv, index, mask, second)
     index = [*index, vertical_kv]
-    first_out, first_lse, _ = ops.attend_recomputed(*qkv, index, mask, key(0.0, share))
+    first = options_key(*options, 0.0, share)
+    first_out, first_lse, _ = ops.attend_recomputed(*qkv, index, mask, first)
     return ops.attend_join(*inputs, whole, [first_out, out, first_lse, lse, vertical_kv])
 
 

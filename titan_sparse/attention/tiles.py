@@ -15,7 +15,6 @@ from titan_sparse.attention.patterns.base import BlockIndex, compact
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.kernels import block_tables
 from titan_sparse.kernels.block_sparse import BlockLists, Tiles
-from titan_sparse.kernels.block_sparse.piece import mapped
 from titan_sparse.kernels.compact import pack
 
 
@@ -257,7 +256,10 @@ def for_all(lists: BlockLists | None, batch: int, heads: int) -> BlockLists | No
 
     They share their memory.
     """
-    return mapped(lists, lambda field: field.expand((batch, heads, *field.shape[2:])))
+    if lists is None:
+        return None
+    fields = (x if x is None else x.expand(batch, heads, *x.shape[2:]) for x in lists)
+    return BlockLists(*fields)
 
 
 def query_ranges(ranges: MaskRanges, q_positions: Tensor, batch: int) -> tuple[Tensor, Tensor]:

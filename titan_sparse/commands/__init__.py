@@ -6,17 +6,26 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from titan_sparse.options.extras import need_here
+
+need_here("train")
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
-def parser_of(description: str) -> argparse.ArgumentParser:
-    """A parser for a command. description: its docstring, which begins with how it is called."""
+def parser_of(
+    description: str, program: str = "", kind: type[argparse.ArgumentParser] = _Parser
+) -> argparse.ArgumentParser:
+    """A parser for a command. description: its docstring, which begins with how it is called.
+
+    program: how something else than a command is called. kind: what reports a mistake.
+    """
     command = description.partition("titan-sparse ")[2].partition(" ")[0]
-    return _Parser(
-        prog=f"titan-sparse {command}",
+    return kind(
+        prog=program or f"titan-sparse {command}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -24,7 +24,7 @@ from titan_sparse.data import open_tokenizer
 from titan_sparse.data.documents import open_documents
 from titan_sparse.evaluation.inspection import figures, inspect_layer, inspect_layers, summary
 from titan_sparse.evaluation.position import first_windows
-from titan_sparse.models.flavours import TransformersConfig, resolve
+from titan_sparse.models.flavours import resolve
 from titan_sparse.training.load import build_scorer, find_checkpoint
 
 
@@ -89,7 +89,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     check(config, 1, 1)
     model = resolve(**dataclasses.asdict(config.model))
     require(
-        not isinstance(model, TransformersConfig),
+        not model.runs_in_transformers,
         f"{config.model.initial_hf} runs through transformers' own code, which cannot be inspected; "
         "write a model that titan_sparse implements itself",
     )

@@ -24,7 +24,7 @@ from titan_sparse.attention.context_parallel.schedules import SCHEDULES
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges, SlidingWindow
 from titan_sparse.attention.masks.slices import sliding_window
 from titan_sparse.attention.observe import worker_imbalance
-from titan_sparse.attention.patterns import BlockIndex, VerticalSlash
+from titan_sparse.attention.patterns import BlockIndex
 from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.config import Config, check, load, padding_multiple, resolve_overlap_stages
 from titan_sparse.config.reading import require, tokens
@@ -194,7 +194,7 @@ def read_indexes(
     ranges = mask.rows(seq_len)
     pattern = build_pattern(attention)
     tensors: list[torch.Tensor] = []
-    if isinstance(pattern, VerticalSlash):
+    if attention.pattern == "vertical_slash":
         density = 0.05 if args.density is None else args.density
         pattern, tensors = random_index(
             model.heads, seq_len, attention.block_size, density, seed=args.seed

@@ -8,6 +8,10 @@ their files. start.py: what torchrun has set, and the files that a run begins wi
 a start changes in the run that it resumes.
 """
 
+from titan_sparse.options.extras import need_here
+
+need_here("train")
+
 from titan_sparse.config.checking import (
     check,
     load_and_check,

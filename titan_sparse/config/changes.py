@@ -8,14 +8,13 @@ configuration meant with the files that it names (origin.json).
 import dataclasses
 import json
 import os
+import tomllib
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
-import tomli
-
-from titan_sparse.config.reading import KINDS, ConfigError, flatten, key_now
+from titan_sparse.config.reading import KINDS, ConfigError, flatten
 from titan_sparse.config.sections import Config
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.options.values import show
@@ -63,9 +62,9 @@ class Saved:
     checkpoint: str
     """its folder"""
     values: dict[str, Any]
-    """dotted key -> value, as config.toml has them; another version may have had other keys"""
+    """dotted key -> value, as config.toml has them; a later version may have other keys"""
     origin: dict[str, Any]
-    """origin.json; empty in checkpoints of versions that wrote none"""
+    """origin.json"""
 
 
 @dataclass(frozen=True)
@@ -87,24 +86,17 @@ def origin_text(origin: Origin) -> str:
 def read_saved(checkpoint: str | None) -> Saved | None:
     """The configuration that <output_dir>/checkpoint/step-N was saved with.
 
-    A checkpoint of a version that wrote none has that of the run's last start, in <output_dir>.
-    None where neither can be read, and without a checkpoint. Call it before this start writes its
-    own.
+    None where it cannot be read, and without a checkpoint.
     """
     if checkpoint is None or not os.path.isdir(checkpoint):
         return None
     folder = Path(checkpoint)
     try:
         origin = json.loads((folder / ORIGIN_FILE).read_text(encoding="utf-8"))
+        saved = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        origin = {}
-    for path in (folder / "config.toml", folder.parent.parent / "config.toml"):
-        try:
-            saved = flatten(tomli.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            continue
-        return Saved(checkpoint, {key_now(key): value for key, value in saved}, origin)
-    return None
+        return None
+    return Saved(checkpoint, dict(flatten(saved)), origin)
 
 
 def changes(saved: Saved, config: Config) -> list[Change]:
@@ -126,7 +118,7 @@ def changes(saved: Saved, config: Config) -> list[Change]:
 def refuse_changes(saved: Saved, config: Config, origin: Origin) -> None:
     """Raises ConfigError, one line, for a change that makes the saved state meaningless."""
     found = {change.key: change for change in changes(saved, config)}
-    before = {**dataclasses.asdict(origin), **saved.origin}
+    before = saved.origin
 
     def refuse(said: str, *sections: str, keeps_weights: bool = True) -> NoReturn:
         """sections: beginnings of the keys that decide over it. keeps_weights: whether a new run can
@@ -147,23 +139,21 @@ def refuse_changes(saved: Saved, config: Config, origin: Origin) -> None:
             f"{said}, so the state in {saved.checkpoint} cannot be used; {either} {new_run}"
         )
 
-    old_model = model_functions(saved.origin.get("model", {}))
+    old_model = model_functions(before["model"])
     model = model_functions(dataclasses.asdict(origin.model))
-    # Another version may know other fields.
+    # A later version may know other fields.
     names = [name for name in model if name in old_model and old_model[name] != model[name]]
     if names:
         said = f"{names[0]} of the model was {show(old_model[names[0]])} and is {show(model[names[0]])}"
         refuse(said, "model.", keeps_weights=all(name.startswith("rope.") for name in names))
     keys = ["optimizer.name", "lora.rank", "lora.alpha", "lora.targets", "lora.trainable_tokens"]
     keys.append("training.dtype")
-    if not old_model:
-        keys += ["model.flavour", "model.layers", *(key for key in KINDS if "model.rope_" in key)]
     for key in keys:
         change = found.get(key)
         # Weights are float32 in all runs but those of float64.
         if change and (key != "training.dtype" or "float64" in (change.saved, change.now)):
             said = f"{key} was {show(change.saved)} and is {show(change.now)}"
-            refuse(said, key, keeps_weights="model." not in key)
+            refuse(said, key)
     if before["base"] != origin.base:
         said = f"the adapters were trained on other weights ({before['base']}) than {origin.base}"
         refuse(said, "model.", "training.seed")
@@ -185,8 +175,6 @@ def data_differences(saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> 
     """
     if len(saved) != len(now):
         return f"data.source had {len(saved)} parts and has {len(now)}"
-    # A checkpoint of an older version was written without it.
-    saved = [{"add_bos": 0} | part for part in saved]
     differences = [
         f"{DATA_KEYS.get(name, f'{name} of the data')} was {before.get(name)} and is {after.get(name)}"
         for before, after in zip(saved, now, strict=True)

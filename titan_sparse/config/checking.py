@@ -21,7 +21,7 @@ from titan_sparse.config.sections import Attention, Config, Data, Flags, Paralle
 from titan_sparse.config.sources import single_source, source_formats, source_weights
 from titan_sparse.config.start import world_of
 from titan_sparse.models.config import DecoderConfig, resolve_adapters
-from titan_sparse.models.flavours import TransformersConfig, resolve
+from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface_config import family_of
 from titan_sparse.options.values import check_value
 
@@ -104,7 +104,7 @@ def _check_model(config: Config, model: DecoderConfig) -> None:
     layers_of(config.attention.dense_layers, "attention.dense_layers", model.layers)
     if config.model.initial_hf and config.checkpoint.initial_load_path:
         clash(config, "checkpoint.initial_load_path", "model.initial_hf")
-    if not isinstance(model, TransformersConfig):
+    if not model.runs_in_transformers:
         if config.checkpoint.last_save_in_hf:
             family_of(model)
         return

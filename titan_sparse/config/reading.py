@@ -8,15 +8,12 @@ import ast
 import difflib
 import inspect
 import itertools
-import os
-import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn, get_args
-
-import tomli
 
 from titan_sparse.config.hub import local_folder
 from titan_sparse.config.sections import Attention, Config, Flags
@@ -64,20 +61,6 @@ _FLAGS = {item.name.replace("_", "-"): item for item in fields(Flags)}
 
 _OPTIONS = [f"--{name}" for name in ("help", *_FLAGS)]
 """What stands on the command line beside dotted keys."""
-
-_SLASH = "attention.vertical_slash."
-
-_OLD = {
-    _SLASH + "local_diagonals": _SLASH + "local_slashes",
-    _SLASH + "min_columns": _SLASH + "min_verticals",
-    _SLASH + "max_columns": _SLASH + "max_verticals",
-    _SLASH + 'index = "probe"': "",
-    _SLASH + 'index = "xattention"': 'attention.pattern = "xattention"',
-    _SLASH + 'budget = "layer"': _SLASH + 'budget = "joint"',
-    'attention.route_by = "index"': 'attention.route_by = "auto"',
-}
-"""Of an earlier version: a key -> its name now, which is still read. A key with a value -> what to
-write instead; empty: it has no effect any more."""
 
 
 class Refusal(ValueError):
@@ -128,7 +111,7 @@ def load(argv: list[str]) -> tuple[Config, Flags]:
     path = flags.config
     if path:
         try:
-            values = list(flatten(tomli.loads(Path(path).read_text(encoding="utf-8-sig"))))
+            values = list(flatten(tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))))
         except OSError as error:
             raise ConfigError(
                 f"{path}: cannot read the file of --config: {error.strerror}"
@@ -139,7 +122,7 @@ def load(argv: list[str]) -> tuple[Config, Flags]:
             _assign(config, key, value, path)
     for name, text in options:
         if name not in _FLAGS:
-            value = _from_text(name, text, KINDS.get(key_now(name)))
+            value = _from_text(name, text, KINDS.get(name))
             _assign(config, name, value, "command line")
     try:
         model = config.model.initial_hf
@@ -212,23 +195,7 @@ def flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield key, value
 
 
-def key_now(key: str) -> str:
-    """The name in this version of a key that an earlier one may have named otherwise."""
-    return _OLD.get(key, key)
-
-
 def _assign(config: Config, key: str, value: Any, where: str) -> None:
-    instead = _OLD.get(f"{key} = {show(value)}")
-    if instead:
-        raise ConfigError(
-            f"{where}: {key} = {show(value)} does not exist any more; write {instead}"
-        )
-    if instead == "":
-        _say_once(f"{where}: {key} has no effect any more; leave it out")
-        return
-    if key in _OLD:
-        _say_once(f"{where}: {key} is the old name of {key_now(key)}; write that")
-        key = key_now(key)
     if key not in KINDS:
         raise ConfigError(f"{where}: {_unknown(key)}")
     kind = KINDS[key]
@@ -244,11 +211,6 @@ def _assign(config: Config, key: str, value: Any, where: str) -> None:
         value = ",".join(map(str, value))
     section, _, name = key.rpartition(".")
     setattr(attrgetter(section)(config), name, checked(f"{where}: {key}", kind, value))
-
-
-def _say_once(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print(line, file=sys.stderr)
 
 
 def tokens(text: str) -> int:

@@ -3,7 +3,6 @@
 A dry run needs none of these files.
 """
 
-import importlib.util
 import os
 import re
 import tempfile
@@ -20,6 +19,7 @@ from titan_sparse.config.sources import (
     tokenizer_name,
 )
 from titan_sparse.models.huggingface_files import files_to_copy
+from titan_sparse.options.extras import is_installed
 from titan_sparse.options.values import show
 
 RANKS_PER_NODE = 8
@@ -126,12 +126,10 @@ def _check_output_dir(name: str) -> None:
 def _check_trackers(metrics: Metrics) -> None:
     if metrics.trackers == "none":
         return
-    found = importlib.util.find_spec(metrics.trackers)
-    # A folder "wandb" of earlier runs, where this one is started, looks like a package without code.
     require(
-        found is not None and found.origin is not None,
-        f'metrics.trackers = "{metrics.trackers}" is not installed; pip install -e ".[wandb]", or '
-        'write metrics.trackers = "none"',
+        is_installed(metrics.trackers),
+        f'metrics.trackers = "{metrics.trackers}" is not installed; write '
+        'pip install "titan-sparse[wandb]", or write metrics.trackers = "none"',
     )
 
 

@@ -25,7 +25,7 @@ from titan_sparse.data.packing import Packed
 from titan_sparse.data.recipe import prepare_command
 from titan_sparse.data.shards import DataError, TokenShards
 from titan_sparse.data.stream import Cursor, SampleStream, Stream, WalkedStream, WholeStream
-from titan_sparse.data.tokenizer import SampleFormat, Tokenizer, load_tokenizer
+from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
 from titan_sparse.options.values import show
 
 _SAMPLES = 16
@@ -262,11 +262,8 @@ class PackedLoader:
 
         Raises Refusal, saying what differs, if the saved state belongs to another stream.
         """
-        # An older checkpoint does not have these options, and was written with these values.
-        older = {"split_special_tokens": 0, **asdict(SampleFormat())}
-        saved = [older | part for part in json.loads(state["fingerprint"])]
         cursors = json.loads(state["cursors"])
-        said = data_differences(saved, self.fingerprint())
+        said = data_differences(json.loads(state["fingerprint"]), self.fingerprint())
         for name in sorted({name for cursor in cursors for name in cursor} - _CURSOR_FIELDS):
             said = said or f"its place in the data has {name}, which this version does not know"
         if said:

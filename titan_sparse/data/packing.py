@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan_sparse.data.tokenizer import Encoded
-
-IGNORED_LABEL = -100
+from titan_sparse.loss import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ def pack(pieces: Sequence[tuple[Encoded, int, int]], seq_len: int, padding_id: i
     `seq_len` tokens and fill the rest with padding."""
     packed = Packed(
         tokens=np.full(seq_len, padding_id, dtype=np.int64),
-        labels=np.full(seq_len, IGNORED_LABEL, dtype=np.int64),
+        labels=np.full(seq_len, IGNORE_INDEX, dtype=np.int64),
         positions=np.zeros(seq_len, dtype=np.int64),
         lengths=[stop - start for _, start, stop in pieces],
     )
@@ -49,7 +48,7 @@ def pack(pieces: Sequence[tuple[Encoded, int, int]], seq_len: int, padding_id: i
         labels = packed.labels[begin : begin + len(next_tokens)]
         labels[:] = next_tokens
         if learned is not None:
-            labels[~learned[start + 1 : stop + 1]] = IGNORED_LABEL
+            labels[~learned[start + 1 : stop + 1]] = IGNORE_INDEX
         # From 0 in each piece: attention cannot see earlier pieces, which are in another sequence.
         packed.positions[begin:end] = np.arange(stop - start)
         begin = end

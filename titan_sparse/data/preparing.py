@@ -219,8 +219,7 @@ def _check_plan(folder: Path, out: str, plan: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(path, plan)
         return
-    # A folder of an older version lacks newer options, and was written with their defaults.
-    saved = _options(Recipe(add_bos=False)) | _read_counts(path)
+    saved = _read_counts(path)
     differences = []
     for key, value in plan.items():
         # Two paths that are written differently name the same file if the digests are equal.

@@ -99,7 +99,7 @@ def adds_bos(data: Data) -> bool:
     data.source are prepared tokens without it."""
     paths = [Path(source).expanduser() for source in source_weights(data.source)]
     metas = [read_meta(path / META) for path in paths]
-    return data.add_bos and (not all(metas) or any(meta.get("add_bos") for meta in metas))
+    return data.add_bos and (not all(metas) or any(meta["add_bos"] for meta in metas))
 
 
 class TokenShards:
@@ -132,8 +132,8 @@ class TokenShards:
             if meta["format"] == FORMAT_OF_CHATS:
                 made_by = (meta["row_format"], meta["loss_on"], meta["template_digest"])
                 self.sample_format = SampleFormat(*made_by)
-            # What stands before a text, int32 [n]; a folder of an older version has nothing there.
-            self.begin = tokenizer.begin if meta.get("add_bos") else tokenizer.begin[:0]
+            # What stands before a text, int32 [n].
+            self.begin = tokenizer.begin if meta["add_bos"] else tokenizer.begin[:0]
             self.dtype = np.dtype(meta["dtype"]).newbyteorder("<")
             is_chat = self.sample_format.is_chat
             for counts in meta["shards"]:
@@ -151,10 +151,9 @@ class TokenShards:
             _refuse(source, f"{META} has {meta['documents']} documents, its shards {len(self)}")
 
     def option(self, name: str) -> Any:
-        """The value of data.`name` that prepare_data has applied; the default if meta.json of an older
-        version does not say."""
+        """The value of data.`name` that prepare_data has applied."""
         # The folder has a format of its own.
-        return self._meta.get("row_format" if name == "format" else name, getattr(Data(), name))
+        return self._meta["row_format" if name == "format" else name]
 
     def __len__(self) -> int:
         return self._first[-1]

@@ -28,7 +28,7 @@ class Constants:
     kernels. inside_gb_s, across_gb_s: what a rank sends in a ring, inside a node and across nodes,
     1e9 bytes/s. inside_latency_ms, across_latency_ms: ms until a transfer's first byte.
 
-    Files of earlier versions lack what follows.
+    None where the file does not say:
     dense_tflops: TFLOP/s of dense attention in whole tiles, forward and backward together.
     partial_tile: time of a tile that the mask cuts through, in whole tiles.
     """

@@ -6,12 +6,7 @@ counts only the visited pairs (causal and sparse). What a dense model would have
 tokens is another number (dense-equivalent), which is never part of MFU.
 """
 
-from titan_sparse.models.config import (
-    Adapters,
-    DecoderConfig,
-    block_adapter_elements,
-    linear_weights,
-)
+from titan_sparse.models.config import Adapters, DecoderConfig, block_adapter_elements
 
 PEAK_TFLOPS = {
     "A100": 312.0,
@@ -67,7 +62,7 @@ def windows_of(config: DecoderConfig, window: int = 0) -> list[int]:
 
     window: attention.sliding_window, which applies to all layers.
     """
-    own = getattr(config, "windows", (0,) * config.layers)
+    own = config.windows or (0,) * config.layers
     return [min(window, of_layer) or window or of_layer for of_layer in own]
 
 
@@ -78,7 +73,9 @@ def linear_flops_per_token(config: DecoderConfig, adapters: Adapters | None = No
     experts, the router counts and the experts that a token is sent to.
     """
     flops_of_weight = 4.0 if adapters else 6.0
-    return flops_of_weight * linear_weights(config) + 6.0 * block_adapter_elements(config, adapters)
+    return flops_of_weight * config.weights_per_token() + 6.0 * block_adapter_elements(
+        config, adapters
+    )
 
 
 def flops_per_token(

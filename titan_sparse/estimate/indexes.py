@@ -53,6 +53,9 @@ def load_indexes(path: str | Path) -> tuple[MaskRanges, list[BlockIndex]]:
         data = None
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise ValueError(f"--index {path}: not a file of save_indexes(), format {_FORMAT}")
+    if data["pattern"] not in PATTERNS:
+        known = ", ".join(PATTERNS)
+        raise ValueError(f"--index {path}: pattern {data['pattern']} is not one of {known}")
     pattern = PATTERNS[data["pattern"]](**data["parameters"])
     ranges = MaskRanges(data["start"], data["stop"], data["document_start"], data["causal"])
     of_batch = (ranges, data["batch"], data["heads"], data["block_size"])

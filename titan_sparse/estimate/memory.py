@@ -13,11 +13,7 @@ minute, and knows nothing of the compiler.
 from titan_sparse.attention.backends.flash import kv_heads_at_once
 from titan_sparse.attention.context_parallel.schedules import Moves, head_groups
 from titan_sparse.estimate.step import StepShape
-from titan_sparse.models.config import (
-    adapter_elements,
-    block_adapter_elements,
-    number_of_parameters,
-)
+from titan_sparse.models.config import adapter_elements, block_adapter_elements
 
 GIB = 2**30
 
@@ -80,7 +76,7 @@ def peak_gib(step: StepShape) -> float:
 
 def master_bytes(step: StepShape) -> float:
     """This rank's share of all parameters that are trained, in fp32."""
-    trained = number_of_parameters(step.model)
+    trained = step.model.number_of_parameters()
     if step.adapters:
         trained = adapter_elements(step.model, step.adapters)
     return trained * step.wide / step.shards
@@ -90,7 +86,7 @@ def frozen_bytes(step: StepShape) -> float:
     """This rank's share of the parameters that are not trained, in training.dtype."""
     if not step.adapters:
         return 0
-    return number_of_parameters(step.model) * step.width / step.shards
+    return step.model.number_of_parameters() * step.width / step.shards
 
 
 def _matrix(step: StepShape) -> int:
@@ -105,7 +101,7 @@ def _matrices(step: StepShape) -> int:
 
 def _block(step: StepShape) -> float:
     """Elements of one block's own weights."""
-    in_blocks = number_of_parameters(step.model) - _matrices(step) * _matrix(step)
+    in_blocks = step.model.number_of_parameters() - _matrices(step) * _matrix(step)
     return in_blocks / step.model.layers
 
 
@@ -275,7 +271,7 @@ def _block_backward(step: StepShape) -> float:
         # The weights' gradients have bf16 operands, which are kept too (measured: docs/training.md).
         mlp += _mlp_tokens(step) * 8 * model.intermediate_size
     linear = 0
-    if getattr(model, "linear_layers", ()):
+    if model.linear_layers:
         # q, k, v and gate before and after the convolution, with their gradients; the state that
         # each 64 tokens begin with, and its gradient. Over several ranks, a second state goes beside.
         states = 2 * model.linear_state / 64 * (2 if step.cp > 1 else 1)

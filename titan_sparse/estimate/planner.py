@@ -27,7 +27,6 @@ from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.visibility import seen_blocks, seen_chunks, visible_pairs
 from titan_sparse.attention.observe import Visits, by_step, count_visits
 from titan_sparse.attention.patterns import BlockIndex
-from titan_sparse.attention.patterns.base import DenseIndex
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS, Constants, KVShape
 
 
@@ -270,7 +269,7 @@ class _Planner:
         """Single blocks travel, from their owners to the ranks that need them."""
         setting = self.setting
         layer = self.layer
-        if isinstance(layer.index, DenseIndex):
+        if layer.index.selects_all:
             # The mask alone determines what a dense pattern needs.
             needed = seen_blocks(layer.ranges, layer.table, layer.index.block_size)
         else:

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation.generation import generate
 from titan_sparse.evaluation.scorer import Scorer, Sequence
+from titan_sparse.loss import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _forced(scorer: Scorer, sample: Sample | None, length: int) -> dict[str, Any
         return {}
     # Labels for the answer's tokens alone, the last of which is not read.
     tokens = np.concatenate([sample.prompt, sample.answer[:-1]])
-    labels = np.full(len(tokens), IGNORED_LABEL)
+    labels = np.full(len(tokens), IGNORE_INDEX)
     labels[len(sample.prompt) - 1 :] = sample.answer
     ((losses, predicted),) = scorer.answers([Sequence(tokens, labels)], length)
     found = compared(scorer.tokenizer, sample.answer, predicted.cpu().numpy())

@@ -18,10 +18,9 @@ from torch import Tensor
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.decode import Cached, attend_cached
 from titan_sparse.data.chat_template import ChatTemplate
-from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import Tokenizer, begun
 from titan_sparse.evaluation.scorer import ScoredBatch, Scorer, Sequence, attention_replaced
-from titan_sparse.loss import answer_logits
+from titan_sparse.loss import IGNORE_INDEX, answer_logits
 from titan_sparse.models.config import DecoderConfig
 
 Stop = Callable[[NDArray[np.int64]], bool]
@@ -72,7 +71,7 @@ def stream(
     asked = []
     for prompt in prompts:
         # One label, any but -100, where the next token is wanted.
-        labels = np.full(len(prompt), IGNORED_LABEL)
+        labels = np.full(len(prompt), IGNORE_INDEX)
         labels[-1] = prompt[-1]
         asked.append(Sequence(prompt, labels))
     batch = scorer.batch(asked, int(lengths.max()))
@@ -88,7 +87,7 @@ def stream(
         # [B, V]: each rank has the last logits of some prompts.
         own = scorer.run(batch, answer_logits)
         logits = own.new_zeros(len(prompts), own.shape[1])
-        logits[(batch.labels != IGNORED_LABEL).nonzero()[:, 0]] = own
+        logits[(batch.labels != IGNORE_INDEX).nonzero()[:, 0]] = own
         logits = scorer.cp.all_reduce(logits)
         for number in range(new_tokens):
             # Ranks may round their sums differently. Their texts would then diverge without a notice.
@@ -132,7 +131,7 @@ def _cached_attention(
     scorer: Scorer, places: "_Places"
 ) -> Callable[[int, Callable[..., Tensor]], "_CachedAttend"]:
     """What attention_replaced() puts in place of each layer's attention."""
-    windows = getattr(scorer.model_config, "windows", None)
+    windows = scorer.model_config.windows
     section = scorer.attention
 
     def replace(layer: int, attend: Callable[..., Tensor]) -> _CachedAttend:

@@ -20,6 +20,7 @@ from titan_sparse.config import Attention
 from titan_sparse.evaluation.pictures import new_figure
 from titan_sparse.evaluation.scorer import attention_replaced
 from titan_sparse.kernels.chunks import chosen_keys
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.models.decoder import Decoder
 
 SHARES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
@@ -121,7 +122,7 @@ def probabilities(q: Tensor, k: Tensor, ranges: MaskRanges, at: Tensor) -> Tenso
 
     q: [1, Hq, S, D]. k: [1, Hkv, S, D].
     """
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = accumulation_dtype(q.dtype)
     key = torch.arange(k.shape[2], device=k.device)
     # [n, S]
     is_seen = (key >= ranges.start[0, at, None]) & (key < ranges.stop[0, at, None])
@@ -195,10 +196,7 @@ def curve(
         is_selected = keys_of_rows(index.of_heads(slice(head, head + 1)), ranges, at)
         point["density"].append(is_selected.sum().item() / allowed)
         point["recall"].append((of_head * is_selected).sum(-1).mean().item())
-    if isinstance(pattern, VerticalSlash):
-        point["verticals"] = (index.verticals[0] < index.seq_len).sum(-1).tolist()
-        point["slashes"] = index.slashes[0].sum(-1).tolist()
-    return point
+    return point | index.counts()
 
 
 def keys_of_rows(index: BlockIndex, ranges: MaskRanges, at: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pictures of results and of layers and heads, as matplotlib figures; needs pip install -e ".[eval]".
+"""Pictures of results and of layers and heads, as matplotlib figures.
 
 matplotlib is loaded by the first picture, so its types are Any here.
 """
@@ -13,14 +13,8 @@ _LEAST_HEIGHT = 3.5
 
 
 def new_figure(inches: tuple[float, float], panels: int = 1) -> tuple[Any, Any]:
-    """A figure of this size, and its axes. No pyplot: no display, no global list of figures.
-
-    Raises ValueError if matplotlib is missing.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError('a picture needs matplotlib; pip install -e ".[eval]"') from error
+    """A figure of this size, and its axes. No pyplot: no display, no global list of figures."""
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=inches, layout="constrained")
     return figure, figure.subplots(1, panels)

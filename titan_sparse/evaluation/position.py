@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from titan_sparse.data.documents import Documents
-from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import Encoded, check_ids
 from titan_sparse.evaluation.scorer import Scorer, Sequence
+from titan_sparse.loss import IGNORE_INDEX
 
 
 def long_documents(documents: Documents, min_length: int) -> Iterator[Encoded]:
@@ -44,18 +44,18 @@ def windows(documents: Iterable[Encoded], length: int, stride: int) -> Iterator[
             f"a stride of {stride} leaves out or repeats tokens of windows of {length}; write 1 to {length}"
         )
     for document, learned in documents:
-        targets = document if learned is None else np.where(learned, document, IGNORED_LABEL)
+        targets = document if learned is None else np.where(learned, document, IGNORE_INDEX)
         scored = 0
         for start in itertools.count(0, stride):
             if scored >= len(document) - 1:
                 break
             tokens = document[start : start + length]
             following = targets[start + 1 : start + length + 1]
-            labels = np.full(len(tokens), IGNORED_LABEL, dtype=np.int64)
+            labels = np.full(len(tokens), IGNORE_INDEX, dtype=np.int64)
             labels[scored - start : len(following)] = following[scored - start :]
             scored = start + len(following)
             # A window of a long question has nothing to score.
-            if (labels != IGNORED_LABEL).any():
+            if (labels != IGNORE_INDEX).any():
                 yield Sequence(tokens, labels)
 
 

@@ -17,9 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from titan_sparse.attention import ContextParallel
 from titan_sparse.config import Config, padding_multiple
 from titan_sparse.data.endings import text_ends
-from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import Tokenizer
-from titan_sparse.loss import answer_scores, token_cross_entropy
+from titan_sparse.loss import IGNORE_INDEX, answer_scores, token_cross_entropy
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.decoder import Decoder
 
@@ -104,7 +103,7 @@ class Scorer:
         batch = self.batch([sequence], length)
         losses = self.run(batch, token_cross_entropy)
         # Tokens without a label are not scored.
-        counts = batch.labels != IGNORED_LABEL
+        counts = batch.labels != IGNORE_INDEX
         return losses[counts], batch.positions[counts]
 
     def answers(self, sequences: list[Sequence | None], length: int) -> list[tuple[Tensor, Tensor]]:
@@ -114,11 +113,11 @@ class Scorer:
         global order, and on every rank of the context-parallel group.
         """
         batch = self.batch(sequences, length)
-        nothing = np.array([IGNORED_LABEL])
+        nothing = np.array([IGNORE_INDEX])
         answers = [np.atleast_2d(s.labels if s else nothing) for s in sequences]
         repeats = torch.tensor([len(of_text) for of_text in answers], device=self.device)
         text_of_row = torch.arange(len(answers), device=self.device).repeat_interleave(repeats)
-        rows, columns = (batch.labels != IGNORED_LABEL).nonzero(as_tuple=True)
+        rows, columns = (batch.labels != IGNORE_INDEX).nonzero(as_tuple=True)
 
         def scores(hidden: Tensor, weight: Tensor, labels: Tensor, *rest: Any) -> Any:
             wanted = hidden[text_of_row[rows], columns]
@@ -134,7 +133,7 @@ class Scorer:
         table = self.cp.all_reduce(table)
         results = []
         for row, labels in enumerate(itertools.chain(*answers)):
-            losses, predicted = table[:, row, np.flatnonzero(labels != IGNORED_LABEL)]
+            losses, predicted = table[:, row, np.flatnonzero(labels != IGNORE_INDEX)]
             results.append((losses, predicted.long()))
         return results
 
@@ -148,7 +147,7 @@ class Scorer:
         """This rank's part of the sequences, padded to `length` tokens or the few more that all
         ranks' blocks hold. None: nothing to score, of a rank that only takes part."""
         end = np.array([self.tokenizer.end_of_document])
-        nothing = Sequence(end, np.array([IGNORED_LABEL]))
+        nothing = Sequence(end, np.array([IGNORE_INDEX]))
         sequences = [sequence or nothing for sequence in sequences]
         total = length + -length % self.multiple
         lengths = [[len(sequence.tokens)] for sequence in sequences]
@@ -166,7 +165,7 @@ class Scorer:
 
         return ScoredBatch(
             tokens=local([sequence.tokens for sequence in sequences], self.tokenizer.padding),
-            labels=local([sequence.labels for sequence in sequences], IGNORED_LABEL),
+            labels=local([sequence.labels for sequence in sequences], IGNORE_INDEX),
             positions=local([np.arange(total)] * len(sequences), 0),
             masks=masks,
         )

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.loss import matmul
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.decoder import MLP
@@ -108,7 +109,7 @@ def _linears(weights: list[Tensor], adapters: list[Tensor], scales: list[float])
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, computed in fp32 (fp64 for fp64), returned in gate's dtype."""
-    wide = torch.promote_types(gate.dtype, torch.float32)
+    wide = accumulation_dtype(gate.dtype)
     hidden = F.silu(gate.to(wide)) * up.to(wide)
     return hidden.to(gate.dtype)
 
@@ -116,7 +117,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def swiglu_backward(gate: Tensor, up: Tensor, d_hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute swiglu(gate, up) again, then the gradients of gate and up."""
     dtype = gate.dtype
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = accumulation_dtype(dtype)
     gate = gate.to(wide)
     up = up.to(wide)
     d_hidden = d_hidden.to(wide)
@@ -186,7 +187,7 @@ def _backward(
     d_out_rows = d_out.reshape(-1, x.shape[-1])
     trained = weights if trains_weights else adapters
     # Sums over all chunks are in fp32, so that adding a chunk does not round.
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = accumulation_dtype(x.dtype)
     totals = [torch.zeros_like(parameter, dtype=wide) for parameter in trained]
     of_layer = len(totals) // 3
     of_gate, of_up, of_down = (totals[i * of_layer : (i + 1) * of_layer] for i in range(3))

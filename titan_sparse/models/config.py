@@ -31,6 +31,14 @@ class RopeConfig:
     beta_slow: float = 1.0
 
 
+class Linear(NamedTuple):
+    """Sizes of the linear layers of one name, and how many there are."""
+
+    inputs: int
+    outputs: int
+    count: int
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
     """Shape of a decoder. Sizes are in elements, `max_positions` (the published
@@ -52,8 +60,23 @@ class DecoderConfig:
     norm_eps: float
     max_positions: int
     rope: RopeConfig
+    # What only models of transformers have. TransformersConfig has fields of these names.
+    runs_in_transformers = False
+    """whether transformers' own code computes it"""
+    windows = ()
+    """tokens that a query of each layer sees, 0 for all; empty where no layer has a window"""
     linear_layers = ()
     """the layers with linear attention in place of attention"""
+    linear_state = 0
+    """elements of the recurrent state of such a layer"""
+    linear_width = 0
+    """elements of a token's q, k, v, and gate in such a layer"""
+    convolution = 0
+    """tokens in the window of their convolution"""
+    experts = 0
+    """0 for a dense model"""
+    router_loss = 0.0
+    """weight of the load-balancing loss"""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -65,46 +88,33 @@ class DecoderConfig:
                 f"head_dim = {self.head_dim} must be even: rotary embeddings rotate its two halves."
             )
 
+    @property
+    def window(self) -> int:
+        """Tokens that a query of a layer with a window sees; 0 if no layer has one."""
+        return max(self.windows, default=0)
 
-class Linear(NamedTuple):
-    """Sizes of the linear layers of one name, and how many there are."""
+    def linear_sizes(self) -> dict[str, Linear]:
+        """The linear layers of blocks, by the last part of their names. Experts are none."""
+        hidden = self.hidden_size
+        query = self.heads * self.head_dim
+        kv = self.kv_heads * self.head_dim
+        inner = self.intermediate_size
+        names = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+        inputs = hidden, hidden, hidden, query, hidden, hidden, inner
+        outputs = query, kv, kv, hidden, inner, inner, hidden
+        return {name: Linear(*sizes, self.layers) for name, *sizes in zip(names, inputs, outputs)}
 
-    inputs: int
-    outputs: int
-    count: int
+    def weights_per_token(self) -> int:
+        """Elements of the blocks' matrices that one token is multiplied by."""
+        return sum(x.inputs * x.outputs * x.count for x in self.linear_sizes().values())
 
-
-def linear_sizes(config: DecoderConfig) -> dict[str, Linear]:
-    """The linear layers of blocks, by the last part of their names. Experts are none."""
-    # A TransformersConfig has its own counts, here and below.
-    if hasattr(config, "linears"):
-        return {name: Linear(*sizes) for name, *sizes in config.linears}
-    hidden = config.hidden_size
-    query = config.heads * config.head_dim
-    kv = config.kv_heads * config.head_dim
-    inner = config.intermediate_size
-    names = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
-    inputs = hidden, hidden, hidden, query, hidden, hidden, inner
-    outputs = query, kv, kv, hidden, inner, inner, hidden
-    return {name: Linear(*sizes, config.layers) for name, *sizes in zip(names, inputs, outputs)}
-
-
-def linear_weights(config: DecoderConfig) -> int:
-    """Elements of the blocks' matrices that one token is multiplied by."""
-    if hasattr(config, "linear_weights"):
-        return config.linear_weights
-    return sum(x.inputs * x.outputs * x.count for x in linear_sizes(config).values())
-
-
-def number_of_parameters(config: DecoderConfig) -> int:
-    """Number of trainable parameters; a tied embedding counts once."""
-    if hasattr(config, "parameters"):
-        return config.parameters
-    vectors = 2 * config.hidden_size
-    vectors += config.qkv_bias * (config.heads + 2 * config.kv_heads) * config.head_dim
-    vectors += config.qk_norm * 2 * config.head_dim
-    embeddings = (1 if config.tied_embeddings else 2) * config.vocab_size * config.hidden_size
-    return linear_weights(config) + config.layers * vectors + config.hidden_size + embeddings
+    def number_of_parameters(self) -> int:
+        """Number of trainable parameters; a tied embedding counts once."""
+        vectors = 2 * self.hidden_size
+        vectors += self.qkv_bias * (self.heads + 2 * self.kv_heads) * self.head_dim
+        vectors += self.qk_norm * 2 * self.head_dim
+        embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
+        return self.weights_per_token() + self.layers * vectors + self.hidden_size + embeddings
 
 
 @dataclass(frozen=True)
@@ -155,7 +165,7 @@ def resolve_adapters(
     if rank == 0:
         return None
     tokens = tuple(filter(None, (name.strip() for name in trainable_tokens.split(","))))
-    sizes = linear_sizes(model)
+    sizes = model.linear_sizes()
     if targets == ALL_LINEAR:
         return Adapters(rank, alpha, dropout, tuple(sizes), init, tokens)
     # In a mixture of experts, only attention's layers have adapters: experts are not linear layers.
@@ -183,5 +193,5 @@ def block_adapter_elements(model: DecoderConfig, adapters: Adapters | None) -> i
     """Elements of the adapters of the blocks' linear layers. 0 without adapters."""
     if adapters is None:
         return 0
-    linears = [linear_sizes(model)[name] for name in adapters.targets]
+    linears = [model.linear_sizes()[name] for name in adapters.targets]
     return sum(x.count * adapters.rank * (x.inputs + x.outputs) for x in linears)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.loss import linear_cross_entropy
 from titan_sparse.models.config import DecoderConfig, RopeConfig
 
@@ -258,7 +259,7 @@ class Decoder(nn.Module):
         x = self.embed_tokens(tokens)
 
         # The angles of all layers, computed once: [B, 1, S, D] each, never in half precision.
-        table_dtype = torch.promote_types(x.dtype, torch.float32)
+        table_dtype = accumulation_dtype(x.dtype)
         if self.inv_freq.device != x.device:
             # Once. In every step, the host would wait for the copy.
             self.inv_freq = self.inv_freq.to(x.device)

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.config import Adapters, DecoderConfig, is_adapter
 from titan_sparse.models.huggingface import (
@@ -26,6 +27,7 @@ from titan_sparse.models.huggingface import (
     stored_tensors,
 )
 from titan_sparse.models.huggingface_files import open_tensors, write_files
+from titan_sparse.options.extras import is_installed
 
 NAME = "default"
 """The adapter's name in PEFT, a part of its parameters' names."""
@@ -45,14 +47,14 @@ def peft_config(adapters: Adapters, tied: bool, base_model: str = "") -> Any:
 
     Raises ValueError if PEFT is missing.
     """
-    try:
-        # Imported only when needed: it is optional, and loads slowly.
-        from peft import LoraConfig
-    except ImportError as error:
+    if not is_installed("peft"):
         raise ValueError(
-            f"adapters (lora.rank = {adapters.rank}) need PEFT, which cannot be imported ({error}); "
-            'pip install "peft>=0.21"'
-        ) from error
+            f"adapters (lora.rank = {adapters.rank}) need PEFT, which is not installed; "
+            'write pip install "titan-sparse[huggingface]"'
+        )
+    # Imported only when needed: it is optional, and loads slowly.
+    from peft import LoraConfig
+
     ids = list(adapters.token_ids)
     assert len(ids) == len(adapters.tokens), "preflight.build_adapters() finds the ids"
     return LoraConfig(
@@ -79,7 +81,7 @@ def add_adapters(model: nn.Module, adapters: Adapters) -> None:
     from peft.tuners.lora import LoraLayer
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 
-    wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    wide = accumulation_dtype(next(model.parameters()).dtype)
     inject_adapter_in_model(settings, model, adapter_name=NAME, low_cpu_mem_usage=True)
     for module in model.modules():
         if isinstance(module, LoraLayer):
@@ -150,7 +152,7 @@ def merged(
 
     def fill(state: dict[str, Tensor]) -> None:
         for name, tensor in state.items():
-            wide = torch.promote_types(tensor.dtype, torch.float32)
+            wide = accumulation_dtype(tensor.dtype)
             weight = torch.empty(tensor.shape, dtype=wide)
             with ExitStack() as stack:
                 tensors = open_tensors(source, stack)

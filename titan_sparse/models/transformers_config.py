@@ -13,11 +13,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from titan_sparse.models.config import DecoderConfig, RopeConfig
+from titan_sparse.models.config import DecoderConfig, Linear, RopeConfig
 from titan_sparse.models.huggingface_config import FAMILIES, check_json, read_json
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TransformersConfig(DecoderConfig):
     """Shape of a model of transformers, with the fields that this project counts or compares.
 
@@ -51,10 +51,16 @@ class TransformersConfig(DecoderConfig):
     linear_state: int = 0
     linear_width: int = 0
 
-    @property
-    def window(self) -> int:
-        """Tokens that a query of a layer with a window sees; 0 if no layer has one."""
-        return max(self.windows)
+    runs_in_transformers = True
+
+    def linear_sizes(self) -> dict[str, Linear]:
+        return {name: Linear(*sizes) for name, *sizes in self.linears}
+
+    def weights_per_token(self) -> int:
+        return self.linear_weights
+
+    def number_of_parameters(self) -> int:
+        return self.parameters
 
 
 # Keys that do not change what is computed.
@@ -86,8 +92,7 @@ def read_transformers_config(
 
     router_loss: model.router_loss. layers: the first ones only; 0 for all. vocab_size and
     rope_theta: in place of those of the file; 0 for these. Raises ValueError, one line, for an
-    unreadable file, a family that is not in FAMILIES, or a setting that cannot be trained, and
-    where transformers is missing.
+    unreadable file, a family that is not in FAMILIES, or a setting that cannot be trained.
     """
     path = Path(folder).expanduser() / "config.json"
     given = read_json(folder)
@@ -115,16 +120,11 @@ def build_their_model(
     "meta" device, because it draws weights.
 
     attention: its attn_implementation. vocab_size and rope_theta: as in read_transformers_config().
-    Raises ValueError, one line, if transformers is missing or cannot build it.
+    Raises ValueError, one line, if transformers cannot build it.
     """
-    try:
-        # Imported only when needed: it is optional, and loads slowly.
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise ValueError(
-            f"model.initial_hf = {folder} runs through transformers, which cannot be imported "
-            f'({error}); pip install "transformers>=5.17"'
-        ) from error
+    # Imported only when needed, because it loads slowly.
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     path = str(Path(folder).expanduser())
     logger = logging.getLogger("transformers")
     level = logger.level

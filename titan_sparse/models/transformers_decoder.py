@@ -22,6 +22,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.loss import count_valid, linear_cross_entropy
 from titan_sparse.models.decoder import Attends, LayerMasks, run_blocks
 from titan_sparse.models.transformers_config import TransformersConfig, build_their_model
@@ -212,7 +213,7 @@ class _Rotary:
         those with a window."""
         self.module.to(x.device)
         # Only its dtype and device are used. Tables in bf16 could not distinguish far positions.
-        wide = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
+        wide = x.new_empty(0, dtype=accumulation_dtype(x.dtype))
         if hasattr(self.module, "mrope_section"):
             # Of text, all three axes are the same. transformers 5.17 does not add them itself.
             positions = positions.expand(3, -1, -1)
@@ -271,7 +272,7 @@ class RouterLoss:
         logits: of each layer, [B * S, E]. labels [B, S] of this rank. tokens: bool [B, S], false
         for padding; None counts all. Collective over all ranks, without a wait for the device.
         """
-        wide = torch.promote_types(logits[0].dtype, torch.float32)
+        wide = accumulation_dtype(logits[0].dtype)
         counted = torch.ones_like(labels) if tokens is None else tokens
         # [B * S]
         counted = counted.flatten().to(wide)

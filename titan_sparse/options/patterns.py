@@ -6,7 +6,7 @@ subclasses of them.
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_origin, get_type_hints
 
 from titan_sparse.options.values import (
     MOST,
@@ -16,6 +16,7 @@ from titan_sparse.options.values import (
     PositiveTokens,
     Tokens,
     check_value,
+    plain,
 )
 
 
@@ -29,8 +30,12 @@ class PatternOptions:
 
     def check(self) -> None:
         """Raises ValueError, one line, for options that are out of range or exclude each other."""
+        kinds = get_type_hints(type(self), include_extras=True)
         for item in fields(self):
-            check_value(f"{self.name}.{item.name}", item.type, getattr(self, item.name))
+            key, kind = f"{self.name}.{item.name}", kinds[item.name]
+            if plain(kind) not in (int, float, bool, str) and get_origin(kind) is not Literal:
+                raise ValueError(f"{key}: an option is an int, float, bool, str, or Literal")
+            check_value(key, kind, getattr(self, item.name))
 
     def check_block_size(self, block_size: int) -> None:
         """Raises ValueError for options that do not fit attention's block size."""

@@ -21,10 +21,16 @@ from titan_sparse.attention.linear import gated_delta_net, split_documents
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices, sliding_window
 from titan_sparse.attention.patterns import PATTERNS, Pattern
-from titan_sparse.config import Attention, Config, resolve_overlap_stages
+from titan_sparse.config import (
+    Attention,
+    Config,
+    resolve_cp_intra,
+    resolve_overlap_stages,
+    world_from_environment,
+)
 from titan_sparse.config.reading import dense_layers
 from titan_sparse.models.decoder import Attends, LayerMasks
-from titan_sparse.models.flavours import DecoderConfig, TransformersConfig
+from titan_sparse.models.flavours import DecoderConfig
 
 
 def build_mask(attention: Attention, lengths: list[list[int]]) -> Mask:
@@ -63,6 +69,14 @@ def backend_case(
     }
 
 
+def choose_backend(config: Config, model: DecoderConfig, device: torch.device) -> tuple[str, str]:
+    """The backend of attention with "auto" decided, and what the banner says of it."""
+    dtype = getattr(torch, config.training.dtype)
+    shape = model.head_dim, config.training.seq_len
+    case = backend_case(config.attention, device.type, dtype, *shape)
+    return backends.choose(**case), backends.explain(**case)
+
+
 def build_pattern(attention: Attention) -> Pattern:
     """The pattern that the section names, with the options of its sub-table."""
     options = getattr(attention, attention.pattern)
@@ -79,6 +93,12 @@ def schedule_named(attention: Attention, inter: int, intra: int) -> str:
         attention.layout == "balanced" and attention.pattern == "dense" and has_local_mask
     )
     return choose(inter, intra, attention.backward_circulates, needs_few_blocks).name
+
+
+def schedule_of_launch(config: Config) -> str:
+    """The schedule on the ranks that torchrun has started."""
+    intra = resolve_cp_intra(config.parallelism, world_from_environment()[1])
+    return schedule_named(config.attention, config.parallelism.cp // intra, intra)
 
 
 def build_context_parallel(
@@ -137,7 +157,7 @@ def build_layer_masks(
         return mask.rows(seq_len, device)._replace(table=table, probe_seed=probe_seed)
 
     mask = build_mask(attention, lengths)
-    if not isinstance(model, TransformersConfig):
+    if not model.runs_in_transformers:
         return resolved(mask)
     window = resolved(mask & SlidingWindow(model.window)) if model.window else None
     tokens = None
@@ -190,8 +210,7 @@ def build_attends(attention: Attention, cp: ContextParallel, recomputed: float =
 def selecting_layers(attention: Attention, model: DecoderConfig) -> list[int]:
     """The layers that the pattern applies to."""
     others = {*dense_layers(attention), *model.linear_layers}
-    if isinstance(model, TransformersConfig):
-        others.update(layer for layer, window in enumerate(model.windows) if window)
+    others.update(layer for layer, window in enumerate(model.windows) if window)
     return [layer for layer in range(model.layers) if layer not in others]
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from titan_sparse.attention import backends
-from titan_sparse.attention.backends import cudnn, flash
 from titan_sparse.attention.context_parallel.schedules import ALL_GATHER, Moves
 from titan_sparse.config import Checkpoint, Config, padding_multiple
 from titan_sparse.estimate.flops import causal_pairs, flops_per_token, windows_of
@@ -28,8 +27,8 @@ from titan_sparse.estimate.memory import (
     peak_phase,
 )
 from titan_sparse.estimate.step import StepShape
-from titan_sparse.models.config import DecoderConfig, adapter_elements, number_of_parameters
-from titan_sparse.models.flavours import TransformersConfig, choose_implementation, resolve
+from titan_sparse.models.config import DecoderConfig, adapter_elements
+from titan_sparse.models.flavours import choose_implementation, resolve
 from titan_sparse.options.values import show
 from titan_sparse.training.attention import backend_case, build_pattern, selecting_layers, why_dense
 from titan_sparse.training.step_shape import step_of
@@ -166,18 +165,7 @@ def _backend(config: Config, model: DecoderConfig) -> str:
     dtype = getattr(torch, config.training.dtype)
     tokens = config.training.seq_len
     case = backend_case(config.attention, "cuda", dtype, model.head_dim, tokens)
-    if torch.cuda.is_available():
-        return backends.choose(**case)
-    if dtype == torch.float64:
-        return "eager"
-    block_size = config.attention.block_size
-    if dtype != torch.bfloat16 or case["slices"]:
-        return "triton"
-    by_flex = not (case["dynamic"] and case["is_short"])
-    if by_flex and model.head_dim in flash.HEAD_DIMS and block_size == 128:
-        return "flex"
-    cudnn_can = model.head_dim in cudnn.HEAD_DIMS and block_size in cudnn.BLOCK_SIZES
-    return "cudnn" if cudnn_can and config.attention.pattern == "dense" else "triton"
+    return backends.choose(**case, here=torch.cuda.is_available())
 
 
 def _shape(config: Config, step: StepShape, where: World) -> list[str]:
@@ -190,7 +178,7 @@ def _shape(config: Config, step: StepShape, where: World) -> list[str]:
         if step.adapters.tokens:
             trained += f" and rows of {len(step.adapters.tokens)} tokens"
     lines = [
-        f"{name}, {number_of_parameters(model) / 1e6:,.1f} M parameters{trained}, {where}, "
+        f"{name}, {model.number_of_parameters() / 1e6:,.1f} M parameters{trained}, {where}, "
         f"parameters over {step.shards}",
         f"{step.sequences} x {config.training.seq_len:,} tokens (padded to {step.seq_len:,}), "
         f"{step.tokens:,} a rank; checkpointing {step.mode}, "
@@ -199,12 +187,12 @@ def _shape(config: Config, step: StepShape, where: World) -> list[str]:
     ]
     if dense := why_dense(config, model):
         lines.append(dense)
-    if not isinstance(model, TransformersConfig):
+    if not model.runs_in_transformers:
         return lines
     _, reason = choose_implementation(config.model.initial_hf, config.model.implementation)
     line = f"a {model.model_type} through transformers' own code ({reason})"
     if model.experts:
-        active = model.linear_weights + model.vocab_size * model.hidden_size
+        active = model.weights_per_token() + model.vocab_size * model.hidden_size
         line += (
             f", {model.experts_per_token} of {model.experts} experts a token "
             f"({active / 1e6:,.1f} M active parameters)"
@@ -315,9 +303,10 @@ def _flops(config: Config, step: StepShape, where: World) -> list[str]:
         """pairs: visited in one sequence by a head of each layer, summed over layers."""
         return tokens * flops_per_token(model, model.heads * pairs / seq_len, step.adapters) / 1e15
 
-    linear = getattr(model, "linear_layers", ())
     pairs = [
-        0.0 if layer in linear else causal_pairs(seq_len, window, attention.window_sinks)
+        0.0
+        if layer in model.linear_layers
+        else causal_pairs(seq_len, window, attention.window_sinks)
         for layer, window in enumerate(windows_of(model, attention.sliding_window))
     ]
     dense = petaflop(sum(pairs))

@@ -4,9 +4,11 @@ import dataclasses
 import functools
 import json
 import logging
+import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from titan_sparse.config import Config, Model
 from titan_sparse.data.chat_template import exported_files
@@ -18,11 +20,23 @@ from titan_sparse.models.huggingface import export_weights, exported_config
 from titan_sparse.models.huggingface_files import files_to_copy
 from titan_sparse.models.lora import export_adapter, merged
 from titan_sparse.training.checkpoint.reader import read_into, read_metadata
-from titan_sparse.training.preflight import build_adapters
+from titan_sparse.training.faults.process_groups import barrier
+from titan_sparse.training.preflight import build_adapters, step_path
 
 logger = logging.getLogger("titan_sparse")
 
 _TOKENIZER = "tokenizer_config.json"
+
+
+def export_run(config: Config, step: int) -> None:
+    """Write the checkpoint of `step` to <output_dir>/huggingface/step-N, unless it is there. Collective:
+    the other ranks wait for rank 0."""
+    output_dir = config.training.output_dir
+    folder = os.path.join(output_dir, "huggingface", f"step-{step}")
+    if dist.get_rank() == 0 and not os.path.exists(folder):
+        export(step_path(config, step), config, folder)
+        logger.info("saved %s for transformers", folder)
+    barrier()
 
 
 def export(

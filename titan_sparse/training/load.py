@@ -9,6 +9,7 @@ import os
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from titan_sparse.attention import ContextParallel
 from titan_sparse.config import (
     ActivationCheckpoint,
     Compile,
@@ -24,6 +25,7 @@ from titan_sparse.data.tokenizer import SampleFormat, Tokenizer
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.config import Adapters, DecoderConfig
+from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import check_weights, load_weights, tensor_shapes
 from titan_sparse.models.initialization import initialize
@@ -37,6 +39,7 @@ from titan_sparse.training.attention import (
 from titan_sparse.training.checkpoint.folders import newest_checkpoint
 from titan_sparse.training.checkpoint.reader import read_into, read_metadata, verify
 from titan_sparse.training.faults.process_groups import (
+    Meshes,
     build_meshes,
     choose_device,
     init_distributed,
@@ -96,7 +99,7 @@ def load_for_evaluation(
 
 def _was_begun(checkpoint: str) -> bool:
     """Whether texts could begin with a token of the tokenizer in the run of a checkpoint: prepared
-    tokens, or those of an older version, may lack it. True if only chats were learned."""
+    tokens may lack it. True if only chats were learned."""
     is_step = os.path.isfile(os.path.join(checkpoint, ".metadata"))
     saved = read_saved(checkpoint if is_step else newest_checkpoint(checkpoint))
     parts = saved.origin.get("data", []) if saved else []
@@ -118,16 +121,11 @@ def find_checkpoint(path: str) -> str:
 
 def find_config(source: str) -> str:
     """The config.toml of what find_checkpoint() takes: that of a run, or of a checkpoint, which a
-    resumed run may have changed since. A checkpoint of an older version has that of its run."""
-    folders = [source]
-    if os.path.isfile(os.path.join(source, ".metadata")):
-        # A checkpoint is OUT/checkpoint/step-N.
-        folders.append(os.path.dirname(os.path.dirname(os.path.realpath(source))))
-    for folder in folders:
-        path = os.path.join(folder, "config.toml")
-        if os.path.isfile(path):
-            return path
-    raise ValueError(f"{source} has no config.toml; copy that of the run there")
+    resumed run may have changed since."""
+    path = os.path.join(source, "config.toml")
+    if not os.path.isfile(path):
+        raise ValueError(f"{source} has no config.toml; copy that of the run there")
+    return path
 
 
 def _check_checkpoint(folder: str, config: DecoderConfig, adapters: Adapters | None) -> None:
@@ -198,6 +196,19 @@ def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -
         # Casts while it copies.
         trained = StateDictOptions(ignore_frozen_params=True)
         read_into(get_model_state_dict(model, options=trained), checkpoint)
+    return build_run_scorer(config, model, model_config, tokenizer, meshes, cp, device)
+
+
+def build_run_scorer(
+    config: Config,
+    model: Decoder,
+    model_config: DecoderConfig,
+    tokenizer: Tokenizer,
+    meshes: Meshes,
+    cp: ContextParallel,
+    device: torch.device,
+) -> Scorer:
+    """A Scorer of a model that has been built, with the attention of `config`."""
     return Scorer(
         model,
         model_config,
@@ -205,8 +216,8 @@ def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -
         cp,
         device,
         tokenizer,
-        functools.partial(build_scored_masks, config.attention, model_config, cp, device),
-        build_shard(model_config, cp),
-        meshes.dp_rank,
-        meshes.dp_size,
+        masks=functools.partial(build_scored_masks, config.attention, model_config, cp, device),
+        shard=build_shard(model_config, cp),
+        dp_rank=meshes.dp_rank,
+        dp_size=meshes.dp_size,
     )

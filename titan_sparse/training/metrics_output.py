@@ -32,14 +32,6 @@ _SECTIONS = {
 }
 """Section of TensorBoard -> how its fields of metrics.jsonl begin."""
 
-_RENAMED = {
-    "columns": "verticals",
-    "columns_p95": "verticals_p95",
-    "columns_at_cap": "verticals_at_cap",
-    "cp_gib_columns": "cp_gib_verticals",
-}
-"""Name in files of an earlier version -> its name now."""
-
 RUN_ID = "wandb_run_id"
 """File in the run folder. A resumed run goes on under the same name there."""
 
@@ -95,8 +87,7 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
-    """The lines of a run's metrics.jsonl by step, under the names of this version. Of a step that is
-    there twice, after resuming, the later line counts.
+    """The lines of a run's metrics.jsonl by step. Of a step that is there twice, after resuming, the later line counts.
 
     run: an output_dir or the file. Raises ValueError, one line, if there is no such file or a line
     is not a step's metrics.
@@ -113,10 +104,7 @@ def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         if type(line.get("step")) is not int:
             raise ValueError(f"{path}: line {number} does not hold a step's metrics")
-    return {
-        line["step"]: {_RENAMED.get(name, name): value for name, value in line.items()}
-        for line in lines
-    }
+    return {line["step"]: line for line in lines}
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from titan_sparse.attention import SAVED_OPS
 from titan_sparse.config import ActivationCheckpoint, Compile, Config, Float8
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.models.config import Adapters, DecoderConfig
@@ -104,12 +105,9 @@ def parallelize(
     policy = CPUOffloadPolicy(pin_memory=fsdp.device_type == "cuda") if offload else OffloadPolicy()
     mixed = MixedPrecisionPolicy(
         param_dtype=dtype,
-        reduce_dtype=torch.promote_types(dtype, torch.float32),
+        reduce_dtype=accumulation_dtype(dtype),
         cast_forward_inputs=False,  # the RoPE tables stay fp32
     )
-    if compile.enable:
-        # Only where asked for: it loads inductor, which takes a second.
-        from titan_sparse.training.compiling import compile_layer
     for name, block in model.layers.items():
         block = checkpointed(block, activation_checkpoint.mode)
         if compile.enable:
@@ -129,6 +127,17 @@ def parallelize(
         if isinstance(module, FSDPModule) and fsdp.size() > 1:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
+
+
+def compile_layer(layer: nn.Module, backend: str) -> None:
+    """layer.compile() as one graph, in place, without fusions that make gradients wrong. Only linear
+    attention breaks the graph."""
+    # Only where asked for: it loads inductor, which takes a second.
+    from titan_sparse.attention.compiling import switch_wrong_fusions_off
+
+    switch_wrong_fusions_off()
+    is_linear = any(name.endswith("linear_attn") for name, _ in layer.named_modules())
+    layer.compile(backend=backend, fullgraph=not is_linear)
 
 
 def checkpointed(block: nn.Module, mode: str) -> nn.Module:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_sparse.config import LRScheduler, Optimizer
+from titan_sparse.config import Config, LRScheduler, Optimizer
 
 _DECAYS = {
     "linear": lambda share: 1 - share,
@@ -57,6 +57,15 @@ def build_optimizer(
 
     groups = parameter_groups(model, optimizer.weight_decay)
     return getattr(torch.optim, optimizer.name)(groups, **options)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, done: int) -> float:
+    """Set the learning rate of the step that comes after `done` steps, and return it. It follows from
+    the configuration alone: checkpoints do not hold it."""
+    rate = learning_rate(config.optimizer.lr, config.lr_scheduler, config.training.steps, done)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return rate
 
 
 def learning_rate(peak: float, section: LRScheduler, steps: int, done: int) -> float:

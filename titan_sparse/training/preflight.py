@@ -20,7 +20,13 @@ from titan_sparse.config import (
     trains_random_base,
     world_from_environment,
 )
-from titan_sparse.config.changes import DATA_KEYS, Origin, model_functions, read_saved
+from titan_sparse.config.changes import (
+    DATA_KEYS,
+    Origin,
+    model_functions,
+    read_saved,
+    refuse_changes,
+)
 from titan_sparse.config.reading import KINDS, show
 from titan_sparse.config.sources import tokenizer_name
 from titan_sparse.data import Batch, PackedLoader, build_loader, open_tokenizer
@@ -31,10 +37,12 @@ from titan_sparse.models.config import Adapters, DecoderConfig, resolve_adapters
 from titan_sparse.models.huggingface import check_weights, load_weights, untrained_tokens
 from titan_sparse.models.huggingface_config import read_json
 from titan_sparse.models.huggingface_files import weights_digest
-from titan_sparse.training.attention import build_pattern
+from titan_sparse.models.lora import peft_config
+from titan_sparse.training.attention import build_pattern, why_dense
 from titan_sparse.training.checkpoint.folders import FOLDER, newest_checkpoint
 from titan_sparse.training.run_folder import versions
 from titan_sparse.training.step_shape import step_of
+from titan_sparse.training.validation import Validator
 
 logger = logging.getLogger("titan_sparse")
 
@@ -53,6 +61,13 @@ def checkpoint_to_resume(config: Config) -> str | None:
     if config.checkpoint.load_step >= 0:
         return step_path(config, config.checkpoint.load_step)
     return newest_checkpoint(config.training.output_dir)
+
+
+def refuse_to_resume(config: Config, origin: Origin) -> None:
+    """Raise ValueError if the run resumes from a checkpoint of other data or of another model."""
+    saved = read_saved(checkpoint_to_resume(config))
+    if saved is not None:
+        refuse_changes(saved, config, origin)
 
 
 def step_path(config: Config, step: int) -> str:
@@ -111,6 +126,24 @@ def alike_in_files(config: Config, origin: Origin) -> dict[str, str]:
         costs = Path(config.attention.balance_costs).read_bytes()
         values["the digest of attention.balance_costs"] = hashlib.sha256(costs).hexdigest()[:12]
     return values
+
+
+def alike_in_training(
+    config: Config, origin: Origin, backend: str, loader: PackedLoader, validation: Validator
+) -> dict[str, str]:
+    """What else must be the same on all ranks of a training run."""
+    return {
+        "the chosen attention.backend": backend,
+        **alike_in_files(config, origin),
+        "the digest of documents of data.source": loader.content_digest(),
+        "the digest of validation.source": validation.content_digest(),
+    }
+
+
+def use_deterministic_algorithms() -> None:
+    """Of torch and of cuBLAS. A backend of attention may be refused for it."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 def open_data(config: Config, model: DecoderConfig) -> PackedLoader:
@@ -195,10 +228,20 @@ def build_adapters(config: Config, model: DecoderConfig, tokenizer: Tokenizer) -
     return dataclasses.replace(adapters, token_ids=tuple(found))
 
 
-def check_new_tokens(config: Config, adapters: Adapters | None, tokenizer: Tokenizer) -> None:
-    """Raises ValueError for tokens that model.initial_hf does not have, if only adapters are
-    trained and lora.trainable_tokens leaves them out."""
-    if adapters is None or trains_random_base(config):
+def adapters_to_train(
+    config: Config, model: DecoderConfig, tokenizer: Tokenizer
+) -> Adapters | None:
+    """build_adapters(), and a ValueError also for adapters that PEFT could not load, and for tokens
+    that model.initial_hf does not have and lora.trainable_tokens leaves out."""
+    adapters = build_adapters(config, model, tokenizer)
+    if adapters:
+        _check_new_tokens(config, adapters, tokenizer)
+        peft_config(adapters, model.tied_embeddings)
+    return adapters
+
+
+def _check_new_tokens(config: Config, adapters: Adapters, tokenizer: Tokenizer) -> None:
+    if trains_random_base(config):
         return
     first = read_json(config.model.initial_hf)["vocab_size"]
     new = [token for token in range(first, tokenizer.vocab_size) if token not in adapters.token_ids]
@@ -232,6 +275,18 @@ def warn_of_untrained_tokens(
             folder,
             _with_tokens(adapters, tokens, tokenizer),
         )
+
+
+def warn_of_dense(
+    config: Config, model: DecoderConfig, loader: PackedLoader, batches: list[Batch], step: int
+) -> None:
+    """Say why the first logged step was dense, if the banner has not. Collective."""
+    documents = [n for batch in batches for lengths in batch.lengths for n in lengths]
+    longest = torch.tensor(max(documents))
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    in_banner = why_dense(config, model, loader.longest_document())
+    if dist.get_rank() == 0 and not in_banner:
+        logger.warning(why_dense(config, model, longest.item(), f"step {step}"))
 
 
 def _with_tokens(adapters: Adapters, tokens: list[int], tokenizer: Tokenizer) -> str:

@@ -1,12 +1,47 @@
 """What a finished run leaves to look at: a picture of its loss, and the commands that come next."""
 
+import logging
 import shlex
 from pathlib import Path
+
+import torch.distributed as dist
 
 from titan_sparse.config import Config, trains_random_base
 from titan_sparse.config.sources import source_formats
 from titan_sparse.evaluation.pictures import loss_figure
 from titan_sparse.training.metrics_output import read_lines, read_metrics
+
+logger = logging.getLogger("titan_sparse")
+
+
+def report(config: Config, began_after: int, step: int, stopped: bool) -> None:
+    """Log how a run has ended, after `step`. After training.steps, also draw the loss, and log the
+    commands that come next.
+
+    began_after: the step that it was resumed at. stopped: by a signal.
+    """
+    if stopped:
+        logger.info("stopped by a signal after step %d", step)
+    elif began_after >= config.training.steps:
+        logger.info(
+            "the run had already finished (training.steps = %d), and its results are in %s. To train "
+            "on, write more training.steps. To start anew, write another training.output_dir, or "
+            "delete that folder",
+            config.training.steps,
+            config.training.output_dir,
+        )
+    else:
+        logger.info("finished %d steps", step)
+        if dist.get_rank() == 0:
+            _show_results(config)
+
+
+def _show_results(config: Config) -> None:
+    if config.metrics.tensorboard:
+        logger.info("wrote %s, a picture of the loss", draw_loss(config.training.output_dir))
+    commands = next_commands(config)
+    if commands:
+        logger.info("\n  ".join(["what you can do next:", *commands]))
 
 
 def draw_loss(folder: str) -> Path:

@@ -86,15 +86,19 @@ def versions() -> dict[str, str | None]:
     """Versions of this package and of what it computes with; None: it is missing."""
     # The package is loaded, as this is a part of it. Nothing below imports it from above.
     found: dict[str, str | None] = {"titan_sparse": sys.modules["titan_sparse"].__version__}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
+    found |= {name: version_of(name) for name in _PACKAGES}
     # With the build, such as 2.11.0+cu128.
     found["torch"] = torch.__version__
     found["cuda"] = torch.version.cuda
     return found
+
+
+def version_of(package: str) -> str | None:
+    """The version of a package; None: it is missing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def git_commit(file: Path) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.observe import Recording
 from titan_sparse.config import Config, resolve_cp_intra, world_from_environment
 from titan_sparse.config.reading import Refusal
-from titan_sparse.models.flavours import DecoderConfig, TransformersConfig
+from titan_sparse.models.flavours import DecoderConfig
 
 logger = logging.getLogger("titan_sparse")
 
@@ -105,7 +105,7 @@ def refusal(config: Config, model: DecoderConfig, device_type: str, schedule: st
             "attention.window_sinks makes tables whose size follows from the batch",
         ),
         (
-            isinstance(model, TransformersConfig) and len(model.linear_layers) > 0,
+            len(model.linear_layers) > 0,
             "kernels of linear attention read the lengths of documents on the host",
         ),
         (

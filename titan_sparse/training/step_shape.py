@@ -2,13 +2,14 @@
 
 import torch
 
+from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.schedules import (
     SCHEDULES,
     Moves,
     circulates_queries,
     kv_copies,
 )
-from titan_sparse.attention.patterns import MoBA, Pattern
+from titan_sparse.attention.patterns import Pattern
 from titan_sparse.config import Config, padding_multiple, resolve_cp_intra, resolve_overlap_stages
 from titan_sparse.estimate.constants import shape_of
 from titan_sparse.estimate.step import StepShape
@@ -44,8 +45,8 @@ def step_of(
     copies = kv_copies(model.heads, model.kv_heads, intra) if shares_heads else 1
     has_whole_sequences = cp == 1 or (shares_heads and inter == 1)
     gathers_queries = (
-        isinstance(pattern, MoBA)
-        and backend in ("triton", "flex")
+        pattern.gathers_queries
+        and BACKENDS[backend].GATHERS_QUERIES
         and has_whole_sequences
         and attention.sliding_window == 0
     )

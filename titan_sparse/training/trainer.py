@@ -1,75 +1,200 @@
-"""The loop of a training run. build.py makes the parts that it works with."""
+"""A training run: its parts from top to bottom, then the loop."""
 
 import contextlib
+import dataclasses
+import functools
 import gc
 import logging
 import math
 import os
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torchtitan.distributed.utils import clip_grad_norm_
 
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.recorder import counting_caps
-from titan_sparse.config import Config, save
-from titan_sparse.config.changes import changes, read_saved, refuse_changes
+from titan_sparse.config import Config, resolve_cp_intra, save, to_toml, world_from_environment
+from titan_sparse.config.changes import (
+    ORIGIN_FILE,
+    Origin,
+    changes,
+    origin_text,
+    read_saved,
+    refuse_changes,
+)
 from titan_sparse.data import Batch
-from titan_sparse.estimate.memory import estimate, peak_phase
+from titan_sparse.estimate.constants import costs_of_run
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.loss import count_valid
-from titan_sparse.models.initialization import stable_seed
+from titan_sparse.models.flavours import resolve
 from titan_sparse.options.values import MOST
-from titan_sparse.training import export, run_end
-from titan_sparse.training.attention import build_layer_masks, sparse_from, why_dense
-from titan_sparse.training.build import Parts, banner
-from titan_sparse.training.checkpoint.folders import check_lock, unlock_run
-from titan_sparse.training.faults.guard import all_finite, optimizer_states, refuse_bad_weights
+from titan_sparse.training import banner, export, run_end
+from titan_sparse.training.after_step import decide
+from titan_sparse.training.attention import (
+    block_table,
+    build_attends,
+    build_context_parallel,
+    build_layer_masks,
+    build_shard,
+    choose_backend,
+    schedule_of_launch,
+    sparse_from,
+    why_dense,
+)
+from titan_sparse.training.checkpoint.checkpointer import Checkpointer, Progress
+from titan_sparse.training.checkpoint.folders import check_lock, lock_run, unlock_run
+from titan_sparse.training.checkpoint.saver import check_async_mode
+from titan_sparse.training.faults.guard import (
+    Guard,
+    decides_on_device,
+    refuse_bad_weights,
+)
 from titan_sparse.training.faults.heartbeat import Watch
-from titan_sparse.training.faults.launcher import Poisoned, StopSignals
-from titan_sparse.training.faults.process_groups import barrier, set_timeout
-from titan_sparse.training.optimizer import learning_rate
+from titan_sparse.training.faults.launcher import StopSignals
+from titan_sparse.training.faults.process_groups import (
+    barrier,
+    build_meshes,
+    choose_device,
+    init_distributed,
+    set_timeout,
+)
+from titan_sparse.training.load import build_run_scorer
+from titan_sparse.training.metrics import MetricsLog
+from titan_sparse.training.metrics_output import open_wandb
+from titan_sparse.training.model import build_model, check_float8
+from titan_sparse.training.optimizer import build_optimizer, set_learning_rate
 from titan_sparse.training.preflight import (
+    adapters_to_train,
+    alike,
+    alike_in_training,
+    base_digest,
+    check_initial_weights,
+    open_data,
     read_initial_hf,
+    recomputed_share,
+    refuse_to_resume,
     step_path,
     step_size,
+    use_deterministic_algorithms,
+    warn_of_dense,
     warn_of_untrained_tokens,
 )
-from titan_sparse.training.run_folder import profiler
-from titan_sparse.training.step_graphs import Computed, MicroBatch, StepGraphs
+from titan_sparse.training.randomness import draw_dropout, probe_seed, without_dropout
+from titan_sparse.training.recovery import Recovery
+from titan_sparse.training.run_folder import begin_start, profiler
+from titan_sparse.training.step_graphs import Computed, MicroBatch, StepGraphs, explain
+from titan_sparse.training.validation import Validator
 
 logger = logging.getLogger("titan_sparse")
 
-_STEPS_APART = 1_000_003
-"""Steps after which a run would look at the rows of a run with the next training.seed."""
 
+class Trainer:
+    """A training run. The config has passed config.check(). Collective.
 
-class Trainer(Parts):
-    """A training run. The config has passed config.check()."""
+    Raises ValueError, naming the key, for data, tokenizers, and checkpoints that cannot be used.
+    """
 
     def __init__(self, config: Config):
-        super().__init__(config)
-        self.signals = StopSignals()
-        self.watch = Watch(
-            config.parallelism.first_step_timeout_seconds, self.signals, self.start_folder
+        self.config = config
+        training, parallelism = config.training, config.parallelism
+
+        # What may be refused comes first, before any process group exists.
+        self.device = choose_device(training.device)
+        check_async_mode(config.checkpoint, self.device)
+        self.model_config = resolve(**dataclasses.asdict(config.model))
+        if config.float8.enable:
+            check_float8(self.device)
+        check_initial_weights(config, self.model_config)
+        self.loader = open_data(config, self.model_config)
+        tokenizer = self.loader.tokenizer
+        # What is trained in place of all weights.
+        self.adapters = adapters_to_train(config, self.model_config, tokenizer)
+        # What a checkpoint's config.toml does not say of the run.
+        self.origin = Origin(
+            self.model_config,
+            tokenizer.digest,
+            self.device.type,
+            base_digest(config),
+            self.loader.fingerprint(),
         )
+        refuse_to_resume(config, self.origin)
+        self.validation = Validator(config, tokenizer)
+        if training.deterministic:
+            use_deterministic_algorithms()
+        # The backend of attention, and the reason for it, for people.
+        self.backend, self.kernel = choose_backend(config, self.model_config, self.device)
+        costs = costs_of_run(config, self.model_config)
+        self.has_graphs, self.queueing = explain(
+            config, self.model_config, self.device.type, schedule_of_launch(config)
+        )
+        alike_in_run = alike(config) | alike_in_training(
+            config, self.origin, self.backend, self.loader, self.validation
+        )
+
+        # Rank 0 owns the folder from here on, and all ranks meet.
+        if os.environ.get("RANK", "0") == "0":
+            lock_run(training.output_dir)
+        wandb_run = open_wandb(config)
+        torch.manual_seed(training.seed)
+        init_distributed(self.device, parallelism.first_step_timeout_seconds, alike_in_run)
+        self.start_folder = begin_start(config, self.device)
+        cp_intra = resolve_cp_intra(parallelism, world_from_environment()[1])
+        self.meshes = build_meshes(parallelism, cp_intra, self.device.type)
+
+        # Attention over the ranks that share a sequence, and the data that each of them reads.
+        attention = config.attention
+        self.cp = build_context_parallel(attention, self.meshes.cp, costs)
+        self.loader.shard = build_shard(self.model_config, self.cp)
+        if self.cp.depends_on_mask:
+            self.loader.block_table = functools.partial(block_table, attention, self.cp)
+        # Share of attention that the backward computes again.
+        self.recomputed = recomputed_share(config, self.model_config, self.backend, self.device)
+        attends = build_attends(attention, self.cp, self.recomputed)
         # Tokens of the shortest document that can be sparse.
-        self.sparse_from = sparse_from(config.attention)
+        self.sparse_from = sparse_from(attention)
+
+        # The model, and what updates it.
+        self.model = build_model(
+            config, self.model_config, self.adapters, attends, self.meshes.fsdp, self.device
+        )
+        self.optimizer = build_optimizer(self.model, config.optimizer, self.device.type)
+        graphs = config.compile.cuda_graphs if self.has_graphs else "off"
+        self.graphs = StepGraphs(self.model, self.cp, graphs)
+        self.progress = Progress(self.device)
+        self.guard = Guard(
+            config.guard, self.device, decides_on_device(self.optimizer, self.device)
+        )
+
+        # What the run writes.
+        self.checkpointer = Checkpointer(
+            config.checkpoint,
+            training.output_dir,
+            self.model,
+            self.optimizer,
+            self.loader,
+            self.progress,
+            states={"guard": self.guard},
+            texts={"config.toml": to_toml(config), ORIGIN_FILE: origin_text(self.origin)},
+        )
+        self.recovery = Recovery(config, self.guard, self.checkpointer, self.progress)
+        self.scorer = build_run_scorer(
+            config, self.model, self.model_config, tokenizer, self.meshes, self.cp, self.device
+        )
+        self.metrics = MetricsLog(config, self.model_config, self.device, wandb_run)
+
+        # What stops it, and how far it is.
+        self.signals = StopSignals()
+        self.watch = Watch(parallelism.first_step_timeout_seconds, self.signals, self.start_folder)
         # Seconds of the last step: a stop in the middle of a step estimates the rest with it.
         self.step_seconds = 0.0
         # The step whose state is on disk.
         self.saved_step = 0
-        # Bad steps up to now, without a good one between, as far as the host knows.
-        self.bad_in_a_row = 0
         # A save was due in the middle of bad steps.
         self.save_is_late = False
-        # The checkpoint that the run has gone back to, as long as it has saved none since.
-        self.gone_back_to: int | None = None
-        setting = config.compile.cuda_graphs if self.has_graphs else "off"
-        self.graphs = StepGraphs(self.model, self.cp, setting)
         # Groups made after the world's have torch's own timeout so far, 10 minutes for NCCL.
         self._use_long_timeout()
 
@@ -82,37 +207,16 @@ class Trainer(Parts):
         self._announce()
         with self.signals, self.watch, contextlib.closing(self.loader):
             self._load()
-            self.saved_step = begins_after = self.progress.step
+            self.saved_step = began_after = self.progress.step
             stopped = self._run_steps()
             self.checkpointer.close()
             if self.config.checkpoint.last_save_in_hf and not stopped:
-                self._save_in_hf()
+                # The other ranks wait for rank 0.
+                self._use_long_timeout()
+                export.export_run(self.config, self.progress.step)
         self.metrics.close()
         unlock_run(self.config.training.output_dir)
-        if stopped:
-            logger.info("stopped by a signal after step %d", self.progress.step)
-        elif begins_after >= self.config.training.steps:
-            logger.info(
-                "the run had already finished (training.steps = %d), and its results are in %s. To train "
-                "on, write more training.steps. To start anew, write another training.output_dir, or "
-                "delete that folder",
-                self.config.training.steps,
-                self.config.training.output_dir,
-            )
-        else:
-            logger.info("finished %d steps", self.progress.step)
-            self._say_what_is_next()
-
-    def _say_what_is_next(self) -> None:
-        """After the last step: the picture of the loss, and the commands that come next."""
-        if dist.get_rank() > 0:
-            return
-        if self.config.metrics.tensorboard:
-            picture = run_end.draw_loss(self.config.training.output_dir)
-            logger.info("wrote %s, a picture of the loss", picture)
-        commands = run_end.next_commands(self.config)
-        if commands:
-            logger.info("\n  ".join(["what you can do next:", *commands]))
+        run_end.report(self.config, began_after, self.progress.step, stopped)
 
     def _load(self) -> None:
         """Resume from the run's newest checkpoint, else read model.initial_hf where that is given."""
@@ -158,20 +262,21 @@ class Trainer(Parts):
 
     def step(self) -> bool:
         """One optimizer step. Returns whether it was left out, as a rank was asked to stop."""
+        config = self.config
         began = time.monotonic()
         loader = self.loader.state_dict()
-        accumulated = self.config.training.gradient_accumulation_steps
+        accumulated = config.training.gradient_accumulation_steps
         batches = [next(self.loader) for _ in range(accumulated)]
         valid, tokens, sparse, asked = self._totals(batches)
         step = self.progress.step + 1
-        if step < self.config.training.steps and not asked:
+        if step < config.training.steps and not asked:
             self.loader.read_ahead(accumulated)
         if step == 1 and self.adapters:
             tokenizer = self.loader.tokenizer
-            warn_of_untrained_tokens(self.config, self.adapters, tokenizer, batches)
+            warn_of_untrained_tokens(config, self.adapters, tokenizer, batches)
         is_logged = self.metrics.should_log(step)
-        seed = probe_seed(self.config.training.seed, step)
-        draw_dropout(self.config, step)
+        seed = probe_seed(config.training.seed, step)
+        draw_dropout(config, step)
 
         # Gradients add up over the micro-batches. Attention is recorded in the last one, what caps
         # cut is counted in all.
@@ -192,7 +297,7 @@ class Trainer(Parts):
 
         with torch.profiler.record_function("Optimizer.update"):
             grad_norm = self._clip()
-            rate = self._set_learning_rate()
+            rate = set_learning_rate(self.optimizer, config, self.progress.step)
             self.checkpointer.before_update()
             self.guard.update(step, loss, grad_norm, self.optimizer)
             self.graphs.clear_gradients()
@@ -200,7 +305,7 @@ class Trainer(Parts):
         self.progress.step = step
         self.progress.tokens_seen += tokens
         self.metrics.count(tokens)
-        self._read_guard(all_of_them=is_logged)
+        self.recovery.count(all_of_them=is_logged)
         if is_logged:
             dist.all_reduce(loss)
             values = {
@@ -209,10 +314,10 @@ class Trainer(Parts):
                 "lr": rate,
                 "skipped_updates": self.progress.skipped_updates,
             }
-            if self.config.attention.mask == "documents" and self.sparse_from < MOST:
+            if config.attention.mask == "documents" and self.sparse_from < MOST:
                 values["sparse_tokens"] = sparse / max(tokens, 1)
             if sparse == 0 and not self.metrics.has_logged:
-                self._warn_of_dense(batches)
+                warn_of_dense(config, self.model_config, self.loader, batches, step)
             lengths = batches[-1].lengths
             tokens_per_sequence = sum(sum(sequence) for sequence in lengths) / len(lengths)
             self.metrics.log(
@@ -255,17 +360,6 @@ class Trainer(Parts):
         labels, tokens, sparse, ranks_asked = totals.tolist()
         return max(labels, 1), tokens, sparse, ranks_asked > 0
 
-    def _warn_of_dense(self, batches: list[Batch]) -> None:
-        """Say why the first logged step was dense, if the banner has not. Collective."""
-        documents = [n for batch in batches for lengths in batch.lengths for n in lengths]
-        longest = torch.tensor(max(documents))
-        dist.all_reduce(longest, dist.ReduceOp.MAX)
-        config, model = self.config, self.model_config
-        in_banner = why_dense(config, model, self.loader.longest_document())
-        if dist.get_rank() == 0 and not in_banner:
-            step = f"step {self.progress.step}"
-            logger.warning(why_dense(config, model, longest.item(), step))
-
     def _on_device(self, batch: Batch, valid: int, seed: int) -> MicroBatch:
         """valid: labels of the step that count. seed: of the probe's rows."""
         device = self.device
@@ -274,7 +368,7 @@ class Trainer(Parts):
             # From pinned memory, so that the host does not wait for the step before.
             return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
-        dtype = torch.promote_types(getattr(torch, self.config.training.dtype), torch.float32)
+        dtype = accumulation_dtype(getattr(torch, self.config.training.dtype))
         masks = build_layer_masks(
             self.config.attention,
             self.model_config,
@@ -309,15 +403,6 @@ class Trainer(Parts):
             loss.backward()
         return Computed(loss.detach(), capped, seen)
 
-    def _set_learning_rate(self) -> float:
-        """That of the next step, by the config and the steps done alone. Checkpoints do not hold it."""
-        config = self.config
-        steps, done = config.training.steps, self.progress.step
-        rate = learning_rate(config.optimizer.lr, config.lr_scheduler, steps, done)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
-
     def _clip(self) -> Tensor:
         # 0: no clipping.
         return clip_grad_norm_(self.model.parameters(), self.config.training.max_norm or math.inf)
@@ -330,29 +415,34 @@ class Trainer(Parts):
             check_lock(training.output_dir)
         is_last = stopped or step == training.steps
         is_due = self.checkpointer.is_due(step, is_last) and step != self.saved_step
-        problem = self._problem(is_due or self.save_is_late, is_last)
-        if problem and not stopped:
+        problem = self.recovery.problem(is_due or self.save_is_late, is_last)
+        decision = decide(
+            save_is_due=is_due or self.save_is_late,
+            validation_is_due=self.validation.is_due(step)
+            and not self._any_rank(self.signals.asked),
+            is_last=is_last,
+            stopped=stopped,
+            has_problem=problem != "",
+            bad_in_a_row=self.recovery.bad_in_a_row,
+        )
+        self.save_is_late = decision.save_is_late
+        if decision.goes_back:
             self._go_back(problem)
             return
         if problem and is_due:
             logger.error("step %d is not saved: %s", step, problem)
-        saves = not problem and (is_due or self.save_is_late)
-        # A checkpoint in the middle of bad steps would be no place to go back to.
-        self.save_is_late = saves and self.bad_in_a_row > 0 and not is_last
-        saves = saves and not self.save_is_late
-        validates = self.validation.is_due(step) and not self._any_rank(self.signals.asked)
-        if saves or validates:
+        if decision.saves or decision.validates:
             # Disks may be slow, and not alike. The first validation compiles what training has not.
             self._use_long_timeout()
         self.checkpointer.raise_failure()
-        if saves:
+        if decision.saves:
             self.loader.check_unchanged()
             self.metrics.leave_out(self.checkpointer.save(step))
             self.saved_step = step
-            self.gone_back_to = None
-        if validates:
+            self.recovery.gone_back_to = None
+        if decision.validates:
             self._validate()
-        if saves or validates or is_first:
+        if decision.saves or decision.validates or is_first:
             self._use_short_timeout()
         if step % training.gc_interval == 0:
             gc.collect(1)
@@ -363,82 +453,12 @@ class Trainer(Parts):
             self.validation.run(self.scorer, step, self.metrics, writes=dist.get_rank() == 0)
         self.metrics.start_interval()
 
-    def _read_guard(self, all_of_them: bool) -> None:
-        """Log and count the updates that the guard has skipped. all_of_them: Guard.reports()."""
-        for report in self.guard.reports(all_of_them):
-            self.bad_in_a_row = report.in_a_row
-            if report.skipped:
-                self.progress.skipped_updates += 1
-                logger.warning(
-                    "step %d: update skipped, as %s (%d in a row, %d in this run)",
-                    report.step,
-                    report.reason(),
-                    report.in_a_row,
-                    self.progress.skipped_updates,
-                )
-
-    def _problem(self, saves: bool, is_last: bool) -> str:
-        """Why the run cannot go on from here; empty if it can. Collective.
-
-        saves: a checkpoint is due, which must hold nothing but finite numbers.
-        """
-        section = self.config.guard
-        if not section.enable:
-            return ""
-        self._read_guard(all_of_them=saves or is_last)
-        if self.bad_in_a_row >= section.max_skips_in_a_row:
-            return f"{self.bad_in_a_row} updates in a row were skipped"
-        if saves:
-            tensors = [*self.model.parameters(), *optimizer_states(self.optimizer)]
-            if not all_finite(tensors, self.device):
-                return "weights or optimizer states are not finite"
-        return ""
-
     def _go_back(self, problem: str) -> None:
-        """Load the last good checkpoint, without its place in the data: the batches that led here
-        are not seen again. Collective. Raises Poisoned if it cannot."""
+        """To the last good checkpoint. Collective. Raises Poisoned if it cannot."""
         self._use_long_timeout()
-        step, skipped = self.progress.step, self.progress.skipped_updates
-        times, limit = self.progress.times_gone_back, self.config.guard.max_rollbacks
-        metrics_file = os.path.join(self.config.training.output_dir, "metrics.jsonl")
-        advice = f"look at loss and grad_norm in {metrics_file} before step {step}"
-        if times >= limit:
-            raise Poisoned(
-                f"step {step}: {problem}, and the run has gone back {times} times "
-                f"(guard.max_rollbacks = {limit}); {advice}"
-            )
-        # A checkpoint that did not help is not tried again: then it is the one before.
-        first_bad = step - self.bad_in_a_row + 1
-        before = first_bad if self.gone_back_to is None else self.gone_back_to
-        good = self.checkpointer.go_back(before)
-        if good is None:
-            raise Poisoned(
-                f"step {step}: {problem}, and there is no good checkpoint before step {before}; {advice}"
-            )
-        self.gone_back_to = self.saved_step = good
-        self.save_is_late = False
-        self.bad_in_a_row = 0
-        self.progress.skipped_updates = skipped
-        self.progress.times_gone_back = times + 1
-        logger.warning(
-            "step %d: %s; gone back to the checkpoint of step %d, on with the batches after step %d",
-            step,
-            problem,
-            good,
-            step,
-        )
+        self.saved_step = self.recovery.go_back(problem)
         self.metrics.start_interval()
         self._use_short_timeout()
-
-    def _save_in_hf(self) -> None:
-        # The other ranks wait for rank 0.
-        self._use_long_timeout()
-        step, output_dir = self.progress.step, self.config.training.output_dir
-        folder = os.path.join(output_dir, "huggingface", f"step-{step}")
-        if dist.get_rank() == 0 and not os.path.exists(folder):
-            export.export(step_path(self.config, step), self.config, folder)
-            logger.info("saved %s for transformers", folder)
-        barrier()
 
     def _use_long_timeout(self) -> None:
         """Before what may take long, and not the same time on all ranks: compilation, disks."""
@@ -457,36 +477,23 @@ class Trainer(Parts):
     def _announce(self) -> None:
         if dist.get_rank() > 0:
             return
-        step = step_size(self.config, self.model_config, self.backend, self.recomputed)
-        phases = estimate(step)
-        logger.info("%s", banner(self, step.seq_len, phases[peak_phase(phases)]))
+        config, cp = self.config, self.cp
+        step = step_size(config, self.model_config, self.backend, self.recomputed)
+        lines = {
+            "model": banner.model_line(config, self.model_config, self.adapters),
+            "mesh": banner.mesh_line(config, self.meshes, cp, self.device),
+            "data": banner.data_line(config, self.meshes.dp_size, cp.size, step.seq_len),
+            "attention": banner.attention_line(config.attention),
+            "note": why_dense(config, self.model_config, self.loader.longest_document()),
+            "layout": f"{cp.layout}, schedule {cp.schedule}",
+            "kernel": self.kernel,
+            "blocks": banner.blocks_line(config, self.recomputed),
+            "steps": self.queueing,
+            "memory": banner.memory_line(step, self.device),
+            "output": config.training.output_dir,
+        }
+        shown = (f"{name:>10}  {text}" for name, text in lines.items() if text)
+        logger.info("%s", "\n".join(shown))
         for line in self.loader.advice():
             logger.warning("%s", line)
-        save(self.config, self.config.training.output_dir)
-
-
-def probe_seed(training_seed: int, step: int) -> int:
-    """From which probes draw their rows in this step, the same on all ranks and in a resumed run."""
-    return (training_seed * _STEPS_APART + step) % 2**32
-
-
-def draw_dropout(config: Config, step: int) -> None:
-    """Seed the dropout of adapters: the same in a resumed run, and different on each rank."""
-    if config.lora.dropout:
-        name = f"dropout of step {step} on rank {dist.get_rank()}"
-        torch.manual_seed(stable_seed(config.training.seed, name))
-
-
-@contextlib.contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Drop nothing within the block. Afterwards each module drops as before."""
-    dropouts = [
-        module for module in model.modules() if isinstance(module, nn.Dropout) and module.training
-    ]
-    for module in dropouts:
-        module.eval()
-    try:
-        yield
-    finally:
-        for module in dropouts:
-            module.train()
+        save(config, config.training.output_dir)

@@ -77,6 +77,11 @@ def test_auto(patch, tmp_path):
     others.append(("triton", CASE, {"dynamic": True, "is_short": True}))
     for expected, case, options in [("flex", CASE, {}), *others]:
         assert backends.choose("auto", *case, **options) == expected
+    # The same is expected of such a machine on one without a GPU.
+    patch.setattr(torch.cuda, "is_available", lambda: False)
+    for expected, case, options in [("flex", CASE, {}), *others]:
+        assert backends.choose("auto", *case, here=False, **options) == expected
+    assert backends.choose("auto", *CASE) == "triton"
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,8 @@ def _check_what_is_sent(axes: tuple[int, ...], heads: tuple[int, int]) -> None:
     traded = token * (2 * heads[0] + 2 * copies * heads[1])
     with collectives() as said:
         attend(*leaves, Causal(), PATTERNS[1], cp, "eager")
-    of_node = [call for call in said if len(call.ranks) == cp.intra]
+    first = cp.rank // cp.intra * cp.intra
+    of_node = [call for call in said if call.ranks == tuple(cp.ranks[first : first + cp.intra])]
     assert counts(of_node) == {"all_to_all": 2}
     if cp.inter == 1:
         # Selection and verticals, too, are those of one rank.

@@ -95,6 +95,7 @@ def test_equals_attention_over_tiles(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
     # The backward computes one of two KV heads at a time.
     monkeypatch.setattr(flash, "ENOUGH_BLOCKS", 1)
+    monkeypatch.setattr(eager, "SERVES_DENSE", True)
     monkeypatch.setattr(eager, "serves_dense", lambda q, shape: True)
     monkeypatch.setattr(eager, "dense_forward", flash.dense_forward)
     monkeypatch.setattr(eager, "dense_backward", flash.dense_backward)

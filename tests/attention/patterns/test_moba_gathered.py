@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from tests.reference import dense_attention, gradients, relative_error, structured_qkv
-from titan_sparse.attention import attend, moba_gathered
+from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import Dense, MoBA
+from titan_sparse.attention.patterns.moba import gathered
 from titan_sparse.kernels.gathered import launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -81,13 +82,13 @@ def taken(monkeypatch) -> list[str]:
     steps: list[str] = []
 
     def counted(name: str):
-        real = getattr(moba_gathered, name)
+        real = getattr(gathered.GatheredQueries, name)
 
         def call(*args):
             steps.append(name)
             return real(*args)
 
-        monkeypatch.setattr(moba_gathered, name, call)
+        monkeypatch.setattr(gathered.GatheredQueries, name, call)
 
     counted("forward")
     counted("backward")
@@ -191,4 +192,4 @@ def test_any_number_of_heads_at_a_time(monkeypatch):
     ],
 )
 def test_masks_that_cut_no_chunk(mask, wanted):
-    assert moba_gathered.shows_the_past(mask.rows(48)) is wanted
+    assert gathered.shows_the_past(mask.rows(48)) is wanted

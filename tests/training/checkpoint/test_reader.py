@@ -64,7 +64,10 @@ def test_values_run_nothing(tmp_path, checkpoint, monkeypatch):
     (checkpoint / "hostile.distcp").write_bytes(buffer.getvalue())
     metadata.storage_data[index] = _StorageInfo("hostile.distcp", 0, len(buffer.getvalue()))
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    (checkpoint / "checksums.sha256").unlink()
+    with (checkpoint / "checksums.sha256").open("a") as sums:
+        sums.write(f"{64 * '0'}  hostile.distcp\n")
+    forge_sums(checkpoint)
+    verify(checkpoint)
     with pytest.raises(Refusal, match="no checkpoint in .* is whole") as caught:
         Run(tmp_path / "run").checkpointer.load()
     assert "\n" not in str(caught.value) and not (tmp_path / "ran").exists()
@@ -113,7 +116,6 @@ def test_metadata_is_read_with_its_dtypes(tmp_path, dtype):
     """As DCP reads them, though fewer classes may be asked for. Another dtype is cast to."""
     weight = torch.randn(3, dtype=dtype)
     dcp.save({"weight": weight, "nothing": weight[:0]}, checkpoint_id=tmp_path, no_dist=True)
-    verify(tmp_path)
     saved = read_metadata(tmp_path).state_dict_metadata["weight"]
     assert saved.properties.dtype == dtype
     assert saved == dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata["weight"]

@@ -29,9 +29,10 @@ def short_below(recall: float, head_dim: int) -> int:
 
 
 @torch.compiler.assume_constant_result
-def choose(name: str, *case, **options) -> str:
+def choose(name: str, *case, here: bool = True, **options) -> str:
     """The name of the backend for the inputs of a Case, whose fields follow. "auto" means the
-    fastest one that serves them.
+    fastest one that serves them: on this machine, or with here=False on a Hopper GPU with
+    everything installed.
 
     Raises ValueError for an unknown name, and if the named backend cannot serve the inputs; the
     message says why.
@@ -39,12 +40,12 @@ def choose(name: str, *case, **options) -> str:
     case = Case(*case, **options)
     if name == "auto":
         # The eager backend serves everything, so the search always ends.
-        return next(backend for backend in _by_speed(case) if _refusal(backend, case) is None)
+        return next(each for each in _by_speed(case) if _refusal(each, case, here) is None)
     if name not in BACKENDS:
         raise ValueError(
             f'attention.backend = "{name}" is unknown; write "auto" or one of {", ".join(BACKENDS)}'
         )
-    reason = _refusal(name, case)
+    reason = _refusal(name, case, here)
     if reason is not None:
         raise ValueError(reason)
     return name
@@ -78,7 +79,7 @@ def _by_speed(case: Case) -> tuple[str, ...]:
     return ("triton", "flex", "eager") if case.is_short else ("flex", "triton", "eager")
 
 
-def _refusal(name: str, case: Case) -> str | None:
+def _refusal(name: str, case: Case, here: bool = True) -> str | None:
     backend = BACKENDS[name]
     if case.slices and not backend.SERVES_SLICES:
         serving = [other for other in BACKENDS if BACKENDS[other].SERVES_SLICES]
@@ -91,4 +92,7 @@ def _refusal(name: str, case: Case) -> str | None:
             'attention.backend = "cudnn" computes dense attention, and this pattern is sparse; '
             'write "auto" or "triton"'
         )
-    return backend.refusal(case)
+    reason = backend.refusal(case)
+    if reason is None and here and case.device_type == "cuda":
+        reason = backend.missing(case)
+    return reason

@@ -118,11 +118,17 @@ class Backend(ABC):
     """Whether it takes tiles of a mask of slices."""
     DENSE_BY_CHUNK = False
     """Whether dense_forward() on each rank's keys beats tiles over those of all ranks at once."""
+    SERVES_DENSE = False
+    """Whether there are inputs of which serves_dense() says yes."""
     GATHERS_QUERIES = False
     """Whether kernels.gathered computes chunks that single queries chose, on one rank."""
 
+    @abstractmethod
     def refusal(self, case: Case) -> str | None:
-        """Why this backend cannot serve such inputs, in one sentence; None if it can."""
+        """Why this backend serves no such inputs on any machine, in one sentence; None if it does."""
+
+    def missing(self, case: Case) -> str | None:
+        """What this machine lacks for inputs on a GPU, in one sentence; None if nothing."""
         return None
 
     @abstractmethod

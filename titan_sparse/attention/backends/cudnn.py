@@ -23,14 +23,15 @@ _NOTHING_SEEN = 1e30
 
 class Cudnn(Triton):
     SERVES_SLICES = False
+    SERVES_DENSE = True
     DENSE_BY_CHUNK = True
     GATHERS_QUERIES = False
 
     def refusal(self, case: Case) -> str | None:
         served = Served(("cuda",), (torch.bfloat16, torch.float16), BLOCK_SIZES, HEAD_DIMS)
-        refusal = served.refusal("cudnn", case)
-        if refusal is not None:
-            return refusal
+        return served.refusal("cudnn", case)
+
+    def missing(self, case: Case) -> str | None:
         reason = missing() or _failure(case.dtype, case.head_dim)
         if reason is not None:
             return f'attention.backend = "cudnn" cannot run: {reason}; write "triton"'

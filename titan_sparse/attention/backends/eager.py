@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.backends.base import Backend, Partial, Queries, Sum
-from titan_sparse.attention.merge import accumulation_dtype, merge
+from titan_sparse.attention.backends.base import Backend, Case, Partial, Queries, Sum
+from titan_sparse.attention.merge import merge
 from titan_sparse.kernels.block_sparse import Piece, Tiles
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_keys
 from titan_sparse.kernels.compact import unpack
+from titan_sparse.kernels.dtypes import accumulation_dtype
 
 
 class Eager(Backend):
@@ -22,6 +23,9 @@ class Eager(Backend):
 
     READS_BY_KEY = False
     SERVES_SLICES = True
+
+    def refusal(self, case: Case) -> str | None:
+        return None
 
     def describe(self) -> str:
         return "eager: plain PyTorch over the selected KV blocks"

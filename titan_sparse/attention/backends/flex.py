@@ -17,14 +17,17 @@ class Flex(Triton):
     """FlashAttention-4 for blocks; verticals and what single queries chose by the Triton kernels."""
 
     SERVES_SLICES = False
+    SERVES_DENSE = True
 
     def refusal(self, case: Case) -> str | None:
         served = Served(("cuda",), flash.DTYPES, (128,), flash.HEAD_DIMS)
-        refusal = served.refusal("flex", case)
+        return served.refusal("flex", case)
+
+    def missing(self, case: Case) -> str | None:
         reason = flash.missing()
-        if refusal is None and reason is not None:
+        if reason is not None:
             return f'attention.backend = "flex" cannot run: {reason}; write "triton"'
-        return refusal
+        return None
 
     def describe(self) -> str:
         return "flex: FlashAttention-4 kernels for blocks, own Triton kernels for verticals"

@@ -5,6 +5,7 @@ the backward the gradients of the last head are summed and scattered meanwhile. 
 faster on dense rectangles than on tiles gets a rectangle for each rank's keys, as in a ring.
 """
 
+import contextlib
 import functools
 from collections.abc import Iterator
 
@@ -15,7 +16,7 @@ from titan_sparse.attention import recorder
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.context_parallel.dense import Rectangle, rectangle_of
-from titan_sparse.attention.context_parallel.transport import Group, Step, Transport
+from titan_sparse.attention.context_parallel.loop import Group, Step, Transport
 from titan_sparse.kernels.block_sparse import Tiles
 from titan_sparse.kernels.block_sparse.piece import mapped
 
@@ -50,7 +51,7 @@ class AllGather(Transport):
         following = self._start(0)
         if not self.rectangles:
             by_key = self.backward and self.call.backend.READS_BY_KEY
-            with recorder.computing():
+            with recorder.computing() if recorder.listening else contextlib.nullcontext():
                 of_all = self.call.tiles_of_rank(len(self.k), None, by_key)
         for number, group in enumerate(self.groups):
             arriving = following

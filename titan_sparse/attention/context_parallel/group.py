@@ -12,14 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_sparse.attention import registry
 from titan_sparse.attention.context_parallel import balanced, layouts
 from titan_sparse.attention.context_parallel.comm import Communicator
 from titan_sparse.attention.context_parallel.schedules import SCHEDULES, Moves, choose
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask, token_positions
-from titan_sparse.attention.merge import accumulation_dtype
+from titan_sparse.kernels.dtypes import accumulation_dtype
 
 _numbers = itertools.count()
+_CONTEXTS: "weakref.WeakValueDictionary[str, ContextParallel]" = weakref.WeakValueDictionary()
+"""Every ContextParallel that still lives, by key."""
 
 
 class ContextParallel(Communicator):
@@ -104,9 +105,9 @@ class ContextParallel(Communicator):
             self._refuse_different_costs(device_type)
         self._tables: dict[tuple, Tensor] = {}
         self.calls: dict[str, Any] = {}
-        """The options of attention calls over this group, by key (registry.py)."""
+        """The options of attention calls over this group, by key (ops.py)."""
         self.key = f"cp{next(_numbers)}:{layout}:{self.schedule}:{block_size}:{self.ranks}"
-        registry.OBJECTS[self.key] = self
+        _CONTEXTS[self.key] = self
         self.by_heads = None
         if self.moves is Moves.TOKENS:
             self.by_heads = _ByHeads(self, mesh)
@@ -318,10 +319,11 @@ def one_rank(block_size: int) -> ContextParallel:
 
 
 def context_of(key: str) -> ContextParallel:
+    """The ContextParallel of this key. Raises KeyError if it no longer lives."""
     prefix, _, block_size = key.partition(":")
     if prefix == ONE_RANK:
         return one_rank(int(block_size))
-    return registry.lookup(key)
+    return _CONTEXTS[key]
 
 
 def _ranks_by_node(mesh: DeviceMesh, schedule: str) -> list[list[int]]:

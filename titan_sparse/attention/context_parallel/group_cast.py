@@ -23,8 +23,8 @@ from titan_sparse.attention.context_parallel.group_cast_plan import (
     blocks_before_others,
     plan,
 )
+from titan_sparse.attention.context_parallel.loop import Group, Step, Transport
 from titan_sparse.attention.context_parallel.needed_keys import needed_blocks
-from titan_sparse.attention.context_parallel.transport import Group, Step, Transport
 from titan_sparse.attention.masks.ranges import once_per_mask
 
 

@@ -1,45 +1,43 @@
 """The loop over the steps of a schedule: the sums of a forward and of a backward.
 
-A schedule is a Transport: it brings keys and values step by step (transport.py). The gathered
-verticals are dealt out over the steps, block by block. The first step of a forward and the last one
-of a backward get none, so that work hides their exchanges.
+A schedule is a Transport: it brings keys and values step by step. The gathered verticals are dealt
+out over the steps, block by block. The first step of a forward and the last one of a backward get
+none, so that work hides their exchanges.
 """
 
+import contextlib
+import functools
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import moba_gathered, recorder
+from titan_sparse.attention import recorder
 from titan_sparse.attention.backends.base import Partial, Queries, Sum
 from titan_sparse.attention.call import AttentionCall
-from titan_sparse.attention.context_parallel import dense, ring, verticals
-from titan_sparse.attention.context_parallel.all_gather import AllGather
-from titan_sparse.attention.context_parallel.group_cast import GroupCast
-from titan_sparse.attention.context_parallel.ring import Ring
-from titan_sparse.attention.context_parallel.schedules import Moves
-from titan_sparse.attention.context_parallel.transport import Group, OneRank, Step, Transport
-from titan_sparse.attention.merge import accumulation_dtype
-
-TRANSPORTS: dict[Moves, type[Transport]] = {
-    Moves.NOTHING: OneRank,
-    Moves.CHUNKS: Ring,
-    Moves.HEADS: AllGather,
-    Moves.BLOCKS: GroupCast,
-}
+from titan_sparse.attention.context_parallel import dense, verticals
+from titan_sparse.attention.context_parallel.dense import Rectangle
+from titan_sparse.kernels.block_sparse import Piece, Tiles
+from titan_sparse.kernels.dtypes import accumulation_dtype
 
 
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the keys and values of the gathered
     verticals [2, B, Hq, C, D]."""
-    geometry = moba_gathered.geometry_of(call, len(q))
-    if geometry is not None:
-        no_verticals = q.new_empty(2, *q.shape[:2], 0, q.shape[3])
-        return *moba_gathered.forward(call, geometry, q, k, v), no_verticals
-    call.cp.count_plain_ring(k)
-    gathered = verticals.gather(call, k, v)
-    transport = TRANSPORTS[call.cp.moves](call, q, k, v, backward=False)
+    vertical_kv = q.new_empty(2, *q.shape[:2], 0, q.shape[3])
+    computation = call.pattern.computation(call, len(q))
+    if computation is not None:
+        return *computation.forward(q, k, v), vertical_kv
+    if call.cp.size > 1:
+        call.cp.count_plain_ring(k)
+    arriving = None
+    if call.index.has_verticals:
+        arriving = verticals.gather(call, k, v)
+        vertical_kv = arriving.result
+    transport = call.transport(call, q, k, v, backward=False)
     groups = transport.groups
     out = _memory(groups, q)
     totals: list[Partial | None] = [None] * len(groups)
@@ -49,15 +47,14 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
         dtype = q.dtype if is_last else accumulation_dtype(q.dtype)
         total = Sum(dtype, totals[step.group])
         # The last steps meet the verticals.
-        shares = group.vertical_shares(gathered.result)
-        share = number + shares - group.steps
-        if share >= 0:
-            gathered.wait()
-        with recorder.computing():
+        share = number + group.vertical_shares(vertical_kv) - group.steps
+        if share >= 0 and arriving is not None:
+            arriving.wait()
+        with recorder.computing() if recorder.listening else contextlib.nullcontext():
             if step.rectangle is not None:
                 total = dense.forward(call, step.rectangle, q_here, step.k, step.v, total)
             else:
-                pieces = group.pieces(step, False, gathered.result, share)
+                pieces = group.pieces(step, False, vertical_kv, share)
                 total = call.backend.forward(q_here, pieces, call.scale, total)
         if is_last and out is not None:
             out[:, group.heads] = total.out
@@ -67,21 +64,25 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
         out, lse = totals[0]
     else:
         lse = torch.cat([total.lse for total in totals], dim=1)
-    return out, lse, gathered.wait()
+    if arriving is not None:
+        arriving.wait()
+    return out, lse, vertical_kv
 
 
 def backward(
     call: AttentionCall, queries: Queries, k: Tensor, v: Tensor, vertical_kv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v, in their dtype."""
-    geometry = moba_gathered.geometry_of(call, len(k))
-    if geometry is not None:
-        return moba_gathered.backward(call, geometry, queries, k, v)
-    call.cp.count_plain_ring(k, backward=True)
+    computation = call.pattern.computation(call, len(k))
+    if computation is not None:
+        return computation.backward(queries, k, v)
+    if call.cp.size > 1:
+        call.cp.count_plain_ring(k, backward=True)
+    gradients = call.transport.backward_otherwise(call, queries, k, v, vertical_kv)
+    if gradients is not None:
+        return gradients
     q = queries.q
-    if call.cp.moves is Moves.CHUNKS and ring.circulates_queries_of(call, q, k):
-        return ring.backward_with_queries_circulating(call, queries, k, v, vertical_kv)
-    transport = TRANSPORTS[call.cp.moves](call, q, k, v, backward=True)
+    transport = call.transport(call, q, k, v, backward=True)
     groups = transport.groups
     dq_of_all = _memory(groups, q)
     # Their exchange begins when all groups have met all verticals.
@@ -108,16 +109,17 @@ def backward(
     # If the verticals' gradients are still to be added, dk and dv are not rounded before that.
     has_verticals = d_verticals.reduced is not None
     dk, dv = transport.gradients(call.sum_dtype(q) if has_verticals else q.dtype)
-    d_verticals.add_to((dk, dv))
+    if has_verticals:
+        d_verticals.add_to((dk, dv))
     return dq_of_groups[0].to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-def _memory(groups: list[Group], q: Tensor) -> Tensor | None:
+def _memory(groups: list["Group"], q: Tensor) -> Tensor | None:
     """What several groups of heads write their results to; a single group's own is the whole."""
     return q.new_empty(q.shape) if len(groups) > 1 else None
 
 
-def _numbered(transport: Transport) -> Iterator[tuple[Step, Group, int, bool]]:
+def _numbered(transport: "Transport") -> Iterator[tuple["Step", "Group", int, bool]]:
     """Each step, its group, its number among the group's steps, and whether it is their last."""
     done = Counter()
     for step in transport.steps():
@@ -126,3 +128,101 @@ def _numbered(transport: Transport) -> Iterator[tuple[Step, Group, int, bool]]:
         number = done[step.group]
         done[step.group] += 1
         yield step, group, number, number + 1 == group.steps
+
+
+@dataclass
+class Group:
+    """Query heads that are summed together, and the call for them.
+
+    steps: how many steps this rank computes for them.
+    vertical_tiles: makes their tiles of all verticals; the argument says whether with Tiles.by_key.
+    None if the call makes them, for the verticals of a step.
+    """
+
+    call: AttentionCall
+    heads: slice
+    steps: int
+    vertical_tiles: Callable[[bool], Tiles] | None = None
+
+    def vertical_shares(self, vertical_kv: Tensor) -> int:
+        """Over how many steps the verticals [2, B, Hq, C, D] of all heads are dealt out.
+
+        One step is left out for the exchange to hide behind, unless there is no other.
+        """
+        blocks = vertical_kv.shape[3] // self.call.cp.block_size
+        return min(max(self.steps - 1, 1), blocks)
+
+    def pieces(self, step: "Step", by_key: bool, vertical_kv: Tensor, share: int) -> list[Piece]:
+        """The keys of a step by tiles, with a share of the verticals if there is one of this number."""
+        pieces = [Piece(step.k, step.v, step.tiles(by_key))]
+        shares = self.vertical_shares(vertical_kv)
+        if not 0 <= share < shares:
+            return pieces
+        kv = vertical_kv[:, :, self.heads]
+        if self.vertical_tiles is not None:
+            return [*pieces, Piece(*kv, self.vertical_tiles(by_key))]
+        batch = kv.shape[1]
+        return [*pieces, self.call.vertical_piece(kv, batch, by_key, share, shares)]
+
+
+@dataclass
+class Step:
+    """What a group of query heads computes next, on keys and values [B, Hkv, n, D].
+
+    tiles: makes the tiles; the argument says whether with Tiles.by_key. rectangle: what takes their
+    place, if there is one. d_kv: dk and dv, which the loop of a backward leaves here.
+    """
+
+    group: int
+    k: Tensor
+    v: Tensor
+    tiles: Callable[[bool], Tiles] | None
+    rectangle: Rectangle | None = None
+    d_kv: tuple[Tensor, Tensor] | None = None
+
+
+class Transport(ABC):
+    """Brings keys and values to the queries, and in a backward gradients home.
+
+    Each schedule has its own (ring.py, all_gather.py, group_cast.py). ops.py has the table of them.
+    """
+
+    groups: list[Group]
+
+    @abstractmethod
+    def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool): ...
+
+    @abstractmethod
+    def steps(self) -> Iterator[Step]:
+        """The steps in their order; transfers run while the caller computes."""
+
+    @abstractmethod
+    def gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """dk and dv of this rank's keys, summed over ranks, after the last step of a backward.
+
+        They are in `dtype`, or in the dtype of the sums if that is wider.
+        """
+
+    @staticmethod
+    def backward_otherwise(
+        call: AttentionCall, queries: Queries, k: Tensor, v: Tensor, vertical_kv: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Gradients of q, k and v, if something other than keys should travel; else None."""
+        return None
+
+
+class OneRank(Transport):
+    """Attention on one rank: no transfers, one step over all keys."""
+
+    def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool):
+        tiles = functools.partial(call.tiles_of_rank, len(k), 0)
+        has_kernel = call.backend.SERVES_DENSE and not call.pattern.dynamic
+        packing = dense.packing_of(call, q, k) if has_kernel else None
+        self.step = Step(0, k, v, tiles, packing)
+        self.groups = [Group(call, slice(None), steps=1)]
+
+    def steps(self) -> Iterator[Step]:
+        yield self.step
+
+    def gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self.step.d_kv

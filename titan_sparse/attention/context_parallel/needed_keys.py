@@ -15,7 +15,6 @@ from titan_sparse.attention.masks.ranges import (
 )
 from titan_sparse.attention.masks.visibility import block_reach, reached, seen_blocks, seen_chunks
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.attention.tiles import all_blocks
 
 _TILES_AT_ONCE = 1 << 26
@@ -53,7 +52,7 @@ def met_chunks(
 
     `seen` is returned unchanged where there is nothing to look at.
     """
-    if layout not in _LAYOUTS_BY_INDEX or not isinstance(index, VerticalSlashIndex):
+    if layout not in _LAYOUTS_BY_INDEX or not index.shortens_rings:
         return seen
     met = met_blocks(ranges, index, table)
     # [W, blocks] -> [W, W, n]

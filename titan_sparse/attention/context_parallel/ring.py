@@ -10,6 +10,7 @@ from titan_sparse.attention.backends.base import Queries, Sum
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel import verticals
 from titan_sparse.attention.context_parallel.dense import rectangle_of
+from titan_sparse.attention.context_parallel.loop import Group, Step, Transport
 from titan_sparse.attention.context_parallel.needed_keys import needed_chunks
 from titan_sparse.attention.context_parallel.ring_transfers import (
     RingGradients,
@@ -17,7 +18,6 @@ from titan_sparse.attention.context_parallel.ring_transfers import (
     route_of,
 )
 from titan_sparse.attention.context_parallel.schedules import circulates_queries, head_groups
-from titan_sparse.attention.context_parallel.transport import Group, Step, Transport
 from titan_sparse.kernels.block_sparse import Piece
 
 
@@ -69,6 +69,15 @@ class Ring(Transport):
         dk, dv = d_kv
         return dk, dv
 
+    @staticmethod
+    def backward_otherwise(
+        call: AttentionCall, queries: Queries, k: Tensor, v: Tensor, vertical_kv: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """With queries traveling instead of keys, where that sends less."""
+        if not _circulates_queries(call, queries.q, k):
+            return None
+        return _backward_with_queries_circulating(call, queries, k, v, vertical_kv)
+
 
 def _equal_slices(heads: int, count: int) -> list[slice]:
     """`count` slices of equal length: `_equal_slices(4, 2)` is those of heads 0, 1 and of 2, 3."""
@@ -90,7 +99,7 @@ def _apart(d_kv: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return dk.to(dtype, copy=True), dv.to(dtype, copy=True)
 
 
-def circulates_queries_of(call: AttentionCall, q: Tensor, k: Tensor) -> bool:
+def _circulates_queries(call: AttentionCall, q: Tensor, k: Tensor) -> bool:
     """Whether queries travel in the backward instead of keys and values."""
     gradient_dtype = call.cp.gradient_dtype or call.sum_dtype(q)
     return circulates_queries(
@@ -103,7 +112,7 @@ def circulates_queries_of(call: AttentionCall, q: Tensor, k: Tensor) -> bool:
     )
 
 
-def backward_with_queries_circulating(
+def _backward_with_queries_circulating(
     call: AttentionCall, queries: Queries, k: Tensor, v: Tensor, vertical_kv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward in which keys stay and queries travel.

@@ -20,7 +20,7 @@ from torch import Tensor
 from titan_sparse.attention import recorder
 from titan_sparse.attention.context_parallel.group import ContextParallel, context_of
 from titan_sparse.attention.context_parallel.schedules import kv_copies
-from titan_sparse.attention.merge import accumulation_dtype
+from titan_sparse.kernels.dtypes import accumulation_dtype
 
 
 def check(cp: ContextParallel, q: Tensor, k: Tensor, recomputed: float) -> None:

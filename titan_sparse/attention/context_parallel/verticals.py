@@ -12,8 +12,8 @@ from torch import Tensor
 from titan_sparse.attention.call import AttentionCall, every_nth_block
 from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.masks.ranges import once_per_mask
-from titan_sparse.attention.merge import accumulation_dtype
 from titan_sparse.kernels import verticals as kernel
+from titan_sparse.kernels.dtypes import accumulation_dtype
 
 
 def gather(call: AttentionCall, k: Tensor, v: Tensor) -> Pending:

@@ -23,9 +23,6 @@ from titan_sparse.attention.masks.slices import (
     sliding_window,
 )
 
-Rows = MaskRanges
-"""The older name of MaskRanges."""
-
 __all__ = [
     "Causal",
     "Dilated",
@@ -34,7 +31,6 @@ __all__ = [
     "Intersection",
     "Mask",
     "MaskRanges",
-    "Rows",
     "Slices",
     "SlidingWindow",
     "block_causal",

@@ -2,27 +2,25 @@
 
 import dataclasses
 import math
-import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import recorder, registry
+from titan_sparse.attention import recorder
 from titan_sparse.attention.context_parallel.group import ContextParallel, context_of
 from titan_sparse.attention.inputs import (
     Ranks,
     check_tensors,
-    constant,
-    mask_of_tensors,
     mask_of_whole_blocks,
-    mask_tensors,
     ranks_of,
     resolve_mask,
     whole_blocks,
 )
-from titan_sparse.attention.masks.ranges import Mask, MaskRanges
+from titan_sparse.attention.masks.ranges import Mask, MaskRanges, token_positions
+from titan_sparse.attention.masks.visibility import block_reach, reached
 from titan_sparse.kernels import compact as compact_kernels
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits
 from titan_sparse.options.patterns import DenseOptions, PatternOptions
@@ -45,9 +43,19 @@ class BlockIndex:
     capped = None
     """bool [B, Hq, 2]: whether the cap on verticals, and the cap on slashes, kept a budget below the
     recall; None for patterns without budgets."""
+    selects_all: ClassVar[bool] = False
+    """Whether it selects every pair of blocks, so that the mask alone says what is computed."""
+    has_table_kernels: ClassVar[bool] = False
+    """Whether kernels make its tables of tiles on a GPU, with no wait of the host (tiles.slash_*)."""
+    shortens_rings: ClassVar[bool] = False
+    """Whether it may leave out all of a rank's keys, so that a ring looks before it sends them."""
     seq_len: int
     block_size: int
     verticals: Tensor
+
+    @property
+    def has_verticals(self) -> bool:
+        return self.verticals.shape[-1] > 0
 
     @property
     def heads(self) -> int:
@@ -88,6 +96,18 @@ class BlockIndex:
         """What single queries (global positions, int [Sq]) chose inside the selected pairs of
         blocks; None for everything."""
         return None
+
+    def pairs(self, ranges: MaskRanges, q_blocks: Tensor, parts: Sequence[Tensor]) -> Tensor | None:
+        """Pairs of tokens computed for these queries, by part of the keys: float64 [B, Hq, parts].
+
+        parts: global blocks int64 [n] each. None where all queries of a block compute the same, so
+        that the mask and the selected blocks say it.
+        """
+        return None
+
+    def counts(self) -> dict[str, list[int]]:
+        """How many single elements each head of the first sequence chose, by kind of element."""
+        return {}
 
     def tensors(self) -> list[Tensor]:
         """What custom ops pass on and activation checkpointing keeps; Pattern.index() reads it."""
@@ -177,12 +197,31 @@ class Pattern(PatternOptions):
     """False if nothing has to be looked at to select."""
     takes_slices: ClassVar[bool] = False
     """Whether it also works with masks of Slices, which have no single range of keys a query."""
+    gathers_queries: ClassVar[bool] = False
+    """Whether computation() gathers queries on one rank, where the backend has kernels for that."""
+
+    def __init_subclass__(cls) -> None:
+        # A dataclass that compares its fields would lose the hash.
+        cls.__hash__ = Pattern.__hash__
+        name = getattr(cls, "name", None)
+        _CLASSES[cls] = sum(getattr(other, "name", None) == name for other in _CLASSES)
 
     def __post_init__(self) -> None:
+        if not hasattr(self, "name"):
+            kind = type(self).__name__
+            raise TypeError(f'{kind} has no name; write name: ClassVar[str] = "..." in the class')
         self.check()
+        self._register()
+
+    def _register(self) -> None:
+        """Give it its key, which also tells apart classes of one name, such as one that a notebook
+        defines again."""
+        number = _CLASSES[type(self)]
+        again = f"#{number + 1}" if number else ""
+        key = f"{self.name}{again}:{dataclasses.asdict(self)}"
         # The dataclass is frozen.
-        object.__setattr__(self, "key", f"{self.name}:{dataclasses.asdict(self)}")
-        _PATTERNS[self.key] = self
+        object.__setattr__(self, "key", key)
+        PATTERNS_BY_KEY[key] = self
 
     def __setattr__(self, name: str, value: object) -> None:
         if "key" in self.__dict__:
@@ -195,7 +234,7 @@ class Pattern(PatternOptions):
     def __setstate__(self, state: dict) -> None:
         """Patterns that come from another process are known here too."""
         self.__dict__.update(state)
-        _PATTERNS[self.key] = self
+        self._register()
 
     def select(
         self,
@@ -215,13 +254,46 @@ class Pattern(PatternOptions):
         check_tensors(q, k, k)
         ranges = resolve_mask(mask, q, ranks)
         check_pattern(self, ranges, ranks)
-        if scale is not None:
-            scale = constant(scale)
         # The index of a static pattern needs only the mask.
         tensors = []
         if self.dynamic:
-            tensors = select(q, k, ranges, self, ranks, scale)
+            if scale is None:
+                scale = q.shape[-1] ** -0.5
+            tensors = self.choose(q.detach(), k.detach(), ranges, context_of(ranks.key), scale)
         return self.index(tensors, ranges, q.shape[0], q.shape[1], ranks.block_size)
+
+    def choose(
+        self, q: Tensor, k: Tensor, ranges: MaskRanges, cp: ContextParallel, scale: float
+    ) -> list[Tensor]:
+        """The tensors of the index, for inputs of any length. Reports to a recording.
+
+        Patterns rank keys by the softmax over keys. Learned sinks are not asked: a sink takes the
+        same factor from every key of a row, so it changes no row's ranking. A head's budget weighs
+        all rows alike, as recall does (observe.py). With the sinks, rows that leave little to the
+        keys would weigh less.
+        """
+        size = cp.block_size
+        ranges = mask_of_whole_blocks(ranges, size)
+        if q.numel() == 0:
+            # No batch or no tokens: nothing is selected, as zeros say in every pattern's tensors.
+            packed = ranges.document_start is not None
+            empty = self.empty_tensors(q, ranges.start.shape[1], size, packed)
+            return [torch.zeros_like(tensor) for tensor in empty]
+        sent_before = cp.sent["collectives"]
+        whole_q, whole_k = (whole_blocks(x, 2, size) for x in (q, k))
+        with torch.no_grad():
+            tensors = self.select_tensors(whole_q, whole_k, ranges, cp, scale)
+        if recorder.listening and (observer := recorder.observer()):
+            observer.selection(cp.sent["collectives"] - sent_before)
+        # What activation checkpointing repeats is not counted again.
+        if recorder.capped is not None and not recorder.recomputing():
+            index = self.index(tensors, ranges, *q.shape[:2], size)
+            if index.capped is not None:
+                # [B, Hq, 3]
+                both = index.capped.all(-1, keepdim=True)
+                capped = torch.cat([index.capped, both], dim=-1)
+                recorder.capped.append(capped.mean((0, 1), dtype=torch.float64))
+        return tensors
 
     def select_tensors(
         self, q: Tensor, k: Tensor, ranges: MaskRanges, cp: ContextParallel, scale: float
@@ -246,9 +318,70 @@ class Pattern(PatternOptions):
         """The BlockIndex that select_tensors()'s result stands for."""
         raise NotImplementedError
 
+    def computation(self, call: Any, batch: int) -> Any:
+        """What computes a call in the pattern's own way; None for by tiles, as all patterns can be.
+
+        call: an AttentionCall (attention/call.py) of `batch` sequences. The result has forward(q, k,
+        v), which returns out and lse, and backward(queries, k, v), which returns dq, dk, and dv.
+        """
+        return None
+
+
+_CLASSES: dict[type[Pattern], int] = {}
+"""Every class of patterns, and how many of the same name came before it."""
+PATTERNS_BY_KEY: dict[str, Pattern] = {}
+"""Patterns are values of a few numbers. Equal ones share a key and an entry, which stays for good."""
+
+
+class BlockPattern(Pattern):
+    """For every head and block of queries any set of blocks of keys: a subclass selects them."""
+
+    def select_blocks(
+        self, q: Tensor, k: Tensor, ranges: MaskRanges, cp: ContextParallel, scale: float
+    ) -> Tensor:
+        """bool [B, Hq, n, blocks]: what each of this rank's n blocks of queries computes, of all
+        blocks of keys in global order.
+
+        q: [B, Hq, S_local, D]. k: [B, Hkv, S_local, D]. Both are this rank's, in whole blocks. The
+        mask still hides keys in the selected blocks.
+        """
+        raise NotImplementedError
+
+    def select_tensors(
+        self, q: Tensor, k: Tensor, ranges: MaskRanges, cp: ContextParallel, scale: float
+    ) -> list[Tensor]:
+        selected = self.select_blocks(q, k, ranges, cp, scale)
+        return [gather_blocks(compact_kernels.pack(selected), cp, ranges)]
+
+    def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
+        batch, heads = q.shape[:2]
+        blocks = seq_len // block_size
+        # A bit for each key block.
+        words = -(-blocks // 32)
+        # [B, Hq, blocks, words]
+        return [q.new_empty(batch, heads, blocks, words, dtype=torch.int32)]
+
+    def index(
+        self, tensors: list[Tensor], ranges: MaskRanges, batch: int, heads: int, block_size: int
+    ) -> BlockSets:
+        # [B, Hq, blocks, words]
+        [words] = tensors
+        return BlockSets(ranges.start.shape[1], block_size, no_verticals(words), words)
+
+
+def visible_blocks(ranges: MaskRanges, cp: ContextParallel) -> Tensor:
+    """bool [B or 1, 1, n, blocks]: the blocks of keys of which some query in each of this rank's n
+    blocks of queries sees a key."""
+    size = cp.block_size
+    positions = token_positions(cp.blocks(ranges), size)
+    k_blocks = torch.arange(ranges.start.shape[1] // size, device=positions.device)
+    return reached(block_reach(ranges, positions, size), k_blocks, size)[:, None]
+
 
 class DenseIndex(BlockIndex):
     """Selects every pair of blocks; no verticals."""
+
+    selects_all: ClassVar[bool] = True
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         # [1, 1, nq, nk]
@@ -272,80 +405,6 @@ class Dense(Pattern, DenseOptions):
         return DenseIndex(seq_len, block_size, verticals)
 
 
-# Patterns are values of a few numbers. Equal ones share a key and an entry, which stays for good.
-_PATTERNS: dict[str, Pattern] = {}
-
-
-@dataclass(frozen=True)
-class CallOptions:
-    """Options of the ops. They look them up by a key (registry.py).
-
-    cp: a weak reference, as the ContextParallel owns this object.
-    mask: names of the mask's tensors (inputs.mask_tensors).
-    scale: of the scores; None for D ** -0.5.
-    The select op does not read the rest:
-    plain: the mask is causal and nothing else. window: of the mask (MaskRanges).
-    begin, end: the call is about the query blocks of this range alone, as shares of the sequence.
-    A range that ends before the sequence does is given the verticals' keys and values.
-    """
-
-    pattern: Pattern
-    cp: weakref.ref
-    mask: str
-    scale: float | None
-    backend: str = ""
-    plain: bool = False
-    window: int = 0
-    begin: float = 0.0
-    end: float = 1.0
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether the call is about a part of the queries."""
-        return self.begin > 0 or self.end < 1
-
-    def block_range(self, seq_len: int) -> tuple[int, int | None]:
-        """The range of local query blocks that the call is about: first, and last + 1.
-
-        seq_len: local tokens. The last + 1 is None for the end of the sequence.
-        """
-        block_size = self.cp().block_size
-        first = blocks_before(self.begin, seq_len, block_size)[0] if self.begin > 0 else 0
-        last = blocks_before(self.end, seq_len, block_size)[0] if self.end < 1 else None
-        return first, last
-
-
-def blocks_before(share: float, seq_len: int, block_size: int) -> tuple[int, int]:
-    """How many blocks of a rank are before this share of the sequence, and how many there are.
-
-    seq_len: tokens of the rank. Both numbers are the same on every rank.
-    """
-    blocks = -(-seq_len // block_size)
-    return int(share * blocks + 0.5), blocks
-
-
-@torch.compiler.assume_constant_result
-def options_key(
-    pattern: str,
-    cp: str,
-    mask: str,
-    scale: float | None,
-    backend: str = "",
-    plain: bool = False,
-    window: int = 0,
-    begin: float = 0.0,
-    end: float = 1.0,
-) -> str:
-    """The key of CallOptions, for a pattern and a ContextParallel named by their keys."""
-    options = (mask, scale, backend, plain, window, begin, end)
-    key = " ".join(map(str, ("attend", pattern, cp, *options)))
-    if key not in registry.OBJECTS:
-        owner = context_of(cp)
-        owner.calls[key] = CallOptions(_PATTERNS[pattern], weakref.ref(owner), *options)
-        registry.OBJECTS[key] = owner.calls[key]
-    return key
-
-
 def check_pattern(pattern: Pattern, ranges: MaskRanges, ranks: Ranks) -> None:
     """Raises ValueError for a pattern that does not fit the mask or the block size."""
     pattern.check_block_size(ranks.block_size)
@@ -359,60 +418,3 @@ def check_pattern(pattern: Pattern, ranges: MaskRanges, ranks: Ranks) -> None:
             f'pattern "{pattern.name}" needs a causal mask; '
             "write mask=Causal() & ... or pattern=Dense()"
         )
-
-
-def select(
-    q: Tensor,
-    k: Tensor,
-    ranges: MaskRanges,
-    pattern: Pattern,
-    ranks: Ranks,
-    scale: float | None,
-) -> list[Tensor]:
-    """The tensors of a dynamic pattern's index. No gradient. Collective over the ranks.
-
-    Patterns rank keys by the softmax over keys. Learned sinks are not asked: a sink takes the same
-    factor from every key of a row, so it changes no row's ranking. A head's budget weighs all rows
-    alike, as recall does (observe.py). With the sinks, rows that leave little to the keys
-    would weigh less.
-    """
-    names, tensors = mask_tensors(ranges)
-    key = options_key(pattern.key, ranks.key, names, scale)
-    return torch.ops.titan_sparse.select(q.detach(), k.detach(), tensors, key)
-
-
-@torch.library.custom_op("titan_sparse::select", mutates_args=())
-def _select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]:
-    if q.numel() == 0:
-        # No batch or no tokens: nothing is selected, as zeros say in every pattern's tensors.
-        return [torch.zeros_like(tensor) for tensor in _fake_select(q, k, mask, call)]
-    options = registry.lookup(call)
-    cp = options.cp()
-    ranges = mask_of_whole_blocks(mask_of_tensors(options.mask, mask), cp.block_size)
-    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
-    sent_before = cp.sent["collectives"]
-    tensors = options.pattern.select_tensors(
-        whole_blocks(q, 2, cp.block_size), whole_blocks(k, 2, cp.block_size), ranges, cp, scale
-    )
-    if recorder.listening and (observer := recorder.observer()):
-        observer.selection(cp.sent["collectives"] - sent_before)
-    # What activation checkpointing repeats is not counted again.
-    if recorder.capped is not None and not recorder.recomputing():
-        index = options.pattern.index(tensors, ranges, *q.shape[:2], cp.block_size)
-        if index.capped is not None:
-            # [B, Hq, 3]
-            both = index.capped.all(-1, keepdim=True)
-            capped = torch.cat([index.capped, both], dim=-1)
-            recorder.capped.append(capped.mean((0, 1), dtype=torch.float64))
-    return tensors
-
-
-@_select.register_fake
-def _fake_select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]:
-    options = registry.lookup(call)
-    block_size = options.cp().block_size
-    seq_len = mask[0].shape[1]
-    # Up to whole blocks.
-    seq_len += -seq_len % block_size
-    packed = "document_start" in options.mask
-    return options.pattern.empty_tensors(q, seq_len, block_size, packed)

@@ -198,3 +198,10 @@ def spans_of_blocks(spans: Spans, blocks: Tensor, block_size: int) -> Tensor:
     block_stop = block_start[..., None] + block_size
     touches = (start < stop) & (start < block_stop)
     return torch.where(touches & (candidates < n), candidates, -1)
+
+
+def document_origin(ranges: MaskRanges) -> Tensor:
+    """int32 [Bm, S], where each token's document begins; 0 for padding."""
+    if ranges.document_start is None:
+        return torch.zeros_like(ranges.start)
+    return ranges.document_start.clamp(min=0).int()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
-from titan_sparse.attention.patterns.base import BlockSets, Pattern, gather_blocks, no_verticals
+from titan_sparse.attention.patterns.base import BlockPattern, gather_blocks
 from titan_sparse.attention.patterns.spans import (
     Spans,
     find_spans,
@@ -32,7 +32,7 @@ _CHUNK_ELEMENTS = 1 << 26
 """Scores held at a time, with kernels their sums by block: 256 MiB in fp32."""
 
 
-class XAttention(Pattern, XAttentionOptions):
+class XAttention(BlockPattern, XAttentionOptions):
     """Blocks of keys chosen by antidiagonal scores. XAttentionOptions has the parameters.
 
     Blocks are those of attention; the paper has block_size 128.
@@ -122,21 +122,6 @@ class XAttention(Pattern, XAttentionOptions):
             choose = kernels.chosen_blocks
         count = keys.shape[1] // block_size
         return choose(sums, blocks, self.threshold, part.visible, count)
-
-    def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
-        batch, heads = q.shape[:2]
-        blocks = seq_len // block_size
-        # A bit for each key block.
-        words = -(-blocks // 32)
-        # [B, Hq, blocks, words]
-        return [q.new_empty(batch, heads, blocks, words, dtype=torch.int32)]
-
-    def index(
-        self, tensors: list[Tensor], ranges: MaskRanges, batch: int, heads: int, block_size: int
-    ) -> BlockSets:
-        # [B, Hq, blocks, words]
-        [words] = tensors
-        return BlockSets(ranges.start.shape[1], block_size, no_verticals(words), words)
 
 
 class Part(NamedTuple):

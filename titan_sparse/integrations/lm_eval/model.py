@@ -27,10 +27,10 @@ from tqdm import tqdm
 from titan_sparse.config import Config, Refusal, check, world_from_environment
 from titan_sparse.config.reading import require
 from titan_sparse.config.sources import tokenizer_name
-from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import open_tokenizer, read_tokenizer
 from titan_sparse.evaluation.generation import Stop, generate
 from titan_sparse.evaluation.scorer import Sequence
+from titan_sparse.loss import IGNORE_INDEX
 from titan_sparse.training.load import (
     build_scorer,
     find_checkpoint,
@@ -323,7 +323,7 @@ class TitanSparseLM(TemplateLM):
         whole = np.array((context + continuation)[-(self.max_length + 1) :])
         if len(whole) < len(context) + count:
             logger.warning("a context of %d tokens loses its beginning", len(context))
-        labels = np.full(len(whole) - 1, IGNORED_LABEL)
+        labels = np.full(len(whole) - 1, IGNORE_INDEX)
         labels[-count:] = continuation
         return Sequence(whole[:-1], labels)
 

@@ -8,13 +8,13 @@
 Raises ImportError, in one line, where transformers is missing.
 """
 
-try:
-    import transformers  # noqa: F401
-except ImportError:
+from titan_sparse.options.extras import is_installed
+
+if not is_installed("transformers"):
     raise ImportError(
         "titan_sparse.integrations.transformers needs transformers; "
         'write pip install "titan-sparse[huggingface]"'
-    ) from None
+    )
 
 from titan_sparse.integrations.transformers.attention import keep_attention, register
 from titan_sparse.integrations.transformers.masks import AttentionMask, AttentionSettings

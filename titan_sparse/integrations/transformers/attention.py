@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import prepare_padding_mask, sdpa_mask
 
 from titan_sparse.attention import SAVED_OPS, attend
-from titan_sparse.attention.compiling import protect_if_compiling
+from titan_sparse.attention.compiling import switch_wrong_fusions_off
 from titan_sparse.attention.masks import Mask, MaskRanges
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.integrations.transformers.masks import (
@@ -122,7 +122,8 @@ def _check_name(name: str) -> None:
 
 def layer_mask(settings: AttentionSettings, **arguments: Any) -> LayerMask | Tensor:
     """make_mask(). While torch.compile traces this, inductor has not compiled what comes before."""
-    protect_if_compiling()
+    if torch.compiler.is_compiling():
+        switch_wrong_fusions_off()
     return make_mask(settings, **arguments)
 
 
@@ -211,7 +212,8 @@ def attention_forward(
     layer. s_aux: learned sinks [Hq]. kwargs: position_ids, and what else models add.
     Raises ValueError for what attend() does not compute.
     """
-    protect_if_compiling()
+    if torch.compiler.is_compiling():
+        switch_wrong_fusions_off()
     check_arguments(query, key, value, kwargs)
     check_mask(module, attention_mask, query, key)
     if isinstance(attention_mask, Tensor):

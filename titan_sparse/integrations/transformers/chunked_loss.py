@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from titan_sparse.integrations.transformers.loss_probe import compare_losses
-from titan_sparse.integrations.transformers.sharding import IGNORE_INDEX, shifted_labels
-from titan_sparse.loss import count_valid, linear_cross_entropy
+from titan_sparse.integrations.transformers.sharding import shifted_labels
+from titan_sparse.loss import IGNORE_INDEX, count_valid, linear_cross_entropy
 
 _NOT_OF_DECODER = ("labels", "shift_labels", "num_items_in_batch", "use_cache", "return_dict")
 """Arguments of the model's forward that its decoder does not get."""

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from titan_sparse.integrations.transformers.sharding import IGNORE_INDEX, shifted_labels
+from titan_sparse.integrations.transformers.sharding import shifted_labels
+from titan_sparse.loss import IGNORE_INDEX
 
 _ROWS = 2
 _TOKENS = 8

@@ -16,9 +16,7 @@ from titan_sparse.attention.context_parallel.layouts import block_multiple
 from titan_sparse.attention.masks import MaskRanges
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.integrations.transformers.masks import AttentionMask, MaskRule, ranges_of_tokens
-
-IGNORE_INDEX = -100
-"""The label of a token that does not count."""
+from titan_sparse.loss import IGNORE_INDEX
 
 PER_TOKEN = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask")
 """Entries of a batch with a row for each sequence and a column for each token."""

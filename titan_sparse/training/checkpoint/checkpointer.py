@@ -34,9 +34,7 @@ from titan_sparse.models.initialization import canonical_name
 from titan_sparse.training.checkpoint import folders
 from titan_sparse.training.checkpoint.reader import (
     Broken,
-    has_checksums,
     read_into,
-    read_metadata,
     verify,
 )
 from titan_sparse.training.checkpoint.saver import PINNED, memory_like, write
@@ -287,23 +285,14 @@ class Checkpointer:
         return None
 
     def _read(self, checkpoint: Path, with_loader: bool) -> None:
-        if not has_checksums(checkpoint):
-            logger.warning("%s has no checksums: damage in it may not be noticed", checkpoint)
         # One that has made no step yet gets the tensors that are read into.
         get_optimizer_state_dict(self.model, self.optimizer)
         tensors, values = self.state()
         if not with_loader:
             del values["dataloader"]
-        # Counters that came later are not in older checkpoints: they stay as they are.
-        saved = read_metadata(checkpoint).state_dict_metadata
-        keys = {".".join(name.split(".")[:2]) for name in saved}
-        to_read = {
-            name: {key: value for key, value in part.items() if f"{name}.{key}" in keys}
-            for name, part in values.items()
-        }
-        read_into({**tensors, **to_read}, checkpoint)
+        read_into({**tensors, **values}, checkpoint)
         for name, part in values.items():
-            self.parts[name].load_state_dict(part | to_read[name])
+            self.parts[name].load_state_dict(part)
 
     def _roll_back(self, step: int) -> None:
         """Make the whole checkpoint of `step` the newest, unless this is a restart of a job that has done

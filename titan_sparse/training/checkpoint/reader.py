@@ -128,15 +128,10 @@ def _check_metadata(metadata: Metadata) -> None:
         raise ValueError("it is not the metadata of a checkpoint")
 
 
-def has_checksums(checkpoint: str | Path) -> bool:
-    """False for checkpoints of before there were checksums."""
-    return Path(checkpoint, CHECKSUMS).exists()
-
-
 def verify(checkpoint: str | Path) -> None:
     """Check every byte. Collective where there is a process group: the ranks share the files out.
 
-    Without checksums the files must at least be there and long enough. Raises Broken, on all ranks.
+    Raises Broken, on all ranks.
     """
     rank, world_size = 0, 1
     if dist.is_initialized():
@@ -165,9 +160,9 @@ def _check(checkpoint: Path, rank: int, world_size: int) -> None:
             raise Broken(f"{path} is missing")
         if path.stat().st_size < size:
             raise Broken(f"{path} has {path.stat().st_size} bytes, of at least {size}")
-    if not has_checksums(checkpoint):
-        return
     path = checkpoint / CHECKSUMS
+    if not path.is_file():
+        raise Broken(f"{path} is missing")
     matches = list(map(_SUM_LINE.fullmatch, path.read_text(errors="replace").splitlines()))
     if None in matches:
         raise Broken(f"{path} has a line that is not a checksum")

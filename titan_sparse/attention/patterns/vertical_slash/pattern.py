@@ -7,6 +7,7 @@ list per head, never a mask.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,8 @@ class VerticalSlashIndex(BlockIndex):
     """
 
     by_head = ("verticals", "slashes", "capped")
+    has_table_kernels: ClassVar[bool] = True
+    shortens_rings: ClassVar[bool] = True
     slashes: Tensor
     spans: Spans
     most_blocks: int
@@ -89,6 +92,10 @@ class VerticalSlashIndex(BlockIndex):
         in_short = (k_blocks >= dense_from) & (delta >= 0)
         short = in_short * torch.tensor(value_of_short, dtype=values.dtype)
         return torch.maximum(looked_up, short)
+
+    def counts(self) -> dict[str, list[int]]:
+        verticals = (self.verticals[0] < self.seq_len).sum(-1)
+        return {"verticals": verticals.tolist(), "slashes": self.slashes[0].sum(-1).tolist()}
 
     def tensors(self) -> list[Tensor]:
         return [self.slashes, self.verticals, self.capped]

@@ -8,7 +8,7 @@ not all of them chose, each query keeps to its own choice (kernels/chunks.py).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,10 @@ from torch import Tensor
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.ranges import Mask, MaskRanges, once_per_mask, token_positions
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern, gather_blocks, no_verticals
+from titan_sparse.attention.patterns.moba import gathered
 from titan_sparse.attention.patterns.spans import (
     Spans,
+    document_origin,
     find_spans,
     lookup,
     slots,
@@ -27,6 +29,7 @@ from titan_sparse.attention.patterns.spans import (
 )
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits, chosen_keys
 from titan_sparse.kernels.compact import pack, unpack
+from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.options.patterns import MoBAOptions
 
 _CHUNK_ELEMENTS = 1 << 24
@@ -152,6 +155,13 @@ class MoBAIndex(BlockIndex):
 
 class MoBA(Pattern, MoBAOptions):
     """Each query chooses chunks of keys by their mean key. MoBAOptions has the parameters."""
+
+    gathers_queries: ClassVar[bool] = True
+
+    def computation(self, call: Any, batch: int) -> gathered.GatheredQueries | None:
+        """The queries of each chunk are gathered on one rank, where the backend has kernels."""
+        geometry = gathered.geometry_of(self, call, batch)
+        return None if geometry is None else gathered.GatheredQueries(call, geometry)
 
     def select_tensors(
         self, q: Tensor, k: Tensor, ranges: MaskRanges, cp: ContextParallel, scale: float
@@ -285,13 +295,6 @@ class MoBAChunks(NamedTuple):
     member: Tensor
 
 
-def document_origin(ranges: MaskRanges) -> Tensor:
-    """int32 [Bm, S], where each token's document begins; 0 for padding."""
-    if ranges.document_start is None:
-        return torch.zeros_like(ranges.start)
-    return ranges.document_start.clamp(min=0).int()
-
-
 def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: int) -> MoBAChunks:
     seq_len = ranges.start.shape[1]
     size = cp.block_size
@@ -356,7 +359,7 @@ def _mean_keys(
     global order on every rank, so that the number of ranks does not change the result.
     """
     kv_heads, _, dim = k.shape[1:]
-    dtype = torch.promote_types(k.dtype, torch.float32)
+    dtype = accumulation_dtype(k.dtype)
     # [B, Hkv, n_local, block, D]
     k_blocks = k.unflatten(2, (-1, cp.block_size)).to(dtype)
     # [B, Hkv, n_local, 2, D], then of all ranks: [B, Hkv, blocks, 2, D]

@@ -6,17 +6,14 @@ chunks, which causality cuts, and short documents go by lists of blocks; these f
 alone.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.backends.base import Queries
-from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
-from titan_sparse.attention.patterns.base import Dense
-from titan_sparse.attention.patterns.moba import MoBA, document_origin
-from titan_sparse.attention.tiles import block_tiles
+from titan_sparse.attention.patterns.spans import document_origin
 from titan_sparse.kernels import gathered
 from titan_sparse.kernels.block_sparse import BlockLists, Piece, Tiles
 from titan_sparse.kernels.block_sparse.piece import mapped
@@ -35,23 +32,47 @@ class Geometry(NamedTuple):
     begin: Tensor
 
 
-def geometry_of(call: AttentionCall, batch: int) -> Geometry | None:
-    """The geometry of a call whose queries are gathered; None for any other call.
+@dataclass
+class GatheredQueries:
+    """Computes a call of MoBA: an AttentionCall (attention/call.py), and what follows from its mask."""
+
+    call: Any
+    geometry: Geometry
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out [B, Hq, S, D] and lse [B, Hq, S]."""
+        return gathered.forward(q, self._plan(k, v))
+
+    def backward(self, queries: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v, in their dtype. queries: Queries (attention/backends/base.py)."""
+        plan = self._plan(k, v)
+        return gathered.backward(queries.d_out, queries.q, queries.out, queries.lse, plan)
+
+    def _plan(self, k: Tensor, v: Tensor) -> gathered.Plan:
+        tiles, *tables = self.geometry
+        pattern = self.call.pattern
+        slots = _slots(pattern, self.call)
+        choices = gathered.Choices(self.call.index.words, *tables, pattern.chunk_size, slots)
+        return gathered.Plan(own=Piece(k, v, tiles), choices=choices, scale=self.call.scale)
+
+
+def geometry_of(pattern: Any, call: Any, batch: int) -> Geometry | None:
+    """The geometry of a call of the MoBA `pattern` whose queries are gathered; None for any other.
 
     Where the mask is not plain, the host waits for it, once a batch.
     """
-    if not isinstance(call.pattern, MoBA) or not call.backend.GATHERS_QUERIES:
+    if not call.backend.GATHERS_QUERIES:
         return None
     if call.cp.size > 1 or call.mask.slices is not None or call.is_partial:
         return None
-    if _slots(call) == 0:
+    if _slots(pattern, call) == 0:
         return None
     mask = call.mask
     if not mask.plain and not once_per_mask(mask, "whole chunks", lambda: shows_the_past(mask)):
         # A window cuts through chunks.
         return None
-    key = ("gathered", call.pattern.key, call.cp.key, batch)
-    return once_per_mask(mask, key, lambda: _find_geometry(call, batch))
+    key = ("gathered", pattern.key, call.cp.key, batch)
+    return once_per_mask(mask, key, lambda: _find_geometry(pattern, call, batch))
 
 
 def shows_the_past(ranges: MaskRanges) -> bool:
@@ -63,37 +84,16 @@ def shows_the_past(ranges: MaskRanges) -> bool:
     return bool((sees_nothing | (from_origin & up_to_itself)).all())
 
 
-def forward(
-    call: AttentionCall, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
-    """out [B, Hq, S, D] and lse [B, Hq, S]."""
-    return gathered.forward(q, _plan(call, geometry, k, v))
-
-
-def backward(
-    call: AttentionCall, geometry: Geometry, queries: Queries, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, in their dtype."""
-    plan = _plan(call, geometry, k, v)
-    return gathered.backward(queries.d_out, queries.q, queries.out, queries.lse, plan)
-
-
-def _slots(call: AttentionCall) -> int:
+def _slots(pattern: Any, call: Any) -> int:
     """The most chunks that a query can see in addition to its own."""
-    most_earlier = (call.seq_len - 1) // call.pattern.chunk_size
-    return min(call.pattern.top_k - 1, most_earlier)
+    most_earlier = (call.seq_len - 1) // pattern.chunk_size
+    return min(pattern.top_k - 1, most_earlier)
 
 
-def _plan(call: AttentionCall, geometry: Geometry, k: Tensor, v: Tensor) -> gathered.Plan:
-    tiles, *tables = geometry
-    choices = gathered.Choices(call.index.words, *tables, call.pattern.chunk_size, _slots(call))
-    return gathered.Plan(own=Piece(k, v, tiles), choices=choices, scale=call.scale)
-
-
-def _find_geometry(call: AttentionCall, batch: int) -> Geometry:
+def _find_geometry(pattern: Any, call: Any, batch: int) -> Geometry:
     mask = call.mask
-    chunk = call.pattern.chunk_size
-    chunks = call.pattern.chunks_of(mask, batch, call.cp)
+    chunk = pattern.chunk_size
+    chunks = pattern.chunks_of(mask, batch, call.cp)
     # [Bm, S]: keys before a query's own chunk are hidden.
     position = torch.arange(call.seq_len, dtype=torch.int32, device=mask.start.device)
     origin = document_origin(mask)
@@ -102,10 +102,7 @@ def _find_geometry(call: AttentionCall, batch: int) -> Geometry:
     start = torch.where(sees_any, own_start, mask.start)
     own_mask = MaskRanges(start, mask.stop, mask.document_start)
 
-    own_index = Dense().index([], own_mask, batch, call.index.heads, call.cp.block_size)
-    tiles = block_tiles(
-        own_mask, own_index, call.query_blocks(), call.key_blocks(), batch, transpose=True
-    )
+    tiles = call.dense_tiles(own_mask, batch)
     # The most KV blocks that a query block meets in the own chunks of its queries: the first
     # query's chunk begins `chunk` - 1 tokens before it at most.
     width = -(-(chunk - 1) // call.cp.block_size) + 1

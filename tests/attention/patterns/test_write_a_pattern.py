@@ -1,0 +1,161 @@
+"""The example of docs/write_a_pattern.md: one rank against brute force, two ranks against one; and
+what a class of patterns from outside of the package may do."""
+
+import dataclasses
+import pickle
+import sys
+import types
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.attention.context_parallel.test_group import (
+    MASKS,
+    NAMES,
+    SEQ_LEN,
+    _everything,
+    _inputs,
+    _parallel,
+    check_everything,
+)
+from tests.distributed import run_processes
+from tests.docs.pages import ROOT, blocks
+from tests.reference import dense_attention, gradients, structured_qkv
+from titan_sparse import attend
+from titan_sparse.attention import ContextParallel
+from titan_sparse.attention.masks import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.patterns import BlockPattern, Dense, Pattern
+
+BLOCK = 16
+PAGE = ROOT / "docs" / "write_a_pattern.md"
+
+
+def example() -> type[Pattern]:
+    """TopBlocks, as the page has it. Its module can be imported, as that of a user."""
+    if "top_blocks" not in sys.modules:
+        module = types.ModuleType("top_blocks")
+        sys.modules["top_blocks"] = module
+        [block] = blocks(PAGE, "python")
+        exec(compile(block, str(PAGE), "exec"), vars(module))
+    return sys.modules["top_blocks"].TopBlocks
+
+
+def _by_hand(q: Tensor, k: Tensor, mask: Mask, most: int) -> Tensor:
+    """bool [B, Hq, S, S], block by block."""
+    batch, heads, seq_len, _ = q.shape
+    seen = mask.dense(seq_len)
+    chosen = torch.zeros(batch, heads, seq_len, seq_len, dtype=torch.bool)
+    spans = [slice(first, first + BLOCK) for first in range(0, seq_len, BLOCK)]
+    for b, h in torch.cartesian_prod(torch.arange(batch), torch.arange(heads)).tolist():
+        keys = k[b, h // (heads // k.shape[1])]
+        for here in spans:
+            of_mask = seen[b if len(seen) > 1 else 0, here]
+            scores = {}
+            for there in spans:
+                if of_mask[:, there].any():
+                    mean_of_queries = q[b, h, here].mean(0)
+                    scores[there.start] = (mean_of_queries @ keys[there].mean(0)).item()
+            best = sorted(scores, key=scores.get, reverse=True)[:most]
+            for start in {*best, here.start}:
+                chosen[b, h, here, start : start + BLOCK] = True
+    return chosen & seen[:, None]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [Causal(), Documents([[70, 58], [128]]), Documents([[70, 58]]) & SlidingWindow(40)],
+    ids=str,
+)
+def test_one_rank_against_brute_force(mask):
+    q, k, v = structured_qkv(2, 4, 2, 128, 8)
+    seen = _by_hand(q, k, mask, 2)
+    assert 0.2 < seen.sum() / mask.dense(128).expand(2, -1, -1).sum() / 4 < 0.95
+    pattern = example()(most=2)
+    d_out = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(1))
+    got = gradients(
+        lambda q, k, v: attend(q, k, v, mask, pattern, block_size=BLOCK), d_out, q, k, v
+    )
+    want = gradients(lambda q, k, v: dense_attention(q, k, v, seen)[0], d_out, q, k, v)
+    for a, b in zip([got[0], *got[1]], [want[0], *want[1]], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    index = pattern.select(q, k, mask, block_size=BLOCK)
+    assert torch.equal(index.dense(mask), seen)
+
+
+def test_compiled_and_ragged():
+    q, k, v = structured_qkv(1, 4, 2, 100, 8)
+    pattern = example()(most=1)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    want = attend(q, k, v, pattern=pattern, block_size=BLOCK)
+    got = compiled(q, k, v, pattern=pattern, block_size=BLOCK)
+    assert torch.equal(got, want)
+    assert not torch.allclose(want, attend(q, k, v, block_size=BLOCK))
+
+
+def _check_ranks() -> None:
+    torch.set_num_threads(1)
+    pattern = example()(most=2)
+    # Every schedule and layout by turns, masks, gradients, sinks, and recomputed parts.
+    check_everything((2,), MASKS[:4], [pattern], (4, 2), every=3)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    cp = ContextParallel(mesh, block_size=SEQ_LEN // 8)
+    (*inputs, _), d_out = _inputs((4, 2))
+    want = _everything(inputs, d_out, Causal(), pattern, None, cp.block_size)
+    got = _parallel(cp, inputs, d_out, Causal(), pattern)
+    for name, a, b in zip(NAMES, got, want):
+        assert (a - b).abs().nan_to_num(0).max() < 1e-9, name
+
+
+def test_two_ranks_are_one():
+    run_processes(2, _check_ranks)
+
+
+def test_a_class_that_is_defined_again_is_another_pattern():
+    """A notebook runs a cell again: the old class must not answer for the new one."""
+    q, k, v = structured_qkv(1, 2, 2, 128, 8)
+
+    def define(selects: bool) -> type[Pattern]:
+        class Mine(BlockPattern):
+            name: ClassVar[str] = "mine"
+
+            def select_blocks(self, q, k, ranges, cp, scale) -> Tensor:
+                n, blocks = q.shape[2] // cp.block_size, ranges.start.shape[1] // cp.block_size
+                selected = torch.full((*q.shape[:2], n, blocks), selects)
+                return selected | (cp.blocks(ranges)[:, None] == torch.arange(blocks))
+
+        return dataclasses.dataclass(Mine)
+
+    local, everything = define(False)(), define(True)()
+    assert local.name == everything.name == "mine" and local.key != everything.key
+    outs = [attend(q, k, v, pattern=x, block_size=BLOCK) for x in (local, everything)]
+    torch.testing.assert_close(outs[1], attend(q, k, v, Causal(), Dense(), block_size=BLOCK))
+    assert not torch.allclose(*outs)
+
+
+def test_values_of_options():
+    top_blocks = example()
+    assert top_blocks(3) == top_blocks(3) and hash(top_blocks(3)) == hash(top_blocks(3))
+    assert pickle.loads(pickle.dumps(top_blocks(3))).key == top_blocks(3).key
+    with pytest.raises(ValueError, match=r"top_blocks.most = 0 is out of range; write 1 or more"):
+        top_blocks(0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        top_blocks(3).most = 4
+
+    @dataclasses.dataclass
+    class WithPath(BlockPattern):
+        name: ClassVar[str] = "with_path"
+        where: Path = Path(".")
+
+    with pytest.raises(ValueError, match="with_path.where: an option is an int, float, bool"):
+        WithPath()
+
+    @dataclasses.dataclass
+    class Nameless(BlockPattern):
+        most: int = 1
+
+    with pytest.raises(TypeError, match="Nameless has no name; write name: ClassVar"):
+        Nameless()

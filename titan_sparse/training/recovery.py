@@ -1,0 +1,93 @@
+"""What a run does about bad updates: count them, and go back to the last good checkpoint."""
+
+import logging
+import os
+
+from titan_sparse.config import Config
+from titan_sparse.training.checkpoint.checkpointer import Checkpointer, Progress
+from titan_sparse.training.faults.guard import Guard, all_finite, optimizer_states
+from titan_sparse.training.faults.launcher import Poisoned
+
+logger = logging.getLogger("titan_sparse")
+
+
+class Recovery:
+    """Reads what the guard has skipped, and decides whether the run can go on from its weights."""
+
+    def __init__(
+        self, config: Config, guard: Guard, checkpointer: Checkpointer, progress: Progress
+    ):
+        self.section = config.guard
+        self.output_dir = config.training.output_dir
+        self.guard = guard
+        self.checkpointer = checkpointer
+        self.progress = progress
+        self.bad_in_a_row = 0
+        """skipped updates up to now, without a good one between, as far as the host knows"""
+        self.gone_back_to: int | None = None
+        """the checkpoint that the run has gone back to, as long as it has saved none since"""
+
+    def count(self, all_of_them: bool) -> None:
+        """Log and count the updates that the guard has skipped. all_of_them: Guard.reports()."""
+        for report in self.guard.reports(all_of_them):
+            self.bad_in_a_row = report.in_a_row
+            if report.skipped:
+                self.progress.skipped_updates += 1
+                logger.warning(
+                    "step %d: update skipped, as %s (%d in a row, %d in this run)",
+                    report.step,
+                    report.reason(),
+                    report.in_a_row,
+                    self.progress.skipped_updates,
+                )
+
+    def problem(self, saves: bool, is_last: bool) -> str:
+        """Why the run cannot go on from here; empty if it can. Collective.
+
+        saves: a checkpoint is due, which must hold nothing but finite numbers.
+        """
+        if not self.section.enable:
+            return ""
+        self.count(all_of_them=saves or is_last)
+        if self.bad_in_a_row >= self.section.max_skips_in_a_row:
+            return f"{self.bad_in_a_row} updates in a row were skipped"
+        if saves:
+            saved = self.checkpointer
+            tensors = [*saved.model.parameters(), *optimizer_states(saved.optimizer)]
+            if not all_finite(tensors, self.progress.device):
+                return "weights or optimizer states are not finite"
+        return ""
+
+    def go_back(self, problem: str) -> int:
+        """Load the last good checkpoint, without its place in the data: the batches that led here
+        are not seen again. Returns its step. Collective. Raises Poisoned if there is none."""
+        progress = self.progress
+        step, skipped = progress.step, progress.skipped_updates
+        times, limit = progress.times_gone_back, self.section.max_rollbacks
+        metrics_file = os.path.join(self.output_dir, "metrics.jsonl")
+        advice = f"look at loss and grad_norm in {metrics_file} before step {step}"
+        if times >= limit:
+            raise Poisoned(
+                f"step {step}: {problem}, and the run has gone back {times} times "
+                f"(guard.max_rollbacks = {limit}); {advice}"
+            )
+        # A checkpoint that did not help is not tried again: then it is the one before.
+        first_bad = step - self.bad_in_a_row + 1
+        before = first_bad if self.gone_back_to is None else self.gone_back_to
+        good = self.checkpointer.go_back(before)
+        if good is None:
+            raise Poisoned(
+                f"step {step}: {problem}, and there is no good checkpoint before step {before}; {advice}"
+            )
+        self.gone_back_to = good
+        self.bad_in_a_row = 0
+        progress.skipped_updates = skipped
+        progress.times_gone_back = times + 1
+        logger.warning(
+            "step %d: %s; gone back to the checkpoint of step %d, on with the batches after step %d",
+            step,
+            problem,
+            good,
+            step,
+        )
+        return good
