@@ -3,7 +3,7 @@
 # make test   install into .venv, then run the test suite
 # make test TORCH=2.15.0   the same with that torch, in .venv-2.15.0
 # make test-faults   kill, poison and damage runs; up to 15 minutes
-# make lint   install into .venv, then check layout, mistakes and who imports whom
+# make lint   install into .venv, then check layout, mistakes, who imports whom, and types
 PYTHON ?= python3
 TORCH ?=
 VENV := .venv$(if $(TORCH),-$(TORCH))
@@ -48,6 +48,7 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/lint-imports --no-cache --no-logo
+	$(VENV)/bin/mypy
 
 clean:
 	rm -rf .venv .venv-* outputs *.egg-info build

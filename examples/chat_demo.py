@@ -181,7 +181,7 @@ def answer_questions(args: argparse.Namespace, options: list[str]) -> int:
 
 
 class Counts(NamedTuple):
-    """How many answers of a file are right."""
+    """The number of right answers in a file."""
 
     exact: int
     """The whole answer is right, letter by letter."""

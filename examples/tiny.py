@@ -1,4 +1,5 @@
-"""What the examples train with --tiny: a random model of bytes, and conversations about sums.
+"""The model and data of the examples with --tiny: a random model of bytes, and conversations about
+sums.
 
 Nothing is downloaded.
 """

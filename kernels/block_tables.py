@@ -26,7 +26,7 @@ _CHUNK = 128
 
 @triton.jit
 def _selected(slashes, a, c, offset0, first0, offset1, first1, dense_from, valid):
-    """Whether blocks a and c (vectors, as the rest) are computed whole.
+    """True if blocks a and c (vectors, as the rest) are computed whole.
 
     slashes: pointer to one head's list. The rest: a's five numbers of `spans`.
     """
@@ -185,7 +185,7 @@ def _verticals_kernel(
     partial, heads, entries, nq, count, tiles, halves,
     SIZE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Which verticals a query block covers, and its full and its partial tiles of them.
+    """The verticals that a query block covers, and its full and its partial tiles of them.
 
     halves: int16 words of a query block in `covered`; a tile of 16 verticals fills one of them.
     met: [2, B, H, tiles, nq], whether a tile is full, and whether it is partial; None if it is not
@@ -261,7 +261,7 @@ def vertical_lists(
     size: int,
     wants_met: bool,
 ) -> tuple[Tensor, BlockLists, Tensor | None]:
-    """What query blocks cover of the verticals, and how they meet tiles of `size` verticals.
+    """The verticals that query blocks cover, and how they meet tiles of `size` verticals.
 
     verticals: int32 [B, H, C], ascending, C a multiple of size. The rest as in slash_lists().
     Returns

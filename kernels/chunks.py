@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class ChosenChunks(NamedTuple):
-    """Of the keys that start and stop let a query see, it sees those in the chunks that it chose.
+    """Chunks that a query chose: of the keys that start and stop let it see, it sees those in them.
 
     words: int32 [B, Hq, Sq, W], contiguous; bit c (compact.py) stands for the `tokens` keys from
         origin + c * tokens on.
@@ -53,7 +53,7 @@ def chosen_bits(words: Tensor, chunk: Tensor) -> Tensor:
 
 @triton.jit
 def _bit(words, number, width):
-    """Whether bit `number` of `width` words is set; False beyond them."""
+    """True if bit `number` of `width` words is set; False beyond them."""
     word = tl.load(words + (number >> 5), mask=number < width * 32, other=0)
     return ((word >> (number & 31)) & 1) != 0
 

@@ -28,7 +28,7 @@ def compact_naive(selected: Tensor, capacity: int, fill: int) -> tuple[Tensor, T
 
 @triton.jit
 def _count_kernel(selected, count, length, stride, CHUNK: tl.constexpr):
-    """How many flags are set in each chunk of each row. count: [N, chunks]."""
+    """Count the flags that are set in each chunk of each row. count: [N, chunks]."""
     # Rows first: a CUDA grid has fewer than 65,536 programs along its other axes.
     i_row = tl.program_id(0).to(tl.int64)
     i_chunk = tl.program_id(1)

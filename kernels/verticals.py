@@ -132,7 +132,7 @@ def _add_naive(total: Tensor, part: Tensor, row: Tensor) -> None:
 
 @triton.jit
 def _first_from(verticals, rows, inside, count, wanted, steps):
-    """Of each ascending row of `count` verticals, how many lie below `wanted`.
+    """The number of verticals below `wanted` in each ascending row of `count`.
 
     rows: where each row begins. inside: the rows to look at. steps: halvings of count + 1 to 1.
     """

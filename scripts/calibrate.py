@@ -87,7 +87,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
 
 
 def refusal(args: argparse.Namespace, world: int, ranks_of_node: int) -> str | None:
-    """Why this cannot be measured here, None if it can."""
+    """The reason why this cannot be measured here; None if it can."""
     if ranks_of_node < 2:
         return "one rank on a node has no other to send to; write --nproc-per-node 2 or more"
     if world == ranks_of_node and not args.across_gb_s:
@@ -147,8 +147,8 @@ def measure(args: argparse.Namespace, device: torch.device, ranks_of_node: int) 
 
 
 class TiledRun(NamedTuple):
-    """Of attend(), forward and backward: tiles of a head that the mask leaves whole, those that it
-    cuts through, and seconds of the slowest rank."""
+    """One run of attend(), forward and backward: tiles of a head that the mask leaves whole, those
+    that it cuts through, and seconds of the slowest rank."""
 
     whole: int
     partial: int
@@ -205,7 +205,7 @@ def tile_seconds(runs: list[TiledRun]) -> tuple[float, float]:
 
 
 class KernelTimes(NamedTuple):
-    """Of attend() over one length: pairs visited, and seconds without the selection."""
+    """Times of attend() over one length: pairs visited, and seconds without the selection."""
 
     pairs: int
     forward: float

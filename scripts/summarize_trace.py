@@ -1,4 +1,4 @@
-"""Where the time of traced training steps goes: a table from a trace of [profiling].
+"""Show where the time of traced training steps goes: a table from a trace of [profiling].
 
     python -m scripts.summarize_trace outputs/RUN/profile/rank0.json [--top 15]
 
@@ -77,7 +77,7 @@ _ELEMENTWISE_KERNELS = ("triton_poi_", "triton_red_", "triton_per_", "elementwis
 
 
 class GpuWork(NamedTuple):
-    """What ran from start to end, us.
+    """The kernels that ran from start to end, us.
 
     kind: compute, send-receive, collective, or copy. around: names of the CPU ops and ranges that
     it was launched in, outermost first.

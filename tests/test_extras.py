@@ -145,7 +145,7 @@ def test_one_line_says_what_to_install(bare, tmp_path, program):
     result = _run(bare, tmp_path, *PROGRAMS[program])
     assert result.returncode == 2 and result.stdout == ""
     (line,) = result.stderr.splitlines()
-    assert line.startswith("error: torchtitan, torchao, datasets, ") and line.endswith(ADVICE)
+    assert line.startswith("error: torchao, datasets, ") and line.endswith(ADVICE)
 
 
 def test_one_line_under_torchrun(bare, tmp_path):

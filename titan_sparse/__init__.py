@@ -10,7 +10,7 @@ contracts.
 
 import importlib
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 """The only place that says it: pyproject.toml reads it from here."""
 
 __all__ = ["ContextParallel", "__version__", "attend", "masks", "patterns", "recording"]

@@ -91,7 +91,7 @@ def answer_logits(
 
 
 def _logits(rows: Tensor, weight: Tensor) -> Tensor:
-    """Of rows [N, D]: [N, V], fp32 (fp64 for fp64)."""
+    """Logits [N, V] of rows [N, D], in fp32 (fp64 for fp64)."""
     dtype = accumulation_dtype(rows.dtype)
     return matmul(rows, weight.T, rows.new_empty(len(rows), len(weight), dtype=dtype))
 
@@ -214,6 +214,8 @@ def _loss_by_chunks(
             z_loss,
             gradient_dtype,
         )
+        if d_logits is None:
+            continue
         if d_rows is not None:
             # Summed in the logits' dtype, rounded to hidden's once. The scratch has no name, so
             # that it is freed at once.

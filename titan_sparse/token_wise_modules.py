@@ -1,4 +1,4 @@
-"""Which modules of a transformers model work on one token at a time, apart from attention.
+"""The modules of a transformers model that work on one token at a time, apart from attention.
 
 With several ranks, each holds some blocks of a sequence, and a packed row holds several documents.
 Our attention handles both. A convolution or a recurrence along the sequence does not, and the loss
@@ -67,17 +67,17 @@ def mixers(module: nn.Module, path: str = "") -> Iterator[str]:
 
 
 def calls_interface(module: nn.Module) -> bool:
-    """Whether this module itself asks AttentionInterface for its attention function."""
+    """True if this module itself asks AttentionInterface for its attention function."""
     return "ALL_ATTENTION_FUNCTIONS" in _names(type(module))
 
 
 def chooses_keys(module: nn.Module) -> bool:
-    """Whether this attention makes its own masks from the content of the tokens."""
+    """True if this attention makes its own masks from the content of the tokens."""
     return calls_interface(module) and not _names(type(module)).isdisjoint({"topk", "scatter"})
 
 
 def numbers_tokens(module: nn.Module) -> bool:
-    """Whether this module numbers the tokens other than by position_ids starting at 0."""
+    """True if this module numbers the tokens other than by position_ids starting at 0."""
     if calls_interface(module):
         names = _names(type(module))
         return "arange" in names and "position_ids" not in names

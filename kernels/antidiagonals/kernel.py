@@ -72,7 +72,7 @@ class BlockSums(NamedTuple):
 
 
 class TileShape(NamedTuple):
-    """Of a tile: M query cells, N key cells, and K of their numbers at a time; launch options.
+    """Tile sizes: M query cells, N key cells, and K of their numbers at a time; launch options.
 
     Sizes are powers of two; key_cells are no fewer than the cells of a block. programs: that share a
     multiprocessor.
@@ -105,7 +105,7 @@ class VisibleTiles(NamedTuple):
     """
 
     number: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]
     shape: TileShape
 
 
@@ -114,7 +114,7 @@ def shape_for(device: torch.device) -> TileShape:
     if device.type != "cuda":
         # Triton's interpreter.
         return TileShape(query_cells=32, key_cells=64, depth=16, warps=1, stages=1)
-    memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
     return HOPPER if memory >= _HOPPER_SHARED_MEMORY else SMALLER
 
 
@@ -280,7 +280,7 @@ def block_sums(
 
 
 def _descriptor(x: Tensor, length: int, rows: int, depth: int) -> TensorDescriptor:
-    """Of the cells in x, `length` numbers each, for tiles of `rows` x `depth`."""
+    """A descriptor of the cells in x, `length` numbers each, for tiles of `rows` x `depth`."""
     cells = x.contiguous().view(-1, length)
     return TensorDescriptor.from_tensor(cells, [rows, depth])
 
@@ -322,7 +322,7 @@ def _document_mass(
 
 @triton.jit
 def _wanted(mass, spare):
-    """Which of the masses [BLOCKS] are the fewest that leave no more than `spare`.
+    """The fewest of the masses [BLOCKS] that leave no more than `spare`.
 
     Equal ones are taken in order of position.
     """

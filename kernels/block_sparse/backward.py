@@ -304,7 +304,8 @@ def backward(
 
 
 class QuerySide(NamedTuple):
-    """What both gradient kernels read of the queries. lse_2: in base 2. scale: of the logits."""
+    """The inputs of both gradient kernels on the side of the queries. lse_2: in base 2. scale: of
+    the logits."""
 
     q: Tensor
     d_out: Tensor
@@ -316,14 +317,14 @@ class QuerySide(NamedTuple):
     scale: float
 
     def rows(self) -> tuple[Rows, Rows, Tensor, Tensor]:
-        """What belongs to each query, as kernels get it."""
+        """The values of each query, as kernels get them."""
         return rows_of(self.q), rows_of(self.d_out), self.lse_2, self.delta
 
 
 def query_side(
     d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, tiles: Tiles, scale: float
 ) -> QuerySide:
-    """What query_gradient() and key_gradient() read; tiles: of any piece."""
+    """The inputs of query_gradient() and key_gradient(); tiles: of any piece."""
     lse = lse.contiguous()
     batch, heads, q_len, dim = q.shape
     delta = torch.empty(lse.shape, dtype=torch.float32, device=lse.device)

@@ -90,7 +90,7 @@ def _shared_memory(device: torch.device | None = None) -> int:
     interpreter."""
     if INTERPRETED:
         return 0
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 def key_splits(programs: int, group: int, q_blocks: int) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 kernels read it."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 import triton
@@ -12,7 +12,7 @@ from torch import Tensor
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_range
 
 INTERPRETED = triton.knobs.runtime.interpret
-"""Whether the kernels run in Triton's interpreter, on the CPU (TRITON_INTERPRET=1 at import)."""
+"""True if the kernels run in Triton's interpreter, on the CPU (TRITON_INTERPRET=1 at import)."""
 
 LOG2_E = 1.4426950408889634
 
@@ -37,6 +37,10 @@ class BlockLists(NamedTuple):
     partial_slice: Tensor | None = None
 
 
+@overload
+def mapped(lists: BlockLists, change: Callable[[Tensor], Tensor]) -> BlockLists: ...
+@overload
+def mapped(lists: None, change: Callable[[Tensor], Tensor]) -> None: ...
 def mapped(lists: BlockLists | None, change: Callable[[Tensor], Tensor]) -> BlockLists | None:
     """change() of each tensor of the lists."""
     if lists is None:
@@ -45,7 +49,7 @@ def mapped(lists: BlockLists | None, change: Callable[[Tensor], Tensor]) -> Bloc
 
 
 class Tiles(NamedTuple):
-    """Which KV blocks each query block meets, and which pairs inside them are seen.
+    """The KV blocks that each query block meets, and the pairs inside them that are seen.
 
     This is the contract between masks and patterns on one side and backends on the other.
 
@@ -150,7 +154,8 @@ def output_like(
 
 
 def operand(piece: Piece, lists: BlockLists, heads: int) -> Operand:
-    """What a kernel that walks `lists`, one of the piece's two, needs for `heads` query heads."""
+    """The inputs of a kernel that walks `lists`, one of the piece's two, for `heads` query
+    heads."""
     tiles = piece.tiles
     lists, list_stride = _without_copies(lists)
     _, kv_heads, k_len, _ = piece.k.shape
@@ -208,7 +213,7 @@ def _without_copies(lists: BlockLists) -> tuple[BlockLists, tuple[int, int]]:
 
 @triton.jit
 def slice_of(rows, batch, head):
-    """Where the [S, D] of one batch and head begins."""
+    """The offset of the [S, D] of one batch and head."""
     batch_begin = rows.data + batch.to(tl.int64) * rows.stride[0]
     return batch_begin + head.to(tl.int64) * rows.stride[1]
 
@@ -265,7 +270,7 @@ def bounds_in_slice(piece, batch, number, query):
 
 @triton.jit
 def choices(piece, batch, head, heads, q_len, rows):
-    """Where the bits of the queries' own choices lie, and where the queries' documents begin.
+    """Pointers to the bits of the queries' own choices, and the starts of the queries' documents.
 
     For a piece that has choices.
     """
@@ -285,7 +290,7 @@ def hide_covered(position, covered, keys):
 
 @triton.jit
 def look_up(piece, batch, head, heads, q_block, q_blocks, rows, BLOCK: tl.constexpr):
-    """What hide_keys() reads for the queries `rows`, of one block: positions of keys, bits of
+    """The inputs of hide_keys() for the queries `rows`, of one block: positions of keys, bits of
     covered keys, positions of the queries, and their choices().
 
     What the piece does not have is never read, so anything stands for it.

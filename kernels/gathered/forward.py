@@ -50,7 +50,8 @@ def load_keys(
 
 @triton.jit
 def tile_rows(met, tiles, head_row, slot, ROWS: tl.constexpr):
-    """Of this program's tile: numbers of its queries, which of them exist, and the chunk."""
+    """The rows of this program's tile: numbers of its queries, which of them exist, and the
+    chunk."""
     entry = (head_row * met.slots + slot) * tl.num_programs(0) + tl.program_id(0)
     place = tl.arange(0, ROWS)
     inside = place < tl.load(tiles.count + entry)

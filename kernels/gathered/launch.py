@@ -97,7 +97,7 @@ def chunk_options(m: int, n: int, padded_dim: int, device: torch.device) -> dict
 
 
 def list_splits(programs: int) -> int:
-    """How many parts the list of each chunk is cut into.
+    """The number of parts into which the list of each chunk is cut.
 
     programs: how many there are without cutting. All queries may have chosen one chunk, which one
     program would work on long after the others.
@@ -107,7 +107,7 @@ def list_splits(programs: int) -> int:
     return min(max(1, _PROGRAMS // max(1, programs)), _MOST_SPLITS)
 
 
-def list_shares(shape: tuple[int, int, int], kv_heads: int, chunks: int, slots: int) -> list[Share]:
+def list_shares(shape: tuple[int, ...], kv_heads: int, chunks: int, slots: int) -> list[Share]:
     """The heads whose lists are made at a time. shape: B, Hq and S of the queries."""
     batch, heads, q_len = shape
     # Pairs and queries, and how many there are of each kind, twice.
@@ -116,7 +116,7 @@ def list_shares(shape: tuple[int, int, int], kv_heads: int, chunks: int, slots: 
     return _shares(batch, heads, kv_heads, _LIST_BYTES // (4 * (entries + counts)))
 
 
-def total_shares(shape: tuple[int, int, int, int], kv_heads: int) -> list[Share]:
+def total_shares(shape: tuple[int, ...], kv_heads: int) -> list[Share]:
     """The heads whose sums are kept at a time. shape: of the queries."""
     batch, heads, q_len, dim = shape
     return _shares(batch, heads, kv_heads, _TOTAL_BYTES // (4 * q_len * dim))

@@ -20,7 +20,7 @@ _ROWS = 128
 
 
 class Choices(NamedTuple):
-    """Which whole chunks of keys every query chose. n chunks a sequence, of all its documents.
+    """The whole chunks of keys that every query chose. n chunks a sequence, of all its documents.
 
     words: int32 [B, Hq, S, W]; bit c (compact.py) is chunk c of the query's document.
     earlier: int32 [B, S]; only bits below this one count: the chunks before the query's own, 0 for
@@ -77,7 +77,7 @@ class TileTable(NamedTuple):
 
     chunk: Tensor
     first: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]
     rows: int
 
     def of(self, share: Share) -> "TileTable":
@@ -87,7 +87,7 @@ class TileTable(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is computed.
+    """The plan of a computation.
 
     own: the lists of blocks, no larger than a chunk, and keys and values. choices: the chunks, of
     the same keys. scale: of the logits, above 0.
@@ -211,7 +211,7 @@ def chosen_pairs(choices: Choices) -> Tensor:
 
 @triton.jit
 def _rank_in_tile(keys, ROWS: tl.constexpr):
-    """Of keys [ROWS]: how many equal ones stand before each, and how many behind it."""
+    """The numbers of equal keys before and behind each of the keys [ROWS]."""
     place = tl.arange(0, ROWS)
     # [ROWS, ROWS]
     equal = keys[:, None] == keys[None, :]

@@ -1,4 +1,5 @@
-"""What a probe of some of a span's queries sees of every block of keys: two passes over the keys.
+"""The attention of a probe, some of a span's queries, on every block of keys: two passes over the
+keys.
 
 held_rows(q, local, mine) -> the probe's rows
 block_lse(probe, keys) -> lse of each block

@@ -1,4 +1,4 @@
-"""What a probe of some of a span's queries sees of every block of keys.
+"""The attention of a probe, some of a span's queries, on every block of keys.
 
 In the kernels i_b is a sequence, i_h a query head, i_bh both, i_c a block of keys, i_t one of the
 spans that touch the block, and `group` the query heads of a KV head. P and D are the probe's

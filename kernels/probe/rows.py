@@ -69,7 +69,7 @@ class ProbeOperand(NamedTuple):
 
 
 def operand(probe: Probe, keys: KeyBlocks) -> ProbeOperand:
-    """What kernels that look at blocks of keys need."""
+    """The inputs of kernels that process blocks of keys."""
     heads, n, _, dim = probe.q.shape[1:]
     return ProbeOperand(
         q=probe.q.contiguous(),

@@ -39,12 +39,11 @@ def final_scores(
     where each span's slashes begin.
     """
     batch, heads, local, block_size = first.shape
-    new = dict(dtype=torch.uint8, device=first.device)
     touching = keys.slot.shape[2]
     final = FinalScores(
-        bins=torch.empty(first.shape, **new),
+        bins=torch.empty_like(first, dtype=torch.uint8),
         mass=first.new_empty(batch, heads, local, 3, block_size),
-        mass_bins=torch.empty(batch, heads, local, 3, block_size, **new),
+        mass_bins=first.new_empty(batch, heads, local, 3, block_size, dtype=torch.uint8),
         tile_mass=first.new_empty(batch, heads, local, touching, free.groups),
     )
     inputs = (lse.contiguous(), first, of_slashes.contiguous(), offset.contiguous())

@@ -57,7 +57,7 @@ ALWAYS = BINS - 1
 
 
 class SpanTokens(NamedTuple):
-    """Where spans begin and end, int32 [B, n] each."""
+    """The bounds of spans, int32 [B, n] each."""
 
     start: Tensor
     stop: Tensor

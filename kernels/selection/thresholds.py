@@ -106,7 +106,7 @@ class CountBounds(NamedTuple):
     for no cap.
     """
 
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]
     least: int
     most: Tensor | None
 
@@ -172,7 +172,7 @@ def head_thresholds(
     batch, heads, n, _ = mass.shape
     new_thresholds = torch.empty(2, batch, heads, n, dtype=torch.int32, device=mass.device)
     capped = torch.zeros(batch, heads, 2, dtype=torch.bool, device=mass.device)
-    thresholds = Thresholds(*new_thresholds, capped)
+    thresholds = Thresholds(new_thresholds[0], new_thresholds[1], capped)
     bounds = [of._replace(count=of.count.contiguous()) for of in (verticals, slashes)]
     results = thresholds._replace(capped=capped.view(torch.int8))
     _threshold_kernel[(n, batch * heads)](

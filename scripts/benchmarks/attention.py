@@ -113,7 +113,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def refusal(args: argparse.Namespace) -> str | None:
-    """Why these options cannot run here, None if they can."""
+    """The reason why these options cannot run here; None if they can."""
     if place()[1] > 1:
         return f"{PROGRAM} is for one GPU; start it with python, not with torchrun"
     for seq_len in args.seq_lens:

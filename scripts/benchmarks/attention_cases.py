@@ -1,4 +1,4 @@
-"""What benchmarks of attention time, on which tensors, and whether it computes what it should.
+"""The cases that benchmarks of attention time, their tensors, and checks of the results.
 
 Random patterns, our attention, its dense peers, and errors in bf16 against fp32.
 """
@@ -32,7 +32,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Shape(NamedTuple):
-    """What attention is timed on: a batch of one sequence, in bf16."""
+    """The inputs of timed attention: a batch of one sequence, in bf16."""
 
     heads: int
     kv_heads: int

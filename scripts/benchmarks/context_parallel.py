@@ -105,7 +105,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def refusal(args: argparse.Namespace, world: int) -> str | None:
-    """Why these options cannot run on `world` ranks, None if they can."""
+    """The reason why these options cannot run on `world` ranks; None if they can."""
     nodes = args.pretend_nodes
     multiple = block_multiple("zigzag", world) * args.block_size
     if world % nodes:

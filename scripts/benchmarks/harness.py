@@ -1,4 +1,4 @@
-"""What all benchmarks share: cases that yield rows, on one rank or several, and clocks.
+"""Shared parts of all benchmarks: cases that yield rows, on one rank or several, and clocks.
 
 A benchmark is a table {name: case}. A case takes a Bench and yields rows, on all ranks alike. A
 measurement that fails on any rank is a row with `error`, and the run goes on.
@@ -365,7 +365,7 @@ def rounded(number: float) -> float:
 
 
 def mean(rows: list[dict]) -> dict:
-    """Of rows with the same numbers or lists of numbers."""
+    """The mean of rows with the same numbers or lists of numbers."""
     averages = {}
     for key in rows[0]:
         average = torch.tensor([row[key] for row in rows], dtype=torch.float64).mean(0)
@@ -393,7 +393,7 @@ def rates(shape: Shape, measured: dict, pairs: float, ranks: int = 1) -> dict:
 
 
 def faster(name: str, row: dict, peer: dict) -> dict:
-    """How many times faster than the peer a row is, by step. Empty where one of them failed."""
+    """The speed of a row relative to the peer, by step. Empty where one of them failed."""
     if "error" in row or "error" in peer:
         return {}
     steps = ("forward", "backward", "total")

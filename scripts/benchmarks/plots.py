@@ -9,7 +9,7 @@ scripts.benchmarks.attention  forward + backward, without the selection, against
 scripts.study.density         by kind of text, density against recall, and below it the loss with
                               the pattern in all layers, less that of dense attention, against
                               density. A point is one setting, the mean over layers and texts
-titan-sparse choose           density of each recall against length
+titan-sparse choose           density and speed of a training step of each recall against length
 scripts.study --equal-time    held-out loss against seconds of training
 """
 
@@ -37,6 +37,10 @@ PATTERNS = (
 )
 ORACLES = {"best keys of each row": "0.75", "best verticals + diagonals": "black"}
 """The best choices given all rows, of older results: drawn in gray and black, without points."""
+DENSE_SETTING = "dense"
+"""The setting of titan-sparse choose that the others are compared with."""
+SPEEDUPS = (0.5, 1, 2, 4, 8)
+"""Named next to the axis."""
 DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Named next to the axis."""
 
@@ -135,7 +139,7 @@ def lines(rows: list[dict], x: str) -> dict[str, list[tuple[float, float]]]:
 
 def equal_time_figure(results: list[dict[str, Any]], methods: list[str], against: str) -> Figure:
     """A panel for each study: held-out loss, mean over kinds of text and seeds, in the attention
-    that is trained with. against: "seconds" or "tokens" of training."""
+    that is trained with. A band shows the seeds. against: "seconds" or "tokens" of training."""
     figure = Figure(figsize=(5 * len(results), 3.6), layout="constrained")
     panels = figure.subplots(1, len(results), squeeze=False)[0]
     for axes, found in zip(panels, results, strict=True):
@@ -150,8 +154,16 @@ def equal_time_figure(results: list[dict[str, Any]], methods: list[str], against
             if curves:
                 name = method.replace("recall_", "recall 0.")
                 label = "dense attention" if method == DENSE else f"titan_sparse, {name}"
-                axes.plot(*mean_curve(curves), marker=".", label=label)
-        axes.set(title=f"{context:,} tokens", ylabel="held-out loss, nats per token")
+                [line] = axes.plot(*mean_curve(curves), marker=".", label=label)
+                seconds = mean_curve(curves)[0]
+                losses = [[loss for _, loss in sorted(of_seed)] for of_seed in curves]
+                least, most = np.min(losses, axis=0), np.max(losses, axis=0)
+                axes.fill_between(seconds, least, most, color=line.get_color(), alpha=0.2)
+        # Older results, which do not name it, are of this model.
+        model = found.get("model", "SmolLM2-135M")
+        seeds = len({run["seed"] for run in found["runs"].values()})
+        title = f"{model}, {context:,} tokens" + (f", {seeds} seeds" if seeds > 1 else "")
+        axes.set(title=title, ylabel="held-out loss, nats per token")
         axes.set(xlabel=f"{against} of training on one GPU")
         axes.grid(alpha=0.3)
         axes.legend()
@@ -159,23 +171,37 @@ def equal_time_figure(results: list[dict[str, Any]], methods: list[str], against
 
 
 def growth_figure(results: list[dict[str, Any]]) -> Figure:
-    figure = Figure(figsize=(5, 3.6), layout="constrained")
-    axes = figure.subplots()
+    """Density and speed-up of each recall, against length."""
+    seconds: dict[int, float] = {}
     points = defaultdict(list)
     for row in (row for result in results for row in result["rows"]):
-        points[row["setting"]].append((row["tokens"], row["density"]))
-    del points["dense"]
-    for setting, of_setting in points.items():
-        axes.plot(*zip(*of_setting), "-o", label=setting, markersize=4)
-    lengths = [tokens for tokens, _ in of_setting]
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="density")
-    axes.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
-    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
-    axes.set_yticks(DENSITIES[2:6])
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_minor_locator(NullLocator())
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+        if row["setting"] == DENSE_SETTING:
+            seconds[row["tokens"]] = row["step_seconds"]
+        else:
+            points[row["setting"]].append(row)
+
+    figure = Figure(figsize=(9, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for setting, rows in points.items():
+        tokens = [row["tokens"] for row in rows]
+        left.plot(tokens, [row["density"] for row in rows], "-o", label=setting, markersize=4)
+        speedups = [seconds[row["tokens"]] / row["step_seconds"] for row in rows]
+        right.plot(tokens, speedups, "-o", label=setting, markersize=4)
+    left.set(yscale="log", title="Density: share of the allowed pairs\nthat are computed")
+    left.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
+    left.set_yticks(DENSITIES[2:6])
+    right.set(yscale="log", title="Speed of a training step,\nrelative to dense attention")
+    right.set_yticks(SPEEDUPS, [f"{speedup:g}x" for speedup in SPEEDUPS])
+    right.axhline(1, color="black", linewidth=1)
+    right.axhspan(right.get_ylim()[0], 1, color="tab:red", alpha=0.12, linewidth=0)
+    right.text(max(tokens), 0.96, "dense is faster", ha="right", va="top", color="tab:red")
+    for axes in (left, right):
+        axes.set(xscale="log", xlabel="sequence length (tokens)")
+        axes.set_xticks(tokens, [f"{length // 1024}K" for length in tokens])
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_minor_locator(NullLocator())
+        axes.grid(alpha=0.3)
+        axes.legend()
     return figure
 
 

@@ -1,4 +1,4 @@
-"""What the numbers of a benchmark belong to: command, commit, date, GPU, versions, options."""
+"""The origin of a benchmark's numbers: command, commit, date, GPU, versions, options."""
 
 import argparse
 import datetime

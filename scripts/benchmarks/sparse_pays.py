@@ -67,7 +67,7 @@ def scaling(length: int, original: int) -> list[str]:
 
 
 def about(args: argparse.Namespace, config: Config) -> dict:
-    """Where the rows come from. choose writes its runs elsewhere."""
+    """The origin of the rows. choose writes its runs elsewhere."""
     return provenance(args, choose_device(config.training.device))
 
 

@@ -111,7 +111,7 @@ def rows(bench: harness.Bench) -> Iterator[dict]:
 
 
 def apart(_: harness.Bench, args: argparse.Namespace, gpus: int, function: Callable, *words):
-    """What function(*words) returns on rank 0 of new processes, which begin with empty GPUs."""
+    """The result of function(*words) on rank 0 of new processes, which begin with empty GPUs."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

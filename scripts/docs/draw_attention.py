@@ -76,7 +76,7 @@ EXAMPLES: dict[str, Callable[[int], Mask]] = {
 
 
 def select(pattern: str, mask: Mask, tokens: int, block_size: int) -> BlockIndex:
-    """What one head of a pattern chooses under the mask."""
+    """The selection of one head of a pattern under the mask."""
     if pattern == "dense":
         q = torch.zeros(1, 1, tokens, 16)
         return Dense().index([], mask.rows(tokens), *q.shape[:2], block_size)

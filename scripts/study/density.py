@@ -1,4 +1,5 @@
-"""What patterns cost the real model: density, recall, kernel time, loss, and needles not found.
+"""Measure what patterns cost the real model: density, recall, kernel time, loss, and needles not
+found.
 
     python -m scripts.study.real_model --out outputs/smollm2
     python -m scripts.study.density --model outputs/smollm2 --out density.json

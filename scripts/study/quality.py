@@ -1,4 +1,5 @@
-"""What the real model says with a pattern in all of its layers: its loss, and needles it finds.
+"""The quality of the real model with a pattern in all of its layers: its loss, and needles it
+finds.
 
 Recall on dense queries and keys says little about that: what a layer loses changes the queries and
 keys of those above it, and a key of little mass may be the one that was asked for.
@@ -55,7 +56,7 @@ class RealModel:
         attend: Attend,
         loss: Callable[..., Any] = linear_cross_entropy,
     ) -> Any:
-        """What `loss` of titan_sparse.loss returns, with `attend` in every layer.
+        """The result of `loss` of titan_sparse.loss, with `attend` in every layer.
 
         tokens, labels: int64 [B, S], labels already shifted. YaRN by as much as S is longer than
         what the model was trained at.
@@ -77,7 +78,7 @@ class RealModel:
         )
 
     def queries_and_keys(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """What dense attention is given in each layer, after RoPE. tokens: int64 [1, S].
+        """The queries and keys of dense attention in each layer, after RoPE. tokens: int64 [1, S].
 
         q [layers, Hq, S, D], k [layers, Hkv, S, D].
         """
@@ -130,7 +131,7 @@ def hide_needles(text: Text, tokenizer: Tokenizer, length: int, count: int) -> N
 def quality(
     model: RealModel, tokens: Tensor, needles: Needles | None, pattern: Pattern
 ) -> dict[str, float]:
-    """What the model says with this pattern in all of its layers. tokens: int64 [1, S].
+    """The quality of the model with this pattern in all of its layers. tokens: int64 [1, S].
 
     loss: mean cross entropy over the text, nats a token. density, recall: of that forward, means of
     all heads and layers, recall of all rows. needles: share of the answers' tokens that are the

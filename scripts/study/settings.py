@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan_sparse.config import Config, load_and_check
+from titan_sparse.config import Config, ConfigError, load_and_check
 from titan_sparse.estimate.flops import causal_pairs
 from titan_sparse.options.values import show
 
@@ -20,9 +20,10 @@ from titan_sparse.options.values import show
 class Size:
     """The size of a whole study.
 
-    context: tokens of a sequence, and a step is one sequence. original: the context that the model
-    was made for. text: contexts to train on by kind of text, fewer where packages hold less.
-    windows: held-out contexts of each kind, for the loss by position. lengths, depths, needles: of
+    context: tokens of a sequence, and a step is one sequence. text: contexts to train on by kind of
+    text, fewer where packages hold less. windows: held-out contexts of each kind, for the loss by
+    position. code_windows: of code, for the loss of names; a name is far if it was last seen more
+    than far_names tokens back. lengths, depths, needles: of
     the prompts, so many needles at each length and depth. most_characters: of each installed
     package. has_sdists: False takes the text of installed packages alone. common: keys that all
     runs share. reserve_seconds: with less time left nothing is begun. equal_time: each method has
@@ -32,12 +33,13 @@ class Size:
 
     name: str
     context: int
-    original: int
     steps: int
     text: dict[str, int]
     windows: int
     lengths: tuple[int, ...]
     needles: int
+    code_windows: int = 8
+    far_names: int = 16384
     depths: int = 5
     most_characters: int = 4_000_000
     has_sdists: bool = True
@@ -62,7 +64,6 @@ class Size:
 FULL = Size(
     "full",
     context=65536,
-    original=8192,
     steps=300,
     # At equal time a sparse run takes about 1,000 contexts.
     text={"code": 360, "prose": 320, "mixed": 200},
@@ -100,12 +101,13 @@ LONG = dataclasses.replace(
 TOY = Size(
     "toy",
     context=1024,
-    original=512,
     steps=4,
     text={"code": 16, "prose": 16},
     windows=2,
     lengths=(512, 1024),
     needles=1,
+    code_windows=2,
+    far_names=256,
     depths=2,
     most_characters=20_000,
     has_sdists=False,
@@ -135,10 +137,12 @@ def at_equal_time(size: Size) -> Size:
     return dataclasses.replace(timed, steps=60, points=4) if size.name == "short" else timed
 
 
+ADJUSTABLE = {"activation_checkpoint.mode", "compile.enable", "optimizer.lr"}
+"""What options may replace of what all runs share."""
 START = "start"
 """The weights that all runs start from."""
-QUESTIONS = ("position", "needle_forced")
-"""What is asked of weights in an attention: loss by position, and needles."""
+QUESTIONS = ("position", "needle_forced", "names")
+"""What is asked of weights in an attention: loss by position, needles, and names in code."""
 DENSE = "dense"
 SPARSE = "recall_95"
 """What stands for sparse attention."""
@@ -150,11 +154,27 @@ RECALLS = ("recall_95", "recall_90", "recall_97", "recall_99")
 
 @dataclass(frozen=True)
 class Study:
-    """A study of a size. folder: of all that is written. model: folder of Hugging Face."""
+    """A study of a size.
+
+    folder: of all that is written. model: folder of Hugging Face. options: words of the command line
+    that set keys of the configuration for all runs.
+    """
 
     size: Size
     folder: Path
     model: Path
+    options: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """What all that is in `folder` has in common."""
+        return " ".join([self.size.title, *self.options])
+
+    @property
+    def original(self) -> int:
+        """The context that the model was made for."""
+        config = (self.model / "config.json").read_text(encoding="utf-8")
+        return json.loads(config)["max_position_embeddings"]
 
     @property
     def text(self) -> Path:
@@ -280,12 +300,12 @@ def training_configuration(study: Study, run: Run, steps: int) -> Config:
         # A step that is logged takes longer.
         every = max(1, steps // 20)
         keys |= {"metrics.log_every": every, "metrics.recall_every": 5 * every}
-    return _checked(keys)
+    return _checked(study, keys)
 
 
 def evaluation_configuration(study: Study, mode: str) -> Config:
     """The configuration to evaluate any weights with in an attention. Raises ConfigError."""
-    return _checked(_common(study, mode))
+    return _checked(study, _common(study, mode))
 
 
 def _common(study: Study, method: str) -> dict[str, Any]:
@@ -294,8 +314,8 @@ def _common(study: Study, method: str) -> dict[str, Any]:
     keys = size.common | {
         "model.initial_hf": study.model,
         "model.rope_scaling": "yarn",
-        "model.rope_factor": size.context / size.original,
-        "model.rope_original_length": size.original,
+        "model.rope_factor": size.context / study.original,
+        "model.rope_original_length": study.original,
         "data.source": study.text / "train",
         "data.tokenizer": study.text / "train",
         "data.sequences": "fixed",
@@ -305,12 +325,19 @@ def _common(study: Study, method: str) -> dict[str, Any]:
     return keys | {f"attention.{key}": value for key, value in attention.items()}
 
 
-def _checked(keys: dict[str, Any]) -> Config:
+def _checked(study: Study, keys: dict[str, Any]) -> Config:
+    """The configuration of these keys and the study's options. Raises ConfigError."""
+    given = {word.removeprefix("--").partition("=")[0] for word in study.options}
+    decided = keys.keys() - study.size.common.keys() - ADJUSTABLE
+    for key in sorted(decided & given):
+        raise ConfigError(f"command line: the study itself sets {key}; leave it out")
     words = []
     for key, value in keys.items():
         if isinstance(value, bool):
             value = show(value)
         words.append(f"--{key}={value}")
+    # Of two words for a key the last counts.
+    words += study.options
     config, _ = load_and_check(words, 1, 1)
     return config
 
@@ -326,7 +353,7 @@ def check_time(size: Size, deadline: float) -> None:
 
 
 def is_done(study: Study, run: Run) -> bool:
-    """Whether a run has all its steps. Its checkpoints may be gone once it is evaluated."""
+    """True if a run has all its steps. Its checkpoints may be gone once it is evaluated."""
     # Imported here, as it loads torch, which --help does without.
     from titan_sparse.training.checkpoint.folders import newest_checkpoint
 
@@ -355,5 +382,5 @@ def causal_share(size: Size, method: str) -> float:
 
 
 def folder_of(study: Study, evaluation: Evaluation) -> Path:
-    """Where the answers lie, a file for each question."""
+    """The folder of the answers, a file for each question."""
     return study.folder / "evaluation" / f"{evaluation.weights}--{evaluation.mode}"

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.study.real_model import fetch
+from scripts.study.real_model import check_digest, fetch
 from scripts.study.settings import Size
 from titan_sparse.config import Config
 from titan_sparse.config.reading import Refusal
@@ -102,7 +102,8 @@ def split(cache: Path, size: Size) -> tuple[dict[str, Packages], dict[str, Packa
     for file, sha256, kind, side in _sdists():
         # NAME-VERSION.tar.gz
         name, _, version = file.removesuffix(".tar.gz").rpartition("-")
-        fetch(f"{name}=={version}", cache / file, sha256, "--no-binary", name)
+        fetch(f"{name}=={version}", cache / file, "--no-binary", name)
+        check_digest(cache / file, sha256, str(cache / file))
         packages = held_out if side == "held_out" else training
         packages[kind][name] = sdist_texts(cache / file, kind)
     return training, held_out

@@ -9,11 +9,12 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 
+from scripts.study.names import name_losses
 from scripts.study.settings import (
     DENSE,
     QUESTIONS,
@@ -69,13 +70,13 @@ def train(study: Study, run: Run, deadline: float) -> None:
 
 
 def time_steps(study: Study, method: str) -> None:
-    """Write the seconds of a step, the mean of some steps that are neither logged nor saved."""
+    """Write the seconds of a step, the median of some steps that are neither logged nor saved."""
     config = training_configuration(study, Run(f"steps/{method}", method, 0), steps=2)
     config.checkpoint.enable = False
     with fresh_trainer(config) as trainer:
-        # The two steps compile.
+        # The two steps compile. The second of the others may capture a CUDA graph.
         trainer.train()
-        seconds = fmean(seconds_of_steps(trainer, TIMED_STEPS))
+        seconds = median(seconds_of_steps(trainer, TIMED_STEPS))
     study.seconds_file(method).parent.mkdir(exist_ok=True)
     write_json(study.seconds_file(method), seconds)
     print(f"{method}: {seconds:.3f} s a step", flush=True)
@@ -108,7 +109,7 @@ class HeldOut:
 
 @contextlib.contextmanager
 def stopped_in_time(trainer: Trainer, deadline: float) -> Iterator[None]:
-    """When the time is over, the run finishes its step and saves, as after a signal."""
+    """Stop the run when the time is over: it finishes its step and saves, as after a signal."""
     seconds = min(max(deadline - time.monotonic(), 0), threading.TIMEOUT_MAX)
     timer = threading.Timer(seconds, trainer.signals.ask)
     timer.daemon = True
@@ -170,11 +171,17 @@ def forced_needles(study: Study, scorer: Scorer) -> dict[str, Any]:
     return {"cells": needle.by_cell(records), "records": records}
 
 
-ANSWERS = dict(zip(QUESTIONS, (position_losses, forced_needles), strict=True))
+def names_in_code(study: Study, scorer: Scorer) -> dict[str, Any]:
+    """Losses of names in held-out code, by how far back they were seen last."""
+    windows = read_windows(study, "code", study.size.code_windows)
+    return name_losses(scorer, windows, study.size.context, study.size.far_names)
 
 
-def read_windows(study: Study, kind: str) -> list[Sequence]:
-    """The first context of each of the first held-out documents."""
+ANSWERS = dict(zip(QUESTIONS, (position_losses, forced_needles, names_in_code), strict=True))
+
+
+def read_windows(study: Study, kind: str, most: int | None = None) -> list[Sequence]:
+    """The first context of each of the first held-out documents, as many as the size says."""
     context = study.size.context
     config = evaluation_configuration(study, DENSE)
     config.data.source = str(study.text / kind)
@@ -183,6 +190,6 @@ def read_windows(study: Study, kind: str) -> list[Sequence]:
     windows = []
     for document in position.long_documents(documents, context):
         windows.append(next(position.windows([document], context, context)))
-        if len(windows) == study.size.windows:
+        if len(windows) == (most or study.size.windows):
             break
     return windows

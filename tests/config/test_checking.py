@@ -136,7 +136,6 @@ REFUSED = {
     COMPILED + " --compile.backend eager": "needs blocks that are compiled",
     COMPILED + " --activation_checkpoint.mode none": 'activation_checkpoint.mode = "full"',
     "--training.mlp_chunk_tokens 5000": "more than the 4096 tokens of a rank",
-    "--optimizer.name SGD --optimizer.implementation fused": 'implementation = "auto"',
     "--float8.enable --training.device cpu": "needs a GPU",
     "--float8.enable --training.dtype float32": 'write training.dtype = "bfloat16"',
     "--float8.enable --float8.filter mlp,": "float8.filter.*empty name",

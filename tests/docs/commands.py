@@ -16,6 +16,7 @@ from unittest import mock
 
 import pyarrow
 import pytest
+import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.run import get_args_parser
@@ -131,6 +132,9 @@ def try_command(words: tuple[str, ...], folder: Path) -> None:
     if program == "pytest":
         check_pytest(arguments)
         return
+    if program == "torchtitan.train":
+        check_torchtitan(arguments)
+        return
     assert program in RULES, f"no rule for {program}; add one to RULES"
     shrink = RULES[program]
     if program == "titan_sparse.integrations.lm_eval":
@@ -142,6 +146,21 @@ def try_command(words: tuple[str, ...], folder: Path) -> None:
     shrink += ("--parallelism.cp", "1") if processes > 1 else ()
     status = run_module(program, [*arguments, *shrink], folder)
     assert status == 0, f"status {status}"
+
+
+def check_torchtitan(arguments: list[str]) -> None:
+    """torchtitan takes the words, and our overrides replace what they name."""
+    if torch.__version__ < "2.14":
+        return
+    from torchtitan.config import ConfigManager
+    from torchtitan.config.override import apply_overrides
+
+    config = ConfigManager().parse_args(arguments)
+    config.model_spec.model.update_from_config(config=config)
+    lines = apply_overrides(config.override, config)
+    for name in config.override.imports:
+        name = name if isinstance(name, str) else name[0]
+        assert any(name in line for line in lines), name
 
 
 def python_program(words: list[str]) -> tuple[str, list[str], int]:

@@ -271,6 +271,7 @@ SMALL = dataclasses.replace(FLAVOURS["debug"], heads=4, kv_heads=2, head_dim=8)
     [
         ("ring", 1, 3, "kv", 2, 1),
         ("all_gather", 1, 3, "kv", 2, 1),
+        ("all_gather", 1, 3, "kv", 4, 1),
         ("double_ring", 3, 2, "kv", 2, 1),
         ("group_cast", 1, 3, "kv", 2, 1),
         # A KV head of twice the tokens, round a ring of nodes.
@@ -337,6 +338,8 @@ def _on_four(schedule: str, **changes) -> dict:
         ),
         # dk and dv of four ranks, of both heads, or of the only one.
         ({}, _on_four("all_gather"), 2 * 4 * 4 * KV),
+        # Two of four heads at a time: their keys and values are copied, in bf16.
+        (MHA, _on_four("all_gather"), 2 * 4 * 4 * 2 * KV + 2 * 4 * 2 * KV),
         # Two stages of 1.5 chunks, each with gradients and twice: as sent and as received.
         ({}, _on_four("group_cast"), 4 * QUERY + 2 * KV * (2 * 4 + 2 * 1.5 * (2 + 4))),
         # Between nodes sums of what is handed on as well.

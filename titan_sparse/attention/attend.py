@@ -1,7 +1,7 @@
 """attend() combines mask, pattern, layout, schedule and backend."""
 
 import operator
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -25,16 +25,47 @@ from titan_sparse.attention.recomputed import attend_in_parts
 
 
 class Auxiliary(NamedTuple):
-    """What attend() returns in addition to out.
+    """The second result of attend() with return_aux=True.
 
     lse: natural-log normalizer [B, Hq, S_local], fp32 (fp64 for fp64); it counts the sinks, if there
     are any. index: what was selected.
     """
 
     lse: Tensor
-    index: BlockIndex
+    index: BlockIndex  # type: ignore[assignment]
 
 
+@overload
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | MaskRanges = ...,
+    pattern: Pattern = ...,
+    cp: ContextParallel | None = ...,
+    backend: str = ...,
+    scale: float | None = ...,
+    block_size: int | None = ...,
+    return_aux: Literal[False] = ...,
+    recomputed: float = ...,
+    sinks: Tensor | None = ...,
+) -> Tensor: ...
+@overload
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | MaskRanges = ...,
+    pattern: Pattern = ...,
+    cp: ContextParallel | None = ...,
+    backend: str = ...,
+    scale: float | None = ...,
+    block_size: int | None = ...,
+    *,
+    return_aux: Literal[True],
+    recomputed: float = ...,
+    sinks: Tensor | None = ...,
+) -> tuple[Tensor, Auxiliary]: ...
 def attend(
     q: Tensor,
     k: Tensor,
@@ -87,12 +118,6 @@ def attend(
     if sinks is not None:
         check_sinks(sinks, q)
     ranges = resolve_mask(mask, q, ranks)
-    by_heads = None if cp is None else cp.by_heads
-    if by_heads is not None:
-        ulysses.check(cp, q, k, recomputed)
-        q, k, v = ulysses.trade_tokens(q, k, v, ranges.table, cp.key)
-        sinks = None if sinks is None else ulysses.own_heads(sinks, cp)
-        ranks = ranks_of(by_heads, None)
     if scale is not None:
         scale = constant(scale)
     has_slices = ranges.slices is not None
@@ -115,6 +140,13 @@ def attend(
         pattern.dynamic,
         is_short,
     )
+    by_heads = None if cp is None else cp.by_heads
+    if cp is not None and by_heads is not None:
+        # From here on, this rank has all tokens of its node and its share of the heads.
+        ulysses.check(cp, q, k, recomputed)
+        q, k, v = ulysses.trade_tokens(q, k, v, ranges.table, cp.key)
+        sinks = None if sinks is None else ulysses.own_heads(sinks, cp)
+        ranks = ranks_of(by_heads, None)
     names, tensors = mask_tensors(ranges)
     ops = torch.ops.titan_sparse
     index = []
@@ -122,8 +154,8 @@ def attend(
         key = options_key(pattern.key, ranks.key, names, scale)
         index = ops.select(q.detach(), k.detach(), tensors, key)
     # The window is a constant of a compiled graph, like the rest of the key.
-    options = (pattern.key, ranks.key, names, scale, backend)
-    options = (*options, ranges.plain, operator.index(ranges.window))
+    window = operator.index(ranges.window)
+    options = (pattern.key, ranks.key, names, scale, backend, ranges.plain, window)
     inputs = (q, k, v, sinks, index, tensors)
     if recomputed == 0:
         out, lse, _ = ops.attend_forward(*inputs, options_key(*options))
@@ -131,11 +163,11 @@ def attend(
         out, lse, _ = ops.attend_recomputed(*inputs, options_key(*options))
     else:
         out, lse = attend_in_parts(inputs, recomputed, ranges, ranks, options)
-    if by_heads is not None:
+    if cp is not None and by_heads is not None:
         out = ulysses.trade_heads(out, ranges.table, cp.key)
     if not return_aux:
         return out
-    if by_heads is not None:
+    if cp is not None and by_heads is not None:
         lse = ulysses.trade_heads(lse[..., None], ranges.table, cp.key)[..., 0].contiguous()
         index = [by_heads.of_all_heads(x, 1) for x in index]
     batch, heads = out.shape[:2]

@@ -1,4 +1,4 @@
-"""What one attention call computes with, and its tiles: which key blocks its queries meet, and what
+"""Everything that one attention call needs, and its tiles: the key blocks its queries meet, and what
 they see in them."""
 
 from collections.abc import Callable, Hashable
@@ -48,7 +48,7 @@ class AttentionCall:
 
     @property
     def is_partial(self) -> bool:
-        """Whether the queries are only a range of the sequence."""
+        """True if the queries are only a range of the sequence."""
         return self.first > 0 or self.last is not None
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,11 +164,11 @@ class AttentionCall:
         return Piece(k, v, call.tiles_of_verticals(batch, transpose))
 
     def _has_table_kernels(self) -> bool:
-        """Whether kernels make the tables, with no wait of the host."""
+        """True if kernels make the tables, with no wait of the host."""
         return self.index.has_table_kernels and self.mask.start.is_cuda
 
     def _slash_queries(self, batch: int, rank: int | None = None) -> tiles.SlashQueries:
-        """What the kernels' tables need of the queries of a rank, remembered with the mask."""
+        """The inputs of the kernels' tables for the queries of a rank, remembered with the mask."""
         return once_per_mask(
             self.mask,
             ("slash queries", self.pattern.key, self.cp.key, batch, rank, self.first, self.last),

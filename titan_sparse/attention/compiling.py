@@ -25,9 +25,9 @@ def switch_wrong_fusions_off() -> None:
     """
     from torch._inductor import config as inductor
 
-    if torch.__version__ < UNWRITTEN_BELOW:
+    if torch.__version__ < UNWRITTEN_BELOW:  # type: ignore[operator]
         inductor.triton.mix_order_reduction = False
-    if torch.__version__ < READ_BACK_BELOW:
+    if torch.__version__ < READ_BACK_BELOW:  # type: ignore[operator]
         from torch._inductor.choices import InductorChoices
 
         from titan_sparse.attention.inductor_choices import ChoicesWithoutRaces
@@ -36,4 +36,4 @@ def switch_wrong_fusions_off() -> None:
         # Each thread makes its own choices at first use. Those that have compiled before, such as
         # the backward's, keep inductor's: so these change too.
         ours = ChoicesWithoutRaces.should_use_persistent_reduction
-        InductorChoices.should_use_persistent_reduction = staticmethod(ours)
+        InductorChoices.should_use_persistent_reduction = staticmethod(ours)  # type: ignore[method-assign]

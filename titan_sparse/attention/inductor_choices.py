@@ -21,7 +21,7 @@ class ChoicesWithoutRaces(InductorChoices):
     def should_use_persistent_reduction(
         features: SIMDKernelFeatures, cooperative_reduction: bool
     ) -> bool:
-        """Whether a kernel holds whole rows, as inductor asks it for each reduction."""
+        """True if a kernel holds whole rows, as inductor asks it for each reduction."""
         fits = V.graph.sizevars.statically_known_leq(features.reduction_numel, _LARGEST_ROW)
         if fits and reads_back(features):
             return True
@@ -33,7 +33,7 @@ class ChoicesWithoutRaces(InductorChoices):
 
 
 def reads_back(features: SIMDKernelFeatures) -> bool:
-    """Whether a kernel that went over its rows in loops would load what an earlier loop stored."""
+    """True if a kernel that went over its rows in loops would load what an earlier loop stored."""
     stored: set[str] = set()
     stored_in_this_loop: set[str] = set()
     in_loop = True
@@ -43,9 +43,10 @@ def reads_back(features: SIMDKernelFeatures) -> bool:
             stored_in_this_loop = set()
             in_loop = node is EnableReduction
             continue
-        if any(read.name in stored for read in node.read_writes.reads):
+        if any(read.name in stored for read in node.read_writes.reads):  # type: ignore[union-attr]
             return True
         # What a row has one of stays in registers: sums, and all that is computed between loops.
         if in_loop and not node.is_reduction():
-            stored_in_this_loop |= {write.name for write in node.read_writes.writes}
+            writes = node.read_writes.writes  # type: ignore[union-attr]
+            stored_in_this_loop |= {write.name for write in writes}
     return False

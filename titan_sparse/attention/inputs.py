@@ -1,6 +1,6 @@
 """Check the inputs of attend() and pattern.select(), pad them, and pack them for the custom ops."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch._C._functorch import is_gradtrackingtensor
 from torch.autograd.forward_ad import unpack_dual
 
 from titan_sparse.attention.context_parallel.group import ONE_RANK, ContextParallel
-from titan_sparse.attention.masks.ranges import Mask, MaskRanges, once_per_mask
+from titan_sparse.attention.masks.ranges import Mask, MaskRanges, once_per_mask, rows_once
 
 DEFAULT_BLOCK_SIZE = 128
 
@@ -24,7 +24,7 @@ def constant(x: float) -> float:
 
 
 class Ranks(NamedTuple):
-    """What torch.compile may know about a ContextParallel, or about its absence.
+    """The facts that torch.compile may know about a ContextParallel, or about its absence.
 
     key: names the ContextParallel in custom ops (context_parallel/group.py).
     """
@@ -126,7 +126,7 @@ def resolve_mask(mask: Mask | MaskRanges, q: Tensor, ranks: Ranks) -> MaskRanges
     """
     seq_len = q.shape[2] * ranks.size
     if isinstance(mask, Mask):
-        mask = mask.rows(seq_len, q.device)
+        mask = rows_once(mask, seq_len, q)
     elif not isinstance(mask, MaskRanges):
         raise ValueError(
             f"mask={type(mask).__name__} is not a mask; write a mask of titan_sparse.attention.masks, "
@@ -196,7 +196,9 @@ def mask_of_tensors(
 ) -> MaskRanges:
     """The inverse of mask_tensors(). plain, window: of the mask."""
     # What is not named stays None.
-    fields = dict.fromkeys(_MASK_TENSORS) | dict(zip(names.split(), tensors, strict=True))
+    fields: dict[str, Any] = dict.fromkeys(_MASK_TENSORS) | dict(
+        zip(names.split(), tensors, strict=True)
+    )
     return MaskRanges(**fields, plain=plain, window=window)
 
 

@@ -1,4 +1,4 @@
-"""What sparse attention kept, per layer and head, measured while training: density, recall, budgets
+"""Measurements of sparse attention per layer and head, while training: density, recall, budgets
 at their cap.
 
 With several context-parallel ranks also how work and time spread over ranks, and what was sent.
@@ -35,7 +35,7 @@ _ELEMENTS = 1 << 23
 
 
 class ByRank(NamedTuple):
-    """Of each attention call's forward, float64 [calls, ranks] on the CPU.
+    """Measurements of each attention call's forward, float64 [calls, ranks] on the CPU.
 
     work: visited pairs of tokens of all sequences and heads. compute: ms of computing. elapsed: ms
     that the call took.
@@ -105,7 +105,8 @@ class Recording:
         return visited / torch.stack(self.visible).unsqueeze(1)
 
     def by_rank(self) -> ByRank:
-        """What all ranks measured. Collective over the context-parallel group; waits for the GPU.
+        """The measurements of all ranks. Collective over the context-parallel group; waits for the
+        GPU.
 
         Raises ValueError if nothing was recorded with several ranks, or with different
         ContextParallels.
@@ -360,7 +361,7 @@ def thumbnail(index: BlockIndex, ranges: MaskRanges, cells: int) -> Tensor:
 
 
 class Visits(NamedTuple):
-    """What the queries of rank r compute on the keys of rank s, all sequences and heads together.
+    """The work of the queries of rank r on the keys of rank s, all sequences and heads together.
 
     All int64. W is the number of ranks.
     full: [W, W], tiles (pairs of blocks) in which the mask lets every query see every key.
@@ -383,7 +384,8 @@ class Visits(NamedTuple):
 
 
 def count_visits(index: BlockIndex, ranges: MaskRanges, table: Tensor) -> Visits:
-    """What the queries of each rank compute. table: int64 [W, n], the layout's blocks of each rank."""
+    """The work of the queries of each rank. table: int64 [W, n], the layout's blocks of each
+    rank."""
     ranks = len(table)
     k_blocks = table.flatten()
     batch, heads = index.verticals.shape[:2]

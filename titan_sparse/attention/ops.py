@@ -77,7 +77,7 @@ class CallOptions:
 
     @property
     def is_partial(self) -> bool:
-        """Whether the call is about a part of the queries."""
+        """True if the call is about a part of the queries."""
         return self.begin > 0 or self.end < 1
 
     def block_range(self, seq_len: int) -> tuple[int, int | None]:
@@ -96,7 +96,7 @@ _OPTIONS: weakref.WeakValueDictionary[str, CallOptions] = weakref.WeakValueDicti
 
 
 def blocks_before(share: float, seq_len: int, block_size: int) -> tuple[int, int]:
-    """How many blocks of a rank are before this share of the sequence, and how many there are.
+    """The number of a rank's blocks before this share of the sequence, and the number of all.
 
     seq_len: tokens of the rank. Both numbers are the same on every rank.
     """
@@ -289,11 +289,12 @@ def _backward(
         out=whole_blocks(out, 2, size),
         lse=whole_blocks(lse, 2, size, -torch.inf),
     )
-    keys_and_values = (whole_blocks(x, 2, size) for x in (k, v))
-    gradients = loop.backward(bound, queries, *keys_and_values, vertical_kv)
+    keys, values = (whole_blocks(x, 2, size) for x in (k, v))
+    gradients = loop.backward(bound, queries, keys, values, vertical_kv)
     # Without the padding: [B, H, S_local, D].
     cut = (x[:, :, : q.shape[2]].to(q.dtype) for x in gradients)
-    return tuple(map(_laid_out_like, (q, k, v), cut))
+    dq, dk, dv = map(_laid_out_like, (q, k, v), cut)
+    return dq, dk, dv
 
 
 @_backward.register_fake

@@ -51,7 +51,7 @@ def attend_in_parts(
 
 
 def _boundary(recomputed: float, q: Tensor, ranges: MaskRanges, ranks: Ranks) -> tuple[int, int]:
-    """How many of a rank's query blocks the first part has, and how many there are in all.
+    """The number of a rank's query blocks in the first part, and the number of all.
 
     Raises ValueError for what cannot be recomputed in part.
     """

@@ -1,4 +1,4 @@
-"""What attention calls report to a recording, and how long their forwards compute.
+"""The reports of attention calls to a recording, and the time that their forwards compute.
 
 The ops and schedules report here, and observe.py listens. Without a recording this costs nothing.
 What caps cut can be counted without a recording: it costs one small kernel a selection.
@@ -60,7 +60,7 @@ def observer() -> Any:
 
 
 def recomputing() -> bool:
-    """Whether what runs now repeats a forward for a backward, that is, runs inside autograd's.
+    """True if what runs now repeats a forward for a backward, that is, runs inside autograd's.
 
     torch.utils.checkpoint asks it the same way.
     """
@@ -92,8 +92,8 @@ class TimedCall:
         self.intervals.append((began, mark(self.device)))
 
     def milliseconds(self) -> tuple[float, float]:
-        """How long the call computed, and how long it took, with the trades of heads before and after
-        it. Waits for the GPU."""
+        """The time that the call computed, and the time that it took, with the trades of heads before and
+        after it. Waits for the GPU."""
         ends = [self.ended, *(end for _, end in self.trades)]
         if isinstance(self.ended, torch.cuda.Event):
             ends[-1].synchronize()

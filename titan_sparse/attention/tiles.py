@@ -2,7 +2,7 @@
 in plain torch, and by kernels (slash_*).
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ def vertical_tiles(
 
 
 class SlashQueries(NamedTuple):
-    """What tiles need to know of this rank's query blocks, the same for every layer.
+    """The facts about this rank's query blocks that tiles need, the same for every layer.
 
     spans: int32 [B, nq, 5], reach: int32 [B, nq, 4], as block_tables.slash_lists() takes them.
     blocks: int32 [nq].
@@ -127,7 +127,7 @@ class SlashQueries(NamedTuple):
 
 
 class SlashKeys(NamedTuple):
-    """What tiles need to know of KV blocks, the same for every layer.
+    """The facts about KV blocks that tiles need, the same for every layer.
 
     blocks: int32 [nk], global. positions: int32 [1, 1, nk * block_size], of their tokens.
     """
@@ -251,6 +251,10 @@ def list_width(most: int, blocks: int) -> int:
     return min(blocks, max(32, power_of_two))
 
 
+@overload
+def for_all(lists: BlockLists, batch: int, heads: int) -> BlockLists: ...
+@overload
+def for_all(lists: None, batch: int, heads: int) -> None: ...
 def for_all(lists: BlockLists | None, batch: int, heads: int) -> BlockLists | None:
     """Lists of B sequences and Hq heads from those of one, where they are alike.
 
@@ -258,8 +262,7 @@ def for_all(lists: BlockLists | None, batch: int, heads: int) -> BlockLists | No
     """
     if lists is None:
         return None
-    fields = (x if x is None else x.expand(batch, heads, *x.shape[2:]) for x in lists)
-    return BlockLists(*fields)
+    return BlockLists._make(x if x is None else x.expand(batch, heads, *x.shape[2:]) for x in lists)
 
 
 def query_ranges(ranges: MaskRanges, q_positions: Tensor, batch: int) -> tuple[Tensor, Tensor]:

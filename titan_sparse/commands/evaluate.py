@@ -143,7 +143,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
 
 
 def origin_of(args: argparse.Namespace, config: Config, checkpoint: str | None) -> dict[str, Any]:
-    """What the file of results says of its origin."""
+    """The origin that the file of results records."""
     read = {"pattern": config.attention.pattern, "source": config.data.source}
     return {**vars(args), "checkpoint": checkpoint, **read}
 

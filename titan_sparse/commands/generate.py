@@ -119,7 +119,7 @@ def of_folder(folder: Path, words: list[str]) -> Config:
 
 
 def is_of_chats(checkpoint: str) -> bool:
-    """Whether the run was trained on messages, also where its data are prepared tokens."""
+    """True if the run was trained on messages, also where its data are prepared tokens."""
     saved = read_saved(checkpoint)
     parts = saved.origin.get("data", []) if saved else []
     return any(part.get("format") == "messages" for part in parts)

@@ -129,7 +129,7 @@ def _print_once(line: str, alike: bool = True) -> None:
 
 
 def _has_process_group() -> bool:
-    """Whether ranks may be waiting for this one. Does not load torch."""
+    """True if ranks may be waiting for this one. Does not load torch."""
     if "torch" not in sys.modules:
         return False
     import torch.distributed as dist

@@ -1,5 +1,5 @@
-"""What a start changes in the run that it resumes. A change is reported, or it is refused if the
-saved state would become meaningless.
+"""The changes that a start makes to the run that it resumes. A change is reported, or it is refused
+if the saved state would become meaningless.
 
 A checkpoint holds the configuration with which it was saved (config.toml), and what this
 configuration meant with the files that it names (origin.json).
@@ -186,7 +186,7 @@ def data_differences(saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> 
 
 
 def model_functions(model: dict[str, Any]) -> dict[str, Any]:
-    """What decides over a model's shape and functions, by dotted names."""
+    """The options that decide a model's shape and functions, by dotted names."""
     # The largest position limits the data. The weights do not depend on it.
     elsewhere = ("max_positions", "rope", "folder", "settings", "linears")
     fields = {name: model[name] for name in model if name not in elsewhere}

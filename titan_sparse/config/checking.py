@@ -1,4 +1,4 @@
-"""What can run and what cannot: check() refuses impossible combinations before any process group
+"""Checks of what can run: check() refuses impossible combinations before any process group
 exists."""
 
 import json
@@ -302,7 +302,7 @@ def _check_float8(config: Config) -> None:
 
 
 def trains_random_base(config: Config) -> bool:
-    """Whether the frozen weights are drawn from training.seed, and not read from
+    """True if the frozen weights are drawn from training.seed, and not read from
     model.initial_hf."""
     return config.model.random_weights or not config.model.initial_hf
 
@@ -335,9 +335,6 @@ def _check_run(config: Config) -> None:
     source = "lr_scheduler.total_steps" if scheduler.total_steps else "training.steps"
     if scheduler.warmup_steps > attrgetter(source)(config):
         clash(config, "lr_scheduler.warmup_steps", source, "a smaller one", "is above")
-    # It does not exist for sharded parameters.
-    if config.optimizer.name == "SGD" and config.optimizer.implementation == "fused":
-        clash(config, "optimizer.implementation", "optimizer.name")
     last = config.profiling.first_step + config.profiling.steps - 1
     if config.profiling.enable and last > config.training.steps:
         why = f"traces up to step {last}, above"

@@ -53,7 +53,7 @@ def local_folder(name: str, key: str, weights: bool) -> str:
 
 
 def _is_whole(folder: Path, weights: bool) -> bool:
-    """Whether a snapshot holds what is needed. A download may have been interrupted."""
+    """True if a snapshot holds what is needed. A download may have been interrupted."""
     if not weights:
         return any((folder / name).is_file() for name in TOKENIZERS)
     try:

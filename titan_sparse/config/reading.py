@@ -316,7 +316,7 @@ stand without a value: true. A number of tokens may be written as 128k (131,072)
 
 
 def usage() -> str:
-    """What --help prints: every section and key with its type, default and meaning."""
+    """The text of --help: every section and key with its type, default and meaning."""
     lines = _USAGE.splitlines()
     docs = field_docs(Flags)
     for name, item in _FLAGS.items():

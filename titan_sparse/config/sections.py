@@ -27,7 +27,7 @@ Text = Annotated[str, "not empty"]
 
 @dataclass
 class Model:
-    """Which decoder is trained."""
+    """The decoder that is trained."""
 
     flavour: str = "debug"
     """a published architecture (docs/training.md)"""
@@ -56,7 +56,7 @@ class Model:
 
 @dataclass
 class Data:
-    """Where the text comes from and how it becomes documents of tokens."""
+    """The source of the text, and how it becomes documents of tokens."""
 
     source: Text = "python"
     """python (files of the stdlib and torch), a file or folder (.txt .jsonl .json .parquet),
@@ -251,7 +251,7 @@ class LRScheduler:
 
 @dataclass
 class ActivationCheckpoint:
-    """What is kept for backward and what is recomputed."""
+    """The choice of what is kept for the backward and what is recomputed."""
 
     mode: Literal["none", "full", "selective"] = "full"
     """full: recompute each block; selective: keep its costly results; none: keep everything"""
@@ -345,7 +345,7 @@ class Checkpoint:
 
 @dataclass
 class Metrics:
-    """What is measured and where it is written."""
+    """The measurements, and where they are written."""
 
     log_every: Positive = 10
     """steps between log lines"""
@@ -448,5 +448,5 @@ class Flags:
 
     @property
     def starts_nothing(self) -> bool:
-        """Whether something is printed in place of a run."""
+        """True if something is printed in place of a run."""
         return self.print_config or self.dry_run or self.find_max_length

@@ -237,7 +237,7 @@ def tokenizer_name(config: Config) -> str:
 
 
 def holds_tokenizer(folder: str) -> bool:
-    """Whether a Hugging Face folder has a tokenizer, in any form."""
+    """True if a Hugging Face folder has a tokenizer, in any form."""
     return any(
         os.path.isfile(os.path.join(os.path.expanduser(folder), name)) for name in TOKENIZERS
     )

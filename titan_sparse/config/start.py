@@ -1,4 +1,4 @@
-"""Whether a run can begin here: what torchrun has set, and the files and folders of the run.
+"""Check that a run can begin here: what torchrun has set, and the files and folders of the run.
 
 A dry run needs none of these files.
 """

@@ -95,7 +95,7 @@ class ChatTemplate:
         self.digest = hashlib.sha256(written.encode()).hexdigest()[:16]
 
     def marks_answers(self, tools: list[Any]) -> bool:
-        """Whether the template has {% generation %} around what the assistant writes."""
+        """True if the template has {% generation %} around what the assistant writes."""
         return _GENERATION.search(self._texts[self._name(tools)]) is not None
 
     def for_training(self) -> "tuple[ChatTemplate, TemplateFamily] | None":

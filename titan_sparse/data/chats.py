@@ -242,7 +242,7 @@ class _Chat:
             return ""
 
     def message(self, number: int) -> Letters:
-        """Where a message lies, its header included."""
+        """The place of a message, its header included."""
         start = self._prefix(number, False) if number else 0
         return start, self._prefix(number + 1, False)
 

@@ -69,7 +69,7 @@ def declared_ends(folder: str) -> list[int]:
 
 
 def _chats(data: Data) -> Iterator[Data]:
-    """How each part of data.source that holds chats was made."""
+    """The recipes of the parts of data.source that hold chats."""
     for source, row_format in source_formats(data).items():
         part = dataclasses.replace(data, source=source, format=row_format)
         if is_prepared(source):

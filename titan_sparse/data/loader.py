@@ -113,7 +113,7 @@ class PackedLoader:
         return sum(cursor.sequence for cursor in self._returned)
 
     def fingerprint(self) -> list[dict[str, Any]]:
-        """What decides the stream of sequences, a dict for each part."""
+        """The settings that decide the stream of sequences, a dict for each part."""
         pairs = zip(self.streams, self.shares, strict=True)
         return [{**stream.fingerprint(), "share": round(share, 9)} for stream, share in pairs]
 

@@ -1,4 +1,4 @@
-"""What titan-sparse prepare_data reads: rows of data.source, a folder of source files as long
+"""The inputs of titan-sparse prepare_data: rows of data.source, a folder of source files as long
 documents, or MDS shards.
 
 MDS (mosaicml-streaming) is the format in which ProLong's data are released. A row holds text, or
@@ -114,7 +114,7 @@ def _refuse_unused(recipe: Recipe, reads_mds: bool) -> None:
 
 
 def is_mds(source: str) -> bool:
-    """Whether `source` is a folder of MDS shards."""
+    """True if `source` is a folder of MDS shards."""
     return (Path(source).expanduser() / INDEX).is_file()
 
 
@@ -229,7 +229,7 @@ def open_folder(source: str, whole: bool) -> LazyTexts:
 
 
 def _problem(path: Path) -> str:
-    """Why a file is not read, and its ending, such as "binary .png"; empty for text."""
+    """The reason why a file is not read, and its ending, such as "binary .png"; empty for text."""
     with path.open("rb") as file:
         beginning = file.read(8192)
     if not beginning:

@@ -26,7 +26,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class BadSample(ValueError):
-    """What is wrong with a row, without its file and number."""
+    """A mistake in a row, without its file and number."""
 
 
 class Row(NamedTuple):
@@ -254,7 +254,7 @@ def sample_text(where: str, row: dict[str, Any], row_format: str, messages_field
 
 
 def _missing(name: str, row_format: str) -> str:
-    """What is wrong with rows that lack the column `name` of data.format."""
+    """The error message for rows that lack the column `name` of data.format."""
     forms = ""
     if name == "messages":
         forms = "".join(

@@ -46,7 +46,7 @@ class DataError(OSError):
 
 
 def shard_path(folder: Path, number: int, ending: str) -> Path:
-    """Where a shard's file with the ending "bin", "idx.npy", "mask" or "json" lies."""
+    """The path of a shard's file with the ending "bin", "idx.npy", "mask" or "json"."""
     return folder / f"shard_{number:05d}.{ending}"
 
 
@@ -89,13 +89,13 @@ def write_shard(
 
 
 def is_prepared(source: str) -> bool:
-    """Whether data.source is a folder of shards, finished or not."""
+    """True if data.source is a folder of shards, finished or not."""
     path = Path(source).expanduser()
     return any(_has_format(path / name) for name in (META, PLAN))
 
 
 def adds_bos(data: Data) -> bool:
-    """Whether texts of a run begin with the tokenizer's `begin`: data.add_bos, unless all parts of
+    """True if texts of a run begin with the tokenizer's `begin`: data.add_bos, unless all parts of
     data.source are prepared tokens without it."""
     paths = [Path(source).expanduser() for source in source_weights(data.source)]
     metas = [read_meta(path / META) for path in paths]
@@ -239,7 +239,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 def read_offsets(
     source: str, folder: Path, counts: dict[str, int], dtype: str, has_mask: bool
 ) -> NDArray[np.int64]:
-    """Where the documents of a shard begin, int64 [documents + 1].
+    """The offsets at which the documents of a shard begin, int64 [documents + 1].
 
     Raises ValueError, naming the file, if the files do not match each other and the shard's counts.
     """

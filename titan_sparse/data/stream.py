@@ -80,7 +80,8 @@ class Stream(ABC):
         """Take the next sequence: whole or cut documents of at most `seq_len` tokens together."""
 
     def fingerprint(self) -> dict[str, int | float | str]:
-        """What decides the stream. With another fingerprint, a cursor points to other tokens."""
+        """The settings that decide the stream. With another fingerprint, a cursor points to other
+        tokens."""
         adds_bos = len(self.documents.begin) and self.documents.sample_format.takes_bos
         return {
             "documents": len(self.documents),

@@ -168,7 +168,7 @@ class FileTokenizer:
         return files
 
     def extends(self, other: "FileTokenizer") -> bool:
-        """Whether every token of `other` has the same id here, and texts are split in the same
+        """True if every token of `other` has the same id here, and texts are split in the same
         way. Tokens may have been added."""
         vocabularies = [
             tokenizer._tokenizer.get_vocab(with_added_tokens=True) for tokenizer in (self, other)
@@ -242,7 +242,7 @@ def _file_of(name: str) -> Path | None:
 
 
 def _is_renamed(name: str) -> bool:
-    """Whether data.tokenizer is a file that transformers would not find by its name."""
+    """True if data.tokenizer is a file that transformers would not find by its name."""
     path = Path(name).expanduser()
     return path.is_file() and path.name != TOKENIZER_FILE
 
@@ -257,7 +257,7 @@ def _added_in_front(backend: tokenizers.Tokenizer) -> NDArray[np.int32]:
 
 
 def _has_same_tokens(one: tokenizers.Tokenizer, other: tokenizers.Tokenizer) -> bool:
-    """Whether texts without added tokens become the same tokens.
+    """True if texts without added tokens become the same tokens.
 
     Tokenizers are compared by what they do. Their settings differ between a file and the class of
     transformers that reads it, but mostly in ways that do not matter.
@@ -270,12 +270,12 @@ def _ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
 
 
 def _added(backend: tokenizers.Tokenizer) -> dict[int, str]:
-    """What each added token is, by its id."""
+    """The text of each added token, by its id."""
     return {number: repr(token) for number, token in backend.get_added_tokens_decoder().items()}
 
 
 def _is_as_in(path: Path, backend: tokenizers.Tokenizer) -> bool:
-    """Whether texts become the tokens that tokenizer.json alone says: no other file and no class of
+    """True if texts become the tokens that tokenizer.json alone says: no other file and no class of
     transformers changes them."""
     plain = tokenizers.Tokenizer.from_file(str(path))
     plain.no_truncation()
@@ -339,8 +339,8 @@ def open_tokenizer(config: Config) -> Tokenizer:
 
 
 def _has_tokens_of(tokenizer: FileTokenizer, folder: str, name: str) -> bool:
-    """Whether the tokenizer of data.tokenizer = `name` has the tokens of a model's folder, and perhaps
-    more."""
+    """True if the tokenizer of data.tokenizer = `name` has the tokens of a model's folder, and
+    perhaps more."""
     is_there = tokenizer.folder.resolve() == Path(folder).expanduser().resolve()
     if is_there and not _is_renamed(name):
         return True
@@ -353,7 +353,7 @@ def _has_tokens_of(tokenizer: FileTokenizer, folder: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class SampleFormat:
-    """How rows became tokens. For text, everything is learned."""
+    """The way in which rows became tokens. For text, everything is learned."""
 
     format: str = "text"
     """data.format"""
@@ -364,12 +364,12 @@ class SampleFormat:
 
     @property
     def takes_bos(self) -> bool:
-        """Whether data.add_bos counts. What stands in a chat of messages is up to its template."""
+        """True if data.add_bos counts. What stands in a chat of messages is up to its template."""
         return self.format != "messages"
 
     @property
     def is_chat(self) -> bool:
-        """Whether only some tokens are learned, and documents are never cut."""
+        """True if only some tokens are learned, and documents are never cut."""
         return self.format != "text"
 
 

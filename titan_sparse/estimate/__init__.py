@@ -1,4 +1,4 @@
-"""What a run will cost, worked out without a GPU: FLOPs, memory, time."""
+"""Estimates of what a run will cost, without a GPU: FLOPs, memory, time."""
 
 from titan_sparse.options.extras import need_here
 

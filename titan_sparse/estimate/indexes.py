@@ -1,4 +1,5 @@
-"""What titan-sparse plan plans with: indexes of a run in a file, random ones, and document lengths."""
+"""The inputs of titan-sparse plan: indexes of a run in a file, random ones, and document
+lengths."""
 
 import dataclasses
 from pathlib import Path

@@ -11,7 +11,7 @@ minute, and knows nothing of the compiler.
 """
 
 from titan_sparse.attention.backends.flash import kv_heads_at_once
-from titan_sparse.attention.context_parallel.schedules import Moves, head_groups
+from titan_sparse.attention.context_parallel.schedules import Moves, head_groups, heads_gathered
 from titan_sparse.estimate.step import StepShape
 from titan_sparse.models.config import adapter_elements, block_adapter_elements
 
@@ -169,7 +169,8 @@ def kept_by_block(step: StepShape) -> float:
 
 
 def _kept(step: StepShape, blocks: int) -> float:
-    """What `blocks` blocks keep on the device for their backward, and the tables that all share."""
+    """The memory that `blocks` blocks keep on the device for their backward, with the tables that
+    all share."""
     if step.offload:
         blocks = min(blocks, OFFLOAD_BUFFERS)
     rope = 2 * step.tokens * step.model.head_dim * step.wide
@@ -318,7 +319,7 @@ def attention_workspace(step: StepShape) -> float:
     # Measured: 17 % of q, k, v and out, or the lists where they are larger.
     size = max(0.17 * 2 * (step.query + step.kv) * step.width, lists)
     is_grouped = model.heads > model.kv_heads
-    kv_heads = 1 if step.schedule.moves is Moves.HEADS else model.kv_heads
+    kv_heads = _heads_gathered(step) if step.schedule.moves is Moves.HEADS else model.kv_heads
     if step.backend == "flex":
         # FlashAttention-4 sums dq in fp32, and with grouped queries also dk and dv.
         at_once = kv_heads_at_once(kv_heads, model.heads // model.kv_heads, step.blocks)
@@ -335,12 +336,16 @@ def attention_workspace(step: StepShape) -> float:
 
 
 def _schedule_workspace(step: StepShape) -> float:
-    """What a schedule adds to the workspace of attention's backward, bytes."""
+    """The bytes that a schedule adds to the workspace of attention's backward."""
     moves = step.schedule.moves
     if moves is Moves.HEADS:
-        # dK and dV of the whole sequence, of two heads: one is computed while one is sent.
         kv_heads = step.model.kv_heads
-        return 2 * step.wide * step.kv * step.cp * min(2, kv_heads) / kv_heads
+        at_once = _heads_gathered(step)
+        # Of the whole sequence: dK and dV of two groups of heads, of which one is computed while one is
+        # sent, and K and V of one, head by head instead of rank by rank.
+        sums = step.wide * min(2 * at_once, kv_heads)
+        copies = step.width * at_once if at_once * step.sequences > 1 else 0
+        return 2 * step.kv * step.cp * (sums + copies) / kv_heads
     if moves is Moves.NOTHING or step.cp == 1:
         return 0
     if moves is Moves.TOKENS:
@@ -366,6 +371,12 @@ def _schedule_workspace(step: StepShape) -> float:
     return step.wide * step.query + 2 * step.kv * (sums + in_transit)
 
 
+def _heads_gathered(step: StepShape) -> int:
+    """The KV heads that all_gather gathers together."""
+    kv_heads = step.model.kv_heads
+    return heads_gathered(kv_heads, 2 * step.kv * step.width * step.cp // kv_heads)
+
+
 def cp_buffers(step: StepShape) -> float:
     """Bytes of the buffers of received chunks, which are kept from call to call.
 
@@ -378,8 +389,9 @@ def cp_buffers(step: StepShape) -> float:
     chunk = 2 * step.kv * step.kv_copies * step.width
     gradient = 2 * step.kv * step.kv_copies * step.gradient_width
     if moves is Moves.HEADS:
-        # Two heads of the whole sequence: one is computed on while the next one arrives.
-        return 2 * chunk * step.cp / step.model.kv_heads
+        # Two groups of heads of the whole sequence: one is computed on while the next one arrives.
+        kv_heads = step.model.kv_heads
+        return chunk * step.cp * min(2 * _heads_gathered(step), kv_heads) / kv_heads
     if moves is Moves.BLOCKS:
         # Own blocks and those handed on between nodes, and the blocks of a stage. Gradients likewise.
         backward_stages = step.overlap_stages[1]

@@ -1,4 +1,5 @@
-"""How long one layer's attention would take on many ranks, from an index and a few measured rates.
+"""The time that one layer's attention would take on many ranks, from an index and a few measured
+rates.
 
 This needs no GPU and no processes. The work of every rank and step and the bytes on every link are
 counted exactly. The times are bounds. On each rank a step takes as long as its kernels or the slowest
@@ -21,6 +22,7 @@ from titan_sparse.attention.context_parallel.schedules import (
     Moves,
     Schedule,
     head_groups,
+    heads_gathered,
     kv_copies,
 )
 from titan_sparse.attention.masks.ranges import MaskRanges
@@ -32,7 +34,7 @@ from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS, Const
 
 @dataclass(frozen=True)
 class Setting:
-    """How the work is spread over `inter` nodes of `intra` ranks.
+    """A spread of the work over `inter` nodes of `intra` ranks.
 
     overlap_stages: of group_cast, forward and backward. balance: costs by which the layout
     "balanced" assigns blocks.
@@ -68,11 +70,15 @@ class LayerWork(NamedTuple):
 class Pass(NamedTuple):
     """A forward or a backward.
 
-    compute: seconds of kernels and launches, float64 [W, steps]. seconds: until the last rank is
-    done. sent: bytes that each rank sends, inside its node and to other nodes.
+    compute: seconds of kernels and launches, float64 [W, steps]. transfers: seconds of the transfers
+    that run at the same time as each step, float64 [steps]. ends: seconds of transfers before the
+    first or after the last step. seconds: until the last rank is done. sent: bytes that each rank
+    sends, inside its node and to other nodes.
     """
 
     compute: Tensor
+    transfers: Tensor
+    ends: float
     seconds: float
     sent: ring_routing.Traffic
 
@@ -204,24 +210,26 @@ class _Planner:
         return work, forward._replace(seconds=forward_seconds), backward
 
     def all_gather(self) -> tuple[Tensor, Pass, Pass]:
-        """Everything is sent to everybody, one KV head at a time."""
+        """Everything is sent to everybody, some KV heads at a time."""
         heads = self.layer.shape.kv_heads
+        at_once = heads_gathered(heads, self.key_bytes * self.setting.ranks // heads)
+        groups = -(-heads // at_once)
         _, work = self._work_by_step()
-        # [W, KV heads]: heads are assumed to be alike.
-        of_head = (work.sum(1, keepdim=True) / heads).expand(-1, heads)
+        # [W, groups]: heads are assumed to be alike, and groups to have equally many.
+        of_group = (work.sum(1, keepdim=True) / groups).expand(-1, groups)
         chunks = ring_routing.all_gather_traffic(self.setting.ranks, self.setting.intra)
-        gather = self._collective_seconds(self.key_bytes / heads)
-        scatter = self._collective_seconds(self.gradient_bytes / heads)
+        gather = self._collective_seconds(self.key_bytes / groups)
+        scatter = self._collective_seconds(self.gradient_bytes / groups)
 
-        # The next head is gathered while one is computed, and its gradient is scattered while the
-        # next one is computed.
-        gathers = torch.full((heads,), gather, dtype=torch.float64)
+        # The next heads are gathered while some are computed, and their gradients are scattered
+        # while the next ones are computed.
+        gathers = torch.full((groups,), gather, dtype=torch.float64)
         gathers[-1] = 0
-        scatters = torch.full((heads,), scatter, dtype=torch.float64)
+        scatters = torch.full((groups,), scatter, dtype=torch.float64)
         scatters[0] = 0
-        forward = self._pass(of_head, gathers, _bytes((chunks, self.key_bytes)), ends=gather)
+        forward = self._pass(of_group, gathers, _bytes((chunks, self.key_bytes)), ends=gather)
         backward = self._pass(
-            of_head,
+            of_group,
             torch.maximum(gathers, scatters),
             _bytes((chunks, self.key_bytes + self.gradient_bytes)),
             backward=True,
@@ -256,6 +264,8 @@ class _Planner:
         def joined(of_ranks: tuple[Pass, ...]) -> Pass:
             return Pass(
                 compute=_by_node([one.compute for one in of_ranks]),
+                transfers=torch.stack([one.transfers for one in of_ranks]).amax(0),
+                ends=max(one.ends for one in of_ranks) + seconds,
                 seconds=max(one.seconds for one in of_ranks) + seconds,
                 sent=ring_routing.Traffic(
                     inside=_by_node([torch.full_like(one.sent.across, traded) for one in of_ranks]),
@@ -381,7 +391,7 @@ class _Planner:
         beside = beside.clone()
         beside[hides_behind] = beside[hides_behind].clamp(min=verticals)
         of_rank = torch.maximum(compute, beside).sum(-1)
-        return Pass(compute, of_rank.max().item() + ends, sent)
+        return Pass(compute, beside, ends, of_rank.max().item() + ends, sent)
 
 
 def _by_node(of_ranks: Sequence[Tensor]) -> Tensor:

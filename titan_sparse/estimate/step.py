@@ -1,4 +1,4 @@
-"""What the memory of a training step depends on."""
+"""The sizes on which the memory of a training step depends."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,8 @@ from titan_sparse.models.config import Adapters, DecoderConfig
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """What memory depends on. Sizes are those of one rank; fields named as keys are those keys."""
+    """The sizes on which memory depends. Sizes are those of one rank; fields named as keys are
+    those keys."""
 
     model: DecoderConfig
     sequences: int

@@ -60,7 +60,8 @@ def score_samples(scorer: Scorer, samples: list[Sample], generate: bool) -> list
 
 
 def _forced(scorer: Scorer, sample: Sample | None, length: int) -> dict[str, Any]:
-    """What one forward over prompt and answer says. sample: None takes part in the collectives only."""
+    """The results of one forward over prompt and answer. sample: None takes part in the collectives
+    only."""
     if sample is None:
         scorer.answers([None], length)
         return {}
@@ -76,7 +77,7 @@ def _forced(scorer: Scorer, sample: Sample | None, length: int) -> dict[str, Any
 def compared(
     tokenizer: Tokenizer, answer: NDArray[np.int64], predicted: NDArray[np.int64]
 ) -> dict[str, Any]:
-    """What a record says of predicted tokens, int64 [n], and "right_text": each run of right ones
+    """The record of predicted tokens, int64 [n], and "right_text": each run of right ones
     as a line."""
     right = predicted == answer
     # Where runs begin, and where they end.
@@ -90,7 +91,7 @@ def compared(
 
 
 def _generated(scorer: Scorer, sample: Sample | None, new_tokens: int) -> dict[str, Any]:
-    """What the model generates. sample: None takes part in the collectives only."""
+    """The text that the model generates. sample: None takes part in the collectives only."""
     prompt = np.array([scorer.tokenizer.end_of_document]) if sample is None else sample.prompt
     most = 1 if sample is None else sample.new_tokens
 

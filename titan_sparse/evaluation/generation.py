@@ -24,7 +24,7 @@ from titan_sparse.loss import IGNORE_INDEX, answer_logits
 from titan_sparse.models.config import DecoderConfig
 
 Stop = Callable[[NDArray[np.int64]], bool]
-"""Whether a text ends with the last of these tokens, int64 [n]."""
+"""True if a text ends with the last of these tokens, int64 [n]."""
 
 _NOWHERE = 2**62
 """The position of what no query sees: padding."""
@@ -130,7 +130,7 @@ def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> T
 def _cached_attention(
     scorer: Scorer, places: "_Places"
 ) -> Callable[[int, Callable[..., Tensor]], "_CachedAttend"]:
-    """What attention_replaced() puts in place of each layer's attention."""
+    """The function that attention_replaced() puts in place of each layer's attention."""
     windows = scorer.model_config.windows
     section = scorer.attention
 
@@ -184,7 +184,7 @@ def decoded(
 
 @dataclass
 class _Places:
-    """Where tokens are, for all layers.
+    """The positions of tokens, for all layers.
 
     prompt: int64 [B, S_local], positions of the prompt's tokens on this rank. lengths: int64 [B], tokens
     of the prompts. number: how many new tokens come before the one that goes through.

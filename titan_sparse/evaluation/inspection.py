@@ -1,4 +1,5 @@
-"""Where a layer's attention mass lies, what selections of several sizes keep of it, and pictures.
+"""Inspection of a layer: its attention mass, what selections of several sizes keep of it, and
+pictures.
 
 Rows are sampled, so that no table of all pairs of tokens is made. matplotlib is loaded by the first
 picture, so its types are Any here.
@@ -32,7 +33,7 @@ _BINS = 256
 
 
 class Layer(NamedTuple):
-    """What was measured of one layer, float64 on the CPU, for each of Hq query heads.
+    """Measurements of one layer, float64 on the CPU, for each of Hq query heads.
 
     vertical_mass: [Hq, bins], share of the mass by position of the key, of the last rows, by which
     vertical_slash chooses. slash_mass: [Hq, K], share of the last and random rows' mass by distance in
@@ -79,7 +80,7 @@ def inspect_layer(
     samples: int,
     seed: int,
 ) -> Layer:
-    """Of q [1, Hq, S, D] and k [1, Hkv, S, D], one sequence of whole blocks. cp: of one rank.
+    """Inspect q [1, Hq, S, D] and k [1, Hkv, S, D], one sequence of whole blocks. cp: of one rank.
 
     samples: how many random rows, the same ones in all layers.
     """
@@ -183,8 +184,9 @@ def curve(
     at: Tensor,
     mass: Tensor,
 ) -> dict[str, Any]:
-    """What a pattern selects of the rows at `at`, int64 [n]; lists over heads: density, the selected
-    share of the allowed pairs; recall, the mean share of a row's mass; how many verticals and slashes.
+    """The selection of a pattern for the rows at `at`, int64 [n]; lists over heads: density, the
+    selected share of the allowed pairs; recall, the mean share of a row's mass; how many verticals
+    and slashes.
 
     mass: [Hq, n, S], the dense softmax of these rows.
     """

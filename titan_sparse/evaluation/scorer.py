@@ -107,7 +107,8 @@ class Scorer:
         return losses[counts], batch.positions[counts]
 
     def answers(self, sequences: list[Sequence | None], length: int) -> list[tuple[Tensor, Tensor]]:
-        """Of the N labels that count: cross-entropy, float64 [N], and the most likely token, int64 [N].
+        """Cross-entropy, float64 [N], and the most likely token, int64 [N], of the N labels that
+        count.
 
         A pair for each row of labels of the sequences, which go through the model together: in
         global order, and on every rank of the context-parallel group.
@@ -172,7 +173,7 @@ class Scorer:
 
     @torch.no_grad()
     def run(self, batch: ScoredBatch, loss: Callable[..., Any]) -> Any:
-        """What `loss`, a function of titan_sparse.loss, returns for a batch."""
+        """The result of `loss`, a function of titan_sparse.loss, for a batch."""
         chunk_tokens = self.config.training.loss_chunk_tokens
         # Without a seed in the masks, probes use fixed rows: results do not depend on the step.
         return self.model(

@@ -144,7 +144,7 @@ class Adapters:
 
 
 def is_adapter(parameter_name: str) -> bool:
-    """Whether the parameter is an adapter's A or B, or holds the rows of trained tokens."""
+    """True if the parameter is an adapter's A or B, or holds the rows of trained tokens."""
     return any(mark in parameter_name for mark in _MARKS)
 
 

@@ -104,7 +104,8 @@ def check_weights(folder: str, config: DecoderConfig) -> None:
 
 
 def _left_out(names: Iterable[str]) -> set[str]:
-    """What hybrid models have beside text: heads that predict several tokens, and vision towers."""
+    """The modules of hybrid models beside text: heads that predict several tokens, and vision
+    towers."""
     return {name for name in names if name.startswith(("mtp.", "model.visual."))}
 
 

@@ -219,7 +219,7 @@ def _check_types(values: dict[str, Any]) -> None:
 
 
 def is_native(folder: str) -> bool:
-    """Whether our decoder has the family that `folder`/config.json names."""
+    """True if our decoder has the family that `folder`/config.json names."""
     return read_json(folder).get("model_type") in NATIVE
 
 

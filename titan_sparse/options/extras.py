@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 EXTRAS = {
     "train": (
-        "torchtitan",
         "torchao",
         "datasets",
         "tokenizers",
@@ -30,7 +29,7 @@ class MissingExtra(ImportError):
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be found by its name. Nothing is imported, so an installed package that
+    """True if a package can be found by its name. Nothing is imported, so an installed package that
     is broken counts, and reports its own error."""
     try:
         found = importlib.util.find_spec(package)

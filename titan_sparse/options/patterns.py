@@ -21,7 +21,7 @@ from titan_sparse.options.values import (
 
 
 class PatternOptions:
-    """What is checked of the options of a pattern. Subclasses are dataclasses."""
+    """The checks of the options of a pattern. Subclasses are dataclasses."""
 
     name: ClassVar[str]
 

@@ -34,7 +34,7 @@ class Range:
         return above and below
 
     def __str__(self) -> str:
-        """What to write, such as "more than 0, at most 1"."""
+        """The text that says what to write, such as "more than 0, at most 1"."""
         low = f"more than {self.least}" if self.open_left else f"{self.least} or more"
         text = ", or ".join([*map(str, self.also), low])
         if self.most < math.inf:

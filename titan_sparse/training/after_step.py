@@ -1,4 +1,4 @@
-"""What a run does after a step, decided from facts that are the same on all ranks."""
+"""The decision what a run does after a step, from facts that are the same on all ranks."""
 
 from typing import NamedTuple
 

@@ -48,7 +48,7 @@ def build_mask(attention: Attention, lengths: list[list[int]]) -> Mask:
 
 
 def has_slices(attention: Attention) -> bool:
-    """Whether build_mask() makes a mask of Slices, which not every backend computes."""
+    """True if build_mask() makes a mask of Slices, which not every backend computes."""
     return attention.window_sinks > 0
 
 
@@ -136,7 +136,7 @@ def build_layer_masks(
     table: Tensor | None,
     probe_seed: Tensor | None = None,
 ) -> MaskRanges | LayerMasks:
-    """What the decoder is given as a mask, for one batch of sequences of `seq_len` tokens.
+    """The masks of the decoder, for one batch of sequences of `seq_len` tokens.
 
     LayerMasks for a model that has windows, routers or linear attention of its own. lengths: as for
     build_mask(). table: of the layout "balanced", the same for all layers. probe_seed: as in
@@ -196,7 +196,7 @@ def build_shard(model: DecoderConfig, cp: ContextParallel) -> Callable[..., Tens
 
 
 def build_attends(attention: Attention, cp: ContextParallel, recomputed: float = 0.0) -> Attends:
-    """What a decoder's layers are given. Patterns apply to layers that see everything
+    """The attention functions of a decoder's layers. Patterns apply to layers that see everything
     and are none of attention.dense_layers: a window is dense."""
     dense = dataclasses.replace(attention, pattern="dense")
     return Attends(
@@ -223,7 +223,8 @@ def sparse_from(attention: Attention) -> int:
 def why_dense(
     config: Config, model: DecoderConfig, longest: int | None = None, data: str = "data.source"
 ) -> str:
-    """Why nothing is sparse although a pattern is set, and what to write; empty if something may be.
+    """The reason why nothing is sparse although a pattern is set, and what to write; empty if
+    something may be.
 
     longest: tokens of the longest document, if that is known. data: whose documents these are.
     """

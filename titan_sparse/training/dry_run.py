@@ -53,7 +53,7 @@ _LONGEST = 2**30
 
 @dataclass(frozen=True)
 class World:
-    """Where the run would be.
+    """The machine on which the run would be.
 
     device_memory, host_memory: GiB of one GPU, and of the CPU memory of a node; inf if unknown.
     """
@@ -69,11 +69,11 @@ class World:
         return OUTSIDE_GIB + (COMMUNICATORS_GIB if self.ranks > 1 else 0)
 
     def fits(self, device_gib: float) -> bool:
-        """Whether a step that needs so much of PyTorch's allocator fits."""
+        """True if a step that needs so much of PyTorch's allocator fits."""
         return device_gib <= (1 - RESERVE) * self.device_memory - self.outside
 
     def holds(self, host_gib: dict[str, float]) -> bool:
-        """Whether a node has the CPU memory for its ranks. host_gib: of a rank."""
+        """True if a node has the CPU memory for its ranks. host_gib: of a rank."""
         return sum(host_gib.values()) * self.ranks_per_node <= (1 - HOST_RESERVE) * self.host_memory
 
     def __str__(self) -> str:

@@ -98,7 +98,7 @@ def load_for_evaluation(
 
 
 def _was_begun(checkpoint: str) -> bool:
-    """Whether texts could begin with a token of the tokenizer in the run of a checkpoint: prepared
+    """True if texts could begin with a token of the tokenizer in the run of a checkpoint: prepared
     tokens may lack it. True if only chats were learned."""
     is_step = os.path.isfile(os.path.join(checkpoint, ".metadata"))
     saved = read_saved(checkpoint if is_step else newest_checkpoint(checkpoint))

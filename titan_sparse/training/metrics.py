@@ -1,4 +1,5 @@
-"""What a run reports at each logged step: a progress line, metrics.jsonl, TensorBoard, trackers."""
+"""The reports of a run at each logged step: a progress line, metrics.jsonl, TensorBoard,
+trackers."""
 
 import logging
 import math
@@ -31,14 +32,15 @@ PACE_INTERVALS = 20
 
 
 class CapCount:
-    """What caps cut in all selections since the last read(). Until then it stays on the device."""
+    """The number of budgets that caps cut in all selections since the last read(). Until then it
+    stays on the device."""
 
     def __init__(self) -> None:
         self.forwards: list[Tensor] = []
         """[layers, 3] each"""
 
     def add(self, shares: list[Tensor]) -> None:
-        """What recorder.counting_caps() has collected in one forward."""
+        """Add what recorder.counting_caps() has collected in one forward."""
         if shares:
             self.forwards.append(torch.stack(shares))
 
@@ -127,7 +129,7 @@ class MetricsLog:
         self.counted_steps += 1
 
     def should_log(self, step: int) -> bool:
-        """Whether `step` (from 1) is logged: every metrics.log_every, the first and the last."""
+        """True if `step` (from 1) is logged: every metrics.log_every, the first and the last."""
         return step in (1, self.steps) or step % self.section.log_every == 0
 
     def records(self, step: int) -> tuple[int, int]:

@@ -1,5 +1,5 @@
-"""Where the metrics of a run go: files of JSON lines, TensorBoard, and Weights & Biases. Loads no
-torch.
+"""Outputs for the metrics of a run: files of JSON lines, TensorBoard, and Weights & Biases. Loads
+no torch.
 
 A file of JSON lines has one object a line. Each line is written as a whole or not at all.
 TensorBoard sorts sections and what is in them by their letters, capitals first, and opens the first

@@ -152,8 +152,8 @@ def checkpointed(block: nn.Module, mode: str) -> nn.Module:
 
 
 def checkpoint_contexts(keeps_matmuls: bool = False):
-    """What is kept of a block: attention's results, and where asked for every second matmul, which
-    is half of their memory for half of their recomputation."""
+    """The parts of a block that are kept: attention's results, and where asked for every second
+    matmul, which is half of their memory for half of their recomputation."""
     matmuls_seen: Counter[bool] = Counter()
 
     def policy(context, op, *args, **kwargs) -> CheckpointPolicy:

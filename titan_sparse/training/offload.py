@@ -144,7 +144,7 @@ class _Saved:
 
 @dataclass(eq=False)
 class _Block:
-    """What one block keeps in one forward."""
+    """The tensors that one block keeps in one forward."""
 
     owner: "OffloadedBlocks"
     module: nn.Module
@@ -226,7 +226,8 @@ def _unpack(packed: Tensor | _Saved) -> Tensor:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements lie side by side, in whatever order: then one copy of bytes is enough."""
+    """True if its elements lie side by side, in whatever order: then one copy of bytes is
+    enough."""
     return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
 
 

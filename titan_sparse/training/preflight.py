@@ -1,4 +1,4 @@
-"""What is decided before the first step: the data, the weights to begin with, what must be the same
+"""Decisions before the first step: the data, the weights to begin with, what must be the same
 on all ranks, how much of attention is recomputed, and what a resumed run changes."""
 
 import dataclasses
@@ -108,7 +108,8 @@ def alike(config: Config) -> dict[str, str]:
 
 
 def alike_in_files(config: Config, origin: Origin) -> dict[str, str]:
-    """What must be the same on all ranks of the files that a training run reads, but for texts."""
+    """The properties, of the files that a training run reads, that must be the same on all ranks;
+    texts excepted."""
     values = {
         "the device": origin.device,
         "the digest of data.tokenizer": origin.tokenizer[:12],
@@ -131,7 +132,7 @@ def alike_in_files(config: Config, origin: Origin) -> dict[str, str]:
 def alike_in_training(
     config: Config, origin: Origin, backend: str, loader: PackedLoader, validation: Validator
 ) -> dict[str, str]:
-    """What else must be the same on all ranks of a training run."""
+    """The other facts that must be the same on all ranks of a training run."""
     return {
         "the chosen attention.backend": backend,
         **alike_in_files(config, origin),
@@ -141,7 +142,7 @@ def alike_in_training(
 
 
 def use_deterministic_algorithms() -> None:
-    """Of torch and of cuBLAS. A backend of attention may be refused for it."""
+    """Make torch and cuBLAS deterministic. A backend of attention may be refused for it."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
@@ -296,7 +297,7 @@ def _with_tokens(adapters: Adapters, tokens: list[int], tokenizer: Tokenizer) ->
 
 
 def base_digest(config: Config) -> str:
-    """What identifies the frozen weights, which a checkpoint does not hold; "" where there are none."""
+    """A digest of the frozen weights, which a checkpoint does not hold; "" where there are none."""
     if not config.lora.rank:
         return ""
     if trains_random_base(config):

@@ -1,4 +1,4 @@
-"""What is drawn at random in a step. A resumed run draws the same."""
+"""The random draws of a step. A resumed run draws the same."""
 
 import contextlib
 from collections.abc import Iterator

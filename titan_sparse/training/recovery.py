@@ -1,4 +1,4 @@
-"""What a run does about bad updates: count them, and go back to the last good checkpoint."""
+"""Recovery from bad updates: count them, and go back to the last good checkpoint."""
 
 import logging
 import os
@@ -42,7 +42,7 @@ class Recovery:
                 )
 
     def problem(self, saves: bool, is_last: bool) -> str:
-        """Why the run cannot go on from here; empty if it can. Collective.
+        """The reason why the run cannot go on from here; empty if it can. Collective.
 
         saves: a checkpoint is due, which must hold nothing but finite numbers.
         """

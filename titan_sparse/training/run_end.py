@@ -1,4 +1,5 @@
-"""What a finished run leaves to look at: a picture of its loss, and the commands that come next."""
+"""The outputs of a finished run to look at: a picture of its loss, and the commands that come
+next."""
 
 import logging
 import shlex

@@ -1,4 +1,5 @@
-"""What a start leaves in the run folder: who began what and where, a log of every rank, and traces.
+"""The records of a start in the run folder: who began what and where, a log of every rank, and
+traces.
 
 <output_dir>/starts/<UTC date and time>/ has start.json, the start's config.toml, and rank<N>.log.
 <output_dir>/profile/rank<N>.json is a profiler trace of a few steps, for chrome://tracing or Perfetto.

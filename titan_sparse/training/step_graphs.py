@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.observe import Recording
 from titan_sparse.config import Config, resolve_cp_intra, world_from_environment
 from titan_sparse.config.reading import Refusal
 from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.training.optimizer import shard_of
 
 logger = logging.getLogger("titan_sparse")
 
@@ -35,7 +35,7 @@ _MOST_TOKENS = 65536
 
 
 class MicroBatch(NamedTuple):
-    """What a forward and backward reads, on the device.
+    """The inputs of a forward and backward, on the device.
 
     tokens, positions, labels: int64 [b, S_local]. masks: as build_layer_masks() makes them. valid:
     scalar in the loss's dtype, labels that count in the step, over all ranks and micro-batches.
@@ -49,7 +49,7 @@ class MicroBatch(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What a forward and backward leaves besides gradients.
+    """The results of a forward and backward, in addition to gradients.
 
     loss: this rank's share of the mean loss, a scalar. capped: what recorder.counting_caps() has
     collected. recorded: attention, if it was recorded. The next replay of any graph may overwrite
@@ -67,7 +67,7 @@ have. records: the arguments of observe.recording(), or None."""
 
 
 def refusal(config: Config, model: DecoderConfig, device_type: str, schedule: str) -> str | None:
-    """Why steps cannot be CUDA graphs, in a phrase; None if they can.
+    """The reason why steps cannot be CUDA graphs, a phrase; None if they can.
 
     schedule: what attention.schedule stands for. What only a run shows is not known yet: a host that
     waits for the GPU inside a forward, as some code of transformers does.
@@ -121,7 +121,8 @@ def refusal(config: Config, model: DecoderConfig, device_type: str, schedule: st
 def explain(
     config: Config, model: DecoderConfig, device_type: str, schedule: str
 ) -> tuple[bool, str]:
-    """Whether steps become CUDA graphs, and the reason, for the banner. Arguments as in refusal().
+    """The phrase that says if steps become CUDA graphs, and why, for the banner. Arguments as in
+    refusal().
 
     Raises ValueError, naming the key, if compile.cuda_graphs = "on" is impossible.
     """
@@ -176,7 +177,7 @@ class StepGraphs:
     def __call__(
         self, compute: Compute, batch: MicroBatch, records: tuple[int, int] | None, adds: bool
     ) -> Computed:
-        """What compute(batch, records) returns.
+        """The result of compute(batch, records).
 
         compute: the same function in every call. records: the arguments of observe.recording(), or
         None. adds: its gradients are added to those of the micro-batches before it in this step.
@@ -252,7 +253,7 @@ class StepGraphs:
     def _zero_gradients(self) -> None:
         gradients = [x.grad for x in self.model.parameters() if x.grad is not None]
         if gradients:
-            torch._foreach_zero_([x.to_local() if isinstance(x, DTensor) else x for x in gradients])
+            torch._foreach_zero_([shard_of(x) for x in gradients])
 
 
 def flattened(batch: MicroBatch) -> tuple[list[Tensor], Hashable]:

@@ -13,7 +13,6 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchtitan.distributed.utils import clip_grad_norm_
 
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.recorder import counting_caps
@@ -66,7 +65,7 @@ from titan_sparse.training.load import build_run_scorer
 from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.training.metrics_output import open_wandb
 from titan_sparse.training.model import build_model, check_float8
-from titan_sparse.training.optimizer import build_optimizer, set_learning_rate
+from titan_sparse.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
 from titan_sparse.training.preflight import (
     adapters_to_train,
     alike,
@@ -327,7 +326,7 @@ class Trainer:
         return False
 
     def _lacks_time(self, began: float, done: int, accumulated: int) -> bool:
-        """Whether the rest of the step and a save would outlast a rank's grace after a stop signal.
+        """True if the rest of the step and a save would outlast a rank's grace after a stop signal.
         Collective, on the CPU, so that no GPU is waited for. done: micro-batches.
         """
         seconds = max((time.monotonic() - began) / done, self.step_seconds / accumulated)
@@ -405,10 +404,10 @@ class Trainer:
 
     def _clip(self) -> Tensor:
         # 0: no clipping.
-        return clip_grad_norm_(self.model.parameters(), self.config.training.max_norm or math.inf)
+        return clip_gradients(self.model.parameters(), self.config.training.max_norm or math.inf)
 
     def _after_step(self, stopped: bool, is_first: bool) -> None:
-        """What is due after a step: going back, saving, validation, collecting garbage."""
+        """The actions due after a step: going back, saving, validation, collecting garbage."""
         step = self.progress.step
         training = self.config.training
         if dist.get_rank() == 0:

@@ -91,8 +91,8 @@ class Validator:
         return digest.hexdigest()
 
     def is_due(self, step: int) -> bool:
-        """Whether to measure after `step`: every validation.every steps, and after the last one. Step 0
-        is the start."""
+        """True if validation is due after `step`: every validation.every steps, and after the last
+        one. Step 0 is the start."""
         section = self.section
         is_regular = step == self.steps or step % section.every == 0
         return section.enable and (is_regular if step > 0 else section.at_start)
@@ -128,7 +128,7 @@ class Validator:
         return record
 
     def _text(self, scorer: Scorer) -> str:
-        """What the model writes after validation.prompt. Collective."""
+        """The text that the model writes after validation.prompt. Collective."""
         columns = stream(
             scorer,
             [self.prompt],
@@ -144,7 +144,7 @@ class Validator:
 
 
 def _data(config: Config) -> Data:
-    """How to read validation.source, as a [data] section."""
+    """The [data] section with which validation.source is read."""
     data = config.data
     section = config.validation
     source = single_source(section.source or data.source, "validation.source")

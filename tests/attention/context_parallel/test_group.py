@@ -83,11 +83,24 @@ def _inputs(heads: tuple[int, int]) -> tuple[list[torch.Tensor], torch.Tensor]:
     return full, torch.randn(full[0].shape, dtype=torch.float64, generator=generator)
 
 
-def _check_rectangles(axes: tuple[int, ...]) -> None:
-    """Dense causal attention by a backend with a kernel for it, without tiles where the layout allows."""
+def _check_several_heads_at_once() -> None:
+    """all_gather brings two of three KV heads together, and then the third one."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    inputs, d_out = _inputs((6, 3))
+    for mask, pattern, layout in zip(MASKS, PATTERNS, ("zigzag", "striped")):
+        cp = ContextParallel(mesh, layout, "all_gather", 16)
+        wanted = on_one_rank(_everything, inputs, d_out, mask, pattern, None, 16)
+        got = _parallel(cp, inputs, d_out, mask, pattern)
+        for name, x, want in zip(NAMES, got, wanted):
+            assert (x - want).abs().nan_to_num(0).max() < 1e-9, (name, cp.key)
+
+
+def _check_rectangles(axes: tuple[int, ...], heads: tuple[int, int]) -> None:
+    """Dense causal attention by a backend with a kernel for it, without tiles where the layout allows.
+    Two groups of KV heads travel, unless all heads go around one ring."""
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
     block = SEQ_LEN // (2 * mesh.size())
-    (*full, _), d_out = _inputs((6, 2))
+    (*full, _), d_out = _inputs(heads)
     wanted = on_one_rank(_everything, full, d_out, Causal(), Dense(), None, block)
     schedules = ("ring", "all_gather") if axes[0] == 1 else ("double_ring",)
     for layout, schedule in itertools.product(("contiguous", "zigzag"), schedules):
@@ -106,8 +119,8 @@ def _check_rectangles(axes: tuple[int, ...]) -> None:
         for name, x, want in zip(NAMES, got, wanted):
             assert (x - want).abs().max() < 1e-9, (name, cp.key)
         computed = cp.size if layout == "zigzag" else cp.rank + 1
-        travels_by_head = schedule == "all_gather" or len(cp.windows) > 1
-        assert len(used) == computed * (2 if travels_by_head else 1), cp.key
+        in_groups = schedule == "all_gather" or len(cp.windows) > 1
+        assert len(used) == computed * (2 if in_groups else 1), cp.key
 
 
 def _parallel(cp, inputs, d_out, mask, pattern, recomputed=0.0):
@@ -162,7 +175,11 @@ def _check_groups_beside_each_other() -> None:
 def _check_ranks(axes: tuple[int, ...]) -> None:
     heads = (6, 2) if axes == (2, 2) else (5, 1)
     check_everything(axes, MASKS, PATTERNS, heads, every=4)
-    _check_rectangles(axes if len(axes) == 2 else (1, *axes))
+    if len(axes) == 1:
+        _check_rectangles((1, *axes), (6, 3))
+        _check_several_heads_at_once()
+    else:
+        _check_rectangles(axes, (6, 2))
     if dist.get_world_size() == 4:
         _check_groups_beside_each_other()
 

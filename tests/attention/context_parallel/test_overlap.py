@@ -15,6 +15,7 @@ from tests.fake_step import fake_world
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.call import AttentionCall
+from titan_sparse.attention.context_parallel import schedules
 from titan_sparse.attention.context_parallel.comm import Communicator, Pending
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
@@ -173,8 +174,27 @@ GROUP_CAST_BACKWARD = (
     ],
 )
 def test_order_by_hand(monkeypatch, schedule, axes, kv_heads, forward, backward):
+    # As if sequences were long.
+    monkeypatch.setattr(schedules, "_GATHERED_BYTES", 1)
     events = events_of_attention(monkeypatch, schedule, axes, Dense(), kv_heads)
     assert events == (lines(forward), lines(backward))
+
+
+def test_small_heads_are_gathered_together(monkeypatch):
+    """In two groups, so that one is computed on while the other one arrives, and keys with values."""
+    events = events_of_attention(monkeypatch, "all_gather", (1, 3), Dense(), kv_heads=5)
+    starts = [sum(event.startswith("start ") for event in of_pass) for of_pass in events]
+    # Of two groups; and in the backward their gradients.
+    assert starts == [2, 4]
+
+
+@pytest.mark.parametrize(
+    "kv_heads, mib_a_head, together",
+    [(8, 4, 4), (8, 8, 4), (8, 16, 2), (8, 32, 1), (8, 512, 1), (1, 1, 1), (2, 1, 1), (5, 12, 3)],
+)
+def test_how_many_heads_are_gathered_together(kv_heads, mib_a_head, together):
+    """32 MiB of them, or half of the heads."""
+    assert schedules.heads_gathered(kv_heads, mib_a_head << 20) == together
 
 
 @pytest.mark.parametrize("inter, intra, kv_heads", [(2, 3, 1), (3, 2, 2), (4, 1, 4), (3, 2, 1)])

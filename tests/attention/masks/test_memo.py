@@ -8,13 +8,18 @@ import torch
 from tests.reference import structured_qkv
 from titan_sparse.attention import attend, tiles
 from titan_sparse.attention.backends import BACKENDS
+from titan_sparse.attention.masks import Dilated
 from titan_sparse.attention.masks.ranges import (
     Causal,
     Documents,
+    Full,
+    Mask,
     MaskRanges,
+    SlidingWindow,
     _entries,
     once_per_mask,
 )
+from titan_sparse.attention.masks.slices import sliding_window
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 
 eager = BACKENDS["eager"]
@@ -79,3 +84,77 @@ def test_tables_of_a_static_mask_are_made_once(by_key, monkeypatch):
     for _ in range(2):
         attend(q, k, v, ranges, Dense(), backend="eager", block_size=16).sum().backward()
     assert made == [by_key]
+
+
+class _Lengthening(Mask):
+    """A mask that a user wrote, which changes: keys before `self.stop`."""
+
+    stop = 0
+
+    def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
+        self.stop += 16
+        start = torch.zeros(1, seq_len, dtype=torch.int32, device=device)
+        return MaskRanges(start, torch.full_like(start, self.stop), None, causal=False)
+
+
+def test_a_mask_that_is_no_value_is_remembered_while_it_is_used(monkeypatch):
+    """Each of these is equal to itself only."""
+    made = []
+    block_tiles = tiles.block_tiles
+    monkeypatch.setattr(tiles, "block_tiles", lambda *args: made.append(1) or block_tiles(*args))
+    q, k, v = structured_qkv(1, 4, 2, 64, 8)
+    for mask in (Documents([40, 24]) & SlidingWindow(20), sliding_window([40, 24], 20, sinks=3)):
+        made.clear()
+        outs = [attend(q, k, v, mask, backend="eager", block_size=16) for _ in range(3)]
+        assert len(made) == 1
+        expected = attend(q, k, v, mask.rows(64), backend="eager", block_size=16)
+        assert all(torch.equal(out, expected) for out in outs)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Causal,
+        lambda: Causal(valid=[50, 64]),
+        Full,
+        lambda: SlidingWindow(20),
+        lambda: Dilated(40, 2),
+    ],
+    ids=["causal", "causal with padding", "full", "window", "dilated"],
+)
+def test_layers_with_equal_masks_share_what_is_remembered(make, monkeypatch):
+    """attend(mask=Causal()) in every layer costs as little as a mask that the user resolved once."""
+    made = []
+    block_tiles = tiles.block_tiles
+    monkeypatch.setattr(tiles, "block_tiles", lambda *args: made.append(1) or block_tiles(*args))
+    q, k, v = structured_qkv(2, 4, 2, 64, 8)
+    mask = make()
+    kept = {"backend": "eager", "block_size": 16}
+    outs = [attend(q, k, v, mask, **kept) for _ in range(3)]
+    assert len(made) == 1
+    expected = attend(q, k, v, make().rows(64), **kept)
+    assert all(torch.equal(out, expected) for out in outs)
+
+
+def test_equal_masks_of_other_lengths_are_others():
+    q, k, v = structured_qkv(1, 4, 2, 64, 8)
+    for length in (64, 48, 64):
+        part = [x[:, :, :length] for x in (q, k, v)]
+        out = attend(*part, SlidingWindow(20), block_size=16)
+        assert torch.equal(out, attend(*part, SlidingWindow(20).rows(length), block_size=16))
+
+
+def test_a_mask_that_a_user_wrote_is_asked_every_time():
+    q, k, v = structured_qkv(1, 4, 2, 64, 8)
+    for mask in (_Lengthening(), _Lengthening() & SlidingWindow(200)):
+        first, second = (attend(q, k, v, mask, block_size=16) for _ in range(2))
+        assert not torch.equal(first, second)
+
+
+def test_what_inference_mode_remembers_is_not_trained_with():
+    q, k, v = structured_qkv(1, 4, 2, 112, 8)
+    with torch.inference_mode():
+        attend(q, k, v, SlidingWindow(33), block_size=16)
+    q.requires_grad_()
+    attend(q, k, v, SlidingWindow(33), block_size=16).sum().backward()
+    assert q.grad.any()

@@ -1,11 +1,15 @@
 """register(), the settings, and what is refused by name."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.nn.functional
+from transformers import AttentionInterface
 
 from tests.distributed import run_processes
 from tests.integrations.transformers.families import (
@@ -275,3 +279,107 @@ def _others_before_and_after(folder: str) -> None:
 
 def test_models_of_other_names_behave_as_before(tmp_path):
     run_processes(1, _others_before_and_after, str(tmp_path))
+
+
+def test_the_sequence_parallelism_of_verl_and_ms_swift_is_refused(monkeypatch):
+    """As in verl 0.9.1 (verl/utils/ulysses.py) and ms-swift 4.6.0 (swift/sequence_parallel)."""
+    register()
+    model = tiny_model("LlamaConfig")
+    model.set_attn_implementation("titan_sparse")
+    tokens = torch.arange(12)[None]
+    verl = ModuleType("verl.utils.ulysses")
+    monkeypatch.setitem(sys.modules, verl.__name__, verl)
+    verl.get_ulysses_sequence_parallel_world_size = lambda group=None: 2
+    with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=1"):
+        model(tokens)
+    verl.get_ulysses_sequence_parallel_world_size = lambda group=None: 1
+    swift = ModuleType("swift.sequence_parallel.sequence_parallel")
+    monkeypatch.setitem(sys.modules, swift.__name__, swift)
+    swift.sequence_parallel = SimpleNamespace(world_size=2)
+    with pytest.raises(ValueError, match="--sequence_parallel_size 1"):
+        model(tokens)
+    # None before its trainer is set up.
+    swift.sequence_parallel.world_size = None
+    model(tokens)
+
+
+def _later_part():
+    register()
+    model = tiny_model("LlamaConfig")
+    model.set_attn_implementation("titan_sparse")
+    rank = torch.distributed.get_rank()
+    tokens = torch.arange(12)[None]
+    if rank == 1:
+        with pytest.raises(ValueError, match="position_ids do not begin at 0.*cp="):
+            model(tokens, position_ids=tokens + 12)
+    # Padding on the left, whose positions say nothing.
+    padding = torch.ones_like(tokens)
+    padding[:, :3] = 0
+    model(tokens, attention_mask=padding, position_ids=(tokens - 3).clamp(min=1))
+    model(tokens, position_ids=tokens)
+
+
+def test_a_later_part_of_a_sequence_is_refused():
+    run_processes(2, _later_part)
+    # Alone, a process holds all there is.
+    model = tiny_model("LlamaConfig")
+    model.set_attn_implementation("titan_sparse")
+    tokens = torch.arange(12)[None]
+    torch.testing.assert_close(model(tokens, position_ids=tokens + 12).logits, model(tokens).logits)
+
+
+def _alst(attention, group_size):
+    """What DeepSpeed 0.19.8's UlyssesSPAttentionHF (runtime/sequence_parallel/ulysses_sp.py) does: each
+    rank computes whole sequences of its heads, with no mask and with the positions of all ranks."""
+
+    def gathered(x, dim):
+        return torch.cat(torch.distributed.nn.functional.all_gather(x), dim=dim)
+
+    def forward(module, query, key, value, attention_mask, *args, **kwargs):
+        positions = [torch.empty_like(kwargs["position_ids"]) for _ in range(group_size)]
+        torch.distributed.all_gather(positions, kwargs["position_ids"])
+        kwargs["position_ids"] = torch.cat(positions, dim=1)
+        rank = torch.distributed.get_rank()
+        heads = [gathered(x, 2).chunk(group_size, 1)[rank] for x in (query, key, value)]
+        out, weights = attention(module, *heads, None, *args, **kwargs)
+        whole = gathered(out, 2)
+        return whole.chunk(group_size, 1)[rank], weights
+
+    return forward
+
+
+def _inside_alst(packed):
+    settings = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    if not packed:
+        settings |= {"use_sliding_window": True, "sliding_window": 20}
+        settings |= {"layer_types": ["sliding_attention", "full_attention"]}
+    truth = tiny_model("Qwen3Config", **settings)
+    tokens = torch.arange(64)[None] % 37
+    positions = torch.arange(64)[None]
+    if packed:
+        positions = torch.cat([torch.arange(40), torch.arange(24)])[None]
+    want = truth(tokens, position_ids=positions, use_cache=False).logits
+    want.square().mean().backward()
+
+    register(name="whole_heads")
+    model = tiny_model("Qwen3Config", **settings)
+    model.set_attn_implementation("whole_heads")
+    state = ModuleType("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+    state.get_sequence_parallel_world_size = lambda: 2
+    state._SEQUENCE_PARALLEL_GROUP = torch.distributed.group.WORLD
+    sys.modules[state.__name__] = state
+    ours = AttentionInterface()["whole_heads"]
+    AttentionInterface.register("whole_heads", _alst(ours, 2))
+    rank = torch.distributed.get_rank()
+    local = slice(32 * rank, 32 * rank + 32)
+    got = model(tokens[:, local], position_ids=positions[:, local], use_cache=False).logits
+    torch.testing.assert_close(got, want[:, local], rtol=1e-4, atol=1e-5)
+    (got.square().sum() / want.numel()).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), truth.parameters(), strict=True):
+        torch.distributed.all_reduce(ours.grad)
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_inside_alst_each_rank_computes_whole_sequences(packed):
+    run_processes(2, _inside_alst, packed)

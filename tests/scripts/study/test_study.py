@@ -119,6 +119,29 @@ def test_folders_and_options_that_are_refused(tmp_path, capsys):
     assert "holds a study of the size toy, not short" in error
 
 
+def test_options_hold_for_all_runs(tmp_path, toy_model, capsys):
+    words = ["--short", "--out", str(tmp_path), "--model", str(toy_model)]
+    chosen = ["--activation_checkpoint.mode=full", "--training.loss_chunk_tokens", "4096"]
+    _, here = study.parse([*words, *chosen])
+    plain = Study(here.size, here.folder, here.model)
+    for run in runs(here.size).values():
+        config = training_configuration(here, run, 9)
+        assert config.training.loss_chunk_tokens == 4096
+        assert config.activation_checkpoint.mode == "full"
+        config.training.loss_chunk_tokens = 8192
+        config.activation_checkpoint.mode = "none"
+        assert config == training_configuration(plain, run, 9)
+    # A folder of other options is another study.
+    study.claim(here)
+    with pytest.raises(ValueError, match="holds a study of the size short --activation_check"):
+        study.claim(plain)
+    for key in ("training.seq_len=5", "attention.pattern=moba", "model.rope_factor=2"):
+        _, here = study.parse([*words, f"--{key}"])
+        name = key.partition("=")[0]
+        with pytest.raises(ValueError, match=f"the study itself sets {name}; leave it out"):
+            training_configuration(here, runs(here.size)[SPARSE], 9)
+
+
 @pytest.fixture(scope="module")
 def toy_model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
@@ -176,8 +199,8 @@ def test_comparisons_are_differences_on_the_same_data():
     assert (DENSE, DENSE, DENSE, "loss") not in found
     assert found[START, DENSE, DENSE, "loss"]["worse"] == pytest.approx([8.2])
     text = comparison_table({"comparisons": list(found.values())})
-    assert f"| {SPARSE} | {SPARSE} | 0.1 ± 0.01, sure | 0.5 ± 1, noise |  |  |" in text
-    assert "| window | dense | 98.2 | 10 | 98.11 | 8.5 |" in text
+    assert f"| {SPARSE} | {SPARSE} | 0.1 ± 0.01, sure |  | 0.5 ± 1, noise |  |  |  |" in text
+    assert "| window | dense | 98.2 |  | 10 | 98.11 |  | 8.5 |" in text
 
 
 def test_logits_are_compared_with_transformers(tiny, monkeypatch):

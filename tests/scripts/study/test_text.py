@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from scripts.study import text
-from scripts.study.real_model import fetch, train_tokenizer
+from scripts.study.real_model import check_digest, fetch, train_tokenizer
 from scripts.study.settings import TOY
 from titan_sparse.data.tokenizer import load_tokenizer
 
@@ -61,11 +61,11 @@ def test_a_file_that_cannot_be_fetched_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     path = tmp_path / "thing-1.0.tar.gz"
     with pytest.raises(ValueError, match="cannot fetch thing==1.0 .* put thing-1.0.tar.gz") as e:
-        fetch("thing==1.0", path, "0" * 64)
+        fetch("thing==1.0", path)
     assert "\n" not in str(e.value)
     path.write_bytes(b"something else")
     with pytest.raises(ValueError, match="has sha256 .* delete it and run again"):
-        fetch("thing==1.0", path, "0" * 64)
+        check_digest(path, "0" * 64, str(path))
 
 
 def test_held_out_packages_are_neither_small_nor_large():

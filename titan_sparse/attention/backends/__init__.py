@@ -52,7 +52,8 @@ def choose(name: str, *case, here: bool = True, **options) -> str:
 
 
 def explain(name: str, *case, **options) -> str:
-    """What choose() returns and why, for the banner. Arguments and errors as in choose()."""
+    """The backend that choose() returns, with the reason, for the banner. Arguments and errors as
+    in choose()."""
     chosen = choose(name, *case, **options)
     description = BACKENDS[chosen].describe()
     if name != "auto":

@@ -113,27 +113,27 @@ class Backend(ABC):
     """The kernels of a backend. By default they use only tiles."""
 
     READS_BY_KEY = True
-    """Whether backward() reads Tiles.by_key."""
+    """True if backward() reads Tiles.by_key."""
     SERVES_SLICES = False
-    """Whether it takes tiles of a mask of slices."""
+    """True if it takes tiles of a mask of slices."""
     DENSE_BY_CHUNK = False
-    """Whether dense_forward() on each rank's keys beats tiles over those of all ranks at once."""
+    """True if dense_forward() on each rank's keys beats tiles over those of all ranks at once."""
     SERVES_DENSE = False
-    """Whether there are inputs of which serves_dense() says yes."""
+    """True if there are inputs of which serves_dense() says yes."""
     GATHERS_QUERIES = False
-    """Whether kernels.gathered computes chunks that single queries chose, on one rank."""
+    """True if kernels.gathered computes chunks that single queries chose, on one rank."""
 
     @abstractmethod
     def refusal(self, case: Case) -> str | None:
-        """Why this backend serves no such inputs on any machine, in one sentence; None if it does."""
+        """The reason why no machine serves such inputs by this backend, one sentence; None if some do."""
 
     def missing(self, case: Case) -> str | None:
-        """What this machine lacks for inputs on a GPU, in one sentence; None if nothing."""
+        """The thing that this machine lacks for inputs on a GPU, one sentence; None if nothing."""
         return None
 
     @abstractmethod
     def describe(self) -> str:
-        """What computes, for the banner."""
+        """The name of the kernels, for the banner."""
 
     @abstractmethod
     def forward(self, q: Tensor, pieces: Sequence[Piece], scale: float, total: Sum) -> Partial:
@@ -153,7 +153,7 @@ class Backend(ABC):
         """
 
     def serves_dense(self, q: Tensor, shape: DenseShape) -> bool:
-        """Whether dense_forward() and dense_backward() are the faster way for these inputs."""
+        """True if dense_forward() and dense_backward() are the faster way for these inputs."""
         return False
 
     def dense_forward(

@@ -48,7 +48,7 @@ class Cudnn(Triton):
     def dense_forward(
         self, q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float
     ) -> Partial:
-        """Of a causal shape with fewer queries than keys, the keys before the queries' own are a full
+        """With fewer queries than keys, the keys before the queries' own are computed as a full
         rectangle and the others a causal square: cuDNN would count positions from the first key.
         """
         before = k.shape[2] - q.shape[2]
@@ -73,7 +73,7 @@ class Cudnn(Triton):
 
 
 def missing() -> str | None:
-    """Why cuDNN's attention cannot be used here; None if it can."""
+    """The reason why cuDNN's attention cannot be used here; None if it can."""
     if not torch.cuda.is_available():
         return "no CUDA GPU"
     if torch.version.cuda is None or not torch.backends.cudnn.is_available():
@@ -87,7 +87,7 @@ def missing() -> str | None:
 
 @functools.cache
 def _failure(dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why cuDNN does not compute this head_dim on this GPU, in one line; None if it does.
+    """The reason why cuDNN does not compute this head_dim on this GPU, one line; None if it does.
 
     GPUs and versions of cuDNN differ in whether they take 256, so a small problem is tried.
     """

@@ -183,7 +183,7 @@ def _visible(tiles: Tiles, q_block: int, kv_blocks: Tensor, is_listed: Tensor) -
 
 
 def _bounds_in_slices(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
-    """Where each query of a block begins and stops to see each entry of _listed_kv_blocks().
+    """Bounds of the keys that each query of a block sees in each entry of _listed_kv_blocks().
 
     Two of int64 [B, Hq, block, K * block]. Every key of a full tile is seen; in a partial one the entry's
     slice decides.
@@ -214,7 +214,7 @@ def _bounds_in_slices(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
 
 
 def _tokens_of_blocks(per_token: Tensor, blocks: Tensor, size: int) -> Tensor:
-    """What belongs to the tokens of some blocks: [B, H, Sk], [B, H, K] -> [B, H, K * size]."""
+    """Values of the tokens of some blocks: [B, H, Sk], [B, H, K] -> [B, H, K * size]."""
     offset = torch.arange(size, device=per_token.device)
     index = blocks[..., None] * size + offset
     return per_token.gather(2, index.flatten(2))

@@ -21,7 +21,7 @@ ENOUGH_BLOCKS = 4096
 
 
 def missing() -> str | None:
-    """Why FlashAttention-4 cannot be used here; None if it can."""
+    """The reason why FlashAttention-4 cannot be used here; None if it can."""
     if not torch.cuda.is_available():
         return "no CUDA GPU"
     # From Blackwell on its block lists have other block sizes; before Hopper it has none.
@@ -37,7 +37,8 @@ def missing() -> str | None:
 
 @functools.cache
 def _import_failure() -> str | None:
-    """Why the kernels cannot be imported, in one line. A wrong wheel leaves out their CUDA part."""
+    """The reason why the kernels cannot be imported, one line. A wrong wheel leaves out their CUDA
+    part."""
     try:
         if importlib.util.find_spec("flash_attn.cute") is None:
             return "flash-attn-4 is not installed"
@@ -54,7 +55,8 @@ def _import_failure() -> str | None:
 
 
 def kv_heads_at_once(kv_heads: int, group: int, blocks: int) -> int:
-    """How many KV heads, each with `group` query heads and `blocks` key blocks, a backward takes.
+    """The number of KV heads, each with `group` query heads and `blocks` key blocks, that a
+    backward takes.
 
     FlashAttention-4 sums the gradients of all heads that it is given in fp32.
     """
@@ -147,7 +149,7 @@ def _tables(tiles: Tiles, lists: BlockLists, heads: slice = slice(None)) -> dict
 
 @functools.cache
 def _is_visible() -> Callable:
-    """Whether a query sees a key of a partial tile, for the kernels to inline."""
+    """True if a query sees a key of a partial tile, for the kernels to inline."""
     from cutlass import Int32, cute
     from flash_attn.cute.utils import scalar_to_ssa, ssa_to_scalar
 

@@ -1,13 +1,13 @@
-"""Attention by the schedule all_gather: every rank receives all keys and values, head by head.
+"""Attention by the schedule all_gather: every rank receives all keys and values, some heads at a time.
 
-The next KV head is gathered while this one is computed, in one launch over all ranks' blocks. In
-the backward the gradients of the last head are summed and scattered meanwhile. A backend that is
+The next KV heads are gathered while these are computed, in one launch over all ranks' blocks. In
+the backward the gradients of the last heads are summed and scattered meanwhile. A backend that is
 faster on dense rectangles than on tiles gets a rectangle for each rank's keys, as in a ring.
 """
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.context_parallel.dense import Rectangle, rectangle_of
 from titan_sparse.attention.context_parallel.loop import Group, Step, Transport
+from titan_sparse.attention.context_parallel.schedules import heads_gathered
 from titan_sparse.kernels.block_sparse import Tiles
 from titan_sparse.kernels.block_sparse.piece import mapped
 
@@ -29,17 +30,24 @@ class AllGather(Transport):
         self.backward = backward
         self.dtype = call.sum_dtype(k)
         self.rectangles = _rectangles(call, q) if call.backend.DENSE_BY_CHUNK else []
-        self.scattered: list[tuple[Pending, Pending]] = []
+        self.scattered: list[list[Pending]] = []
 
         # Made when the first heads meet verticals, and once for all heads.
         @functools.cache
         def of_verticals(by_key: bool) -> Tiles:
             return call.tiles_of_verticals(len(k), by_key)
 
-        heads_of_group = q.shape[1] // k.shape[1]
+        kv_heads = k.shape[1]
+        head_bytes = 2 * call.cp.size * k[:, :1].nbytes
+        at_once = heads_gathered(kv_heads, head_bytes)
+        # What comes rank by rank is put head by head, which is a copy unless it is one head. With a copy,
+        # keys and values may as well travel together.
+        self.together = at_once > 1 or len(k) > 1
+        self.kv_heads = [slice(i, i + at_once) for i in range(0, kv_heads, at_once)]
+        queries_a_head = q.shape[1] // kv_heads
         self.groups = []
-        for first in range(0, q.shape[1], heads_of_group):
-            heads = slice(first, first + heads_of_group)
+        for of_group in self.kv_heads:
+            heads = slice(of_group.start * queries_a_head, of_group.stop * queries_a_head)
 
             def vertical_tiles(by_key: bool, heads: slice = heads) -> Tiles:
                 return _tiles_of_heads(of_verticals(by_key), heads)
@@ -47,7 +55,7 @@ class AllGather(Transport):
             self.groups.append(Group(call, heads, len(self.rectangles) or 1, vertical_tiles))
 
     def steps(self) -> Iterator[Step]:
-        # The first head is on its way while tables are made, once for all heads.
+        # The first heads are on their way while tables are made, once for all heads.
         following = self._start(0)
         if not self.rectangles:
             by_key = self.backward and self.call.backend.READS_BY_KEY
@@ -57,7 +65,7 @@ class AllGather(Transport):
             arriving = following
             if number + 1 < len(self.groups):
                 following = self._start(number + 1)
-            k, v = (_one_rank_after_the_other(pending) for pending in arriving)
+            k, v = _pair(_one_rank_after_the_other(pending.wait()) for pending in arriving)
 
             def tiles(_: bool, heads: slice = group.heads) -> Tiles:
                 return _tiles_of_heads(of_all, heads)
@@ -77,41 +85,40 @@ class AllGather(Transport):
                 self._scatter(*(gradients or step.d_kv))
 
     def gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        pairs = [_pair(x.wait() for x in of_group) for of_group in self.scattered]
         # [B, Hkv, S_local, D]
-        dk = torch.cat([dk.wait() for dk, _ in self.scattered], dim=1)
-        dv = torch.cat([dv.wait() for _, dv in self.scattered], dim=1)
+        dk, dv = (torch.cat(of_groups, dim=1) for of_groups in zip(*pairs))
         return dk.to(self.dtype), dv.to(self.dtype)
 
-    def _start(self, head: int) -> list[Pending]:
-        """Start to gather keys and values of a KV head of all ranks.
+    def _start(self, group: int) -> list[Pending]:
+        """Start to gather keys and values of a group's KV heads of all ranks.
 
-        Two buffers take turns: one is computed on while the next head arrives in the other.
+        Two buffers take turns: one is computed on while the next heads arrive in the other.
         """
-        started = []
-        for name, x in (("k", self.k), ("v", self.v)):
-            # [B, 1, S_local, D]
-            x_head = x[:, head : head + 1]
-            started.append(self.call.cp.start_all_gather(x_head, f"{name} {head % 2}"))
-        return started
+        # [B, h, S_local, D]
+        k, v = (x[:, self.kv_heads[group]] for x in (self.k, self.v))
+        sent = {"kv": torch.stack([k, v])} if self.together else {"k": k, "v": v}
+        start = self.call.cp.start_all_gather
+        return [start(x, f"{name} {group % 2}") for name, x in sent.items()]
 
     def _scatter(self, dk: Tensor, dv: Tensor) -> None:
-        """Start to bring the gradients [B, 1, ranks * S_local, D] of every rank's keys home.
+        """Start to bring the gradients [B, h, ranks * S_local, D] of every rank's keys home.
 
         They are summed in cp.gradient_dtype, or in the dtype of the sums where that is None.
         """
         if self.scattered:
-            # The previous head's gradients traveled while this one was computed. Waiting frees
-            # the memory that they were sent from.
+            # The previous heads' gradients traveled while these were computed. Waiting frees the
+            # memory that they were sent from.
             for pending in self.scattered[-1]:
                 pending.wait()
         sent_dtype = self.call.cp.gradient_dtype or self.dtype
-        started = []
-        for gradient in (dk, dv):
-            # [B, 1, ranks, S_local, D] -> [ranks, B, 1, S_local, D]
-            by_rank = gradient.unflatten(2, (self.call.cp.size, -1)).permute(2, 0, 1, 3, 4)
-            by_rank = by_rank.to(sent_dtype).contiguous()
-            started.append(self.call.cp.start_reduce_scatter(by_rank))
-        self.scattered.append(tuple(started))
+        # [B, h, ranks, S_local, D] -> [ranks, B, h, S_local, D]
+        by_rank = [x.unflatten(2, (self.call.cp.size, -1)).movedim(2, 0) for x in (dk, dv)]
+        if self.together:
+            # [ranks, 2, B, h, S_local, D]
+            by_rank = [torch.stack(by_rank, dim=1)]
+        start = self.call.cp.start_reduce_scatter
+        self.scattered.append([start(x.to(sent_dtype).contiguous()) for x in by_rank])
 
 
 def _rectangles(call: AttentionCall, q: Tensor) -> list[tuple[Rectangle, slice]]:
@@ -126,9 +133,15 @@ def _rectangles(call: AttentionCall, q: Tensor) -> list[tuple[Rectangle, slice]]
     return found
 
 
-def _one_rank_after_the_other(gathered: Pending) -> Tensor:
-    """[ranks, B, 1, S_local, D] -> [B, 1, ranks * S_local, D]; no copy for a single sequence."""
-    return gathered.wait().permute(1, 2, 0, 3, 4).flatten(2, 3)
+def _one_rank_after_the_other(gathered: Tensor) -> Tensor:
+    """[ranks, ..., S_local, D] -> [..., ranks * S_local, D]; no copy for one head of one sequence."""
+    return gathered.movedim(0, -3).flatten(-3, -2)
+
+
+def _pair(parts: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """Keys and values, or their gradients, from both or from one tensor that holds them."""
+    first, *rest = parts
+    return (first, *rest) if rest else tuple(first)
 
 
 def _tiles_of_heads(tiles: Tiles, heads: slice) -> Tiles:

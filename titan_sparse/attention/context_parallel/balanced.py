@@ -57,7 +57,7 @@ DEFAULT_COSTS = Costs()
 
 
 class Chunks(NamedTuple):
-    """What dealing needs to know about the C chunks of one sequence, or of several with one table.
+    """The inputs of dealing: the C chunks of one sequence, or of several with one table.
 
     bounds: int64 [C + 1], the first block of each chunk, and the number of blocks.
     work: int64 [C], time to compute the chunk's queries, as in Costs.
@@ -188,8 +188,7 @@ def _needed_keys(tiles: _MaskTiles, bounds: NDArray[np.int64], sequences: int) -
     count = len(bounds) - 1
     # [blocks]
     blocks_of_chunk = np.diff(bounds)
-    chunk_of_block = np.repeat(np.arange(count), blocks_of_chunk)
-    chunk_of_block = torch.from_numpy(chunk_of_block)
+    chunk_of_block = torch.from_numpy(np.repeat(np.arange(count), blocks_of_chunk))
     holds_any = tiles.first < tiles.last
     # [n] each: the chunks of the lines, and first and last chunk of the runs
     sequence = tiles.sequence[holds_any]

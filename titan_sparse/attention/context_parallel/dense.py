@@ -18,7 +18,8 @@ from titan_sparse.attention.merge import merge
 
 
 class Rectangle(NamedTuple):
-    """What queries see of a chunk: local queries from `q_start` on see local keys before `k_stop`.
+    """A rectangle of a chunk that queries see: local queries from `q_start` on see local keys
+    before `k_stop`.
 
     If `shape` is causal, chunk and queries are of the same rank, and each query sees its own key
     and earlier ones. padding: bool [B, S], queries that see nothing; None if there are none.

@@ -108,7 +108,7 @@ class ContextParallel(Communicator):
         """The options of attention calls over this group, by key (ops.py)."""
         self.key = f"cp{next(_numbers)}:{layout}:{self.schedule}:{block_size}:{self.ranks}"
         _CONTEXTS[self.key] = self
-        self.by_heads = None
+        self.by_heads: _ByHeads | None = None
         if self.moves is Moves.TOKENS:
             self.by_heads = _ByHeads(self, mesh)
 
@@ -158,7 +158,7 @@ class ContextParallel(Communicator):
 
     @property
     def depends_on_mask(self) -> bool:
-        """Whether another mask means another layout: "balanced", between several ranks."""
+        """True if another mask means another layout: "balanced", between several ranks."""
         return self.layout == "balanced" and self.size > 1
 
     def balance(self, ranges: MaskRanges) -> MaskRanges:
@@ -263,7 +263,7 @@ class _ByHeads(ContextParallel):
     it, in global order. Inside one node it is one rank, which has the whole sequence.
     """
 
-    def __init__(self, whole: ContextParallel, mesh: DeviceMesh):
+    def __init__(self, whole: ContextParallel, mesh: DeviceMesh | None):
         # Weak: no circle of references keeps process groups.
         self._whole = weakref.ref(whole)
         super().__init__(
@@ -283,7 +283,9 @@ class _ByHeads(ContextParallel):
 
     @property
     def whole(self) -> ContextParallel:
-        return self._whole()
+        whole = self._whole()
+        assert whole is not None  # It lives until the last backward through it.
+        return whole
 
     def of_all_heads(self, x: Tensor, dim: int) -> Tensor:
         of_node = self.whole.all_gather(x)[: self.whole.intra]
@@ -295,10 +297,11 @@ class _ByHeads(ContextParallel):
         return self._of_nodes(self.whole.block_table(seq_len))
 
     def table(self, ranges: MaskRanges) -> Tensor:
-        if self.depends_on_mask and ranges.table is not None:
-            key = ("blocks of nodes", self.key)
-            return once_per_mask(ranges, key, lambda: self._of_nodes(ranges.table))
-        return super().table(ranges)
+        of_ranks = ranges.table
+        if not self.depends_on_mask or of_ranks is None:
+            return super().table(ranges)
+        key = ("blocks of nodes", self.key)
+        return once_per_mask(ranges, key, lambda: self._of_nodes(of_ranks))
 
     def _of_nodes(self, table: Tensor) -> Tensor:
         """int64 [ranks, n] of all ranks -> [nodes, n], ascending."""
@@ -311,7 +314,7 @@ ONE_RANK = "one rank"
 
 @functools.cache
 def one_rank(block_size: int) -> ContextParallel:
-    """What cp=None means: one rank that owns everything, in blocks of `block_size`.
+    """The group for cp=None: one rank that owns everything, in blocks of `block_size`.
 
     It holds no process groups.
     """

@@ -1,4 +1,4 @@
-"""Who sends which blocks to whom, and when, under the schedule group_cast. No process groups.
+"""The plan of the schedule group_cast: who sends which blocks to whom, and when. No process groups.
 
 A rank needs some of the other ranks' blocks of keys. Each block goes once to every node that needs
 it, to the rank there with its owner's local number (`outer`). From that rank it goes to those
@@ -18,7 +18,7 @@ LINK = 12
 
 
 class Exchange(NamedTuple):
-    """What this rank does in one all-to-all.
+    """One all-to-all, as this rank sees it.
 
     rows: int64 [n], which rows of its memory it sends, sorted by destination.
     sends, receives: how many rows it sends to each member, and receives from each.
@@ -44,7 +44,7 @@ class Stage(NamedTuple):
 
 
 class CastPlan(NamedTuple):
-    """What one rank does. memory: blocks that this rank holds to send on, its own first."""
+    """The plan of one rank. memory: blocks that this rank holds to send on, its own first."""
 
     stages: list[Stage]
     memory: int
@@ -105,7 +105,7 @@ def plan(
     return CastPlan(planned, memory)
 
 
-def _exchange(sent: Tensor, received: Tensor, rows: Tensor, device: torch.device) -> Exchange:
+def _exchange(sent: Tensor, received: Tensor, rows: Tensor, device: torch.device | str) -> Exchange:
     """sent: bool [members, ...], which of `rows` [...] go to each member.
     received: bool [members, ...], what comes from each member. Only the counts matter.
     """
@@ -120,7 +120,7 @@ def _exchange(sent: Tensor, received: Tensor, rows: Tensor, device: torch.device
 def blocks_before_others(
     own: int, remote: int, heads: int, kv_heads: int, element_bytes: int, nodes: int
 ) -> int:
-    """How many of its `own` blocks a rank computes before those of others, in a backward.
+    """The number of its `own` blocks that a rank computes before those of others, in a backward.
 
     Half of them; the rest follows while the gradients of the `remote` blocks go home. Inside one
     node it is all of them where a second pass over the queries would cost more than it hides.

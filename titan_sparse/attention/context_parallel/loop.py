@@ -115,7 +115,7 @@ def backward(
 
 
 def _memory(groups: list["Group"], q: Tensor) -> Tensor | None:
-    """What several groups of heads write their results to; a single group's own is the whole."""
+    """The tensor for the results of several groups of heads; a single group's own is the whole."""
     return q.new_empty(q.shape) if len(groups) > 1 else None
 
 
@@ -167,7 +167,7 @@ class Group:
 
 @dataclass
 class Step:
-    """What a group of query heads computes next, on keys and values [B, Hkv, n, D].
+    """The next computation of a group of query heads, on keys and values [B, Hkv, n, D].
 
     tiles: makes the tiles; the argument says whether with Tiles.by_key. rectangle: what takes their
     place, if there is one. d_kv: dk and dv, which the loop of a backward leaves here.

@@ -1,4 +1,4 @@
-"""Which ranks need which chunks and blocks.
+"""The chunks and blocks that each rank needs.
 
 All ranks compute the same answer without communication, from the mask and, where it helps, the index.
 """
@@ -48,7 +48,8 @@ def needed_chunks(call: AttentionCall) -> Tensor:
 def met_chunks(
     seen: Tensor, ranges: MaskRanges, index: BlockIndex, table: Tensor, layout: str
 ) -> Tensor:
-    """Of the chunks bool [W, W] that the mask lets ranks see, those that slashes of some head meet.
+    """Restrict `seen`, the chunks bool [W, W] that the mask lets ranks see, to those that slashes
+    of some head meet.
 
     `seen` is returned unchanged where there is nothing to look at.
     """

@@ -100,7 +100,7 @@ def _apart(d_kv: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _circulates_queries(call: AttentionCall, q: Tensor, k: Tensor) -> bool:
-    """Whether queries travel in the backward instead of keys and values."""
+    """True if queries travel in the backward instead of keys and values."""
     gradient_dtype = call.cp.gradient_dtype or call.sum_dtype(q)
     return circulates_queries(
         call.cp.backward_circulates,

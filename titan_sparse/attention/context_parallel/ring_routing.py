@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Hops(NamedTuple):
-    """Which hops the chunks of W source ranks make, or their gradients.
+    """The hops that the chunks of W source ranks make, or their gradients.
 
     inner: bool [W, inter, intra]. In window o, hop t goes from step t's place on the inner ring to
     the next. outer: bool [W, inter]. Hop o goes from window o's node to the next.
@@ -26,7 +26,8 @@ class Hops(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """How much each of W ranks sends. int64 [W] in chunks, or [W, stages] in blocks (group_cast).
+    """The amount that each of W ranks sends. int64 [W] in chunks, or [W, stages] in blocks
+    (group_cast).
 
     inside: to ranks of its own node. across: to ranks of other nodes.
     """
@@ -88,12 +89,12 @@ def gradient_hops(needed: Tensor, inter: int, intra: int) -> Hops:
 
 
 def _used_later(used: Tensor) -> Tensor:
-    """Whether a later place along the last dim is used."""
+    """True if a later place along the last dim is used."""
     return used.sum(-1, keepdim=True) > used.cumsum(-1)
 
 
 def _used_so_far(used: Tensor) -> Tensor:
-    """Whether this place along the last dim is used, or one before it, the first left out."""
+    """True if this place along the last dim is used, or one before it, the first left out."""
     return used.cumsum(-1) > used[..., :1].long()
 
 

@@ -21,7 +21,7 @@ Chunk = list[Tensor]
 
 
 class Route(NamedTuple):
-    """What this rank does in a ring, by [window][step].
+    """The actions of this rank in a ring, by [window][step].
 
     computes: whether it computes on the step's chunk. inner, outer: whether it sends and receives in
     a chunk's hop to the next rank, and by [window] in that of the window's first chunk to the next

@@ -14,7 +14,7 @@ Windows = list[list[int]]
 
 
 class Moves(enum.Enum):
-    """What travels between ranks."""
+    """The kind of data that travels between ranks."""
 
     NOTHING = enum.auto()
     CHUNKS = enum.auto()
@@ -29,7 +29,7 @@ class Moves(enum.Enum):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What other modules need to know about a schedule.
+    """The facts about a schedule that other modules need.
 
     windows: (inter, intra, rank) -> the windows of that rank, on `inter` nodes of `intra` ranks.
     moves: what travels between ranks.
@@ -133,7 +133,7 @@ def choose(
 def circulates_queries(
     setting: str, heads: int, kv_heads: int, head_dim: int, width: int, gradient_width: int
 ) -> bool:
-    """Whether queries travel in the backward of a ring, instead of keys and values.
+    """True if queries travel in the backward of a ring, instead of keys and values.
 
     setting: what the user says, "q" or "kv", or "auto" for whichever sends fewer bytes a token: keys
     and values with their gradients, or queries, d_out, dq, and two sums a row, lse and d_out times
@@ -171,3 +171,21 @@ def head_groups(kv_heads: int, windows: int) -> int:
     if windows == 1:
         return 1
     return max(count for count in range(1, 5) if kv_heads % count == 0)
+
+
+_GATHERED_BYTES = 32 << 20
+"""Keys and values that all_gather brings in one group of heads, at least. Fewer arrive sooner than the
+host queues what is to be computed on them."""
+
+
+def heads_gathered(kv_heads: int, head_bytes: int) -> int:
+    """How many KV heads all_gather gathers together; the last group of heads may have fewer.
+
+    head_bytes: keys and values of one head, of all ranks.
+
+    There are two groups at least, where there are two heads: one is computed on while the next one
+    arrives.
+    """
+    wanted = -(-_GATHERED_BYTES // head_bytes)
+    groups = max(2, -(-kv_heads // wanted))
+    return -(-kv_heads // groups)

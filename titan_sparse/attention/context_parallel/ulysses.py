@@ -57,7 +57,8 @@ def trade_tokens(
     with recorder.trading(group, q.device, before=True):
         copies = kv_copies(q.shape[1], k.shape[1], group.intra)
         group.count_plain_ring(k)
-        return tuple(_to_heads(group, [q, _repeated(k, copies), _repeated(v, copies)], table))
+        q, k, v = _to_heads(group, [q, _repeated(k, copies), _repeated(v, copies)], table)
+        return q, k, v
 
 
 @trade_tokens.register_fake

@@ -89,5 +89,5 @@ def add_gradients(
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Whether kernels take such keys or gradients. Where there is no GPU their twins do."""
+    """True if kernels take such keys or gradients. Where there is no GPU their twins do."""
     return x.is_cuda and x.dtype != torch.float64

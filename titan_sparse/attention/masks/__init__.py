@@ -1,4 +1,4 @@
-"""What may be seen: static masks, composable with `&`.
+"""Static masks, which say what may be seen and can be combined with `&`.
 
 The functions make masks of packed sequences out of lengths (slices.py).
 """

@@ -6,11 +6,12 @@ which the counting of visible pairs and the block classification rely on. Positi
 layout permutes tokens, never what they see.
 """
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,6 +68,9 @@ class MaskRanges(NamedTuple):
 class Mask:
     """Base of all masks. Subclasses implement rows(). `a & b` sees what both see."""
 
+    is_constant = False
+    """Whether rows() always gives the same for equal masks, so that it may be remembered."""
+
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         """The mask for `seq_len` global tokens, resolved to tensors on `device`."""
         raise NotImplementedError
@@ -97,6 +101,8 @@ class Mask:
 class Full(Mask):
     """Every query sees every key."""
 
+    is_constant = True
+
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         # [1, S]
         start = torch.zeros(1, seq_len, dtype=torch.int32, device=device)
@@ -114,6 +120,12 @@ class Causal(Mask):
     """
 
     valid: tuple[int, ...] | None = None
+    is_constant: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.valid, list):
+            # Equal masks have to have the same hash. The dataclass is frozen.
+            object.__setattr__(self, "valid", tuple(self.valid))
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         # [1, S]
@@ -143,6 +155,7 @@ class SlidingWindow(Mask):
     """
 
     window: int
+    is_constant: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         at_least_one(
@@ -172,14 +185,15 @@ class Documents(Mask):
     documents that together are longer than the sequence.
     """
 
+    is_constant = True
+
     def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]]):
+        sequences: list[Any]
         if len(lengths) > 0 and isinstance(lengths[0], Sequence):
-            sequences = lengths
+            sequences = list(lengths)
         else:
             sequences = [lengths]
-        self.lengths: list[list[int]] = []
-        for row in sequences:
-            self.lengths.append([_document_length(length) for length in row])
+        self.lengths = tuple(tuple(map(_document_length, row)) for row in sequences)
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         starts = [_document_starts(lengths, seq_len) for lengths in self.lengths]
@@ -216,7 +230,7 @@ def _document_length(length: object) -> int:
     )
 
 
-def _document_starts(lengths: list[int], seq_len: int) -> Tensor:
+def _document_starts(lengths: Sequence[int], seq_len: int) -> Tensor:
     """int32 [S]: where each token's document begins, -1 on padding."""
     total = sum(lengths)
     if total > seq_len:
@@ -232,10 +246,14 @@ def _document_starts(lengths: list[int], seq_len: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Intersection(Mask):
-    """What both masks see."""
+    """The pairs that both masks see."""
 
     first: Mask
     second: Mask
+
+    @property
+    def is_constant(self) -> bool:
+        return self.first.is_constant and self.second.is_constant
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         """Raises ValueError for two packings of documents, and for batches of different sizes."""
@@ -243,7 +261,7 @@ class Intersection(Mask):
 
 
 def intersect(a: MaskRanges, b: MaskRanges) -> MaskRanges:
-    """What two resolved masks of one sequence length both see.
+    """The pairs that two resolved masks of one sequence length both see.
 
     Raises ValueError as Intersection.rows().
     """
@@ -311,7 +329,7 @@ def _slices_of_sequences(ranges: MaskRanges, batch: int) -> list[Tensor]:
 
 
 def never_sees_later(sequences: list[Tensor]) -> bool:
-    """Whether no slice of any sequence, int64 [N, 6] each and tightened, holds a later key."""
+    """True if no slice of any sequence, int64 [N, 6] each and tightened, holds a later key."""
     return not any((slices[:, 5] > 0).any() for slices in sequences)
 
 
@@ -338,7 +356,7 @@ def ranges_of_slices(
     return MaskRanges(start, stop, None, causal=causal, slices=slices)
 
 
-def at_least_one(value: object, refusal: str) -> int:
+def at_least_one(value: Any, refusal: str) -> int:
     """`value` as an int of 1 or more, for Python's, NumPy's and torch's integers.
 
     Raises ValueError(refusal) for everything else.
@@ -363,6 +381,27 @@ def token_positions(blocks: Tensor, block_size: int) -> Tensor:
     # [n, block_size]
     positions = first + offsets
     return positions.flatten()
+
+
+def rows_once(mask: Mask, seq_len: int, like: Tensor) -> MaskRanges:
+    """mask.rows(seq_len) on the device of `like`, remembered for the last few masks.
+
+    Without it every layer would resolve its mask anew, and nothing would be remembered for it by
+    once_per_mask(). Nothing is remembered of what is only traced: by torch.compile, on fake tensors,
+    or by a CUDA graph.
+    """
+    is_traced = torch.compiler.is_compiling() or type(like) not in (Tensor, torch.nn.Parameter)
+    if is_traced or not mask.is_constant:
+        return mask.rows(seq_len, like.device)
+    if like.is_cuda and torch.cuda.is_current_stream_capturing():
+        return mask.rows(seq_len, like.device)
+    # An autograd graph cannot keep tensors that were made in inference mode.
+    return _rows_once(mask, seq_len, like.device, torch.is_inference_mode_enabled())
+
+
+@functools.lru_cache(maxsize=4)
+def _rows_once(mask: Mask, seq_len: int, device: torch.device, inference: bool) -> MaskRanges:
+    return mask.rows(seq_len, device)
 
 
 T = TypeVar("T")

@@ -70,9 +70,15 @@ class TilesBetween(NamedTuple):
     pairs: Tensor
 
 
+def _slices(ranges: MaskRanges) -> Tensor:
+    """The slices of a mask that has them."""
+    assert ranges.slices is not None, "the mask is made of ranges"
+    return ranges.slices
+
+
 def tiles_of_slices(ranges: MaskRanges, size: int) -> SliceTiles:
     """The tiles of a mask with slices, remembered for the mask. size: tokens of a block."""
-    return once_per_mask(ranges, ("tiles", size), lambda: _tiles(ranges.slices.long(), size))
+    return once_per_mask(ranges, ("tiles", size), lambda: _tiles(_slices(ranges).long(), size))
 
 
 def _tiles(slices: Tensor, size: int) -> SliceTiles:
@@ -189,7 +195,7 @@ def tiles_between(
     place_of_other = _places_in(others, blocks)
 
     # [Bm, lines, blocks + 1]: a run adds 1 where it begins and takes it away where it ends.
-    shape = (len(ranges.slices), len(lines), blocks + 1)
+    shape = (len(_slices(ranges)), len(lines), blocks + 1)
     changes = torch.zeros(shape, dtype=torch.int8, device=lines.device)
     runs = tiles.whole.select(place_of_line[tiles.whole.line] >= 0)
     row = (runs.sequence * len(lines) + place_of_line[runs.line]) * (blocks + 1)

@@ -10,6 +10,7 @@ Slices.batch([prefix_lm(...), prefix_lm(...)]).
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ KINDS = (FULL, CAUSAL, INV_CAUSAL, BI_CAUSAL)
 
 
 class Slices(Mask):
-    """What the slices see. A pair of tokens that is in no slice is not seen.
+    """The pairs that the slices see. A pair of tokens that is in no slice is not seen.
 
     q_ranges, k_ranges: half-open (start, stop) in global tokens.
     types: one of KINDS for each slice. With sq queries and sk keys in the slice, its query i sees
@@ -45,6 +46,8 @@ class Slices(Mask):
     Raises ValueError for other types, for ranges that are not ranges, and for a pair that two
     slices cover, naming the two.
     """
+
+    is_constant = True
 
     def __init__(
         self,
@@ -121,6 +124,7 @@ class Dilated(Mask):
 
     window: int
     rate: int
+    is_constant: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         refusal = (

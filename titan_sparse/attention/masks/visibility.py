@@ -1,4 +1,4 @@
-"""Which keys each query, block of queries, or rank sees, and how many pairs there are."""
+"""The keys that each query, block of queries, or rank sees, and the number of pairs."""
 
 from typing import NamedTuple
 
@@ -122,7 +122,7 @@ def visible_pairs(ranges: MaskRanges) -> Tensor:
 
 
 class TileWeights(NamedTuple):
-    """What a mask sees of each tile. int32 [Bm, nq, nk] each.
+    """The pairs that a mask sees in each tile. int32 [Bm, nq, nk] each.
 
     whole: 1 if it is seen whole, else 0.
     partial: how many slices see it in part. For a mask without slices, 1 if it is seen in part.
@@ -135,7 +135,8 @@ class TileWeights(NamedTuple):
 
 
 def tile_weights(ranges: MaskRanges, q_blocks: Tensor, k_blocks: Tensor, size: int) -> TileWeights:
-    """What the mask sees of each tile of these global blocks, int64 [nq] and [nk], of `size` tokens."""
+    """The pairs that the mask sees in each tile of these global blocks, int64 [nq] and [nk], of
+    `size` tokens."""
     if ranges.slices is not None:
         tiles = tiles_between(ranges, q_blocks, k_blocks, size)
         cuts = (tiles.sequence, tiles.q, tiles.k)

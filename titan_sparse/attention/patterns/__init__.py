@@ -1,4 +1,4 @@
-"""What is worth seeing: one file, or one folder, per pattern."""
+"""Patterns, which select the pairs worth computing: one file, or one folder, per pattern."""
 
 from titan_sparse.attention.patterns.base import (
     BlockIndex,

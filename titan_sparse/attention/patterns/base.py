@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from titan_sparse.attention import recorder
 from titan_sparse.attention.context_parallel.group import ContextParallel, context_of
@@ -21,6 +22,7 @@ from titan_sparse.attention.inputs import (
 )
 from titan_sparse.attention.masks.ranges import Mask, MaskRanges, token_positions
 from titan_sparse.attention.masks.visibility import block_reach, reached
+from titan_sparse.attention.patterns.flex_mask import flex_block_mask
 from titan_sparse.kernels import compact as compact_kernels
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits
 from titan_sparse.options.patterns import DenseOptions, PatternOptions
@@ -28,7 +30,7 @@ from titan_sparse.options.patterns import DenseOptions, PatternOptions
 
 @dataclass(eq=False)
 class BlockIndex:
-    """What one selection chose, for all heads and the whole (global) sequence.
+    """The result of one selection, for all heads and the whole (global) sequence.
 
     It is the same on every rank and has two parts: a set of block pairs, which selects() returns,
     and `verticals`, single keys that every query of their document sees in addition. A pair of
@@ -44,11 +46,11 @@ class BlockIndex:
     """bool [B, Hq, 2]: whether the cap on verticals, and the cap on slashes, kept a budget below the
     recall; None for patterns without budgets."""
     selects_all: ClassVar[bool] = False
-    """Whether it selects every pair of blocks, so that the mask alone says what is computed."""
+    """True if it selects every pair of blocks, so that the mask alone says what is computed."""
     has_table_kernels: ClassVar[bool] = False
-    """Whether kernels make its tables of tiles on a GPU, with no wait of the host (tiles.slash_*)."""
+    """True if kernels make its tables of tiles on a GPU, with no wait of the host (tiles.slash_*)."""
     shortens_rings: ClassVar[bool] = False
-    """Whether it may leave out all of a rank's keys, so that a ring looks before it sends them."""
+    """True if it may leave out all of a rank's keys, so that a ring looks before it sends them."""
     seq_len: int
     block_size: int
     verticals: Tensor
@@ -67,8 +69,8 @@ class BlockIndex:
         raise NotImplementedError
 
     def heads_selecting(self, q_blocks: Tensor, k_blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """How many heads compute each pair of global blocks (int [nq], int [nk]) for some queries,
-        and how many do for all: int32 [B or 1, nq, nk] each."""
+        """The number of heads that compute each pair of global blocks (int [nq], int [nk]) for some queries,
+        and for all of them: int32 [B or 1, nq, nk] each."""
         some = self.selects(q_blocks, k_blocks)
         every = some & self.selects_for_all(q_blocks, k_blocks)
         # A pattern that treats all heads alike answers for one of them.
@@ -93,7 +95,7 @@ class BlockIndex:
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q_blocks.device)
 
     def chosen_chunks(self, q_positions: Tensor) -> ChosenChunks | None:
-        """What single queries (global positions, int [Sq]) chose inside the selected pairs of
+        """The choices of single queries (global positions, int [Sq]) inside the selected pairs of
         blocks; None for everything."""
         return None
 
@@ -106,11 +108,11 @@ class BlockIndex:
         return None
 
     def counts(self) -> dict[str, list[int]]:
-        """How many single elements each head of the first sequence chose, by kind of element."""
+        """The number of single elements that each head of the first sequence chose, by kind of element."""
         return {}
 
     def tensors(self) -> list[Tensor]:
-        """What custom ops pass on and activation checkpointing keeps; Pattern.index() reads it."""
+        """The tensors that custom ops pass on and activation checkpointing keeps; Pattern.index() reads them."""
         return []
 
     def dense(self, mask: Mask) -> Tensor:
@@ -130,6 +132,29 @@ class BlockIndex:
         is_vertical.scatter_(2, self.verticals.long().clamp(max=self.seq_len), True)
         visible = mask.dense(self.seq_len, device)[:, None]
         return (in_blocks | is_vertical[:, :, None, : self.seq_len]) & visible
+
+    def block_mask(self, mask: Mask | MaskRanges) -> BlockMask:
+        """[B, Hq, S, S] for flex_attention(q, k, v, block_mask=..., enable_gqa=True), in global order:
+        exactly the pairs that attend() computes with this mask.
+
+        Raises ValueError for a mask of another length.
+        """
+        device = self.verticals.device
+        ranges = mask.rows(self.seq_len, device) if isinstance(mask, Mask) else mask
+        if ranges.start.shape[1] != self.seq_len:
+            raise ValueError(
+                f"the mask is for {ranges.start.shape[1]} tokens, the index for {self.seq_len}; write "
+                f"mask.rows({self.seq_len})"
+            )
+        blocks = torch.arange(math.ceil(self.seq_len / self.block_size), device=device)
+        return flex_block_mask(
+            ranges,
+            self.block_size,
+            self.selects(blocks, blocks),
+            self.selects_for_all(blocks, blocks),
+            self.verticals,
+            self.chosen_chunks(torch.arange(self.seq_len, device=device)),
+        )
 
 
 @dataclass(eq=False)
@@ -188,17 +213,20 @@ def compact(selected: Tensor, capacity: int, fill: int) -> tuple[Tensor, Tensor]
 
 
 class Pattern(PatternOptions):
-    """What is worth seeing. Subclasses are dataclasses of their options, which cannot be changed.
+    """The method that selects the pairs worth computing.
+
+    Subclasses are dataclasses of their options, which cannot be changed.
 
     `key` names a pattern inside custom ops, which take strings but no objects.
     """
 
+    key: str
     dynamic: ClassVar[bool] = True
     """False if nothing has to be looked at to select."""
     takes_slices: ClassVar[bool] = False
-    """Whether it also works with masks of Slices, which have no single range of keys a query."""
+    """True if it also works with masks of Slices, which have no single range of keys a query."""
     gathers_queries: ClassVar[bool] = False
-    """Whether computation() gathers queries on one rank, where the backend has kernels for that."""
+    """True if computation() gathers queries on one rank, where the backend has kernels for that."""
 
     def __init_subclass__(cls) -> None:
         # A dataclass that compares its fields would lose the hash.
@@ -319,7 +347,7 @@ class Pattern(PatternOptions):
         raise NotImplementedError
 
     def computation(self, call: Any, batch: int) -> Any:
-        """What computes a call in the pattern's own way; None for by tiles, as all patterns can be.
+        """The pattern's own way to compute a call; None for tiles, which all patterns support.
 
         call: an AttentionCall (attention/call.py) of `batch` sequences. The result has forward(q, k,
         v), which returns out and lse, and backward(queries, k, v), which returns dq, dk, and dv.

@@ -72,7 +72,7 @@ class XAttention(BlockPattern, XAttentionOptions):
     def _scoring(
         self, ranges: MaskRanges, cp: ContextParallel, batch: int, group: int, by_kernels: bool
     ) -> "Scoring":
-        """What this rank looks at, the same for every layer."""
+        """The cells that this rank scores, the same for every layer."""
         spans = find_spans(ranges, batch, self.dense_below, cp.block_size)
         own_blocks = cp.blocks(ranges)
         # On the host, so that no layer but the first waits for the device.
@@ -137,7 +137,7 @@ class Part(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What scoring needs to know of the mask and the layout, the same for every layer.
+    """The inputs of scoring that depend on mask and layout, the same for every layer.
 
     keys, queries: bool [B, n_local, block], which of this rank's tokens count in their cell.
     """
@@ -148,7 +148,7 @@ class Scoring(NamedTuple):
 
 
 def _by_kernels(q: Tensor, cp: ContextParallel, stride: int) -> bool:
-    """Whether Triton's kernels take these queries [B, Hq, S_local, D]; plain torch takes all."""
+    """True if Triton's kernels take these queries [B, Hq, S_local, D]; plain torch takes all."""
     cells = cp.block_size // stride
     return (
         q.is_cuda
@@ -167,7 +167,7 @@ def _where_counted(x: Tensor, counted: Tensor) -> Tensor:
 def _counted(
     spans: Spans, own_blocks: Tensor, block_size: int, stride: int, cells: int
 ) -> tuple[Tensor, Tensor]:
-    """Which tokens of this rank's blocks count in their cell, as keys and as queries.
+    """The tokens of this rank's blocks that count in their cell, as keys and as queries.
 
     bool [B, n_local, block] each. cells: of the sequence.
     """

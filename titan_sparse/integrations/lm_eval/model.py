@@ -200,7 +200,8 @@ class TitanSparseLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What follows each context, up to a stop string, the end of the text, or max_gen_toks."""
+        """The text that follows each context, up to a stop string, the end of the text, or
+        max_gen_toks."""
         asked = _of_rank_zero([request.args for request in requests])
         # Only requests with the same generation options are batched together.
         groups: dict[str, list[int]] = {}
@@ -261,7 +262,7 @@ class TitanSparseLM(TemplateLM):
         return [found[place] for place in range(len(prompts))]
 
     def _stop(self, until: list[str]) -> Stop:
-        """Whether the last token ends a text, or a stop string."""
+        """True if the last token ends a text or a stop string."""
         strings = [string for string in until if string]
         # A token has one byte or more, and the first of these may begin in the middle of a letter.
         tail = max((len(string.encode()) for string in strings), default=0) + 4
@@ -302,7 +303,7 @@ class TitanSparseLM(TemplateLM):
         super().set_cache_hook(cache_hook)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What results.json records in addition to model_args."""
+        """The facts that results.json records in addition to model_args."""
         attention = self.config.attention
         return {
             "model_dtype": self.config.training.dtype,

@@ -33,7 +33,9 @@ from titan_sparse.integrations.transformers.refusals import (
     check_mask,
     check_mixing,
     check_modules,
+    check_other_trainers,
     check_rope,
+    is_inside_alst,
     not_computed,
     note_mixers,
 )
@@ -138,12 +140,13 @@ def make_mask(
     kv_offset: int = 0,
     **kwargs,
 ) -> LayerMask | Tensor:
-    """What attention_forward() gets as attention_mask: a LayerMask, or for tokens that follow
+    """The attention_mask of attention_forward(): a LayerMask, or for tokens that follow
     cached ones a dense mask, bool [B, 1, Sq, Skv], True where a query sees a key.
 
     attention_mask: what the user gave to the model, the 2D one as bool [B, at most Skv].
     Raises ValueError for masks that attend() does not compute.
     """
+    check_other_trainers()
     if isinstance(attention_mask, LayerMask):
         # generate() with a static cache asks us first, and the model asks again.
         return attention_mask
@@ -215,6 +218,8 @@ def attention_forward(
     if torch.compiler.is_compiling():
         switch_wrong_fusions_off()
     check_arguments(query, key, value, kwargs)
+    if attention_mask is None and is_inside_alst():
+        attention_mask = mask_inside_alst(module, kwargs.get("position_ids"), sliding_window, key)
     check_mask(module, attention_mask, query, key)
     if isinstance(attention_mask, Tensor):
         out = attention_beside_cache(module, query, key, value, attention_mask, scaling, s_aux)
@@ -251,6 +256,21 @@ def attention_forward(
     # generate() reads the first answer at the last token, also where that is padding.
     last = torch.where(mask.padding[:, -1, None, None, None], out[:, -1:], last)
     return torch.cat([out[:, :-1], last], dim=1), None
+
+
+def mask_inside_alst(
+    module: nn.Module, position_ids: Tensor | None, window: int | None, key: Tensor
+) -> LayerMask:
+    """The mask of whole sequences that DeepSpeed's ALST gathered: it drops masks and gathers positions.
+
+    key: [B, Hkv, S, D]. Raises ValueError for what positions do not say.
+    """
+    if position_ids is None or getattr(module.config, "attention_chunk_size", None) is not None:
+        raise ValueError(
+            "DeepSpeed's ALST hands on position_ids and no masks, which titan_sparse needs for a model "
+            "with chunks; write sp_size=1, and position_ids for each token"
+        )
+    return LayerMask(MaskRule(window=window), padding=None, own=None, keys=key.shape[2])
 
 
 def attention_beside_cache(

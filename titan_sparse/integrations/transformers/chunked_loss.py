@@ -87,7 +87,7 @@ def chunk_loss(model: PreTrainedModel, chunk_tokens: int = 2048) -> None:
 
 
 def _conditions(model: PreTrainedModel, arguments: dict[str, Any]) -> tuple:
-    """What the loss of a model may depend on, apart from numbers."""
+    """The conditions that the loss of a model may depend on, apart from numbers."""
     kinds = {}
     for name, value in arguments.items():
         if isinstance(value, Tensor):

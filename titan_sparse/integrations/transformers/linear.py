@@ -32,7 +32,7 @@ _KNOWN = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDelt
 
 
 class LinearMask(NamedTuple):
-    """What layers of linear attention get as attention_mask. move: None if tokens are contiguous."""
+    """The attention_mask of layers of linear attention. move: None if tokens are contiguous."""
 
     pieces: Pieces
     move: Move | None

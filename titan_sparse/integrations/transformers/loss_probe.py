@@ -112,7 +112,8 @@ class _Probe:
         return torch.randn(shape, generator=self.generator)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What the stand-in for the head makes of hidden states [..., D]: [..., V] in fp32."""
+        """Logits [..., V] in fp32 that the stand-in for the head makes of hidden states [...,
+        D]."""
         with torch.autocast(hidden.device.type, enabled=False):
             return hidden.float() @ self.down @ self.up
 
@@ -153,7 +154,8 @@ class _Probe:
             modules.update(real)
 
     def call(self, module: nn.Module, path: str, args: tuple, kwargs: dict) -> Any:
-        """What a stand-in returns. The first module that is called is the decoder, embeddings aside."""
+        """The result of a stand-in. The first module that is called is the decoder, embeddings
+        aside."""
         if module is self.head:
             return self.logits(*args, **kwargs)
         if self.path is not None or isinstance(module, nn.Embedding):
@@ -165,7 +167,8 @@ class _Probe:
         return self.outputs
 
     def difference(self, theirs: Tensor, ours: Tensor) -> str | None:
-        """How the two losses or their gradients differ, in words; None if they are the same."""
+        """The difference of the two losses or their gradients, in words; None if they are the
+        same."""
         if self.path is None:
             return "its own forward calls none of its modules"
         losses = f"its own loss is {theirs.item():.7g}, and ours is {ours.item():.7g}"
@@ -228,7 +231,7 @@ class _StandIn(nn.Module):
 
 @dataclass
 class _Outputs(BaseModelOutputWithPast):
-    """What a decoder returns before it has run: whatever else is asked for is None."""
+    """The outputs of a decoder before it has run: whatever else is asked for is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -247,6 +250,6 @@ def _with_hidden(outputs: Any, hidden: Tensor) -> Any:
 
 
 def _are_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Whether the norm of the difference is small. NaN is close to nothing."""
+    """True if the norm of the difference is small. NaN is close to nothing."""
     one, other = one.detach().double(), other.detach().double()
     return bool((one - other).norm() <= tolerance * other.norm())

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AttentionInterface
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks import Mask, MaskRanges, Slices, SlidingWindow
-from titan_sparse.attention.masks.ranges import intersect
+from titan_sparse.attention.masks.ranges import intersect, rows_once
 from titan_sparse.attention.patterns import Dense, Pattern
 
 
@@ -30,7 +31,7 @@ def check_block_size(size: int) -> None:
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """How attention of one name is computed. The defaults: dense, on one rank, the fastest kernel.
+    """The settings of attention of one name. The defaults: dense, on one rank, the fastest kernel.
 
     pattern: of full-attention layers. Layers with a window or chunks compute all of it.
     cp: the ranks that share each sequence. Inputs of the model are then those of shard_batch().
@@ -51,7 +52,7 @@ class AttentionSettings:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share a sequence."""
+        """The number of ranks that share a sequence."""
         return 1 if self.cp is None else self.cp.size
 
 
@@ -81,7 +82,7 @@ class MaskRule(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether a window or chunks keep queries from far keys."""
+        """True if a window or chunks keep queries from far keys."""
         return self.window is not None or self.chunk is not None
 
 
@@ -154,7 +155,7 @@ class AttentionMask:
 
 @dataclass(eq=False)
 class LayerMask(AttentionMask):
-    """What the layers of one kind see. Made by our mask function, once a forward for each kind.
+    """The mask of the layers of one kind. Made by our mask function, once a forward for each kind.
 
     padding: bool [B, S], False on padding; None without.
     own: the user's mask, which replaces padding and documents; None without.
@@ -182,13 +183,17 @@ class LayerMask(AttentionMask):
             if known_positions is position_ids and known_settings is settings:
                 return ranges
         if self.own is not None:
-            ranges = self._own_ranges(q.shape[2] * settings.ranks, q.device)
+            ranges = self._own_ranges(q, settings.ranks)
         else:
-            ranges = ranges_of_tokens(position_ids, self.padding, self.rule, q, settings.pattern)
+            # With our own context parallelism, masks come whole, as `own`.
+            has_others = dist.is_initialized() and dist.get_world_size() > 1
+            ranges = ranges_of_tokens(
+                position_ids, self.padding, self.rule, q, settings.pattern, has_others
+            )
         self._resolved = (position_ids, settings, ranges)
         return ranges
 
-    def _own_ranges(self, seq_len: int, device: torch.device) -> MaskRanges:
+    def _own_ranges(self, q: Tensor, ranks: int) -> MaskRanges:
         """The user's mask without what the layer's window hides."""
         if self.rule.chunk is not None:
             raise ValueError(
@@ -196,13 +201,13 @@ class LayerMask(AttentionMask):
                 'attention_mask={"full_attention": mask, "chunked_attention": its chunks}'
             )
         if isinstance(self.own, MaskRanges):
-            moved = [x.to(device) if isinstance(x, Tensor) else x for x in self.own]
+            moved = [x.to(q.device) if isinstance(x, Tensor) else x for x in self.own]
             ranges = MaskRanges(*moved)
         else:
-            ranges = _rows(self.own, seq_len, device)
+            ranges = rows_once(self.own, q.shape[2] * ranks, q)
         if self.rule.window is None:
             return ranges
-        window = SlidingWindow(self.rule.window).rows(ranges.start.shape[1], device)
+        window = SlidingWindow(self.rule.window).rows(ranges.start.shape[1], q.device)
         both = intersect(ranges, window)
         return both._replace(table=ranges.table, probe_seed=ranges.probe_seed)
 
@@ -218,8 +223,8 @@ def as_layer_mask(mask: AttentionMask | Mask | MaskRanges, keys: int) -> LayerMa
 
 
 def has_documents(ranges: MaskRanges) -> bool:
-    """Whether a sequence may have several documents. Slices do not say. The host waits for the device
-    unless there is one document."""
+    """True if a sequence may have several documents. Slices do not say. The host waits for the
+    device unless there is one document."""
     starts = ranges.document_start
     if starts is None:
         return ranges.slices is not None
@@ -228,24 +233,21 @@ def has_documents(ranges: MaskRanges) -> bool:
     return bool((starts.amax(1) > first).any())
 
 
-@functools.lru_cache(maxsize=4)
-def _rows(mask: Mask, seq_len: int, device: torch.device) -> MaskRanges:
-    """mask.rows(seq_len, device). A mask that a user gave in a dict reaches each layer anew."""
-    return mask.rows(seq_len, device)
-
-
 def ranges_of_tokens(
     position_ids: Tensor | None,
     padding: Tensor | None,
     rule: MaskRule,
     q: Tensor,
     pattern: Pattern,
+    may_be_part: bool = False,
 ) -> MaskRanges:
     """The mask of q [B, Hq, S, D], whole sequences.
 
     position_ids: int [1 or B, S]. padding: bool [B, S], False on padding, or None.
+    may_be_part: other processes might hold the beginning of these sequences.
     A document begins where positions return to 0 (padding aside), and where transformers found one.
     The host waits for the device once.
+    Raises ValueError for positions that begin above 0 where q may be a part.
     """
     batch, _, seq_len, _ = q.shape
     if position_ids is not None and position_ids.shape not in ((1, seq_len), (batch, seq_len)):
@@ -270,8 +272,17 @@ def ranges_of_tokens(
     resumes = real[:, 1:] & ~real[:, :-1] & ~begins[:, 1:]
     # Of all sequences: whether they are one document without padding; whether there is padding
     # between tokens of a document.
-    facts = torch.stack([real.all() & ~begins[:, 1:].any(), resumes.any()])
-    is_plain, has_hole = facts.tolist()
+    begins_late = resumes.new_zeros(())
+    if may_be_part and position_ids is not None:
+        begins_late = ((position_ids[:, 0] > 0) & real[:, 0]).any()
+    facts = torch.stack([real.all() & ~begins[:, 1:].any(), resumes.any(), begins_late])
+    is_plain, has_hole, is_part = facts.tolist()
+    if is_part:
+        raise ValueError(
+            "position_ids do not begin at 0, as where another process holds the beginning of the "
+            "sequence; write AttentionSettings(cp=...) to share sequences, or position_ids that begin "
+            "at 0"
+        )
     if is_plain:
         # One row holds for all sequences.
         begins = begins[:1]

@@ -1,4 +1,6 @@
-"""What attend() does not compute, refused by name before anything is computed."""
+"""Refusals, by name and before anything is computed, of what attend() does not compute."""
+
+import sys
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -163,6 +165,35 @@ def check_mask(module: nn.Module, mask: object, query: Tensor, key: Tensor) -> N
             f"{name} got {type(mask).__name__} for a mask; write register(), which registers masks "
             "too, and let the model build them"
         )
+
+
+def check_other_trainers() -> None:
+    """Raises ValueError inside of a trainer that shares sequences in attention functions of its own.
+
+    They replace those of flash_attention_2 and sdpa. Ours would see the tokens of one rank, and the
+    loss would look plausible.
+    """
+    verl = sys.modules.get("verl.utils.ulysses")
+    if verl is not None and verl.get_ulysses_sequence_parallel_world_size() > 1:
+        raise ValueError(
+            "verl's Ulysses would leave attention of titan_sparse with the tokens of one rank; write "
+            "ulysses_sequence_parallel_size=1"
+        )
+    swift = sys.modules.get("swift.sequence_parallel.sequence_parallel")
+    if swift is not None and (swift.sequence_parallel.world_size or 1) > 1:
+        raise ValueError(
+            "ms-swift's sequence parallelism would leave attention of titan_sparse with the tokens of "
+            "one rank; write --sequence_parallel_size 1"
+        )
+
+
+def is_inside_alst() -> bool:
+    """Whether DeepSpeed's ALST gives attention functions whole sequences of some of the heads."""
+    alst = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+    # Its function raises as long as there is no group.
+    if alst is None or alst._SEQUENCE_PARALLEL_GROUP is None:
+        return False
+    return alst.get_sequence_parallel_world_size() > 1
 
 
 def check_rope(config: PreTrainedConfig | None, ranks: int) -> None:

@@ -39,7 +39,8 @@ class ShardMask(AttentionMask):
 
 
 def shifted_labels(batch: Mapping[str, Any]) -> Tensor:
-    """What each token of a whole batch is to predict, int64 [B, S]: the label of its successor.
+    """The label that each token of a whole batch is to predict, int64 [B, S]: that of its
+    successor.
 
     Raises ValueError for a batch without labels.
     """

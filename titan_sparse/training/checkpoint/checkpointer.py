@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from titan_sparse.config import Checkpoint, Refusal
@@ -40,6 +39,7 @@ from titan_sparse.training.checkpoint.reader import (
 from titan_sparse.training.checkpoint.saver import PINNED, memory_like, write
 from titan_sparse.training.faults.process_groups import on_first_rank
 from titan_sparse.training.offload import Copier
+from titan_sparse.training.optimizer import shard_of
 
 logger = logging.getLogger("titan_sparse")
 
@@ -126,7 +126,8 @@ class Checkpointer:
             self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-        """What is saved: the tensors of model and optimizer, and the state of each other part."""
+        """The state that is saved: the tensors of model and optimizer, and the state of each other
+        part."""
         tensors = dict(self.weights)
         for parameter, state in self.optimizer.state.items():
             name = self.parameter_names[parameter]
@@ -189,7 +190,7 @@ class Checkpointer:
         return step
 
     def is_due(self, step: int, last: bool) -> bool:
-        """Whether save() would save: at every interval, and at the run's last step."""
+        """True if save() would save: at every interval, and at the run's last step."""
         return self.section.enable and (last or step % self.section.interval == 0)
 
     def save(self, step: int) -> float:
@@ -212,10 +213,7 @@ class Checkpointer:
     @torch.no_grad()
     def _copy(self, tensors: dict[str, Tensor]) -> None:
         """Copy this rank's shards. With pinned memory the host does not wait for it."""
-        shards = {
-            name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            for name, tensor in tensors.items()
-        }
+        shards = {name: shard_of(tensor) for name, tensor in tensors.items()}
         if shards.keys() != self.copies.keys():
             self.memory, self.copies = memory_like(shards, self.section.async_mode == PINNED)
         for name, shard in shards.items():

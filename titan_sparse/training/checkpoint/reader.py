@@ -94,7 +94,8 @@ class _Unpickler(pickle._Unpickler):
 
 
 def read_metadata(checkpoint: str | Path) -> Metadata:
-    """What the checkpoint holds, and where. Runs nothing that .metadata may ask for. Raises Broken."""
+    """The contents of the checkpoint, and where they lie. Runs nothing that .metadata may ask for.
+    Raises Broken."""
     path = Path(checkpoint, METADATA)
     try:
         metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()

@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_sparse.config import Guard as GuardSection
 from titan_sparse.config import Refusal
 from titan_sparse.models.initialization import canonical_name
+from titan_sparse.training.optimizer import shard_of
 
 _STANDARD_DEVIATIONS = 6
 """A norm this far above the mean, in the logarithm, is bad even for a noisy run."""
 
 
 class Report(NamedTuple):
-    """What the guard found in one step. The same on every rank."""
+    """The findings of the guard in one step. The same on every rank."""
 
     step: int
     skipped: float
@@ -49,8 +49,8 @@ class Report(NamedTuple):
 
 
 def decides_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Whether the optimizer can obey a verdict that only the device knows, as the fused kernels can.
-    For others the host decides, which on a GPU has to wait for it."""
+    """True if the optimizer can obey a verdict that only the device knows, as the fused kernels
+    can. For others the host decides, which on a GPU has to wait for it."""
     is_fused = device.type == "cuda" and optimizer.defaults["fused"]
     parameters = optimizer.param_groups[0]["params"]
     return is_fused and all(parameter.device.type == "cuda" for parameter in parameters)
@@ -158,7 +158,7 @@ class Guard:
 
 
 def all_finite(tensors: Iterable[Tensor], device: torch.device) -> bool:
-    """Whether every element is finite on every rank. Collective; the host waits."""
+    """True if every element is finite on every rank. Collective; the host waits."""
     return not _not_finite(tensors, device).any()
 
 
@@ -185,7 +185,7 @@ def refuse_bad_weights(model: nn.Module, device: torch.device) -> None:
 @torch.no_grad()
 def _not_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """bool [n]: which of n tensors have an element that is not finite, on any rank."""
-    shards = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    shards = [shard_of(x) for x in tensors]
     # With more ranks than rows, some ranks have nothing to look at.
     filled = [number for number, shard in enumerate(shards) if shard.numel()]
     bad = torch.zeros(len(shards), device=device)

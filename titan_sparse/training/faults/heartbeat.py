@@ -1,5 +1,5 @@
-"""Which rank holds up the others: ranks give signs of life, and one line names the rank that is dead
-or stuck.
+"""Detection of the rank that holds up the others: ranks give signs of life, and one line names the
+rank that is dead or stuck.
 
 Torch's timeouts end a job that hangs, but do not say which rank was waited for. Every rank therefore
 has a thread that writes into the job's key-value store, once a second: step, host, collectives begun,
@@ -291,7 +291,8 @@ class Watch:
 
 @functools.cache
 def machine() -> str:
-    """Where process numbers mean the same: the host, and in it the namespace of the numbers."""
+    """The scope in which process numbers mean the same: the host, and in it the namespace of the
+    numbers."""
     return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
 
 
@@ -301,7 +302,8 @@ def store_place() -> str:
 
 
 def has_ended(status: dict) -> bool:
-    """Whether the process that gave this sign is known to be no more. Only seen on its own machine."""
+    """True if the process that gave this sign is known to be no more. Only seen on its own
+    machine."""
     if status["machine"] != machine():
         return False
     try:
@@ -359,7 +361,8 @@ def describe(statuses: dict[int, dict], silent: set[int]) -> str:
 
 
 def collectives_begun() -> dict[str, int]:
-    """How many, by group. Transfers along rings are left out, in which ranks differ."""
+    """The number of collectives begun, by group. Transfers along rings are left out, in which ranks
+    differ."""
     counts: dict[str, int] = {}
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.group_desc.startswith(("cp inner", "cp outer")):
@@ -381,8 +384,9 @@ def place_of_thread(thread: int) -> tuple[str, bool]:
 
 
 def place_of(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, bool]:
-    """Where code outside of torch is, as "file.py:line in function", and whether it waits for other
-    ranks there: in torch.distributed, or in a function called wait. frames: the innermost first.
+    """The place of code outside of torch, as "file.py:line in function", and whether it waits for
+    other ranks there: in torch.distributed, or in a function called wait. frames: the innermost
+    first.
     """
     waits = False
     for frame, line in frames:

@@ -71,7 +71,8 @@ def end_with_launcher() -> None:
 
 
 def _is_python(process: int) -> bool:
-    """Whether it can be torchrun. In a container, torchrun may be process 1, which adopts orphans."""
+    """True if it can be torchrun. In a container, torchrun may be process 1, which adopts
+    orphans."""
     with open(f"/proc/{process}/cmdline", "rb") as file:
         return b"python" in file.read()
 
@@ -132,7 +133,7 @@ class StopSignals:
             self.asked_at = time.monotonic()
 
     def has_time_for(self, seconds: float, grace_seconds: float) -> bool:
-        """Whether so many more seconds end within the grace, which begins with the first signal."""
+        """True if so many more seconds end within the grace, which begins with the first signal."""
         if self.asked_at is None:
             return True
         return time.monotonic() - self.asked_at + seconds <= grace_seconds

@@ -123,7 +123,8 @@ def barrier() -> None:
 
 
 def on_first_rank(work: Callable[[], Any]) -> Any:
-    """What `work` returns on rank 0, on all ranks; or its Refusal or OSError, raised on all of them."""
+    """The result of `work` on rank 0, on all ranks; or its Refusal or OSError, raised on all of
+    them."""
     outcome: list[Any] = [None]
     if dist.get_rank() == 0:
         try:

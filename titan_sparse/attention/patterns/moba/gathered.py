@@ -20,7 +20,7 @@ from titan_sparse.kernels.block_sparse.piece import mapped
 
 
 class Geometry(NamedTuple):
-    """What follows from the mask alone. It is the same in every layer.
+    """The tables that follow from the mask alone. They are the same in every layer.
 
     tiles: of every query and its own chunk. n chunks a sequence, of all its documents.
     earlier, offset: int32 [B, S]. begin: int32 [B, n]. As in kernels.gathered.Choices.
@@ -76,7 +76,7 @@ def geometry_of(pattern: Any, call: Any, batch: int) -> Geometry | None:
 
 
 def shows_the_past(ranges: MaskRanges) -> bool:
-    """Whether every query sees its whole document up to itself, or nothing. The host waits."""
+    """True if every query sees its whole document up to itself, or nothing. The host waits."""
     position = torch.arange(ranges.start.shape[1], device=ranges.start.device)
     from_origin = ranges.start == document_origin(ranges)
     up_to_itself = ranges.stop == position + 1

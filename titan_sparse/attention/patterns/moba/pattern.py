@@ -270,7 +270,7 @@ class MoBA(Pattern, MoBAOptions):
 
 
 class MoBAChunks(NamedTuple):
-    """What the gate needs to know of the mask and the layout. It is the same for every layer.
+    """The inputs of the gate that depend on mask and layout. They are the same for every layer.
 
     The n whole chunks of all long documents are numbered document by document.
     begin: int64 [B, n], the first token of a chunk; the sequence length for one that does not

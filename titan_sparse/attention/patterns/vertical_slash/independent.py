@@ -30,7 +30,7 @@ from titan_sparse.options.patterns import VerticalSlashOptions
 
 
 class Segments(NamedTuple):
-    """What is chosen from: n runs of neighbors among the L elements of each of B sequences.
+    """The candidates of a choice: n runs of neighbors among the L elements of each of B sequences.
 
     There are N rows of masses.
     sequence: int32 [N], the sequence of each row.
@@ -116,7 +116,7 @@ def smallest_sets(
 
 
 class IndependentPlan(NamedTuple):
-    """What a rank chooses for: N = ceil(B Hq / ranks) pairs of a sequence and a head.
+    """The choices of a rank: for N = ceil(B Hq / ranks) pairs of a sequence and a head.
 
     recall: that is asked for. segments: what is chosen from in a row of masses [S + E], in 2 n
         segments: each span's verticals, then each span's slashes.
@@ -181,8 +181,8 @@ def make_plan(
         fields = (begin, stop, torch.full_like(begin, least), most, torch.full_like(begin, always))
         bounds.append(torch.stack(fields, dim=-1))
     # [B, 2 n, 5]; the counts may be larger than int32, for example an unlimited maximum.
-    bounds = torch.cat(bounds, dim=1).clamp(max=seq_len + diagonals)
-    segments = Segments(sequence.int(), segment.int(), bounds.int())
+    of_all = torch.cat(bounds, dim=1).clamp(max=seq_len + diagonals)
+    segments = Segments(sequence.int(), segment.int(), of_all.int())
     return IndependentPlan(geometry, options.recall, segments, tile[sequence])
 
 

@@ -31,12 +31,12 @@ from titan_sparse.options.patterns import VerticalSlashOptions
 class JointPlan(NamedTuple):
     """The inputs of scores and thresholds that depend on mask, rows, and layout.
 
-    counted_start: int32 [B, n, P], the first key of each row whose mass counts in recall.
+    geometry: its rows see only the keys whose mass counts in recall.
     free_start, free_stop: int32 [B, n, P], the keys that each row sees and that are not always
         selected.
     is_sink: bool [B, S].
     span_tokens: where spans begin and end.
-    spans_of_slots: fp32 [B, n, n_local T], 1 where a local block's slot holds a span, else 0.
+    spans_of_slots: fp32 [B, 1, n, n_local T], 1 where a local block's slot holds a span, else 0.
     offset: int32 [B, n], where each span's slashes begin.
     tile, rows: int32 [B, U, E], the rank's tiles that make up each slash, -1 for none, and how
         many of the probe's rows see each.
@@ -50,7 +50,6 @@ class JointPlan(NamedTuple):
 
     options: VerticalSlashOptions
     geometry: ProbeGeometry
-    counted_start: Tensor
     free_start: Tensor
     free_stop: Tensor
     is_sink: Tensor
@@ -102,15 +101,15 @@ def make_plan(
     most_slashes = None
     if options.max_slashes:
         most_slashes = share_of_cap(options.max_slashes, options.min_slashes, spans)
+    counted_start = geometry.start if options.count_sinks else behind_sinks
     return JointPlan(
         options=options,
-        geometry=geometry,
-        counted_start=geometry.start if options.count_sinks else behind_sinks,
+        geometry=geometry._replace(start=counted_start),
         free_start=behind_sinks,
         free_stop=torch.minimum(geometry.stop, first_local).int(),
         is_sink=is_sink,
         span_tokens=SpanTokens(spans.start.int(), spans.stop.int()),
-        spans_of_slots=(slots == numbers).float(),
+        spans_of_slots=(slots == numbers).float()[:, None],
         offset=spans.offset.int(),
         tile=tile.int().contiguous(),
         rows=rows.int().contiguous(),
@@ -168,14 +167,13 @@ class Histograms(NamedTuple):
     slash_count: Tensor
     bins: Tensor
     mass: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]
 
 
 def _histograms(
     q: Tensor, k: Tensor, plan: JointPlan, cp: ContextParallel, scale: float
 ) -> Histograms:
-    counted = plan.geometry._replace(start=plan.counted_start)
-    probe, keys, lse = look(q, k, counted, cp, scale)
+    probe, keys, lse = look(q, k, plan.geometry, cp, scale)
     free = probe._replace(start=plan.free_start, stop=plan.free_stop)
     module = kernels if by_kernels(keys) else kernels.naive
     first, *of_tiles = module.first_scores(free, keys, lse)
@@ -186,7 +184,7 @@ def _histograms(
     slash_mass = module.slash_masses(final.tile_mass, plan.tile)
 
     # [B, 1, n, n_local T] @ [2, B, Hq, n_local T, BINS]
-    of_spans = plan.spans_of_slots[:, None].to(histogram.dtype)
+    of_spans = plan.spans_of_slots.to(histogram.dtype)
     of_verticals, count = of_spans @ histogram.flatten(3, 4)
     # Local slashes hold no mass here.
     mass, slash_count = module.add_slashes(

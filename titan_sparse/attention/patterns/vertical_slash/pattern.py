@@ -48,7 +48,7 @@ class VerticalSlashIndex(BlockIndex):
     slashes: Tensor
     spans: Spans
     most_blocks: int
-    capped: Tensor
+    capped: Tensor  # type: ignore[assignment]
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         return self._at_slashes(self.slashes, 1, q_blocks, k_blocks.view(1, 1, 1, -1))

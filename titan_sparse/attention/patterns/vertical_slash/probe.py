@@ -105,7 +105,7 @@ def _random_bits(number: Tensor, seed: int | Tensor) -> Tensor:
 
 
 class ProbeGeometry(NamedTuple):
-    """What a probe needs to know about rows, spans and layout. It is the same for every layer.
+    """The inputs of a probe: rows, spans, and layout. They are the same for every layer.
 
     int32 where a kernel reads it.
     rows: the probe's.
@@ -248,7 +248,7 @@ def _gather_probe(q: Tensor, geometry: ProbeGeometry, cp: ContextParallel, scale
 
 
 def by_kernels(keys: KeyBlocks) -> bool:
-    """Whether Triton's kernels take these keys.
+    """True if Triton's kernels take these keys.
 
     They take no fp64, and of fp32 no more than head_dim 128: a block of larger keys and the probe's
     rows would need 256 KiB of shared memory.

@@ -1,0 +1,89 @@
+"""torchtitan's activation checkpointing that keeps attention, and its metrics with ours."""
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.tools.logging import logger
+
+from titan_sparse.attention import SAVED_OPS
+from titan_sparse.attention.observe import Recording, recording
+from titan_sparse.integrations.torchtitan.core import averages
+
+_KEPT = [*SAVED_OPS, torch.ops.titan_sparse.document_starts.default]
+
+
+class SelectiveACWithAttention(SelectiveAC):
+    """SelectiveAC that also keeps what attention selected and computed."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+    def get_save_ops(self) -> set:
+        return super().get_save_ops() | set(_KEPT)
+
+
+class FullACWithAttention(FullAC):
+    """FullAC that recomputes all of a block but what attention selected and computed."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FullAC.Config):
+        pass
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        return checkpoint_wrapper(
+            module,
+            context_fn=functools.partial(create_selective_checkpoint_contexts, _KEPT),
+            preserve_rng_state=self.config.preserve_rng_state,
+            determinism_check=self.config.determinism_check,
+            early_stop=False,
+            debug=self.config.debug,
+        )
+
+
+class MetricsWithAttention(MetricsProcessor):
+    """MetricsProcessor that also logs density, recall, and balance of the steps that it logs."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        """recall_rows: query rows of a sequence on which recall is measured."""
+
+        recall_rows: int = 64
+
+    def __init__(self, config: Config, **others: Any):
+        super().__init__(config, **others)
+        self._recording = contextlib.ExitStack()
+        self._recorded: Recording | None = None
+
+    def should_log(self, step: int) -> bool:
+        # torchtitan asks at the beginning of each step.
+        self._recording.close()
+        is_logged = super().should_log(step)
+        if is_logged:
+            listening = recording(recall_rows=self.config.recall_rows)
+            self._recorded = self._recording.enter_context(listening)
+        return is_logged
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        self._recording.close()
+        device = torch.device(self.device_memory_monitor.device)
+        found = averages(self._recorded, device)
+        named = {f"titan_sparse/{name}": value for name, value in found.items()}
+        extra_metrics = {**(extra_metrics or {}), **named}
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+        logger.info("  ".join(f"{name}: {value:.4f}" for name, value in found.items()))
