@@ -52,6 +52,7 @@ LONGEST = [
     "tests/attention/test_recomputed.py",
     "tests/test_train.py",
     "tests/test_package.py",
+    "tests/test_extras.py",
     "tests/training/test_validation.py",
 ]
 """Files to begin with. A long one at the end would keep one core waiting for the other."""

@@ -67,7 +67,13 @@ def ready_index(pattern: Pattern, tensors: list[Tensor]) -> Pattern:
     """
     # The ops know patterns by name and fields. The number tells this one from others with the same
     # fields.
-    members = {"name": f"ready_index {next(_numbers)}", "select_tensors": lambda self, *_: tensors}
+
+    def select_tensors(_, q: Tensor, k: Tensor, ranges: MaskRanges, cp: ContextParallel, *__):
+        # Under the schedule ulysses a rank selects for its own heads.
+        number = cp.whole.rank % cp.whole.intra if cp.whole is not cp else 0
+        return [x.narrow(1, number * q.shape[1], q.shape[1]) for x in tensors]
+
+    members = {"name": f"ready_index {next(_numbers)}", "select_tensors": select_tensors}
     return type("ReadyIndex", (type(pattern),), members)(**dataclasses.asdict(pattern))
 
 

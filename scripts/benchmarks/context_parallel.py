@@ -69,7 +69,7 @@ from titan_sparse.estimate.flops import causal_pairs
 from titan_sparse.estimate.indexes import ragged_lengths
 
 PROGRAM = "scripts.benchmarks.context_parallel"
-SCHEDULES = ("all_gather", "ring", "double_ring")
+SCHEDULES = ("all_gather", "ring", "double_ring", "ulysses")
 TORCH = "torch context_parallel"
 
 
@@ -152,6 +152,9 @@ def scaling(bench: Bench) -> Iterator[dict]:
             continue
         for schedule in bench.args.schedules:
             for dtype in bench.args.gradient_dtypes:
+                if schedule == "ulysses" and dtype != "float32":
+                    # No gradients are summed between ranks.
+                    continue
                 row = about("scaling", shape)
                 row["schedule"] = schedule
                 row["layout"] = "striped"

@@ -271,26 +271,35 @@ def equal_time() -> list[str]:
 
 LARGER = [f"study_qwen_0_5b_{length}_h100" for length in ("64k", "128k")]
 """Files of Qwen2.5-Coder-0.5B at equal time."""
+DENSELY = "dense"
+"""The attention that reads any weights."""
 
 
 def larger_model() -> list[str]:
-    """Means over seeds of a larger model, and the noise of the difference to dense."""
+    """A larger model at equal time: losses and names, as trained and read densely."""
     rows = []
     for file in LARGER:
-        runs = result(file)["runs"].values()
-        for method in dict.fromkeys(run["method"] for run in runs):
-            of_method = [run for run in runs if run["method"] == method]
-            density = _evaluated(file, method, method)["attention"]["density"]
+        for name, run in result(file)["runs"].items():
+            method = run["method"]
+            density = _evaluated(file, name, method)["attention"]["density"]
             cells = [f"{max(result(file)['lengths']):,}", method.replace("_", " 0.")]
-            cells += [str(len(of_method)), f"{100 * density:.1f} %"]
-            cells += [f"{of_method[0]['step_seconds']:.2f}", str(of_method[0]["steps"][-1])]
+            cells += [f"{100 * density:.1f} %", f"{run['step_seconds']:.2f}"]
+            cells.append(str(run["steps"][-1]))
             for measure in ("loss", "loss, names, far"):
-                cells.append(f"{_mean_score(file, method, method, measure):.3f}")
-            cells.append(f"{_mean_score(file, method, 'dense'):.3f}")
-            cells.append(f"{_mean_score(file, method, method, 'needle forced'):.0f} %")
+                for mode in (method, DENSELY):
+                    cells.append(_score_of(file, name, mode, measure, ".3f"))
+            cells.append(_score_of(file, name, method, "needle forced", ".0f") + " %")
             rows.append(cells)
-    heads = "tokens | attention | seeds | density | s per step | steps | held-out loss | far names"
-    return lines(f"{heads} | read densely | needles", rows)
+    heads = "tokens | attention | density | s per step | steps | held-out loss | read densely"
+    return lines(f"{heads} | far names | read densely | needles", rows)
+
+
+def _score_of(file: str, name: str, mode: str, measure: str, style: str) -> str:
+    """A score of a run read by `mode`; empty if it was not measured."""
+    try:
+        return format(_evaluated(file, name, mode)["scores"][measure], style)
+    except LookupError:
+        return ""
 
 
 def equal_steps() -> list[str]:

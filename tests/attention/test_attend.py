@@ -2,7 +2,9 @@
 invariants of every selection."""
 
 import functools
+import sys
 import weakref
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -387,3 +389,28 @@ def test_a_context_parallel_lives_until_the_backward():
 def test_a_key_without_its_object_is_refused():
     with pytest.raises(RuntimeError, match="is gone: keep the ContextParallel"):
         ops.lookup("attend nothing")
+
+
+def test_a_plain_call_enters_few_files():
+    """docs/architecture.md has the number: so much has to be read to follow attend(q, k, v)."""
+    root = Path(__file__).parents[2]
+    folders = tuple(str(root / name) for name in ("titan_sparse", "kernels"))
+    entered = set()
+
+    def note(frame, event, _) -> None:
+        if event == "call" and (name := frame.f_code.co_filename).startswith(folders):
+            entered.add(Path(name).resolve())
+
+    def call() -> None:
+        q, k, v = (_x(1, heads, 256, 8).requires_grad_() for heads in (4, 2, 2))
+        attend(q, k, v).sum().backward()
+
+    # What is imported or remembered once does not count.
+    call()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    said = (root / "docs/architecture.md").read_text()
+    assert f"`attend(q, k, v)` runs code of {len(entered)} files." in said

@@ -82,6 +82,9 @@ def test_meta_tensors_give_meta_tensors(mask, pattern):
     out.sum().backward()
     assert all(x.grad.shape == x.shape and x.grad.is_meta for x in leaves)
     assert out.device.type == aux.lse.device.type == "meta"
+    index = PATTERNS[pattern].select(q, k, MASKS[mask], block_size=BLOCK)
+    shapes = [x.shape for x in aux.index.tensors()]
+    assert [x.shape for x in index.tensors()] == shapes and index.verticals.is_meta
     assert out.shape == q.shape and aux.lse.shape == q.shape[:3]
 
 

@@ -9,6 +9,7 @@ from titan_sparse.config import Config, Data, check, load, to_toml
 from titan_sparse.config.sources import source_weights
 
 CP = " --parallelism.cp 2"
+ULYSSES = "--attention.schedule ulysses --model.flavour qwen2.5-0.5b "
 SLASH = "--attention.vertical_slash."
 LORA = "--lora.rank 8 "
 SINKS = "--attention.window_sinks 4 --attention.sliding_window 64 "
@@ -62,6 +63,7 @@ IGNORED = {
     "--attention.backward_circulates q --attention.schedule group_cast" + CP: "attention.schedule",
     "--attention.overlap_stages 3 --attention.schedule group_cast": "parallelism.cp",
     "--attention.overlap_stages_backward 3 --attention.schedule ring" + CP: "attention.schedule",
+    "--attention.overlap_stages 3 --attention.schedule ulysses" + CP: "attention.schedule",
     "--attention.gradient_dtype bfloat16": "parallelism.cp",
     "--attention.window_sinks 4 --attention.pattern dense": "attention.sliding_window",
     "--attention.dense_layers 0 --attention.pattern dense": "attention.pattern",
@@ -103,6 +105,15 @@ REFUSED = {
     "--attention.dense_layers 0,first": "attention.dense_layers .* write some of 0 to ",
     "--attention.dense_layers 0,4": "attention.dense_layers .* write some of 0 to ",
     "--attention.schedule local" + CP: 'write attention.schedule = "auto"',
+    ULYSSES
+    + "--parallelism.cp 3": r"14 heads .* 3 ranks .* write parallelism.cp_intra as one of 1 ",
+    ULYSSES
+    + "--parallelism.cp 28": "28 ranks .* write parallelism.cp_intra as one of 1, 2, 7, 14 ",
+    ULYSSES
+    + "--parallelism.cp 2 --attention.gradient_dtype bfloat16": "gradient_dtype = .*float32",
+    ULYSSES + "--parallelism.cp 2 --attention.backward_circulates q": "circulates = .*auto",
+    ULYSSES + "--parallelism.cp 2 --attention.route_by mask": "route_by = .*auto",
+    ULYSSES + HALF + " --parallelism.cp 4 --parallelism.cp_intra 2": "double_ring",
     "--attention.schedule double_ring": 'does not go with parallelism.cp = 1; write .* "auto"',
     "--attention.mask causal": 'attention.mask = "causal_across_documents"',
     "--attention.gradient_dtype bfloat16 --training.dtype float64 --training.device cpu"

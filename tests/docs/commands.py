@@ -58,6 +58,7 @@ RULES: dict[str, tuple[str, ...] | None] = {
     "scripts.docs.draw_attention": (),
     "scripts.docs.numbers": ("--check",),
     "scripts.study": None,
+    "scripts.study.compact": None,
     "scripts.study.density": None,
     "scripts.study.real_model": None,
     "scripts.summarize_trace": (),
@@ -214,12 +215,24 @@ def run_module(module: str, words: list[str], folder: Path = Path()) -> int:
 def is_parsed(module: str, words: list[str], folder: Path) -> bool:
     """Whether a program's argparse takes the words. The program stops there."""
     parse_args = argparse.ArgumentParser.parse_args
+    parse_known_args = argparse.ArgumentParser.parse_known_args
 
     def parse_and_stop(parser: argparse.ArgumentParser, *arguments: object) -> None:
-        parse_args(parser, *arguments)
+        # It calls parse_known_args(), and then refuses unknown words.
+        with mock.patch.object(argparse.ArgumentParser, "parse_known_args", parse_known_args):
+            parse_args(parser, *arguments)
         raise Parsed
 
-    with mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop):
+    def parse_known_and_stop(parser: argparse.ArgumentParser, *arguments: object) -> None:
+        _, rest = parse_known_args(parser, *arguments)
+        # The other words are options of the configuration.
+        load(rest)
+        raise Parsed
+
+    with (
+        mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop),
+        mock.patch.object(argparse.ArgumentParser, "parse_known_args", parse_known_and_stop),
+    ):
         with contextlib.suppress(Parsed):
             run_module(module, words, folder)
             return False

@@ -103,6 +103,10 @@ def test_measured_runs_are_predicted(half_a_million, name, constants, schedules,
         ("double_ring", 2, 2, 1, 1 + 2),
         ("double_ring", 4, 1, 3, 1 + 3 * 2),
         ("all_gather", 2, 2, 2, 2 + 2 * 2 / 2 + 2 / 2 * 2),  # the first of two heads comes alone
+        # Of two KV heads each rank has one, of twice as many tokens.
+        ("ulysses", 2, 2, 1, 1 + 2),
+        # Every KV head is on two ranks.
+        ("ulysses", 2, 4, 1, 1 + 2),
     ],
 )
 def test_slow_links_by_hand(schedule, inter, intra, forward, backward):
@@ -110,6 +114,26 @@ def test_slow_links_by_hand(schedule, inter, intra, forward, backward):
     hop = CHUNK / 1e8
     assert p.forward.seconds / hop == pytest.approx(forward, rel=0.01)
     assert p.backward.seconds / hop == pytest.approx(backward, rel=0.01)
+
+
+def test_ulysses_trades_all_but_its_own_share():
+    """Inside one node, in which nothing else travels, and whose heads may differ in density."""
+    p = _plan("ulysses", 1, 4)
+    # q and out of four heads, K and V of two that two ranks have each, of a quarter of 512 tokens.
+    traded = 3 / 4 * 128 * 16 * 2 * (2 * 4 + 2 * 2 * 2)
+    assert p.forward.sent.inside.tolist() == p.backward.sent.inside.tolist() == [traded] * 4
+    assert p.forward.sent.across.sum() == 0
+    assert p.forward.exposed() == pytest.approx(traded / 1e9)
+    assert p.work.tolist() == [[512 * 513 / 2]] * 4
+
+    ranges = Causal().rows(64 * 8)
+    pattern, (slashes, *rest) = random_index(4, 512, 8, 0.3, vertical_share=0, sinks=0)
+    slashes[0, 0, 1:] = True
+    index = pattern.index([slashes, *rest], ranges, 1, 4, 8)
+    setting = Setting("striped", SCHEDULES["ulysses"], 1, 2)
+    p = plan_layer(count(index, ranges, KVShape(2, 16, 2, 4), setting), setting, ROUND)
+    seen = index.dense(Causal())[0].sum((1, 2))
+    assert p.work.flatten().tolist() == [seen[:2].sum(), seen[2:].sum()]
 
 
 def test_group_cast_sends_what_is_needed():

@@ -1,6 +1,7 @@
 """From the [attention] section to attention's objects."""
 
 import dataclasses
+from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tests.fake_step import fake_world
 from titan_sparse.attention import ContextParallel, backends
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices, sliding_window
-from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention
+from titan_sparse.attention.patterns import PATTERNS, MoBA, VerticalSlash, XAttention
 from titan_sparse.config import Attention, Config, check, load
 from titan_sparse.models.flavours import resolve
 from titan_sparse.training.attention import (
@@ -170,3 +171,14 @@ def test_a_pattern_that_cannot_select_is_reported(words, longest, reason):
         if " = " in advice:
             key, value = advice.removesuffix(" or less").removesuffix(" or more").split(" = ")
             assert report(f"--{key}={value.strip(chr(34))}") == ""
+
+
+def test_every_pattern_is_a_section_and_a_choice():
+    """A pattern is a subclass of the options that the configuration has."""
+    [choice] = [item for item in dataclasses.fields(Attention) if item.name == "pattern"]
+    assert set(get_args(choice.type)) == set(PATTERNS)
+    for name, pattern in PATTERNS.items():
+        section = getattr(Attention(), name)
+        assert isinstance(pattern(), type(section)) and pattern.name == section.name == name
+        own = {item.name: item.default for item in dataclasses.fields(pattern)}
+        assert own == {item.name: item.default for item in dataclasses.fields(section)}

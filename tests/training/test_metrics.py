@@ -281,6 +281,8 @@ def _train_with_pictures(folder: Path) -> None:
         "run",
         training__steps=4,
         parallelism__cp=2,
+        # Each rank has other heads.
+        attention__schedule="ulysses",
         checkpoint__enable=True,
         checkpoint__interval=2,
         metrics__tensorboard=True,

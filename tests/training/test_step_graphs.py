@@ -33,6 +33,11 @@ S = 1024
             'attention.schedule = "ring" plans each batch of documents',
         ),
         (
+            {"parallelism__cp": 2, "parallelism__cp_intra": 1},
+            "ulysses",
+            'attention.schedule = "ulysses" plans each batch of documents',
+        ),
+        (
             {"parallelism__cp": 2, "attention__mask": "causal", "attention__layout": "zigzag"},
             "ring",
             'attention.route_by = "auto"',
@@ -52,6 +57,7 @@ def test_what_cannot_be_captured(tmp_path, settings, schedule, said):
     assert said in str(refused.value)
     plain = tiny_config(tmp_path, "run", compile__cuda_graphs="on")
     assert explain(plain, TINY, "cuda", "all_gather")[0]
+    assert explain(plain, TINY, "cuda", "ulysses")[0]
 
 
 def test_where_auto_takes_them(tmp_path):

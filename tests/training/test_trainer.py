@@ -94,6 +94,7 @@ THREE = [
 FOUR = [
     _spread("vertical_slash", "striped", "double_ring", 4)
     | {"parallelism__cp_intra": 2, RECOMPUTE: 0.5},
+    _spread("vertical_slash", "zigzag", "ulysses", 4) | {RECOMPUTE: 0.5},
     # Two context-parallel groups on data of their own, replicated, and by accumulation.
     SPARSE | {"parallelism__dp_replicate": 2},
     LEVERS,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from titan_sparse.attention import backends
 from titan_sparse.attention.compiling import switch_wrong_fusions_off
+from titan_sparse.attention.context_parallel import ulysses
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.inputs import (
     check_sinks,
@@ -139,6 +140,13 @@ def attend(
         pattern.dynamic,
         is_short,
     )
+    by_heads = None if cp is None else cp.by_heads
+    if cp is not None and by_heads is not None:
+        # From here on, this rank has all tokens of its node and its share of the heads.
+        ulysses.check(cp, q, k, recomputed)
+        q, k, v = ulysses.trade_tokens(q, k, v, ranges.table, cp.key)
+        sinks = None if sinks is None else ulysses.own_heads(sinks, cp)
+        ranks = ranks_of(by_heads, None)
     names, tensors = mask_tensors(ranges)
     ops = torch.ops.titan_sparse
     index = []
@@ -155,7 +163,12 @@ def attend(
         out, lse, _ = ops.attend_recomputed(*inputs, options_key(*options))
     else:
         out, lse = attend_in_parts(inputs, recomputed, ranges, ranks, options)
+    if cp is not None and by_heads is not None:
+        out = ulysses.trade_heads(out, ranges.table, cp.key)
     if not return_aux:
         return out
-    batch, heads = q.shape[:2]
+    if cp is not None and by_heads is not None:
+        lse = ulysses.trade_heads(lse[..., None], ranges.table, cp.key)[..., 0].contiguous()
+        index = [by_heads.of_all_heads(x, 1) for x in index]
+    batch, heads = out.shape[:2]
     return out, Auxiliary(lse, pattern.index(index, ranges, batch, heads, ranks.block_size))

@@ -76,20 +76,6 @@ class AttentionCall:
         """int64 [n]: global blocks of the queries of `rank` (default: this rank)."""
         return self.key_blocks(rank)[self.first :]
 
-    def count_plain_ring(self, k: Tensor, backward: bool = False) -> None:
-        """Add to cp.plain_ring_bytes what a ring sends in which each chunk visits every rank.
-
-        k: [B, Hkv, S_local, D]. A backward sends the gradients too, in the dtype that they have
-        between ranks.
-        """
-        element_bytes = k.element_size()
-        if backward:
-            gradient_dtype = self.cp.gradient_dtype or self.sum_dtype(k)
-            element_bytes += gradient_dtype.itemsize
-        # 2: keys and values.
-        chunk_bytes = 2 * k.numel() * element_bytes
-        self.cp.plain_ring_bytes += chunk_bytes * (self.cp.size - 1)
-
     def tiles_of_rank(
         self,
         batch: int,

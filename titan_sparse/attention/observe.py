@@ -91,6 +91,8 @@ class Recording:
     """The recording that this one is inside of."""
     sent_before: list[int] = field(default_factory=list, repr=False)
     """What _sent() said before the first call, plus what inner recordings have counted since."""
+    trades: list[tuple[recorder.Moment, recorder.Moment]] = field(default_factory=list, repr=False)
+    """Times of trades whose call is still to come."""
     timed: recorder.TimedCall | None = field(default=None, repr=False)
     """The call of several ranks whose forward runs now."""
     visited_by_call: list[Tensor] = field(default_factory=list, repr=False)
@@ -130,11 +132,22 @@ class Recording:
         """After a selection, for which this rank sent so much."""
         self.bytes_of_selection += bytes_sent
 
+    def begin_trade(self, cp: ContextParallel, device: torch.device) -> recorder.Moment:
+        """Before tokens are traded for heads, or heads for tokens."""
+        self.sent_before = self.sent_before or _sent(cp)
+        return recorder.mark(device)
+
+    def end_trade(self, interval: tuple[recorder.Moment, recorder.Moment], before: bool) -> None:
+        trades = self.trades if before else self.calls[-1].trades
+        trades.append(interval)
+
     def begin(self, call: AttentionCall) -> None:
         """Before a forward."""
-        if call.cp.size > 1:
-            self.sent_before = self.sent_before or _sent(call.cp)
-            self.timed = recorder.TimedCall(call.cp, call.mask.start.device)
+        cp = call.cp.whole
+        if cp.size > 1:
+            self.sent_before = self.sent_before or _sent(cp)
+            self.timed = recorder.TimedCall(cp, call.mask.start.device)
+            self.timed.trades, self.trades = self.trades, []
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor) -> None:
         """After a forward of the whole sequence or of a share of it, with padded inputs."""
@@ -146,10 +159,10 @@ class Recording:
         in_blocks, in_verticals = visited_pairs(call, len(q))
         # [2, B, Hq], then averaged over sequences
         visited = torch.stack([in_blocks + in_verticals, in_blocks])
-        if call.cp.size > 1:
+        if call.cp.whole.size > 1:
             self.work.append(visited[0].sum())
         visited = call.cp.all_reduce(visited)
-        self.visited_by_call.append(visited.mean(1))
+        self.visited_by_call.append(call.cp.of_all_heads(visited.mean(1), 1))
 
     def layer(self, call: AttentionCall, q: Tensor, k: Tensor, lse: Tensor) -> None:
         """Once for each attention, after its forwards, with padded inputs and the lse
@@ -166,13 +179,16 @@ class Recording:
         if index.capped is not None:
             # [B, Hq]; a position of seq_len means that there is no such vertical.
             verticals = (index.verticals < call.seq_len).sum(-1)
-            self.verticals.append(verticals.double().mean(0))
+            self.verticals.append(call.cp.of_all_heads(verticals.double().mean(0), 0))
             # [B, Hq, 2]
-            self.capped.append(index.capped.double().mean(dim=(0, 2)))
+            capped = index.capped.double().mean(dim=(0, 2))
+            self.capped.append(call.cp.of_all_heads(capped, 0))
         if self.thumbnail_cells:
-            self.thumbnails.append(thumbnail(index, call.mask, self.thumbnail_cells))
+            cells = thumbnail(index, call.mask, self.thumbnail_cells)
+            self.thumbnails.append(call.cp.of_all_heads(cells, 0))
         if self.recall_rows:
-            self.recall.append(recall(call, q, k, lse, self.recall_rows))
+            of_heads = recall(call, q, k, lse, self.recall_rows)
+            self.recall.append(call.cp.of_all_heads(of_heads, 0))
 
 
 @contextlib.contextmanager
@@ -181,10 +197,9 @@ def recording(recall_rows: int = 0, thumbnail_cells: int = 0) -> Iterator[Record
     calls, and what is sent from its first call to its end.
 
     recall_rows: with more than 0, measure recall on so many sampled query rows a sequence.
-    thumbnail_cells: with more than 0, draw pictures of so many cells a side; some ranks may ask for
-    them and others not.
+    thumbnail_cells: with more than 0, draw pictures of so many cells a side.
 
-    Collective: all context-parallel ranks record at the same time.
+    Collective: all context-parallel ranks record at the same time, with the same arguments.
     """
     seen = Recording(recall_rows, thumbnail_cells, outer=recorder.listening)
     try:

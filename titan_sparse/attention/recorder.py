@@ -81,6 +81,7 @@ class TimedCall:
         self.cp = cp
         self.device = device
         self.intervals: list[tuple[Moment, Moment]] = []
+        self.trades: list[tuple[Moment, Moment]] = []
         self.began = mark(device)
         self.ended = self.began
 
@@ -91,11 +92,14 @@ class TimedCall:
         self.intervals.append((began, mark(self.device)))
 
     def milliseconds(self) -> tuple[float, float]:
-        """The time that the call computed, and the time that it took. Waits for the GPU."""
+        """The time that the call computed, and the time that it took, with the trades of heads before and
+        after it. Waits for the GPU."""
+        ends = [self.ended, *(end for _, end in self.trades)]
         if isinstance(self.ended, torch.cuda.Event):
-            self.ended.synchronize()
+            ends[-1].synchronize()
         computed = sum(_milliseconds_between(*interval) for interval in self.intervals)
-        return computed, _milliseconds_between(self.began, self.ended)
+        trading = sum(_milliseconds_between(*interval) for interval in self.trades)
+        return computed, _milliseconds_between(self.began, self.ended) + trading
 
 
 def computing() -> contextlib.AbstractContextManager[None]:
@@ -104,6 +108,21 @@ def computing() -> contextlib.AbstractContextManager[None]:
     if seen is None or seen.timed is None:
         return contextlib.nullcontext()
     return seen.timed.computing()
+
+
+@contextlib.contextmanager
+def trading(cp: Any, device: torch.device, before: bool) -> Iterator[None]:
+    """Around what a forward does to trade tokens for heads, or heads for tokens (ulysses.py).
+
+    before: whether the call that it belongs to is still to come.
+    """
+    seen = observer()
+    if seen is None:
+        yield
+        return
+    began = seen.begin_trade(cp, device)
+    yield
+    seen.end_trade((began, mark(device)), before)
 
 
 def mark(device: torch.device) -> Moment:

@@ -193,7 +193,7 @@ def model_functions(model: dict[str, Any]) -> dict[str, Any]:
     # Tuples, which have become lists in origin.json.
     fields = {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}
     fields |= {f"config.json {name}": value for name, value in model.get("settings", ())}
-    rope = model.get("rope", {})
-    if rope.get("scaling") == "none":
-        rope = {"theta": rope.get("theta"), "scaling": "none"}
+    rope = model["rope"]
+    if rope["scaling"] == "none":
+        rope = {"theta": rope["theta"], "scaling": "none"}
     return fields | {f"rope.{name}": value for name, value in rope.items()}

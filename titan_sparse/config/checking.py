@@ -67,6 +67,8 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
         check_formats(config.data)
         _check_world(config.parallelism, world_size, local_world_size)
         _check_attention(config)
+        if config.attention.schedule == "ulysses":
+            _check_ulysses(config, model, local_world_size)
         _check_memory(config)
         _check_float8(config)
         if resolve_adapters(model, **vars(config.lora)):
@@ -223,6 +225,34 @@ def _check_attention(config: Config) -> None:
     # Without a probe it is one block, which fits: the loader pads sequences to whole blocks.
     if attention.pattern == "vertical_slash" and options.probe > config.training.seq_len:
         clash(config, "attention.vertical_slash.probe", "training.seq_len", why="is above")
+
+
+def _check_ulysses(config: Config, model: DecoderConfig, local_world_size: int) -> None:
+    """Refuses heads that the ranks of a node cannot share, and what only a ring between nodes has."""
+    cp = config.parallelism.cp
+    intra = resolve_cp_intra(config.parallelism, local_world_size)
+    # Numbers of ranks that share the heads equally.
+    possible = [number for number in range(1, cp + 1) if model.heads % number == 0]
+    require(
+        intra in possible,
+        f'attention.schedule = "ulysses" cannot deal {model.heads} heads out to {intra} ranks of a '
+        f"node (parallelism.cp = {cp}); write parallelism.cp_intra as one of "
+        f"{', '.join(str(number) for number in possible if cp % number == 0)} (a ring joins the "
+        'rest), or attention.schedule = "auto"',
+    )
+    if intra < cp:
+        share = config.activation_checkpoint.attention_recompute
+        require(
+            share in (0, 1),
+            f"activation_checkpoint.attention_recompute = {show(share)} does not go with "
+            'attention.schedule = "ulysses" between nodes; write 0.0 or 1.0, or attention.schedule = '
+            '"double_ring"',
+        )
+        return
+    for name in ("backward_circulates", "route_by", "gradient_dtype"):
+        if cp > 1 and getattr(config.attention, name) != getattr(Attention(), name):
+            why = "is for a ring between nodes, and there is only one node with"
+            clash(config, f"attention.{name}", "attention.schedule", why=why)
 
 
 def _check_memory(config: Config) -> None:
@@ -402,7 +432,7 @@ _RULES = (
     Rule(
         "attention.overlap_stages overlap_stages_backward",
         "attention.schedule",
-        ("auto", "local", "all_gather", "ring", "double_ring"),
+        ("auto", "local", "all_gather", "ring", "double_ring", "ulysses"),
         "group_cast",
     ),
     Rule(

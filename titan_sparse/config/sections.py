@@ -182,7 +182,9 @@ class Attention:
     """which rank owns which blocks (docs/context_parallel.md)"""
     balance_costs: str = ""
     """costs for layout = balanced, a file of scripts.calibrate; empty: those of an H200"""
-    schedule: Literal["auto", "local", "all_gather", "ring", "double_ring", "group_cast"] = "auto"
+    schedule: Literal[
+        "auto", "local", "all_gather", "ring", "double_ring", "group_cast", "ulysses"
+    ] = "auto"
     """in which order keys and values meet queries"""
     overlap_stages: Count = 0
     """group_cast: parts in which blocks arrive in the forward; 0: one, between nodes two"""

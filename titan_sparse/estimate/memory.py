@@ -162,6 +162,7 @@ def kept_by_block(step: StepShape) -> float:
     # K and V of the gathered verticals.
     vectors = 2 * step.sequences * step.model.heads * step.verticals
     selection = step.index_bytes + vectors * step.model.head_dim * step.width
+    selection /= step.head_shares
     # Other layers have linear attention.
     with_attention = 1 - len(getattr(step.model, "linear_layers", ())) / step.model.layers
     return kept + with_attention * (kept_share * attention + selection)
@@ -310,9 +311,10 @@ def attention_workspace(step: StepShape) -> float:
     model = step.model
     if step.backend == "eager":
         # Three tables of scores, of a query block against all keys.
-        return 3 * step.wide * step.sequences * model.heads * step.block_size * step.seq_len
+        scores = step.sequences * model.heads / step.head_shares * step.block_size * step.seq_len
+        return 3 * step.wide * scores
     # Block lists: full and partial, by query and by key. Without verticals all heads share them.
-    heads_with_lists = model.heads if step.verticals else 1
+    heads_with_lists = model.heads if step.verticals else step.head_shares
     lists = 16 * step.blocks * step.most_blocks * heads_with_lists
     # Measured: 17 % of q, k, v and out, or the lists where they are larger.
     size = max(0.17 * 2 * (step.query + step.kv) * step.width, lists)
@@ -346,6 +348,15 @@ def _schedule_workspace(step: StepShape) -> float:
         return 2 * step.kv * step.cp * (sums + copies) / kv_heads
     if moves is Moves.NOTHING or step.cp == 1:
         return 0
+    if moves is Moves.TOKENS:
+        # Gradients of q, k and v as they are sent and as they arrive, and out, d_out and dq of this
+        # rank's tokens beside those of its heads.
+        kv = step.kv * step.kv_copies
+        trades = step.width * (2 * (step.query + 2 * kv) + 3 * step.query)
+        if step.inter == 1:
+            return trades
+        # The ring between nodes has the same numbers of elements.
+        return trades + step.wide * (step.query + 4 * kv)
     if moves is Moves.CHUNKS:
         if step.circulates_queries:
             # Sums of dK and dV. dq of a chunk, and as it is sent. q, d_out and out of a chunk.
@@ -374,9 +385,9 @@ def cp_buffers(step: StepShape) -> float:
     moves = step.schedule.moves
     if moves is Moves.NOTHING or step.cp == 1:
         return 0
-    # K and V of this rank.
-    chunk = 2 * step.kv * step.width
-    gradient = 2 * step.kv * step.gradient_width
+    # K and V of this rank, or of its heads and the node's tokens.
+    chunk = 2 * step.kv * step.kv_copies * step.width
+    gradient = 2 * step.kv * step.kv_copies * step.gradient_width
     if moves is Moves.HEADS:
         # Two groups of heads of the whole sequence: one is computed on while the next one arrives.
         kv_heads = step.model.kv_heads

@@ -7,6 +7,8 @@ transfer at the same time, whichever is longer. Transfers that nothing hides are
 rank counts. W is the number of ranks everywhere.
 """
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,10 +18,12 @@ from torch import Tensor
 from titan_sparse.attention.context_parallel import balanced, group_cast_plan, layouts, ring_routing
 from titan_sparse.attention.context_parallel.needed_keys import met_blocks, met_chunks
 from titan_sparse.attention.context_parallel.schedules import (
+    RING,
     Moves,
     Schedule,
     head_groups,
     heads_gathered,
+    kv_copies,
 )
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.visibility import seen_blocks, seen_chunks, visible_pairs
@@ -126,6 +130,8 @@ def plan_layer(layer: LayerWork, setting: Setting, constants: Constants) -> Laye
         work, forward, backward = planner.all_gather()
     elif setting.schedule.moves is Moves.BLOCKS:
         work, forward, backward = planner.group_cast()
+    elif setting.schedule.moves is Moves.TOKENS:
+        work, forward, backward = planner.ulysses()
     else:
         work, forward, backward = planner.ring()
     # The mask is the same for all heads, and one mask may stand for all sequences.
@@ -230,6 +236,44 @@ class _Planner:
             ends=gather + scatter,
         )
         return work, forward, backward
+
+    def ulysses(self) -> tuple[Tensor, Pass, Pass]:
+        """The ranks of a node share the heads, and those with the same heads make a ring of nodes."""
+        setting = self.setting
+        layer = self.layer
+        ranks = setting.intra
+        heads = layer.index.heads
+        kv_heads = layer.shape.kv_heads * kv_copies(heads, layer.shape.kv_heads, ranks)
+        shape = layer.shape._replace(kv_heads=kv_heads // ranks)
+        table = layer.table.view(setting.inter, -1).sort(1).values
+        nodes = dataclasses.replace(setting, schedule=RING, intra=1)
+        passes = []
+        for first in range(0, heads, heads // ranks):
+            index = layer.index.of_heads(slice(first, first + heads // ranks))
+            visits = count_visits(index, layer.ranges, table)
+            of_heads = LayerWork(index, layer.ranges, shape, table, visits)
+            passes.append(_Planner(of_heads, nodes, self.constants).ring())
+        works, forwards, backwards = zip(*passes)
+
+        # q and out, K and V, of one rank; it keeps what it has of its own heads.
+        vectors = 2 * (heads + kv_heads) * (ranks - 1) / ranks
+        traded = vectors * self.key_bytes / (2 * layer.shape.kv_heads)
+        # Two trades, which nothing hides.
+        seconds = 2 * self._link_seconds(traded / 2, across=False).item()
+
+        def joined(of_ranks: tuple[Pass, ...]) -> Pass:
+            return Pass(
+                compute=_by_node([one.compute for one in of_ranks]),
+                transfers=torch.stack([one.transfers for one in of_ranks]).amax(0),
+                ends=max(one.ends for one in of_ranks) + seconds,
+                seconds=max(one.seconds for one in of_ranks) + seconds,
+                sent=ring_routing.Traffic(
+                    inside=_by_node([torch.full_like(one.sent.across, traded) for one in of_ranks]),
+                    across=_by_node([one.sent.across for one in of_ranks]),
+                ),
+            )
+
+        return _by_node(works), joined(forwards), joined(backwards)
 
     def group_cast(self) -> tuple[Tensor, Pass, Pass]:
         """Single blocks travel, from their owners to the ranks that need them."""
@@ -348,6 +392,11 @@ class _Planner:
         beside[hides_behind] = beside[hides_behind].clamp(min=verticals)
         of_rank = torch.maximum(compute, beside).sum(-1)
         return Pass(compute, beside, ends, of_rank.max().item() + ends, sent)
+
+
+def _by_node(of_ranks: Sequence[Tensor]) -> Tensor:
+    """What each rank of a node has, [nodes, ...] -> of all ranks, node by node."""
+    return torch.stack(list(of_ranks), 1).flatten(0, 1)
 
 
 def _bytes(*kinds: tuple[ring_routing.Traffic, int]) -> ring_routing.Traffic:

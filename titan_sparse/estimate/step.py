@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from titan_sparse.attention.context_parallel.schedules import LOCAL, Schedule
+from titan_sparse.attention.context_parallel.schedules import LOCAL, Moves, Schedule, kv_copies
 from titan_sparse.models.config import Adapters, DecoderConfig
 
 
@@ -65,6 +65,16 @@ class StepShape:
     def blocks(self) -> int:
         """Blocks of those tokens."""
         return -(-self.tokens // self.block_size)
+
+    @property
+    def head_shares(self) -> int:
+        """Ranks that share the heads: those of a node, if they trade tokens for heads."""
+        return self.cp // self.inter if self.schedule.moves is Moves.TOKENS else 1
+
+    @property
+    def kv_copies(self) -> int:
+        """How many of these ranks each KV head is sent to."""
+        return kv_copies(self.model.heads, self.model.kv_heads, self.head_shares)
 
     @property
     def query(self) -> int:

@@ -102,9 +102,9 @@ def _was_begun(checkpoint: str) -> bool:
     tokens may lack it. True if only chats were learned."""
     is_step = os.path.isfile(os.path.join(checkpoint, ".metadata"))
     saved = read_saved(checkpoint if is_step else newest_checkpoint(checkpoint))
-    parts = saved.origin.get("data", []) if saved else []
-    parts = [part for part in parts if SampleFormat(part.get("format", "text")).takes_bos]
-    return not parts or any(part.get("add_bos") for part in parts)
+    parts = saved.origin["data"] if saved else []
+    parts = [part for part in parts if SampleFormat(part["format"]).takes_bos]
+    return not parts or any(part["add_bos"] for part in parts)
 
 
 def find_checkpoint(path: str) -> str:

@@ -140,7 +140,8 @@ class MetricsLog:
             return every > 0 and (step == 1 or step % every == 0)
 
         rows = self.section.recall_rows if is_due(self.section.recall_every) else 0
-        has_pictures = self.board is not None and is_due(self.section.pictures_every)
+        # All ranks ask for them: each may have other heads.
+        has_pictures = self.section.tensorboard and is_due(self.section.pictures_every)
         return rows, 48 if has_pictures else 0
 
     def log(

@@ -309,7 +309,7 @@ def check_base(config: Config, checkpoint: str) -> None:
     """Raises ValueError unless the frozen weights of `config` are those that the adapters of a
     checkpoint were trained on."""
     saved = read_saved(checkpoint)
-    if saved is not None and saved.origin.get("base") != base_digest(config):
+    if saved is not None and saved.origin["base"] != base_digest(config):
         raise ValueError(
             f"model.initial_hf = {show(config.model.initial_hf)} has other weights than those that "
             f"the adapters of {checkpoint} were trained on; put them back"

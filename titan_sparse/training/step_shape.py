@@ -3,7 +3,12 @@
 import torch
 
 from titan_sparse.attention.backends import BACKENDS
-from titan_sparse.attention.context_parallel.schedules import SCHEDULES, Moves, circulates_queries
+from titan_sparse.attention.context_parallel.schedules import (
+    SCHEDULES,
+    Moves,
+    circulates_queries,
+    kv_copies,
+)
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.config import Config, padding_multiple, resolve_cp_intra, resolve_overlap_stages
 from titan_sparse.estimate.constants import shape_of
@@ -35,17 +40,21 @@ def step_of(
     multiple = padding_multiple(config)
     seq_len = -(-training.seq_len // multiple) * multiple
 
+    shares_heads = schedule.moves is Moves.TOKENS
+    # Raises ValueError for heads that the ranks cannot share.
+    copies = kv_copies(model.heads, model.kv_heads, intra) if shares_heads else 1
+    has_whole_sequences = cp == 1 or (shares_heads and inter == 1)
     gathers_queries = (
         pattern.gathers_queries
         and BACKENDS[backend].GATHERS_QUERIES
-        and cp == 1
+        and has_whole_sequences
         and attention.sliding_window == 0
     )
     # cudnn leaves all but squares and rectangles to triton.
     is_plain = attention.mask != "documents" and attention.sliding_window == 0
     in_runs = attention.layout in ("contiguous", "zigzag")
-    makes_rectangles = schedule.moves in (Moves.CHUNKS, Moves.HEADS) and in_runs
-    if backend == "cudnn" and not (is_plain and (cp == 1 or makes_rectangles)):
+    makes_rectangles = schedule.moves is not Moves.BLOCKS and in_runs
+    if backend == "cudnn" and not (is_plain and (has_whole_sequences or makes_rectangles)):
         backend = "triton"
 
     # torch's optimizers choose the foreach implementation where there is no fused one.
@@ -62,7 +71,11 @@ def step_of(
         inter=inter,
         overlap_stages=resolve_overlap_stages(attention, inter),
         gradient_width=sent.gradient_bytes,
-        circulates_queries=circulates_queries(attention.backward_circulates, model.heads, *sent),
+        circulates_queries=circulates_queries(
+            attention.backward_circulates,
+            model.heads,
+            *sent._replace(kv_heads=sent.kv_heads * copies),
+        ),
         gathers_queries=gathers_queries,
         mode=checkpointing.mode,
         compiled=config.compile.enable,

@@ -101,6 +101,7 @@ def _check_delays() -> None:
         ("striped", "all_gather", "auto", Causal(), Dense()),
         ("contiguous", "double_ring", "kv", PACKED, VERTICAL),
         ("contiguous", "group_cast", "auto", PACKED, VERTICAL),
+        ("striped", "ulysses", "kv", Causal(), VERTICAL),
     ):
         cp = _context((2, 2), layout, schedule, 2 * BLOCK, circulates)
         contexts.append((cp, mask, pattern))
@@ -148,6 +149,7 @@ def _check_interleaved() -> None:
         ("all_gather", "auto"),
         ("double_ring", "q"),
         ("group_cast", "auto"),
+        ("ulysses", "kv"),
     ):
         cp = _context((2, 2), "striped", schedule, 2 * BLOCK, circulates)
         # The same shapes twice, so that the buffers are the same, and others; a batch of 1 makes
@@ -190,7 +192,7 @@ def _check_no_new_buffers() -> None:
 def _check_nothing_is_held() -> None:
     """Objects that outlive the process groups may abort the process when Python exits."""
     held = []
-    for schedule in ("ring", "all_gather", "group_cast"):
+    for schedule in ("ring", "all_gather", "group_cast", "ulysses"):
         cp = build_context_parallel(
             Attention(schedule=schedule, block_size=BLOCK),
             init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)),
@@ -198,10 +200,11 @@ def _check_nothing_is_held() -> None:
         q, k, v = [cp.shard(x, 2).requires_grad_() for x in structured_qkv(1, 4, 2, SEQ_LEN, 8)]
         attend(q, k, v, Causal(), Dense(), cp, "eager").sum().backward()
         held.append(weakref.ref(cp))
-        held.extend(weakref.ref(call) for call in cp.calls.values())
+        owner = cp.by_heads or cp
+        held.extend(weakref.ref(call) for call in owner.calls.values())
         del q, k, v
         gc.disable()  # no circle of references keeps it until a collection
-        del cp
+        del cp, owner
         gc.enable()
     assert len(held) > 3 and not any(reference() for reference in held)
 

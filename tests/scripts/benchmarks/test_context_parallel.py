@@ -30,14 +30,16 @@ def _run(ranks, out, *runs):
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    runs = ("scaling --schedules ring", "dense --schedules ring", "varlen")
+    runs = ("scaling --schedules ring ulysses", "dense --schedules ring", "varlen")
     return _run(2, tmp_path_factory.mktemp("two"), *runs)
 
 
 def test_scaling_compares_the_same_work(two_ranks):
     alone, *shared = two_ranks["scaling"]
     assert alone["seq_len"] == 704  # 1024 / sqrt(2), in blocks of 64
-    assert [row["gradient_dtype"] for row in shared] == ["float32", "bfloat16"]
+    assert [row["gradient_dtype"] for row in shared] == ["float32", "bfloat16", "float32"]
+    # Each rank of ulysses has the heads of the given index that are its own.
+    assert shared[2]["schedule"] == "ulysses" and shared[2]["density"] == shared[0]["density"]
     for row in (alone, *shared):
         pairs = row["density"] * row["seq_len"] * (row["seq_len"] + 1) / 2
         flops = 14 * 32 * 4 * pairs / (1 if row is alone else 2)

@@ -237,3 +237,19 @@ def test_equal_time(tmp_path):
         picture = tmp_path / f"{against}.png"
         words = [str(out / "report/results.json"), "--out", str(picture), "--against", against]
         assert plots.main(words) == 0 and picture.stat().st_size > 5000
+
+
+def test_a_band_holds_the_curves_of_all_seeds():
+    runs_of = {}
+    for seed, losses in enumerate(([3.0, 2.0], [3.4, 1.8])):
+        points = [{"step": step, "loss": {"code": loss}} for step, loss in zip((5, 9), losses)]
+        run = {"method": DENSE, "seed": seed, "step_seconds": 2.0, "held_out": points}
+        runs_of[f"dense_seed{seed}"] = run
+    found = {"model": "a model", "lengths": [512, 1024], "runs": runs_of}
+    [axes] = plots.equal_time_figure([found], [DENSE], "seconds").axes
+    assert axes.get_title() == "a model, 1,024 tokens, 2 seeds"
+    [line] = axes.lines
+    assert line.get_xydata().tolist() == [[10.0, pytest.approx(3.2)], [18.0, pytest.approx(1.9)]]
+    [band] = axes.collections
+    corners = {tuple(corner) for corner in band.get_paths()[0].vertices.tolist()}
+    assert corners == {(10.0, 3.0), (10.0, 3.4), (18.0, 1.8), (18.0, 2.0)}

@@ -35,8 +35,10 @@ class Eager(Backend):
         for piece in pieces[:-1]:
             before = merge(before, *_piece_forward(q, piece, scale), accumulation_dtype(q.dtype))
         # Only the last sum is rounded.
-        last = _piece_forward(q, pieces[-1], scale)
-        return Partial(*merge(before, *last, total.dtype))
+        out, lse = _piece_forward(q, pieces[-1], scale)
+        if before is None:
+            return Partial(out.to(total.dtype), lse)
+        return Partial(*merge(before, out, lse, total.dtype))
 
     def backward(
         self, queries: Queries, pieces: Sequence[Piece], scale: float, total: Sum

@@ -160,6 +160,11 @@ class Communicator:
         work = dist.all_to_all_single(out, x, receives, sends, group=group, async_op=True)
         return Pending(out, [work], kept=x)
 
+    def trade(self, x: Tensor) -> Tensor:
+        """Send x[r] to rank r of the node: [ranks, ...]. Returns what came, by sender: [ranks, ...]."""
+        once_each = [1] * len(x)
+        return self.start_exchange(x, once_each, once_each, "inner", torch.empty_like(x)).wait()
+
     def shift(
         self, chunk: list[Tensor], axis: str, slot: str, sends: bool = True, receives: bool = True
     ) -> Pending:

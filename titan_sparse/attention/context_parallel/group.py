@@ -1,8 +1,10 @@
 """The group of ranks that share one sequence, with its layout and its schedule."""
 
+import contextlib
 import functools
 import itertools
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_sparse.attention.context_parallel import balanced, layouts
 from titan_sparse.attention.context_parallel.comm import Communicator
 from titan_sparse.attention.context_parallel.schedules import SCHEDULES, Moves, choose
-from titan_sparse.attention.masks.ranges import MaskRanges, token_positions
+from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask, token_positions
+from titan_sparse.kernels.dtypes import accumulation_dtype
 
 _numbers = itertools.count()
 _CONTEXTS: "weakref.WeakValueDictionary[str, ContextParallel]" = weakref.WeakValueDictionary()
@@ -25,6 +28,8 @@ class ContextParallel(Communicator):
 
     inter, intra: nodes, and ranks of a node. schedule: its name; moves: what it sends (Moves).
     windows: of this rank, as schedules.py has them. key: names this object in custom ops.
+    by_heads: with the schedule ulysses between several ranks, what attends to this rank's heads; else
+    None.
     What it has sent is counted in `sent` (comm.py).
     """
 
@@ -43,8 +48,8 @@ class ContextParallel(Communicator):
         """mesh: axes ("cp_inter", "cp_intra") or ("cp",), one rank a device; None for one process.
         layout: "contiguous", "zigzag", "striped", or "balanced", which follows from a mask
         (see balance()).
-        schedule: "auto", "local", "all_gather", "ring", "double_ring" (needs two axes) or
-        "group_cast".
+        schedule: "auto", "local", "all_gather", "ring", "double_ring" (needs two axes),
+        "group_cast" or "ulysses".
         block_size: tokens.
         backward_circulates: what travels around a ring in the backward: "kv", "q", or "auto",
         whichever sends fewer bytes.
@@ -77,7 +82,7 @@ class ContextParallel(Communicator):
             raise ValueError(
                 f'costs would be ignored with layout "{layout}"; write layout="balanced" or costs=None'
             )
-        nodes = [[0]] if mesh is None else _ranks_by_node(mesh, schedule)
+        nodes = self._nodes(mesh, schedule)
         device_type = "cpu" if mesh is None else mesh.device_type
         self.inter = len(nodes)
         self.intra = len(nodes[0])
@@ -103,6 +108,18 @@ class ContextParallel(Communicator):
         """The options of attention calls over this group, by key (ops.py)."""
         self.key = f"cp{next(_numbers)}:{layout}:{self.schedule}:{block_size}:{self.ranks}"
         _CONTEXTS[self.key] = self
+        self.by_heads: _ByHeads | None = None
+        if self.moves is Moves.TOKENS:
+            self.by_heads = _ByHeads(self, mesh)
+
+    def _nodes(self, mesh: DeviceMesh | None, schedule: str) -> list[list[int]]:
+        """Global ranks [inter][intra]."""
+        return [[0]] if mesh is None else _ranks_by_node(mesh, schedule)
+
+    @property
+    def whole(self) -> "ContextParallel":
+        """All ranks that share the sequence: this object, unless it is another one's `by_heads`."""
+        return self
 
     def _refuse_different_costs(self, device_type: str) -> None:
         """Ranks with different costs would compute different tables, without an error."""
@@ -131,11 +148,13 @@ class ContextParallel(Communicator):
             )
         key = (seq_len, device)
         if key not in self._tables:
-            # One rank owns all blocks in any layout.
-            layout = self.layout if self.size > 1 else "contiguous"
-            table = layouts.block_ids(layout, self.size, seq_len, self.block_size)
-            self._tables[key] = table.to(device)
+            self._tables[key] = self._make_table(seq_len).to(device)
         return self._tables[key]
+
+    def _make_table(self, seq_len: int) -> Tensor:
+        # One rank owns all blocks in any layout.
+        layout = self.layout if self.size > 1 else "contiguous"
+        return layouts.block_ids(layout, self.size, seq_len, self.block_size)
 
     @property
     def depends_on_mask(self) -> bool:
@@ -171,6 +190,31 @@ class ContextParallel(Communicator):
         lookup[positions] = torch.arange(len(positions), device=lookup.device)
         return lookup
 
+    def order_in_node(self, length: int, table: Tensor | None, device: torch.device) -> Tensor:
+        """int64 [intra * n], on the device: where the node's blocks are, in global order, among those of
+        its ranks one after the other.
+
+        length: tokens of a rank. table: as in shard().
+        """
+
+        def order_of(table: Tensor) -> Tensor:
+            first = self.rank // self.intra * self.intra
+            return table[first : first + self.intra].flatten().argsort()
+
+        if table is not None:
+            return order_of(table)
+        key = ("order in node", length, device)
+        if key not in self._tables:
+            self._tables[key] = order_of(self.block_table(length * self.size)).to(device)
+        return self._tables[key]
+
+    def of_all_heads(self, x: Tensor, dim: int) -> Tensor:
+        """x of the heads that this rank computes -> of all heads, along `dim`; x itself but on `by_heads`.
+
+        x is the same on all nodes. Collective over `whole`.
+        """
+        return x
+
     def shard(self, x: Tensor, dim: int, table: Tensor | None = None) -> Tensor:
         """This rank's blocks of a full tensor, along `dim`.
 
@@ -180,6 +224,25 @@ class ContextParallel(Communicator):
             # Without a mask, the layout does not depend on one.
             table = self.block_table(x.shape[dim])
         return layouts.take_blocks(x, dim, table[self.rank], self.block_size)
+
+    def count_plain_ring(self, k: Tensor, backward: bool = False) -> None:
+        """Add to plain_ring_bytes what a ring sends in which each chunk visits every rank.
+
+        k: [B, Hkv, S_local, D], contiguous or not. A backward sends the gradients too, in the dtype
+        that they have between ranks.
+        """
+        element_bytes = k.element_size()
+        if backward:
+            gradient_dtype = self.gradient_dtype or accumulation_dtype(k.dtype)
+            element_bytes += gradient_dtype.itemsize
+        # 2: keys and values.
+        self.plain_ring_bytes += 2 * k.numel() * element_bytes * (self.size - 1)
+
+    @contextlib.contextmanager
+    def memory_apart(self) -> Iterator[None]:
+        of_heads = self.by_heads.memory_apart() if self.by_heads else contextlib.nullcontext()
+        with super().memory_apart(), of_heads:
+            yield
 
     @torch.no_grad()
     def unshard(self, x: Tensor, dim: int, table: Tensor | None = None) -> Tensor:
@@ -191,6 +254,58 @@ class ContextParallel(Communicator):
             table = self.block_table(x.shape[dim] * self.size)
         whole = torch.cat(list(self.all_gather(x)), dim=dim)
         return layouts.restore_blocks(whole, dim, table, self.block_size)
+
+
+class _ByHeads(ContextParallel):
+    """What attends to this rank's heads, under the schedule ulysses (ulysses.py).
+
+    Its ranks are nodes: of each node the rank that has the same heads. All tokens of a node are on
+    it, in global order. Inside one node it is one rank, which has the whole sequence.
+    """
+
+    def __init__(self, whole: ContextParallel, mesh: DeviceMesh | None):
+        # Weak: no circle of references keeps process groups.
+        self._whole = weakref.ref(whole)
+        super().__init__(
+            mesh,
+            whole.layout,
+            "ring",
+            whole.block_size,
+            whole.backward_circulates,
+            whole.gradient_dtype,
+            route_by=whole.route_by,
+            costs=whole.costs if whole.layout == "balanced" else None,
+        )
+        self.sent = whole.sent
+
+    def _nodes(self, mesh: DeviceMesh | None, schedule: str) -> list[list[int]]:
+        return [self.whole.ranks[self.whole.rank % self.whole.intra :: self.whole.intra]]
+
+    @property
+    def whole(self) -> ContextParallel:
+        whole = self._whole()
+        assert whole is not None  # It lives until the last backward through it.
+        return whole
+
+    def of_all_heads(self, x: Tensor, dim: int) -> Tensor:
+        of_node = self.whole.all_gather(x)[: self.whole.intra]
+        return torch.cat(list(of_node), dim)
+
+    def _make_table(self, seq_len: int) -> Tensor:
+        if self.size == 1:
+            return super()._make_table(seq_len)
+        return self._of_nodes(self.whole.block_table(seq_len))
+
+    def table(self, ranges: MaskRanges) -> Tensor:
+        of_ranks = ranges.table
+        if not self.depends_on_mask or of_ranks is None:
+            return super().table(ranges)
+        key = ("blocks of nodes", self.key)
+        return once_per_mask(ranges, key, lambda: self._of_nodes(of_ranks))
+
+    def _of_nodes(self, table: Tensor) -> Tensor:
+        """int64 [ranks, n] of all ranks -> [nodes, n], ascending."""
+        return table.view(self.size, -1).sort(1).values
 
 
 ONE_RANK = "one rank"

@@ -32,7 +32,7 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     if computation is not None:
         return *computation.forward(q, k, v), vertical_kv
     if call.cp.size > 1:
-        call.count_plain_ring(k)
+        call.cp.count_plain_ring(k)
     arriving = None
     if call.index.has_verticals:
         arriving = verticals.gather(call, k, v)
@@ -77,7 +77,7 @@ def backward(
     if computation is not None:
         return computation.backward(queries, k, v)
     if call.cp.size > 1:
-        call.count_plain_ring(k, backward=True)
+        call.cp.count_plain_ring(k, backward=True)
     gradients = call.transport.backward_otherwise(call, queries, k, v, vertical_kv)
     if gradients is not None:
         return gradients

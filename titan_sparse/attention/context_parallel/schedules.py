@@ -6,6 +6,7 @@ one outer hop. A plain ring is one window over all ranks.
 """
 
 import enum
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ class Moves(enum.Enum):
     """The keys and values of all ranks, one KV head at a time."""
     BLOCKS = enum.auto()
     """The blocks that a rank needs, from their owners."""
+    TOKENS = enum.auto()
+    """Queries, keys, values and out: every rank gets all tokens of its node, of some heads."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Schedule:
         """Ranks of the outer and of the inner ring."""
         if self.needs_node_axis:
             return inter, intra
+        if self.moves is Moves.TOKENS:
+            return 1, inter
         return 1, inter * intra
 
     def step_sources(self, inter: int, intra: int) -> list[list[int]]:
@@ -84,6 +89,11 @@ def double_ring(inter: int, intra: int, rank: int) -> Windows:
     return windows
 
 
+def between_nodes(inter: int, intra: int, rank: int) -> Windows:
+    """A ring whose steps are nodes: `between_nodes(2, 2, 3)` is `[[1, 0]]`."""
+    return ring(1, inter, rank // intra)
+
+
 LOCAL = Schedule("local", local, Moves.NOTHING)
 ALL_GATHER = Schedule("all_gather", ring, Moves.HEADS)
 RING = Schedule("ring", ring, Moves.CHUNKS)
@@ -91,8 +101,9 @@ DOUBLE_RING = Schedule(
     "double_ring", double_ring, Moves.CHUNKS, has_node_axis=True, needs_node_axis=True
 )
 GROUP_CAST = Schedule("group_cast", ring, Moves.BLOCKS, has_node_axis=True)
+ULYSSES = Schedule("ulysses", between_nodes, Moves.TOKENS, has_node_axis=True)
 
-_ALL_SCHEDULES = (LOCAL, ALL_GATHER, RING, DOUBLE_RING, GROUP_CAST)
+_ALL_SCHEDULES = (LOCAL, ALL_GATHER, RING, DOUBLE_RING, GROUP_CAST, ULYSSES)
 SCHEDULES = {schedule.name: schedule for schedule in _ALL_SCHEDULES}
 
 
@@ -135,6 +146,24 @@ def circulates_queries(
     kv_bytes = kv_heads * head_dim * (2 * width + 2 * gradient_width)
     query_bytes = heads * (head_dim * (2 * width + gradient_width) + 2 * width_of_sums)
     return query_bytes < kv_bytes
+
+
+def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:
+    """How many ranks each KV head is sent to when `ranks` share the query heads equally.
+
+    Raises ValueError if they cannot. Every rank gets a KV head for each run of its query heads that
+    share one: with 12 query heads, 4 KV heads and 6 ranks of two heads, a KV head has 3 queries, and
+    is sent to 3 ranks, once for each.
+    """
+    if heads % ranks:
+        divisors = [count for count in range(1, heads + 1) if heads % count == 0]
+        raise ValueError(
+            f'schedule "ulysses" cannot deal {heads} query heads out to {ranks} ranks of a node; '
+            f"write a mesh with a cp_intra among {divisors}, or "
+            'schedule="all_gather"'
+        )
+    group = heads // kv_heads
+    return group // math.gcd(heads // ranks, group)
 
 
 def head_groups(kv_heads: int, windows: int) -> int:

@@ -302,7 +302,7 @@ class Pattern(PatternOptions):
         """
         size = cp.block_size
         ranges = mask_of_whole_blocks(ranges, size)
-        if q.numel() == 0:
+        if q.numel() == 0 or q.is_meta:
             # No batch or no tokens: nothing is selected, as zeros say in every pattern's tensors.
             packed = ranges.document_start is not None
             empty = self.empty_tensors(q, ranges.start.shape[1], size, packed)

@@ -44,6 +44,7 @@ from titan_sparse.integrations.torchtitan.attention import (
     SparseAttention,
     keep_sharded,
 )
+from titan_sparse.integrations.torchtitan.core import layout_of
 from titan_sparse.integrations.torchtitan.training import (
     FullACWithAttention,
     MetricsWithAttention,
@@ -106,8 +107,9 @@ def _sparse(
         one_of(f"option of {pattern.name}", key, of_pattern + of_call)
     chosen = pattern(**{key: value for key, value in options.items() if key in of_pattern})
     others = {key: value for key, value in options.items() if key in of_call}
-    chosen.check_block_size(others.get("block_size", 128))
     ours = SparseAttention.Config(pattern=chosen, window=own_window, **others)
+    chosen.check_block_size(ours.block_size)
+    layout_of(ours.load_balancer)
     ours.sharding_config = keep_sharded(inner.sharding_config)
     return derive(cfg, target, inner_attention=ours)
 
