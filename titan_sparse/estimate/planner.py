@@ -395,7 +395,7 @@ class _Planner:
 
 
 def _by_node(of_ranks: Sequence[Tensor]) -> Tensor:
-    """What each rank of a node has, [nodes, ...] -> of all ranks, node by node."""
+    """Values [ranks, ...] node by node, from those of each rank of a node, [nodes, ...]."""
     return torch.stack(list(of_ranks), 1).flatten(0, 1)
 
 

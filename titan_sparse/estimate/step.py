@@ -73,7 +73,7 @@ class StepShape:
 
     @property
     def kv_copies(self) -> int:
-        """How many of these ranks each KV head is sent to."""
+        """The number of these ranks that each KV head is sent to."""
         return kv_copies(self.model.heads, self.model.kv_heads, self.head_shares)
 
     @property

@@ -257,7 +257,7 @@ class ContextParallel(Communicator):
 
 
 class _ByHeads(ContextParallel):
-    """What attends to this rank's heads, under the schedule ulysses (ulysses.py).
+    """The group that attends to this rank's heads, under the schedule ulysses (ulysses.py).
 
     Its ranks are nodes: of each node the rank that has the same heads. All tokens of a node are on
     it, in global order. Inside one node it is one rank, which has the whole sequence.

@@ -149,7 +149,7 @@ def circulates_queries(
 
 
 def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:
-    """How many ranks each KV head is sent to when `ranks` share the query heads equally.
+    """The number of ranks that each KV head is sent to when `ranks` share the query heads equally.
 
     Raises ValueError if they cannot. Every rank gets a KV head for each run of its query heads that
     share one: with 12 query heads, 4 KV heads and 6 ranks of two heads, a KV head has 3 queries, and

@@ -34,7 +34,7 @@ def check(cp: ContextParallel, q: Tensor, k: Tensor, recomputed: float) -> None:
 
 
 def own_heads(sinks: Tensor, cp: ContextParallel) -> Tensor:
-    """Of sinks [Hq] those of the heads that this rank computes."""
+    """The sinks, of all [Hq], of the heads that this rank computes."""
     count = len(sinks) // cp.intra
     first = cp.rank % cp.intra * count
     return sinks[first : first + count]
