@@ -195,6 +195,9 @@ class Documents(Mask):
             sequences = [lengths]
         self.lengths = tuple(tuple(map(_document_length, row)) for row in sequences)
 
+    def __repr__(self) -> str:
+        return f"Documents(lengths={self.lengths})"
+
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         starts = [_document_starts(lengths, seq_len) for lengths in self.lengths]
         # [Bm, S]
