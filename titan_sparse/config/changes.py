@@ -8,11 +8,12 @@ configuration meant with the files that it names (origin.json).
 import dataclasses
 import json
 import os
-import tomllib
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
+
+import tomli
 
 from titan_sparse.config.reading import KINDS, ConfigError, flatten
 from titan_sparse.config.sections import Config
@@ -93,7 +94,7 @@ def read_saved(checkpoint: str | None) -> Saved | None:
     folder = Path(checkpoint)
     try:
         origin = json.loads((folder / ORIGIN_FILE).read_text(encoding="utf-8"))
-        saved = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        saved = tomli.loads((folder / "config.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return Saved(checkpoint, dict(flatten(saved)), origin)

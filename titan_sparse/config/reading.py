@@ -8,12 +8,13 @@ import ast
 import difflib
 import inspect
 import itertools
-import tomllib
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn, get_args
+
+import tomli
 
 from titan_sparse.config.hub import local_folder
 from titan_sparse.config.sections import Attention, Config, Flags
@@ -111,7 +112,7 @@ def load(argv: list[str]) -> tuple[Config, Flags]:
     path = flags.config
     if path:
         try:
-            values = list(flatten(tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))))
+            values = list(flatten(tomli.loads(Path(path).read_text(encoding="utf-8-sig"))))
         except OSError as error:
             raise ConfigError(
                 f"{path}: cannot read the file of --config: {error.strerror}"

@@ -16,6 +16,7 @@ EXTRAS = {
         "safetensors",
         "huggingface_hub",
         "tensorboard",
+        "tomli",
         "tqdm",
         "matplotlib",
     ),
