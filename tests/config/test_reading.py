@@ -89,7 +89,7 @@ def test_help_lists_every_key(capsys):
         for item in (item for item in fields(section) if not is_dataclass(item.type)):
             assert re.search(rf"\.{item.name} .*: {re.escape(docs[item.name])}\n", printed)
     assert (
-        '--attention.schedule auto|local|all_gather|ring|double_ring|group_cast (default "auto")'
+        '--attention.schedule auto|local|all_gather|ring|double_ring|group_cast|ulysses (default "auto")'
         in printed
     )
 
