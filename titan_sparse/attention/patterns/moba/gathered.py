@@ -71,7 +71,7 @@ def geometry_of(pattern: Any, call: Any, batch: int) -> Geometry | None:
     if not mask.plain and not once_per_mask(mask, "whole chunks", lambda: shows_the_past(mask)):
         # A window cuts through chunks.
         return None
-    key = ("gathered", pattern.key, call.cp.key, batch)
+    key = ("gathered", pattern.key, call.cp.key, batch, call.index.heads)
     return once_per_mask(mask, key, lambda: _find_geometry(pattern, call, batch))
 
 
