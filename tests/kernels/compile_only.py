@@ -71,6 +71,7 @@ def compile_only(gpu: GPU) -> dict[tuple[str, str], int]:
     driver.set_active(Driver(gpu))
     JITFunction.run = compiled
     torch.Tensor.is_cuda = property(lambda tensor: True)
+    torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.get_device_properties = lambda device=None: properties
     return shared_memory
 

@@ -1,6 +1,7 @@
 """Hugging Face checkpoints in and out: transformers is the reference for the loss and gradients, for
 config.json, and for the files."""
 
+import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -283,6 +284,11 @@ def test_an_export_drops_no_head_of_a_checkpoint(tmp_path, capsys):
     (checkpoint / "config.toml").write_text(
         f'[model]\ninitial_hf = "{tmp_path / "in"}"\n[data]\ntokenizer = "bytes"\n'
     )
+    sums = [
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
+        for path in sorted(checkpoint.iterdir())
+    ]
+    (checkpoint / "checksums.sha256").write_text("".join(sums))
     arguments = [str(checkpoint), str(tmp_path / "out"), "--dtype", "float32"]
     assert export_hf(arguments) == 0
     assert_same_logits(decoder(tmp_path / "in"), reload(tmp_path / "out"))
