@@ -53,6 +53,8 @@ def main(words: list[str]) -> int:
         # torchtitan keeps meshes of a run, so that each has a process of its own.
         process = os.fork()
         if process == 0:
+            # It makes the thread pool anew, which autograd's threads would do at the same time.
+            torch.set_num_threads(1)
             print("RUN", json.dumps({"name": name, **run(folder, name, line)}), flush=True)
             os._exit(0)
         os.waitpid(process, 0)
