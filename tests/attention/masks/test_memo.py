@@ -20,7 +20,7 @@ from titan_sparse.attention.masks.ranges import (
     once_per_mask,
 )
 from titan_sparse.attention.masks.slices import sliding_window
-from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
+from titan_sparse.attention.patterns import Dense, VerticalSlash
 
 eager = BACKENDS["eager"]
 
@@ -158,23 +158,3 @@ def test_what_inference_mode_remembers_is_not_trained_with():
     q.requires_grad_()
     attend(q, k, v, SlidingWindow(33), block_size=16).sum().backward()
     assert q.grad.any()
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        Dense(),
-        VerticalSlash(max_verticals=16, probe=16, dense_below=16),
-        XAttention(stride=8, dense_below=16),
-        MoBA(64, 2),
-    ],
-    ids=lambda pattern: pattern.name,
-)
-def test_layers_with_different_heads_share_a_mask(pattern):
-    """Nothing that one layer leaves behind with the mask is wrong for a layer with more heads."""
-    q, k, v = (x.float() for x in structured_qkv(1, 4, 2, 128, 16, seed=5))
-    mask = Causal().rows(128)
-    options = dict(pattern=pattern, block_size=16, backend="triton")
-    attend(q[:, :1], k[:, :1], v[:, :1], mask, **options)
-    shared = attend(q, k, v, mask, **options)
-    assert torch.equal(shared, attend(q, k, v, Causal().rows(128), **options))

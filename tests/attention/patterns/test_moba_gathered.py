@@ -12,6 +12,7 @@ from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import Dense, MoBA
 from titan_sparse.attention.patterns.moba import gathered
+from titan_sparse.kernels import gathered as kernels
 from titan_sparse.kernels.gathered import launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -178,6 +179,26 @@ def test_any_number_of_heads_at_a_time(monkeypatch):
     for a, b in zip(got[:3], want[:3], strict=True):
         assert torch.equal(a, b)
     _assert_close(got[3:], want[3:], 1e-6)
+
+
+@pytest.mark.parametrize("heads", [(1, 4), (4, 1)], ids=str)
+def test_layers_with_different_heads_share_a_mask(monkeypatch, heads):
+    """What one layer leaves with the mask has its own number of heads, which another would read past."""
+    compute = kernels.forward
+
+    def forward(q: Tensor, plan: kernels.Plan) -> tuple[Tensor, Tensor]:
+        assert plan.own.tiles.by_query.full_count.shape[1] == q.shape[1]
+        computed.append(q.shape[1])
+        return compute(q, plan)
+
+    computed: list[int] = []
+    monkeypatch.setattr(kernels, "forward", forward)
+    mask = Causal().rows(128)
+    for number in heads:
+        case = Case(MoBA(64, 2), [[128]], Causal(), (number, 1), seq_len=128)
+        _, *qkv = case.tensors()
+        attend(*qkv, mask=mask, pattern=case.pattern, block_size=case.size, backend="triton")
+    assert computed == list(heads)
 
 
 @pytest.mark.parametrize(
