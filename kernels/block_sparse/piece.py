@@ -240,9 +240,9 @@ def store_rows(pointer, x, first, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D:
 
 
 @triton.jit
-def list_row(piece, batch, head, block):
-    """The full and the partial list of one block, each a count and a table; and for a piece with
-    slices the slice that each entry of the partial table means."""
+def lists_of(piece, batch, head, block):
+    """The full and the partial list of one block, each a count, a table, and for a piece with slices
+    the slice that each entry of the partial table means."""
     batch_row = batch.to(tl.int64) * piece.list_stride[0]
     row = batch_row + head * piece.list_stride[1] + block
     full = piece.full + row * piece.full_width
@@ -252,7 +252,7 @@ def list_row(piece, batch, head, block):
         numbers = piece.partial_slice + row * piece.partial_width
     full_count = tl.load(piece.full_count + row)
     partial_count = tl.load(piece.partial_count + row)
-    return full_count, full, partial_count, partial, numbers
+    return (full_count, full, full), (partial_count, partial, numbers)
 
 
 @triton.jit
