@@ -15,4 +15,12 @@ from titan_sparse.kernels.block_sparse.backward import (
     query_side,
 )
 from titan_sparse.kernels.block_sparse.forward import forward
-from titan_sparse.kernels.block_sparse.piece import INTERPRETED, BlockLists, Piece, Tiles
+from titan_sparse.kernels.block_sparse.piece import (
+    INTERPRETED,
+    BlockLists,
+    ChosenChunks,
+    Piece,
+    Tiles,
+    chosen_bits,
+    chosen_keys,
+)

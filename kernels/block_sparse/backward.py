@@ -26,6 +26,7 @@ from titan_sparse.kernels.block_sparse.piece import (
     Tiles,
     bounds_in_slice,
     choices,
+    chosen_range,
     hide_covered,
     hide_keys,
     lists_of,
@@ -37,7 +38,6 @@ from titan_sparse.kernels.block_sparse.piece import (
     slice_of,
     store_rows,
 )
-from titan_sparse.kernels.chunks import chosen_range
 
 _DELTA_ROWS = 16  # divides every block, so also every number of queries
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from titan_sparse.attention.backends.base import Backend, Case, Partial, Queries, Sum
 from titan_sparse.attention.merge import merge
-from titan_sparse.kernels.block_sparse import Piece, Tiles
-from titan_sparse.kernels.chunks import ChosenChunks, chosen_keys
+from titan_sparse.kernels.block_sparse import ChosenChunks, Piece, Tiles, chosen_keys
 from titan_sparse.kernels.compact import unpack
 from titan_sparse.kernels.dtypes import accumulation_dtype
 
