@@ -25,11 +25,12 @@ _CHUNK = 128
 
 
 @triton.jit
-def _selected(slashes, a, c, offset0, first0, offset1, first1, dense_from, valid):
+def _selected(slashes, a, c, span, valid):
     """True if blocks a and c (vectors, as the rest) are computed whole.
 
-    slashes: pointer to one head's list. The rest: a's five numbers of `spans`.
+    slashes: pointer to one head's list. span: a's five numbers of `spans`.
     """
+    offset0, first0, offset1, first1, dense_from = span
     delta = a - c
     past = valid & (delta >= 0)
     in_span0 = past & (offset0 >= 0) & (c >= first0)
@@ -94,17 +95,14 @@ def _lists_kernel(
         a = tl.load(q_blocks + i_q, mask=valid, other=0)
         c = tl.load(k_blocks + i_k, mask=valid, other=0)
         span = spans + i_q * 5
-        selected = _selected(
-            slashes,
-            a,
-            c,
+        of_block = (
             tl.load(span, mask=valid, other=-1),
             tl.load(span + 1, mask=valid, other=0),
             tl.load(span + 2, mask=valid, other=-1),
             tl.load(span + 3, mask=valid, other=0),
             tl.load(span + 4, mask=valid, other=0),
-            valid,
         )
+        selected = _selected(slashes, a, c, of_block, valid)
 
         # What the mask leaves of the tile.
         seen = reach + i_q * 4
@@ -156,18 +154,10 @@ def slash_lists(
         rows += nk
         lists.append(_new_lists(slashes, nk, key_capacity))
     options = dict(CHUNK=min(_CHUNK, triton.next_power_of_2(max(nq, nk))), num_warps=4)
-    sizes = (heads, entries, nq, nk, capacity, key_capacity or 0, size)
     _lists_kernel[(rows, batch * heads)](
-        slashes.view(torch.uint8),
-        spans,
-        reach,
-        q_blocks,
-        k_blocks,
-        lists[0],
-        lists[-1],
-        *sizes,
-        **options,
-    )
+        slashes.view(torch.uint8), spans, reach, q_blocks, k_blocks, lists[0], lists[-1],
+        heads, entries, nq, nk, capacity, key_capacity or 0, size, **options,
+    )  # fmt: skip
     return lists
 
 
@@ -208,7 +198,7 @@ def _verticals_kernel(
     first0 = zero + tl.load(span + 1)
     offset1 = zero + tl.load(span + 2)
     first1 = zero + tl.load(span + 3)
-    dense_from = zero + tl.load(span + 4)
+    of_block = (offset0, first0, offset1, first1, zero + tl.load(span + 4))
     any_first = tl.load(seen)
     any_last = tl.load(seen + 1)
     all_first = tl.load(seen + 2)
@@ -220,9 +210,7 @@ def _verticals_kernel(
         o_vertical = i_tile * SIZE + tl.arange(0, SIZE)
         inside = o_vertical < count
         position = tl.load(verticals + o_vertical, mask=inside, other=0)
-        b_covered = _selected(
-            slashes, a, position // SIZE, offset0, first0, offset1, first1, dense_from, inside
-        ).to(tl.int32)
+        b_covered = _selected(slashes, a, position // SIZE, of_block, inside).to(tl.int32)
         # [SIZE / 16, 16] -> [SIZE / 16]
         by_word = tl.reshape(b_covered, [SIZE // 16, 16])
         bits = tl.sum(by_word << tl.arange(0, 16)[None, :], 1).to(tl.int16)

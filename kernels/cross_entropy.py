@@ -122,20 +122,12 @@ def cross_entropy(
     d_logits = None if gradient_dtype is None else logits.view(gradient_dtype)[:, :vocab]
     if rows == 0:
         return losses, d_logits
-    strides = (logits.stride(0), 0 if d_logits is None else d_logits.stride(0))
-    cases = dict(HAS_SCALES=scales is not None, WANTS_GRADIENT=d_logits is not None)
+    # Stand-ins for scales and a gradient that are not there are not touched.
+    gradient = logits if d_logits is None else d_logits
     _cross_entropy_kernel[(rows,)](
-        logits,
-        labels,
-        losses if scales is None else scales,
-        losses,
-        logits if d_logits is None else d_logits,
-        *strides,
-        vocab,
-        z_loss,
-        IGNORED=IGNORE_INDEX,
-        TILE=_TILE,
-        **cases,
-        num_warps=8,
-    )
+        logits, labels, losses if scales is None else scales, losses, gradient,
+        logits.stride(0), gradient.stride(0), vocab, z_loss,
+        IGNORED=IGNORE_INDEX, HAS_SCALES=scales is not None, WANTS_GRADIENT=d_logits is not None,
+        TILE=_TILE, num_warps=8,
+    )  # fmt: skip
     return losses, d_logits

@@ -85,7 +85,7 @@ def _parts(q: Tensor, work: Work) -> Iterator[Work]:
             heads=_within(heads, inner.heads),
             kv_heads=_within(kv_heads, inner.kv_heads),
         )
-        yield Work(share, work.plan.of(inner), work.gathered.of(inner), work.tiles.of(inner))
+        yield Work(share, work.plan.of(inner), inner.of(work.gathered), inner.of(work.tiles))
 
 
 def _within(outer: slice, inner: slice) -> slice:

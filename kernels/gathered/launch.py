@@ -3,9 +3,10 @@
 They are fixed, like those of block_sparse, so that results are bitwise equal in every run.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from titan_sparse.kernels.block_sparse.launch import key_tile, options, query_tile
 from titan_sparse.kernels.block_sparse.piece import INTERPRETED
@@ -33,6 +34,9 @@ _TOTAL_BYTES = 1 << 28
 most of a GPU idle."""
 
 
+T = TypeVar("T", bound=Any)
+
+
 class Share(NamedTuple):
     """Some sequences and heads of a tensor [B, Hq, ...]: all of them, or some heads of one sequence,
     so that they are contiguous in memory."""
@@ -40,6 +44,16 @@ class Share(NamedTuple):
     batches: slice
     heads: slice
     kv_heads: slice
+
+    def of(self, tables: T) -> T:
+        """The share's part of a NamedTuple of tensors [B, n] or [B, Hq, ...], as views."""
+        views = []
+        for field in tables:
+            if isinstance(field, Tensor):
+                at = self.batches if field.dim() == 2 else (self.batches, self.heads)
+                field = field[at]
+            views.append(field)
+        return tables._make(views)
 
 
 def row_tile(head_dim: int, block_size: int, element_size: int, chunk: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_sparse.kernels.block_sparse.piece import BlockLists, Piece, Rows, rows_of
+from titan_sparse.kernels.block_sparse.piece import Piece, Rows, rows_of
 from titan_sparse.kernels.gathered.launch import SORTED_ROWS, Share
 
 _ROWS = 128
@@ -38,15 +38,6 @@ class Choices(NamedTuple):
     tokens: int
     slots: int
 
-    def of(self, share: Share) -> "Choices":
-        """The choices of a share, as views."""
-        return self._replace(
-            words=self.words[share.batches, share.heads],
-            earlier=self.earlier[share.batches],
-            offset=self.offset[share.batches],
-            begin=self.begin[share.batches],
-        )
-
 
 class Gathered(NamedTuple):
     """The queries of each chunk, all slots of a chunk one after the other.
@@ -61,11 +52,6 @@ class Gathered(NamedTuple):
     begin: Tensor
     slots: int
 
-    def of(self, share: Share) -> "Gathered":
-        """The lists of a share, as views."""
-        rows = (share.batches, share.heads)
-        return self._replace(queries=self.queries[rows], begin=self.begin[rows])
-
 
 class TileTable(NamedTuple):
     """Tiles of gathered queries of one chunk, by slot. int32 [B, Hq, slots, T] each.
@@ -79,11 +65,6 @@ class TileTable(NamedTuple):
     first: Tensor
     count: Tensor  # type: ignore[assignment]
     rows: int
-
-    def of(self, share: Share) -> "TileTable":
-        """The tiles of a share, as views."""
-        rows = (share.batches, share.heads)
-        return TileTable(self.chunk[rows], self.first[rows], self.count[rows], self.rows)
 
 
 class Plan(NamedTuple):
@@ -101,18 +82,15 @@ class Plan(NamedTuple):
         """The plan of a share, as views."""
         keys = (share.batches, share.kv_heads)
         tiles = self.own.tiles
-        lists = (
-            None if field is None else field[share.batches, share.heads] for field in tiles.by_query
-        )
         tiles = tiles._replace(
-            by_query=BlockLists._make(lists),
+            by_query=share.of(tiles.by_query),
             # dk and dv of the blocks are computed for all heads at once.
             by_key=None,
             start=tiles.start[share.batches],
             stop=tiles.stop[share.batches],
         )
         own = Piece(self.own.k[keys], self.own.v[keys], tiles)
-        return self._replace(own=own, choices=self.choices.of(share))
+        return self._replace(own=own, choices=share.of(self.choices))
 
 
 class Work(NamedTuple):
@@ -195,17 +173,9 @@ def chosen_pairs(choices: Choices) -> Tensor:
     shape = (batch, heads, choices.slots, q_len)
     pairs = torch.empty(shape, dtype=torch.int32, device=words.device)
     _pair_kernel[triton.cdiv(q_len, _ROWS), heads, batch](
-        words,
-        words.stride()[:3],
-        choices.earlier,
-        choices.offset,
-        pairs,
-        q_len,
-        heads,
-        choices.slots,
-        choices.begin.shape[1],
-        ROWS=_ROWS,
-    )
+        words, words.stride()[:3], choices.earlier, choices.offset, pairs,
+        q_len, heads, choices.slots, choices.begin.shape[1], ROWS=_ROWS,
+    )  # fmt: skip
     return pairs
 
 
