@@ -85,14 +85,10 @@ def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> TokenizedTexts:
     reads_mds = recipe.document == "row" and is_mds(recipe.source)
     _refuse_unused(recipe, reads_mds)
     if reads_mds:
-        name = recipe.source_tokenizer
-        source_tokenizer = load_tokenizer(name) if name else None
-        add_bos = recipe.add_bos
-        return MDSRows(recipe.source, recipe.text_field, tokenizer, source_tokenizer, add_bos)
+        return MDSRows(recipe, tokenizer)
     if recipe.document != "row":
         texts = open_folder(recipe.source, whole=recipe.document == "source")
         return TokenizedTexts(texts, tokenizer, add_bos=recipe.add_bos)
-
     check_formats(recipe)
     encoder = None if recipe.format == "text" else ChatEncoder(recipe, tokenizer)
     return TokenizedTexts(open_source(recipe), tokenizer, encoder, recipe.add_bos)
@@ -127,28 +123,22 @@ class MDSRows(TokenizedTexts):
     not UTF-8.
     """
 
-    def __init__(
-        self,
-        source: str,
-        text_field: str,
-        tokenizer: Tokenizer,
-        source_tokenizer: Tokenizer | None,
-        add_bos: bool = True,
-    ) -> None:
-        self.folder = source
-        self.source_tokenizer = source_tokenizer
-        self.column = text_field if source_tokenizer is None else "input_ids"
-        folder = Path(source).expanduser()
-        self.rows = _library().LocalDataset(str(folder))
+    def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
+        name = recipe.source_tokenizer
+        self.source_tokenizer = load_tokenizer(name) if name else None
+        self.column = "input_ids" if name else recipe.text_field
+        self.folder = Path(recipe.source).expanduser()
+        self.rows = _library().LocalDataset(str(self.folder))
         infos = [info for shard in self.rows.shards for info, _ in shard.file_pairs]
-        states = file_states(folder / name for name in [INDEX, *(info.basename for info in infos)])
-        super().__init__(LazyTexts((), str, states), tokenizer, add_bos=add_bos)
+        names = [INDEX, *(info.basename for info in infos)]
+        states = file_states(self.folder / name for name in names)
+        super().__init__(LazyTexts((), str, states), tokenizer, add_bos=recipe.add_bos)
         columns = self.rows.shards[0].column_names
         if self.column not in columns:
             raise ValueError(
-                f"{source} has the columns {', '.join(sorted(columns))}; write --text-field with one "
-                "that holds text, or for input_ids --source-tokenizer with the tokenizer.json that "
-                "made them (Llama-3's for ProLong)"
+                f"{recipe.source} has the columns {', '.join(sorted(columns))}; write --text-field "
+                "with one that holds text, or for input_ids --source-tokenizer with the "
+                "tokenizer.json that made them (Llama-3's for ProLong)"
             )
 
     def __len__(self) -> int:
