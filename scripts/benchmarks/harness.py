@@ -21,18 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from scripts.benchmarks.attention_cases import (
-    Attention,
-    Shape,
-    draw,
-    ours,
-    random_index,
-    ready_index,
-)
+from scripts.benchmarks.attention_cases import Attention, Shape, ours
 from scripts.benchmarks.options import positive
 from scripts.benchmarks.provenance import provenance
 from titan_sparse.attention import ContextParallel, backends
-from titan_sparse.attention.masks.ranges import Causal, MaskRanges
+from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.visibility import visible_pairs
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Pattern
@@ -124,23 +117,6 @@ def cp_mesh(device_type: str, nodes: int, world: int) -> DeviceMesh:
     return init_device_mesh(
         device_type, (nodes, world // nodes), mesh_dim_names=("cp_inter", "cp_intra")
     )
-
-
-def sparse(
-    bench: Bench, shape: Shape, cp: ContextParallel | None
-) -> tuple[Attention, list[Tensor], Step]:
-    """Attention with a random index of --density.
-
-    Returns the attention, its q, k, v and d_out (this rank's), and a selection with the same caps.
-    """
-    args = bench.args
-    pattern, index = random_index(shape, args.density, args.verticals, args.sinks)
-    ranges = Causal().rows(shape.seq_len, bench.device)
-    tensors = draw(shape._replace(seq_len=shape.seq_len // (cp.size if cp else 1)))
-    q, k = (tensor.detach() for tensor in tensors[:2])
-    block_size = args.block_size if cp is None else None
-    select = functools.partial(pattern.select, q, k, ranges, cp, block_size=block_size)
-    return bench.attention(ready_index(pattern, index), ranges, cp), tensors, select
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
