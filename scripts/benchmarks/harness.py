@@ -29,6 +29,7 @@ from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.visibility import visible_pairs
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Pattern
+from titan_sparse.data.shards import write_json
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
 from titan_sparse.training.faults.process_groups import choose_device, init_distributed
 
@@ -160,14 +161,11 @@ def measure(
         return 2
     device = choose_device(runs[0].device)
     init_distributed(device, runs[0].timeout)
-    if device.type == "cuda":
-        # torchrun sets 1, but realistic inputs are made on the CPU.
-        torch.set_num_threads(max(1, os.cpu_count() // world))
     for args in runs:
         result = provenance(args, device) | {"ranks": world, "rows": []}
         run(Bench(args, device, rank, world, nodes), result, cases)
         if rank == 0 and args.out:
-            write(Path(args.out), result | {"complete": True})
+            write_json(Path(args.out), result | {"complete": True})
     dist.destroy_process_group()
     return 0
 
@@ -195,15 +193,9 @@ def report(bench: Bench, result: dict, row: dict) -> None:
     print(json.dumps(row), flush=True)
     result["rows"].append(row)
     if bench.args.out:
-        write(Path(bench.args.out), result)
-
-
-def write(path: Path, result: dict) -> None:
-    """Write everything at once, so that a killed run leaves a complete file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(result, indent=1) + "\n")
-    unfinished.replace(path)
+        path = Path(bench.args.out)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, result)
 
 
 def about(case: str, shape: Shape) -> dict:

@@ -38,11 +38,12 @@ from transformers import (
     TrainingArguments,
 )
 
-from scripts.benchmarks.harness import place, write
+from scripts.benchmarks.harness import place
 from scripts.benchmarks.options import parser_of, positive, share
 from scripts.benchmarks.provenance import provenance
 from titan_sparse import recording
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
+from titan_sparse.data.shards import write_json
 from titan_sparse.estimate.indexes import ragged_lengths
 from titan_sparse.integrations.transformers import AttentionSettings, register
 from titan_sparse.integrations.transformers.context_parallel import (
@@ -145,7 +146,7 @@ def main(words: list[str]) -> int:
                 if rank == 0:
                     print(json.dumps(row), flush=True)
                 if rank == 0 and args.out:
-                    write(Path(args.out), result)
+                    write_json(Path(args.out), result)
     return 0
 
 

@@ -33,7 +33,8 @@ from scripts.study.real_model import (
     checked_tokens,
     fetch_gguf,
 )
-from titan_sparse.config.reading import Refusal, require
+from titan_sparse.commands import refuses
+from titan_sparse.config.reading import require
 from titan_sparse.data.shards import META, shard_path
 from titan_sparse.data.tokenizer import load_tokenizer
 
@@ -45,13 +46,10 @@ _MULTIPLE = 128
 Json = dict[str, Any]
 
 
+@refuses
 def main(words: list[str]) -> int:
     args = parse(words)
-    try:
-        args.run(args)
-    except Refusal as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args.run(args)
     print(f"wrote {args.out}")
     return 0
 

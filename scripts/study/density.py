@@ -39,6 +39,7 @@ from scripts.study.quality import (
 )
 from scripts.study.texts import KINDS, TEXTS_OF_KIND, Text, text_of
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+from titan_sparse.commands import refuses
 from titan_sparse.data.shards import write_json
 from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -85,13 +86,9 @@ SPECS = (
 """The patterns that are compared: add yours here."""
 
 
+@refuses
 def main(words: list[str]) -> int:
-    args = parse(words)
-    try:
-        run(args)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    run(parse(words))
     return 0
 
 
