@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from scripts.benchmarks.options import parser_of, positive
+from scripts.study.quality import text_of
 from scripts.study.real_model import dense_attention, load_decoder, positions_of
-from scripts.study.texts import text_of
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.data.tokenizer import load_tokenizer

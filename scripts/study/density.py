@@ -31,13 +31,16 @@ from scripts.benchmarks.options import parser_of, positive
 from scripts.benchmarks.provenance import provenance
 from scripts.study.quality import (
     BLOCK,
+    KINDS,
+    TEXTS_OF_KIND,
     RealModel,
+    Text,
     attend_and_compare,
     attend_by,
     hide_needles,
     quality,
+    text_of,
 )
-from scripts.study.texts import KINDS, TEXTS_OF_KIND, Text, text_of
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.commands import refuses
 from titan_sparse.data.shards import write_json

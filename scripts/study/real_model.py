@@ -20,6 +20,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scripts.benchmarks.options import parser_of
-from scripts.study.texts import standard_library_text
 from titan_sparse.commands import refuses
 from titan_sparse.config.reading import Refusal, require
 from titan_sparse.data.tokenizer import load_tokenizer
@@ -218,6 +218,11 @@ def check(folder: Path) -> str:
         error <= LARGEST_ERROR, f"{folder} is read differently by us and by transformers: {text}"
     )
     return text
+
+
+def standard_library_text(name: str) -> str:
+    """A file of this Python's standard library: text that any machine has."""
+    return Path(sysconfig.get_path("stdlib"), name).read_text(encoding="utf-8")
 
 
 def checked_tokens(folder: Path) -> Tensor:

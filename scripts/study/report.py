@@ -151,7 +151,7 @@ def scores_of(answers: dict[str, Any]) -> dict[str, float]:
 
     "loss", the mean over kinds, "loss, KIND" and "loss, KIND, last positions" (natural log); in
     percent "needle forced", the mean over lengths, and "needle forced, LENGTH". "loss, names,
-    DISTANCE": of names in code, see names.py. Forced: the share of
+    DISTANCE": of names in code, see name_losses(). Forced: the share of
     the answer's tokens that are the most likely. Their text would not do: a model that repeats each
     token of the answer that it reads writes the answer too.
     """
