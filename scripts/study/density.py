@@ -17,7 +17,6 @@ continues with those missing.
 
 import argparse
 import hashlib
-import json
 import math
 import statistics
 import sys
@@ -41,6 +40,7 @@ from scripts.study.quality import (
     quality,
     text_of,
 )
+from scripts.study.settings import read_json
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.commands import refuses
 from titan_sparse.data.shards import write_json
@@ -149,7 +149,7 @@ def started(args: argparse.Namespace, device: str) -> dict[str, Any]:
     result = provenance(argparse.Namespace(**described), device) | {"texts": {}}
     if not args.out.is_file():
         return result
-    found = json.loads(args.out.read_text(encoding="utf-8"))
+    found = read_json(args.out)
     for key in SAME:
         if found["options"].get(key) != described[key]:
             raise ValueError(f"{args.out} was written with other --{key}; write another --out")

@@ -420,9 +420,7 @@ def open_documents(data: Data, tokenizer: Tokenizer, model_folder: str = "") -> 
                 "a token before each text; prepare them with --no-add-bos, or leave data.add_bos out"
             )
         return shards
-    if data.format == "text":
-        return TokenizedTexts(open_source(data), tokenizer, add_bos=data.add_bos)
-    encoder = ChatEncoder(data, tokenizer, model_folder)
-    if encoder.notice:
+    encoder = None if data.format == "text" else ChatEncoder(data, tokenizer, model_folder)
+    if encoder and encoder.notice:
         logger.warning("%s: %s", data.source, encoder.notice)
     return TokenizedTexts(open_source(data), tokenizer, encoder, data.add_bos)

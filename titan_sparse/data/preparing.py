@@ -19,7 +19,7 @@ from tqdm import tqdm
 from titan_sparse.config.sections import Data
 from titan_sparse.data.chat_template import exported_files
 from titan_sparse.data.documents import READER, FileState, file_states
-from titan_sparse.data.recipe import OPTIONS, Recipe, is_mds, open_rows, unpack
+from titan_sparse.data.recipe import OPTIONS, Recipe, open_rows, unpack
 from titan_sparse.data.shards import (
     FORMAT,
     FORMAT_OF_CHATS,
@@ -119,7 +119,7 @@ def prepare(recipe: Recipe, out: str, processes: int = 1) -> dict[str, Any]:
         raise ValueError(f"{out} is a file; write a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / PLAN).is_file():
         raise ValueError(f"{out} holds other files; write a new or empty folder")
-    if recipe.document == "row" and is_mds(recipe.source):
+    if recipe.reads_mds:
         unpack(recipe.source)
     writer = Writer(recipe, folder)
     # With these files, the folder can also be used as data.tokenizer.

@@ -58,6 +58,11 @@ class Recipe(Data):
     shard_rows: Count = 0
     """rows of a shard; 0: so many that there are about 128 shards"""
 
+    @property
+    def reads_mds(self) -> bool:
+        """True if the source is a folder of MDS shards, and read as such."""
+        return self.document == "row" and (Path(self.source).expanduser() / INDEX).is_file()
+
 
 OPTIONS = ("tokenizer", "format", *ROW_OPTIONS, "split_special_tokens", "add_bos") + tuple(
     item.name for item in fields(Recipe)[len(fields(Data)) :]
@@ -82,9 +87,8 @@ def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> TokenizedTexts:
 
     Raises ValueError if it cannot be opened or an option would be ignored.
     """
-    reads_mds = recipe.document == "row" and is_mds(recipe.source)
-    _refuse_unused(recipe, reads_mds)
-    if reads_mds:
+    _refuse_unused(recipe)
+    if recipe.reads_mds:
         return MDSRows(recipe, tokenizer)
     if recipe.document != "row":
         texts = open_folder(recipe.source, whole=recipe.document == "source")
@@ -94,9 +98,9 @@ def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> TokenizedTexts:
     return TokenizedTexts(open_source(recipe), tokenizer, encoder, recipe.add_bos)
 
 
-def _refuse_unused(recipe: Recipe, reads_mds: bool) -> None:
+def _refuse_unused(recipe: Recipe) -> None:
     unused = ["format", *ROW_OPTIONS, "source_tokenizer"]
-    if reads_mds:
+    if recipe.reads_mds:
         unused.remove("source_tokenizer")
         if not recipe.source_tokenizer:
             unused.remove("text_field")
@@ -107,11 +111,6 @@ def _refuse_unused(recipe: Recipe, reads_mds: bool) -> None:
         value = check_value(flag, item.type, getattr(recipe, item.name))
         if item.name in unused and value != item.default:
             raise ValueError(f"{flag} would be ignored with this source; leave it out")
-
-
-def is_mds(source: str) -> bool:
-    """True if `source` is a folder of MDS shards."""
-    return (Path(source).expanduser() / INDEX).is_file()
 
 
 class MDSRows(TokenizedTexts):

@@ -361,10 +361,10 @@ def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     Documents stay in order within a sequence, and sequences are ordered by their first document.
     Every length must be at most `room`.
     """
-    order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
     sequences: list[list[int]] = []
     left: list[int] = []
-    for number in order:
+    # Of equal lengths, the first comes first.
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         place = next((i for i, free in enumerate(left) if free >= lengths[number]), len(left))
         if place == len(left):
             sequences.append([])
