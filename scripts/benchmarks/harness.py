@@ -238,19 +238,6 @@ def milliseconds(marks: Sequence) -> list[float]:
     return [start.elapsed_time(end) for start, end in pairwise(marks)]
 
 
-def rounds(steps: Sequence[Step], repeats: int, on_gpu: bool, begin: Step) -> list[list[float]]:
-    """Milliseconds of each step, for each round of all of them. begin: called before a round."""
-    spent = []
-    for _ in range(repeats):
-        begin()
-        marks = [mark(on_gpu)]
-        for step in steps:
-            step()
-            marks.append(mark(on_gpu))
-        spent.append(milliseconds(marks))
-    return spent
-
-
 def start_together(bench: Bench) -> None:
     """Let all ranks continue from here at the same time.
 
@@ -265,14 +252,6 @@ def start_together(bench: Bench) -> None:
         dist.all_reduce(torch.zeros(1, device=bench.device))
 
 
-def gather(bench: Bench, numbers: Sequence) -> Tensor:
-    """[ranks, ...] of every rank's numbers, float64 on the CPU."""
-    here = torch.tensor(numbers, dtype=torch.float64)
-    every = [torch.empty_like(here) for _ in range(bench.world)]
-    dist.all_gather(every, here)
-    return torch.stack(every)
-
-
 def timed(bench: Bench, steps: Sequence[Step], repeats: int = 0) -> dict:
     """Milliseconds of a forward and a backward: medians of the slowest rank, and of each rank.
 
@@ -280,11 +259,19 @@ def timed(bench: Bench, steps: Sequence[Step], repeats: int = 0) -> dict:
     both together. repeats: 0 takes --repeats.
     """
     warm_ups = bench.args.warm_ups
-    repeats = warm_ups + (repeats or bench.args.repeats)
-    begin = functools.partial(start_together, bench)
-    spent = rounds(steps, repeats, bench.on_gpu, begin)
+    spent = []
+    for _ in range(warm_ups + (repeats or bench.args.repeats)):
+        start_together(bench)
+        marks = [mark(bench.on_gpu)]
+        for step in steps:
+            step()
+            marks.append(mark(bench.on_gpu))
+        spent.append(milliseconds(marks))
+    here = torch.tensor(spent[warm_ups:], dtype=torch.float64)
+    of_ranks = [torch.empty_like(here) for _ in range(bench.world)]
+    dist.all_gather(of_ranks, here)
     # [ranks, repeats, steps]
-    every = gather(bench, spent[warm_ups:])
+    every = torch.stack(of_ranks)
     measured = {}
     if len(steps) == 2:
         slowest = every.amax(0)  # [repeats, steps]

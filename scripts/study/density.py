@@ -61,11 +61,7 @@ class Spec(NamedTuple):
 
     def patterns(self) -> list[Pattern]:
         """At each value of its knob."""
-        found = []
-        for value in self.values:
-            options = self.fixed | {self.knob: value}
-            found.append(self.kind(**options))
-        return found
+        return [self.kind(**self.fixed, **{self.knob: value}) for value in self.values]
 
 
 _JOINT: dict[str, Any] = {"budget": "joint", "sinks": 4, "count_sinks": True}
@@ -202,19 +198,10 @@ def measure(q: Tensor, k: Tensor, specs: list[Spec]) -> list[dict[str, Any]]:
             _, *point = attend_and_compare(pattern, dense.lse, *qkv, q.dtype)
             points.append(tuple(point))
     for row, points in zip(rows, of_rows, strict=True):
-        row |= _means(torch.tensor(points, dtype=torch.float64))
+        for name, by_layer in zip(("recall", "density"), zip(*points, strict=True), strict=True):
+            row[name] = round(statistics.fmean(by_layer), 5)
+            row[f"{name}_by_layer"] = [round(value, 4) for value in by_layer]
     return rows
-
-
-def _means(points: Tensor) -> dict[str, Any]:
-    """points: recall and density by layer, fp64 [layers, 2]."""
-    recall, density = points.mean(0).tolist()
-    return {
-        "recall": round(recall, 5),
-        "density": round(density, 5),
-        "recall_by_layer": [round(value, 4) for value in points[:, 0].tolist()],
-        "density_by_layer": [round(value, 4) for value in points[:, 1].tolist()],
-    }
 
 
 def table(title: str, texts: list[dict[str, Any]]) -> str:
