@@ -32,6 +32,14 @@ from titan_sparse.config.reading import dense_layers
 from titan_sparse.models.decoder import Attends, LayerMasks
 from titan_sparse.models.flavours import DecoderConfig
 
+_STEPS_APART = 1_000_003
+"""Steps after which a run would look at the rows of a run with the next training.seed."""
+
+
+def probe_seed(training_seed: int, step: int) -> int:
+    """From which probes draw their rows in this step, the same on all ranks and in a resumed run."""
+    return (training_seed * _STEPS_APART + step) % 2**32
+
 
 def build_mask(attention: Attention, lengths: list[list[int]]) -> Mask:
     """The mask of one batch. lengths: of the documents in each sequence, in tokens."""

@@ -6,12 +6,14 @@ is short, attend(recomputed=...) gives up output and LSE of the first part of ea
 the cheapest to compute again.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,7 +33,7 @@ from titan_sparse.models.build import build_decoder
 from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.models.config import Adapters, DecoderConfig
 from titan_sparse.models.decoder import MLP, Attends, Decoder
-from titan_sparse.models.initialization import initialize
+from titan_sparse.models.initialization import initialize, stable_seed
 from titan_sparse.models.lora import add_adapters
 from titan_sparse.training.offload import OffloadedBlocks
 
@@ -167,6 +169,28 @@ def checkpoint_contexts(keeps_matmuls: bool = False):
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+def draw_dropout(config: Config, step: int) -> None:
+    """Seed the dropout of adapters: the same in a resumed run, and different on each rank."""
+    if config.lora.dropout:
+        name = f"dropout of step {step} on rank {dist.get_rank()}"
+        torch.manual_seed(stable_seed(config.training.seed, name))
+
+
+@contextlib.contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Drop nothing within the block. Afterwards each module drops as before."""
+    dropouts = [
+        module for module in model.modules() if isinstance(module, nn.Dropout) and module.training
+    ]
+    for module in dropouts:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in dropouts:
+            module.train()
 
 
 def check_float8(device: torch.device) -> None:

@@ -38,10 +38,10 @@ from titan_sparse.models.huggingface import check_weights, load_weights, untrain
 from titan_sparse.models.huggingface_config import read_json
 from titan_sparse.models.huggingface_files import weights_digest
 from titan_sparse.models.lora import peft_config
-from titan_sparse.training.attention import build_pattern, why_dense
+from titan_sparse.training.attention import why_dense
 from titan_sparse.training.checkpoint.folders import FOLDER, newest_checkpoint
+from titan_sparse.training.dry_run import step_of
 from titan_sparse.training.run_folder import versions
-from titan_sparse.training.step_shape import step_of
 from titan_sparse.training.validation import Validator
 
 logger = logging.getLogger("titan_sparse")
@@ -172,9 +172,8 @@ def open_data(config: Config, model: DecoderConfig) -> PackedLoader:
 
 
 def step_size(config: Config, model: DecoderConfig, backend: str, recomputed: float) -> StepShape:
-    pattern = build_pattern(config.attention)
     ranks = (dist.get_world_size(), world_from_environment()[1])
-    step = step_of(config, model, pattern, backend, *ranks)
+    step = step_of(config, model, backend, *ranks)
     return dataclasses.replace(step, attention_recompute=recomputed)
 
 

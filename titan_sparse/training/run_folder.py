@@ -1,5 +1,5 @@
-"""The records of a start in the run folder: who began what and where, a log of every rank, and
-traces.
+"""The records of a run in its folder: who began what and where, a log of every rank, traces, and at
+the end a picture.
 
 <output_dir>/starts/<UTC date and time>/ has start.json, the start's config.toml, and rank<N>.log.
 <output_dir>/profile/rank<N>.json is a profiler trace of a few steps, for chrome://tracing or Perfetto.
@@ -24,8 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_sparse.config import Config, Profiling, save
+from titan_sparse.config import Config, Profiling, save, trains_random_base
+from titan_sparse.config.sources import source_formats
+from titan_sparse.evaluation.pictures import training_figure
 from titan_sparse.training.faults.process_groups import on_first_rank
+from titan_sparse.training.metrics_output import read_lines, read_metrics
+
+logger = logging.getLogger("titan_sparse")
 
 STARTS = "starts"
 
@@ -171,3 +176,66 @@ def profiler(profiling: Profiling, output_dir: str, rank: int) -> Iterator[Calla
             profile.step()
 
         yield step_done
+
+
+def report_end(config: Config, began_after: int, step: int, stopped: bool) -> None:
+    """Log how a run has ended, after `step`. After training.steps, also draw how it went, and log
+    the commands that come next.
+
+    began_after: the step that it was resumed at. stopped: by a signal.
+    """
+    if stopped:
+        logger.info("stopped by a signal after step %d", step)
+    elif began_after >= config.training.steps:
+        logger.info(
+            "the run had already finished (training.steps = %d), and its results are in %s. To train "
+            "on, write more training.steps. To start anew, write another training.output_dir, or "
+            "delete that folder",
+            config.training.steps,
+            config.training.output_dir,
+        )
+    else:
+        logger.info("finished %d steps", step)
+        if dist.get_rank() == 0:
+            _show_results(config)
+
+
+def _show_results(config: Config) -> None:
+    if config.metrics.tensorboard:
+        picture = draw_training(config.training.output_dir)
+        logger.info("wrote %s, a picture of loss, density, and recall", picture)
+    commands = next_commands(config)
+    if commands:
+        logger.info("\n  ".join(["what you can do next:", *commands]))
+
+
+def draw_training(folder: str) -> Path:
+    """Write training.png into a run's output_dir, of all steps logged there. Returns its path."""
+    lines = dict(sorted(read_metrics(folder).items()))
+    validated = {}
+    path = Path(folder, "validation.jsonl")
+    if path.is_file():
+        validated = {line["step"]: line["loss"] for line in read_lines(path)}
+    picture = Path(folder, "training.png")
+    training_figure(lines, dict(sorted(validated.items()))).savefig(picture, dpi=120)
+    return picture
+
+
+def next_commands(config: Config) -> list[str]:
+    """The commands that a finished run of this configuration is good for."""
+    run = config.training.output_dir
+    commands = []
+    if config.metrics.tensorboard:
+        commands.append(["tensorboard", "--logdir", run])
+    if config.checkpoint.enable:
+        evaluate = ["titan-sparse", "evaluate", "--config", f"{run}/config.toml"]
+        evaluate += ["--checkpoint", run, "--tasks", "position", "--out", f"{run}/evaluation"]
+        parts = list(source_formats(config.data).items())
+        if len(parts) > 1:
+            # It reads one source.
+            evaluate += ["--data.source", parts[0][0], "--data.format", parts[0][1]]
+        commands.append(evaluate)
+        # What adapters of random weights are made for is in no folder.
+        if not (config.lora.rank and trains_random_base(config)):
+            commands.append(["titan-sparse", "export_hf", run, f"{run}/exported"])
+    return [shlex.join(words) for words in commands]

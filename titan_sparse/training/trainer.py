@@ -31,8 +31,7 @@ from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.loss import count_valid
 from titan_sparse.models.flavours import resolve
 from titan_sparse.options.values import MOST
-from titan_sparse.training import banner, export, run_end
-from titan_sparse.training.after_step import decide
+from titan_sparse.training import banner, export
 from titan_sparse.training.attention import (
     block_table,
     build_attends,
@@ -40,6 +39,7 @@ from titan_sparse.training.attention import (
     build_layer_masks,
     build_shard,
     choose_backend,
+    probe_seed,
     schedule_of_launch,
     sparse_from,
     why_dense,
@@ -64,7 +64,12 @@ from titan_sparse.training.faults.process_groups import (
 from titan_sparse.training.load import build_run_scorer
 from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.training.metrics_output import open_wandb
-from titan_sparse.training.model import build_model, check_float8
+from titan_sparse.training.model import (
+    build_model,
+    check_float8,
+    draw_dropout,
+    without_dropout,
+)
 from titan_sparse.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
 from titan_sparse.training.preflight import (
     adapters_to_train,
@@ -82,9 +87,8 @@ from titan_sparse.training.preflight import (
     warn_of_dense,
     warn_of_untrained_tokens,
 )
-from titan_sparse.training.randomness import draw_dropout, probe_seed, without_dropout
-from titan_sparse.training.recovery import Recovery
-from titan_sparse.training.run_folder import begin_start, profiler
+from titan_sparse.training.recovery import Recovery, decide
+from titan_sparse.training.run_folder import begin_start, profiler, report_end
 from titan_sparse.training.step_graphs import Computed, MicroBatch, StepGraphs, explain
 from titan_sparse.training.validation import Validator
 
@@ -215,7 +219,7 @@ class Trainer:
                 export.export_run(self.config, self.progress.step)
         self.metrics.close()
         unlock_run(self.config.training.output_dir)
-        run_end.report(self.config, began_after, self.progress.step, stopped)
+        report_end(self.config, began_after, self.progress.step, stopped)
 
     def _load(self) -> None:
         """Resume from the run's newest checkpoint, else read model.initial_hf where that is given."""
