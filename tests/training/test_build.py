@@ -51,7 +51,7 @@ BLOCKS = TINY.layers
 def test_meshes_by_hand(parallelism, cp_intra, fsdp, cp, dp):
     """Rank 5 of 8."""
     with fake_world(8, rank=5):
-        meshes = build_meshes(parallelism, cp_intra, "cpu")
+        meshes = build_meshes(replace(parallelism, cp_intra=cp_intra), "cpu")
         names = (
             ("dp_shard_cp",) if parallelism.dp_replicate == 1 else ("dp_replicate", "dp_shard_cp")
         )

@@ -19,16 +19,20 @@ from titan_sparse.config.reading import (
 )
 from titan_sparse.config.sections import Attention, Config, Data, Flags, Parallelism, Validation
 from titan_sparse.config.sources import single_source, source_formats, source_weights
-from titan_sparse.config.start import world_of
+from titan_sparse.config.start import world_from_environment, world_of
 from titan_sparse.models.config import DecoderConfig, resolve_adapters
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface_config import family_of
 from titan_sparse.options.values import check_value
 
 
-def resolve_cp_intra(parallelism: Parallelism, local_world_size: int) -> int:
-    """Context-parallel ranks of the inner ring: cp_intra, or the ranks of a node, at most cp."""
-    return parallelism.cp_intra or min(parallelism.cp, local_world_size)
+def resolve_cp_intra(parallelism: Parallelism, local_world_size: int | None = None) -> int:
+    """Context-parallel ranks of the inner ring: cp_intra, or the ranks of a node, at most cp.
+
+    local_world_size: ranks of a node; None: those of this launch.
+    """
+    ranks = local_world_size or world_from_environment()[1]
+    return parallelism.cp_intra or min(parallelism.cp, ranks)
 
 
 def resolve_overlap_stages(attention: Attention, nodes: int) -> tuple[int, int]:

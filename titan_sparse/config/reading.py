@@ -16,8 +16,8 @@ from typing import Any, NoReturn, get_args
 
 import tomli
 
-from titan_sparse.config.hub import local_folder
 from titan_sparse.config.sections import Attention, Config, Flags
+from titan_sparse.models.huggingface_files import local_folder
 from titan_sparse.options.values import (
     as_toml,
     check_value,

@@ -26,7 +26,6 @@ from titan_sparse.config import (
     Config,
     resolve_cp_intra,
     resolve_overlap_stages,
-    world_from_environment,
 )
 from titan_sparse.config.reading import dense_layers
 from titan_sparse.models.decoder import Attends, LayerMasks
@@ -105,7 +104,7 @@ def schedule_named(attention: Attention, inter: int, intra: int) -> str:
 
 def schedule_of_launch(config: Config) -> str:
     """The schedule on the ranks that torchrun has started."""
-    intra = resolve_cp_intra(config.parallelism, world_from_environment()[1])
+    intra = resolve_cp_intra(config.parallelism)
     return schedule_named(config.attention, config.parallelism.cp // intra, intra)
 
 

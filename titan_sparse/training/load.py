@@ -14,11 +14,9 @@ from titan_sparse.config import (
     ActivationCheckpoint,
     Compile,
     Config,
-    resolve_cp_intra,
     world_from_environment,
 )
 from titan_sparse.config.changes import read_saved
-from titan_sparse.config.hub import local_folder
 from titan_sparse.config.reading import load_config
 from titan_sparse.config.sources import single_source, tokenizer_name
 from titan_sparse.data.tokenizer import SampleFormat, Tokenizer
@@ -28,6 +26,7 @@ from titan_sparse.models.config import Adapters, DecoderConfig
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import check_weights, load_weights, tensor_shapes
+from titan_sparse.models.huggingface_files import local_folder
 from titan_sparse.models.initialization import initialize
 from titan_sparse.models.lora import adapter_shapes, add_adapters
 from titan_sparse.training.attention import (
@@ -100,8 +99,7 @@ def load_for_evaluation(
 def _was_begun(checkpoint: str) -> bool:
     """True if texts could begin with a token of the tokenizer in the run of a checkpoint: prepared
     tokens may lack it. True if only chats were learned."""
-    is_step = os.path.isfile(os.path.join(checkpoint, ".metadata"))
-    saved = read_saved(checkpoint if is_step else newest_checkpoint(checkpoint))
+    saved = read_saved(find_checkpoint(checkpoint))
     parts = saved.origin["data"] if saved else []
     parts = [part for part in parts if SampleFormat(part["format"]).takes_bos]
     return not parts or any(part["add_bos"] for part in parts)
@@ -168,22 +166,14 @@ def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -
     if adapters:
         check_base(config, checkpoint)
     init_distributed(device, config.parallelism.first_step_timeout_seconds, alike(config))
-    cp_intra = resolve_cp_intra(config.parallelism, world_from_environment()[1])
-    meshes = build_meshes(config.parallelism, cp_intra, device.type)
+    meshes = build_meshes(config.parallelism, device.type)
     cp = build_context_parallel(config.attention, meshes.cp)
     with torch.device("meta"):
         model = build_decoder(model_config, build_attends(config.attention, cp)).to(dtype)
         if adapters:
             add_adapters(model, adapters)
     if meshes.fsdp.size() > 1:  # FSDP on one rank would copy all weights in every forward
-        parallelize(
-            model,
-            meshes.fsdp,
-            dtype,
-            reshard_after_forward=True,
-            activation_checkpoint=ActivationCheckpoint(mode="none"),
-            compile=Compile(),
-        )
+        parallelize(model, meshes.fsdp, dtype, True, ActivationCheckpoint(mode="none"), Compile())
     model.to_empty(device=device)
     if adapters:
         # The frozen weights, as at the start of training.

@@ -76,17 +76,12 @@ def step_path(config: Config, step: int) -> str:
 
 def check_initial_weights(config: Config, model: DecoderConfig) -> None:
     """Raise ValueError for a model.initial_hf that does not fit, unless the run resumes."""
-    if _initial_hf(config) and checkpoint_to_resume(config) is None:
+    if not trains_random_base(config) and checkpoint_to_resume(config) is None:
         check_weights(config.model.initial_hf, model)
 
 
-def _initial_hf(config: Config) -> str:
-    """The folder of the first weights; empty where they are random."""
-    return "" if config.model.random_weights else config.model.initial_hf
-
-
 def read_initial_hf(config: Config, model: nn.Module, model_config: DecoderConfig) -> None:
-    if _initial_hf(config):
+    if not trains_random_base(config):
         load_weights(model, config.model.initial_hf, model_config)
         logger.info("read the weights of %s", config.model.initial_hf)
 
@@ -96,7 +91,7 @@ def alike(config: Config) -> dict[str, str]:
     package's code, and the versions of the packages that it computes with."""
     values = {key: show(attrgetter(key)(config)) for key in KINDS}
     # By ranks of this node: nodes may have different numbers of GPUs.
-    cp_intra = resolve_cp_intra(config.parallelism, world_from_environment()[1])
+    cp_intra = resolve_cp_intra(config.parallelism)
     values["the resolved parallelism.cp_intra"] = str(cp_intra)
     # rglob does not follow links, and in a checkout kernels/ is one.
     for path in sorted([*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").rglob("*.py")]):
@@ -107,10 +102,12 @@ def alike(config: Config) -> dict[str, str]:
     return values
 
 
-def alike_in_files(config: Config, origin: Origin) -> dict[str, str]:
-    """The properties, of the files that a training run reads, that must be the same on all ranks;
-    texts excepted."""
+def alike_in_training(
+    config: Config, origin: Origin, backend: str, loader: PackedLoader, validation: Validator
+) -> dict[str, str]:
+    """The other facts that must be the same on all ranks of a training run."""
     values = {
+        "the chosen attention.backend": backend,
         "the device": origin.device,
         "the digest of data.tokenizer": origin.tokenizer[:12],
         "the digest of the frozen weights": origin.base[:30],
@@ -120,25 +117,15 @@ def alike_in_files(config: Config, origin: Origin) -> dict[str, str]:
     for number, part in enumerate(origin.data, 1):
         for name, value in part.items():
             values[f"{DATA_KEYS[name]} (part {number})"] = show(value)
-    if _initial_hf(config) and checkpoint_to_resume(config) is None:
+    if not trains_random_base(config) and checkpoint_to_resume(config) is None:
         digest = weights_digest(config.model.initial_hf)
         values["the digest of the weights of model.initial_hf"] = digest[:12]
     if config.attention.balance_costs:
         costs = Path(config.attention.balance_costs).read_bytes()
         values["the digest of attention.balance_costs"] = hashlib.sha256(costs).hexdigest()[:12]
+    values["the digest of documents of data.source"] = loader.content_digest()
+    values["the digest of validation.source"] = validation.content_digest()
     return values
-
-
-def alike_in_training(
-    config: Config, origin: Origin, backend: str, loader: PackedLoader, validation: Validator
-) -> dict[str, str]:
-    """The other facts that must be the same on all ranks of a training run."""
-    return {
-        "the chosen attention.backend": backend,
-        **alike_in_files(config, origin),
-        "the digest of documents of data.source": loader.content_digest(),
-        "the digest of validation.source": validation.content_digest(),
-    }
 
 
 def use_deterministic_algorithms() -> None:
@@ -185,15 +172,13 @@ def recomputed_share(
     share = config.activation_checkpoint.attention_recompute
     if share != -1:
         return share
-    needed = torch.zeros(())
     free = free_gib(device)
-    if free is not None:
-        needed.fill_(1.0)
-        for number in range(_STEPS):
-            step = step_size(config, model, backend, number / _STEPS)
-            if peak_gib(step) <= _AUTO_SHARE * free:
-                needed.fill_(number / _STEPS)
-                break
+    share = 0.0
+    while free is not None and share < 1.0:
+        if peak_gib(step_size(config, model, backend, share)) <= _AUTO_SHARE * free:
+            break
+        share += 1 / _STEPS
+    needed = torch.tensor(share)
     dist.all_reduce(needed, dist.ReduceOp.MAX)
     return needed.item()
 
@@ -234,22 +219,19 @@ def adapters_to_train(
     """build_adapters(), and a ValueError also for adapters that PEFT could not load, and for tokens
     that model.initial_hf does not have and lora.trainable_tokens leaves out."""
     adapters = build_adapters(config, model, tokenizer)
-    if adapters:
-        _check_new_tokens(config, adapters, tokenizer)
-        peft_config(adapters, model.tied_embeddings)
-    return adapters
-
-
-def _check_new_tokens(config: Config, adapters: Adapters, tokenizer: Tokenizer) -> None:
-    if trains_random_base(config):
-        return
-    first = read_json(config.model.initial_hf)["vocab_size"]
-    new = [token for token in range(first, tokenizer.vocab_size) if token not in adapters.token_ids]
+    if adapters is None:
+        return None
+    rows = tokenizer.vocab_size
+    if not trains_random_base(config):
+        rows = read_json(config.model.initial_hf)["vocab_size"]
+    new = sorted({*range(rows, tokenizer.vocab_size)} - {*adapters.token_ids})
     if new:
         raise ValueError(
             f"{len(new)} tokens of data.tokenizer have new rows (model.vocab_size), which adapters "
             f"do not train; write {_with_tokens(adapters, new, tokenizer)}"
         )
+    peft_config(adapters, model.tied_embeddings)
+    return adapters
 
 
 def warn_of_untrained_tokens(

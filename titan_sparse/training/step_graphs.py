@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.observe import Recording
-from titan_sparse.config import Config, resolve_cp_intra, world_from_environment
+from titan_sparse.config import Config, resolve_cp_intra
 from titan_sparse.config.reading import Refusal
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.training.optimizer import shard_of
@@ -73,7 +73,7 @@ def refusal(config: Config, model: DecoderConfig, device_type: str, schedule: st
     waits for the GPU inside a forward, as some code of transformers does.
     """
     attention = config.attention
-    intra = resolve_cp_intra(config.parallelism, world_from_environment()[1])
+    intra = resolve_cp_intra(config.parallelism)
     nodes = config.parallelism.cp // intra
     is_ring = schedule in ("ring", "double_ring") or (schedule == "ulysses" and nodes > 1)
     routes_by_index = attention.route_by == "auto" and attention.layout in ("contiguous", "zigzag")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.recorder import counting_caps
-from titan_sparse.config import Config, resolve_cp_intra, save, to_toml, world_from_environment
+from titan_sparse.config import Config, save, to_toml
 from titan_sparse.config.changes import (
     ORIGIN_FILE,
     Origin,
@@ -145,8 +145,7 @@ class Trainer:
         torch.manual_seed(training.seed)
         init_distributed(self.device, parallelism.first_step_timeout_seconds, alike_in_run)
         self.start_folder = begin_start(config, self.device)
-        cp_intra = resolve_cp_intra(parallelism, world_from_environment()[1])
-        self.meshes = build_meshes(parallelism, cp_intra, self.device.type)
+        self.meshes = build_meshes(parallelism, self.device.type)
 
         # Attention over the ranks that share a sequence, and the data that each of them reads.
         attention = config.attention

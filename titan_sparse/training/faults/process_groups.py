@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titan_sparse.config import Parallelism, Refusal
+from titan_sparse.config import Parallelism, Refusal, resolve_cp_intra
 
 _POLL_SECONDS = 0.05
 
@@ -87,8 +87,9 @@ def init_distributed(
     )
 
 
-def build_meshes(parallelism: Parallelism, cp_intra: int, device_type: str) -> Meshes:
+def build_meshes(parallelism: Parallelism, device_type: str) -> Meshes:
     world_size = dist.get_world_size()
+    cp_intra = resolve_cp_intra(parallelism)
     cp, replicas = parallelism.cp, parallelism.dp_replicate
     dp_size = world_size // cp
     # Two meshes over the same ranks: one mesh cannot name dp_shard x cp as a single axis and its
