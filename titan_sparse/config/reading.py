@@ -18,12 +18,7 @@ import tomli
 
 from titan_sparse.config.sections import Attention, Config, Flags
 from titan_sparse.models.huggingface_files import local_folder
-from titan_sparse.options.values import (
-    as_toml,
-    check_value,
-    plain,
-    show,
-)
+from titan_sparse.options.values import as_toml, check_value, plain, show
 
 
 def walk(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:

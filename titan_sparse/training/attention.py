@@ -21,12 +21,7 @@ from titan_sparse.attention.linear import gated_delta_net, split_documents
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices, sliding_window
 from titan_sparse.attention.patterns import PATTERNS, Pattern
-from titan_sparse.config import (
-    Attention,
-    Config,
-    resolve_cp_intra,
-    resolve_overlap_stages,
-)
+from titan_sparse.config import Attention, Config, resolve_cp_intra, resolve_overlap_stages
 from titan_sparse.config.reading import dense_layers
 from titan_sparse.models.decoder import Attends, LayerMasks
 from titan_sparse.models.flavours import DecoderConfig
@@ -44,7 +39,7 @@ def build_mask(attention: Attention, lengths: list[list[int]]) -> Mask:
     """The mask of one batch. lengths: of the documents in each sequence, in tokens."""
     is_causal = attention.mask != "documents"
     tokens = [sum(sequence) for sequence in lengths]
-    if has_slices(attention):
+    if attention.window_sinks:
         documents = [[count] for count in tokens] if is_causal else lengths
         window = (attention.sliding_window, attention.window_sinks)
         return Slices.batch([sliding_window(sequence, *window) for sequence in documents])
@@ -52,11 +47,6 @@ def build_mask(attention: Attention, lengths: list[list[int]]) -> Mask:
     if attention.sliding_window:
         mask = mask & SlidingWindow(attention.sliding_window)
     return mask
-
-
-def has_slices(attention: Attention) -> bool:
-    """True if build_mask() makes a mask of Slices, which not every backend computes."""
-    return attention.window_sinks > 0
 
 
 def backend_case(
@@ -70,7 +60,8 @@ def backend_case(
         "dtype": dtype,
         "head_dim": head_dim,
         "block_size": attention.block_size,
-        "slices": has_slices(attention),
+        # build_mask() makes a mask of Slices, which not every backend computes.
+        "slices": attention.window_sinks > 0,
         "dynamic": attention.pattern != "dense",
         "is_short": seq_len < backends.short_below(recall, head_dim),
     }
@@ -169,9 +160,9 @@ def build_layer_masks(
     window = resolved(mask & SlidingWindow(model.window)) if model.window else None
     tokens = None
     if model.router_loss:
-        counts = torch.tensor([sum(sequence) for sequence in lengths])
-        is_token = torch.arange(seq_len) < counts[:, None]
-        tokens = build_shard(model, cp)(is_token.to(device), 1, table)
+        counts = torch.tensor(list(map(sum, lengths)), device=device)
+        is_token = torch.arange(seq_len, device=device) < counts[:, None]
+        tokens = build_shard(model, cp)(is_token, 1, table)
     return LayerMasks(resolved(mask), window, tokens, linear, move)
 
 

@@ -10,12 +10,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from titan_sparse.attention import ContextParallel
-from titan_sparse.config import (
-    ActivationCheckpoint,
-    Compile,
-    Config,
-    world_from_environment,
-)
+from titan_sparse.config import ActivationCheckpoint, Compile, Config, world_from_environment
 from titan_sparse.config.changes import read_saved
 from titan_sparse.config.reading import load_config
 from titan_sparse.config.sources import single_source, tokenizer_name

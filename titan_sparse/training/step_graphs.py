@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.observe import Recording
@@ -141,13 +142,12 @@ def explain(
     return True, f"forward and backward are CUDA graphs from step {_RUNS_BEFORE + 1} on"
 
 
-class _Graph:
+class _Graph(NamedTuple):
     """A captured forward and backward, with the tensors that it reads and writes."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, inputs: list[Tensor], computed: Computed):
-        self.graph = graph
-        self.inputs = inputs
-        self.computed = computed
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    computed: Computed
 
     def replay(self, inputs: list[Tensor]) -> Computed:
         for own, new in zip(self.inputs, inputs, strict=True):
@@ -179,8 +179,8 @@ class StepGraphs:
     ) -> Computed:
         """The result of compute(batch, records).
 
-        compute: the same function in every call. records: the arguments of observe.recording(), or
-        None. adds: its gradients are added to those of the micro-batches before it in this step.
+        compute: the same function in every call. adds: its gradients are added to those of the
+        micro-batches before it in this step.
         """
         tensors, shape = flattened(batch)
         key = (shape, records, adds)
@@ -190,18 +190,6 @@ class StepGraphs:
         if self.setting != "off" and is_known and len(self.graphs) < _MOST_GRAPHS:
             self.graphs[key] = self._capture(compute, batch, records, adds)
             return self.graphs[key].replay(tensors)
-        return self._queue(compute, batch, records, key)
-
-    def clear_gradients(self) -> None:
-        """After an update. A graph's gradients keep their memory, and each step overwrites them."""
-        if not self.graphs:
-            self.model.zero_grad()
-
-    def _queue(
-        self, compute: Compute, batch: MicroBatch, records: tuple[int, int] | None, key: tuple
-    ) -> Computed:
-        """Compute a batch without a graph."""
-        shape, _, adds = key
         if self.graphs and not adds:
             self._zero_gradients()
         if self.setting == "off":
@@ -213,15 +201,19 @@ class StepGraphs:
         with _waits_for_the_gpu() as waits:
             computed = compute(batch, records)
         if waits and not is_first:
-            places = ", ".join(dict.fromkeys(waits[:3]))
-            self._refuse(f"the host waits for the GPU in {places}")
+            self._give_up(f"the host waits for the GPU in {', '.join(dict.fromkeys(waits[:3]))}")
         return computed
+
+    def clear_gradients(self) -> None:
+        """After an update. A graph's gradients keep their memory, and each step overwrites them."""
+        if not self.graphs:
+            self.model.zero_grad()
 
     def _capture(
         self, compute: Compute, batch: MicroBatch, records: tuple[int, int] | None, adds: bool
     ) -> _Graph:
         # A graph reads memory of its own.
-        batch, inputs = _copied(batch)
+        batch = tree_map_only(Tensor, torch.clone, batch)
         if not self.graphs and not adds:
             self.model.zero_grad()
         zeroes = bool(self.graphs) and not adds
@@ -242,9 +234,9 @@ class StepGraphs:
                 f"a step cannot be captured as a CUDA graph ({type(error).__name__}: {first_line}); "
                 'write compile.cuda_graphs = "off"'
             ) from error
-        return _Graph(graph, inputs, computed)
+        return _Graph(graph, flattened(batch)[0], computed)
 
-    def _refuse(self, reason: str) -> None:
+    def _give_up(self, reason: str) -> None:
         if self.setting == "on":
             raise Refusal(f'compile.cuda_graphs = "on" is impossible: {reason}; write "auto"')
         logger.warning("no more steps become CUDA graphs, since %s", reason)
@@ -259,33 +251,9 @@ class StepGraphs:
 def flattened(batch: MicroBatch) -> tuple[list[Tensor], Hashable]:
     """The tensors of a batch, in order, and what else a graph of it depends on: their shapes, and
     everything that is not a tensor."""
-    tensors: list[Tensor] = []
-
-    def shape_of(value: Any) -> Hashable:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-            return tuple(value.shape), value.dtype
-        if isinstance(value, tuple):
-            return tuple(map(shape_of, value))
-        return value
-
-    return tensors, shape_of(batch)
-
-
-def _copied(batch: MicroBatch) -> tuple[MicroBatch, list[Tensor]]:
-    """The batch in memory of its own, and the tensors there as flattened() orders them."""
-    copies: list[Tensor] = []
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            copies.append(value.clone())
-            return copies[-1]
-        if isinstance(value, tuple):
-            # All of them are NamedTuples.
-            return type(value)._make(map(copied, value))
-        return value
-
-    return copied(batch), copies
+    leaves = tree_leaves(batch)
+    shape = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+    return [x for x in leaves if isinstance(x, Tensor)], shape
 
 
 @contextmanager

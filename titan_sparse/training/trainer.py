@@ -31,7 +31,7 @@ from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.loss import count_valid
 from titan_sparse.models.flavours import resolve
 from titan_sparse.options.values import MOST
-from titan_sparse.training import banner, export
+from titan_sparse.training import banner, export, preflight
 from titan_sparse.training.attention import (
     block_table,
     build_attends,
@@ -47,11 +47,7 @@ from titan_sparse.training.attention import (
 from titan_sparse.training.checkpoint.checkpointer import Checkpointer, Progress
 from titan_sparse.training.checkpoint.folders import check_lock, lock_run, unlock_run
 from titan_sparse.training.checkpoint.saver import check_async_mode
-from titan_sparse.training.faults.guard import (
-    Guard,
-    decides_on_device,
-    refuse_bad_weights,
-)
+from titan_sparse.training.faults.guard import Guard, decides_on_device, refuse_bad_weights
 from titan_sparse.training.faults.heartbeat import Watch
 from titan_sparse.training.faults.launcher import StopSignals
 from titan_sparse.training.faults.process_groups import (
@@ -64,29 +60,8 @@ from titan_sparse.training.faults.process_groups import (
 from titan_sparse.training.load import build_run_scorer
 from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.training.metrics_output import open_wandb
-from titan_sparse.training.model import (
-    build_model,
-    check_float8,
-    draw_dropout,
-    without_dropout,
-)
+from titan_sparse.training.model import build_model, check_float8, draw_dropout, without_dropout
 from titan_sparse.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
-from titan_sparse.training.preflight import (
-    adapters_to_train,
-    alike,
-    alike_in_training,
-    base_digest,
-    check_initial_weights,
-    open_data,
-    read_initial_hf,
-    recomputed_share,
-    refuse_to_resume,
-    step_path,
-    step_size,
-    use_deterministic_algorithms,
-    warn_of_dense,
-    warn_of_untrained_tokens,
-)
 from titan_sparse.training.recovery import Recovery, decide
 from titan_sparse.training.run_folder import begin_start, profiler, report_end
 from titan_sparse.training.step_graphs import Computed, MicroBatch, StepGraphs, explain
@@ -111,30 +86,30 @@ class Trainer:
         self.model_config = resolve(**dataclasses.asdict(config.model))
         if config.float8.enable:
             check_float8(self.device)
-        check_initial_weights(config, self.model_config)
-        self.loader = open_data(config, self.model_config)
+        preflight.check_initial_weights(config, self.model_config)
+        self.loader = preflight.open_data(config, self.model_config)
         tokenizer = self.loader.tokenizer
         # What is trained in place of all weights.
-        self.adapters = adapters_to_train(config, self.model_config, tokenizer)
+        self.adapters = preflight.adapters_to_train(config, self.model_config, tokenizer)
         # What a checkpoint's config.toml does not say of the run.
         self.origin = Origin(
             self.model_config,
             tokenizer.digest,
             self.device.type,
-            base_digest(config),
+            preflight.base_digest(config),
             self.loader.fingerprint(),
         )
-        refuse_to_resume(config, self.origin)
+        preflight.refuse_to_resume(config, self.origin)
         self.validation = Validator(config, tokenizer)
         if training.deterministic:
-            use_deterministic_algorithms()
+            preflight.use_deterministic_algorithms()
         # The backend of attention, and the reason for it, for people.
         self.backend, self.kernel = choose_backend(config, self.model_config, self.device)
         costs = costs_of_run(config, self.model_config)
         self.has_graphs, self.queueing = explain(
             config, self.model_config, self.device.type, schedule_of_launch(config)
         )
-        alike_in_run = alike(config) | alike_in_training(
+        alike_in_run = preflight.alike(config) | preflight.alike_in_training(
             config, self.origin, self.backend, self.loader, self.validation
         )
 
@@ -154,7 +129,9 @@ class Trainer:
         if self.cp.depends_on_mask:
             self.loader.block_table = functools.partial(block_table, attention, self.cp)
         # Share of attention that the backward computes again.
-        self.recomputed = recomputed_share(config, self.model_config, self.backend, self.device)
+        self.recomputed = preflight.recomputed_share(
+            config, self.model_config, self.backend, self.device
+        )
         attends = build_attends(attention, self.cp, self.recomputed)
         # Tokens of the shortest document that can be sparse.
         self.sparse_from = sparse_from(attention)
@@ -225,18 +202,18 @@ class Trainer:
         config = self.config
         # A checkpoint does not hold frozen weights.
         if self.adapters:
-            read_initial_hf(config, self.model, self.model_config)
+            preflight.read_initial_hf(config, self.model, self.model_config)
         if self.checkpointer.load():
             step = self.progress.step
             logger.info("resumed at step %d", step)
             # Not always the one looked at first, which may have been damaged.
-            saved = read_saved(step_path(config, step))
+            saved = read_saved(preflight.step_path(config, step))
             if saved is not None:
                 refuse_changes(saved, config, self.origin)
                 for change in changes(saved, config):
                     logger.info("changed since the checkpoint: %s", change)
         elif not self.adapters:
-            read_initial_hf(config, self.model, self.model_config)
+            preflight.read_initial_hf(config, self.model, self.model_config)
         self.checkpointer.check_disk()
         refuse_bad_weights(self.model, self.device)
 
@@ -275,7 +252,7 @@ class Trainer:
             self.loader.read_ahead(accumulated)
         if step == 1 and self.adapters:
             tokenizer = self.loader.tokenizer
-            warn_of_untrained_tokens(config, self.adapters, tokenizer, batches)
+            preflight.warn_of_untrained_tokens(config, self.adapters, tokenizer, batches)
         is_logged = self.metrics.should_log(step)
         seed = probe_seed(config.training.seed, step)
         draw_dropout(config, step)
@@ -319,7 +296,7 @@ class Trainer:
             if config.attention.mask == "documents" and self.sparse_from < MOST:
                 values["sparse_tokens"] = sparse / max(tokens, 1)
             if sparse == 0 and not self.metrics.has_logged:
-                warn_of_dense(config, self.model_config, self.loader, batches, step)
+                preflight.warn_of_dense(config, self.model_config, self.loader, batches, step)
             lengths = batches[-1].lengths
             tokens_per_sequence = sum(sum(sequence) for sequence in lengths) / len(lengths)
             self.metrics.log(
@@ -410,7 +387,8 @@ class Trainer:
         return clip_gradients(self.model.parameters(), self.config.training.max_norm or math.inf)
 
     def _after_step(self, stopped: bool, is_first: bool) -> None:
-        """The actions due after a step: going back, saving, validation, collecting garbage."""
+        """The actions due after a step: going back, saving, validation, collecting garbage. Raises
+        Poisoned if the run has to go back and cannot."""
         step = self.progress.step
         training = self.config.training
         if dist.get_rank() == 0:
@@ -429,7 +407,10 @@ class Trainer:
         )
         self.save_is_late = decision.save_is_late
         if decision.goes_back:
-            self._go_back(problem)
+            self._use_long_timeout()
+            self.saved_step = self.recovery.go_back(problem)
+            self.metrics.start_interval()
+            self._use_short_timeout()
             return
         if problem and is_due:
             logger.error("step %d is not saved: %s", step, problem)
@@ -455,13 +436,6 @@ class Trainer:
             self.validation.run(self.scorer, step, self.metrics, writes=dist.get_rank() == 0)
         self.metrics.start_interval()
 
-    def _go_back(self, problem: str) -> None:
-        """To the last good checkpoint. Collective. Raises Poisoned if it cannot."""
-        self._use_long_timeout()
-        self.saved_step = self.recovery.go_back(problem)
-        self.metrics.start_interval()
-        self._use_short_timeout()
-
     def _use_long_timeout(self) -> None:
         """Before what may take long, and not the same time on all ranks: compilation, disks."""
         seconds = self.config.parallelism.first_step_timeout_seconds
@@ -480,7 +454,7 @@ class Trainer:
         if dist.get_rank() > 0:
             return
         config, cp = self.config, self.cp
-        step = step_size(config, self.model_config, self.backend, self.recomputed)
+        step = preflight.step_size(config, self.model_config, self.backend, self.recomputed)
         lines = {
             "model": banner.model_line(config, self.model_config, self.adapters),
             "mesh": banner.mesh_line(config, self.meshes, cp, self.device),

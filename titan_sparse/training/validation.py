@@ -19,12 +19,7 @@ from titan_sparse.data.shards import adds_bos, is_prepared
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation import needle, pictures, position
 from titan_sparse.evaluation.answers import Sample, score_samples
-from titan_sparse.evaluation.generation import (
-    decoded,
-    encode_prompt,
-    refuse_linear_layers,
-    stream,
-)
+from titan_sparse.evaluation.generation import decoded, encode_prompt, refuse_linear_layers, stream
 from titan_sparse.evaluation.scorer import Scorer, Sequence
 from titan_sparse.models.flavours import resolve
 from titan_sparse.training.metrics import MetricsLog, json_ready

@@ -31,11 +31,7 @@ from titan_sparse.config import Checkpoint, Refusal
 from titan_sparse.data import PackedLoader
 from titan_sparse.models.initialization import canonical_name
 from titan_sparse.training.checkpoint import folders
-from titan_sparse.training.checkpoint.reader import (
-    Broken,
-    read_into,
-    verify,
-)
+from titan_sparse.training.checkpoint.reader import Broken, read_into, verify
 from titan_sparse.training.checkpoint.saver import PINNED, memory_like, write
 from titan_sparse.training.faults.process_groups import on_first_rank
 from titan_sparse.training.offload import Copier

@@ -36,21 +36,15 @@ class Poisoned(RuntimeError):
 
 
 def hide_warnings_of_imports() -> None:
-    """Hide two warnings for the rest of this program. A second call changes nothing.
+    """Hide two warnings for the rest of this program.
 
     PEFT and transformers load torchao wherever it is installed. It warns of its own libraries that fit
     no GPU here, and torch of its enums: nothing that the reader can change.
     """
-    logging.getLogger("torchao").addFilter(_is_not_about_libraries)
-    logging.getLogger("torch.utils._pytree").addFilter(_is_not_about_enums)
-
-
-def _is_not_about_libraries(record: logging.LogRecord) -> bool:
-    return "Failed to load" not in record.getMessage()
-
-
-def _is_not_about_enums(record: logging.LogRecord) -> bool:
-    return "Enum subclass" not in record.getMessage()
+    hidden = {"torchao": "Failed to load", "torch.utils._pytree": "Enum subclass"}
+    for name, words in hidden.items():
+        is_shown = lambda record, words=words: words not in record.getMessage()  # noqa: E731
+        logging.getLogger(name).addFilter(is_shown)
 
 
 def end_with_launcher() -> None:
