@@ -5,6 +5,7 @@ that mistakes in a configuration are reported at once.
 import ctypes
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -41,10 +42,12 @@ def hide_warnings_of_imports() -> None:
     PEFT and transformers load torchao wherever it is installed. It warns of its own libraries that fit
     no GPU here, and torch of its enums: nothing that the reader can change.
     """
-    hidden = {"torchao": "Failed to load", "torch.utils._pytree": "Enum subclass"}
-    for name, words in hidden.items():
-        is_shown = lambda record, words=words: words not in record.getMessage()  # noqa: E731
-        logging.getLogger(name).addFilter(is_shown)
+    _hide("torchao", "Failed to load")
+    _hide("torch.utils._pytree", "Enum subclass")
+
+
+def _hide(name: str, words: str) -> None:
+    logging.getLogger(name).addFilter(lambda record: words not in record.getMessage())
 
 
 def end_with_launcher() -> None:
@@ -116,20 +119,17 @@ class StopSignals:
 
     def __init__(self) -> None:
         # time.monotonic() of the first signal.
-        self.asked_at: float | None = None
+        self.asked_at = math.inf
 
     @property
     def asked(self) -> bool:
-        return self.asked_at is not None
+        return self.asked_at < math.inf
 
     def ask(self) -> None:
-        if self.asked_at is None:
-            self.asked_at = time.monotonic()
+        self.asked_at = min(self.asked_at, time.monotonic())
 
     def has_time_for(self, seconds: float, grace_seconds: float) -> bool:
         """True if so many more seconds end within the grace, which begins with the first signal."""
-        if self.asked_at is None:
-            return True
         return time.monotonic() - self.asked_at + seconds <= grace_seconds
 
     def __enter__(self) -> "StopSignals":
