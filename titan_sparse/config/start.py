@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from titan_sparse.config.reading import ConfigError, require
-from titan_sparse.config.sections import Checkpoint, Config, Flags, Metrics, Parallelism
+from titan_sparse.config.sections import Checkpoint, Config, Flags, Parallelism
 from titan_sparse.config.sources import (
     data_files,
     is_path,
@@ -88,13 +88,17 @@ def check_start(config: Config) -> None:
     Leaves no trace. Raises ConfigError or ValueError, one line that names the key.
     """
     _check_output_dir(config.training.output_dir)
-    _check_trackers(config.metrics)
+    trackers = config.metrics.trackers
+    require(
+        trackers == "none" or is_installed(trackers),
+        f'metrics.trackers = "{trackers}" is not installed; write '
+        'pip install "titan-sparse[wandb]", or write metrics.trackers = "none"',
+    )
     for source in source_weights(config.data.source):
         _check_source(source, "data.source")
-    if config.validation.enable and config.validation.source:
-        _check_source(
-            single_source(config.validation.source, "validation.source"), "validation.source"
-        )
+    validated = config.validation.source
+    if config.validation.enable and validated:
+        _check_source(single_source(validated, "validation.source"), "validation.source")
     tokenizer = tokenizer_name(config)
     if tokenizer != "bytes":
         tokenizer_folder(tokenizer)
@@ -123,22 +127,11 @@ def _check_output_dir(name: str) -> None:
         ) from error
 
 
-def _check_trackers(metrics: Metrics) -> None:
-    if metrics.trackers == "none":
-        return
-    require(
-        is_installed(metrics.trackers),
-        f'metrics.trackers = "{metrics.trackers}" is not installed; write '
-        'pip install "titan-sparse[wandb]", or write metrics.trackers = "none"',
-    )
-
-
 def _check_source(source: str, key: str) -> None:
     folder = os.path.expanduser(source)
-    is_prepared = any(
-        os.path.isfile(os.path.join(folder, name)) for name in ("meta.json", "plan.json")
-    )
     # The folder of prepared tokens says more of itself when it is opened.
+    marks = [os.path.join(folder, name) for name in ("meta.json", "plan.json")]
+    is_prepared = any(map(os.path.isfile, marks))
     if source != "python" and not is_prepared and is_path(source):
         data_files(source, key)
 

@@ -94,7 +94,8 @@ def load_for_evaluation(
 def _was_begun(checkpoint: str) -> bool:
     """True if texts could begin with a token of the tokenizer in the run of a checkpoint: prepared
     tokens may lack it. True if only chats were learned."""
-    saved = read_saved(find_checkpoint(checkpoint))
+    is_step = os.path.isfile(os.path.join(checkpoint, ".metadata"))
+    saved = read_saved(checkpoint if is_step else newest_checkpoint(checkpoint))
     parts = saved.origin["data"] if saved else []
     parts = [part for part in parts if SampleFormat(part["format"]).takes_bos]
     return not parts or any(part["add_bos"] for part in parts)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from titan_sparse.config import Config, Data, needle_lengths
+from titan_sparse.config.reading import config_errors
 from titan_sparse.config.sources import format_of, single_source
 from titan_sparse.data.chat_template import load_template
 from titan_sparse.data.documents import open_documents
@@ -50,7 +51,7 @@ class Validator:
         self.prompt: NDArray[np.int64] | None = None
         if not section.enable:
             return
-        try:
+        with config_errors("[validation]: "):
             data = _data(config)
             documents = open_documents(data, tokenizer, config.model.initial_hf)
             self.sequences = position.first_windows(
@@ -72,8 +73,6 @@ class Validator:
                 self.prompt = encode_prompt(
                     section.prompt, tokenizer, template, config.data.add_bos
                 )
-        except ValueError as error:
-            raise ValueError(f"[validation]: {error}") from error
 
     def content_digest(self) -> str:
         """Identify the sequences and prompts. All ranks must have the same digest."""
