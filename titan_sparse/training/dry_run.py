@@ -40,8 +40,8 @@ from titan_sparse.estimate.memory import (
     peak_phase,
 )
 from titan_sparse.estimate.step import StepShape
-from titan_sparse.models.config import DecoderConfig, adapter_elements, resolve_adapters
-from titan_sparse.models.flavours import choose_implementation, resolve
+from titan_sparse.models.config import DecoderConfig, resolve_adapters
+from titan_sparse.models.flavours import resolve
 from titan_sparse.options.values import show
 from titan_sparse.training.attention import (
     backend_case,
@@ -50,6 +50,7 @@ from titan_sparse.training.attention import (
     selecting_layers,
     why_dense,
 )
+from titan_sparse.training.banner import model_line
 
 OUTSIDE_GIB = 1.5
 """Device memory that PyTorch's allocator does not hand out: CUDA context, libraries and gaps."""
@@ -186,16 +187,8 @@ def _backend(config: Config, model: DecoderConfig) -> str:
 
 def _shape(config: Config, step: StepShape, where: World) -> list[str]:
     model = step.model
-    name = config.model.initial_hf or config.model.flavour
-    trained = ""
-    if step.adapters:
-        millions = adapter_elements(model, step.adapters) / 1e6
-        trained = f" and {millions:,.1f} M of adapters of rank {step.adapters.rank}"
-        if step.adapters.tokens:
-            trained += f" and rows of {len(step.adapters.tokens)} tokens"
     lines = [
-        f"{name}, {model.number_of_parameters() / 1e6:,.1f} M parameters{trained}, {where}, "
-        f"parameters over {step.shards}",
+        f"{model_line(config, model, step.adapters)}; {where}, parameters over {step.shards}",
         f"{step.sequences} x {config.training.seq_len:,} tokens (padded to {step.seq_len:,}), "
         f"{step.tokens:,} a rank; checkpointing {step.mode}, "
         f"{'' if step.compiled else 'not '}compiled, "
@@ -205,8 +198,7 @@ def _shape(config: Config, step: StepShape, where: World) -> list[str]:
         lines.append(dense)
     if not model.runs_in_transformers:
         return lines
-    _, reason = choose_implementation(config.model.initial_hf, config.model.implementation)
-    line = f"a {model.model_type} through transformers' own code ({reason})"
+    line = f"a {model.model_type}"
     if model.experts:
         active = model.weights_per_token() + model.vocab_size * model.hidden_size
         line += (

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -59,8 +59,12 @@ def build_model(
     """
     dtype = getattr(torch, config.training.dtype)
     weights_dtype = dtype if adapters else torch.promote_types(dtype, torch.float32)
+    mlp = MLP
+    if chunk_tokens := config.training.mlp_chunk_tokens:
+        backend = config.compile.backend if config.compile.enable else ""
+        mlp = functools.partial(ChunkedMLP, chunk_tokens=chunk_tokens, compile_backend=backend)
     with torch.device("meta"):
-        model = build_decoder(model_config, attends, _mlp(config)).to(weights_dtype)
+        model = build_decoder(model_config, attends, mlp).to(weights_dtype)
         if adapters:
             add_adapters(model, adapters)
     if config.float8.enable:
@@ -79,14 +83,6 @@ def build_model(
     model.to_empty(device="cpu" if config.optimizer.offload else device)
     initialize(model, config.training.seed, model_config, device, adapters)
     return model
-
-
-def _mlp(config: Config) -> Callable[[DecoderConfig], nn.Module]:
-    chunk_tokens = config.training.mlp_chunk_tokens
-    if not chunk_tokens:
-        return MLP
-    backend = config.compile.backend if config.compile.enable else ""
-    return functools.partial(ChunkedMLP, chunk_tokens=chunk_tokens, compile_backend=backend)
 
 
 def parallelize(

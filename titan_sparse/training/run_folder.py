@@ -196,17 +196,11 @@ def report_end(config: Config, began_after: int, step: int, stopped: bool) -> No
         )
     else:
         logger.info("finished %d steps", step)
-        if dist.get_rank() == 0:
-            _show_results(config)
-
-
-def _show_results(config: Config) -> None:
-    if config.metrics.tensorboard:
-        picture = draw_training(config.training.output_dir)
-        logger.info("wrote %s, a picture of loss, density, and recall", picture)
-    commands = next_commands(config)
-    if commands:
-        logger.info("\n  ".join(["what you can do next:", *commands]))
+        if dist.get_rank() == 0 and config.metrics.tensorboard:
+            picture = draw_training(config.training.output_dir)
+            logger.info("wrote %s, a picture of loss, density, and recall", picture)
+        if dist.get_rank() == 0 and (commands := next_commands(config)):
+            logger.info("\n  ".join(["what you can do next:", *commands]))
 
 
 def draw_training(folder: str) -> Path:

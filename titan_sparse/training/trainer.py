@@ -431,9 +431,8 @@ class Trainer:
             gc.collect(1)
 
     def _validate(self) -> None:
-        step = self.progress.step
         with without_dropout(self.model):
-            self.validation.run(self.scorer, step, self.metrics, writes=dist.get_rank() == 0)
+            self.validation.run(self.scorer, self.progress.step, self.metrics)
         self.metrics.start_interval()
 
     def _use_long_timeout(self) -> None:
