@@ -8,6 +8,7 @@ dataloader.*; train_state.*. Whatever else has a state is saved under its own na
 import copy
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -186,7 +187,7 @@ class Checkpointer:
         return step
 
     def is_due(self, step: int, last: bool) -> bool:
-        """True if save() would save: at every interval, and at the run's last step."""
+        """True if a save is due: at every interval, and at the run's last step."""
         return self.section.enable and (last or step % self.section.interval == 0)
 
     def save(self, step: int) -> float:
@@ -248,7 +249,7 @@ class Checkpointer:
         self.last_save_seconds = time.perf_counter() - began
         logger.info("saved %s in %.1f s", checkpoint, self.last_save_seconds)
 
-    def _load_newest(self, before: int | None = None, with_loader: bool = True) -> int | None:
+    def _load_newest(self, before: float = math.inf, with_loader: bool = True) -> int | None:
         """Load the newest checkpoint that is whole, of a step < `before`. Returns its step, None if there
         is no checkpoint at all.
 
@@ -256,9 +257,7 @@ class Checkpointer:
         """
         steps = on_first_rank(lambda: folders.saved_steps(self.folder))
         broken: dict[Path, str] = {}
-        for step in reversed(steps):
-            if before is not None and step >= before:
-                continue
+        for step in [step for step in reversed(steps) if step < before]:
             checkpoint = folders.step_folder(self.folder, step)
             try:
                 verify(checkpoint)
@@ -270,8 +269,7 @@ class Checkpointer:
                 aside = on_first_rank(lambda path=path: folders.move_aside(path, "broken"))
                 logger.warning("checkpoint damaged: %s; moved to %s", problem, aside)
             return step
-        if broken:
-            first = next(iter(broken.values()))
+        for first in broken.values():
             raise Refusal(
                 f"no checkpoint in {self.folder} is whole: {first}; put back a whole one, or "
                 "write another training.output_dir to start a new run"
