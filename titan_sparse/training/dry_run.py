@@ -15,13 +15,7 @@ from pathlib import Path
 import torch
 
 from titan_sparse.attention import backends
-from titan_sparse.attention.context_parallel.schedules import (
-    ALL_GATHER,
-    SCHEDULES,
-    Moves,
-    circulates_queries,
-    kv_copies,
-)
+from titan_sparse.attention.context_parallel import schedules
 from titan_sparse.config import (
     Checkpoint,
     Config,
@@ -290,7 +284,9 @@ def _what_helps(step: StepShape, where: World) -> str:
     if len(peaks) > 1:
         peaks["all of these"] = peak_gib(improved)
     # One rank has nothing to move; two ranks would gather.
-    schedule = ALL_GATHER if step.schedule.moves is Moves.NOTHING else step.schedule
+    schedule = (
+        schedules.ALL_GATHER if step.schedule.moves is schedules.Moves.NOTHING else step.schedule
+    )
     wider = dataclasses.replace(improved, cp=2 * step.cp, shards=2 * step.shards, schedule=schedule)
     peaks[f"parallelism.cp = {wider.cp} on {2 * where.ranks} ranks{as_well}"] = peak_gib(wider)
     texts = [f"{key} {x:.1f} GiB{' (fits)' * where.fits(x)}" for key, x in peaks.items()]
@@ -379,13 +375,13 @@ def step_of(
     pattern = build_pattern(attention)
     intra = resolve_cp_intra(config.parallelism, local_world_size)
     inter = cp // intra
-    schedule = SCHEDULES[schedule_named(attention, inter, intra)]
+    schedule = schedules.SCHEDULES[schedule_named(attention, inter, intra)]
     multiple = padding_multiple(config)
     seq_len = -(-training.seq_len // multiple) * multiple
 
-    shares_heads = schedule.moves is Moves.TOKENS
+    shares_heads = schedule.moves is schedules.Moves.TOKENS
     # Raises ValueError for heads that the ranks cannot share.
-    copies = kv_copies(model.heads, model.kv_heads, intra) if shares_heads else 1
+    copies = schedules.kv_copies(model.heads, model.kv_heads, intra) if shares_heads else 1
     has_whole_sequences = cp == 1 or (shares_heads and inter == 1)
     gathers_queries = (
         pattern.gathers_queries
@@ -396,7 +392,7 @@ def step_of(
     # cudnn leaves all but squares and rectangles to triton.
     is_plain = attention.mask != "documents" and attention.sliding_window == 0
     in_runs = attention.layout in ("contiguous", "zigzag")
-    makes_rectangles = schedule.moves is not Moves.BLOCKS and in_runs
+    makes_rectangles = schedule.moves is not schedules.Moves.BLOCKS and in_runs
     if backend == "cudnn" and not (is_plain and (has_whole_sequences or makes_rectangles)):
         backend = "triton"
 
@@ -415,7 +411,7 @@ def step_of(
         inter=inter,
         overlap_stages=resolve_overlap_stages(attention, inter),
         gradient_width=sent.gradient_bytes,
-        circulates_queries=circulates_queries(
+        circulates_queries=schedules.circulates_queries(
             attention.backward_circulates,
             model.heads,
             *sent._replace(kv_heads=sent.kv_heads * copies),

@@ -15,17 +15,11 @@ from torch import nn
 
 from titan_sparse.config import (
     Config,
+    changes,
     padding_multiple,
     resolve_cp_intra,
     trains_random_base,
     world_from_environment,
-)
-from titan_sparse.config.changes import (
-    DATA_KEYS,
-    Origin,
-    model_functions,
-    read_saved,
-    refuse_changes,
 )
 from titan_sparse.config.reading import KINDS, show
 from titan_sparse.config.sources import tokenizer_name
@@ -63,11 +57,11 @@ def checkpoint_to_resume(config: Config) -> str | None:
     return newest_checkpoint(config.training.output_dir)
 
 
-def refuse_to_resume(config: Config, origin: Origin) -> None:
+def refuse_to_resume(config: Config, origin: changes.Origin) -> None:
     """Raise ValueError if the run resumes from a checkpoint of other data or of another model."""
-    saved = read_saved(checkpoint_to_resume(config))
+    saved = changes.read_saved(checkpoint_to_resume(config))
     if saved is not None:
-        refuse_changes(saved, config, origin)
+        changes.refuse_changes(saved, config, origin)
 
 
 def step_path(config: Config, step: int) -> str:
@@ -103,7 +97,11 @@ def alike(config: Config) -> dict[str, str]:
 
 
 def alike_in_training(
-    config: Config, origin: Origin, backend: str, loader: PackedLoader, validation: Validator
+    config: Config,
+    origin: changes.Origin,
+    backend: str,
+    loader: PackedLoader,
+    validation: Validator,
 ) -> dict[str, str]:
     """The other facts that must be the same on all ranks of a training run."""
     values = {
@@ -112,11 +110,11 @@ def alike_in_training(
         "the digest of data.tokenizer": origin.tokenizer[:12],
         "the digest of the frozen weights": origin.base[:30],
     }
-    for name, value in model_functions(dataclasses.asdict(origin.model)).items():
+    for name, value in changes.model_functions(dataclasses.asdict(origin.model)).items():
         values[f"the model's {name}"] = show(value)
     for number, part in enumerate(origin.data, 1):
         for name, value in part.items():
-            values[f"{DATA_KEYS[name]} (part {number})"] = show(value)
+            values[f"{changes.DATA_KEYS[name]} (part {number})"] = show(value)
     if not trains_random_base(config) and checkpoint_to_resume(config) is None:
         digest = weights_digest(config.model.initial_hf)
         values["the digest of the weights of model.initial_hf"] = digest[:12]
@@ -289,7 +287,7 @@ def base_digest(config: Config) -> str:
 def check_base(config: Config, checkpoint: str) -> None:
     """Raises ValueError unless the frozen weights of `config` are those that the adapters of a
     checkpoint were trained on."""
-    saved = read_saved(checkpoint)
+    saved = changes.read_saved(checkpoint)
     if saved is not None and saved.origin["base"] != base_digest(config):
         raise ValueError(
             f"model.initial_hf = {show(config.model.initial_hf)} has other weights than those that "

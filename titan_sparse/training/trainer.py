@@ -16,15 +16,7 @@ from torch import Tensor
 
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.recorder import counting_caps
-from titan_sparse.config import Config, save, to_toml
-from titan_sparse.config.changes import (
-    ORIGIN_FILE,
-    Origin,
-    changes,
-    origin_text,
-    read_saved,
-    refuse_changes,
-)
+from titan_sparse.config import Config, changes, save, to_toml
 from titan_sparse.data import Batch
 from titan_sparse.estimate.constants import costs_of_run
 from titan_sparse.kernels.dtypes import accumulation_dtype
@@ -47,16 +39,10 @@ from titan_sparse.training.attention import (
 from titan_sparse.training.checkpoint.checkpointer import Checkpointer, Progress
 from titan_sparse.training.checkpoint.folders import check_lock, lock_run, unlock_run
 from titan_sparse.training.checkpoint.saver import check_async_mode
+from titan_sparse.training.faults import process_groups
 from titan_sparse.training.faults.guard import Guard, decides_on_device, refuse_bad_weights
 from titan_sparse.training.faults.heartbeat import Watch
 from titan_sparse.training.faults.launcher import StopSignals
-from titan_sparse.training.faults.process_groups import (
-    barrier,
-    build_meshes,
-    choose_device,
-    init_distributed,
-    set_timeout,
-)
 from titan_sparse.training.load import build_run_scorer
 from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.training.metrics_output import open_wandb
@@ -81,7 +67,7 @@ class Trainer:
         training, parallelism = config.training, config.parallelism
 
         # What may be refused comes first, before any process group exists.
-        self.device = choose_device(training.device)
+        self.device = process_groups.choose_device(training.device)
         check_async_mode(config.checkpoint, self.device)
         self.model_config = resolve(**dataclasses.asdict(config.model))
         if config.float8.enable:
@@ -92,7 +78,7 @@ class Trainer:
         # What is trained in place of all weights.
         self.adapters = preflight.adapters_to_train(config, self.model_config, tokenizer)
         # What a checkpoint's config.toml does not say of the run.
-        self.origin = Origin(
+        self.origin = changes.Origin(
             self.model_config,
             tokenizer.digest,
             self.device.type,
@@ -118,9 +104,11 @@ class Trainer:
             lock_run(training.output_dir)
         wandb_run = open_wandb(config)
         torch.manual_seed(training.seed)
-        init_distributed(self.device, parallelism.first_step_timeout_seconds, alike_in_run)
+        process_groups.init_distributed(
+            self.device, parallelism.first_step_timeout_seconds, alike_in_run
+        )
         self.start_folder = begin_start(config, self.device)
-        self.meshes = build_meshes(parallelism, self.device.type)
+        self.meshes = process_groups.build_meshes(parallelism, self.device.type)
 
         # Attention over the ranks that share a sequence, and the data that each of them reads.
         attention = config.attention
@@ -157,7 +145,10 @@ class Trainer:
             self.loader,
             self.progress,
             states={"guard": self.guard},
-            texts={"config.toml": to_toml(config), ORIGIN_FILE: origin_text(self.origin)},
+            texts={
+                "config.toml": to_toml(config),
+                changes.ORIGIN_FILE: changes.origin_text(self.origin),
+            },
         )
         self.recovery = Recovery(config, self.guard, self.checkpointer, self.progress)
         self.scorer = build_run_scorer(
@@ -207,10 +198,10 @@ class Trainer:
             step = self.progress.step
             logger.info("resumed at step %d", step)
             # Not always the one looked at first, which may have been damaged.
-            saved = read_saved(preflight.step_path(config, step))
+            saved = changes.read_saved(preflight.step_path(config, step))
             if saved is not None:
-                refuse_changes(saved, config, self.origin)
-                for change in changes(saved, config):
+                changes.refuse_changes(saved, config, self.origin)
+                for change in changes.changes(saved, config):
                     logger.info("changed since the checkpoint: %s", change)
         elif not self.adapters:
             preflight.read_initial_hf(config, self.model, self.model_config)
@@ -438,15 +429,15 @@ class Trainer:
     def _use_long_timeout(self) -> None:
         """Before what may take long, and not the same time on all ranks: compilation, disks."""
         seconds = self.config.parallelism.first_step_timeout_seconds
-        set_timeout(seconds)
+        process_groups.set_timeout(seconds)
         self.watch.timeout_seconds = seconds
 
     def _use_short_timeout(self) -> None:
         """Once all ranks are here. Collective."""
-        barrier()
+        process_groups.barrier()
         seconds = self.config.parallelism.timeout_seconds
         # Writing checkpoints in the background may take long.
-        set_timeout(seconds, without=self.checkpointer.group)
+        process_groups.set_timeout(seconds, without=self.checkpointer.group)
         self.watch.timeout_seconds = seconds
 
     def _announce(self) -> None:
