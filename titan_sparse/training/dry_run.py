@@ -50,16 +50,13 @@ OUTSIDE_GIB = 1.5
 """Device memory that PyTorch's allocator does not hand out: CUDA context, libraries and gaps."""
 COMMUNICATORS_GIB = 2.0
 """The same for NCCL, with several ranks."""
-
+RESERVE = 0.03
+"""Share of a device's memory that stays free, because the estimate can be too low by so much
+(docs/training.md)."""
 HOST_RESERVE = 0.1
 """Share of a machine's memory that stays free, for what is not counted."""
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-
-RESERVE = 0.03
-"""Share of a device's memory that stays free, because the estimate can be too low by so much
-(docs/training.md)."""
-
 _LONGEST = 2**30
 """Tokens: where the search for the longest sequence ends."""
 
@@ -85,10 +82,6 @@ class World:
         """True if a step that needs so much of PyTorch's allocator fits."""
         return device_gib <= (1 - RESERVE) * self.device_memory - self.outside
 
-    def holds(self, host_gib: dict[str, float]) -> bool:
-        """True if a node has the CPU memory for its ranks. host_gib: of a rank."""
-        return sum(host_gib.values()) * self.ranks_per_node <= (1 - HOST_RESERVE) * self.host_memory
-
     def __str__(self) -> str:
         return "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
 
@@ -111,18 +104,11 @@ def world(ranks: int, ranks_per_node: int, device_memory: float, host_memory: fl
 def dry_run(config: Config, where: World) -> tuple[str, bool]:
     """The report, and whether the step fits. A step fits if the device's memory is unknown."""
     step = _step(config, where)
-    needed = peak_gib(step)
-    on_host = host_gib(step, config.checkpoint)
-    lines = [
-        *_shape(config, step, where),
-        *_table(step),
-        "",
-        _verdict(needed, where),
-        *([] if where.fits(needed) else [_what_helps(step, where)]),
-        *_host_verdict(on_host, where),
-        *_flops(config, step, where),
-    ]
-    return "\n".join(lines), where.fits(needed) and where.holds(on_host)
+    verdicts, fits = _verdicts(step, config.checkpoint, where)
+    lines = [*_shape(config, step, where), *_table(step), "", *verdicts]
+    if not where.fits(peak_gib(step)):
+        lines.append(_what_helps(step, where))
+    return "\n".join([*lines, *_flops(config, step, where)]), fits
 
 
 def find_max_length(config: Config, where: World) -> tuple[str, bool]:
@@ -131,25 +117,17 @@ def find_max_length(config: Config, where: World) -> tuple[str, bool]:
     Raises ValueError if the device's memory is unknown.
     """
     if math.isinf(where.device_memory):
-        raise ValueError(
-            "--find-max-length needs the memory of a GPU, and this machine has no GPU; "
-            "write --device-memory GIB"
-        )
+        raise ValueError("--find-max-length: this machine has no GPU; write --device-memory GIB")
     longer = copy.deepcopy(config)
     multiple = padding_multiple(config)
 
-    def measure(multiples: int) -> tuple[float, dict[str, float]]:
+    def verdicts_on(multiples: int) -> tuple[list[str], bool]:
         longer.training.seq_len = multiples * multiple
-        step = _step(longer, where)
-        return peak_gib(step), host_gib(step, config.checkpoint)
+        return _verdicts(_step(longer, where), config.checkpoint, where)
 
-    def is_too_long(multiples: int) -> bool:
-        needed, on_host = measure(multiples)
-        return not (where.fits(needed) and where.holds(on_host))
-
-    fitting = bisect.bisect_left(range(1, _LONGEST // multiple + 1), True, key=is_too_long)
-    needed, on_host = measure(max(fitting, 1))
-    verdicts = "; ".join([_verdict(needed, where), *_host_verdict(on_host, where)])
+    lengths = range(1, _LONGEST // multiple + 1)
+    fitting = bisect.bisect_left(lengths, True, key=lambda number: not verdicts_on(number)[1])
+    verdicts = "; ".join(verdicts_on(max(fitting, 1))[0])
     if fitting == 0:
         return f"nothing fits: {multiple:,} tokens need {verdicts}", False
     return (
@@ -228,24 +206,27 @@ def _table(step: StepShape) -> list[str]:
     return lines
 
 
-def _verdict(needed: float, where: World) -> str:
+def _verdicts(step: StepShape, checkpoint: Checkpoint, where: World) -> tuple[list[str], bool]:
+    """A line about the GPU's memory, one about CPU memory if a run needs some, and whether both are
+    enough."""
+    needed = peak_gib(step)
     line = (
         f"peak {needed:.2f} GiB, and {where.outside:.1f} outside of PyTorch's allocator: "
         f"{needed + where.outside:.2f} GiB"
     )
-    return _compared(line, "--device-memory GIB", where.device_memory, RESERVE, where.fits(needed))
-
-
-def _host_verdict(parts: dict[str, float], where: World) -> list[str]:
-    """A line about CPU memory, if a run needs some. parts: GiB of a rank."""
-    if not parts:
-        return []
-    of_rank = sum(parts.values())
-    names = " + ".join(f"{part} {size:.2f}" for part, size in parts.items())
-    of_node = of_rank * where.ranks_per_node
-    line = f"CPU memory: {of_rank:.2f} GiB a rank ({names}), {of_node:.2f} a node"
-    option = "--host-memory GIB of a node"
-    return [_compared(line, option, where.host_memory, HOST_RESERVE, where.holds(parts))]
+    fits = where.fits(needed)
+    lines = [_compared(line, "--device-memory GIB", where.device_memory, RESERVE, fits)]
+    # GiB of a rank
+    if parts := host_gib(step, checkpoint):
+        of_rank = sum(parts.values())
+        names = " + ".join(f"{part} {size:.2f}" for part, size in parts.items())
+        of_node = of_rank * where.ranks_per_node
+        line = f"CPU memory: {of_rank:.2f} GiB a rank ({names}), {of_node:.2f} a node"
+        holds = of_node <= (1 - HOST_RESERVE) * where.host_memory
+        option = "--host-memory GIB of a node"
+        lines.append(_compared(line, option, where.host_memory, HOST_RESERVE, holds))
+        fits = fits and holds
+    return lines, fits
 
 
 def _compared(line: str, option: str, memory: float, reserve: float, fits: bool) -> str:
@@ -307,12 +288,10 @@ def _flops(config: Config, step: StepShape, where: World) -> list[str]:
         """pairs: visited in one sequence by a head of each layer, summed over layers."""
         return tokens * flops_per_token(model, model.heads * pairs / seq_len, step.adapters) / 1e15
 
-    pairs = [
-        0.0
-        if layer in model.linear_layers
-        else causal_pairs(seq_len, window, attention.window_sinks)
-        for layer, window in enumerate(windows_of(model, attention.sliding_window))
-    ]
+    windows = windows_of(model, attention.sliding_window)
+    pairs = [causal_pairs(seq_len, window, attention.window_sinks) for window in windows]
+    for layer in model.linear_layers:
+        pairs[layer] = 0.0
     dense = petaflop(sum(pairs))
     lines = [
         "",
@@ -321,7 +300,6 @@ def _flops(config: Config, step: StepShape, where: World) -> list[str]:
     ]
     pattern = build_pattern(attention)
     if hasattr(pattern, "most_blocks"):
-        # Of the layers that the pattern applies to.
         selecting = selecting_layers(attention, model)
         dense_pairs = sum(pairs[layer] for layer in selecting)
         block_size = attention.block_size
