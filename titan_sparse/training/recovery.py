@@ -1,7 +1,6 @@
 """What a run does after a step, and its recovery from bad updates."""
 
 import logging
-import os
 from typing import NamedTuple
 
 from titan_sparse.config import Config
@@ -99,20 +98,18 @@ class Recovery:
         progress = self.progress
         step, skipped = progress.step, progress.skipped_updates
         times, limit = progress.times_gone_back, self.section.max_rollbacks
-        metrics_file = os.path.join(self.output_dir, "metrics.jsonl")
-        advice = f"look at loss and grad_norm in {metrics_file} before step {step}"
-        if times >= limit:
-            raise Poisoned(
-                f"step {step}: {problem}, and the run has gone back {times} times "
-                f"(guard.max_rollbacks = {limit}); {advice}"
-            )
         # A checkpoint that did not help is not tried again: then it is the one before.
         first_bad = step - self.bad_in_a_row + 1
         before = first_bad if self.gone_back_to is None else self.gone_back_to
-        good = self.checkpointer.go_back(before)
+        reason = f"the run has gone back {times} times (guard.max_rollbacks = {limit})"
+        good = None
+        if times < limit:
+            reason = f"there is no good checkpoint before step {before}"
+            good = self.checkpointer.go_back(before)
         if good is None:
             raise Poisoned(
-                f"step {step}: {problem}, and there is no good checkpoint before step {before}; {advice}"
+                f"step {step}: {problem}, and {reason}; look at loss and grad_norm in "
+                f"{self.output_dir}/metrics.jsonl before step {step}"
             )
         self.gone_back_to = good
         self.bad_in_a_row = 0

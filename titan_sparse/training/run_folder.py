@@ -32,8 +32,6 @@ from titan_sparse.training.metrics_output import read_lines, read_metrics
 
 logger = logging.getLogger("titan_sparse")
 
-STARTS = "starts"
-
 _PACKAGES = ("torch", "triton", "flash-attn-4", "torchtitan", "torchao", "numpy", "tokenizers")
 
 
@@ -47,7 +45,7 @@ def begin_start(config: Config, device: torch.device) -> Path:
     }
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, this_rank)
-    starts = Path(config.training.output_dir, STARTS)
+    starts = Path(config.training.output_dir, "starts")
 
     def make() -> str:
         """A folder that no other start has, named after the time. A job may be restarted in a second."""
@@ -80,8 +78,8 @@ def begin_start(config: Config, device: torch.device) -> Path:
 def log_error(error: BaseException) -> None:
     """Write an error's traceback to this rank's log, and only there. The terminal gets one line."""
     trace = (type(error), error, error.__traceback__)
-    record = logging.LogRecord(
-        "titan_sparse", logging.ERROR, __file__, 0, "ended by an error", None, trace
+    record = logger.makeRecord(
+        logger.name, logging.ERROR, __file__, 0, "ended by an error", (), trace
     )
     for handler in logging.getLogger().handlers:
         if isinstance(handler, RankLog):
@@ -207,8 +205,7 @@ def draw_training(folder: str) -> Path:
     """Write training.png into a run's output_dir, of all steps logged there. Returns its path."""
     lines = dict(sorted(read_metrics(folder).items()))
     validated = {}
-    path = Path(folder, "validation.jsonl")
-    if path.is_file():
+    if (path := Path(folder, "validation.jsonl")).is_file():
         validated = {line["step"]: line["loss"] for line in read_lines(path)}
     picture = Path(folder, "training.png")
     training_figure(lines, dict(sorted(validated.items()))).savefig(picture, dpi=120)
