@@ -25,6 +25,7 @@ from titan_sparse.config import Attention, Config, resolve_cp_intra, resolve_ove
 from titan_sparse.config.reading import dense_layers
 from titan_sparse.models.decoder import Attends, LayerMasks
 from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.options.values import show
 
 _STEPS_APART = 1_000_003
 """Steps after which a run would look at the rows of a run with the next training.seed."""
@@ -79,6 +80,16 @@ def build_pattern(attention: Attention) -> Pattern:
     """The pattern that the section names, with the options of its sub-table."""
     options = getattr(attention, attention.pattern)
     return PATTERNS[attention.pattern](**dataclasses.asdict(options))
+
+
+def attention_line(attention: Attention) -> str:
+    """The mask, the pattern with the options that differ from their defaults, and the block size."""
+    changed = getattr(attention, attention.pattern).changed()
+    if attention.dense_layers:
+        changed["dense_layers"] = attention.dense_layers
+    options = [f"{name} = {show(value)}" for name, value in changed.items()]
+    pattern = " with ".join(filter(None, [attention.pattern, ", ".join(options)]))
+    return f"{attention.mask} mask, {pattern}, blocks of {attention.block_size}"
 
 
 def schedule_named(attention: Attention, inter: int, intra: int) -> str:

@@ -44,7 +44,7 @@ from titan_sparse.training.attention import (
     selecting_layers,
     why_dense,
 )
-from titan_sparse.training.banner import model_line
+from titan_sparse.training.model import model_line
 
 OUTSIDE_GIB = 1.5
 """Device memory that PyTorch's allocator does not hand out: CUDA context, libraries and gaps."""
@@ -204,6 +204,19 @@ def _table(step: StepShape) -> list[str]:
         if max(sizes) >= 0.005:
             lines.append(f"  {part:<28}" + "".join(f"{size:9.2f}" for size in sizes))
     return lines
+
+
+def memory_line(step: StepShape, device: torch.device) -> str:
+    """Estimated GiB a device by part, at the step's peak."""
+    phases = estimate(step)
+    memory = phases[peak_phase(phases)]
+    # Others would show as 0.00.
+    parts = [f"{name} {size:.2f}" for name, size in memory.items() if size >= 0.005]
+    shown = f" ({', '.join(parts)})" if parts else ""
+    line = f"expect tensors of at most {sum(memory.values()):.2f} GiB a device{shown}; steps log "
+    if device.type == "cuda":
+        return line + "the peak of PyTorch's allocator, which counts the same"
+    return line + "the peak of the whole process, Python and libraries included"
 
 
 def _verdicts(step: StepShape, checkpoint: Checkpoint, where: World) -> tuple[list[str], bool]:

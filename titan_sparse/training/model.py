@@ -31,8 +31,9 @@ from titan_sparse.config import ActivationCheckpoint, Compile, Config, Float8
 from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.chunked_mlp import ChunkedMLP
-from titan_sparse.models.config import Adapters, DecoderConfig
+from titan_sparse.models.config import Adapters, DecoderConfig, adapter_elements
 from titan_sparse.models.decoder import MLP, Attends, Decoder
+from titan_sparse.models.flavours import choose_implementation
 from titan_sparse.models.initialization import initialize, stable_seed
 from titan_sparse.models.lora import add_adapters
 from titan_sparse.training.offload import OffloadedBlocks
@@ -42,6 +43,28 @@ _MATMULS = (
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_mm.default,
 )
+
+
+def model_line(config: Config, model: DecoderConfig, adapters: Adapters | None) -> str:
+    """Name, size, and dtypes of the model, and whose code runs it."""
+    initial_hf = config.model.initial_hf
+    millions = model.number_of_parameters() / 1e6
+    dtype = config.training.dtype
+    if adapters:
+        trained = adapter_elements(model, adapters) / 1e6
+        dtype += (
+            f", frozen, and {trained:,.1f} M that are trained: adapters of rank {adapters.rank} of "
+            f"{', '.join(adapters.targets)}"
+        )
+        if adapters.tokens:
+            dtype += f", and the rows of {len(adapters.tokens)} tokens"
+    elif dtype != "float64":
+        dtype += ", float32 weights and optimizer"
+    line = f"{initial_hf or config.model.flavour}, {millions:,.1f} M parameters, {dtype}"
+    if initial_hf:
+        code, reason = choose_implementation(initial_hf, config.model.implementation)
+        line += f"; {code} code ({reason})"
+    return line
 
 
 def build_model(

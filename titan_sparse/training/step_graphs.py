@@ -30,6 +30,7 @@ logger = logging.getLogger("titan_sparse")
 _RUNS_BEFORE = 2
 """Batches of a shape that the host queues before it is captured. The first one compiles."""
 _MOST_GRAPHS = 8
+_IMPOSSIBLE = 'compile.cuda_graphs = "on" is impossible: {}; write "auto"'
 _MOST_TOKENS = 65536
 """Tokens a GPU up to which "auto" takes graphs. With more of them, kernels take longer than Python
 (docs/benchmarks.md), and the graphs' memory could be used better."""
@@ -134,7 +135,7 @@ def explain(
     if setting == "off":
         reason = 'compile.cuda_graphs = "off"'
     elif setting == "on" and reason is not None:
-        raise ValueError(f'compile.cuda_graphs = "on" is impossible: {reason}; write "auto"')
+        raise ValueError(_IMPOSSIBLE.format(reason))
     elif setting == "auto" and reason is None and tokens > _MOST_TOKENS:
         reason = f"{tokens:,} tokens a GPU keep it busy without them"
     if reason is not None:
@@ -201,7 +202,11 @@ class StepGraphs:
         with _waits_for_the_gpu() as waits:
             computed = compute(batch, records)
         if waits and not is_first:
-            self._give_up(f"the host waits for the GPU in {', '.join(dict.fromkeys(waits[:3]))}")
+            reason = f"the host waits for the GPU in {', '.join(dict.fromkeys(waits[:3]))}"
+            if self.setting == "on":
+                raise Refusal(_IMPOSSIBLE.format(reason))
+            logger.warning("no more steps become CUDA graphs, since %s", reason)
+            self.setting = "off"
         return computed
 
     def clear_gradients(self) -> None:
@@ -235,12 +240,6 @@ class StepGraphs:
                 'write compile.cuda_graphs = "off"'
             ) from error
         return _Graph(graph, flattened(batch)[0], computed)
-
-    def _give_up(self, reason: str) -> None:
-        if self.setting == "on":
-            raise Refusal(f'compile.cuda_graphs = "on" is impossible: {reason}; write "auto"')
-        logger.warning("no more steps become CUDA graphs, since %s", reason)
-        self.setting = "off"
 
     def _zero_gradients(self) -> None:
         gradients = [x.grad for x in self.model.parameters() if x.grad is not None]

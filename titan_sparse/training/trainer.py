@@ -17,14 +17,16 @@ from torch import Tensor
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.recorder import counting_caps
 from titan_sparse.config import Config, changes, save, to_toml
+from titan_sparse.config.sources import tokenizer_name
 from titan_sparse.data import Batch
 from titan_sparse.estimate.constants import costs_of_run
 from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.loss import count_valid
 from titan_sparse.models.flavours import resolve
 from titan_sparse.options.values import MOST
-from titan_sparse.training import banner, export, preflight
+from titan_sparse.training import export, preflight
 from titan_sparse.training.attention import (
+    attention_line,
     block_table,
     build_attends,
     build_context_parallel,
@@ -39,6 +41,7 @@ from titan_sparse.training.attention import (
 from titan_sparse.training.checkpoint.checkpointer import Checkpointer, Progress
 from titan_sparse.training.checkpoint.folders import check_lock, lock_run, unlock_run
 from titan_sparse.training.checkpoint.saver import check_async_mode
+from titan_sparse.training.dry_run import memory_line
 from titan_sparse.training.faults import process_groups
 from titan_sparse.training.faults.guard import Guard, decides_on_device, refuse_bad_weights
 from titan_sparse.training.faults.heartbeat import Watch
@@ -46,7 +49,13 @@ from titan_sparse.training.faults.launcher import StopSignals
 from titan_sparse.training.load import build_run_scorer
 from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.training.metrics_output import open_wandb
-from titan_sparse.training.model import build_model, check_float8, draw_dropout, without_dropout
+from titan_sparse.training.model import (
+    build_model,
+    check_float8,
+    draw_dropout,
+    model_line,
+    without_dropout,
+)
 from titan_sparse.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
 from titan_sparse.training.recovery import Recovery, decide
 from titan_sparse.training.run_folder import begin_start, profiler, report_end
@@ -443,23 +452,33 @@ class Trainer:
     def _announce(self) -> None:
         if dist.get_rank() > 0:
             return
-        config, cp = self.config, self.cp
+        config, cp, training = self.config, self.cp, self.config.training
         step = preflight.step_size(config, self.model_config, self.backend, self.recomputed)
+        replicas, dp_size = config.parallelism.dp_replicate, self.meshes.dp_size
+        sequences = training.local_batch_size * training.gradient_accumulation_steps * dp_size
+        recomputed = ""
+        if self.recomputed:
+            recomputed = f" (attention of the first {100 * self.recomputed:g} % too)"
+        compile = config.compile
         lines = {
-            "model": banner.model_line(config, self.model_config, self.adapters),
-            "mesh": banner.mesh_line(config, self.meshes, cp, self.device),
-            "data": banner.data_line(config, self.meshes.dp_size, cp.size, step.seq_len),
-            "attention": banner.attention_line(config.attention),
+            "model": model_line(config, self.model_config, self.adapters),
+            "mesh": f"{replicas} dp_replicate x {dp_size // replicas} dp_shard x {cp.inter} cp_inter "
+            f"x {cp.intra} cp_intra on {self.device.type}",
+            "data": f"{config.data.source}, tokenizer {tokenizer_name(config)}, {sequences} sequences "
+            f"a step of {training.seq_len:,} tokens (padded to {step.seq_len:,}, "
+            f"{step.seq_len // cp.size:,} a rank)",
+            "attention": attention_line(config.attention),
             "note": why_dense(config, self.model_config, self.loader.longest_document()),
             "layout": f"{cp.layout}, schedule {cp.schedule}",
             "kernel": self.kernel,
-            "blocks": banner.blocks_line(config, self.recomputed),
+            "blocks": f"activation checkpointing {config.activation_checkpoint.mode}{recomputed}, "
+            + (f"compiled by {compile.backend}" if compile.enable else "not compiled"),
             "steps": self.queueing,
-            "memory": banner.memory_line(step, self.device),
-            "output": config.training.output_dir,
+            "memory": memory_line(step, self.device),
+            "output": training.output_dir,
         }
         shown = (f"{name:>10}  {text}" for name, text in lines.items() if text)
         logger.info("%s", "\n".join(shown))
         for line in self.loader.advice():
             logger.warning("%s", line)
-        save(config, config.training.output_dir)
+        save(config, training.output_dir)

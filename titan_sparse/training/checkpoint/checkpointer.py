@@ -146,10 +146,18 @@ class Checkpointer:
             logger.info("deleted saves that were cut short: %s", ", ".join(deleted))
         if self.section.load_step >= 0:
             self._roll_back(self.section.load_step)
-        step = self._load_newest()
-        if step is None and self.section.initial_load_path:
-            self._load_weights(self.section.initial_load_path)
-        return step is not None
+        if self._load_newest() is not None:
+            return True
+        if path := self.section.initial_load_path:
+            try:
+                verify(path)
+                read_into(dict(self.weights), path)
+            except Broken as error:
+                raise Refusal(
+                    f"checkpoint.initial_load_path = {path} holds no whole checkpoint ({error}); "
+                    "write a folder step-N of a run"
+                ) from None
+        return False
 
     def check_disk(self) -> None:
         """Refuse a disk that has no room for a save. Raises Refusal on all ranks."""
@@ -309,13 +317,3 @@ class Checkpointer:
     def _move_newer(self, step: int) -> None:
         if aside := on_first_rank(lambda: folders.roll_back(self.folder, step)):
             logger.info("checkpoints newer than step %d are in %s now", step, aside)
-
-    def _load_weights(self, path: str) -> None:
-        try:
-            verify(path)
-            read_into(dict(self.weights), path)
-        except Broken as error:
-            raise Refusal(
-                f"checkpoint.initial_load_path = {path} holds no whole checkpoint ({error}); "
-                "write a folder step-N of a run"
-            ) from None
