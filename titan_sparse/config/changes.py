@@ -101,12 +101,14 @@ def read_saved(checkpoint: str | None) -> Saved | None:
     return Saved(checkpoint, dict(flatten(saved)), origin)
 
 
-def changes(saved: Saved, config: Config) -> list[Change]:
-    """Every key that has another value now, in the order of the configuration.
+def changes(saved: Saved | None, config: Config) -> list[Change]:
+    """Every key that has another value now, in the order of the configuration; none without a saved one.
 
     A key that the saved configuration lacks had its default. Keys that exist no longer are left
     out.
     """
+    if saved is None:
+        return []
     default = Config()
     found = (
         Change(key, saved.values.get(key, attrgetter(key)(default)), attrgetter(key)(config))
@@ -115,8 +117,11 @@ def changes(saved: Saved, config: Config) -> list[Change]:
     return [change for change in found if change.saved != change.now]
 
 
-def refuse_changes(saved: Saved, config: Config, origin: Origin) -> None:
-    """Raises ConfigError, one line, for a change that makes the saved state meaningless."""
+def refuse_changes(saved: Saved | None, config: Config, origin: Origin) -> None:
+    """Raises ConfigError, one line, for a change that makes the saved state meaningless. Nothing is
+    refused without one."""
+    if saved is None:
+        return
     found = {change.key: change for change in changes(saved, config)}
     before = saved.origin
 

@@ -57,13 +57,6 @@ def checkpoint_to_resume(config: Config) -> str | None:
     return newest_checkpoint(config.training.output_dir)
 
 
-def refuse_to_resume(config: Config, origin: changes.Origin) -> None:
-    """Raise ValueError if the run resumes from a checkpoint of other data or of another model."""
-    saved = changes.read_saved(checkpoint_to_resume(config))
-    if saved is not None:
-        changes.refuse_changes(saved, config, origin)
-
-
 def step_path(config: Config, step: int) -> str:
     return os.path.join(config.training.output_dir, FOLDER, f"step-{step}")
 
@@ -124,12 +117,6 @@ def alike_in_training(
     values["the digest of documents of data.source"] = loader.content_digest()
     values["the digest of validation.source"] = validation.content_digest()
     return values
-
-
-def use_deterministic_algorithms() -> None:
-    """Make torch and cuBLAS deterministic. A backend of attention may be refused for it."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
 
 
 def open_data(config: Config, model: DecoderConfig) -> PackedLoader:

@@ -32,6 +32,9 @@ from titan_sparse.training.metrics_output import read_lines, read_metrics
 
 logger = logging.getLogger("titan_sparse")
 
+_RANK_LOG = "rank log"
+"""Name of the handler of logging that writes a rank's file."""
+
 _PACKAGES = ("torch", "triton", "flash-attn-4", "torchtitan", "torchao", "numpy", "tokenizers")
 
 
@@ -82,7 +85,7 @@ def log_error(error: BaseException) -> None:
         logger.name, logging.ERROR, __file__, 0, "ended by an error", (), trace
     )
     for handler in logging.getLogger().handlers:
-        if isinstance(handler, RankLog):
+        if handler.name == _RANK_LOG:
             handler.handle(record)
 
 
@@ -122,10 +125,6 @@ def git_commit(file: Path) -> dict[str, Any] | None:
         return None
 
 
-class RankLog(logging.FileHandler):
-    """A rank's log file."""
-
-
 def _log_to(path: Path) -> None:
     """Also write what this process logs to a file: of this package from INFO on. The terminal shows
     the same as before."""
@@ -134,13 +133,14 @@ def _log_to(path: Path) -> None:
         # Python shows warnings with this handler, but only while there is no other handler.
         root.addHandler(logging.lastResort)
     for handler in root.handlers[:]:
-        if isinstance(handler, RankLog):  # of an earlier run in this process
+        if handler.name == _RANK_LOG:  # of an earlier run in this process
             root.removeHandler(handler)
             handler.close()
         else:
             handler.setLevel(max(handler.level, ours.getEffectiveLevel()))
     ours.setLevel(logging.INFO)
-    log = RankLog(path, encoding="utf-8")
+    log = logging.FileHandler(path, encoding="utf-8")
+    log.name = _RANK_LOG
     log.setFormatter(
         logging.Formatter(f"%(asctime)s rank {dist.get_rank()} %(levelname)s %(name)s: %(message)s")
     )

@@ -79,45 +79,33 @@ def refusal(config: Config, model: DecoderConfig, device_type: str, schedule: st
     nodes = config.parallelism.cp // intra
     is_ring = schedule in ("ring", "double_ring") or (schedule == "ulysses" and nodes > 1)
     routes_by_index = attention.route_by == "auto" and attention.layout in ("contiguous", "zigzag")
-    for applies, reason in (
-        (device_type != "cuda", f"graphs need a GPU, not a {device_type.upper()}"),
-        (config.optimizer.offload, "optimizer.offload = true keeps weights on the CPU"),
-        (
-            config.activation_checkpoint.offload,
-            "activation_checkpoint.offload = true moves activations to the CPU",
+    reasons = {
+        f"graphs need a GPU, not a {device_type.upper()}": device_type != "cuda",
+        "optimizer.offload = true keeps weights on the CPU": config.optimizer.offload,
+        "activation_checkpoint.offload = true moves activations to the CPU": (
+            config.activation_checkpoint.offload
         ),
-        (
-            schedule == "group_cast",
-            'attention.schedule = "group_cast" plans each batch on the host',
+        'attention.schedule = "group_cast" plans each batch on the host': schedule == "group_cast",
+        'attention.layout = "balanced" plans each batch on the host': (
+            config.parallelism.cp > 1 and attention.layout == "balanced"
         ),
-        (
-            config.parallelism.cp > 1 and attention.layout == "balanced",
-            'attention.layout = "balanced" plans each batch on the host',
+        f'attention.schedule = "{schedule}" plans each batch of documents on the host': (
+            is_ring and attention.mask == "documents"
         ),
-        (
-            is_ring and attention.mask == "documents",
-            f'attention.schedule = "{schedule}" plans each batch of documents on the host',
+        'attention.route_by = "auto" plans each selection on the host': (
+            is_ring and routes_by_index and attention.pattern == "vertical_slash"
         ),
-        (
-            is_ring and routes_by_index and attention.pattern == "vertical_slash",
-            'attention.route_by = "auto" plans each selection on the host',
+        "attention.window_sinks makes tables whose size follows from the batch": (
+            attention.window_sinks > 0
         ),
-        (
-            attention.window_sinks > 0,
-            "attention.window_sinks makes tables whose size follows from the batch",
+        "kernels of linear attention read the lengths of documents on the host": (
+            len(model.linear_layers) > 0
         ),
-        (
-            len(model.linear_layers) > 0,
-            "kernels of linear attention read the lengths of documents on the host",
+        "lora.dropout draws random numbers that a recomputation has to draw again": (
+            config.lora.dropout > 0
         ),
-        (
-            config.lora.dropout > 0,
-            "lora.dropout draws random numbers that a recomputation has to draw again",
-        ),
-    ):
-        if applies:
-            return reason
-    return None
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def explain(

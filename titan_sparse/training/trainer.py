@@ -94,10 +94,14 @@ class Trainer:
             preflight.base_digest(config),
             self.loader.fingerprint(),
         )
-        preflight.refuse_to_resume(config, self.origin)
+        # Refuse a checkpoint of other data, or of another model.
+        saved = changes.read_saved(preflight.checkpoint_to_resume(config))
+        changes.refuse_changes(saved, config, self.origin)
         self.validation = Validator(config, tokenizer)
         if training.deterministic:
-            preflight.use_deterministic_algorithms()
+            # Of torch and cuBLAS. A backend of attention may be refused for it.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
         # The backend of attention, and the reason for it, for people.
         self.backend, self.kernel = choose_backend(config, self.model_config, self.device)
         costs = costs_of_run(config, self.model_config)
@@ -208,10 +212,9 @@ class Trainer:
             logger.info("resumed at step %d", step)
             # Not always the one looked at first, which may have been damaged.
             saved = changes.read_saved(preflight.step_path(config, step))
-            if saved is not None:
-                changes.refuse_changes(saved, config, self.origin)
-                for change in changes.changes(saved, config):
-                    logger.info("changed since the checkpoint: %s", change)
+            changes.refuse_changes(saved, config, self.origin)
+            for change in changes.changes(saved, config):
+                logger.info("changed since the checkpoint: %s", change)
         elif not self.adapters:
             preflight.read_initial_hf(config, self.model, self.model_config)
         self.checkpointer.check_disk()
