@@ -171,27 +171,10 @@ def build_layer_masks(
     window = resolved(mask & SlidingWindow(model.window)) if model.window else None
     tokens = None
     if model.router_loss:
-        counts = torch.tensor(list(map(sum, lengths)), device=device)
-        is_token = torch.arange(seq_len, device=device) < counts[:, None]
-        tokens = build_shard(model, cp)(is_token, 1, table)
+        counts = torch.tensor([sum(sequence) for sequence in lengths])
+        is_token = torch.arange(seq_len) < counts[:, None]
+        tokens = build_shard(model, cp)(is_token.to(device), 1, table)
     return LayerMasks(resolved(mask), window, tokens, linear, move)
-
-
-def build_scored_masks(
-    attention: Attention,
-    model: DecoderConfig,
-    cp: ContextParallel,
-    device: torch.device,
-    lengths: list[list[int]],
-    seq_len: int,
-) -> tuple[MaskRanges | LayerMasks, Tensor | None]:
-    """Masks and block table of one batch, as evaluation.Scorer takes them.
-
-    Probes have no seed and use fixed rows: results do not depend on a step.
-    """
-    table = cp.balance(build_mask(attention, lengths).rows(seq_len, device)).table
-    masks = build_layer_masks(attention, model, lengths, seq_len, cp, device, table)
-    return masks, table
 
 
 def build_shard(model: DecoderConfig, cp: ContextParallel) -> Callable[..., Tensor]:

@@ -2,11 +2,12 @@
 folder."""
 
 import dataclasses
-import functools
 import math
 import os
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from titan_sparse.attention import ContextParallel
@@ -27,7 +28,8 @@ from titan_sparse.models.lora import adapter_shapes, add_adapters
 from titan_sparse.training.attention import (
     build_attends,
     build_context_parallel,
-    build_scored_masks,
+    build_layer_masks,
+    build_mask,
     build_shard,
 )
 from titan_sparse.training.checkpoint.folders import newest_checkpoint
@@ -195,15 +197,14 @@ def build_run_scorer(
     device: torch.device,
 ) -> Scorer:
     """A Scorer of a model that has been built, with the attention of `config`."""
-    return Scorer(
-        model,
-        model_config,
-        config,
-        cp,
-        device,
-        tokenizer,
-        masks=functools.partial(build_scored_masks, config.attention, model_config, cp, device),
-        shard=build_shard(model_config, cp),
-        dp_rank=meshes.dp_rank,
-        dp_size=meshes.dp_size,
-    )
+    attention = config.attention
+    shard = build_shard(model_config, cp)
+
+    def masks(lengths: list[list[int]], seq_len: int) -> tuple[Any, Tensor | None]:
+        # Probes have no seed and use fixed rows: results do not depend on a step.
+        table = cp.balance(build_mask(attention, lengths).rows(seq_len, device)).table
+        built = build_layer_masks(attention, model_config, lengths, seq_len, cp, device, table)
+        return built, table
+
+    ranks = meshes.dp_rank, meshes.dp_size
+    return Scorer(model, model_config, config, cp, device, tokenizer, masks, shard, *ranks)
