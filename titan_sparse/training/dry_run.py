@@ -348,11 +348,7 @@ def host_gib(step: StepShape, checkpoint: Checkpoint) -> dict[str, float]:
 
 
 def step_of(
-    config: Config,
-    model: DecoderConfig,
-    backend: str,
-    world_size: int,
-    local_world_size: int,
+    config: Config, model: DecoderConfig, backend: str, world_size: int, local_world_size: int
 ) -> StepShape:
     """The step that a checked configuration runs on `world_size` ranks.
 

@@ -8,7 +8,7 @@ import resource
 import time
 from collections import deque
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,6 @@ from titan_sparse.estimate.flops import flops_per_token, peak_flops, utilization
 from titan_sparse.evaluation.pictures import heat_map
 from titan_sparse.models.config import DecoderConfig, resolve_adapters
 from titan_sparse.training.metrics_output import JsonLines, tag
-
-if TYPE_CHECKING:
-    import wandb
 
 logger = logging.getLogger("titan_sparse")
 
@@ -74,12 +71,9 @@ class MetricsLog:
     """Writes the metrics of logged steps, on the first rank."""
 
     def __init__(
-        self,
-        config: Config,
-        model: DecoderConfig,
-        device: torch.device,
-        wandb_run: "wandb.Run | None" = None,
+        self, config: Config, model: DecoderConfig, device: torch.device, wandb_run: Any = None
     ):
+        """wandb_run: as open_wandb() returns it."""
         self.config = config
         self.section = config.metrics
         self.steps = config.training.steps

@@ -78,8 +78,7 @@ def alike(config: Config) -> dict[str, str]:
     package's code, and the versions of the packages that it computes with."""
     values = {key: show(attrgetter(key)(config)) for key in KINDS}
     # By ranks of this node: nodes may have different numbers of GPUs.
-    cp_intra = resolve_cp_intra(config.parallelism)
-    values["the resolved parallelism.cp_intra"] = str(cp_intra)
+    values["the resolved parallelism.cp_intra"] = str(resolve_cp_intra(config.parallelism))
     # rglob does not follow links, and in a checkout kernels/ is one.
     for path in sorted([*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").rglob("*.py")]):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()

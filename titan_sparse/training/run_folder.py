@@ -8,7 +8,6 @@ the end a picture.
 import contextlib
 import datetime
 import importlib.metadata
-import itertools
 import json
 import logging
 import os
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from titan_sparse.config import Config, Profiling, save, trains_random_base
 from titan_sparse.config.sources import source_formats
 from titan_sparse.evaluation.pictures import training_figure
+from titan_sparse.training.checkpoint.folders import free_name
 from titan_sparse.training.faults.process_groups import on_first_rank
 from titan_sparse.training.metrics_output import read_lines, read_metrics
 
@@ -53,8 +53,7 @@ def begin_start(config: Config, device: torch.device) -> Path:
     def make() -> str:
         """A folder that no other start has, named after the time. A job may be restarted in a second."""
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d_%H-%M-%S")
-        names = itertools.chain([now], (f"{now}_{number}" for number in itertools.count(2)))
-        folder = next(starts / name for name in names if not (starts / name).exists())
+        folder = free_name(starts / now, first="")
         folder.mkdir(parents=True)
         start = {
             "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),

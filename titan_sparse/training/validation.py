@@ -122,11 +122,7 @@ class Validator:
     def _text(self, scorer: Scorer) -> str:
         """The text that the model writes after validation.prompt. Collective."""
         columns = generation.stream(
-            scorer,
-            [self.prompt],
-            _TEXT_TOKENS,
-            lambda text: text[-1] in scorer.ends,
-            _TEMPERATURE,
+            scorer, [self.prompt], _TEXT_TOKENS, lambda text: text[-1] in scorer.ends, _TEMPERATURE
         )
         # Compiled blocks would be compiled anew for every length.
         with torch.compiler.set_stance("force_eager"):

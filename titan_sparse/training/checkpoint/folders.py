@@ -65,7 +65,7 @@ def newest_checkpoint(output_dir: str) -> str | None:
 
 def move_aside(checkpoint: Path, why: str) -> Path:
     """Rename step-N to step-N.<why>, with a number where that name is taken. Returns the new path."""
-    target = _free_name(checkpoint.with_name(f"{checkpoint.name}.{why}"), first="")
+    target = free_name(checkpoint.with_name(f"{checkpoint.name}.{why}"), first="")
     os.rename(checkpoint, target)
     sync_folder(checkpoint.parent)
     return target
@@ -76,7 +76,7 @@ def roll_back(folder: Path, step: int) -> Path | None:
     newer = [later for later in saved_steps(folder) if later > step]
     if not newer:
         return None
-    aside = _free_name(folder / "rolled-back", first="-1")
+    aside = free_name(folder / "rolled-back", first="-1")
     aside.mkdir()
     # The newest first: cut short at any point, what is left here is still a row without gaps.
     for later in reversed(newer):
@@ -125,7 +125,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _free_name(path: Path, first: str) -> Path:
+def free_name(path: Path, first: str) -> Path:
     """The path with `first` behind its name, or with -2, -3 and so on if that exists."""
     endings = itertools.chain([first], (f"-{number}" for number in itertools.count(2)))
     names = (path.with_name(path.name + ending) for ending in endings)

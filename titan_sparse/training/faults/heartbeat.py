@@ -69,10 +69,7 @@ class Watch:
     """
 
     def __init__(
-        self,
-        timeout_seconds: float,
-        signals: StopSignals | None = None,
-        folder: Path | None = None,
+        self, timeout_seconds: float, signals: StopSignals | None = None, folder: Path | None = None
     ):
         self.timeout_seconds = timeout_seconds
         self.signals = signals or StopSignals()
