@@ -462,7 +462,6 @@ class Trainer:
         recomputed = ""
         if self.recomputed:
             recomputed = f" (attention of the first {100 * self.recomputed:g} % too)"
-        compile = config.compile
         lines = {
             "model": model_line(config, self.model_config, self.adapters),
             "mesh": f"{replicas} dp_replicate x {dp_size // replicas} dp_shard x {cp.inter} cp_inter "
@@ -475,7 +474,9 @@ class Trainer:
             "layout": f"{cp.layout}, schedule {cp.schedule}",
             "kernel": self.kernel,
             "blocks": f"activation checkpointing {config.activation_checkpoint.mode}{recomputed}, "
-            + (f"compiled by {compile.backend}" if compile.enable else "not compiled"),
+            + (
+                f"compiled by {config.compile.backend}" if config.compile.enable else "not compiled"
+            ),
             "steps": self.queueing,
             "memory": memory_line(step, self.device),
             "output": training.output_dir,
