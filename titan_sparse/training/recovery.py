@@ -1,4 +1,4 @@
-"""What a run does after a step, and its recovery from bad updates."""
+"""The decision what a run does after a step, and its recovery from bad updates."""
 
 import logging
 from typing import NamedTuple
