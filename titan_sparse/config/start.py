@@ -146,13 +146,13 @@ def _check_first_checkpoint(section: Checkpoint, output_dir: Path) -> None:
     step = section.load_step
     if step < 0:
         return
-    folders = [path for path in (output_dir / "checkpoint").glob("step-*") if path.is_dir()]
-    words = [path.name.removeprefix("step-") for path in folders]
+    folder = output_dir / "checkpoint"
+    words = [path.name.removeprefix("step-") for path in folder.glob("step-*/")]
     numbers = sorted(int(word) for word in words if word.isdecimal())
-    # A run that went on from `step` may have rotated it out, and then has later ones.
     listed = ", ".join(f"step-{number}" for number in numbers)
+    # A run that went on from `step` may have rotated it out, and then has later ones.
     require(
         any(number >= step for number in numbers),
-        f"checkpoint.load_step = {step}: {output_dir / 'checkpoint'} has only {listed or 'nothing'}; "
-        "write another step, or -1 for the newest",
+        f"checkpoint.load_step = {step}: {folder} has only {listed or 'nothing'}; write another step, "
+        "or -1 for the newest",
     )
