@@ -39,7 +39,7 @@ LONGEST = [
     "tests/training/test_starts_and_stops.py",
     "tests/training/test_lora.py",
     "tests/training/test_transformers_runs.py",
-    "tests/training/test_poison.py",
+    "tests/training/faults/test_guard.py",
     "tests/faults/test_faults.py",
     "tests/training/checkpoint/test_resuming.py",
     "tests/attention/context_parallel/test_stress.py",

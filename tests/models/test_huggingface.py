@@ -19,8 +19,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from tests.data.chat_helpers import CHAT, CHATML, GLM, write_tokenizer
-from tests.models.helpers import causal
-from tests.models.huggingface_reference import (
+from tests.models.helpers import (
     FAMILIES,
     LENGTH,
     LLAMA3,
@@ -28,6 +27,7 @@ from tests.models.huggingface_reference import (
     PLAIN,
     YARN,
     assert_same_logits,
+    causal,
     change_tensors,
     decoder,
     export,

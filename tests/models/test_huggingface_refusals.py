@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.models.huggingface_reference import (
+from tests.models.helpers import (
     LLAMA3,
     ORIGINAL,
     PLAIN,

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
 from tests.fake_step import fake_world
-from tests.models.huggingface_reference import LLAMA3, ORIGINAL, PLAIN, YARN
+from tests.models.helpers import LLAMA3, ORIGINAL, PLAIN, YARN
 from tests.runs import TINY
 from titan_sparse.config import ActivationCheckpoint, Compile
 from titan_sparse.models.config import RopeConfig

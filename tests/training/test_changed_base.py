@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.data.chat_helpers import CHATML, write_tokenizer
 from tests.distributed import run_processes
-from tests.models.huggingface_reference import LLAMA3, ORIGINAL, set_values
+from tests.models.helpers import LLAMA3, ORIGINAL, set_values
 from tests.models.transformers_models import save_model
 from tests.training import reference_loop as by_hand
 from tests.training.wired_run import (

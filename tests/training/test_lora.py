@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.data.chat_helpers import CHATML
 from tests.distributed import run_processes
-from tests.models.huggingface_reference import change_tensors
+from tests.models.helpers import change_tensors
 from tests.models.transformers_models import save_model
 from tests.training import reference_loop as by_hand
 from tests.training.wired_run import (

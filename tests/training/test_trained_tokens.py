@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 from tests.data.chat_helpers import CHATML, write_tokenizer
-from tests.models.huggingface_reference import change_tensors
+from tests.models.helpers import change_tensors
 from tests.training.wired_run import read_model, run
 from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.config import ConfigError

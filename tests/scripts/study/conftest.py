@@ -6,7 +6,7 @@ import pytest
 
 from scripts.study.real_model import train_tokenizer
 from scripts.study.texts import standard_library_text
-from tests.models.huggingface_reference import save_reference
+from tests.models.helpers import save_reference
 
 
 @pytest.fixture

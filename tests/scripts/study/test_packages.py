@@ -17,7 +17,7 @@ from scripts.study import compact, real_model, text
 from scripts.study.real_model import check_digest, fetch, train_tokenizer
 from scripts.study.settings import TOY
 from scripts.study.texts import standard_library_text
-from tests.models.huggingface_reference import save_reference
+from tests.models.helpers import save_reference
 from titan_sparse.data.tokenizer import load_tokenizer
 
 WORDS = 900
