@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from tests.distributed import run_program
+from tests.models.transformers_models import tiny_model
 from titan_sparse.commands.choose import (
     choice,
     configurations,
@@ -30,18 +31,11 @@ def folder(tmp_path_factory):
     """The text, and a random model of transformers."""
     folder = tmp_path_factory.mktemp("choose")
     (folder / "text.txt").write_text(TEXT)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=258,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        # Logits of attention and of the head are large enough that the selection matters.
-        initializer_range=0.5,
+    # Logits of attention and of the head are large enough that the selection matters.
+    model = tiny_model(
+        "LlamaConfig", vocab_size=258, max_position_embeddings=512, initializer_range=0.5
     )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
+    model.save_pretrained(folder / "model")
     return folder
 
 

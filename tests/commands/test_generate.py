@@ -10,6 +10,7 @@ import torch.distributed as dist
 import transformers
 
 from tests.distributed import run_program
+from tests.models.transformers_models import tiny_model
 from titan_sparse.commands import export_hf
 from titan_sparse.commands.generate import main
 from titan_sparse.data.tokenizer import ByteTokenizer
@@ -38,18 +39,8 @@ def _write_tokenizer(folder, end: str) -> None:
 def model(tmp_path_factory):
     """A folder with a random model, a tokenizer, and a chat template."""
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=62,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.6,
-        eos_token_id=61,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    settings = {"vocab_size": 62, "initializer_range": 0.6, "eos_token_id": 61}
+    tiny_model("LlamaConfig", **settings).save_pretrained(folder)
     _write_tokenizer(folder, end="w59")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder

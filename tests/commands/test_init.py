@@ -5,10 +5,10 @@ import re
 
 import pytest
 import torch.distributed as dist
-import transformers
 
 from tests.data.chat_helpers import ANSWER, CHAT, CHATML, write_tokenizer
 from tests.data.helpers import write_rows
+from tests.models.transformers_models import tiny_model
 from titan_sparse.commands import init, options, show_data, train
 from titan_sparse.commands.init import EXAMPLES
 from titan_sparse.config import load, load_and_check
@@ -20,7 +20,6 @@ SMALL = """
     --attention.block_size 16 --attention.vertical_slash.dense_below 32
     --validation.windows 2 --validation.prompt abc --metrics.tensorboard false
 """.split()
-SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1)
 
 
 @pytest.fixture
@@ -33,24 +32,12 @@ def example(request, tmp_path, monkeypatch, capsys):
 
 
 def _write_model_and_chats(folder) -> None:
-    """What the examples name, and a tokenizer of bytes with a chat template."""
-    import tokenizers
-
-    config = transformers.LlamaConfig(
-        **SHAPE, vocab_size=300, num_attention_heads=2, num_key_value_heads=2
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "MODEL_FOLDER")
-    letters = sorted(set("abcdefghijklmnopqrstuvwxyz <|endoftext|>"))
-    vocabulary = {letter: number for number, letter in enumerate(["<|endoftext|>", *letters])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="a"))
-    tokenizer.save(str(folder / "MODEL_FOLDER/tokenizer.json"))
-    (folder / "MODEL_FOLDER/chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}a{% endif %}"
-    )
+    """What the examples name."""
+    model = tiny_model("LlamaConfig", vocab_size=400, num_hidden_layers=1)
+    model.save_pretrained(folder / "MODEL_FOLDER")
+    write_tokenizer(folder / "MODEL_FOLDER", CHATML)
     chat = [{"role": "user", "content": "how so"}, {"role": "assistant", "content": "like this"}]
-    rows = [json.dumps({"messages": chat * 3})] * 20
-    (folder / "chats.jsonl").write_text("\n".join(rows))
+    write_rows(folder / "chats.jsonl", [{"messages": chat * 3}] * 20)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, indirect=True)
@@ -61,7 +48,6 @@ def test_an_example_trains(example, tmp_path, capsys):
         (tmp_path / "text.txt").write_text("some words to learn. " * 60)
         words += ["--model.flavour=debug", "--data.source=text.txt", "--data.join_packages=false"]
     else:
-        pytest.importorskip("peft")
         _write_model_and_chats(tmp_path)
     assert train.main(words) == 0
     lines = (tmp_path / f"outputs/{example}/metrics.jsonl").read_text().splitlines()

@@ -1,12 +1,14 @@
 """titan_sparse.data.preparing: the shards hold what the source holds, whatever happens on the way. Sources
 are files, folders of files, and MDS shards."""
 
+import contextlib
 import json
 import logging
 import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,12 +71,7 @@ def test_filters_and_histogram(tmp_path):
     folder = prepared(tmp_path, min_length=5, max_length=40)
     assert [len(ids) - 1 for ids in read_shards(folder)] == [5, 40, 15, 16, 17, 33]
     meta = json.loads((tmp_path / "a/meta.json").read_text())
-    assert meta["histogram"] == {
-        "4": [1, 5],
-        "8": [1, 15],
-        "16": [2, 33],
-        "32": [2, 73],
-    }
+    assert meta["histogram"] == {"4": [1, 5], "8": [1, 15], "16": [2, 33], "32": [2, 73]}
     assert (meta["empty"], meta["filtered"]) == (1, 3)
     assert show_histogram(meta).splitlines()[-1].split() == "32 - 63 2 73 57.9%".split()
     recipe = Recipe(str(tmp_path / "a.jsonl"), min_length=1000)
@@ -82,55 +79,40 @@ def test_filters_and_histogram(tmp_path):
         prepare(recipe, str(tmp_path / "none"))
 
 
-def test_interrupted_it_goes_on_and_keeps_finished_shards(tmp_path, monkeypatch):
-    expected = read_shards(prepared(tmp_path))
-    recipe = Recipe(str(tmp_path / "a.jsonl"), shard_rows=3)
-    out = tmp_path / "out"
-    written = []
-
-    def write_or_stop(folder, number, *rest):
-        written.append(number)
-        if len(written) == 3:
-            (folder / "shard_00002.bin").write_bytes(b"half a sh")
-            raise KeyboardInterrupt
-        return write_shard(folder, number, *rest)
-
-    monkeypatch.setattr(preparing, "write_shard", write_or_stop)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(recipe, str(out))
-    with pytest.raises(ValueError, match="data.source.*not finished"):
-        TokenShards(str(out), ByteTokenizer())
-    prepare(recipe, str(out))
-    assert written == [0, 1, 2, 2, 3] and read_shards(str(out)) == expected
-
-
-def test_another_source_tokenizer_or_option_is_refused(tmp_path, capsys):
-    prepared(tmp_path)
-    train_tokenizer(tmp_path, ["</s>"])
-    recipe, out = Recipe(str(tmp_path / "a.jsonl"), shard_rows=3), str(tmp_path / "a")
-    with pytest.raises(ValueError, match="min_length was 0 and is 2"):
-        prepare(replace(recipe, min_length=2), out)
-    with pytest.raises(ValueError, match="tokenizer_digest was bytes and is"):
-        prepare(replace(recipe, tokenizer=str(tmp_path)), out)
-    source = tmp_path / "a.jsonl"
-    stat = source.stat()
-    source.write_bytes(source.read_bytes().replace(b"aaa", b"bbb"))
-    os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    with pytest.raises(ValueError, match="source's files have changed"):
-        prepare(recipe, out)
-    assert main([str(tmp_path / "a.jsonl"), str(tmp_path), "--processes", "1"]) == 2
-    assert "holds other files" in capsys.readouterr().err
-
-
-def interrupt_after(monkeypatch, count: int) -> None:
-    """Let prepare() stop before it completes shard number `count`."""
+@contextlib.contextmanager
+def interrupted_before(count: int) -> Iterator[None]:
+    """prepare() in here stops in shard number `count`."""
 
     def write_or_stop(folder, number, *rest):
         if number == count:
+            (folder / f"shard_{number:05}.bin").write_bytes(b"half a sh")
             raise KeyboardInterrupt
         return write_shard(folder, number, *rest)
 
-    monkeypatch.setattr(preparing, "write_shard", write_or_stop)
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(preparing, "write_shard", write_or_stop)
+        yield
+
+
+def test_interrupted_it_goes_on_and_keeps_finished_shards(tmp_path):
+    expected = read_shards(prepared(tmp_path))
+    recipe = Recipe(str(tmp_path / "a.jsonl"), shard_rows=3)
+    out = str(tmp_path / "out")
+    with interrupted_before(2):
+        prepare(recipe, out)
+    with pytest.raises(ValueError, match="data.source.*not finished"):
+        TokenShards(out, ByteTokenizer())
+    finished = [Path(out, f"shard_0000{number}.bin") for number in (0, 1)]
+    before = [path.stat().st_mtime_ns for path in finished]
+    prepare(recipe, out)
+    assert [path.stat().st_mtime_ns for path in finished] == before
+    assert read_shards(out) == expected
+
+
+def test_a_folder_of_other_files_is_refused(tmp_path, capsys):
+    prepared(tmp_path)
+    assert main([str(tmp_path / "a.jsonl"), str(tmp_path), "--processes", "1"]) == 2
+    assert "holds other files" in capsys.readouterr().err
 
 
 def linked_file(folder: Path) -> Path:
@@ -157,15 +139,14 @@ def linked_to_another_ending(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("place", [linked_file, plain_file, linked_to_another_ending])
-def test_a_source_that_has_changed_is_not_continued(tmp_path, monkeypatch, place):
+def test_a_source_that_has_changed_is_not_continued(tmp_path, place):
     """Of six rows in two files, four are written before the stop."""
     late = place(tmp_path)
     table = [{"text": letter * 5} for letter in "abcdef"]
     write_rows(tmp_path / "texts/a.jsonl", table[:3])
     write_rows(late, table[3:])
     recipe, out = Recipe(str(tmp_path / "texts"), shard_rows=2), tmp_path / "out"
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        interrupt_after(patched, 2)
+    with interrupted_before(2):
         prepare(recipe, str(out))
 
     # What the reader does not read may change.
@@ -224,7 +205,7 @@ def test_a_worker_process_that_reads_other_files_is_refused(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("version", [READER - 1, READER + 1, None])
-def test_a_folder_of_other_rules_is_trained_on_but_not_continued(tmp_path, monkeypatch, version):
+def test_a_folder_of_other_rules_is_trained_on_but_not_continued(tmp_path, version):
     """None: a version that wrote none. Its first shard has an end of turn of its own, so to speak."""
     expected = read_shards(prepared(tmp_path))
     recipe, out = Recipe(str(tmp_path / "a.jsonl"), shard_rows=3), tmp_path / "out"
@@ -236,8 +217,7 @@ def test_a_folder_of_other_rules_is_trained_on_but_not_continued(tmp_path, monke
             plan["reader"] = version
         (out / name).write_text(json.dumps(plan))
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        interrupt_after(patched, 2)
+    with interrupted_before(2):
         prepare(recipe, str(out))
     as_of_that_version("plan.json")
     refused = "out was begun .*another version of titan_sparse, .* write another folder, or delete"
@@ -257,9 +237,7 @@ def test_a_folder_of_other_rules_is_trained_on_but_not_continued(tmp_path, monke
 
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-CHATS = [
-    {"text": "a", "body": "b", "messages": MESSAGES, "talk": MESSAGES[:1] + MESSAGES},
-] * 3
+CHATS = [{"text": "a", "body": "b", "messages": MESSAGES, "talk": MESSAGES[:1] + MESSAGES}] * 3
 CHAT = {"format": "messages", "chat_template": "plain.jinja"}
 
 
@@ -275,6 +253,8 @@ CHAT = {"format": "messages", "chat_template": "plain.jinja"}
         ({}, {"document": "source"}, "document was row and is source"),
         ({"document": "folder"}, {"document": "source"}, "document was folder and is source"),
         ({}, {"max_length": 9}, "max_length was 0 and is 9"),
+        ({}, {"min_length": 2}, "min_length was 0 and is 2"),
+        ({}, {"tokenizer": "tokenizer.json"}, "tokenizer_digest was bytes and is"),
     ],
 )
 def test_an_option_that_changes_the_text_is_refused_after_a_stop(
@@ -283,10 +263,10 @@ def test_an_option_that_changes_the_text_is_refused_after_a_stop(
     monkeypatch.chdir(tmp_path)
     for name, template in (("plain", PLAIN), ("glm", GLM)):
         Path(f"{name}.jinja").write_text(template)
+    train_tokenizer(tmp_path, ["</s>"])
     write_rows(plain_file(tmp_path), CHATS)
     recipe, out = Recipe(str(tmp_path / "texts"), shard_rows=1, **first), str(tmp_path / "out")
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        interrupt_after(patched, 0 if "document" in first else 1)
+    with interrupted_before(0 if "document" in first else 1):
         prepare(recipe, out)
     with pytest.raises(ValueError, match=named):
         prepare(replace(recipe, **then), out)
@@ -307,15 +287,11 @@ def test_bad_rows_are_refused_or_skipped_and_counted(tmp_path, capsys):
 
 def test_rare_reasons_for_skipping_chats_are_counted_together(tmp_path, capsys):
     """As a template may give a reason for each chat."""
-    refusing = (
-        "{% if messages[0].content < 'n' %}{{ raise_exception(messages[0].content) }}{% endif %}"
-    )
+    text = "messages[0].content"
+    refusing = f"{{% if {text} < 'n' %}}{{{{ raise_exception({text}) }}}}{{% endif %}}"
     (tmp_path / "refusing.jinja").write_text(refusing + PLAIN)
-    chats = [
-        {"messages": [{**MESSAGES[0], "content": text}, MESSAGES[1]]}
-        for text in "aaaabcdefghijklmn"
-    ]
-    write_rows(tmp_path / "a.jsonl", chats)
+    asked = [{**MESSAGES[0], "content": letter} for letter in "aaaabcdefghijklmn"]
+    write_rows(tmp_path / "a.jsonl", [{"messages": [one, MESSAGES[1]]} for one in asked])
     words = f"--format messages --chat-template {tmp_path}/refusing.jinja --bad-rows skip".split()
     assert main([str(tmp_path / "a.jsonl"), str(tmp_path / "out"), "--processes=1", *words]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -152,10 +152,6 @@ def test_the_command_prepares_chats(tmp_path, tokenizer_folder, capsys):
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
     assert main([*words, "--loss-on", "all"]) == 2
     assert "loss_on was assistant and is all" in capsys.readouterr().err
-    template = tmp_path / "other.jinja"
-    template.write_text(CHATML + "{# another #}")
-    assert main([*words, "--chat-template", str(template)]) == 2
-    assert "template_digest was" in capsys.readouterr().err
     words[1] = str(tmp_path / "text")
     assert main([*words[:4], "--loss-on", "all", "--processes", "1"]) == 2
     assert "data.loss_on" in capsys.readouterr().err
@@ -209,10 +205,7 @@ def test_a_file_of_a_run_may_say_how_its_prepared_tokens_were_made(tmp_path, tok
     said = replace(bare, format="messages", loss_on="last_assistant")
     assert global_stream(loaders(said), 4) == global_stream(loaders(bare), 4)
     for options, words in (
-        (
-            {"format": "prompt_completion"},
-            'format = "prompt_completion" .* made with "messages"; le',
-        ),
+        ({"format": "prompt_completion"}, 'format = "prompt_completion" .* made with "messages"; '),
         ({"loss_on": "all"}, 'loss_on = "all" .* made with "last_assistant"; leave it out'),
         ({"messages_field": "talk"}, 'messages_field = "talk" .* made with "messages"; leave it'),
     ):
@@ -229,7 +222,5 @@ def test_what_would_cut_or_ignore_is_refused(tmp_path, tokenizer_folder):
         loaders(Data(source=folder, tokenizer=folder, sequences="fixed_and_rest"))
     with pytest.raises(ValueError, match='data.loss_on = "all" would be ignored with the prep'):
         loaders(Data(source=folder, tokenizer=folder, loss_on="all"))
-    with pytest.raises(
-        ValueError, match="no sample of data.source has at most training.seq_len = 5"
-    ):
+    with pytest.raises(ValueError, match="no sample of data.source has at most .*seq_len = 5"):
         build_loader(chats_of(tmp_path, tokenizer_folder), 5, 1, 3, 0, 1)

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import write_texts
 from tests.training.checkpoint.helpers import join_alone
 
 
@@ -10,6 +11,13 @@ from tests.training.checkpoint.helpers import join_alone
 def alone() -> None:
     """Saving and loading are collective."""
     join_alone()
+
+
+@pytest.fixture
+def texts(tmp_path) -> Path:
+    """A folder for runs, with texts to train on."""
+    write_texts(tmp_path / "texts")
+    return tmp_path
 
 
 @pytest.fixture

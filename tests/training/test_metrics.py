@@ -13,8 +13,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from scripts.compare_runs import differences
-from tests.distributed import run_processes
-from tests.runs import TINY, metrics_of, tiny_config, train, write_texts
+from tests.distributed import on_ranks, run_processes
+from tests.runs import TINY, metrics_of, tiny_config, train
 from titan_sparse.attention.observe import Recording
 from titan_sparse.config import Config, ConfigError, check_start
 from titan_sparse.evaluation.pictures import heat_map
@@ -135,23 +135,15 @@ def test_tokens_of_documents_that_are_sparse_are_logged(tmp_path, capfd, caplog)
     assert "sparse_tokens" not in metrics_of(config)[0]
 
 
-def test_tensorboard_opens_on_the_loss(tmp_path):
-    write_texts(tmp_path / "texts")
-    run_processes(2, _train_with_pictures, tmp_path)
-    events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+def test_tensorboard_opens_on_the_loss(texts):
+    run_processes(2, _train_with_pictures, texts)
+    events = EventAccumulator(str(texts / "run/tensorboard")).Reload()
     tags = _sorted(events.Tags()["scalars"])
     assert tags[:2] == ["Train/grad_norm", "Train/loss"]
     sections = [name for name, _ in itertools.groupby(tags, lambda tag: tag.split("/")[0])]
-    assert sections == [
-        "Train",
-        "attention",
-        "attention_density_by_layer",
-        "attention_recall_by_layer",
-        "comm",
-        "memory",
-        "speed",
-    ]
-    lines = metrics_of(tiny_config(tmp_path, "run"))
+    by_layer = ["attention_density_by_layer", "attention_recall_by_layer"]
+    assert sections == ["Train", "attention", *by_layer, "comm", "memory", "speed"]
+    lines = metrics_of(tiny_config(texts, "run"))
     for field in lines[-1].keys() - {"step", "time", "mfu"}:
         assert events.Scalars(tag(field))[-1].value == pytest.approx(lines[-1][field]), field
     # The save after step 2 is in the line of step 3; that after the last step is in none.
@@ -164,10 +156,9 @@ def test_tensorboard_opens_on_the_loss(tmp_path):
     times = [line["time"] for line in lines]
     assert times == sorted(times) and events.Scalars("Train/loss")[-1].wall_time - times[-1] < 5
 
-    pictures = [
-        f"attention/{name}" for name in ("density_heat_map", "recall_heat_map", "selection")
-    ]
-    assert sorted(events.Tags()["images"]) == pictures
+    pictures = sorted(events.Tags()["images"])
+    names = ("density_heat_map", "recall_heat_map", "selection")
+    assert pictures == [f"attention/{name}" for name in names]
     for name in pictures:
         assert [event.step for event in events.Images(name)] == [1, 2, 4]
 
@@ -232,18 +223,17 @@ def _two_halves(folder: Path) -> None:
     train(config)
 
 
-def test_a_run_and_its_continuation_are_one_run(tmp_path):
+def test_a_run_and_its_continuation_are_one_run(texts):
     pytest.importorskip("wandb")
-    write_texts(tmp_path / "texts")
-    run_processes(2, _two_halves, tmp_path)
-    run = tmp_path / "run"
+    run_processes(2, _two_halves, texts)
+    run = texts / "run"
     number = (run / "wandb_run_id").read_text().strip()
     # Rank 0 alone, before and after.
     files = (run / "wandb").glob("offline-run-*/*.wandb")
     assert [file.name for file in files] == [f"run-{number}.wandb"] * 2
-    seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    seen = [json.loads(line) for line in (texts / "seen.jsonl").read_text().splitlines()]
     assert {name for name, _, _ in seen} == {number}
-    lines = metrics_of(tiny_config(tmp_path, "run"))
+    lines = metrics_of(tiny_config(texts, "run"))
     found = [(steps, record) for _, steps, record in seen if "loss" in record]
     assert [steps for steps, _ in found] == [2, 2, 4, 4]
     assert [record for _, record in found] == lines
@@ -266,9 +256,8 @@ def test_what_is_not_installed_is_refused(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     monkeypatch.delitem(__import__("sys").modules, "wandb", raising=False)
-    with pytest.raises(
-        ConfigError, match=r'is not installed; write pip install "titan-sparse\[wandb\]"'
-    ):
+    advice = r'is not installed; write pip install "titan-sparse\[wandb\]"'
+    with pytest.raises(ConfigError, match=advice):
         check_start(config)
 
 
@@ -342,10 +331,7 @@ def _etas(folder: Path) -> None:
     run.log.close()
 
 
-def _check_clocks(folder: Path) -> None:
-    _speeds(folder)
-    _etas(folder)
-
-
+@on_ranks(1)
 def test_speeds_leave_saves_out_and_the_eta_is_a_mean_over_the_last_intervals(tmp_path):
-    run_processes(1, _check_clocks, tmp_path)
+    _speeds(tmp_path)
+    _etas(tmp_path)

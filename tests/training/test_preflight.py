@@ -144,7 +144,7 @@ def test_ranks_that_differ_are_refused(tmp_path):
 CPU = torch.device("cpu")
 
 
-def _two_starts(folder: Path) -> None:
+def _check_two_starts(folder: Path) -> None:
     """Both ranks log; the second start of this second has a folder of its own."""
     rank = dist.get_rank()
     terminal = logging.StreamHandler(io.StringIO())
@@ -185,7 +185,7 @@ def _two_starts(folder: Path) -> None:
 
 
 def test_two_starts_in_a_second(tmp_path):
-    run_processes(2, _two_starts, tmp_path)
+    run_processes(2, _check_two_starts, tmp_path)
     for folder in (tmp_path / "a run with spaces/starts").iterdir():
         start = json.loads((folder / "start.json").read_text())
         assert start["world_size"] == 2 and start["restart_count"] == 3

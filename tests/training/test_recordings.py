@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from scripts.compare_runs import differences
-from tests.distributed import run_processes
+from tests.distributed import on_ranks
 from tests.reference import structured_qkv
 from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.attention import ContextParallel, attend, recorder
@@ -116,7 +116,8 @@ def test_compiled_selections_are_counted(fresh_compiler):
     assert torch.equal(shares[0], by_hand) and torch.equal(shares[1], by_hand)
 
 
-def _check_ranks() -> None:
+@on_ranks(2)
+def test_ranks_agree():
     """Each rank's own data, and data that two ranks share: two forwards of two layers."""
     cp = ContextParallel(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), block_size=BLOCK)
     for shares_data in (False, True):
@@ -139,10 +140,6 @@ def _check_ranks() -> None:
         got = count.read()
         torch.testing.assert_close(got, by_hand / 4, rtol=1e-12, atol=0)
         assert count.read() is None
-
-
-def test_ranks_agree():
-    run_processes(2, _check_ranks)
 
 
 # What is asked for, and what is said
@@ -221,8 +218,11 @@ def test_a_recomputation_and_an_evaluation_look_at_the_same_rows(folder, monkeyp
     assert len({probe_seed(7, step) for step in range(200)}) == 200
 
 
-BLOCK, BATCH, HEADS, KV_HEADS, DIM = 16, 2, 4, 2, 8
-TOKENS = 6 * BLOCK  # of a rank
+# Balance and communication
+
+BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
+OWN = 6 * BLOCK
+"""Tokens of a rank."""
 
 
 def _cp(layout: str, schedule: str, *options) -> ContextParallel:
@@ -232,7 +232,7 @@ def _cp(layout: str, schedule: str, *options) -> ContextParallel:
 
 def _record(cp, calls=1, pattern=Dense(), dtype=torch.float64, delay=0.0, backward=False):
     """The recording of `calls` attention calls, and the index of the last."""
-    seq_len = TOKENS * dist.get_world_size()
+    seq_len = OWN * dist.get_world_size()
     local = [
         cp.shard(x, 2).requires_grad_()
         for x in structured_qkv(BATCH, HEADS, KV_HEADS, seq_len, DIM, dtype=dtype)
@@ -249,7 +249,7 @@ def _record(cp, calls=1, pattern=Dense(), dtype=torch.float64, delay=0.0, backwa
 
 def _check_work() -> None:
     ranks = dist.get_world_size()
-    n = TOKENS
+    n = OWN
     own, other = n * (n + 1) // 2, n * n
     by_hand = [own + rank * other for rank in range(ranks)]
     by_hand = BATCH * HEADS * torch.tensor(by_hand, dtype=torch.float64)
@@ -313,7 +313,7 @@ def test_times_on_a_gpu_need_no_waiting():
 def _check_bytes() -> None:
     """Chunks of keys and values in bf16 (1), and their gradients in fp32 (2), on a ring of 3."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    chunk = 2 * BATCH * KV_HEADS * TOKENS * DIM * 2
+    chunk = 2 * BATCH * KV_HEADS * OWN * DIM * 2
     plain = (ranks - 1) * (1 + 1 + 2) * chunk
     # Causal and contiguous: chunk s is needed by the ranks after s; its gradient comes home around
     # the whole ring.
@@ -338,7 +338,7 @@ def _check_bytes_besides() -> None:
     expected = sum(2 * (2 * numbers * size * (ranks - 1) // ranks) for size in (2, 4))
     assert seen.bytes_of_verticals == expected > 0
     before = cp.sent["collectives"]
-    q, k, _ = structured_qkv(BATCH, HEADS, KV_HEADS, TOKENS * ranks, DIM, dtype=torch.bfloat16)
+    q, k, _ = structured_qkv(BATCH, HEADS, KV_HEADS, OWN * ranks, DIM, dtype=torch.bfloat16)
     pattern.select(cp.shard(q, 2), cp.shard(k, 2), Causal(), cp)
     assert seen.bytes_of_selection == 2 * (cp.sent["collectives"] - before) > 0
     logged = context_parallel_averages(seen)
@@ -348,58 +348,47 @@ def _check_bytes_besides() -> None:
     assert _record(_cp("striped", "ring"))[0].bytes_of_verticals == 0
 
 
-def _check_bytes_of_recordings_within_recordings() -> None:
+def _check_recordings_within_recordings() -> None:
     """Each counts its own calls and what they send, backward included."""
-    ranks = dist.get_world_size()
     pattern = VerticalSlash(recall=0.7, max_verticals=40, dense_below=48)
-    qkv = structured_qkv(BATCH, HEADS, KV_HEADS, TOKENS * ranks, DIM)
-    cp, other = _cp("striped", "ring"), _cp("contiguous", "ring")
 
-    def run(cp: ContextParallel = cp) -> None:
+    def run(layout: str = "striped") -> Recording:
+        return _record(_cp(layout, "ring"), pattern=pattern, backward=True)[0]
+
+    def counts(seen: Recording) -> list[int]:
+        all_bytes = (seen.bytes_sent, seen.plain_ring_bytes, seen.bytes_of_verticals)
+        return [*all_bytes, seen.bytes_of_selection, len(seen.calls)]
+
+    one = counts(run())
+    assert min(one) > 0
+    cp = _cp("striped", "ring")
+    qkv = structured_qkv(BATCH, HEADS, KV_HEADS, OWN * dist.get_world_size(), DIM)
+
+    def call() -> None:
         local = [cp.shard(x, 2).requires_grad_() for x in qkv]
         attend(*local, Causal(), pattern, cp).sum().backward()
 
-    def counts(seen: Recording, times: int = 1) -> list[int]:
-        all_bytes = (seen.bytes_sent, seen.plain_ring_bytes, seen.bytes_of_verticals)
-        numbers = [*all_bytes, seen.bytes_of_selection, len(seen.calls)]
-        return [number * times for number in numbers]
-
-    run()
-    with recording() as one:
-        run()
-    assert min(counts(one)) > 0
     with recording() as outer:
-        run()
-        with recording() as middle:
+        call()
+        with pytest.raises(KeyError), recording() as failing:
+            call()
             with recording() as inner:
-                run()
-                run()
-            run()
-            with pytest.raises(KeyError), recording() as failing:
-                run()
-                raise KeyError
-            with recording() as of_others:
-                run(other)
-            with recording() as nothing:
-                pass
-        run()
-        with recording(), recording() as last:
-            run()
-    run()
-    wanted = {2: (outer, inner), 1: (middle, failing, last), 0: (nothing,)}
-    for times, recordings in wanted.items():
-        for seen in recordings:
-            assert counts(seen) == counts(one, times), (times, counts(seen), counts(one))
-    assert len(of_others.calls) == 1 and of_others.bytes_sent > 0
+                call()
+                call()
+            assert run("contiguous").bytes_sent > 0
+            raise KeyError
+        with recording() as nothing:
+            pass
+        call()
+    call()
+    for seen, times in ((outer, 2), (inner, 2), (failing, 1), (nothing, 0)):
+        assert counts(seen) == [times * number for number in one]
 
 
-def _check_all() -> None:
+@on_ranks(3)
+def test_recorded_over_ranks():
     _check_work()
     _check_bytes()
     _check_bytes_besides()
-    _check_bytes_of_recordings_within_recordings()
+    _check_recordings_within_recordings()
     _check_waiting()
-
-
-def test_recorded_over_ranks():
-    run_processes(3, _check_all)

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import run_processes
-from tests.runs import metrics_of, tiny_config, weights_of, write_texts
+from tests.distributed import on_ranks
+from tests.runs import metrics_of, tiny_config, write_texts
 from titan_sparse.config import Config
 from titan_sparse.data import PackedLoader
 from titan_sparse.training import export
@@ -64,23 +64,17 @@ def test_decision(case):
 
 
 def test_rules_that_always_hold():
-    for values in itertools.product((False, True), (False, True), (False, True), (False, True)):
-        save_is_due, is_last, stopped, has_problem = values
-        for bad_in_a_row, validates in itertools.product((0, 3), (False, True)):
-            done = decide(
-                save_is_due=save_is_due,
-                validation_is_due=validates,
-                is_last=is_last or stopped,
-                stopped=stopped,
-                has_problem=has_problem,
-                bad_in_a_row=bad_in_a_row,
-            )
-            # Bad weights are never saved, and nothing else happens to a run that goes back.
-            assert not (has_problem and (done.saves or done.save_is_late))
-            assert not done.goes_back or done == Decision(goes_back=True)
-            # A save that is due is made, put off, or impossible.
-            assert done.saves + done.save_is_late == (save_is_due and not has_problem)
-            assert not (done.save_is_late and (is_last or stopped))
+    for values in itertools.product((False, True), repeat=len(GOOD)):
+        facts = dict(zip(GOOD, values, strict=True))
+        facts["is_last"] |= facts["stopped"]
+        done = decide(**facts)
+        # Bad weights are never saved, and nothing else happens to a run that goes back.
+        assert not (facts["has_problem"] and (done.saves or done.save_is_late))
+        assert not done.goes_back or done == Decision(goes_back=True)
+        # A save that is due is made, put off, or impossible.
+        is_possible = facts["save_is_due"] and not facts["has_problem"]
+        assert done.saves + done.save_is_late == is_possible
+        assert not (done.save_is_late and facts["is_last"])
 
 
 SETTINGS = {
@@ -285,33 +279,22 @@ def test_a_run_that_fails_leaves_no_thread_and_the_process_as_it_was(
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
-def test_a_run_reads_ahead_and_learns_the_same(folder, monkeypatch, tmp_path, accumulated):
-    """Only the batches of the first step are read in the main thread, and none after the last."""
+def test_a_run_reads_ahead(folder, monkeypatch, tmp_path, accumulated):
+    """Only the batches of the first step are read in the main thread, and none after the last. The
+    textbook loop of test_wiring.py reads nothing ahead, and learns the same.
+    """
     settings = {"training__steps": 4, "training__gradient_accumulation_steps": accumulated}
     settings = SETTINGS | settings | {"checkpoint__last_save_in_hf": False}
-    records = []
-    for output in ("ahead", "waits"):
-        readers = []
-        read = PackedLoader._read
+    readers = []
+    read = PackedLoader._read
 
-        def noted_read(self, read=read, readers=readers):
-            readers.append(threading.current_thread().name)
-            return read(self)
+    def noted_read(self: PackedLoader):
+        readers.append(threading.current_thread().name)
+        return read(self)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(PackedLoader, "_read", noted_read)
-            if output == "waits":
-                patch.setattr(PackedLoader, "read_ahead", lambda self, count: None)
-            config = tiny_config(folder, f"{tmp_path.name}_{output}", **settings)
-            run = Trainer(config)
-            run.train()
-        names = {"ahead": "loader", "waits": "MainThread"}
-        assert readers == ["MainThread"] * accumulated + [names[output]] * 3 * accumulated
-        state = run.loader.state_dict()
-        losses = [(line["loss"], line["grad_norm"]) for line in metrics_of(config)]
-        weights = {name: weight.tolist() for name, weight in weights_of(run).items()}
-        records.append((state, losses, weights))
-    assert records[0] == records[1]
+    monkeypatch.setattr(PackedLoader, "_read", noted_read)
+    Trainer(tiny_config(folder, tmp_path.name, **settings)).train()
+    assert readers == ["MainThread"] * accumulated + ["loader"] * 3 * accumulated
 
 
 def _config(folder: Path, output: str) -> Config:
@@ -351,19 +334,15 @@ def _losses(config: Config) -> dict[int, tuple]:
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in metrics_of(config)}
 
 
-def _stop_and_resume(folder: Path) -> None:
-    whole, stopped = _config(folder, "whole"), _config(folder, "stopped")
+@on_ranks(2)
+def test_a_step_is_left_out_and_a_resume_loses_nothing(texts):
+    whole, stopped = _config(texts, "whole"), _config(texts, "stopped")
     _train(whole)
     assert _train(stopped, stop_in=2) == 1
-    assert [path.name for path in (folder / "stopped/checkpoint").glob("step-*")] == ["step-1"]
+    assert [path.name for path in (texts / "stopped/checkpoint").glob("step-*")] == ["step-1"]
     assert max(_losses(stopped)) == 1
     assert _train(stopped) == 3
     assert _losses(stopped) == _losses(whole)
-
-
-def test_a_step_is_left_out_and_a_resume_loses_nothing(tmp_path):
-    write_texts(tmp_path / "texts")
-    run_processes(2, _stop_and_resume, tmp_path)
 
 
 def _timeouts() -> dict[str, float]:
@@ -375,10 +354,11 @@ def _timeouts() -> dict[str, float]:
     return timeouts
 
 
-def _check_timeouts(folder: Path) -> None:
+@on_ranks(2)
+def test_timeouts_are_long_for_the_first_step_and_saves_else_short(texts):
     """Rank 1 is late where that is allowed, in the first step and after a save."""
     config = tiny_config(
-        folder,
+        texts,
         "run",
         parallelism__cp=2,
         parallelism__first_step_timeout_seconds=60,
@@ -416,8 +396,3 @@ def _check_timeouts(folder: Path) -> None:
             is_background = name.split()[-1] == trainer.checkpointer.group.group_name
             is_short = when in ("step 2", "step 3") and not is_background
             assert seconds == (1 if is_short else 60), (when, name, seconds)
-
-
-def test_timeouts_are_long_for_the_first_step_and_saves_else_short(tmp_path):
-    write_texts(tmp_path / "texts")
-    run_processes(2, _check_timeouts, tmp_path)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.data.chat_helpers import CHATML, write_tokenizer
 from tests.models.helpers import change_tensors
+from tests.models.transformers_models import save_model
 from tests.training.wired_run import read_model, run
 from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.config import ConfigError
@@ -52,22 +53,8 @@ def folder(request, tmp_path) -> Path:
     # transformers does not read a token that is described by a table.
     (base / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     tokenizer = read_tokenizer(base)
-    config = transformers.LlamaConfig(
-        # More rows than tokens, as most models have.
-        vocab_size=len(tokenizer) + 30,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.15 * torch.randn_like(parameter) + (parameter.ndim == 1))
-    model.save_pretrained(base)
+    # More rows than tokens, as most models have.
+    save_model(base, "llama", vocab_size=len(tokenizer) + 30, tie_word_embeddings=tied)
     ids = tokenizer.convert_tokens_to_ids([*sorted(ENDS), "<|observation|>"])
 
     def change(tensors: dict[str, Tensor]) -> None:

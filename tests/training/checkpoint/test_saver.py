@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from tests.distributed import forkserver, run_processes
+from tests.distributed import forkserver, on_ranks
 from tests.training.checkpoint.helpers import (
     FullFile,
     Run,
@@ -197,7 +197,8 @@ def _fails(work: Callable[[], None], text: str) -> None:
     dist.barrier()
 
 
-def _save_and_read(folder: Path) -> None:
+@on_ranks(2)
+def test_a_problem_of_one_rank_is_the_problem_of_both(tmp_path):
     rank = dist.get_rank()
     done = []
     assert on_first_rank(lambda: done.append(rank) or "the answer") == "the answer"
@@ -205,9 +206,9 @@ def _save_and_read(folder: Path) -> None:
     if rank == 1:
         saver._Files.prepare_global_plan = saver._Files.finish = saver.shutil.rmtree = _refuse
     for mode in MODES:
-        run = Run(folder / mode, async_mode=mode).train(2)
+        run = Run(tmp_path / mode, async_mode=mode).train(2)
         wanted = run.state()
-        assert same(resumed(folder / mode).state(), wanted)
+        assert same(resumed(tmp_path / mode).state(), wanted)
         ranks = {name[:3] for name in names_in(run.folder / "step-2")}
         assert {"__0", "__1"} <= ranks
 
@@ -232,7 +233,7 @@ def _save_and_read(folder: Path) -> None:
     dist.barrier()
 
     # One rank cannot write: both say so, and nothing half-written stays.
-    runs = [Run(folder / f"full {mode}", width=20_000, async_mode=mode) for mode in MODES]
+    runs = [Run(tmp_path / f"full {mode}", width=20_000, async_mode=mode) for mode in MODES]
     for run in runs:
         run.step()
     if rank == 1:
@@ -244,10 +245,6 @@ def _save_and_read(folder: Path) -> None:
             run.checkpointer.close()
         dist.barrier()
         assert names_in(run.folder) == set()
-
-
-def test_a_problem_of_one_rank_is_the_problem_of_both(tmp_path):
-    run_processes(2, _save_and_read, tmp_path)
 
 
 def test_a_disk_too_small_is_refused_before_the_first_step(alone, tmp_path, monkeypatch):

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.data.helpers import prepared
-from tests.distributed import run_processes
-from tests.runs import metrics_of, tiny_config, weights_of, write_texts
+from tests.distributed import on_ranks
+from tests.runs import metrics_of, tiny_config, weights_of
 from titan_sparse.config import Guard as GuardSection
 from titan_sparse.data.shards import DataError
 from titan_sparse.training.faults.guard import Guard, Report, all_finite, refuse_bad_weights
@@ -165,7 +165,8 @@ def test_a_resumed_guard_goes_on_to_the_last_digit(alone):
     assert (report.in_a_row, report.bad_loss) == (3, True)
 
 
-def _one_rank_is_poisoned() -> None:
+@on_ranks(3)
+def test_what_one_rank_finds_holds_for_all():
     """Replicas hold the same parameters: if one finds a bad step, none may apply it."""
     model = nn.Linear(2, 2)
     optimizer = _adamw(model)
@@ -196,10 +197,6 @@ def _one_rank_is_poisoned() -> None:
                 ValueError, match="^the first weights: weight is not finite everywhere; read"
             ):
                 refuse_bad_weights(model, CPU)
-
-
-def test_what_one_rank_finds_holds_for_all():
-    run_processes(3, _one_rank_is_poisoned)
 
 
 SETTINGS = {
@@ -364,15 +361,11 @@ def _poisoned_start(folder: Path) -> None:
         Trainer(config).train()
 
 
-def _check(folder: Path) -> None:
+@on_ranks(2)
+def test_poison(texts):
     for check in (_one_bad_step, _go_back_once, _give_up, _spoilt_weights, _poisoned_start):
-        check(folder)
+        check(texts)
         dist.barrier()
-
-
-def test_poison(tmp_path):
-    write_texts(tmp_path / "texts")
-    run_processes(2, _check, tmp_path)
 
 
 @pytest.mark.parametrize("when", ["before a step", "before a save"])

@@ -8,17 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import run_processes
+from tests.distributed import on_ranks
 from tests.faults.jobs import SETTINGS, run_job, words_of
 from tests.faults.planted import Faults
-from tests.runs import write_texts
 from titan_sparse.training.faults import heartbeat
 from titan_sparse.training.faults.heartbeat import Watch, culprits
 
 
-def test_a_rank_that_sleeps_is_named_before_the_timeout(tmp_path):
+def test_a_rank_that_sleeps_is_named_before_the_timeout(texts, tmp_path):
     """It is rank 0, which keeps the store, as no torchrun does."""
-    write_texts(tmp_path / "texts")
     # At 3 s a busy machine's pause of 0.6 s is silence.
     settings = {"parallelism.cp": 2, "parallelism.timeout_seconds": 12, "training.steps": 4}
     paths = {"data.source": tmp_path / "texts", "training.output_dir": tmp_path / "run"}
@@ -46,7 +44,9 @@ def _note_lines() -> list[str]:
     return lines
 
 
-def _check_failure() -> None:
+@pytest.mark.faults
+@on_ranks(3)
+def test_a_rank_that_fails_by_itself_is_named():
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
     lines, rank = _note_lines(), dist.get_rank()
     watch = Watch(timeout_seconds=8)
@@ -56,18 +56,14 @@ def _check_failure() -> None:
         if rank == 1:
             raise RuntimeError("out of\nmemory")
         dist.recv(torch.zeros(1), src=1)  # in vain
-    place = r"at test_heartbeat.py:\d+ in _check_failure: RuntimeError: out of memory"
+    place = r"at test_heartbeat.py:\d+ in test_a_rank_that_fails_by_itself_is_named: RuntimeError: out of memory"
     wanted = rf"rank 1 \(host \S+, process \d+\) failed in step 4, {place}"
     assert len(lines) == (rank == 1), lines
     assert all(re.fullmatch(wanted, line) for line in lines), lines
 
 
-@pytest.mark.faults
-def test_a_rank_that_fails_by_itself_is_named():
-    run_processes(3, _check_failure)
-
-
-def _check_timeout() -> None:
+@on_ranks(3)
+def test_a_collective_that_times_out_silently_ends_all():
     """As with NCCL, where the timeout raises nothing on the waiting ranks: all end. A long step is
     not a failure while no rank waits for another."""
     ended: list[int] = []
@@ -85,11 +81,8 @@ def _check_timeout() -> None:
     assert ended == [1], ended
 
 
-def test_a_collective_that_times_out_silently_ends_all():
-    run_processes(3, _check_timeout)
-
-
-def _check_quiet() -> None:
+@on_ranks(3)
+def test_nobody_is_accused_without_reason():
     """A rank is late, but within the limit. A second watch does not read the keys of the first."""
     lines = _note_lines()
     for _ in range(2):
@@ -99,10 +92,6 @@ def _check_quiet() -> None:
                 dist.all_reduce(torch.zeros(1))
             time.sleep(0.3 * dist.get_rank())  # leaving early is no death
     assert lines == [], lines
-
-
-def test_nobody_is_accused_without_reason():
-    run_processes(3, _check_quiet)
 
 
 def _status(waits=True, collectives=5) -> dict:
