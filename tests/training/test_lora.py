@@ -156,12 +156,7 @@ def test_a_run_is_pefts_loop(folder, name):
         optimizer = torch.optim.SGD(groups, lr=LR)
     else:
         optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
-    documents = by_hand.ordered(by_hand.read_documents(folder / "shards"), epochs=1)
-    sequences = by_hand.pack(documents, SEQ_LEN)
-    steps = [
-        sum(sequences[start : start + accumulated], [])
-        for start in range(0, STEPS * accumulated, accumulated)
-    ]
+    steps = by_hand.steps_of(folder / "shards", STEPS, SEQ_LEN, accumulated)
     wanted = by_hand.train(model, optimizer, steps, [LR] * STEPS, 0.0, z_loss)
 
     train(folder, output, case.model, case.settings)
@@ -169,11 +164,8 @@ def test_a_run_is_pefts_loop(folder, name):
         assert line["loss"] == pytest.approx(by_peft.loss, rel=case.rel), line["step"]
         assert line["grad_norm"] == pytest.approx(by_peft.grad_norm, rel=case.rel), line["step"]
     expected = peft.get_peft_model_state_dict(model)
-    assert_close(
-        load_file(folder / output / f"huggingface/step-{STEPS}/adapter_model.safetensors"),
-        expected,
-        case.rel,
-    )
+    found = load_file(folder / output / f"huggingface/step-{STEPS}/adapter_model.safetensors")
+    assert_close(found, expected, case.rel)
     assert all(not torch.equal(trained[name], before[name]) for name in trained)
 
 
@@ -312,9 +304,8 @@ def test_validation_drops_nothing(folder):
     }
     train(folder, "validated", "Qwen3", settings)
     train(folder, "unvalidated", "Qwen3", {"optimizer.lr": 0.1, "lora.dropout": 0.6})
-    assert (
-        lines_of(folder / "validated")[-1]["loss"] == lines_of(folder / "unvalidated")[-1]["loss"]
-    )
+    last = [lines_of(folder / name)[-1] for name in ("validated", "unvalidated")]
+    assert last[0]["loss"] == last[1]["loss"]
     adapter = folder / f"validated/huggingface/step-{STEPS}"
     model = peft.PeftModel.from_pretrained(read_model(folder / "Qwen3"), adapter).eval()
     tokens = torch.tensor([*held_out, 256])

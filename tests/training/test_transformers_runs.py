@@ -121,9 +121,9 @@ def test_a_hybrid_model_reads_joined_documents_as_transformers_does(folder: Path
     joined = {"attention.mask": "causal_across_documents", "optimizer.lr": 1e-30}
     train(folder, "qwen3_5", "joined", joined)
     model = read_model(folder / "qwen3_5")
-    documents = by_hand.ordered(by_hand.read_documents(folder / "shards"), 1)
-    assert any(len(pieces) > 1 for pieces in by_hand.pack(documents, SEQ_LEN)[:STEPS])
-    sequences = by_hand.pack(documents, SEQ_LEN, joined=True)[:STEPS]
+    packed = by_hand.steps_of(folder / "shards", STEPS, SEQ_LEN)
+    assert any(len(pieces) > 1 for pieces in packed)
+    sequences = by_hand.steps_of(folder / "shards", STEPS, SEQ_LEN, joined=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
     wanted = by_hand.train(model, optimizer, sequences, [1e-30] * STEPS, 0.0, 0.0)
     losses = [line["loss"] for line in lines_of(folder / "qwen3_5-joined")]

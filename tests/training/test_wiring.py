@@ -150,12 +150,15 @@ def _reference(folder: Path, case: Case, model: nn.Module, loss=by_hand.loss_sum
         betas = settings["optimizer.beta1"], settings["optimizer.beta2"]
         options |= {"betas": betas, "eps": settings["optimizer.eps"]}
     optimizer = kind(groups, **options)
-    documents = by_hand.ordered(by_hand.read_documents(folder / "shards"), 3, case.shuffle_seed)
-    sequences = iter(by_hand.pack(documents, SEQ_LEN, case.joined))
-    steps = []
-    for _ in case.factors:
-        of_step = [next(sequences) for _ in range(case.sequences_per_step)]
-        steps.append([piece for pieces in of_step for piece in pieces])
+    steps = by_hand.steps_of(
+        folder / "shards",
+        len(case.factors),
+        SEQ_LEN,
+        case.sequences_per_step,
+        case.shuffle_seed,
+        case.joined,
+        epochs=3,
+    )
     learning_rates = [LR * factor for factor in case.factors]
     max_norm, z_loss = settings["training.max_norm"], settings.get("training.z_loss", 0.0)
     return by_hand.train(model, optimizer, steps, learning_rates, max_norm, z_loss, loss)
