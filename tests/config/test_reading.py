@@ -6,16 +6,7 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from titan_sparse.config import (
-    Config,
-    ConfigError,
-    Flags,
-    field_docs,
-    load,
-    save,
-    to_toml,
-    usage,
-)
+from titan_sparse.config import Config, ConfigError, Flags, field_docs, load, save, to_toml, usage
 from titan_sparse.config.reading import dense_layers
 
 

@@ -38,10 +38,7 @@ def reference(folder: str, template: str, messages: list[dict]) -> dict:
         bos_token="<|begin_of_text|>",
     )
     return tokenizer.apply_chat_template(
-        messages,
-        chat_template=template,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
+        messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
     )
 
 

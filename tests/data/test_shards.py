@@ -8,13 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.helpers import (
-    lettered_texts,
-    open_loader,
-    prepared,
-    read_shards,
-    train_tokenizer,
-)
+from tests.data.helpers import lettered_texts, open_loader, prepared, read_shards, train_tokenizer
 from titan_sparse.config import Data
 from titan_sparse.data.shards import DataError, TokenShards
 from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer

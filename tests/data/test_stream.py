@@ -143,11 +143,7 @@ def test_resume_equals_uninterrupted_on_any_ranks(tmp_path, is_prepared, kind, c
 )
 def test_counters_by_hand(kind, seq_len, expected):
     loader = make_loader(
-        ["aaa", "b", "cc"],
-        seq_len=seq_len,
-        shuffle=False,
-        min_document_length=2,
-        sequences=kind,
+        ["aaa", "b", "cc"], seq_len=seq_len, shuffle=False, min_document_length=2, sequences=kind
     )
     assert [(next(loader), counters(loader))[1] for _ in expected] == expected
 

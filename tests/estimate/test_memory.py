@@ -331,11 +331,7 @@ def _on_four(schedule: str, **changes) -> dict:
         # dq, dk and dv; and the keys and values, or gradients, that are sent.
         ({}, _on_four("ring"), 4 * QUERY + 4 * 2 * KV + 4 * 2 * KV),
         # dk and dv; dq as a sum and as it is sent; q, d_out and out in bf16.
-        (
-            {},
-            _on_four("ring", circulates_queries=True),
-            4 * 2 * KV + 4 * 2 * QUERY + 2 * 3 * QUERY,
-        ),
+        ({}, _on_four("ring", circulates_queries=True), 4 * 2 * KV + 4 * 2 * QUERY + 2 * 3 * QUERY),
         # dk and dv of four ranks, of both heads, or of the only one.
         ({}, _on_four("all_gather"), 2 * 4 * 4 * KV),
         # Two of four heads at a time: their keys and values are copied, in bf16.

@@ -85,10 +85,7 @@ def test_the_activation_is_rounded_once():
     exact = [gate.double().requires_grad_(), up.double().requires_grad_()]
     hidden = nn.functional.silu(exact[0]) * exact[1]
     wanted = [hidden, hidden, *torch.autograd.grad(hidden, exact, d_hidden.double())]
-    found = [
-        chunked_mlp.swiglu(gate, up),
-        *chunked_mlp.swiglu_backward(gate, up, d_hidden),
-    ]
+    found = [chunked_mlp.swiglu(gate, up), *chunked_mlp.swiglu_backward(gate, up, d_hidden)]
     for got, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=1e-6)
 

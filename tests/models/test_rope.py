@@ -99,8 +99,7 @@ def _turned_by_transformers(q: Tensor, k: Tensor, positions: Tensor) -> list[Ten
 
 
 @pytest.mark.parametrize(
-    "dtype, sharded",
-    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    "dtype, sharded", [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 )
 def test_a_decoder_turns_far_tokens_as_transformers_does(dtype: torch.dtype, sharded: bool) -> None:
     """In bf16 too: tables of bf16, or positions, would change a third of the elements or all."""

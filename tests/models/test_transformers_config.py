@@ -19,10 +19,7 @@ from titan_sparse.models.build import build_decoder
 from titan_sparse.models.flavours import FLAVOURS, choose_implementation, resolve
 from titan_sparse.models.huggingface import check_weights
 from titan_sparse.models.huggingface_config import FAMILIES
-from titan_sparse.models.transformers_config import (
-    TransformersConfig,
-    read_transformers_config,
-)
+from titan_sparse.models.transformers_config import TransformersConfig, read_transformers_config
 
 SIZES_NEEDED = """
 vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size

@@ -23,12 +23,7 @@ from titan_sparse.models.initialization import initialize
 from titan_sparse.training import preflight
 from titan_sparse.training.attention import build_pattern
 from titan_sparse.training.faults.process_groups import build_meshes
-from titan_sparse.training.model import (
-    check_float8,
-    checkpointed,
-    convert_to_float8,
-    parallelize,
-)
+from titan_sparse.training.model import check_float8, checkpointed, convert_to_float8, parallelize
 from titan_sparse.training.step_shape import step_of
 from titan_sparse.training.trainer import Trainer
 
@@ -40,13 +35,7 @@ BLOCKS = TINY.layers
     [
         # Weights are sharded over one axis: with two, fully_shard would copy them.
         (Parallelism(cp=4), 2, list(range(8)), [[4, 5], [6, 7]], (2, 1)),
-        (
-            Parallelism(dp_replicate=2, cp=2),
-            1,
-            [[0, 1, 2, 3], [4, 5, 6, 7]],
-            [[4], [5]],
-            (4, 2),
-        ),
+        (Parallelism(dp_replicate=2, cp=2), 1, [[0, 1, 2, 3], [4, 5, 6, 7]], [[4], [5]], (4, 2)),
     ],
 )
 def test_meshes_by_hand(parallelism, cp_intra, fsdp, cp, dp):

@@ -40,10 +40,7 @@ TABLE = {
     "both": (SAVE | dict(validation_is_due=True), Decision(saves=True, validates=True)),
     "a save amid bad updates waits": (SAVE | dict(bad_in_a_row=2), Decision(save_is_late=True)),
     "no save is due amid bad updates": (dict(bad_in_a_row=2), Decision()),
-    "but the last step is saved": (
-        SAVE | dict(bad_in_a_row=2, is_last=True),
-        Decision(saves=True),
-    ),
+    "but the last step is saved": (SAVE | dict(bad_in_a_row=2, is_last=True), Decision(saves=True)),
     "a problem": (SAVE | dict(has_problem=True, validation_is_due=True), Decision(goes_back=True)),
     "a problem in the last step": (
         SAVE | dict(has_problem=True, is_last=True),

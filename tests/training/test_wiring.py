@@ -23,14 +23,7 @@ from tests.distributed import run_processes
 from tests.runs import weights_of
 from tests.training import reference_loop as by_hand
 from tests.training.reference_loop import Line, Piece
-from tests.training.wired_run import (
-    SEQ_LEN,
-    lines_of,
-    read_model,
-    run,
-    write_model,
-    write_shard,
-)
+from tests.training.wired_run import SEQ_LEN, lines_of, read_model, run, write_model, write_shard
 from titan_sparse import loss as loss_module
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Documents
@@ -406,10 +399,7 @@ def _rounded_loss(model: Decoder, piece: Piece, z_loss: float) -> Tensor:
 
 def _bfloat16_runs(folder: Path) -> None:
     for replicas in (1, 2):
-        model = {
-            "model.initial_hf": folder / BFLOAT16.family,
-            "parallelism.dp_replicate": replicas,
-        }
+        model = {"model.initial_hf": folder / BFLOAT16.family, "parallelism.dp_replicate": replicas}
         weights = weights_of(run(folder, f"bfloat16-{replicas}", BFLOAT16.settings | model))
         if dist.get_rank() == 0:
             torch.save(weights, folder / f"bfloat16-{replicas}.pt")

@@ -161,11 +161,7 @@ def _be_killed(folder: Path, name: str, call: int, mode: str) -> None:
 
 @pytest.mark.parametrize(
     "name, call, mode, whole",
-    [
-        ("_write_bytes", 11, "disabled", 3),
-        ("publish", 4, "async", 3),
-        ("rotate", 4, "disabled", 4),
-    ],
+    [("_write_bytes", 11, "disabled", 3), ("publish", 4, "async", 3), ("rotate", 4, "disabled", 4)],
 )
 def test_killed_inside_a_save(alone, tmp_path, caplog, name, call, mode, whole):
     """At any point there is a whole checkpoint, and going on from it equals never having died."""
