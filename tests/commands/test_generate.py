@@ -26,9 +26,8 @@ PROMPT = "w3 w14 w15 w9"
 
 def _write_tokenizer(folder, end: str) -> None:
     words = ["<user>", "<assistant>", *WORDS]
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, "w0")
-    )
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
     about = {"eos_token": end, "tokenizer_class": "PreTrainedTokenizerFast"}
@@ -49,7 +48,9 @@ def model(tmp_path_factory):
 def _by_transformers(folder, ids: list[int], **options) -> list[int]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = torch.tensor([ids])
-    out = model.generate(tokens, do_sample=False, pad_token_id=0, **options)
+    # Without a mask, transformers would take the first word, 0, for padding.
+    seen = torch.ones_like(tokens)
+    out = model.generate(tokens, attention_mask=seen, do_sample=False, pad_token_id=0, **options)
     return out[0, len(ids) :].tolist()
 
 
@@ -152,9 +153,8 @@ def test_folders_without_a_whole_model_are_refused(tmp_path, capsys):
     assert "holds no complete checkpoint" in capsys.readouterr().err
     (tmp_path / "adapter_config.json").write_text("{}")
     assert main([str(tmp_path), "a"]) == 2
-    assert (
-        "holds adapters alone; write the run, or what export_hf --merge" in capsys.readouterr().err
-    )
+    said = "holds adapters alone; write the run, or what export_hf --merge"
+    assert said in capsys.readouterr().err
     (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "config.json").write_text("{}")
     assert main([str(tmp_path), "a"]) == 2

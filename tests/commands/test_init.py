@@ -136,10 +136,8 @@ def test_prepared_chats_and_text_are_shown_too(words, tmp_path, capsys):
     assert show_data.main([*options, "--plain"]) == 0
     printed = capsys.readouterr().out
     assert "out: 2 samples, messages" in printed and "⟦yes<|im_end|>⟧" in printed
-    assert (
-        "text.jsonl: 1 samples, text" in printed
-        and "⟦<|begin_of_text|>hello<|endoftext|>⟧" in printed
-    )
+    assert "text.jsonl: 1 samples, text" in printed
+    assert "⟦<|begin_of_text|>hello<|endoftext|>⟧" in printed
 
 
 def test_mistakes_are_one_line(words, tmp_path, capsys):

@@ -59,9 +59,8 @@ def train_tokenizer(folder: Path, special: list[str]) -> tokenizers.Tokenizer:
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
     tokenizer.enable_truncation(4)
-    tokenizer.enable_padding(
-        length=9, pad_token=special[-1], pad_id=tokenizer.token_to_id(special[-1])
-    )
+    pad_id = tokenizer.token_to_id(special[-1])
+    tokenizer.enable_padding(length=9, pad_token=special[-1], pad_id=pad_id)
     tokenizer.save(str(folder / "tokenizer.json"))
     return tokenizer
 

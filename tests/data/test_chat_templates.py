@@ -173,10 +173,8 @@ def chats(content: str | None, **keys) -> list[list[dict]]:
     answer = {"role": "assistant", "content": content, **keys}
     first = [{"role": "user", "content": "hello"}, answer]
     role = "tool" if keys else "user"
-    return [
-        first,
-        [*first, {"role": role, "content": "the"}, {"role": "assistant", "content": "yes"}],
-    ]
+    second = [{"role": role, "content": "the"}, {"role": "assistant", "content": "yes"}]
+    return [first, first + second]
 
 
 def calls(*arguments: dict) -> list[dict]:

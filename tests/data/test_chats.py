@@ -112,9 +112,8 @@ def test_answers_are_those_of_the_templates_that_trl_marks(tmp_path, names, chat
             got = encode(folder, chat)
             wanted = trl_masks(folder, name, with_objects(chat))
             count = len(wanted.tokens)
-            assert marked(Encoded(got.tokens[:count], got.learned[:count]), folder) == marked(
-                wanted, folder
-            )
+            got = Encoded(got.tokens[:count], got.learned[:count])
+            assert marked(got, folder) == marked(wanted, folder)
 
 
 def test_a_template_that_marks_an_answer_without_its_end_still_teaches_it(tmp_path):

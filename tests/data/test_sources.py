@@ -65,10 +65,7 @@ MESSAGES = [
     ([], '"messages" holds no message of the role "assistant"'),
     (["hi", YES], "messages[0] is not an object with a role and content"),
     ([{"value": "x"}, YES], "messages[0] has the role null"),
-    (
-        [{"from": "bot", "value": "x"}, YES],
-        'messages[0] has "from": "bot"; write one of human, gpt',
-    ),
+    ([{"from": "bot", "value": "x"}, YES], 'messages[0] has "from": "bot"; write one of human, '),
     ([{"from": ["gpt"], "value": "x"}, YES], 'messages[0] has "from": ["gpt"]; write one of human'),
     ([HI, {"from": "function_call", "value": "f()"}], "messages[1]: a string that is not JSON"),
     ([HI, {"from": "function_call", "value": "[1]"}], "a tool call without the name of a function"),
@@ -141,9 +138,8 @@ def test_rows_in_the_sharegpt_form():
 
 def test_sharegpt_roles_that_trl_reads():
     trl = pytest.importorskip("trl")
-    row = {
-        "conversations": [{"from": "user", "value": "hi"}, {"from": "assistant", "value": "yes"}]
-    }
+    talk = [{"from": "user", "value": "hi"}, {"from": "assistant", "value": "yes"}]
+    row = {"conversations": talk}
     wanted = trl.maybe_convert_to_chatml(json.loads(json.dumps(row)))["messages"]
     assert read(row)["messages"] == wanted == [HI, YES]
 
@@ -284,15 +280,13 @@ def test_other_forms_of_chats_of_the_hub(monkeypatch, tmp_path, caplog, form, ro
     path = tmp_path / "chats.jsonl"
     write_rows(path, rows)
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    hub(
-        monkeypatch, datasets.Dataset.from_list([{**dict.fromkeys(columns), **row} for row in rows])
-    )
+    filled = [{**dict.fromkeys(columns), **row} for row in rows]
+    hub(monkeypatch, datasets.Dataset.from_list(filled))
     with caplog.at_level("INFO", "titan_sparse"):
         of_file = open_source(Data(source=str(path), format="messages"))
         source = open_source(Data(source="owner/chats", format="messages"))
-    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
-        f"rows with {form}"
-    ] * 2
+    forms = [record.getMessage().partition(": ")[2] for record in caplog.records]
+    assert forms == [f"rows with {form}"] * 2
     samples = [json.loads(text) for text in source]
     assert samples == [
         {**json.loads(text), "where": f"owner/chats, row {number}"}

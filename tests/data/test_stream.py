@@ -152,9 +152,8 @@ def test_documents_that_give_no_sample_are_counted(tmp_path, caplog):
     source = prepared(tmp_path)
     with caplog.at_level(logging.INFO, logger="titan_sparse"):
         open_loader(Data(source=source, sequences="fixed"))
-    assert caplog.messages == [
-        "data: 3 of 9 documents are left out: they have fewer than 15 tokens"
-    ]
+    said = "data: 3 of 9 documents are left out: they have fewer than 15 tokens"
+    assert caplog.messages == [said]
 
 
 def test_as_many_tokens_as_allowed_are_kept_in_memory(monkeypatch):
@@ -249,10 +248,7 @@ def test_another_mixture_is_another_stream(tmp_path):
             {"source": ["a" * 90], "sequences": "fixed", "seq_len": 92},
             r'"fixed": .*training.seq_len = 92 .*\(the longest has 91 tokens\)',
         ),
-        (
-            {"source": ["a" * 90], "sequences": "fixed", "min_document_length": 91},
-            "data.min_document_length = 91",
-        ),
+        ({"source": ["a" * 9], "sequences": "fixed", "min_document_length": 10}, "length = 10"),
     ],
 )
 def test_a_source_without_a_sequence_is_refused_when_opened(options, message, caplog):

@@ -188,9 +188,8 @@ def test_another_tokenizer_than_the_model_s_must_be_meant(tmp_path):
     def open_with(tokenizer: str, model: str = own, **options) -> Tokenizer:
         random = options.pop("random_weights", False)
         data = Data(tokenizer=tokenizer, **options)
-        return open_tokenizer(
-            Config(data=data, model=Model(initial_hf=model, random_weights=random))
-        )
+        read = Model(initial_hf=model, random_weights=random)
+        return open_tokenizer(Config(data=data, model=read))
 
     # The default is the model's, and a copy or more tokens are no other tokenizer.
     assert open_with("").folder == tmp_path / "model"

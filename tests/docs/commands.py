@@ -34,6 +34,10 @@ class Parsed(Exception):
 
 SMALL_LOSS = ("--tokens=64", "--hidden=16", "--vocab=100", "--chunk-tokens=32", "--repeats=1")
 
+SMALL_PAYS = (
+    *("--lengths=256", "--batches=1", "--data.tokenizer=bytes", "--attention.block_size=16"),
+    *("--training.device=cpu", "--training.dtype=float32"),
+)
 RULES: dict[str, tuple[str, ...] | None] = {
     "scripts.benchmarks.attention": None,
     "scripts.benchmarks.context_parallel": None,
@@ -41,17 +45,7 @@ RULES: dict[str, tuple[str, ...] | None] = {
     "scripts.benchmarks.loss": SMALL_LOSS,
     "scripts.benchmarks.many_gpus": None,
     "scripts.benchmarks.plots": (),
-    "scripts.benchmarks.sparse_pays": (
-        *(
-            "--lengths=256",
-            "--batches=1",
-            "--training.device=cpu",
-            "--training.dtype=float32",
-            "--data.tokenizer",
-            "bytes",
-        ),
-        "--attention.block_size=16",
-    ),
+    "scripts.benchmarks.sparse_pays": SMALL_PAYS,
     "scripts.benchmarks.steps": (),
     "scripts.calibrate": None,
     "scripts.compare_runs": (),

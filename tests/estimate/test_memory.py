@@ -147,9 +147,8 @@ def test_bytes_of_parameters_are_those_of_the_model():
     )
     with fake_world(4):
         mesh = init_device_mesh("cpu", (4,))
-        decoder = build_model(
-            config, model, adapters, Attends(None, None), mesh, torch.device("cpu")
-        )
+        cpu = torch.device("cpu")
+        decoder = build_model(config, model, adapters, Attends(None, None), mesh, cpu)
         local = {True: 0, False: 0}
         for parameter in decoder.parameters():
             local[parameter.requires_grad] += parameter.to_local().nbytes

@@ -211,9 +211,8 @@ def test_costs_by_hand(change, shape, block_size, transfer):
 def test_a_run_reads_its_file(tmp_path):
     assert costs_of_run(Config(), MODEL) is None
     config = _config_with(tmp_path, vars(ROUND_RATES))
-    wanted = costs_of(
-        ROUND_RATES, shape_of(config, MODEL), MODEL.heads, config.attention.block_size
-    )
+    shape = shape_of(config, MODEL)
+    wanted = costs_of(ROUND_RATES, shape, MODEL.heads, config.attention.block_size)
     assert costs_of_run(config, MODEL) == wanted
 
 

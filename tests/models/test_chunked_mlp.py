@@ -26,9 +26,8 @@ def _gradients(module: nn.Module, x: Tensor, *args) -> list[Tensor]:
     row to row."""
     x = x.clone().requires_grad_()
     out = module(x, *args)
-    d_out = torch.randn(
-        out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    ).to(out.dtype)
+    generator = torch.Generator().manual_seed(1)
+    d_out = torch.randn(out.shape, dtype=torch.float64, generator=generator).to(out.dtype)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return [out.detach(), *torch.autograd.grad(out, [x, *trained], d_out)]
 
@@ -118,9 +117,8 @@ def _block(chunk_tokens: int) -> tuple[Block, tuple[Tensor, ...]]:
     mlp = (lambda config: ChunkedMLP(config, chunk_tokens)) if chunk_tokens else MLP
     block = Block(CONFIG, dense_attend, mlp).double()
     positions = torch.arange(96)[None]
-    cos, sin = rope_tables(
-        *inverse_frequencies(CONFIG.rope, CONFIG.head_dim), positions, torch.float64
-    )
+    frequencies = inverse_frequencies(CONFIG.rope, CONFIG.head_dim)
+    cos, sin = rope_tables(*frequencies, positions, torch.float64)
     return block, (cos, sin, causal(96))
 
 

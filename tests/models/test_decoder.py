@@ -137,9 +137,8 @@ def test_same_seed_same_weights_other_seed_other_weights() -> None:
     drawn = [name for name, x in first.items() if x.ndim == 2]
     assert len(drawn) == 1 + 7 * TINY.layers
     assert not any(torch.equal(first[name], other[name]) for name in drawn)
-    assert not torch.equal(
-        first["layers.0.mlp.up_proj.weight"], first["layers.1.mlp.up_proj.weight"]
-    )
+    one, another = (first[f"layers.{layer}.mlp.up_proj.weight"] for layer in range(2))
+    assert not torch.equal(one, another)
 
 
 def test_distributions() -> None:
@@ -152,15 +151,6 @@ def test_distributions() -> None:
         else:
             std = 0.02 / math.sqrt(8) if "o_proj" in name or "down_proj" in name else 0.02
             assert x.std().item() == pytest.approx(std, rel=0.05) and x.abs().max() <= 3 * std
-
-
-def test_wrappers_do_not_change_the_weights() -> None:
-    plain, wrapped = build(TINY, seed=1), build(TINY, seed=2)
-    wrapped.layers["0"] = torch.compile(wrapped.layers["0"], backend="eager")
-    initialize(wrapped, 1, TINY)
-    assert any("_orig_mod" in name for name, _ in wrapped.named_parameters())
-    for (_, a), (_, b) in zip(plain.named_parameters(), wrapped.named_parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 class Counted:

@@ -91,9 +91,8 @@ def test_a_block_with_adapters_is_the_formula():
                 parameter += 2.0 * b @ a
     tokens, positions = sample(TINY)
     mask = causal(tokens.shape[1])
-    torch.testing.assert_close(
-        model(tokens, positions, mask), plain(tokens, positions, mask), rtol=1e-9, atol=1e-9
-    )
+    wanted = plain(tokens, positions, mask)
+    torch.testing.assert_close(model(tokens, positions, mask), wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_first_adapters():

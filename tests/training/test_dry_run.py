@@ -121,10 +121,10 @@ def test_launch_on_one_node():
 
 
 @pytest.mark.parametrize(
-    "words, ranks", [([], 1), (["--parallelism.cp", "4", "--attention.layout", "zigzag"], 8)]
+    "words, ranks", [("", 1), ("--parallelism.cp 4 --attention.layout zigzag", 8)]
 )
 def test_longest_length_is_the_last_that_fits(words, ranks):
-    config, _ = load_and_check([*SMALL, *words], ranks, ranks)
+    config, _ = load_and_check([*SMALL, *words.split()], ranks, ranks)
     where = World(ranks, ranks, 80.0)
     text, found = find_max_length(config, where)
     longest = int(re.search(r"seq_len = (\d+)", text)[1])

@@ -96,9 +96,7 @@ CASES = {
         },
         4,
     ),
-    "rows of native Qwen3, whose head is tied": Case(
-        "Qwen3", {"lora.trainable_tokens": "e, a"}, 14, tables=1
-    ),
+    "rows of a tied Qwen3": Case("Qwen3", {"lora.trainable_tokens": "e, a"}, 14, tables=1),
     "rows of native Llama": Case(
         "Llama",
         {

@@ -96,10 +96,8 @@ def test_updates_of_shards_are_torchs_of_dtensors_to_the_bit():
         section = Optimizer(name=name, implementation=implementation, weight_decay=0.1)
         optimizer = build_optimizer(ours, section, "cpu")
         betas = {} if name == "SGD" else {"betas": (section.beta1, section.beta2)}
-        kinds = {
-            "fused": theirs_fused,
-            "foreach": implementation != "for-loop" and not theirs_fused,
-        }
+        uses_foreach = implementation != "for-loop" and not theirs_fused
+        kinds = {"fused": theirs_fused, "foreach": uses_foreach}
         reference = getattr(torch.optim, name)(parameter_groups(theirs, 0.1), **betas, **kinds)
         for step, max_norm in enumerate((math.inf, 0.3, 1e3)):
             for number, pair in enumerate(zip(ours.parameters(), theirs.parameters())):

@@ -25,26 +25,15 @@ from titan_sparse.config import to_toml
 from titan_sparse.training import preflight
 from titan_sparse.training.run_folder import begin_start, git_commit, log_error
 
-WORDS = [
-    "--data.source=texts",
-    "--data.tokenizer=tokenizer.json",
-    "--model.initial_hf=hf",
-    "--model.vocab_size=0",
-    "--training.device=cpu",
-    "--training.dtype=float32",
-    "--training.seq_len=64",
-    "--training.steps=2",
-    "--attention.pattern=dense",
-    "--attention.block_size=16",
-    "--checkpoint.enable",
-    "--lr_scheduler.warmup_steps=1",
-    "--metrics.tensorboard=false",
-]
-BALANCED = [
-    "--parallelism.cp=2",
-    "--attention.layout=balanced",
-    "--attention.balance_costs=costs.json",
-]
+WORDS = """
+    --data.source=texts --data.tokenizer=tokenizer.json --model.initial_hf=hf --model.vocab_size=0
+    --training.device=cpu --training.dtype=float32 --training.seq_len=64 --training.steps=2
+    --attention.pattern=dense --attention.block_size=16 --checkpoint.enable
+    --lr_scheduler.warmup_steps=1 --metrics.tensorboard=false
+""".split()
+BALANCED = """
+    --parallelism.cp=2 --attention.layout=balanced --attention.balance_costs=costs.json
+""".split()
 
 KEYS = {
     # key: what rank 0 has, what rank 1 has

@@ -40,10 +40,8 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "budget, max_verticals, max_slashes", [("independent", 200, 12), ("joint", 60, 8)]
-)
-def test_a_run_whose_caps_cut(folder, monkeypatch, budget, max_verticals, max_slashes):
+@pytest.mark.parametrize("budget, caps", [("independent", (200, 12)), ("joint", (60, 8))])
+def test_a_run_whose_caps_cut(folder, monkeypatch, budget, caps):
     """Every selection counts, of steps without a line too, and each of them once, although blocks
     are computed again."""
     seen = []
@@ -68,8 +66,8 @@ def test_a_run_whose_caps_cut(folder, monkeypatch, budget, max_verticals, max_sl
         attention__vertical_slash__count_sinks=True,
         attention__vertical_slash__local_slashes=2,
         attention__vertical_slash__recall=0.8,
-        attention__vertical_slash__max_verticals=max_verticals,
-        attention__vertical_slash__max_slashes=max_slashes,
+        attention__vertical_slash__max_verticals=caps[0],
+        attention__vertical_slash__max_slashes=caps[1],
     )
     train(config)
     lines = metrics_of(config)
@@ -279,9 +277,8 @@ def _check_waiting() -> None:
         assert compute.max() < 500 and elapsed[dist.get_rank()] < took
         logged = context_parallel_averages(seen)
         assert logged["exposed_communication_ms"] == pytest.approx(waited.mean().item())
-        assert logged["exposed_communication_share"] == pytest.approx(
-            (waited.sum() / elapsed.sum()).item()
-        )
+        share = waited.sum() / elapsed.sum()
+        assert logged["exposed_communication_share"] == pytest.approx(share.item())
         assert logged["worker_imbalance_time"] == pytest.approx(worker_imbalance(compute).item())
 
 

@@ -85,9 +85,8 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("transformers")
     write_shard(folder)
     for name in {*ALL, *SPREAD}:
-        save_model(
-            folder / name, name, **(ROUTED if name in ("mixtral", "gpt_oss", "qwen3_next") else {})
-        )
+        routed = ROUTED if name in ("mixtral", "gpt_oss", "qwen3_next") else {}
+        save_model(folder / name, name, **routed)
     for name in SPREAD:
         if name != "qwen3_next":
             train(folder, name, "one", {})

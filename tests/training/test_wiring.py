@@ -340,9 +340,8 @@ def test_validation_is_the_loss_of_transformers(folder):
     assert lines[-1]["loss"] == pytest.approx((totals.sum() / counts.sum()).item(), rel=1e-5)
     buckets = lines[-1]["buckets"]
     assert [bucket["tokens"] for bucket in buckets] == counts.tolist()
-    assert [bucket["loss"] for bucket in buckets] == pytest.approx(
-        (totals / counts).tolist(), rel=1e-5
-    )
+    losses = [bucket["loss"] for bucket in buckets]
+    assert losses == pytest.approx((totals / counts).tolist(), rel=1e-5)
     assert lines[0]["loss"] != lines[1]["loss"]
 
 

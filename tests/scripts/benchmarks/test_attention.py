@@ -91,10 +91,8 @@ def test_rows_of_masks_count_visible_pairs(rows, mask, masks):
 
 def test_rows_of_patterns(rows):
     dense, *found = _rows(rows, case="patterns")
-    assert [row["name"] for row in found[:2]] == [
-        "vertical_slash, joint",
-        "vertical_slash, independent",
-    ]
+    names = [row["name"] for row in found[:2]]
+    assert names == ["vertical_slash, joint", "vertical_slash, independent"]
     for row in found:
         assert 0 < row["density"] < 1 and 0 < row["recall_of_worst_head"] <= row["recall"] < 1
         assert row["step_ms"] == pytest.approx(row["selection_ms"] + row["total_ms"], rel=1e-4)

@@ -43,22 +43,18 @@ def test_torchtitan_has_the_weights_and_the_data(tmp_path, monkeypatch):
     trainers.write_model("toy", tmp_path / "toy", args)
     trainers.write_texts(tmp_path, 128, 2)
     texts = trainers.read_texts(tmp_path)
-    trainer, _ = trainers.torchtitan_trainer(
-        "toy", tmp_path / "toy", tmp_path, texts, "cpu", cuda_graphs=False
-    )
+    folder = tmp_path / "toy"
+    trainer, _ = trainers.torchtitan_trainer("toy", folder, tmp_path, texts, "cpu", False)
     trainer.checkpointer.load(step=-1)
     inputs, labels = next(trainer.batch_generator(trainer.dataloader))
     assert torch.equal(labels, torch.tensor([[*texts[0][1:], -100]]))
     tokens, _, others = trainer.post_dataloading_process(inputs, labels)
     [model] = trainer.model_parts
     model._skip_lm_head = False
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "toy", dtype=torch.float32
-    )
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        torch.testing.assert_close(
-            model(tokens, **others), reference(tokens).logits, rtol=0, atol=1e-4
-        )
+        found = model(tokens, **others)
+        torch.testing.assert_close(found, reference(tokens).logits, rtol=0, atol=1e-4)
 
 
 TOY = ["--shapes", "toy", "--tokens", "512", "--steps", "2", "--density", "0.5"]

@@ -81,9 +81,8 @@ def test_report_says_what_was_logged(toy):
     run = found["runs"][SPARSE]
     # Step 1, and every second.
     assert len(run["recall"]) == 3
-    assert run["recall"] == {
-        str(step): line["recall"] for step, line in sparse.items() if "recall" in line
-    }
+    recall = {str(step): line["recall"] for step, line in sparse.items() if "recall" in line}
+    assert run["recall"] == recall
     densities = [line["density"] for line in sparse.values()]
     assert run["mean_density"] == pytest.approx(sum(densities) / len(densities))
     assert run["times_read"] == TOY.steps * TOY.context / found["text"]["train"]["tokens"]
