@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,6 +121,15 @@ def _gpu_as_before(request: pytest.FixtureRequest) -> None:
         dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A folder for runs, with texts to train on."""
+    from tests.runs import write_texts
+
+    write_texts(tmp_path / "texts")
+    return tmp_path
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.runs import TINY, metrics_of, tiny_config, train, write_texts
+from tests.runs import TINY, metrics_of, tiny_config, train
 from titan_sparse.estimate.flops import (
     causal_pairs,
     flops_per_token,
@@ -107,12 +107,11 @@ def test_utilization_is_one_at_the_peak_and_never_more(float8):
     assert with_float8 < utilization(model, pairs, 100.0, peak, False) < 1
 
 
-def test_log_keeps_dense_equivalent_apart(tmp_path, caplog):
-    write_texts(tmp_path / "texts")
+def test_log_keeps_dense_equivalent_apart(texts, caplog):
 
     def lines(peak_tflops: float) -> list[dict]:
         settings = {"metrics__peak_tflops": peak_tflops, "metrics__recall_every": 0}
-        config = tiny_config(tmp_path, f"{peak_tflops}", training__steps=2, **settings)
+        config = tiny_config(texts, f"{peak_tflops}", training__steps=2, **settings)
         train(config)
         return metrics_of(config)
 

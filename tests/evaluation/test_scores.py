@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from tests.distributed import on_one_rank, run_processes
 from tests.models.transformers_models import save_model
-from tests.runs import TINY, tiny_config, write_texts
+from tests.runs import TINY, tiny_config
 from titan_sparse.config import Data
 from titan_sparse.data.documents import Documents, TokenizedTexts, open_documents
 from titan_sparse.data.preparing import prepare
@@ -78,12 +78,11 @@ def test_what_cannot_be_measured_is_refused():
             generate(None, prompts, 3)
 
 
-def test_tokens_of_another_vocabulary_are_refused(tmp_path):
-    write_texts(tmp_path / "texts")
-    prepare(Recipe(str(tmp_path / "texts"), shard_rows=5), str(tmp_path / "out"))
-    tokens = np.memmap(tmp_path / "out/shard_00000.bin", "<u2", "r+")
+def test_tokens_of_another_vocabulary_are_refused(texts):
+    prepare(Recipe(str(texts / "texts"), shard_rows=5), str(texts / "out"))
+    tokens = np.memmap(texts / "out/shard_00000.bin", "<u2", "r+")
     tokens[3] = 258
-    documents = open_documents(Data(source=str(tmp_path / "out")), TOKENIZER)
+    documents = open_documents(Data(source=str(texts / "out")), TOKENIZER)
     for read in (
         lambda: first_windows(documents, 50, LENGTH, 100, 30),
         lambda: haystack(documents, 9),
@@ -379,22 +378,21 @@ def _on_two_ranks(folder: Path, prompts: list[np.ndarray], expected: list) -> No
     assert _tokens(generate(scorer, prompts, NEW)) == expected
 
 
-def test_two_ranks_measure_and_write_what_a_plain_forward_and_transformers_do(tmp_path):
+def test_two_ranks_measure_and_write_what_a_plain_forward_and_transformers_do(texts):
     prompts = _prompts(45, 70)
-    model = save_model(tmp_path / FAMILY, FAMILY)
+    model = save_model(texts / FAMILY, FAMILY)
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             # Most of the softmax. Otherwise tokens would be the same without them.
             parameter.data.add_(6)
-    model.save_pretrained(tmp_path / FAMILY)
+    model.save_pretrained(texts / FAMILY)
     model.generation_config.eos_token_id = None
     expected = []
     for prompt in prompts:
         ids = torch.from_numpy(prompt)[None]
         out = model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
         expected.append(out[0, len(prompt) :].tolist())
-    write_texts(tmp_path / "texts")
-    run_processes(2, _on_two_ranks, tmp_path, prompts, expected)
+    run_processes(2, _on_two_ranks, texts, prompts, expected)
 
 
 def test_a_checkpoint_has_a_configuration_of_its_own(tmp_path):

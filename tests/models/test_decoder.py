@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.fake_step import fake_world
 from tests.models.helpers import build, dense_attend
 from tests.models.transformers_models import VOCAB, save_model
-from tests.runs import TINY, metrics_of, tiny_config, train, write_texts
+from tests.runs import TINY, metrics_of, tiny_config, train
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.config import ActivationCheckpoint, Attention, Compile
@@ -106,13 +106,12 @@ def test_their_attention_is_dense_and_that_of_others_the_pattern(tmp_path, imple
     assert is_dense == [False, True]
 
 
-def test_a_run_counts_them(tmp_path):
+def test_a_run_counts_them(texts):
     """Density and caps in metrics.jsonl, in TensorBoard, and what the cap kept below the recall."""
-    write_texts(tmp_path / "texts")
     lines = {}
     for layers in ("", "0", "0,1"):
         config = tiny_config(
-            tmp_path,
+            texts,
             f"dense {layers}",
             training__steps=1,
             metrics__tensorboard=layers == "0",

@@ -37,7 +37,7 @@ from tests.models.helpers import (
     tokens_and_positions,
     write_config,
 )
-from tests.runs import tiny_config, train, write_texts
+from tests.runs import tiny_config, train
 from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.config import Config, Model, check_start, save
 from titan_sparse.models.flavours import resolve
@@ -409,17 +409,16 @@ def _files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_run_from_hugging_face_and_back(tmp_path, capsys):
+def test_a_run_from_hugging_face_and_back(texts, capsys):
     """Resumed, without the first weights. The command exports what last_save_in_hf wrote, and changes
     nothing of the run."""
-    save_reference(tmp_path / "in", tie_word_embeddings=True)
+    save_reference(texts / "in", tie_word_embeddings=True)
     # Copies, because the file goes.
-    tensors = load_file(tmp_path / "in/model.safetensors")
+    tensors = load_file(texts / "in/model.safetensors")
     first = {name: tensor.clone() for name, tensor in tensors.items()}
-    write_texts(tmp_path / "texts")
     settings = {
         "model__flavour": "debug",
-        "model__initial_hf": str(tmp_path / "in"),
+        "model__initial_hf": str(texts / "in"),
         "training__dtype": "float32",
         "checkpoint__enable": True,
         "checkpoint__interval": 2,
@@ -427,29 +426,29 @@ def test_a_run_from_hugging_face_and_back(tmp_path, capsys):
         "optimizer__lr": 1e-3,
         "lr_scheduler__total_steps": 4,
     }
-    train(tiny_config(tmp_path, "run", **settings | {"training__steps": 2}))
-    (tmp_path / "in/model.safetensors").write_bytes(b"")  # must not be needed any more
-    resumed = train(tiny_config(tmp_path, "run", **settings | {"training__steps": 4}))
+    train(tiny_config(texts, "run", **settings | {"training__steps": 2}))
+    (texts / "in/model.safetensors").write_bytes(b"")  # must not be needed any more
+    resumed = train(tiny_config(texts, "run", **settings | {"training__steps": 4}))
     assert resumed.progress.step == 4 and resumed.loader.state_dict()["sequence"] == 4
-    run = tmp_path / "run"
+    run = texts / "run"
     written = run / "huggingface/step-4"
     out = load_file(written / "model.safetensors")
     for name, x in resumed.model.state_dict().items():
         assert torch.equal(x.full_tensor(), out["model." + name])
     dist.destroy_process_group()
     before = _files(run)
-    assert export_hf([str(run), str(tmp_path / "out")]) == 0
-    half = [str(tmp_path / "half"), "--dtype", "bfloat16"]
+    assert export_hf([str(run), str(texts / "out")]) == 0
+    half = [str(texts / "half"), "--dtype", "bfloat16"]
     assert export_hf([str(run / "checkpoint/step-2"), *half]) == 0
     assert _files(run) == before
-    for path, content in _files(tmp_path / "out").items():
+    for path, content in _files(texts / "out").items():
         assert (written / path.name).read_bytes() == content
-    half = load_file(tmp_path / "half/model.safetensors")
+    half = load_file(texts / "half/model.safetensors")
     assert half["model.norm.weight"].dtype == torch.bfloat16
     # Two steps of AdamW with a learning rate of 0.001.
     for name, tensor in half.items():
         assert 0 < (tensor.float() - first[name]).abs().max() < 0.02, name
     assert transformers.AutoModelForCausalLM.from_pretrained(written).config.vocab_size == 331
-    for source, message in ((tmp_path, "holds no complete checkpoint"), (run, "already there")):
-        assert export_hf([str(source), str(tmp_path / "out")]) == 2
+    for source, message in ((texts, "holds no complete checkpoint"), (run, "already there")):
+        assert export_hf([str(source), str(texts / "out")]) == 2
         assert message in capsys.readouterr().err

@@ -19,7 +19,7 @@ from tests.models.helpers import (
     change_tensors,
     save_reference,
 )
-from tests.runs import TINY, tiny_config, write_texts
+from tests.runs import TINY, tiny_config
 from titan_sparse.config import Config, ConfigError, check
 from titan_sparse.models import flavours
 from titan_sparse.models.flavours import resolve
@@ -179,10 +179,10 @@ EXTRA = "model.layers.2.x"
     ],
 )
 def test_tensors_that_do_not_fit_are_named_before_anything_starts(
-    tmp_path, monkeypatch, name, tensor, expected
+    texts, monkeypatch, name, tensor, expected
 ):
     monkeypatch.setattr(flavours, "FLAVOURS", dict(flavours.FLAVOURS))  # tiny_config() adds to it
-    folder = tmp_path / "in"
+    folder = texts / "in"
     save_reference(folder)
 
     def change(tensors: dict) -> None:
@@ -191,10 +191,9 @@ def test_tensors_that_do_not_fit_are_named_before_anything_starts(
             tensors[name] = tensor
 
     change_tensors(folder, change)
-    write_texts(tmp_path / "texts")
     settings = {"model__flavour": "debug", "model__initial_hf": str(folder)}
     with pytest.raises(ValueError, match=expected) as caught:
-        Trainer(tiny_config(tmp_path, "run", **settings))
+        Trainer(tiny_config(texts, "run", **settings))
     assert "\n" not in str(caught.value) and not dist.is_initialized()
 
 

@@ -1,14 +1,14 @@
 """What the work of a trace was for, and what share of a step it took."""
 
 import json
-from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from scripts import summarize_trace
 from scripts.summarize_trace import PARTS, part_of, summary, work_of
-from tests.distributed import run_processes
-from tests.runs import tiny_config, train, write_texts
+from tests.distributed import on_ranks
+from tests.runs import tiny_config, train
 
 MAIN, AUTOGRAD, STREAM, OTHER_STREAM = 1, 2, 7, 20
 
@@ -179,9 +179,11 @@ def test_names_of_kernels_tell_what_they_can(kernel, part):
     assert part_of(work) == part
 
 
-def _trace(folder: Path) -> None:
+@on_ranks(2)
+def test_runs_have_the_ranges_that_own_work(texts):
+    """On a CPU, where no kernel is launched inside them."""
     config = tiny_config(
-        folder,
+        texts,
         "run",
         training__steps=2,
         training__dtype="float32",
@@ -195,13 +197,8 @@ def _trace(folder: Path) -> None:
         optimizer__name="AdamW",
     )
     train(config)
-
-
-def test_runs_have_the_ranges_that_own_work(tmp_path):
-    """On a CPU, where no kernel is launched inside them."""
-    write_texts(tmp_path / "texts")
-    run_processes(2, _trace, tmp_path)
-    events = json.loads((tmp_path / "run/profile/rank0.json").read_text())["traceEvents"]
+    dist.barrier()
+    events = json.loads((texts / "run/profile/rank0.json").read_text())["traceEvents"]
     names = {event["name"] for event in events if event.get("cat") in ("cpu_op", "user_annotation")}
     owners = {summarize_trace._owner((name,)) for name in names}
     assert owners == {*PARTS[:3], "loss", "optimizer", "FSDP", None}
@@ -209,9 +206,6 @@ def test_runs_have_the_ranges_that_own_work(tmp_path):
         # Neither learned sinks nor several tokens' losses.
         if not owner.endswith(("sinks_backward", "_TokenCrossEntropy")):
             assert any(name.startswith(owner) for name in names), owner
-
-
-# The command --------------------------------------------------------------------------------------
 
 
 def test_script(tmp_path, capsys):

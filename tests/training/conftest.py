@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import write_texts
 from tests.training.checkpoint.helpers import join_alone
 
 
@@ -11,13 +10,6 @@ from tests.training.checkpoint.helpers import join_alone
 def alone() -> None:
     """Saving and loading are collective."""
     join_alone()
-
-
-@pytest.fixture
-def texts(tmp_path) -> Path:
-    """A folder for runs, with texts to train on."""
-    write_texts(tmp_path / "texts")
-    return tmp_path
 
 
 @pytest.fixture

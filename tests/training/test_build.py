@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from tests.attention.collectives import collectives, counts
 from tests.fake_step import fake_world
 from tests.models.helpers import causal, dense_attend, sample
-from tests.runs import TINY, tiny_config, write_texts
+from tests.runs import TINY, tiny_config
 from titan_sparse.config import ActivationCheckpoint, Compile, Float8, Parallelism
 from titan_sparse.estimate.memory import peak_gib
 from titan_sparse.models.decoder import Decoder
@@ -169,10 +169,9 @@ def test_gradients_are_near(recipe):
         assert error > 0.01 or "layers" not in name or a.grad.norm() == 0, (name, error)
 
 
-def test_a_run_recomputes_as_much_of_attention_as_its_memory_requires(tmp_path, monkeypatch):
+def test_a_run_recomputes_as_much_of_attention_as_its_memory_requires(texts, monkeypatch):
     """attention_recompute = -1 with free memory for the estimated peak of a share, of which 90 % count."""
-    write_texts(tmp_path / "texts")
-    config = tiny_config(tmp_path, "run", training__seq_len=640, attention__pattern="dense")
+    config = tiny_config(texts, "run", training__seq_len=640, attention__pattern="dense")
     model = resolve(**vars(config.model))
     for wanted, more in ((0.5, 1.001), (0.5625, 0.999), (0.0, 10), (1.0, 0.1)):
         config.activation_checkpoint.attention_recompute = 0.5

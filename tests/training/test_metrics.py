@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from scripts.compare_runs import differences
@@ -85,9 +86,15 @@ def test_what_is_no_metrics_is_refused(tmp_path, text, reason):
         read_metrics(tmp_path)
 
 
-def _train_with_pictures(folder: Path) -> None:
+def _sorted(tags: list[str]) -> list[str]:
+    """As TensorBoard sorts tags: by letters, with slashes and underscores before them."""
+    return sorted(tags, key=lambda tag: ["/_".find(c) - 2 if c in "/_" else ord(c) for c in tag])
+
+
+@on_ranks(2)
+def test_tensorboard_opens_on_the_loss(texts):
     config = tiny_config(
-        folder,
+        texts,
         "run",
         training__steps=4,
         parallelism__cp=2,
@@ -99,11 +106,31 @@ def _train_with_pictures(folder: Path) -> None:
         metrics__pictures_every=2,
     )
     train(config)
+    dist.barrier()
+    events = EventAccumulator(str(texts / "run/tensorboard")).Reload()
+    tags = _sorted(events.Tags()["scalars"])
+    assert tags[:2] == ["Train/grad_norm", "Train/loss"]
+    sections = [name for name, _ in itertools.groupby(tags, lambda tag: tag.split("/")[0])]
+    by_layer = ["attention_density_by_layer", "attention_recall_by_layer"]
+    assert sections == ["Train", "attention", *by_layer, "comm", "memory", "speed"]
+    lines = metrics_of(config)
+    for field in lines[-1].keys() - {"step", "time", "mfu"}:
+        assert events.Scalars(tag(field))[-1].value == pytest.approx(lines[-1][field]), field
+    # The save after step 2 is in the line of step 3; that after the last step is in none.
+    assert [line["step"] for line in lines if "save_seconds" in line] == [3]
+    assert len(events.Scalars("speed/save_seconds")) == 1
+    for before, line in itertools.pairwise(lines):
+        tokens = line["tokens_seen"] - before["tokens_seen"]
+        of_device = line["tokens_per_second_per_device"] * line["step_seconds"]
+        assert 2 * of_device == pytest.approx(tokens)
+    times = [line["time"] for line in lines]
+    assert times == sorted(times) and events.Scalars("Train/loss")[-1].wall_time - times[-1] < 5
 
-
-def _sorted(tags: list[str]) -> list[str]:
-    """As TensorBoard sorts tags: by letters, with slashes and underscores before them."""
-    return sorted(tags, key=lambda tag: ["/_".find(c) - 2 if c in "/_" else ord(c) for c in tag])
+    pictures = sorted(events.Tags()["images"])
+    names = ("density_heat_map", "recall_heat_map", "selection")
+    assert pictures == [f"attention/{name}" for name in names]
+    for name in pictures:
+        assert [event.step for event in events.Images(name)] == [1, 2, 4]
 
 
 def test_tokens_of_documents_that_are_sparse_are_logged(tmp_path, capfd, caplog):
@@ -133,34 +160,6 @@ def test_tokens_of_documents_that_are_sparse_are_logged(tmp_path, capfd, caplog)
     config = tiny_config(tmp_path, "dense", **settings, attention__pattern="dense")
     train(config)
     assert "sparse_tokens" not in metrics_of(config)[0]
-
-
-def test_tensorboard_opens_on_the_loss(texts):
-    run_processes(2, _train_with_pictures, texts)
-    events = EventAccumulator(str(texts / "run/tensorboard")).Reload()
-    tags = _sorted(events.Tags()["scalars"])
-    assert tags[:2] == ["Train/grad_norm", "Train/loss"]
-    sections = [name for name, _ in itertools.groupby(tags, lambda tag: tag.split("/")[0])]
-    by_layer = ["attention_density_by_layer", "attention_recall_by_layer"]
-    assert sections == ["Train", "attention", *by_layer, "comm", "memory", "speed"]
-    lines = metrics_of(tiny_config(texts, "run"))
-    for field in lines[-1].keys() - {"step", "time", "mfu"}:
-        assert events.Scalars(tag(field))[-1].value == pytest.approx(lines[-1][field]), field
-    # The save after step 2 is in the line of step 3; that after the last step is in none.
-    assert [line["step"] for line in lines if "save_seconds" in line] == [3]
-    assert len(events.Scalars("speed/save_seconds")) == 1
-    for before, line in itertools.pairwise(lines):
-        tokens = line["tokens_seen"] - before["tokens_seen"]
-        of_device = line["tokens_per_second_per_device"] * line["step_seconds"]
-        assert 2 * of_device == pytest.approx(tokens)
-    times = [line["time"] for line in lines]
-    assert times == sorted(times) and events.Scalars("Train/loss")[-1].wall_time - times[-1] < 5
-
-    pictures = sorted(events.Tags()["images"])
-    names = ("density_heat_map", "recall_heat_map", "selection")
-    assert pictures == [f"attention/{name}" for name in names]
-    for name in pictures:
-        assert [event.step for event in events.Images(name)] == [1, 2, 4]
 
 
 def test_a_heat_map_has_a_color_for_each_head():

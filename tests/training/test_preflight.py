@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import titan_sparse
 from tests.data.helpers import train_tokenizer
-from tests.distributed import run_processes, run_program
+from tests.distributed import on_ranks, run_program
 from tests.models.helpers import change_tensors, save_reference, write_config
 from tests.runs import tiny_config, write_texts
 from titan_sparse.commands import train
@@ -133,7 +133,8 @@ def test_ranks_that_differ_are_refused(tmp_path):
 CPU = torch.device("cpu")
 
 
-def _check_two_starts(folder: Path) -> None:
+@on_ranks(2)
+def test_two_starts_in_a_second(tmp_path):
     """Both ranks log; the second start of this second has a folder of its own."""
     rank = dist.get_rank()
     terminal = logging.StreamHandler(io.StringIO())
@@ -142,7 +143,7 @@ def _check_two_starts(folder: Path) -> None:
     root.setLevel(logging.WARNING)
     ours.setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
-    config = tiny_config(folder, "a run with spaces", optimizer__lr=0.5)
+    config = tiny_config(tmp_path, "a run with spaces", optimizer__lr=0.5)
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "3"
     first = begin_start(config, CPU)
     ours.info("of step 1")
@@ -154,7 +155,7 @@ def _check_two_starts(folder: Path) -> None:
     folders: list = [None] * dist.get_world_size()
     dist.all_gather_object(folders, (first, second))
     assert folders[0] == folders[1] and first != second
-    assert {first, second} == set((folder / "a run with spaces/starts").iterdir())
+    assert {first, second} == set((tmp_path / "a run with spaces/starts").iterdir())
 
     log = (first / f"rank{rank}.log").read_text()
     for words in ("of step 1", "a warning", "KeyError: 'what went wrong'"):
@@ -167,15 +168,12 @@ def _check_two_starts(folder: Path) -> None:
     assert "a warning" in shown and "went wrong" not in shown
 
     # Every rank ends, with the reason of rank 0, where no folder can be made.
-    (folder / "no folder").mkdir(exist_ok=True)
-    (folder / "no folder/starts").touch()
+    (tmp_path / "no folder").mkdir(exist_ok=True)
+    (tmp_path / "no folder/starts").touch()
     with pytest.raises(OSError, match="starts"):
-        begin_start(tiny_config(folder, "no folder"), CPU)
+        begin_start(tiny_config(tmp_path, "no folder"), CPU)
 
-
-def test_two_starts_in_a_second(tmp_path):
-    run_processes(2, _check_two_starts, tmp_path)
-    for folder in (tmp_path / "a run with spaces/starts").iterdir():
+    for folder in (first, second):
         start = json.loads((folder / "start.json").read_text())
         assert start["world_size"] == 2 and start["restart_count"] == 3
         assert [rank["rank"] for rank in start["ranks"]] == [0, 1]
@@ -185,7 +183,6 @@ def test_two_starts_in_a_second(tmp_path):
         assert start["versions"]["titan_sparse"] == titan_sparse.__version__
         assert start["versions"]["torchtitan"].startswith("0.3.") and start["versions"]["python"]
         assert start["command"] and start["date"].startswith(folder.name[:3])
-        config = tiny_config(tmp_path, "a run with spaces", optimizer__lr=0.5)
         assert (folder / "config.toml").read_text() == to_toml(config)
 
 

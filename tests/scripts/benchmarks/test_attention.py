@@ -14,7 +14,7 @@ from scripts.benchmarks import attention as benchmark
 from scripts.benchmarks import context_parallel, harness
 from scripts.benchmarks.attention_cases import FLASH4, Shape, cases_to_check, check
 from scripts.benchmarks.synthetic import draw_heads, expected_logits, keys, queries
-from tests.distributed import run_processes, run_program
+from tests.distributed import on_ranks, run_program
 from titan_sparse.attention.masks.ranges import Documents, SlidingWindow
 from titan_sparse.estimate.indexes import ragged_lengths
 
@@ -180,7 +180,8 @@ def test_documents_over_two_ranks(two_ranks):
         assert row["total_tflops"] == pytest.approx(flops / row["total_ms"] / 1e9, rel=1e-3)
 
 
-def _check_harness():
+@on_ranks(2)
+def test_clocks_and_failures_on_two_ranks():
     """Rank 1 is slow in its backward, and fails alone."""
     args = SimpleNamespace(warm_ups=0, repeats=1)
     bench = harness.Bench(args, torch.device("cpu"), dist.get_rank(), 2)
@@ -195,10 +196,6 @@ def _check_harness():
 
     failed = bench.attempt({"case": "x"}, fails)
     assert failed == {"case": "x", "error": "rank 1: ValueError: nothing here"}
-
-
-def test_clocks_and_failures_on_two_ranks():
-    run_processes(2, _check_harness)
 
 
 SEQ_LEN, HEADS, KV_HEADS = 16384, 4, 2

@@ -35,15 +35,11 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def used_in(folder: Path, text: str) -> set[int]:
-    return set(load_tokenizer(str(folder)).encode(text).tolist())
-
-
 def test_texts_of_kept_words_are_split_as_before(folder, tmp_path):
     text = standard_library_text("argparse.py")[:6000]
     whole = load_tokenizer(str(folder))
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    kept = compact.kept_words(tokenizer, used_in(folder, text))
+    kept = compact.kept_words(tokenizer, set(whole.encode(text).tolist()))
     assert len(kept) < WORDS and len(kept) % 128 == 0
     cut = compact.cut_tokenizer(tokenizer, {old: new for new, old in enumerate(kept)})
     (tmp_path / "tokenizer.json").write_text(json.dumps(cut))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tests.distributed import run_processes
+from tests.distributed import on_ranks, run_processes
 from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.config import Config
 from titan_sparse.training.checkpoint.reader import read_metadata
@@ -147,16 +147,15 @@ def test_names_and_shapes_in_a_checkpoint(saved):
     assert found == wanted
 
 
-def _other_data_parallel_degree(folder: Path) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_another_data_parallel_degree(saved):
     """Saved with one data-parallel rank, resumed with two: the stream continues and repeats no sequence."""
-    trainer = Trainer(_config(folder, "dp", parallelism__cp=1))
+    if dist.get_rank() == 0:
+        shutil.copytree(saved / "run", saved / "dp")
+    dist.barrier()
+    trainer = Trainer(_config(saved, "dp", parallelism__cp=1))
     trainer.checkpointer.load()
     assert trainer.progress.step == 3 and trainer.loader.state_dict()["sequence"] == 3
     trainer.train()
     assert trainer.loader.state_dict()["sequence"] == 3 + 3 * 2
-
-
-@pytest.mark.slow
-def test_another_data_parallel_degree(saved):
-    shutil.copytree(saved / "run", saved / "dp")
-    run_processes(2, _other_data_parallel_degree, saved)
