@@ -6,8 +6,7 @@ import re
 import pytest
 import torch.distributed as dist
 
-from tests.data.chat_helpers import ANSWER, CHAT, CHATML, write_tokenizer
-from tests.data.helpers import write_rows
+from tests.data.helpers import ANSWER, CHAT, CHATML, write_rows, write_tokenizer
 from tests.models.transformers_models import tiny_model
 from titan_sparse.commands import init, options, show_data, train
 from titan_sparse.commands.init import EXAMPLES

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
-from tests.data.chat_helpers import (
+from tests.data.helpers import (
     CALL,
     encode,
     learned_texts,

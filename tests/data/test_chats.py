@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.data.chat_helpers import (
+from tests.data.helpers import (
     ANSWER,
     CALL,
     CHAT,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from tests.data.chat_helpers import (
+from tests.data.helpers import (
     CHAT,
     CHATML,
     GLM,
@@ -17,9 +17,9 @@ from tests.data.chat_helpers import (
     TOOLS,
     encode,
     trl_template,
+    write_rows,
     write_tokenizer,
 )
-from tests.data.helpers import write_rows
 from tests.models.transformers_models import tiny_model
 from tests.runs import tiny_config, train
 from titan_sparse.commands.export_hf import main as export_hf

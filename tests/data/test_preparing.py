@@ -16,9 +16,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.data.chat_helpers import GLM, PLAIN
 from tests.data.helpers import (
     END,
+    GLM,
+    PLAIN,
     TEXTS,
     prepared,
     read_shards,

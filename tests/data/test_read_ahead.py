@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from tests.data.chat_helpers import PLAIN
 from tests.data.helpers import (
+    PLAIN,
     check_resume,
     counters,
     lettered_texts,

@@ -6,8 +6,7 @@ import json
 import datasets
 import pytest
 
-from tests.data.chat_helpers import CALL, CHAT, TOOLS
-from tests.data.helpers import TEXTS, write_rows
+from tests.data.helpers import CALL, CHAT, TEXTS, TOOLS, write_rows
 from titan_sparse.config import Data
 from titan_sparse.data import documents
 from titan_sparse.data.documents import open_source

@@ -6,8 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.data.chat_helpers import CHATML, write_tokenizer
-from tests.data.helpers import TEXTS, train_tokenizer
+from tests.data.helpers import CHATML, TEXTS, train_tokenizer, write_tokenizer
 from titan_sparse.config import Config, Data, Model
 from titan_sparse.data.tokenizer import PROBE, Tokenizer, load_tokenizer, open_tokenizer
 

@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 
 from tests.data import helpers
-from tests.data.chat_helpers import CALL, CHAT, CHATML, trl_template, write_tokenizer
-from tests.data.helpers import check_resume, global_stream, write_rows
+from tests.data.helpers import (
+    CALL,
+    CHAT,
+    CHATML,
+    check_resume,
+    global_stream,
+    trl_template,
+    write_rows,
+    write_tokenizer,
+)
 from titan_sparse.commands.prepare_data import main
 from titan_sparse.config import Data
 from titan_sparse.data import stream

@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
-from tests.data.chat_helpers import CHAT, CHATML, GLM, write_tokenizer
+from tests.data.helpers import CHAT, CHATML, GLM, write_tokenizer
 from tests.models.helpers import (
     FAMILIES,
     LENGTH,

@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.data.chat_helpers import CHATML
+from tests.data.helpers import CHATML
 from tests.distributed import run_processes
 from tests.models.helpers import change_tensors
 from tests.models.transformers_models import save_model

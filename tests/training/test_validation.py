@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from scripts.compare_runs import differences
-from tests.data.chat_helpers import PLAIN
+from tests.data.helpers import PLAIN
 from tests.distributed import on_ranks
 from tests.runs import tiny_config, train
 from titan_sparse.config import Config, Data, check
