@@ -148,8 +148,7 @@ def global_stream(ranks: list[PackedLoader], batches: int) -> list[tuple]:
 
 
 def check_resume(data: Data, consumed: int, seq_len: int = 16) -> None:
-    """After `consumed` batches on two ranks, other numbers of ranks and batch sizes continue as if
-    nothing had happened."""
+    """After `consumed` batches on two ranks, other ranks and batch sizes continue the stream."""
     saved = loaders(data, 2, 1, seq_len)
     start = global_stream(saved, consumed)
     state = json.loads(json.dumps(saved[0].state_dict()))

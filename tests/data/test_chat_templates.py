@@ -245,8 +245,7 @@ def test_the_end_of_an_answer_is_what_the_template_writes_after_it(tmp_path, nam
 @pytest.mark.parametrize("strips", [{}, {"rstrip": True}, {"lstrip": True}])
 @pytest.mark.parametrize("name", OPEN)
 def test_an_answer_without_an_end_ends_with_what_follows(tmp_path, name, strips):
-    """The special token of the next header, or the end of the document. Special tokens may take the
-    blanks next to them, as Phi-3's do."""
+    """The special token of the next header, or the end of the document. Some tokens take blanks."""
     special = [AddedToken(token, special=True, **strips) for token in SPECIAL]
     both = Both(tmp_path, OPEN[name], special)
     end = both.tokenizer.end_of_document

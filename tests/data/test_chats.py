@@ -66,8 +66,7 @@ def with_objects(chat: list[dict]) -> list[dict]:
 
 
 def trl_masks(folder: str, name: str, messages: list[dict]) -> Encoded:
-    """A chat with the masks of TRL's training template, without what a model never writes: the header
-    of an answer, and a line break after its end."""
+    """A chat with TRL's masks, without the header of an answer and a line break after its end."""
     wanted = reference(folder, trl_template(f"{name}_training"), messages)
     ids, mask = np.array(wanted["input_ids"]), np.array(wanted["assistant_masks"], dtype=bool)
     encode_text = load_tokenizer(folder).encode

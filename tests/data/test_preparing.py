@@ -1,5 +1,4 @@
-"""titan_sparse.data.preparing: the shards hold what the source holds, whatever happens on the way. Sources
-are files, folders of files, and MDS shards."""
+"""titan_sparse.data.preparing: shards hold what files, folders, and MDS shards hold."""
 
 import contextlib
 import json
@@ -356,8 +355,7 @@ def test_folders_of_source_code_become_one_document_each(tmp_path, caplog):
 
 
 def stand_in(rows: list[dict], seen: list[str]) -> SimpleNamespace:
-    """For mosaicml-streaming, which cannot be installed beside our numpy. Texts are decoded when a
-    row is read, as by the package."""
+    """For mosaicml-streaming, which does not go with our numpy. Reading a row decodes its text."""
 
     class LocalDataset:
         shards = [SimpleNamespace(column_names=list(rows[0]), file_pairs=[])]

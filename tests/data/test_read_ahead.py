@@ -1,5 +1,4 @@
-"""PackedLoader.read_ahead(): a thread reads the next batches, and nothing else changes. The truth is a
-loader that reads each batch when it is asked for."""
+"""PackedLoader.read_ahead(): a thread reads the next batches, and nothing else changes."""
 
 import random
 import shlex

@@ -1,5 +1,4 @@
-"""open_source(): what is taken from chats in files, from datasets of the hub, and from Python files, and what
-is refused by its row. test_rows.py has texts in files."""
+"""open_source(): chats in files, datasets of the hub, Python files. test_rows.py has texts in files."""
 
 import json
 

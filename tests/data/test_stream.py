@@ -1,5 +1,4 @@
-"""The global stream of sequences, compared with a loop over documents that knows nothing of ranks,
-cursors, or files."""
+"""The global stream of sequences, compared with a loop over documents."""
 
 import itertools
 import json
@@ -176,8 +175,7 @@ def mixed(*parts: tuple[str, float]) -> PackedLoader:
 
 
 def test_the_part_furthest_behind_its_share_is_next():
-    """By hand, with ties to the first part: other versions must continue a checkpoint in the same
-    order."""
+    """By hand, with ties to the first part. Other versions continue a checkpoint in this order."""
     loader = mixed(("a", 0.5), ("b", 0.3), ("c", 0.2))
     taken = "".join(chr(next(loader).tokens[0, 0]) for _ in range(10))
     assert taken == "abcaabacba"

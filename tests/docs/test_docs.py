@@ -1,5 +1,4 @@
-"""The docs are correct: their examples and commands run, and what they name exists. Docstrings begin with
-the thing that they describe, or with a verb."""
+"""The docs are correct: their examples and commands run, and what they name exists."""
 
 import ast
 import re

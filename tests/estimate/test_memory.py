@@ -1,5 +1,4 @@
-"""The memory estimate: against the bytes of the real model's step on fake tensors, against measured
-runs, and by hand."""
+"""The memory estimate, against a step on fake tensors, measured runs, and by hand."""
 
 import dataclasses
 import json

@@ -74,9 +74,7 @@ def half_a_million():
     ],
 )
 def test_measured_runs_are_predicted(half_a_million, name, constants, schedules, tolerance):
-    """Forward and backward of every row. A plain ring across two nodes on one host is left out: it
-    has the host's whole link to itself, where the constants assume each rank's share.
-    """
+    """Every row but a ring across two nodes on one host, whose whole link it has to itself."""
     measured = json.loads((RESULTS / f"{name}.json").read_text())
     rates = load_constants(constants)
     ranks = measured["ranks"]

@@ -1,5 +1,4 @@
-"""Loss by position, needles, and generated text: exact windows and prompts, and numbers of a plain
-forward on any mesh."""
+"""Loss by position, needles, and generated text are those of a plain forward on any mesh."""
 
 import itertools
 from dataclasses import replace

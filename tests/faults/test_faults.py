@@ -1,7 +1,6 @@
 """Faults in a whole job: its exit status, its one line, and what is left.
 
-Ranks that are stuck, and launchers, are in tests/training/faults/test_heartbeat.py and test_restarts.py; kills
-at every moment of a save in checkpoint/test_saver.py.
+Stuck ranks: tests/training/faults/test_heartbeat.py. Kills in a save: checkpoint/test_saver.py.
 """
 
 from pathlib import Path

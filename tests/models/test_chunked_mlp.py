@@ -22,8 +22,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def _gradients(module: nn.Module, x: Tensor, *args) -> list[Tensor]:
-    """Output, gradient of x and of every trained parameter, for an upstream gradient that differs from
-    row to row."""
+    """Output, gradient of x, and of every trained parameter, for a random upstream gradient."""
     x = x.clone().requires_grad_()
     out = module(x, *args)
     generator = torch.Generator().manual_seed(1)

@@ -1,5 +1,4 @@
-"""titan_sparse.models.decoder and flavours: counts, overrides, dense layers, and first weights, which depend
-on the seed and the name only."""
+"""titan_sparse.models.decoder and flavours: counts, overrides, dense layers, and first weights."""
 
 import json
 import math

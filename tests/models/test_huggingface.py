@@ -1,5 +1,4 @@
-"""Hugging Face checkpoints in and out: transformers is the reference for the loss and gradients, for
-config.json, and for the files."""
+"""Hugging Face checkpoints in and out, compared with transformers."""
 
 import hashlib
 import json
@@ -410,8 +409,7 @@ def _files(folder: Path) -> dict[Path, bytes]:
 
 
 def test_a_run_from_hugging_face_and_back(texts, capsys):
-    """Resumed, without the first weights. The command exports what last_save_in_hf wrote, and changes
-    nothing of the run."""
+    """Resumed without the first weights. The command exports what last_save_in_hf wrote."""
     save_reference(texts / "in", tie_word_embeddings=True)
     # Copies, because the file goes.
     tensors = load_file(texts / "in/model.safetensors")

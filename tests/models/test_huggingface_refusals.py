@@ -1,5 +1,4 @@
-"""Folders of Hugging Face and [model] sections that cannot be trained are refused by name, before
-anything starts."""
+"""Folders of Hugging Face and [model] sections that cannot be trained are refused by name."""
 
 import json
 import math

@@ -1,5 +1,4 @@
-"""Adapters on a decoder: which layers have them, what they begin with, and PEFT's layers against the
-formula."""
+"""Adapters on a decoder: which layers have them, what they begin with, and the formula."""
 
 import math
 import sys

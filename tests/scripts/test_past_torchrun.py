@@ -1,5 +1,4 @@
-"""scripts/past_torchrun.sh: signals reach the ranks and not torchrun, whose status is the script's. A
-torchrun that has failed is started again, unless the run has ended."""
+"""scripts/past_torchrun.sh: signals reach the ranks, and a torchrun that failed is started again."""
 
 import os
 import signal

@@ -379,8 +379,7 @@ def test_names_that_are_not_tokens_are_refused(chats, names, message):
 
 @pytest.mark.parametrize("chats", [(False, ZERO)], indirect=True, ids=["untied"])
 def test_rows_that_look_untrained(chats):
-    """Trained rows of other tokens do not. Rows of a padded table count, and new ones of transformers,
-    which are nearly alike."""
+    """Trained rows do not. Rows of a padded table do, and new ones of transformers, nearly alike."""
     base = str(chats / "base")
     names = [*sorted(ENDS), "<|user|>", "<|system|>"]
     tokenizer = read_tokenizer(chats / "base")

@@ -1,7 +1,4 @@
-"""--dry-run and --find-max-length, and their flags.
-
-Also the allocator's default, the ready configurations and the launch scripts.
-"""
+"""--dry-run and --find-max-length, the allocator, the ready configurations, and the launch scripts."""
 
 import dataclasses
 import os

@@ -1,6 +1,4 @@
-"""Whole runs with adapters: PEFT on the model of transformers, in a loop that anybody would write, has
-the same losses and ends with the same adapters. Ranks, compilation, recomputation and chunks change
-nothing."""
+"""Whole runs with adapters have the losses and adapters of PEFT in a textbook loop, on any ranks."""
 
 import shutil
 import sys

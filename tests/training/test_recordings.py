@@ -1,5 +1,4 @@
-"""What a run reports about its attention: recall, the rows that probes look at, and balance and
-communication counted by hand."""
+"""What a run reports about its attention: recall, and balance and communication, by hand."""
 
 import time
 from pathlib import Path
@@ -42,8 +41,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("budget, caps", [("independent", (200, 12)), ("joint", (60, 8))])
 def test_a_run_whose_caps_cut(folder, monkeypatch, budget, caps):
-    """Every selection counts, of steps without a line too, and each of them once, although blocks
-    are computed again."""
+    """Every selection counts once, of steps without a line too, although blocks are recomputed."""
     seen = []
     select = VerticalSlash.select_tensors
 

@@ -1,5 +1,4 @@
-"""Ranks that lose a peer or their launcher, or are asked to stop, and the store that an earlier
-attempt has left behind."""
+"""Ranks that lose a peer or their launcher, or are asked to stop, and an earlier attempt's store."""
 
 import os
 import signal

@@ -1,5 +1,4 @@
-"""How a run begins and ends: what is refused before anything is made, what is resumed and reported, what
-follows a step, stop signals, and timeouts, which are long for the first step and while saving."""
+"""How a run begins and ends: refusals, resuming, what follows a step, stop signals, and timeouts."""
 
 import fcntl
 import gc
@@ -273,9 +272,7 @@ def test_a_run_that_fails_leaves_no_thread_and_the_process_as_it_was(
 
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_a_run_reads_ahead(folder, monkeypatch, tmp_path, accumulated):
-    """Only the batches of the first step are read in the main thread, and none after the last. The
-    textbook loop of test_wiring.py reads nothing ahead, and learns the same.
-    """
+    """The main thread reads only the batches of the first step, and no one reads after the last."""
     settings = {"training__steps": 4, "training__gradient_accumulation_steps": accumulated}
     settings = SETTINGS | settings | {"checkpoint__last_save_in_hf": False}
     readers = []
@@ -303,8 +300,7 @@ def _config(folder: Path, output: str) -> Config:
 
 
 def _train(config: Config, stop_in: int = 0) -> int:
-    """With slow micro-batches in step `stop_in`, in whose third one rank 1 gets a SIGTERM. Returns
-    the last step."""
+    """The last step. In step `stop_in`, micro-batches are slow, and rank 1 gets a SIGTERM."""
     trainer = Trainer(config)
     forward_backward, counts = trainer._forward_backward, {}
 

@@ -1,5 +1,4 @@
-"""The same training run on 1, 2, 3 and 4 processes, with all levers that save memory, and on chats:
-loss, gradient norm and weights agree."""
+"""The same run on 1 to 4 processes, with all levers that save memory, and on chats."""
 
 from pathlib import Path
 
@@ -132,8 +131,7 @@ TEMPLATE = """\
 
 
 def write_chats(folder: Path) -> None:
-    """Chats of 60 to 280 bytes. Some teach nothing, and one of these is a sequence of its own. In
-    untaught.jsonl, none teaches anything."""
+    """Chats of 60 to 280 bytes. Some teach nothing, one of them a sequence of its own."""
     draw = np.random.default_rng(0)
     rows = []
     for number in range(24):

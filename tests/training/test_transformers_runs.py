@@ -1,5 +1,4 @@
-"""Whole runs of models that run through transformers' own code: compiled, recomputed, resumed and
-spread over processes they are alike, and transformers reads what they export."""
+"""Whole runs of transformers' own code: compiled, recomputed, resumed, spread, and exported."""
 
 import json
 from functools import partial

@@ -107,8 +107,7 @@ def test_what_is_printed(texts, caplog):
     ],
 )
 def test_what_is_read(monkeypatch, section, source, subset, split):
-    """Of data.source, what [data] names, but for the split. Of another source, nothing that [data]
-    names."""
+    """Of data.source, what [data] names, but for the split. Of another source, nothing of [data]."""
     config = Config()
     config.training.seq_len = 8
     config.validation.enable = True

@@ -1,8 +1,6 @@
-"""A whole run, from a configuration to the exported weights, equals a loop that anybody would write.
+"""A whole run, from a configuration to the exported weights, equals the loop of reference_loop.py.
 
-Loss, gradient norm and learning rate of every step, and all weights after the last, are compared with
-reference_loop.py. What has no number in that loop is counted from outside: lines, checkpoints,
-chunks, recomputed products.
+What has no number there is counted from outside: lines, checkpoints, chunks, recomputed products.
 """
 
 import functools

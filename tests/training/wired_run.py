@@ -1,5 +1,4 @@
-"""Runs for tests of the wiring: text in one shard, a small model of transformers on disk, and a
-Trainer that is given nothing but command-line words."""
+"""Runs on one shard of text, of a small model on disk, by nothing but command-line words."""
 
 import json
 import os
@@ -57,8 +56,7 @@ def write_shard(folder: Path, seed: int = 0) -> Path:
 
 
 def write_model(folder: Path, family: str) -> Path:
-    """A model of our own decoder: Qwen3 with norms of q and k, Qwen2 with biases, or Llama with a head of
-    its own."""
+    """Of our decoder: Qwen3 with norms of q and k, Qwen2 with biases, or Llama with its own head."""
     save_model(folder / family, family.lower(), head_dim=8, tie_word_embeddings=family != "Llama")
     return folder / family
 

@@ -1,5 +1,4 @@
-"""The benchmarks of attention, on one CPU and over gloo: what they time is right, and their rows count
-pairs by brute force. Synthetic heads are those of their formula."""
+"""The benchmarks of attention, on one CPU and over gloo: their rows count pairs by brute force."""
 
 import functools
 import json

@@ -1,5 +1,4 @@
-"""The benchmarks of trainers, of their losses, and of the length from which sparse pays run at toy size.
-All arms train the same model on the same text."""
+"""The benchmarks of trainers, of their losses, and of the length from which sparse pays."""
 
 import argparse
 import json

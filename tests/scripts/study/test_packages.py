@@ -57,8 +57,7 @@ def test_texts_of_kept_words_are_split_as_before(folder, tmp_path):
 
 
 def write_gguf(folder: Path, path: Path) -> None:
-    """The weights of `folder` as GGUF, words in 4 bits and logits in 8. `folder` gets what GGUF
-    holds."""
+    """`folder` as GGUF, words in 4 bits and logits in 8. `folder` gets what GGUF holds."""
     gguf = pytest.importorskip("gguf")
     kinds = gguf.GGMLQuantizationType
     writer = gguf.GGUFWriter(path, "qwen2")

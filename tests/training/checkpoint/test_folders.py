@@ -1,5 +1,4 @@
-"""Names on disk: they survive a loss of power, nothing that has one is written over, and a run holds the
-lock of its folder."""
+"""Names on disk survive a loss of power and are never written over. A run locks its folder."""
 
 import errno
 import fcntl

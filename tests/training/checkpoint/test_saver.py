@@ -1,5 +1,4 @@
-"""Saves in the foreground and on a thread: the same files, durable before they have a name, and
-failures are reported."""
+"""Saves in the foreground and on a thread: durable before they have a name, failures reported."""
 
 import gc
 import logging
@@ -67,8 +66,7 @@ def test_everything_is_durable_before_it_has_its_name(alone, tmp_path, events):
 
 
 def test_a_step_waits_for_the_copies_only(alone, tmp_path, monkeypatch):
-    """Training continues however slow the disk is, over another group. The next save and going back
-    wait for it."""
+    """Over another group, however slow the disk is. The next save and going back wait for it."""
     save, groups = dcp.save, []
 
     def slow(*args, process_group, **settings):

@@ -216,8 +216,7 @@ SETTINGS = {
 
 
 def _poison(trainer: Trainer, is_bad: Callable[[int], bool], value: float) -> None:
-    """One element of the last rank's gradients becomes `value` in the bad ones of its updates,
-    counted from 1."""
+    """In bad updates, counted from 1, one element of the last rank's gradients becomes `value`."""
     clip = trainer._clip
     trainer.updates = 0
 
