@@ -115,33 +115,20 @@ def test_a_folder_of_other_files_is_refused(tmp_path, capsys):
     assert "holds other files" in capsys.readouterr().err
 
 
-def linked_file(folder: Path) -> Path:
-    """A file that the source reaches by a link to its folder's folder, as on mounted disks."""
-    disk = folder / "disk/deep"
-    disk.mkdir(parents=True)
-    (folder / "texts").mkdir()
-    (folder / "texts/disk").symlink_to(folder / "disk")
-    (folder / "texts/round").symlink_to(folder / "texts")
-    return disk / "z.jsonl"
-
-
-def plain_file(folder: Path) -> Path:
-    (folder / "texts").mkdir()
-    return folder / "texts/z.jsonl"
-
-
-def linked_to_another_ending(folder: Path) -> Path:
-    """As `hf download` lays files out: a name that leads to a digest."""
-    (folder / "texts").mkdir()
-    (folder / "blobs").mkdir()
-    (folder / "texts/z.jsonl").symlink_to(folder / "blobs/4f2a")
-    return folder / "blobs/4f2a"
-
-
-@pytest.mark.parametrize("place", [linked_file, plain_file, linked_to_another_ending])
+@pytest.mark.parametrize("place", ["texts/z.jsonl", "disk/deep/z.jsonl", "blobs/4f2a"])
 def test_a_source_that_has_changed_is_not_continued(tmp_path, place):
-    """Of six rows in two files, four are written before the stop."""
-    late = place(tmp_path)
+    """Of six rows in two files, four are written before the stop. The second file may be reached by a
+    link to its folder's folder, as on mounted disks, or by a name that leads to a digest, as `hf
+    download` lays files out.
+    """
+    late = tmp_path / place
+    for folder in (tmp_path / "texts", late.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    if "disk" in place:
+        (tmp_path / "texts/disk").symlink_to(tmp_path / "disk")
+        (tmp_path / "texts/round").symlink_to(tmp_path / "texts")
+    if "blobs" in place:
+        (tmp_path / "texts/z.jsonl").symlink_to(late)
     table = [{"text": letter * 5} for letter in "abcdef"]
     write_rows(tmp_path / "texts/a.jsonl", table[:3])
     write_rows(late, table[3:])
@@ -190,7 +177,7 @@ def test_a_file_that_is_replaced_while_it_is_read_ends_the_run(tmp_path, monkeyp
 
 def test_a_worker_process_that_reads_other_files_is_refused(tmp_path, monkeypatch):
     """The files change after the first process has opened them."""
-    source, out = plain_file(tmp_path), tmp_path / "out"
+    source, out = tmp_path / "z.jsonl", tmp_path / "out"
     write_rows(source, [{"text": "old"}] * 4)
     write_shards = preparing._write_shards
 
@@ -264,7 +251,8 @@ def test_an_option_that_changes_the_text_is_refused_after_a_stop(
     for name, template in (("plain", PLAIN), ("glm", GLM)):
         Path(f"{name}.jinja").write_text(template)
     train_tokenizer(tmp_path, ["</s>"])
-    write_rows(plain_file(tmp_path), CHATS)
+    (tmp_path / "texts").mkdir()
+    write_rows(tmp_path / "texts/z.jsonl", CHATS)
     recipe, out = Recipe(str(tmp_path / "texts"), shard_rows=1, **first), str(tmp_path / "out")
     with interrupted_before(0 if "document" in first else 1):
         prepare(recipe, out)

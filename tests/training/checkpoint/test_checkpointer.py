@@ -1,13 +1,23 @@
 """Which checkpoint a run goes on from: damage, look-alikes, rollbacks, restarts. One process."""
 
 import logging
+import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.training.checkpoint.helpers import TEXTS, Run, flip_bit, names_in, resumed, same
+from tests.training.checkpoint.helpers import (
+    TEXTS,
+    CountingLoader,
+    Run,
+    flip_bit,
+    names_in,
+    resumed,
+    same,
+)
 from titan_sparse.config import Refusal
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -19,22 +29,11 @@ def log(caplog) -> pytest.LogCaptureFixture:
     return caplog
 
 
-class Extra:
-    """Something else that has a state."""
-
-    def __init__(self, value: int):
-        self.value = value
-
-    def state_dict(self) -> dict:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.value = state["value"]
-
-
 def test_a_checkpoint_is_what_was_saved(tmp_path):
     """Nothing but these files, and the user can check them by hand."""
-    run = Run(tmp_path, states={"extra": Extra(3)}).train(1)
+    extra = CountingLoader()
+    extra.places = [3]
+    run = Run(tmp_path, states={"extra": extra}).train(1)
     checkpoint = run.folder / "step-1"
     assert names_in(run.folder) == {"step-1"}
     tensors = {name for name in names_in(checkpoint) if name.endswith(".distcp")}
@@ -42,16 +41,12 @@ def test_a_checkpoint_is_what_was_saved(tmp_path):
     assert (checkpoint / "config.toml").read_text() == TEXTS["config.toml"]
     listed = (checkpoint / "checksums.sha256").read_text()
     assert all(name in listed for name in tensors | {".metadata", "config.toml"})
-    resumed(tmp_path, states={"extra": (extra := Extra(0))})
-    assert extra.value == 3
+    resumed(tmp_path, states={"extra": (again := CountingLoader())})
+    assert again.places == [3]
 
 
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +59,7 @@ def empty(path: Path) -> None:
         (".metadata", Path.unlink),
         ("config.toml", Path.unlink),
         ("checksums.sha256", flip_bit),
-        ("checksums.sha256", empty),
+        ("checksums.sha256", partial(os.truncate, length=0)),
         ("checksums.sha256", Path.unlink),
     ],
 )
