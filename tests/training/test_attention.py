@@ -169,3 +169,5 @@ def test_every_pattern_is_a_section_and_a_choice():
         assert isinstance(pattern(), type(section)) and pattern.name == section.name == name
         own = {item.name: item.default for item in dataclasses.fields(pattern)}
         assert own == {item.name: item.default for item in dataclasses.fields(section)}
+        case = backend_case(Attention(pattern=name), "cpu", torch.float32, 64, 1024)
+        assert case["dynamic"] == pattern().dynamic
