@@ -112,7 +112,7 @@ def test_what_cannot_be_evaluated_is_refused(tmp_path, capsys, words, reason):
 @pytest.mark.parametrize(
     ("trained", "ranks", "shared"), [(2, 1, 1), (8, 4, 4), (2, 6, 2), (3, 4, 1)]
 )
-def test_ranks_of_this_launch_take_the_place_of_training_s(
+def test_ranks_of_this_launch_take_the_place_of_others(
     trained, ranks, shared, tmp_path, monkeypatch
 ):
     """A run over several ranks is evaluated on the ranks of this launch, which share a sequence."""

@@ -40,7 +40,7 @@ def _write_model_and_chats(folder) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, indirect=True)
-def test_an_example_trains(example, tmp_path, capsys):
+def test_an_example_trains(example, tmp_path):
     words = ["--config", "run.toml", *SMALL]
     if example == "pretrain":
         # A model that a CPU trains in no time, and less text.

@@ -181,9 +181,7 @@ MARKED = """\
     ],
     ids=["chatml", "plain", "blank"],
 )
-def test_a_token_of_prompt_and_answer_is_learned(
-    tmp_path, template, header, end, line_break, answer
-):
+def test_a_token_of_prompt_and_answer(tmp_path, template, header, end, line_break, answer):
     """transformers and TRL do the same."""
     folder = write_tokenizer(tmp_path, template, trims=False)
     user = {"role": "user", "content": "hi"}

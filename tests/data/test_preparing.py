@@ -48,9 +48,7 @@ def test_shards_hold_the_documents_of_the_source_in_order(tmp_path, ending):
     assert meta["dtype"] == "uint16" and len(meta["shards"]) == 3
 
 
-def test_processes_make_the_same_files_as_one_and_the_command_line_prints_a_histogram(
-    tmp_path, capsys
-):
+def test_processes_make_the_same_files_as_one_and_print_a_histogram(tmp_path, capsys):
     one = prepared(tmp_path)
     words = [str(tmp_path / "a.jsonl"), str(tmp_path / "two"), "--shard-rows", "3"]
     assert main([*words, "--processes", "2"]) == 0
@@ -244,9 +242,7 @@ CHAT = {"format": "messages", "chat_template": "plain.jinja"}
         ({}, {"tokenizer": "tokenizer.json"}, "tokenizer_digest was bytes and is"),
     ],
 )
-def test_an_option_that_changes_the_text_is_refused_after_a_stop(
-    tmp_path, monkeypatch, first, then, named
-):
+def test_an_option_that_changes_the_text_is_refused(tmp_path, monkeypatch, first, then, named):
     monkeypatch.chdir(tmp_path)
     for name, template in (("plain", PLAIN), ("glm", GLM)):
         Path(f"{name}.jinja").write_text(template)
@@ -295,9 +291,7 @@ def test_rare_reasons_for_skipping_chats_are_counted_together(tmp_path, capsys):
         (None, "shard_00001.json cannot be read"),
     ],
 )
-def test_a_shard_of_an_interrupted_run_that_does_not_match_its_counts_is_refused(
-    tmp_path, change, named
-):
+def test_a_shard_that_does_not_match_its_counts_is_refused(tmp_path, change, named):
     out = Path(prepared(tmp_path))
     (out / "meta.json").unlink()
     path = out / "shard_00001.json"

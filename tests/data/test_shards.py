@@ -139,9 +139,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("mapped_above", [10, 100])
-def test_shards_that_change_during_a_run_end_it_before_the_batch(
-    tmp_path, monkeypatch, change, mapped_above
-):
+def test_shards_that_change_end_a_run_before_the_batch(tmp_path, monkeypatch, change, mapped_above):
     monkeypatch.setattr("titan_sparse.data.shards.MAPPED_ABOVE", mapped_above)
     folder = prepared(tmp_path)
     whole = open_loader(Data(source=folder, shuffle=False), seq_len=60)

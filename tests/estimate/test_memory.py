@@ -65,7 +65,7 @@ def _adapters(model, targets: str, rank: int = 16, tokens: str = "") -> Adapters
         (QWEN2, 1, "full", f"{ALL} and a,b", 0, 0.02),
     ],
 )
-def test_estimate_is_what_fake_tensors_count(
+def test_estimate_is_what_a_fake_step_counts(
     monkeypatch, shape, ranks, mode, targets, chunk, tolerance
 ):
     if targets:

@@ -177,9 +177,7 @@ EXTRA = "model.layers.2.x"
         (Q, torch.zeros(96, 64, dtype=torch.int8), f"{Q} in .* is I8; only F64, F32"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named_before_anything_starts(
-    texts, monkeypatch, name, tensor, expected
-):
+def test_tensors_that_do_not_fit_are_named(texts, monkeypatch, name, tensor, expected):
     monkeypatch.setattr(flavours, "FLAVOURS", dict(flavours.FLAVOURS))  # tiny_config() adds to it
     folder = texts / "in"
     save_reference(folder)

@@ -115,7 +115,7 @@ def test_a_signal_is_noted_and_handlers_come_back():
         (RuntimeError("a mistake of ours"), 1, False),
     ],
 )
-def test_the_launcher_can_see_that_another_start_is_of_no_use(
+def test_the_launcher_sees_that_another_start_is_of_no_use(
     tmp_path, monkeypatch, outcome, status, ended
 ):
     monkeypatch.setenv("TITAN_SPARSE_ENDED", str(tmp_path / "ended"))

@@ -245,9 +245,7 @@ def test_a_stop(folder, monkeypatch, caplog, tmp_path, settings, method, left_af
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("method", ["_forward_backward", "_after_step"])
-def test_a_run_that_fails_leaves_no_thread_and_the_process_as_it_was(
-    folder, monkeypatch, tmp_path, error, method
-):
+def test_a_failed_run_leaves_the_process_as_it_was(folder, monkeypatch, tmp_path, error, method):
     """While batches of the next step are read."""
 
     def fail(run: Trainer) -> None:

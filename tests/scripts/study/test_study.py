@@ -118,7 +118,7 @@ def test_folders_and_options_that_are_refused(tmp_path, capsys):
     assert "holds a study of the size toy, not short" in error
 
 
-def test_options_hold_for_all_runs(tmp_path, toy_model, capsys):
+def test_options_hold_for_all_runs(tmp_path, toy_model):
     words = ["--short", "--out", str(tmp_path), "--model", str(toy_model)]
     chosen = ["--activation_checkpoint.mode=full", "--training.loss_chunk_tokens", "4096"]
     _, here = study.parse([*words, *chosen])

@@ -126,9 +126,7 @@ def test_load_step_stays_rolled_back(tmp_path, log):
         ("TORCHELASTIC_RESTART_COUNT", "2", "b", 2),
     ],
 )
-def test_an_automatic_restart_goes_on_from_the_branch(
-    tmp_path, monkeypatch, variable, count, job, step
-):
+def test_a_restart_goes_on_from_the_branch(tmp_path, monkeypatch, variable, count, job, step):
     Run(tmp_path).train(4)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
