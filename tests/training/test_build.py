@@ -48,10 +48,8 @@ def test_meshes_by_hand(parallelism, cp_intra, fsdp, cp, dp):
     """Rank 5 of 8."""
     with fake_world(8, rank=5):
         meshes = build_meshes(parallelism, cp_intra, "cpu")
-        names = (
-            ("dp_shard_cp",) if parallelism.dp_replicate == 1 else ("dp_replicate", "dp_shard_cp")
-        )
-        assert meshes.fsdp.mesh_dim_names == names
+        replicated = ("dp_replicate",) if parallelism.dp_replicate > 1 else ()
+        assert meshes.fsdp.mesh_dim_names == (*replicated, "dp_shard_cp")
         assert meshes.fsdp.mesh.tolist() == fsdp
         assert meshes.cp.mesh_dim_names == ("cp_inter", "cp_intra")
         assert meshes.cp.mesh.tolist() == cp
@@ -187,7 +185,9 @@ def test_a_run_recomputes_as_much_of_attention_as_its_memory_requires(texts, mon
         assert Trainer(config).recomputed == wanted
 
 
-LAYERS, TOKENS, HIDDEN, HEADS, HEAD_DIM = 3, 256, 32, 4, 8
+# Offload
+
+LAYERS, LENGTH, HIDDEN, HEADS, HEAD_DIM = 3, 256, 32, 4, 8
 THREE_LAYERS = replace(TINY, layers=LAYERS)
 PATTERN = VerticalSlash(recall=0.8, sinks=2, local_slashes=1, max_verticals=32, dense_below=64)
 CPU = torch.device("cpu")
@@ -196,12 +196,10 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def small_tensors_too(monkeypatch, fresh_compiler) -> None:
     # LSE, but neither norms nor biases
-    monkeypatch.setattr(offload, "MIN_BYTES", TOKENS * HEADS * 4)
+    monkeypatch.setattr(offload, "MIN_BYTES", LENGTH * HEADS * 4)
 
 
-def _checkpointed_decoder(
-    backend: str | object = "aot_eager", blocks: OffloadedBlocks | None = None
-) -> Decoder:
+def _checkpointed_decoder(backend="aot_eager", blocks: OffloadedBlocks | None = None) -> Decoder:
     """fp32, checkpointed and compiled block by block."""
     call = functools.partial(attend, pattern=PATTERN, block_size=16, backend="eager")
     model = Decoder(THREE_LAYERS, lambda q, k, v, mask: call(q, k, v, mask))
@@ -216,9 +214,9 @@ def _checkpointed_decoder(
 
 def _loss_of_two_documents(model: nn.Module, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    tokens, labels = torch.randint(0, 200, (2, 1, TOKENS), generator=generator)
-    documents = Documents([[100 + seed, 156 - seed]]).rows(TOKENS)
-    return model(tokens, torch.arange(TOKENS)[None], documents, labels)
+    tokens, labels = torch.randint(0, 200, (2, 1, LENGTH), generator=generator)
+    documents = Documents([[100 + seed, 156 - seed]]).rows(LENGTH)
+    return model(tokens, torch.arange(LENGTH)[None], documents, labels)
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:
@@ -258,8 +256,8 @@ def test_offloaded_steps_are_the_same_to_the_bit_and_the_pool_stays():
     assert counter.frame_count <= 2, "compiled anew"
     buffers = {nbytes: len(free) for nbytes, free in blocks.pool.free.items()}
     # Input and out of each block, and its LSE.
-    wide = TOKENS * HIDDEN * 4
-    lse = TOKENS * HEADS * 4
+    wide = LENGTH * HIDDEN * 4
+    lse = LENGTH * HEADS * 4
     assert buffers.pop(wide) == 2 * (LAYERS - 1)
     assert buffers.pop(lse) == LAYERS - 1
     # What is left are the verticals that the pattern has gathered.
