@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from scripts.compare_runs import differences
 from tests.distributed import on_ranks
 from tests.reference import structured_qkv
-from tests.runs import metrics_of, tiny_config, train, write_texts
+from tests.runs import metrics_of, tiny_config, train
 from titan_sparse.attention import ContextParallel, attend, recorder
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.observe import Recording, recording, worker_imbalance
@@ -32,15 +32,8 @@ LAYERS, BLOCK, TOKENS = 2, 16, 192
 CUT = VerticalSlash(recall=0.9, sinks=2, local_slashes=1, max_verticals=20, max_slashes=3)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("recall")
-    write_texts(folder / "texts")
-    return folder
-
-
 @pytest.mark.parametrize("budget, caps", [("independent", (200, 12)), ("joint", (60, 8))])
-def test_a_run_whose_caps_cut(folder, monkeypatch, budget, caps):
+def test_a_run_whose_caps_cut(texts, monkeypatch, budget, caps):
     """Every selection counts once, of steps without a line too, although blocks are recomputed."""
     seen = []
     select = VerticalSlash.select_tensors
@@ -53,7 +46,7 @@ def test_a_run_whose_caps_cut(folder, monkeypatch, budget, caps):
 
     monkeypatch.setattr(VerticalSlash, "select_tensors", noted)
     config = tiny_config(
-        folder,
+        texts,
         budget,
         training__gradient_accumulation_steps=2,
         metrics__log_every=3,
@@ -183,9 +176,9 @@ def _run_noting_rows(folder: Path, name: str, mode: str) -> tuple[Trainer, dict]
     return trainer, rows
 
 
-def test_a_recomputation_and_an_evaluation_look_at_the_same_rows(folder, monkeypatch):
+def test_a_recomputation_and_an_evaluation_look_at_the_same_rows(texts, monkeypatch):
     """Of the step, and of no step."""
-    trainer, rows = _run_noting_rows(folder, "kept", "none")
+    trainer, rows = _run_noting_rows(texts, "kept", "none")
     # Other rows in each step; the same ones for both micro-batches and layers.
     first, second = rows[1], rows[2]
     assert all(again.equal(first[0]) for again in first) and not first[0].equal(second[0])
@@ -195,10 +188,10 @@ def test_a_recomputation_and_an_evaluation_look_at_the_same_rows(folder, monkeyp
     counted = lambda *args: selections.append(0) or select(*args)  # noqa: E731
     monkeypatch.setattr(training_model, "SAVED_OPS", ())
     monkeypatch.setattr(VerticalSlash, "select_tensors", counted)
-    _run_noting_rows(folder, "recomputed", "full")
+    _run_noting_rows(texts, "recomputed", "full")
     assert len(selections) > 2 * 2 * 2
     for field in ("loss", "grad_norm"):
-        found = differences(folder / "kept", folder / "recomputed", field)
+        found = differences(texts / "kept", texts / "recomputed", field)
         assert all(step.relative < 1e-9 for step in found)
 
     tokens = np.arange(300) % 250
