@@ -1,6 +1,6 @@
 """Faults in a whole job: its exit status, its one line, and what is left.
 
-Stuck ranks: tests/training/faults/test_heartbeat.py. Kills in a save: checkpoint/test_saver.py.
+Stuck ranks: tests/training/faults/test_lost_ranks.py. Kills in a save: checkpoint/test_saver.py.
 """
 
 from pathlib import Path
