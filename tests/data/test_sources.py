@@ -163,34 +163,6 @@ def test_rows_in_the_alpaca_form():
         assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
-def test_the_form_of_rows_is_logged_once(tmp_path, ending, caplog):
-    for name, rows, line in (
-        (
-            "s",
-            [{"conversations": SHAREGPT[1:2] + SHAREGPT[-1:], "id": 1}] * 3,
-            '"conversations" (the ShareGPT form)',
-        ),
-        (
-            "a",
-            [{"instruction": "hi", "input": "", "output": "yes"}] * 3,
-            '"instruction" and "output" (the Alpaca form)',
-        ),
-        ("m", [{"messages": [HI, YES]}] * 3, ""),
-    ):
-        path = tmp_path / f"{name}{ending}"
-        write_rows(path, rows)
-        with caplog.at_level("INFO", "titan_sparse"):
-            source = open_source(Data(source=str(path), format="messages"))
-        assert json.loads(source[2])["messages"] == [HI, YES]
-        lines = [record.getMessage() for record in caplog.records]
-        assert lines == ([f"data.source = {path}: rows with {line}"] if line else [])
-        caplog.clear()
-    # Another column of messages was asked for.
-    with pytest.raises(ValueError, match='"dialog" is missing'):
-        open_source(Data(source=str(path), format="messages", messages_field="dialog"))
-
-
 def test_bad_rows_and_other_sources_are_named_when_the_source_is_opened(tmp_path):
     path = tmp_path / "chats.jsonl"
     write_rows(path, [{"messages": [HI, YES]}, {"messages": [HI]}])
@@ -273,18 +245,21 @@ def test_a_dataset_of_the_hub(monkeypatch):
         ('"instruction" and "output" (the Alpaca form)', ALPACA_ROWS),
     ],
 )
-def test_other_forms_of_chats_of_the_hub(monkeypatch, tmp_path, caplog, form, rows):
-    """A dataset gives the same samples as a file of its rows, and one line says the form."""
-    path = tmp_path / "chats.jsonl"
-    write_rows(path, rows)
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_other_forms_of_chats_in_files_and_of_the_hub(
+    monkeypatch, tmp_path, caplog, form, rows, ending
+):
+    """A dataset gives the same samples as a file of its rows, and one line each says the form."""
+    path = tmp_path / f"chats{ending}"
     columns = list(dict.fromkeys(name for row in rows for name in row))
     filled = [{**dict.fromkeys(columns), **row} for row in rows]
+    write_rows(path, rows if ending == ".jsonl" else filled)
     hub(monkeypatch, datasets.Dataset.from_list(filled))
     with caplog.at_level("INFO", "titan_sparse"):
         of_file = open_source(Data(source=str(path), format="messages"))
         source = open_source(Data(source="owner/chats", format="messages"))
-    forms = [record.getMessage().partition(": ")[2] for record in caplog.records]
-    assert forms == [f"rows with {form}"] * 2
+    said = [f"data.source = {place}: rows with {form}" for place in (path, "owner/chats")]
+    assert caplog.messages == said
     samples = [json.loads(text) for text in source]
     assert samples == [
         {**json.loads(text), "where": f"owner/chats, row {number}"}
@@ -293,16 +268,20 @@ def test_other_forms_of_chats_of_the_hub(monkeypatch, tmp_path, caplog, form, ro
     assert samples[0]["messages"] == [{"role": "system", "content": "be kind"}, HI, YES]
     assert samples[1]["messages"][-1] == YES and "tools" not in samples[1]
     # Another column was asked for, and text is not guessed from chats.
+    with pytest.raises(ValueError, match='"x" is missing'):
+        open_source(Data(source=str(path), format="messages", messages_field="x"))
     for data in (Data(source="o/c", format="messages", messages_field="x"), Data(source="o/c")):
         with pytest.raises(ValueError, match='has no column "(x|text)"'):
             open_source(data)
 
 
 def test_chats_of_the_hub(monkeypatch, caplog):
+    caplog.set_level("INFO", "titan_sparse")
     rows = [{"talk": [HI, YES], "id": 1}, {"talk": [HI], "id": 2}]
     hub(monkeypatch, datasets.Dataset.from_list(rows))
     data = Data(source="owner/chats", format="messages", messages_field="talk")
     source = open_source(data)
+    assert not caplog.messages
     assert json.loads(source[0]) == {"where": "owner/chats, row 1", "messages": [HI, YES]}
     with pytest.raises(ValueError, match='owner/chats, row 2: "talk" holds no message of the role'):
         source[1]

@@ -45,11 +45,6 @@ def test_a_signal_goes_to_the_ranks(number):
     assert output == "asked\n" and process.returncode == 0
 
 
-def test_the_status_is_that_of_the_command():
-    assert subprocess.run([SCRIPT, "false"]).returncode == 1
-    assert subprocess.run([SCRIPT, "true"]).returncode == 0
-
-
 def _started(
     folder: Path, command: str, restarts: object
 ) -> tuple[subprocess.CompletedProcess, int]:
