@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -270,6 +271,15 @@ def test_process_1_may_be_torchrun_in_a_container():
     shell.wait()
 
 
+def _start_two(target: Callable, *arguments: object) -> list[BaseProcess]:
+    """Two processes of target(rank, *arguments)."""
+    context = forkserver()
+    ranks = [context.Process(target=target, args=(rank, *arguments)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    return ranks
+
+
 def _beside_a_dead_peer(rank: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -283,10 +293,7 @@ def _beside_a_dead_peer(rank: int, folder: Path) -> None:
 
 
 def test_a_rank_with_a_dead_peer_leaves_soon_after_sigterm(tmp_path):
-    context = forkserver()
-    ranks = [context.Process(target=_beside_a_dead_peer, args=(r, tmp_path)) for r in (0, 1)]
-    for process in ranks:
-        process.start()
+    ranks = _start_two(_beside_a_dead_peer, tmp_path)
     ranks[1].join(60)
     assert ranks[1].exitcode == -signal.SIGKILL
     _wait_for((tmp_path / "ready").exists)
@@ -321,12 +328,7 @@ def _beside_a_lost_store(rank: int, folder: Path, port: int) -> None:
 
 
 def test_a_rank_that_loses_the_host_of_the_store_says_so_without_a_traceback(tmp_path):
-    port = free_port()
-    context = forkserver()
-    ranks = [context.Process(target=_beside_a_lost_store, args=(r, tmp_path, port)) for r in (0, 1)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
+    for process in _start_two(_beside_a_lost_store, tmp_path, free_port()):
         process.join(60)
     wanted = "rank 1 ends in step 7, as it has lost the job's store on host node-a"
     assert (tmp_path / "failed").read_text() == wanted
