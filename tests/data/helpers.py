@@ -1,5 +1,6 @@
 """Texts, chats, templates, tokenizers, shards, and loaders that several tests use."""
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -102,19 +103,12 @@ def read_shards(folder: str, tokenizer=None) -> list[list[int]]:
 
 
 def make_loader(
-    source: list[str],
-    tokenizer=None,
-    seq_len: int = 16,
-    seed: int = 3,
-    shuffle: bool = True,
-    min_document_length: int = 0,
-    sequences: str = "packed",
-    batch_size: int = 1,
-    **options,
+    source: list[str], tokenizer=None, seq_len=16, seed=3, batch_size=1, **options
 ) -> PackedLoader:
-    """A loader of texts; `options` are those of PackedLoader."""
+    """A loader of texts; `options` are those of [data] and of PackedLoader."""
     tokenizer = tokenizer or ByteTokenizer()
-    data = Data(shuffle=shuffle, min_document_length=min_document_length, sequences=sequences)
+    of_data = {item.name for item in dataclasses.fields(Data)} & options.keys()
+    data = Data(**{name: options.pop(name) for name in of_data})
     stream = WalkedStream(TokenizedTexts(source, tokenizer), tokenizer, data, seq_len, seed)
     return PackedLoader([stream], [1.0], batch_size, 0, 1, **options)
 

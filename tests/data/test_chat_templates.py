@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import transformers
 from tokenizers import AddedToken
 
 from tests.data.helpers import (
@@ -24,8 +25,6 @@ from titan_sparse.data.chat_template import ChatTemplate
 from titan_sparse.data.chats import ChatEncoder
 from titan_sparse.data.rows import sample_text
 from titan_sparse.data.tokenizer import Encoded, load_tokenizer
-
-transformers = pytest.importorskip("transformers")
 
 SPECIAL = ["<cat>", "<dog>", "</answer>", "</tool_call>", "[INST]", "[/INST]", "</s>", "<|eom_id|>"]
 EOS = "<|endoftext|>"

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+import transformers
 
 from tests.data.helpers import (
     ANSWER,
@@ -26,8 +27,6 @@ from titan_sparse.config import Data
 from titan_sparse.data import chat_template
 from titan_sparse.data.chats import ChatEncoder
 from titan_sparse.data.tokenizer import Encoded, load_tokenizer
-
-transformers = pytest.importorskip("transformers")
 
 
 def reference(folder: str, template: str, messages: list[dict]) -> dict:

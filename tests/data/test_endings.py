@@ -4,10 +4,12 @@ import json
 import shutil
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+import trl
 
 from tests.data.helpers import (
     CHAT,
@@ -152,8 +154,6 @@ ROWS = [
 @pytest.mark.parametrize("begins", [True, False])
 def test_rows_begin_and_end_as_those_of_trl(tmp_path, begins):
     """The tokens and the mask of SFTTrainer, for a tokenizer with and without a beginning token."""
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
     folder = _base(tmp_path / "base", None)
     if not begins:
         path = tmp_path / "base/tokenizer.json"

@@ -4,6 +4,7 @@ import json
 
 import datasets
 import pytest
+import trl
 
 from tests.data.helpers import CALL, CHAT, TEXTS, TOOLS, write_rows
 from titan_sparse.config import Data
@@ -135,7 +136,6 @@ def test_rows_in_the_sharegpt_form():
 
 
 def test_sharegpt_roles_that_trl_reads():
-    trl = pytest.importorskip("trl")
     talk = [{"from": "user", "value": "hi"}, {"from": "assistant", "value": "yes"}]
     row = {"conversations": talk}
     wanted = trl.maybe_convert_to_chatml(json.loads(json.dumps(row)))["messages"]

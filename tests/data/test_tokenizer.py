@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+import transformers
 
 from tests.data.helpers import CHATML, TEXTS, train_tokenizer, write_tokenizer
 from titan_sparse.config import Config, Data, Model
@@ -82,7 +83,6 @@ def test_an_odd_tokenizer_is_refused(tmp_path, special, config, named):
 
 @pytest.mark.parametrize("split", [False, True])
 def test_special_tokens_in_a_text_are_those_of_transformers(tmp_path, split):
-    transformers = pytest.importorskip("transformers")
     train_tokenizer(tmp_path, ["</s>", "<|im_end|>"])
     theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(tmp_path / "tokenizer.json"), split_special_tokens=split
@@ -135,7 +135,6 @@ FOLDERS = {
 @pytest.mark.parametrize("name", FOLDERS)
 def test_tokens_are_those_of_autotokenizer(tmp_path, name):
     """Tokens that only tokenizer_config.json has, and classes that replace parts of tokenizer.json."""
-    transformers = pytest.importorskip("transformers")
     folder = write_tokenizer(tmp_path, "")
     before = load_tokenizer(folder)
     path = tmp_path / "tokenizer_config.json"

@@ -68,8 +68,6 @@ def _adapters(model, targets: str, rank: int = 16, tokens: str = "") -> Adapters
 def test_estimate_is_what_a_fake_step_counts(
     monkeypatch, shape, ranks, mode, targets, chunk, tolerance
 ):
-    if targets:
-        pytest.importorskip("peft")
     targets, _, trained_tokens = targets.partition(" and ")
     model, tokens = shape
     step = StepShape(
@@ -135,7 +133,6 @@ def test_estimate_is_what_was_measured(config, backend, words, measured, toleran
 
 def test_bytes_of_parameters_are_those_of_the_model():
     """Of a model with adapters on a rank of four, and what the optimizer keeps."""
-    pytest.importorskip("peft")
     config = Config()
     config.model.flavour = "debug"
     config.training.device = "cpu"
