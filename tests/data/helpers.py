@@ -232,9 +232,9 @@ def write_tokenizer(
     trims: bool = True,
     special: Sequence[str | tokenizers.AddedToken] = (),
 ) -> str:
-    """A folder with the template and a small byte-level tokenizer that splits words as Llama 3's and puts
-    <|begin_of_text|> first. If it `trims`, transformers finds no mask of an answer that begins with a
-    blank. special: more special tokens."""
+    """A folder with the template and a small tokenizer, which splits words as Llama 3's and puts
+    <|begin_of_text|> first. If it `trims`, transformers finds no mask of an answer that begins with
+    a blank. special: more special tokens."""
     folder.mkdir(exist_ok=True, parents=True)
     tokenizer = tokenizers.Tokenizer(models.BPE())
     words = tokenizers.Regex(r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+")

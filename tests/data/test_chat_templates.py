@@ -1,5 +1,4 @@
-"""Where an answer ends, and the arguments of tool calls as a template wants them. transformers, which is
-given the form that fits the template, is the reference."""
+"""Where an answer ends, and tool calls as a template wants them, compared with transformers."""
 
 import datetime
 import json

@@ -115,10 +115,8 @@ def test_a_folder_of_other_files_is_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize("place", ["texts/z.jsonl", "disk/deep/z.jsonl", "blobs/4f2a"])
 def test_a_source_that_has_changed_is_not_continued(tmp_path, place):
-    """Of six rows in two files, four are written before the stop. The second file may be reached by a
-    link to its folder's folder, as on mounted disks, or by a name that leads to a digest, as `hf
-    download` lays files out.
-    """
+    """Of six rows in two files, four are written before the stop. The second file may be reached by
+    a link to its folder's folder, or by a name that leads to a digest, as of `hf download`."""
     late = tmp_path / place
     for folder in (tmp_path / "texts", late.parent):
         folder.mkdir(parents=True, exist_ok=True)

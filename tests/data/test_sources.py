@@ -1,4 +1,4 @@
-"""open_source(): chats in files, datasets of the hub, Python files. test_rows.py has texts in files."""
+"""open_source(): chats in files, datasets of the hub, and Python files. Texts: test_rows.py."""
 
 import json
 

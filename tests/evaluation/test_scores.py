@@ -141,8 +141,8 @@ class Told:
 
 
 def test_a_needle_is_scored_by_the_tokens_of_its_answer():
-    """By the token after each place. A model that repeats what it reads says the number one token late,
-    which is nothing. Neither is a number with one wrong digit."""
+    """By the token after each place. A number that is repeated one token late, or has one wrong
+    digit, scores nothing."""
     samples = _samples()
     rules = {
         "knows": (lambda tokens, labels: labels, 1),

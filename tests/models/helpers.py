@@ -69,8 +69,8 @@ LENGTH = 150  # beyond the original contexts above
 def save_reference(
     folder: Path, name: str = QWEN2, dtype: torch.dtype = torch.float32, **settings
 ) -> torch.nn.Module:
-    """A small random model of transformers, saved; norms and biases, which start as ones and zeros, are random too."""
-    # transformers' Llama, unlike the others, wants hidden_size to be a multiple of the number of heads
+    """A small random model of transformers, saved. Norms and biases are random too."""
+    # transformers' Llama, unlike the others, wants a hidden_size that the heads divide.
     settings = {
         "vocab_size": 331,
         "hidden_size": 96 if name == "LlamaForCausalLM" else 64,

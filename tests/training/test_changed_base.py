@@ -1,5 +1,5 @@
-"""Runs that change the model they begin from: longer sequences, another base of the rotary frequencies,
-more tokens, tokens that were never trained. transformers is the reference, and reads what is exported."""
+"""Runs that change their base model: longer sequences, another theta, more tokens, untrained tokens.
+transformers is the reference, and reads what is exported."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""--dry-run and --find-max-length, the allocator, the ready configurations, and the launch scripts."""
+"""--dry-run, --find-max-length, the allocator, the ready configurations, and the launch scripts."""
 
 import dataclasses
 import os

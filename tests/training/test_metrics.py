@@ -1,4 +1,4 @@
-"""What a run logs: the file of metrics, speeds and the ETA with a clock of our own, TensorBoard, wandb."""
+"""What a run logs: the file of metrics, speeds and the ETA, TensorBoard, and wandb."""
 
 import itertools
 import json

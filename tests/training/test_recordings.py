@@ -312,7 +312,7 @@ def _check_bytes() -> None:
 
 
 def _check_bytes_besides() -> None:
-    """Verticals in bf16, their gradients in fp32, each summed over a ring. Selection by select() alone."""
+    """Verticals in bf16, their gradients in fp32, each summed over a ring. Selection alone."""
     ranks = dist.get_world_size()
     cp = _cp("striped", "ring")
     pattern = VerticalSlash(recall=0.7, max_verticals=40, dense_below=48)

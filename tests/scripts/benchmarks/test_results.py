@@ -1,4 +1,4 @@
-"""What every result file of a benchmark says about itself, and all runs on several GPUs by one command."""
+"""What result files say about themselves, and all runs on several GPUs by one command."""
 
 import argparse
 import datetime

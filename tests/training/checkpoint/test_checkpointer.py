@@ -1,5 +1,4 @@
-"""Which checkpoint a run goes on from: damage, look-alikes, rollbacks, restarts. Whole runs go on bit for bit
-on one world size, and on another number of ranks."""
+"""Which checkpoint a run goes on from, and that it goes on bit for bit, or on another world size."""
 
 import logging
 import os
@@ -333,7 +332,7 @@ def test_names_and_shapes_in_a_checkpoint(saved):
 @pytest.mark.slow
 @on_ranks(2)
 def test_another_data_parallel_degree(saved):
-    """Saved with one data-parallel rank, resumed with two: the stream continues and repeats no sequence."""
+    """Saved with one data-parallel rank, resumed with two: no sequence is repeated."""
     if dist.get_rank() == 0:
         shutil.copytree(saved / "run", saved / "dp")
     dist.barrier()

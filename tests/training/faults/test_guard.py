@@ -1,6 +1,5 @@
-"""The guard: what it skips leaves nothing behind, against torch.optim loops that leave those steps out, and
-against the statistics written down plainly. Whole runs that are poisoned have the numbers of a run that
-was led around the poison by hand."""
+"""The guard, against torch.optim loops without the skipped steps and against plain statistics. Poisoned
+runs have the numbers of a run that was led around the poison by hand."""
 
 import copy
 import math

@@ -1,5 +1,4 @@
-"""Ranks that are dead, stuck, or failing are named before the job ends. Ranks lose a peer or their launcher,
-or are asked to stop, and an earlier attempt's store is there."""
+"""Dead, stuck, or failing ranks are named. Ranks lose a peer or their launcher, or are asked to stop."""
 
 import os
 import re
