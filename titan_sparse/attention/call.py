@@ -1,7 +1,7 @@
 """Everything that one attention call needs, and its tiles: the key blocks its queries meet, and what
 they see in them."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ class AttentionCall:
     pattern: Pattern
     cp: ContextParallel
     backend: Backend
-    transport: Callable[..., Any]
+    transport: type[Any]
     scale: float
     plain: bool
     first: int = 0

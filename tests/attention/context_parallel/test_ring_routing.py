@@ -1,7 +1,5 @@
 """Routes of chunks and of their gradients, walked hop by hop."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -10,10 +8,10 @@ from titan_sparse.attention.context_parallel.ring_routing import (
     all_gather_traffic,
     gradient_hops,
     hops_needed,
+    route_of,
     traffic,
     visited_ranks,
 )
-from titan_sparse.attention.context_parallel.ring_transfers import route_of
 from titan_sparse.attention.context_parallel.schedules import DOUBLE_RING
 
 WORLDS = [(1, 1), (1, 2), (1, 5), (2, 2), (2, 3), (3, 2), (4, 1)]
@@ -121,8 +119,7 @@ def test_neighbors_agree_on_every_hop(inter, intra):
     needed = _needed(size, 0.3, size)
     routes = []
     for rank in range(size):
-        cp = SimpleNamespace(windows=DOUBLE_RING.windows(inter, intra, rank), rank=rank)
-        routes.append(route_of(cp, needed))
+        routes.append(route_of(DOUBLE_RING.windows(inter, intra, rank), rank, needed))
     hops_of_keys = hops_needed(needed, inter, intra)
     for rank, route in enumerate(routes):
         node, local_rank = divmod(rank, intra)

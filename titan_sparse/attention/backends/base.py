@@ -6,7 +6,7 @@ a share of the gathered verticals).
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ class Partial(NamedTuple):
 
     out: Tensor
     lse: Tensor
+
+
+Before = TypeVar("Before", Partial, Tensor)
 
 
 class Queries(NamedTuple):
@@ -96,7 +99,7 @@ class Served(NamedTuple):
         return None
 
 
-class Sum(NamedTuple):
+class Sum(NamedTuple, Generic[Before]):
     """A sum over pieces of keys, to which one more is added.
 
     dtype: of the new sum.
@@ -106,7 +109,7 @@ class Sum(NamedTuple):
     """
 
     dtype: torch.dtype
-    before: Partial | Tensor | None = None
+    before: Before | None = None
 
 
 class Backend(ABC):
@@ -136,7 +139,9 @@ class Backend(ABC):
         """The name of the kernels, for the banner."""
 
     @abstractmethod
-    def forward(self, q: Tensor, pieces: Sequence[Piece], scale: float, total: Sum) -> Partial:
+    def forward(
+        self, q: Tensor, pieces: Sequence[Piece], scale: float, total: Sum[Partial]
+    ) -> Partial:
         """Attention of q [B, Hq, Sq, D] over one piece or two, and over the keys of `total`.
 
         Rows that see nothing: out 0, lse -inf.
@@ -144,7 +149,7 @@ class Backend(ABC):
 
     @abstractmethod
     def backward(
-        self, queries: Queries, pieces: Sequence[Piece], scale: float, total: Sum
+        self, queries: Queries, pieces: Sequence[Piece], scale: float, total: Sum[Tensor]
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """dq with that of `total`, and (dk, dv) of each piece.
 
