@@ -144,7 +144,7 @@ def attend(
     if cp is not None and by_heads is not None:
         # From here on, this rank has all tokens of its node and its share of the heads.
         ulysses.check(cp, q, k, recomputed)
-        q, k, v = ulysses.trade_tokens(q, k, v, ranges.table, cp.key)
+        q, k, v = ulysses.trade_tokens(q, k, v, ranges.table, cp)
         sinks = None if sinks is None else ulysses.own_heads(sinks, cp)
         ranks = ranks_of(by_heads, None)
     names, tensors = mask_tensors(ranges)
@@ -164,11 +164,11 @@ def attend(
     else:
         out, lse = attend_in_parts(inputs, recomputed, ranges, ranks, options)
     if cp is not None and by_heads is not None:
-        out = ulysses.trade_heads(out, ranges.table, cp.key)
+        out = ulysses.trade_heads(out, ranges.table, cp)
     if not return_aux:
         return out
     if cp is not None and by_heads is not None:
-        lse = ulysses.trade_heads(lse[..., None], ranges.table, cp.key)[..., 0].contiguous()
+        lse = ulysses.trade_heads(lse[..., None], ranges.table, cp)[..., 0].contiguous()
         index = [by_heads.of_all_heads(x, 1) for x in index]
     batch, heads = out.shape[:2]
     return out, Auxiliary(lse, pattern.index(index, ranges, batch, heads, ranks.block_size))
