@@ -43,8 +43,8 @@ from titan_sparse.integrations.torchtitan.attention import (
     SPARSE,
     SparseAttention,
     keep_sharded,
+    layout_of,
 )
-from titan_sparse.integrations.torchtitan.core import layout_of
 from titan_sparse.integrations.torchtitan.training import (
     FullACWithAttention,
     MetricsWithAttention,
