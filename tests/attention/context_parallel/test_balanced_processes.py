@@ -17,7 +17,7 @@ from tests.fake_step import fake_world
 from tests.reference import gradients, structured_qkv
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
-from titan_sparse.attention.context_parallel.balanced import Costs
+from titan_sparse.attention.context_parallel.layouts import Costs
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 from titan_sparse.config import Attention

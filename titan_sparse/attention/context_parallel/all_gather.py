@@ -55,7 +55,6 @@ class AllGather(Transport):
         if not self.rectangles:
             with recorder.computing() if recorder.listening else contextlib.nullcontext():
                 self.tiles(self.backward and self.call.backend.READS_BY_KEY)
-        everything: tuple[Rectangle | None, slice] = (None, slice(None))
         for number, group in enumerate(self.groups):
             arriving = following
             if number + 1 < len(self.groups):
@@ -66,7 +65,7 @@ class AllGather(Transport):
             if self.backward and self.rectangles:
                 # Keys that no query here sees keep gradients of 0.
                 d_kv = [torch.zeros_like(x, dtype=self.dtype) for x in (k, v)]
-            for rectangle, keys in self.rectangles or [everything]:
+            for rectangle, keys in self.rectangles or [(None, slice(None))]:
                 step = Step(number, k[:, :, keys], v[:, :, keys], tiles, rectangle)
                 yield step
                 for whole, part in zip(d_kv, step.d_kv if d_kv else ()):
@@ -111,11 +110,11 @@ class AllGather(Transport):
         self.scattered.append([start(x.to(sent_dtype).contiguous()) for x in by_rank])
 
 
-def _rectangles(call: AttentionCall, q: Tensor) -> list[tuple[Rectangle, slice]]:
+def _rectangles(call: AttentionCall, q: Tensor) -> list[tuple[Rectangle | None, slice]]:
     """The rectangle of each rank whose keys this rank's queries see, and where those keys are among
     those of all ranks. All queries see some of the first rank's."""
-    found = []
     length = q.shape[2]
+    found: list[tuple[Rectangle | None, slice]] = []
     for source in range(call.cp.size):
         rectangle = rectangle_of(call, q, source)
         if rectangle is not None:

@@ -33,12 +33,14 @@ class Pending:
     """
 
     result: Any
-    works: Sequence[dist.Work] = ()
+    works: Sequence[dist.Work | None] = ()
     kept: Any = None
 
     def wait(self) -> Any:
         for work in self.works:
-            work.wait()
+            # torch gives None to ranks that take no part.
+            if work is not None:
+                work.wait()
         self.works = ()
         self.kept = None
         return self.result
@@ -65,16 +67,16 @@ class Communicator:
         all_ranks = [r for node in nodes for r in node]
         self.rank = rank
         self.size = len(all_ranks)
-        self.sent = Counter()
+        self.sent: Counter[str] = Counter()
         self.plain_ring_bytes = 0
         self.memory: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
         node, local_rank = divmod(rank, len(nodes[0]))
-        members = {"inner": all_ranks, "outer": [all_ranks[rank]], "verticals": all_ranks}
+        inner, outer = all_ranks, [all_ranks[rank]]
         if has_node_axis:
-            members["inner"] = nodes[node]
-            members["outer"] = [other[local_rank] for other in nodes]
-        members["inner_gradient"] = members["inner"]
-        members["outer_gradient"] = members["outer"]
+            inner = nodes[node]
+            outer = [other[local_rank] for other in nodes]
+        members = {"verticals": all_ranks, "inner": inner, "outer": outer}
+        members |= {"inner_gradient": inner, "outer_gradient": outer}
         self.groups = {"collectives": _group(all_ranks, "cp")}
         for axis, ranks in members.items():
             self.groups[axis] = _group(ranks, f"cp {axis}", transfers=device_type == "cuda")
@@ -181,11 +183,12 @@ class Communicator:
         received = []
         if receives:
             received = [self.rows(f"{slot} {i}", x, len(x)) for i, x in enumerate(chunk)]
-        operations = []
-        for x in sent:
-            operations.append(dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size))
-        for x in received:
-            operations.append(dist.P2POp(dist.irecv, x, group=group, group_peer=(rank - 1) % size))
+        to_next = [(dist.isend, x, (rank + 1) % size) for x in sent]
+        from_previous = [(dist.irecv, x, (rank - 1) % size) for x in received]
+        operations = [
+            dist.P2POp(operation, x, group=group, group_peer=peer)
+            for operation, x, peer in to_next + from_previous
+        ]
         works = dist.batch_isend_irecv(operations) if operations else []
         return Pending(received, works, kept=sent)
 
@@ -239,15 +242,21 @@ def _group(ranks: list[int], description: str, transfers: bool = False) -> dist.
     if len(ranks) == 1:
         return None
     key = (dist.group.WORLD, description, tuple(ranks))
-    group = _GROUPS.get(key)
-    if group is None:
-        options = {}
-        if transfers:
-            nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            options = {"backend": "nccl", "pg_options": nccl}
-        # Only the members take part, so other context-parallel groups may come at another time.
-        group = dist.new_group(
-            ranks, use_local_synchronization=True, group_desc=description, **options
-        )
-        _GROUPS[key] = group
+    known = _GROUPS.get(key)
+    if known is not None:
+        return known
+    backend, options = None, None
+    if transfers:
+        backend = "nccl"
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    # Only the members take part, so other context-parallel groups may come at another time.
+    group = dist.new_group(
+        ranks,
+        backend=backend,
+        pg_options=options,
+        use_local_synchronization=True,
+        group_desc=description,
+    )
+    assert isinstance(group, dist.ProcessGroup)  # This rank is one of its members.
+    _GROUPS[key] = group
     return group

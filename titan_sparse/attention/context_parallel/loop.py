@@ -106,10 +106,10 @@ def backward(
             dq = dq_of_all
         dq_of_groups[step.group] = dq
     # If the verticals' gradients are still to be added, dk and dv are not rounded before that.
-    has_verticals = d_verticals.reduced is not None
-    dk, dv = transport.gradients(call.sum_dtype(q) if has_verticals else q.dtype)
-    if has_verticals:
-        d_verticals.add_to((dk, dv))
+    reduced = d_verticals.reduced
+    dk, dv = transport.gradients(q.dtype if reduced is None else call.sum_dtype(q))
+    if reduced is not None:
+        verticals.add_gradients(call, (dk, dv), reduced.wait())
     return dq_of_groups[0].to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 

@@ -103,8 +103,10 @@ DOUBLE_RING = Schedule(
 GROUP_CAST = Schedule("group_cast", ring, Moves.BLOCKS, has_node_axis=True)
 ULYSSES = Schedule("ulysses", between_nodes, Moves.TOKENS, has_node_axis=True)
 
-_ALL_SCHEDULES = (LOCAL, ALL_GATHER, RING, DOUBLE_RING, GROUP_CAST, ULYSSES)
-SCHEDULES = {schedule.name: schedule for schedule in _ALL_SCHEDULES}
+SCHEDULES = {
+    schedule.name: schedule
+    for schedule in (LOCAL, ALL_GATHER, RING, DOUBLE_RING, GROUP_CAST, ULYSSES)
+}
 
 
 def choose(
@@ -121,13 +123,11 @@ def choose(
         return LOCAL
     if needs_few_blocks and backward_circulates == "auto":
         return GROUP_CAST
-    if inter == 1:
-        if backward_circulates == "auto":
-            return ALL_GATHER
-        return RING
-    if intra == 1:
-        return RING
-    return DOUBLE_RING
+    if inter > 1 and intra > 1:
+        return DOUBLE_RING
+    if inter == 1 and backward_circulates == "auto":
+        return ALL_GATHER
+    return RING
 
 
 def circulates_queries(
