@@ -88,7 +88,7 @@ def chunk_loss(model: PreTrainedModel, chunk_tokens: int = 2048) -> None:
 
 def _conditions(model: PreTrainedModel, arguments: dict[str, Any]) -> tuple:
     """The conditions that the loss of a model may depend on, apart from numbers."""
-    kinds = {}
+    kinds: dict[str, object] = {}
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             kinds[name] = value.ndim
@@ -121,10 +121,10 @@ def _loss_in_head(
     forward = head.forward
     own_forward = vars(head).get("forward")
     # Adapters, quantized weights and accelerate's hooks have a forward of their own.
-    is_linear = getattr(forward, "__func__", None) is nn.Linear.forward and head.bias is None
+    is_own = getattr(forward, "__func__", None) is nn.Linear.forward
 
     def loss(rows: Tensor) -> Tensor:
-        if is_linear:
+        if is_own and isinstance(head, nn.Linear) and head.bias is None:
             return _loss_of_linear(rows, head.weight, targets, chunk_tokens) / count
         return _loss_of_module(rows, forward, targets, chunk_tokens) / count
 

@@ -103,8 +103,9 @@ class _Probe:
         self.up = (self._random(_RANK, self.vocab_size) * _SPREAD / _RANK**0.5).to(device)
         self.up.requires_grad_()
         self.outputs = _with_hidden(outputs, self.hidden)
-        self.path: str | None = None
-        self.decoder: nn.Module | None = None
+        # The first module that the model's forward calls, and its arguments.
+        self.path = ""
+        self.decoder: nn.Module
         self.given: dict[str, Any] = {}
 
     def _random(self, *shape: int) -> Tensor:
@@ -158,7 +159,7 @@ class _Probe:
         aside."""
         if module is self.head:
             return self.logits(*args, **kwargs)
-        if self.path is not None or isinstance(module, nn.Embedding):
+        if self.path or isinstance(module, nn.Embedding):
             return module(*args, **kwargs)
         self.path = path
         self.decoder = module
@@ -169,7 +170,7 @@ class _Probe:
     def difference(self, theirs: Tensor, ours: Tensor) -> str | None:
         """The difference of the two losses or their gradients, in words; None if they are the
         same."""
-        if self.path is None:
+        if not self.path:
             return "its own forward calls none of its modules"
         losses = f"its own loss is {theirs.item():.7g}, and ours is {ours.item():.7g}"
         if not _are_close(theirs, ours, _TOLERANCE):
