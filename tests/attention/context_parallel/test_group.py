@@ -119,7 +119,7 @@ def _check_rectangles(axes: tuple[int, ...], heads: tuple[int, int]) -> None:
         for name, x, want in zip(NAMES, got, wanted):
             assert (x - want).abs().max() < 1e-9, (name, cp.key)
         computed = cp.size if layout == "zigzag" else cp.rank + 1
-        in_groups = schedule == "all_gather" or len(cp.windows) > 1
+        in_groups = schedule == "all_gather" or cp.rings[0] > 1
         assert len(used) == computed * (2 if in_groups else 1), cp.key
 
 

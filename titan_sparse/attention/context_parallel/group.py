@@ -27,7 +27,7 @@ class ContextParallel(Communicator):
     """A context-parallel group with its layout and schedule.
 
     inter, intra: nodes, and ranks of a node. schedule: its name; moves: what it sends (Moves).
-    windows: of this rank, as schedules.py has them. key: names this object in custom ops.
+    rings: ranks of the outer ring and of the inner one. key: names this object in custom ops.
     by_heads: with the schedule ulysses between several ranks, what attends to this rank's heads; else
     None.
     What it has sent is counted in `sent` (comm.py).
@@ -98,7 +98,7 @@ class ContextParallel(Communicator):
         self.gradient_dtype = gradient_dtype
         self.overlap_stages = overlap_stages
         self.route_by = route_by
-        self.windows = record.windows(self.inter, self.intra, rank)
+        self.rings = record.rings(self.inter, self.intra)
         super().__init__(nodes, rank, record.has_node_axis, device_type)
         self.costs = costs or layouts.DEFAULT_COSTS
         if self.depends_on_mask:

@@ -40,8 +40,8 @@ class Ring(Transport):
         self.call = call
         self.q = q
         self.backward = backward
-        self.route = route_of(call.cp.windows, call.cp.rank, needed_chunks(call))
-        count = head_groups(k.shape[1], len(call.cp.windows))
+        self.route = route_of(*call.cp.rings, call.cp.rank, needed_chunks(call))
+        count = head_groups(k.shape[1], call.cp.rings[0])
         self.groups = []
         self.chunks = []
         self.homes = []
@@ -131,7 +131,7 @@ def _backward_with_queries_circulating(
         reduced = call.cp.start_all_reduce(_stacked(d_verticals, dtype))
 
     # Queries are needed by the ranks whose keys they meet, the reverse of chunks of keys.
-    route = route_of(call.cp.windows, call.cp.rank, needed_chunks(call).T)
+    route = route_of(*call.cp.rings, call.cp.rank, needed_chunks(call).T)
     # [B, Hq, S_local]
     delta = (d_out.to(dtype) * out.to(dtype)).sum(-1)
     # [2, B, Hq, S_local, D] and [2, B, Hq, S_local]
@@ -206,8 +206,7 @@ def circulate(
     transfers: only the first step of the first window, then the other windows, then the rest of the
     first one, while the last gradients come home from other nodes.
     """
-    inter = len(cp.windows)
-    intra = len(cp.windows[0])
+    inter, intra = cp.rings
     groups = range(len(chunks))
 
     def to_next_rank(group: int, window: int, place: int, chunk: Chunk, slot: object) -> Pending:
@@ -234,7 +233,7 @@ def circulate(
                 # this step is computed, not after: the hop inside the node that it waits for is the
                 # shorter.
                 homes[group - 1].finish_node()
-            step = RingStep(group, cp.windows[window][place], chunk)
+            step = RingStep(group, route.sources[window][place], chunk)
             if route.computes[window][place]:
                 yield step
             if homes:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.context_parallel.schedules import Windows
+from titan_sparse.attention.context_parallel.schedules import ring_windows
 
 
 class Hops(NamedTuple):
@@ -31,12 +31,13 @@ class Hops(NamedTuple):
 class Route(NamedTuple):
     """The actions of one rank in a ring, by [window][step].
 
-    computes: whether it computes on the step's chunk. inner, outer: whether it sends and receives in
-    a chunk's hop to the next rank, and by [window] in that of the window's first chunk to the next
-    node. gradient_inner, gradient_outer: the same for gradients. After the last window a gradient
-    comes home, to the rank that had the chunk in the first.
+    sources: the rank whose chunk it has. computes: whether it computes on that chunk. inner, outer:
+    whether it sends and receives in a chunk's hop to the next rank, and by [window] in that of the
+    window's first chunk to the next node. gradient_inner, gradient_outer: the same for gradients.
+    After the last window a gradient comes home, to the rank that had the chunk in the first.
     """
 
+    sources: list[list[int]]
     computes: list[list[bool]]
     inner: list[list[list[bool]]]
     outer: list[list[bool]]
@@ -59,19 +60,18 @@ class Traffic(NamedTuple):
     across: Tensor
 
 
-def route_of(windows: Windows, rank: int, needed: Tensor) -> Route:
+def route_of(inter: int, intra: int, rank: int, needed: Tensor) -> Route:
     """needed: bool [W, W] on the host, rank r computes on the chunk of rank s."""
     # The cache of _route() needs values that it can hash.
-    return _route(tuple(map(tuple, windows)), rank, needed.numpy().tobytes())
+    return _route(inter, intra, rank, needed.numpy().tobytes())
 
 
 @functools.lru_cache(maxsize=64)
-def _route(windows: tuple[tuple[int, ...], ...], rank: int, needed_bytes: bytes) -> Route:
+def _route(inter: int, intra: int, rank: int, needed_bytes: bytes) -> Route:
     """Cached: the route is the same for all layers, and computing it takes a hundred small operations
     of the host."""
     # [inter, intra]
-    sources = torch.tensor(windows)
-    inter, intra = sources.shape
+    sources = torch.tensor(ring_windows(inter, intra, rank))
     ranks = inter * intra
     needed = torch.frombuffer(bytearray(needed_bytes), dtype=torch.bool).view(ranks, ranks)
     window = torch.arange(inter)
@@ -85,7 +85,7 @@ def _route(windows: tuple[tuple[int, ...], ...], rank: int, needed_bytes: bytes)
         hops += [torch.stack(inner, -1).tolist(), torch.stack(outer, -1).tolist()]
     # A rank always computes on its own chunk.
     computes = needed[rank, sources] | (sources == rank)
-    return Route(computes.tolist(), *hops)
+    return Route(sources.tolist(), computes.tolist(), *hops)
 
 
 def visited_ranks(inter: int, intra: int) -> Tensor:
