@@ -15,7 +15,6 @@ from torch import Tensor
 
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Pending
-from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.context_parallel.group_cast_plan import (
     CastPlan,
     Exchange,
@@ -29,6 +28,14 @@ from titan_sparse.attention.masks.ranges import once_per_mask
 
 
 class GroupCast(Transport):
+    """blocks: of the keys of each step, global numbers int64 [n]: the first `first` own blocks, those of
+    each stage, and the other own blocks.
+
+    In a backward, sums: gradients [blocks, 2, B, Hkv, size, D] of this rank's own blocks, and behind
+    them of those that it hands on. rest: of own blocks that are computed at the end. crossing: what
+    comes from other nodes.
+    """
+
     def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool):
         self.call = call
         self.k = k
@@ -36,7 +43,6 @@ class GroupCast(Transport):
         self.backward = backward
         self.plan = _plan(call, call.cp.overlap_stages[backward])
         own = call.key_blocks()
-        # Own blocks that are computed at once; the rest is left to the end.
         self.first = len(own)
         if backward:
             self.first = blocks_before_others(
@@ -47,8 +53,13 @@ class GroupCast(Transport):
                 element_bytes=q.element_size(),
                 nodes=call.cp.inter,
             )
-            self.home = BlockGradients(call.cp, self.plan, k, call.sum_dtype(q), self.first)
-        # Global blocks of the keys of each step, int64 [n].
+            batch, kv_heads, _, head_dim = k.shape
+            shape = (self.plan.memory, 2, batch, kv_heads, call.cp.block_size, head_dim)
+            self.sums = k.new_empty(shape, dtype=call.sum_dtype(q))
+            self.sums[self.first :] = 0
+            self.sent_dtype = call.cp.gradient_dtype or self.sums.dtype
+        self.rest: tuple[Tensor, Tensor] | None = None
+        self.crossing: tuple[Pending, Exchange] | None = None
         of_stages = [stage.k_blocks for stage in self.plan.stages]
         self.blocks = [own[: self.first], *of_stages, own[self.first :]]
         steps = sum(len(blocks) > 0 for blocks in self.blocks)
@@ -56,24 +67,30 @@ class GroupCast(Transport):
 
     def steps(self) -> Iterator[Step]:
         for number, (blocks, (k, v)) in enumerate(zip(self.blocks, self._arriving(), strict=True)):
-            if len(blocks) == 0:
-                if self.backward:
-                    self.home.add(number, None)
-                continue
-            name = (len(self.blocks), self.backward, number, len(blocks))
-            tiles = functools.partial(
-                self.call.tiles_of_blocks,
-                len(k),
-                k_blocks=blocks,
-                name=None if self.call.pattern.dynamic else name,
-            )
-            step = Step(0, k, v, tiles)
-            yield step
+            d_kv = None
+            if len(blocks) > 0:
+                name = (len(self.blocks), self.backward, number, len(blocks))
+                tiles = functools.partial(
+                    self.call.tiles_of_blocks,
+                    len(k),
+                    k_blocks=blocks,
+                    name=None if self.call.pattern.dynamic else name,
+                )
+                step = Step(0, k, v, tiles)
+                yield step
+                d_kv = step.d_kv if self.backward else None
             if self.backward:
-                self.home.add(number, step.d_kv)
+                self._put(number, d_kv)
 
     def gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self.home.finish(dtype)
+        with _beside("gradients", self.sums.device):
+            self._arrive()
+        _wait_for("gradients", self.sums.device)
+        # [own blocks, 2, B, Hkv, size, D]
+        own_sums = self.sums[: len(self.call.key_blocks())]
+        if self.rest is not None:
+            own_sums[self.first :] += _block_by_block(self.rest, self.call.cp.block_size)
+        return _in_order(own_sums, dtype)
 
     def _arriving(self) -> Iterator[tuple[Tensor, Tensor]]:
         """k and v [B, Hkv, n, D] of the first own blocks, of each stage, and of the other own blocks.
@@ -132,6 +149,55 @@ class GroupCast(Transport):
             yield kv
         yield k[:, :, split:], v[:, :, split:]
 
+    def _put(self, number: int, d_kv: tuple[Tensor, Tensor] | None) -> None:
+        """Take dk and dv [B, Hkv, n, D] of a step; None if there was nothing to compute.
+
+        Those of a stage go home: inside the node to the rank where the keys came from, which adds
+        them up, and from there to the owner.
+        """
+        if 0 < number <= len(self.plan.stages):
+            self._send(self.plan.stages[number - 1], d_kv)
+        elif number > 0:
+            self.rest = d_kv
+        elif d_kv is not None:
+            _block_by_block(d_kv, self.call.cp.block_size, self.sums[: self.first])
+
+    def _send(self, stage: Stage, d_kv: tuple[Tensor, Tensor] | None) -> None:
+        shape = (len(stage.k_blocks), *self.sums.shape[1:])
+        packed = self.sums.new_empty(shape, dtype=self.sent_dtype)
+        if d_kv is not None:
+            _block_by_block(d_kv, self.call.cp.block_size, packed)
+        if packed.is_cuda:
+            # The allocator must not reuse this memory before the side stream has read it.
+            packed.record_stream(_stream("gradients", packed.device))
+        with _beside("gradients", self.sums.device):
+            if stage.inner:
+                self._add(self._send_back(packed, stage.inner, "inner_gradient"), stage.inner)
+            if stage.outer:
+                self._arrive()
+                # This node's sums for other nodes' blocks are complete now.
+                relayed = self.sums[slice(*stage.relayed)].to(self.sent_dtype)
+                pending = self._send_back(relayed, stage.outer, "outer_gradient")
+                self.crossing = (pending, stage.outer)
+
+    def _send_back(self, blocks: Tensor, exchange: Exchange, axis: str) -> Pending:
+        """Start an exchange of the keys the other way around: what was received is sent."""
+        cp = self.call.cp
+        out = cp.rows(axis, blocks, len(exchange.rows))
+        return cp.start_exchange(blocks, exchange.receives, exchange.sends, axis=axis, out=out)
+
+    def _arrive(self) -> None:
+        if self.crossing is not None:
+            self._add(*self.crossing)
+        self.crossing = None
+
+    def _add(self, pending: Pending, exchange: Exchange) -> None:
+        """Sender by sender, nothing is added to one place twice at a time, and in a fixed order."""
+        blocks_by_sender = pending.wait().split(exchange.sends)
+        rows_by_sender = exchange.rows.split(exchange.sends)
+        for rows, blocks in zip(rows_by_sender, blocks_by_sender, strict=True):
+            self.sums.index_add_(0, rows, blocks.to(self.sums.dtype))
+
 
 def _plan(call: AttentionCall, stages: int) -> CastPlan:
     """This rank's plan on the data's device, the same for all layers if the pattern is static."""
@@ -147,89 +213,6 @@ def _plan(call: AttentionCall, stages: int) -> CastPlan:
         return make()
     key = ("group cast", cp.key, stages, call.first, call.last)
     return once_per_mask(call.mask, key, make)
-
-
-class BlockGradients:
-    """Gradients of remote blocks on their way home.
-
-    Inside the node they go to the rank where the keys came from, which adds them up, and from
-    there to the owner.
-
-    sums: [blocks, 2, B, Hkv, size, D] of this rank's own blocks, and behind them of those that it
-    hands on. first: how many own blocks the first step computes on. rest: of the others.
-    """
-
-    def __init__(
-        self, cp: ContextParallel, plan: CastPlan, k: Tensor, dtype: torch.dtype, first: int
-    ):
-        batch, kv_heads, seq_len, head_dim = k.shape
-        self.cp = cp
-        self.plan = plan
-        self.own_blocks = seq_len // cp.block_size
-        shape = (plan.memory, 2, batch, kv_heads, cp.block_size, head_dim)
-        self.sums = torch.empty(shape, dtype=dtype, device=k.device)
-        self.sent_dtype = cp.gradient_dtype or dtype
-        self.first = first
-        self.rest: tuple[Tensor, Tensor] | None = None
-        self.crossing: tuple[Pending, Exchange] | None = None
-
-    def add(self, number: int, d_kv: tuple[Tensor, Tensor] | None) -> None:
-        """dk and dv [B, Hkv, n, D] of a step: of the first own blocks, of a stage, or of the other
-        own blocks. None if there was nothing to compute."""
-        if number == 0:
-            if d_kv is not None:
-                _block_by_block(d_kv, self.cp.block_size, self.sums[: self.first])
-            self.sums[self.first :] = 0
-        elif number <= len(self.plan.stages):
-            self._send(self.plan.stages[number - 1], d_kv)
-        else:
-            self.rest = d_kv
-
-    def _send(self, stage: Stage, d_kv: tuple[Tensor, Tensor] | None) -> None:
-        shape = (len(stage.k_blocks), *self.sums.shape[1:])
-        packed = self.sums.new_empty(shape, dtype=self.sent_dtype)
-        if d_kv is not None:
-            _block_by_block(d_kv, self.cp.block_size, packed)
-        if packed.is_cuda:
-            # The allocator must not reuse this memory before the side stream has read it.
-            packed.record_stream(_stream("gradients", packed.device))
-        with _beside("gradients", self.sums.device):
-            if stage.inner:
-                self._add(self._start(packed, stage.inner, "inner_gradient"), stage.inner)
-            if stage.outer:
-                self._arrive()
-                # This node's sums for other nodes' blocks are complete now.
-                relayed = self.sums[slice(*stage.relayed)].to(self.sent_dtype)
-                pending = self._start(relayed, stage.outer, "outer_gradient")
-                self.crossing = (pending, stage.outer)
-
-    def finish(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """dk and dv [B, Hkv, S_local, D] of this rank's blocks, from all ranks, in `dtype`."""
-        with _beside("gradients", self.sums.device):
-            self._arrive()
-        _wait_for("gradients", self.sums.device)
-        # [own blocks, 2, B, Hkv, size, D]
-        own_sums = self.sums[: self.own_blocks]
-        if self.rest is not None:
-            own_sums[self.first :] += _block_by_block(self.rest, self.cp.block_size)
-        return _in_order(own_sums, dtype)
-
-    def _start(self, blocks: Tensor, exchange: Exchange, axis: str) -> Pending:
-        """Start an exchange of the keys the other way around: what was received is sent."""
-        out = self.cp.rows(axis, blocks, len(exchange.rows))
-        return self.cp.start_exchange(blocks, exchange.receives, exchange.sends, axis=axis, out=out)
-
-    def _arrive(self) -> None:
-        if self.crossing is not None:
-            self._add(*self.crossing)
-        self.crossing = None
-
-    def _add(self, pending: Pending, exchange: Exchange) -> None:
-        """Sender by sender, nothing is added to one place twice at a time, and in a fixed order."""
-        blocks_by_sender = pending.wait().split(exchange.sends)
-        rows_by_sender = exchange.rows.split(exchange.sends)
-        for rows, blocks in zip(rows_by_sender, blocks_by_sender, strict=True):
-            self.sums.index_add_(0, rows, blocks.to(self.sums.dtype))
 
 
 def _block_by_block(kv: Iterable[Tensor], size: int, out: Tensor | None = None) -> Tensor:
