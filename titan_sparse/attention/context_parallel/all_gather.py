@@ -24,10 +24,7 @@ from titan_sparse.kernels.block_sparse.piece import mapped
 
 class AllGather(Transport):
     def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool):
-        self.call = call
-        self.k = k
-        self.v = v
-        self.backward = backward
+        super().__init__(call, q, k, v, backward)
         self.dtype = call.sum_dtype(k)
         self.rectangles = _rectangles(call, q) if call.backend.DENSE_BY_CHUNK else []
         self.scattered: list[list[Pending]] = []

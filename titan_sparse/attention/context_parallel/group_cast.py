@@ -37,10 +37,7 @@ class GroupCast(Transport):
     """
 
     def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool):
-        self.call = call
-        self.k = k
-        self.v = v
-        self.backward = backward
+        super().__init__(call, q, k, v, backward)
         self.plan = _plan(call, call.cp.overlap_stages[backward])
         own = call.key_blocks()
         self.first = len(own)

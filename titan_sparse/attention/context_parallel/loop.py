@@ -182,8 +182,12 @@ class Transport(ABC):
 
     groups: list[Group]
 
-    @abstractmethod
-    def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool): ...
+    def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool):
+        self.call = call
+        self.q = q
+        self.k = k
+        self.v = v
+        self.backward = backward
 
     @abstractmethod
     def steps(self) -> Iterator[Step]:
@@ -208,6 +212,7 @@ class OneRank(Transport):
     """Attention on one rank: no transfers, one step over all keys."""
 
     def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool):
+        super().__init__(call, q, k, v, backward)
         tiles = functools.partial(call.tiles_of_rank, len(k), 0)
         has_kernel = call.backend.SERVES_DENSE and not call.pattern.dynamic
         packing = dense.packing_of(call, q, k) if has_kernel else None

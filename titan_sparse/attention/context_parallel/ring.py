@@ -37,9 +37,7 @@ class Ring(Transport):
     """
 
     def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool):
-        self.call = call
-        self.q = q
-        self.backward = backward
+        super().__init__(call, q, k, v, backward)
         self.route = route_of(*call.cp.rings, call.cp.rank, needed_chunks(call))
         count = head_groups(k.shape[1], call.cp.rings[0])
         self.groups = []
