@@ -31,7 +31,7 @@ PRIVATE = {
     "._get_backend": HANGS,
     "._get_sequence_number_for_group": HANGS,
     "._init_group": "optimizer.py: what an optimizer's step() computes on",
-    "._modules": "loss_probe.py: named parts of a model, replaced for one forward without a hook",
+    "._modules": "chunked_loss.py: named parts of a model, replaced for one forward without a hook",
     "._prepare_inputs": "benchmarks: a batch as transformers' Trainer moves it to the GPU",
     "._version": "whether a tensor was changed in place since",
     "flash_attn.cute.interface._flash_attn_bwd": FLASH,

@@ -38,7 +38,7 @@ class Pending:
 
     def wait(self) -> Any:
         for work in self.works:
-            # torch gives None to ranks that take no part.
+            # None if the collective ran on the stream of compute.
             if work is not None:
                 work.wait()
         self.works = ()
@@ -88,32 +88,19 @@ class Communicator:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over ranks."""
-        x = x.contiguous()
-        if self.size > 1:
-            self.sent["collectives"] += self._bytes_of_sum(x)
-            dist.all_reduce(x, group=self.groups["collectives"])
-        return x
+        return self._sum(x.contiguous(), "collectives").wait()
 
     def all_gather(self, x: Tensor) -> Tensor:
         """x of all ranks: [ranks, *x.shape]."""
         if self.size == 1:
             return x[None]
-        self.sent["collectives"] += x.nbytes * (self.size - 1)
-        # [ranks, ...]
-        out = x.new_empty(self.size, *x.shape)
-        # The collective wants the ranks one after the other along the first dim.
-        _all_gather(out.flatten(0, 1), x.contiguous(), group=self.groups["collectives"])
-        return out
+        return self._gather(x, x.new_empty(self.size, *x.shape), "collectives").wait()
 
-    def all_to_all(self, x: Tensor) -> Tensor:
-        """Send x[r] to rank r: [ranks, ...]. Returns what came, by sender: [ranks, ...]."""
-        if self.size == 1:
-            return x
-        self.sent["collectives"] += x[1:].nbytes
-        # By sender.
+    def all_to_all(self, x: Tensor, axis: str = "collectives") -> Tensor:
+        """Send x[r] to rank r of an axis: [ranks, ...]. Returns what came, by sender: [ranks, ...]."""
+        once_each = [1] * len(x)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(out, x.contiguous(), group=self.groups["collectives"])
-        return out
+        return self.start_exchange(x.contiguous(), once_each, once_each, axis, out).wait()
 
     # Collectives that run beside compute
 
@@ -122,20 +109,11 @@ class Communicator:
 
         x: contiguous keys and values of verticals, or their gradients.
         """
-        if self.size == 1:
-            return Pending(x)
-        self.sent["verticals"] += self._bytes_of_sum(x)
-        # The caller computes until it needs the sum.
-        work = dist.all_reduce(x, group=self.groups["verticals"], async_op=True)
-        return Pending(x, [work])
+        return self._sum(x, "verticals")
 
     def start_all_gather(self, x: Tensor, slot: str) -> Pending:
         """Begin to gather x of all ranks, [ranks, *x.shape], into the buffer `slot`."""
-        self.sent["inner"] += x.nbytes * (self.size - 1)
-        out = self.rows(slot, x[None], self.size)
-        group = self.groups["inner"]
-        work = _all_gather(out.flatten(0, 1), x.contiguous(), group=group, async_op=True)
-        return Pending(out, [work])
+        return self._gather(x, self.rows(slot, x[None], self.size), "inner")
 
     def start_reduce_scatter(self, x: Tensor) -> Pending:
         """Begin to sum x[r] over ranks, on rank r: [ranks, ...] -> [...]."""
@@ -159,13 +137,9 @@ class Communicator:
             return Pending(x)
         rows_kept = sends[dist.get_rank(group)]
         self.sent[axis] += x[rows_kept:].nbytes
-        work = dist.all_to_all_single(out, x, receives, sends, group=group, async_op=True)
+        beside = axis != "collectives"
+        work = dist.all_to_all_single(out, x, receives, sends, group=group, async_op=beside)
         return Pending(out, [work], kept=x)
-
-    def trade(self, x: Tensor) -> Tensor:
-        """Send x[r] to rank r of the node: [ranks, ...]. Returns what came, by sender: [ranks, ...]."""
-        once_each = [1] * len(x)
-        return self.start_exchange(x, once_each, once_each, "inner", torch.empty_like(x)).wait()
 
     def shift(
         self, chunk: list[Tensor], axis: str, slot: str, sends: bool = True, receives: bool = True
@@ -191,6 +165,22 @@ class Communicator:
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
         return Pending(received, works, kept=sent)
+
+    def _sum(self, x: Tensor, axis: str) -> Pending:
+        if self.size == 1:
+            return Pending(x)
+        # As in NCCL's rings.
+        self.sent[axis] += 2 * x.nbytes * (self.size - 1) // self.size
+        work = dist.all_reduce(x, group=self.groups[axis], async_op=axis != "collectives")
+        return Pending(x, [work])
+
+    def _gather(self, x: Tensor, out: Tensor, axis: str) -> Pending:
+        self.sent[axis] += x.nbytes * (self.size - 1)
+        # The collective wants the ranks one after the other along the first dim.
+        beside = axis != "collectives"
+        into = out.flatten(0, 1)
+        work = _all_gather(into, x.contiguous(), group=self.groups[axis], async_op=beside)
+        return Pending(out, [work])
 
     # Memory and bookkeeping
 
@@ -227,10 +217,6 @@ class Communicator:
         """
         axes = ("inner", "outer", "inner_gradient", "outer_gradient")
         return sum(self.sent[axis] for axis in axes)
-
-    def _bytes_of_sum(self, x: Tensor) -> int:
-        """Bytes that a rank sends to sum x over ranks: 2 (W - 1) / W of its size."""
-        return 2 * x.nbytes * (self.size - 1) // self.size
 
 
 def _group(ranks: list[int], description: str, transfers: bool = False) -> dist.ProcessGroup | None:

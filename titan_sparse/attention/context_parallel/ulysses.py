@@ -125,7 +125,9 @@ def _to_heads(cp: ContextParallel, tensors: Sequence[Tensor], table: Tensor | No
         # [B, ranks, h, S_local, D] -> [ranks, B, S_local, h, D]
         part.copy_(x.unflatten(1, (ranks, -1)).permute(1, 0, 3, 2, 4))
     # By the rank that has the tokens: [B, ranks, n, block, heads, D], then [B, ranks * n, ...].
-    blocks = cp.trade(sent).unflatten(2, (-1, cp.block_size)).transpose(0, 1).flatten(1, 2)
+    blocks = (
+        cp.all_to_all(sent, "inner").unflatten(2, (-1, cp.block_size)).transpose(0, 1).flatten(1, 2)
+    )
     order = cp.order_in_node(length, table, sent.device)
     found = []
     for part in blocks.split(counts, dim=3):
@@ -149,7 +151,7 @@ def _to_tokens(
     blocks = by_token.unflatten(1, (-1, cp.block_size)).index_select(1, order.argsort())
     sent = blocks.flatten(1, 2).unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
     found = []
-    for part in cp.trade(sent).split(counts, dim=3):
+    for part in cp.all_to_all(sent, "inner").split(counts, dim=3):
         # By the rank that has the heads: [ranks, B, S_local, h, D] -> [B, S_local, ranks * h, D].
         of_all = part.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()
         found.append(of_all.transpose(1, 2))
