@@ -49,7 +49,7 @@ class Pending:
 class Communicator:
     """The communicators of one context-parallel group, its buffers, and its counters.
 
-    rank, size: of this rank in the group, and ranks of the group.
+    ranks: the global ranks of the group. size: their number. rank: this one's place among them.
     sent: bytes that this rank has sent so far. Keys, values, queries and gradients are counted by
     axis ("inner", "outer", "inner_gradient", "outer_gradient"); "verticals" are the gathered
     verticals and their gradients; "collectives" is everything that makes a rank wait: selection
@@ -58,26 +58,26 @@ class Communicator:
     plain_ring_bytes: what a ring would have sent in which each chunk visits every rank.
     """
 
-    def __init__(self, nodes: list[list[int]], rank: int, has_node_axis: bool, device_type: str):
+    def __init__(self, nodes: list[list[int]], has_node_axis: bool, device_type: str):
         """nodes: global ranks, [inter][intra]. Collective over them.
 
         has_node_axis: inner communicators span a node, outer ones the nodes; else the inner ones
         span all ranks.
         """
-        all_ranks = [r for node in nodes for r in node]
-        self.rank = rank
-        self.size = len(all_ranks)
+        self.ranks = [rank for node in nodes for rank in node]
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(dist.get_rank()) if self.size > 1 else 0
         self.sent: Counter[str] = Counter()
         self.plain_ring_bytes = 0
         self.memory: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-        node, local_rank = divmod(rank, len(nodes[0]))
-        inner, outer = all_ranks, [all_ranks[rank]]
+        inner, outer = self.ranks, [self.ranks[self.rank]]
         if has_node_axis:
+            node, local_rank = divmod(self.rank, len(nodes[0]))
             inner = nodes[node]
             outer = [other[local_rank] for other in nodes]
-        members = {"verticals": all_ranks, "inner": inner, "outer": outer}
+        members = {"verticals": self.ranks, "inner": inner, "outer": outer}
         members |= {"inner_gradient": inner, "outer_gradient": outer}
-        self.groups = {"collectives": _group(all_ranks, "cp")}
+        self.groups = {"collectives": _group(self.ranks, "cp")}
         for axis, ranks in members.items():
             self.groups[axis] = _group(ranks, f"cp {axis}", transfers=device_type == "cuda")
         # Whoever still holds this object when Python ends: gloo's threads must not meet an

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -87,19 +86,17 @@ class ContextParallel(Communicator):
         self.inter = len(nodes)
         self.intra = len(nodes[0])
         record = SCHEDULES.get(schedule) or choose(self.inter, self.intra, backward_circulates)
-        self.ranks = [rank for node in nodes for rank in node]
-        rank = self.ranks.index(dist.get_rank()) if len(self.ranks) > 1 else 0
         self.layout = layout
         self.schedule = record.name
-        # One rank has nothing to move, whatever the schedule.
-        self.moves = record.moves if len(self.ranks) > 1 else Moves.NOTHING
         self.block_size = block_size
         self.backward_circulates = backward_circulates
         self.gradient_dtype = gradient_dtype
         self.overlap_stages = overlap_stages
         self.route_by = route_by
         self.rings = record.rings(self.inter, self.intra)
-        super().__init__(nodes, rank, record.has_node_axis, device_type)
+        super().__init__(nodes, record.has_node_axis, device_type)
+        # One rank has nothing to move, whatever the schedule.
+        self.moves = record.moves if self.size > 1 else Moves.NOTHING
         self.costs = costs or layouts.DEFAULT_COSTS
         if self.depends_on_mask:
             self._refuse_different_costs(device_type)

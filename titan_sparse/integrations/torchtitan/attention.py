@@ -284,9 +284,10 @@ def _in_order(positions: Tensor, cp: ContextParallel) -> Tensor:
     next_position = whole[:, 1:]
     continues = next_position == whole[:, :-1] + 1
     is_sequence = (continues | (next_position == 0)).all()
+    balancer = {layout: name for name, layout in _LAYOUTS.items()}[cp.layout]
     refusal = (
-        'the positions of all ranks do not make a sequence in the order of load_balancer = "'
-        f'{_balancer_of(cp.layout)}"; write the same in the options of titan_sparse and in '
+        f'the positions of all ranks do not make a sequence in the order of load_balancer = "{balancer}"; '
+        "write the same in the options of titan_sparse and in "
         "--parallelism.context_parallel_load_balancer"
     )
     if cp in _checked and whole.is_cuda:
@@ -296,10 +297,6 @@ def _in_order(positions: Tensor, cp: ContextParallel) -> Tensor:
         raise ValueError(refusal)
     _checked.add(cp)
     return whole
-
-
-def _balancer_of(layout: str) -> str | None:
-    return next(name for name, ours in _LAYOUTS.items() if ours == layout)
 
 
 @torch.library.custom_op("titan_sparse::document_starts", mutates_args=())
