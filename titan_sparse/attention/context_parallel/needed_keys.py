@@ -33,11 +33,11 @@ def needed_chunks(call: AttentionCall) -> Tensor:
     table = call.cp.table(call.mask)
 
     def seen_of_mask() -> Tensor:
-        if call.mask.plain and not call.cp.depends_on_mask:
+        mask = call.mask
+        if mask.plain and not call.cp.depends_on_mask:
             # It follows from the length alone, so that the host does not wait for the device.
-            plain = Causal().rows(call.seq_len)
-            return seen_chunks(plain, call.cp.table(plain), call.cp.block_size)
-        return seen_chunks(call.mask, table, call.cp.block_size).cpu()
+            mask = Causal().rows(call.seq_len)
+        return seen_chunks(mask, call.cp.table(mask), call.cp.block_size).cpu()
 
     seen = once_per_mask(call.mask, ("needed", call.cp.key), seen_of_mask)
     if call.cp.route_by == "mask":

@@ -12,7 +12,7 @@ class Moves(enum.Enum):
     CHUNKS = enum.auto()
     """A rank's keys and values, from neighbor to neighbor."""
     HEADS = enum.auto()
-    """The keys and values of all ranks, one KV head at a time."""
+    """The keys and values of all ranks, some KV heads at a time."""
     BLOCKS = enum.auto()
     """The blocks that a rank needs, from their owners."""
     TOKENS = enum.auto()
