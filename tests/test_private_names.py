@@ -19,7 +19,7 @@ CHECKPOINTS = (
     "reader.py and saver.py: torch's format of checkpoints, read safely and with checksums"
 )
 JINJA = "chat_template.py: which characters the assistant wrote, by transformers' own renderer"
-FLASH = "flash.py: FlashAttention-4's block tables and its LSE; the public function has neither"
+FLASH = "flex.py: FlashAttention-4's block tables and its LSE; the public function has neither"
 CUDNN = "cudnn.py: with the LSE, for merging, and with a given LSE backward"
 HANGS = "heartbeat.py: what each rank waited for when a job hung"
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from titan_sparse.attention.backends.base import merge
 from titan_sparse.attention.context_parallel.group import ContextParallel
-from titan_sparse.attention.merge import merge
 from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.kernels.sinks import add_sinks
 
