@@ -1,5 +1,6 @@
 """Check the inputs of attend() and pattern.select(), pad them, and pack them for the custom ops."""
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -185,20 +186,24 @@ _MASK_TENSORS = (
 """The tensors of a MaskRanges, in the order in which ops get them. All after `stop` are optional."""
 
 
-def mask_tensors(ranges: MaskRanges) -> tuple[str, list[Tensor]]:
-    """The names of the tensors that a mask has, with a space between, and the tensors."""
+MaskFacts = tuple[str, bool, int]
+"""The names of a mask's tensors, with a space between, and MaskRanges.plain and .window: constants
+of a compiled graph, which torch.compile knows as a tuple only without names."""
+
+
+def mask_tensors(ranges: MaskRanges) -> tuple[MaskFacts, list[Tensor]]:
+    """The facts and the tensors of a mask, as ops get them."""
     names = [name for name in _MASK_TENSORS if getattr(ranges, name) is not None]
-    return " ".join(names), [getattr(ranges, name) for name in names]
+    facts = (" ".join(names), ranges.plain, operator.index(ranges.window))
+    return facts, [getattr(ranges, name) for name in names]
 
 
-def mask_of_tensors(
-    names: str, tensors: list[Tensor], plain: bool = False, window: int = 0
-) -> MaskRanges:
-    """The inverse of mask_tensors(). plain, window: of the mask."""
+def mask_of_tensors(facts: MaskFacts, tensors: list[Tensor]) -> MaskRanges:
+    """The inverse of mask_tensors()."""
+    names, plain, window = facts
+    named = zip(names.split(), tensors, strict=True)
     # What is not named stays None.
-    fields: dict[str, Any] = dict.fromkeys(_MASK_TENSORS) | dict(
-        zip(names.split(), tensors, strict=True)
-    )
+    fields: dict[str, Any] = dict.fromkeys(_MASK_TENSORS) | dict(named)
     return MaskRanges(**fields, plain=plain, window=window)
 
 

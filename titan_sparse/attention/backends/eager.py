@@ -44,7 +44,10 @@ class Eager(Backend):
         for piece in earlier:
             before = merge(before, *_piece_forward(q, piece, scale), accumulation_dtype(q.dtype))
         # Only the last sum is rounded.
-        return merge(before, *_piece_forward(q, last, scale), total.dtype)
+        out, lse = _piece_forward(q, last, scale)
+        if before is None:
+            return Partial(out.to(total.dtype), lse)
+        return merge(before, out, lse, total.dtype)
 
     def backward(
         self, queries: Queries, pieces: list[Piece], scale: float, total: Sum[Tensor]
