@@ -12,7 +12,7 @@ from titan_sparse.attention import tiles
 from titan_sparse.attention.backends.base import Backend
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
-from titan_sparse.attention.patterns.base import BlockIndex, Dense, Pattern
+from titan_sparse.attention.patterns.base import BlockIndex, Computation, Dense, Pattern
 from titan_sparse.kernels.block_sparse import Piece, Tiles
 from titan_sparse.kernels.dtypes import accumulation_dtype
 
@@ -132,11 +132,17 @@ class AttentionCall:
             return tiles.slash_vertical_tiles(queries, self.index, transpose)
         return tiles.vertical_tiles(self.mask, self.index, self.query_blocks(), transpose)
 
-    def dense_tiles(self, mask: MaskRanges, batch: int) -> Tiles:
-        """Tiles of this rank's queries and keys for all pairs of another mask, with Tiles.by_key."""
-        index = Dense().index([], mask, batch, self.index.heads, self.cp.block_size)
-        blocks = self.query_blocks(), self.key_blocks()
-        return tiles.block_tiles(mask, index, *blocks, batch, transpose=True)
+    def computation(self, batch: int) -> Computation | None:
+        """The pattern's own way to compute this call; None for tiles."""
+        if self.cp.size > 1 or self.is_partial or not self.backend.GATHERS_QUERIES:
+            return None
+
+        def dense_tiles(mask: MaskRanges) -> Tiles:
+            index = Dense().index([], mask, batch, self.index.heads, self.cp.block_size)
+            blocks = self.key_blocks()
+            return tiles.block_tiles(mask, index, blocks, blocks, batch, transpose=True)
+
+        return self.index.computation(self.mask, self.cp, self.scale, dense_tiles)
 
     def vertical_piece(
         self,
