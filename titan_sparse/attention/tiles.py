@@ -9,8 +9,13 @@ from torch import Tensor
 
 from titan_sparse.attention.masks.ranges import MaskRanges, token_positions
 from titan_sparse.attention.masks.slice_geometry import within_runs
-from titan_sparse.attention.masks.slice_tiles import tiles_between
-from titan_sparse.attention.masks.visibility import Reach, block_reach, reached, seen_whole
+from titan_sparse.attention.masks.visibility import (
+    Reach,
+    block_reach,
+    reached,
+    seen_whole,
+    tiles_between,
+)
 from titan_sparse.attention.patterns.base import BlockIndex, compact
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.kernels import block_tables

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from titan_sparse.attention.context_parallel.layouts import count_blocks
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.masks.slice_tiles import Runs, tiles_of_slices
-from titan_sparse.attention.masks.visibility import block_reach
+from titan_sparse.attention.masks.visibility import Runs, block_reach, tiles_of_slices
 
 _CHUNKS_PER_RANK = 64
 """64 leave the busiest rank within one percent of the mean for ragged documents. A chunk of a
@@ -75,7 +74,7 @@ class Chunks(NamedTuple):
 class _MaskTiles(NamedTuple):
     """The tiles of a mask. work: int64 [blocks], time of each block of queries, over all sequences.
 
-    sequence, line, first, last: int64 [n], runs of tiles that the mask touches, as in masks/slice_tiles.py.
+    sequence, line, first, last: int64 [n], runs of tiles that the mask touches, as in masks/visibility.py.
     """
 
     work: NDArray[np.int64]
