@@ -133,7 +133,7 @@ def resolve_mask(mask: Mask | MaskRanges, q: Tensor, ranks: Ranks) -> MaskRanges
             f"mask={type(mask).__name__} is not a mask; write a mask of titan_sparse.attention.masks, "
             "for example Causal(), or what its rows(seq_len) returned"
         )
-    for tensor in mask_tensors(mask)[1]:
+    for tensor in mask.tensors().values():
         if tensor.device != q.device:
             raise ValueError(
                 f"the mask is on {tensor.device}, q on {q.device}; "
@@ -174,18 +174,6 @@ def _check_table(table: Tensor | None, ranks: Ranks, blocks: int) -> None:
         )
 
 
-_MASK_TENSORS = (
-    "start",
-    "stop",
-    "document_start",
-    "slices",
-    "table",
-    "offsets",
-    "probe_seed",
-)
-"""The tensors of a MaskRanges, in the order in which ops get them. All after `stop` are optional."""
-
-
 MaskFacts = tuple[str, bool, int]
 """The names of a mask's tensors, with a space between, and MaskRanges.plain and .window: constants
 of a compiled graph, which torch.compile knows as a tuple only without names."""
@@ -193,18 +181,16 @@ of a compiled graph, which torch.compile knows as a tuple only without names."""
 
 def mask_tensors(ranges: MaskRanges) -> tuple[MaskFacts, list[Tensor]]:
     """The facts and the tensors of a mask, as ops get them."""
-    names = [name for name in _MASK_TENSORS if getattr(ranges, name) is not None]
-    facts = (" ".join(names), ranges.plain, operator.index(ranges.window))
-    return facts, [getattr(ranges, name) for name in names]
+    tensors = ranges.tensors()
+    facts = (" ".join(tensors), ranges.plain, operator.index(ranges.window))
+    return facts, list(tensors.values())
 
 
 def mask_of_tensors(facts: MaskFacts, tensors: list[Tensor]) -> MaskRanges:
     """The inverse of mask_tensors()."""
     names, plain, window = facts
-    named = zip(names.split(), tensors, strict=True)
-    # What is not named stays None.
-    fields: dict[str, Any] = dict.fromkeys(_MASK_TENSORS) | dict(named)
-    return MaskRanges(**fields, plain=plain, window=window)
+    named: dict[str, Any] = dict(zip(names.split(), tensors, strict=True))
+    return MaskRanges(**named, plain=plain, window=window)
 
 
 def whole_blocks(x: Tensor, dim: int, block_size: int, value: float = 0) -> Tensor:

@@ -25,7 +25,6 @@ from titan_sparse.attention.masks.visibility import (
     visible_pairs,
 )
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.tiles import all_blocks
 from titan_sparse.kernels.dtypes import accumulation_dtype
 
 # How much is looked at together, which bounds the memory.
@@ -235,13 +234,13 @@ def visited_pairs(call: AttentionCall, batch: int) -> tuple[Tensor, Tensor]:
     ranges = call.mask
     size = index.block_size
     query_blocks = call.query_blocks()
-    pairs = index.pairs(ranges, query_blocks, [all_blocks(index)])
+    pairs = index.pairs(ranges, query_blocks, [index.all_blocks()])
     if pairs is not None:
         return pairs[..., 0], torch.zeros_like(pairs[..., 0])
     # [Bm, nq, blocks]: what the mask allows
     key = ("pairs by block", call.cp.key, call.first, call.last)
     allowed = once_per_mask(ranges, key, lambda: pairs_by_block(ranges, query_blocks, size))
-    keys = all_blocks(index)
+    keys = index.all_blocks()
     # [B, Hq]
     in_blocks = torch.zeros(batch, index.heads, dtype=torch.float64, device=allowed.device)
     shares = (query_blocks.split(_Q_BLOCKS_AT_ONCE), allowed.split(_Q_BLOCKS_AT_ONCE, dim=1))
@@ -320,15 +319,15 @@ def thumbnail(index: BlockIndex, ranges: MaskRanges, cells: int) -> Tensor:
     """
     device = index.verticals.device
     block_size = index.block_size
-    number_of_blocks = -(-index.seq_len // block_size)
-    blocks = torch.arange(number_of_blocks, device=device)
+    blocks = index.all_blocks()
+    number_of_blocks = len(blocks)
     size = min(cells, number_of_blocks)
     # [blocks, P]: 1 where the block belongs to the cell
     cell = blocks * size // number_of_blocks
     cell_of_block = torch.nn.functional.one_hot(cell, size).float()
 
     first_slices = None if ranges.slices is None else ranges.slices[:1]
-    first = MaskRanges(ranges.start[:1], ranges.stop[:1], None, slices=first_slices)
+    first = MaskRanges(ranges.start[:1], ranges.stop[:1], slices=first_slices)
     # [blocks, blocks]; the same for all layers under one mask
     key = ("pairs of all blocks", block_size)
     all_pairs = once_per_mask(ranges, key, lambda: pairs_by_block(first, blocks, block_size)[0])
@@ -400,18 +399,20 @@ def count_visits(index: BlockIndex, ranges: MaskRanges, table: Tensor) -> Visits
             some, every = index.heads_selecting(q_blocks, k_blocks)
             # A mask or an index may stand for all sequences.
             alike = batch // max(len(some), len(ranges.start))
-            whole, partial, pairs = tile_weights(ranges, q_blocks, k_blocks, size)
-            kinds = (every * whole, some * partial + (some - every) * whole, some * pairs)
+            seen = tile_weights(ranges, q_blocks, k_blocks, size)
+            cut = some * seen.partial + (some - every) * seen.whole
+            kinds = (every * seen.whole, cut, some * seen.pairs)
             for kind, tiles in enumerate(kinds):
                 # k_blocks lists the blocks rank by rank.
                 by_rank = tiles.sum((0, 1)).unflatten(-1, (ranks, -1)).sum(-1)
                 counts[kind, rank] += by_rank * alike
         verticals[rank] = vertical_pairs(index, ranges, rank_blocks).sum()
-        exact = index.pairs(ranges, rank_blocks, table)
+        exact = index.pairs(ranges, rank_blocks, list(table))
         if exact is not None:
             # Of a tile that not all of its queries chose, fewer pairs are computed.
             counts[2, rank] = exact.sum((0, 1))
-    return Visits(*counts, verticals)
+    full, partial, pairs = counts
+    return Visits(full, partial, pairs, verticals)
 
 
 def vertical_pairs(index: BlockIndex, ranges: MaskRanges, q_blocks: Tensor) -> Tensor:

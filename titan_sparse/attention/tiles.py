@@ -2,7 +2,7 @@
 in plain torch, and by kernels (slash_*).
 """
 
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from titan_sparse.attention.patterns.base import BlockIndex, compact
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.kernels import block_tables
 from titan_sparse.kernels.block_sparse import BlockLists, Tiles
+from titan_sparse.kernels.block_sparse.piece import mapped
 from titan_sparse.kernels.compact import pack
 
 
@@ -65,9 +66,13 @@ def block_tiles(
         slices = ranges.slices.expand(batch, -1, -1)
         of_slices = {"slices": slices, "q_positions": q_positions.int()}
     start, stop = query_ranges(ranges, q_positions, batch)
+
+    def for_all(field: Tensor) -> Tensor:
+        return field.expand(batch, index.heads, *field.shape[2:])
+
     return Tiles(
-        by_query=for_all(by_query, batch, index.heads),
-        by_key=for_all(by_key, batch, index.heads),
+        by_query=mapped(by_query, for_all),
+        by_key=mapped(by_key, for_all),
         start=start,
         stop=stop,
         k_positions=k_positions.int().view(1, 1, -1),
@@ -256,36 +261,12 @@ def list_width(most: int, blocks: int) -> int:
     return min(blocks, max(32, power_of_two))
 
 
-@overload
-def for_all(lists: BlockLists, batch: int, heads: int) -> BlockLists: ...
-@overload
-def for_all(lists: None, batch: int, heads: int) -> None: ...
-def for_all(lists: BlockLists | None, batch: int, heads: int) -> BlockLists | None:
-    """Lists of B sequences and Hq heads from those of one, where they are alike.
-
-    They share their memory.
-    """
-    if lists is None:
-        return None
-    return BlockLists._make(x if x is None else x.expand(batch, heads, *x.shape[2:]) for x in lists)
-
-
 def query_ranges(ranges: MaskRanges, q_positions: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     """start and stop of this rank's queries, int32 [B, Sq]."""
-    # [Bm, Sq]
-    start = ranges.start[:, q_positions]
-    stop = ranges.stop[:, q_positions]
-    # [B, Sq]
-    start = start.expand(batch, -1).contiguous()
-    stop = stop.expand(batch, -1).contiguous()
+    # [Bm, Sq] -> [B, Sq]
+    start = ranges.start[:, q_positions].expand(batch, -1).contiguous()
+    stop = ranges.stop[:, q_positions].expand(batch, -1).contiguous()
     return start, stop
-
-
-def all_blocks(index: BlockIndex) -> Tensor:
-    """int64 [blocks]: all blocks of the sequence."""
-    # The last block may be cut short.
-    blocks = -(-index.seq_len // index.block_size)
-    return torch.arange(blocks, device=index.verticals.device)
 
 
 def _slice_lists(

@@ -1,7 +1,6 @@
 """Patterns, their indices, and the op that selects."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -79,6 +78,11 @@ class BlockIndex:
     def heads(self) -> int:
         return self.verticals.shape[1]
 
+    def all_blocks(self) -> Tensor:
+        """int64 [blocks]: all blocks of the sequence, of which the last one may be cut short."""
+        blocks = -(-self.seq_len // self.block_size)
+        return torch.arange(blocks, device=self.verticals.device)
+
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         """bool [B or 1, Hq or 1, nq, nk]: which pairs of global blocks (int [nq], int [nk]) are
         computed whole."""
@@ -151,7 +155,7 @@ class BlockIndex:
         For tests and pictures.
         """
         device = self.verticals.device
-        blocks = torch.arange(math.ceil(self.seq_len / self.block_size), device=device)
+        blocks = self.all_blocks()
         in_blocks = self.selects(blocks, blocks)
         in_blocks = in_blocks.repeat_interleave(self.block_size, 2)
         in_blocks = in_blocks.repeat_interleave(self.block_size, 3)
@@ -176,7 +180,7 @@ class BlockIndex:
                 f"the mask is for {ranges.start.shape[1]} tokens, the index for {self.seq_len}; write "
                 f"mask.rows({self.seq_len})"
             )
-        blocks = torch.arange(math.ceil(self.seq_len / self.block_size), device=device)
+        blocks = self.all_blocks()
         return flex_block_mask(
             ranges,
             self.block_size,
