@@ -3,7 +3,7 @@ they see in them."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from titan_sparse.attention.backends.base import Backend
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
 from titan_sparse.attention.patterns.base import BlockIndex, Computation, Dense, Pattern
+from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.kernels.block_sparse import Piece, Tiles
 from titan_sparse.kernels.dtypes import accumulation_dtype
 
@@ -115,7 +116,7 @@ class AttentionCall:
             if self._has_table_kernels():
                 queries = self._slash_queries(batch, query_rank)
                 keys = self._slash_keys(k_blocks, name)
-                return tiles.slash_block_tiles(queries, keys, self.index, transpose)
+                return tiles.slash_block_tiles(queries, keys, self._slash_index, transpose)
             q_blocks = self.query_blocks(query_rank)
             return tiles.block_tiles(self.mask, self.index, q_blocks, k_blocks, batch, transpose)
 
@@ -129,7 +130,7 @@ class AttentionCall:
         if self._has_table_kernels():
             # The host does not wait for the selection.
             queries = self._slash_queries(batch)
-            return tiles.slash_vertical_tiles(queries, self.index, transpose)
+            return tiles.slash_vertical_tiles(queries, self._slash_index, transpose)
         return tiles.vertical_tiles(self.mask, self.index, self.query_blocks(), transpose)
 
     def computation(self, batch: int) -> Computation | None:
@@ -173,12 +174,19 @@ class AttentionCall:
         """True if kernels make the tables, with no wait of the host."""
         return self.index.has_table_kernels and self.mask.start.is_cuda
 
+    @property
+    def _slash_index(self) -> VerticalSlashIndex:
+        """The index of a call that has table kernels."""
+        return cast(VerticalSlashIndex, self.index)
+
     def _slash_queries(self, batch: int, rank: int | None = None) -> tiles.SlashQueries:
         """The inputs of the kernels' tables for the queries of a rank, remembered with the mask."""
         return once_per_mask(
             self.mask,
             ("slash queries", self.pattern.key, self.cp.key, batch, rank, self.first, self.last),
-            lambda: tiles.slash_queries(self.mask, self.index, self.query_blocks(rank), batch),
+            lambda: tiles.slash_queries(
+                self.mask, self._slash_index, self.query_blocks(rank), batch
+            ),
         )
 
     def _slash_keys(self, k_blocks: Tensor, name: Hashable) -> tiles.SlashKeys:
