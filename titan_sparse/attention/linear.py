@@ -40,20 +40,17 @@ class Bounds:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The parts of documents that this rank holds, of all rows one after the other.
-
-    tokens: their lengths; padding is a piece of its own. with_halo: the same where the last tokens of
-    the rank before, `halo` of them, stand before each row. last: int64 [B], the last piece of each
-    row. continued: int64, the pieces that continue a document of the rank before. enters: bool
-    [ranks, B], whether the first piece of a rank does so.
-    """
+    """The parts of documents that this rank holds, of all rows one after the other."""
 
     tokens: Bounds
+    """Padding is a piece of its own."""
     with_halo: Bounds
+    """The same where the last tokens of the rank before stand before each row."""
     halo: int
-    last: Tensor
-    continued: Tensor
-    enters: Tensor
+    """How many tokens that are."""
+    last: Tensor  # int64 [B], the last piece of each row
+    continued: Tensor  # int64, the pieces that continue a document of the rank before
+    enters: Tensor  # bool [ranks, B], whether the first piece of a rank does so
     cp: ContextParallel
 
 

@@ -122,28 +122,20 @@ def vertical_tiles(
 
 
 class SlashQueries(NamedTuple):
-    """The facts about this rank's query blocks that tiles need, the same for every layer.
+    """The facts about this rank's query blocks that tiles need, the same for every layer."""
 
-    spans: int32 [B, nq, 5], reach: int32 [B, nq, 4], as block_tables.slash_lists() takes them.
-    blocks: int32 [nq].
-    start, stop: int32 [B, Sq].
-    """
-
-    spans: Tensor
-    reach: Tensor
-    blocks: Tensor
-    start: Tensor
-    stop: Tensor
+    spans: Tensor  # int32 [B, nq, 5], as block_tables.slash_lists() takes it
+    reach: Tensor  # int32 [B, nq, 4], as block_tables.slash_lists() takes it
+    blocks: Tensor  # int32 [nq]
+    start: Tensor  # int32 [B, Sq]
+    stop: Tensor  # int32 [B, Sq]
 
 
 class SlashKeys(NamedTuple):
-    """The facts about KV blocks that tiles need, the same for every layer.
+    """The facts about KV blocks that tiles need, the same for every layer."""
 
-    blocks: int32 [nk], global. positions: int32 [1, 1, nk * block_size], of their tokens.
-    """
-
-    blocks: Tensor
-    positions: Tensor
+    blocks: Tensor  # int32 [nk], global
+    positions: Tensor  # int32 [1, 1, nk * block_size], of their tokens
 
 
 def slash_keys(k_blocks: Tensor, block_size: int) -> SlashKeys:

@@ -21,17 +21,13 @@ _BLOCK_MASK = (1 << _BLOCK_BITS) - 1
 
 
 class Reach(NamedTuple):
-    """Key positions that the queries of each block see. int32 [Bm, nq] each.
+    """Key positions that the queries of each block see, int32 [Bm, nq] each. Where there are no such
+    keys, the range is empty."""
 
-    first, last: seen by any query of the block, `last` not included.
-    all_first, all_last: seen by every query of the block, `all_last` not included.
-    Where there are no such keys, the range is empty.
-    """
-
-    first: Tensor
-    last: Tensor
-    all_first: Tensor
-    all_last: Tensor
+    first: Tensor  # seen by any query of the block
+    last: Tensor  # the end of what any query sees, not included
+    all_first: Tensor  # seen by every query of the block
+    all_last: Tensor  # the end of what every query sees, not included
 
 
 def block_reach(ranges: MaskRanges, q_positions: Tensor, block_size: int) -> Reach:
@@ -123,16 +119,11 @@ def visible_pairs(ranges: MaskRanges) -> Tensor:
 
 
 class TileWeights(NamedTuple):
-    """The pairs that a mask sees in each tile. int32 [Bm, nq, nk] each.
+    """The pairs that a mask sees in each tile. int32 [Bm, nq, nk] each."""
 
-    whole: 1 if it is seen whole, else 0.
-    partial: how many slices see it in part. For a mask without slices, 1 if it is seen in part.
-    pairs: visible pairs of tokens.
-    """
-
-    whole: Tensor
-    partial: Tensor
-    pairs: Tensor
+    whole: Tensor  # 1 if it is seen whole, else 0
+    partial: Tensor  # how many slices, or the one mask without slices, see it in part
+    pairs: Tensor  # visible pairs of tokens
 
 
 def tile_weights(ranges: MaskRanges, q_blocks: Tensor, k_blocks: Tensor, size: int) -> TileWeights:

@@ -16,24 +16,17 @@ from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
 
 
 class Spans(NamedTuple):
-    """n slots per sequence, int64; unused slots have start = stop = sequence length.
+    """n slots per sequence, int64; unused slots have start = stop = sequence length."""
 
-    start, stop: [B, n], global tokens.
-    first_block, last_block: [B, n].
-    offset: [B, n], where the span's slashes begin in the list of all slashes (see
-        `entries`).
-    dense_from: [B, blocks], the first block that a query block sees whole because of short
-        documents; `blocks` if none.
-    tokens: [B, 1], tokens of the sequence that are not padding.
-    """
-
-    start: Tensor
-    stop: Tensor
-    first_block: Tensor
-    last_block: Tensor
-    offset: Tensor
+    start: Tensor  # [B, n], global tokens
+    stop: Tensor  # [B, n], global tokens
+    first_block: Tensor  # [B, n]
+    last_block: Tensor  # [B, n]
+    offset: Tensor  # [B, n], where the span's slashes begin in the list of all (see `entries`)
     dense_from: Tensor
-    tokens: Tensor
+    """[B, blocks], the first block that a query block sees whole because of short documents;
+    `blocks` if none."""
+    tokens: Tensor  # [B, 1], tokens of the sequence that are not padding
 
     @property
     def diagonals(self) -> Tensor:
