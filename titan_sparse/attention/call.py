@@ -65,9 +65,7 @@ class AttentionCall:
 
     def sum_dtype(self, q: Tensor) -> torch.dtype:
         """The dtype of sums over chunks: q's own if there is only one chunk."""
-        if self.cp.size == 1:
-            return q.dtype
-        return accumulation_dtype(q.dtype)
+        return q.dtype if self.cp.size == 1 else accumulation_dtype(q.dtype)
 
     def key_blocks(self, rank: int | None = None) -> Tensor:
         """int64 [n]: global blocks of the keys of `rank` (default: this rank), on the device."""
@@ -161,12 +159,11 @@ class AttentionCall:
         call = self
         k, v = vertical_kv
         if shares > 1:
-            size = self.index.block_size
-            # [B, Hq, C]
-            positions = every_nth_block(self.index.verticals, size, share, shares).flatten(2, 3)
-            # [B, Hq, C, D]
-            k = every_nth_block(k, size, share, shares).flatten(2, 3)
-            v = every_nth_block(v, size, share, shares).flatten(2, 3)
+            # [B, Hq, C] and twice [B, Hq, C, D]
+            positions, k, v = (
+                every_nth_block(x, self.index.block_size, share, shares).flatten(2, 3)
+                for x in (self.index.verticals, k, v)
+            )
             call = replace(self, index=replace(self.index, verticals=positions))
         return Piece(k, v, call.tiles_of_verticals(batch, transpose))
 

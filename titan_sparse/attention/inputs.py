@@ -202,8 +202,7 @@ def whole_blocks(x: Tensor, dim: int, block_size: int, value: float = 0) -> Tens
     if missing == 0:
         return x
     # pad() counts dims from the last one, with two numbers each: before and behind.
-    later_dims = x.ndim - 1 - dim
-    padding = [0, 0] * later_dims + [0, missing]
+    padding = [0, 0] * (x.ndim - 1 - dim) + [0, missing]
     return torch.nn.functional.pad(x, padding, value=value)
 
 

@@ -34,15 +34,11 @@ _ELEMENTS = 1 << 23
 
 
 class ByRank(NamedTuple):
-    """Measurements of each attention call's forward, float64 [calls, ranks] on the CPU.
+    """Measurements of each attention call's forward, float64 [calls, ranks] on the CPU."""
 
-    work: visited pairs of tokens of all sequences and heads. compute: ms of computing. elapsed: ms
-    that the call took.
-    """
-
-    work: Tensor
-    compute: Tensor
-    elapsed: Tensor
+    work: Tensor  # visited pairs of tokens of all sequences and heads
+    compute: Tensor  # ms of computing
+    elapsed: Tensor  # ms that the call took
 
 
 @dataclass
@@ -100,8 +96,7 @@ class Recording:
 
     def density(self) -> Tensor:
         """visited / visible, [layers, Hq]."""
-        visited = torch.stack(self.visited)
-        return visited / torch.stack(self.visible).unsqueeze(1)
+        return torch.stack(self.visited) / torch.stack(self.visible).unsqueeze(1)
 
     def by_rank(self) -> ByRank:
         """The measurements of all ranks. Collective over the context-parallel group; waits for the
@@ -171,6 +166,7 @@ class Recording:
         self.visited_by_call.clear()
         self.visited.append(visited)
         index = call.index
+        of_all_heads = call.cp.of_all_heads
         # Queries that see anything; padding does not.
         queries = (call.mask.start < call.mask.stop).sum(-1).double().mean()
         self.blocks_per_query.append(in_blocks / queries / index.block_size)
@@ -178,16 +174,14 @@ class Recording:
         if index.capped is not None:
             # [B, Hq]; a position of seq_len means that there is no such vertical.
             verticals = (index.verticals < call.seq_len).sum(-1)
-            self.verticals.append(call.cp.of_all_heads(verticals.double().mean(0), 0))
+            self.verticals.append(of_all_heads(verticals.double().mean(0), 0))
             # [B, Hq, 2]
-            capped = index.capped.double().mean(dim=(0, 2))
-            self.capped.append(call.cp.of_all_heads(capped, 0))
+            self.capped.append(of_all_heads(index.capped.double().mean(dim=(0, 2)), 0))
         if self.thumbnail_cells:
             cells = thumbnail(index, call.mask, self.thumbnail_cells)
-            self.thumbnails.append(call.cp.of_all_heads(cells, 0))
+            self.thumbnails.append(of_all_heads(cells, 0))
         if self.recall_rows:
-            of_heads = recall(call, q, k, lse, self.recall_rows)
-            self.recall.append(call.cp.of_all_heads(of_heads, 0))
+            self.recall.append(of_all_heads(recall(call, q, k, lse, self.recall_rows), 0))
 
 
 @contextlib.contextmanager
@@ -363,16 +357,12 @@ class Visits(NamedTuple):
     """The work of the queries of rank r on the keys of rank s, all sequences and heads together.
 
     All int64. W is the number of ranks.
-    full: [W, W], tiles (pairs of blocks) in which the mask lets every query see every key.
-    partial: [W, W], tiles that the mask cuts through, once for each slice of the mask.
-    pairs: [W, W], pairs of tokens computed in both kinds of tiles.
-    vertical_pairs: [W], pairs of tokens with gathered verticals, without those in computed tiles.
     """
 
-    full: Tensor
-    partial: Tensor
-    pairs: Tensor
-    vertical_pairs: Tensor
+    full: Tensor  # [W, W], tiles (pairs of blocks) in which the mask lets every query see every key
+    partial: Tensor  # [W, W], tiles that the mask cuts through, once for each slice of the mask
+    pairs: Tensor  # [W, W], pairs of tokens computed in both kinds of tiles
+    vertical_pairs: Tensor  # [W], pairs with gathered verticals, without those in computed tiles
 
     def total(self) -> Tensor:
         """Pairs of tokens that each rank computes, int64 [W].

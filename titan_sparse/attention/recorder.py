@@ -18,8 +18,7 @@ listening: Any = None
 
 @contextlib.contextmanager
 def observed_by(observer: Any) -> Iterator[None]:
-    """Report all attention calls in this context to the observer, and those after it to the one
-    before."""
+    """Report all attention calls in this context to the observer."""
     global listening
     outer, listening = listening, observer
     try:

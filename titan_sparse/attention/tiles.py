@@ -146,10 +146,7 @@ def slash_keys(k_blocks: Tensor, block_size: int) -> SlashKeys:
 def slash_queries(
     ranges: MaskRanges, index: VerticalSlashIndex, q_blocks: Tensor, batch: int
 ) -> SlashQueries:
-    """For this rank's query blocks, global numbers int [nq].
-
-    It depends on the mask, the pattern and the layout only.
-    """
+    """The SlashQueries of global blocks int [nq], from mask, pattern and layout alone."""
     q_positions = token_positions(q_blocks, index.block_size)
     reach = torch.stack(block_reach(ranges, q_positions, index.block_size), dim=-1)  # [Bm, nq, 4]
     start, stop = query_ranges(ranges, q_positions, batch)
@@ -198,9 +195,7 @@ def slash_vertical_tiles(
         index.block_size,
         wants_met=transpose,
     )
-    by_key = []
-    if met is not None:
-        by_key = [block_lists(met)]
+    by_key = [] if met is None else [block_lists(met)]
     return _slash_tiles(queries, index, [by_query, *by_key], index.verticals, covered)
 
 
@@ -243,14 +238,12 @@ def block_lists(met: Tensor) -> BlockLists:
 
 
 def list_width(most: int, blocks: int) -> int:
-    """Width of lists of at most `most` out of `blocks`.
+    """Width of lists of at most `most` out of `blocks`: a power of two, or all blocks.
 
-    A power of two, or all blocks where that is less.
     Widths that depend on the data would recompile kernels again and again.
     """
     # At least 32, so that short lists do not come in many widths either.
-    power_of_two = 1 << (most - 1).bit_length()
-    return min(blocks, max(32, power_of_two))
+    return min(blocks, max(32, 1 << (most - 1).bit_length()))
 
 
 def query_ranges(ranges: MaskRanges, q_positions: Tensor, batch: int) -> tuple[Tensor, Tensor]:
@@ -277,18 +270,15 @@ def _slice_lists(
     the two blocks of each cut and the slice that cuts them. sequence: int64 [cuts], of each cut;
     None where all sequences have them.
     """
-    batch, heads, lines = whole.shape[:3]
-    shape = (batch, heads, lines)
-
+    shape = whole.shape[:3]
+    batch, heads, lines = shape
     # [full tiles]
     full_line, full_block = whole.flatten(0, 2).nonzero().unbind(-1)
     full_count, [full] = _table(full_line, [full_block], shape)
 
     # [cuts], by line, then by block of the other side. Blocks are numbered below 2**24.
     order = (line * (1 << 24) + other).argsort(stable=True)
-    line = line[order]
-    other = other[order]
-    slice_number = slice_number[order]
+    line, other, slice_number = line[order], other[order], slice_number[order]
     # [B or 1, Hq or 1, cuts]
     on = selected[..., line, other].expand(batch, heads, -1)
     if sequence is not None:
@@ -304,16 +294,13 @@ def _slice_lists(
     return BlockLists(full_count, full, partial_count, partial, partial_slice)
 
 
-def _table(
-    line: Tensor, values: list[Tensor], shape: tuple[int, int, int]
-) -> tuple[Tensor, list[Tensor]]:
+def _table(line: Tensor, values: list[Tensor], shape: torch.Size) -> tuple[Tensor, list[Tensor]]:
     """Counts int32 [B, H, n] and a table int32 [B, H, n, K] for each of `values`.
 
     A line of a table holds the values with the same line.
     line: int64 [entries], ascending, of B H n. values: int64 [entries] each.
     """
-    batch, heads, lines = shape
-    total = batch * heads * lines
+    total = shape.numel()
     # Entries of each line, [total], and the place of each entry in its line, [entries].
     count = torch.bincount(line, minlength=total)
     place = within_runs(count)
@@ -325,5 +312,5 @@ def _table(
         # [total, K], filled up with 0.
         table = torch.zeros(total, width, dtype=torch.int32, device=line.device)
         table[line, place] = value.int()
-        tables.append(table.view(batch, heads, lines, width))
+        tables.append(table.view(*shape, width))
     return count.int().view(shape), tables

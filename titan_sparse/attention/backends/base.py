@@ -100,10 +100,10 @@ def not_served(
     return None
 
 
-T = TypeVar("T", Partial, Tensor)
+Before = TypeVar("Before", Partial, Tensor)
 
 
-class Sum(NamedTuple, Generic[T]):
+class Sum(NamedTuple, Generic[Before]):
     """A sum over pieces of keys, to which one more is added.
 
     dtype: of the new sum.
@@ -113,7 +113,7 @@ class Sum(NamedTuple, Generic[T]):
     """
 
     dtype: torch.dtype
-    before: T | None = None
+    before: Before | None = None
 
 
 def merge(

@@ -87,9 +87,7 @@ def _piece_backward(queries: Queries, piece: Piece, scale: float) -> tuple[Tenso
     dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
     dk = torch.zeros(piece.k.shape, dtype=dtype, device=q.device)
     dv = torch.zeros(piece.v.shape, dtype=dtype, device=q.device)
-    # Views
-    dk_blocks = _in_blocks(dk, size)
-    dv_blocks = _in_blocks(dv, size)
+    dk_blocks, dv_blocks = _in_blocks(dk, size), _in_blocks(dv, size)
     # [B, Hq, Sq, 1]
     delta = (d_out.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
     for here, q_here, keys, values, rows, scores in _met(q, piece, scale):
@@ -231,8 +229,7 @@ def _bounds_in_slices(tiles: Tiles, slices: Tensor, q_block: int) -> tuple[Tenso
 
 def _tokens_of_blocks(per_token: Tensor, blocks: Tensor, size: int) -> Tensor:
     """Values of the tokens of some blocks: [B, H, Sk], [B, H, K] -> [B, H, K * size]."""
-    offset = torch.arange(size, device=per_token.device)
-    index = blocks[..., None] * size + offset
+    index = blocks[..., None] * size + torch.arange(size, device=per_token.device)
     return per_token.gather(2, index.flatten(2))
 
 
@@ -242,7 +239,5 @@ def _in_blocks(x: Tensor, size: int) -> Tensor:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """lse without -inf, which would give NaN in exp(-inf - lse)."""
-    lowest = torch.finfo(lse.dtype).min
-    # Rows that see nothing have -inf.
-    return lse.clamp(min=lowest)
+    """lse without the -inf of rows that see nothing, which would give NaN in exp(-inf - lse)."""
+    return lse.clamp(min=torch.finfo(lse.dtype).min)

@@ -110,9 +110,7 @@ class Full(Mask):
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         # [1, S]
         start = torch.zeros(1, seq_len, dtype=torch.int32, device=device)
-        # Every query sees all keys.
-        stop = torch.full_like(start, seq_len)
-        return MaskRanges(start, stop, causal=False)
+        return MaskRanges(start, torch.full_like(start, seq_len), causal=False)
 
 
 @dataclass(frozen=True)
@@ -193,7 +191,11 @@ class Documents(Mask):
     def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]]):
         is_of_sequences = len(lengths) > 0 and isinstance(lengths[0], Sequence)
         sequences: Sequence[Any] = lengths if is_of_sequences else [lengths]
-        self.lengths = tuple(tuple(map(_document_length, row)) for row in sequences)
+        refusal = "Documents(lengths): a length is a whole number of tokens, 1 or more, not {!r}"
+        self.lengths = tuple(
+            tuple(at_least_one(length, refusal.format(length)) for length in row)
+            for row in sequences
+        )
 
     def __repr__(self) -> str:
         return f"Documents(lengths={self.lengths})"
@@ -224,13 +226,6 @@ def _offsets(lengths: Sequence[Sequence[int]], seq_len: int) -> Tensor:
     count = max(64, total // 512, len(begins))
     size = 1 << (count - 1).bit_length()
     return torch.tensor(begins + [total] * (size + 1 - len(begins)), dtype=torch.int32)
-
-
-def _document_length(length: object) -> int:
-    return at_least_one(
-        length,
-        f"Documents(lengths): a length is a whole number of tokens, 1 or more, not {length!r}",
-    )
 
 
 def _document_starts(lengths: Sequence[int], seq_len: int) -> Tensor:
@@ -305,12 +300,9 @@ def _offsets_of_both(a: MaskRanges, b: MaskRanges) -> tuple[Tensor | None, int]:
 
 def _intersected_slices(a: MaskRanges, b: MaskRanges) -> MaskRanges:
     batch = max(len(a.start), len(b.start))
-    a_sequences = _slices_of_sequences(a, batch)
-    b_sequences = _slices_of_sequences(b, batch)
-    sequences = []
-    for a_slices, b_slices in zip(a_sequences, b_sequences):
-        # No pair is twice in either, so no pair is twice in both.
-        sequences.append(tightened(intersected(a_slices, b_slices)))
+    pairs = zip(_slices_of_sequences(a, batch), _slices_of_sequences(b, batch))
+    # No pair is twice in either, so no pair is twice in both.
+    sequences = [tightened(intersected(*of_sequence)) for of_sequence in pairs]
     return ranges_of_slices(
         padded_table(sequences),
         seq_len=a.start.shape[1],

@@ -105,8 +105,7 @@ def queries_seeing(ranges: MaskRanges, keys: Tensor) -> tuple[Tensor, Tensor]:
         # searchsorted() does not broadcast: [Bm, S] -> [B, S].
         ends = ends.expand(len(keys), -1).contiguous()
         found.append(torch.searchsorted(ends, flat, right=True, out_int32=True).view(keys.shape))
-    first, last = found
-    return first, last
+    return found[0], found[1]
 
 
 def visible_pairs(ranges: MaskRanges) -> Tensor:
@@ -313,11 +312,9 @@ def _lines(slices: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """First block of rows of each slice, and how many it touches. int64 [Bm * N] each."""
     start = slices[..., 0].flatten()
     stop = slices[..., 1].flatten()
-    # Blocks: the first one, and the one behind the last.
     first = start // size
     last = (stop + size - 1) // size
-    any_row = start < stop
-    return first, (last - first) * any_row
+    return first, (last - first) * (start < stop)
 
 
 def tiles_between(
@@ -357,10 +354,8 @@ def tiles_between(
 
 def _tile(line: Tensor, other: Tensor, size: int) -> Tensor:
     """A whole tile as a slice, int64 [n, 6]."""
-    q = line * size
-    k = other * size
-    low = k - q - size + 1
-    high = k - q + size - 1
+    q, k = line * size, other * size
+    low, high = k - q - size + 1, k - q + size - 1
     return torch.stack([q, q + size, k, k + size, low, high], dim=-1)
 
 

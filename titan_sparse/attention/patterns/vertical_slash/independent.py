@@ -137,8 +137,7 @@ def make_plan(
 ) -> IndependentPlan:
     batch, n = spans.start.shape
     device = spans.start.device
-    # [N]: the sequence of each pair. The last ranks may have pairs too many; they choose for the
-    # last one again.
+    # [N]: the sequence of each pair. The last ranks may choose for the last pair again.
     pairs = -(-batch * heads // cp.size)
     pair = torch.arange(pairs, device=device) + cp.rank * pairs
     sequence = pair.clamp(max=batch * heads - 1) // heads
@@ -217,20 +216,16 @@ def _masses(
     module = kernels if by_kernels(k) else kernels.naive
     vertical, tiles = module.block_masses(probe, keys, lse)
 
-    # What one head of one sequence holds on this rank.
-    vertical_elements = vertical[0, 0].numel()
-    tile_elements = tiles[0, 0].numel()
-
     # [B Hq, elements]: one exchange for both, padded so that every rank gets equally many pairs.
     pairs = -(-batch * heads // cp.size)
-    pooled = torch.cat([vertical.flatten(2), tiles.flatten(2)], dim=-1)
-    pooled = pooled.flatten(0, 1)
+    pooled = torch.cat([vertical.flatten(2), tiles.flatten(2)], dim=-1).flatten(0, 1)
     pooled = F.pad(pooled, (0, 0, 0, pairs * cp.size - batch * heads))
     # [ranks, N, elements]
     received = cp.all_to_all(pooled.unflatten(0, (cp.size, pairs)))
     # [N, ranks, elements]: now of all ranks' keys, for this rank's pairs.
     by_pair = received.transpose(0, 1)
-    vertical_masses, tile_masses = by_pair.split([vertical_elements, tile_elements], dim=-1)
+    elements = [vertical[0, 0].numel(), tiles[0, 0].numel()]
+    vertical_masses, tile_masses = by_pair.split(elements, dim=-1)
 
     # [N, K, b] and [N, K, T U], in global order.
     vertical_masses = vertical_masses.reshape(pairs, -1, vertical.shape[3])
@@ -244,5 +239,4 @@ def _masses(
     # their order.
     diagonal_tiles = tile_masses.gather(1, plan.tile)
     # [N, E, U] -> [N, E]
-    diagonal_masses = diagonal_tiles.unflatten(1, (-1, probe.groups)).sum(-1)
-    return vertical_masses.flatten(1), diagonal_masses
+    return vertical_masses.flatten(1), diagonal_tiles.unflatten(1, (-1, probe.groups)).sum(-1)
