@@ -19,7 +19,7 @@ CHECKPOINTS = (
     "reader.py and saver.py: torch's format of checkpoints, read safely and with checksums"
 )
 JINJA = "chat_template.py: which characters the assistant wrote, by transformers' own renderer"
-FLASH = "flash.py: FlashAttention-4's block tables and its LSE; the public function has neither"
+FLASH = "flex.py: FlashAttention-4's block tables and its LSE; the public function has neither"
 CUDNN = "cudnn.py: with the LSE, for merging, and with a given LSE backward"
 HANGS = "heartbeat.py: what each rank waited for when a job hung"
 
@@ -52,7 +52,6 @@ PRIVATE = {
     "torch._inductor.choices.InductorChoices.should_use_persistent_reduction": INDUCTOR,
     "torch._inductor.codegen.simd_kernel_features.DisableReduction": INDUCTOR,
     "torch._inductor.codegen.simd_kernel_features.EnableReduction": INDUCTOR,
-    "torch._inductor.codegen.simd_kernel_features.SIMDKernelFeatures": INDUCTOR,
     "torch._inductor.config": INDUCTOR,
     "torch._inductor.config.emulate_precision_casts": "model.py: rounds as without compile",
     "torch._inductor.config.inductor_choices_class": INDUCTOR,

@@ -71,7 +71,7 @@ from scripts.benchmarks.harness import (
 from scripts.benchmarks.options import head_set, parser_of, positive, share
 from scripts.benchmarks.patterns import add_pattern_options, patterns
 from titan_sparse.attention import backends
-from titan_sparse.attention.backends import flash
+from titan_sparse.attention.backends import flex
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.estimate.flops import causal_pairs
@@ -107,7 +107,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     args.cases = args.cases or ["sparse"]
     if not set(args.cases) <= CASES.keys():
         parser.error(f"unknown case in {args.cases}. Write one of {', '.join(CASES)}")
-    on_gpu = ["triton"] if flash.missing() else ["flex", "triton"]
+    on_gpu = ["triton"] if flex.missing() else ["flex", "triton"]
     args.backends = args.backends or (["eager"] if args.device == "cpu" else on_gpu)
     return args
 
@@ -265,8 +265,8 @@ def _masked(
 
     RuntimeError for a missing peer, and for errors that are too large.
     """
-    if name == FLASH4 and flash.missing():
-        raise RuntimeError(f"not measured: {flash.missing()}")
+    if name == FLASH4 and flex.missing():
+        raise RuntimeError(f"not measured: {flex.missing()}")
     small = shape._replace(seq_len=min(CHECKED_LENGTH, shape.seq_len))
     mask, peer = make(small, 0)
     found = errors(_call(name, mask, peer, small), small, all_pairs(mask, small))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_sparse.attention import ContextParallel, attend, backends
-from titan_sparse.attention.backends import flash
+from titan_sparse.attention.backends import flex
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges
 from titan_sparse.attention.patterns import BlockIndex, Dense, Pattern, VerticalSlash
 from titan_sparse.attention.tiles import block_tiles
@@ -146,7 +146,7 @@ def dense_peers(ranges: MaskRanges, shape: Shape) -> dict[str, Attention]:
     if shape.device == "cpu":
         return {}
     peers = {CUDNN: functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION)}
-    if flash.missing() is None:
+    if flex.missing() is None:
         peers[FLASH4] = flash4
     return peers | {OURS_DENSE: ours("auto", Dense(), ranges, shape.block_size)}
 

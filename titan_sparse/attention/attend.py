@@ -19,9 +19,8 @@ from titan_sparse.attention.inputs import (
     resolve_mask,
 )
 from titan_sparse.attention.masks.ranges import Causal, Mask, MaskRanges
-from titan_sparse.attention.ops import options_key
+from titan_sparse.attention.ops import attend_in_parts, options_key
 from titan_sparse.attention.patterns.base import BlockIndex, Dense, Pattern, check_pattern
-from titan_sparse.attention.recomputed import attend_in_parts
 
 
 class Auxiliary(NamedTuple):
@@ -147,15 +146,13 @@ def attend(
         q, k, v = ulysses.trade_tokens(q, k, v, ranges.table, cp)
         sinks = None if sinks is None else ulysses.own_heads(sinks, cp)
         ranks = ranks_of(by_heads, None)
-    names, tensors = mask_tensors(ranges)
+    facts, tensors = mask_tensors(ranges)
     ops = torch.ops.titan_sparse
     index = []
     if pattern.dynamic:
-        key = options_key(pattern.key, ranks.key, names, scale)
+        key = options_key(pattern.key, ranks.key, facts, scale)
         index = ops.select(q.detach(), k.detach(), tensors, key)
-    # The window is a constant of a compiled graph, like the rest of the key.
-    window = operator.index(ranges.window)
-    options = (pattern.key, ranks.key, names, scale, backend, ranges.plain, window)
+    options = (pattern.key, ranks.key, facts, scale, backend)
     inputs = (q, k, v, sinks, index, tensors)
     if recomputed == 0:
         out, lse, _ = ops.attend_forward(*inputs, options_key(*options))

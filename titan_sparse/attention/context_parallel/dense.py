@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from titan_sparse.attention.backends.base import DenseShape, Partial, Queries, Sum
+from titan_sparse.attention.backends.base import DenseShape, Partial, Queries, Sum, merge
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
-from titan_sparse.attention.merge import merge
 
 
 class Rectangle(NamedTuple):

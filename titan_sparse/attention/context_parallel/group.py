@@ -337,8 +337,13 @@ def one_rank(block_size: int) -> ContextParallel:
 
 
 def context_of(key: str) -> ContextParallel:
-    """The ContextParallel of this key. Raises KeyError if it no longer lives."""
+    """The ContextParallel of this key. Raises RuntimeError if it no longer lives."""
     prefix, _, block_size = key.partition(":")
     if prefix == ONE_RANK:
         return one_rank(int(block_size))
-    return _CONTEXTS[key]
+    context = _CONTEXTS.get(key)
+    if context is None:
+        raise RuntimeError(
+            f'"{key}" is gone: keep the ContextParallel until the last backward through it'
+        )
+    return context

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan_sparse.attention.masks.ranges import MaskRanges, token_positions
-from titan_sparse.attention.masks.slice_tiles import Runs, tiles_of_slices
-from titan_sparse.attention.masks.visibility import block_reach
+from titan_sparse.attention.masks.visibility import Runs, block_reach, tiles_of_slices
 
 
 def contiguous(cp: int, blocks: int) -> Tensor:
@@ -164,7 +163,7 @@ class _MaskTiles(NamedTuple):
     """The tiles of a mask. work: int64 [blocks], time of each block of queries, over all sequences.
 
     touched: int64 [n] each, the runs of tiles that the mask touches: sequence, line, first, and last,
-    which with lines_are_keys are those of masks/slice_tiles.py.
+    which with lines_are_keys are those of masks/visibility.py.
     """
 
     work: NDArray[np.int64]

@@ -28,7 +28,7 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the keys and values of the gathered
     verticals [2, B, Hq, C, D]."""
     vertical_kv = q.new_empty(2, *q.shape[:2], 0, q.shape[3])
-    computation = call.pattern.computation(call, len(q))
+    computation = call.computation(len(q))
     if computation is not None:
         return *computation.forward(q, k, v), vertical_kv
     if call.cp.size > 1:
@@ -74,7 +74,7 @@ def backward(
     call: AttentionCall, queries: Queries, k: Tensor, v: Tensor, vertical_kv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v, in their dtype."""
-    computation = call.pattern.computation(call, len(k))
+    computation = call.computation(len(k))
     if computation is not None:
         return computation.backward(queries, k, v)
     if call.cp.size > 1:

@@ -15,7 +15,6 @@ from titan_sparse.attention.masks.ranges import (
 )
 from titan_sparse.attention.masks.visibility import block_reach, reached, seen_blocks, seen_chunks
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.tiles import all_blocks
 
 _TILES_AT_ONCE = 1 << 26
 """How many tiles of all heads are looked at together, which bounds the memory."""
@@ -82,7 +81,7 @@ def met_blocks(ranges: MaskRanges, index: BlockIndex, table: Tensor) -> Tensor:
 
     table: int64 [W, n], the query blocks of each rank.
     """
-    keys = all_blocks(index)
+    keys = index.all_blocks()
     size = index.block_size
     batch = index.verticals.shape[0]
     tiles_of_q_block = batch * index.heads * len(keys)
