@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 
-from tests.attention.context_parallel.test_group import SEQ_LEN, check_everything
+from tests.attention.context_parallel.against_one import SEQ_LEN, check_everything
 from tests.attention.patterns.helpers import BLOCK, MOBA, XATTENTION, cases_of_masks
 from tests.distributed import run_processes
 from tests.reference import structured_qkv
