@@ -45,7 +45,6 @@ LONGEST = [
     "tests/training/checkpoint/test_checkpointer.py",
     "tests/attention/context_parallel/test_stress.py",
     "tests/attention/context_parallel/test_group.py",
-    "tests/attention/masks/test_slices_processes.py",
     "tests/kernels/test_block_sparse.py",
     "tests/attention/context_parallel/test_balanced_processes.py",
     "tests/attention/patterns/test_block_patterns.py",

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_sparse.attention.context_parallel.balanced import Costs
-from titan_sparse.attention.context_parallel.layouts import block_ids
+from titan_sparse.attention.context_parallel.layouts import Costs, block_ids
 from titan_sparse.attention.context_parallel.schedules import SCHEDULES
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.masks.visibility import seen_blocks

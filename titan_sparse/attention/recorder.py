@@ -18,8 +18,7 @@ listening: Any = None
 
 @contextlib.contextmanager
 def observed_by(observer: Any) -> Iterator[None]:
-    """Report all attention calls in this context to the observer, and those after it to the one
-    before."""
+    """Report all attention calls in this context to the observer."""
     global listening
     outer, listening = listening, observer
     try:
@@ -95,8 +94,9 @@ class TimedCall:
         """The time that the call computed, and the time that it took, with the trades of heads before and
         after it. Waits for the GPU."""
         ends = [self.ended, *(end for _, end in self.trades)]
-        if isinstance(self.ended, torch.cuda.Event):
-            ends[-1].synchronize()
+        last = ends[-1]
+        if isinstance(last, torch.cuda.Event):
+            last.synchronize()
         computed = sum(_milliseconds_between(*interval) for interval in self.intervals)
         trading = sum(_milliseconds_between(*interval) for interval in self.trades)
         return computed, _milliseconds_between(self.began, self.ended) + trading
@@ -136,6 +136,7 @@ def mark(device: torch.device) -> Moment:
 
 
 def _milliseconds_between(began: Moment, ended: Moment) -> float:
-    if isinstance(began, float):
-        return (ended - began) * 1e3
-    return began.elapsed_time(ended)
+    if isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
+        return began.elapsed_time(ended)
+    assert isinstance(began, float) and isinstance(ended, float)
+    return (ended - began) * 1e3

@@ -6,12 +6,16 @@ a share of the gathered verticals).
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from titan_sparse.kernels import merge as merge_kernel
 from titan_sparse.kernels.block_sparse import Piece
+
+Gradients = tuple[Tensor, list[tuple[Tensor, Tensor]]]
+"""dq, and (dk, dv) of each piece."""
 
 
 class Partial(NamedTuple):
@@ -73,30 +77,33 @@ class Case(NamedTuple):
     is_short: bool = False
 
 
-class Served(NamedTuple):
-    """The inputs that a backend computes."""
+def not_served(
+    backend: str,
+    case: Case,
+    devices: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+    block_sizes: Sequence[int],
+    head_dims: Sequence[int],
+) -> str | None:
+    """The reason why a backend that computes these inputs does not compute the case; None if it does."""
+    for what, value, served, instead in (
+        ("device", case.device_type, devices, "eager"),
+        ("dtype", case.dtype, dtypes, "eager"),
+        ("attention.block_size", case.block_size, block_sizes, "auto"),
+        ("head_dim", case.head_dim, head_dims, "auto"),
+    ):
+        if value not in served:
+            return (
+                f'attention.backend = "{backend}" needs {what} {" or ".join(map(str, served))}, '
+                f'not {value}; write "{instead}"'
+            )
+    return None
 
-    device_types: Sequence[str]
-    dtypes: Sequence[torch.dtype]
-    block_sizes: Sequence[int]
-    head_dims: Sequence[int]
 
-    def refusal(self, backend: str, case: Case) -> str | None:
-        for what, value, served, instead in (
-            ("device", case.device_type, self.device_types, "eager"),
-            ("dtype", case.dtype, self.dtypes, "eager"),
-            ("attention.block_size", case.block_size, self.block_sizes, "auto"),
-            ("head_dim", case.head_dim, self.head_dims, "auto"),
-        ):
-            if value not in served:
-                return (
-                    f'attention.backend = "{backend}" needs {what} {" or ".join(map(str, served))}, '
-                    f'not {value}; write "{instead}"'
-                )
-        return None
+Before = TypeVar("Before", Partial, Tensor)
 
 
-class Sum(NamedTuple):
+class Sum(NamedTuple, Generic[Before]):
     """A sum over pieces of keys, to which one more is added.
 
     dtype: of the new sum.
@@ -106,7 +113,41 @@ class Sum(NamedTuple):
     """
 
     dtype: torch.dtype
-    before: Partial | Tensor | None = None
+    before: Before | None = None
+
+
+def merge(
+    total: tuple[Tensor, Tensor] | None, out: Tensor, lse: Tensor, dtype: torch.dtype
+) -> Partial:
+    """Attention over the keys of `total` and of one more piece, whose attention is out and lse.
+
+    total: out [B, H, S, D] and natural-log lse [B, H, S] over other keys, or None for no keys.
+    Returns out in `dtype` and lse in its own dtype. Without a total the piece is returned alone and
+    is not widened: the next merge reads any dtype.
+    """
+    if total is None:
+        return Partial(_first(out, dtype), lse)
+    if out.is_cuda and lse.dtype == torch.float32:
+        return Partial(*merge_kernel.merge(*total, out, lse, dtype))
+    merged, merged_lse = merge_kernel.merge_naive(*total, out, lse)
+    return Partial(merged.to(dtype), merged_lse)
+
+
+def add(total: Tensor | None, piece: Tensor, dtype: torch.dtype) -> Tensor:
+    """total + piece, in `dtype`.
+
+    A total that has `dtype` already may be overwritten with the sum. Without a total the piece is
+    returned alone and is not widened.
+    """
+    if total is None:
+        return _first(piece, dtype)
+    add_piece = merge_kernel.add if piece.is_cuda else merge_kernel.add_naive
+    return add_piece(total, piece, dtype)
+
+
+def _first(piece: Tensor, dtype: torch.dtype) -> Tensor:
+    """A sum of one piece: rounded to `dtype`, or as it is if that is wider."""
+    return piece if dtype.itemsize > piece.dtype.itemsize else piece.to(dtype)
 
 
 class Backend(ABC):
@@ -128,7 +169,7 @@ class Backend(ABC):
         """The reason why no machine serves such inputs by this backend, one sentence; None if some do."""
 
     def missing(self, case: Case) -> str | None:
-        """The thing that this machine lacks for inputs on a GPU, one sentence; None if nothing."""
+        """The reason why the kernels cannot run here on a GPU, a part of a sentence; None if they can."""
         return None
 
     @abstractmethod
@@ -136,7 +177,7 @@ class Backend(ABC):
         """The name of the kernels, for the banner."""
 
     @abstractmethod
-    def forward(self, q: Tensor, pieces: Sequence[Piece], scale: float, total: Sum) -> Partial:
+    def forward(self, q: Tensor, pieces: list[Piece], scale: float, total: Sum[Partial]) -> Partial:
         """Attention of q [B, Hq, Sq, D] over one piece or two, and over the keys of `total`.
 
         Rows that see nothing: out 0, lse -inf.
@@ -144,8 +185,8 @@ class Backend(ABC):
 
     @abstractmethod
     def backward(
-        self, queries: Queries, pieces: Sequence[Piece], scale: float, total: Sum
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        self, queries: Queries, pieces: list[Piece], scale: float, total: Sum[Tensor]
+    ) -> Gradients:
         """dq with that of `total`, and (dk, dv) of each piece.
 
         The first piece's dk and dv are in the sum's dtype too, or in q's if kernels round to it. The

@@ -1,10 +1,9 @@
 """Patterns, their indices, and the op that selects."""
 
 import dataclasses
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +23,24 @@ from titan_sparse.attention.masks.ranges import Mask, MaskRanges, token_position
 from titan_sparse.attention.masks.visibility import block_reach, reached
 from titan_sparse.attention.patterns.flex_mask import flex_block_mask
 from titan_sparse.kernels import compact as compact_kernels
+from titan_sparse.kernels.block_sparse import Tiles
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits
 from titan_sparse.options.patterns import DenseOptions, PatternOptions
+
+
+class Computation(Protocol):
+    """A pattern's own way to compute a call of attend()."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out [B, Hq, S, D] and lse [B, Hq, S] of q [B, Hq, S, D] and k, v [B, Hkv, S, D]."""
+
+    def backward(
+        self, queries: tuple[Tensor, Tensor, Tensor, Tensor], k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v, in their dtype.
+
+        queries: q, d_out, out and lse (Queries in attention/backends/base.py).
+        """
 
 
 @dataclass(eq=False)
@@ -62,6 +77,11 @@ class BlockIndex:
     @property
     def heads(self) -> int:
         return self.verticals.shape[1]
+
+    def all_blocks(self) -> Tensor:
+        """int64 [blocks]: all blocks of the sequence, of which the last one may be cut short."""
+        blocks = -(-self.seq_len // self.block_size)
+        return torch.arange(blocks, device=self.verticals.device)
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         """bool [B or 1, Hq or 1, nq, nk]: which pairs of global blocks (int [nq], int [nk]) are
@@ -107,6 +127,20 @@ class BlockIndex:
         """
         return None
 
+    def computation(
+        self,
+        ranges: MaskRanges,
+        cp: ContextParallel,
+        scale: float,
+        dense_tiles: Callable[[MaskRanges], Tiles],
+    ) -> Computation | None:
+        """The pattern's own way to compute a call on one rank; None for tiles, which all patterns
+        support. Asked for only where the backend gathers queries.
+
+        dense_tiles: makes the tiles of all pairs of a mask.
+        """
+        return None
+
     def counts(self) -> dict[str, list[int]]:
         """The number of single elements that each head of the first sequence chose, by kind of element."""
         return {}
@@ -121,7 +155,7 @@ class BlockIndex:
         For tests and pictures.
         """
         device = self.verticals.device
-        blocks = torch.arange(math.ceil(self.seq_len / self.block_size), device=device)
+        blocks = self.all_blocks()
         in_blocks = self.selects(blocks, blocks)
         in_blocks = in_blocks.repeat_interleave(self.block_size, 2)
         in_blocks = in_blocks.repeat_interleave(self.block_size, 3)
@@ -146,7 +180,7 @@ class BlockIndex:
                 f"the mask is for {ranges.start.shape[1]} tokens, the index for {self.seq_len}; write "
                 f"mask.rows({self.seq_len})"
             )
-        blocks = torch.arange(math.ceil(self.seq_len / self.block_size), device=device)
+        blocks = self.all_blocks()
         return flex_block_mask(
             ranges,
             self.block_size,
@@ -226,11 +260,11 @@ class Pattern(PatternOptions):
     takes_slices: ClassVar[bool] = False
     """True if it also works with masks of Slices, which have no single range of keys a query."""
     gathers_queries: ClassVar[bool] = False
-    """True if computation() gathers queries on one rank, where the backend has kernels for that."""
+    """True if its index has a computation() of its own, on one rank, which gathers queries."""
 
     def __init_subclass__(cls) -> None:
         # A dataclass that compares its fields would lose the hash.
-        cls.__hash__ = Pattern.__hash__
+        cls.__hash__ = Pattern.__hash__  # type: ignore[method-assign]
         name = getattr(cls, "name", None)
         _CLASSES[cls] = sum(getattr(other, "name", None) == name for other in _CLASSES)
 
@@ -246,7 +280,8 @@ class Pattern(PatternOptions):
         defines again."""
         number = _CLASSES[type(self)]
         again = f"#{number + 1}" if number else ""
-        key = f"{self.name}{again}:{dataclasses.asdict(self)}"
+        options = dataclasses.asdict(self)  # type: ignore[call-overload]
+        key = f"{self.name}{again}:{options}"
         # The dataclass is frozen.
         object.__setattr__(self, "key", key)
         PATTERNS_BY_KEY[key] = self
@@ -315,7 +350,7 @@ class Pattern(PatternOptions):
             observer.selection(cp.sent["collectives"] - sent_before)
         # What activation checkpointing repeats is not counted again.
         if recorder.capped is not None and not recorder.recomputing():
-            index = self.index(tensors, ranges, *q.shape[:2], size)
+            index = self.index(tensors, ranges, q.shape[0], q.shape[1], size)
             if index.capped is not None:
                 # [B, Hq, 3]
                 both = index.capped.all(-1, keepdim=True)
@@ -345,14 +380,6 @@ class Pattern(PatternOptions):
     ) -> BlockIndex:
         """The BlockIndex that select_tensors()'s result stands for."""
         raise NotImplementedError
-
-    def computation(self, call: Any, batch: int) -> Any:
-        """The pattern's own way to compute a call; None for tiles, which all patterns support.
-
-        call: an AttentionCall (attention/call.py) of `batch` sequences. The result has forward(q, k,
-        v), which returns out and lse, and backward(queries, k, v), which returns dq, dk, and dv.
-        """
-        return None
 
 
 _CLASSES: dict[type[Pattern], int] = {}

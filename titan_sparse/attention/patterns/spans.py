@@ -16,38 +16,28 @@ from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
 
 
 class Spans(NamedTuple):
-    """n slots per sequence, int64; unused slots have start = stop = sequence length.
+    """n slots per sequence, int64; unused slots have start = stop = sequence length."""
 
-    start, stop: [B, n], global tokens.
-    first_block, last_block: [B, n].
-    offset: [B, n], where the span's slashes begin in the list of all slashes (see
-        `entries`).
-    dense_from: [B, blocks], the first block that a query block sees whole because of short
-        documents; `blocks` if none.
-    tokens: [B, 1], tokens of the sequence that are not padding.
-    """
-
-    start: Tensor
-    stop: Tensor
-    first_block: Tensor
-    last_block: Tensor
-    offset: Tensor
+    start: Tensor  # [B, n], global tokens
+    stop: Tensor  # [B, n], global tokens
+    first_block: Tensor  # [B, n]
+    last_block: Tensor  # [B, n]
+    offset: Tensor  # [B, n], where the span's slashes begin in the list of all (see `entries`)
     dense_from: Tensor
-    tokens: Tensor
+    """[B, blocks], the first block that a query block sees whole because of short documents;
+    `blocks` if none."""
+    tokens: Tensor  # [B, 1], tokens of the sequence that are not padding
 
     @property
     def diagonals(self) -> Tensor:
         """int64 [B, n]: number of slashes of each span, 0 for an unused slot."""
-        # The blocks that a span touches.
         count = self.last_block - self.first_block + 1
         return torch.where(self.start < self.stop, count, 0)
 
 
 def slots(seq_len: int, dense_below: int, packed: bool) -> int:
     """The most spans that a sequence can have."""
-    if not packed:
-        return 1
-    return max(1, seq_len // dense_below)
+    return max(1, seq_len // dense_below) if packed else 1
 
 
 def entries(seq_len: int, block_size: int, n: int) -> int:
@@ -55,8 +45,7 @@ def entries(seq_len: int, block_size: int, n: int) -> int:
 
     Neighboring spans share at most one block.
     """
-    blocks = -(-seq_len // block_size)
-    return blocks + n - 1
+    return -(-seq_len // block_size) + n - 1
 
 
 def find_spans(ranges: MaskRanges, batch: int, dense_below: int, block_size: int) -> Spans:
@@ -107,9 +96,7 @@ def share_of_cap(most: int, least: int, spans: Spans) -> Tensor:
 
 def _tokens(ranges: MaskRanges) -> Tensor:
     """int64 [Bm, 1]: tokens that see anything, which padding does not."""
-    # [Bm, S]
-    real = ranges.start < ranges.stop
-    return real.sum(-1, keepdim=True)
+    return (ranges.start < ranges.stop).sum(-1, keepdim=True)
 
 
 def _long_documents(document_start: Tensor, dense_below: int) -> tuple[Tensor, Tensor]:
@@ -122,8 +109,7 @@ def _long_documents(document_start: Tensor, dense_below: int) -> tuple[Tensor, T
 
     # [Bm, S]: a document's last token knows the length.
     ends_document = (document_start != next_start) & (document_start >= 0)
-    is_long = position - document_start + 1 >= dense_below
-    ends_long_document = ends_document & is_long
+    ends_long_document = ends_document & (position - document_start + 1 >= dense_below)
 
     # [Bm, S]: the number of each long document, at its last token; n elsewhere.
     number = ends_long_document.long().cumsum(-1) - 1
@@ -147,20 +133,14 @@ def _dense_from(ranges: MaskRanges, start: Tensor, stop: Tensor, block_size: int
     in_short_document = (ranges.document_start >= 0) & ~in_span
     document_block = ranges.document_start.long() // block_size
     first_block = torch.where(in_short_document, document_block, blocks)
-    # [Bm, blocks, block_size]
-    # The last block may be cut short.
-    missing = blocks * block_size - seq_len
-    first_block = F.pad(first_block, (0, missing), value=blocks)
-    first_block = first_block.view(len(first_block), blocks, block_size)
-    return first_block.amin(-1)
+    # The last block may be cut short: [Bm, blocks, block_size].
+    first_block = F.pad(first_block, (0, blocks * block_size - seq_len), value=blocks)
+    return first_block.unflatten(1, (blocks, block_size)).amin(-1)
 
 
 def lookup(values: Tensor, slot: Tensor) -> Tensor:
     """values [B, n] at the slots int64 [B, ...] of the same sequence: shaped like `slot`."""
-    # [B, ...] -> [B, slots looked up]
-    flat = slot.flatten(1)
-    # Each sequence has values of its own.
-    return values.gather(1, flat).view_as(slot)
+    return values.gather(1, slot.flatten(1)).view_as(slot)
 
 
 def span_of_tokens(start: Tensor, stop: Tensor, seq_len: int) -> Tensor:
@@ -169,12 +149,10 @@ def span_of_tokens(start: Tensor, stop: Tensor, seq_len: int) -> Tensor:
     # [B, S]; spans are in order, so the first one that ends behind a token is the only candidate.
     position = torch.arange(seq_len, device=start.device)
     position = position.expand(len(start), -1).contiguous()
-    # A token at `stop` lies behind the span.
     slot = torch.searchsorted(stop, position, right=True)
     # The token may still lie before that span.
-    slot_start = start.gather(1, slot.clamp(max=n - 1))
-    inside = (slot < n) & (slot_start <= position)
-    return torch.where(inside, slot, n)
+    begins = start.gather(1, slot.clamp(max=n - 1)) <= position
+    return torch.where((slot < n) & begins, slot, n)
 
 
 def spans_of_blocks(spans: Spans, blocks: Tensor, block_size: int) -> Tensor:

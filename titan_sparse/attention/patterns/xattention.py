@@ -125,25 +125,19 @@ class XAttention(BlockPattern, XAttentionOptions):
 
 
 class Part(NamedTuple):
-    """Query blocks that are looked at together: where this rank has them, and which they are.
+    """Query blocks that are looked at together."""
 
-    visible: no block of keys of this number or above is seen. tiles: None without kernels.
-    """
-
-    where: slice
+    where: slice  # of this rank's blocks
     blocks: QueryBlocks
-    visible: int
-    tiles: VisibleTiles | None
+    visible: int  # no block of keys of this number or above is seen
+    tiles: VisibleTiles | None  # None without kernels
 
 
 class Scoring(NamedTuple):
-    """The inputs of scoring that depend on mask and layout, the same for every layer.
+    """The inputs of scoring that depend on mask and layout, the same for every layer."""
 
-    keys, queries: bool [B, n_local, block], which of this rank's tokens count in their cell.
-    """
-
-    keys: Tensor
-    queries: Tensor
+    keys: Tensor  # bool [B, n_local, block], which of this rank's tokens count in their cell
+    queries: Tensor  # the same for queries
     parts: list[Part]
 
 

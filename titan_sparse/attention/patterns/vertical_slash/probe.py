@@ -19,20 +19,13 @@ _FRACTION_BITS = 16
 
 
 class ProbedRows(NamedTuple):
-    """P rows of each of n spans, in U groups. The rows of a group lie in one block.
+    """P rows of each of n spans, in U groups. The rows of a group lie in one block."""
 
-    position: int64 [B, n, P], global; also valid for rows that do not exist.
-    exists: bool [B, n, P].
-    group: int64 [B, n, P]. Where U = P, row i is group i.
-    group_block: int64 [B, n, U], each group's block, which may lie before the span.
-    group_rows: int64 [B, n, U], how many rows of the group exist.
-    """
-
-    position: Tensor
-    exists: Tensor
-    group: Tensor
-    group_block: Tensor
-    group_rows: Tensor
+    position: Tensor  # int64 [B, n, P], global; also valid for rows that do not exist
+    exists: Tensor  # bool [B, n, P]
+    group: Tensor  # int64 [B, n, P]; where U = P, row i is group i
+    group_block: Tensor  # int64 [B, n, U], each group's block, which may lie before the span
+    group_rows: Tensor  # int64 [B, n, U], how many rows of the group exist
 
 
 def last_rows(spans: Spans, queries: int, seq_len: int, block_size: int) -> ProbedRows:
@@ -108,24 +101,16 @@ class ProbeGeometry(NamedTuple):
     """The inputs of a probe: rows, spans, and layout. They are the same for every layer.
 
     int32 where a kernel reads it.
-    rows: the probe's.
-    blocks: int32 [n_local], the global blocks of this rank.
-    slot: int32 [B, n_local, T], the spans that touch them, -1 for none.
-    run: int32 [B, n, 2], the first local block that touches a span and the one behind the last.
-    order: int64 [ranks * n_local], brings the blocks of all ranks into global order.
-    local: int64 [B, n P], where this rank holds each probe row.
-    mine: bool [B, n P], whether it does.
-    start, stop, row_block, group: int32 [B, n, P], as in Probe.
     """
 
     rows: ProbedRows
-    blocks: Tensor
-    slot: Tensor
-    run: Tensor
-    order: Tensor
-    local: Tensor
-    mine: Tensor
-    start: Tensor
+    blocks: Tensor  # int32 [n_local], the global blocks of this rank
+    slot: Tensor  # int32 [B, n_local, T], the spans that touch them, -1 for none
+    run: Tensor  # int32 [B, n, 2], first local block that touches a span, and the one behind the last
+    order: Tensor  # int64 [ranks * n_local], brings the blocks of all ranks into global order
+    local: Tensor  # int64 [B, n P], where this rank holds each probe row
+    mine: Tensor  # bool [B, n P], whether it does
+    start: Tensor  # int32 [B, n, P], like the next three as in Probe
     stop: Tensor
     row_block: Tensor
     group: Tensor
@@ -165,18 +150,14 @@ def probe_geometry(
 
 
 class SlashTiles(NamedTuple):
-    """The tiles of masses that make up each entry of the list of all spans' slashes.
+    """The tiles of masses that make up each entry of the list of all spans' slashes."""
 
-    span, distance: int64 [B, E], the slash's span (n for none), and its distance in blocks.
-    rows: int64 [B, U, E], how many rows of each group meet a block of keys on the slash.
-    tile: int64 [B, U, E], the tile that they meet there, -1 for none. Tiles are numbered (local
-    block, span touching it, group of rows).
-    """
-
-    span: Tensor
-    distance: Tensor
-    rows: Tensor
+    span: Tensor  # int64 [B, E], the slash's span, n for none
+    distance: Tensor  # int64 [B, E], in blocks
+    rows: Tensor  # int64 [B, U, E], how many rows of each group meet a block of keys on the slash
     tile: Tensor
+    """int64 [B, U, E], the tile that they meet there, -1 for none. Tiles are numbered (local block,
+    span touching it, group of rows)."""
 
 
 def slash_tiles(spans: Spans, geometry: ProbeGeometry, seq_len: int, block_size: int) -> SlashTiles:
@@ -220,7 +201,7 @@ def look(
     """
     probe = _gather_probe(q, geometry, cp, scale)
     keys = KeyBlocks(k, geometry.blocks, geometry.slot, cp.block_size)
-    module = kernels if by_kernels(keys) else kernels.naive
+    module = kernels if by_kernels(k) else kernels.naive
     local_lse = module.span_lse(module.block_lse(probe, keys), keys.slot, geometry.run)
     # [ranks, B, Hq, n, P]
     all_lse = cp.all_gather(local_lse)
@@ -247,12 +228,11 @@ def _gather_probe(q: Tensor, geometry: ProbeGeometry, cp: ContextParallel, scale
     )
 
 
-def by_kernels(keys: KeyBlocks) -> bool:
+def by_kernels(k: Tensor) -> bool:
     """True if Triton's kernels take these keys.
 
     They take no fp64, and of fp32 no more than head_dim 128: a block of larger keys and the probe's
     rows would need 256 KiB of shared memory.
     """
-    k = keys.k
     is_too_large = k.dtype == torch.float32 and k.shape[-1] > 128
     return k.is_cuda and k.dtype != torch.float64 and not is_too_large
