@@ -142,10 +142,8 @@ def _listed_kv_blocks(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
     lists = tiles.by_query
     numbers = []
     is_listed = []
-    for all_counts, all_numbers in (
-        (lists.full_count, lists.full),
-        (lists.partial_count, lists.partial),
-    ):
+    both = ((lists.full_count, lists.full), (lists.partial_count, lists.partial))
+    for all_counts, all_numbers in both:
         # [B, Hq, 1]
         count = all_counts[:, :, q_block, None]
         most = int(count.max())
