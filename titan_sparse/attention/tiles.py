@@ -1,6 +1,5 @@
 """mask ∩ pattern for one (query rank, KV chunk), as the tables of blocks that a backend computes on:
-in plain torch, and by kernels (slash_*).
-"""
+in plain torch, and by kernels (slash_*)."""
 
 from typing import NamedTuple
 
@@ -99,8 +98,7 @@ def vertical_tiles(
 
     # [B, Hq, 1, n]: verticals ascend, so the first and the last one of a block bound it.
     vertical_blocks = verticals.unflatten(-1, (-1, size))[:, :, None]
-    first = vertical_blocks[..., 0]
-    last = vertical_blocks[..., -1]
+    first, last = vertical_blocks[..., 0], vertical_blocks[..., -1]
 
     # [B, Hq, nq, C], and the rest [B, Hq, nq, n].
     covered = index.covers(q_blocks, verticals)
@@ -167,13 +165,10 @@ def slash_block_tiles(
     No [blocks, blocks] mask is made and the host does not wait: the bound of the index gives the width
     of the lists.
     """
-    nq = len(queries.blocks)
-    nk = len(keys.blocks)
+    nq, nk = len(queries.blocks), len(keys.blocks)
+    of_queries = (index.slashes, queries.spans, queries.reach, queries.blocks)
     lists = block_tables.slash_lists(
-        index.slashes,
-        queries.spans,
-        queries.reach,
-        queries.blocks,
+        *of_queries,
         keys.blocks,
         index.block_size,
         capacity=list_width(index.most_blocks, nk),
@@ -186,14 +181,9 @@ def slash_vertical_tiles(
     queries: SlashQueries, index: VerticalSlashIndex, transpose: bool
 ) -> Tiles:
     """vertical_tiles() by kernels."""
+    of_queries = (index.slashes, queries.spans, queries.reach, queries.blocks)
     covered, by_query, met = block_tables.vertical_lists(
-        index.slashes,
-        queries.spans,
-        queries.reach,
-        queries.blocks,
-        index.verticals,
-        index.block_size,
-        wants_met=transpose,
+        *of_queries, index.verticals, index.block_size, wants_met=transpose
     )
     by_key = [] if met is None else [block_lists(met)]
     return _slash_tiles(queries, index, [by_query, *by_key], index.verticals, covered)
