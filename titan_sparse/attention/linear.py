@@ -108,8 +108,10 @@ def gated_delta_net(
     that transformers hands on.
     """
     if hasattr(module, "in_proj_qkv"):
-        projections = (module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a)
-        mixed, z, b, a = (project(hidden_states) for project in projections)
+        mixed = module.in_proj_qkv(hidden_states)
+        z = module.in_proj_z(hidden_states)
+        b = module.in_proj_b(hidden_states)
+        a = module.in_proj_a(hidden_states)
     else:
         q, k, v, z, b, a = module.fix_query_key_value_ordering(
             module.in_proj_qkvz(hidden_states), module.in_proj_ba(hidden_states)
@@ -129,7 +131,8 @@ def _mix_tokens(module: Any, mixed: Tensor, g: Tensor, beta: Tensor, pieces: Pie
     mixed = _convolution(module, mixed, pieces)
     keys = module.head_k_dim
     q, k, v = mixed.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
-    q, k = q.unflatten(-1, (-1, keys)), k.unflatten(-1, (-1, keys))
+    q = q.unflatten(-1, (-1, keys))
+    k = k.unflatten(-1, (-1, keys))
     v = v.unflatten(-1, (-1, module.head_v_dim))
     batch, seq_len, heads, values = v.shape
     state = None

@@ -96,7 +96,8 @@ class Recording:
 
     def density(self) -> Tensor:
         """visited / visible, [layers, Hq]."""
-        return torch.stack(self.visited) / torch.stack(self.visible).unsqueeze(1)
+        visited = torch.stack(self.visited)
+        return visited / torch.stack(self.visible).unsqueeze(1)
 
     def by_rank(self) -> ByRank:
         """The measurements of all ranks. Collective over the context-parallel group; waits for the

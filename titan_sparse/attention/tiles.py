@@ -233,15 +233,16 @@ def list_width(most: int, blocks: int) -> int:
     Widths that depend on the data would recompile kernels again and again.
     """
     # At least 32, so that short lists do not come in many widths either.
-    return min(blocks, max(32, 1 << (most - 1).bit_length()))
+    power_of_two = 1 << (most - 1).bit_length()
+    return min(blocks, max(32, power_of_two))
 
 
 def query_ranges(ranges: MaskRanges, q_positions: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     """start and stop of this rank's queries, int32 [B, Sq]."""
     # [Bm, Sq] -> [B, Sq]
-    start = ranges.start[:, q_positions].expand(batch, -1).contiguous()
-    stop = ranges.stop[:, q_positions].expand(batch, -1).contiguous()
-    return start, stop
+    start = ranges.start[:, q_positions].expand(batch, -1)
+    stop = ranges.stop[:, q_positions].expand(batch, -1)
+    return start.contiguous(), stop.contiguous()
 
 
 def _slice_lists(
@@ -268,7 +269,9 @@ def _slice_lists(
 
     # [cuts], by line, then by block of the other side. Blocks are numbered below 2**24.
     order = (line * (1 << 24) + other).argsort(stable=True)
-    line, other, slice_number = line[order], other[order], slice_number[order]
+    line = line[order]
+    other = other[order]
+    slice_number = slice_number[order]
     # [B or 1, Hq or 1, cuts]
     on = selected[..., line, other].expand(batch, heads, -1)
     if sequence is not None:

@@ -137,7 +137,9 @@ def add(total: Tensor | None, piece: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _first(piece: Tensor, dtype: torch.dtype) -> Tensor:
     """A sum of one piece: rounded to `dtype`, or as it is if that is wider."""
-    return piece if dtype.itemsize > piece.dtype.itemsize else piece.to(dtype)
+    if dtype.itemsize > piece.dtype.itemsize:
+        return piece
+    return piece.to(dtype)
 
 
 class Backend(ABC):

@@ -211,7 +211,8 @@ class BlockSets(BlockIndex):
 
 def no_verticals(like: Tensor) -> Tensor:
     """BlockIndex.verticals int32 [B, Hq, 0] of a pattern that has none. like: [B, Hq, ...]."""
-    return like.new_empty(*like.shape[:2], 0, dtype=torch.int32)
+    batch, heads = like.shape[:2]
+    return like.new_empty(batch, heads, 0, dtype=torch.int32)
 
 
 def gather_blocks(x: Tensor, cp: ContextParallel, ranges: MaskRanges) -> Tensor:
@@ -396,9 +397,11 @@ class BlockPattern(Pattern):
         return [gather_blocks(compact_kernels.pack(selected), cp, ranges)]
 
     def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
+        batch, heads = q.shape[:2]
         blocks = seq_len // block_size
-        # A bit for each key block: [B, Hq, blocks, words].
-        return [q.new_empty(*q.shape[:2], blocks, -(-blocks // 32), dtype=torch.int32)]
+        # A bit for each key block.
+        words = -(-blocks // 32)
+        return [q.new_empty(batch, heads, blocks, words, dtype=torch.int32)]
 
     def index(
         self, tensors: list[Tensor], ranges: MaskRanges, batch: int, heads: int, block_size: int

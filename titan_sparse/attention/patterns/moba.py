@@ -243,7 +243,8 @@ class MoBA(Pattern, MoBAOptions):
         # [B, Hq, m, C]: the same, with chunks counted from the document's start.
         most_chunks = -(-seq_len // self.chunk_size)
         chunk = torch.arange(most_chunks, device=q.device)
-        number = (offset + chunk).clamp(max=count - 1).expand(-1, best.shape[1], -1, -1)
+        number = (offset + chunk).clamp(max=count - 1)
+        number = number.expand(-1, best.shape[1], -1, -1)
         is_best = best.gather(3, number) & (chunk < own)
         return is_best | (chunk == own)
 
