@@ -129,16 +129,8 @@ def attend(
         short = backends.short_below(constant(pattern.recall_like()), head_dim)
         # torch.compile knows the branch, and not a comparison of lengths that change.
         is_short = True if q.shape[2] * ranks.size < short else False
-    backend = backends.choose(
-        backend,
-        q.device.type,
-        q.dtype,
-        head_dim,
-        ranks.block_size,
-        has_slices,
-        pattern.dynamic,
-        is_short,
-    )
+    case = (q.device.type, q.dtype, head_dim, ranks.block_size)
+    backend = backends.choose(backend, *case, has_slices, pattern.dynamic, is_short)
     by_heads = None if cp is None else cp.by_heads
     if cp is not None and by_heads is not None:
         # From here on, this rank has all tokens of its node and its share of the heads.
@@ -154,10 +146,9 @@ def attend(
         index = ops.select(q.detach(), k.detach(), tensors, key)
     options = (pattern.key, ranks.key, facts, scale, backend)
     inputs = (q, k, v, sinks, index, tensors)
-    if recomputed == 0:
-        out, lse, _ = ops.attend_forward(*inputs, options_key(*options))
-    elif recomputed == 1:
-        out, lse, _ = ops.attend_recomputed(*inputs, options_key(*options))
+    if recomputed in (0, 1):
+        forward = ops.attend_recomputed if recomputed == 1 else ops.attend_forward
+        out, lse, _ = forward(*inputs, options_key(*options))
     else:
         out, lse = attend_in_parts(inputs, recomputed, ranges, ranks, options)
     if cp is not None and by_heads is not None:

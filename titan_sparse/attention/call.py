@@ -65,7 +65,9 @@ class AttentionCall:
 
     def sum_dtype(self, q: Tensor) -> torch.dtype:
         """The dtype of sums over chunks: q's own if there is only one chunk."""
-        return q.dtype if self.cp.size == 1 else accumulation_dtype(q.dtype)
+        if self.cp.size == 1:
+            return q.dtype
+        return accumulation_dtype(q.dtype)
 
     def key_blocks(self, rank: int | None = None) -> Tensor:
         """int64 [n]: global blocks of the keys of `rank` (default: this rank), on the device."""

@@ -46,8 +46,9 @@ def attend_cached(
     for part in cached:
         for start in range(0, part.keys.shape[2], _CHUNK):
             chunk = slice(start, start + _CHUNK)
-            kv = part.keys[:, :, chunk], part.values[:, :, chunk]
-            parts.append(_attend(q, *kv, part.seen[:, chunk], scale))
+            keys = part.keys[:, :, chunk]
+            values = part.values[:, :, chunk]
+            parts.append(_attend(q, keys, values, part.seen[:, chunk], scale))
     if not parts:
         dtype = accumulation_dtype(q.dtype)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)

@@ -129,12 +129,12 @@ def gated_delta_net(
 def _mix_tokens(module: Any, mixed: Tensor, g: Tensor, beta: Tensor, pieces: Pieces) -> Tensor:
     """mixed [B, S_local, 2 K Hk + V Hv], g and beta [B, S_local, Hv] -> [B, S_local, Hv, V]."""
     mixed = _convolution(module, mixed, pieces)
+    keys = module.head_k_dim
     q, k, v = mixed.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
-    q = q.unflatten(-1, (-1, module.head_k_dim))
-    k = k.unflatten(-1, (-1, module.head_k_dim))
+    q = q.unflatten(-1, (-1, keys))
+    k = k.unflatten(-1, (-1, keys))
     v = v.unflatten(-1, (-1, module.head_v_dim))
     batch, seq_len, heads, values = v.shape
-    keys = module.head_k_dim
     state = None
     if pieces.cp.size > 1:
         v = F.pad(v, (0, keys))

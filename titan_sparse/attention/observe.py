@@ -96,7 +96,8 @@ class Recording:
 
     def density(self) -> Tensor:
         """visited / visible, [layers, Hq]."""
-        return torch.stack(self.visited) / torch.stack(self.visible).unsqueeze(1)
+        visited = torch.stack(self.visited)
+        return visited / torch.stack(self.visible).unsqueeze(1)
 
     def by_rank(self) -> ByRank:
         """The measurements of all ranks. Collective over the context-parallel group; waits for the
@@ -228,13 +229,13 @@ def visited_pairs(call: AttentionCall, batch: int) -> tuple[Tensor, Tensor]:
     ranges = call.mask
     size = index.block_size
     query_blocks = call.query_blocks()
-    pairs = index.pairs(ranges, query_blocks, [index.all_blocks()])
+    keys = index.all_blocks()
+    pairs = index.pairs(ranges, query_blocks, [keys])
     if pairs is not None:
         return pairs[..., 0], torch.zeros_like(pairs[..., 0])
     # [Bm, nq, blocks]: what the mask allows
     key = ("pairs by block", call.cp.key, call.first, call.last)
     allowed = once_per_mask(ranges, key, lambda: pairs_by_block(ranges, query_blocks, size))
-    keys = index.all_blocks()
     # [B, Hq]
     in_blocks = torch.zeros(batch, index.heads, dtype=torch.float64, device=allowed.device)
     shares = (query_blocks.split(_Q_BLOCKS_AT_ONCE), allowed.split(_Q_BLOCKS_AT_ONCE, dim=1))
@@ -317,8 +318,7 @@ def thumbnail(index: BlockIndex, ranges: MaskRanges, cells: int) -> Tensor:
     number_of_blocks = len(blocks)
     size = min(cells, number_of_blocks)
     # [blocks, P]: 1 where the block belongs to the cell
-    cell = blocks * size // number_of_blocks
-    cell_of_block = torch.nn.functional.one_hot(cell, size).float()
+    cell_of_block = torch.nn.functional.one_hot(blocks * size // number_of_blocks, size).float()
 
     first_slices = None if ranges.slices is None else ranges.slices[:1]
     first = MaskRanges(ranges.start[:1], ranges.stop[:1], slices=first_slices)
@@ -432,8 +432,8 @@ def by_step(visits: Visits, sources: Tensor, needed: Tensor) -> Tensor:
     """Pairs of tokens that each rank computes at each step, float64 [W, W].
 
     sources: int64 [W, W], by rank and step the rank whose keys and values are computed on.
-    needed: bool [W, W], the chunks that ranks compute on (context_parallel/needed_keys.py). A rank always computes
-    on its own one, first.
+    needed: bool [W, W], the chunks that ranks compute on (context_parallel/needed_keys.py). A rank
+    always computes on its own one, first.
 
     Verticals count evenly for the steps that compute, but not for the first one if there are others.
     """

@@ -164,12 +164,11 @@ def _select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]
 def _fake_select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]:
     options = lookup(call)
     block_size = options.cp.block_size
-    seq_len = mask[0].shape[1]
     # Up to whole blocks.
+    seq_len = mask[0].shape[1]
     seq_len += -seq_len % block_size
     names, _, _ = options.mask
-    packed = "document_start" in names
-    return options.pattern.empty_tensors(q, seq_len, block_size, packed)
+    return options.pattern.empty_tensors(q, seq_len, block_size, "document_start" in names)
 
 
 def _forward(
@@ -372,10 +371,9 @@ def attend_in_parts(
     q, k, v, _, index, mask = inputs
     whole = options_key(*options)
     boundary, blocks = _boundary(recomputed, q, ranges, ranks)
-    if boundary == 0:
-        return ops.attend_forward(*inputs, whole)[:2]
-    if boundary == blocks:
-        return ops.attend_recomputed(*inputs, whole)[:2]
+    if boundary in (0, blocks):
+        forward = ops.attend_recomputed if boundary else ops.attend_forward
+        return forward(*inputs, whole)[:2]
     # Both parts are differentiated together, by attend_join, which also adds the sinks.
     qkv = (q.detach(), k.detach(), v.detach(), None)
     share = constant(recomputed)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_sparse.attention.context_parallel.group import ContextParallel
+
 listening: Any = None
 """The Recording (observe.py) that attention calls are reported to, or None."""
 
@@ -75,8 +77,7 @@ Moment = torch.cuda.Event | float
 class TimedCall:
     """The forward of one attention call on this rank, timed from here on."""
 
-    def __init__(self, cp: Any, device: torch.device):
-        """cp: the ContextParallel."""
+    def __init__(self, cp: ContextParallel, device: torch.device):
         self.cp = cp
         self.device = device
         self.intervals: list[tuple[Moment, Moment]] = []
@@ -111,7 +112,7 @@ def computing() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def trading(cp: Any, device: torch.device, before: bool) -> Iterator[None]:
+def trading(cp: ContextParallel, device: torch.device, before: bool) -> Iterator[None]:
     """Around what a forward does to trade tokens for heads, or heads for tokens (ulysses.py).
 
     before: whether the call that it belongs to is still to come.

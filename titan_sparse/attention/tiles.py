@@ -1,6 +1,5 @@
 """mask ∩ pattern for one (query rank, KV chunk), as the tables of blocks that a backend computes on:
-in plain torch, and by kernels (slash_*).
-"""
+in plain torch, and by kernels (slash_*)."""
 
 from typing import NamedTuple
 
@@ -99,8 +98,7 @@ def vertical_tiles(
 
     # [B, Hq, 1, n]: verticals ascend, so the first and the last one of a block bound it.
     vertical_blocks = verticals.unflatten(-1, (-1, size))[:, :, None]
-    first = vertical_blocks[..., 0]
-    last = vertical_blocks[..., -1]
+    first, last = vertical_blocks[..., 0], vertical_blocks[..., -1]
 
     # [B, Hq, nq, C], and the rest [B, Hq, nq, n].
     covered = index.covers(q_blocks, verticals)
@@ -167,13 +165,10 @@ def slash_block_tiles(
     No [blocks, blocks] mask is made and the host does not wait: the bound of the index gives the width
     of the lists.
     """
-    nq = len(queries.blocks)
-    nk = len(keys.blocks)
+    nq, nk = len(queries.blocks), len(keys.blocks)
+    of_queries = (index.slashes, queries.spans, queries.reach, queries.blocks)
     lists = block_tables.slash_lists(
-        index.slashes,
-        queries.spans,
-        queries.reach,
-        queries.blocks,
+        *of_queries,
         keys.blocks,
         index.block_size,
         capacity=list_width(index.most_blocks, nk),
@@ -186,14 +181,9 @@ def slash_vertical_tiles(
     queries: SlashQueries, index: VerticalSlashIndex, transpose: bool
 ) -> Tiles:
     """vertical_tiles() by kernels."""
+    of_queries = (index.slashes, queries.spans, queries.reach, queries.blocks)
     covered, by_query, met = block_tables.vertical_lists(
-        index.slashes,
-        queries.spans,
-        queries.reach,
-        queries.blocks,
-        index.verticals,
-        index.block_size,
-        wants_met=transpose,
+        *of_queries, index.verticals, index.block_size, wants_met=transpose
     )
     by_key = [] if met is None else [block_lists(met)]
     return _slash_tiles(queries, index, [by_query, *by_key], index.verticals, covered)
@@ -243,15 +233,16 @@ def list_width(most: int, blocks: int) -> int:
     Widths that depend on the data would recompile kernels again and again.
     """
     # At least 32, so that short lists do not come in many widths either.
-    return min(blocks, max(32, 1 << (most - 1).bit_length()))
+    power_of_two = 1 << (most - 1).bit_length()
+    return min(blocks, max(32, power_of_two))
 
 
 def query_ranges(ranges: MaskRanges, q_positions: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     """start and stop of this rank's queries, int32 [B, Sq]."""
     # [Bm, Sq] -> [B, Sq]
-    start = ranges.start[:, q_positions].expand(batch, -1).contiguous()
-    stop = ranges.stop[:, q_positions].expand(batch, -1).contiguous()
-    return start, stop
+    start = ranges.start[:, q_positions].expand(batch, -1)
+    stop = ranges.stop[:, q_positions].expand(batch, -1)
+    return start.contiguous(), stop.contiguous()
 
 
 def _slice_lists(
@@ -278,7 +269,9 @@ def _slice_lists(
 
     # [cuts], by line, then by block of the other side. Blocks are numbered below 2**24.
     order = (line * (1 << 24) + other).argsort(stable=True)
-    line, other, slice_number = line[order], other[order], slice_number[order]
+    line = line[order]
+    other = other[order]
+    slice_number = slice_number[order]
     # [B or 1, Hq or 1, cuts]
     on = selected[..., line, other].expand(batch, heads, -1)
     if sequence is not None:

@@ -19,13 +19,10 @@ Gradients = tuple[Tensor, list[tuple[Tensor, Tensor]]]
 
 
 class Partial(NamedTuple):
-    """Attention over the keys met so far.
+    """Attention over the keys met so far."""
 
-    out: [B, Hq, Sq, D]. lse: natural log, [B, Hq, Sq], fp32 (fp64 for fp64).
-    """
-
-    out: Tensor
-    lse: Tensor
+    out: Tensor  # [B, Hq, Sq, D]
+    lse: Tensor  # natural log, [B, Hq, Sq], fp32 (fp64 for fp64)
 
 
 class Queries(NamedTuple):
@@ -44,37 +41,30 @@ class Queries(NamedTuple):
 class DenseShape(NamedTuple):
     """Dense attention that needs no tiles.
 
-    causal: the queries are the last ones of the keys' positions, and each sees its own key and
-    earlier ones. Otherwise all queries see all keys.
-
-    Of packed documents:
-    offsets: int32 [n + 1], where each document begins in the tokens of all sequences, one after the
-    other, and their number. longest: tokens of the longest document, or more. window: keys that a query
-    sees, its own included; None for all. has_documents: False if a sequence is one document, with
-    or without padding.
+    The last four are of packed documents.
     """
 
     causal: bool
+    """The queries are the last ones of the keys' positions, and each sees its own key and earlier
+    ones. Otherwise all queries see all keys."""
     offsets: Tensor | None = None
-    longest: int = 0
-    window: int | None = None
-    has_documents: bool = False
+    """int32 [n + 1], where each document begins in the tokens of all sequences, one after the other,
+    and their number."""
+    longest: int = 0  # tokens of the longest document, or more
+    window: int | None = None  # keys that a query sees, its own included; None for all
+    has_documents: bool = False  # False if a sequence is one document, with or without padding
 
 
 class Case(NamedTuple):
-    """The inputs that a backend has to serve.
-
-    slices: whether the mask has Slices. dynamic: whether the pattern chooses by the inputs, as all
-    but Dense do. is_short: whether it has fewer tokens than short_below().
-    """
+    """The inputs that a backend has to serve."""
 
     device_type: str
     dtype: torch.dtype
     head_dim: int
     block_size: int
-    slices: bool = False
-    dynamic: bool = False
-    is_short: bool = False
+    slices: bool = False  # the mask has Slices
+    dynamic: bool = False  # the pattern chooses by the inputs, as all but Dense do
+    is_short: bool = False  # fewer tokens than short_below()
 
 
 def not_served(
@@ -147,7 +137,9 @@ def add(total: Tensor | None, piece: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _first(piece: Tensor, dtype: torch.dtype) -> Tensor:
     """A sum of one piece: rounded to `dtype`, or as it is if that is wider."""
-    return piece if dtype.itemsize > piece.dtype.itemsize else piece.to(dtype)
+    if dtype.itemsize > piece.dtype.itemsize:
+        return piece
+    return piece.to(dtype)
 
 
 class Backend(ABC):

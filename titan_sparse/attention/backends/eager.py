@@ -87,7 +87,8 @@ def _piece_backward(queries: Queries, piece: Piece, scale: float) -> tuple[Tenso
     dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
     dk = torch.zeros(piece.k.shape, dtype=dtype, device=q.device)
     dv = torch.zeros(piece.v.shape, dtype=dtype, device=q.device)
-    dk_blocks, dv_blocks = _in_blocks(dk, size), _in_blocks(dv, size)
+    dk_blocks = _in_blocks(dk, size)
+    dv_blocks = _in_blocks(dv, size)
     # [B, Hq, Sq, 1]
     delta = (d_out.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
     for here, q_here, keys, values, rows, scores in _met(q, piece, scale):
@@ -142,10 +143,9 @@ def _listed_kv_blocks(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
     lists = tiles.by_query
     numbers = []
     is_listed = []
-    for all_counts, all_numbers in (
-        (lists.full_count, lists.full),
-        (lists.partial_count, lists.partial),
-    ):
+    full = (lists.full_count, lists.full)
+    partial = (lists.partial_count, lists.partial)
+    for all_counts, all_numbers in (full, partial):
         # [B, Hq, 1]
         count = all_counts[:, :, q_block, None]
         most = int(count.max())
@@ -229,7 +229,8 @@ def _bounds_in_slices(tiles: Tiles, slices: Tensor, q_block: int) -> tuple[Tenso
 
 def _tokens_of_blocks(per_token: Tensor, blocks: Tensor, size: int) -> Tensor:
     """Values of the tokens of some blocks: [B, H, Sk], [B, H, K] -> [B, H, K * size]."""
-    index = blocks[..., None] * size + torch.arange(size, device=per_token.device)
+    offset = torch.arange(size, device=per_token.device)
+    index = blocks[..., None] * size + offset
     return per_token.gather(2, index.flatten(2))
 
 
@@ -240,4 +241,5 @@ def _in_blocks(x: Tensor, size: int) -> Tensor:
 
 def _finite(lse: Tensor) -> Tensor:
     """lse without the -inf of rows that see nothing, which would give NaN in exp(-inf - lse)."""
-    return lse.clamp(min=torch.finfo(lse.dtype).min)
+    lowest = torch.finfo(lse.dtype).min
+    return lse.clamp(min=lowest)

@@ -81,11 +81,10 @@ class Flex(Triton):
         self, queries: Queries, pieces: list[Piece], scale: float, total: Sum[Tensor]
     ) -> Gradients:
         blocks, *verticals = pieces
-        if not verticals:
-            dq, d_blocks = self._blocks_backward(queries, blocks, scale, total)
-            return dq, [d_blocks]
-        over_blocks = Sum(torch.float32, total.before)
+        over_blocks = Sum(torch.float32, total.before) if verticals else total
         dq, d_blocks = self._blocks_backward(queries, blocks, scale, over_blocks)
+        if not verticals:
+            return dq, [d_blocks]
         # fp32, because the gradients of verticals are still to be summed over heads and ranks.
         output = block_sparse.GradientOutput(total.dtype, [torch.float32], dq)
         q, d_out, out, lse = queries

@@ -66,7 +66,8 @@ class MaskRanges(NamedTuple):
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that this mask has, by name; `start` comes first."""
-        return {name: x for name, x in zip(self._fields, self) if isinstance(x, Tensor)}
+        fields = zip(self._fields, self)
+        return {name: x for name, x in fields if isinstance(x, Tensor)}
 
 
 class Mask:
@@ -110,7 +111,8 @@ class Full(Mask):
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         # [1, S]
         start = torch.zeros(1, seq_len, dtype=torch.int32, device=device)
-        return MaskRanges(start, torch.full_like(start, seq_len), causal=False)
+        stop = torch.full_like(start, seq_len)
+        return MaskRanges(start, stop, causal=False)
 
 
 @dataclass(frozen=True)

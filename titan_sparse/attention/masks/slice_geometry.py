@@ -22,9 +22,11 @@ def within_runs(count: Tensor) -> Tensor:
 
     Example: counts [3, 0, 2] give [0, 1, 2, 0, 1].
     """
-    # Where the run begins that each place belongs to: [0, 0, 0, 3, 3].
-    begin = torch.repeat_interleave(count.cumsum(0) - count, count)
-    return torch.arange(len(begin), device=count.device) - begin
+    # Where each run begins: [0, 3, 3], and that of each place: [0, 0, 0, 3, 3].
+    begin_of_run = count.cumsum(0) - count
+    begin = torch.repeat_interleave(begin_of_run, count)
+    place = torch.arange(len(begin), device=count.device)
+    return place - begin
 
 
 def tightened(slices: Tensor) -> Tensor:
@@ -83,7 +85,8 @@ def intersected(a: Tensor, b: Tensor) -> Tensor:
     """int64 [N, 6]: what slices of both lists hold, pair by pair."""
     overlaps = [a[:0]]
     # A chunk of `a` against all of `b`: [n, 1, 6] against [m, 6].
-    for chunk in a.split(max(1, _MAX_PAIRS // max(1, len(b)))):
+    step = max(1, _MAX_PAIRS // max(1, len(b)))
+    for chunk in a.split(step):
         both, any_pair = overlap(chunk[:, None], b)
         overlaps.append(both[any_pair])
     return torch.cat(overlaps)
@@ -107,7 +110,8 @@ def _pairs_up_to(queries: Tensor, keys: Tensor, high: Tensor) -> Tensor:
     pairs = _triangle(high + queries) - _triangle(high)
     # Then take away the keys from `keys` on.
     beyond = high - keys
-    return pairs - (_triangle(beyond + queries) - _triangle(beyond))
+    pairs_beyond = _triangle(beyond + queries) - _triangle(beyond)
+    return pairs - pairs_beyond
 
 
 def _triangle(side: Tensor) -> Tensor:
@@ -158,7 +162,8 @@ def _sweep(start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
     # How many ranges have begun where each ends, itself and those before it among them.
     begun = torch.searchsorted(start, stop[order])
     begun_before = torch.arange(1, len(order) + 1)
-    return order, (begun - begun_before).clamp(min=0)
+    following = (begun - begun_before).clamp(min=0)
+    return order, following
 
 
 def slices_of_ranges(start: Tensor, stop: Tensor) -> Tensor:

@@ -81,13 +81,15 @@ class Slices(Mask):
     @classmethod
     def of_diagonals(cls, numbers: Sequence[Sequence[int]] | Tensor) -> "Slices":
         """From q_start, q_stop, k_start, k_stop, low and high of each slice, [N, 6]."""
-        return cls._of([torch.as_tensor(numbers, dtype=torch.int64).reshape(-1, 6)])
+        slices = torch.as_tensor(numbers, dtype=torch.int64)
+        return cls._of([slices.reshape(-1, 6)])
 
     @classmethod
     def batch(cls, masks: Sequence["Slices"]) -> "Slices":
         """One mask of its own for each sequence of the batch."""
         # A mask may be a batch itself.
-        return cls._of([slices for mask in masks for slices in mask.sequences])
+        sequences = [slices for mask in masks for slices in mask.sequences]
+        return cls._of(sequences)
 
     @classmethod
     def _of(cls, sequences: list[Tensor]) -> "Slices":

@@ -55,8 +55,9 @@ def reached(reach: Reach, k_blocks: Tensor, block_size: int) -> Tensor:
     mask may leave a KV block unseen; it counts as reached.
     """
     begin = k_blocks * block_size
+    end = begin + block_size
     # [Bm, nq, 1] against [nk]
-    return (reach.first[..., None] < begin + block_size) & (reach.last[..., None] > begin)
+    return (reach.first[..., None] < end) & (reach.last[..., None] > begin)
 
 
 def seen_whole(reach: Reach, k_blocks: Tensor, block_size: int) -> Tensor:
@@ -89,7 +90,8 @@ def seen_chunks(ranges: MaskRanges, table: Tensor, block_size: int) -> Tensor:
     table: int64 [W, n], the layout's blocks of each rank.
     """
     # [W, blocks] -> [W, W, n]
-    return seen_blocks(ranges, table, block_size)[:, table].any(-1)
+    seen = seen_blocks(ranges, table, block_size)
+    return seen[:, table].any(-1)
 
 
 def queries_seeing(ranges: MaskRanges, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +107,8 @@ def queries_seeing(ranges: MaskRanges, keys: Tensor) -> tuple[Tensor, Tensor]:
         # searchsorted() does not broadcast: [Bm, S] -> [B, S].
         ends = ends.expand(len(keys), -1).contiguous()
         found.append(torch.searchsorted(ends, flat, right=True, out_int32=True).view(keys.shape))
-    return found[0], found[1]
+    first, last = found
+    return first, last
 
 
 def visible_pairs(ranges: MaskRanges) -> Tensor:
@@ -314,7 +317,8 @@ def _lines(slices: Tensor, size: int) -> tuple[Tensor, Tensor]:
     stop = slices[..., 1].flatten()
     first = start // size
     last = (stop + size - 1) // size
-    return first, (last - first) * (start < stop)
+    any_row = start < stop
+    return first, (last - first) * any_row
 
 
 def tiles_between(
@@ -354,8 +358,10 @@ def tiles_between(
 
 def _tile(line: Tensor, other: Tensor, size: int) -> Tensor:
     """A whole tile as a slice, int64 [n, 6]."""
-    q, k = line * size, other * size
-    low, high = k - q - size + 1, k - q + size - 1
+    q = line * size
+    k = other * size
+    low = k - q - size + 1
+    high = k - q + size - 1
     return torch.stack([q, q + size, k, k + size, low, high], dim=-1)
 
 

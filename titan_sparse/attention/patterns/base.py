@@ -1,4 +1,4 @@
-"""Patterns, their indices, and the op that selects."""
+"""Patterns and their indices."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -109,8 +109,7 @@ class BlockIndex:
     def selects_for_all(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         """bool, broadcastable to selects(): pairs of blocks that all queries of the block chose.
 
-        The mask may still hide keys. Only patterns with chosen_chunks() distinguish
-        the queries of a block.
+        The mask may still hide keys. Only patterns with chosen_chunks() distinguish the queries of a block.
         """
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q_blocks.device)
 
@@ -156,10 +155,8 @@ class BlockIndex:
         """
         device = self.verticals.device
         blocks = self.all_blocks()
-        in_blocks = self.selects(blocks, blocks)
-        in_blocks = in_blocks.repeat_interleave(self.block_size, 2)
-        in_blocks = in_blocks.repeat_interleave(self.block_size, 3)
-        in_blocks = in_blocks[..., : self.seq_len, : self.seq_len]
+        token_block = torch.arange(self.seq_len, device=device) // self.block_size
+        in_blocks = self.selects(blocks, blocks)[..., token_block, :][..., token_block]
         batch, heads = self.verticals.shape[:2]
         # One place more takes the filling of `verticals`.
         is_vertical = torch.zeros(batch, heads, self.seq_len + 1, dtype=torch.bool, device=device)
@@ -196,32 +193,25 @@ class BlockSets(BlockIndex):
     """For every head and query block any set of key blocks, as bits.
 
     That is 32 MiB for 16 heads at 524,288 tokens in blocks of 128.
-
-    words: int32 [B, Hq, blocks, ceil(blocks / 32)]; bit c (kernels/compact.py) of query block a: a
-        meets key block c.
     """
 
     by_head = ("verticals", "words")
     words: Tensor
+    """int32 [B, Hq, blocks, ceil(blocks / 32)]; bit c (kernels/compact.py) of query block a: a meets key
+    block c."""
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
-        # [B, Hq, nq, words]
+        # [B, Hq, nq, words] and [1, 1, nq, nk]
         words = self.words[:, :, q_blocks.long()]
-        # [1, 1, nq, nk]
-        numbers = k_blocks.expand(1, 1, len(q_blocks), -1)
-        return chosen_bits(words, numbers)
+        return chosen_bits(words, k_blocks.expand(1, 1, len(q_blocks), -1))
 
     def tensors(self) -> list[Tensor]:
         return [self.words]
 
 
 def no_verticals(like: Tensor) -> Tensor:
-    """BlockIndex.verticals of a pattern that has none: int32 [B, Hq, 0].
-
-    like: [B, Hq, ...].
-    """
+    """BlockIndex.verticals int32 [B, Hq, 0] of a pattern that has none. like: [B, Hq, ...]."""
     batch, heads = like.shape[:2]
-    # [B, Hq, 0]
     return like.new_empty(batch, heads, 0, dtype=torch.int32)
 
 
@@ -280,8 +270,7 @@ class Pattern(PatternOptions):
         defines again."""
         number = _CLASSES[type(self)]
         again = f"#{number + 1}" if number else ""
-        options = dataclasses.asdict(self)  # type: ignore[call-overload]
-        key = f"{self.name}{again}:{options}"
+        key = f"{self.name}{again}:{dataclasses.asdict(self)}"  # type: ignore[call-overload]
         # The dataclass is frozen.
         object.__setattr__(self, "key", key)
         PATTERNS_BY_KEY[key] = self
@@ -320,8 +309,7 @@ class Pattern(PatternOptions):
         # The index of a static pattern needs only the mask.
         tensors = []
         if self.dynamic:
-            if scale is None:
-                scale = q.shape[-1] ** -0.5
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
             tensors = self.choose(q.detach(), k.detach(), ranges, context_of(ranks.key), scale)
         return self.index(tensors, ranges, q.shape[0], q.shape[1], ranks.block_size)
 
@@ -413,13 +401,11 @@ class BlockPattern(Pattern):
         blocks = seq_len // block_size
         # A bit for each key block.
         words = -(-blocks // 32)
-        # [B, Hq, blocks, words]
         return [q.new_empty(batch, heads, blocks, words, dtype=torch.int32)]
 
     def index(
         self, tensors: list[Tensor], ranges: MaskRanges, batch: int, heads: int, block_size: int
     ) -> BlockSets:
-        # [B, Hq, blocks, words]
         [words] = tensors
         return BlockSets(ranges.start.shape[1], block_size, no_verticals(words), words)
 
@@ -439,7 +425,6 @@ class DenseIndex(BlockIndex):
     selects_all: ClassVar[bool] = True
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
-        # [1, 1, nq, nk]
         shape = (1, 1, len(q_blocks), len(k_blocks))
         return torch.ones(shape, dtype=torch.bool, device=q_blocks.device)
 
@@ -453,11 +438,9 @@ class Dense(Pattern, DenseOptions):
     def index(
         self, tensors: list[Tensor], ranges: MaskRanges, batch: int, heads: int, block_size: int
     ) -> DenseIndex:
-        seq_len = ranges.start.shape[1]
-        device = ranges.start.device
         # [B, Hq, 0]
-        verticals = torch.empty(batch, heads, 0, dtype=torch.int32, device=device)
-        return DenseIndex(seq_len, block_size, verticals)
+        verticals = ranges.start.new_empty(batch, heads, 0)
+        return DenseIndex(ranges.start.shape[1], block_size, verticals)
 
 
 def check_pattern(pattern: Pattern, ranges: MaskRanges, ranks: Ranks) -> None:

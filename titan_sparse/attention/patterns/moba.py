@@ -232,9 +232,7 @@ class MoBA(Pattern, MoBAOptions):
 
         # [B, Hkv, G, m, D] @ [B, Hkv, 1, D, n]
         q_by_group = q.unflatten(1, (kv_heads, -1)).to(means.dtype)
-        gate = q_by_group @ means[:, :, None].mT
-        # [B, Hq, m, n]
-        gate = gate.flatten(1, 2)
+        gate = (q_by_group @ means[:, :, None].mT).flatten(1, 2)
 
         # [B, 1, m, n]: the earlier chunks of the query's document.
         number = torch.arange(count, device=q.device)
@@ -253,7 +251,7 @@ class MoBA(Pattern, MoBAOptions):
     def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
         batch, heads = q.shape[:2]
         blocks = seq_len // block_size
-        # W: one bit for each chunk of the longest document that fits.
+        # One bit for each chunk of the longest document that fits.
         words = -(-seq_len // (32 * self.chunk_size))
         touching = min(slots(seq_len, self.chunk_size, packed), 2)
         return [
@@ -265,11 +263,10 @@ class MoBA(Pattern, MoBAOptions):
     def index(
         self, tensors: list[Tensor], ranges: MaskRanges, batch: int, heads: int, block_size: int
     ) -> MoBAIndex:
-        origin = once_per_mask(
-            ranges,
-            ("origin", batch),
-            lambda: document_origin(ranges).expand(batch, -1).contiguous(),
-        )
+        def find_origin() -> Tensor:
+            return document_origin(ranges).expand(batch, -1).contiguous()
+
+        origin = once_per_mask(ranges, ("origin", batch), find_origin)
         # The documents that have a whole chunk.
         spans = find_spans(ranges, batch, self.chunk_size, block_size)
         words, any_words, all_words = tensors
@@ -320,8 +317,7 @@ def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: i
     chunks_of_span = (spans.stop - spans.start) // chunk
     offset = chunks_of_span.cumsum(-1) - chunks_of_span
     most_chunks = max(1, seq_len // chunk)
-    number = torch.arange(most_chunks, device=device)
-    number = number.expand(batch, -1).contiguous()
+    number = torch.arange(most_chunks, device=device).expand(batch, -1).contiguous()
     span = torch.searchsorted(offset + chunks_of_span, number, right=True)
     exists = span < span_count
     span = span.clamp(max=span_count - 1)
@@ -330,8 +326,7 @@ def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: i
     begin = begin.where(exists, seq_len)
 
     # [B, blocks]: the first chunk that a block touches or that comes after it.
-    block_begin = torch.arange(0, seq_len, size, device=device)
-    block_begin = block_begin.expand(batch, -1).contiguous()
+    block_begin = torch.arange(0, seq_len, size, device=device).expand(batch, -1).contiguous()
     slot = torch.searchsorted(begin + chunk, block_begin, right=True)
     # [B, n_local, 2, block]
     own_blocks = cp.blocks(ranges)
@@ -367,9 +362,8 @@ def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: i
 def _mean_keys(
     k: Tensor, chunks: MoBAChunks, cp: ContextParallel, chunk: int, ranges: MaskRanges
 ) -> Tensor:
-    """Mean key of every whole chunk, [B, Hkv, n, D], from k [B, Hkv, S_local, D].
+    """Mean key of every whole chunk, [B, Hkv, n, D] in fp32 (fp64 for fp64), from k [B, Hkv, S_local, D].
 
-    In fp32 (fp64 for fp64).
     Keys are summed within blocks on the rank that owns them. These sums are added up over blocks in
     global order on every rank, so that the number of ranks does not change the result.
     """
@@ -384,8 +378,7 @@ def _mean_keys(
     block_sums = sums.flatten(2, 3).gather(2, entry)
     # [B, Hkv, n, m, D]
     block_sums = block_sums.unflatten(2, chunks.entry.shape[1:])
-    block_sums = block_sums * chunks.counts[:, None, ..., None]
-    return block_sums.sum(3) / chunk
+    return (block_sums * chunks.counts[:, None, ..., None]).sum(3) / chunk
 
 
 def _largest(gate: Tensor, count: int) -> Tensor:

@@ -37,7 +37,9 @@ class Spans(NamedTuple):
 
 def slots(seq_len: int, dense_below: int, packed: bool) -> int:
     """The most spans that a sequence can have."""
-    return max(1, seq_len // dense_below) if packed else 1
+    if not packed:
+        return 1
+    return max(1, seq_len // dense_below)
 
 
 def entries(seq_len: int, block_size: int, n: int) -> int:
@@ -45,7 +47,8 @@ def entries(seq_len: int, block_size: int, n: int) -> int:
 
     Neighboring spans share at most one block.
     """
-    return -(-seq_len // block_size) + n - 1
+    blocks = -(-seq_len // block_size)
+    return blocks + n - 1
 
 
 def find_spans(ranges: MaskRanges, batch: int, dense_below: int, block_size: int) -> Spans:
@@ -96,7 +99,8 @@ def share_of_cap(most: int, least: int, spans: Spans) -> Tensor:
 
 def _tokens(ranges: MaskRanges) -> Tensor:
     """int64 [Bm, 1]: tokens that see anything, which padding does not."""
-    return (ranges.start < ranges.stop).sum(-1, keepdim=True)
+    real = ranges.start < ranges.stop
+    return real.sum(-1, keepdim=True)
 
 
 def _long_documents(document_start: Tensor, dense_below: int) -> tuple[Tensor, Tensor]:
@@ -109,7 +113,8 @@ def _long_documents(document_start: Tensor, dense_below: int) -> tuple[Tensor, T
 
     # [Bm, S]: a document's last token knows the length.
     ends_document = (document_start != next_start) & (document_start >= 0)
-    ends_long_document = ends_document & (position - document_start + 1 >= dense_below)
+    is_long = position - document_start + 1 >= dense_below
+    ends_long_document = ends_document & is_long
 
     # [Bm, S]: the number of each long document, at its last token; n elsewhere.
     number = ends_long_document.long().cumsum(-1) - 1
@@ -134,13 +139,15 @@ def _dense_from(ranges: MaskRanges, start: Tensor, stop: Tensor, block_size: int
     document_block = ranges.document_start.long() // block_size
     first_block = torch.where(in_short_document, document_block, blocks)
     # The last block may be cut short: [Bm, blocks, block_size].
-    first_block = F.pad(first_block, (0, blocks * block_size - seq_len), value=blocks)
+    missing = blocks * block_size - seq_len
+    first_block = F.pad(first_block, (0, missing), value=blocks)
     return first_block.unflatten(1, (blocks, block_size)).amin(-1)
 
 
 def lookup(values: Tensor, slot: Tensor) -> Tensor:
     """values [B, n] at the slots int64 [B, ...] of the same sequence: shaped like `slot`."""
-    return values.gather(1, slot.flatten(1)).view_as(slot)
+    flat = slot.flatten(1)
+    return values.gather(1, flat).view_as(slot)
 
 
 def span_of_tokens(start: Tensor, stop: Tensor, seq_len: int) -> Tensor:
@@ -151,8 +158,9 @@ def span_of_tokens(start: Tensor, stop: Tensor, seq_len: int) -> Tensor:
     position = position.expand(len(start), -1).contiguous()
     slot = torch.searchsorted(stop, position, right=True)
     # The token may still lie before that span.
-    begins = start.gather(1, slot.clamp(max=n - 1)) <= position
-    return torch.where((slot < n) & begins, slot, n)
+    slot_start = start.gather(1, slot.clamp(max=n - 1))
+    inside = (slot < n) & (slot_start <= position)
+    return torch.where(inside, slot, n)
 
 
 def spans_of_blocks(spans: Spans, blocks: Tensor, block_size: int) -> Tensor:

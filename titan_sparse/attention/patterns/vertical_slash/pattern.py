@@ -107,12 +107,14 @@ class VerticalSlashIndex(BlockIndex):
         # [B, nq, 2]: two spans even where a sequence has room for one.
         slot = F.pad(slot, (0, 2 - slot.shape[-1]), value=-1)
         known = slot.clamp(min=0)
-        offset = lookup(spans.offset, known).where(slot >= 0, -1)
+        offset = lookup(spans.offset, known)
+        offset = offset.where(slot >= 0, -1)
         first_block = lookup(spans.first_block, known)
 
         # [B, nq, 4] and [B, nq, 1]
         fields = torch.stack([offset, first_block], dim=-1).flatten(2)
-        return torch.cat([fields, spans.dense_from[:, q_blocks, None]], dim=-1).int()
+        dense_from = spans.dense_from[:, q_blocks, None]
+        return torch.cat([fields, dense_from], dim=-1).int()
 
 
 class VerticalSlash(Pattern, VerticalSlashOptions):

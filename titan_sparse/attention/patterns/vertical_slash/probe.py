@@ -39,8 +39,7 @@ def last_rows(spans: Spans, queries: int, seq_len: int, block_size: int) -> Prob
     groups = (queries + block_size - 2) // block_size + 1
     # [B, n, P]. A row before the span's start sees nothing, its position only has to be legal.
     position = spans.stop[..., None] - queries + torch.arange(queries, device=device)
-    used = (spans.start < spans.stop)[..., None]
-    exists = (position >= spans.start[..., None]) & used
+    exists = (position >= spans.start[..., None]) & (spans.start < spans.stop)[..., None]
     position = position.clamp(min=0, max=seq_len - 1)
     group = (spans.last_block[..., None] - position // block_size).clamp(min=0, max=groups - 1)
 
@@ -57,8 +56,7 @@ def spread_rows(
     """P = `queries` rows of each span: its `last` rows, and one of each equal part before them.
 
     Offsets in the parts are drawn from `seed` (int64 scalar, below 2**32), the same on every world
-    size. Each row is a group. A
-    span of P tokens or fewer has all of them looked at.
+    size. Each row is a group. A span of P tokens or fewer has all of them looked at.
     With P = 2, a span of 8 tokens from 4 on has one row of 4 to 7 and one of 8 to 11. With P = 3
     and last = 1, a span of 9 has row 12 too.
     """
@@ -69,14 +67,12 @@ def spread_rows(
 
     # [n, P]: how far into its part each row lies, in 1 / 2**16.
     number = torch.arange(n, device=device)[:, None] * queries + row
-    fraction = _random_bits(number, seed)
+    parts = (row << _FRACTION_BITS) + _random_bits(number, seed)
     # [B, n, P]
-    parts = (row << _FRACTION_BITS) + fraction
     spread = queries - last
     offset = (parts * (length - last)) // (spread << _FRACTION_BITS)
     offset = torch.where(row < spread, offset, length - queries + row)
-    is_short = length <= queries
-    offset = torch.where(is_short, row, offset)
+    offset = torch.where(length <= queries, row, offset)
     exists = offset < length
     position = (spans.start[..., None] + offset).clamp(max=seq_len - 1)
     return ProbedRows(
