@@ -1,7 +1,4 @@
-"""--dry-run and --find-max-length, and their flags.
-
-Also the allocator's default, the ready configurations and the launch scripts.
-"""
+"""--dry-run, --find-max-length, the allocator, the ready configurations, and the launch scripts."""
 
 import dataclasses
 import os
@@ -11,15 +8,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
 
 from tests.demo_model import in_a_folder_with_the_model
 from titan_sparse.commands import train
 from titan_sparse.config import Config, load, load_and_check
 from titan_sparse.estimate.memory import GIB
 from titan_sparse.models.flavours import resolve
-from titan_sparse.training.attention import build_pattern
-from titan_sparse.training.dry_run import World, _backend, dry_run, find_max_length, host_gib
-from titan_sparse.training.step_shape import step_of
+from titan_sparse.training.dry_run import (
+    World,
+    _backend,
+    dry_run,
+    find_max_length,
+    host_gib,
+    step_of,
+)
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("train_configs/*.toml"))
@@ -121,10 +124,10 @@ def test_launch_on_one_node():
 
 
 @pytest.mark.parametrize(
-    "words, ranks", [([], 1), (["--parallelism.cp", "4", "--attention.layout", "zigzag"], 8)]
+    "words, ranks", [("", 1), ("--parallelism.cp 4 --attention.layout zigzag", 8)]
 )
 def test_longest_length_is_the_last_that_fits(words, ranks):
-    config, _ = load_and_check([*SMALL, *words], ranks, ranks)
+    config, _ = load_and_check([*SMALL, *words.split()], ranks, ranks)
     where = World(ranks, ranks, 80.0)
     text, found = find_max_length(config, where)
     longest = int(re.search(r"seq_len = (\d+)", text)[1])
@@ -217,7 +220,7 @@ RESULTS = 35 * 524288 // 4 * (2 * 16 * 128 + 4 * 16)  # out in bf16, LSE in fp32
 def test_cpu_memory_by_hand(words, ranks, expected):
     config, _ = load_and_check(words, ranks, ranks)
     model = resolve(**vars(config.model))
-    step = step_of(config, model, build_pattern(config.attention), "triton", ranks, ranks)
+    step = step_of(config, model, "triton", ranks, ranks)
     found = {part: gib * GIB for part, gib in host_gib(step, config.checkpoint).items()}
     assert found == pytest.approx(expected, rel=1e-9)
 
@@ -260,7 +263,7 @@ def test_active_parameters_of_a_mixture_of_experts():
 
 def test_layers_of_linear_attention(tmp_path):
     """Qwen3-Next-80B-A3B's shape, whole and with 8 of its 48 layers. One in four has attention."""
-    pytest.importorskip("transformers").Qwen3NextConfig().save_pretrained(tmp_path)
+    transformers.Qwen3NextConfig().save_pretrained(tmp_path)
     config = Config()
     config.model.initial_hf = str(tmp_path)
     config.model.random_weights = True

@@ -3,57 +3,34 @@
 test_group.py compares attention in it, as in all layouts.
 """
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
+from tests.attention.context_parallel.against_one import SEQ_LEN, mesh_of, problem
 from tests.attention.dense_twin import let_eager_serve_dense
 from tests.distributed import run_processes
 from tests.fake_step import fake_world
-from tests.reference import gradients, structured_qkv
 from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.backends import BACKENDS
-from titan_sparse.attention.context_parallel.balanced import Costs
-from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
-from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
+from titan_sparse.attention.context_parallel.layouts import Costs
+from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
+from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.config import Attention
 from titan_sparse.training.attention import build_context_parallel
 
-eager = BACKENDS["eager"]
-
-BLOCK, SEQ_LEN = 16, 192
+BLOCK = 16
 DOCUMENTS = Documents([[100, 7, 1, 60], [20, 90, 30, 52]])
 PATTERN = VerticalSlash(recall=0.8, sinks=3, local_slashes=1, max_verticals=60, dense_below=32)
-
-
-@functools.cache
-def _inputs() -> list[Tensor]:
-    qkv = structured_qkv(2, 4, 2, SEQ_LEN, 8, seed=3)
-    return [
-        *qkv,
-        torch.randn(qkv[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4)),
-    ]
-
-
-def _single(mask: Mask, pattern: Pattern) -> list[Tensor]:
-    """out, dq, dk and dv of one process."""
-    *qkv, d_out = _inputs()
-    out, grads = gradients(lambda *x: attend(*x, mask, pattern, block_size=BLOCK), d_out, *qkv)
-    return [out, *grads]
 
 
 def test_refusals():
     """What needs a table, or has one that does not belong there."""
     with fake_world(2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mesh = mesh_of((2,))
         cp = ContextParallel(mesh, "balanced", "ring", BLOCK)
         striped = ContextParallel(mesh, "striped", "ring", BLOCK)
         ranges = DOCUMENTS.rows(SEQ_LEN)
-        q, k, v, _ = (x[:, :, : SEQ_LEN // cp.size] for x in _inputs())
+        q, k, v = (x[:, :, : SEQ_LEN // cp.size] for x in problem((4, 2)).inputs)
         balanced = cp.balance(ranges)
         wrong = balanced._replace(table=balanced.table[:, 1:])
         for call, words in (
@@ -71,45 +48,46 @@ def test_refusals():
 def _check_tables() -> None:
     """Batches run forward, then backward in the other order. Nothing is compiled anew for another
     table."""
-    cp = ContextParallel(
-        init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), "balanced", "ring", BLOCK
-    )
-    first, second = Documents([10, 170, 12]), Documents([90, 90])
+    cp = ContextParallel(mesh_of((2,)), "balanced", "ring", BLOCK)
+    problems = []
+    for lengths in ([10, 170, 12], [90, 90], [30] * 6):
+        problems.append(problem((4, 2), Documents(lengths), PATTERN))
     tables, results = [], []
     layer = torch.compile(
         lambda q, k, v, ranges: attend(q, k, v, ranges, PATTERN, cp),
         fullgraph=True,
         backend="aot_eager",
     )
-    masks = (first, second, Documents([30] * 6))
-    for mask in masks:
-        ranges = cp.balance(mask.rows(SEQ_LEN))
-        *qkv, d_out = [cp.shard(x, 2, ranges.table) for x in _inputs()]
+    for p in problems:
+        ranges = cp.balance(p.mask.rows(SEQ_LEN))
+        *qkv, d_out = (cp.shard(x, 2, ranges.table) for x in (*p.inputs, p.d_out))
         leaves = [x.requires_grad_() for x in qkv]
         with torch._dynamo.config.patch(error_on_recompile=True):
             results.append((layer(*leaves, ranges), leaves, d_out))
         tables.append(ranges.table)
     assert not torch.equal(tables[0], tables[1])
-    for mask, table, (out, leaves, d_out) in reversed(
-        list(zip(masks, tables, results, strict=True))
-    ):
-        got = [cp.unshard(x, 2, table) for x in torch.autograd.grad(out, leaves, d_out)]
-        for a, b in zip(got, _single(mask, PATTERN)[1:], strict=True):
-            assert (a - b).abs().max() < 1e-9
+    cases = list(zip(problems, tables, results, strict=True))
+    for p, table, (out, leaves, d_out) in reversed(cases):
+        wanted = p.on_one_rank(BLOCK)
+        gradients = torch.autograd.grad(out, leaves, d_out)
+        for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+            assert (cp.unshard(gradient, 2, table) - wanted[name]).abs().max() < 1e-9
     # Masks of other layers share a table. Without holes there are no rectangles in this layout,
     # whatever the backend serves.
-    for mask, pattern in ((second & SlidingWindow(30), PATTERN), (Causal(), Dense())):
+    for mask, pattern in ((problems[1].mask & SlidingWindow(30), PATTERN), (Causal(), Dense())):
+        p = problem((4, 2), mask, pattern)
         ranges = mask.rows(SEQ_LEN)._replace(table=tables[0])
+        wanted = p.on_one_rank(BLOCK)["out"]
         with pytest.MonkeyPatch.context() as patch:
             let_eager_serve_dense(patch)
-            local = [cp.shard(x, 2, tables[0]) for x in _inputs()[:3]]
+            local = [cp.shard(x, 2, tables[0]) for x in p.inputs]
             got = cp.unshard(attend(*local, ranges, pattern, cp), 2, tables[0])
-        assert (got - _single(mask, pattern)[0]).abs().max() < 1e-9
+        assert (got - wanted).abs().max() < 1e-9
 
 
 def _check_costs() -> None:
     """Ranks report an error when their costs differ: here one of two has another file."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    mesh = mesh_of((2,))
     attention = Attention(layout="balanced")
     cp = build_context_parallel(attention, mesh, Costs(transfer=100_000))
     assert cp.bytes_sent == 0 and cp.costs.transfer == 100_000

@@ -1,104 +1,62 @@
 """Tokens traded for heads, over 2, 3 and 4 processes against one: values, gradients, and what is sent."""
 
 import functools
-import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy as Policy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.attention.collectives import collectives, counts
-from tests.attention.context_parallel.test_group import (
+from tests.attention.context_parallel.against_one import (
     MASKS,
-    NAMES,
     PATTERNS,
     SEQ_LEN,
-    _everything,
-    _inputs,
-    _parallel,
+    check_dense_kernels,
+    check_everything,
+    check_groups_beside_each_other,
+    mesh_of,
+    problem,
 )
-from tests.attention.dense_twin import let_eager_serve_dense
-from tests.distributed import on_one_rank, run_processes
+from tests.distributed import run_processes
 from tests.fake_step import fake_world
 from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.context_parallel import dense
+from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
 from titan_sparse.attention.context_parallel.schedules import kv_copies
-from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
-from titan_sparse.attention.masks.slices import Slices
+from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.ops import SAVED_OPS
 from titan_sparse.attention.patterns import Dense, MoBA, XAttention
 
-LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
 BY_BLOCKS = [
     MoBA(chunk_size=24, top_k=3),
     XAttention(threshold=0.7, stride=4, dense_below=24),
 ]
-PACKED = Documents([[101, 7, 1, 60], [45, 45, 45, 45]]) & SlidingWindow(50)
+PACKED = MASKS[2]
+WAYS = [(layout, "ulysses", "auto") for layout in ALL_LAYOUTS]
+BETWEEN_NODES = [*WAYS, ("zigzag", "ulysses", "q")]
+"""Queries go round the ring between nodes."""
 
 
-def _mesh(axes: tuple[int, ...]) -> DeviceMesh:
-    names = ("cp_inter", "cp_intra") if len(axes) == 2 else ("cp",)
-    return init_device_mesh("cpu", axes, mesh_dim_names=names)
-
-
-def _check_values(axes: tuple[int, ...], heads: tuple[int, int], every: int) -> None:
-    mesh = _mesh(axes)
-    block = SEQ_LEN // mesh.size() // (4 if mesh.size() < 4 else 2)
-    full, d_out = _inputs(heads)
-    contexts = [ContextParallel(mesh, layout, "ulysses", block) for layout in LAYOUTS]
-    if len(axes) == 2:
-        # Queries go round the ring between nodes.
-        contexts.append(ContextParallel(mesh, "zigzag", "ulysses", block, "q"))
-    cases = itertools.product(MASKS, [*PATTERNS, *BY_BLOCKS])
-    for number, (mask, pattern) in enumerate(cases):
-        if isinstance(mask, Slices) and pattern.dynamic:
-            continue
-        inputs = full if number % 2 else full[:3]
-        wanted = on_one_rank(_everything, inputs, d_out, mask, pattern, None, block)
-        for cp in contexts[number % every :: every]:
-            shares = (0.0, 0.4) if len(axes) == 1 and mask.rows(SEQ_LEN).causal else (0.0,)
-            for recomputed in shares:
-                got = _parallel(cp, inputs, d_out, mask, pattern, recomputed)
-                for name, x, want in zip(NAMES, got, wanted):
-                    gap = (x - want).abs().nan_to_num(0).max().item()
-                    case = (name, gap, cp.key, mask, pattern.key, recomputed)
-                    assert torch.equal(x.isfinite(), want.isfinite()) and gap < 1e-9, case
-                assert len(got) == len(wanted)
+def _check_values(axes: tuple[int, ...], heads: tuple[int, int]) -> None:
+    of = BETWEEN_NODES if len(axes) == 2 else WAYS
+    check_everything(axes, MASKS, [*PATTERNS, *BY_BLOCKS], heads, every=4, of=of)
 
 
 def _check_rectangles(axes: tuple[int, ...]) -> None:
     """Kernels without tables of tiles compute all of one node at once, and rectangles between nodes."""
-    mesh = _mesh(axes)
-    block = SEQ_LEN // (2 * mesh.size())
-    (*full, _), d_out = _inputs((8, 4))
-    wanted = on_one_rank(_everything, full, d_out, Causal(), Dense(), None, block)
+    mesh = mesh_of(axes)
     for layout in ("contiguous", "zigzag", "striped"):
-        cp = ContextParallel(mesh, layout, "ulysses", block)
-        used = []
-
-        def noted(*args, run=dense.backward, used=used):
-            used.append(args[1])
-            return run(*args)
-
-        with pytest.MonkeyPatch.context() as patch:
-            let_eager_serve_dense(patch)
-            patch.setattr(dense, "backward", noted)
-            got = _parallel(cp, full, d_out, Causal(), Dense())
-        for name, x, want in zip(NAMES, got, wanted):
-            assert (x - want).abs().max() < 1e-9, (name, cp.key)
-        nodes = axes[0] if len(axes) == 2 else 1
-        by_layout = {"contiguous": cp.rank // cp.intra + 1, "zigzag": nodes, "striped": 0}
-        assert len(used) == (1 if nodes == 1 else by_layout[layout]), cp.key
+        cp = ContextParallel(mesh, layout, "ulysses", SEQ_LEN // (2 * mesh.size()))
+        by_layout = {"contiguous": cp.rank // cp.intra + 1, "zigzag": cp.inter, "striped": 0}
+        pieces = check_dense_kernels(cp, (8, 4))
+        assert pieces == (1 if cp.inter == 1 else by_layout[layout]), cp.key
 
 
 def _check_what_is_sent(axes: tuple[int, ...], heads: tuple[int, int]) -> None:
     """The formulas of docs/context_parallel.md. Inside a node only the trades communicate."""
-    cp = ContextParallel(_mesh(axes), "striped", "ulysses", 16)
-    *qkv, _ = _inputs(heads)[0]
+    cp = ContextParallel(mesh_of(axes), "striped", "ulysses", 16)
+    qkv = problem(heads).inputs
     leaves = [cp.shard(x, 2).clone().requires_grad_() for x in qkv]
     batch, _, length, dim = leaves[0].shape
     copies = kv_copies(*heads, cp.intra)
@@ -135,8 +93,8 @@ def _check_what_is_sent(axes: tuple[int, ...], heads: tuple[int, int]) -> None:
 
 def _check_compiled(axes: tuple[int, ...]) -> None:
     """In one graph, with and without checkpointing, which keeps attention's results."""
-    cp = ContextParallel(_mesh(axes), "striped", "ulysses", 16)
-    *qkv, _ = _inputs((4, 2))[0]
+    cp = ContextParallel(mesh_of(axes), "striped", "ulysses", 16)
+    qkv = problem((4, 2)).inputs
 
     def policy(_, op, *args, **kwargs) -> Policy:
         return Policy.MUST_SAVE if op in SAVED_OPS else Policy.PREFER_RECOMPUTE
@@ -167,21 +125,16 @@ def _check_compiled(axes: tuple[int, ...]) -> None:
 
 def _check_index(axes: tuple[int, ...]) -> None:
     """return_aux gives the index of all heads, on every rank."""
-    cp = ContextParallel(_mesh(axes), "striped", "ulysses", 16)
-    *qkv, _ = _inputs((4, 2))[0]
-    local = [cp.shard(x, 2) for x in qkv]
+    cp = ContextParallel(mesh_of(axes), "striped", "ulysses", 16)
+    local = [cp.shard(x, 2) for x in problem((4, 2)).inputs]
     for pattern in (*PATTERNS[1:], *BY_BLOCKS):
-        wanted = attend(*qkv, PACKED, pattern, block_size=16, return_aux=True)[1].index
-        got = attend(*local, PACKED, pattern, cp, return_aux=True)[1].index
-        assert got.heads == 4
-        for x, y in zip(got.tensors(), wanted.tensors(), strict=True):
-            assert torch.equal(x, y), pattern.key
+        assert attend(*local, PACKED, pattern, cp, return_aux=True)[1].index.heads == 4
     assert attend(*(x[:0] for x in local), Causal(), Dense(), cp).shape == local[0][:0].shape
 
 
 def _check_two() -> None:
     # Three query heads a rank, of two KV heads.
-    _check_values((2,), (6, 3), every=4)
+    _check_values((2,), (6, 3))
     _check_rectangles((2,))
     _check_what_is_sent((2,), (6, 3))
     _check_compiled((2,))
@@ -189,25 +142,19 @@ def _check_two() -> None:
 
 
 def _check_three() -> None:
-    _check_values((3,), (6, 2), every=4)
+    _check_values((3,), (6, 2))
     _check_what_is_sent((3,), (6, 2))
 
 
 def _check_four() -> None:
-    _check_values((2, 2), (4, 2), every=4)
+    _check_values((2, 2), (4, 2))
     # Every KV head on two ranks, and a ring alone.
-    _check_values((4,), (8, 2), every=4)
-    _check_values((4, 1), (3, 1), every=4)
+    _check_values((4,), (8, 2))
+    _check_values((4, 1), (3, 1))
     _check_rectangles((2, 2))
     _check_what_is_sent((2, 2), (8, 2))
     _check_index((2, 2))
-    # dp x cp: a group that does not begin at global rank 0.
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["cp"]
-    cp = ContextParallel(mesh, "striped", "ulysses", 16)
-    *qkv, _ = _inputs((4, 2))[0]
-    full = [x * (1 + dist.get_rank() // 2) for x in qkv]
-    got = cp.unshard(attend(*[cp.shard(x, 2) for x in full], cp=cp), 2)
-    assert (got - attend(*full, block_size=16)).abs().max() < 1e-12
+    check_groups_beside_each_other("ulysses")
 
 
 @pytest.mark.parametrize("check", [_check_two, _check_three, _check_four])
@@ -233,15 +180,15 @@ def test_kv_heads_are_repeated_no_more_than_needed(heads, kv_heads, ranks, copie
 
 def test_refusals():
     with fake_world(4):
-        (*qkv, _), _ = _inputs((6, 2))
-        cp = ContextParallel(_mesh((4,)), "striped", "ulysses", 16)
+        qkv = problem((6, 2)).inputs
+        cp = ContextParallel(mesh_of((4,)), "striped", "ulysses", 16)
         local = [cp.shard(x, 2) for x in qkv]
         with pytest.raises(ValueError, match=r"6 query heads .* \[1, 2, 3, 6\].*all_gather"):
             attend(*local, cp=cp)
         # As advised.
-        mesh = _mesh((2, 2))
+        mesh = mesh_of((2, 2))
         attend(*local, cp=ContextParallel(mesh, "striped", "ulysses", 16))
-        attend(*local, cp=ContextParallel(_mesh((4,)), "striped", "all_gather", 16))
+        attend(*local, cp=ContextParallel(mesh_of((4,)), "striped", "all_gather", 16))
         with pytest.raises(ValueError, match='recomputed=0.5 .* "ulysses" between nodes'):
             attend(*local, cp=ContextParallel(mesh, "striped", "ulysses", 16), recomputed=0.5)
         attend(*local, cp=ContextParallel(mesh, "striped", "double_ring", 16), recomputed=0.5)

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.attention.patterns.helpers import MIXED, MOBA, Case, cases_of_masks, check_selection
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.patterns import MoBA
-from titan_sparse.attention.patterns.moba.pattern import _largest
+from titan_sparse.attention.patterns.moba import _largest
 
 SHORT = [50, 17, 16, 33, 15, 19]
 CASES = cases_of_masks(MOBA) | {

@@ -10,8 +10,7 @@ from torch import Tensor
 from tests.reference import dense_attention, gradients, relative_error, structured_qkv
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
-from titan_sparse.attention.patterns import Dense, MoBA
-from titan_sparse.attention.patterns.moba import gathered
+from titan_sparse.attention.patterns import Dense, MoBA, moba
 from titan_sparse.kernels import gathered as kernels
 from titan_sparse.kernels.gathered import launch
 
@@ -83,13 +82,13 @@ def taken(monkeypatch) -> list[str]:
     steps: list[str] = []
 
     def counted(name: str):
-        real = getattr(gathered.GatheredQueries, name)
+        real = getattr(moba.GatheredQueries, name)
 
         def call(*args):
             steps.append(name)
             return real(*args)
 
-        monkeypatch.setattr(gathered.GatheredQueries, name, call)
+        monkeypatch.setattr(moba.GatheredQueries, name, call)
 
     counted("forward")
     counted("backward")
@@ -213,4 +212,4 @@ def test_layers_with_different_heads_share_a_mask(monkeypatch, heads):
     ],
 )
 def test_masks_that_cut_no_chunk(mask, wanted):
-    assert gathered.shows_the_past(mask.rows(48)) is wanted
+    assert moba.shows_the_past(mask.rows(48)) is wanted

@@ -11,16 +11,13 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.attention.context_parallel.test_group import (
+from tests.attention.context_parallel.against_one import (
     MASKS,
-    NAMES,
     SEQ_LEN,
-    _everything,
-    _inputs,
-    _parallel,
     check_everything,
+    mesh_of,
+    problem,
 )
 from tests.distributed import run_processes
 from tests.docs.pages import ROOT, blocks
@@ -101,13 +98,8 @@ def _check_ranks() -> None:
     pattern = example()(most=2)
     # Every schedule and layout by turns, masks, gradients, sinks, and recomputed parts.
     check_everything((2,), MASKS[:4], [pattern], (4, 2), every=3)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    cp = ContextParallel(mesh, block_size=SEQ_LEN // 8)
-    (*inputs, _), d_out = _inputs((4, 2))
-    want = _everything(inputs, d_out, Causal(), pattern, None, cp.block_size)
-    got = _parallel(cp, inputs, d_out, Causal(), pattern)
-    for name, a, b in zip(NAMES, got, want):
-        assert (a - b).abs().nan_to_num(0).max() < 1e-9, name
+    cp = ContextParallel(mesh_of((2,)), block_size=SEQ_LEN // 8)
+    problem((4, 2), Causal(), pattern).check(cp)
 
 
 def test_two_ranks_are_one():

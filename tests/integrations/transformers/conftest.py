@@ -19,7 +19,7 @@ class Attended(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def _registered(request: pytest.FixtureRequest) -> None:
-    register(AttentionSettings(block_size=getattr(request.module, "BLOCK", BLOCK)))
+    register(AttentionSettings(block_size=getattr(request.module, "DEVICE_BLOCK", BLOCK)))
 
 
 @pytest.fixture

@@ -7,56 +7,75 @@ import torch
 from tests.integrations.transformers.families import (
     DEVICE,
     assert_close,
+    device_family,
+    device_tokens,
     transformers,
-)
-from tests.integrations.transformers.families import (
-    device_family as family,
-)
-from tests.integrations.transformers.families import (
-    device_tokens as tokens,
 )
 from tests.models.transformers_models import SHAPE, tiny_model
 from titan_sparse.integrations.transformers import chunked_loss
 from titan_sparse.integrations.transformers.chunked_loss import chunk_loss
 
 
+def ids() -> torch.Tensor:
+    return device_tokens(2, 40)
+
+
 def loss_and_gradients(model, **inputs):
-    out = model(input_ids=tokens(2, 40), **inputs)
+    out = model(**{"input_ids": ids(), "labels": ids(), **inputs})
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return out, torch.autograd.grad(out.loss, trained)
+
+
+def check(model, wanted, **inputs) -> None:
+    """The model has the loss and gradients that loss_and_gradients() gave, and makes no logits."""
+    found, gradients = loss_and_gradients(model, **inputs)
+    assert found.logits is None
+    torch.testing.assert_close(found.loss, wanted[0].loss)
+    assert_close(gradients, wanted[1])
+
+
+def check_chunked(model, **inputs) -> None:
+    """chunk_loss() changes neither the loss nor a gradient."""
+    wanted = loss_and_gradients(model, **inputs)
+    chunk_loss(model, chunk_tokens=7)
+    check(model, wanted, **inputs)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mixtral"])
 @pytest.mark.parametrize("count", [None, 200, torch.tensor(200)])
 def test_the_loss_is_that_of_transformers(name, count):
-    model = family(name)
-    labels = tokens(2, 40).masked_fill(torch.arange(40, device=DEVICE) % 3 == 0, -100)
-    inputs = {"labels": labels, "num_items_in_batch": count}
-    wanted, wanted_gradients = loss_and_gradients(model, **inputs)
-    chunk_loss(model, chunk_tokens=7)
-    found, gradients = loss_and_gradients(model, **inputs)
-    assert found.logits is None
-    torch.testing.assert_close(found.loss, wanted.loss)
-    assert_close(gradients, wanted_gradients)
+    labels = ids().masked_fill(torch.arange(40, device=DEVICE) % 3 == 0, -100)
+    check_chunked(device_family(name), labels=labels, num_items_in_batch=count)
+
+
+@pytest.mark.parametrize("name", ["llama4", "opt", "qwen3_5", "gpt_oss"])
+def test_decoders_of_other_names(name):
+    check_chunked(device_family(name))
+
+
+def test_a_head_with_a_bias():
+    model = tiny_model("PhiConfig", vocab_size=64).to(DEVICE)
+    torch.nn.init.normal_(model.lm_head.bias)
+    check_chunked(model)
 
 
 def test_shifted_labels_are_not_shifted_again():
-    model = family("llama")
-    labels = tokens(2, 40)
-    wanted = model(input_ids=tokens(2, 40), labels=labels).loss
+    model = device_family("llama")
+    labels = ids()
+    wanted = model(input_ids=ids(), labels=labels).loss
     chunk_loss(model)
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     nothing = torch.full_like(labels, -100)
-    found = model(input_ids=tokens(2, 40), labels=nothing, shift_labels=shifted).loss
+    found = model(input_ids=ids(), labels=nothing, shift_labels=shifted).loss
     torch.testing.assert_close(found, wanted)
 
 
 def test_without_labels_there_are_logits():
-    model = family("llama")
-    wanted = model(tokens(1, 5)).logits
+    model = device_family("llama")
+    wanted = model(device_tokens(1, 5)).logits
     chunk_loss(model)
-    torch.testing.assert_close(model(tokens(1, 5)).logits, wanted)
-    assert model.generate(tokens(1, 5), max_new_tokens=2, do_sample=False).shape == (1, 7)
+    torch.testing.assert_close(model(device_tokens(1, 5)).logits, wanted)
+    assert model.generate(device_tokens(1, 5), max_new_tokens=2, do_sample=False).shape == (1, 7)
 
 
 ADAPTERS = {
@@ -84,28 +103,24 @@ def test_adapters_of_lm_head(name):
     before PEFT or after it."""
     is_tied = name in ("lora", "tokens")
     is_first = name in ("lora", "dora")
-    wanted = adapted(family("llama", tie_word_embeddings=is_tied), name).train()
-    found = family("llama", tie_word_embeddings=is_tied)
+    wanted = adapted(device_family("llama", tie_word_embeddings=is_tied), name).train()
+    found = device_family("llama", tie_word_embeddings=is_tied)
     if is_first:
         chunk_loss(found, 7)
     found = adapted(found, name).train()
     if not is_first:
         chunk_loss(found, 7)
-    inputs = {"labels": tokens(2, 40)}
 
     def compare():
         torch.manual_seed(1)
-        one, one_gradients = loss_and_gradients(wanted, **inputs)
+        of_theirs = loss_and_gradients(wanted)
         torch.manual_seed(1)
-        two, gradients = loss_and_gradients(found, **inputs)
-        assert two.logits is None
-        torch.testing.assert_close(two.loss, one.loss)
-        assert_close(gradients, one_gradients)
-        return one.loss.item()
+        check(found, of_theirs)
+        return of_theirs[0].loss.item()
 
     def losses():
         with torch.no_grad():
-            return [model(tokens(2, 40), **inputs).loss for model in (wanted, found)]
+            return [model(ids(), labels=ids()).loss for model in (wanted, found)]
 
     with_adapter = compare()
     with wanted.disable_adapter(), found.disable_adapter():
@@ -117,35 +132,6 @@ def test_adapters_of_lm_head(name):
     torch.testing.assert_close(*losses())
     wanted, found = (model.merge_and_unload().requires_grad_() for model in (wanted, found))
     compare()
-
-
-def test_autocast():
-    model = family("llama")
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        wanted = model(input_ids=tokens(2, 40), labels=tokens(2, 40)).loss
-        chunk_loss(model)
-        found = model(input_ids=tokens(2, 40), labels=tokens(2, 40)).loss
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=0)
-
-
-@pytest.mark.parametrize("name", ["llama4", "opt", "qwen3_5", "gpt_oss"])
-def test_decoders_of_other_names(name):
-    model = family(name)
-    wanted, wanted_gradients = loss_and_gradients(model, labels=tokens(2, 40))
-    chunk_loss(model, 7)
-    found, gradients = loss_and_gradients(model, labels=tokens(2, 40))
-    torch.testing.assert_close(found.loss, wanted.loss)
-    assert_close(gradients, wanted_gradients)
-
-
-def test_a_head_with_a_bias():
-    model = tiny_model("PhiConfig", vocab_size=64).to(DEVICE)
-    torch.nn.init.normal_(model.lm_head.bias)
-    wanted, wanted_gradients = loss_and_gradients(model, labels=tokens(2, 40))
-    chunk_loss(model, 7)
-    found, gradients = loss_and_gradients(model, labels=tokens(2, 40))
-    torch.testing.assert_close(found.loss, wanted.loss)
-    assert_close(gradients, wanted_gradients)
 
 
 SMALL = {"vocab_size": 64, "num_hidden_layers": 1}
@@ -179,6 +165,16 @@ def cross_entropy(logits, labels, **options):
     return torch.nn.functional.cross_entropy(logits, labels, **options)
 
 
+def of_logits(function):
+    """The loss of next tokens with other logits."""
+    return lambda model, out, logits, labels, **_: cross_entropy(function(logits), labels)
+
+
+def of_mean(function):
+    """The loss of next tokens, changed."""
+    return lambda model, out, logits, labels, **_: function(cross_entropy(logits, labels))
+
+
 def z_loss(model, out, logits, labels, **others):
     valid = labels[:, 1:] != -100
     return cross_entropy(logits, labels) + 1e-4 * logits[:, :-1].logsumexp(-1)[valid].pow(2).mean()
@@ -201,43 +197,43 @@ def without_padding(model, out, logits, labels, attention_mask=None, **others):
     return cross_entropy(logits, labels)
 
 
-def of_items(model, out, logits, labels, num_items_in_batch=None, **others):
-    """Correct, but for the number of items."""
-    return cross_entropy(logits, labels)
+def without_tokens_of_padding(model, out, logits, labels, **others):
+    return cross_entropy(logits, labels.masked_fill(labels == 0, -100))
 
 
-def other_gradients(model, out, logits, labels, **others):
-    return cross_entropy(2 * logits - logits.detach(), labels)
+def without_shift(model, out, logits, labels, **others):
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def smoothed(model, out, logits, labels, **others):
+    return cross_entropy(logits, labels, label_smoothing=0.01)
 
 
 def all_tokens(model, out, logits, labels, **others):
     return cross_entropy(logits, labels, reduction="sum") / labels.numel()
 
 
+def scaled(model, out, logits, labels, **others):
+    return cross_entropy(model.scale * logits, labels)
+
+
 PLANTED = {
     "z-loss": z_loss,
-    "factor": lambda model, out, logits, labels, **_: cross_entropy(1.001 * logits, labels),
-    "cap": lambda model, out, logits, labels, **_: cross_entropy(
-        1000 * torch.tanh(logits / 1000), labels
-    ),
-    "no shift": lambda model, out, logits, labels, **_: torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), labels.flatten()
-    ),
-    "smoothing": lambda model, out, logits, labels, **_: cross_entropy(
-        logits, labels, label_smoothing=0.01
-    ),
-    "padding": lambda model, out, logits, labels, **_: cross_entropy(
-        logits, labels.masked_fill(labels == 0, -100)
-    ),
-    "weight": lambda model, out, logits, labels, **_: 0.5 * cross_entropy(logits, labels),
-    "constant": lambda model, out, logits, labels, **_: cross_entropy(logits, labels) + 1e-3,
+    "factor": of_logits(lambda logits: 1.001 * logits),
+    "cap": of_logits(lambda logits: 1000 * torch.tanh(logits / 1000)),
+    "no shift": without_shift,
+    "smoothing": smoothed,
+    "padding": without_tokens_of_padding,
+    "weight": of_mean(lambda loss: 0.5 * loss),
+    "constant": of_mean(lambda loss: loss + 1e-3),
     "all tokens": all_tokens,
     "in training": only_in_training,
     "of the decoder": of_hidden_states,
     "padded": without_padding,
-    "items": of_items,
-    "gradients": other_gradients,
-    "scale": lambda model, out, logits, labels, **_: cross_entropy(model.scale * logits, labels),
+    # Correct, but for num_items_in_batch.
+    "items": of_mean(lambda loss: loss),
+    "gradients": of_logits(lambda logits: 2 * logits - logits.detach()),
+    "scale": scaled,
 }
 """Losses of their own that are nearly those of next tokens."""
 
@@ -279,9 +275,9 @@ def with_loss(own, bases=(OwnLoss,)) -> torch.nn.Module:
 
 def train_a_step(model):
     chunk_loss(model)
-    mask = torch.ones_like(tokens(2, 40))
+    mask = torch.ones_like(ids())
     model.train()
-    model(tokens(2, 40), mask, labels=tokens(2, 40), num_items_in_batch=torch.tensor(78))
+    model(ids(), mask, labels=ids(), num_items_in_batch=torch.tensor(78))
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -338,7 +334,7 @@ class Failing(OwnLoss):
     ],
 )
 def test_other_ways_to_the_logits_are_refused(kind, words):
-    correct = with_items(lambda model, out, logits, labels, **_: cross_entropy(logits, labels))
+    correct = with_items(of_mean(lambda loss: loss))
     with pytest.raises(ValueError, match=words) as error:
         chunk_loss(with_loss(correct, (kind,)))
     assert "\n" not in str(error.value)
@@ -357,12 +353,11 @@ def with_items(own):
 
 
 def test_a_loss_of_its_own_that_is_the_same_is_computed():
-    own = with_items(lambda model, out, logits, labels, **_: cross_entropy(logits, labels))
-    train_a_step(with_loss(own))
+    train_a_step(with_loss(with_items(of_mean(lambda loss: loss))))
 
 
 def test_the_comparison_leaves_no_trace(monkeypatch):
-    model = family("llama")
+    model = device_family("llama")
     modules = list(model.named_modules())
     modes = [module.train(number % 2 == 0).training for number, (_, module) in enumerate(modules)]
     modes = [module.training for _, module in modules]
@@ -374,22 +369,22 @@ def test_the_comparison_leaves_no_trace(monkeypatch):
         chunked_loss, "compare_losses", lambda *args: calls.append(1) or compare(*args)
     )
     for _ in range(3):
-        model(tokens(1, 5), labels=tokens(1, 5))
+        model(device_tokens(1, 5), labels=device_tokens(1, 5))
     assert torch.equal(torch.get_rng_state(), state)
     assert len(calls) == 1
     assert all(a is b for (_, a), (_, b) in zip(model.named_modules(), modules, strict=True))
     assert [module.training for _, module in modules] == modes
     # What the loss may depend on.
-    model(tokens(1, 5), labels=tokens(1, 5), num_items_in_batch=5)
+    model(device_tokens(1, 5), labels=device_tokens(1, 5), num_items_in_batch=5)
     model.config.some_scale = 2.0
-    model(tokens(1, 5), labels=tokens(1, 5))
+    model(device_tokens(1, 5), labels=device_tokens(1, 5))
     model.train(not model.training)
     with torch.no_grad():
-        model(tokens(1, 5), labels=tokens(1, 5))
+        model(device_tokens(1, 5), labels=device_tokens(1, 5))
     assert len(calls) == 4
     model.loss_function = lambda logits, **others: logits.sum()
     with pytest.raises(ValueError, match="leave chunk_loss"):
-        model(tokens(1, 5), labels=tokens(1, 5))
+        model(device_tokens(1, 5), labels=device_tokens(1, 5))
 
 
 def test_weights_that_are_not_there_yet():
@@ -402,54 +397,56 @@ def test_weights_that_are_not_there_yet():
         chunk_loss(other)
     model.to_empty(device=DEVICE)
     model.init_weights()
-    assert model(tokens(2, 40), labels=tokens(2, 40)).loss.isfinite()
+    assert model(ids(), labels=ids()).loss.isfinite()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_dtypes(dtype):
-    model = family("llama", tie_word_embeddings=True).to(dtype)
-    wanted = model(tokens(2, 40), labels=tokens(2, 40)).loss
-    chunk_loss(model)
-    found = model(tokens(2, 40), labels=tokens(2, 40)).loss
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dtypes(dtype, autocast):
+    if autocast and dtype == torch.float64:
+        pytest.skip("autocast has no float64")
+    model = device_family("llama", tie_word_embeddings=True).to(None if autocast else dtype)
+    with torch.autocast(DEVICE, dtype=dtype, enabled=autocast):
+        wanted = model(ids(), labels=ids()).loss
+        chunk_loss(model)
+        found = model(ids(), labels=ids()).loss
     torch.testing.assert_close(found.float(), wanted.float(), rtol=1e-3, atol=0)
 
 
 def test_arguments_by_position_and_other_outputs():
-    model = family("llama")
-    wanted = model(tokens(2, 40), labels=tokens(2, 40), output_hidden_states=True)
+    model = device_family("llama")
+    wanted = model(ids(), labels=ids(), output_hidden_states=True)
     chunk_loss(model)
-    found = model(tokens(2, 40), None, None, None, None, tokens(2, 40), output_hidden_states=True)
+    found = model(ids(), None, None, None, None, ids(), output_hidden_states=True)
     assert found.logits is None
     torch.testing.assert_close(found.loss, wanted.loss)
     torch.testing.assert_close(found.hidden_states, wanted.hidden_states)
-    loss = model(tokens(2, 40), labels=tokens(2, 40), return_dict=False)[0]
+    loss = model(ids(), labels=ids(), return_dict=False)[0]
     torch.testing.assert_close(loss, wanted.loss)
     with pytest.raises(ValueError, match="leave chunk_loss"):
-        model(tokens(2, 40), labels=tokens(2, 40), logits_to_keep=3)
+        model(ids(), labels=ids(), logits_to_keep=3)
 
 
 def test_compiled():
-    model = family("llama")
+    model = device_family("llama")
     model.set_attn_implementation("eager")
-    wanted, wanted_gradients = loss_and_gradients(model, labels=tokens(2, 40))
+    wanted = loss_and_gradients(model)
     chunk_loss(model, 7)
     torch.compiler.reset()
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(2):
-        found, gradients = loss_and_gradients(compiled, labels=tokens(2, 40))
-        torch.testing.assert_close(found.loss, wanted.loss)
-        assert_close(gradients, wanted_gradients)
+        check(compiled, wanted)
 
 
 def test_the_loss_of_experts_is_not_left_out():
-    model = family("mixtral")
+    model = device_family("mixtral")
     chunk_loss(model)
     refused = pytest.raises(ValueError, match="output_router_logits")
     with refused:
-        model(tokens(1, 5), labels=tokens(1, 5), output_router_logits=True)
+        model(device_tokens(1, 5), labels=device_tokens(1, 5), output_router_logits=True)
     model.config.output_router_logits = True
     # TRL's trainer sets it after the model is built.
     with refused:
-        model(tokens(1, 5), labels=tokens(1, 5))
+        model(device_tokens(1, 5), labels=device_tokens(1, 5))
     with refused:
         chunk_loss(model)

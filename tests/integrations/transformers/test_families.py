@@ -8,21 +8,15 @@ import torch
 from tests.integrations.transformers.families import (
     ALL_FAMILIES,
     DEVICE,
+    DEVICE_BLOCK,
     assert_close,
     both,
+    device_family,
+    device_tokens,
     logits_and_gradients,
     one_by_one,
     positions,
     transformers,
-)
-from tests.integrations.transformers.families import (
-    DEVICE_BLOCK as BLOCK,
-)
-from tests.integrations.transformers.families import (
-    device_family as family,
-)
-from tests.integrations.transformers.families import (
-    device_tokens as tokens,
 )
 
 SEQ_LEN = 50
@@ -36,8 +30,8 @@ CHUNKS_BESIDE_STATIC_CACHES = "block_sequence_ids" in (
 
 @pytest.mark.parametrize("name", ALL_FAMILIES)
 def test_packed_documents_are_those_run_alone(name):
-    model = family(name)
-    input_ids = tokens(1, SEQ_LEN)
+    model = device_family(name)
+    input_ids = device_tokens(1, SEQ_LEN)
     model.set_attn_implementation("eager")
     wanted = one_by_one(model, input_ids, LENGTHS)
     model.set_attn_implementation("titan_sparse")
@@ -50,8 +44,8 @@ def test_packed_documents_are_those_run_alone(name):
 
 @pytest.mark.parametrize("name", ALL_FAMILIES)
 def test_padding_on_both_sides_and_between(name):
-    model = family(name)
-    input_ids = tokens(3, SEQ_LEN)
+    model = device_family(name)
+    input_ids = device_tokens(3, SEQ_LEN)
     attention_mask = torch.ones_like(input_ids)
     attention_mask[0, :11] = 0
     attention_mask[1, 37:] = 0
@@ -73,8 +67,8 @@ ALL_CACHES += [(name, "static") for name in ("olmo3", "gpt_oss", "qwen3_5", "lla
 def test_greedy_answers_of_a_padded_batch(name, cache):
     if name == "llama4" and cache == "static" and not CHUNKS_BESIDE_STATIC_CACHES:
         pytest.skip("transformers itself raises")
-    model = family(name).eval()
-    input_ids = tokens(3, 13)
+    model = device_family(name).eval()
+    input_ids = device_tokens(3, 13)
     attention_mask = torch.ones_like(input_ids)
     attention_mask[0, :6] = 0
     attention_mask[1, 4:7] = 0
@@ -85,7 +79,7 @@ def test_greedy_answers_of_a_padded_batch(name, cache):
         return model.generate(
             input_ids,
             attention_mask=attention_mask,
-            max_new_tokens=2 * BLOCK,
+            max_new_tokens=2 * DEVICE_BLOCK,
             do_sample=False,
             cache_implementation=cache,
             output_logits=True,

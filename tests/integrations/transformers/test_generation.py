@@ -5,18 +5,12 @@ import torch
 
 from tests.integrations.transformers.families import (
     DEVICE,
+    DEVICE_BLOCK,
     assert_close,
     both,
+    device_family,
+    device_tokens,
     transformers,
-)
-from tests.integrations.transformers.families import (
-    DEVICE_BLOCK as BLOCK,
-)
-from tests.integrations.transformers.families import (
-    device_family as family,
-)
-from tests.integrations.transformers.families import (
-    device_tokens as tokens,
 )
 from titan_sparse.attention.masks import Causal
 from titan_sparse.attention.patterns import VerticalSlash
@@ -36,10 +30,10 @@ SEQ_LEN = 50
 @pytest.mark.parametrize("name", NAMES)
 def test_a_text_in_any_chunks_is_the_text_at_once(name, chunks):
     """Chunks are shorter and longer than the window, of one token and of several."""
-    model = family(name).eval()
+    model = device_family(name).eval()
     for layer in model.model.layers:
         layer.self_attn.scaling = 0.7
-    input_ids = tokens(2, sum(chunks))
+    input_ids = device_tokens(2, sum(chunks))
     model.set_attn_implementation("eager")
     wanted = model(input_ids).logits
     model.set_attn_implementation("titan_sparse")
@@ -54,8 +48,8 @@ def test_a_text_in_any_chunks_is_the_text_at_once(name, chunks):
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_chunked_prefill_beams_and_assisted_generation(cache):
-    model = family("llama").eval()
-    input_ids = tokens(2, 20)
+    model = device_family("llama").eval()
+    input_ids = device_tokens(2, 20)
     attention_mask = torch.ones_like(input_ids)
     attention_mask[1, :5] = 0
 
@@ -78,25 +72,25 @@ def test_chunked_prefill_beams_and_assisted_generation(cache):
 
 def test_a_cache_that_holds_more_than_it_says_is_refused():
     """transformers' cache of a window of one token drops nothing."""
-    model = family("olmo3", sliding_window=1).eval()
+    model = device_family("olmo3", sliding_window=1).eval()
     model.set_attn_implementation("titan_sparse")
     with pytest.raises(ValueError, match="keys where transformers announced 1; write"):
-        model.generate(tokens(1, 20), max_new_tokens=2, do_sample=False)
+        model.generate(device_tokens(1, 20), max_new_tokens=2, do_sample=False)
 
 
 def test_masks_of_ours_beside_a_cache_are_refused():
-    model = family("qwen3").eval()
+    model = device_family("qwen3").eval()
     model.set_attn_implementation("titan_sparse")
-    cache = model(tokens(1, 20), use_cache=True).past_key_values
+    cache = model(device_tokens(1, 20), use_cache=True).past_key_values
     for masks in (AttentionMask(Causal()), {"full_attention": Causal()}):
         with pytest.raises(ValueError, match="write use_cache=False"):
-            model(tokens(1, 5), attention_mask=masks, past_key_values=cache)
+            model(device_tokens(1, 5), attention_mask=masks, past_key_values=cache)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_the_prompt_is_sparse_and_the_answer_dense(cache, attended, monkeypatch):
     sparse = VerticalSlash(recall=0.5, sinks=1, max_verticals=8, max_slashes=2)
-    register(AttentionSettings(pattern=sparse, block_size=BLOCK))
+    register(AttentionSettings(pattern=sparse, block_size=DEVICE_BLOCK))
     decoded = []
     beside_cache = attention.attention_beside_cache
 
@@ -105,10 +99,10 @@ def test_the_prompt_is_sparse_and_the_answer_dense(cache, attended, monkeypatch)
         return beside_cache(module, query, *args)
 
     monkeypatch.setattr(attention, "attention_beside_cache", decode)
-    model = family("llama").eval()
+    model = device_family("llama").eval()
     model.set_attn_implementation("titan_sparse")
     options = {"max_new_tokens": 3, "do_sample": False, "disable_compile": True}
-    model.generate(tokens(1, SEQ_LEN), cache_implementation=cache, **options)
+    model.generate(device_tokens(1, SEQ_LEN), cache_implementation=cache, **options)
     prompts = [(call.tensors[0].shape[2], call.options["pattern"]) for call in attended]
     assert prompts == [(SEQ_LEN, sparse)] * 2
     assert decoded == [1] * 4
@@ -117,11 +111,11 @@ def test_the_prompt_is_sparse_and_the_answer_dense(cache, attended, monkeypatch)
 def test_turns_of_a_batch_of_chats():
     """The second turn follows answers that ended early and prompts of other lengths: from the
     cache of the first turn, and from the whole history."""
-    model = family("gpt_oss").eval()
-    prompt = tokens(2, 13)
+    model = device_family("gpt_oss").eval()
+    prompt = device_tokens(2, 13)
     mask = torch.ones_like(prompt)
     mask[0, :4] = 0
-    turn = tokens(2, 7, seed=1)
+    turn = device_tokens(2, 7, seed=1)
 
     def generate() -> torch.Tensor:
         options = {"max_new_tokens": 6, "do_sample": False}
@@ -140,8 +134,8 @@ def test_turns_of_a_batch_of_chats():
 @pytest.mark.slow
 def test_a_static_cache_compiles():
     """generate() compiles the decoding of a static cache where it can, here by force."""
-    model = family("olmo3").eval()
-    input_ids = tokens(1, 20)
+    model = device_family("olmo3").eval()
+    input_ids = device_tokens(1, 20)
 
     def generate():
         config = transformers.CompileConfig(backend="aot_eager", fullgraph=True)
