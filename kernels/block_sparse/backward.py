@@ -326,7 +326,9 @@ def query_gradient(
 
 
 def key_gradient(queries: QuerySide, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """dk and dv of one piece, in `dtype`."""
+    """dk and dv of one piece, which needs by_key, in `dtype`."""
+    by_key = piece.tiles.by_key
+    assert by_key is not None
     q = queries.q
     batch, heads, q_len, dim = q.shape
     _, kv_heads, k_len, _ = piece.k.shape
@@ -342,7 +344,7 @@ def key_gradient(queries: QuerySide, piece: Piece, dtype: torch.dtype) -> tuple[
     dk = torch.empty(shape, dtype=kept, device=q.device)
     dv = torch.empty(shape, dtype=kept, device=q.device)
     _key_kernel[tiles, kv_heads, batch * splits](
-        *queries.rows(), dk, dv, operand(piece, piece.tiles.by_key, heads),
+        *queries.rows(), dk, dv, operand(piece, by_key, heads),
         queries.start, queries.stop, q_len, heads, batch, head_splits, list_splits,
         queries.scale * LOG2_E, queries.scale,
         BLOCK=queries.block_size, **options(tile, dim, q.device),
