@@ -188,21 +188,29 @@ def calls(monkeypatch) -> list[tuple[int, int] | str]:
     return seen
 
 
-def test_only_the_first_part_runs_twice(calls):
-    ranges, leaves = MASKS["documents"].rows(SEQ_LEN), _problem()
-    for share, parts, again in (
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "share, parts, again",
+    [
         (0.0, [(10, 10)], []),
         (0.3, [(7, 10), (3, 3)], [(3, 3)]),
         (1.0, [(10, 10)], [(10, 10)]),
-    ):
-        function = functools.partial(SELECTIVE, _block(ranges, PATTERNS["vertical_slash"], share))
-        if share == 0.3:
+    ],
+)
+def test_only_the_first_part_runs_twice(calls, compiled, share, parts, again):
+    """And what checkpointing saves runs once, in each of two steps."""
+    ranges, leaves = MASKS["documents"].rows(SEQ_LEN), _problem()
+    for pattern, selections in (("vertical_slash", ["select"]), ("dense", [])):
+        function = functools.partial(SELECTIVE, _block(ranges, PATTERNS[pattern], share))
+        if compiled:
+            torch._dynamo.reset()  # its guards don't look at a function's defaults
             function = torch.compile(function, fullgraph=True, backend="aot_eager")
-        calls.clear()
-        out = function(*leaves)
-        assert calls == ["select", *parts], share
-        out.sum().backward()
-        assert calls == ["select", *parts, *again], share
+        for _ in range(2):
+            calls.clear()
+            out = function(*leaves)
+            assert calls == [*selections, *parts]
+            out.sum().backward()
+            assert calls == [*selections, *parts, *again]
 
 
 def _kept_by_hooks(function: Callable, leaves: list[Tensor]) -> int:
