@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch.distributed as dist
 
+from titan_sparse.commands import parser_of, refuses
 from titan_sparse.config import check, world_from_environment
 from titan_sparse.data.chat_template import load_template
 from titan_sparse.data.tokenizer import open_tokenizer
@@ -59,13 +60,9 @@ PROMPTS_PER_BATCH = 12
 MAX_ANSWER_TOKENS = 32
 
 
+@refuses
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.chat_demo",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of(__doc__, "python -m examples.chat_demo", argparse.ArgumentParser)
     commands = parser.add_subparsers(required=True)
     write = commands.add_parser("write")
     write.set_defaults(command=write_chats)
@@ -88,11 +85,7 @@ def main(words: list[str]) -> int:
     args, options = parser.parse_known_args(words)
     if options and args.command is not answer_questions:
         parser.error(f"unrecognized arguments: {' '.join(options)}")
-    try:
-        return args.command(args, options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return args.command(args, options)
 
 
 def write_chats(args: argparse.Namespace, _: list[str]) -> int:
@@ -120,10 +113,8 @@ def _chat(draw: random.Random, entries: int, questions: int, held_out: bool) -> 
     things = draw.sample(_pairs(MATERIALS, OBJECTS, held_out), entries)
     owners = draw.sample(_pairs(FIRST_NAMES, LAST_NAMES, held_out), entries)
     shelves = draw.sample(range(10, 100), entries)
-    register = [
-        dict(thing=thing, owner=owner, shelf=shelf)
-        for thing, owner, shelf in zip(things, owners, shelves)
-    ]
+    names = ("thing", "owner", "shelf")
+    register = [dict(zip(names, entry)) for entry in zip(things, owners, shelves)]
     text = "\n".join(SENTENCE.format(**entry) for entry in register)
     messages = [{"role": "system", "content": SYSTEM}]
     for number, entry in enumerate(draw.sample(register, questions)):
@@ -139,11 +130,6 @@ def _pairs(firsts: list[str], seconds: list[str], held_out: bool) -> list[str]:
     half = len(seconds) // 2
     seconds = seconds[half:] if held_out else seconds[:half]
     return [f"{first} {second}" for first in firsts for second in seconds]
-
-
-class Record(NamedTuple):
-    answer: str
-    expected: str
 
 
 def answer_questions(args: argparse.Namespace, options: list[str]) -> int:
@@ -172,7 +158,8 @@ def answer_questions(args: argparse.Namespace, options: list[str]) -> int:
         for tokens in generate(scorer, batch, MAX_ANSWER_TOKENS, lambda text: text[-1] in special):
             answers.append(tokenizer.decode([token for token in tokens if token not in special]))
     if dist.get_rank() == 0:
-        records = [Record(*pair)._asdict() for pair in zip(answers, expected, strict=True)]
+        pairs = zip(answers, expected, strict=True)
+        records = [{"answer": answer, "expected": right} for answer, right in pairs]
         Path(args.out).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
         exact = sum(map(str.__eq__, answers, expected))
         print(f"{exact} of {len(expected)} answers are exact")
@@ -195,15 +182,16 @@ def compare_answers(args: argparse.Namespace, _: list[str]) -> int:
     """Print the counts of two files. Return 1 unless at least 80 % of `after` is exact."""
     print(f"{'answers':<12}{'exact':>12}{'in the form':>14}{'owner':>8}{'shelf':>8}")
     for file in (args.before, args.after):
-        records = [Record(**row) for row in json.loads(Path(file).read_text(encoding="utf-8"))]
-        counts = count(records)
+        records = json.loads(Path(file).read_text(encoding="utf-8"))
+        counts = count([(record["answer"], record["expected"]) for record in records])
         exact = f"{counts.exact} of {len(records)}"
         numbers = f"{exact:>12}{counts.in_the_form:>14}{counts.owner:>8}{counts.shelf:>8}"
         print(f"{Path(file).stem:<12}{numbers}")
     return 0 if counts.exact >= 0.8 * len(records) else 1
 
 
-def count(records: list[Record]) -> Counts:
+def count(records: list[tuple[str, str]]) -> Counts:
+    """records: pairs of an answer and what was expected."""
     exact = in_the_form = owners = shelves = 0
     for answer, expected in records:
         owner, shelf = ANSWER_PATTERN.fullmatch(expected).groups()

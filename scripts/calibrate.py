@@ -34,7 +34,9 @@ from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges, SlidingWindow
 from titan_sparse.attention.observe import count_visits, recording
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
-from titan_sparse.config.reading import tokens
+from titan_sparse.commands import refuses
+from titan_sparse.config.reading import require, tokens
+from titan_sparse.data.shards import write_json
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
 from titan_sparse.training.faults.process_groups import choose_device, init_distributed
 
@@ -43,30 +45,23 @@ Constants = dict[str, tuple[float, str]]
 """{name of a constant: (its value, where it comes from)}."""
 
 
+@refuses
 def main(words: list[str]) -> int:
     args = arguments(words)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    refused = refusal(args, world, ranks_of_node)
-    if refused:
-        print(f"error: {refused}", file=sys.stderr)
-        return 2
+    check(args, world, ranks_of_node)
     device = choose_device(args.device)
     init_distributed(device, timeout_seconds=600)
-    try:
-        constants = measure(args, device, ranks_of_node)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    constants = measure(args, device, ranks_of_node)
     if dist.get_rank() == 0:
         about = provenance(args, device)
         machine = f"{about['gpu']}, {world // ranks_of_node} nodes of {ranks_of_node}"
         result = {"machine": machine, **about, "constants": {}}
         for name, (value, source) in constants.items():
             result["constants"][name] = {"value": value, "source": source}
-        text = json.dumps(result, indent=1)
-        Path(args.out).write_text(text + "\n", encoding="utf-8")
-        print(text)
+        write_json(Path(args.out), result)
+        print(json.dumps(result, indent=1))
     dist.destroy_process_group()
     return 0
 
@@ -86,18 +81,21 @@ def arguments(words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def refusal(args: argparse.Namespace, world: int, ranks_of_node: int) -> str | None:
-    """The reason why this cannot be measured here; None if it can."""
-    if ranks_of_node < 2:
-        return "one rank on a node has no other to send to; write --nproc-per-node 2 or more"
-    if world == ranks_of_node and not args.across_gb_s:
-        return "there is only one node; write --across-gb-s NUMBER for the links between nodes"
-    if args.seq_len % (4 * BLOCK_SIZE) or args.seq_len < 4096:
-        return (
-            f"--seq-len {args.seq_len} is not a multiple of {4 * BLOCK_SIZE} of at least 4096; "
-            "write 131072"
-        )
-    return None
+def check(args: argparse.Namespace, world: int, ranks_of_node: int) -> None:
+    """Raises Refusal if this cannot be measured here."""
+    require(
+        ranks_of_node > 1,
+        "one rank on a node has no other to send to; write --nproc-per-node 2 or more",
+    )
+    require(
+        world > ranks_of_node or args.across_gb_s,
+        "there is only one node; write --across-gb-s NUMBER for the links between nodes",
+    )
+    require(
+        args.seq_len % (4 * BLOCK_SIZE) == 0 and args.seq_len >= 4096,
+        f"--seq-len {args.seq_len} is not a multiple of {4 * BLOCK_SIZE} of at least 4096; "
+        "write 131072",
+    )
 
 
 def measure(args: argparse.Namespace, device: torch.device, ranks_of_node: int) -> Constants:

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scripts.benchmarks.options import parser_of
+from titan_sparse.commands import refuses
 from titan_sparse.training.metrics_output import read_metrics
 
 ROWS = 10
 """Of the table, about."""
 
 
+@refuses
 def main(words: list[str]) -> int:
     parser = parser_of("scripts.compare_runs", __doc__)
     add = parser.add_argument
@@ -31,23 +33,17 @@ def main(words: list[str]) -> int:
     add("--relative", type=_threshold, default=math.inf, help="largest |B - A| / |A| of a step")
     add("--plot", help="PNG to write")
     args = parser.parse_args(words)
-    try:
-        steps = differences(args.a, args.b, args.field)
-        if args.plot:
-            plot(steps, args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    steps = differences(args.a, args.b, args.field)
+    if args.plot:
+        plot(steps, args)
     print(table(steps))
-    too_far = [
-        step.step
-        for step in steps
-        if step.absolute > args.max_difference or step.relative > args.relative
-    ]
+    too_far = []
+    for step in steps:
+        if step.absolute > args.max_difference or step.relative > args.relative:
+            too_far.append(step.step)
     if too_far:
-        print(
-            f"{len(too_far)} of {len(steps)} steps are beyond the threshold, step {too_far[0]} first"
-        )
+        found = f"{len(too_far)} of {len(steps)} steps"
+        print(f"{found} are beyond the threshold, step {too_far[0]} first")
     return 1 if too_far else 0
 
 

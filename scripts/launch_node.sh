@@ -11,10 +11,6 @@ fi
 config=$(realpath "$1")
 cd "$(dirname "$(realpath "$0")")/.."
 
-# train.py sets this too; here for whoever starts something else with this script.
-if [[ -z ${PYTORCH_ALLOC_CONF:-} ]]; then
-    export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
-fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 # When a collective times out, torch writes down what NCCL was doing.
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}

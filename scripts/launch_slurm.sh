@@ -26,9 +26,6 @@ if [[ -z ${SLURM_JOB_ID:-} ]]; then
 fi
 cd "$SLURM_SUBMIT_DIR" # Slurm runs a copy of this script from elsewhere
 
-if [[ -z ${PYTORCH_ALLOC_CONF:-} ]]; then
-    export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
-fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 export RESTARTS=${RESTARTS:-3}
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}

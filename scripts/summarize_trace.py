@@ -14,6 +14,7 @@ rest is linear layers, by their matmuls, and elementwise work.
 """
 
 import json
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
@@ -196,10 +197,7 @@ def kind(event: dict) -> str:
 
 def short(name: str) -> str:
     """A kernel's name without return type, templates and arguments, at most 40 characters."""
-    without_type = name.removeprefix("void ")
-    without_template = without_type.partition("<")[0]
-    without_arguments = without_template.partition("(")[0]
-    return without_arguments[:40]
+    return re.split(r"[<(]", name.removeprefix("void "))[0][:40]
 
 
 # Parts --------------------------------------------------------------------------------------------
@@ -275,7 +273,9 @@ def work_of(events: list[dict]) -> list[GpuWork]:
         if frame["cat"] == "cpu_op" and "External id" in frame.get("args", {}):
             ops.setdefault(frame["args"]["External id"], frame)
 
-    frames_of = _by_thread(frames)
+    frames_of = defaultdict(list)
+    for frame in frames:
+        frames_of[_thread(frame)].append(frame)
     by_thread = defaultdict(list)
     for number, event in enumerate(ran):
         args = event.get("args", {})
@@ -318,21 +318,11 @@ def enclosing(frames: list[dict], moments: list[float]) -> list[list[dict]]:
 
 def _close(is_open: list[dict], moment: float) -> None:
     """Remove the frames that have ended. Ranges of transfers may outlast the frames around them."""
-    for frame in list(is_open):
-        end = frame["ts"] + frame["dur"]
-        if end <= moment:
-            is_open.remove(frame)
+    is_open[:] = [frame for frame in is_open if frame["ts"] + frame["dur"] > moment]
 
 
 def _thread(event: dict) -> tuple:
     return event.get("pid"), event.get("tid")
-
-
-def _by_thread(frames: list[dict]) -> dict[tuple, list[dict]]:
-    threads = defaultdict(list)
-    for frame in frames:
-        threads[_thread(frame)].append(frame)
-    return threads
 
 
 if __name__ == "__main__":

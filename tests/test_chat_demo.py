@@ -98,7 +98,7 @@ def test_answers_are_counted():
         "owner=Mira Olsen; shelf=4": (0, 1, 1, 0),
         "shelf 480": (0, 0, 0, 0),
     }.items():
-        assert chat_demo.count([chat_demo.Record(answer, right)]) == counts, answer
+        assert chat_demo.count([(answer, right)]) == counts, answer
 
 
 @pytest.mark.parametrize("exact, status", [(4, 0), (3, 1)])

@@ -11,7 +11,7 @@ from tests.docs.pages import demo_command
 from titan_sparse.commands import evaluate, export_hf, train
 from titan_sparse.config import Config, save
 from titan_sparse.training.metrics_output import read_lines
-from titan_sparse.training.run_end import next_commands
+from titan_sparse.training.run_folder import next_commands
 
 
 def test_demo(tmp_path):

@@ -3,6 +3,7 @@
 Random patterns, our attention, its dense peers, and errors in bf16 against fp32.
 """
 
+import argparse
 import dataclasses
 import functools
 import itertools
@@ -15,15 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_sparse.attention import ContextParallel, attend, backends
 from titan_sparse.attention.backends import flash
-from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges
+from titan_sparse.attention.masks.ranges import Causal, MaskRanges
 from titan_sparse.attention.patterns import BlockIndex, Dense, Pattern, VerticalSlash
-from titan_sparse.attention.tiles import block_tiles
-from titan_sparse.estimate import indexes
+from titan_sparse.estimate.indexes import random_index
 
 CUDNN, FLASH4 = "cudnn", "flash-attn-4"
 """Names of others' dense attention in rows."""
-CUDNN_BLOCKS = "cudnn-frontend, blocks"
-OURS_DENSE = "ours, dense"
+
+
 LIMIT = 5e-3
 """The largest error of anything that is right."""
 _numbers = itertools.count(1)
@@ -77,15 +77,25 @@ def ready_index(pattern: Pattern, tensors: list[Tensor]) -> Pattern:
     return type("ReadyIndex", (type(pattern),), members)(**dataclasses.asdict(pattern))
 
 
-def random_index(
-    shape: Shape, density: float, vertical_share: float, sinks: int
-) -> tuple[VerticalSlash, list[Tensor]]:
-    """indexes.random_index() on the shape's device."""
-    pattern, tensors = indexes.random_index(
-        shape.heads, shape.seq_len, shape.block_size, density, vertical_share, sinks
+def sparse(
+    shape: Shape,
+    density: float,
+    args: argparse.Namespace,
+    cp: ContextParallel | None = None,
+) -> tuple[Pattern, list[Tensor], Callable[[], BlockIndex]]:
+    """A pattern with a random index of this density, of --verticals and --sinks.
+
+    Also q, k, v and d_out (this rank's), and a selection with the same caps.
+    """
+    pattern, index = random_index(
+        shape.heads, shape.seq_len, shape.block_size, density, args.verticals, args.sinks
     )
-    on_device = [tensor.to(shape.device) for tensor in tensors]
-    return pattern, on_device
+    ranges = Causal().rows(shape.seq_len, shape.device)
+    tensors = draw(shape._replace(seq_len=shape.seq_len // (cp.size if cp else 1)))
+    q, k = (tensor.detach() for tensor in tensors[:2])
+    block_size = shape.block_size if cp is None else None
+    select = functools.partial(pattern.select, q, k, ranges, cp, block_size=block_size)
+    return ready_index(pattern, [tensor.to(shape.device) for tensor in index]), tensors, select
 
 
 def draw(shape: Shape) -> list[Tensor]:
@@ -121,21 +131,21 @@ def ours(
     )
 
 
-def sdpa(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """torch's SDPA on one of its kernels, causal; on cuDNN the denominator of `ratio_to_cudnn`."""
-    with sdpa_kernel(kernel):
+def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's SDPA on cuDNN, causal: the denominator of `ratio_to_cudnn`."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=True
         )
 
 
-def flash4(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
-    """FlashAttention-4 (CuTe) called directly, causal. options: its own, as window_size."""
+def flash4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FlashAttention-4 (CuTe) called directly, causal."""
     from flash_attn.cute import flash_attn_func
 
     # Its tensors are [B, S, H, D].
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = flash_attn_func(q, k, v, causal=True, **options)
+    out = flash_attn_func(q, k, v, causal=True)
     if isinstance(out, tuple):  # some versions return the LSE too
         out = out[0]
     return out.transpose(1, 2)
@@ -145,45 +155,10 @@ def dense_peers(ranges: MaskRanges, shape: Shape) -> dict[str, Attention]:
     """The dense peers that run here, in the order in which they are timed; none on a CPU."""
     if shape.device == "cpu":
         return {}
-    peers = {CUDNN: functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION)}
+    peers = {CUDNN: cudnn}
     if flash.missing() is None:
         peers[FLASH4] = flash4
-    return peers | {OURS_DENSE: ours("auto", Dense(), ranges, shape.block_size)}
-
-
-class _CudnnBlocks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, numbers, counts):
-        from cudnn.block_sparse_attention import block_sparse_attention_forward
-
-        ctx.lists = {"q2k_block_nums": counts, "sparse_block_size": 128}
-        found = block_sparse_attention_forward(q, k, v, numbers, **ctx.lists)
-        ctx.save_for_backward(q, k, v, found["o_tensor"], found["lse_tensor"], numbers)
-        return found["o_tensor"]
-
-    @staticmethod
-    def backward(ctx, d_out):
-        from cudnn.block_sparse_attention import block_sparse_attention_backward
-
-        found = block_sparse_attention_backward(d_out, *ctx.saved_tensors, **ctx.lists)
-        return found["dq_tensor"], found["dk_tensor"], found["dv_tensor"], None, None
-
-
-def cudnn_blocks(index: BlockIndex, ranges: MaskRanges) -> Attention:
-    """cudnn-frontend's block-sparse attention over the blocks of an index, without its verticals. It
-    knows no causal mask: it sees the whole diagonal blocks. Its backward takes no grouped heads."""
-    blocks = torch.arange(index.seq_len // index.block_size, device=ranges.start.device)
-    lists = block_tiles(ranges, index, blocks, blocks, 1, transpose=False).by_query
-    slots = torch.arange(lists.full.shape[-1], device=blocks.device)
-    is_full = slots < lists.full_count[..., None]
-    is_partial = slots < lists.partial_count[..., None]
-    # [1, Hq, nq, 2 K], ascending; what is behind the count is never read.
-    numbers = torch.cat([lists.full, lists.partial], -1)
-    numbers = numbers.where(torch.cat([is_full, is_partial], -1), len(blocks))
-    numbers = numbers.sort(-1).values.clamp(max=len(blocks) - 1).int()
-    counts = lists.full_count + lists.partial_count
-    numbers = numbers[..., : counts.max()].contiguous()
-    return lambda q, k, v: _CudnnBlocks.apply(q, k, v, numbers, counts)
+    return peers | {"ours, dense": ours("auto", Dense(), ranges, shape.block_size)}
 
 
 # Errors -------------------------------------------------------------------------------------------
@@ -209,68 +184,47 @@ def _reference(qkv: list[Tensor], d_out: Tensor, seen: Tensor) -> list[Tensor]:
     for head in range(q.shape[1]):
         scores = q[:, head] @ k[:, head // group].mT * q.shape[-1] ** -0.5
         weights = scores.masked_fill(~seen[head], -torch.inf).softmax(-1)
-        # Padding sees nothing: the softmax of its rows is NaN and has to be 0.
-        out = weights.nan_to_num() @ v[:, head // group]
+        out = weights @ v[:, head // group]
         out.backward(d_out[:, head])
         outs.append(out.detach())
     return [torch.stack(outs, 1), *(leaf.grad for leaf in leaves)]
 
 
-def wrong(found: dict[str, float]) -> dict[str, float]:
-    """The entries of errors() above LIMIT."""
-    # NaN is too large as well.
-    return {name: error for name, error in found.items() if not error <= LIMIT}
-
-
-def all_pairs(mask: Mask, shape: Shape) -> Tensor:
-    """bool [Hq, S, S]: which keys each query sees."""
-    seen = mask.dense(shape.seq_len, shape.device)
-    return seen[0].expand(shape.heads, -1, -1)
-
-
-def cases_to_check(shape: Shape, names: list[str]) -> Iterator[tuple[str, str, Attention, Tensor]]:
-    """(mask, name, attention, bool `seen` [Hq, S, S]) of everything that is timed.
+def cases_to_check(shape: Shape, names: list[str]) -> Iterator[tuple[str, Attention, Tensor]]:
+    """(name, attention, bool `seen` [Hq, S, S]) of everything that is timed.
 
     names: our backends. Their index is chosen by our selection.
     """
-    seq_len = shape.seq_len
     # Caps make it sparse on random inputs. The budget is independent: with joint scores, most
-    # candidates of random inputs have equal scores, and a cap would drop them together. Documents
-    # and caps give tables and verticals of the same shapes for both masks, so that flex compiles
-    # once.
+    # candidates of random inputs have equal scores, and a cap would drop them together.
     pattern = VerticalSlash(
         recall=0.9,
-        max_verticals=seq_len * 3 // 100,
+        max_verticals=shape.seq_len * 3 // 100,
         max_slashes=8,
         budget="independent",
         probe_rows="last",
         count_sinks=True,
-        dense_below=seq_len // 4,
+        dense_below=shape.seq_len // 4,
     )
-    # Two long documents, which a selection is made for, two short ones, and padding.
-    lengths = [3 * seq_len // 8 - 5, 9, 7 * seq_len // 16 + 3, seq_len // 8 + 1]
-    for mask in (Causal(), Documents(lengths)):
-        kind = type(mask).__name__.lower()
-        ranges = mask.rows(shape.seq_len, shape.device)
-        for name, call in dense_peers(ranges, shape).items():
-            if kind == "causal" or name == OURS_DENSE:
-                yield kind, name, call, all_pairs(mask, shape)
-        q, k, _, _ = draw(shape)
-        index = pattern.select(q, k, ranges, block_size=shape.block_size)
-        ready = ready_index(pattern, index.tensors())
-        seen = index.dense(mask)[0]
-        for name in names:
-            yield kind, name, ours(name, ready, ranges, shape.block_size), seen
+    ranges = Causal().rows(shape.seq_len, shape.device)
+    causal = Causal().dense(shape.seq_len, shape.device)[0]
+    for name, call in dense_peers(ranges, shape).items():
+        yield name, call, causal.expand(shape.heads, -1, -1)
+    q, k, _, _ = draw(shape)
+    index = pattern.select(q, k, ranges, block_size=shape.block_size)
+    ready = ready_index(pattern, index.tensors())
+    seen = index.dense(Causal())[0]
+    for name in names:
+        yield name, ours(name, ready, ranges, shape.block_size), seen
 
 
-def check(cases: Iterator[tuple[str, str, Attention, Tensor]], shape: Shape) -> dict[str, dict]:
-    """{mask: {name: errors()}}. RuntimeError if an error is above LIMIT."""
-    results: dict[str, dict] = {}
-    for kind, name, call, seen in cases:
-        found = errors(call, shape, seen)
-        results.setdefault(kind, {})[name] = found
-        if wrong(found):
-            raise RuntimeError(
-                f"{name} is wrong at {shape.seq_len} tokens, {kind} mask: {wrong(found)}"
-            )
+def check(cases: Iterator[tuple[str, Attention, Tensor]], shape: Shape) -> dict[str, dict]:
+    """errors() by name. RuntimeError if an error is above LIMIT."""
+    results = {}
+    for name, call, seen in cases:
+        results[name] = errors(call, shape, seen)
+        # NaN is too large as well.
+        wrong = {tensor: error for tensor, error in results[name].items() if not error <= LIMIT}
+        if wrong:
+            raise RuntimeError(f"{name} is wrong at {shape.seq_len} tokens: {wrong}")
     return results

@@ -28,19 +28,17 @@ that it sends over sockets between them. With --device cpu everything runs over 
 """
 
 import argparse
-import functools
 import itertools
 import os
 import sys
 from collections.abc import Iterator
 
-from torch.nn.attention import SDPBackend
-
 from scripts.benchmarks.attention_cases import (
     Shape,
     chosen_backend,
+    cudnn,
     draw,
-    sdpa,
+    sparse,
 )
 from scripts.benchmarks.harness import (
     DTYPES,
@@ -54,7 +52,6 @@ from scripts.benchmarks.harness import (
     place,
     rates,
     rounded,
-    sparse,
     timed,
     timed_masks,
     training_call,
@@ -170,7 +167,8 @@ def scaling(bench: Bench) -> Iterator[dict]:
 
 
 def _scaled(bench: Bench, shape: Shape, cp: ContextParallel | None) -> dict:
-    call, tensors, select = sparse(bench, shape, cp)
+    pattern, tensors, select = sparse(shape, bench.args.density, bench.args, cp)
+    call = bench.attention(pattern, Causal().rows(shape.seq_len, bench.device), cp)
     density = visited_share(call, tensors[:3])
     measured = timed(bench, training_call(call, tensors))
     pairs = density * causal_pairs(shape.seq_len)
@@ -231,8 +229,7 @@ def _torch_timed(bench: Bench, shape: Shape) -> dict:
     ):
         leaves = [buffer.requires_grad_() for buffer in buffers]
         local = d_out[:, :, : buffers[0].shape[2]].contiguous()
-        call = functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION)
-        return timed(bench, training_call(call, [*leaves, local]))
+        return timed(bench, training_call(cudnn, [*leaves, local]))
 
 
 def with_rates(bench: Bench, shape: Shape, found: dict) -> dict:

@@ -21,21 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from scripts.benchmarks.attention_cases import (
-    Attention,
-    Shape,
-    draw,
-    ours,
-    random_index,
-    ready_index,
-)
+from scripts.benchmarks.attention_cases import Attention, Shape, ours
 from scripts.benchmarks.options import positive
 from scripts.benchmarks.provenance import provenance
 from titan_sparse.attention import ContextParallel, backends
-from titan_sparse.attention.masks.ranges import Causal, MaskRanges
+from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.visibility import visible_pairs
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.patterns import Pattern
+from titan_sparse.data.shards import write_json
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
 from titan_sparse.training.faults.process_groups import choose_device, init_distributed
 
@@ -126,23 +120,6 @@ def cp_mesh(device_type: str, nodes: int, world: int) -> DeviceMesh:
     )
 
 
-def sparse(
-    bench: Bench, shape: Shape, cp: ContextParallel | None
-) -> tuple[Attention, list[Tensor], Step]:
-    """Attention with a random index of --density.
-
-    Returns the attention, its q, k, v and d_out (this rank's), and a selection with the same caps.
-    """
-    args = bench.args
-    pattern, index = random_index(shape, args.density, args.verticals, args.sinks)
-    ranges = Causal().rows(shape.seq_len, bench.device)
-    tensors = draw(shape._replace(seq_len=shape.seq_len // (cp.size if cp else 1)))
-    q, k = (tensor.detach() for tensor in tensors[:2])
-    block_size = args.block_size if cp is None else None
-    select = functools.partial(pattern.select, q, k, ranges, cp, block_size=block_size)
-    return bench.attention(ready_index(pattern, index), ranges, cp), tensors, select
-
-
 def add_common_options(parser: argparse.ArgumentParser) -> None:
     """Options of every benchmark that harness.measure() runs."""
     add = parser.add_argument
@@ -184,14 +161,11 @@ def measure(
         return 2
     device = choose_device(runs[0].device)
     init_distributed(device, runs[0].timeout)
-    if device.type == "cuda":
-        # torchrun sets 1, but realistic inputs are made on the CPU.
-        torch.set_num_threads(max(1, os.cpu_count() // world))
     for args in runs:
         result = provenance(args, device) | {"ranks": world, "rows": []}
         run(Bench(args, device, rank, world, nodes), result, cases)
         if rank == 0 and args.out:
-            write(Path(args.out), result | {"complete": True})
+            write_json(Path(args.out), result | {"complete": True})
     dist.destroy_process_group()
     return 0
 
@@ -219,15 +193,9 @@ def report(bench: Bench, result: dict, row: dict) -> None:
     print(json.dumps(row), flush=True)
     result["rows"].append(row)
     if bench.args.out:
-        write(Path(bench.args.out), result)
-
-
-def write(path: Path, result: dict) -> None:
-    """Write everything at once, so that a killed run leaves a complete file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(result, indent=1) + "\n")
-    unfinished.replace(path)
+        path = Path(bench.args.out)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, result)
 
 
 def about(case: str, shape: Shape) -> dict:
@@ -270,19 +238,6 @@ def milliseconds(marks: Sequence) -> list[float]:
     return [start.elapsed_time(end) for start, end in pairwise(marks)]
 
 
-def rounds(steps: Sequence[Step], repeats: int, on_gpu: bool, begin: Step) -> list[list[float]]:
-    """Milliseconds of each step, for each round of all of them. begin: called before a round."""
-    spent = []
-    for _ in range(repeats):
-        begin()
-        marks = [mark(on_gpu)]
-        for step in steps:
-            step()
-            marks.append(mark(on_gpu))
-        spent.append(milliseconds(marks))
-    return spent
-
-
 def start_together(bench: Bench) -> None:
     """Let all ranks continue from here at the same time.
 
@@ -297,14 +252,6 @@ def start_together(bench: Bench) -> None:
         dist.all_reduce(torch.zeros(1, device=bench.device))
 
 
-def gather(bench: Bench, numbers: Sequence) -> Tensor:
-    """[ranks, ...] of every rank's numbers, float64 on the CPU."""
-    here = torch.tensor(numbers, dtype=torch.float64)
-    every = [torch.empty_like(here) for _ in range(bench.world)]
-    dist.all_gather(every, here)
-    return torch.stack(every)
-
-
 def timed(bench: Bench, steps: Sequence[Step], repeats: int = 0) -> dict:
     """Milliseconds of a forward and a backward: medians of the slowest rank, and of each rank.
 
@@ -312,11 +259,19 @@ def timed(bench: Bench, steps: Sequence[Step], repeats: int = 0) -> dict:
     both together. repeats: 0 takes --repeats.
     """
     warm_ups = bench.args.warm_ups
-    repeats = warm_ups + (repeats or bench.args.repeats)
-    begin = functools.partial(start_together, bench)
-    spent = rounds(steps, repeats, bench.on_gpu, begin)
+    spent = []
+    for _ in range(warm_ups + (repeats or bench.args.repeats)):
+        start_together(bench)
+        marks = [mark(bench.on_gpu)]
+        for step in steps:
+            step()
+            marks.append(mark(bench.on_gpu))
+        spent.append(milliseconds(marks))
+    here = torch.tensor(spent[warm_ups:], dtype=torch.float64)
+    of_ranks = [torch.empty_like(here) for _ in range(bench.world)]
+    dist.all_gather(of_ranks, here)
     # [ranks, repeats, steps]
-    every = gather(bench, spent[warm_ups:])
+    every = torch.stack(of_ranks)
     measured = {}
     if len(steps) == 2:
         slowest = every.amax(0)  # [repeats, steps]

@@ -20,12 +20,10 @@ density and recall their times belong to (recall without --packed). Times are me
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -38,7 +36,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from scripts.benchmarks.harness import place, write
+from scripts.benchmarks.harness import Bench, place, report
 from scripts.benchmarks.options import parser_of, positive, share
 from scripts.benchmarks.provenance import provenance
 from titan_sparse import recording
@@ -132,6 +130,7 @@ def main(words: list[str]) -> int:
         print("several processes share packed documents; write --packed", file=sys.stderr)
         return 2
     result = provenance(args, args.device) | {"ranks": world, "rows": []}
+    bench = Bench(args, torch.device(args.device), rank, world)
     for shape in args.shapes:
         for tokens in args.tokens:
             for name, pattern in arms(args, tokens, world).items():
@@ -141,11 +140,7 @@ def main(words: list[str]) -> int:
                 except torch.OutOfMemoryError:
                     row["error"] = "out of memory"
                 gc.collect()
-                result["rows"].append(row)
-                if rank == 0:
-                    print(json.dumps(row), flush=True)
-                if rank == 0 and args.out:
-                    write(Path(args.out), result)
+                report(bench, result, row)
     return 0
 
 

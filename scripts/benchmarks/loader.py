@@ -10,7 +10,8 @@ import sys
 import time
 
 from scripts.benchmarks.options import parser_of
-from titan_sparse.config import Config, ConfigError, check, padding_multiple
+from titan_sparse.commands import refuses
+from titan_sparse.config import Config, check, padding_multiple
 from titan_sparse.config.reading import load_config
 from titan_sparse.data import build_loader
 
@@ -40,17 +41,14 @@ def tokens_per_second(config: Config, seconds: float) -> float:
     return tokens / (time.perf_counter() - began)
 
 
+@refuses
 def main(words: list[str]) -> int:
     parser = parser_of("scripts.benchmarks.loader", __doc__)
     parser.add_argument("--seconds", type=float, default=10.0)
     args, rest = parser.parse_known_args(words)
-    try:
-        config = load_config(rest)
-        check(config, 1, 1)
-        rate = tokens_per_second(config, args.seconds)
-    except (ConfigError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    config = load_config(rest)
+    check(config, 1, 1)
+    rate = tokens_per_second(config, args.seconds)
     print(
         f"{config.data.source}, {config.data.sequences}, "
         f"{config.training.seq_len:,} tokens a sequence: {rate / 1e6:.1f} million tokens a second"

@@ -9,50 +9,40 @@ selected in at every length (dense_below is the least that is accepted). Other w
 titan-sparse choose.
 """
 
-import argparse
-import json
 import sys
 from pathlib import Path
 
 from scripts.benchmarks.options import parser_of, positive
 from scripts.benchmarks.provenance import provenance
+from titan_sparse.commands import refuses
 from titan_sparse.commands.choose import configurations, measured, words_of_runs
 from titan_sparse.config import Config
 from titan_sparse.config.reading import lengths_of
+from titan_sparse.data.shards import write_json
 from titan_sparse.training.faults.process_groups import choose_device
 
 
+@refuses
 def main(words: list[str]) -> int:
-    args, rest = parse(words)
-    try:
-        options = words_of_runs(args.model, args.batches, rest)
-        result = {"rows": []}
-        for length in lengths_of(args.lengths, "--lengths"):
-            scaled = [*options, *scaling(length, args.original_length)]
-            folder = Path("outputs/sparse_pays", str(length))
-            configs = configurations(scaled, length, folder)
-            result = about(args, configs["dense"]) | {
-                "rows": result["rows"] + rows(length, configs)
-            }
-            # After each length: a longer one may not fit.
-            Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    parser = parser_of("scripts.benchmarks.sparse_pays", __doc__)
+    add = parser.add_argument
+    add("--model", required=True, help="Hugging Face folder")
+    add("--lengths", default="4k,8k,16k,32k,64k", help="tokens, with commas")
+    add("--original-length", type=positive, default=8192, help="of the model; YaRN extends it")
+    add("--batches", type=positive, default=3)
+    add("--out", required=True, help="JSON file to write")
+    args, rest = parser.parse_known_args(words)
+    options = words_of_runs(args.model, args.batches, rest)
+    found: list[dict] = []
+    for length in lengths_of(args.lengths, "--lengths"):
+        scaled = [*options, *scaling(length, args.original_length)]
+        configs = configurations(scaled, length, Path("outputs/sparse_pays", str(length)))
+        found += rows(length, configs)
+        # After each length: a longer one may not fit. choose writes its runs elsewhere.
+        origin = provenance(args, choose_device(configs["dense"].training.device))
+        write_json(Path(args.out), origin | {"rows": found})
     print(f"wrote {args.out}")
     return 0
-
-
-def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = parser_of("scripts.benchmarks.sparse_pays", __doc__)
-    parser.add_argument("--model", required=True, help="Hugging Face folder")
-    parser.add_argument("--lengths", default="4k,8k,16k,32k,64k", help="tokens, with commas")
-    parser.add_argument(
-        "--original-length", type=positive, default=8192, help="of the model; YaRN extends it"
-    )
-    parser.add_argument("--batches", type=positive, default=3)
-    parser.add_argument("--out", required=True, help="JSON file to write")
-    return parser.parse_known_args(words)
 
 
 def scaling(length: int, original: int) -> list[str]:
@@ -66,11 +56,6 @@ def scaling(length: int, original: int) -> list[str]:
     ]
 
 
-def about(args: argparse.Namespace, config: Config) -> dict:
-    """The origin of the rows. choose writes its runs elsewhere."""
-    return provenance(args, choose_device(config.training.device))
-
-
 def rows(length: int, configs: dict[str, Config]) -> list[dict]:
     """A row for each setting, dense first, as in choose_h200.json."""
     found = []
@@ -78,9 +63,9 @@ def rows(length: int, configs: dict[str, Config]) -> list[dict]:
         slash = config.attention.vertical_slash
         slash.dense_below = max(config.attention.block_size, slash.probe)
         row = measured(f"{name}, {length} tokens", config)
-        losses = (row["loss"], found[0]["loss"] if found else row["loss"])
-        about_loss = {"loss": losses[0], "above_dense": losses[0] - losses[1]}
-        found.append({"tokens": length, "setting": name, **row, **about_loss})
+        of_dense = found[0]["loss"] if found else row["loss"]
+        above = {"loss": row["loss"], "above_dense": row["loss"] - of_dense}
+        found.append({"tokens": length, "setting": name, **row, **above})
     return found
 
 

@@ -15,26 +15,20 @@ from pathlib import Path
 
 from scripts.benchmarks.options import parser_of
 from scripts.benchmarks.provenance import commit_of
+from titan_sparse.commands import refuses
+from titan_sparse.data.shards import write_json
 from titan_sparse.training.metrics_output import read_metrics
 
 
+@refuses
 def main(words: list[str]) -> int:
-    args = parse(words)
-    try:
-        result = collect(args.runs)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {args.out}")
-    return 0
-
-
-def parse(words: list[str]) -> argparse.Namespace:
     parser = parser_of("scripts.benchmarks.steps", __doc__)
     parser.add_argument("runs", nargs="+", type=named_run, metavar="NAME=FOLDER")
-    parser.add_argument("--out", required=True, help="JSON file to write")
-    return parser.parse_args(words)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    args = parser.parse_args(words)
+    write_json(args.out, collect(args.runs))
+    print(f"wrote {args.out}")
+    return 0
 
 
 def named_run(text: str) -> tuple[str, Path]:

@@ -41,32 +41,25 @@ _RUN = 4096
 
 
 class Heads(NamedTuple):
-    """Means of the heads before rotation, complex128: pair i of a head is dims i and i + D / 2.
+    """Rotated queries and keys in fp32, and what they are made of.
 
-    query_mean: [Hq, D / 2]. key_mean: [Hkv, D / 2].
-    outlier: [Hkv, D / 2], the mean of the keys at `outliers` instead of key_mean.
-    outliers: int64 [Hkv, m], ascending positions.
-    frequency: float64 [D / 2], radians per token. seed: of the noise.
+    q: [1, Hq, S, D]. k: [1, Hkv, S, D].
+    outliers: int64 [Hkv, m], ascending positions of keys.
+    strengths: float64 [Hq, D / 2], a of the module's formula.
+    frequency: float64 [D / 2], radians per token.
     """
 
-    query_mean: Tensor
-    key_mean: Tensor
-    outlier: Tensor
+    q: Tensor
+    k: Tensor
     outliers: Tensor
+    strengths: Tensor
     frequency: Tensor
-    seq_len: int
-    seed: int
 
 
 def draw_heads(
-    seq_len: int,
-    heads: int = 16,
-    kv_heads: int = 2,
-    head_dim: int = 128,
-    seed: int = 0,
-    theta: float = 1e6,
+    seq_len: int, heads: int = 16, kv_heads: int = 2, head_dim: int = 128, seed: int = 0
 ) -> Heads:
-    """Heads of one layer for sequences of `seq_len` tokens. theta: base of the rotary frequencies.
+    """Heads of one layer for sequences of `seq_len` tokens.
 
     Raises ValueError if the sequence is too short to hold slashes, or heads cannot be grouped.
     """
@@ -76,41 +69,47 @@ def draw_heads(
             "and heads as a multiple of kv_heads"
         )
     generator = torch.Generator().manual_seed(seed)
-    rope = RopeConfig(theta, "none", 1.0, seq_len)
-    frequency = inverse_frequencies(rope, head_dim)[0].double()
+    frequency = inverse_frequencies(RopeConfig(1e6, "none", 1.0, seq_len), head_dim)[0].double()
 
-    # [Hkv, D / 2]: ordinary keys use all pairs of dims but the last, which hardly turns; outliers
-    # use that one alone.
+    # Means are complex128: pair i of a head is dims i and i + D / 2.
+    # [Hkv, D / 2]: ordinary keys use all pairs but the last, which hardly turns; outliers use that
+    # one alone.
     angle = torch.rand(kv_heads, head_dim // 2, generator=generator, dtype=torch.float64)
     angle = angle * 2 * math.pi
     phase = torch.polar(torch.ones_like(angle), angle)
     key_mean = _KEY_MEAN * phase
     key_mean[:, -1] = 0
-    outlier = torch.zeros_like(phase)
-    outlier[:, -1] = _OUTLIER * phase[:, -1]
+    to_outlier = -key_mean
+    to_outlier[:, -1] = _OUTLIER * phase[:, -1]
 
     # [Hq, D / 2]: a query head is in phase with its key head.
-    query_phase = phase.repeat_interleave(heads // kv_heads, 0)
     strengths = _slash_strengths(frequency, heads, seq_len, generator)
-    query_mean = query_phase * strengths * head_dim**0.5 / _KEY_MEAN
-
     outliers_a_head = 16 + seq_len // 4096
-    outliers = []
-    for _ in range(kv_heads):
-        outliers.append(torch.randperm(seq_len, generator=generator)[:outliers_a_head])
-    drawn = Heads(
-        query_mean=query_mean,
-        key_mean=key_mean,
-        outlier=outlier,
-        outliers=torch.stack(outliers).sort(-1).values,
-        frequency=frequency,
-        seq_len=seq_len,
-        seed=seed,
+    outliers = torch.stack(
+        [torch.randperm(seq_len, generator=generator)[:outliers_a_head] for _ in range(kv_heads)]
     )
-    # The logits of the slashes are known now, so v can be set for its share of the mass.
-    strength = _vertical_strengths(drawn, generator)
-    query_mean[:, -1] = query_phase[:, -1] * strength * head_dim**0.5 / _OUTLIER
-    return drawn
+    # share / (1 - share) = m exp(v) / sum over all distances of exp(logit of slashes).
+    share = _uniform(_VERTICAL_SHARE, heads, generator)
+    # The sum over distances is taken from at most 65,536 of them.
+    stride = max(1, seq_len // 65536)
+    logits = expected_logits(strengths, frequency, torch.arange(0, seq_len, stride))
+    slashes = logits.logsumexp(-1) + math.log(stride)
+    of_verticals = (share / (1 - share)).log() + slashes - math.log(outliers_a_head)
+    query_phase = phase.repeat_interleave(heads // kv_heads, 0) * head_dim**0.5
+    query_mean = query_phase * strengths / _KEY_MEAN
+    query_mean[:, -1] = query_phase[:, -1] * of_verticals / _OUTLIER
+
+    # Queries take the even seeds, keys the odd ones.
+    q = _with_noise(query_mean, _QUERY_NOISE, seq_len, 2 * seed)
+    k = _with_noise(key_mean, _KEY_NOISE, seq_len, 2 * seed + 1)
+    outliers = outliers.sort(-1).values
+    for head, positions in enumerate(outliers):
+        k[head, positions] += _real_dims(to_outlier)[head]
+    # float64 angles: in float32 a position beyond 2^20 tokens is already off by a tenth of a radian.
+    # The tables themselves need no more than fp32.
+    tables = rope_tables(frequency, 1.0, torch.arange(seq_len)[None], torch.float64)
+    q, k = (apply_rope(x[None], *(table.float() for table in tables)) for x in (q, k))
+    return Heads(q, k, outliers, strengths, frequency)
 
 
 def _slash_strengths(
@@ -134,53 +133,17 @@ def _uniform(bounds: tuple[float, float], count: int, generator: torch.Generator
     return low + (high - low) * torch.rand(count, generator=generator, dtype=torch.float64)
 
 
-def _vertical_strengths(heads: Heads, generator: torch.Generator) -> Tensor:
-    """v[h] of the module's formula, float64 [Hq].
-
-    share / (1 - share) = m exp(v) / sum over all distances of exp(logit of slashes).
-    """
-    share = _uniform(_VERTICAL_SHARE, len(heads.query_mean), generator)
-    # The sum over distances is taken from at most 65,536 of them.
-    stride = max(1, heads.seq_len // 65536)
-    logits = expected_logits(heads, torch.arange(0, heads.seq_len, stride))
-    slashes = logits.logsumexp(-1) + math.log(stride)
-    odds = share / (1 - share)
-    return odds.log() + slashes - math.log(heads.outliers.shape[1])
-
-
-def expected_logits(heads: Heads, distance: Tensor) -> Tensor:
+def expected_logits(strengths: Tensor, frequency: Tensor, distance: Tensor) -> Tensor:
     """Expected logit of an ordinary key at each distance (MTraining, theorem A.1).
 
     distance: int64 [n]. Returns float64 [Hq, n]. The theorem's sines are missing because the means
     of a query head and its key head are in phase.
     """
-    # [Hq, D / 2]
-    group_size = len(heads.query_mean) // len(heads.key_mean)
-    key_mean = heads.key_mean.conj().repeat_interleave(group_size, 0)
-    amplitude = (heads.query_mean * key_mean).real
-    amplitude *= (2 * len(heads.frequency)) ** -0.5
-    # Many pairs of dims have no amplitude: leave out their cosines.
-    used = amplitude.abs().amax(0) > 0
+    # Many pairs of dims have no strength: leave out their cosines.
+    used = strengths.amax(0) > 0
     # [used, n]
-    angle = distance.double() * heads.frequency[used, None]
-    return amplitude[:, used] @ angle.cos()
-
-
-def queries(heads: Heads, dtype: torch.dtype = torch.float32) -> Tensor:
-    """q of the whole sequence, [1, Hq, S, D]."""
-    # Queries take the even seeds, keys the odd ones.
-    q = _with_noise(heads.query_mean, _QUERY_NOISE, heads.seq_len, 2 * heads.seed)
-    return _rotated(q, heads).to(dtype)
-
-
-def keys(heads: Heads, dtype: torch.dtype = torch.float32) -> Tensor:
-    """k of the whole sequence, [1, Hkv, S, D]."""
-    k = _with_noise(heads.key_mean, _KEY_NOISE, heads.seq_len, 2 * heads.seed + 1)
-    # [Hkv, D]: what makes an ordinary key an outlier.
-    to_outlier = _real_dims(heads.outlier - heads.key_mean)
-    for head, positions in enumerate(heads.outliers):
-        k[head, positions] += to_outlier[head]
-    return _rotated(k, heads).to(dtype)
+    angle = distance.double() * frequency[used, None]
+    return strengths[:, used] @ angle.cos()
 
 
 def _with_noise(mean: Tensor, deviation: float, seq_len: int, seed: int) -> Tensor:
@@ -196,12 +159,3 @@ def _with_noise(mean: Tensor, deviation: float, seq_len: int, seed: int) -> Tens
 def _real_dims(mean: Tensor) -> Tensor:
     """Complex pairs [H, D / 2] as dims, fp32 [H, D]: pair i is dims i and i + D / 2."""
     return torch.cat([mean.real, mean.imag], dim=-1).float()
-
-
-def _rotated(x: Tensor, heads: Heads) -> Tensor:
-    """x [H, S, D], rotated, [1, H, S, D]."""
-    # float64 angles: in float32 a position beyond 2^20 tokens is already off by a tenth of a radian.
-    position = torch.arange(heads.seq_len)[None]
-    cos, sin = rope_tables(heads.frequency, 1.0, position, torch.float64)
-    # The tables themselves need no more than fp32.
-    return apply_rope(x[None], cos.float(), sin.float())

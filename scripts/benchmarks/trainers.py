@@ -135,7 +135,7 @@ def as_rank(rank: int, gpus: int, port: int, function: Callable, words: tuple):
 
 def write_model(shape: str, model: Path, args: argparse.Namespace) -> None:
     torch.manual_seed(0)
-    CONFIGS[shape].max_position_embeddings = max(args.tokens)
+    CONFIGS[shape].max_position_embeddings = max(args.gpus) * max(args.tokens)
     build = transformers.AutoModelForCausalLM.from_config
     with torch.device(args.device):
         build(CONFIGS[shape], dtype=torch.bfloat16).save_pretrained(model)
@@ -232,6 +232,9 @@ def torchtitan_trainer(shape, model, run, texts, device, cuda_graphs):
         raise ValueError("torchtitan is compared on Qwen3's shapes without LoRA")
     config = config_registry.qwen3_0_6b()
     config.model_spec = model_registry(FLAVORS[shape])
+    for layer in config.model_spec.model.layers:
+        # Longer texts than the table of rotary angles are refused.
+        layer.attention.rope.max_seq_len = len(texts[0])
     config.dump_folder = str(run / "run")
     config.training.local_batch_size, config.training.steps = 1, len(texts)
     config.training.seq_len = len(texts[0])

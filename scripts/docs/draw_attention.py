@@ -81,7 +81,6 @@ def select(pattern: str, mask: Mask, tokens: int, block_size: int) -> BlockIndex
         q = torch.zeros(1, 1, tokens, 16)
         return Dense().index([], mask.rows(tokens), *q.shape[:2], block_size)
     heads = synthetic.draw_heads(tokens, heads=1, kv_heads=1, head_dim=64)
-    q, k = synthetic.queries(heads), synthetic.keys(heads)
     chosen = VerticalSlash(
         recall=0.9,
         sinks=4,
@@ -89,7 +88,7 @@ def select(pattern: str, mask: Mask, tokens: int, block_size: int) -> BlockIndex
         max_slashes=4,
         dense_below=max(block_size, tokens // 8),
     )
-    return chosen.select(q, k, mask, block_size=block_size)
+    return chosen.select(heads.q, heads.k, mask, block_size=block_size)
 
 
 def picture(mask: Mask, index: BlockIndex, layout: str, ranks: int, title: str, out: str) -> Tensor:

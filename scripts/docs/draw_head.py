@@ -18,10 +18,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from scripts.benchmarks.options import parser_of, positive
-from scripts.study.real_model import dense_attention, load_decoder, positions_of
-from scripts.study.texts import text_of
+from scripts.study.quality import RealModel, text_of
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.config.reading import require
 from titan_sparse.data.tokenizer import load_tokenizer
 
 BLOCK = 128
@@ -63,27 +63,14 @@ def main(words: list[str]) -> None:
     print(f"wrote {args.out}")
 
 
-@torch.no_grad()
 def queries_and_keys(folder: Path, layer: int, tokens: int) -> tuple[Tensor, Tensor]:
     """The queries and keys of a layer on the text, under dense attention: [1, H, S, D] each."""
-    found: list[tuple[Tensor, Tensor]] = []
-
-    class Found(Exception):
-        """The layer has been reached, and the later ones are not needed."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
-        found.append((q, k))
-        if len(found) > layer:
-            raise Found
-        return dense_attention(q, k, v, mask)
-
-    decoder = load_decoder(folder, attend)
+    model = RealModel(folder, torch.device("cpu"), torch.float32)
+    layers = model.config.layers
+    require(layer < layers, f"--layer {layer}: the model has {layers} layers, numbered from 0")
     text = text_of("code", 0).tokens(load_tokenizer(str(folder)), tokens)
-    try:
-        decoder(text, positions_of(text), None)
-    except Found:
-        return found[layer]
-    raise ValueError(f"--layer {layer}: the model has {len(found)} layers, numbered from 0")
+    q, k = model.queries_and_keys(text)
+    return q[layer, None], k[layer, None]
 
 
 def look(q: Tensor, k: Tensor, head: int) -> Head:

@@ -158,6 +158,20 @@ def scaling() -> list[str]:
     return lines("backend | schedule | fwd + bwd | TFLOP/s per GPU | of one GPU", rows)
 
 
+def ulysses() -> list[str]:
+    """Milliseconds of attention over two GPUs by schedule; the shortest and the longest."""
+    schedules = ("all_gather", "ring", "ulysses")
+    cases: dict[tuple[str, str], list[str]] = {}
+    for case in ("dense", "sparse"):
+        for ran in result("context_parallel_ulysses_2xh100")["rows"]:
+            if ran["case"] == case and ran["tokens_per_gpu"] in (16384, 131072):
+                setup = (f"{ran['tokens_per_gpu']:,}", "{}:{}".format(*ran["heads"]))
+                cases.setdefault(setup, []).append(f"{ran['total_ms']:,.1f}")
+    rows = [[*setup, *times] for setup, times in cases.items()]
+    names = [f"{case}, {schedule}" for case in ("dense", "sparse") for schedule in schedules]
+    return lines(" | ".join(["tokens per GPU", "heads", *names]), rows)
+
+
 # Training steps -----------------------------------------------------------------------------------
 
 
@@ -193,34 +207,26 @@ def steps() -> list[str]:
     return lines(f"{heads} | density", rows)
 
 
-def scaling_of_steps() -> list[str]:
-    half_b = result("step_scaling_0_5b_2xh200_third")["runs"]
-    three_b = result("step_scaling_3b_2xh200")["runs"]
-    triton = result("step_scaling_3b_triton_2xh200")["runs"]
-
-    def both(runs: dict, *names: str) -> list[float]:
-        return [speed(runs[name]["steps"]) for name in names]
-
-    # Steps 5 to 8 of triton's runs are one line.
-    of_triton = [
-        triton[name]["steps"][2]["tokens_per_second_per_device"] for name in ("1 GPU", "2 GPUs")
-    ]
-    rows = []
-    for model, backend, (one, several) in (
-        ("Qwen2.5-3B, two", "flex", both(three_b, "1 GPU, recomputed", "2 GPUs, recomputed")),
-        ("Qwen2.5-3B, two", "triton", of_triton),
-        ("Qwen2.5-0.5B, two", "triton", both(half_b, "1 GPU, triton", "2 GPUs, triton")),
-        ("Qwen2.5-0.5B, two", "flex", both(half_b, "1 GPU, flex", "2 GPUs, flex")),
-    ):
-        rows.append([model, backend, f"{several:,.0f}", f"{several / one:.3f}"])
-    return lines("model, GPUs | backend | tokens/s per GPU | of one GPU", rows)
-
-
 # Other trainers -----------------------------------------------------------------------------------
 
 
 def trainers() -> list[str]:
     return _steps_of_arms("trainers", "torchtitan", "transformers")
+
+
+def step_graphs() -> list[str]:
+    """Seconds of a step with CUDA graphs, and without them in parentheses."""
+    arms = ("torchtitan", "ours, dense", "ours, vertical_slash")
+    cases: dict[tuple, dict[str, str]] = {}
+    for ran in result("trainers_graphs_2xh100")["rows"]:
+        case = (ran["shape"].upper(), str(ran["gpus"]), f"{ran['tokens']:,}")
+        cases.setdefault(case, {})[ran["arm"]] = f"{ran['step_ms'] / 1e3:.3f}"
+    rows = []
+    for case, cells in cases.items():
+        without = [cells.get(f"{arm}, no graphs") for arm in arms]
+        row = [cells.get(arm, "") + (f" ({off})" if off else "") for arm, off in zip(arms, without)]
+        rows.append([*case, *row])
+    return lines(" | ".join(["model", "GPUs", "tokens per GPU", *arms]), rows)
 
 
 def huggingface_steps() -> list[str]:
@@ -338,9 +344,10 @@ TABLES = {
         attention_by_length,
         sparse_pays,
         scaling,
+        ulysses,
         steps,
-        scaling_of_steps,
         trainers,
+        step_graphs,
         huggingface_steps,
         hybrid,
         equal_time,

@@ -35,6 +35,7 @@ from scripts.study.settings import (
     Study,
     at_equal_time,
     evaluations,
+    read_json,
     runs,
 )
 from titan_sparse.commands.train import set_allocator
@@ -152,7 +153,7 @@ def claim(study: Study) -> None:
         others = {item.name for item in folder.iterdir()} - {"text", "model", "packages"}
         require(not others, f"--out {folder} holds something else; write a new or empty folder")
         path.write_text(json.dumps({"size": study.title}) + "\n", encoding="utf-8")
-    found = json.loads(path.read_text(encoding="utf-8"))["size"]
+    found = read_json(path)["size"]
     require(
         found == study.title,
         f"--out {folder} holds a study of the size {found}, not {study.title}; "

@@ -33,7 +33,9 @@ from scripts.study.real_model import (
     checked_tokens,
     fetch_gguf,
 )
-from titan_sparse.config.reading import Refusal, require
+from scripts.study.settings import read_json
+from titan_sparse.commands import refuses
+from titan_sparse.config.reading import require
 from titan_sparse.data.shards import META, shard_path
 from titan_sparse.data.tokenizer import load_tokenizer
 
@@ -45,13 +47,10 @@ _MULTIPLE = 128
 Json = dict[str, Any]
 
 
+@refuses
 def main(words: list[str]) -> int:
     args = parse(words)
-    try:
-        args.run(args)
-    except Refusal as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args.run(args)
     print(f"wrote {args.out}")
     return 0
 
@@ -87,12 +86,12 @@ def words_of(folder: Path, texts: list[Path]) -> set[int]:
     used = set(checked_tokens(folder).flatten().tolist())
     for text in texts:
         for path in text.glob(f"*/{META}"):
-            meta = json.loads(path.read_text(encoding="utf-8"))
+            meta = read_json(path)
             for number in range(len(meta["shards"])):
                 tokens = np.fromfile(shard_path(path.parent, number, "bin"), meta["dtype"])
                 used.update(np.unique(tokens).tolist())
         used.update(np.unique(np.load(text / "prompts.npy")).tolist())
-        for record in json.loads((text / "prompts.json").read_text(encoding="utf-8")):
+        for record in read_json(text / "prompts.json"):
             used.update(record["answer"])
     return used
 
@@ -120,10 +119,6 @@ def pack(folder: Path, gguf: Path, used: set[int], out: Path) -> None:
             shutil.copy(folder / name, out)
     save_file(tensors, out / BLOCKS, metadata=kinds)
     print(f"{len(kept):,} of {read_json(folder / 'config.json')['vocab_size']:,} words")
-
-
-def read_json(path: Path) -> Json:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write_json(path: Path, value: Json) -> None:
@@ -183,9 +178,9 @@ def blocks_of(
     from gguf import MODEL_ARCH, GGUFReader, get_tensor_name_map
 
     stored = {tensor.name: tensor for tensor in GGUFReader(gguf).tensors}
-    model_type = read_json(folder / "config.json")["model_type"]
-    layers = read_json(folder / "config.json")["num_hidden_layers"]
-    names = get_tensor_name_map(MODEL_ARCH[model_type.upper()], layers)
+    config = read_json(folder / "config.json")
+    architecture = MODEL_ARCH[config["model_type"].upper()]
+    names = get_tensor_name_map(architecture, config["num_hidden_layers"])
     blocks, kinds = {}, {}
     with safe_open(folder / WEIGHTS, "pt") as weights:
         for name in weights.keys():

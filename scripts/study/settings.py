@@ -16,6 +16,10 @@ from titan_sparse.estimate.flops import causal_pairs
 from titan_sparse.options.values import show
 
 
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 @dataclass(frozen=True)
 class Size:
     """The size of a whole study.
@@ -173,8 +177,7 @@ class Study:
     @property
     def original(self) -> int:
         """The context that the model was made for."""
-        config = (self.model / "config.json").read_text(encoding="utf-8")
-        return json.loads(config)["max_position_embeddings"]
+        return read_json(self.model / "config.json")["max_position_embeddings"]
 
     @property
     def text(self) -> Path:
@@ -191,7 +194,7 @@ class Study:
     def step_seconds(self, method: str) -> float:
         """NaN until it is measured."""
         path = self.seconds_file(method)
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else math.nan
+        return read_json(path) if path.is_file() else math.nan
 
     def steps(self, method: str) -> int:
         """Steps of a run of the method. 0 at equal time until its step is measured."""

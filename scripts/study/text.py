@@ -29,12 +29,13 @@ from typing import Any
 import numpy as np
 
 from scripts.study.real_model import check_digest, fetch
-from scripts.study.settings import Size
+from scripts.study.settings import Size, read_json
 from titan_sparse.config import Config
 from titan_sparse.config.reading import Refusal
 from titan_sparse.data.documents import NOT_STDLIB, open_documents
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
+from titan_sparse.data.shards import token_dtype, write_json
 from titan_sparse.data.tokenizer import load_tokenizer
 from titan_sparse.evaluation.answers import Sample
 from titan_sparse.evaluation.needle import depths, needle_samples
@@ -67,7 +68,7 @@ def prepare_text(out: Path, model: Path, size: Size) -> dict[str, Any]:
     """
     folder = out / "text"
     if (folder / DONE).is_file():
-        return json.loads((folder / DONE).read_text(encoding="utf-8"))
+        return read_json(folder / DONE)
     training, held_out = split(out / "packages", size)
     about: dict[str, Any] = {"held_out": {kind: sorted(held_out[kind]) for kind in held_out}}
     window = size.context * _CHARACTERS_PER_TOKEN
@@ -81,7 +82,7 @@ def prepare_text(out: Path, model: Path, size: Size) -> dict[str, Any]:
         write_documents(source, packages, kind, least, _HELD_OUT_DOCUMENTS * least)
         about[kind] = _tokenize(source, folder / kind, model, size)
     write_prompts(folder, size)
-    (folder / DONE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / DONE, about)
     return about
 
 
@@ -310,8 +311,7 @@ def write_prompts(folder: Path, size: Size) -> None:
     for sample in samples:
         records.append(asdict(sample) | {"prompt": len(sample.prompt), "answer": sample.answer})
     tokens = np.concatenate([sample.prompt for sample in samples])
-    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    np.save(folder / "prompts.npy", tokens.astype(dtype))
+    np.save(folder / "prompts.npy", tokens.astype(token_dtype(tokenizer.vocab_size)))
     text = json.dumps(records, default=lambda ids: ids.tolist())
     (folder / "prompts.json").write_text(text + "\n", encoding="utf-8")
 
@@ -320,12 +320,10 @@ def read_prompts(folder: Path) -> list[Sample]:
     tokens = np.load(folder / "prompts.npy").astype(np.int64)
     samples = []
     start = 0
-    records = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
-    for record in records:
+    for record in read_json(folder / "prompts.json"):
         stop = start + record["prompt"]
         record["prompt"] = tokens[start:stop]
-        answer = record["answer"]
-        record["answer"] = np.array(answer, dtype=np.int64)
+        record["answer"] = np.array(record["answer"], dtype=np.int64)
         record["references"] = tuple(record["references"])
         samples.append(Sample(**record))
         start = stop

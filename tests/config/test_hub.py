@@ -16,7 +16,7 @@ import transformers
 
 from titan_sparse.commands import prepare_data
 from titan_sparse.config import ConfigError, load
-from titan_sparse.config.hub import local_folder
+from titan_sparse.models.huggingface_files import local_folder
 
 NAME = "owner/tiny"
 COMMIT = "0" * 40

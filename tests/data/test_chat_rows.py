@@ -55,7 +55,7 @@ def with_call(call: dict) -> list[dict]:
 
 
 MESSAGES = [
-    (None, '"messages" is missing; data.format = "messages" needs it'),
+    (None, '"messages" is missing (columns: none); data.format = "messages" needs it'),
     ({"role": "user"}, '"messages" is not a list of messages'),
     ("[{", "messages: a string that is not JSON"),
     ([HI], '"messages" holds no message of the role "assistant"'),
@@ -91,7 +91,10 @@ MESSAGES = [
         *(({"messages": messages}, message) for messages, message in MESSAGES),
         ({"messages": [HI, YES], "tools": {"a": 1}}, '"tools" is not a list of JSON schemas'),
         ({"messages": [HI, YES], "tools": [1]}, '"tools" is not a list of JSON schemas'),
-        ({"prompt": "x"}, '"completion" is missing; data.format = "prompt_completion" needs it'),
+        (
+            {"prompt": "x"},
+            '"completion" is missing (columns: prompt); data.format = "prompt_completion" needs it',
+        ),
         ({"prompt": "x", "completion": [YES]}, "two strings or two lists of messages"),
         ({"prompt": [HI], "completion": "x"}, "two strings or two lists of messages"),
         ({"prompt": [HI], "completion": [HI]}, '"completion" holds no message of the role'),

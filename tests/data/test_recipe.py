@@ -82,10 +82,11 @@ def test_rows_of_mds_shards(tmp_path, monkeypatch):
     seen: list[str] = []
     alone = [{"input_ids": one.astype(np.uint32)[:, None]} for one in ids]
     texts = [{"text": text.encode()} for text in expected]
-    for rows, made_by in ((pairs, source), (alone, source), (texts, None)):
+    by_source = Recipe(str(tmp_path), source_tokenizer=str(tmp_path))
+    for rows, recipe in ((pairs, by_source), (alone, by_source), (texts, Recipe(str(tmp_path)))):
         monkeypatch.setitem(sys.modules, "streaming", stand_in(rows, seen))
         for target in (source, ByteTokenizer()):
-            found = MDSRows(str(tmp_path), "text", target, made_by)
+            found = MDSRows(recipe, target)
             written = []
             for row in range(len(found)):
                 for document in found.documents(row):
@@ -95,7 +96,7 @@ def test_rows_of_mds_shards(tmp_path, monkeypatch):
             assert written == expected
     assert set(seen) == {str(tmp_path)}
     with pytest.raises(ValueError, match="has the columns text; write .*--source-tokenizer"):
-        MDSRows(str(tmp_path), "text", source, source)
+        MDSRows(by_source, source)
     (tmp_path / "index.json").write_text("{}")
     recipe = Recipe(str(tmp_path), text_field="body", source_tokenizer=str(tmp_path))
     with pytest.raises(ValueError, match="--text-field would be ignored with this source"):
@@ -104,4 +105,4 @@ def test_rows_of_mds_shards(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "streaming", stand_in(rows, seen))
     expected = re.escape(f"{tmp_path}, row 2: not UTF-8 (unexpected end of data)")
     with pytest.raises(ValueError, match=f"^{expected}$"):
-        list(MDSRows(str(tmp_path), "text", ByteTokenizer(), None).documents(1))
+        list(MDSRows(Recipe(str(tmp_path)), ByteTokenizer()).documents(1))

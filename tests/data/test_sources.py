@@ -99,7 +99,7 @@ def test_other_forms_of_chats_of_the_hub(monkeypatch, tmp_path, caplog, form, ro
     assert samples[1]["messages"][-1] == YES and "tools" not in samples[1]
     # Another column was asked for, and text is not guessed from chats.
     for data in (Data(source="o/c", format="messages", messages_field="x"), Data(source="o/c")):
-        with pytest.raises(ValueError, match='has no column "(x|text)"'):
+        with pytest.raises(ValueError, match='("x" is missing|"text" is not a column)'):
             open_source(data)
 
 
@@ -121,12 +121,8 @@ NUMBERS = datasets.Dataset.from_dict({"body": ["a"], "id": [1]})
 @pytest.mark.parametrize(
     ("dataset", "options", "message"),
     [
-        (NUMBERS, {}, 'no column "text", which data.text_field = "text" needs; it has: body, id'),
-        (
-            NUMBERS,
-            {"format": "messages"},
-            'no column "messages", which data.format = "messages" needs; it has: body, id',
-        ),
+        (NUMBERS, {}, 'data.text_field = "text" is not a column; write one of: body, id'),
+        (NUMBERS, {"format": "messages"}, '"messages" is missing .columns: body, id.; data.format'),
         (NUMBERS.select([]), {"text_field": "body"}, "data.source.*holds no documents"),
         (datasets.exceptions.DatasetNotFoundError("not\nthere"), {}, "data.source.*not there"),
         (ConnectionError("not\nthere"), {"subset": "en"}, 'data.subset = "en".*not there'),

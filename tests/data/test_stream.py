@@ -29,7 +29,7 @@ from tests.data.helpers import (
 from titan_sparse.config import Data, Refusal
 from titan_sparse.data.documents import TokenizedTexts, open_documents
 from titan_sparse.data.loader import PackedLoader
-from titan_sparse.data.packing import pack
+from titan_sparse.data.stream import pack
 from titan_sparse.data.tokenizer import ByteTokenizer, Encoded, load_tokenizer
 
 SEQ_LEN = 16

@@ -16,10 +16,10 @@ from titan_sparse.config import Data
 from titan_sparse.data import stream
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.loader import build_loader
-from titan_sparse.data.packing import first_fit
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
 from titan_sparse.data.shards import TokenShards
+from titan_sparse.data.stream import first_fit
 from titan_sparse.data.tokenizer import load_tokenizer
 
 SEQ_LEN = 200

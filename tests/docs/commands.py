@@ -39,7 +39,6 @@ RULES: dict[str, tuple[str, ...] | None] = {
     "scripts.benchmarks.context_parallel": None,
     "scripts.benchmarks.loader": ("--training.seq_len", "256", "--seconds", "0.05"),
     "scripts.benchmarks.loss": SMALL_LOSS,
-    "scripts.benchmarks.many_gpus": None,
     "scripts.benchmarks.plots": (),
     "scripts.benchmarks.sparse_pays": (
         *(

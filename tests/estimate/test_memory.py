@@ -30,10 +30,8 @@ from titan_sparse.estimate.step import StepShape
 from titan_sparse.models.config import Adapters, adapter_elements, resolve_adapters
 from titan_sparse.models.decoder import Attends
 from titan_sparse.models.flavours import FLAVOURS, resolve
-from titan_sparse.training.attention import build_pattern
-from titan_sparse.training.dry_run import host_gib
+from titan_sparse.training.dry_run import host_gib, step_of
 from titan_sparse.training.model import build_model
-from titan_sparse.training.step_shape import step_of
 
 torch.set_num_threads(1)
 
@@ -129,8 +127,7 @@ def _recipe(tokens: str, layers: str, chunk: str, measured: float) -> tuple:
 def test_estimate_is_what_was_measured(config, backend, words, measured, tolerance):
     path = ROOT / f"train_configs/{config}.toml"
     checked, _ = load_and_check(["--config", str(path), *words], 1, 1)
-    pattern = build_pattern(checked.attention)
-    step = step_of(checked, resolve(**vars(checked.model)), pattern, backend, 1, 1)
+    step = step_of(checked, resolve(**vars(checked.model)), backend, 1, 1)
     assert peak_gib(step) == pytest.approx(measured, rel=tolerance)
 
 

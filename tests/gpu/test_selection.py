@@ -37,7 +37,7 @@ def _generated(
     seq_len: int, dtype: torch.dtype = torch.bfloat16, heads: int = 4, head_dim: int = 64
 ) -> tuple[Tensor, Tensor]:
     drawn = synthetic.draw_heads(seq_len, heads=heads, kv_heads=2, head_dim=head_dim)
-    return synthetic.queries(drawn, dtype).cuda(), synthetic.keys(drawn, dtype).cuda()
+    return drawn.q.to(dtype).cuda(), drawn.k.to(dtype).cuda()
 
 
 def _by_twins(q: Tensor, k: Tensor, pattern: VerticalSlash, mask: Mask):

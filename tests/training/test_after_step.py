@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from titan_sparse.training.after_step import Decision, decide
+from titan_sparse.training.recovery import Decision, decide
 
 GOOD = dict(
     save_is_due=False,

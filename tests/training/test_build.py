@@ -21,7 +21,7 @@ from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.initialization import initialize
 from titan_sparse.training import preflight
-from titan_sparse.training.attention import build_pattern
+from titan_sparse.training.dry_run import step_of
 from titan_sparse.training.faults.process_groups import build_meshes
 from titan_sparse.training.model import (
     check_float8,
@@ -29,7 +29,6 @@ from titan_sparse.training.model import (
     convert_to_float8,
     parallelize,
 )
-from titan_sparse.training.step_shape import step_of
 from titan_sparse.training.trainer import Trainer
 
 BLOCKS = TINY.layers
@@ -52,7 +51,7 @@ BLOCKS = TINY.layers
 def test_meshes_by_hand(parallelism, cp_intra, fsdp, cp, dp):
     """Rank 5 of 8."""
     with fake_world(8, rank=5):
-        meshes = build_meshes(parallelism, cp_intra, "cpu")
+        meshes = build_meshes(replace(parallelism, cp_intra=cp_intra), "cpu")
         names = (
             ("dp_shard_cp",) if parallelism.dp_replicate == 1 else ("dp_replicate", "dp_shard_cp")
         )
@@ -187,7 +186,7 @@ def test_a_run_recomputes_as_much_of_attention_as_its_memory_requires(tmp_path, 
     model = resolve(**vars(config.model))
     for wanted, more in ((0.5, 1.001), (0.5625, 0.999), (0.0, 10), (1.0, 0.1)):
         config.activation_checkpoint.attention_recompute = 0.5
-        peak = peak_gib(step_of(config, model, build_pattern(config.attention), "eager", 1, 1))
+        peak = peak_gib(step_of(config, model, "eager", 1, 1))
         config.activation_checkpoint.attention_recompute = -1.0
         monkeypatch.setattr(preflight, "free_gib", lambda device, free=more * peak / 0.9: free)
         assert Trainer(config).recomputed == wanted

@@ -17,9 +17,14 @@ from titan_sparse.commands import train
 from titan_sparse.config import Config, load, load_and_check
 from titan_sparse.estimate.memory import GIB
 from titan_sparse.models.flavours import resolve
-from titan_sparse.training.attention import build_pattern
-from titan_sparse.training.dry_run import World, _backend, dry_run, find_max_length, host_gib
-from titan_sparse.training.step_shape import step_of
+from titan_sparse.training.dry_run import (
+    World,
+    _backend,
+    dry_run,
+    find_max_length,
+    host_gib,
+    step_of,
+)
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("train_configs/*.toml"))
@@ -217,7 +222,7 @@ RESULTS = 35 * 524288 // 4 * (2 * 16 * 128 + 4 * 16)  # out in bf16, LSE in fp32
 def test_cpu_memory_by_hand(words, ranks, expected):
     config, _ = load_and_check(words, ranks, ranks)
     model = resolve(**vars(config.model))
-    step = step_of(config, model, build_pattern(config.attention), "triton", ranks, ranks)
+    step = step_of(config, model, "triton", ranks, ranks)
     found = {part: gib * GIB for part, gib in host_gib(step, config.checkpoint).items()}
     assert found == pytest.approx(expected, rel=1e-9)
 

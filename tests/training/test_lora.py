@@ -37,7 +37,7 @@ from titan_sparse.models.initialization import canonical_name
 from titan_sparse.training.checkpoint import reader
 from titan_sparse.training.checkpoint.reader import read_metadata
 from titan_sparse.training.metrics_output import read_lines
-from titan_sparse.training.randomness import draw_dropout, without_dropout
+from titan_sparse.training.model import draw_dropout, without_dropout
 from titan_sparse.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

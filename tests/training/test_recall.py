@@ -22,8 +22,8 @@ from titan_sparse.config import Attention
 from titan_sparse.evaluation.scorer import Sequence
 from titan_sparse.options.patterns import VerticalSlashOptions as Budgets
 from titan_sparse.training import model as training_model
+from titan_sparse.training.attention import probe_seed
 from titan_sparse.training.metrics import CapCount, asked_recall
-from titan_sparse.training.randomness import probe_seed
 from titan_sparse.training.trainer import Trainer
 
 LAYERS, BLOCK, TOKENS = 2, 16, 192

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.changes import read_saved
-from titan_sparse.config.hub import local_folder
 from titan_sparse.config.reading import require
 from titan_sparse.data import Tokenizer, open_tokenizer
 from titan_sparse.data.chat_template import ChatTemplate, load_template
@@ -32,6 +31,7 @@ from titan_sparse.evaluation.generation import (
     stream,
 )
 from titan_sparse.models.flavours import resolve
+from titan_sparse.models.huggingface_files import local_folder
 from titan_sparse.training.faults.process_groups import choose_device
 from titan_sparse.training.load import (
     build_scorer,

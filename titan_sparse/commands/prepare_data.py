@@ -21,9 +21,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from titan_sparse.commands import parser_of, positive, refuses
 from titan_sparse.config import Data, field_docs
-from titan_sparse.config.hub import local_folder
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import OPTIONS, Recipe
+from titan_sparse.models.huggingface_files import local_folder
 from titan_sparse.options.values import plain
 
 REASONS_SHOWN = 10

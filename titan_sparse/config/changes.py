@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import tomli
 
@@ -42,6 +42,9 @@ DATA_KEYS = {
 }
 """What fixes the stream of sequences -> how to name it to the user."""
 
+_STATE_KEYS = "optimizer.name lora.rank lora.alpha lora.targets lora.trainable_tokens".split()
+"""What decides which tensors there are, and what they mean."""
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -58,8 +61,7 @@ class Origin:
     """what decides the stream of sequences, a dict for each part of data.source"""
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     checkpoint: str
     """its folder"""
     values: dict[str, Any]
@@ -68,8 +70,7 @@ class Saved:
     """origin.json"""
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A key that this start sets to another value."""
 
     key: str
@@ -100,24 +101,27 @@ def read_saved(checkpoint: str | None) -> Saved | None:
     return Saved(checkpoint, dict(flatten(saved)), origin)
 
 
-def changes(saved: Saved, config: Config) -> list[Change]:
-    """Every key that has another value now, in the order of the configuration.
+def changes(saved: Saved | None, config: Config) -> list[Change]:
+    """Every key that has another value now, in the order of the configuration; none without a saved one.
 
     A key that the saved configuration lacks had its default. Keys that exist no longer are left
     out.
     """
+    if saved is None:
+        return []
     default = Config()
-    found = []
-    for key in KINDS:
-        before = saved.values.get(key, attrgetter(key)(default))
-        now = attrgetter(key)(config)
-        if before != now:
-            found.append(Change(key, before, now))
-    return found
+    found = (
+        Change(key, saved.values.get(key, attrgetter(key)(default)), attrgetter(key)(config))
+        for key in KINDS
+    )
+    return [change for change in found if change.saved != change.now]
 
 
-def refuse_changes(saved: Saved, config: Config, origin: Origin) -> None:
-    """Raises ConfigError, one line, for a change that makes the saved state meaningless."""
+def refuse_changes(saved: Saved | None, config: Config, origin: Origin) -> None:
+    """Raises ConfigError, one line, for a change that makes the saved state meaningless. Nothing is
+    refused without one."""
+    if saved is None:
+        return
     found = {change.key: change for change in changes(saved, config)}
     before = saved.origin
 
@@ -147,14 +151,11 @@ def refuse_changes(saved: Saved, config: Config, origin: Origin) -> None:
     if names:
         said = f"{names[0]} of the model was {show(old_model[names[0]])} and is {show(model[names[0]])}"
         refuse(said, "model.", keeps_weights=all(name.startswith("rope.") for name in names))
-    keys = ["optimizer.name", "lora.rank", "lora.alpha", "lora.targets", "lora.trainable_tokens"]
-    keys.append("training.dtype")
-    for key in keys:
-        change = found.get(key)
+    for key, change in found.items():
         # Weights are float32 in all runs but those of float64.
-        if change and (key != "training.dtype" or "float64" in (change.saved, change.now)):
-            said = f"{key} was {show(change.saved)} and is {show(change.now)}"
-            refuse(said, key)
+        is_width = key == "training.dtype" and "float64" in (change.saved, change.now)
+        if key in _STATE_KEYS or is_width:
+            refuse(f"{key} was {show(change.saved)} and is {show(change.now)}", key)
     if before["base"] != origin.base:
         said = f"the adapters were trained on other weights ({before['base']}) than {origin.base}"
         refuse(said, "model.", "training.seed")

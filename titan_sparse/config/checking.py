@@ -11,6 +11,7 @@ from titan_sparse.config.reading import (
     KINDS,
     ConfigError,
     clash,
+    config_errors,
     layers_of,
     lengths_of,
     load,
@@ -19,16 +20,20 @@ from titan_sparse.config.reading import (
 )
 from titan_sparse.config.sections import Attention, Config, Data, Flags, Parallelism, Validation
 from titan_sparse.config.sources import single_source, source_formats, source_weights
-from titan_sparse.config.start import world_of
+from titan_sparse.config.start import world_from_environment, world_of
 from titan_sparse.models.config import DecoderConfig, resolve_adapters
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface_config import family_of
 from titan_sparse.options.values import check_value
 
 
-def resolve_cp_intra(parallelism: Parallelism, local_world_size: int) -> int:
-    """Context-parallel ranks of the inner ring: cp_intra, or the ranks of a node, at most cp."""
-    return parallelism.cp_intra or min(parallelism.cp, local_world_size)
+def resolve_cp_intra(parallelism: Parallelism, local_world_size: int | None = None) -> int:
+    """Context-parallel ranks of the inner ring: cp_intra, or the ranks of a node, at most cp.
+
+    local_world_size: ranks of a node; None: those of this launch.
+    """
+    ranks = local_world_size or world_from_environment()[1]
+    return parallelism.cp_intra or min(parallelism.cp, ranks)
 
 
 def resolve_overlap_stages(attention: Attention, nodes: int) -> tuple[int, int]:
@@ -58,7 +63,7 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
     Raises ConfigError, one line that names the keys and what to write instead. Values are checked
     again, for configurations made in Python.
     """
-    try:
+    with config_errors():
         for key, kind in KINDS.items():
             check_value(key, kind, attrgetter(key)(config))
         check_ignored(config)
@@ -74,8 +79,6 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
         if resolve_adapters(model, **vars(config.lora)):
             _check_lora(config)
         _check_run(config)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def load_and_check(argv: list[str], world_size: int, local_world_size: int) -> tuple[Config, Flags]:
@@ -86,10 +89,8 @@ def load_and_check(argv: list[str], world_size: int, local_world_size: int) -> t
     """
     config, flags = load(argv)
     ranks = world_of(flags, config.parallelism, world_size, local_world_size)
-    try:
+    with config_errors(f"{flags.config or 'command line'}: "):
         check(config, *ranks)
-    except ConfigError as error:
-        raise ConfigError(f"{flags.config or 'command line'}: {error}") from error
     return config, flags
 
 
@@ -217,11 +218,9 @@ def _check_attention(config: Config) -> None:
     if attention.backend == "cudnn" and config.training.deterministic:
         clash(config, "attention.backend", "training.deterministic")
     options = getattr(attention, attention.pattern)
-    try:
+    with config_errors("attention."):
         options.check()
         options.check_block_size(size)
-    except ValueError as error:
-        raise ConfigError(f"attention.{error}") from error
     # Without a probe it is one block, which fits: the loader pads sequences to whole blocks.
     if attention.pattern == "vertical_slash" and options.probe > config.training.seq_len:
         clash(config, "attention.vertical_slash.probe", "training.seq_len", why="is above")
@@ -381,16 +380,8 @@ class Rule(NamedTuple):
         return attrgetter(self.because)(config) in self.idle
 
 
-def _sources(config: Config) -> set[str]:
-    return set(source_weights(config.data.source))
-
-
 def _formats(config: Config) -> set[str]:
     return set(source_formats(config.data).values())
-
-
-def _validates_python(config: Config) -> bool:
-    return (config.validation.source or config.data.source) == "python"
 
 
 _ACROSS_RANKS = (
@@ -401,11 +392,15 @@ _RULES = (
     Rule(
         "model.rope_factor rope_original_length", "model.rope_scaling", ("flavour", "none"), "yarn"
     ),
-    Rule("data.join_packages", "data.source", lambda config: "python" not in _sources(config)),
+    Rule(
+        "data.join_packages",
+        "data.source",
+        lambda config: "python" not in source_weights(config.data.source),
+    ),
     Rule(
         "data.text_field bad_rows subset split",
         "data.source",
-        lambda config: _sources(config) == {"python"},
+        lambda config: set(source_weights(config.data.source)) == {"python"},
     ),
     Rule("data.text_field", "data.format", lambda config: "text" not in _formats(config)),
     Rule("data.messages_field", "data.format", lambda config: "messages" not in _formats(config)),
@@ -450,7 +445,11 @@ _RULES = (
     Rule("metrics.pictures_every", "metrics.tensorboard", (False,), True),
     Rule("validation.", "validation.enable", (False,), True),
     Rule("validation.needle_depths needle_samples", "validation.needle_lengths", ("",), "4096"),
-    Rule("validation.split", "validation.source", _validates_python),
+    Rule(
+        "validation.split",
+        "validation.source",
+        lambda config: (config.validation.source or config.data.source) == "python",
+    ),
 )
 
 

@@ -5,6 +5,7 @@ load() reads, to_toml() and save() write, usage() explains. The dotted keys (KIN
 """
 
 import ast
+import contextlib
 import difflib
 import inspect
 import itertools
@@ -16,14 +17,9 @@ from typing import Any, NoReturn, get_args
 
 import tomli
 
-from titan_sparse.config.hub import local_folder
 from titan_sparse.config.sections import Attention, Config, Flags
-from titan_sparse.options.values import (
-    as_toml,
-    check_value,
-    plain,
-    show,
-)
+from titan_sparse.models.huggingface_files import local_folder
+from titan_sparse.options.values import as_toml, check_value, plain, show
 
 
 def walk(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -78,6 +74,15 @@ class ConfigError(Refusal):
     """A mistake of the user in the configuration."""
 
 
+@contextlib.contextmanager
+def config_errors(where: str = "") -> Iterator[None]:
+    """Inside, a ValueError becomes a ConfigError, whose message begins with `where`."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{where}{error}") from error
+
+
 def load(argv: list[str]) -> tuple[Config, Flags]:
     """Configuration and flags from the words after the program's name.
 
@@ -91,8 +96,7 @@ def load(argv: list[str]) -> tuple[Config, Flags]:
         raise SystemExit(0)
     given = {}
     for name, text in options:
-        if name in _FLAGS:
-            item = _FLAGS[name]
+        if item := _FLAGS.get(name):
             value = _from_text(name, text, item.type)
             given[item.name] = checked(f"command line: --{name}", item.type, value)
     flags = Flags(**given)
@@ -114,9 +118,8 @@ def load(argv: list[str]) -> tuple[Config, Flags]:
         try:
             values = list(flatten(tomli.loads(Path(path).read_text(encoding="utf-8-sig"))))
         except OSError as error:
-            raise ConfigError(
-                f"{path}: cannot read the file of --config: {error.strerror}"
-            ) from error
+            said = f"{path}: cannot read the file of --config: {error.strerror}"
+            raise ConfigError(said) from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: not valid TOML: {error}") from error
         for key, value in values:
@@ -125,13 +128,11 @@ def load(argv: list[str]) -> tuple[Config, Flags]:
         if name not in _FLAGS:
             value = _from_text(name, text, KINDS.get(name))
             _assign(config, name, value, "command line")
-    try:
+    with config_errors():
         model = config.model.initial_hf
         config.model.initial_hf = local_folder(model, "model.initial_hf", weights=True)
         tokenizer = config.data.tokenizer
         config.data.tokenizer = local_folder(tokenizer, "data.tokenizer", weights=False)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     return config, flags
 
 
@@ -204,10 +205,8 @@ def _assign(config: Config, key: str, value: Any, where: str) -> None:
         try:
             value = tokens(value)
         except ValueError as error:
-            raise ConfigError(
-                f"{where}: {key} = {show(value)} is not a number of tokens; "
-                "write for example 131072 or 128k"
-            ) from error
+            said = "is not a number of tokens; write for example 131072 or 128k"
+            raise ConfigError(f"{where}: {key} = {show(value)} {said}") from error
     if "layers" in get_args(kind) and isinstance(value, list):
         value = ",".join(map(str, value))
     section, _, name = key.rpartition(".")
@@ -249,10 +248,8 @@ def lengths_of(text: str, name: str) -> list[int]:
 
 def checked(key: str, kind: Any, value: Any) -> Any:
     """check_value(), whose error is a ConfigError."""
-    try:
+    with config_errors():
         return check_value(key, kind, value)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _unknown(key: str) -> str:

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from titan_sparse.config.reading import ConfigError, require
-from titan_sparse.config.sections import Checkpoint, Config, Flags, Metrics, Parallelism
+from titan_sparse.config.sections import Checkpoint, Config, Flags, Parallelism
 from titan_sparse.config.sources import (
     data_files,
     is_path,
@@ -88,13 +88,17 @@ def check_start(config: Config) -> None:
     Leaves no trace. Raises ConfigError or ValueError, one line that names the key.
     """
     _check_output_dir(config.training.output_dir)
-    _check_trackers(config.metrics)
+    trackers = config.metrics.trackers
+    require(
+        trackers == "none" or is_installed(trackers),
+        f'metrics.trackers = "{trackers}" is not installed; write '
+        'pip install "titan-sparse[wandb]", or write metrics.trackers = "none"',
+    )
     for source in source_weights(config.data.source):
         _check_source(source, "data.source")
-    if config.validation.enable and config.validation.source:
-        _check_source(
-            single_source(config.validation.source, "validation.source"), "validation.source"
-        )
+    validated = config.validation.source
+    if config.validation.enable and validated:
+        _check_source(single_source(validated, "validation.source"), "validation.source")
     tokenizer = tokenizer_name(config)
     if tokenizer != "bytes":
         tokenizer_folder(tokenizer)
@@ -123,22 +127,11 @@ def _check_output_dir(name: str) -> None:
         ) from error
 
 
-def _check_trackers(metrics: Metrics) -> None:
-    if metrics.trackers == "none":
-        return
-    require(
-        is_installed(metrics.trackers),
-        f'metrics.trackers = "{metrics.trackers}" is not installed; write '
-        'pip install "titan-sparse[wandb]", or write metrics.trackers = "none"',
-    )
-
-
 def _check_source(source: str, key: str) -> None:
     folder = os.path.expanduser(source)
-    is_prepared = any(
-        os.path.isfile(os.path.join(folder, name)) for name in ("meta.json", "plan.json")
-    )
     # The folder of prepared tokens says more of itself when it is opened.
+    marks = [os.path.join(folder, name) for name in ("meta.json", "plan.json")]
+    is_prepared = any(map(os.path.isfile, marks))
     if source != "python" and not is_prepared and is_path(source):
         data_files(source, key)
 
@@ -153,13 +146,13 @@ def _check_first_checkpoint(section: Checkpoint, output_dir: Path) -> None:
     step = section.load_step
     if step < 0:
         return
-    folders = [path for path in (output_dir / "checkpoint").glob("step-*") if path.is_dir()]
-    words = [path.name.removeprefix("step-") for path in folders]
+    folder = output_dir / "checkpoint"
+    words = [path.name.removeprefix("step-") for path in folder.glob("step-*/")]
     numbers = sorted(int(word) for word in words if word.isdecimal())
-    # A run that went on from `step` may have rotated it out, and then has later ones.
     listed = ", ".join(f"step-{number}" for number in numbers)
+    # A run that went on from `step` may have rotated it out, and then has later ones.
     require(
         any(number >= step for number in numbers),
-        f"checkpoint.load_step = {step}: {output_dir / 'checkpoint'} has only {listed or 'nothing'}; "
-        "write another step, or -1 for the newest",
+        f"checkpoint.load_step = {step}: {folder} has only {listed or 'nothing'}; write another step, "
+        "or -1 for the newest",
     )

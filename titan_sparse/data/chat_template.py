@@ -19,13 +19,7 @@ from typing import Any, NamedTuple
 from titan_sparse.config.checking import chat_template_kwargs
 from titan_sparse.config.sections import Data
 from titan_sparse.config.sources import source_weights
-from titan_sparse.data.rows import (
-    Arguments,
-    BadSample,
-    Message,
-    arguments_of,
-    with_arguments,
-)
+from titan_sparse.data.rows import Arguments, BadSample, Message, arguments_of, with_arguments
 from titan_sparse.data.shards import is_prepared
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.models.huggingface_files import CHAT_TEMPLATE, MORE_TEMPLATES, files_to_copy
@@ -246,15 +240,14 @@ def exported_files(data: Data, model_folder: str, tokenizer: Tokenizer) -> dict[
     prepared = [path for path in prepared if is_prepared(str(path))]
     texts = _find_texts(data, [*prepared, tokenizer.folder, model_folder])
     if texts:
-        contents = {name: raw for name, raw in contents.items() if not _is_template(name)}
+        of_templates = (CHAT_TEMPLATE, MORE_TEMPLATES, "chat_template.json")
+        contents = {
+            name: raw for name, raw in contents.items() if not name.startswith(of_templates)
+        }
     for name, text in texts.items():
         place = CHAT_TEMPLATE if name == "default" else f"{MORE_TEMPLATES}/{name}.jinja"
         contents[place] = text.encode()
     return contents
-
-
-def _is_template(name: str) -> bool:
-    return name.startswith((CHAT_TEMPLATE, MORE_TEMPLATES, "chat_template.json"))
 
 
 def _find_texts(data: Data, folders: list[Path | str | None]) -> dict[str, str]:
@@ -284,23 +277,12 @@ def find_template(folder: Path) -> dict[str, str]:
             name = "default" if place == CHAT_TEMPLATE else Path(place).stem
             texts[name] = _read(path)
     if not texts:
-        texts = _templates_of(_read_config(folder))
+        texts = _templates_of(folder / "tokenizer_config.json")
     return texts if "default" in texts else {}
 
 
-def _templates_of(config: dict[str, Any]) -> dict[str, str]:
-    """The templates by name that a tokenizer_config.json holds."""
-    entry = config.get("chat_template") or {}
-    if isinstance(entry, str):
-        return {"default": entry}
-    if isinstance(entry, list):
-        return {item["name"]: item["template"] for item in entry}
-    return entry
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    """The tokenizer_config.json of a folder; empty without one."""
-    path = folder / "tokenizer_config.json"
+def _templates_of(path: Path) -> dict[str, str]:
+    """The templates by name that a tokenizer_config.json holds; empty without the file."""
     if not path.is_file():
         return {}
     try:
@@ -309,7 +291,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"data.chat_template: {path} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"data.chat_template: {path} holds no table; write a JSON object")
-    return config
+    entry = config.get("chat_template") or {}
+    if isinstance(entry, list):
+        return {item["name"]: item["template"] for item in entry}
+    return {"default": entry} if isinstance(entry, str) else entry
 
 
 def _read(path: Path) -> str:

@@ -120,10 +120,7 @@ class ChatEncoder:
             whole = np.concatenate([head, self.tokenizer.encode(completion)])
         learned = (np.arange(len(whole)) >= len(head)) | (self.data.loss_on == "all")
         # A completion may spell out the token that ends it, but a prompt that does goes on.
-        if len(whole) > len(head) and whole[-1] == self.tokenizer.end_of_document:
-            return Encoded(whole, learned)
-        tokens = np.append(whole, np.int32(self.tokenizer.end_of_document))
-        return Encoded(tokens, np.append(learned, True))
+        return self._closed(whole, learned, True, start=len(head))
 
     def _messages(self, sample: dict[str, Any]) -> Encoded:
         messages, taught = self._taught(sample)
@@ -158,11 +155,11 @@ class ChatEncoder:
         ]
 
     def _closed(
-        self, ids: NDArray[np.int32], learned: NDArray[np.bool_], learns_end: bool
+        self, ids: NDArray[np.int32], learned: NDArray[np.bool_], learns_end: bool, start: int = 0
     ) -> Encoded:
-        """Append the end-of-document token, unless the template has written it."""
+        """Append the end-of-document token, unless it is the last one of ids[start:]."""
         end = self.tokenizer.end_of_document
-        if len(ids) and ids[-1] == end:
+        if len(ids) > start and ids[-1] == end:
             return Encoded(ids, learned)
         return Encoded(np.append(ids, np.int32(end)), np.append(learned, learns_end))
 

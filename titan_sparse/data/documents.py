@@ -29,10 +29,11 @@ from titan_sparse.data.rows import (
     columns_to_read,
     file_rows,
     needed_columns,
+    no_column,
     table_row,
 )
 from titan_sparse.data.shards import TokenShards, is_prepared
-from titan_sparse.data.tokenizer import Encoded, SampleFormat, Tokenizer, framed
+from titan_sparse.data.tokenizer import Encoded, SampleFormat, Tokenizer, begun
 from titan_sparse.options.values import show
 
 logger = logging.getLogger("titan_sparse")
@@ -160,7 +161,7 @@ def _cached_rows(states: list["FileState"], data: Data) -> Any:
     import filelock
     import pyarrow
 
-    field = data.text_field if data.format == "text" else data.messages_field
+    field = _field(data)
     key = json.dumps([READER, states, field, data.format, data.bad_rows])
     path = _cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.arrow"
     try:
@@ -255,18 +256,15 @@ def _open_dataset(data: Data) -> LazyTexts:
             f'"{data.split}") is not a path and cannot be loaded as a Hugging Face dataset: '
             f"{_one_line(error)}"
         ) from error
-    is_text = data.format == "text"
-    field = data.text_field if is_text else data.messages_field
-    form = chat_form(data.format, field, dataset.column_names)
+    field, names = _field(data), dataset.column_names
+    form = chat_form(data.format, field, names)
     _log_form(data.source, form)
     for name in [] if form else needed_columns(data.format, field):
-        if name not in dataset.column_names:
-            key = f'data.text_field = "{field}"' if is_text else f'data.format = "{data.format}"'
+        if name not in names:
             raise ValueError(
-                f'data.source = "{data.source}" has no column "{name}", which {key} needs; it has: '
-                f"{', '.join(dataset.column_names)}"
+                f'data.source = "{data.source}": {no_column(name, data.format, names)}'
             )
-    taken = columns_to_read(data.format, field, dataset.column_names)
+    taken = columns_to_read(data.format, field, names)
     rows = dataset.select_columns(taken).with_format("arrow")
     states = file_states(entry["filename"] for entry in dataset.cache_files)
 
@@ -279,6 +277,11 @@ def _open_dataset(data: Data) -> LazyTexts:
         return row.text
 
     return LazyTexts(range(len(rows)), read, states)
+
+
+def _field(data: Data) -> str:
+    """The column of the text or messages."""
+    return data.text_field if data.format == "text" else data.messages_field
 
 
 def _log_form(source: str, form: str) -> None:
@@ -367,8 +370,16 @@ class TokenizedTexts:
             yield self.framed(self.tokenizer.encode(text))
 
     def framed(self, ids: NDArray[np.integer]) -> Encoded:
-        """A document of these tokens, int [n], and those that are added."""
-        return framed(ids, self.begin, self.tokenizer.end_of_document)
+        """A document of these tokens, int [n], between `begin` and the end-of-document token.
+
+        Neither is added where the text has it already, and an empty text has no beginning.
+        """
+        end = self.tokenizer.end_of_document
+        if len(ids):
+            ids = begun(ids, self.begin)
+        if len(ids) == 0 or ids[-1] != end:
+            ids = np.append(ids, np.asarray(end, dtype=ids.dtype))
+        return Encoded(ids)
 
 
 Documents = TokenizedTexts | TokenShards
@@ -409,9 +420,7 @@ def open_documents(data: Data, tokenizer: Tokenizer, model_folder: str = "") -> 
                 "a token before each text; prepare them with --no-add-bos, or leave data.add_bos out"
             )
         return shards
-    if data.format == "text":
-        return TokenizedTexts(open_source(data), tokenizer, add_bos=data.add_bos)
-    encoder = ChatEncoder(data, tokenizer, model_folder)
-    if encoder.notice:
+    encoder = None if data.format == "text" else ChatEncoder(data, tokenizer, model_folder)
+    if encoder and encoder.notice:
         logger.warning("%s: %s", data.source, encoder.notice)
     return TokenizedTexts(open_source(data), tokenizer, encoder, data.add_bos)

@@ -21,10 +21,9 @@ from titan_sparse.config.reading import Refusal
 from titan_sparse.config.sections import Data
 from titan_sparse.config.sources import source_formats, source_weights
 from titan_sparse.data.documents import open_documents
-from titan_sparse.data.packing import Packed
 from titan_sparse.data.recipe import prepare_command
 from titan_sparse.data.shards import DataError, TokenShards
-from titan_sparse.data.stream import Cursor, SampleStream, Stream, WalkedStream, WholeStream
+from titan_sparse.data.stream import Cursor, Packed, SampleStream, Stream, WalkedStream, WholeStream
 from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
 from titan_sparse.options.values import show
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from titan_sparse.config.sections import Data
 from titan_sparse.data.chat_template import exported_files
 from titan_sparse.data.documents import READER, FileState, file_states
-from titan_sparse.data.recipe import OPTIONS, Recipe, is_mds, open_rows, unpack
+from titan_sparse.data.recipe import OPTIONS, Recipe, open_rows, unpack
 from titan_sparse.data.shards import (
     FORMAT,
     FORMAT_OF_CHATS,
@@ -61,12 +61,8 @@ class Writer:
         left_out: Counter[str] = Counter(empty=0, filtered=0)
         documents = self._kept_documents(number, left_out)
         offsets, learned = write_shard(self.folder, number, documents, self.dtype)
-        counts = {
-            "number": number,
-            "documents": len(offsets) - 1,
-            "tokens": offsets[-1],
-            **left_out,
-        }
+        counts = {"number": number, "documents": len(offsets) - 1, "tokens": offsets[-1]}
+        counts |= left_out
         if self.encoder:
             counts["learned"] = learned
             counts["skipped"] = dict(self.encoder.skipped)
@@ -123,7 +119,7 @@ def prepare(recipe: Recipe, out: str, processes: int = 1) -> dict[str, Any]:
         raise ValueError(f"{out} is a file; write a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / PLAN).is_file():
         raise ValueError(f"{out} holds other files; write a new or empty folder")
-    if recipe.document == "row" and is_mds(recipe.source):
+    if recipe.reads_mds:
         unpack(recipe.source)
     writer = Writer(recipe, folder)
     # With these files, the folder can also be used as data.tokenizer.
@@ -181,19 +177,20 @@ def _write_shards(writer: Writer, missing: list[int], processes: int) -> Iterato
 
 def _plan(writer: Writer) -> dict[str, Any]:
     """The content of plan.json: everything that decides what the shards of `writer` hold."""
-    tokenizer = writer.tokenizer
-    path = Path(writer.recipe.source).expanduser()
+    recipe, tokenizer = writer.recipe, writer.tokenizer
+    path = Path(recipe.source).expanduser()
     digests = {"tokenizer_digest": tokenizer.digest, "source_files": writer.source_digest}
     if writer.encoder:
         digests["template_digest"] = writer.rows.sample_format.template
-    if writer.recipe.source_tokenizer:
+    if recipe.source_tokenizer:
         digests["source_tokenizer_digest"] = writer.rows.source_tokenizer.digest
     return {
         "format": FORMAT_OF_CHATS if writer.encoder else FORMAT,
         "reader": READER,
-        **_options(writer.recipe),
+        # A plan has a format of its own.
+        **{{"format": "row_format"}.get(name, name): getattr(recipe, name) for name in OPTIONS},
         **digests,
-        "source": str(path.resolve()) if path.exists() else writer.recipe.source,
+        "source": str(path.resolve()) if path.exists() else recipe.source,
         "end_of_document": tokenizer.end_of_document,
         # Not the option: most tokenizers have no such token.
         "add_bos": bool(len(writer.rows.begin) and writer.rows.sample_format.takes_bos),
@@ -201,11 +198,6 @@ def _plan(writer: Writer) -> dict[str, Any]:
         "shard_rows": writer.shard_rows,
         "rows": len(writer.rows),
     }
-
-
-def _options(recipe: Recipe) -> dict[str, Any]:
-    # A plan has a format of its own.
-    return {{"format": "row_format"}.get(name, name): getattr(recipe, name) for name in OPTIONS}
 
 
 def _source_digest(files: Sequence[FileState]) -> str:
@@ -228,9 +220,8 @@ def _check_plan(folder: Path, out: str, plan: dict[str, Any]) -> None:
         if key == "source_files":
             differences.append("the source's files have changed")
         elif key == "reader":
-            differences.append(
-                "another version of titan_sparse, which reads or tokenizes differently"
-            )
+            other = "another version of titan_sparse, which reads or tokenizes differently"
+            differences.append(other)
         else:
             differences.append(f"{key} was {saved.get(key)} and is {value}")
     if differences:
@@ -261,7 +252,7 @@ def _finish(writer: Writer, out: str, beside: dict[str, bytes]) -> dict[str, Any
             reason = f"all chats are skipped, most because {skipped.most_common(1)[0][0]}"
         raise ValueError(f"{writer.recipe.source}: {reason}")
     meta = {
-        **json.loads((folder / PLAN).read_text(encoding="utf-8")),
+        **_read_counts(folder / PLAN),
         "dtype": writer.dtype,
         **{key: total[key] for key in ("documents", "tokens", "empty", "filtered")},
         "bad_rows_skipped": writer.rows.source.skipped + skipped.total(),

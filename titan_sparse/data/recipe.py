@@ -58,6 +58,11 @@ class Recipe(Data):
     shard_rows: Count = 0
     """rows of a shard; 0: so many that there are about 128 shards"""
 
+    @property
+    def reads_mds(self) -> bool:
+        """True if the source is a folder of MDS shards, and read as such."""
+        return self.document == "row" and (Path(self.source).expanduser() / INDEX).is_file()
+
 
 OPTIONS = ("tokenizer", "format", *ROW_OPTIONS, "split_special_tokens", "add_bos") + tuple(
     item.name for item in fields(Recipe)[len(fields(Data)) :]
@@ -82,25 +87,20 @@ def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> TokenizedTexts:
 
     Raises ValueError if it cannot be opened or an option would be ignored.
     """
-    reads_mds = recipe.document == "row" and is_mds(recipe.source)
-    _refuse_unused(recipe, reads_mds)
-    if reads_mds:
-        name = recipe.source_tokenizer
-        source_tokenizer = load_tokenizer(name) if name else None
-        add_bos = recipe.add_bos
-        return MDSRows(recipe.source, recipe.text_field, tokenizer, source_tokenizer, add_bos)
+    _refuse_unused(recipe)
+    if recipe.reads_mds:
+        return MDSRows(recipe, tokenizer)
     if recipe.document != "row":
         texts = open_folder(recipe.source, whole=recipe.document == "source")
         return TokenizedTexts(texts, tokenizer, add_bos=recipe.add_bos)
-
     check_formats(recipe)
     encoder = None if recipe.format == "text" else ChatEncoder(recipe, tokenizer)
     return TokenizedTexts(open_source(recipe), tokenizer, encoder, recipe.add_bos)
 
 
-def _refuse_unused(recipe: Recipe, reads_mds: bool) -> None:
+def _refuse_unused(recipe: Recipe) -> None:
     unused = ["format", *ROW_OPTIONS, "source_tokenizer"]
-    if reads_mds:
+    if recipe.reads_mds:
         unused.remove("source_tokenizer")
         if not recipe.source_tokenizer:
             unused.remove("text_field")
@@ -113,11 +113,6 @@ def _refuse_unused(recipe: Recipe, reads_mds: bool) -> None:
             raise ValueError(f"{flag} would be ignored with this source; leave it out")
 
 
-def is_mds(source: str) -> bool:
-    """True if `source` is a folder of MDS shards."""
-    return (Path(source).expanduser() / INDEX).is_file()
-
-
 class MDSRows(TokenizedTexts):
     """Rows of MDS shards as documents in `tokenizer`'s tokens.
 
@@ -127,28 +122,22 @@ class MDSRows(TokenizedTexts):
     not UTF-8.
     """
 
-    def __init__(
-        self,
-        source: str,
-        text_field: str,
-        tokenizer: Tokenizer,
-        source_tokenizer: Tokenizer | None,
-        add_bos: bool = True,
-    ) -> None:
-        self.folder = source
-        self.source_tokenizer = source_tokenizer
-        self.column = text_field if source_tokenizer is None else "input_ids"
-        folder = Path(source).expanduser()
-        self.rows = _library().LocalDataset(str(folder))
+    def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
+        name = recipe.source_tokenizer
+        self.source_tokenizer = load_tokenizer(name) if name else None
+        self.column = "input_ids" if name else recipe.text_field
+        self.folder = Path(recipe.source).expanduser()
+        self.rows = _library().LocalDataset(str(self.folder))
         infos = [info for shard in self.rows.shards for info, _ in shard.file_pairs]
-        states = file_states(folder / name for name in [INDEX, *(info.basename for info in infos)])
-        super().__init__(LazyTexts((), str, states), tokenizer, add_bos=add_bos)
+        names = [INDEX, *(info.basename for info in infos)]
+        states = file_states(self.folder / name for name in names)
+        super().__init__(LazyTexts((), str, states), tokenizer, add_bos=recipe.add_bos)
         columns = self.rows.shards[0].column_names
         if self.column not in columns:
             raise ValueError(
-                f"{source} has the columns {', '.join(sorted(columns))}; write --text-field with one "
-                "that holds text, or for input_ids --source-tokenizer with the tokenizer.json that "
-                "made them (Llama-3's for ProLong)"
+                f"{recipe.source} has the columns {', '.join(sorted(columns))}; write --text-field "
+                "with one that holds text, or for input_ids --source-tokenizer with the "
+                "tokenizer.json that made them (Llama-3's for ProLong)"
             )
 
     def __len__(self) -> int:

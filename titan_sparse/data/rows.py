@@ -9,7 +9,7 @@ place of "messages".
 
 import io
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,7 +130,7 @@ def value_row(where: str, row: Any, field: str, row_format: str) -> Row:
             text = sample_text(where, row, row_format, field)
             return Row(text, form=chat_form(row_format, field, _present(row)))
         if field not in row:
-            raise BadSample(_no_column(field, list(row)))
+            raise BadSample(no_column(field, row_format, row))
         # A null becomes an empty document, which the loader skips.
         value = "" if row[field] is None else row[field]
         if not isinstance(value, str):
@@ -157,7 +157,7 @@ def _parquet_rows(path: Path, field: str, row_format: str) -> Iterator[Row]:
     with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
         names = file.schema_arrow.names
         if row_format == "text" and field not in names:
-            raise ValueError(f"{path}: {_no_column(field, names)}")
+            raise ValueError(f"{path}: {no_column(field, row_format, names)}")
         taken = columns_to_read(row_format, field, names)
         batches = file.iter_batches(batch_size=64, columns=taken)
         rows = (batch.slice(row, 1) for batch in batches for row in range(len(batch)))
@@ -174,10 +174,6 @@ def table_row(where: str, table: Any, field: str, row_format: str) -> Row:
     if row_format != "text":
         row = without_nulls(row)
     return value_row(where, row, field, row_format)
-
-
-def _no_column(field: str, columns: list[str]) -> str:
-    return f'data.text_field = "{field}" is not a column; write one of: {", ".join(columns)}'
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -234,7 +230,7 @@ def sample_text(where: str, row: dict[str, Any], row_format: str, messages_field
     needed = needed_columns(row_format, messages_field)
     for name in needed:
         if row.get(name) is None:
-            raise BadSample(_missing(name, row_format))
+            raise BadSample(no_column(name, row_format, _present(row)))
     sample: dict[str, Any] = {"where": where}
     kinds = {type(row[name]) for name in needed}
     if row_format == "messages":
@@ -253,14 +249,17 @@ def sample_text(where: str, row: dict[str, Any], row_format: str, messages_field
     return _whole_characters(json.dumps(sample, ensure_ascii=False))
 
 
-def _missing(name: str, row_format: str) -> str:
-    """The error message for rows that lack the column `name` of data.format."""
+def no_column(name: str, row_format: str, columns: Iterable[str]) -> str:
+    """The error message for rows of data.format that lack the column `name`."""
+    if row_format == "text":
+        return f'data.text_field = "{name}" is not a column; write one of: {", ".join(columns)}'
     forms = ""
     if name == "messages":
         forms = "".join(
             f", or {' and '.join(needed)} ({form})" for form, (needed, _) in FORMS.items()
         )
-    return f'"{name}" is missing; data.format = "{row_format}" needs it{forms}'
+    has = ", ".join(columns) or "none"
+    return f'"{name}" is missing (columns: {has}); data.format = "{row_format}" needs it{forms}'
 
 
 def _sharegpt_messages(row: dict[str, Any]) -> Any:

@@ -91,7 +91,7 @@ def write_shard(
 def is_prepared(source: str) -> bool:
     """True if data.source is a folder of shards, finished or not."""
     path = Path(source).expanduser()
-    return any(_has_format(path / name) for name in (META, PLAN))
+    return any(read_meta(path / name) for name in (META, PLAN))
 
 
 def adds_bos(data: Data) -> bool:
@@ -112,11 +112,11 @@ class TokenShards:
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
         self.folder = Path(source).expanduser()
-        if not _has_format(self.folder / META):
+        meta = read_meta(self.folder / META)
+        if not meta:
             raise ValueError(
                 f'data.source = "{source}" is not finished; run the same titan-sparse prepare_data again'
             )
-        meta = json.loads((self.folder / META).read_text(encoding="utf-8"))
         self.source = source
         self.tokenizer = tokenizer
         self._meta = meta
@@ -179,11 +179,8 @@ class TokenShards:
         tokens = self._part(index, "bin", self.dtype)
         if tokens[-1] != self.tokenizer.end_of_document:
             number, row, *_ = self._find(index)
-            name = shard_path(self.folder, number, "bin").name
-            _refuse(
-                self.source,
-                f"{name}, document {row + 1} does not end with the end-of-document token",
-            )
+            where = f"{shard_path(self.folder, number, 'bin').name}, document {row + 1}"
+            _refuse(self.source, f"{where} does not end with the end-of-document token")
         if not self.sample_format.is_chat:
             return Encoded(tokens)
         return Encoded(tokens, self._part(index, "mask", np.dtype(np.uint8)) != 0)
@@ -223,10 +220,6 @@ class TokenShards:
         return number, row, int(offsets[row]), int(offsets[row + 1])
 
 
-def _has_format(path: Path) -> bool:
-    return bool(read_meta(path))
-
-
 def read_meta(path: Path) -> dict[str, Any]:
     """The content of a meta.json or plan.json of shards; empty if it is not one."""
     try:
@@ -262,11 +255,8 @@ def read_offsets(
     fits = offsets.dtype == np.int64 and offsets.shape == (counts["documents"] + 1,)
     fits = fits and (offsets[0], offsets[-1]) == (0, counts["tokens"])
     if not fits or (np.diff(offsets) < 2).any():
-        _refuse(
-            source,
-            f"{path.name} does not say where {counts['documents']} documents of together "
-            f"{counts['tokens']} tokens begin",
-        )
+        documents = f"{counts['documents']} documents of together {counts['tokens']} tokens"
+        _refuse(source, f"{path.name} does not say where {documents} begin")
     return offsets
 
 

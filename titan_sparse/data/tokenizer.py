@@ -131,8 +131,7 @@ class FileTokenizer:
         found = [read.pad_token_id, *map(backend.token_to_id, PADDING_TOKENS), self.end_of_document]
         self.padding: int = next(token_id for token_id in found if token_id is not None)
         # Not the number of tokens: ids may have gaps, and an embedding must hold the largest.
-        ids = backend.get_vocab(with_added_tokens=True).values()
-        self.vocab_size: int = max(ids) + 1
+        self.vocab_size: int = max(backend.get_vocab().values()) + 1
         added = backend.get_added_tokens_decoder()
         special = {token_id for token_id, token in added.items() if token.special}
         self.special_ids = frozenset(special | {self.end_of_document, self.padding})
@@ -160,9 +159,8 @@ class FileTokenizer:
         path = self.folder / CONFIG_FILE
         config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         # Without an entry, the config.json of the copy would choose the class.
-        if str(config.get("tokenizer_class")).removesuffix("Fast") != self._class.removesuffix(
-            "Fast"
-        ):
+        named = str(config.get("tokenizer_class"))
+        if named.removesuffix("Fast") != self._class.removesuffix("Fast"):
             config["tokenizer_class"] = self._class
             files[CONFIG_FILE] = json.dumps(config, indent=2).encode()
         return files
@@ -170,11 +168,9 @@ class FileTokenizer:
     def extends(self, other: "FileTokenizer") -> bool:
         """True if every token of `other` has the same id here, and texts are split in the same
         way. Tokens may have been added."""
-        vocabularies = [
-            tokenizer._tokenizer.get_vocab(with_added_tokens=True) for tokenizer in (self, other)
-        ]
-        is_larger = vocabularies[1].items() <= vocabularies[0].items()
-        return is_larger and _has_same_tokens(self._tokenizer, other._tokenizer)
+        mine, theirs = self._tokenizer, other._tokenizer
+        is_larger = theirs.get_vocab().items() <= mine.get_vocab().items()
+        return is_larger and _has_same_tokens(mine, theirs)
 
 
 def read_tokenizer(name: str) -> Any:
@@ -282,7 +278,7 @@ def _is_as_in(path: Path, backend: tokenizers.Tokenizer) -> bool:
     plain.no_padding()
     return (
         _added(plain) == _added(backend)
-        and plain.get_vocab(with_added_tokens=True) == backend.get_vocab(with_added_tokens=True)
+        and plain.get_vocab() == backend.get_vocab()
         and _has_same_tokens(plain, backend)
     )
 
@@ -319,12 +315,10 @@ def open_tokenizer(config: Config) -> Tokenizer:
     name = tokenizer_name(config)
     folder = config.model.initial_hf
     tokenizer = load_tokenizer(name, config.data.split_special_tokens)
-    same = f"is that of model.initial_hf = {show(folder)}"
-    has_other = False
+    same, has_other = "has no other to differ from", False
     if folder and not config.model.random_weights and holds_tokenizer(folder):
+        same = f"is that of model.initial_hf = {show(folder)}"
         has_other = name == "bytes" or not _has_tokens_of(tokenizer, folder, name)
-    else:
-        same = "has no other to differ from"
     if has_other and not config.data.other_tokenizer:
         raise ValueError(
             f"data.tokenizer = {show(name)} has other tokens than model.initial_hf = {show(folder)}, "
@@ -341,8 +335,7 @@ def open_tokenizer(config: Config) -> Tokenizer:
 def _has_tokens_of(tokenizer: FileTokenizer, folder: str, name: str) -> bool:
     """True if the tokenizer of data.tokenizer = `name` has the tokens of a model's folder, and
     perhaps more."""
-    is_there = tokenizer.folder.resolve() == Path(folder).expanduser().resolve()
-    if is_there and not _is_renamed(name):
+    if tokenizer.folder.samefile(Path(folder).expanduser()) and not _is_renamed(name):
         return True
     try:
         own = FileTokenizer(folder, tokenizer.split_special_tokens)
@@ -380,19 +373,6 @@ class Encoded(NamedTuple):
     """int [length]"""
     learned: NDArray[np.bool_] | None = None
     """[length], whether each token is predicted in training; None: all are"""
-
-
-def framed(ids: NDArray[np.integer], begin: NDArray[np.integer], end: int) -> Encoded:
-    """The tokens of a text, int [length], between `begin`, int [n], and the end-of-document token.
-
-    Neither is added where the text has it already, and an empty text has no beginning. All tokens
-    are learned.
-    """
-    if len(ids):
-        ids = begun(ids, begin)
-    if len(ids) == 0 or ids[-1] != end:
-        ids = np.append(ids, np.asarray(end, dtype=ids.dtype))
-    return Encoded(ids)
 
 
 def begun(ids: NDArray[np.integer], begin: NDArray[np.integer]) -> NDArray[np.integer]:

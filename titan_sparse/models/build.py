@@ -6,7 +6,6 @@ from torch import nn
 
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.decoder import MLP, Attends, Decoder
-from titan_sparse.models.transformers_config import TransformersConfig
 
 
 def build_decoder(
@@ -20,7 +19,7 @@ def build_decoder(
     Raises ValueError if transformers builds layers that cannot be trained.
     """
     attends = attends or Attends(None, None)
-    if not isinstance(config, TransformersConfig):
+    if not config.runs_in_transformers:
         model = Decoder(config, attends.full, mlp)
         for layer in attends.dense_layers:
             model.layers[str(layer)].self_attn.attend = attends.window

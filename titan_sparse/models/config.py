@@ -63,6 +63,8 @@ class DecoderConfig:
     # What only models of transformers have. TransformersConfig has fields of these names.
     runs_in_transformers = False
     """whether transformers' own code computes it"""
+    model_type = ""
+    """its name in config.json"""
     windows = ()
     """tokens that a query of each layer sees, 0 for all; empty where no layer has a window"""
     linear_layers = ()

@@ -8,11 +8,7 @@ from typing import Literal
 
 from titan_sparse.models.config import DecoderConfig, RopeConfig
 from titan_sparse.models.huggingface_config import config_of, is_native, read_config
-from titan_sparse.models.transformers_config import (
-    AS_PUBLISHED,
-    TransformersConfig,
-    read_transformers_config,
-)
+from titan_sparse.models.transformers_config import AS_PUBLISHED, read_transformers_config
 
 _FILE = Path(__file__).with_name("flavours.json")
 # Qwen publishes YaRN with original_max_position_embeddings = 32768, whatever
@@ -110,7 +106,7 @@ def _refuse_contradictions(
             f"{folder}; write {published.vocab_size} or more, or leave it out"
         )
     theta = published.rope.theta
-    is_theirs = isinstance(published, TransformersConfig)
+    is_theirs = published.runs_in_transformers
     if is_theirs and not published.has_one_theta and resolved.rope.theta != theta:
         raise ValueError(
             f"model.rope_theta = {resolved.rope.theta:g}, but the layers of a "

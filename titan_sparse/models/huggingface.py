@@ -25,15 +25,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.config import DecoderConfig, is_adapter
-from titan_sparse.models.huggingface_config import (
-    config_json,
-    read_json,
-    set_positions,
-    set_theta,
-)
+from titan_sparse.models.huggingface_config import config_json, read_json, set_positions, set_theta
 from titan_sparse.models.huggingface_files import INDEX_FILE, open_tensors, write_files
 from titan_sparse.models.initialization import canonical_name, trained_tokens, whole_name
-from titan_sparse.models.transformers_config import TransformersConfig
 
 logger = logging.getLogger("titan_sparse")
 
@@ -77,7 +71,7 @@ def check_weights(folder: str, config: DecoderConfig) -> None:
         # transformers also ignores the copy of a tied head, and early Llamas' rotary tables.
         ignored = ("lm_head.weight",) if config.tied_embeddings else ()
         found = {name for name in tensors if not name.endswith(".rotary_emb.inv_freq")}
-        if getattr(config, "linear_layers", ()):
+        if config.linear_layers:
             found -= _left_out(found)
         _refuse_names("has no tensor", shapes.keys() - tensors.keys(), folder)
         _refuse_names("has an unexpected tensor", found - shapes.keys() - set(ignored), folder)
@@ -138,8 +132,7 @@ def load_weights(model: nn.Module, folder: str, config: DecoderConfig) -> None:
             trained = trained_tokens(model, parameter_name)
             if is_adapter(parameter_name) and not trained:
                 continue
-            local = parameter
-            begin = 0
+            local, begin = parameter, 0
             if isinstance(parameter, DTensor):
                 local = parameter.to_local()
                 # FSDP shards the first dim.
@@ -251,6 +244,7 @@ def export_weights(
     where old ones are deleted.
     """
     values = exported_config(config, str(dtype).removeprefix("torch."), source) | (entries or {})
+    written = {"config.json": _json_bytes(values), **(files or {})}
     with new_folder(folder, checkpoint) as incomplete:
         shapes = tensor_shapes(config)
         with torch.device("meta"):
@@ -271,11 +265,12 @@ def export_weights(
             file_of_tensor |= dict.fromkeys(tensors, file)
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": file_of_tensor}
-            index_text = json.dumps(index, indent=2) + "\n"
-            (incomplete / INDEX_FILE).write_text(index_text, encoding="utf-8")
-        config_text = json.dumps(values, indent=2) + "\n"
-        (incomplete / "config.json").write_text(config_text, encoding="utf-8")
-        write_files(files or {}, incomplete)
+            written[INDEX_FILE] = _json_bytes(index)
+        write_files(written, incomplete)
+
+
+def _json_bytes(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
 
 
 @contextmanager
@@ -310,7 +305,7 @@ def exported_config(config: DecoderConfig, dtype: str, source: str) -> dict[str,
     For transformers' own models, it is that of config.folder, which the model was built from, with
     what the run has changed. source: as in export_weights().
     """
-    if not isinstance(config, TransformersConfig):
+    if not config.runs_in_transformers:
         return config_json(config, dtype, source)
     values = read_json(config.folder)
     # transformers 4 and 5 have different names for this. The newer one wins.
@@ -355,7 +350,7 @@ def huggingface_name(name: str) -> str:
 def stored_tensors(name: str, shape: torch.Size, config: DecoderConfig) -> list[Stored]:
     """The tensors of a folder that make up the parameter `name` of the decoder."""
     whole = Stored(huggingface_name(name), shape)
-    names = _SPLIT.get(config.model_type) if isinstance(config, TransformersConfig) else None
+    names = _SPLIT.get(config.model_type)
     if names is None or ".mlp." not in name:
         return [whole]
     block, gate, up, down = names

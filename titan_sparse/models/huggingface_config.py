@@ -110,7 +110,7 @@ _FREQUENCIES = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
 _TYPES: dict[str, type] = {
     **dict.fromkeys((*_SIZES.values(), "num_key_value_heads", "head_dim", _ORIGINAL), int),
     **dict.fromkeys(("rms_norm_eps", "rope_theta", "factor", "attention_factor"), float),
-    **dict.fromkeys(("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), float),
+    **dict.fromkeys(_FREQUENCIES, float),
     "moe_intermediate_size": int,
     "tie_word_embeddings": bool,
     "rope_scaling": dict,

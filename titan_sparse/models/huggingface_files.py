@@ -1,8 +1,10 @@
-"""The files of a Hugging Face folder: which weights count, and what an export copies."""
+"""The files of a Hugging Face folder: which weights count, what an export copies, and the folder of a
+name on the hub, downloaded into its usual cache."""
 
 import functools
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+
+from titan_sparse.options.values import show
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -37,6 +41,7 @@ _COPIED_FILES = (
     CHAT_TEMPLATE,
     "chat_template.json",
 )
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HEADER_BYTES = 2**20
 """Large enough for the names in most safetensors files."""
 _SAMPLES = 64
@@ -143,3 +148,52 @@ def open_tensors(folder: str, stack: ExitStack) -> dict[str, Callable[[], Any]]:
             name = re.sub(r"^model\.language_model\.", "model.", stored)
             tensors[name] = functools.partial(file.get_slice, stored)
     return tensors
+
+
+def local_folder(name: str, key: str, weights: bool) -> str:
+    """The folder of a model that is named as on the hub, such as "Qwen/Qwen2.5-0.5B"; any other name,
+    and that of a folder or file that exists here, is returned as it is.
+
+    What the cache holds is used without asking the hub, so that a run that goes on has the same
+    weights. Files that are missing are downloaded. The processes of a node wait for the one that
+    downloads, and the first one shows the progress.
+    key: of the name. weights: whether they are needed, in addition to a tokenizer. Raises ValueError,
+    one line, if the model cannot be downloaded.
+    """
+    if not _HUB_NAME.fullmatch(name) or os.path.exists(name):
+        return name
+    # Only here: it takes a while to load.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    patterns = ["*.json", "*.jinja", "*.txt", "*.model"] + ["*.safetensors"] * weights
+    try:
+        folder = snapshot_download(name, allow_patterns=patterns, local_files_only=True)
+        if _is_whole(Path(folder), weights):
+            return folder
+    except OSError:
+        pass  # Nothing of it is in the cache.
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        disable_progress_bars()
+    try:
+        # The same weights in another format, which some models have too.
+        copies = ["original/*", "consolidated*"]
+        return snapshot_download(name, allow_patterns=patterns, ignore_patterns=copies)
+    # Whatever a network, a hub, or a full disk raises.
+    except Exception as error:
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        raise ValueError(
+            f"{key} = {show(name)} is not a folder here, and downloading it from the Hugging Face hub "
+            f"failed ({type(error).__name__}: {reason}); write the path of a folder, for example that "
+            f"of `hf download {name} --local-dir FOLDER`"
+        ) from error
+
+
+def _is_whole(folder: Path, weights: bool) -> bool:
+    """True if a snapshot holds what is needed. A download may have been interrupted."""
+    if not weights:
+        return any((folder / name).is_file() for name in TOKENIZERS)
+    try:
+        return all(path.is_file() for path in (folder / "config.json", *weight_files(folder)))
+    except ValueError:
+        return False

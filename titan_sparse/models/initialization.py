@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titan_sparse.models.config import Adapters, DecoderConfig, is_adapter
 from titan_sparse.models.huggingface_config import FAMILIES
-from titan_sparse.models.transformers_config import TransformersConfig
 
 _STD = 0.02
 _DECAY_RATES = (0.01, 16.0)
@@ -111,9 +110,8 @@ def _draw(
     # Of the other vectors, all but learned sinks are norm weights. They begin with the value with
     # which a norm does not scale.
     if len(shape) == 1 and not name.endswith(".sinks"):
-        if isinstance(config, TransformersConfig):
-            return full.fill_(FAMILIES[config.model_type].norm_starts_at)
-        return full.fill_(1.0)
+        family = FAMILIES.get(config.model_type)
+        return full.fill_(family.norm_starts_at if family else 1.0)
     # Each layer adds two residual branches. Scale down their outputs, so that the residual stream
     # keeps its variance.
     writes_residual = name.endswith(

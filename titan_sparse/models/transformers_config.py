@@ -22,14 +22,10 @@ class TransformersConfig(DecoderConfig):
     """Shape of a model of transformers, with the fields that this project counts or compares.
 
     intermediate_size: in a mixture of experts, the total of the experts of one token, their inputs
-    included. qkv_bias, norm_eps: not used. rope: theta alone; transformers reads its own. windows:
-    tokens that a query of each layer sees, 0 for all. parameters: the number of all parameters.
-    linear_weights: elements of the layers' matrices that one token is multiplied by. linears: name,
-    inputs, outputs and number of the layers' linear layers, without those of experts. experts: 0 for
-    a dense model. router_loss: weight of the load-balancing loss. settings: the other entries of
-    config.json except names and ids, sorted. linear_layers: those with linear attention in place of
-    attention. convolution: tokens in the window of their convolution. linear_state: elements of one
-    layer's recurrent state. linear_width: elements of a token's q, k, v and gate in such a layer.
+    included. qkv_bias, norm_eps: not used. rope: theta alone; transformers reads its own. parameters:
+    the number of all parameters. linear_weights: elements of the layers' matrices that one token is
+    multiplied by. linears: name, inputs, outputs and number of the layers' linear layers, without
+    those of experts. settings: the other entries of config.json except names and ids, sorted.
     """
 
     folder: str

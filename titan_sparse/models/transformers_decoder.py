@@ -80,13 +80,11 @@ class _LayerCall(NamedTuple):
             position_embeddings=window_tables if self.kind == "window" else full_tables,
             position_ids=positions,
         )
-        logits = None
-        if isinstance(out, tuple):
-            out, logits = out
+        out, logits = out if isinstance(out, tuple) else (out, None)
         if move is not None:
             out = move.to_contiguous(out)
-        if move is not None and logits is not None:
-            logits = move.to_contiguous(logits.view(*x.shape[:2], -1)).flatten(0, 1)
+            if logits is not None:
+                logits = move.to_contiguous(logits.view(*x.shape[:2], -1)).flatten(0, 1)
         if logits is not None:
             self.router_logits.append(logits)
         return out

@@ -21,23 +21,26 @@ from titan_sparse.attention.linear import gated_delta_net, split_documents
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices, sliding_window
 from titan_sparse.attention.patterns import PATTERNS, Pattern
-from titan_sparse.config import (
-    Attention,
-    Config,
-    resolve_cp_intra,
-    resolve_overlap_stages,
-    world_from_environment,
-)
+from titan_sparse.config import Attention, Config, resolve_cp_intra, resolve_overlap_stages
 from titan_sparse.config.reading import dense_layers
 from titan_sparse.models.decoder import Attends, LayerMasks
 from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.options.values import show
+
+_STEPS_APART = 1_000_003
+"""Steps after which a run would look at the rows of a run with the next training.seed."""
+
+
+def probe_seed(training_seed: int, step: int) -> int:
+    """From which probes draw their rows in this step, the same on all ranks and in a resumed run."""
+    return (training_seed * _STEPS_APART + step) % 2**32
 
 
 def build_mask(attention: Attention, lengths: list[list[int]]) -> Mask:
     """The mask of one batch. lengths: of the documents in each sequence, in tokens."""
     is_causal = attention.mask != "documents"
     tokens = [sum(sequence) for sequence in lengths]
-    if has_slices(attention):
+    if attention.window_sinks:
         documents = [[count] for count in tokens] if is_causal else lengths
         window = (attention.sliding_window, attention.window_sinks)
         return Slices.batch([sliding_window(sequence, *window) for sequence in documents])
@@ -45,11 +48,6 @@ def build_mask(attention: Attention, lengths: list[list[int]]) -> Mask:
     if attention.sliding_window:
         mask = mask & SlidingWindow(attention.sliding_window)
     return mask
-
-
-def has_slices(attention: Attention) -> bool:
-    """True if build_mask() makes a mask of Slices, which not every backend computes."""
-    return attention.window_sinks > 0
 
 
 def backend_case(
@@ -63,7 +61,8 @@ def backend_case(
         "dtype": dtype,
         "head_dim": head_dim,
         "block_size": attention.block_size,
-        "slices": has_slices(attention),
+        # build_mask() makes a mask of Slices, which not every backend computes.
+        "slices": attention.window_sinks > 0,
         "dynamic": attention.pattern != "dense",
         "is_short": seq_len < backends.short_below(recall, head_dim),
     }
@@ -83,6 +82,16 @@ def build_pattern(attention: Attention) -> Pattern:
     return PATTERNS[attention.pattern](**dataclasses.asdict(options))
 
 
+def attention_line(attention: Attention) -> str:
+    """The mask, the pattern with the options that differ from their defaults, and the block size."""
+    changed = getattr(attention, attention.pattern).changed()
+    if attention.dense_layers:
+        changed["dense_layers"] = attention.dense_layers
+    options = [f"{name} = {show(value)}" for name, value in changed.items()]
+    pattern = " with ".join(filter(None, [attention.pattern, ", ".join(options)]))
+    return f"{attention.mask} mask, {pattern}, blocks of {attention.block_size}"
+
+
 def schedule_named(attention: Attention, inter: int, intra: int) -> str:
     """The schedule for `inter` nodes of `intra` ranks each, with "auto" decided (schedule.choose)."""
     if attention.schedule != "auto":
@@ -97,7 +106,7 @@ def schedule_named(attention: Attention, inter: int, intra: int) -> str:
 
 def schedule_of_launch(config: Config) -> str:
     """The schedule on the ranks that torchrun has started."""
-    intra = resolve_cp_intra(config.parallelism, world_from_environment()[1])
+    intra = resolve_cp_intra(config.parallelism)
     return schedule_named(config.attention, config.parallelism.cp // intra, intra)
 
 
@@ -166,23 +175,6 @@ def build_layer_masks(
         is_token = torch.arange(seq_len) < counts[:, None]
         tokens = build_shard(model, cp)(is_token.to(device), 1, table)
     return LayerMasks(resolved(mask), window, tokens, linear, move)
-
-
-def build_scored_masks(
-    attention: Attention,
-    model: DecoderConfig,
-    cp: ContextParallel,
-    device: torch.device,
-    lengths: list[list[int]],
-    seq_len: int,
-) -> tuple[MaskRanges | LayerMasks, Tensor | None]:
-    """Masks and block table of one batch, as evaluation.Scorer takes them.
-
-    Probes have no seed and use fixed rows: results do not depend on a step.
-    """
-    table = cp.balance(build_mask(attention, lengths).rows(seq_len, device)).table
-    masks = build_layer_masks(attention, model, lengths, seq_len, cp, device, table)
-    return masks, table
 
 
 def build_shard(model: DecoderConfig, cp: ContextParallel) -> Callable[..., Tensor]:

@@ -15,8 +15,15 @@ from pathlib import Path
 import torch
 
 from titan_sparse.attention import backends
-from titan_sparse.attention.context_parallel.schedules import ALL_GATHER, Moves
-from titan_sparse.config import Checkpoint, Config, padding_multiple
+from titan_sparse.attention.context_parallel import schedules
+from titan_sparse.config import (
+    Checkpoint,
+    Config,
+    padding_multiple,
+    resolve_cp_intra,
+    resolve_overlap_stages,
+)
+from titan_sparse.estimate.constants import shape_of
 from titan_sparse.estimate.flops import causal_pairs, flops_per_token, windows_of
 from titan_sparse.estimate.memory import (
     GIB,
@@ -27,26 +34,29 @@ from titan_sparse.estimate.memory import (
     peak_phase,
 )
 from titan_sparse.estimate.step import StepShape
-from titan_sparse.models.config import DecoderConfig, adapter_elements
-from titan_sparse.models.flavours import choose_implementation, resolve
+from titan_sparse.models.config import DecoderConfig, resolve_adapters
+from titan_sparse.models.flavours import resolve
 from titan_sparse.options.values import show
-from titan_sparse.training.attention import backend_case, build_pattern, selecting_layers, why_dense
-from titan_sparse.training.step_shape import step_of
+from titan_sparse.training.attention import (
+    backend_case,
+    build_pattern,
+    schedule_named,
+    selecting_layers,
+    why_dense,
+)
+from titan_sparse.training.model import model_line
 
 OUTSIDE_GIB = 1.5
 """Device memory that PyTorch's allocator does not hand out: CUDA context, libraries and gaps."""
 COMMUNICATORS_GIB = 2.0
 """The same for NCCL, with several ranks."""
-
+RESERVE = 0.03
+"""Share of a device's memory that stays free, because the estimate can be too low by so much
+(docs/training.md)."""
 HOST_RESERVE = 0.1
 """Share of a machine's memory that stays free, for what is not counted."""
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-
-RESERVE = 0.03
-"""Share of a device's memory that stays free, because the estimate can be too low by so much
-(docs/training.md)."""
-
 _LONGEST = 2**30
 """Tokens: where the search for the longest sequence ends."""
 
@@ -72,10 +82,6 @@ class World:
         """True if a step that needs so much of PyTorch's allocator fits."""
         return device_gib <= (1 - RESERVE) * self.device_memory - self.outside
 
-    def holds(self, host_gib: dict[str, float]) -> bool:
-        """True if a node has the CPU memory for its ranks. host_gib: of a rank."""
-        return sum(host_gib.values()) * self.ranks_per_node <= (1 - HOST_RESERVE) * self.host_memory
-
     def __str__(self) -> str:
         return "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
 
@@ -98,18 +104,11 @@ def world(ranks: int, ranks_per_node: int, device_memory: float, host_memory: fl
 def dry_run(config: Config, where: World) -> tuple[str, bool]:
     """The report, and whether the step fits. A step fits if the device's memory is unknown."""
     step = _step(config, where)
-    needed = peak_gib(step)
-    on_host = host_gib(step, config.checkpoint)
-    lines = [
-        *_shape(config, step, where),
-        *_table(step),
-        "",
-        _verdict(needed, where),
-        *([] if where.fits(needed) else [_what_helps(step, where)]),
-        *_host_verdict(on_host, where),
-        *_flops(config, step, where),
-    ]
-    return "\n".join(lines), where.fits(needed) and where.holds(on_host)
+    verdicts, fits = _verdicts(step, config.checkpoint, where)
+    lines = [*_shape(config, step, where), *_table(step), "", *verdicts]
+    if not where.fits(peak_gib(step)):
+        lines.append(_what_helps(step, where))
+    return "\n".join([*lines, *_flops(config, step, where)]), fits
 
 
 def find_max_length(config: Config, where: World) -> tuple[str, bool]:
@@ -118,25 +117,17 @@ def find_max_length(config: Config, where: World) -> tuple[str, bool]:
     Raises ValueError if the device's memory is unknown.
     """
     if math.isinf(where.device_memory):
-        raise ValueError(
-            "--find-max-length needs the memory of a GPU, and this machine has no GPU; "
-            "write --device-memory GIB"
-        )
+        raise ValueError("--find-max-length: this machine has no GPU; write --device-memory GIB")
     longer = copy.deepcopy(config)
     multiple = padding_multiple(config)
 
-    def measure(multiples: int) -> tuple[float, dict[str, float]]:
+    def verdicts_on(multiples: int) -> tuple[list[str], bool]:
         longer.training.seq_len = multiples * multiple
-        step = _step(longer, where)
-        return peak_gib(step), host_gib(step, config.checkpoint)
+        return _verdicts(_step(longer, where), config.checkpoint, where)
 
-    def is_too_long(multiples: int) -> bool:
-        needed, on_host = measure(multiples)
-        return not (where.fits(needed) and where.holds(on_host))
-
-    fitting = bisect.bisect_left(range(1, _LONGEST // multiple + 1), True, key=is_too_long)
-    needed, on_host = measure(max(fitting, 1))
-    verdicts = "; ".join([_verdict(needed, where), *_host_verdict(on_host, where)])
+    lengths = range(1, _LONGEST // multiple + 1)
+    fitting = bisect.bisect_left(lengths, True, key=lambda number: not verdicts_on(number)[1])
+    verdicts = "; ".join(verdicts_on(max(fitting, 1))[0])
     if fitting == 0:
         return f"nothing fits: {multiple:,} tokens need {verdicts}", False
     return (
@@ -147,9 +138,7 @@ def find_max_length(config: Config, where: World) -> tuple[str, bool]:
 
 def _step(config: Config, where: World) -> StepShape:
     model = resolve(**vars(config.model))
-    pattern = build_pattern(config.attention)
-    backend = _backend(config, model)
-    return step_of(config, model, pattern, backend, where.ranks, where.ranks_per_node)
+    return step_of(config, model, _backend(config, model), where.ranks, where.ranks_per_node)
 
 
 def _backend(config: Config, model: DecoderConfig) -> str:
@@ -170,16 +159,8 @@ def _backend(config: Config, model: DecoderConfig) -> str:
 
 def _shape(config: Config, step: StepShape, where: World) -> list[str]:
     model = step.model
-    name = config.model.initial_hf or config.model.flavour
-    trained = ""
-    if step.adapters:
-        millions = adapter_elements(model, step.adapters) / 1e6
-        trained = f" and {millions:,.1f} M of adapters of rank {step.adapters.rank}"
-        if step.adapters.tokens:
-            trained += f" and rows of {len(step.adapters.tokens)} tokens"
     lines = [
-        f"{name}, {model.number_of_parameters() / 1e6:,.1f} M parameters{trained}, {where}, "
-        f"parameters over {step.shards}",
+        f"{model_line(config, model, step.adapters)}; {where}, parameters over {step.shards}",
         f"{step.sequences} x {config.training.seq_len:,} tokens (padded to {step.seq_len:,}), "
         f"{step.tokens:,} a rank; checkpointing {step.mode}, "
         f"{'' if step.compiled else 'not '}compiled, "
@@ -189,8 +170,7 @@ def _shape(config: Config, step: StepShape, where: World) -> list[str]:
         lines.append(dense)
     if not model.runs_in_transformers:
         return lines
-    _, reason = choose_implementation(config.model.initial_hf, config.model.implementation)
-    line = f"a {model.model_type} through transformers' own code ({reason})"
+    line = f"a {model.model_type}"
     if model.experts:
         active = model.weights_per_token() + model.vocab_size * model.hidden_size
         line += (
@@ -226,24 +206,40 @@ def _table(step: StepShape) -> list[str]:
     return lines
 
 
-def _verdict(needed: float, where: World) -> str:
+def memory_line(step: StepShape, device: torch.device) -> str:
+    """Estimated GiB a device by part, at the step's peak."""
+    phases = estimate(step)
+    memory = phases[peak_phase(phases)]
+    # Others would show as 0.00.
+    parts = [f"{name} {size:.2f}" for name, size in memory.items() if size >= 0.005]
+    shown = f" ({', '.join(parts)})" if parts else ""
+    line = f"expect tensors of at most {sum(memory.values()):.2f} GiB a device{shown}; steps log "
+    if device.type == "cuda":
+        return line + "the peak of PyTorch's allocator, which counts the same"
+    return line + "the peak of the whole process, Python and libraries included"
+
+
+def _verdicts(step: StepShape, checkpoint: Checkpoint, where: World) -> tuple[list[str], bool]:
+    """A line about the GPU's memory, one about CPU memory if a run needs some, and whether both are
+    enough."""
+    needed = peak_gib(step)
     line = (
         f"peak {needed:.2f} GiB, and {where.outside:.1f} outside of PyTorch's allocator: "
         f"{needed + where.outside:.2f} GiB"
     )
-    return _compared(line, "--device-memory GIB", where.device_memory, RESERVE, where.fits(needed))
-
-
-def _host_verdict(parts: dict[str, float], where: World) -> list[str]:
-    """A line about CPU memory, if a run needs some. parts: GiB of a rank."""
-    if not parts:
-        return []
-    of_rank = sum(parts.values())
-    names = " + ".join(f"{part} {size:.2f}" for part, size in parts.items())
-    of_node = of_rank * where.ranks_per_node
-    line = f"CPU memory: {of_rank:.2f} GiB a rank ({names}), {of_node:.2f} a node"
-    option = "--host-memory GIB of a node"
-    return [_compared(line, option, where.host_memory, HOST_RESERVE, where.holds(parts))]
+    fits = where.fits(needed)
+    lines = [_compared(line, "--device-memory GIB", where.device_memory, RESERVE, fits)]
+    # GiB of a rank
+    if parts := host_gib(step, checkpoint):
+        of_rank = sum(parts.values())
+        names = " + ".join(f"{part} {size:.2f}" for part, size in parts.items())
+        of_node = of_rank * where.ranks_per_node
+        line = f"CPU memory: {of_rank:.2f} GiB a rank ({names}), {of_node:.2f} a node"
+        holds = of_node <= (1 - HOST_RESERVE) * where.host_memory
+        option = "--host-memory GIB of a node"
+        lines.append(_compared(line, option, where.host_memory, HOST_RESERVE, holds))
+        fits = fits and holds
+    return lines, fits
 
 
 def _compared(line: str, option: str, memory: float, reserve: float, fits: bool) -> str:
@@ -282,7 +278,9 @@ def _what_helps(step: StepShape, where: World) -> str:
     if len(peaks) > 1:
         peaks["all of these"] = peak_gib(improved)
     # One rank has nothing to move; two ranks would gather.
-    schedule = ALL_GATHER if step.schedule.moves is Moves.NOTHING else step.schedule
+    schedule = (
+        schedules.ALL_GATHER if step.schedule.moves is schedules.Moves.NOTHING else step.schedule
+    )
     wider = dataclasses.replace(improved, cp=2 * step.cp, shards=2 * step.shards, schedule=schedule)
     peaks[f"parallelism.cp = {wider.cp} on {2 * where.ranks} ranks{as_well}"] = peak_gib(wider)
     texts = [f"{key} {x:.1f} GiB{' (fits)' * where.fits(x)}" for key, x in peaks.items()]
@@ -303,12 +301,10 @@ def _flops(config: Config, step: StepShape, where: World) -> list[str]:
         """pairs: visited in one sequence by a head of each layer, summed over layers."""
         return tokens * flops_per_token(model, model.heads * pairs / seq_len, step.adapters) / 1e15
 
-    pairs = [
-        0.0
-        if layer in model.linear_layers
-        else causal_pairs(seq_len, window, attention.window_sinks)
-        for layer, window in enumerate(windows_of(model, attention.sliding_window))
-    ]
+    windows = windows_of(model, attention.sliding_window)
+    pairs = [causal_pairs(seq_len, window, attention.window_sinks) for window in windows]
+    for layer in model.linear_layers:
+        pairs[layer] = 0.0
     dense = petaflop(sum(pairs))
     lines = [
         "",
@@ -317,7 +313,6 @@ def _flops(config: Config, step: StepShape, where: World) -> list[str]:
     ]
     pattern = build_pattern(attention)
     if hasattr(pattern, "most_blocks"):
-        # Of the layers that the pattern applies to.
         selecting = selecting_layers(attention, model)
         dense_pairs = sum(pairs[layer] for layer in selecting)
         block_size = attention.block_size
@@ -350,3 +345,98 @@ def host_gib(step: StepShape, checkpoint: Checkpoint) -> dict[str, float]:
     if checkpoint.enable and checkpoint.async_mode != "disabled":
         parts["copy for a save"] = parameters + states
     return {part: size / GIB for part, size in parts.items() if size}
+
+
+def step_of(
+    config: Config, model: DecoderConfig, backend: str, world_size: int, local_world_size: int
+) -> StepShape:
+    """The step that a checked configuration runs on `world_size` ranks.
+
+    backend: of attention, with "auto" resolved. local_world_size: ranks of a node.
+    """
+    training = config.training
+    attention = config.attention
+    checkpointing = config.activation_checkpoint
+    cp = config.parallelism.cp
+    sent = shape_of(config, model)
+    pattern = build_pattern(attention)
+    intra = resolve_cp_intra(config.parallelism, local_world_size)
+    inter = cp // intra
+    schedule = schedules.SCHEDULES[schedule_named(attention, inter, intra)]
+    multiple = padding_multiple(config)
+    seq_len = -(-training.seq_len // multiple) * multiple
+
+    shares_heads = schedule.moves is schedules.Moves.TOKENS
+    # Raises ValueError for heads that the ranks cannot share.
+    copies = schedules.kv_copies(model.heads, model.kv_heads, intra) if shares_heads else 1
+    has_whole_sequences = cp == 1 or (shares_heads and inter == 1)
+    gathers_queries = (
+        pattern.gathers_queries
+        and backends.BACKENDS[backend].GATHERS_QUERIES
+        and has_whole_sequences
+        and attention.sliding_window == 0
+    )
+    # cudnn leaves all but squares and rectangles to triton.
+    is_plain = attention.mask != "documents" and attention.sliding_window == 0
+    in_runs = attention.layout in ("contiguous", "zigzag")
+    makes_rectangles = schedule.moves is not schedules.Moves.BLOCKS and in_runs
+    if backend == "cudnn" and not (is_plain and (has_whole_sequences or makes_rectangles)):
+        backend = "triton"
+
+    implementation = config.optimizer.implementation
+    if implementation == "auto" and training.device == "cpu":
+        # torch's optimizers choose it where there is no fused one.
+        implementation = "foreach"
+    return StepShape(
+        model=model,
+        sequences=training.local_batch_size,
+        seq_len=seq_len,
+        width=sent.element_bytes,
+        shards=world_size // config.parallelism.dp_replicate,
+        cp=cp,
+        schedule=schedule,
+        inter=inter,
+        overlap_stages=resolve_overlap_stages(attention, inter),
+        gradient_width=sent.gradient_bytes,
+        circulates_queries=schedules.circulates_queries(
+            attention.backward_circulates,
+            model.heads,
+            *sent._replace(kv_heads=sent.kv_heads * copies),
+        ),
+        gathers_queries=gathers_queries,
+        mode=checkpointing.mode,
+        compiled=config.compile.enable,
+        backend=backend,
+        block_size=attention.block_size,
+        **_selected(config, model, seq_len),
+        optimizer_states=0 if config.optimizer.name == "SGD" else 2,
+        optimizer_scratch=implementation == "foreach",
+        accumulates=training.gradient_accumulation_steps > 1,
+        reshard_after_forward=config.parallelism.reshard_after_forward,
+        loss_chunk_tokens=training.loss_chunk_tokens,
+        attention_recompute=checkpointing.attention_recompute,
+        offload=checkpointing.offload,
+        mlp_chunk_tokens=training.mlp_chunk_tokens,
+        offload_optimizer=config.optimizer.offload,
+        float8=config.float8.enable,
+        float8_recipe=config.float8.recipe,
+        adapters=resolve_adapters(model, **vars(config.lora)),
+    )
+
+
+def _selected(config: Config, model: DecoderConfig, seq_len: int) -> dict[str, int]:
+    """The fields of a StepShape that follow from what one layer selects."""
+    size = config.attention.block_size
+    pattern = build_pattern(config.attention)
+    fields = {"most_blocks": -(-seq_len // size)}
+    if pattern.dynamic:
+        # Only shapes matter: a tensor on "meta" has no memory.
+        sequences = config.training.local_batch_size
+        q = torch.empty(sequences, model.heads, 1, model.head_dim, device="meta")
+        packed = config.attention.mask == "documents"
+        kept = pattern.empty_tensors(q, seq_len, size, packed)
+        fields["index_bytes"] = sum(tensor.nbytes for tensor in kept)
+        fields["verticals"] = pattern.vertical_count(kept)
+        if hasattr(pattern, "most_blocks"):
+            fields["most_blocks"] = pattern.most_blocks(seq_len, size, packed)
+    return fields

@@ -5,7 +5,6 @@ import functools
 import json
 import logging
 import os
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,7 +64,9 @@ def export(
     ends = text_ends(config, tokenizer)
     # As transformers writes it: a list only if there are several.
     stop = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
-    generation = {**_generation_config(config), **stop}
+    path = files_to_copy(model.initial_hf).get("generation_config.json")
+    generation = json.loads(path.read_text(encoding="utf-8-sig")) if path else {}
+    generation |= stop
     if tokenizer.padding != tokenizer.end_of_document:
         generation.setdefault("pad_token_id", tokenizer.padding)
     files["generation_config.json"] = (json.dumps(generation, indent=2) + "\n").encode()
@@ -144,9 +145,3 @@ def _check_tokenizer(out: str, tokenizer: Tokenizer) -> None:
         "config.json chooses the class; read its tokenizer from a folder of its own",
         out,
     )
-
-
-def _generation_config(config: Config) -> dict[str, Any]:
-    """The content of generation_config.json of model.initial_hf; empty without one."""
-    path = files_to_copy(config.model.initial_hf).get("generation_config.json")
-    return json.loads(path.read_text(encoding="utf-8-sig")) if path else {}

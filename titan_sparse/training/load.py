@@ -2,23 +2,17 @@
 folder."""
 
 import dataclasses
-import functools
 import math
 import os
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from titan_sparse.attention import ContextParallel
-from titan_sparse.config import (
-    ActivationCheckpoint,
-    Compile,
-    Config,
-    resolve_cp_intra,
-    world_from_environment,
-)
+from titan_sparse.config import ActivationCheckpoint, Compile, Config, world_from_environment
 from titan_sparse.config.changes import read_saved
-from titan_sparse.config.hub import local_folder
 from titan_sparse.config.reading import load_config
 from titan_sparse.config.sources import single_source, tokenizer_name
 from titan_sparse.data.tokenizer import SampleFormat, Tokenizer
@@ -28,12 +22,14 @@ from titan_sparse.models.config import Adapters, DecoderConfig
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import check_weights, load_weights, tensor_shapes
+from titan_sparse.models.huggingface_files import local_folder
 from titan_sparse.models.initialization import initialize
 from titan_sparse.models.lora import adapter_shapes, add_adapters
 from titan_sparse.training.attention import (
     build_attends,
     build_context_parallel,
-    build_scored_masks,
+    build_layer_masks,
+    build_mask,
     build_shard,
 )
 from titan_sparse.training.checkpoint.folders import newest_checkpoint
@@ -168,22 +164,14 @@ def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -
     if adapters:
         check_base(config, checkpoint)
     init_distributed(device, config.parallelism.first_step_timeout_seconds, alike(config))
-    cp_intra = resolve_cp_intra(config.parallelism, world_from_environment()[1])
-    meshes = build_meshes(config.parallelism, cp_intra, device.type)
+    meshes = build_meshes(config.parallelism, device.type)
     cp = build_context_parallel(config.attention, meshes.cp)
     with torch.device("meta"):
         model = build_decoder(model_config, build_attends(config.attention, cp)).to(dtype)
         if adapters:
             add_adapters(model, adapters)
     if meshes.fsdp.size() > 1:  # FSDP on one rank would copy all weights in every forward
-        parallelize(
-            model,
-            meshes.fsdp,
-            dtype,
-            reshard_after_forward=True,
-            activation_checkpoint=ActivationCheckpoint(mode="none"),
-            compile=Compile(),
-        )
+        parallelize(model, meshes.fsdp, dtype, True, ActivationCheckpoint(mode="none"), Compile())
     model.to_empty(device=device)
     if adapters:
         # The frozen weights, as at the start of training.
@@ -209,15 +197,14 @@ def build_run_scorer(
     device: torch.device,
 ) -> Scorer:
     """A Scorer of a model that has been built, with the attention of `config`."""
-    return Scorer(
-        model,
-        model_config,
-        config,
-        cp,
-        device,
-        tokenizer,
-        masks=functools.partial(build_scored_masks, config.attention, model_config, cp, device),
-        shard=build_shard(model_config, cp),
-        dp_rank=meshes.dp_rank,
-        dp_size=meshes.dp_size,
-    )
+    attention = config.attention
+    shard = build_shard(model_config, cp)
+
+    def masks(lengths: list[list[int]], seq_len: int) -> tuple[Any, Tensor | None]:
+        # Probes have no seed and use fixed rows: results do not depend on a step.
+        table = cp.balance(build_mask(attention, lengths).rows(seq_len, device)).table
+        built = build_layer_masks(attention, model_config, lengths, seq_len, cp, device, table)
+        return built, table
+
+    ranks = meshes.dp_rank, meshes.dp_size
+    return Scorer(model, model_config, config, cp, device, tokenizer, masks, shard, *ranks)

@@ -8,7 +8,7 @@ import resource
 import time
 from collections import deque
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,6 @@ from titan_sparse.evaluation.pictures import heat_map
 from titan_sparse.models.config import DecoderConfig, resolve_adapters
 from titan_sparse.training.metrics_output import JsonLines, tag
 
-if TYPE_CHECKING:
-    import wandb
-
 logger = logging.getLogger("titan_sparse")
 
 PACE_INTERVALS = 20
@@ -36,8 +33,8 @@ class CapCount:
     stays on the device."""
 
     def __init__(self) -> None:
+        # [layers, 3] each
         self.forwards: list[Tensor] = []
-        """[layers, 3] each"""
 
     def add(self, shares: list[Tensor]) -> None:
         """Add what recorder.counting_caps() has collected in one forward."""
@@ -67,21 +64,16 @@ def asked_recall(attention: Attention) -> float | None:
     has_fixed_verticals = budgets.min_verticals == budgets.max_verticals
     # A maximum of 0 is none.
     has_fixed_slashes = 0 < budgets.max_slashes == budgets.min_slashes
-    if has_fixed_verticals and has_fixed_slashes:
-        return None
-    return budgets.recall
+    return None if has_fixed_verticals and has_fixed_slashes else budgets.recall
 
 
 class MetricsLog:
     """Writes the metrics of logged steps, on the first rank."""
 
     def __init__(
-        self,
-        config: Config,
-        model: DecoderConfig,
-        device: torch.device,
-        wandb_run: "wandb.Run | None" = None,
+        self, config: Config, model: DecoderConfig, device: torch.device, wandb_run: Any = None
     ):
+        """wandb_run: as open_wandb() returns it."""
         self.config = config
         self.section = config.metrics
         self.steps = config.training.steps
@@ -94,8 +86,7 @@ class MetricsLog:
         self.caps = CapCount()
         self.asked = asked_recall(config.attention)
         self.wandb_run = wandb_run
-        self.json = None
-        self.board = None
+        self.json = self.board = None
         if dist.get_rank() == 0:
             folder = config.training.output_dir
             os.makedirs(folder, exist_ok=True)
@@ -176,15 +167,14 @@ class MetricsLog:
             **context_parallel_averages(recorded),
         }
         if capped is not None:
-            verticals, slashes, both = capped.unbind(1)
-            record["capped"] = ((verticals + slashes) / 2).mean().item()
-            record["verticals_at_cap"] = verticals.mean().item()
+            verticals, slashes, both = capped.mean(0).tolist()
+            record["capped"] = (verticals + slashes) / 2
+            record["verticals_at_cap"] = verticals
             if self.asked is not None:
                 # Of two independent budgets each has to reach the recall, so one without its cap is
                 # enough.
                 is_independent = self.config.attention.vertical_slash.budget == "independent"
-                of_heads = both if is_independent else verticals + slashes - both
-                record["heads_capped"] = of_heads.mean().item()
+                record["heads_capped"] = both if is_independent else verticals + slashes - both
                 record["recall_asked"] = self.asked
         if self.save_seconds:
             record["save_seconds"] = self.save_seconds
@@ -213,22 +203,21 @@ class MetricsLog:
         """visited, visible: pairs of tokens that were computed, and that the mask allows, per token,
         over layers and heads."""
         dense = flops_per_token(self.model, visible, self.adapters) * tokens_per_second / 1e12
-        mfu = None
-        if self.peak is not None:
-            float8 = self.config.float8.enable  # another peak for linear layers
-            mfu = utilization(
-                self.model, visited, tokens_per_second, self.peak, float8, self.adapters
+        speeds = {"mfu": None, "dense_equivalent_tflops": dense}
+        if self.peak is None:
+            return speeds
+        float8 = self.config.float8.enable  # another peak for linear layers
+        mfu = utilization(self.model, visited, tokens_per_second, self.peak, float8, self.adapters)
+        if mfu <= 1:
+            speeds["mfu"] = mfu
+        elif self.json is not None:
+            logger.warning(
+                "an mfu of %.0f %% is impossible and is not logged: metrics.peak_tflops = %g is too "
+                "small for this device; write its dense bf16 peak",
+                100 * mfu,
+                self.peak / 1e12,
             )
-        if mfu is not None and mfu > 1:
-            if self.json is not None:
-                logger.warning(
-                    "an mfu of %.0f %% is impossible and is not logged: metrics.peak_tflops = %g is too "
-                    "small for this device; write its dense bf16 peak",
-                    100 * mfu,
-                    self.peak / 1e12,
-                )
-            mfu = None
-        return {"mfu": mfu, "dense_equivalent_tflops": dense}
+        return speeds
 
     def write_scalars(self, step: int, values: dict[str, float | None]) -> None:
         """Write values by tags of TensorBoard, there and to metrics.trackers."""

@@ -77,13 +77,13 @@ class JsonLines:
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
     """The objects of a file, one a line. A last line that is cut short is left out. Raises ValueError for
     another line that is not an object."""
+    objects = [_parsed(line) for line in Path(path).read_bytes().split(b"\n")]
     # What follows the end of the last line: nothing, or a line whose writer was killed or writes it.
-    *lines, rest = Path(path).read_bytes().split(b"\n")
-    objects = [_parsed(line) for line in lines]
-    last = _parsed(rest)
+    if objects[-1] is None:
+        objects.pop()
     if None in objects:
         raise ValueError(f"{path}: line {objects.index(None) + 1} is not a JSON object")
-    return objects if last is None else [*objects, last]
+    return objects
 
 
 def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:

@@ -6,12 +6,14 @@ is short, attend(recomputed=...) gives up output and LSE of the first part of ea
 the cheapest to compute again.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,9 +31,10 @@ from titan_sparse.config import ActivationCheckpoint, Compile, Config, Float8
 from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.chunked_mlp import ChunkedMLP
-from titan_sparse.models.config import Adapters, DecoderConfig
+from titan_sparse.models.config import Adapters, DecoderConfig, adapter_elements
 from titan_sparse.models.decoder import MLP, Attends, Decoder
-from titan_sparse.models.initialization import initialize
+from titan_sparse.models.flavours import choose_implementation
+from titan_sparse.models.initialization import initialize, stable_seed
 from titan_sparse.models.lora import add_adapters
 from titan_sparse.training.offload import OffloadedBlocks
 
@@ -40,6 +43,28 @@ _MATMULS = (
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_mm.default,
 )
+
+
+def model_line(config: Config, model: DecoderConfig, adapters: Adapters | None) -> str:
+    """Name, size, and dtypes of the model, and whose code runs it."""
+    initial_hf = config.model.initial_hf
+    millions = model.number_of_parameters() / 1e6
+    dtype = config.training.dtype
+    if adapters:
+        trained = adapter_elements(model, adapters) / 1e6
+        dtype += (
+            f", frozen, and {trained:,.1f} M that are trained: adapters of rank {adapters.rank} of "
+            f"{', '.join(adapters.targets)}"
+        )
+        if adapters.tokens:
+            dtype += f", and the rows of {len(adapters.tokens)} tokens"
+    elif dtype != "float64":
+        dtype += ", float32 weights and optimizer"
+    line = f"{initial_hf or config.model.flavour}, {millions:,.1f} M parameters, {dtype}"
+    if initial_hf:
+        code, reason = choose_implementation(initial_hf, config.model.implementation)
+        line += f"; {code} code ({reason})"
+    return line
 
 
 def build_model(
@@ -57,8 +82,12 @@ def build_model(
     """
     dtype = getattr(torch, config.training.dtype)
     weights_dtype = dtype if adapters else torch.promote_types(dtype, torch.float32)
+    mlp = MLP
+    if chunk_tokens := config.training.mlp_chunk_tokens:
+        backend = config.compile.backend if config.compile.enable else ""
+        mlp = functools.partial(ChunkedMLP, chunk_tokens=chunk_tokens, compile_backend=backend)
     with torch.device("meta"):
-        model = build_decoder(model_config, attends, _mlp(config)).to(weights_dtype)
+        model = build_decoder(model_config, attends, mlp).to(weights_dtype)
         if adapters:
             add_adapters(model, adapters)
     if config.float8.enable:
@@ -77,14 +106,6 @@ def build_model(
     model.to_empty(device="cpu" if config.optimizer.offload else device)
     initialize(model, config.training.seed, model_config, device, adapters)
     return model
-
-
-def _mlp(config: Config) -> Callable[[DecoderConfig], nn.Module]:
-    chunk_tokens = config.training.mlp_chunk_tokens
-    if not chunk_tokens:
-        return MLP
-    backend = config.compile.backend if config.compile.enable else ""
-    return functools.partial(ChunkedMLP, chunk_tokens=chunk_tokens, compile_backend=backend)
 
 
 def parallelize(
@@ -167,6 +188,28 @@ def checkpoint_contexts(keeps_matmuls: bool = False):
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+def draw_dropout(config: Config, step: int) -> None:
+    """Seed the dropout of adapters: the same in a resumed run, and different on each rank."""
+    if config.lora.dropout:
+        name = f"dropout of step {step} on rank {dist.get_rank()}"
+        torch.manual_seed(stable_seed(config.training.seed, name))
+
+
+@contextlib.contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Drop nothing within the block. Afterwards each module drops as before."""
+    dropouts = [
+        module for module in model.modules() if isinstance(module, nn.Dropout) and module.training
+    ]
+    for module in dropouts:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in dropouts:
+            module.train()
 
 
 def check_float8(device: torch.device) -> None:

@@ -84,9 +84,8 @@ class _Saved:
 
     def __init__(self, tensor: Tensor, block: "_Block", copies: bool) -> None:
         self.block = block
-        self.size = tensor.shape
-        self.stride = tensor.stride()
-        self.dtype = tensor.dtype
+        # Its shape, strides and dtype, without memory.
+        self.like = tensor.detach().to("meta")
         self.device = tensor.device
         self.version = tensor._version
         self.on_device: Tensor | None = tensor.detach()
@@ -98,7 +97,7 @@ class _Saved:
             self.event = block.owner.copier.start(self._in_buffer(), self.on_device)
 
     def _in_buffer(self) -> Tensor:
-        return self.buffer.view(self.dtype).as_strided(self.size, self.stride)
+        return self.buffer.view(self.like.dtype).as_strided(self.like.shape, self.like.stride())
 
     def free_device(self) -> None:
         """The forward goes on after the copy, and the device's memory may be used again."""
@@ -116,9 +115,7 @@ class _Saved:
             return
         # Allocated on the stream that computes, so that its memory is free for that stream's next
         # tensor afterwards.
-        self.on_device = torch.empty_strided(
-            self.size, self.stride, dtype=self.dtype, device=self.device
-        )
+        self.on_device = torch.empty_like(self.like, device=self.device)
         self.event = self.block.owner.copier.start(self.on_device, self._in_buffer())
 
     def get(self) -> Tensor:
@@ -183,11 +180,9 @@ class _Block:
         return address in self.shared_storages or address in self.parameter_storages
 
     def fetch(self) -> None:
-        if self.fetched:
-            return
-        self.fetched = True
-        for saved in self.saved.values():
+        for saved in self.saved.values() if not self.fetched else ():
             saved.fetch()
+        self.fetched = True
 
 
 class OffloadedBlocks:

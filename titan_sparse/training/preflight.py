@@ -15,17 +15,11 @@ from torch import nn
 
 from titan_sparse.config import (
     Config,
+    changes,
     padding_multiple,
     resolve_cp_intra,
     trains_random_base,
     world_from_environment,
-)
-from titan_sparse.config.changes import (
-    DATA_KEYS,
-    Origin,
-    model_functions,
-    read_saved,
-    refuse_changes,
 )
 from titan_sparse.config.reading import KINDS, show
 from titan_sparse.config.sources import tokenizer_name
@@ -38,10 +32,10 @@ from titan_sparse.models.huggingface import check_weights, load_weights, untrain
 from titan_sparse.models.huggingface_config import read_json
 from titan_sparse.models.huggingface_files import weights_digest
 from titan_sparse.models.lora import peft_config
-from titan_sparse.training.attention import build_pattern, why_dense
+from titan_sparse.training.attention import why_dense
 from titan_sparse.training.checkpoint.folders import FOLDER, newest_checkpoint
+from titan_sparse.training.dry_run import step_of
 from titan_sparse.training.run_folder import versions
-from titan_sparse.training.step_shape import step_of
 from titan_sparse.training.validation import Validator
 
 logger = logging.getLogger("titan_sparse")
@@ -63,30 +57,18 @@ def checkpoint_to_resume(config: Config) -> str | None:
     return newest_checkpoint(config.training.output_dir)
 
 
-def refuse_to_resume(config: Config, origin: Origin) -> None:
-    """Raise ValueError if the run resumes from a checkpoint of other data or of another model."""
-    saved = read_saved(checkpoint_to_resume(config))
-    if saved is not None:
-        refuse_changes(saved, config, origin)
-
-
 def step_path(config: Config, step: int) -> str:
     return os.path.join(config.training.output_dir, FOLDER, f"step-{step}")
 
 
 def check_initial_weights(config: Config, model: DecoderConfig) -> None:
     """Raise ValueError for a model.initial_hf that does not fit, unless the run resumes."""
-    if _initial_hf(config) and checkpoint_to_resume(config) is None:
+    if not trains_random_base(config) and checkpoint_to_resume(config) is None:
         check_weights(config.model.initial_hf, model)
 
 
-def _initial_hf(config: Config) -> str:
-    """The folder of the first weights; empty where they are random."""
-    return "" if config.model.random_weights else config.model.initial_hf
-
-
 def read_initial_hf(config: Config, model: nn.Module, model_config: DecoderConfig) -> None:
-    if _initial_hf(config):
+    if not trains_random_base(config):
         load_weights(model, config.model.initial_hf, model_config)
         logger.info("read the weights of %s", config.model.initial_hf)
 
@@ -96,8 +78,7 @@ def alike(config: Config) -> dict[str, str]:
     package's code, and the versions of the packages that it computes with."""
     values = {key: show(attrgetter(key)(config)) for key in KINDS}
     # By ranks of this node: nodes may have different numbers of GPUs.
-    cp_intra = resolve_cp_intra(config.parallelism, world_from_environment()[1])
-    values["the resolved parallelism.cp_intra"] = str(cp_intra)
+    values["the resolved parallelism.cp_intra"] = str(resolve_cp_intra(config.parallelism))
     # rglob does not follow links, and in a checkout kernels/ is one.
     for path in sorted([*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").rglob("*.py")]):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -107,44 +88,34 @@ def alike(config: Config) -> dict[str, str]:
     return values
 
 
-def alike_in_files(config: Config, origin: Origin) -> dict[str, str]:
-    """The properties, of the files that a training run reads, that must be the same on all ranks;
-    texts excepted."""
+def alike_in_training(
+    config: Config,
+    origin: changes.Origin,
+    backend: str,
+    loader: PackedLoader,
+    validation: Validator,
+) -> dict[str, str]:
+    """The other facts that must be the same on all ranks of a training run."""
     values = {
+        "the chosen attention.backend": backend,
         "the device": origin.device,
         "the digest of data.tokenizer": origin.tokenizer[:12],
         "the digest of the frozen weights": origin.base[:30],
     }
-    for name, value in model_functions(dataclasses.asdict(origin.model)).items():
+    for name, value in changes.model_functions(dataclasses.asdict(origin.model)).items():
         values[f"the model's {name}"] = show(value)
     for number, part in enumerate(origin.data, 1):
         for name, value in part.items():
-            values[f"{DATA_KEYS[name]} (part {number})"] = show(value)
-    if _initial_hf(config) and checkpoint_to_resume(config) is None:
+            values[f"{changes.DATA_KEYS[name]} (part {number})"] = show(value)
+    if not trains_random_base(config) and checkpoint_to_resume(config) is None:
         digest = weights_digest(config.model.initial_hf)
         values["the digest of the weights of model.initial_hf"] = digest[:12]
     if config.attention.balance_costs:
         costs = Path(config.attention.balance_costs).read_bytes()
         values["the digest of attention.balance_costs"] = hashlib.sha256(costs).hexdigest()[:12]
+    values["the digest of documents of data.source"] = loader.content_digest()
+    values["the digest of validation.source"] = validation.content_digest()
     return values
-
-
-def alike_in_training(
-    config: Config, origin: Origin, backend: str, loader: PackedLoader, validation: Validator
-) -> dict[str, str]:
-    """The other facts that must be the same on all ranks of a training run."""
-    return {
-        "the chosen attention.backend": backend,
-        **alike_in_files(config, origin),
-        "the digest of documents of data.source": loader.content_digest(),
-        "the digest of validation.source": validation.content_digest(),
-    }
-
-
-def use_deterministic_algorithms() -> None:
-    """Make torch and cuBLAS deterministic. A backend of attention may be refused for it."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
 
 
 def open_data(config: Config, model: DecoderConfig) -> PackedLoader:
@@ -172,9 +143,8 @@ def open_data(config: Config, model: DecoderConfig) -> PackedLoader:
 
 
 def step_size(config: Config, model: DecoderConfig, backend: str, recomputed: float) -> StepShape:
-    pattern = build_pattern(config.attention)
     ranks = (dist.get_world_size(), world_from_environment()[1])
-    step = step_of(config, model, pattern, backend, *ranks)
+    step = step_of(config, model, backend, *ranks)
     return dataclasses.replace(step, attention_recompute=recomputed)
 
 
@@ -186,15 +156,13 @@ def recomputed_share(
     share = config.activation_checkpoint.attention_recompute
     if share != -1:
         return share
-    needed = torch.zeros(())
     free = free_gib(device)
-    if free is not None:
-        needed.fill_(1.0)
-        for number in range(_STEPS):
-            step = step_size(config, model, backend, number / _STEPS)
-            if peak_gib(step) <= _AUTO_SHARE * free:
-                needed.fill_(number / _STEPS)
-                break
+    share = 0.0
+    while free is not None and share < 1.0:
+        if peak_gib(step_size(config, model, backend, share)) <= _AUTO_SHARE * free:
+            break
+        share += 1 / _STEPS
+    needed = torch.tensor(share)
     dist.all_reduce(needed, dist.ReduceOp.MAX)
     return needed.item()
 
@@ -235,22 +203,19 @@ def adapters_to_train(
     """build_adapters(), and a ValueError also for adapters that PEFT could not load, and for tokens
     that model.initial_hf does not have and lora.trainable_tokens leaves out."""
     adapters = build_adapters(config, model, tokenizer)
-    if adapters:
-        _check_new_tokens(config, adapters, tokenizer)
-        peft_config(adapters, model.tied_embeddings)
-    return adapters
-
-
-def _check_new_tokens(config: Config, adapters: Adapters, tokenizer: Tokenizer) -> None:
-    if trains_random_base(config):
-        return
-    first = read_json(config.model.initial_hf)["vocab_size"]
-    new = [token for token in range(first, tokenizer.vocab_size) if token not in adapters.token_ids]
+    if adapters is None:
+        return None
+    rows = tokenizer.vocab_size
+    if not trains_random_base(config):
+        rows = read_json(config.model.initial_hf)["vocab_size"]
+    new = sorted({*range(rows, tokenizer.vocab_size)} - {*adapters.token_ids})
     if new:
         raise ValueError(
             f"{len(new)} tokens of data.tokenizer have new rows (model.vocab_size), which adapters "
             f"do not train; write {_with_tokens(adapters, new, tokenizer)}"
         )
+    peft_config(adapters, model.tied_embeddings)
+    return adapters
 
 
 def warn_of_untrained_tokens(
@@ -308,7 +273,7 @@ def base_digest(config: Config) -> str:
 def check_base(config: Config, checkpoint: str) -> None:
     """Raises ValueError unless the frozen weights of `config` are those that the adapters of a
     checkpoint were trained on."""
-    saved = read_saved(checkpoint)
+    saved = changes.read_saved(checkpoint)
     if saved is not None and saved.origin["base"] != base_digest(config):
         raise ValueError(
             f"model.initial_hf = {show(config.model.initial_hf)} has other weights than those that "

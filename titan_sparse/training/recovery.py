@@ -1,7 +1,7 @@
-"""Recovery from bad updates: count them, and go back to the last good checkpoint."""
+"""The decision what a run does after a step, and its recovery from bad updates."""
 
 import logging
-import os
+from typing import NamedTuple
 
 from titan_sparse.config import Config
 from titan_sparse.training.checkpoint.checkpointer import Checkpointer, Progress
@@ -9,6 +9,40 @@ from titan_sparse.training.faults.guard import Guard, all_finite, optimizer_stat
 from titan_sparse.training.faults.launcher import Poisoned
 
 logger = logging.getLogger("titan_sparse")
+
+
+class Decision(NamedTuple):
+    goes_back: bool = False
+    """to the last good checkpoint; then nothing else is done"""
+    saves: bool = False
+    save_is_late: bool = False
+    """a save is due, and waits until the updates are good again"""
+    validates: bool = False
+
+
+def decide(
+    *,
+    save_is_due: bool,
+    validation_is_due: bool,
+    is_last: bool,
+    stopped: bool,
+    has_problem: bool,
+    bad_in_a_row: int,
+) -> Decision:
+    """Decide what to do after a step, from facts that are the same on all ranks.
+
+    save_is_due: now, or since a step that left it late. is_last: no step follows. stopped: by a
+    signal. has_problem: training cannot go on from these weights. bad_in_a_row: updates that were
+    skipped up to now, without a good one between.
+    """
+    if has_problem:
+        # Whoever stopped the run does not wait for a step that was good.
+        return Decision(validates=validation_is_due) if stopped else Decision(goes_back=True)
+    # A checkpoint in the middle of bad steps would be no place to go back to.
+    is_late = save_is_due and bad_in_a_row > 0 and not is_last
+    return Decision(
+        saves=save_is_due and not is_late, save_is_late=is_late, validates=validation_is_due
+    )
 
 
 class Recovery:
@@ -64,20 +98,18 @@ class Recovery:
         progress = self.progress
         step, skipped = progress.step, progress.skipped_updates
         times, limit = progress.times_gone_back, self.section.max_rollbacks
-        metrics_file = os.path.join(self.output_dir, "metrics.jsonl")
-        advice = f"look at loss and grad_norm in {metrics_file} before step {step}"
-        if times >= limit:
-            raise Poisoned(
-                f"step {step}: {problem}, and the run has gone back {times} times "
-                f"(guard.max_rollbacks = {limit}); {advice}"
-            )
         # A checkpoint that did not help is not tried again: then it is the one before.
         first_bad = step - self.bad_in_a_row + 1
         before = first_bad if self.gone_back_to is None else self.gone_back_to
-        good = self.checkpointer.go_back(before)
+        reason = f"the run has gone back {times} times (guard.max_rollbacks = {limit})"
+        good = None
+        if times < limit:
+            reason = f"there is no good checkpoint before step {before}"
+            good = self.checkpointer.go_back(before)
         if good is None:
             raise Poisoned(
-                f"step {step}: {problem}, and there is no good checkpoint before step {before}; {advice}"
+                f"step {step}: {problem}, and {reason}; look at loss and grad_norm in "
+                f"{self.output_dir}/metrics.jsonl before step {step}"
             )
         self.gone_back_to = good
         self.bad_in_a_row = 0

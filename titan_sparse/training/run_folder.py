@@ -1,5 +1,5 @@
-"""The records of a start in the run folder: who began what and where, a log of every rank, and
-traces.
+"""The records of a run in its folder: who began what and where, a log of every rank, traces, and at
+the end a picture.
 
 <output_dir>/starts/<UTC date and time>/ has start.json, the start's config.toml, and rank<N>.log.
 <output_dir>/profile/rank<N>.json is a profiler trace of a few steps, for chrome://tracing or Perfetto.
@@ -8,7 +8,6 @@ traces.
 import contextlib
 import datetime
 import importlib.metadata
-import itertools
 import json
 import logging
 import os
@@ -24,10 +23,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_sparse.config import Config, Profiling, save
+from titan_sparse.config import Config, Profiling, save, trains_random_base
+from titan_sparse.config.sources import source_formats
+from titan_sparse.evaluation.pictures import training_figure
+from titan_sparse.training.checkpoint.folders import free_name
 from titan_sparse.training.faults.process_groups import on_first_rank
+from titan_sparse.training.metrics_output import read_lines, read_metrics
 
-STARTS = "starts"
+logger = logging.getLogger("titan_sparse")
+
+_RANK_LOG = "rank log"
+"""Name of the handler of logging that writes a rank's file."""
 
 _PACKAGES = ("torch", "triton", "flash-attn-4", "torchtitan", "torchao", "numpy", "tokenizers")
 
@@ -42,13 +48,12 @@ def begin_start(config: Config, device: torch.device) -> Path:
     }
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, this_rank)
-    starts = Path(config.training.output_dir, STARTS)
+    starts = Path(config.training.output_dir, "starts")
 
     def make() -> str:
         """A folder that no other start has, named after the time. A job may be restarted in a second."""
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d_%H-%M-%S")
-        names = itertools.chain([now], (f"{now}_{number}" for number in itertools.count(2)))
-        folder = next(starts / name for name in names if not (starts / name).exists())
+        folder = free_name(starts / now, first="")
         folder.mkdir(parents=True)
         start = {
             "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -75,11 +80,11 @@ def begin_start(config: Config, device: torch.device) -> Path:
 def log_error(error: BaseException) -> None:
     """Write an error's traceback to this rank's log, and only there. The terminal gets one line."""
     trace = (type(error), error, error.__traceback__)
-    record = logging.LogRecord(
-        "titan_sparse", logging.ERROR, __file__, 0, "ended by an error", None, trace
+    record = logger.makeRecord(
+        logger.name, logging.ERROR, __file__, 0, "ended by an error", (), trace
     )
     for handler in logging.getLogger().handlers:
-        if isinstance(handler, RankLog):
+        if handler.name == _RANK_LOG:
             handler.handle(record)
 
 
@@ -119,10 +124,6 @@ def git_commit(file: Path) -> dict[str, Any] | None:
         return None
 
 
-class RankLog(logging.FileHandler):
-    """A rank's log file."""
-
-
 def _log_to(path: Path) -> None:
     """Also write what this process logs to a file: of this package from INFO on. The terminal shows
     the same as before."""
@@ -131,13 +132,14 @@ def _log_to(path: Path) -> None:
         # Python shows warnings with this handler, but only while there is no other handler.
         root.addHandler(logging.lastResort)
     for handler in root.handlers[:]:
-        if isinstance(handler, RankLog):  # of an earlier run in this process
+        if handler.name == _RANK_LOG:  # of an earlier run in this process
             root.removeHandler(handler)
             handler.close()
         else:
             handler.setLevel(max(handler.level, ours.getEffectiveLevel()))
     ours.setLevel(logging.INFO)
-    log = RankLog(path, encoding="utf-8")
+    log = logging.FileHandler(path, encoding="utf-8")
+    log.name = _RANK_LOG
     log.setFormatter(
         logging.Formatter(f"%(asctime)s rank {dist.get_rank()} %(levelname)s %(name)s: %(message)s")
     )
@@ -171,3 +173,59 @@ def profiler(profiling: Profiling, output_dir: str, rank: int) -> Iterator[Calla
             profile.step()
 
         yield step_done
+
+
+def report_end(config: Config, began_after: int, step: int, stopped: bool) -> None:
+    """Log how a run has ended, after `step`. After training.steps, also draw how it went, and log
+    the commands that come next.
+
+    began_after: the step that it was resumed at. stopped: by a signal.
+    """
+    if stopped:
+        logger.info("stopped by a signal after step %d", step)
+    elif began_after >= config.training.steps:
+        logger.info(
+            "the run had already finished (training.steps = %d), and its results are in %s. To train "
+            "on, write more training.steps. To start anew, write another training.output_dir, or "
+            "delete that folder",
+            config.training.steps,
+            config.training.output_dir,
+        )
+    else:
+        logger.info("finished %d steps", step)
+        if dist.get_rank() == 0 and config.metrics.tensorboard:
+            picture = draw_training(config.training.output_dir)
+            logger.info("wrote %s, a picture of loss, density, and recall", picture)
+        if dist.get_rank() == 0 and (commands := next_commands(config)):
+            logger.info("\n  ".join(["what you can do next:", *commands]))
+
+
+def draw_training(folder: str) -> Path:
+    """Write training.png into a run's output_dir, of all steps logged there. Returns its path."""
+    lines = dict(sorted(read_metrics(folder).items()))
+    validated = {}
+    if (path := Path(folder, "validation.jsonl")).is_file():
+        validated = {line["step"]: line["loss"] for line in read_lines(path)}
+    picture = Path(folder, "training.png")
+    training_figure(lines, dict(sorted(validated.items()))).savefig(picture, dpi=120)
+    return picture
+
+
+def next_commands(config: Config) -> list[str]:
+    """The commands that a finished run of this configuration is good for."""
+    run = config.training.output_dir
+    commands = []
+    if config.metrics.tensorboard:
+        commands.append(["tensorboard", "--logdir", run])
+    if config.checkpoint.enable:
+        evaluate = ["titan-sparse", "evaluate", "--config", f"{run}/config.toml"]
+        evaluate += ["--checkpoint", run, "--tasks", "position", "--out", f"{run}/evaluation"]
+        parts = list(source_formats(config.data).items())
+        if len(parts) > 1:
+            # It reads one source.
+            evaluate += ["--data.source", parts[0][0], "--data.format", parts[0][1]]
+        commands.append(evaluate)
+        # What adapters of random weights are made for is in no folder.
+        if not (config.lora.rank and trains_random_base(config)):
+            commands.append(["titan-sparse", "export_hf", run, f"{run}/exported"])
+    return [shlex.join(words) for words in commands]

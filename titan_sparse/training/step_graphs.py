@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.observe import Recording
-from titan_sparse.config import Config, resolve_cp_intra, world_from_environment
+from titan_sparse.config import Config, resolve_cp_intra
 from titan_sparse.config.reading import Refusal
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.training.optimizer import shard_of
@@ -29,6 +30,7 @@ logger = logging.getLogger("titan_sparse")
 _RUNS_BEFORE = 2
 """Batches of a shape that the host queues before it is captured. The first one compiles."""
 _MOST_GRAPHS = 8
+_IMPOSSIBLE = 'compile.cuda_graphs = "on" is impossible: {}; write "auto"'
 _MOST_TOKENS = 65536
 """Tokens a GPU up to which "auto" takes graphs. With more of them, kernels take longer than Python
 (docs/benchmarks.md), and the graphs' memory could be used better."""
@@ -73,49 +75,37 @@ def refusal(config: Config, model: DecoderConfig, device_type: str, schedule: st
     waits for the GPU inside a forward, as some code of transformers does.
     """
     attention = config.attention
-    intra = resolve_cp_intra(config.parallelism, world_from_environment()[1])
+    intra = resolve_cp_intra(config.parallelism)
     nodes = config.parallelism.cp // intra
     is_ring = schedule in ("ring", "double_ring") or (schedule == "ulysses" and nodes > 1)
     routes_by_index = attention.route_by == "auto" and attention.layout in ("contiguous", "zigzag")
-    for applies, reason in (
-        (device_type != "cuda", f"graphs need a GPU, not a {device_type.upper()}"),
-        (config.optimizer.offload, "optimizer.offload = true keeps weights on the CPU"),
-        (
-            config.activation_checkpoint.offload,
-            "activation_checkpoint.offload = true moves activations to the CPU",
+    reasons = {
+        f"graphs need a GPU, not a {device_type.upper()}": device_type != "cuda",
+        "optimizer.offload = true keeps weights on the CPU": config.optimizer.offload,
+        "activation_checkpoint.offload = true moves activations to the CPU": (
+            config.activation_checkpoint.offload
         ),
-        (
-            schedule == "group_cast",
-            'attention.schedule = "group_cast" plans each batch on the host',
+        'attention.schedule = "group_cast" plans each batch on the host': schedule == "group_cast",
+        'attention.layout = "balanced" plans each batch on the host': (
+            config.parallelism.cp > 1 and attention.layout == "balanced"
         ),
-        (
-            config.parallelism.cp > 1 and attention.layout == "balanced",
-            'attention.layout = "balanced" plans each batch on the host',
+        f'attention.schedule = "{schedule}" plans each batch of documents on the host': (
+            is_ring and attention.mask == "documents"
         ),
-        (
-            is_ring and attention.mask == "documents",
-            f'attention.schedule = "{schedule}" plans each batch of documents on the host',
+        'attention.route_by = "auto" plans each selection on the host': (
+            is_ring and routes_by_index and attention.pattern == "vertical_slash"
         ),
-        (
-            is_ring and routes_by_index and attention.pattern == "vertical_slash",
-            'attention.route_by = "auto" plans each selection on the host',
+        "attention.window_sinks makes tables whose size follows from the batch": (
+            attention.window_sinks > 0
         ),
-        (
-            attention.window_sinks > 0,
-            "attention.window_sinks makes tables whose size follows from the batch",
+        "kernels of linear attention read the lengths of documents on the host": (
+            len(model.linear_layers) > 0
         ),
-        (
-            len(model.linear_layers) > 0,
-            "kernels of linear attention read the lengths of documents on the host",
+        "lora.dropout draws random numbers that a recomputation has to draw again": (
+            config.lora.dropout > 0
         ),
-        (
-            config.lora.dropout > 0,
-            "lora.dropout draws random numbers that a recomputation has to draw again",
-        ),
-    ):
-        if applies:
-            return reason
-    return None
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def explain(
@@ -133,7 +123,7 @@ def explain(
     if setting == "off":
         reason = 'compile.cuda_graphs = "off"'
     elif setting == "on" and reason is not None:
-        raise ValueError(f'compile.cuda_graphs = "on" is impossible: {reason}; write "auto"')
+        raise ValueError(_IMPOSSIBLE.format(reason))
     elif setting == "auto" and reason is None and tokens > _MOST_TOKENS:
         reason = f"{tokens:,} tokens a GPU keep it busy without them"
     if reason is not None:
@@ -141,13 +131,12 @@ def explain(
     return True, f"forward and backward are CUDA graphs from step {_RUNS_BEFORE + 1} on"
 
 
-class _Graph:
+class _Graph(NamedTuple):
     """A captured forward and backward, with the tensors that it reads and writes."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, inputs: list[Tensor], computed: Computed):
-        self.graph = graph
-        self.inputs = inputs
-        self.computed = computed
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    computed: Computed
 
     def replay(self, inputs: list[Tensor]) -> Computed:
         for own, new in zip(self.inputs, inputs, strict=True):
@@ -179,8 +168,8 @@ class StepGraphs:
     ) -> Computed:
         """The result of compute(batch, records).
 
-        compute: the same function in every call. records: the arguments of observe.recording(), or
-        None. adds: its gradients are added to those of the micro-batches before it in this step.
+        compute: the same function in every call. adds: its gradients are added to those of the
+        micro-batches before it in this step.
         """
         tensors, shape = flattened(batch)
         key = (shape, records, adds)
@@ -190,18 +179,6 @@ class StepGraphs:
         if self.setting != "off" and is_known and len(self.graphs) < _MOST_GRAPHS:
             self.graphs[key] = self._capture(compute, batch, records, adds)
             return self.graphs[key].replay(tensors)
-        return self._queue(compute, batch, records, key)
-
-    def clear_gradients(self) -> None:
-        """After an update. A graph's gradients keep their memory, and each step overwrites them."""
-        if not self.graphs:
-            self.model.zero_grad()
-
-    def _queue(
-        self, compute: Compute, batch: MicroBatch, records: tuple[int, int] | None, key: tuple
-    ) -> Computed:
-        """Compute a batch without a graph."""
-        shape, _, adds = key
         if self.graphs and not adds:
             self._zero_gradients()
         if self.setting == "off":
@@ -213,15 +190,23 @@ class StepGraphs:
         with _waits_for_the_gpu() as waits:
             computed = compute(batch, records)
         if waits and not is_first:
-            places = ", ".join(dict.fromkeys(waits[:3]))
-            self._refuse(f"the host waits for the GPU in {places}")
+            reason = f"the host waits for the GPU in {', '.join(dict.fromkeys(waits[:3]))}"
+            if self.setting == "on":
+                raise Refusal(_IMPOSSIBLE.format(reason))
+            logger.warning("no more steps become CUDA graphs, since %s", reason)
+            self.setting = "off"
         return computed
+
+    def clear_gradients(self) -> None:
+        """After an update. A graph's gradients keep their memory, and each step overwrites them."""
+        if not self.graphs:
+            self.model.zero_grad()
 
     def _capture(
         self, compute: Compute, batch: MicroBatch, records: tuple[int, int] | None, adds: bool
     ) -> _Graph:
         # A graph reads memory of its own.
-        batch, inputs = _copied(batch)
+        batch = tree_map_only(Tensor, torch.clone, batch)
         if not self.graphs and not adds:
             self.model.zero_grad()
         zeroes = bool(self.graphs) and not adds
@@ -242,13 +227,7 @@ class StepGraphs:
                 f"a step cannot be captured as a CUDA graph ({type(error).__name__}: {first_line}); "
                 'write compile.cuda_graphs = "off"'
             ) from error
-        return _Graph(graph, inputs, computed)
-
-    def _refuse(self, reason: str) -> None:
-        if self.setting == "on":
-            raise Refusal(f'compile.cuda_graphs = "on" is impossible: {reason}; write "auto"')
-        logger.warning("no more steps become CUDA graphs, since %s", reason)
-        self.setting = "off"
+        return _Graph(graph, flattened(batch)[0], computed)
 
     def _zero_gradients(self) -> None:
         gradients = [x.grad for x in self.model.parameters() if x.grad is not None]
@@ -259,33 +238,9 @@ class StepGraphs:
 def flattened(batch: MicroBatch) -> tuple[list[Tensor], Hashable]:
     """The tensors of a batch, in order, and what else a graph of it depends on: their shapes, and
     everything that is not a tensor."""
-    tensors: list[Tensor] = []
-
-    def shape_of(value: Any) -> Hashable:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-            return tuple(value.shape), value.dtype
-        if isinstance(value, tuple):
-            return tuple(map(shape_of, value))
-        return value
-
-    return tensors, shape_of(batch)
-
-
-def _copied(batch: MicroBatch) -> tuple[MicroBatch, list[Tensor]]:
-    """The batch in memory of its own, and the tensors there as flattened() orders them."""
-    copies: list[Tensor] = []
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            copies.append(value.clone())
-            return copies[-1]
-        if isinstance(value, tuple):
-            # All of them are NamedTuples.
-            return type(value)._make(map(copied, value))
-        return value
-
-    return copied(batch), copies
+    leaves = tree_leaves(batch)
+    shape = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+    return [x for x in leaves if isinstance(x, Tensor)], shape
 
 
 @contextmanager

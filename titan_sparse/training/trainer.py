@@ -16,30 +16,24 @@ from torch import Tensor
 
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.recorder import counting_caps
-from titan_sparse.config import Config, resolve_cp_intra, save, to_toml, world_from_environment
-from titan_sparse.config.changes import (
-    ORIGIN_FILE,
-    Origin,
-    changes,
-    origin_text,
-    read_saved,
-    refuse_changes,
-)
+from titan_sparse.config import Config, changes, save, to_toml
+from titan_sparse.config.sources import tokenizer_name
 from titan_sparse.data import Batch
 from titan_sparse.estimate.constants import costs_of_run
 from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.loss import count_valid
 from titan_sparse.models.flavours import resolve
 from titan_sparse.options.values import MOST
-from titan_sparse.training import banner, export, run_end
-from titan_sparse.training.after_step import decide
+from titan_sparse.training import export, preflight
 from titan_sparse.training.attention import (
+    attention_line,
     block_table,
     build_attends,
     build_context_parallel,
     build_layer_masks,
     build_shard,
     choose_backend,
+    probe_seed,
     schedule_of_launch,
     sparse_from,
     why_dense,
@@ -47,44 +41,24 @@ from titan_sparse.training.attention import (
 from titan_sparse.training.checkpoint.checkpointer import Checkpointer, Progress
 from titan_sparse.training.checkpoint.folders import check_lock, lock_run, unlock_run
 from titan_sparse.training.checkpoint.saver import check_async_mode
-from titan_sparse.training.faults.guard import (
-    Guard,
-    decides_on_device,
-    refuse_bad_weights,
-)
+from titan_sparse.training.dry_run import memory_line
+from titan_sparse.training.faults import process_groups
+from titan_sparse.training.faults.guard import Guard, decides_on_device, refuse_bad_weights
 from titan_sparse.training.faults.heartbeat import Watch
 from titan_sparse.training.faults.launcher import StopSignals
-from titan_sparse.training.faults.process_groups import (
-    barrier,
-    build_meshes,
-    choose_device,
-    init_distributed,
-    set_timeout,
-)
 from titan_sparse.training.load import build_run_scorer
 from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.training.metrics_output import open_wandb
-from titan_sparse.training.model import build_model, check_float8
-from titan_sparse.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
-from titan_sparse.training.preflight import (
-    adapters_to_train,
-    alike,
-    alike_in_training,
-    base_digest,
-    check_initial_weights,
-    open_data,
-    read_initial_hf,
-    recomputed_share,
-    refuse_to_resume,
-    step_path,
-    step_size,
-    use_deterministic_algorithms,
-    warn_of_dense,
-    warn_of_untrained_tokens,
+from titan_sparse.training.model import (
+    build_model,
+    check_float8,
+    draw_dropout,
+    model_line,
+    without_dropout,
 )
-from titan_sparse.training.randomness import draw_dropout, probe_seed, without_dropout
-from titan_sparse.training.recovery import Recovery
-from titan_sparse.training.run_folder import begin_start, profiler
+from titan_sparse.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
+from titan_sparse.training.recovery import Recovery, decide
+from titan_sparse.training.run_folder import begin_start, profiler, report_end
 from titan_sparse.training.step_graphs import Computed, MicroBatch, StepGraphs, explain
 from titan_sparse.training.validation import Validator
 
@@ -102,35 +76,39 @@ class Trainer:
         training, parallelism = config.training, config.parallelism
 
         # What may be refused comes first, before any process group exists.
-        self.device = choose_device(training.device)
+        self.device = process_groups.choose_device(training.device)
         check_async_mode(config.checkpoint, self.device)
         self.model_config = resolve(**dataclasses.asdict(config.model))
         if config.float8.enable:
             check_float8(self.device)
-        check_initial_weights(config, self.model_config)
-        self.loader = open_data(config, self.model_config)
+        preflight.check_initial_weights(config, self.model_config)
+        self.loader = preflight.open_data(config, self.model_config)
         tokenizer = self.loader.tokenizer
         # What is trained in place of all weights.
-        self.adapters = adapters_to_train(config, self.model_config, tokenizer)
+        self.adapters = preflight.adapters_to_train(config, self.model_config, tokenizer)
         # What a checkpoint's config.toml does not say of the run.
-        self.origin = Origin(
+        self.origin = changes.Origin(
             self.model_config,
             tokenizer.digest,
             self.device.type,
-            base_digest(config),
+            preflight.base_digest(config),
             self.loader.fingerprint(),
         )
-        refuse_to_resume(config, self.origin)
+        # Refuse a checkpoint of other data, or of another model.
+        saved = changes.read_saved(preflight.checkpoint_to_resume(config))
+        changes.refuse_changes(saved, config, self.origin)
         self.validation = Validator(config, tokenizer)
         if training.deterministic:
-            use_deterministic_algorithms()
+            # Of torch and cuBLAS. A backend of attention may be refused for it.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
         # The backend of attention, and the reason for it, for people.
         self.backend, self.kernel = choose_backend(config, self.model_config, self.device)
         costs = costs_of_run(config, self.model_config)
         self.has_graphs, self.queueing = explain(
             config, self.model_config, self.device.type, schedule_of_launch(config)
         )
-        alike_in_run = alike(config) | alike_in_training(
+        alike_in_run = preflight.alike(config) | preflight.alike_in_training(
             config, self.origin, self.backend, self.loader, self.validation
         )
 
@@ -139,10 +117,11 @@ class Trainer:
             lock_run(training.output_dir)
         wandb_run = open_wandb(config)
         torch.manual_seed(training.seed)
-        init_distributed(self.device, parallelism.first_step_timeout_seconds, alike_in_run)
+        process_groups.init_distributed(
+            self.device, parallelism.first_step_timeout_seconds, alike_in_run
+        )
         self.start_folder = begin_start(config, self.device)
-        cp_intra = resolve_cp_intra(parallelism, world_from_environment()[1])
-        self.meshes = build_meshes(parallelism, cp_intra, self.device.type)
+        self.meshes = process_groups.build_meshes(parallelism, self.device.type)
 
         # Attention over the ranks that share a sequence, and the data that each of them reads.
         attention = config.attention
@@ -151,7 +130,9 @@ class Trainer:
         if self.cp.depends_on_mask:
             self.loader.block_table = functools.partial(block_table, attention, self.cp)
         # Share of attention that the backward computes again.
-        self.recomputed = recomputed_share(config, self.model_config, self.backend, self.device)
+        self.recomputed = preflight.recomputed_share(
+            config, self.model_config, self.backend, self.device
+        )
         attends = build_attends(attention, self.cp, self.recomputed)
         # Tokens of the shortest document that can be sparse.
         self.sparse_from = sparse_from(attention)
@@ -177,7 +158,10 @@ class Trainer:
             self.loader,
             self.progress,
             states={"guard": self.guard},
-            texts={"config.toml": to_toml(config), ORIGIN_FILE: origin_text(self.origin)},
+            texts={
+                "config.toml": to_toml(config),
+                changes.ORIGIN_FILE: changes.origin_text(self.origin),
+            },
         )
         self.recovery = Recovery(config, self.guard, self.checkpointer, self.progress)
         self.scorer = build_run_scorer(
@@ -215,25 +199,24 @@ class Trainer:
                 export.export_run(self.config, self.progress.step)
         self.metrics.close()
         unlock_run(self.config.training.output_dir)
-        run_end.report(self.config, began_after, self.progress.step, stopped)
+        report_end(self.config, began_after, self.progress.step, stopped)
 
     def _load(self) -> None:
         """Resume from the run's newest checkpoint, else read model.initial_hf where that is given."""
         config = self.config
         # A checkpoint does not hold frozen weights.
         if self.adapters:
-            read_initial_hf(config, self.model, self.model_config)
+            preflight.read_initial_hf(config, self.model, self.model_config)
         if self.checkpointer.load():
             step = self.progress.step
             logger.info("resumed at step %d", step)
             # Not always the one looked at first, which may have been damaged.
-            saved = read_saved(step_path(config, step))
-            if saved is not None:
-                refuse_changes(saved, config, self.origin)
-                for change in changes(saved, config):
-                    logger.info("changed since the checkpoint: %s", change)
+            saved = changes.read_saved(preflight.step_path(config, step))
+            changes.refuse_changes(saved, config, self.origin)
+            for change in changes.changes(saved, config):
+                logger.info("changed since the checkpoint: %s", change)
         elif not self.adapters:
-            read_initial_hf(config, self.model, self.model_config)
+            preflight.read_initial_hf(config, self.model, self.model_config)
         self.checkpointer.check_disk()
         refuse_bad_weights(self.model, self.device)
 
@@ -272,7 +255,7 @@ class Trainer:
             self.loader.read_ahead(accumulated)
         if step == 1 and self.adapters:
             tokenizer = self.loader.tokenizer
-            warn_of_untrained_tokens(config, self.adapters, tokenizer, batches)
+            preflight.warn_of_untrained_tokens(config, self.adapters, tokenizer, batches)
         is_logged = self.metrics.should_log(step)
         seed = probe_seed(config.training.seed, step)
         draw_dropout(config, step)
@@ -316,7 +299,7 @@ class Trainer:
             if config.attention.mask == "documents" and self.sparse_from < MOST:
                 values["sparse_tokens"] = sparse / max(tokens, 1)
             if sparse == 0 and not self.metrics.has_logged:
-                warn_of_dense(config, self.model_config, self.loader, batches, step)
+                preflight.warn_of_dense(config, self.model_config, self.loader, batches, step)
             lengths = batches[-1].lengths
             tokens_per_sequence = sum(sum(sequence) for sequence in lengths) / len(lengths)
             self.metrics.log(
@@ -407,7 +390,8 @@ class Trainer:
         return clip_gradients(self.model.parameters(), self.config.training.max_norm or math.inf)
 
     def _after_step(self, stopped: bool, is_first: bool) -> None:
-        """The actions due after a step: going back, saving, validation, collecting garbage."""
+        """The actions due after a step: going back, saving, validation, collecting garbage. Raises
+        Poisoned if the run has to go back and cannot."""
         step = self.progress.step
         training = self.config.training
         if dist.get_rank() == 0:
@@ -426,7 +410,10 @@ class Trainer:
         )
         self.save_is_late = decision.save_is_late
         if decision.goes_back:
-            self._go_back(problem)
+            self._use_long_timeout()
+            self.saved_step = self.recovery.go_back(problem)
+            self.metrics.start_interval()
+            self._use_short_timeout()
             return
         if problem and is_due:
             logger.error("step %d is not saved: %s", step, problem)
@@ -447,52 +434,55 @@ class Trainer:
             gc.collect(1)
 
     def _validate(self) -> None:
-        step = self.progress.step
         with without_dropout(self.model):
-            self.validation.run(self.scorer, step, self.metrics, writes=dist.get_rank() == 0)
+            self.validation.run(self.scorer, self.progress.step, self.metrics)
         self.metrics.start_interval()
-
-    def _go_back(self, problem: str) -> None:
-        """To the last good checkpoint. Collective. Raises Poisoned if it cannot."""
-        self._use_long_timeout()
-        self.saved_step = self.recovery.go_back(problem)
-        self.metrics.start_interval()
-        self._use_short_timeout()
 
     def _use_long_timeout(self) -> None:
         """Before what may take long, and not the same time on all ranks: compilation, disks."""
         seconds = self.config.parallelism.first_step_timeout_seconds
-        set_timeout(seconds)
+        process_groups.set_timeout(seconds)
         self.watch.timeout_seconds = seconds
 
     def _use_short_timeout(self) -> None:
         """Once all ranks are here. Collective."""
-        barrier()
+        process_groups.barrier()
         seconds = self.config.parallelism.timeout_seconds
         # Writing checkpoints in the background may take long.
-        set_timeout(seconds, without=self.checkpointer.group)
+        process_groups.set_timeout(seconds, without=self.checkpointer.group)
         self.watch.timeout_seconds = seconds
 
     def _announce(self) -> None:
         if dist.get_rank() > 0:
             return
-        config, cp = self.config, self.cp
-        step = step_size(config, self.model_config, self.backend, self.recomputed)
+        config, cp, training = self.config, self.cp, self.config.training
+        step = preflight.step_size(config, self.model_config, self.backend, self.recomputed)
+        replicas, dp_size = config.parallelism.dp_replicate, self.meshes.dp_size
+        sequences = training.local_batch_size * training.gradient_accumulation_steps * dp_size
+        recomputed = ""
+        if self.recomputed:
+            recomputed = f" (attention of the first {100 * self.recomputed:g} % too)"
         lines = {
-            "model": banner.model_line(config, self.model_config, self.adapters),
-            "mesh": banner.mesh_line(config, self.meshes, cp, self.device),
-            "data": banner.data_line(config, self.meshes.dp_size, cp.size, step.seq_len),
-            "attention": banner.attention_line(config.attention),
+            "model": model_line(config, self.model_config, self.adapters),
+            "mesh": f"{replicas} dp_replicate x {dp_size // replicas} dp_shard x {cp.inter} cp_inter "
+            f"x {cp.intra} cp_intra on {self.device.type}",
+            "data": f"{config.data.source}, tokenizer {tokenizer_name(config)}, {sequences} sequences "
+            f"a step of {training.seq_len:,} tokens (padded to {step.seq_len:,}, "
+            f"{step.seq_len // cp.size:,} a rank)",
+            "attention": attention_line(config.attention),
             "note": why_dense(config, self.model_config, self.loader.longest_document()),
             "layout": f"{cp.layout}, schedule {cp.schedule}",
             "kernel": self.kernel,
-            "blocks": banner.blocks_line(config, self.recomputed),
+            "blocks": f"activation checkpointing {config.activation_checkpoint.mode}{recomputed}, "
+            + (
+                f"compiled by {config.compile.backend}" if config.compile.enable else "not compiled"
+            ),
             "steps": self.queueing,
-            "memory": banner.memory_line(step, self.device),
-            "output": config.training.output_dir,
+            "memory": memory_line(step, self.device),
+            "output": training.output_dir,
         }
         shown = (f"{name:>10}  {text}" for name, text in lines.items() if text)
         logger.info("%s", "\n".join(shown))
         for line in self.loader.advice():
             logger.warning("%s", line)
-        save(config, config.training.output_dir)
+        save(config, training.output_dir)

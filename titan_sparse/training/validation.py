@@ -9,22 +9,18 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from titan_sparse.config import Config, Data, needle_lengths
+from titan_sparse.config.reading import config_errors
 from titan_sparse.config.sources import format_of, single_source
 from titan_sparse.data.chat_template import load_template
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.shards import adds_bos, is_prepared
 from titan_sparse.data.tokenizer import Tokenizer
-from titan_sparse.evaluation import needle, pictures, position
+from titan_sparse.evaluation import generation, needle, pictures, position
 from titan_sparse.evaluation.answers import Sample, score_samples
-from titan_sparse.evaluation.generation import (
-    decoded,
-    encode_prompt,
-    refuse_linear_layers,
-    stream,
-)
 from titan_sparse.evaluation.scorer import Scorer, Sequence
 from titan_sparse.models.flavours import resolve
 from titan_sparse.training.metrics import MetricsLog, json_ready
@@ -55,7 +51,7 @@ class Validator:
         self.prompt: NDArray[np.int64] | None = None
         if not section.enable:
             return
-        try:
+        with config_errors("[validation]: "):
             data = _data(config)
             documents = open_documents(data, tokenizer, config.model.initial_hf)
             self.sequences = position.first_windows(
@@ -69,16 +65,13 @@ class Validator:
                 config.training.seed,
             )
             if section.prompt:
-                refuse_linear_layers(resolve(**vars(config.model)))
-                is_chat = documents.sample_format.format == "messages"
+                generation.refuse_linear_layers(resolve(**vars(config.model)))
                 template = None
-                if is_chat:
+                if documents.sample_format.format == "messages":
                     template = load_template(data, config.model.initial_hf, tokenizer)
-                self.prompt = encode_prompt(
+                self.prompt = generation.encode_prompt(
                     section.prompt, tokenizer, template, config.data.add_bos
                 )
-        except ValueError as error:
-            raise ValueError(f"[validation]: {error}") from error
 
     def content_digest(self) -> str:
         """Identify the sequences and prompts. All ranks must have the same digest."""
@@ -97,9 +90,9 @@ class Validator:
         is_regular = step == self.steps or step % section.every == 0
         return section.enable and (is_regular if step > 0 else section.at_start)
 
-    def run(self, scorer: Scorer, step: int, metrics: MetricsLog, writes: bool) -> dict[str, Any]:
-        """Measure. Collective. The rank that `writes` appends to <output_dir>/validation.jsonl,
-        TensorBoard, and metrics.trackers."""
+    def run(self, scorer: Scorer, step: int, metrics: MetricsLog) -> dict[str, Any]:
+        """Measure. Collective. Rank 0 appends to <output_dir>/validation.jsonl, TensorBoard, and
+        metrics.trackers."""
         # A kernel or a library might draw from torch's generators.
         devices = [scorer.device] if scorer.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
@@ -112,9 +105,8 @@ class Validator:
                 record["needle"] = {**needle.means(records), "cells": needle.by_cell(records)}
             if self.prompt is not None:
                 record["text"] = self._text(scorer)
-        if writes:
-            path = os.path.join(self.output_dir, "validation.jsonl")
-            lines = JsonLines(path)
+        if dist.get_rank() == 0:
+            lines = JsonLines(os.path.join(self.output_dir, "validation.jsonl"))
             lines.write(json_ready(record))
             lines.close()
             metrics.write_scalars(step, _scalars(record))
@@ -129,16 +121,12 @@ class Validator:
 
     def _text(self, scorer: Scorer) -> str:
         """The text that the model writes after validation.prompt. Collective."""
-        columns = stream(
-            scorer,
-            [self.prompt],
-            _TEXT_TOKENS,
-            lambda text: text[-1] in scorer.ends,
-            _TEMPERATURE,
+        columns = generation.stream(
+            scorer, [self.prompt], _TEXT_TOKENS, lambda text: text[-1] in scorer.ends, _TEMPERATURE
         )
         # Compiled blocks would be compiled anew for every length.
         with torch.compiler.set_stance("force_eager"):
-            text = "".join(decoded(columns, scorer.tokenizer, scorer.ends))
+            text = "".join(generation.decoded(columns, scorer.tokenizer, scorer.ends))
         scorer.release()
         return text
 

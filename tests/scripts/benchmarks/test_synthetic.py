@@ -2,7 +2,7 @@
 
 import torch
 
-from scripts.benchmarks.synthetic import draw_heads, expected_logits, keys, queries
+from scripts.benchmarks.synthetic import draw_heads, expected_logits
 
 SEQ_LEN, HEADS, KV_HEADS = 16384, 4, 2
 
@@ -10,13 +10,12 @@ SEQ_LEN, HEADS, KV_HEADS = 16384, 4, 2
 def test_logits_depend_on_the_distance_and_on_outliers_as_the_formula_says():
     heads = draw_heads(SEQ_LEN, HEADS, KV_HEADS, 64)
     first = SEQ_LEN - 512
-    q = queries(heads)[:, :, first:]
-    k = keys(heads)
+    q, k = heads.q[:, :, first:], heads.k
     distances = torch.arange(512, first, 37)
     # [512, distances]: the key that lies so far before each of the last 512 queries.
     key = torch.arange(first, SEQ_LEN)[:, None] - distances
     # [Hq, distances]
-    wanted = expected_logits(heads, distances)
+    wanted = expected_logits(heads.strengths, heads.frequency, distances)
     is_ordinary = torch.ones(KV_HEADS, SEQ_LEN, dtype=torch.bool)
     is_ordinary.scatter_(1, heads.outliers, False)
     for head in range(HEADS):

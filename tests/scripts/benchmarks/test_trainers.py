@@ -37,7 +37,7 @@ def test_torchtitan_has_the_weights_and_the_data(tmp_path, monkeypatch):
     """Logits of the trainer that the benchmark builds, beside transformers'."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    args = argparse.Namespace(tokens=[128], device="cpu")
+    args = argparse.Namespace(gpus=[1], tokens=[128], device="cpu")
     trainers.write_model("toy", tmp_path / "toy", args)
     trainers.write_texts(tmp_path, 128, 2)
     texts = trainers.read_texts(tmp_path)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.study.real_model import train_tokenizer
-from scripts.study.texts import standard_library_text
+from scripts.study.real_model import standard_library_text, train_tokenizer
 from tests.models.huggingface_reference import save_reference
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scripts.study import compact, real_model
-from scripts.study.texts import standard_library_text
+from scripts.study.real_model import standard_library_text
 from tests.models.huggingface_reference import save_reference
 from titan_sparse.data.tokenizer import load_tokenizer
 

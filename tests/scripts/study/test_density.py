@@ -16,8 +16,7 @@ from scripts.study.density import (
     SPECS,
     Spec,
 )
-from scripts.study.quality import BLOCK, RealModel, hide_needles, next_tokens, quality
-from scripts.study.texts import text_of
+from scripts.study.quality import BLOCK, RealModel, hide_needles, next_tokens, quality, text_of
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash
 from titan_sparse.data.tokenizer import load_tokenizer

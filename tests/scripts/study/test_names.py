@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.study.names import DISTANCES, FAR, MIDDLE, NEAR, NEW, distances_of_names, name_losses
+from scripts.study.work import DISTANCES, FAR, MIDDLE, NEAR, NEW, distances_of_names, name_losses
 from titan_sparse.data.tokenizer import ByteTokenizer
 from titan_sparse.evaluation.scorer import Sequence
 from titan_sparse.loss import IGNORE_INDEX

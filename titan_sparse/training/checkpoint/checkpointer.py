@@ -8,6 +8,7 @@ dataloader.*; train_state.*. Whatever else has a state is saved under its own na
 import copy
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -31,11 +32,7 @@ from titan_sparse.config import Checkpoint, Refusal
 from titan_sparse.data import PackedLoader
 from titan_sparse.models.initialization import canonical_name
 from titan_sparse.training.checkpoint import folders
-from titan_sparse.training.checkpoint.reader import (
-    Broken,
-    read_into,
-    verify,
-)
+from titan_sparse.training.checkpoint.reader import Broken, read_into, verify
 from titan_sparse.training.checkpoint.saver import PINNED, memory_like, write
 from titan_sparse.training.faults.process_groups import on_first_rank
 from titan_sparse.training.offload import Copier
@@ -149,10 +146,18 @@ class Checkpointer:
             logger.info("deleted saves that were cut short: %s", ", ".join(deleted))
         if self.section.load_step >= 0:
             self._roll_back(self.section.load_step)
-        step = self._load_newest()
-        if step is None and self.section.initial_load_path:
-            self._load_weights(self.section.initial_load_path)
-        return step is not None
+        if self._load_newest() is not None:
+            return True
+        if path := self.section.initial_load_path:
+            try:
+                verify(path)
+                read_into(dict(self.weights), path)
+            except Broken as error:
+                raise Refusal(
+                    f"checkpoint.initial_load_path = {path} holds no whole checkpoint ({error}); "
+                    "write a folder step-N of a run"
+                ) from None
+        return False
 
     def check_disk(self) -> None:
         """Refuse a disk that has no room for a save. Raises Refusal on all ranks."""
@@ -190,7 +195,7 @@ class Checkpointer:
         return step
 
     def is_due(self, step: int, last: bool) -> bool:
-        """True if save() would save: at every interval, and at the run's last step."""
+        """True if a save is due: at every interval, and at the run's last step."""
         return self.section.enable and (last or step % self.section.interval == 0)
 
     def save(self, step: int) -> float:
@@ -252,7 +257,7 @@ class Checkpointer:
         self.last_save_seconds = time.perf_counter() - began
         logger.info("saved %s in %.1f s", checkpoint, self.last_save_seconds)
 
-    def _load_newest(self, before: int | None = None, with_loader: bool = True) -> int | None:
+    def _load_newest(self, before: float = math.inf, with_loader: bool = True) -> int | None:
         """Load the newest checkpoint that is whole, of a step < `before`. Returns its step, None if there
         is no checkpoint at all.
 
@@ -260,9 +265,7 @@ class Checkpointer:
         """
         steps = on_first_rank(lambda: folders.saved_steps(self.folder))
         broken: dict[Path, str] = {}
-        for step in reversed(steps):
-            if before is not None and step >= before:
-                continue
+        for step in [step for step in reversed(steps) if step < before]:
             checkpoint = folders.step_folder(self.folder, step)
             try:
                 verify(checkpoint)
@@ -274,8 +277,7 @@ class Checkpointer:
                 aside = on_first_rank(lambda path=path: folders.move_aside(path, "broken"))
                 logger.warning("checkpoint damaged: %s; moved to %s", problem, aside)
             return step
-        if broken:
-            first = next(iter(broken.values()))
+        for first in broken.values():
             raise Refusal(
                 f"no checkpoint in {self.folder} is whole: {first}; put back a whole one, or "
                 "write another training.output_dir to start a new run"
@@ -315,13 +317,3 @@ class Checkpointer:
     def _move_newer(self, step: int) -> None:
         if aside := on_first_rank(lambda: folders.roll_back(self.folder, step)):
             logger.info("checkpoints newer than step %d are in %s now", step, aside)
-
-    def _load_weights(self, path: str) -> None:
-        try:
-            verify(path)
-            read_into(dict(self.weights), path)
-        except Broken as error:
-            raise Refusal(
-                f"checkpoint.initial_load_path = {path} holds no whole checkpoint ({error}); "
-                "write a folder step-N of a run"
-            ) from None

@@ -23,18 +23,14 @@ from pathlib import Path
 from titan_sparse.config import Refusal
 
 FOLDER = "checkpoint"
-
 METADATA = ".metadata"
-
 CHECKSUMS = "checksums.sha256"
+LOCK = ".lock"
+_INCOMPLETE = ".incomplete"
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
-_INCOMPLETE = re.compile(_STEP.pattern + r"\.incomplete")
-
 logger = logging.getLogger("titan_sparse")
-
-LOCK = ".lock"
 
 WAIT_SECONDS = 10.0
 """The ranks of a launcher that was killed take up to so long to end."""
@@ -52,7 +48,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 def saved_steps(folder: Path) -> list[int]:
     """Steps of all checkpoints in `folder`, whole or not, in rising order."""
-    matches = [_STEP.fullmatch(path.name) for path in _folders_in(folder)]
+    matches = [_STEP.fullmatch(path.name) for path in folder.glob("*/")]
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -69,7 +65,7 @@ def newest_checkpoint(output_dir: str) -> str | None:
 
 def move_aside(checkpoint: Path, why: str) -> Path:
     """Rename step-N to step-N.<why>, with a number where that name is taken. Returns the new path."""
-    target = _free_name(checkpoint.with_name(f"{checkpoint.name}.{why}"), first="")
+    target = free_name(checkpoint.with_name(f"{checkpoint.name}.{why}"), first="")
     os.rename(checkpoint, target)
     sync_folder(checkpoint.parent)
     return target
@@ -80,7 +76,7 @@ def roll_back(folder: Path, step: int) -> Path | None:
     newer = [later for later in saved_steps(folder) if later > step]
     if not newer:
         return None
-    aside = _free_name(folder / "rolled-back", first="-1")
+    aside = free_name(folder / "rolled-back", first="-1")
     aside.mkdir()
     # The newest first: cut short at any point, what is left here is still a row without gaps.
     for later in reversed(newer):
@@ -105,7 +101,7 @@ def rotate(folder: Path, keep: int) -> None:
         return
     for step in complete_steps(folder)[:-keep]:
         # Renamed first: cut short, this leaves nothing that looks like a checkpoint.
-        leaving = folder / f"step-{step}.incomplete"
+        leaving = folder / f"step-{step}{_INCOMPLETE}"
         shutil.rmtree(leaving, ignore_errors=True)
         os.rename(step_folder(folder, step), leaving)
         shutil.rmtree(leaving, ignore_errors=True)
@@ -113,7 +109,8 @@ def rotate(folder: Path, keep: int) -> None:
 
 def delete_incomplete(folder: Path) -> list[str]:
     """Delete what saves that were cut short have left. Returns the names."""
-    left_over = [path.name for path in _folders_in(folder) if _INCOMPLETE.fullmatch(path.name)]
+    names = [path.name for path in folder.glob(f"*{_INCOMPLETE}/")]
+    left_over = [name for name in names if _STEP.fullmatch(name.removesuffix(_INCOMPLETE))]
     for name in left_over:
         shutil.rmtree(folder / name, ignore_errors=True)
     return left_over
@@ -128,11 +125,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _folders_in(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("*") if path.is_dir()]
-
-
-def _free_name(path: Path, first: str) -> Path:
+def free_name(path: Path, first: str) -> Path:
     """The path with `first` behind its name, or with -2, -3 and so on if that exists."""
     endings = itertools.chain([first], (f"-{number}" for number in itertools.count(2)))
     names = (path.with_name(path.name + ending) for ending in endings)

@@ -5,6 +5,7 @@ running statistics. The device decides, and the fused optimizers leave everythin
 reads each step's report one step later, when it is there anyway.
 """
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterable
@@ -163,19 +164,15 @@ def all_finite(tensors: Iterable[Tensor], device: torch.device) -> bool:
 
 
 def optimizer_states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor) and value.ndim > 0
-    ]
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in values if isinstance(value, Tensor) and value.ndim > 0]
 
 
 def refuse_bad_weights(model: nn.Module, device: torch.device) -> None:
     """Raise Refusal, on every rank, for first weights that are not finite. Collective."""
     named = dict(model.named_parameters())
-    bad = _not_finite(named.values(), device)
-    for name in (name for name, is_bad in zip(named, bad.tolist(), strict=True) if is_bad):
+    bad = _not_finite(named.values(), device).tolist()
+    for name in itertools.compress(named, bad):
         raise Refusal(
             f"the first weights: {canonical_name(name)} is not finite everywhere; read others by "
             "model.initial_hf, checkpoint.load_step, or checkpoint.initial_load_path"

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -68,19 +69,14 @@ class Watch:
     """
 
     def __init__(
-        self,
-        timeout_seconds: float,
-        signals: StopSignals | None = None,
-        folder: Path | None = None,
+        self, timeout_seconds: float, signals: StopSignals | None = None, folder: Path | None = None
     ):
         self.timeout_seconds = timeout_seconds
         self.signals = signals or StopSignals()
         self.folder = folder
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self.main = threading.main_thread().ident
-        self.beat = 0
-        self.step = 0
+        self.beat = self.step = 0
         # The main thread has left the `with`; and this rank does not look after another one any more.
         self.left = False
         self.closed = threading.Event()
@@ -145,7 +141,7 @@ class Watch:
             raise OtherRankFailed(line) from error
 
     def _give_sign(self) -> None:
-        place, waits = self.frozen or place_of_thread(self.main)
+        place, waits = self.frozen or place_of_main_thread()
         with self.lock:
             self.beat += 1
             status = {
@@ -190,11 +186,10 @@ class Watch:
             status = self.statuses[rank]
             if self._claim(f"silent {rank} {status['beat']}"):
                 logger.error("%s", describe({rank: status}, {rank}))
-        if is_stuck and self.stuck_in != self.step:
+        if is_stuck and self.stuck_in != self.step and self.folder is not None:
             self.stuck_in = self.step
             try:
-                if self.folder is not None:
-                    write_stacks(self.folder / f"step-{self.step}", self.rank)
+                write_stacks(self.folder / f"step-{self.step}", self.rank)
             except Exception as error:  # whatever it is, the watch goes on
                 logger.warning("rank %d cannot write its stacks: %s", self.rank, error)
         # By then the silent ranks are known.
@@ -263,10 +258,9 @@ class Watch:
             return waited or isinstance(error, OSError)
         if waited:
             # The thread reads all ranks now. A silent one is known after some beats.
-            deadline = time.monotonic() + self.silence_seconds + 2 * self.beat_seconds
-            while time.monotonic() < deadline and not (
-                self.dead and len(self.statuses) == self.size
-            ):
+            for _ in range(_BEATS_OF_SILENCE + 2):
+                if self.dead and len(self.statuses) == self.size:
+                    break
                 time.sleep(self.beat_seconds)
             line = f"a collective failed on rank {self.rank}: {describe(self.statuses, self.dead)}"
         else:
@@ -282,7 +276,7 @@ class Watch:
     def _end(self, why: str) -> None:
         if self.left:
             return
-        place, _ = place_of_thread(self.main)
+        place, _ = place_of_main_thread()
         line = f"rank {self.rank} is stuck at {place} and ends, as {why}"
         logger.error("%s", line)
         report_to_launcher(self.stuck_line or line)
@@ -333,10 +327,10 @@ def culprits(statuses: dict[int, dict], silent: set[int]) -> list[int]:
     """
     if silent:
         return sorted(silent)
-    most: dict[str, int] = {}
+    most: Counter[str] = Counter()
     for status in statuses.values():
-        for group, number in status["collectives"].items():
-            most[group] = max(number, most.get(group, 0))
+        # The larger number of each group.
+        most |= Counter(status["collectives"])
     behind = [
         rank
         for rank, status in statuses.items()
@@ -363,12 +357,12 @@ def describe(statuses: dict[int, dict], silent: set[int]) -> str:
 def collectives_begun() -> dict[str, int]:
     """The number of collectives begun, by group. Transfers along rings are left out, in which ranks
     differ."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.group_desc.startswith(("cp inner", "cp outer")):
             continue
         key = f"{group.group_desc} {hash(tuple(dist.get_process_group_ranks(group)))}"
-        counts.setdefault(key, 0)
+        counts[key] += 0
         # Two device types may share a backend, which counts once.
         backends = {group._get_backend(device_type) for device_type in group._device_types}
         for backend in backends:
@@ -378,8 +372,8 @@ def collectives_begun() -> dict[str, int]:
     return counts
 
 
-def place_of_thread(thread: int) -> tuple[str, bool]:
-    frame = sys._current_frames().get(thread)
+def place_of_main_thread() -> tuple[str, bool]:
+    frame = sys._current_frames().get(threading.main_thread().ident)
     return place_of(traceback.walk_stack(frame) if frame else ())
 
 

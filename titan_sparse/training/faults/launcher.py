@@ -5,6 +5,7 @@ that mistakes in a configuration are reported at once.
 import ctypes
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -36,21 +37,17 @@ class Poisoned(RuntimeError):
 
 
 def hide_warnings_of_imports() -> None:
-    """Hide two warnings for the rest of this program. A second call changes nothing.
+    """Hide two warnings for the rest of this program.
 
     PEFT and transformers load torchao wherever it is installed. It warns of its own libraries that fit
     no GPU here, and torch of its enums: nothing that the reader can change.
     """
-    logging.getLogger("torchao").addFilter(_is_not_about_libraries)
-    logging.getLogger("torch.utils._pytree").addFilter(_is_not_about_enums)
+    _hide("torchao", "Failed to load")
+    _hide("torch.utils._pytree", "Enum subclass")
 
 
-def _is_not_about_libraries(record: logging.LogRecord) -> bool:
-    return "Failed to load" not in record.getMessage()
-
-
-def _is_not_about_enums(record: logging.LogRecord) -> bool:
-    return "Enum subclass" not in record.getMessage()
+def _hide(name: str, words: str) -> None:
+    logging.getLogger(name).addFilter(lambda record: words not in record.getMessage())
 
 
 def end_with_launcher() -> None:
@@ -122,20 +119,17 @@ class StopSignals:
 
     def __init__(self) -> None:
         # time.monotonic() of the first signal.
-        self.asked_at: float | None = None
+        self.asked_at = math.inf
 
     @property
     def asked(self) -> bool:
-        return self.asked_at is not None
+        return self.asked_at < math.inf
 
     def ask(self) -> None:
-        if self.asked_at is None:
-            self.asked_at = time.monotonic()
+        self.asked_at = min(self.asked_at, time.monotonic())
 
     def has_time_for(self, seconds: float, grace_seconds: float) -> bool:
         """True if so many more seconds end within the grace, which begins with the first signal."""
-        if self.asked_at is None:
-            return True
         return time.monotonic() - self.asked_at + seconds <= grace_seconds
 
     def __enter__(self) -> "StopSignals":

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titan_sparse.config import Parallelism, Refusal
+from titan_sparse.config import Parallelism, Refusal, resolve_cp_intra
 
 _POLL_SECONDS = 0.05
 
@@ -78,31 +78,23 @@ def init_distributed(
         # NCCL's flight recorder keeps the last collectives, unless the environment says otherwise.
         if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    dist.init_process_group(
-        backend,
-        timeout=timedelta(seconds=timeout_seconds),
-        store=store,
-        rank=rank,
-        world_size=world_size,
-    )
+    timeout = timedelta(seconds=timeout_seconds)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
 
 
-def build_meshes(parallelism: Parallelism, cp_intra: int, device_type: str) -> Meshes:
+def build_meshes(parallelism: Parallelism, device_type: str) -> Meshes:
     world_size = dist.get_world_size()
+    cp_intra = resolve_cp_intra(parallelism)
     cp, replicas = parallelism.cp, parallelism.dp_replicate
     dp_size = world_size // cp
     # Two meshes over the same ranks: one mesh cannot name dp_shard x cp as a single axis and its
     # parts too.
-    sharding = init_device_mesh(
-        device_type,
-        (replicas, world_size // replicas),
-        mesh_dim_names=("dp_replicate", "dp_shard_cp"),
-    )
-    sequence = init_device_mesh(
-        device_type,
-        (dp_size, cp // cp_intra, cp_intra),
-        mesh_dim_names=("dp", "cp_inter", "cp_intra"),
-    )
+    axes = ("dp_replicate", "dp_shard_cp")
+    shape = (replicas, world_size // replicas)
+    sharding = init_device_mesh(device_type, shape, mesh_dim_names=axes)
+    axes = ("dp", "cp_inter", "cp_intra")
+    shape = (dp_size, cp // cp_intra, cp_intra)
+    sequence = init_device_mesh(device_type, shape, mesh_dim_names=axes)
     fsdp = sharding if replicas > 1 else sharding["dp_shard_cp"]
     return Meshes(fsdp, sequence["cp_inter", "cp_intra"], dp_size, dist.get_rank() // cp)
 
@@ -210,10 +202,9 @@ def agree_on_name(store: dist.Store, rank: int, world_size: int, timeout_seconds
     earlier start are dead by now.
     """
     own = uuid.uuid4().hex
-    name = ""
+    name = own if rank == 0 else ""
     deadline = time.monotonic() + timeout_seconds
     if rank == 0:
-        name = own
         store.set("name of the start", own)
     awaited = set(range(1, world_size)) if rank == 0 else {0}
     while awaited:

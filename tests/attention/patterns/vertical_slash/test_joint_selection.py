@@ -41,7 +41,7 @@ def _generated(kind: str, seq_len: int) -> tuple[Tensor, Tensor]:
         q, k, _ = structured_qkv(1, 4, 2, seq_len, 32, seed=1, dtype=torch.float32)
         return q, k
     heads = synthetic.draw_heads(seq_len, heads=4, kv_heads=2, head_dim=32, seed=1)
-    return synthetic.queries(heads), synthetic.keys(heads)
+    return heads.q, heads.k
 
 
 @pytest.mark.parametrize(
