@@ -133,7 +133,7 @@ def test_dense_attention_over_what_was_selected(taken, name):
 
 def test_lists_cut_into_parts(monkeypatch):
     """The queries of a chunk are split over several programs, whose sums are added."""
-    module = sys.modules["titan_sparse.kernels.gathered.backward"]
+    module = sys.modules["titan_sparse.kernels.gathered.kernel"]
     monkeypatch.setattr(module, "list_splits", lambda programs: 3)
     case = CASES["packed and padded"]
     _assert_close(_run(case, backend="triton"), _wanted(case), 1e-5)

@@ -20,8 +20,7 @@ from titan_sparse.attention.backends.base import (
     Sum,
     merge,
 )
-from titan_sparse.kernels.block_sparse import Piece, Tiles
-from titan_sparse.kernels.chunks import ChosenChunks, chosen_keys
+from titan_sparse.kernels.block_sparse import ChosenChunks, Piece, Tiles, chosen_keys
 from titan_sparse.kernels.compact import unpack
 from titan_sparse.kernels.dtypes import accumulation_dtype
 

@@ -86,9 +86,9 @@ class Flex(Triton):
         if not verticals:
             return dq, [d_blocks]
         # fp32, because the gradients of verticals are still to be summed over heads and ranks.
-        output = block_sparse.GradientOutput(total.dtype, [torch.float32], dq)
+        dtypes = [total.dtype, torch.float32]
         q, d_out, out, lse = queries
-        dq, d_verticals = block_sparse.backward(d_out, q, out, lse, verticals, scale, output)
+        dq, d_verticals = block_sparse.backward(d_out, q, out, lse, verticals, scale, dtypes, dq)
         return dq, [d_blocks, *d_verticals]
 
     def _blocks_backward(

@@ -48,6 +48,5 @@ class Triton(Backend):
     ) -> Gradients:
         q, d_out, out, lse = queries
         # fp32, because the gradients of verticals are still to be summed over heads and ranks.
-        kv_dtypes = [total.dtype, torch.float32][: len(pieces)]
-        output = block_sparse.GradientOutput(total.dtype, kv_dtypes, total.before)
-        return block_sparse.backward(d_out, q, out, lse, pieces, scale, output)
+        dtypes = [total.dtype, total.dtype, torch.float32][: 1 + len(pieces)]
+        return block_sparse.backward(d_out, q, out, lse, pieces, scale, dtypes, total.before)

@@ -23,8 +23,7 @@ from titan_sparse.attention.masks.ranges import Mask, MaskRanges, token_position
 from titan_sparse.attention.masks.visibility import block_reach, reached
 from titan_sparse.attention.patterns.flex_mask import flex_block_mask
 from titan_sparse.kernels import compact as compact_kernels
-from titan_sparse.kernels.block_sparse import Tiles
-from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits
+from titan_sparse.kernels.block_sparse import ChosenChunks, Tiles, chosen_bits
 from titan_sparse.options.patterns import DenseOptions, PatternOptions
 
 

@@ -3,7 +3,7 @@
 Every query chooses chunks of keys for itself. Chunks are counted from the beginning of a document.
 A query sees its own chunk, causally, and those of the earlier chunks whose mean key has the largest
 product with it. A block of queries computes the union of what its queries chose. Inside a tile that
-not all of them chose, each query keeps to its own choice (kernels/chunks.py).
+not all of them chose, each query keeps to its own choice (ChosenChunks).
 
 On one rank, where the backend has kernels for it, the queries of each chunk are gathered instead, and
 tiles of them meet whole chunks. The queries' own chunks, which causality cuts, and short documents go
@@ -37,9 +37,8 @@ from titan_sparse.attention.patterns.spans import (
     spans_of_blocks,
 )
 from titan_sparse.kernels import gathered
-from titan_sparse.kernels.block_sparse import Piece, Tiles
+from titan_sparse.kernels.block_sparse import ChosenChunks, Piece, Tiles, chosen_bits, chosen_keys
 from titan_sparse.kernels.block_sparse.piece import mapped
-from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits, chosen_keys
 from titan_sparse.kernels.compact import pack, unpack
 from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.options.patterns import MoBAOptions
