@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import FunctionType, ModuleType
 
 import pytest
@@ -73,13 +74,13 @@ LONGEST = [
     "tests/training/test_wiring.py",
     "tests/training/test_metrics.py",
     "tests/docs/test_docs.py",
-    "tests/training/faults/test_heartbeat.py",
+    "tests/training/faults/test_lost_ranks.py",
     "tests/training/test_starts_and_stops.py",
     "tests/training/test_lora.py",
     "tests/training/test_transformers_runs.py",
-    "tests/training/test_poison.py",
+    "tests/training/faults/test_guard.py",
     "tests/faults/test_faults.py",
-    "tests/training/checkpoint/test_resuming.py",
+    "tests/training/checkpoint/test_checkpointer.py",
     "tests/attention/context_parallel/test_stress.py",
     "tests/attention/context_parallel/test_group.py",
     "tests/kernels/test_block_sparse.py",
@@ -156,6 +157,15 @@ def _gpu_as_before(request: pytest.FixtureRequest) -> None:
         dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A folder for runs, with texts to train on."""
+    from tests.runs import write_texts
+
+    write_texts(tmp_path / "texts")
+    return tmp_path
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ Also the command line of torchrun, for tests of how a program is started.
 """
 
 import contextlib
+import functools
+import importlib
 import os
 import sys
 import tempfile
@@ -26,6 +28,26 @@ def run_processes(world_size: int, function: Callable, *args) -> None:
     # A folder, since the last process to leave the store deletes its file.
     with tempfile.TemporaryDirectory() as folder:
         _start(_entry, (world_size, os.path.join(folder, "rendezvous"), function, args), world_size)
+
+
+def on_ranks(world_size: int) -> Callable[[Callable], Callable]:
+    """Make a function of the test that runs it in `world_size` processes of one gloo group.
+
+    Its arguments are fixtures that can be pickled.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def test(**fixtures: Any) -> None:
+            run_processes(world_size, _run_test, function.__module__, function.__name__, fixtures)
+
+        return test
+
+    return decorate
+
+
+def _run_test(module: str, name: str, fixtures: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**fixtures)
 
 
 def on_one_rank(function: Callable, *args) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from examples import chat_demo
-from tests.data.chat_helpers import CHATML, write_tokenizer
+from tests.data.helpers import CHATML, write_tokenizer
 from tests.distributed import run_program
 from titan_sparse.commands import train
 

@@ -19,7 +19,7 @@ CHECKPOINTS = (
     "reader.py and saver.py: torch's format of checkpoints, read safely and with checksums"
 )
 JINJA = "chat_template.py: which characters the assistant wrote, by transformers' own renderer"
-FLASH = "flash.py: FlashAttention-4's block tables and its LSE; the public function has neither"
+FLASH = "flex.py: FlashAttention-4's block tables and its LSE; the public function has neither"
 CUDNN = "cudnn.py: with the LSE, for merging, and with a given LSE backward"
 HANGS = "heartbeat.py: what each rank waited for when a job hung"
 
@@ -31,7 +31,7 @@ PRIVATE = {
     "._get_backend": HANGS,
     "._get_sequence_number_for_group": HANGS,
     "._init_group": "optimizer.py: what an optimizer's step() computes on",
-    "._modules": "loss_probe.py: named parts of a model, replaced for one forward without a hook",
+    "._modules": "chunked_loss.py: named parts of a model, replaced for one forward without a hook",
     "._prepare_inputs": "benchmarks: a batch as transformers' Trainer moves it to the GPU",
     "._version": "whether a tensor was changed in place since",
     "flash_attn.cute.interface._flash_attn_bwd": FLASH,
@@ -52,7 +52,6 @@ PRIVATE = {
     "torch._inductor.choices.InductorChoices.should_use_persistent_reduction": INDUCTOR,
     "torch._inductor.codegen.simd_kernel_features.DisableReduction": INDUCTOR,
     "torch._inductor.codegen.simd_kernel_features.EnableReduction": INDUCTOR,
-    "torch._inductor.codegen.simd_kernel_features.SIMDKernelFeatures": INDUCTOR,
     "torch._inductor.config": INDUCTOR,
     "torch._inductor.config.emulate_precision_casts": "model.py: rounds as without compile",
     "torch._inductor.config.inductor_choices_class": INDUCTOR,

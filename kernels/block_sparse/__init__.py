@@ -3,12 +3,11 @@
 The attention goes over one piece of keys, or over two in the same launch.
 
 forward(q, pieces, scale) -> out, lse
-backward(d_out, q, out, lse, pieces, scale, output) -> dq, [(dk, dv) of each piece]
+backward(d_out, q, out, lse, pieces, scale, dtypes, before) -> dq, [(dk, dv) of each piece]
 query_side(), query_gradient() and key_gradient() are the parts of backward().
 """
 
 from titan_sparse.kernels.block_sparse.backward import (
-    GradientOutput,
     QuerySide,
     backward,
     key_gradient,
@@ -16,4 +15,12 @@ from titan_sparse.kernels.block_sparse.backward import (
     query_side,
 )
 from titan_sparse.kernels.block_sparse.forward import forward
-from titan_sparse.kernels.block_sparse.piece import INTERPRETED, BlockLists, Piece, Tiles
+from titan_sparse.kernels.block_sparse.piece import (
+    INTERPRETED,
+    BlockLists,
+    ChosenChunks,
+    Piece,
+    Tiles,
+    chosen_bits,
+    chosen_keys,
+)

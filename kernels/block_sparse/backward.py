@@ -4,6 +4,7 @@ Both take the out and lse of the whole attention, over all pieces: with them the
 add up exactly.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,9 +26,10 @@ from titan_sparse.kernels.block_sparse.piece import (
     Tiles,
     bounds_in_slice,
     choices,
+    chosen_range,
     hide_covered,
     hide_keys,
-    list_row,
+    lists_of,
     load_rows,
     look_up,
     operand,
@@ -36,7 +38,6 @@ from titan_sparse.kernels.block_sparse.piece import (
     slice_of,
     store_rows,
 )
-from titan_sparse.kernels.chunks import chosen_range
 
 _DELTA_ROWS = 16  # divides every block, so also every number of queries
 
@@ -63,60 +64,44 @@ def _delta_kernel(
 
 
 @triton.jit
-def _walk_keys(
-    dq, q_tile, d_tile, lse, delta, scale, piece, batch, k, v, table, numbers, count, start, stop,
-    looked_up,
-    BLOCK: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """dq / logit scale over `count` KV blocks of the list `table`, N keys at a time."""
-    PER_BLOCK: tl.constexpr = BLOCK // N
-    for step in range(count * PER_BLOCK):
-        first = tl.load(table + step // PER_BLOCK) * BLOCK + step % PER_BLOCK * N
-        # [N, D]
-        k_tile = load_rows(k, piece.k.stride[2], first, N, HEAD_DIM, D)
-        v_tile = load_rows(v, piece.v.stride[2], first, N, HEAD_DIM, D)
-        # [M, N]
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-        if MASKED:
-            number = numbers + step // PER_BLOCK
-            scores = hide_keys(scores, piece, batch, first, number, start, stop, looked_up, N)
-        p = tl.math.exp2(scores * scale - lse[:, None])
-        dp = tl.dot(d_tile, tl.trans(v_tile), input_precision="ieee")
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision="ieee")
-    return dq
-
-
-@triton.jit
 def _query_gradient(
     dq, q_tile, d_tile, lse, delta, scale,
     piece, batch, head, heads, q_block, q_blocks, rows, start, stop,
     BLOCK: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """dq through one piece: its full list without masking, then its partial list."""
+    """dq / logit scale through one piece, N keys at a time: its full list without masking, then its
+    partial list."""
+    PER_BLOCK: tl.constexpr = BLOCK // N
     k = slice_of(piece.k, batch, head // piece.group)
     v = slice_of(piece.v, batch, head // piece.group)
-    full_count, full, partial_count, partial, numbers = list_row(piece, batch, head, q_block)
+    lists = lists_of(piece, batch, head, q_block)
     looked_up = look_up(piece, batch, head, heads, q_block, q_blocks, rows, BLOCK)
-    dq = _walk_keys(
-        dq, q_tile, d_tile, lse, delta, scale, piece, batch, k, v, full, full, full_count,
-        start, stop, looked_up, BLOCK, N, HEAD_DIM, D, MASKED=False,
-    )  # fmt: skip
-    return _walk_keys(
-        dq, q_tile, d_tile, lse, delta, scale, piece, batch, k, v, partial, numbers, partial_count,
-        start, stop, looked_up, BLOCK, N, HEAD_DIM, D, MASKED=True,
-    )  # fmt: skip
+    for MASKED in tl.static_range(2):
+        count, table, numbers = lists[MASKED]
+        for step in range(count * PER_BLOCK):
+            first = tl.load(table + step // PER_BLOCK) * BLOCK + step % PER_BLOCK * N
+            # [N, D]
+            k_tile = load_rows(k, piece.k.stride[2], first, N, HEAD_DIM, D)
+            v_tile = load_rows(v, piece.v.stride[2], first, N, HEAD_DIM, D)
+            # [M, N]
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+            if MASKED:
+                number = numbers + step // PER_BLOCK
+                scores = hide_keys(scores, piece, batch, first, number, start, stop, looked_up, N)
+            p = tl.math.exp2(scores * scale - lse[:, None])
+            dp = tl.dot(d_tile, tl.trans(v_tile), input_precision="ieee")
+            ds = p * (dp - delta[:, None])
+            dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision="ieee")
+    return dq
 
 
 @triton.jit
 def _query_kernel(
-    q, d_out, lse, delta, before, dq, piece, other, start, stop, q_len,
-    heads, scale, logit_scale,
+    q, d_out, lse, delta, before, dq, pieces, start, stop, q_len, heads, scale, logit_scale,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    TWO: tl.constexpr, ADD: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
-    """dq of M queries of one head through `piece`, through `other` if TWO, plus `before` if ADD."""
+    """dq of M queries of one head through the pieces, plus `before` if ADD."""
     # Under causal masks the last query blocks have the most to do: they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -134,15 +119,10 @@ def _query_kernel(
     row_delta = tl.load(delta + row + rows)
 
     total = tl.zeros([M, D], tl.float32)
-    total = _query_gradient(
-        total, q_tile, d_tile, row_lse, row_delta, scale,
-        piece, batch, head, heads, q_block, q_len // BLOCK, rows, seen_from, seen_until,
-        BLOCK, N, HEAD_DIM, D,
-    )  # fmt: skip
-    if TWO:
+    for i in tl.static_range(len(pieces)):
         total = _query_gradient(
             total, q_tile, d_tile, row_lse, row_delta, scale,
-            other, batch, head, heads, q_block, q_len // BLOCK, rows, seen_from, seen_until,
+            pieces[i], batch, head, heads, q_block, q_len // BLOCK, rows, seen_from, seen_until,
             BLOCK, N, HEAD_DIM, D,
         )  # fmt: skip
     total *= logit_scale
@@ -155,13 +135,14 @@ def _query_kernel(
 def _walk_queries(
     dk, dv, k_tile, v_tile, scale,
     q, q_step, d_out, d_out_step, lse, delta, piece, batch, head, heads, q_len,
-    table, numbers, count, split, splits, start, stop, position, first_position, covered, keys,
+    blocks, split, splits, start, stop, position, first_position, covered, keys,
     BLOCK: tl.constexpr, M: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dk / logit scale and dv over part `split` of `splits` of the `count` query blocks of the list
-    `table`, M queries at a time. Scores are [keys, queries]."""
+    """dk / logit scale and dv over part `split` of `splits` of a list of query blocks, one of
+    lists_of(), M queries at a time. Scores are [keys, queries]."""
     PER_BLOCK: tl.constexpr = BLOCK // M
+    count, table, numbers = blocks
     begin = count * split // splits
     end = count * (split + 1) // splits
     for step in range(begin * PER_BLOCK, end * PER_BLOCK):
@@ -244,21 +225,14 @@ def _key_kernel(
         if piece.covered is not None:
             covered = piece.covered + row * (q_len // BLOCK) * piece.words
         # Its full list without masking, then its partial list.
-        full_count, full, partial_count, partial, numbers = list_row(piece, batch, head, k_block)
-        dk_sum, dv_sum = _walk_queries(
-            dk_sum, dv_sum, k_tile, v_tile, scale,
-            head_q, q.stride[2], head_d, d_out.stride[2], lse + row * q_len, delta + row * q_len,
-            piece, batch, head, heads, q_len, full, full, full_count, list_split, list_splits,
-            row_start, row_stop, position, first_position, covered, keys,
-            BLOCK, M, HEAD_DIM, D, MASKED=False,
-        )  # fmt: skip
-        dk_sum, dv_sum = _walk_queries(
-            dk_sum, dv_sum, k_tile, v_tile, scale,
-            head_q, q.stride[2], head_d, d_out.stride[2], lse + row * q_len, delta + row * q_len,
-            piece, batch, head, heads, q_len, partial, numbers, partial_count, list_split, list_splits,
-            row_start, row_stop, position, first_position, covered, keys,
-            BLOCK, M, HEAD_DIM, D, MASKED=True,
-        )  # fmt: skip
+        lists = lists_of(piece, batch, head, k_block)
+        for MASKED in tl.static_range(2):
+            dk_sum, dv_sum = _walk_queries(
+                dk_sum, dv_sum, k_tile, v_tile, scale, head_q, q.stride[2], head_d, d_out.stride[2],
+                lse + row * q_len, delta + row * q_len, piece, batch, head, heads, q_len,
+                lists[MASKED], list_split, list_splits, row_start, row_stop,
+                position, first_position, covered, keys, BLOCK, M, HEAD_DIM, D, MASKED,
+            )  # fmt: skip
 
     kv_heads = tl.num_programs(1)
     at = ((split.to(tl.int64) * batches + batch) * kv_heads + kv_head) * piece.k_len * HEAD_DIM
@@ -266,39 +240,26 @@ def _key_kernel(
     store_rows(dv + at, dv_sum, first, N, HEAD_DIM, D)
 
 
-class GradientOutput(NamedTuple):
-    """Dtypes and memory of the gradients.
-
-    dq_dtype: of dq. kv_dtypes: of the dk and dv of each piece.
-    before: what came through other keys, which is added to dq; None for nothing. Where it is
-    contiguous and has dq_dtype, the sum is written to its memory.
-    into: contiguous memory for dq; its dtype, whichever it is, wins.
-    """
-
-    dq_dtype: torch.dtype
-    kv_dtypes: list[torch.dtype]
-    before: Tensor | None = None
-    into: Tensor | None = None
-
-
 def backward(
     d_out: Tensor,
     q: Tensor,
     out: Tensor,
     lse: Tensor,
-    pieces: list[Piece],
+    pieces: Sequence[Piece],
     scale: float,
-    output: GradientOutput,
+    dtypes: Sequence[torch.dtype],
+    before: Tensor | None = None,
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Gradients through one piece or two, which need by_key.
 
     d_out, q, out: [B, Hq, Sq, D]; lse: natural log [B, Hq, Sq]; out and lse of the whole attention.
+    dtypes: of dq, then of the dk and dv of each piece. before: as in query_gradient().
     Returns dq in q's shape, and (dk, dv) of each piece in the shape of its k.
     """
     queries = query_side(d_out, q, out, lse, pieces[0].tiles, scale)
-    dq = query_gradient(queries, pieces, output)
+    dq = query_gradient(queries, pieces, dtypes[0], before)
     d_pieces = []
-    for piece, dtype in zip(pieces, output.kv_dtypes, strict=True):
+    for piece, dtype in zip(pieces, dtypes[1:], strict=True):
         d_pieces.append(key_gradient(queries, piece, dtype))
     return dq, d_pieces
 
@@ -336,23 +297,30 @@ def query_side(
     return QuerySide(q, d_out, lse_2, delta, tiles.start, tiles.stop, tiles.block_size, scale)
 
 
-def query_gradient(queries: QuerySide, pieces: list[Piece], output: GradientOutput) -> Tensor:
-    """dq through all pieces in one launch, and what `output` adds to it."""
+def query_gradient(
+    queries: QuerySide,
+    pieces: Sequence[Piece],
+    dtype: torch.dtype,
+    before: Tensor | None = None,
+    into: Tensor | None = None,
+) -> Tensor:
+    """dq through all pieces in one launch, in `dtype`.
+
+    before: what came through other keys, which is added to dq. Where it is contiguous and has
+    `dtype`, the sum is written to its memory.
+    into: contiguous memory for dq; its dtype, whichever it is, wins.
+    """
     q = queries.q
-    before = None if output.before is None else output.before.contiguous()
+    before = None if before is None else before.contiguous()
     batch, heads, q_len, dim = q.shape
-    dq = output_like(q, before, output.dq_dtype, output.into)
-    padded_dim = triton.next_power_of_2(dim)
+    dq = output_like(q, before, dtype, into)
     verticals_only = all(piece.tiles.covered is not None for piece in pieces)
-    m, n = query_tile(dim, queries.block_size, q.element_size(), verticals_only)
-    operands = [operand(piece, piece.tiles.by_query, heads) for piece in pieces]
-    other = operands[1] if len(operands) == 2 else None
-    sizes = dict(BLOCK=queries.block_size, M=m, N=n, HEAD_DIM=dim, D=padded_dim)
-    cases = dict(TWO=other is not None, ADD=before is not None)
-    _query_kernel[q_len // m, heads, batch](
-        *queries.rows(), dq if before is None else before, dq, operands[0], other,
+    tile = query_tile(dim, queries.block_size, q.element_size(), verticals_only)
+    operands = tuple(operand(piece, piece.tiles.by_query, heads) for piece in pieces)
+    _query_kernel[q_len // tile[0], heads, batch](
+        *queries.rows(), dq if before is None else before, dq, operands,
         queries.start, queries.stop, q_len, heads, queries.scale * LOG2_E, queries.scale,
-        **sizes, **cases, **options(m, n, padded_dim, q.device),
+        BLOCK=queries.block_size, ADD=before is not None, **options(tile, dim, q.device),
     )  # fmt: skip
     return dq
 
@@ -362,10 +330,10 @@ def key_gradient(queries: QuerySide, piece: Piece, dtype: torch.dtype) -> tuple[
     q = queries.q
     batch, heads, q_len, dim = q.shape
     _, kv_heads, k_len, _ = piece.k.shape
-    padded_dim = triton.next_power_of_2(dim)
-    m, n = key_tile(dim, queries.block_size, q.element_size())
+    tile = key_tile(dim, queries.block_size, q.element_size())
+    tiles = k_len // tile[1]
     head_splits, list_splits = key_splits(
-        k_len // n * kv_heads * batch, heads // kv_heads, q_len // queries.block_size
+        tiles * kv_heads * batch, heads // kv_heads, q_len // queries.block_size
     )
     splits = head_splits * list_splits
     # Sums of parts are rounded once, when they are added up.
@@ -373,12 +341,11 @@ def key_gradient(queries: QuerySide, piece: Piece, dtype: torch.dtype) -> tuple[
     shape = piece.k.shape if splits == 1 else (splits, *piece.k.shape)
     dk = torch.empty(shape, dtype=kept, device=q.device)
     dv = torch.empty(shape, dtype=kept, device=q.device)
-    sizes = dict(BLOCK=queries.block_size, M=m, N=n, HEAD_DIM=dim, D=padded_dim)
-    _key_kernel[k_len // n, kv_heads, batch * splits](
+    _key_kernel[tiles, kv_heads, batch * splits](
         *queries.rows(), dk, dv, operand(piece, piece.tiles.by_key, heads),
         queries.start, queries.stop, q_len, heads, batch, head_splits, list_splits,
         queries.scale * LOG2_E, queries.scale,
-        **sizes, **options(m, n, padded_dim, q.device),
+        BLOCK=queries.block_size, **options(tile, dim, q.device),
     )  # fmt: skip
     if splits == 1:
         return dk, dv

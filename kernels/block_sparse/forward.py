@@ -1,5 +1,7 @@
 """Forward of block-sparse attention: every query tile goes over one piece or two in one pass."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -10,7 +12,7 @@ from titan_sparse.kernels.block_sparse.piece import (
     LOG2_E,
     Piece,
     hide_keys,
-    list_row,
+    lists_of,
     load_rows,
     look_up,
     operand,
@@ -22,65 +24,50 @@ from titan_sparse.kernels.block_sparse.piece import (
 
 
 @triton.jit
-def _walk(
-    acc, weight, top, q_tile, scale, piece, batch, k, v, table, numbers, count, start, stop,
-    looked_up,
-    BLOCK: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """Online softmax (base 2) over `count` KV blocks of the list `table`, N keys at a time."""
-    PER_BLOCK: tl.constexpr = BLOCK // N
-    for step in range(count * PER_BLOCK):
-        first = tl.load(table + step // PER_BLOCK) * BLOCK + step % PER_BLOCK * N
-        # [N, D]
-        k_tile = load_rows(k, piece.k.stride[2], first, N, HEAD_DIM, D)
-        # [M, N]
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-        if MASKED:
-            number = numbers + step // PER_BLOCK
-            scores = hide_keys(scores, piece, batch, first, number, start, stop, looked_up, N)
-        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-        # Only masked rows can have seen nothing so far; -inf - -inf would be NaN.
-        base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
-        p = tl.math.exp2(scores * scale - base[:, None])
-        # What has been summed so far was relative to the old top.
-        rescale = tl.math.exp2(top - base)
-        weight = weight * rescale + tl.sum(p, 1)
-        v_tile = load_rows(v, piece.v.stride[2], first, N, HEAD_DIM, D)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision="ieee")
-        top = new_top
-    return acc, weight, top
-
-
-@triton.jit
 def _attend(
     acc, weight, top, q_tile, scale,
     piece, batch, head, heads, q_block, q_blocks, rows, start, stop,
     BLOCK: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """One piece: its full list without masking, then its partial list."""
+    """Online softmax (base 2) over one piece, N keys at a time: its full list without masking, then
+    its partial list."""
+    PER_BLOCK: tl.constexpr = BLOCK // N
     k = slice_of(piece.k, batch, head // piece.group)
     v = slice_of(piece.v, batch, head // piece.group)
-    full_count, full, partial_count, partial, numbers = list_row(piece, batch, head, q_block)
+    lists = lists_of(piece, batch, head, q_block)
     looked_up = look_up(piece, batch, head, heads, q_block, q_blocks, rows, BLOCK)
-    acc, weight, top = _walk(
-        acc, weight, top, q_tile, scale, piece, batch, k, v, full, full, full_count, start, stop,
-        looked_up, BLOCK, N, HEAD_DIM, D, MASKED=False,
-    )  # fmt: skip
-    return _walk(
-        acc, weight, top, q_tile, scale, piece, batch, k, v, partial, numbers, partial_count, start,
-        stop, looked_up, BLOCK, N, HEAD_DIM, D, MASKED=True,
-    )  # fmt: skip
+    for MASKED in tl.static_range(2):
+        count, table, numbers = lists[MASKED]
+        for step in range(count * PER_BLOCK):
+            first = tl.load(table + step // PER_BLOCK) * BLOCK + step % PER_BLOCK * N
+            # [N, D]
+            k_tile = load_rows(k, piece.k.stride[2], first, N, HEAD_DIM, D)
+            # [M, N]
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+            if MASKED:
+                number = numbers + step // PER_BLOCK
+                scores = hide_keys(scores, piece, batch, first, number, start, stop, looked_up, N)
+            new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+            # Only masked rows can have seen nothing so far; -inf - -inf would be NaN.
+            base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+            p = tl.math.exp2(scores * scale - base[:, None])
+            # What has been summed so far was relative to the old top.
+            rescale = tl.math.exp2(top - base)
+            weight = weight * rescale + tl.sum(p, 1)
+            v_tile = load_rows(v, piece.v.stride[2], first, N, HEAD_DIM, D)
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision="ieee")
+            top = new_top
+    return acc, weight, top
 
 
 @triton.jit
 def _forward_kernel(
-    q, before, out, lse, piece, other, start, stop, q_len, heads, scale,
+    q, before, out, lse, pieces, start, stop, q_len, heads, scale,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    TWO: tl.constexpr, CONTINUE: tl.constexpr, LOG2_E: tl.constexpr,
+    CONTINUE: tl.constexpr, LOG2_E: tl.constexpr,
 ):  # fmt: skip
-    """M queries of one head: out and lse over `piece`, over `other` if TWO, and, if CONTINUE, over
-    the keys of `before` and lse."""
+    """M queries of one head: out and lse over the pieces, and, if CONTINUE, over the keys of
+    `before` and lse."""
     # Under causal masks the last query blocks have the most to do: they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -104,15 +91,10 @@ def _forward_kernel(
         weight = tl.zeros([M], tl.float32)
         top = tl.full([M], float("-inf"), tl.float32)
 
-    acc, weight, top = _attend(
-        acc, weight, top, q_tile, scale,
-        piece, batch, head, heads, q_block, q_len // BLOCK, rows, seen_from, seen_until,
-        BLOCK, N, HEAD_DIM, D,
-    )  # fmt: skip
-    if TWO:
+    for i in tl.static_range(len(pieces)):
         acc, weight, top = _attend(
             acc, weight, top, q_tile, scale,
-            other, batch, head, heads, q_block, q_len // BLOCK, rows, seen_from, seen_until,
+            pieces[i], batch, head, heads, q_block, q_len // BLOCK, rows, seen_from, seen_until,
             BLOCK, N, HEAD_DIM, D,
         )  # fmt: skip
 
@@ -125,7 +107,7 @@ def _forward_kernel(
 
 def forward(
     q: Tensor,
-    pieces: list[Piece],
+    pieces: Sequence[Piece],
     scale: float,
     dtype: torch.dtype | None = None,
     total: tuple[Tensor, Tensor] | None = None,
@@ -149,23 +131,18 @@ def forward(
         before, lse = (x.contiguous() for x in total)
     out = output_like(q, before, dtype, into)
 
-    padded_dim = triton.next_power_of_2(dim)
     tiles = pieces[0].tiles
-    block_size = tiles.block_size
     verticals_only = all(piece.tiles.covered is not None for piece in pieces)
-    m, n = forward_tile(dim, block_size, q.element_size(), verticals_only)
-    launch = options(m, n, padded_dim, q.device)
+    tile = forward_tile(dim, tiles.block_size, q.element_size(), verticals_only)
+    launch = options(tile, dim, q.device)
     if any(piece.tiles.chosen is not None for piece in pieces):
         # The bits of the choices are prefetched as well: with all stages head_dim 128 would need
         # 24 bytes more shared memory than there are.
         launch["num_stages"] = min(launch["num_stages"], 4)
-    operands = [operand(piece, piece.tiles.by_query, heads) for piece in pieces]
-    other = operands[1] if len(operands) == 2 else None
-    rows = (rows_of(q), out if before is None else before, out, lse)
-    sizes = dict(BLOCK=block_size, M=m, N=n, HEAD_DIM=dim, D=padded_dim)
-    cases = dict(TWO=other is not None, CONTINUE=before is not None, LOG2_E=LOG2_E)
-    _forward_kernel[q_len // m, heads, batch](
-        *rows, operands[0], other, tiles.start, tiles.stop, q_len, heads, scale * LOG2_E,
-        **sizes, **cases, **launch,
+    operands = tuple(operand(piece, piece.tiles.by_query, heads) for piece in pieces)
+    _forward_kernel[q_len // tile[0], heads, batch](
+        rows_of(q), out if before is None else before, out, lse, operands,
+        tiles.start, tiles.stop, q_len, heads, scale * LOG2_E,
+        BLOCK=tiles.block_size, CONTINUE=before is not None, LOG2_E=LOG2_E, **launch,
     )  # fmt: skip
     return out, lse

@@ -69,20 +69,21 @@ def key_tile(head_dim: int, block_size: int, element_size: int) -> tuple[int, in
     return _tile(wanted, head_dim, block_size, element_size)
 
 
-def options(m: int, n: int, padded_dim: int, device: torch.device) -> dict[str, int]:
-    """num_warps and num_stages for a tile of m queries and n keys.
+def options(tile: tuple[int, int], head_dim: int, device: torch.device) -> dict[str, int]:
+    """Sizes of a kernel with such tiles, M queries and N keys, its num_warps, and its num_stages.
 
     Loading the block number takes two of the stages.
     """
-    if (m, n) == _VERTICAL_TILE:
-        return dict(num_warps=4, num_stages=4)
-    warps = 4 if max(m, n) * padded_dim <= 8192 else 8
+    padded_dim = triton.next_power_of_2(head_dim)
+    sizes = dict(M=tile[0], N=tile[1], HEAD_DIM=head_dim, D=padded_dim)
+    if tile == _VERTICAL_TILE:
+        return sizes | dict(num_warps=4, num_stages=4)
+    warps = 4 if max(tile) * padded_dim <= 8192 else 8
     # At head_dim 128 two programs of 4 warps share an SM, which hides more than a third buffer
     # does; at 256 there is no room for one.
     is_deep = padded_dim <= 64 or (padded_dim == 128 and warps == 8)
-    if is_deep and _shared_memory(device) >= _HOPPER_SHARED_MEMORY:
-        return dict(num_warps=warps, num_stages=5)
-    return dict(num_warps=warps, num_stages=3)
+    stages = 5 if is_deep and _shared_memory(device) >= _HOPPER_SHARED_MEMORY else 3
+    return sizes | dict(num_warps=warps, num_stages=stages)
 
 
 def _shared_memory(device: torch.device | None = None) -> int:

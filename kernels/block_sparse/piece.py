@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_sparse.kernels.chunks import ChosenChunks, chosen_range
-
 INTERPRETED = triton.knobs.runtime.interpret
 """True if the kernels run in Triton's interpreter, on the CPU (TRITON_INTERPRET=1 at import)."""
 
@@ -46,6 +44,50 @@ def mapped(lists: BlockLists | None, change: Callable[[Tensor], Tensor]) -> Bloc
     if lists is None:
         return None
     return BlockLists._make(None if field is None else change(field) for field in lists)
+
+
+class ChosenChunks(NamedTuple):
+    """Chunks of keys that single queries chose (MoBA): of the keys that start and stop let it see, a
+    query sees those in its chunks.
+
+    A tile of keys that is no longer than a chunk touches at most two chunks of a document. So in each
+    tile the choice only narrows the range start <= p < stop that the mask gives a query, and kernels
+    compare nothing but that range.
+
+    words: int32 [B, Hq, Sq, W], contiguous; bit c (compact.py) stands for the `tokens` keys from
+        origin + c * tokens on.
+    origin: int32 [B, Sq], where the query's document begins.
+    tokens: of a chunk, no fewer than of a block.
+    """
+
+    words: Tensor
+    origin: Tensor
+    tokens: int
+
+
+def chosen_keys(chosen: ChosenChunks, position: Tensor) -> Tensor:
+    """bool [B, Hq, Sq, n]: whether each query chose the chunk of each key.
+
+    position: of the keys, [B or 1, Hq or 1, n].
+    """
+    # [B, 1, Sq, 1]
+    origin = chosen.origin[:, None, :, None]
+    # [B, Hq or 1, Sq, n]: keys before the document count as its first chunk; the mask hides them.
+    chunk = (position[:, :, None] - origin).clamp(min=0) // chosen.tokens
+    return chosen_bits(chosen.words, chunk)
+
+
+def chosen_bits(words: Tensor, chunk: Tensor) -> Tensor:
+    """bool: of each row of words [B, H, n, W] the bits with the numbers `chunk`, False beyond them.
+
+    chunk: [B, H or 1, n, m]. Returns [B, H, n, m].
+    """
+    batch, heads, _, width = words.shape
+    # [B, H, n, m]
+    place = (chunk >> 5).clamp(max=width - 1).long()
+    word = words.gather(3, place.expand(batch, heads, -1, -1))
+    bit = (word >> (chunk & 31).int()) & 1
+    return bit.bool() & (chunk < 32 * width)
 
 
 class Tiles(NamedTuple):
@@ -240,9 +282,9 @@ def store_rows(pointer, x, first, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D:
 
 
 @triton.jit
-def list_row(piece, batch, head, block):
-    """The full and the partial list of one block, each a count and a table; and for a piece with
-    slices the slice that each entry of the partial table means."""
+def lists_of(piece, batch, head, block):
+    """The full and the partial list of one block, each a count, a table, and for a piece with slices
+    the slice that each entry of the partial table means."""
     batch_row = batch.to(tl.int64) * piece.list_stride[0]
     row = batch_row + head * piece.list_stride[1] + block
     full = piece.full + row * piece.full_width
@@ -252,7 +294,7 @@ def list_row(piece, batch, head, block):
         numbers = piece.partial_slice + row * piece.partial_width
     full_count = tl.load(piece.full_count + row)
     partial_count = tl.load(piece.partial_count + row)
-    return full_count, full, partial_count, partial, numbers
+    return (full_count, full, full), (partial_count, partial, numbers)
 
 
 @triton.jit
@@ -266,6 +308,30 @@ def bounds_in_slice(piece, batch, number, query):
     stop = tl.minimum(tl.load(at + 3), query + tl.load(at + 5) + 1)
     # Queries outside the slice see no position.
     return start, tl.where(inside, stop, 0)
+
+
+@triton.jit
+def _bit(words, number, width):
+    """True if bit `number` of `width` words is set; False beyond them."""
+    word = tl.load(words + (number >> 5), mask=number < width * 32, other=0)
+    return ((word >> (number & 31)) & 1) != 0
+
+
+@triton.jit
+def chosen_range(start, stop, words, origin, tokens, width, position):
+    """start and stop of each query, [M], for a tile of keys, narrowed to the chunks that it chose.
+
+    words: [M], pointers to the queries' words. origin: [M], where their documents begin. position:
+    of the tile's first key. The tile lies in that key's chunk and the one behind it.
+    """
+    chunk = tl.maximum(position - origin, 0) // tokens
+    boundary = origin + (chunk + 1) * tokens
+    here = _bit(words, chunk, width)
+    beyond = _bit(words, chunk + 1, width)
+    # Without the first chunk the range begins at the boundary, without the second it ends there.
+    narrowed_start = tl.where(here, start, tl.maximum(start, boundary))
+    narrowed_stop = tl.where(beyond, stop, tl.minimum(stop, boundary))
+    return narrowed_start, narrowed_stop
 
 
 @triton.jit

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from titan_sparse.kernels import block_sparse
-from titan_sparse.kernels.block_sparse import GradientOutput, QuerySide
-from titan_sparse.kernels.gathered.backward import add_key_gradient, add_query_gradient
-from titan_sparse.kernels.gathered.forward import add_attention
+from titan_sparse.kernels.block_sparse import QuerySide
+from titan_sparse.kernels.gathered.kernel import (
+    add_attention,
+    add_key_gradient,
+    add_query_gradient,
+)
 from titan_sparse.kernels.gathered.launch import Share, list_shares, row_tile, total_shares
 from titan_sparse.kernels.gathered.lists import (
     Plan,
@@ -56,8 +59,7 @@ def backward(
             total = torch.zeros(some.q.shape, dtype=torch.float32, device=q.device)
             add_query_gradient(some, part, total)
             into = dq[part.share.batches, part.share.heads]
-            output = GradientOutput(dq.dtype, [], before=total, into=into)
-            block_sparse.query_gradient(some, [part.plan.own], output)
+            block_sparse.query_gradient(some, [part.plan.own], dq.dtype, before=total, into=into)
     return dq, dk.to(q.dtype), dv.to(q.dtype)
 
 

@@ -75,25 +75,24 @@ def _rows_of_blocks(block_size: int) -> int:
     return block_size if INTERPRETED else 128
 
 
-def row_options(m: int, n: int, padded_dim: int, device: torch.device) -> dict[str, int]:
-    """num_warps and num_stages of the forward and of the dq kernel, and what limits registers."""
-    if (m, n) == _TWO_PROGRAMS and padded_dim == 128:
+def row_options(tile: tuple[int, int], head_dim: int, device: torch.device) -> dict[str, int]:
+    """Sizes, num_warps, and num_stages of the forward and of the dq kernel, and what limits
+    registers."""
+    chosen = options(tile, head_dim, device)
+    if tile == _TWO_PROGRAMS and chosen["D"] == 128:
         # Two programs of 8 warps share the registers of an SM.
-        return {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
-    chosen = options(m, n, padded_dim, device)
+        return chosen | {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
     # No number of a block is loaded ahead of its keys, which takes the other stages elsewhere.
-    chosen["num_stages"] = min(chosen["num_stages"], 3)
-    return chosen
+    return chosen | {"num_stages": min(chosen["num_stages"], 3)}
 
 
-def chunk_options(m: int, n: int, padded_dim: int, device: torch.device) -> dict[str, int]:
-    """num_warps and num_stages of the dk and dv kernel.
+def chunk_options(tile: tuple[int, int], head_dim: int, device: torch.device) -> dict[str, int]:
+    """Sizes, num_warps, and num_stages of the dk and dv kernel.
 
     It loads the numbers of queries before their rows, which takes one of the stages.
     """
-    chosen = options(m, n, padded_dim, device)
-    chosen["num_stages"] = min(chosen["num_stages"], 4)
-    return chosen
+    chosen = options(tile, head_dim, device)
+    return chosen | {"num_stages": min(chosen["num_stages"], 4)}
 
 
 def list_splits(programs: int) -> int:

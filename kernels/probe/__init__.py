@@ -12,5 +12,11 @@ names and signatures.
 """
 
 from titan_sparse.kernels.probe import naive
-from titan_sparse.kernels.probe.kernel import block_lse, block_masses, span_lse
-from titan_sparse.kernels.probe.rows import KeyBlocks, Probe, held_rows
+from titan_sparse.kernels.probe.kernel import (
+    KeyBlocks,
+    Probe,
+    block_lse,
+    block_masses,
+    held_rows,
+    span_lse,
+)

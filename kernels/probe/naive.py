@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.kernels.dtypes import accumulation_dtype
-from titan_sparse.kernels.probe.rows import KeyBlocks, Probe
+from titan_sparse.kernels.probe.kernel import KeyBlocks, Probe
 
 _CHUNK_ELEMENTS = 1 << 26
 """Scores held at a time: 256 MiB in fp32."""

@@ -16,8 +16,6 @@ same names and signatures.
 """
 
 from titan_sparse.kernels.selection import naive
-from titan_sparse.kernels.selection.final import final_scores, mass_histogram
-from titan_sparse.kernels.selection.first import first_scores
 from titan_sparse.kernels.selection.shared import (
     ALWAYS,
     BINS,
@@ -43,3 +41,4 @@ from titan_sparse.kernels.selection.thresholds import (
     max_missed_mass,
     select,
 )
+from titan_sparse.kernels.selection.verticals import final_scores, first_scores, mass_histogram

@@ -45,7 +45,7 @@ from scripts.benchmarks.harness import (
 )
 from scripts.benchmarks.options import head_set, parser_of, positive, share
 from titan_sparse.attention import backends
-from titan_sparse.attention.backends import flash
+from titan_sparse.attention.backends import flex
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.estimate.flops import causal_pairs
 
@@ -72,7 +72,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add_common_options(parser)
     parser.set_defaults(cases=["sparse"])
     args = parser.parse_args(words)
-    on_gpu = ["triton"] if flash.missing() else ["flex", "triton"]
+    on_gpu = ["triton"] if flex.missing() else ["flex", "triton"]
     args.backends = args.backends or (["eager"] if args.device == "cpu" else on_gpu)
     return args
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_sparse.attention import ContextParallel, attend, backends
-from titan_sparse.attention.backends import flash
+from titan_sparse.attention.backends import flex
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges
 from titan_sparse.attention.patterns import BlockIndex, Dense, Pattern, VerticalSlash
 from titan_sparse.estimate.indexes import random_index
@@ -156,7 +156,7 @@ def dense_peers(ranges: MaskRanges, shape: Shape) -> dict[str, Attention]:
     if shape.device == "cpu":
         return {}
     peers = {CUDNN: cudnn}
-    if flash.missing() is None:
+    if flex.missing() is None:
         peers[FLASH4] = flash4
     return peers | {"ours, dense": ours("auto", Dense(), ranges, shape.block_size)}
 

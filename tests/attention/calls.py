@@ -22,9 +22,8 @@ def op_arguments(
 
     begin, end: as options_key() takes them.
     """
-    names, tensors = mask_tensors(ranges)
-    of_mask = (ranges.plain, ranges.window)
-    key = options_key(pattern.key, cp.key, names, scale, "eager", *of_mask, begin, end)
+    facts, tensors = mask_tensors(ranges)
+    key = options_key(pattern.key, cp.key, facts, scale, "eager", begin, end)
     return None, index, tensors, key
 
 
@@ -32,5 +31,5 @@ def select_arguments(
     ranges: MaskRanges, pattern: Pattern, block_size: int, scale: float | None = None
 ) -> tuple[list[Tensor], str]:
     """(mask, call), which follow q and k in the op select, on one rank."""
-    names, tensors = mask_tensors(ranges)
-    return tensors, options_key(pattern.key, one_rank(block_size).key, names, scale)
+    facts, tensors = mask_tensors(ranges)
+    return tensors, options_key(pattern.key, one_rank(block_size).key, facts, scale)

@@ -17,8 +17,8 @@ from tests.attention.dense_twin import let_eager_serve_dense
 from tests.reference import attention_with_sinks, dense_attention, gradients, structured_qkv
 from titan_sparse.attention import ContextParallel, attend, ops
 from titan_sparse.attention.backends import BACKENDS
-from titan_sparse.attention.context_parallel.balanced import Costs
 from titan_sparse.attention.context_parallel.group import one_rank
+from titan_sparse.attention.context_parallel.layouts import Costs
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
 from titan_sparse.attention.masks.slices import prefix_lm, sliding_window
 from titan_sparse.attention.observe import recording

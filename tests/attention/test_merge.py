@@ -12,11 +12,10 @@ from tests.distributed import run_processes
 from tests.reference import dense_attention, gradients, structured_qkv
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
-from titan_sparse.attention.backends.base import Partial, Sum
+from titan_sparse.attention.backends.base import Sum, add, merge
 from titan_sparse.attention.backends.eager import Eager
 from titan_sparse.attention.context_parallel import group_cast_plan
 from titan_sparse.attention.masks.ranges import Documents
-from titan_sparse.attention.merge import add, merge
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 
 BLOCK, SEQ_LEN = 8, 192
@@ -42,8 +41,8 @@ class Rounding(Eager):
         dtype, before = total
         out, lse = super().forward(q, [blocks], scale, Sum(q.dtype))
         if not verticals:
-            return self._note("out", Partial(*merge(before, out, lse, dtype)))
-        before = Partial(*merge(before, out, lse, torch.float32))
+            return self._note("out", merge(before, out, lse, dtype))
+        before = merge(before, out, lse, torch.float32)
         total = Sum(dtype, before)
         return self._note("out", super().forward(q, verticals, scale, total))
 

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from tests.distributed import run_program
+from tests.models.transformers_models import tiny_model
 from titan_sparse.commands.choose import (
     choice,
     configurations,
@@ -30,18 +31,9 @@ def folder(tmp_path_factory):
     """The text, and a random model of transformers."""
     folder = tmp_path_factory.mktemp("choose")
     (folder / "text.txt").write_text(TEXT)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=258,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        # Logits of attention and of the head are large enough that the selection matters.
-        initializer_range=0.5,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
+    # Logits of attention and of the head are large enough that the selection matters.
+    model = tiny_model("LlamaConfig", vocab_size=258, initializer_range=0.5)
+    model.save_pretrained(folder / "model")
     return folder
 
 
@@ -65,9 +57,8 @@ def test_a_table_and_a_choice(folder, capsys):
     assert all(len(row["losses"]) == 2 for row in rows.values())
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
     tokens = torch.tensor([[*TEXT[:401].encode()]])
-    assert rows["dense"]["loss"] == pytest.approx(
-        model(tokens, labels=tokens).loss.item(), rel=1e-6
-    )
+    wanted = model(tokens, labels=tokens).loss.item()
+    assert rows["dense"]["loss"] == pytest.approx(wanted, rel=1e-6)
 
     assert list(rows) == ["dense", "recall 0.9", "recall 0.95", "recall 0.97", "recall 0.99"]
     for name in ("density", "recall"):
@@ -129,14 +120,12 @@ def test_nothing_is_measured_where_nothing_is_sparse(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    "word",
-    ["--optimizer.lr=1", "--attention.vertical_slash.recall=0.5", "--validation.every=3"],
+    "word", ["--optimizer.lr=1", "--attention.vertical_slash.recall=0.5", "--validation.every=3"]
 )
 def test_what_it_would_ignore_is_refused(folder, capsys, word):
     assert main([*_words(folder, "none"), word]) == 2
-    assert (
-        f"choose itself sets {word[2:].partition('=')[0]}; leave it out" in capsys.readouterr().err
-    )
+    key = word[2:].partition("=")[0]
+    assert f"choose itself sets {key}; leave it out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("a, b, c, d", [(3.0, 2.0, 50.0, 0.5), (0.0, 1.0, 1.0, 0.0)])

@@ -73,15 +73,9 @@ def test_lengths_that_are_dense_are_named(folder, capsys):
 @pytest.mark.parametrize(
     "words, reason",
     [
-        (
-            "--data.min_document_length 9999",
-            "no document has 9999 tokens (data.min_document_length)",
-        ),
+        ("--data.min_document_length 9999", "no document has 9999 tokens (data.min_document_len"),
         ("--lengths 200", "a needle and its question do not fit in 200 tokens; write"),
-        (
-            "--model.layers 5",
-            "has no layers.4.input_layernorm.weight, the model of --config has [128]",
-        ),
+        ("--model.layers 5", "has no layers.4.input_layernorm.weight, the model of --config has ["),
     ],
 )
 def test_what_does_not_fit_a_run_is_refused_before_any_process_group(folder, capsys, words, reason):
@@ -118,7 +112,7 @@ def test_what_cannot_be_evaluated_is_refused(tmp_path, capsys, words, reason):
 @pytest.mark.parametrize(
     ("trained", "ranks", "shared"), [(2, 1, 1), (8, 4, 4), (2, 6, 2), (3, 4, 1)]
 )
-def test_ranks_of_this_launch_take_the_place_of_training_s(
+def test_ranks_of_this_launch_take_the_place_of_others(
     trained, ranks, shared, tmp_path, monkeypatch
 ):
     """A run over several ranks is evaluated on the ranks of this launch, which share a sequence."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import transformers
 
 from tests.distributed import run_program
+from tests.models.transformers_models import tiny_model
 from titan_sparse.commands import export_hf
 from titan_sparse.commands.generate import main
 from titan_sparse.data.tokenizer import ByteTokenizer
@@ -25,9 +26,8 @@ PROMPT = "w3 w14 w15 w9"
 
 def _write_tokenizer(folder, end: str) -> None:
     words = ["<user>", "<assistant>", *WORDS]
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, "w0")
-    )
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
     about = {"eos_token": end, "tokenizer_class": "PreTrainedTokenizerFast"}
@@ -38,18 +38,8 @@ def _write_tokenizer(folder, end: str) -> None:
 def model(tmp_path_factory):
     """A folder with a random model, a tokenizer, and a chat template."""
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=62,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.6,
-        eos_token_id=61,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    settings = {"vocab_size": 62, "initializer_range": 0.6, "eos_token_id": 61}
+    tiny_model("LlamaConfig", **settings).save_pretrained(folder)
     _write_tokenizer(folder, end="w59")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
@@ -58,7 +48,9 @@ def model(tmp_path_factory):
 def _by_transformers(folder, ids: list[int], **options) -> list[int]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = torch.tensor([ids])
-    out = model.generate(tokens, do_sample=False, pad_token_id=0, **options)
+    # Without a mask, transformers would take the first word, 0, for padding.
+    seen = torch.ones_like(tokens)
+    out = model.generate(tokens, attention_mask=seen, do_sample=False, pad_token_id=0, **options)
     return out[0, len(ids) :].tolist()
 
 
@@ -161,9 +153,8 @@ def test_folders_without_a_whole_model_are_refused(tmp_path, capsys):
     assert "holds no complete checkpoint" in capsys.readouterr().err
     (tmp_path / "adapter_config.json").write_text("{}")
     assert main([str(tmp_path), "a"]) == 2
-    assert (
-        "holds adapters alone; write the run, or what export_hf --merge" in capsys.readouterr().err
-    )
+    said = "holds adapters alone; write the run, or what export_hf --merge"
+    assert said in capsys.readouterr().err
     (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "config.json").write_text("{}")
     assert main([str(tmp_path), "a"]) == 2

@@ -1,62 +1,52 @@
-"""titan-sparse init: each example loads, says what its keys mean, fits a GPU, and trains."""
+"""titan-sparse init, options, and show_data: what they print."""
 
 import json
+import re
 
 import pytest
 import torch.distributed as dist
-import transformers
 
-from titan_sparse.commands import train
-from titan_sparse.commands.init import EXAMPLES, main
+from tests.data.helpers import ANSWER, CHAT, CHATML, write_rows, write_tokenizer
+from tests.models.transformers_models import tiny_model
+from titan_sparse.commands import init, options, show_data, train
+from titan_sparse.commands.init import EXAMPLES
 from titan_sparse.config import load, load_and_check
+from titan_sparse.data.preparing import prepare
+from titan_sparse.data.recipe import Recipe
 
 SMALL = """
     --training.steps 2 --training.seq_len 128 --training.device cpu --training.dtype float32
     --attention.block_size 16 --attention.vertical_slash.dense_below 32
     --validation.windows 2 --validation.prompt abc --metrics.tensorboard false
 """.split()
-SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1)
 
 
 @pytest.fixture
 def example(request, tmp_path, monkeypatch, capsys):
     """The file as `titan-sparse init KIND > run.toml` writes it."""
     monkeypatch.chdir(tmp_path)
-    assert main([request.param]) == 0
+    assert init.main([request.param]) == 0
     (tmp_path / "run.toml").write_text(capsys.readouterr().out)
     return request.param
 
 
 def _write_model_and_chats(folder) -> None:
-    """What the examples name, and a tokenizer of bytes with a chat template."""
-    import tokenizers
-
-    config = transformers.LlamaConfig(
-        **SHAPE, vocab_size=300, num_attention_heads=2, num_key_value_heads=2
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "MODEL_FOLDER")
-    letters = sorted(set("abcdefghijklmnopqrstuvwxyz <|endoftext|>"))
-    vocabulary = {letter: number for number, letter in enumerate(["<|endoftext|>", *letters])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="a"))
-    tokenizer.save(str(folder / "MODEL_FOLDER/tokenizer.json"))
-    (folder / "MODEL_FOLDER/chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}a{% endif %}"
-    )
+    """What the examples name."""
+    model = tiny_model("LlamaConfig", vocab_size=400, num_hidden_layers=1)
+    model.save_pretrained(folder / "MODEL_FOLDER")
+    write_tokenizer(folder / "MODEL_FOLDER", CHATML)
     chat = [{"role": "user", "content": "how so"}, {"role": "assistant", "content": "like this"}]
-    rows = [json.dumps({"messages": chat * 3})] * 20
-    (folder / "chats.jsonl").write_text("\n".join(rows))
+    write_rows(folder / "chats.jsonl", [{"messages": chat * 3}] * 20)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, indirect=True)
-def test_an_example_trains(example, tmp_path, capsys):
+def test_an_example_trains(example, tmp_path):
     words = ["--config", "run.toml", *SMALL]
     if example == "pretrain":
         # A model that a CPU trains in no time, and less text.
         (tmp_path / "text.txt").write_text("some words to learn. " * 60)
         words += ["--model.flavour=debug", "--data.source=text.txt", "--data.join_packages=false"]
     else:
-        pytest.importorskip("peft")
         _write_model_and_chats(tmp_path)
     assert train.main(words) == 0
     lines = (tmp_path / f"outputs/{example}/metrics.jsonl").read_text().splitlines()
@@ -86,5 +76,75 @@ def test_an_example_says_what_its_keys_mean(example, tmp_path):
 
 def test_another_word_is_refused(capsys):
     for words in ([], ["finetune"], ["sft", "more"]):
-        assert main(words) == 2
+        assert init.main(words) == 2
         assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_options_and_refused_combinations_are_printed(capsys):
+    """Of the configuration that the other words say."""
+    assert options.main(["--parallelism.cp", "1", "--parallelism.cp_intra", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert "--attention.pattern dense|vertical_slash|xattention|moba" in printed
+    assert '* attention.backend = "cudnn" does not go with attention.pattern' in printed
+    assert 'attention.schedule = "double_ring" does not go with parallelism.cp = 1' in printed
+    assert options.main(["--attention.blocks", "100"]) == 2
+    assert "attention.blocks" in capsys.readouterr().err
+
+
+COLOR = re.compile("\033\\[\\d+m")
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch) -> list[str]:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = write_tokenizer(tmp_path / "tokenizer", CHATML)
+    long = [CHAT[1], {**ANSWER, "content": "yes " * 200}]
+    write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": long}])
+    source = str(tmp_path / "chats.jsonl")
+    options = {"source": source, "format": "messages", "tokenizer": folder}
+    words = ["--training.seq_len", "100", "--parallelism.cp", "4"]
+    for name, value in options.items():
+        words += [f"--data.{name}", value]
+    return words
+
+
+def test_marks_colors_and_lengths(words, capsys):
+    assert show_data.main([*words, "--samples", "1", "--plain"]) == 0
+    printed = capsys.readouterr().out
+    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT)
+    for answer in ("the answer\n\nis \U0001f600 4", "yes"):
+        text = text.replace(f"\n{answer}<|im_end|>", f"\n⟦{answer}<|im_end|>⟧")
+    assert f"learned\n{text}<|endoftext|>\n" in printed
+    assert "sample 2" not in printed
+
+    assert show_data.main([*words, "--samples", "1"]) == 0
+    colored = capsys.readouterr().out
+    assert "⟦" not in colored
+    assert "\033[32myes\033[0m\033[32m\033[1m<|im_end|>\033[0m\033[2m\n\033[0m" in colored
+    plain = re.sub("[⟦⟧]", "", printed)
+    assert COLOR.sub("", colored) == plain
+
+
+def test_prepared_chats_and_text_are_shown_too(words, tmp_path, capsys):
+    tokenizer = str(tmp_path / "tokenizer")
+    recipe = Recipe(str(tmp_path / "chats.jsonl"), tokenizer=tokenizer, format="messages")
+    prepare(recipe, str(tmp_path / "out"))
+    write_rows(tmp_path / "text.jsonl", [{"text": "hello"}])
+    source = f"{tmp_path}/out:0.5, {tmp_path}/text.jsonl:0.5"
+    options = ["--data.source", source, "--data.tokenizer", tokenizer]
+    assert show_data.main([*options, "--plain"]) == 0
+    printed = capsys.readouterr().out
+    assert "out: 2 samples, messages" in printed and "⟦yes<|im_end|>⟧" in printed
+    assert "text.jsonl: 1 samples, text" in printed
+    assert "⟦<|begin_of_text|>hello<|endoftext|>⟧" in printed
+
+
+def test_mistakes_are_one_line(words, tmp_path, capsys):
+    assert show_data.main([*words, "--samples", "-1"]) == 2
+    assert show_data.main([*words, "--dry-run"]) == 2
+    write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT[:2]}])
+    assert show_data.main(words) == 2
+    errors = capsys.readouterr().err.strip().splitlines()
+    told = [line for line in errors if line.startswith("error: ")]
+    assert len(told) == 3 and "--samples: -1 is too small" in told[0] and "flags" in told[1]
+    assert 'chats.jsonl, row 1: "messages" holds no message of the role "assistant"' in told[2]

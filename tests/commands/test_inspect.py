@@ -12,13 +12,7 @@ from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention
 from titan_sparse.commands.inspect import main
 from titan_sparse.config import Attention
-from titan_sparse.evaluation.inspection import (
-    SHARES,
-    TOP_K,
-    curve,
-    inspect_layer,
-    keys_of_rows,
-)
+from titan_sparse.evaluation.inspection import SHARES, TOP_K, curve, inspect_layer, keys_of_rows
 
 BLOCK, TOKENS, PADDED = 16, 150, 160
 MASK = Causal(valid=(TOKENS,))

@@ -30,7 +30,6 @@ def _plans(tmp_path, *words) -> dict:
 
 
 def test_the_script_compares_layouts_and_schedules(config, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     words = f"""
         --ranks 8 --nodes 2 --layout striped zigzag --schedule ring double_ring group_cast
         --attention.overlap_stages 3 --density 0.2 --out {tmp_path}/plan.json {tmp_path}/plan.png

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-import transformers
 
+from tests.models.transformers_models import tiny_model
 from titan_sparse.commands import prepare_data
 from titan_sparse.config import ConfigError, load
 from titan_sparse.models.huggingface_files import local_folder
@@ -25,15 +25,7 @@ COMMIT = "0" * 40
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    config = transformers.LlamaConfig(
-        vocab_size=300,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_model("LlamaConfig").save_pretrained(folder)
     (folder / "consolidated.safetensors").write_text("the same weights again")
     return folder
 

@@ -6,16 +6,7 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from titan_sparse.config import (
-    Config,
-    ConfigError,
-    Flags,
-    field_docs,
-    load,
-    save,
-    to_toml,
-    usage,
-)
+from titan_sparse.config import Config, ConfigError, Flags, field_docs, load, save, to_toml, usage
 from titan_sparse.config.reading import dense_layers
 
 
@@ -73,9 +64,8 @@ def test_precedence(tmp_path, order):
     words = [["--config", path], ["--training.steps", "9"]]
     config, _ = load(words[order] + words[1 - order])
     assert (config.training.steps, config.training.seed, config.training.seq_len) == (9, 3, 8192)
-    assert config.attention.vertical_slash.recall == 1.0 and isinstance(
-        config.attention.vertical_slash.recall, float
-    )
+    recall = config.attention.vertical_slash.recall
+    assert recall == 1.0 and isinstance(recall, float)
     assert load([f"--config={path}"])[0].training.steps == 7
 
 
@@ -98,15 +88,8 @@ def test_help_lists_every_key(capsys):
     "words",
     [
         [],
-        [
-            "--optimizer.eps",
-            "1e-30",
-            "--optimizer.lr",
-            "1e22",
-            "--compile.enable",
-            "--attention.vertical_slash.probe=64",
-        ],
-        ["--data.source", 'C:\\a "b"\t\n\x7f\u00e9\U0001f600', "--attention.layout", "zigzag"],
+        ["--optimizer.eps=1e-30", "--optimizer.lr=1e22", "--attention.vertical_slash.probe=64"],
+        ["--data.source", 'C:\\a "b"\t\n\x7f\u00e9\U0001f600', "--compile.enable"],
     ],
 )
 def test_round_trip(tmp_path, words):
@@ -119,43 +102,31 @@ def test_round_trip(tmp_path, words):
 
 
 BAD_WORDS = [
-    (["--ranks", "8"], "--ranks would be ignored; write --dry-run"),
-    (["--dry-run", "--ranks", "0"], "--ranks = 0 is out of range; write 1 or more"),
-    (["--dry-run", "--find-max-length"], "--dry-run and --find-max-length exclude each other"),
-    (
-        ["--attention.patern", "dense"],
-        "unknown key attention.patern; did you mean attention.pattern?",
-    ),
-    (
-        ["--atention.pattern", "dense"],
-        "unknown key atention.pattern; did you mean attention.pattern?",
-    ),
-    (
-        ["--attention.recall", "0.9"],
-        "attention.recall; did you mean attention.vertical_slash.recall?",
-    ),
-    (["--training.lr", "1"], "training.lr; did you mean optimizer.lr?"),
-    (["--confg", "x.toml"], "unknown key confg; did you mean --config?"),
-    (["--training.steps", "abc"], 'training.steps = "abc" is not an integer'),
-    (["--training.seq_len", "1kb"], "is not a number of tokens; write for example 131072 or 128k"),
-    (["--training.steps", "--compile.enable"], "training.steps needs a value"),
-    (["--optimizer.lr", "nan"], "optimizer.lr = nan is not a finite number"),
-    (["--compile.enable", "1"], 'compile.enable = "1" is not true or false'),
-    (
-        ["--attention.pattern", "densse"],
-        'attention.pattern = "densse" is not one of "dense", "vertical_slash", "xattention", "moba"; did',
-    ),
-    (["run.toml"], 'unexpected word "run.toml"'),
-    (["--training.steps=1", "2"], 'unexpected word "2"'),
-    (["--training.steps", "1", "2"], 'unexpected word "2"'),
-    (["--config"], "config needs a value"),
-    (["--print-config=yes"], '--print-config = "yes" is not true or false'),
+    ("--ranks 8", "--ranks would be ignored; write --dry-run"),
+    ("--dry-run --ranks 0", "--ranks = 0 is out of range; write 1 or more"),
+    ("--dry-run --find-max-length", "--dry-run and --find-max-length exclude each other"),
+    ("--attention.patern dense", "attention.patern; did you mean attention.pattern?"),
+    ("--atention.pattern dense", "atention.pattern; did you mean attention.pattern?"),
+    ("--attention.recall 0.9", "did you mean attention.vertical_slash.recall?"),
+    ("--training.lr 1", "training.lr; did you mean optimizer.lr?"),
+    ("--confg x.toml", "unknown key confg; did you mean --config?"),
+    ("--training.steps abc", 'training.steps = "abc" is not an integer'),
+    ("--training.seq_len 1kb", "is not a number of tokens; write for example 131072 or 128k"),
+    ("--training.steps --compile.enable", "training.steps needs a value"),
+    ("--optimizer.lr nan", "optimizer.lr = nan is not a finite number"),
+    ("--compile.enable 1", 'compile.enable = "1" is not true or false'),
+    ("--attention.pattern densse", 'one of "dense", "vertical_slash", "xattention", "moba"; did'),
+    ("run.toml", 'unexpected word "run.toml"'),
+    ("--training.steps=1 2", 'unexpected word "2"'),
+    ("--training.steps 1 2", 'unexpected word "2"'),
+    ("--config", "config needs a value"),
+    ("--print-config=yes", '--print-config = "yes" is not true or false'),
 ]
 
 
 @pytest.mark.parametrize("words, expected", BAD_WORDS)
 def test_bad_command_line(words, expected):
-    message = message_of(load, words)
+    message = message_of(load, words.split())
     assert message.startswith("command line: ") and expected in message
 
 

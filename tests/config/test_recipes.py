@@ -86,12 +86,8 @@ def test_a_variant_says_what_was_published(path):
     config, _ = load_and_check(["--config", str(path)], 32, 8)
     attention = config.attention
     assert (build_pattern(attention), attention.layout, attention.schedule) == ROWS[path.stem]
-    assert attention.mask == (
-        "documents" if path.stem in ("packed", "magi_attention") else "causal"
-    )
-    assert (config.training.seq_len, config.parallelism.cp, config.model.rope_factor) == (
-        524288,
-        32,
-        32.0,
-    )
+    has_documents = path.stem in ("packed", "magi_attention")
+    assert attention.mask == ("documents" if has_documents else "causal")
+    sizes = (config.training.seq_len, config.parallelism.cp, config.model.rope_factor)
+    assert sizes == (524288, 32, 32.0)
     assert Path(config.training.output_dir).name == path.stem

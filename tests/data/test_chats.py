@@ -6,8 +6,9 @@ import json
 
 import numpy as np
 import pytest
+import transformers
 
-from tests.data.chat_helpers import (
+from tests.data.helpers import (
     ANSWER,
     CALL,
     CHAT,
@@ -27,8 +28,6 @@ from titan_sparse.data import chat_template
 from titan_sparse.data.chats import ChatEncoder
 from titan_sparse.data.tokenizer import Encoded, load_tokenizer
 
-transformers = pytest.importorskip("transformers")
-
 
 def reference(folder: str, template: str, messages: list[dict]) -> dict:
     """Token ids and the assistant's mask as transformers makes them."""
@@ -38,10 +37,7 @@ def reference(folder: str, template: str, messages: list[dict]) -> dict:
         bos_token="<|begin_of_text|>",
     )
     return tokenizer.apply_chat_template(
-        messages,
-        chat_template=template,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
+        messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
     )
 
 
@@ -69,8 +65,7 @@ def with_objects(chat: list[dict]) -> list[dict]:
 
 
 def trl_masks(folder: str, name: str, messages: list[dict]) -> Encoded:
-    """A chat with the masks of TRL's training template, without what a model never writes: the header
-    of an answer, and a line break after its end."""
+    """A chat with TRL's masks, without the header of an answer and a line break after its end."""
     wanted = reference(folder, trl_template(f"{name}_training"), messages)
     ids, mask = np.array(wanted["input_ids"]), np.array(wanted["assistant_masks"], dtype=bool)
     encode_text = load_tokenizer(folder).encode
@@ -115,24 +110,8 @@ def test_answers_are_those_of_the_templates_that_trl_marks(tmp_path, names, chat
             got = encode(folder, chat)
             wanted = trl_masks(folder, name, with_objects(chat))
             count = len(wanted.tokens)
-            assert marked(Encoded(got.tokens[:count], got.learned[:count]), folder) == marked(
-                wanted, folder
-            )
-
-
-@pytest.mark.parametrize(
-    ("template", "wanted"),
-    [
-        (CHATML, ["the answer\n\nis \U0001f600 4<|im_end|>", "yes<|im_end|>"]),
-        # <|user|> belongs to the next message, and tells the model to stop.
-        (GLM, ["\nthe answer\n\nis \U0001f600 4<|user|>", "\nyes<|endoftext|>"]),
-        (PLAIN, ["the answer\n\nis \U0001f600 4\n\n", "yes\n\n<|endoftext|>"]),
-    ],
-    ids=["chatml", "glm", "plain"],
-)
-def test_the_token_that_ends_an_answer_is_learned(tmp_path, template, wanted):
-    folder = write_tokenizer(tmp_path, template)
-    assert learned_texts(encode(folder, CHAT), folder) == wanted
+            got = Encoded(got.tokens[:count], got.learned[:count])
+            assert marked(got, folder) == marked(wanted, folder)
 
 
 def test_a_template_that_marks_an_answer_without_its_end_still_teaches_it(tmp_path):
@@ -175,9 +154,8 @@ def test_a_template_that_drops_earlier_reasoning(tmp_path):
     assert last.tokens[: len(stock)].tolist() == stock
     unknown = tmp_path / "unknown.jinja"
     unknown.write_text(trl_template("qwen3").replace("last_query_index", "last_question"))
-    with pytest.raises(
-        ValueError, match=r"row 7: .*up to messages\[2\] otherwise.*data.chat_template"
-    ):
+    refused = r"row 7: .*up to messages\[2\] otherwise.*data.chat_template"
+    with pytest.raises(ValueError, match=refused):
         encode(folder, CHAT, chat_template=str(unknown))
 
 
@@ -202,9 +180,7 @@ MARKED = """\
     ],
     ids=["chatml", "plain", "blank"],
 )
-def test_a_token_of_prompt_and_answer_is_learned(
-    tmp_path, template, header, end, line_break, answer
-):
+def test_a_token_of_prompt_and_answer(tmp_path, template, header, end, line_break, answer):
     """transformers and TRL do the same."""
     folder = write_tokenizer(tmp_path, template, trims=False)
     user = {"role": "user", "content": "hi"}
@@ -224,11 +200,8 @@ def test_a_template_that_closes_every_chat_is_taken(tmp_path):
     assert texts == ["the answer\n\nis \U0001f600 4<|end|>", "yes<|end|>"]
 
 
-def test_which_messages_are_learned(tmp_path):
+def test_every_message_is_learned_if_asked_for(tmp_path):
     folder = write_tokenizer(tmp_path, CHATML)
-    texts = ["the answer\n\nis \U0001f600 4<|im_end|>", "yes<|im_end|>"]
-    assert learned_texts(encode(folder, CHAT), folder) == texts
-    assert learned_texts(encode(folder, CHAT, loss_on="last_assistant"), folder) == texts[1:]
     whole = encode(folder, CHAT, loss_on="all")
     assert whole.learned[:-1].all() and not whole.learned[-1]
     # Nothing but the header of the last answer is a special token: it does not end the answer.
@@ -239,7 +212,7 @@ def test_which_messages_are_learned(tmp_path):
 @pytest.mark.parametrize(
     "template", [CHATML, trl_template("qwen3_training")], ids=["derived", "marked"]
 )
-def test_the_flag_of_a_message_wins(tmp_path, template):
+def test_which_messages_are_learned_and_the_flag_of_a_message_wins(tmp_path, template):
     folder = write_tokenizer(tmp_path, template)
 
     def texts(loss_on: str, **flags) -> list[str]:
@@ -250,6 +223,7 @@ def test_the_flag_of_a_message_wins(tmp_path, template):
         return [text.replace("<think>\n\n</think>\n\n", "").strip() for text in found]
 
     answer, yes = "the answer\n\nis \U0001f600 4<|im_end|>", "yes<|im_end|>"
+    assert texts("assistant") == [answer, yes] and texts("last_assistant") == [yes]
     assert texts("assistant", m2=False) == [yes]
     assert texts("last_assistant", m2=True) == [answer, yes]
     assert texts("last_assistant", m4=False) == []
@@ -327,9 +301,7 @@ def test_a_template_that_never_ends(tmp_path, template, monkeypatch):
     """Its chats are not skipped: on another rank it may be fast enough."""
     monkeypatch.setattr(chat_template, "_SECONDS", 0.1)
     folder = write_tokenizer(tmp_path, template + CHATML)
-    with pytest.raises(
-        ValueError, match="more than 0.1 seconds for one chat; write another data.ch"
-    ):
+    with pytest.raises(ValueError, match="more than 0.1 seconds for one chat; write another data"):
         encode(folder, CHAT, bad_rows="skip")
 
 
@@ -338,10 +310,7 @@ def test_a_template_that_never_ends(tmp_path, template, monkeypatch):
     [
         ("{{ [1, 2] | random }}", "cannot render it: it draws at random"),
         ("{{ lipsum() }}", "cannot render it: it draws at random"),
-        (
-            "{{ 10 ** 10 ** 10 }}",
-            r"cannot render it: it computes 10 \*\* 10, which may take forever",
-        ),
+        ("{{ 10 ** 10 ** 10 }}", r"cannot render it: it computes 10 \*\* 10, which may take fore"),
         ("{{ 'a' * 10000000000 }}", "cannot render it: it repeats a text or list 10,000,000,000"),
         ("{{ 1000001 * [0] }}", "cannot render it: it repeats a text or list 1,000,001 times"),
         ("{% for %}", "cannot be compiled: .*; write another data.chat_template"),
@@ -408,13 +377,11 @@ def test_templates_are_found_in_the_folders_of_tokenizer_and_model(tmp_path):
     tokenizer = load_tokenizer(folder)
     (tmp_path / "tokenizer/chat_template.jinja").unlink()
     assert digest() == glm
-    with pytest.raises(
-        ValueError, match='model.initial_hf = "" has a chat template; write data.ch'
-    ):
+    refused = 'model.initial_hf = "" has a chat template; write data.ch'
+    with pytest.raises(ValueError, match=refused):
         ChatEncoder(data, tokenizer)
-    config = tmp_path / "tokenizer/tokenizer_config.json"
     named = '[{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]'
-    config.write_text('{"eos_token": "<|endoftext|>", "chat_template": ' + named + "}")
+    tokens.write_text('{"eos_token": "<|endoftext|>", "chat_template": ' + named + "}")
     assert digest() not in (chatml, glm)
     template = ChatEncoder(data, tokenizer)._template
     assert [template.render([], tools)[0] for tools in ([], TOOLS)] == ["d", "t"]

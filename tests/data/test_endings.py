@@ -4,12 +4,14 @@ import json
 import shutil
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+import trl
 
-from tests.data.chat_helpers import (
+from tests.data.helpers import (
     CHAT,
     CHATML,
     GLM,
@@ -17,9 +19,10 @@ from tests.data.chat_helpers import (
     TOOLS,
     encode,
     trl_template,
+    write_rows,
     write_tokenizer,
 )
-from tests.data.helpers import write_rows
+from tests.models.transformers_models import tiny_model
 from tests.runs import tiny_config, train
 from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.config import Config, Data
@@ -65,17 +68,14 @@ def _base(folder: Path, generation: dict | None) -> str:
     """A tiny Llama whose end is <|endoftext|>, with a tokenizer and ChatML."""
     write_tokenizer(folder, CHATML)
     tokenizer = load_tokenizer(str(folder))
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    model = tiny_model(
+        "LlamaConfig",
         vocab_size=tokenizer.vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
         num_hidden_layers=1,
-        num_attention_heads=2,
         eos_token_id=tokenizer.end_of_document,
         bos_token_id=tokenizer.begin.item(),
     )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    model.save_pretrained(folder)
     (folder / "generation_config.json").unlink()
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
@@ -154,8 +154,6 @@ ROWS = [
 @pytest.mark.parametrize("begins", [True, False])
 def test_rows_begin_and_end_as_those_of_trl(tmp_path, begins):
     """The tokens and the mask of SFTTrainer, for a tokenizer with and without a beginning token."""
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
     folder = _base(tmp_path / "base", None)
     if not begins:
         path = tmp_path / "base/tokenizer.json"
@@ -183,9 +181,8 @@ def test_rows_begin_and_end_as_those_of_trl(tmp_path, begins):
             if learned is not None:
                 labels = [label != -100 for label in wanted["labels"]]
                 assert learned.tolist() == labels, rows[index]
-        plain = open_documents(
-            Data(source=str(source), format=row_format, add_bos=False), tokenizer
-        )
+        data = Data(source=str(source), format=row_format, add_bos=False)
+        plain = open_documents(data, tokenizer)
         first = documents[0].tokens
         assert plain[0].tokens.tolist() == first[len(tokenizer.begin) :].tolist()
 

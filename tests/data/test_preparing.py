@@ -1,16 +1,24 @@
-"""titan_sparse.data.preparing: the shards hold what the source holds, whatever happens on the way."""
+"""titan_sparse.data.preparing: shards hold what files, folders, and MDS shards hold."""
 
+import contextlib
 import json
+import logging
 import os
+import re
 import shutil
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from tests.data.chat_helpers import GLM, PLAIN
 from tests.data.helpers import (
     END,
+    GLM,
+    PLAIN,
     TEXTS,
     prepared,
     read_shards,
@@ -22,9 +30,9 @@ from titan_sparse.commands.prepare_data import main, show_histogram
 from titan_sparse.data import preparing
 from titan_sparse.data.documents import READER
 from titan_sparse.data.preparing import prepare
-from titan_sparse.data.recipe import Recipe
+from titan_sparse.data.recipe import MDSRows, Recipe, open_rows
 from titan_sparse.data.shards import TokenShards, write_shard
-from titan_sparse.data.tokenizer import ByteTokenizer
+from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
 
 
 @pytest.mark.parametrize("ending", [".txt", ".jsonl.zst", ".parquet"])
@@ -40,9 +48,7 @@ def test_shards_hold_the_documents_of_the_source_in_order(tmp_path, ending):
     assert meta["dtype"] == "uint16" and len(meta["shards"]) == 3
 
 
-def test_processes_make_the_same_files_as_one_and_the_command_line_prints_a_histogram(
-    tmp_path, capsys
-):
+def test_processes_make_the_same_files_as_one_and_print_a_histogram(tmp_path, capsys):
     one = prepared(tmp_path)
     words = [str(tmp_path / "a.jsonl"), str(tmp_path / "two"), "--shard-rows", "3"]
     assert main([*words, "--processes", "2"]) == 0
@@ -63,12 +69,7 @@ def test_filters_and_histogram(tmp_path):
     folder = prepared(tmp_path, min_length=5, max_length=40)
     assert [len(ids) - 1 for ids in read_shards(folder)] == [5, 40, 15, 16, 17, 33]
     meta = json.loads((tmp_path / "a/meta.json").read_text())
-    assert meta["histogram"] == {
-        "4": [1, 5],
-        "8": [1, 15],
-        "16": [2, 33],
-        "32": [2, 73],
-    }
+    assert meta["histogram"] == {"4": [1, 5], "8": [1, 15], "16": [2, 33], "32": [2, 73]}
     assert (meta["empty"], meta["filtered"]) == (1, 3)
     assert show_histogram(meta).splitlines()[-1].split() == "32 - 63 2 73 57.9%".split()
     recipe = Recipe(str(tmp_path / "a.jsonl"), min_length=1000)
@@ -76,90 +77,59 @@ def test_filters_and_histogram(tmp_path):
         prepare(recipe, str(tmp_path / "none"))
 
 
-def test_interrupted_it_goes_on_and_keeps_finished_shards(tmp_path, monkeypatch):
-    expected = read_shards(prepared(tmp_path))
-    recipe = Recipe(str(tmp_path / "a.jsonl"), shard_rows=3)
-    out = tmp_path / "out"
-    written = []
+@contextlib.contextmanager
+def interrupted_before(count: int) -> Iterator[None]:
+    """prepare() in here stops in shard number `count`."""
 
     def write_or_stop(folder, number, *rest):
-        written.append(number)
-        if len(written) == 3:
-            (folder / "shard_00002.bin").write_bytes(b"half a sh")
+        if number == count:
+            (folder / f"shard_{number:05}.bin").write_bytes(b"half a sh")
             raise KeyboardInterrupt
         return write_shard(folder, number, *rest)
 
-    monkeypatch.setattr(preparing, "write_shard", write_or_stop)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(recipe, str(out))
-    with pytest.raises(ValueError, match="data.source.*not finished"):
-        TokenShards(str(out), ByteTokenizer())
-    prepare(recipe, str(out))
-    assert written == [0, 1, 2, 2, 3] and read_shards(str(out)) == expected
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(preparing, "write_shard", write_or_stop)
+        yield
 
 
-def test_another_source_tokenizer_or_option_is_refused(tmp_path, capsys):
-    prepared(tmp_path)
-    train_tokenizer(tmp_path, ["</s>"])
-    recipe, out = Recipe(str(tmp_path / "a.jsonl"), shard_rows=3), str(tmp_path / "a")
-    with pytest.raises(ValueError, match="min_length was 0 and is 2"):
-        prepare(replace(recipe, min_length=2), out)
-    with pytest.raises(ValueError, match="tokenizer_digest was bytes and is"):
-        prepare(replace(recipe, tokenizer=str(tmp_path)), out)
-    source = tmp_path / "a.jsonl"
-    stat = source.stat()
-    source.write_bytes(source.read_bytes().replace(b"aaa", b"bbb"))
-    os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    with pytest.raises(ValueError, match="source's files have changed"):
+def test_interrupted_it_goes_on_and_keeps_finished_shards(tmp_path):
+    expected = read_shards(prepared(tmp_path))
+    recipe = Recipe(str(tmp_path / "a.jsonl"), shard_rows=3)
+    out = str(tmp_path / "out")
+    with interrupted_before(2):
         prepare(recipe, out)
+    with pytest.raises(ValueError, match="data.source.*not finished"):
+        TokenShards(out, ByteTokenizer())
+    finished = [Path(out, f"shard_0000{number}.bin") for number in (0, 1)]
+    before = [path.stat().st_mtime_ns for path in finished]
+    prepare(recipe, out)
+    assert [path.stat().st_mtime_ns for path in finished] == before
+    assert read_shards(out) == expected
+
+
+def test_a_folder_of_other_files_is_refused(tmp_path, capsys):
+    prepared(tmp_path)
     assert main([str(tmp_path / "a.jsonl"), str(tmp_path), "--processes", "1"]) == 2
     assert "holds other files" in capsys.readouterr().err
 
 
-def interrupt_after(monkeypatch, count: int) -> None:
-    """Let prepare() stop before it completes shard number `count`."""
-
-    def write_or_stop(folder, number, *rest):
-        if number == count:
-            raise KeyboardInterrupt
-        return write_shard(folder, number, *rest)
-
-    monkeypatch.setattr(preparing, "write_shard", write_or_stop)
-
-
-def linked_file(folder: Path) -> Path:
-    """A file that the source reaches by a link to its folder's folder, as on mounted disks."""
-    disk = folder / "disk/deep"
-    disk.mkdir(parents=True)
-    (folder / "texts").mkdir()
-    (folder / "texts/disk").symlink_to(folder / "disk")
-    (folder / "texts/round").symlink_to(folder / "texts")
-    return disk / "z.jsonl"
-
-
-def plain_file(folder: Path) -> Path:
-    (folder / "texts").mkdir()
-    return folder / "texts/z.jsonl"
-
-
-def linked_to_another_ending(folder: Path) -> Path:
-    """As `hf download` lays files out: a name that leads to a digest."""
-    (folder / "texts").mkdir()
-    (folder / "blobs").mkdir()
-    (folder / "texts/z.jsonl").symlink_to(folder / "blobs/4f2a")
-    return folder / "blobs/4f2a"
-
-
-@pytest.mark.parametrize("place", [linked_file, plain_file, linked_to_another_ending])
-def test_a_source_that_has_changed_is_not_continued(tmp_path, monkeypatch, place):
-    """Of six rows in two files, four are written before the stop."""
-    late = place(tmp_path)
+@pytest.mark.parametrize("place", ["texts/z.jsonl", "disk/deep/z.jsonl", "blobs/4f2a"])
+def test_a_source_that_has_changed_is_not_continued(tmp_path, place):
+    """Of six rows in two files, four are written before the stop. The second file may be reached by
+    a link to its folder's folder, or by a name that leads to a digest, as of `hf download`."""
+    late = tmp_path / place
+    for folder in (tmp_path / "texts", late.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    if "disk" in place:
+        (tmp_path / "texts/disk").symlink_to(tmp_path / "disk")
+        (tmp_path / "texts/round").symlink_to(tmp_path / "texts")
+    if "blobs" in place:
+        (tmp_path / "texts/z.jsonl").symlink_to(late)
     table = [{"text": letter * 5} for letter in "abcdef"]
     write_rows(tmp_path / "texts/a.jsonl", table[:3])
     write_rows(late, table[3:])
     recipe, out = Recipe(str(tmp_path / "texts"), shard_rows=2), tmp_path / "out"
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        interrupt_after(patched, 2)
+    with interrupted_before(2):
         prepare(recipe, str(out))
 
     # What the reader does not read may change.
@@ -203,7 +173,7 @@ def test_a_file_that_is_replaced_while_it_is_read_ends_the_run(tmp_path, monkeyp
 
 def test_a_worker_process_that_reads_other_files_is_refused(tmp_path, monkeypatch):
     """The files change after the first process has opened them."""
-    source, out = plain_file(tmp_path), tmp_path / "out"
+    source, out = tmp_path / "z.jsonl", tmp_path / "out"
     write_rows(source, [{"text": "old"}] * 4)
     write_shards = preparing._write_shards
 
@@ -218,7 +188,7 @@ def test_a_worker_process_that_reads_other_files_is_refused(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("version", [READER - 1, READER + 1, None])
-def test_a_folder_of_other_rules_is_trained_on_but_not_continued(tmp_path, monkeypatch, version):
+def test_a_folder_of_other_rules_is_trained_on_but_not_continued(tmp_path, version):
     """None: a version that wrote none. Its first shard has an end of turn of its own, so to speak."""
     expected = read_shards(prepared(tmp_path))
     recipe, out = Recipe(str(tmp_path / "a.jsonl"), shard_rows=3), tmp_path / "out"
@@ -230,8 +200,7 @@ def test_a_folder_of_other_rules_is_trained_on_but_not_continued(tmp_path, monke
             plan["reader"] = version
         (out / name).write_text(json.dumps(plan))
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        interrupt_after(patched, 2)
+    with interrupted_before(2):
         prepare(recipe, str(out))
     as_of_that_version("plan.json")
     refused = "out was begun .*another version of titan_sparse, .* write another folder, or delete"
@@ -251,9 +220,7 @@ def test_a_folder_of_other_rules_is_trained_on_but_not_continued(tmp_path, monke
 
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-CHATS = [
-    {"text": "a", "body": "b", "messages": MESSAGES, "talk": MESSAGES[:1] + MESSAGES},
-] * 3
+CHATS = [{"text": "a", "body": "b", "messages": MESSAGES, "talk": MESSAGES[:1] + MESSAGES}] * 3
 CHAT = {"format": "messages", "chat_template": "plain.jinja"}
 
 
@@ -269,18 +236,19 @@ CHAT = {"format": "messages", "chat_template": "plain.jinja"}
         ({}, {"document": "source"}, "document was row and is source"),
         ({"document": "folder"}, {"document": "source"}, "document was folder and is source"),
         ({}, {"max_length": 9}, "max_length was 0 and is 9"),
+        ({}, {"min_length": 2}, "min_length was 0 and is 2"),
+        ({}, {"tokenizer": "tokenizer.json"}, "tokenizer_digest was bytes and is"),
     ],
 )
-def test_an_option_that_changes_the_text_is_refused_after_a_stop(
-    tmp_path, monkeypatch, first, then, named
-):
+def test_an_option_that_changes_the_text_is_refused(tmp_path, monkeypatch, first, then, named):
     monkeypatch.chdir(tmp_path)
     for name, template in (("plain", PLAIN), ("glm", GLM)):
         Path(f"{name}.jinja").write_text(template)
-    write_rows(plain_file(tmp_path), CHATS)
+    train_tokenizer(tmp_path, ["</s>"])
+    (tmp_path / "texts").mkdir()
+    write_rows(tmp_path / "texts/z.jsonl", CHATS)
     recipe, out = Recipe(str(tmp_path / "texts"), shard_rows=1, **first), str(tmp_path / "out")
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        interrupt_after(patched, 0 if "document" in first else 1)
+    with interrupted_before(0 if "document" in first else 1):
         prepare(recipe, out)
     with pytest.raises(ValueError, match=named):
         prepare(replace(recipe, **then), out)
@@ -301,15 +269,11 @@ def test_bad_rows_are_refused_or_skipped_and_counted(tmp_path, capsys):
 
 def test_rare_reasons_for_skipping_chats_are_counted_together(tmp_path, capsys):
     """As a template may give a reason for each chat."""
-    refusing = (
-        "{% if messages[0].content < 'n' %}{{ raise_exception(messages[0].content) }}{% endif %}"
-    )
+    text = "messages[0].content"
+    refusing = f"{{% if {text} < 'n' %}}{{{{ raise_exception({text}) }}}}{{% endif %}}"
     (tmp_path / "refusing.jinja").write_text(refusing + PLAIN)
-    chats = [
-        {"messages": [{**MESSAGES[0], "content": text}, MESSAGES[1]]}
-        for text in "aaaabcdefghijklmn"
-    ]
-    write_rows(tmp_path / "a.jsonl", chats)
+    asked = [{**MESSAGES[0], "content": letter} for letter in "aaaabcdefghijklmn"]
+    write_rows(tmp_path / "a.jsonl", [{"messages": [one, MESSAGES[1]]} for one in asked])
     words = f"--format messages --chat-template {tmp_path}/refusing.jinja --bad-rows skip".split()
     assert main([str(tmp_path / "a.jsonl"), str(tmp_path / "out"), "--processes=1", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -325,9 +289,7 @@ def test_rare_reasons_for_skipping_chats_are_counted_together(tmp_path, capsys):
         (None, "shard_00001.json cannot be read"),
     ],
 )
-def test_a_shard_of_an_interrupted_run_that_does_not_match_its_counts_is_refused(
-    tmp_path, change, named
-):
+def test_a_shard_that_does_not_match_its_counts_is_refused(tmp_path, change, named):
     out = Path(prepared(tmp_path))
     (out / "meta.json").unlink()
     path = out / "shard_00001.json"
@@ -336,3 +298,96 @@ def test_a_shard_of_an_interrupted_run_that_does_not_match_its_counts_is_refused
     with pytest.raises(ValueError, match=named):
         prepare(Recipe(str(tmp_path / "a.jsonl"), shard_rows=3), str(out))
     assert not (out / "meta.json").exists()
+
+
+def test_folders_of_source_code_become_one_document_each(tmp_path, caplog):
+    root = tmp_path / "repositories"
+    for name, content in {
+        "b/x.py": "x",
+        "a/sub/z.c": "z",
+        "a/A.md": "A",
+        "loose.txt": "l",
+        ".git/config": "no",
+        "a/.hidden": "no",
+        "a/image.png": "\0png",
+        "a/empty.py": "",
+        "b/y.bat": "one\r\ntwo\n",
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content.encode())
+    (root / "link.py").symlink_to(root / "b/x.py")
+    decode = ByteTokenizer().decode
+    with caplog.at_level(logging.INFO, "titan_sparse"):
+        prepare(Recipe(str(root), document="folder"), str(tmp_path / "folders"))
+    assert "not read: 2 hidden, 1 links, 1 empty .py, 1 binary .png\n" in caplog.text
+    assert [decode(ids) for ids in read_shards(str(tmp_path / "folders"))] == [
+        "# loose.txt\nl",
+        "# a/A.md\nA\n# a/sub/z.c\nz",
+        "# b/x.py\nx\n# b/y.bat\none\r\ntwo\n",
+    ]
+    prepare(Recipe(str(root), document="source"), str(tmp_path / "whole"))
+    joined = [decode(ids) for ids in read_shards(str(tmp_path / "whole"))]
+    assert joined == [
+        "# loose.txt\nl\n# a/A.md\nA\n# a/sub/z.c\nz\n# b/x.py\nx\n# b/y.bat\none\r\ntwo\n"
+    ]
+    with pytest.raises(ValueError, match="--split would be ignored"):
+        prepare(Recipe(str(root), document="folder", split="test"), str(tmp_path / "x"))
+
+
+def stand_in(rows: list[dict], seen: list[str]) -> SimpleNamespace:
+    """For mosaicml-streaming, which does not go with our numpy. Reading a row decodes its text."""
+
+    class LocalDataset:
+        shards = [SimpleNamespace(column_names=list(rows[0]), file_pairs=[])]
+
+        def __init__(self, folder: str) -> None:
+            seen.append(folder)
+
+        def __len__(self) -> int:
+            return len(rows)
+
+        def __getitem__(self, row: int) -> dict:
+            cells = rows[row].items()
+            return {name: x.decode() if type(x) is bytes else x for name, x in cells}
+
+    return SimpleNamespace(LocalDataset=LocalDataset)
+
+
+def test_rows_of_mds_shards(tmp_path, monkeypatch):
+    """Of text, and of the ids of the same or another tokenizer, several documents to a row."""
+    train_tokenizer(tmp_path, ["</s>"])
+    source = load_tokenizer(str(tmp_path))
+    expected = ["first", "second document", "third", "zweites: \u00e4"]
+    ids = [np.append(source.encode(text), source.end_of_document) for text in expected]
+    pairs = []
+    for first, second in (ids[:2], ids[2:]):
+        stops = [0, len(first), len(first), len(first) + len(second)]
+        row = {"input_ids": np.concatenate([first, second]), "indices": np.reshape(stops, (2, 2))}
+        pairs.append({name: values.astype(np.uint32) for name, values in row.items()})
+    seen: list[str] = []
+    alone = [{"input_ids": one.astype(np.uint32)[:, None]} for one in ids]
+    texts = [{"text": text.encode()} for text in expected]
+    by_source = Recipe(str(tmp_path), source_tokenizer=str(tmp_path))
+    for rows, recipe in ((pairs, by_source), (alone, by_source), (texts, Recipe(str(tmp_path)))):
+        monkeypatch.setitem(sys.modules, "streaming", stand_in(rows, seen))
+        for target in (source, ByteTokenizer()):
+            found = MDSRows(recipe, target)
+            written = []
+            for row in range(len(found)):
+                for document in found.documents(row):
+                    assert document.tokens[-1] == target.end_of_document
+                    written.append(target.decode(document.tokens[:-1]))
+                    assert target.end_of_document not in document.tokens[:-1]
+            assert written == expected
+    assert set(seen) == {str(tmp_path)}
+    with pytest.raises(ValueError, match="has the columns text; write .*--source-tokenizer"):
+        MDSRows(by_source, source)
+    (tmp_path / "index.json").write_text("{}")
+    recipe = Recipe(str(tmp_path), text_field="body", source_tokenizer=str(tmp_path))
+    with pytest.raises(ValueError, match="--text-field would be ignored with this source"):
+        open_rows(recipe, source)
+    rows = [{"text": b"good"}, {"text": "zweites: \u00e4".encode("latin-1")}]
+    monkeypatch.setitem(sys.modules, "streaming", stand_in(rows, seen))
+    expected = re.escape(f"{tmp_path}, row 2: not UTF-8 (unexpected end of data)")
+    with pytest.raises(ValueError, match=f"^{expected}$"):
+        list(MDSRows(Recipe(str(tmp_path)), ByteTokenizer()).documents(1))

@@ -1,7 +1,5 @@
-"""PackedLoader.read_ahead(): a thread reads the next batches, and nothing else changes. The truth is a
-loader that reads each batch when it is asked for."""
+"""PackedLoader.read_ahead(): a thread reads the next batches, and nothing else changes."""
 
-import json
 import random
 import shlex
 import threading
@@ -10,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from tests.data.chat_helpers import PLAIN
 from tests.data.helpers import (
+    PLAIN,
     check_resume,
     counters,
     lettered_texts,
@@ -19,7 +17,6 @@ from tests.data.helpers import (
     make_loader,
     open_loader,
     prepared,
-    random_documents,
     rows,
     train_tokenizer,
     write_rows,
@@ -29,8 +26,6 @@ from titan_sparse.config import Data
 from titan_sparse.data.loader import PackedLoader
 from titan_sparse.data.shards import DataError
 from titan_sparse.data.tokenizer import ByteTokenizer
-
-TEXTS = random_documents([5, 40, 1, 15, 16, 17, 3, 90])
 
 
 def reader_threads() -> list[threading.Thread]:
@@ -185,26 +180,12 @@ def test_an_error_of_a_batch_that_is_not_asked_for_is_none():
     assert not reader_threads() and counters(loader) == (0, 2)
 
 
-def test_a_state_of_json_is_the_same():
-    loader = make_loader(TEXTS)
-    loader.read_ahead(3)
-    next(loader)
-    state = json.loads(json.dumps(loader.state_dict()))
-    other = make_loader(TEXTS)
-    next(other)
-    assert state == other.state_dict()
-    loader.close()
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({}, ""),
         ({"text_field": "body", "bad_rows": "skip"}, " --text-field body --bad-rows skip"),
-        (
-            {"tokenizer": "tokens", "split_special_tokens": True},
-            " --tokenizer tokens --split-special-tokens",
-        ),
+        ({"tokenizer": "t", "split_special_tokens": True}, " --tokenizer t --split-special-tokens"),
         (
             {"format": "messages", "chat_template": "plain.jinja", "messages_field": "talk"},
             " --format messages --messages-field talk --chat-template plain.jinja",
@@ -214,8 +195,8 @@ def test_a_state_of_json_is_the_same():
 def test_raw_text_on_several_ranks_should_be_prepared_first(tmp_path, monkeypatch, options, words):
     """By a command that makes what is trained on now."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tokens").mkdir()
-    train_tokenizer(tmp_path / "tokens", ["</s>"])
+    (tmp_path / "t").mkdir()
+    train_tokenizer(tmp_path / "t", ["</s>"])
     (tmp_path / "plain.jinja").write_text(PLAIN)
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     write_rows(tmp_path / "my texts.jsonl", [{"text": "ab", "body": "cd", "talk": talk}] * 3)

@@ -8,13 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.helpers import (
-    lettered_texts,
-    open_loader,
-    prepared,
-    read_shards,
-    train_tokenizer,
-)
+from tests.data.helpers import lettered_texts, open_loader, prepared, read_shards, train_tokenizer
 from titan_sparse.config import Data
 from titan_sparse.data.shards import DataError, TokenShards
 from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -145,9 +139,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("mapped_above", [10, 100])
-def test_shards_that_change_during_a_run_end_it_before_the_batch(
-    tmp_path, monkeypatch, change, mapped_above
-):
+def test_shards_that_change_end_a_run_before_the_batch(tmp_path, monkeypatch, change, mapped_above):
     monkeypatch.setattr("titan_sparse.data.shards.MAPPED_ABOVE", mapped_above)
     folder = prepared(tmp_path)
     whole = open_loader(Data(source=folder, shuffle=False), seq_len=60)

@@ -1,5 +1,4 @@
-"""The global stream of sequences, compared with a loop over documents that knows nothing of ranks,
-cursors, or files."""
+"""The global stream of sequences, compared with a loop over documents."""
 
 import itertools
 import json
@@ -143,11 +142,7 @@ def test_resume_equals_uninterrupted_on_any_ranks(tmp_path, is_prepared, kind, c
 )
 def test_counters_by_hand(kind, seq_len, expected):
     loader = make_loader(
-        ["aaa", "b", "cc"],
-        seq_len=seq_len,
-        shuffle=False,
-        min_document_length=2,
-        sequences=kind,
+        ["aaa", "b", "cc"], seq_len=seq_len, shuffle=False, min_document_length=2, sequences=kind
     )
     assert [(next(loader), counters(loader))[1] for _ in expected] == expected
 
@@ -156,9 +151,8 @@ def test_documents_that_give_no_sample_are_counted(tmp_path, caplog):
     source = prepared(tmp_path)
     with caplog.at_level(logging.INFO, logger="titan_sparse"):
         open_loader(Data(source=source, sequences="fixed"))
-    assert caplog.messages == [
-        "data: 3 of 9 documents are left out: they have fewer than 15 tokens"
-    ]
+    said = "data: 3 of 9 documents are left out: they have fewer than 15 tokens"
+    assert caplog.messages == [said]
 
 
 def test_as_many_tokens_as_allowed_are_kept_in_memory(monkeypatch):
@@ -181,8 +175,7 @@ def mixed(*parts: tuple[str, float]) -> PackedLoader:
 
 
 def test_the_part_furthest_behind_its_share_is_next():
-    """By hand, with ties to the first part: other versions must continue a checkpoint in the same
-    order."""
+    """By hand, with ties to the first part. Other versions continue a checkpoint in this order."""
     loader = mixed(("a", 0.5), ("b", 0.3), ("c", 0.2))
     taken = "".join(chr(next(loader).tokens[0, 0]) for _ in range(10))
     assert taken == "abcaabacba"
@@ -253,10 +246,7 @@ def test_another_mixture_is_another_stream(tmp_path):
             {"source": ["a" * 90], "sequences": "fixed", "seq_len": 92},
             r'"fixed": .*training.seq_len = 92 .*\(the longest has 91 tokens\)',
         ),
-        (
-            {"source": ["a" * 90], "sequences": "fixed", "min_document_length": 91},
-            "data.min_document_length = 91",
-        ),
+        ({"source": ["a" * 9], "sequences": "fixed", "min_document_length": 10}, "length = 10"),
     ],
 )
 def test_a_source_without_a_sequence_is_refused_when_opened(options, message, caplog):

@@ -5,9 +5,9 @@ import json
 
 import numpy as np
 import pytest
+import transformers
 
-from tests.data.chat_helpers import CHATML, write_tokenizer
-from tests.data.helpers import TEXTS, train_tokenizer
+from tests.data.helpers import CHATML, TEXTS, train_tokenizer, write_tokenizer
 from titan_sparse.config import Config, Data, Model
 from titan_sparse.data.tokenizer import PROBE, Tokenizer, load_tokenizer, open_tokenizer
 
@@ -83,7 +83,6 @@ def test_an_odd_tokenizer_is_refused(tmp_path, special, config, named):
 
 @pytest.mark.parametrize("split", [False, True])
 def test_special_tokens_in_a_text_are_those_of_transformers(tmp_path, split):
-    transformers = pytest.importorskip("transformers")
     train_tokenizer(tmp_path, ["</s>", "<|im_end|>"])
     theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(tmp_path / "tokenizer.json"), split_special_tokens=split
@@ -136,7 +135,6 @@ FOLDERS = {
 @pytest.mark.parametrize("name", FOLDERS)
 def test_tokens_are_those_of_autotokenizer(tmp_path, name):
     """Tokens that only tokenizer_config.json has, and classes that replace parts of tokenizer.json."""
-    transformers = pytest.importorskip("transformers")
     folder = write_tokenizer(tmp_path, "")
     before = load_tokenizer(folder)
     path = tmp_path / "tokenizer_config.json"
@@ -188,9 +186,8 @@ def test_another_tokenizer_than_the_model_s_must_be_meant(tmp_path):
     def open_with(tokenizer: str, model: str = own, **options) -> Tokenizer:
         random = options.pop("random_weights", False)
         data = Data(tokenizer=tokenizer, **options)
-        return open_tokenizer(
-            Config(data=data, model=Model(initial_hf=model, random_weights=random))
-        )
+        read = Model(initial_hf=model, random_weights=random)
+        return open_tokenizer(Config(data=data, model=read))
 
     # The default is the model's, and a copy or more tokens are no other tokenizer.
     assert open_with("").folder == tmp_path / "model"

@@ -14,13 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-import pyarrow
 import pytest
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.run import get_args_parser
 
+from tests.data.helpers import CHATML, write_rows, write_tokenizer
 from tests.docs.pages import ROOT, demo_command
 from tests.runs import debug_run, write_texts
 from titan_sparse.config import load, save
@@ -34,23 +33,17 @@ class Parsed(Exception):
 
 SMALL_LOSS = ("--tokens=64", "--hidden=16", "--vocab=100", "--chunk-tokens=32", "--repeats=1")
 
+SMALL_PAYS = (
+    *("--lengths=256", "--batches=1", "--data.tokenizer=bytes", "--attention.block_size=16"),
+    *("--training.device=cpu", "--training.dtype=float32"),
+)
 RULES: dict[str, tuple[str, ...] | None] = {
     "scripts.benchmarks.attention": None,
     "scripts.benchmarks.context_parallel": None,
     "scripts.benchmarks.loader": ("--training.seq_len", "256", "--seconds", "0.05"),
     "scripts.benchmarks.loss": SMALL_LOSS,
     "scripts.benchmarks.plots": (),
-    "scripts.benchmarks.sparse_pays": (
-        *(
-            "--lengths=256",
-            "--batches=1",
-            "--training.device=cpu",
-            "--training.dtype=float32",
-            "--data.tokenizer",
-            "bytes",
-        ),
-        "--attention.block_size=16",
-    ),
+    "scripts.benchmarks.sparse_pays": SMALL_PAYS,
     "scripts.benchmarks.steps": (),
     "scripts.calibrate": None,
     "scripts.compare_runs": (),
@@ -98,20 +91,11 @@ def workspace(folder: Path) -> None:
     (folder / "outputs/run/profile/rank0.json").write_text(json.dumps({"traceEvents": [kernel]}))
 
     # books.jsonl.zst and chats.jsonl with a tokenizer and its template, and prepared/python.
-    rows = "\n".join(json.dumps({"text": f"a book about a dog {n}"}) for n in range(20))
-    (folder / "books.jsonl.zst").write_bytes(pyarrow.compress(rows.encode(), "zstd", asbytes=True))
+    books = [{"text": f"a book about a dog {number}"} for number in range(20)]
+    write_rows(folder / "books.jsonl.zst", books)
     chat = [{"role": "user", "content": "a dog"}, {"role": "assistant", "content": "a book"}]
-    (folder / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
-    (folder / "qwen3").mkdir()
-    (folder / "qwen3/chat_template.jinja").write_text(
-        "{% for message in messages %}dog {{ message.content }} {% endfor %}"
-        "{% if add_generation_prompt %}dog {% endif %}"
-    )
-    words = ["<|endoftext|>", "[UNK]", "a", "book", "about", "dog"]
-    vocabulary = {word: number for number, word in enumerate(words)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "qwen3/tokenizer.json"))
+    write_rows(folder / "chats.jsonl", [{"messages": chat}])
+    write_tokenizer(folder / "qwen3", CHATML)
     prepared = ["texts", "prepared/python", "--tokenizer", "bytes", "--processes", "1"]
     assert run_module(f"{COMMANDS}prepare_data", prepared, folder) == 0
 

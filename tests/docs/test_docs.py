@@ -1,5 +1,6 @@
 """The docs are correct: their examples and commands run, and what they name exists."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -126,3 +127,23 @@ def test_words():
     """The docs stay short enough to be read. Lines and bars of tables are not words."""
     words = [word for page in PAGES for word in page.read_text().split()]
     assert len([word for word in words if re.search(r"\w", word)]) <= 16_000
+
+
+CODE = ("titan_sparse", "kernels", "scripts", "examples")
+QUESTIONS = {"What", "Whether", "How", "Where", "Which", "Why", "When", "Who", "Of"}
+
+
+def first_words(source: str) -> list[str]:
+    """The first word of each docstring of a module, its classes, and its functions."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    return [text.split()[0] for text in map(ast.get_docstring, nodes) if text]
+
+
+def test_docstrings_begin_with_the_thing():
+    found = []
+    for folder in CODE:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            found += [(path, word) for word in first_words(path.read_text())]
+    assert len(found) > 1500
+    assert [(path, word) for path, word in found if word in QUESTIONS] == []

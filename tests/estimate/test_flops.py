@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.runs import TINY, metrics_of, tiny_config, train, write_texts
+from tests.runs import TINY, metrics_of, tiny_config, train
 from titan_sparse.estimate.flops import (
     causal_pairs,
     flops_per_token,
@@ -38,7 +38,6 @@ def test_matmul_flops_are_six_a_weight_of_a_matrix(model):
 @pytest.mark.parametrize("targets", ["all-linear", "o_proj,up_proj"])
 def test_flops_with_adapters_are_those_of_torchs_counter(targets):
     """Of linear layers, without gradients that are not needed: those of the first adapters' inputs."""
-    pytest.importorskip("peft")
     model = dataclasses.replace(FLAVOURS["debug"], layers=2)
     adapters = resolve_adapters(model, 4, 32, 0.0, targets, "default")
     with torch.device("meta"):
@@ -107,12 +106,11 @@ def test_utilization_is_one_at_the_peak_and_never_more(float8):
     assert with_float8 < utilization(model, pairs, 100.0, peak, False) < 1
 
 
-def test_log_keeps_dense_equivalent_apart(tmp_path, caplog):
-    write_texts(tmp_path / "texts")
+def test_log_keeps_dense_equivalent_apart(texts, caplog):
 
     def lines(peak_tflops: float) -> list[dict]:
         settings = {"metrics__peak_tflops": peak_tflops, "metrics__recall_every": 0}
-        config = tiny_config(tmp_path, f"{peak_tflops}", training__steps=2, **settings)
+        config = tiny_config(texts, f"{peak_tflops}", training__steps=2, **settings)
         train(config)
         return metrics_of(config)
 

@@ -1,5 +1,4 @@
-"""The memory estimate: against the bytes of the real model's step on fake tensors, against measured
-runs, and by hand."""
+"""The memory estimate, against a step on fake tensors, measured runs, and by hand."""
 
 import dataclasses
 import json
@@ -64,11 +63,9 @@ def _adapters(model, targets: str, rank: int = 16, tokens: str = "") -> Adapters
         (QWEN2, 1, "full", f"{ALL} and a,b", 0, 0.02),
     ],
 )
-def test_estimate_is_what_fake_tensors_count(
+def test_estimate_is_what_a_fake_step_counts(
     monkeypatch, shape, ranks, mode, targets, chunk, tolerance
 ):
-    if targets:
-        pytest.importorskip("peft")
     targets, _, trained_tokens = targets.partition(" and ")
     model, tokens = shape
     step = StepShape(
@@ -133,7 +130,6 @@ def test_estimate_is_what_was_measured(config, backend, words, measured, toleran
 
 def test_bytes_of_parameters_are_those_of_the_model():
     """Of a model with adapters on a rank of four, and what the optimizer keeps."""
-    pytest.importorskip("peft")
     config = Config()
     config.model.flavour = "debug"
     config.training.device = "cpu"
@@ -144,9 +140,8 @@ def test_bytes_of_parameters_are_those_of_the_model():
     )
     with fake_world(4):
         mesh = init_device_mesh("cpu", (4,))
-        decoder = build_model(
-            config, model, adapters, Attends(None, None), mesh, torch.device("cpu")
-        )
+        cpu = torch.device("cpu")
+        decoder = build_model(config, model, adapters, Attends(None, None), mesh, cpu)
         local = {True: 0, False: 0}
         for parameter in decoder.parameters():
             local[parameter.requires_grad] += parameter.to_local().nbytes
@@ -328,11 +323,7 @@ def _on_four(schedule: str, **changes) -> dict:
         # dq, dk and dv; and the keys and values, or gradients, that are sent.
         ({}, _on_four("ring"), 4 * QUERY + 4 * 2 * KV + 4 * 2 * KV),
         # dk and dv; dq as a sum and as it is sent; q, d_out and out in bf16.
-        (
-            {},
-            _on_four("ring", circulates_queries=True),
-            4 * 2 * KV + 4 * 2 * QUERY + 2 * 3 * QUERY,
-        ),
+        ({}, _on_four("ring", circulates_queries=True), 4 * 2 * KV + 4 * 2 * QUERY + 2 * 3 * QUERY),
         # dk and dv of four ranks, of both heads, or of the only one.
         ({}, _on_four("all_gather"), 2 * 4 * 4 * KV),
         # Two of four heads at a time: their keys and values are copied, in bf16.

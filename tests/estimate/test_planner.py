@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_sparse.attention.context_parallel.balanced import Costs
-from titan_sparse.attention.context_parallel.layouts import block_ids
+from titan_sparse.attention.context_parallel.layouts import Costs, block_ids
 from titan_sparse.attention.context_parallel.schedules import SCHEDULES
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.masks.visibility import seen_blocks
@@ -74,9 +73,7 @@ def half_a_million():
     ],
 )
 def test_measured_runs_are_predicted(half_a_million, name, constants, schedules, tolerance):
-    """Forward and backward of every row. A plain ring across two nodes on one host is left out: it
-    has the host's whole link to itself, where the constants assume each rank's share.
-    """
+    """Every row but a ring across two nodes on one host, whose whole link it has to itself."""
     measured = json.loads((RESULTS / f"{name}.json").read_text())
     rates = load_constants(constants)
     ranks = measured["ranks"]
@@ -211,9 +208,8 @@ def test_costs_by_hand(change, shape, block_size, transfer):
 def test_a_run_reads_its_file(tmp_path):
     assert costs_of_run(Config(), MODEL) is None
     config = _config_with(tmp_path, vars(ROUND_RATES))
-    wanted = costs_of(
-        ROUND_RATES, shape_of(config, MODEL), MODEL.heads, config.attention.block_size
-    )
+    shape = shape_of(config, MODEL)
+    wanted = costs_of(ROUND_RATES, shape, MODEL.heads, config.attention.block_size)
     assert costs_of_run(config, MODEL) == wanted
 
 

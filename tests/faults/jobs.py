@@ -130,13 +130,7 @@ def free_port() -> int:
 
 
 def _rank_main(
-    rank: int,
-    ranks: int,
-    port: int,
-    words: list[str],
-    output: str,
-    faults: Faults,
-    file_bytes: int,
+    rank: int, ranks: int, port: int, words: list[str], output: str, faults: Faults, file_bytes: int
 ) -> None:
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)

@@ -1,7 +1,6 @@
 """Faults in a whole job: its exit status, its one line, and what is left.
 
-Ranks that are stuck, and launchers, are in tests/training/faults/test_heartbeat.py and test_restarts.py; kills
-at every moment of a save in checkpoint/test_saver.py.
+Stuck ranks: tests/training/faults/test_lost_ranks.py. Kills in a save: checkpoint/test_saver.py.
 """
 
 from pathlib import Path
@@ -18,7 +17,6 @@ from tests.faults.jobs import (
 )
 from tests.faults.planted import Faults
 from tests.faults.soak import soak
-from tests.runs import write_texts
 
 
 def _train(folder: Path, name: str, settings: dict, **options: object) -> tuple[int, str]:
@@ -39,30 +37,26 @@ def _one_line(text: str) -> str:
     return lines[0]
 
 
-def test_a_disk_that_fills_leaves_the_last_checkpoint(tmp_path):
-    write_texts(tmp_path / "texts")
-    status, text = _train(tmp_path, "undisturbed", {"checkpoint.enable": "false"})
+def test_a_disk_that_fills_leaves_the_last_checkpoint(texts):
+    status, text = _train(texts, "undisturbed", {"checkpoint.enable": "false"})
     assert status == 0, text
-    assert _train(tmp_path, "run", {"training.steps": 4})[0] == 0
-    status, text = _train(tmp_path, "run", {}, file_bytes=100_000)
+    assert _train(texts, "run", {"training.steps": 4})[0] == 0
+    status, text = _train(texts, "run", {}, file_bytes=100_000)
     line = _one_line(text)
     assert status == 1 and "step-6" in line and "no space left" in line and "GiB" in line
-    assert whole_checkpoints(tmp_path / "run/checkpoint") == (4, [])
-    status, text = _train(tmp_path, "run", {})
+    assert whole_checkpoints(texts / "run/checkpoint") == (4, [])
+    status, text = _train(texts, "run", {})
     assert status == 0 and "resumed at step 4" in text, text
-    losses = [
-        {(x["step"], x["loss"]) for x in metrics(tmp_path / n)} for n in ("run", "undisturbed")
-    ]
+    losses = [{(x["step"], x["loss"]) for x in metrics(texts / n)} for n in ("run", "undisturbed")]
     assert losses[0] == losses[1]
 
 
-def test_poison_without_end_ends_with_status_3(tmp_path):
-    write_texts(tmp_path / "texts")
+def test_poison_without_end_ends_with_status_3(texts):
     settings = {"guard.max_skips_in_a_row": 2, "guard.max_rollbacks": 1}
-    status, text = _train(tmp_path, "run", settings, faults=Faults(poisoned_from=4))
+    status, text = _train(texts, "run", settings, faults=Faults(poisoned_from=4))
     assert status == 3, text
-    assert f"look at loss and grad_norm in {tmp_path / 'run/metrics.jsonl'}" in _one_line(text)
-    assert whole_checkpoints(tmp_path / "run/checkpoint") == (2, [])
+    assert f"look at loss and grad_norm in {texts / 'run/metrics.jsonl'}" in _one_line(text)
+    assert whole_checkpoints(texts / "run/checkpoint") == (2, [])
 
 
 @pytest.mark.faults

@@ -84,8 +84,7 @@ def test_two_hosts_train_and_resume_as_one_does(undisturbed, folder):
     ids=["with_rank_0", "without_rank_0"],
 )
 def test_a_lost_host_comes_back(hosts, folder, undisturbed, lost, line):
-    """The launcher of the host that is left starts again by itself. Rank 0 and the rendezvous are on
-    the first host."""
+    """The other host's launcher starts again. Rank 0 and the rendezvous are on the first host."""
     name = f"lost_{lost}"
     words = _words(folder, name)
     logs = [folder / f"{name}.{host.name}" for host in hosts]

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.reference import attention_with_sinks, dense_attention, gradients, relative_error
-from titan_sparse.attention.backends import cudnn, flash
+from titan_sparse.attention.backends import cudnn, flex
 
 LIMIT = 5e-3
 LSE_LIMIT = 1e-3
@@ -19,7 +19,7 @@ LSE_LIMIT = 1e-3
 
 def skip_without(backend: str) -> None:
     """Skip the test, with the reason, where the backend's kernels are not installed."""
-    missing = {"cudnn": cudnn.missing, "flex": flash.missing}
+    missing = {"cudnn": cudnn.missing, "flex": flex.missing}
     reason = missing[backend]() if backend in missing else None
     if reason is not None:
         pytest.skip(reason)

@@ -18,8 +18,7 @@ from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.patterns.base import BlockIndex, DenseIndex
 from titan_sparse.attention.tiles import block_tiles, vertical_tiles
 from titan_sparse.kernels import block_sparse
-from titan_sparse.kernels.block_sparse import Piece
-from titan_sparse.kernels.chunks import ChosenChunks
+from titan_sparse.kernels.block_sparse import ChosenChunks, Piece
 
 triton, eager = BACKENDS["triton"], BACKENDS["eager"]
 

@@ -1,13 +1,23 @@
-"""Small decoders that several tests of the models use."""
+"""Small decoders, small random models of transformers in a folder, and how ours reads them."""
 
+import json
 import math
+from functools import partial
+from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.decoder import Decoder
+from titan_sparse.models.flavours import resolve
+from titan_sparse.models.huggingface import export_weights, load_weights
+from titan_sparse.models.huggingface_files import files_to_copy
 from titan_sparse.models.initialization import initialize
+from titan_sparse.training.checkpoint.reader import read_into
 
 
 def dense_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -34,3 +44,107 @@ def sample(config: DecoderConfig) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(13)
     tokens = torch.randint(0, config.vocab_size, (2, 13), generator=generator)
     return tokens, torch.arange(13).expand(2, -1)
+
+
+FAMILIES = {
+    "Qwen2ForCausalLM": "Qwen2Config",
+    "LlamaForCausalLM": "LlamaConfig",
+    "Qwen3ForCausalLM": "Qwen3Config",
+}
+ORIGINAL = "original_max_position_embeddings"
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, ORIGINAL: 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    ORIGINAL: 32,
+    "low_freq_factor": 2.0,
+    "high_freq_factor": 6.0,
+}
+QWEN2 = "Qwen2ForCausalLM"
+LENGTH = 150  # beyond the original contexts above
+
+
+def save_reference(
+    folder: Path, name: str = QWEN2, dtype: torch.dtype = torch.float32, **settings
+) -> torch.nn.Module:
+    """A small random model of transformers, saved. Norms and biases are random too."""
+    # transformers' Llama, unlike the others, wants a hidden_size that the heads divide.
+    settings = {
+        "vocab_size": 331,
+        "hidden_size": 96 if name == "LlamaForCausalLM" else 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": dict(PLAIN),
+        "bos_token_id": 3,
+        "eos_token_id": 4,
+    } | settings
+    torch.manual_seed(0)
+    config = getattr(transformers, FAMILIES[name])(**settings, attn_implementation="eager")
+    model = getattr(transformers, name)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.12 + (parameter.ndim == 1))
+    model.to(dtype).save_pretrained(folder)
+    return model
+
+
+def decoder(folder: Path, dtype: torch.dtype = torch.float32, **overrides) -> Decoder:
+    config = resolve(flavour="debug", initial_hf=str(folder), **overrides)
+    with torch.device("meta"):
+        model = Decoder(config, dense_attend).to(dtype)
+    model = model.to_empty(device="cpu")
+    load_weights(model, str(folder), config)
+    return model
+
+
+def tokens_and_positions() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, 331, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    return tokens, torch.arange(LENGTH).expand(2, -1)
+
+
+@torch.no_grad()
+def assert_same_logits(ours: Decoder, theirs: torch.nn.Module) -> None:
+    tokens, positions = tokens_and_positions()
+    expected = theirs(tokens).logits
+    assert 0.1 < expected.std() < 10
+    torch.testing.assert_close(ours(tokens, positions, causal(LENGTH)), expected, atol=1e-4, rtol=0)
+
+
+def save_checkpoint(model: Decoder, folder: Path) -> str:
+    dcp.save(dict(model.named_parameters()), checkpoint_id=str(folder), no_dist=True)
+    return str(folder)
+
+
+def export(checkpoint: str, out: str, config, dtype, source: str = "", *rest) -> None:
+    read = partial(read_into, checkpoint=checkpoint)
+    files = {name: path.read_bytes() for name, path in files_to_copy(source).items()}
+    export_weights(checkpoint, read, out, config, dtype, source, *rest, files=files)
+
+
+def write_config(folder: Path, **changes) -> None:
+    """A config.json with the changed keys; None removes one."""
+    if not (folder / "config.json").exists():
+        save_reference(folder)
+    values = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in values.items() if value is not None})
+    )
+
+
+def set_values(folder: Path, **values) -> None:
+    """Unlike write_config(), writes null for None."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def change_tensors(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -22,13 +22,11 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def _gradients(module: nn.Module, x: Tensor, *args) -> list[Tensor]:
-    """Output, gradient of x and of every trained parameter, for an upstream gradient that differs from
-    row to row."""
+    """Output, gradient of x, and of every trained parameter, for a random upstream gradient."""
     x = x.clone().requires_grad_()
     out = module(x, *args)
-    d_out = torch.randn(
-        out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    ).to(out.dtype)
+    generator = torch.Generator().manual_seed(1)
+    d_out = torch.randn(out.shape, dtype=torch.float64, generator=generator).to(out.dtype)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return [out.detach(), *torch.autograd.grad(out, [x, *trained], d_out)]
 
@@ -85,10 +83,7 @@ def test_the_activation_is_rounded_once():
     exact = [gate.double().requires_grad_(), up.double().requires_grad_()]
     hidden = nn.functional.silu(exact[0]) * exact[1]
     wanted = [hidden, hidden, *torch.autograd.grad(hidden, exact, d_hidden.double())]
-    found = [
-        chunked_mlp.swiglu(gate, up),
-        *chunked_mlp.swiglu_backward(gate, up, d_hidden),
-    ]
+    found = [chunked_mlp.swiglu(gate, up), *chunked_mlp.swiglu_backward(gate, up, d_hidden)]
     for got, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=1e-6)
 
@@ -121,9 +116,8 @@ def _block(chunk_tokens: int) -> tuple[Block, tuple[Tensor, ...]]:
     mlp = (lambda config: ChunkedMLP(config, chunk_tokens)) if chunk_tokens else MLP
     block = Block(CONFIG, dense_attend, mlp).double()
     positions = torch.arange(96)[None]
-    cos, sin = rope_tables(
-        *inverse_frequencies(CONFIG.rope, CONFIG.head_dim), positions, torch.float64
-    )
+    frequencies = inverse_frequencies(CONFIG.rope, CONFIG.head_dim)
+    cos, sin = rope_tables(*frequencies, positions, torch.float64)
     return block, (cos, sin, causal(96))
 
 

@@ -1,5 +1,4 @@
-"""Hugging Face checkpoints in and out: transformers is the reference for the loss and gradients, for
-config.json, and for the files."""
+"""Hugging Face checkpoints in and out, compared with transformers."""
 
 import hashlib
 import json
@@ -18,9 +17,8 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
-from tests.data.chat_helpers import CHAT, CHATML, GLM, write_tokenizer
-from tests.models.helpers import causal
-from tests.models.huggingface_reference import (
+from tests.data.helpers import CHAT, CHATML, GLM, write_tokenizer
+from tests.models.helpers import (
     FAMILIES,
     LENGTH,
     LLAMA3,
@@ -28,6 +26,7 @@ from tests.models.huggingface_reference import (
     PLAIN,
     YARN,
     assert_same_logits,
+    causal,
     change_tensors,
     decoder,
     export,
@@ -37,7 +36,7 @@ from tests.models.huggingface_reference import (
     tokens_and_positions,
     write_config,
 )
-from tests.runs import tiny_config, train, write_texts
+from tests.runs import tiny_config, train
 from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.config import Config, Model, check_start, save
 from titan_sparse.models.flavours import resolve
@@ -215,13 +214,12 @@ def test_bfloat16_in_from_several_files_and_out_to_several(tmp_path):
         assert torch.equal(weight, first[key]), key
 
 
-def test_export_overwrites_nothing(tmp_path):
+def test_an_export_is_not_written_among_checkpoints(tmp_path):
     save_reference(tmp_path / "in")
     config = read_config(str(tmp_path / "in"))
     checkpoint = save_checkpoint(decoder(tmp_path / "in"), tmp_path / "checkpoint/step-3")
-    for name, words in (("in", "already there"), ("checkpoint/step-3-hf", "among the run's")):
-        with pytest.raises(ValueError, match=words):
-            export(checkpoint, str(tmp_path / name), config, torch.float32)
+    with pytest.raises(ValueError, match="among the run's"):
+        export(checkpoint, str(tmp_path / "checkpoint/step-3-hf"), config, torch.float32)
 
 
 def test_a_single_file_beats_a_left_over_index(tmp_path):
@@ -409,17 +407,15 @@ def _files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_run_from_hugging_face_and_back(tmp_path, capsys):
-    """Resumed, without the first weights. The command exports what last_save_in_hf wrote, and changes
-    nothing of the run."""
-    save_reference(tmp_path / "in", tie_word_embeddings=True)
+def test_a_run_from_hugging_face_and_back(texts, capsys):
+    """Resumed without the first weights. The command exports what last_save_in_hf wrote."""
+    save_reference(texts / "in", tie_word_embeddings=True)
     # Copies, because the file goes.
-    tensors = load_file(tmp_path / "in/model.safetensors")
+    tensors = load_file(texts / "in/model.safetensors")
     first = {name: tensor.clone() for name, tensor in tensors.items()}
-    write_texts(tmp_path / "texts")
     settings = {
         "model__flavour": "debug",
-        "model__initial_hf": str(tmp_path / "in"),
+        "model__initial_hf": str(texts / "in"),
         "training__dtype": "float32",
         "checkpoint__enable": True,
         "checkpoint__interval": 2,
@@ -427,29 +423,29 @@ def test_a_run_from_hugging_face_and_back(tmp_path, capsys):
         "optimizer__lr": 1e-3,
         "lr_scheduler__total_steps": 4,
     }
-    train(tiny_config(tmp_path, "run", **settings | {"training__steps": 2}))
-    (tmp_path / "in/model.safetensors").write_bytes(b"")  # must not be needed any more
-    resumed = train(tiny_config(tmp_path, "run", **settings | {"training__steps": 4}))
+    train(tiny_config(texts, "run", **settings | {"training__steps": 2}))
+    (texts / "in/model.safetensors").write_bytes(b"")  # must not be needed any more
+    resumed = train(tiny_config(texts, "run", **settings | {"training__steps": 4}))
     assert resumed.progress.step == 4 and resumed.loader.state_dict()["sequence"] == 4
-    run = tmp_path / "run"
+    run = texts / "run"
     written = run / "huggingface/step-4"
     out = load_file(written / "model.safetensors")
     for name, x in resumed.model.state_dict().items():
         assert torch.equal(x.full_tensor(), out["model." + name])
     dist.destroy_process_group()
     before = _files(run)
-    assert export_hf([str(run), str(tmp_path / "out")]) == 0
-    half = [str(tmp_path / "half"), "--dtype", "bfloat16"]
+    assert export_hf([str(run), str(texts / "out")]) == 0
+    half = [str(texts / "half"), "--dtype", "bfloat16"]
     assert export_hf([str(run / "checkpoint/step-2"), *half]) == 0
     assert _files(run) == before
-    for path, content in _files(tmp_path / "out").items():
+    for path, content in _files(texts / "out").items():
         assert (written / path.name).read_bytes() == content
-    half = load_file(tmp_path / "half/model.safetensors")
+    half = load_file(texts / "half/model.safetensors")
     assert half["model.norm.weight"].dtype == torch.bfloat16
     # Two steps of AdamW with a learning rate of 0.001.
     for name, tensor in half.items():
         assert 0 < (tensor.float() - first[name]).abs().max() < 0.02, name
     assert transformers.AutoModelForCausalLM.from_pretrained(written).config.vocab_size == 331
-    for source, message in ((tmp_path, "holds no complete checkpoint"), (run, "already there")):
-        assert export_hf([str(source), str(tmp_path / "out")]) == 2
+    for source, message in ((texts, "holds no complete checkpoint"), (run, "already there")):
+        assert export_hf([str(source), str(texts / "out")]) == 2
         assert message in capsys.readouterr().err

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
 from tests.fake_step import fake_world
-from tests.models.huggingface_reference import LLAMA3, ORIGINAL, PLAIN, YARN
+from tests.models.helpers import LLAMA3, ORIGINAL, PLAIN, YARN
 from tests.runs import TINY
 from titan_sparse.config import ActivationCheckpoint, Compile
 from titan_sparse.models.config import RopeConfig
@@ -99,8 +99,7 @@ def _turned_by_transformers(q: Tensor, k: Tensor, positions: Tensor) -> list[Ten
 
 
 @pytest.mark.parametrize(
-    "dtype, sharded",
-    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    "dtype, sharded", [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 )
 def test_a_decoder_turns_far_tokens_as_transformers_does(dtype: torch.dtype, sharded: bool) -> None:
     """In bf16 too: tables of bf16, or positions, would change a third of the elements or all."""

@@ -119,20 +119,25 @@ def test_router_loss_counts_no_padding(tmp_path: Path) -> None:
     torch.testing.assert_close(found, 0.5 * outputs.aux_loss, rtol=1e-4, atol=0)
 
 
+def decoder_and_batch(folder: Path) -> tuple[nn.Module, tuple]:
+    """The decoder, and what its forward reads."""
+    model, config = decoder_of(folder)
+    tokens, positions, labels = batch_of_tokens()
+    return model, (tokens, positions, masks_of(config, None, 2), labels)
+
+
 def test_offloaded_layers_are_the_same_to_the_bit(tmp_path: Path, monkeypatch) -> None:
     save_model(tmp_path, "mistral", num_hidden_layers=4)
     monkeypatch.setattr(offload, "MIN_BYTES", 1024)
-    batch = batch_of_tokens()
     found = []
     for is_offloaded in (False, True):
-        model, config = decoder_of(tmp_path)
+        model, batch = decoder_and_batch(tmp_path)
         for number, layer in model.layers.items():
             model.layers[number] = checkpointed(layer, "full")
             model.layers[number].compile(backend="aot_eager", fullgraph=True)
         if is_offloaded:
             model.run_blocks = OffloadedBlocks(torch.device("cpu"))
-        tokens, positions, labels = batch
-        loss = model(tokens, positions, masks_of(config, None, 2), labels)
+        loss = model(*batch)
         loss.backward()
         found.append([loss, *(parameter.grad for parameter in model.parameters())])
         if is_offloaded:
@@ -159,11 +164,9 @@ def test_angles_are_not_rounded(tmp_path: Path, name: str) -> None:
 def test_half_precision_is_near(tmp_path: Path, name: str) -> None:
     """Queries and keys that wide rotary tables have widened meet values of bf16."""
     save_model(tmp_path, name)
-    model, config = decoder_of(tmp_path)
-    tokens, positions, labels = batch_of_tokens()
-    masks = masks_of(config, None, 2)
-    expected = model(tokens, positions, masks, labels)
-    found = model.bfloat16()(tokens, positions, masks, labels)
+    model, batch = decoder_and_batch(tmp_path)
+    expected = model(*batch)
+    found = model.bfloat16()(*batch)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=5e-3, atol=0)
 
@@ -171,13 +174,12 @@ def test_half_precision_is_near(tmp_path: Path, name: str) -> None:
 def test_layers_are_compiled_once_for_each_kind(tmp_path: Path) -> None:
     """Windows and full layers are two kinds, whatever the number of layers."""
     save_model(tmp_path, "olmo3", num_hidden_layers=5, layer_types=None)
-    model, config = decoder_of(tmp_path)
+    model, batch = decoder_and_batch(tmp_path)
     counter = CompileCounterWithBackend("eager")
     for layer in model.layers.values():
         layer.compile(backend=counter, fullgraph=True)
-    tokens, positions, labels = batch_of_tokens()
     for _ in range(2):
-        model(tokens, positions, masks_of(config, None, 2), labels).backward()
+        model(*batch).backward()
     assert counter.frame_count == 2
 
 
@@ -210,15 +212,13 @@ def test_random_weights_leave_the_scale_of_hidden_states(tmp_path: Path, name: s
 def test_linear_layers_in_float8_are_near(tmp_path: Path) -> None:
     """As ours: all linear layers, under the same names."""
     save_model(tmp_path, "phi3")
-    model, config = decoder_of(tmp_path)
+    model, batch = decoder_and_batch(tmp_path)
     model = model.bfloat16()
-    tokens, positions, labels = batch_of_tokens()
-    masks = masks_of(config, None, 2)
-    expected = model(tokens, positions, masks, labels)
+    expected = model(*batch)
     names = [name for name, _ in model.named_parameters()]
     assert convert_to_float8(model, Float8(enable=True, filter="o_proj"), emulate=True) == 2 * 3
     assert [name for name, _ in model.named_parameters()] == names
-    found = model(tokens, positions, masks, labels)
+    found = model(*batch)
     found.backward()
     assert found != expected
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=0)

@@ -102,8 +102,7 @@ def tiny_model(config_class: str, **settings: Any) -> nn.Module:
 
 
 def save_model(folder: Path, name: str, **settings: Any) -> nn.Module:
-    """The model of that name, written by save_pretrained(); norms and biases, which start as ones and
-    zeros, are random too."""
+    """The model of that name, written by save_pretrained(). Norms and biases are random too."""
     config_class, differences = MODELS[name]
     model = tiny_model(config_class, **differences | settings)
     with torch.no_grad():

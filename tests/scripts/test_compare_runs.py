@@ -43,19 +43,15 @@ def test_status_by_threshold(tmp_path, options, status, capsys):
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     a, b = _run(tmp_path / "a", {1: 5.0, 2: 4.0}), _run(tmp_path / "b", {1: 5.0, 3: 4.0})
-    empty = _run(tmp_path / "empty", {})
     nan = _run(tmp_path / "nan", {1: None})
     # NaN is beyond any threshold.
     assert main([nan, nan, "--max-difference", "1e9"]) == 1
     capsys.readouterr()
     for words, reason in (
         ([a, b], "only one of them has step 2"),
-        ([a, str(tmp_path)], "neither a run's output_dir"),
         ([a, a, "--plot", str(tmp_path / "none/p.png")], "No such file"),
         ([a, a, "--field", "recall"], "recall was not logged"),
-        ([empty, empty], "line 1 is not a JSON object"),
     ):
         assert main(words) == 2
         error = capsys.readouterr().err

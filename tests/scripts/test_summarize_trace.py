@@ -1,14 +1,14 @@
 """What the work of a trace was for, and what share of a step it took."""
 
 import json
-from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from scripts import summarize_trace
 from scripts.summarize_trace import PARTS, part_of, summary, work_of
-from tests.distributed import run_processes
-from tests.runs import tiny_config, train, write_texts
+from tests.distributed import on_ranks
+from tests.runs import tiny_config, train
 
 MAIN, AUTOGRAD, STREAM, OTHER_STREAM = 1, 2, 7, 20
 
@@ -24,26 +24,21 @@ class Trace:
         event = {"ph": "X", "name": name, "cat": cat, "pid": 0, "tid": tid, "args": args}
         self.events.append(event | {"ts": 1e3 * start, "dur": 1e3 * (end - start)})
 
-    def inside(self, *names: str, start: float, end: float, tid: int = MAIN) -> None:
-        """CPU frames, each around the next."""
+    def inside(self, *names: str, start: float, end: float = 0, tid: int = MAIN) -> None:
+        """CPU frames, each around the next, of 1 ms unless `end` is given."""
         for depth, name in enumerate(names):
             cat = "cpu_op" if "::" in name and not name.startswith("FSDP") else "user_annotation"
-            self.add(name, start + 0.001 * depth, end - 0.001 * depth, cat, tid)
+            last = (end or start + 1) - 0.001 * depth
+            self.add(name, start + 0.001 * depth, last, cat, tid)
 
     def launch(
-        self,
-        kernel: str,
-        at: float,
-        start: float,
-        end: float,
-        *,
-        tid: int = MAIN,
-        cat: str = "kernel",
-        by: str = "cuda_runtime",
+        self, kernel: str, at: float, start: float, end: float, tid=MAIN, by="cuda_runtime"
     ) -> None:
         self.launches += 1
         stream = OTHER_STREAM if "nccl" in kernel else STREAM
+        kinds = {"Memset": "gpu_memset", "Memcpy": "gpu_memcpy"}
         self.add("cudaLaunchKernel", at, at + 0.002, by, tid, correlation=self.launches)
+        cat = kinds.get(kernel.split()[0], "kernel")
         self.add(kernel, start, end, cat, stream, correlation=self.launches)
 
 
@@ -51,51 +46,46 @@ def a_step() -> list[dict]:
     """A step whose kernels run 100 ms after their launches, so that times alone do not identify them."""
     trace = Trace()
     trace.inside("ProfilerStep#5", start=0, end=50)
-    trace.inside("FSDP::pre_forward (layers.0)", "FSDP::all_gather (layers.0)", start=1, end=2)
+    trace.inside("FSDP::pre_forward (layers.0)", "FSDP::all_gather (layers.0)", start=1)
     trace.launch("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs)", 1.2, 100, 104)
-    trace.inside("FSDP::pre_forward (layers.0)", "FSDP::all_gather_copy_out", start=2, end=3)
+    trace.inside("FSDP::pre_forward (layers.0)", "FSDP::all_gather_copy_out", start=2)
     trace.launch("void at::native::split_with_sizes_copy", 2.5, 104, 105)
     # A compiled block, as inductor calls it.
     trace.inside("Torch-Compiled Region: 0/0", "## Call CompiledFxGraph x ##", start=4, end=10)
     trace.launch("triton_red_fused_mean_0", 4.1, 105, 106, by="cuda_driver")
     trace.inside("aten::mm", start=4.2, end=4.4)
     trace.launch("nvjet_tst_128x256", 4.3, 106, 110)
-    trace.inside("titan_sparse::select", start=5, end=6)
+    trace.inside("titan_sparse::select", start=5)
     trace.launch("triton_poi_fused_probe", 5.1, 110, 112, by="cuda_driver")
     trace.launch("ncclDevKernel_AllReduce_Sum_f32", 5.2, 112, 113)
     # Its own matmuls, copies and transfers are attention.
     trace.inside("titan_sparse::attend_forward", "aten::bmm", start=6, end=8)
     trace.launch("cutlass_flash_forward", 6.1, 113, 120)
-    trace.launch("Memset (Device)", 6.2, 120, 121, cat="gpu_memset")
+    trace.launch("Memset (Device)", 6.2, 120, 121)
     trace.launch("ncclDevKernel_SendRecv", 6.3, 116, 123)
-    trace.inside("_LinearCrossEntropy::", "aten::mm", start=11, end=12)
+    trace.inside("_LinearCrossEntropy::", "aten::mm", start=11)
     trace.launch("nvjet_tst_64x64", 11.5, 123, 126)
     # The backward, in autograd's thread, while the main thread waits in a range of its own.
-    trace.inside("Optimizer.is_not_here::", start=13, end=14)
+    trace.inside("Optimizer.is_not_here::", start=13)
     node = "GeneratedBackwardFor_titan_sparse_attend_forward_defaultBackward"
     evaluate = "autograd::engine::evaluate_function: "
-    trace.inside(evaluate + node, node + "::", start=13, end=14, tid=AUTOGRAD)
-    trace.launch("void contiguous_copy", 13.1, 126, 127, tid=AUTOGRAD)
+    trace.inside(evaluate + node, node + "::", start=13, tid=AUTOGRAD)
+    trace.launch("void contiguous_copy", 13.1, 126, 127, AUTOGRAD)
     trace.inside("titan_sparse::attend_backward", start=13.2, end=13.6, tid=AUTOGRAD)
-    trace.launch("flash_backward", 13.3, 127, 137, tid=AUTOGRAD)
+    trace.launch("flash_backward", 13.3, 127, 137, AUTOGRAD)
     # FSDP's hook runs inside the node of the loss, and is not the loss.
     loss_node = evaluate + "_LinearCrossEntropyBackward"
     gather = "FSDP::all_gather (layers.0)"
-    trace.inside(loss_node, "FSDP::pre_backward", gather, start=15, end=16, tid=AUTOGRAD)
-    trace.launch("ncclDevKernel_Generic", 15.1, 137, 139, tid=AUTOGRAD)
-    trace.inside(
-        "RegisterPostBackwardFunctionBackward::",
-        "FSDP::post_backward_reduce (layers.0)",
-        start=17,
-        end=18,
-        tid=AUTOGRAD,
-    )
-    trace.launch("ncclDevKernel_ReduceScatter_Sum_f32", 17.1, 139, 144, tid=AUTOGRAD)
-    trace.inside("Optimizer.update", start=19, end=20)
+    trace.inside(loss_node, "FSDP::pre_backward", gather, start=15, tid=AUTOGRAD)
+    trace.launch("ncclDevKernel_Generic", 15.1, 137, 139, AUTOGRAD)
+    post, reduce = "RegisterPostBackwardFunctionBackward::", "FSDP::post_backward_reduce (layers.0)"
+    trace.inside(post, reduce, start=17, tid=AUTOGRAD)
+    trace.launch("ncclDevKernel_ReduceScatter_Sum_f32", 17.1, 139, 144, AUTOGRAD)
+    trace.inside("Optimizer.update", start=19)
     trace.launch("multi_tensor_apply_kernel", 19.1, 146, 148)
-    trace.inside("aten::to", start=21, end=22)
-    trace.launch("Memcpy HtoD (Pinned -> Device)", 21.5, 148, 149, cat="gpu_memcpy")
-    trace.inside("c10d::allreduce_", start=23, end=24)
+    trace.inside("aten::to", start=21)
+    trace.launch("Memcpy HtoD (Pinned -> Device)", 21.5, 148, 149)
+    trace.inside("c10d::allreduce_", start=23)
     trace.launch("ncclDevKernel_AllReduce_Sum_f64", 23.5, 149, 150)
     trace.add("nobody launched this", 150, 150.5, "kernel", STREAM, correlation=999)
     return trace.events
@@ -157,10 +147,8 @@ def test_an_op_stands_for_a_launch_that_cannot_be_placed(launch_thread):
     if launch_thread:
         launch = {"name": "cudaLaunchKernel", "cat": "cuda_runtime", "ts": 1.5, "dur": 0.1}
         events.append(launch | {"tid": launch_thread, "args": {"correlation": 3}})
-    works = work_of(events)
-    assert [(work.around[-1], part_of(work)) for work in works] == [
-        ("aten::mm", "attention, forward")
-    ]
+    [work] = work_of(events)
+    assert (work.around[-1], part_of(work)) == ("aten::mm", "attention, forward")
 
 
 @pytest.mark.parametrize(
@@ -181,9 +169,11 @@ def test_names_of_kernels_tell_what_they_can(kernel, part):
     assert part_of(work) == part
 
 
-def _trace(folder: Path) -> None:
+@on_ranks(2)
+def test_runs_have_the_ranges_that_own_work(texts):
+    """On a CPU, where no kernel is launched inside them."""
     config = tiny_config(
-        folder,
+        texts,
         "run",
         training__steps=2,
         training__dtype="float32",
@@ -197,13 +187,8 @@ def _trace(folder: Path) -> None:
         optimizer__name="AdamW",
     )
     train(config)
-
-
-def test_runs_have_the_ranges_that_own_work(tmp_path):
-    """On a CPU, where no kernel is launched inside them."""
-    write_texts(tmp_path / "texts")
-    run_processes(2, _trace, tmp_path)
-    events = json.loads((tmp_path / "run/profile/rank0.json").read_text())["traceEvents"]
+    dist.barrier()
+    events = json.loads((texts / "run/profile/rank0.json").read_text())["traceEvents"]
     names = {event["name"] for event in events if event.get("cat") in ("cpu_op", "user_annotation")}
     owners = {summarize_trace._owner((name,)) for name in names}
     assert owners == {*PARTS[:3], "loss", "optimizer", "FSDP", None}
@@ -211,9 +196,6 @@ def test_runs_have_the_ranges_that_own_work(tmp_path):
         # Neither learned sinks nor several tokens' losses.
         if not owner.endswith(("sinks_backward", "_TokenCrossEntropy")):
             assert any(name.startswith(owner) for name in names), owner
-
-
-# The command --------------------------------------------------------------------------------------
 
 
 def test_script(tmp_path, capsys):

@@ -66,6 +66,22 @@ def pack(documents: list[np.ndarray], seq_len: int, joined: bool = False) -> lis
     return sequences
 
 
+def steps_of(
+    shards: Path,
+    steps: int,
+    seq_len: int,
+    per_step: int = 1,
+    shuffle_seed: int | None = None,
+    joined: bool = False,
+    epochs: int = 1,
+) -> list[list[Piece]]:
+    """The pieces of each step, of so many sequences a step."""
+    documents = ordered(read_documents(shards), epochs, shuffle_seed)
+    sequences = pack(documents, seq_len, joined)
+    starts = range(0, steps * per_step, per_step)
+    return [sum(sequences[start : start + per_step], []) for start in starts]
+
+
 def count_labels(pieces: Iterable[Piece]) -> int:
     return sum(int((piece.labels != IGNORED).sum()) for piece in pieces)
 

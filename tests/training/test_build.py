@@ -1,34 +1,35 @@
 """Where a run's tensors live: its device, its meshes, what FSDP does with weights, what is compiled,
-what is recomputed, and float8. GPUs and other ranks are stand-ins."""
+recomputed, or offloaded, and float8. GPUs and other ranks are stand-ins."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 import torch._inductor.config
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.attention.collectives import collectives, counts
 from tests.fake_step import fake_world
 from tests.models.helpers import causal, dense_attend, sample
-from tests.runs import TINY, tiny_config, write_texts
+from tests.runs import TINY, tiny_config
+from titan_sparse.attention import attend
+from titan_sparse.attention.masks.ranges import Documents
+from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.config import ActivationCheckpoint, Compile, Float8, Parallelism
 from titan_sparse.estimate.memory import peak_gib
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.initialization import initialize
-from titan_sparse.training import preflight
+from titan_sparse.training import offload, preflight
 from titan_sparse.training.dry_run import step_of
 from titan_sparse.training.faults.process_groups import build_meshes
-from titan_sparse.training.model import (
-    check_float8,
-    checkpointed,
-    convert_to_float8,
-    parallelize,
-)
+from titan_sparse.training.model import check_float8, checkpointed, convert_to_float8, parallelize
+from titan_sparse.training.offload import OffloadedBlocks
 from titan_sparse.training.trainer import Trainer
 
 BLOCKS = TINY.layers
@@ -39,23 +40,15 @@ BLOCKS = TINY.layers
     [
         # Weights are sharded over one axis: with two, fully_shard would copy them.
         (Parallelism(cp=4), 2, list(range(8)), [[4, 5], [6, 7]], (2, 1)),
-        (
-            Parallelism(dp_replicate=2, cp=2),
-            1,
-            [[0, 1, 2, 3], [4, 5, 6, 7]],
-            [[4], [5]],
-            (4, 2),
-        ),
+        (Parallelism(dp_replicate=2, cp=2), 1, [[0, 1, 2, 3], [4, 5, 6, 7]], [[4], [5]], (4, 2)),
     ],
 )
 def test_meshes_by_hand(parallelism, cp_intra, fsdp, cp, dp):
     """Rank 5 of 8."""
     with fake_world(8, rank=5):
         meshes = build_meshes(replace(parallelism, cp_intra=cp_intra), "cpu")
-        names = (
-            ("dp_shard_cp",) if parallelism.dp_replicate == 1 else ("dp_replicate", "dp_shard_cp")
-        )
-        assert meshes.fsdp.mesh_dim_names == names
+        replicated = ("dp_replicate",) if parallelism.dp_replicate > 1 else ()
+        assert meshes.fsdp.mesh_dim_names == (*replicated, "dp_shard_cp")
         assert meshes.fsdp.mesh.tolist() == fsdp
         assert meshes.cp.mesh_dim_names == ("cp_inter", "cp_intra")
         assert meshes.cp.mesh.tolist() == cp
@@ -179,10 +172,9 @@ def test_gradients_are_near(recipe):
         assert error > 0.01 or "layers" not in name or a.grad.norm() == 0, (name, error)
 
 
-def test_a_run_recomputes_as_much_of_attention_as_its_memory_requires(tmp_path, monkeypatch):
+def test_a_run_recomputes_as_much_of_attention_as_its_memory_requires(texts, monkeypatch):
     """attention_recompute = -1 with free memory for the estimated peak of a share, of which 90 % count."""
-    write_texts(tmp_path / "texts")
-    config = tiny_config(tmp_path, "run", training__seq_len=640, attention__pattern="dense")
+    config = tiny_config(texts, "run", training__seq_len=640, attention__pattern="dense")
     model = resolve(**vars(config.model))
     for wanted, more in ((0.5, 1.001), (0.5625, 0.999), (0.0, 10), (1.0, 0.1)):
         config.activation_checkpoint.attention_recompute = 0.5
@@ -190,3 +182,118 @@ def test_a_run_recomputes_as_much_of_attention_as_its_memory_requires(tmp_path, 
         config.activation_checkpoint.attention_recompute = -1.0
         monkeypatch.setattr(preflight, "free_gib", lambda device, free=more * peak / 0.9: free)
         assert Trainer(config).recomputed == wanted
+
+
+# Offload
+
+LAYERS, LENGTH, HIDDEN, HEADS, HEAD_DIM = 3, 256, 32, 4, 8
+THREE_LAYERS = replace(TINY, layers=LAYERS)
+PATTERN = VerticalSlash(recall=0.8, sinks=2, local_slashes=1, max_verticals=32, dense_below=64)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def small_tensors_too(monkeypatch, fresh_compiler) -> None:
+    # LSE, but neither norms nor biases
+    monkeypatch.setattr(offload, "MIN_BYTES", LENGTH * HEADS * 4)
+
+
+def _checkpointed_decoder(backend="aot_eager", blocks: OffloadedBlocks | None = None) -> Decoder:
+    """fp32, checkpointed and compiled block by block."""
+    call = functools.partial(attend, pattern=PATTERN, block_size=16, backend="eager")
+    model = Decoder(THREE_LAYERS, lambda q, k, v, mask: call(q, k, v, mask))
+    initialize(model, 0, THREE_LAYERS)
+    for name, block in model.layers.items():
+        model.layers[name] = checkpointed(block, "full")
+        model.layers[name].compile(backend=backend, fullgraph=True)
+    if blocks is not None:
+        model.run_blocks = blocks
+    return model
+
+
+def _loss_of_two_documents(model: nn.Module, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    tokens, labels = torch.randint(0, 200, (2, 1, LENGTH), generator=generator)
+    documents = Documents([[100 + seed, 156 - seed]]).rows(LENGTH)
+    return model(tokens, torch.arange(LENGTH)[None], documents, labels)
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return gradients
+
+
+def _assert_equal(got: list[Tensor], want: list[Tensor]) -> None:
+    assert all(map(torch.equal, got, want)) and len(got) == len(want)
+
+
+@pytest.mark.usefixtures("small_tensors_too")
+def test_offloaded_steps_are_the_same_to_the_bit_and_the_pool_stays():
+    plain, wanted = _checkpointed_decoder(), []
+    for seed in (0, 1):
+        loss = _loss_of_two_documents(plain, seed)
+        loss.backward()
+        wanted.append((loss.detach(), _gradients(plain)))
+    blocks = OffloadedBlocks(CPU)
+    counter = CompileCounterWithBackend("aot_eager")
+    model = _checkpointed_decoder(counter, blocks=blocks)
+    sizes = set()
+    for seed in (0, 1, 0):
+        loss = _loss_of_two_documents(model, seed)
+        loss.backward()
+        wanted_loss, wanted_gradients = wanted[seed]
+        assert torch.equal(loss, wanted_loss)
+        _assert_equal(_gradients(model), wanted_gradients)
+        sizes.add(blocks.pool.nbytes)
+        given_back = sum(size * len(buffers) for size, buffers in blocks.pool.free.items())
+        assert given_back == blocks.pool.nbytes, "buffers were not given back"
+        with torch.no_grad():
+            _loss_of_two_documents(model, 1 - seed)
+    assert len(sizes) == 1, "the pool grew"
+    # With gradients and without.
+    assert counter.frame_count <= 2, "compiled anew"
+    buffers = {nbytes: len(free) for nbytes, free in blocks.pool.free.items()}
+    # Input and out of each block, and its LSE.
+    wide = LENGTH * HIDDEN * 4
+    lse = LENGTH * HEADS * 4
+    assert buffers.pop(wide) == 2 * (LAYERS - 1)
+    assert buffers.pop(lse) == LAYERS - 1
+    # What is left are the verticals that the pattern has gathered.
+    (verticals,) = buffers
+    assert verticals % (2 * HEADS * HEAD_DIM * 4) == 0
+    assert buffers[verticals] == LAYERS - 1
+    assert blocks.pool.nbytes == (LAYERS - 1) * (2 * wide + lse + verticals)
+
+
+@pytest.mark.usefixtures("small_tensors_too")
+def test_two_forwards_before_their_backwards():
+    plain, wanted = _checkpointed_decoder("eager"), []
+    for seed in (0, 1):
+        _loss_of_two_documents(plain, seed).backward()
+        wanted.append(_gradients(plain))
+    model = _checkpointed_decoder("eager", blocks=OffloadedBlocks(CPU))
+    losses = [_loss_of_two_documents(model, 0), _loss_of_two_documents(model, 1)]
+    with torch.no_grad():
+        _loss_of_two_documents(model, 2)
+    # Not last in, first out: buffers must not be mixed up.
+    losses[0].backward()
+    _assert_equal(_gradients(model), wanted[0])
+    losses[1].backward()
+    _assert_equal(_gradients(model), wanted[1])
+
+
+@pytest.mark.usefixtures("small_tensors_too")
+def test_what_is_kept_may_not_change():
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.square()
+
+    class ChangesTheFirstInput(Square):
+        def forward(self, x: Tensor) -> Tensor:
+            first.add_(1)
+            return x
+
+    first = torch.randn(64, 64, requires_grad=True).clone()
+    with pytest.raises(RuntimeError, match="changed in place"):
+        OffloadedBlocks(CPU)([Square(), ChangesTheFirstInput(), Square()], first)

@@ -1,5 +1,5 @@
-"""Runs that change the model they begin from: longer sequences, another base of the rotary
-frequencies, more tokens. transformers is the reference for the loss, and reads what is exported."""
+"""Runs that change their base model: longer sequences, another theta, more tokens, untrained tokens.
+transformers is the reference, and reads what is exported."""
 
 import json
 import logging
@@ -12,11 +12,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
-from tests.data.chat_helpers import CHATML, write_tokenizer
+from tests.data.helpers import CHATML, write_tokenizer
 from tests.distributed import run_processes
-from tests.models.huggingface_reference import LLAMA3, ORIGINAL, set_values
+from tests.models.helpers import LLAMA3, ORIGINAL, change_tensors, set_values
 from tests.models.transformers_models import save_model
 from tests.training import reference_loop as by_hand
 from tests.training.wired_run import (
@@ -30,8 +30,9 @@ from tests.training.wired_run import (
     write_shard,
 )
 from titan_sparse.commands.export_hf import main as export_hf
+from titan_sparse.config import ConfigError
 from titan_sparse.models.flavours import resolve
-from titan_sparse.models.huggingface import exported_config
+from titan_sparse.models.huggingface import exported_config, untrained_tokens
 from titan_sparse.models.huggingface_files import SINGLE_FILE
 
 STEPS = 3
@@ -68,8 +69,7 @@ def train(folder: Path, output: str, model: str, settings: dict[str, object]) ->
 
 
 def losses_by_hand(folder: Path, model: nn.Module) -> list[float]:
-    documents = by_hand.ordered(by_hand.read_documents(folder / "shards"), 1)
-    steps = by_hand.pack(documents, SEQ_LEN)[:STEPS]
+    steps = by_hand.steps_of(folder / "shards", STEPS, SEQ_LEN)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     return [line.loss for line in by_hand.train(model, optimizer, steps, [LR] * STEPS, 0.0, 0.0)]
 
@@ -100,9 +100,8 @@ def test_another_theta_on_longer_sequences(folder, name):
     found = [line["loss"] for line in lines_of(folder / f"{name}-theta")]
     assert found == pytest.approx(wanted, rel=ALIKE)
     # It matters.
-    assert losses_by_hand(folder, read_model(folder / name))[0] != pytest.approx(
-        wanted[0], rel=1e-4
-    )
+    unchanged = losses_by_hand(folder, read_model(folder / name))
+    assert unchanged[0] != pytest.approx(wanted[0], rel=1e-4)
     exported = read_model(out)
     assert exported.config.rope_parameters["rope_theta"] == THETA
     assert exported.config.max_position_embeddings == SEQ_LEN
@@ -134,23 +133,18 @@ def test_theta_is_written_where_a_config_json_has_it(tmp_path):
         assert exported_config(config, "float16", "") == values | after | {"dtype": "float16"}
 
 
-@pytest.mark.parametrize(
-    "name, changes",
-    [("gemma3", {}), ("smollm3", {"no_rope_layers": [0, 0]})],
-)
+@pytest.mark.parametrize("name, changes", [("gemma3", {}), ("smollm3", {"no_rope_layers": [0, 0]})])
 def test_a_theta_that_layers_do_not_share_is_refused(tmp_path, name, changes):
     save_model(tmp_path, name, **changes)
     with pytest.raises(ValueError, match=r"rope_theta = 500000, but .* do not share one; leave it"):
         resolve("debug", initial_hf=str(tmp_path), rope_theta=THETA)
 
 
-@pytest.mark.parametrize("name, table", [("mistral", LLAMA3), ("Qwen3", LLAMA3)])
-def test_a_longer_length_does_not_change_a_scaled_model(folder, tmp_path, name, table):
+@pytest.mark.parametrize("name", ["mistral", "Qwen3"])
+def test_a_longer_length_does_not_change_a_scaled_model(folder, tmp_path, name):
     """Where a config.json leaves the original length out, transformers takes it from the length."""
-    table = {key: value for key, value in table.items() if key != ORIGINAL}
-    (tmp_path / name).mkdir()
-    for path in (folder / name).iterdir():
-        (tmp_path / name / path.name).write_bytes(path.read_bytes())
+    table = {key: value for key, value in LLAMA3.items() if key != ORIGINAL}
+    shutil.copytree(folder / name, tmp_path / name)
     set_values(tmp_path / name, rope_parameters=table)
     (tmp_path / "shards").symlink_to(folder / "shards")
     out = train(tmp_path, "scaled", name, {"optimizer.lr": 1e-30, "training.steps": 1})
@@ -167,9 +161,8 @@ def test_yarn_says_the_length_that_its_factor_reaches(folder, caplog):
     assert "training.seq_len = 64 is above" not in caplog.text
     out = train(folder, "short-yarn", "Qwen3", yarn | {"model.rope_factor": 1.5})
     assert read_model(out).config.max_position_embeddings == 48
-    assert (
-        "training.seq_len = 64 is above model.rope_factor * the original length = 48" in caplog.text
-    )
+    said = "training.seq_len = 64 is above model.rope_factor * the original length = 48"
+    assert said in caplog.text
 
 
 def test_the_tokenizer_accepts_the_length_too(folder):
@@ -280,3 +273,128 @@ def test_adapters_say_what_their_base_needs(folder, caplog):
     set_values(folder / "Llama", max_position_embeddings=PUBLISHED_LENGTH)
     assert not (out / "config.json").exists()
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING and "base" in r.message]
+
+
+# Tokens that were never trained
+
+CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the answer"}]
+ENDS = {"<|im_start|>", "<|im_end|>"}
+ZERO = torch.zeros_like
+CHAT_SETTINGS: dict[str, object] = {
+    "data.format": "messages",
+    "training.steps": 40,
+    "training.seq_len": 128,
+    "optimizer.lr": 0.02,
+    "lr_scheduler.warmup_steps": 0,
+    "lora.rank": 4,
+    "checkpoint.last_save_in_hf": False,
+    "guard.enable": False,
+}
+
+
+def alike(rows: Tensor) -> Tensor:
+    return rows[:1].expand_as(rows)
+
+
+def read_tokenizer(base: Path) -> transformers.PreTrainedTokenizerFast:
+    return transformers.PreTrainedTokenizerFast.from_pretrained(base)
+
+
+@pytest.fixture(params=[(False, ZERO), (True, alike)], ids=["untied, zero", "tied, alike"])
+def chats(request, tmp_path) -> Path:
+    tied, spoil = request.param
+    base = tmp_path / "base"
+    write_tokenizer(base, CHATML)
+    # transformers does not read a token that is described by a table.
+    (base / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    tokenizer = read_tokenizer(base)
+    # More rows than tokens, as most models have.
+    save_model(base, "llama", vocab_size=len(tokenizer) + 30, tie_word_embeddings=tied)
+    ids = tokenizer.convert_tokens_to_ids([*sorted(ENDS), "<|observation|>"])
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in {"model.embed_tokens.weight", "lm_head.weight"} & tensors.keys():
+            tensors[name][ids] = spoil(tensors[name][ids])
+
+    change_tensors(base, change)
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    return tmp_path
+
+
+def train_on_chats(folder: Path, output: str, **settings: object) -> None:
+    paths = {
+        "data.source": folder / "chats.jsonl",
+        "data.tokenizer": folder / "base",
+        "model.initial_hf": folder / "base",
+    }
+    named = {key.replace("__", "."): value for key, value in settings.items()}
+    run(folder, output, CHAT_SETTINGS | paths | named)
+
+
+@torch.no_grad()
+def probability_of_the_end(folder: Path, output: str) -> float:
+    out = folder / f"{output}-whole"
+    words = ["--merge"] if output != "full" else []
+    assert export_hf([str(folder / output), str(out), *words]) == 0
+    tokenizer = read_tokenizer(folder / "base")
+    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    place = (ids[0] == end).nonzero()[-1].item()
+    logits = read_model(out)(ids[:, :place]).logits[0, -1]
+    return logits.softmax(-1)[end].item()
+
+
+def test_the_log_names_tokens_that_were_never_trained(chats, caplog):
+    with caplog.at_level(logging.WARNING):
+        train_on_chats(chats, "adapters")
+    [line] = [r.getMessage() for r in caplog.records if "never trained" in r.getMessage()]
+    advice = re.search('write lora.trainable_tokens = "(.*)"$', line)[1]
+    # <|observation|> is as bad, but no chat has it.
+    assert set(advice.split(",")) == ENDS
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        train_on_chats(chats, "advised", lora__trainable_tokens=advice)
+        train_on_chats(chats, "full", lora__rank=0)
+    assert "never trained" not in caplog.text
+    ends = {name: probability_of_the_end(chats, name) for name in ("adapters", "advised", "full")}
+    assert ends["full"] > 0.98 and ends["advised"] > 0.95
+    assert ends["adapters"] < 0.9
+
+
+@pytest.mark.parametrize(
+    "names, message",
+    [
+        ("<|im_end|>,<|nothing|>", '"<|nothing|>" is not a token of data.tokenizer'),
+        ("<|im_end|>, <|im_end|>", 'names "<|im_end|>" twice; leave one out'),
+    ],
+)
+@pytest.mark.parametrize("chats", [(True, ZERO)], indirect=True, ids=["tied"])
+def test_names_that_are_not_tokens_are_refused(chats, names, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train_on_chats(chats, "refused", lora__trainable_tokens=names)
+    with pytest.raises(ConfigError, match="would be ignored with lora.rank = 0"):
+        train_on_chats(chats, "refused", lora__trainable_tokens=names, lora__rank=0)
+
+
+@pytest.mark.parametrize("chats", [(False, ZERO)], indirect=True, ids=["untied"])
+def test_rows_that_look_untrained(chats):
+    """Trained rows do not. Rows of a padded table do, and new ones of transformers, nearly alike."""
+    base = str(chats / "base")
+    names = [*sorted(ENDS), "<|user|>", "<|system|>"]
+    tokenizer = read_tokenizer(chats / "base")
+    ids = tokenizer.convert_tokens_to_ids(names)
+    added = set(tokenizer.added_tokens_decoder)
+    count = len(tokenizer)
+    assert untrained_tokens(base, ids, added, count) == sorted(ids[:2])
+
+    def like_padding(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"][[ids[2], count + 4]] = 0.3
+
+    change_tensors(Path(base), like_padding)
+    assert untrained_tokens(base, ids, added, count) == sorted(ids[:3])
+    model = read_model(chats / "base")
+    model.resize_token_embeddings(model.config.vocab_size + 2)
+    model.save_pretrained(chats / "base")
+    new = [model.config.vocab_size - 2, model.config.vocab_size - 1]
+    assert untrained_tokens(base, new, added, model.config.vocab_size) == new

@@ -1,7 +1,4 @@
-"""--dry-run and --find-max-length, and their flags.
-
-Also the allocator's default, the ready configurations and the launch scripts.
-"""
+"""--dry-run, --find-max-length, the allocator, the ready configurations, and the launch scripts."""
 
 import dataclasses
 import os
@@ -11,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
 
 from tests.demo_model import in_a_folder_with_the_model
 from titan_sparse.commands import train
@@ -126,10 +124,10 @@ def test_launch_on_one_node():
 
 
 @pytest.mark.parametrize(
-    "words, ranks", [([], 1), (["--parallelism.cp", "4", "--attention.layout", "zigzag"], 8)]
+    "words, ranks", [("", 1), ("--parallelism.cp 4 --attention.layout zigzag", 8)]
 )
 def test_longest_length_is_the_last_that_fits(words, ranks):
-    config, _ = load_and_check([*SMALL, *words], ranks, ranks)
+    config, _ = load_and_check([*SMALL, *words.split()], ranks, ranks)
     where = World(ranks, ranks, 80.0)
     text, found = find_max_length(config, where)
     longest = int(re.search(r"seq_len = (\d+)", text)[1])
@@ -265,7 +263,7 @@ def test_active_parameters_of_a_mixture_of_experts():
 
 def test_layers_of_linear_attention(tmp_path):
     """Qwen3-Next-80B-A3B's shape, whole and with 8 of its 48 layers. One in four has attention."""
-    pytest.importorskip("transformers").Qwen3NextConfig().save_pretrained(tmp_path)
+    transformers.Qwen3NextConfig().save_pretrained(tmp_path)
     config = Config()
     config.model.initial_hf = str(tmp_path)
     config.model.random_weights = True

@@ -1,6 +1,4 @@
-"""Whole runs with adapters: PEFT on the model of transformers, in a loop that anybody would write, has
-the same losses and ends with the same adapters. Ranks, compilation, recomputation and chunks change
-nothing."""
+"""Whole runs with adapters have the losses and adapters of PEFT in a textbook loop, on any ranks."""
 
 import shutil
 import sys
@@ -15,9 +13,9 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.data.chat_helpers import CHATML
+from tests.data.helpers import CHATML
 from tests.distributed import run_processes
-from tests.models.huggingface_reference import change_tensors
+from tests.models.helpers import change_tensors
 from tests.models.transformers_models import save_model
 from tests.training import reference_loop as by_hand
 from tests.training.wired_run import (
@@ -96,9 +94,7 @@ CASES = {
         },
         4,
     ),
-    "rows of native Qwen3, whose head is tied": Case(
-        "Qwen3", {"lora.trainable_tokens": "e, a"}, 14, tables=1
-    ),
+    "rows of a tied Qwen3": Case("Qwen3", {"lora.trainable_tokens": "e, a"}, 14, tables=1),
     "rows of native Llama": Case(
         "Llama",
         {
@@ -156,12 +152,7 @@ def test_a_run_is_pefts_loop(folder, name):
         optimizer = torch.optim.SGD(groups, lr=LR)
     else:
         optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
-    documents = by_hand.ordered(by_hand.read_documents(folder / "shards"), epochs=1)
-    sequences = by_hand.pack(documents, SEQ_LEN)
-    steps = [
-        sum(sequences[start : start + accumulated], [])
-        for start in range(0, STEPS * accumulated, accumulated)
-    ]
+    steps = by_hand.steps_of(folder / "shards", STEPS, SEQ_LEN, accumulated)
     wanted = by_hand.train(model, optimizer, steps, [LR] * STEPS, 0.0, z_loss)
 
     train(folder, output, case.model, case.settings)
@@ -169,11 +160,8 @@ def test_a_run_is_pefts_loop(folder, name):
         assert line["loss"] == pytest.approx(by_peft.loss, rel=case.rel), line["step"]
         assert line["grad_norm"] == pytest.approx(by_peft.grad_norm, rel=case.rel), line["step"]
     expected = peft.get_peft_model_state_dict(model)
-    assert_close(
-        load_file(folder / output / f"huggingface/step-{STEPS}/adapter_model.safetensors"),
-        expected,
-        case.rel,
-    )
+    found = load_file(folder / output / f"huggingface/step-{STEPS}/adapter_model.safetensors")
+    assert_close(found, expected, case.rel)
     assert all(not torch.equal(trained[name], before[name]) for name in trained)
 
 
@@ -312,9 +300,8 @@ def test_validation_drops_nothing(folder):
     }
     train(folder, "validated", "Qwen3", settings)
     train(folder, "unvalidated", "Qwen3", {"optimizer.lr": 0.1, "lora.dropout": 0.6})
-    assert (
-        lines_of(folder / "validated")[-1]["loss"] == lines_of(folder / "unvalidated")[-1]["loss"]
-    )
+    last = [lines_of(folder / name)[-1] for name in ("validated", "unvalidated")]
+    assert last[0]["loss"] == last[1]["loss"]
     adapter = folder / f"validated/huggingface/step-{STEPS}"
     model = peft.PeftModel.from_pretrained(read_model(folder / "Qwen3"), adapter).eval()
     tokens = torch.tensor([*held_out, 256])

@@ -1,4 +1,4 @@
-"""What a run logs: balance and communication counted by hand, the file of metrics, TensorBoard, wandb."""
+"""What a run logs: the file of metrics, speeds and the ETA, TensorBoard, and wandb."""
 
 import itertools
 import json
@@ -6,211 +6,22 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.distributed.device_mesh import init_device_mesh
 
 from scripts.compare_runs import differences
-from tests.distributed import run_processes
-from tests.reference import structured_qkv
-from tests.runs import metrics_of, tiny_config, train, write_texts
-from titan_sparse.attention import ContextParallel, attend, recorder
-from titan_sparse.attention.masks.ranges import Causal
-from titan_sparse.attention.observe import Recording, recording, worker_imbalance
-from titan_sparse.attention.patterns import Dense, VerticalSlash
+from tests.distributed import on_ranks, run_processes
+from tests.runs import TINY, metrics_of, tiny_config, train
+from titan_sparse.attention.observe import Recording
 from titan_sparse.config import Config, ConfigError, check_start
 from titan_sparse.evaluation.pictures import heat_map
-from titan_sparse.training.metrics import context_parallel_averages, json_ready
+from titan_sparse.training import metrics
+from titan_sparse.training.metrics import MetricsLog, json_ready
 from titan_sparse.training.metrics_output import JsonLines, read_lines, read_metrics, tag
-
-BLOCK, BATCH, HEADS, KV_HEADS, DIM = 16, 2, 4, 2, 8
-TOKENS = 6 * BLOCK  # of a rank
-
-
-def _cp(layout: str, schedule: str, *options) -> ContextParallel:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    return ContextParallel(mesh, layout, schedule, BLOCK, *options)
-
-
-def _record(cp, calls=1, pattern=Dense(), dtype=torch.float64, delay=0.0, backward=False):
-    """The recording of `calls` attention calls, and the index of the last."""
-    seq_len = TOKENS * dist.get_world_size()
-    local = [
-        cp.shard(x, 2).requires_grad_()
-        for x in structured_qkv(BATCH, HEADS, KV_HEADS, seq_len, DIM, dtype=dtype)
-    ]
-    dist.barrier()
-    with recording() as seen:
-        for _ in range(calls):
-            time.sleep(delay)
-            out, aux = attend(*local, Causal(), pattern, cp, return_aux=True)
-            if backward:
-                out.sum().backward()
-    return seen, aux.index
-
-
-def _check_work() -> None:
-    ranks = dist.get_world_size()
-    n = TOKENS
-    own, other = n * (n + 1) // 2, n * n
-    by_hand = [own + rank * other for rank in range(ranks)]
-    by_hand = BATCH * HEADS * torch.tensor(by_hand, dtype=torch.float64)
-    seen, _ = _record(_cp("contiguous", "ring"), calls=2)
-    measured = seen.by_rank()
-    assert torch.equal(measured.work, torch.stack([by_hand, by_hand]))
-    assert torch.equal(measured.compute > 0, measured.work > 0)
-    logged = context_parallel_averages(seen)
-    busiest = by_hand.max() / by_hand.mean()
-    assert logged["worker_imbalance"] == pytest.approx(busiest.item())
-    assert logged["worker_imbalance"] == pytest.approx(2 - 1 / ranks, rel=0.02)
-    for schedule in ("ring", "all_gather"):
-        seen, _ = _record(_cp("zigzag", schedule))
-        work = seen.by_rank().work
-        assert context_parallel_averages(seen)["worker_imbalance"] == 1.0
-        assert work.shape == (1, ranks) and work.sum() == by_hand.sum()
-
-
-def _check_waiting() -> None:
-    """A rank that is late makes the others wait, and that is not computing."""
-    for schedule in ("ring", "all_gather"):
-        cp, late = _cp("zigzag", schedule), dist.get_rank() == 1
-        _record(cp)
-        began = time.perf_counter()
-        seen, _ = _record(cp, delay=1.0 * late)
-        took = 1e3 * (time.perf_counter() - began)
-        _, compute, elapsed = (x[0] for x in seen.by_rank())
-        waited = elapsed - compute
-        assert (elapsed >= compute).all() and (compute > 0).all()
-        assert min(waited[0], waited[2]) > 800 and waited[1] < 500, (schedule, waited)
-        assert compute.max() < 500 and elapsed[dist.get_rank()] < took
-        logged = context_parallel_averages(seen)
-        assert logged["exposed_communication_ms"] == pytest.approx(waited.mean().item())
-        assert logged["exposed_communication_share"] == pytest.approx(
-            (waited.sum() / elapsed.sum()).item()
-        )
-        assert logged["worker_imbalance_time"] == pytest.approx(worker_imbalance(compute).item())
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_times_on_a_gpu_need_no_waiting():
-    device = torch.device("cuda")
-    small, large = (torch.randn(n, n, device=device) for n in (256, 8192))
-    small @ small, large @ large  # the first products load libraries
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call = recorder.TimedCall(ContextParallel(None, schedule="local"), device)
-        for x in (small, large):
-            with call.computing():
-                x @ x
-            large @ large
-        call.ended = recorder.mark(device)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    compute, elapsed = call.milliseconds()
-    assert 0 < compute and elapsed > 1.4 * compute
-
-
-def _check_bytes() -> None:
-    """Chunks of keys and values in bf16 (1), and their gradients in fp32 (2), on a ring of 3."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    chunk = 2 * BATCH * KV_HEADS * TOKENS * DIM * 2
-    plain = (ranks - 1) * (1 + 1 + 2) * chunk
-    # Causal and contiguous: chunk s is needed by the ranks after s; its gradient comes home around
-    # the whole ring.
-    keys, gradients = [1, 2, 0], [1, 1, 2]
-    seen, _ = _record(_cp("contiguous", "ring"), dtype=torch.bfloat16, backward=True)
-    assert seen.bytes_sent == (2 * keys[rank] + 2 * gradients[rank]) * chunk
-    assert seen.plain_ring_bytes == plain
-    logged = context_parallel_averages(seen)
-    sent = (2 * sum(keys) + 2 * sum(gradients)) * chunk / ranks
-    assert logged["cp_sent_of_plain_ring"] == pytest.approx(sent / plain)
-    assert logged["cp_gib_sent"] == pytest.approx(sent / 2**30)
-
-
-def _check_bytes_besides() -> None:
-    """Verticals in bf16, their gradients in fp32, each summed over a ring. Selection by select() alone."""
-    ranks = dist.get_world_size()
-    cp = _cp("striped", "ring")
-    pattern = VerticalSlash(recall=0.7, max_verticals=40, dense_below=48)
-    seen, index = _record(cp, 2, pattern=pattern, dtype=torch.bfloat16, backward=True)
-    # Numbers in k and v of the verticals, and bytes of each in bf16 and in fp32.
-    numbers = 2 * index.verticals.numel() * DIM
-    expected = sum(2 * (2 * numbers * size * (ranks - 1) // ranks) for size in (2, 4))
-    assert seen.bytes_of_verticals == expected > 0
-    before = cp.sent["collectives"]
-    q, k, _ = structured_qkv(BATCH, HEADS, KV_HEADS, TOKENS * ranks, DIM, dtype=torch.bfloat16)
-    pattern.select(cp.shard(q, 2), cp.shard(k, 2), Causal(), cp)
-    assert seen.bytes_of_selection == 2 * (cp.sent["collectives"] - before) > 0
-    logged = context_parallel_averages(seen)
-    assert logged["cp_gib_verticals"] * 2**30 == pytest.approx(seen.bytes_of_verticals)
-    assert logged["cp_gib_selection"] * 2**30 == pytest.approx(seen.bytes_of_selection)
-    assert seen.bytes_sent == seen.plain_ring_bytes
-    assert _record(_cp("striped", "ring"))[0].bytes_of_verticals == 0
-
-
-def _check_bytes_of_recordings_within_recordings() -> None:
-    """Each counts its own calls and what they send, backward included."""
-    ranks = dist.get_world_size()
-    pattern = VerticalSlash(recall=0.7, max_verticals=40, dense_below=48)
-    qkv = structured_qkv(BATCH, HEADS, KV_HEADS, TOKENS * ranks, DIM)
-    cp, other = _cp("striped", "ring"), _cp("contiguous", "ring")
-
-    def run(cp: ContextParallel = cp) -> None:
-        local = [cp.shard(x, 2).requires_grad_() for x in qkv]
-        attend(*local, Causal(), pattern, cp).sum().backward()
-
-    def counts(seen: Recording, times: int = 1) -> list[int]:
-        all_bytes = (seen.bytes_sent, seen.plain_ring_bytes, seen.bytes_of_verticals)
-        numbers = [*all_bytes, seen.bytes_of_selection, len(seen.calls)]
-        return [number * times for number in numbers]
-
-    run()
-    with recording() as one:
-        run()
-    assert min(counts(one)) > 0
-    with recording() as outer:
-        run()
-        with recording() as middle:
-            with recording() as inner:
-                run()
-                run()
-            run()
-            with pytest.raises(KeyError), recording() as failing:
-                run()
-                raise KeyError
-            with recording() as of_others:
-                run(other)
-            with recording() as nothing:
-                pass
-        run()
-        with recording(), recording() as last:
-            run()
-    run()
-    wanted = {2: (outer, inner), 1: (middle, failing, last), 0: (nothing,)}
-    for times, recordings in wanted.items():
-        for seen in recordings:
-            assert counts(seen) == counts(one, times), (times, counts(seen), counts(one))
-    assert len(of_others.calls) == 1 and of_others.bytes_sent > 0
-
-
-def _check_all() -> None:
-    _check_work()
-    _check_bytes()
-    _check_bytes_besides()
-    _check_bytes_of_recordings_within_recordings()
-    _check_waiting()
-
-
-def test_recorded_over_ranks():
-    run_processes(3, _check_all)
-
 
 ROOT = Path(__file__).parents[2]
 FULL = """
@@ -275,9 +86,15 @@ def test_what_is_no_metrics_is_refused(tmp_path, text, reason):
         read_metrics(tmp_path)
 
 
-def _train_with_pictures(folder: Path) -> None:
+def _sorted(tags: list[str]) -> list[str]:
+    """As TensorBoard sorts tags: by letters, with slashes and underscores before them."""
+    return sorted(tags, key=lambda tag: ["/_".find(c) - 2 if c in "/_" else ord(c) for c in tag])
+
+
+@on_ranks(2)
+def test_tensorboard_opens_on_the_loss(texts):
     config = tiny_config(
-        folder,
+        texts,
         "run",
         training__steps=4,
         parallelism__cp=2,
@@ -289,11 +106,31 @@ def _train_with_pictures(folder: Path) -> None:
         metrics__pictures_every=2,
     )
     train(config)
+    dist.barrier()
+    events = EventAccumulator(str(texts / "run/tensorboard")).Reload()
+    tags = _sorted(events.Tags()["scalars"])
+    assert tags[:2] == ["Train/grad_norm", "Train/loss"]
+    sections = [name for name, _ in itertools.groupby(tags, lambda tag: tag.split("/")[0])]
+    by_layer = ["attention_density_by_layer", "attention_recall_by_layer"]
+    assert sections == ["Train", "attention", *by_layer, "comm", "memory", "speed"]
+    lines = metrics_of(config)
+    for field in lines[-1].keys() - {"step", "time", "mfu"}:
+        assert events.Scalars(tag(field))[-1].value == pytest.approx(lines[-1][field]), field
+    # The save after step 2 is in the line of step 3; that after the last step is in none.
+    assert [line["step"] for line in lines if "save_seconds" in line] == [3]
+    assert len(events.Scalars("speed/save_seconds")) == 1
+    for before, line in itertools.pairwise(lines):
+        tokens = line["tokens_seen"] - before["tokens_seen"]
+        of_device = line["tokens_per_second_per_device"] * line["step_seconds"]
+        assert 2 * of_device == pytest.approx(tokens)
+    times = [line["time"] for line in lines]
+    assert times == sorted(times) and events.Scalars("Train/loss")[-1].wall_time - times[-1] < 5
 
-
-def _sorted(tags: list[str]) -> list[str]:
-    """As TensorBoard sorts tags: by letters, with slashes and underscores before them."""
-    return sorted(tags, key=lambda tag: ["/_".find(c) - 2 if c in "/_" else ord(c) for c in tag])
+    pictures = sorted(events.Tags()["images"])
+    names = ("density_heat_map", "recall_heat_map", "selection")
+    assert pictures == [f"attention/{name}" for name in names]
+    for name in pictures:
+        assert [event.step for event in events.Images(name)] == [1, 2, 4]
 
 
 def test_tokens_of_documents_that_are_sparse_are_logged(tmp_path, capfd, caplog):
@@ -323,43 +160,6 @@ def test_tokens_of_documents_that_are_sparse_are_logged(tmp_path, capfd, caplog)
     config = tiny_config(tmp_path, "dense", **settings, attention__pattern="dense")
     train(config)
     assert "sparse_tokens" not in metrics_of(config)[0]
-
-
-def test_tensorboard_opens_on_the_loss(tmp_path):
-    write_texts(tmp_path / "texts")
-    run_processes(2, _train_with_pictures, tmp_path)
-    events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
-    tags = _sorted(events.Tags()["scalars"])
-    assert tags[:2] == ["Train/grad_norm", "Train/loss"]
-    sections = [name for name, _ in itertools.groupby(tags, lambda tag: tag.split("/")[0])]
-    assert sections == [
-        "Train",
-        "attention",
-        "attention_density_by_layer",
-        "attention_recall_by_layer",
-        "comm",
-        "memory",
-        "speed",
-    ]
-    lines = metrics_of(tiny_config(tmp_path, "run"))
-    for field in lines[-1].keys() - {"step", "time", "mfu"}:
-        assert events.Scalars(tag(field))[-1].value == pytest.approx(lines[-1][field]), field
-    # The save after step 2 is in the line of step 3; that after the last step is in none.
-    assert [line["step"] for line in lines if "save_seconds" in line] == [3]
-    assert len(events.Scalars("speed/save_seconds")) == 1
-    for before, line in itertools.pairwise(lines):
-        tokens = line["tokens_seen"] - before["tokens_seen"]
-        of_device = line["tokens_per_second_per_device"] * line["step_seconds"]
-        assert 2 * of_device == pytest.approx(tokens)
-    times = [line["time"] for line in lines]
-    assert times == sorted(times) and events.Scalars("Train/loss")[-1].wall_time - times[-1] < 5
-
-    pictures = [
-        f"attention/{name}" for name in ("density_heat_map", "recall_heat_map", "selection")
-    ]
-    assert sorted(events.Tags()["images"]) == pictures
-    for name in pictures:
-        assert [event.step for event in events.Images(name)] == [1, 2, 4]
 
 
 def test_a_heat_map_has_a_color_for_each_head():
@@ -422,18 +222,17 @@ def _two_halves(folder: Path) -> None:
     train(config)
 
 
-def test_a_run_and_its_continuation_are_one_run(tmp_path):
+def test_a_run_and_its_continuation_are_one_run(texts):
     pytest.importorskip("wandb")
-    write_texts(tmp_path / "texts")
-    run_processes(2, _two_halves, tmp_path)
-    run = tmp_path / "run"
+    run_processes(2, _two_halves, texts)
+    run = texts / "run"
     number = (run / "wandb_run_id").read_text().strip()
     # Rank 0 alone, before and after.
     files = (run / "wandb").glob("offline-run-*/*.wandb")
     assert [file.name for file in files] == [f"run-{number}.wandb"] * 2
-    seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    seen = [json.loads(line) for line in (texts / "seen.jsonl").read_text().splitlines()]
     assert {name for name, _, _ in seen} == {number}
-    lines = metrics_of(tiny_config(tmp_path, "run"))
+    lines = metrics_of(tiny_config(texts, "run"))
     found = [(steps, record) for _, steps, record in seen if "loss" in record]
     assert [steps for steps, _ in found] == [2, 2, 4, 4]
     assert [record for _, record in found] == lines
@@ -456,7 +255,82 @@ def test_what_is_not_installed_is_refused(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     monkeypatch.delitem(__import__("sys").modules, "wandb", raising=False)
-    with pytest.raises(
-        ConfigError, match=r'is not installed; write pip install "titan-sparse\[wandb\]"'
-    ):
+    advice = r'is not installed; write pip install "titan-sparse\[wandb\]"'
+    with pytest.raises(ConfigError, match=advice):
         check_start(config)
+
+
+class _Clocked:
+    """A run's log, with a clock of our own."""
+
+    def __init__(self, folder: Path, name: str, **settings) -> None:
+        self.config = tiny_config(folder, name, **settings)
+        self.log = MetricsLog(self.config, TINY, torch.device("cpu"))
+        self.now = 0.0
+        self.etas: list[str] = []
+        metrics.time.perf_counter = lambda: self.now
+        metrics.logger.info = lambda line: self.etas.append(line.split("ETA ")[1].split()[0])
+        self.log.start_interval()
+        self.nothing = Recording()
+        self.nothing.visited, self.nothing.visible = [torch.ones(4)], [torch.ones(())]
+
+    def steps(self, first: int, *seconds: float) -> None:
+        values = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1}
+        for step, took in enumerate(seconds, first):
+            self.now += took
+            self.log.count(1000)
+            if self.log.should_log(step):
+                self.log.log(step, 0, values, self.nothing, 10.0)
+
+    def save(self, seconds: float) -> None:
+        self.now += seconds
+        self.log.leave_out(seconds)
+
+    def validate(self, seconds: float) -> None:
+        self.now += seconds
+        self.log.start_interval()
+
+
+def _speeds(folder: Path) -> None:
+    """Steps of 1 s, with 30 s of saving, and a save and a validation between them."""
+    run = _Clocked(folder, "speeds", training__steps=100, metrics__log_every=2)
+    run.steps(1, 1, 1, 1)
+    run.save(30.0)
+    run.steps(4, 1)
+    run.save(20.0)
+    run.validate(7)
+    run.steps(5, 1, 1)
+    run.log.close()
+    lines = {line["step"]: line for line in metrics_of(run.config)}
+    for line in lines.values():
+        assert line["tokens_per_second_per_device"] == pytest.approx(1000)
+        assert line["step_seconds"] == pytest.approx(1)
+    assert [lines[n].get("save_seconds") for n in (1, 2, 4, 6)] == [None, None, 30, 20]
+    assert run.etas[:2] == ["?", "0:01:38"]
+
+
+def _etas(folder: Path) -> None:
+    run = _Clocked(folder, "etas", training__steps=1000, metrics__log_every=1)
+    # The first step compiles, and the times of the next ones differ.
+    run.steps(1, 600.0, 1.0, 3.0, 0.5)
+    assert run.etas == ["?", "0:16:38", "0:33:14", "0:24:54"]  # 998 x 1, 997 x 2, 996 x 1.5
+    run.save(500.0)
+    run.steps(5, 1.5)
+    run.validate(700)
+    run.steps(6, 1.5)
+    assert run.etas[4:] == ["0:24:52", "0:24:51"]
+    # What was measured long ago is forgotten.
+    run.steps(7, *[2.0] * 20)
+    assert run.etas[-1] == "0:32:28"  # 974 x 2
+    # Each step counts alike: 19 of 2 s, and 10 of 10 s in one interval.
+    for _ in range(9):
+        run.log.count(1000)
+    run.steps(36, 100.0)
+    assert run.etas[-1] == "1:16:27"  # 964 x 138 / 29
+    run.log.close()
+
+
+@on_ranks(1)
+def test_speeds_leave_saves_out_and_the_eta_is_a_mean_over_the_last_intervals(tmp_path):
+    _speeds(tmp_path)
+    _etas(tmp_path)

@@ -1,8 +1,8 @@
-"""How a run begins and ends: what is refused before anything is made, what is resumed and told, stop
-signals, and timeouts, which are long for the first step and while saving."""
+"""How a run begins and ends: refusals, resuming, what follows a step, stop signals, and timeouts."""
 
 import fcntl
 import gc
+import itertools
 import logging
 import os
 import shutil
@@ -15,12 +15,60 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import run_processes
-from tests.runs import metrics_of, tiny_config, weights_of, write_texts
+from tests.distributed import on_ranks
+from tests.runs import metrics_of, tiny_config, write_texts
 from titan_sparse.config import Config
 from titan_sparse.data import PackedLoader
 from titan_sparse.training import export
+from titan_sparse.training.recovery import Decision, decide
 from titan_sparse.training.trainer import Trainer
+
+GOOD = dict(
+    save_is_due=False,
+    validation_is_due=False,
+    is_last=False,
+    stopped=False,
+    has_problem=False,
+    bad_in_a_row=0,
+)
+SAVE = dict(save_is_due=True)
+TABLE = {
+    "nothing is due": ({}, Decision()),
+    "a save": (SAVE, Decision(saves=True)),
+    "a validation": (dict(validation_is_due=True), Decision(validates=True)),
+    "both": (SAVE | dict(validation_is_due=True), Decision(saves=True, validates=True)),
+    "a save amid bad updates waits": (SAVE | dict(bad_in_a_row=2), Decision(save_is_late=True)),
+    "no save is due amid bad updates": (dict(bad_in_a_row=2), Decision()),
+    "but the last step is saved": (SAVE | dict(bad_in_a_row=2, is_last=True), Decision(saves=True)),
+    "a problem": (SAVE | dict(has_problem=True, validation_is_due=True), Decision(goes_back=True)),
+    "a problem at the end": (SAVE | dict(has_problem=True, is_last=True), Decision(goes_back=True)),
+    "a problem in a run that was stopped": (
+        SAVE | dict(has_problem=True, is_last=True, stopped=True),
+        Decision(),
+    ),
+    "a stop": (SAVE | dict(is_last=True, stopped=True), Decision(saves=True)),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_decision(case):
+    facts, wanted = TABLE[case]
+    assert decide(**GOOD | facts) == wanted
+
+
+def test_rules_that_always_hold():
+    for values in itertools.product((False, True), repeat=len(GOOD)):
+        facts = dict(zip(GOOD, values, strict=True))
+        facts["is_last"] |= facts["stopped"]
+        done = decide(**facts)
+        # Bad weights are never saved, and nothing else happens to a run that goes back.
+        assert not (facts["has_problem"] and (done.saves or done.save_is_late))
+        assert not done.goes_back or done == Decision(goes_back=True)
+        # A save that is due is made, put off, or impossible.
+        is_possible = facts["save_is_due"] and not facts["has_problem"]
+        assert done.saves + done.save_is_late == is_possible
+        assert not (done.save_is_late and facts["is_last"])
+
 
 SETTINGS = {
     "training__steps": 2,
@@ -88,7 +136,7 @@ def _messages(caplog) -> list[str]:
         ({"optimizer__name": "AdamW"}, '^optimizer.name was "SGD" and is "AdamW", .*step-2'),
         (
             {"checkpoint__async_mode": "async_with_pinned_mem"},
-            "^checkpoint.async_mode = .* needs a GPU",
+            "^checkpoint.async_mode .* needs a GPU",
         ),
         ({"float8__enable": True}, "^float8.enable = true needs a Hopper GPU"),
         # The place in the data that is saved would be another.
@@ -106,9 +154,8 @@ def test_a_start_is_refused_before_it_begins(folder, settings, reason):
         Trainer(config)
     assert os.listdir(folder / "saved/starts") == starts
     if config.data != tiny_config(folder, "saved", **SETTINGS).data:
-        assert f'checkpoint.initial_load_path = "{folder}/saved/checkpoint/step-2"' in str(
-            refused.value
-        )
+        advice = f'checkpoint.initial_load_path = "{folder}/saved/checkpoint/step-2"'
+        assert advice in str(refused.value)
 
 
 def test_a_run_whose_folder_is_deleted_ends(folder, monkeypatch):
@@ -198,9 +245,7 @@ def test_a_stop(folder, monkeypatch, caplog, tmp_path, settings, method, left_af
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("method", ["_forward_backward", "_after_step"])
-def test_a_run_that_fails_leaves_no_thread_and_the_process_as_it_was(
-    folder, monkeypatch, tmp_path, error, method
-):
+def test_a_failed_run_leaves_the_process_as_it_was(folder, monkeypatch, tmp_path, error, method):
     """While batches of the next step are read."""
 
     def fail(run: Trainer) -> None:
@@ -224,33 +269,20 @@ def test_a_run_that_fails_leaves_no_thread_and_the_process_as_it_was(
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
-def test_a_run_reads_ahead_and_learns_the_same(folder, monkeypatch, tmp_path, accumulated):
-    """Only the batches of the first step are read in the main thread, and none after the last."""
+def test_a_run_reads_ahead(folder, monkeypatch, tmp_path, accumulated):
+    """The main thread reads only the batches of the first step, and no one reads after the last."""
     settings = {"training__steps": 4, "training__gradient_accumulation_steps": accumulated}
     settings = SETTINGS | settings | {"checkpoint__last_save_in_hf": False}
-    records = []
-    for output in ("ahead", "waits"):
-        readers = []
-        read = PackedLoader._read
+    readers = []
+    read = PackedLoader._read
 
-        def noted_read(self, read=read, readers=readers):
-            readers.append(threading.current_thread().name)
-            return read(self)
+    def noted_read(self: PackedLoader):
+        readers.append(threading.current_thread().name)
+        return read(self)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(PackedLoader, "_read", noted_read)
-            if output == "waits":
-                patch.setattr(PackedLoader, "read_ahead", lambda self, count: None)
-            config = tiny_config(folder, f"{tmp_path.name}_{output}", **settings)
-            run = Trainer(config)
-            run.train()
-        names = {"ahead": "loader", "waits": "MainThread"}
-        assert readers == ["MainThread"] * accumulated + [names[output]] * 3 * accumulated
-        state = run.loader.state_dict()
-        losses = [(line["loss"], line["grad_norm"]) for line in metrics_of(config)]
-        weights = {name: weight.tolist() for name, weight in weights_of(run).items()}
-        records.append((state, losses, weights))
-    assert records[0] == records[1]
+    monkeypatch.setattr(PackedLoader, "_read", noted_read)
+    Trainer(tiny_config(folder, tmp_path.name, **settings)).train()
+    assert readers == ["MainThread"] * accumulated + ["loader"] * 3 * accumulated
 
 
 def _config(folder: Path, output: str) -> Config:
@@ -266,8 +298,7 @@ def _config(folder: Path, output: str) -> Config:
 
 
 def _train(config: Config, stop_in: int = 0) -> int:
-    """With slow micro-batches in step `stop_in`, in whose third one rank 1 gets a SIGTERM. Returns
-    the last step."""
+    """The last step. In step `stop_in`, micro-batches are slow, and rank 1 gets a SIGTERM."""
     trainer = Trainer(config)
     forward_backward, counts = trainer._forward_backward, {}
 
@@ -290,19 +321,15 @@ def _losses(config: Config) -> dict[int, tuple]:
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in metrics_of(config)}
 
 
-def _stop_and_resume(folder: Path) -> None:
-    whole, stopped = _config(folder, "whole"), _config(folder, "stopped")
+@on_ranks(2)
+def test_a_step_is_left_out_and_a_resume_loses_nothing(texts):
+    whole, stopped = _config(texts, "whole"), _config(texts, "stopped")
     _train(whole)
     assert _train(stopped, stop_in=2) == 1
-    assert [path.name for path in (folder / "stopped/checkpoint").glob("step-*")] == ["step-1"]
+    assert [path.name for path in (texts / "stopped/checkpoint").glob("step-*")] == ["step-1"]
     assert max(_losses(stopped)) == 1
     assert _train(stopped) == 3
     assert _losses(stopped) == _losses(whole)
-
-
-def test_a_step_is_left_out_and_a_resume_loses_nothing(tmp_path):
-    write_texts(tmp_path / "texts")
-    run_processes(2, _stop_and_resume, tmp_path)
 
 
 def _timeouts() -> dict[str, float]:
@@ -314,10 +341,11 @@ def _timeouts() -> dict[str, float]:
     return timeouts
 
 
-def _check_timeouts(folder: Path) -> None:
+@on_ranks(2)
+def test_timeouts_are_long_for_the_first_step_and_saves_else_short(texts):
     """Rank 1 is late where that is allowed, in the first step and after a save."""
     config = tiny_config(
-        folder,
+        texts,
         "run",
         parallelism__cp=2,
         parallelism__first_step_timeout_seconds=60,
@@ -355,8 +383,3 @@ def _check_timeouts(folder: Path) -> None:
             is_background = name.split()[-1] == trainer.checkpointer.group.group_name
             is_short = when in ("step 2", "step 3") and not is_background
             assert seconds == (1 if is_short else 60), (when, name, seconds)
-
-
-def test_timeouts_are_long_for_the_first_step_and_saves_else_short(tmp_path):
-    write_texts(tmp_path / "texts")
-    run_processes(2, _check_timeouts, tmp_path)

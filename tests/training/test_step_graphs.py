@@ -27,11 +27,7 @@ S = 1024
         ({"activation_checkpoint__offload": True}, "local", "activation_checkpoint.offload = true"),
         ({"lora__rank": 4, "lora__dropout": 0.1}, "local", "lora.dropout"),
         ({"parallelism__cp": 2}, "group_cast", 'attention.schedule = "group_cast"'),
-        (
-            {"parallelism__cp": 2},
-            "ring",
-            'attention.schedule = "ring" plans each batch of documents',
-        ),
+        ({"parallelism__cp": 2}, "ring", 'attention.schedule = "ring" plans each batch of docu'),
         (
             {"parallelism__cp": 2, "parallelism__cp_intra": 1},
             "ulysses",

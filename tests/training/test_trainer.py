@@ -1,7 +1,5 @@
-"""The same training run on 1, 2, 3 and 4 processes, with all levers that save memory, and on chats:
-loss, gradient norm and weights agree."""
+"""The same run on 1 to 4 processes, with all levers that save memory, and on chats."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.data.helpers import write_rows
 from tests.distributed import run_processes
 from tests.runs import metrics_of, tiny_config, train, weights_of, write_texts
 from titan_sparse.data import build_loader
@@ -132,7 +131,7 @@ TEMPLATE = """\
 
 
 def write_chats(folder: Path) -> None:
-    """Chats of 60 to 280 bytes. Some teach nothing, and one of these is a sequence of its own."""
+    """Chats of 60 to 280 bytes. Some teach nothing, one of them a sequence of its own."""
     draw = np.random.default_rng(0)
     rows = []
     for number in range(24):
@@ -140,23 +139,22 @@ def write_chats(folder: Path) -> None:
             "".join(draw.choice(list("abcdef ")) for _ in range(draw.integers(8, 99)))
             for _ in range(2)
         )
-        messages = [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": answer, "train": number % 4 > 0},
-        ]
         if number % 8 == 0:
-            messages[0]["content"] *= 280 // len(question) - len(answer) // len(question) - 1
-        rows.append({"messages": messages})
-    folder.mkdir(exist_ok=True)
-    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            question *= 280 // len(question) - len(answer) // len(question) - 1
+        asked = {"role": "user", "content": question}
+        answered = {"role": "assistant", "content": answer, "train": number % 4 > 0}
+        rows.append([asked, answered])
+    write_rows(folder / "chats.jsonl", [{"messages": row} for row in rows])
+    untaught = [[asked, answered | {"train": False}] for asked, answered in rows]
+    write_rows(folder / "untaught.jsonl", [{"messages": row} for row in untaught])
     (folder / "template.jinja").write_text(TEMPLATE)
 
 
-def _chat_config(folder: Path, output: str, **options):
+def _chat_config(folder: Path, output: str, name: str = "chats", **options):
     return tiny_config(
         folder,
         output,
-        data__source=str(folder / "chats.jsonl"),
+        data__source=str(folder / f"{name}.jsonl"),
         data__format="messages",
         data__chat_template=str(folder / "template.jinja"),
         attention__pattern="dense",
@@ -205,12 +203,7 @@ def _check_what_is_read(config) -> None:
 
 def _nothing_to_learn(folder: Path) -> None:
     """A step without a label has a loss of zero and leaves the weights finite."""
-    rows = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
-    for row in rows:
-        row["messages"][1]["train"] = False
-    (folder / "untaught.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = _chat_config(folder, "none", optimizer__weight_decay=0.0)
-    config.data.source = str(folder / "untaught.jsonl")
+    config = _chat_config(folder, "none", "untaught", optimizer__weight_decay=0.0)
     got = _run_on_chats(config)
     assert [line[:2] for line in got["metrics"]] == [[0.0, 0.0]] * config.training.steps
     assert all(weight.isfinite().all() for weight in got["weights"].values())

@@ -1,5 +1,4 @@
-"""Whole runs of models that run through transformers' own code: compiled, recomputed, resumed and
-spread over processes they are alike, and transformers reads what they export."""
+"""Whole runs of transformers' own code: compiled, recomputed, resumed, spread, and exported."""
 
 import json
 from functools import partial
@@ -85,9 +84,8 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("transformers")
     write_shard(folder)
     for name in {*ALL, *SPREAD}:
-        save_model(
-            folder / name, name, **(ROUTED if name in ("mixtral", "gpt_oss", "qwen3_next") else {})
-        )
+        routed = ROUTED if name in ("mixtral", "gpt_oss", "qwen3_next") else {}
+        save_model(folder / name, name, **routed)
     for name in SPREAD:
         if name != "qwen3_next":
             train(folder, name, "one", {})
@@ -121,9 +119,9 @@ def test_a_hybrid_model_reads_joined_documents_as_transformers_does(folder: Path
     joined = {"attention.mask": "causal_across_documents", "optimizer.lr": 1e-30}
     train(folder, "qwen3_5", "joined", joined)
     model = read_model(folder / "qwen3_5")
-    documents = by_hand.ordered(by_hand.read_documents(folder / "shards"), 1)
-    assert any(len(pieces) > 1 for pieces in by_hand.pack(documents, SEQ_LEN)[:STEPS])
-    sequences = by_hand.pack(documents, SEQ_LEN, joined=True)[:STEPS]
+    packed = by_hand.steps_of(folder / "shards", STEPS, SEQ_LEN)
+    assert any(len(pieces) > 1 for pieces in packed)
+    sequences = by_hand.steps_of(folder / "shards", STEPS, SEQ_LEN, joined=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
     wanted = by_hand.train(model, optimizer, sequences, [1e-30] * STEPS, 0.0, 0.0)
     losses = [line["loss"] for line in lines_of(folder / "qwen3_5-joined")]

@@ -2,15 +2,16 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from scripts.compare_runs import differences
-from tests.distributed import run_processes
-from tests.runs import tiny_config, train, write_texts
+from tests.data.helpers import PLAIN
+from tests.distributed import on_ranks
+from tests.runs import tiny_config, train
 from titan_sparse.config import Config, Data, check
 from titan_sparse.data.documents import TokenizedTexts
 from titan_sparse.data.tokenizer import ByteTokenizer
@@ -40,15 +41,14 @@ VALIDATION = {
 }
 
 
-def _leaves_no_trace(folder: Path) -> None:
+@on_ranks(2)
+def test_training_is_the_same_with_and_without(texts):
     """Weights, losses, data position and random numbers stay equal to the bit. The last line is what the
     trained weights give, and TensorBoard has it."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    plain = train(tiny_config(folder, "plain", **SETTINGS))
+    plain = train(tiny_config(texts, "plain", **SETTINGS))
     before = torch.get_rng_state()
     settings = SETTINGS | VALIDATION | {"metrics__tensorboard": True}
-    validated = train(tiny_config(folder, "validated", **settings))
+    validated = train(tiny_config(texts, "validated", **settings))
     assert torch.equal(torch.get_rng_state(), before)
     dist.barrier()
     weights = validated.model.state_dict()
@@ -56,18 +56,18 @@ def _leaves_no_trace(folder: Path) -> None:
         assert torch.equal(weight.to_local(), weights[name].to_local()), name
     assert plain.loader.state_dict() == validated.loader.state_dict()
     for field in ("loss", "grad_norm", "tokens_seen"):
-        steps = differences(folder / "plain", folder / "validated", field)
+        steps = differences(texts / "plain", texts / "validated", field)
         assert all(step.absolute == 0 for step in steps)
     documents = plain.loader.streams[0].documents
     wanted = position_loss(plain.scorer, first_windows(documents, 0, 300, 300, 3), 300, 4)
-    start, first, last = read_lines(folder / "validated/validation.jsonl")
+    start, first, last = read_lines(texts / "validated/validation.jsonl")
     assert (start["step"], first["step"]) == (0, 1)
     # ln(258) = 5.55 for uniform bytes
     assert start["loss"] == pytest.approx(5.55, abs=0.1) and start["loss"] != first["loss"]
     assert last == {"step": 2, **wanted, "needle": last["needle"], "text": last["text"]}
     assert first["loss"] != last["loss"]
     assert len(last["needle"]["cells"]) == 2 and 0 < last["needle"]["loss"] < 10
-    events = EventAccumulator(str(folder / "validated/tensorboard")).Reload()
+    events = EventAccumulator(str(texts / "validated/tensorboard")).Reload()
     assert [event.step for event in events.Scalars("validation/loss")] == [0, 1, 2]
     assert events.Scalars("validation/loss")[2].value == pytest.approx(wanted["loss"])
     assert len(events.Images("validation_needle/score_by_depth")) == 3
@@ -79,28 +79,22 @@ def _leaves_no_trace(folder: Path) -> None:
     assert len(events.Tensors("validation/text/text_summary")) == 3
 
 
-def test_what_is_printed(tmp_path, caplog):
+def test_what_is_printed(texts, caplog):
     """The first line comes before the first step. A resumed run has none, and one may do without."""
-    write_texts(tmp_path / "texts")
     settings = {"validation__enable": True, "checkpoint__enable": True, "training__steps": 2}
     settings |= {"validation__position_buckets": 3, "validation__windows": 2}
     with caplog.at_level("INFO", "titan_sparse"):
-        train(tiny_config(tmp_path, "run", **settings))
-        train(tiny_config(tmp_path, "run", **settings | {"training__steps": 3}))
+        train(tiny_config(texts, "run", **settings))
+        train(tiny_config(texts, "run", **settings | {"training__steps": 3}))
     lines = [line for line in caplog.messages if line.startswith(("validation", "step "))]
     begins = [" ".join(line.split()[:4]).rstrip(":") for line in lines]
     assert begins[0] == "validation before the first" and begins[3] == "validation after step 2"
     assert sum(begin.startswith("validation") for begin in begins) == 3
     wanted = r"loss by position, from token 0 to 300 in 3 parts: \d\.\d{3} \d\.\d{3} \d\.\d{3}$"
     assert re.search(wanted, lines[0])
-    train(tiny_config(tmp_path, "none", **settings | {"validation__at_start": False}))
-    assert [line["step"] for line in read_lines(tmp_path / "none/validation.jsonl")] == [2]
+    train(tiny_config(texts, "none", **settings | {"validation__at_start": False}))
+    assert [line["step"] for line in read_lines(texts / "none/validation.jsonl")] == [2]
     dist.destroy_process_group()
-
-
-def test_training_is_the_same_with_and_without(tmp_path):
-    write_texts(tmp_path / "texts")
-    run_processes(2, _leaves_no_trace, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +107,7 @@ def test_training_is_the_same_with_and_without(tmp_path):
     ],
 )
 def test_what_is_read(monkeypatch, section, source, subset, split):
-    """Of data.source, what [data] names, but for the split. Of another source, nothing that [data]
-    names."""
+    """Of data.source, what [data] names, but for the split. Of another source, nothing of [data]."""
     config = Config()
     config.training.seq_len = 8
     config.validation.enable = True
@@ -141,11 +134,10 @@ def test_what_is_read(monkeypatch, section, source, subset, split):
         ("source", "{}/short.txt", "no document has 100 tokens"),
     ],
 )
-def test_sources_and_lengths_are_refused_before_any_process_group(tmp_path, key, value, reason):
-    write_texts(tmp_path / "texts")
-    (tmp_path / "short.txt").write_text("A short text.")
-    config = tiny_config(tmp_path, "run", validation__enable=True, data__min_document_length=100)
-    setattr(config.validation, key, value.format(tmp_path))
+def test_sources_and_lengths_are_refused_before_any_process_group(texts, key, value, reason):
+    (texts / "short.txt").write_text("A short text.")
+    config = tiny_config(texts, "run", validation__enable=True, data__min_document_length=100)
+    setattr(config.validation, key, value.format(texts))
     with pytest.raises(ValueError, match=reason):
         Trainer(config)
     assert not dist.is_initialized()
@@ -154,13 +146,10 @@ def test_sources_and_lengths_are_refused_before_any_process_group(tmp_path, key,
 @pytest.mark.parametrize("format_of_text", ["messages", "messages, messages"])
 def test_of_chats_only_what_is_learned_is_scored(tmp_path, monkeypatch, format_of_text):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    chat = [{"role": "user", "content": "?" * 30}, {"role": "assistant", "content": "yes"}]
+    chat = [{"role": "user", "content": "?" * 20}, {"role": "assistant", "content": "yes"}]
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
-    (tmp_path / "template.jinja").write_text(
-        "{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}a{% endif %}"
-    )
+    (tmp_path / "template.jinja").write_text(PLAIN)
     config = Config()
     config.training.seq_len = 64
     config.data.source = f"{tmp_path}/a.jsonl:0.5, {tmp_path}/b.jsonl:0.5"
@@ -169,7 +158,7 @@ def test_of_chats_only_what_is_learned_is_scored(tmp_path, monkeypatch, format_o
     config.validation.enable = True
     config.validation.source = f"{tmp_path}/b.jsonl"
     (sequence,) = validation.Validator(config, ByteTokenizer()).sequences
-    assert sequence.labels[sequence.labels != -100].tolist() == [*b"yes", 256]
+    assert sequence.labels[sequence.labels != -100].tolist() == [*b"yes\n\n", 256]
     config.data.format = "messages, text"
     config.validation.source = f"{tmp_path}/c.jsonl"
     with pytest.raises(ValueError, match="is not a part of data.source, whose formats differ"):

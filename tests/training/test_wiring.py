@@ -1,8 +1,6 @@
-"""A whole run, from a configuration to the exported weights, equals a loop that anybody would write.
+"""A whole run, from a configuration to the exported weights, equals the loop of reference_loop.py.
 
-Loss, gradient norm and learning rate of every step, and all weights after the last, are compared with
-reference_loop.py. What has no number in that loop is counted from outside: lines, checkpoints,
-chunks, recomputed products.
+What has no number there is counted from outside: lines, checkpoints, chunks, recomputed products.
 """
 
 import functools
@@ -23,14 +21,7 @@ from tests.distributed import run_processes
 from tests.runs import weights_of
 from tests.training import reference_loop as by_hand
 from tests.training.reference_loop import Line, Piece
-from tests.training.wired_run import (
-    SEQ_LEN,
-    lines_of,
-    read_model,
-    run,
-    write_model,
-    write_shard,
-)
+from tests.training.wired_run import SEQ_LEN, lines_of, read_model, run, write_model, write_shard
 from titan_sparse import loss as loss_module
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Documents
@@ -150,12 +141,15 @@ def _reference(folder: Path, case: Case, model: nn.Module, loss=by_hand.loss_sum
         betas = settings["optimizer.beta1"], settings["optimizer.beta2"]
         options |= {"betas": betas, "eps": settings["optimizer.eps"]}
     optimizer = kind(groups, **options)
-    documents = by_hand.ordered(by_hand.read_documents(folder / "shards"), 3, case.shuffle_seed)
-    sequences = iter(by_hand.pack(documents, SEQ_LEN, case.joined))
-    steps = []
-    for _ in case.factors:
-        of_step = [next(sequences) for _ in range(case.sequences_per_step)]
-        steps.append([piece for pieces in of_step for piece in pieces])
+    steps = by_hand.steps_of(
+        folder / "shards",
+        len(case.factors),
+        SEQ_LEN,
+        case.sequences_per_step,
+        case.shuffle_seed,
+        case.joined,
+        epochs=3,
+    )
     learning_rates = [LR * factor for factor in case.factors]
     max_norm, z_loss = settings["training.max_norm"], settings.get("training.z_loss", 0.0)
     return by_hand.train(model, optimizer, steps, learning_rates, max_norm, z_loss, loss)
@@ -344,9 +338,8 @@ def test_validation_is_the_loss_of_transformers(folder):
     assert lines[-1]["loss"] == pytest.approx((totals.sum() / counts.sum()).item(), rel=1e-5)
     buckets = lines[-1]["buckets"]
     assert [bucket["tokens"] for bucket in buckets] == counts.tolist()
-    assert [bucket["loss"] for bucket in buckets] == pytest.approx(
-        (totals / counts).tolist(), rel=1e-5
-    )
+    losses = [bucket["loss"] for bucket in buckets]
+    assert losses == pytest.approx((totals / counts).tolist(), rel=1e-5)
     assert lines[0]["loss"] != lines[1]["loss"]
 
 
@@ -403,10 +396,7 @@ def _rounded_loss(model: Decoder, piece: Piece, z_loss: float) -> Tensor:
 
 def _bfloat16_runs(folder: Path) -> None:
     for replicas in (1, 2):
-        model = {
-            "model.initial_hf": folder / BFLOAT16.family,
-            "parallelism.dp_replicate": replicas,
-        }
+        model = {"model.initial_hf": folder / BFLOAT16.family, "parallelism.dp_replicate": replicas}
         weights = weights_of(run(folder, f"bfloat16-{replicas}", BFLOAT16.settings | model))
         if dist.get_rank() == 0:
             torch.save(weights, folder / f"bfloat16-{replicas}.pt")

@@ -1,5 +1,4 @@
-"""Runs for tests of the wiring: text in one shard, a small model of transformers on disk, and a
-Trainer that is given nothing but command-line words."""
+"""Runs on one shard of text, of a small model on disk, by nothing but command-line words."""
 
 import json
 import os
@@ -9,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 
+from tests.models.transformers_models import save_model
 from titan_sparse.config import load_and_check
 from titan_sparse.data.preparing import prepare
 from titan_sparse.data.recipe import Recipe
@@ -21,13 +22,6 @@ SEQ_LEN = 64
 
 ALIKE = 1e-5
 """Relative error of a loss or a gradient norm: fp32, summed in another order."""
-
-FAMILIES = {
-    "Qwen3": {"tie_word_embeddings": True},
-    "Llama": {"tie_word_embeddings": False},
-    "Qwen2": {"tie_word_embeddings": True},
-}
-"""Norms of q and k; a head of its own; biases."""
 
 SETTINGS: dict[str, object] = {
     "data.shuffle": False,
@@ -62,34 +56,13 @@ def write_shard(folder: Path, seed: int = 0) -> Path:
 
 
 def write_model(folder: Path, family: str) -> Path:
-    """A random model of transformers, as save_pretrained() writes it. Norms and biases are random
-    too."""
-    import transformers
-
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        **FAMILIES[family],
-    )
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.15 * torch.randn_like(parameter) + (parameter.ndim == 1))
-    model.save_pretrained(folder / family)
+    """Of our decoder: Qwen3 with norms of q and k, Qwen2 with biases, or Llama with its own head."""
+    save_model(folder / family, family.lower(), head_dim=8, tie_word_embeddings=family != "Llama")
     return folder / family
 
 
 def read_model(folder: Path) -> nn.Module:
     """A folder of transformers in float32, read by transformers."""
-    import transformers
-
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )

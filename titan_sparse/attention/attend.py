@@ -19,9 +19,8 @@ from titan_sparse.attention.inputs import (
     resolve_mask,
 )
 from titan_sparse.attention.masks.ranges import Causal, Mask, MaskRanges
-from titan_sparse.attention.ops import options_key
+from titan_sparse.attention.ops import attend_in_parts, options_key
 from titan_sparse.attention.patterns.base import BlockIndex, Dense, Pattern, check_pattern
-from titan_sparse.attention.recomputed import attend_in_parts
 
 
 class Auxiliary(NamedTuple):
@@ -130,45 +129,34 @@ def attend(
         short = backends.short_below(constant(pattern.recall_like()), head_dim)
         # torch.compile knows the branch, and not a comparison of lengths that change.
         is_short = True if q.shape[2] * ranks.size < short else False
-    backend = backends.choose(
-        backend,
-        q.device.type,
-        q.dtype,
-        head_dim,
-        ranks.block_size,
-        has_slices,
-        pattern.dynamic,
-        is_short,
-    )
+    case = (q.device.type, q.dtype, head_dim, ranks.block_size)
+    backend = backends.choose(backend, *case, has_slices, pattern.dynamic, is_short)
     by_heads = None if cp is None else cp.by_heads
     if cp is not None and by_heads is not None:
         # From here on, this rank has all tokens of its node and its share of the heads.
         ulysses.check(cp, q, k, recomputed)
-        q, k, v = ulysses.trade_tokens(q, k, v, ranges.table, cp.key)
+        q, k, v = ulysses.trade_tokens(q, k, v, ranges.table, cp)
         sinks = None if sinks is None else ulysses.own_heads(sinks, cp)
         ranks = ranks_of(by_heads, None)
-    names, tensors = mask_tensors(ranges)
+    facts, tensors = mask_tensors(ranges)
     ops = torch.ops.titan_sparse
     index = []
     if pattern.dynamic:
-        key = options_key(pattern.key, ranks.key, names, scale)
+        key = options_key(pattern.key, ranks.key, facts, scale)
         index = ops.select(q.detach(), k.detach(), tensors, key)
-    # The window is a constant of a compiled graph, like the rest of the key.
-    window = operator.index(ranges.window)
-    options = (pattern.key, ranks.key, names, scale, backend, ranges.plain, window)
+    options = (pattern.key, ranks.key, facts, scale, backend)
     inputs = (q, k, v, sinks, index, tensors)
-    if recomputed == 0:
-        out, lse, _ = ops.attend_forward(*inputs, options_key(*options))
-    elif recomputed == 1:
-        out, lse, _ = ops.attend_recomputed(*inputs, options_key(*options))
+    if recomputed in (0, 1):
+        forward = ops.attend_recomputed if recomputed == 1 else ops.attend_forward
+        out, lse, _ = forward(*inputs, options_key(*options))
     else:
         out, lse = attend_in_parts(inputs, recomputed, ranges, ranks, options)
     if cp is not None and by_heads is not None:
-        out = ulysses.trade_heads(out, ranges.table, cp.key)
+        out = ulysses.trade_heads(out, ranges.table, cp)
     if not return_aux:
         return out
     if cp is not None and by_heads is not None:
-        lse = ulysses.trade_heads(lse[..., None], ranges.table, cp.key)[..., 0].contiguous()
+        lse = ulysses.trade_heads(lse[..., None], ranges.table, cp)[..., 0].contiguous()
         index = [by_heads.of_all_heads(x, 1) for x in index]
     batch, heads = out.shape[:2]
     return out, Auxiliary(lse, pattern.index(index, ranges, batch, heads, ranks.block_size))

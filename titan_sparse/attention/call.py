@@ -1,9 +1,9 @@
 """Everything that one attention call needs, and its tiles: the key blocks its queries meet, and what
 they see in them."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from titan_sparse.attention import tiles
 from titan_sparse.attention.backends.base import Backend
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
-from titan_sparse.attention.patterns.base import BlockIndex, Dense, Pattern
+from titan_sparse.attention.patterns.base import BlockIndex, Computation, Dense, Pattern
+from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.kernels.block_sparse import Piece, Tiles
 from titan_sparse.kernels.dtypes import accumulation_dtype
 
@@ -34,7 +35,7 @@ class AttentionCall:
     pattern: Pattern
     cp: ContextParallel
     backend: Backend
-    transport: Callable[..., Any]
+    transport: type[Any]
     scale: float
     plain: bool
     first: int = 0
@@ -115,7 +116,7 @@ class AttentionCall:
             if self._has_table_kernels():
                 queries = self._slash_queries(batch, query_rank)
                 keys = self._slash_keys(k_blocks, name)
-                return tiles.slash_block_tiles(queries, keys, self.index, transpose)
+                return tiles.slash_block_tiles(queries, keys, self._slash_index, transpose)
             q_blocks = self.query_blocks(query_rank)
             return tiles.block_tiles(self.mask, self.index, q_blocks, k_blocks, batch, transpose)
 
@@ -129,14 +130,20 @@ class AttentionCall:
         if self._has_table_kernels():
             # The host does not wait for the selection.
             queries = self._slash_queries(batch)
-            return tiles.slash_vertical_tiles(queries, self.index, transpose)
+            return tiles.slash_vertical_tiles(queries, self._slash_index, transpose)
         return tiles.vertical_tiles(self.mask, self.index, self.query_blocks(), transpose)
 
-    def dense_tiles(self, mask: MaskRanges, batch: int) -> Tiles:
-        """Tiles of this rank's queries and keys for all pairs of another mask, with Tiles.by_key."""
-        index = Dense().index([], mask, batch, self.index.heads, self.cp.block_size)
-        blocks = self.query_blocks(), self.key_blocks()
-        return tiles.block_tiles(mask, index, *blocks, batch, transpose=True)
+    def computation(self, batch: int) -> Computation | None:
+        """The pattern's own way to compute this call; None for tiles."""
+        if self.cp.size > 1 or self.is_partial or not self.backend.GATHERS_QUERIES:
+            return None
+
+        def dense_tiles(mask: MaskRanges) -> Tiles:
+            index = Dense().index([], mask, batch, self.index.heads, self.cp.block_size)
+            blocks = self.key_blocks()
+            return tiles.block_tiles(mask, index, blocks, blocks, batch, transpose=True)
+
+        return self.index.computation(self.mask, self.cp, self.scale, dense_tiles)
 
     def vertical_piece(
         self,
@@ -154,12 +161,11 @@ class AttentionCall:
         call = self
         k, v = vertical_kv
         if shares > 1:
-            size = self.index.block_size
-            # [B, Hq, C]
-            positions = every_nth_block(self.index.verticals, size, share, shares).flatten(2, 3)
-            # [B, Hq, C, D]
-            k = every_nth_block(k, size, share, shares).flatten(2, 3)
-            v = every_nth_block(v, size, share, shares).flatten(2, 3)
+            # [B, Hq, C] and twice [B, Hq, C, D]
+            positions, k, v = (
+                every_nth_block(x, self.index.block_size, share, shares).flatten(2, 3)
+                for x in (self.index.verticals, k, v)
+            )
             call = replace(self, index=replace(self.index, verticals=positions))
         return Piece(k, v, call.tiles_of_verticals(batch, transpose))
 
@@ -167,12 +173,19 @@ class AttentionCall:
         """True if kernels make the tables, with no wait of the host."""
         return self.index.has_table_kernels and self.mask.start.is_cuda
 
+    @property
+    def _slash_index(self) -> VerticalSlashIndex:
+        """The index of a call that has table kernels."""
+        return cast(VerticalSlashIndex, self.index)
+
     def _slash_queries(self, batch: int, rank: int | None = None) -> tiles.SlashQueries:
         """The inputs of the kernels' tables for the queries of a rank, remembered with the mask."""
         return once_per_mask(
             self.mask,
             ("slash queries", self.pattern.key, self.cp.key, batch, rank, self.first, self.last),
-            lambda: tiles.slash_queries(self.mask, self.index, self.query_blocks(rank), batch),
+            lambda: tiles.slash_queries(
+                self.mask, self._slash_index, self.query_blocks(rank), batch
+            ),
         )
 
     def _slash_keys(self, k_blocks: Tensor, name: Hashable) -> tiles.SlashKeys:

@@ -4,14 +4,15 @@ Each rank attends to the keys that it holds, in any layout. The results of the r
 log-sum-exp, on every rank in the same order, so all ranks get bitwise equal results.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from titan_sparse.attention.backends.base import Partial, merge
 from titan_sparse.attention.context_parallel.group import ContextParallel
-from titan_sparse.attention.merge import merge
 from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.kernels.sinks import add_sinks
 
@@ -41,35 +42,35 @@ def attend_cached(
     """
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    total = None
+    parts = []
     for part in cached:
         for start in range(0, part.keys.shape[2], _CHUNK):
             chunk = slice(start, start + _CHUNK)
             keys = part.keys[:, :, chunk]
-            out, lse = _attend(q, keys, part.values[:, :, chunk], part.seen[:, chunk], scale)
-            total = merge(total, out, lse, out.dtype)
-    if total is None:
+            values = part.values[:, :, chunk]
+            parts.append(_attend(q, keys, values, part.seen[:, chunk], scale))
+    if not parts:
         dtype = accumulation_dtype(q.dtype)
-        nothing = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-        total = torch.zeros_like(q, dtype=dtype), nothing
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+        parts.append(Partial(torch.zeros_like(q, dtype=dtype), lse))
+    total = functools.reduce(_merge, parts)
     if cp.size > 1:
-        out, lse = total
         # In one collective: [ranks, B, Hq, 1, D + 1].
-        of_ranks = cp.all_gather(torch.cat([out, lse[..., None]], dim=-1))
-        total = None
-        for of_rank in of_ranks:
-            piece = of_rank[..., :-1].contiguous()
-            piece_lse = of_rank[..., -1].contiguous()
-            total = merge(total, piece, piece_lse, piece.dtype)
+        of_ranks = cp.all_gather(torch.cat([total.out, total.lse[..., None]], dim=-1))
+        parts = [Partial(x[..., :-1].contiguous(), x[..., -1].contiguous()) for x in of_ranks]
+        total = functools.reduce(_merge, parts)
+    out, lse = total
     if sinks is not None:
-        total = add_sinks(*total, sinks)
-    return total[0].to(q.dtype)
+        out, _ = add_sinks(out, lse, sinks)
+    return out.to(q.dtype)
 
 
-def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """out [B, Hq, 1, D] and natural-log lse [B, Hq, 1] in fp32 (fp64 for fp64)."""
+def _merge(total: Partial, part: Partial) -> Partial:
+    return merge(total, part.out, part.lse, part.out.dtype)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) -> Partial:
+    """Attention to some keys, in fp32 (fp64 for fp64)."""
     kv_heads = keys.shape[1]
     # [B, Hkv, G, D]: the queries of a group share its keys.
     grouped = q.squeeze(2).unflatten(1, (kv_heads, -1))
@@ -82,7 +83,7 @@ def _attend(
     total = weights.sum(-1, keepdim=True)
     lse = largest + total.log()
     out = _matmul(weights.to(values.dtype), values) / total.clamp(min=1)
-    return out.flatten(1, 2)[:, :, None], lse.flatten(1, 3)[..., None]
+    return Partial(out.flatten(1, 2)[:, :, None], lse.flatten(1, 3)[..., None])
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Check the inputs of attend() and pattern.select(), pad them, and pack them for the custom ops."""
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -132,7 +133,7 @@ def resolve_mask(mask: Mask | MaskRanges, q: Tensor, ranks: Ranks) -> MaskRanges
             f"mask={type(mask).__name__} is not a mask; write a mask of titan_sparse.attention.masks, "
             "for example Causal(), or what its rows(seq_len) returned"
         )
-    for tensor in mask_tensors(mask)[1]:
+    for tensor in mask.tensors().values():
         if tensor.device != q.device:
             raise ValueError(
                 f"the mask is on {tensor.device}, q on {q.device}; "
@@ -173,33 +174,23 @@ def _check_table(table: Tensor | None, ranks: Ranks, blocks: int) -> None:
         )
 
 
-_MASK_TENSORS = (
-    "start",
-    "stop",
-    "document_start",
-    "slices",
-    "table",
-    "offsets",
-    "probe_seed",
-)
-"""The tensors of a MaskRanges, in the order in which ops get them. All after `stop` are optional."""
+MaskFacts = tuple[str, bool, int]
+"""The names of a mask's tensors, with a space between, and MaskRanges.plain and .window: constants
+of a compiled graph, which torch.compile knows as a tuple only without names."""
 
 
-def mask_tensors(ranges: MaskRanges) -> tuple[str, list[Tensor]]:
-    """The names of the tensors that a mask has, with a space between, and the tensors."""
-    names = [name for name in _MASK_TENSORS if getattr(ranges, name) is not None]
-    return " ".join(names), [getattr(ranges, name) for name in names]
+def mask_tensors(ranges: MaskRanges) -> tuple[MaskFacts, list[Tensor]]:
+    """The facts and the tensors of a mask, as ops get them."""
+    tensors = ranges.tensors()
+    facts = (" ".join(tensors), ranges.plain, operator.index(ranges.window))
+    return facts, list(tensors.values())
 
 
-def mask_of_tensors(
-    names: str, tensors: list[Tensor], plain: bool = False, window: int = 0
-) -> MaskRanges:
-    """The inverse of mask_tensors(). plain, window: of the mask."""
-    # What is not named stays None.
-    fields: dict[str, Any] = dict.fromkeys(_MASK_TENSORS) | dict(
-        zip(names.split(), tensors, strict=True)
-    )
-    return MaskRanges(**fields, plain=plain, window=window)
+def mask_of_tensors(facts: MaskFacts, tensors: list[Tensor]) -> MaskRanges:
+    """The inverse of mask_tensors()."""
+    names, plain, window = facts
+    named: dict[str, Any] = dict(zip(names.split(), tensors, strict=True))
+    return MaskRanges(**named, plain=plain, window=window)
 
 
 def whole_blocks(x: Tensor, dim: int, block_size: int, value: float = 0) -> Tensor:
@@ -211,8 +202,7 @@ def whole_blocks(x: Tensor, dim: int, block_size: int, value: float = 0) -> Tens
     if missing == 0:
         return x
     # pad() counts dims from the last one, with two numbers each: before and behind.
-    later_dims = x.ndim - 1 - dim
-    padding = [0, 0] * later_dims + [0, missing]
+    padding = [0, 0] * (x.ndim - 1 - dim) + [0, missing]
     return torch.nn.functional.pad(x, padding, value=value)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.context_parallel.linear_attention import entering_state, previous_tokens
@@ -40,20 +40,17 @@ class Bounds:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The parts of documents that this rank holds, of all rows one after the other.
-
-    tokens: their lengths; padding is a piece of its own. with_halo: the same where the last tokens of
-    the rank before, `halo` of them, stand before each row. last: int64 [B], the last piece of each
-    row. continued: int64, the pieces that continue a document of the rank before. enters: bool
-    [ranks, B], whether the first piece of a rank does so.
-    """
+    """The parts of documents that this rank holds, of all rows one after the other."""
 
     tokens: Bounds
+    """Padding is a piece of its own."""
     with_halo: Bounds
+    """The same where the last tokens of the rank before stand before each row."""
     halo: int
-    last: Tensor
-    continued: Tensor
-    enters: Tensor
+    """How many tokens that are."""
+    last: Tensor  # int64 [B], the last piece of each row
+    continued: Tensor  # int64, the pieces that continue a document of the rank before
+    enters: Tensor  # bool [ranks, B], whether the first piece of a rank does so
     cp: ContextParallel
 
 
@@ -102,12 +99,13 @@ def split_documents(
 
 
 def gated_delta_net(
-    module: nn.Module, hidden_states: Tensor, attention_mask: Pieces, **kwargs: Any
+    module: Any, hidden_states: Tensor, attention_mask: Pieces, **kwargs: Any
 ) -> Tensor:
     """The forward of transformers' Gated DeltaNet, for packed documents and contiguous tokens of
     several ranks.
 
-    hidden_states: [B, S_local, hidden_size]. attention_mask: the pieces that transformers hands on.
+    module: the Gated DeltaNet. hidden_states: [B, S_local, hidden_size]. attention_mask: the pieces
+    that transformers hands on.
     """
     if hasattr(module, "in_proj_qkv"):
         mixed = module.in_proj_qkv(hidden_states)
@@ -128,34 +126,32 @@ def gated_delta_net(
 
 
 @torch.compiler.disable
-def _mix_tokens(
-    module: nn.Module, mixed: Tensor, g: Tensor, beta: Tensor, pieces: Pieces
-) -> Tensor:
+def _mix_tokens(module: Any, mixed: Tensor, g: Tensor, beta: Tensor, pieces: Pieces) -> Tensor:
     """mixed [B, S_local, 2 K Hk + V Hv], g and beta [B, S_local, Hv] -> [B, S_local, Hv, V]."""
     mixed = _convolution(module, mixed, pieces)
+    keys = module.head_k_dim
     q, k, v = mixed.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
-    q = q.unflatten(-1, (-1, module.head_k_dim))
-    k = k.unflatten(-1, (-1, module.head_k_dim))
+    q = q.unflatten(-1, (-1, keys))
+    k = k.unflatten(-1, (-1, keys))
     v = v.unflatten(-1, (-1, module.head_v_dim))
     batch, seq_len, heads, values = v.shape
-    keys = module.head_k_dim
     state = None
     if pieces.cp.size > 1:
         v = F.pad(v, (0, keys))
         shape = (len(pieces.tokens.lengths), heads, keys, values + keys)
         state = torch.zeros(shape, dtype=torch.float32, device=v.device)
         state[pieces.continued, ..., values:] = torch.eye(keys, device=v.device)
-    rows = (x.flatten(0, 1)[None] for x in (q, k, v, g, beta))
-    out, states = _delta_rule(*rows, state, pieces.tokens)
+    q, k, v, g, beta = (x.flatten(0, 1)[None] for x in (q, k, v, g, beta))
+    out, states = _delta_rule(q, k, v, g, beta, state, pieces.tokens)
     out = out.view(batch, seq_len, heads, -1)
-    if state is None:
+    if states is None:
         return out
     entering = entering_state(states[pieces.last], pieces.enters, pieces.cp)
     out, factor = out.split([values, keys], dim=-1)
     return out + torch.einsum("bshk,bhkv->bshv", factor, entering.to(out.dtype))
 
 
-def _convolution(module: nn.Module, x: Tensor, pieces: Pieces) -> Tensor:
+def _convolution(module: Any, x: Tensor, pieces: Pieces) -> Tensor:
     """The causal convolution with its activation, in each document alone."""
     if pieces.halo:
         x = torch.cat([previous_tokens(x, pieces.halo, pieces.cp), x], dim=1)
@@ -207,7 +203,7 @@ def _delta_rule(
     repeats = v.shape[2] // k.shape[2]
     q = q.repeat_interleave(repeats, dim=2)
     k = k.repeat_interleave(repeats, dim=2)
-    found = []
+    found: list[tuple[Tensor, Any]] = []
     parts = zip(*(x.split(bounds.lengths, dim=1) for x in (q, k, v, g, beta)))
     for number, part in enumerate(parts):
         before = None if state is None else state[number : number + 1]

@@ -25,7 +25,6 @@ from titan_sparse.attention.masks.visibility import (
     visible_pairs,
 )
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.tiles import all_blocks
 from titan_sparse.kernels.dtypes import accumulation_dtype
 
 # How much is looked at together, which bounds the memory.
@@ -35,15 +34,11 @@ _ELEMENTS = 1 << 23
 
 
 class ByRank(NamedTuple):
-    """Measurements of each attention call's forward, float64 [calls, ranks] on the CPU.
+    """Measurements of each attention call's forward, float64 [calls, ranks] on the CPU."""
 
-    work: visited pairs of tokens of all sequences and heads. compute: ms of computing. elapsed: ms
-    that the call took.
-    """
-
-    work: Tensor
-    compute: Tensor
-    elapsed: Tensor
+    work: Tensor  # visited pairs of tokens of all sequences and heads
+    compute: Tensor  # ms of computing
+    elapsed: Tensor  # ms that the call took
 
 
 @dataclass
@@ -172,6 +167,7 @@ class Recording:
         self.visited_by_call.clear()
         self.visited.append(visited)
         index = call.index
+        of_all_heads = call.cp.of_all_heads
         # Queries that see anything; padding does not.
         queries = (call.mask.start < call.mask.stop).sum(-1).double().mean()
         self.blocks_per_query.append(in_blocks / queries / index.block_size)
@@ -179,16 +175,14 @@ class Recording:
         if index.capped is not None:
             # [B, Hq]; a position of seq_len means that there is no such vertical.
             verticals = (index.verticals < call.seq_len).sum(-1)
-            self.verticals.append(call.cp.of_all_heads(verticals.double().mean(0), 0))
+            self.verticals.append(of_all_heads(verticals.double().mean(0), 0))
             # [B, Hq, 2]
-            capped = index.capped.double().mean(dim=(0, 2))
-            self.capped.append(call.cp.of_all_heads(capped, 0))
+            self.capped.append(of_all_heads(index.capped.double().mean(dim=(0, 2)), 0))
         if self.thumbnail_cells:
             cells = thumbnail(index, call.mask, self.thumbnail_cells)
-            self.thumbnails.append(call.cp.of_all_heads(cells, 0))
+            self.thumbnails.append(of_all_heads(cells, 0))
         if self.recall_rows:
-            of_heads = recall(call, q, k, lse, self.recall_rows)
-            self.recall.append(call.cp.of_all_heads(of_heads, 0))
+            self.recall.append(of_all_heads(recall(call, q, k, lse, self.recall_rows), 0))
 
 
 @contextlib.contextmanager
@@ -235,13 +229,13 @@ def visited_pairs(call: AttentionCall, batch: int) -> tuple[Tensor, Tensor]:
     ranges = call.mask
     size = index.block_size
     query_blocks = call.query_blocks()
-    pairs = index.pairs(ranges, query_blocks, [all_blocks(index)])
+    keys = index.all_blocks()
+    pairs = index.pairs(ranges, query_blocks, [keys])
     if pairs is not None:
         return pairs[..., 0], torch.zeros_like(pairs[..., 0])
     # [Bm, nq, blocks]: what the mask allows
     key = ("pairs by block", call.cp.key, call.first, call.last)
     allowed = once_per_mask(ranges, key, lambda: pairs_by_block(ranges, query_blocks, size))
-    keys = all_blocks(index)
     # [B, Hq]
     in_blocks = torch.zeros(batch, index.heads, dtype=torch.float64, device=allowed.device)
     shares = (query_blocks.split(_Q_BLOCKS_AT_ONCE), allowed.split(_Q_BLOCKS_AT_ONCE, dim=1))
@@ -320,15 +314,14 @@ def thumbnail(index: BlockIndex, ranges: MaskRanges, cells: int) -> Tensor:
     """
     device = index.verticals.device
     block_size = index.block_size
-    number_of_blocks = -(-index.seq_len // block_size)
-    blocks = torch.arange(number_of_blocks, device=device)
+    blocks = index.all_blocks()
+    number_of_blocks = len(blocks)
     size = min(cells, number_of_blocks)
     # [blocks, P]: 1 where the block belongs to the cell
-    cell = blocks * size // number_of_blocks
-    cell_of_block = torch.nn.functional.one_hot(cell, size).float()
+    cell_of_block = torch.nn.functional.one_hot(blocks * size // number_of_blocks, size).float()
 
     first_slices = None if ranges.slices is None else ranges.slices[:1]
-    first = MaskRanges(ranges.start[:1], ranges.stop[:1], None, slices=first_slices)
+    first = MaskRanges(ranges.start[:1], ranges.stop[:1], slices=first_slices)
     # [blocks, blocks]; the same for all layers under one mask
     key = ("pairs of all blocks", block_size)
     all_pairs = once_per_mask(ranges, key, lambda: pairs_by_block(first, blocks, block_size)[0])
@@ -364,16 +357,12 @@ class Visits(NamedTuple):
     """The work of the queries of rank r on the keys of rank s, all sequences and heads together.
 
     All int64. W is the number of ranks.
-    full: [W, W], tiles (pairs of blocks) in which the mask lets every query see every key.
-    partial: [W, W], tiles that the mask cuts through, once for each slice of the mask.
-    pairs: [W, W], pairs of tokens computed in both kinds of tiles.
-    vertical_pairs: [W], pairs of tokens with gathered verticals, without those in computed tiles.
     """
 
-    full: Tensor
-    partial: Tensor
-    pairs: Tensor
-    vertical_pairs: Tensor
+    full: Tensor  # [W, W], tiles (pairs of blocks) in which the mask lets every query see every key
+    partial: Tensor  # [W, W], tiles that the mask cuts through, once for each slice of the mask
+    pairs: Tensor  # [W, W], pairs of tokens computed in both kinds of tiles
+    vertical_pairs: Tensor  # [W], pairs with gathered verticals, without those in computed tiles
 
     def total(self) -> Tensor:
         """Pairs of tokens that each rank computes, int64 [W].
@@ -400,18 +389,20 @@ def count_visits(index: BlockIndex, ranges: MaskRanges, table: Tensor) -> Visits
             some, every = index.heads_selecting(q_blocks, k_blocks)
             # A mask or an index may stand for all sequences.
             alike = batch // max(len(some), len(ranges.start))
-            whole, partial, pairs = tile_weights(ranges, q_blocks, k_blocks, size)
-            kinds = (every * whole, some * partial + (some - every) * whole, some * pairs)
+            seen = tile_weights(ranges, q_blocks, k_blocks, size)
+            cut = some * seen.partial + (some - every) * seen.whole
+            kinds = (every * seen.whole, cut, some * seen.pairs)
             for kind, tiles in enumerate(kinds):
                 # k_blocks lists the blocks rank by rank.
                 by_rank = tiles.sum((0, 1)).unflatten(-1, (ranks, -1)).sum(-1)
                 counts[kind, rank] += by_rank * alike
         verticals[rank] = vertical_pairs(index, ranges, rank_blocks).sum()
-        exact = index.pairs(ranges, rank_blocks, table)
+        exact = index.pairs(ranges, rank_blocks, list(table))
         if exact is not None:
             # Of a tile that not all of its queries chose, fewer pairs are computed.
             counts[2, rank] = exact.sum((0, 1))
-    return Visits(*counts, verticals)
+    full, partial, pairs = counts
+    return Visits(full, partial, pairs, verticals)
 
 
 def vertical_pairs(index: BlockIndex, ranges: MaskRanges, q_blocks: Tensor) -> Tensor:
@@ -441,8 +432,8 @@ def by_step(visits: Visits, sources: Tensor, needed: Tensor) -> Tensor:
     """Pairs of tokens that each rank computes at each step, float64 [W, W].
 
     sources: int64 [W, W], by rank and step the rank whose keys and values are computed on.
-    needed: bool [W, W], the chunks that ranks compute on (context_parallel/needed_keys.py). A rank always computes
-    on its own one, first.
+    needed: bool [W, W], the chunks that ranks compute on (context_parallel/needed_keys.py). A rank
+    always computes on its own one, first.
 
     Verticals count evenly for the steps that compute, but not for the first one if there are others.
     """

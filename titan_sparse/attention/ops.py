@@ -4,13 +4,13 @@ they cannot take, and the call that it stands for.
 Custom ops take tensors, numbers, and strings, but no pattern and no group of ranks. Torch's own way,
 opaque types, is private in the versions that we support, and torch.compile wants such an object
 rebuilt from text or as an input of every graph. Here a key, which is a constant of the graph, names
-CallOptions. The table of them holds weak references only, and a ContextParallel owns its options, so
-that no process group outlives the ContextParallel that made it.
+CallOptions. A ContextParallel owns the options of its calls, and is itself found by a weak reference,
+so that no process group outlives the ContextParallel that made it.
 
 `select` has no gradient. Activation checkpointing keeps the results of select and attend_forward
 (SAVED_OPS), so that index, out and lse survive recomputation and no collective runs twice. What may
 be computed twice to save memory goes through attend_recomputed, which is attend_forward by another
-name (recomputed.py).
+name. attend_in_parts() computes the first part of each sequence by it and the rest by attend_forward.
 
 A forward takes (q, k, v, sinks, index, mask, call): learned sinks or None, the tensors of the index
 and of the mask, and the key of CallOptions. It adds the sinks at its end, so that out and lse, as
@@ -18,7 +18,6 @@ they are returned and kept for the backward, count them (kernels/sinks.py). Sche
 observers know nothing of sinks.
 """
 
-import weakref
 from dataclasses import dataclass
 
 import torch
@@ -30,16 +29,20 @@ from titan_sparse.attention.backends.base import Queries
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel import loop
 from titan_sparse.attention.context_parallel.all_gather import AllGather
-from titan_sparse.attention.context_parallel.group import context_of
+from titan_sparse.attention.context_parallel.group import ContextParallel, context_of
 from titan_sparse.attention.context_parallel.group_cast import GroupCast
 from titan_sparse.attention.context_parallel.ring import Ring
 from titan_sparse.attention.context_parallel.schedules import Moves
 from titan_sparse.attention.inputs import (
+    MaskFacts,
+    Ranks,
     check_tangents,
+    constant,
     mask_of_tensors,
     mask_of_whole_blocks,
     whole_blocks,
 )
+from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.base import PATTERNS_BY_KEY, Pattern
 from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.kernels.sinks import add_sinks, sinks_gradient, sinks_gradient_naive
@@ -56,46 +59,38 @@ _TRANSPORTS: dict[Moves, type[loop.Transport]] = {
 class CallOptions:
     """Options of the ops, which look them up by a key.
 
-    cp: a weak reference, as the ContextParallel owns this object.
-    mask: names of the mask's tensors (inputs.mask_tensors).
+    cp_key: of the ContextParallel, which owns this object.
+    mask: what is to be known of the mask in addition to its tensors (inputs.mask_tensors).
     scale: of the scores; None for D ** -0.5.
-    The select op does not read the rest:
-    plain: the mask is causal and nothing else. window: of the mask (MaskRanges).
+    The select op does not read the rest.
     begin, end: the call is about the query blocks of this range alone, as shares of the sequence.
     A range that ends before the sequence does is given the verticals' keys and values.
     """
 
     pattern: Pattern
-    cp: weakref.ref
-    mask: str
+    cp_key: str
+    mask: MaskFacts
     scale: float | None
     backend: str = ""
-    plain: bool = False
-    window: int = 0
     begin: float = 0.0
     end: float = 1.0
 
     @property
-    def is_partial(self) -> bool:
-        """True if the call is about a part of the queries."""
-        return self.begin > 0 or self.end < 1
+    def cp(self) -> ContextParallel:
+        return context_of(self.cp_key)
 
     def block_range(self, seq_len: int) -> tuple[int, int | None]:
         """The range of local query blocks that the call is about: first, and last + 1.
 
         seq_len: local tokens. The last + 1 is None for the end of the sequence.
         """
-        block_size = self.cp().block_size
-        first = blocks_before(self.begin, seq_len, block_size)[0] if self.begin > 0 else 0
-        last = blocks_before(self.end, seq_len, block_size)[0] if self.end < 1 else None
+        block_size = self.cp.block_size
+        first = _blocks_before(self.begin, seq_len, block_size)[0] if self.begin > 0 else 0
+        last = _blocks_before(self.end, seq_len, block_size)[0] if self.end < 1 else None
         return first, last
 
 
-_OPTIONS: weakref.WeakValueDictionary[str, CallOptions] = weakref.WeakValueDictionary()
-"""The options of every call whose ContextParallel still lives, by key."""
-
-
-def blocks_before(share: float, seq_len: int, block_size: int) -> tuple[int, int]:
+def _blocks_before(share: float, seq_len: int, block_size: int) -> tuple[int, int]:
     """The number of a rank's blocks before this share of the sequence, and the number of all.
 
     seq_len: tokens of the rank. Both numbers are the same on every rank.
@@ -105,24 +100,15 @@ def blocks_before(share: float, seq_len: int, block_size: int) -> tuple[int, int
 
 
 @torch.compiler.assume_constant_result
-def options_key(
-    pattern: str,
-    cp: str,
-    mask: str,
-    scale: float | None,
-    backend: str = "",
-    plain: bool = False,
-    window: int = 0,
-    begin: float = 0.0,
-    end: float = 1.0,
-) -> str:
-    """The key of CallOptions, for a pattern and a ContextParallel named by their keys."""
-    options = (mask, scale, backend, plain, window, begin, end)
-    key = " ".join(map(str, ("attend", pattern, cp, *options)))
-    if key not in _OPTIONS:
-        owner = context_of(cp)
-        owner.calls[key] = CallOptions(PATTERNS_BY_KEY[pattern], weakref.ref(owner), *options)
-        _OPTIONS[key] = owner.calls[key]
+def options_key(pattern: str, cp: str, *options) -> str:
+    """The key of CallOptions, for a pattern and a ContextParallel named by their keys.
+
+    options: the other fields of CallOptions.
+    """
+    key = " | ".join(map(str, (cp, pattern, *options)))
+    calls = context_of(cp).calls
+    if key not in calls:
+        calls[key] = CallOptions(PATTERNS_BY_KEY[pattern], cp, *options)
     return key
 
 
@@ -132,12 +118,8 @@ def lookup(key: str) -> CallOptions:
     Raises RuntimeError if they are gone: in a backward, or a compiled call, of a ContextParallel
     that no longer exists.
     """
-    options = _OPTIONS.get(key)
-    if options is None:
-        raise RuntimeError(
-            f'"{key}" is gone: keep the ContextParallel until the last backward through it'
-        )
-    return options
+    cp_key, _, _ = key.partition(" | ")
+    return context_of(cp_key).calls[key]
 
 
 def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> AttentionCall:
@@ -147,14 +129,13 @@ def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> Attent
     two shares the keys and values of the verticals are the last tensor of `index`.
     """
     options = lookup(key)
-    cp = options.cp()
+    cp = options.cp
     vertical_kv = None
     if options.end < 1:
         *index, vertical_kv = index
     batch, heads, seq_len, head_dim = q.shape
     first, last = options.block_range(seq_len)
-    ranges = mask_of_tensors(options.mask, mask, options.plain, options.window)
-    ranges = mask_of_whole_blocks(ranges, cp.block_size)
+    ranges = mask_of_whole_blocks(mask_of_tensors(options.mask, mask), cp.block_size)
     return AttentionCall(
         mask=ranges,
         index=options.pattern.index(index, ranges, batch, heads, cp.block_size),
@@ -176,18 +157,18 @@ def _select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]
     options = lookup(call)
     scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
     ranges = mask_of_tensors(options.mask, mask)
-    return options.pattern.choose(q, k, ranges, options.cp(), scale)
+    return options.pattern.choose(q, k, ranges, options.cp, scale)
 
 
 @_select.register_fake
 def _fake_select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]:
     options = lookup(call)
-    block_size = options.cp().block_size
-    seq_len = mask[0].shape[1]
+    block_size = options.cp.block_size
     # Up to whole blocks.
+    seq_len = mask[0].shape[1]
     seq_len += -seq_len % block_size
-    packed = "document_start" in options.mask
-    return options.pattern.empty_tensors(q, seq_len, block_size, packed)
+    names, _, _ = options.mask
+    return options.pattern.empty_tensors(q, seq_len, block_size, "document_start" in names)
 
 
 def _forward(
@@ -248,7 +229,7 @@ def _laid_out_like(other: Tensor, x: Tensor) -> Tensor:
 def _fake_forward(q, k, v, sinks, index, mask, call) -> tuple[Tensor, Tensor, Tensor]:
     """The shapes and dtypes of what _forward() returns, for torch.compile."""
     options = lookup(call)
-    size = options.cp().block_size
+    size = options.cp.block_size
     batch, heads, seq_len, head_dim = q.shape
     first, last = options.block_range(seq_len)
     # The last block may be ragged.
@@ -317,23 +298,22 @@ def _fake_sinks_backward(d_out, out, lse, sinks):
 
 def _save_forward(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     """Keep for the backward what the whole attention needs; a part of one has no backward."""
-    q, k, v, sinks, index, mask, call = inputs
-    options = lookup(call)
-    if options.is_partial:
+    options = lookup(inputs[-1])
+    if options.begin > 0 or options.end < 1:
         raise ValueError(
             "a part of attention has no gradient of its own; detach its inputs and join the parts"
         )
-    save(ctx, q, k, v, sinks, index, mask, call, output)
-    _, lse, vertical_kv = output
-    ctx.mark_non_differentiable(lse, vertical_kv)
+    _save(ctx, inputs, output)
+    ctx.mark_non_differentiable(*output[1:])
 
 
-def save(ctx, q, k, v, sinks, index, mask, call, results) -> None:
+def _save(ctx, inputs: tuple, results: tuple[Tensor, Tensor, Tensor]) -> None:
     """results: out, lse and the verticals' keys and values."""
-    # Only tensors can be saved; their numbers say where the lists begin and end.
+    q, k, v, sinks, index, mask, call = inputs
     ctx.call = call
-    # The registry holds the ContextParallel weakly: until the backward this graph holds it.
-    ctx.cp = lookup(call).cp()
+    # The table holds the ContextParallel weakly: until the backward this graph holds it.
+    ctx.cp = lookup(call).cp
+    # Only tensors can be saved; their numbers say where the lists begin and end.
     ctx.index_count = len(index)
     ctx.mask_count = len(mask)
     ctx.save_for_backward(q, k, v, sinks, *results, *index, *mask)
@@ -341,7 +321,7 @@ def save(ctx, q, k, v, sinks, index, mask, call, results) -> None:
     ctx.set_materialize_grads(False)
 
 
-def differentiate(ctx, d_out: Tensor | None, *_) -> tuple:
+def _differentiate(ctx, d_out: Tensor | None, *_) -> tuple:
     """Gradients of the seven inputs; those of index and mask are lists of None."""
     no_index = [None] * ctx.index_count
     no_mask = [None] * ctx.mask_count
@@ -362,7 +342,7 @@ def differentiate(ctx, d_out: Tensor | None, *_) -> tuple:
 for _name in ("attend_forward", "attend_recomputed"):
     _op = torch.library.custom_op(f"titan_sparse::{_name}", _forward, mutates_args=())
     _op.register_fake(_fake_forward)
-    _op.register_autograd(differentiate, setup_context=_save_forward)
+    _op.register_autograd(_differentiate, setup_context=_save_forward)
 
 SAVED_OPS = (
     torch.ops.titan_sparse.select.default,
@@ -372,3 +352,104 @@ SAVED_OPS = (
 
 attend_recomputed, which attend(recomputed=...) calls for the first part of each sequence, is not
 among them."""
+
+
+def attend_in_parts(
+    inputs: tuple, recomputed: float, ranges: MaskRanges, ranks: Ranks, options: tuple
+) -> tuple[Tensor, Tensor]:
+    """out and lse in two parts: activation checkpointing keeps one and recomputes the other
+    (BurstEngine's sequence-level selective checkpointing).
+
+    The first `recomputed` of each sequence is recomputed: under a causal mask it sees the fewest
+    keys. Two calls compute the parts, and attend_join makes one attention of them, which is
+    differentiated as the whole.
+
+    inputs: q, k, v, sinks, index and mask, as ops take them. options: what options_key() takes for
+    the whole sequence.
+    """
+    ops = torch.ops.titan_sparse
+    q, k, v, _, index, mask = inputs
+    whole = options_key(*options)
+    boundary, blocks = _boundary(recomputed, q, ranges, ranks)
+    if boundary in (0, blocks):
+        forward = ops.attend_recomputed if boundary else ops.attend_forward
+        return forward(*inputs, whole)[:2]
+    # Both parts are differentiated together, by attend_join, which also adds the sinks.
+    qkv = (q.detach(), k.detach(), v.detach(), None)
+    share = constant(recomputed)
+    second = options_key(*options, share, 1.0)
+    out, lse, vertical_kv = ops.attend_forward(*qkv, index, mask, second)
+    index = [*index, vertical_kv]
+    first = options_key(*options, 0.0, share)
+    first_out, first_lse, _ = ops.attend_recomputed(*qkv, index, mask, first)
+    return ops.attend_join(*inputs, whole, [first_out, out, first_lse, lse, vertical_kv])
+
+
+def _boundary(recomputed: float, q: Tensor, ranges: MaskRanges, ranks: Ranks) -> tuple[int, int]:
+    """The number of a rank's query blocks in the first part, and the number of all.
+
+    Raises ValueError for what cannot be recomputed in part.
+    """
+    if not 0 <= recomputed <= 1:
+        raise ValueError(f"recomputed={recomputed} is not a share of a sequence; write 0 to 1")
+    boundary, blocks = _blocks_before(recomputed, q.shape[2], ranks.block_size)
+    if boundary in (0, blocks):
+        return boundary, blocks
+    if not ranges.causal:
+        raise ValueError(f"recomputed={recomputed} needs a causal mask; write recomputed=0 or 1")
+    if ranks.size > 1 and ranks.layout != "striped":
+        # Only there are the first blocks of all ranks the first blocks of the sequence.
+        raise ValueError(
+            f'recomputed={recomputed} needs layout "striped", not "{ranks.layout}"; '
+            "write it, or recomputed=0 or 1"
+        )
+    return boundary, blocks
+
+
+@torch.library.custom_op("titan_sparse::attend_join", mutates_args=())
+def _join(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    index: list[Tensor],
+    mask: list[Tensor],
+    call: str,
+    parts: list[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """out and lse of the whole from those of its two parts; differentiated as the whole.
+
+    parts: out of the first and of the second part, lse of both, and the verticals' keys and
+    values; all without sinks, which are added here.
+    """
+    first_out, second_out, first_lse, second_lse, _ = parts
+    out = torch.cat([first_out, second_out], dim=2)
+    lse = torch.cat([first_lse, second_lse], dim=2)
+    observer = recorder.listening and recorder.observer()
+    if observer and q.numel() > 0:
+        bound = bind(call, q, index, mask)
+        size = bound.cp.block_size
+        padded_lse = whole_blocks(lse, 2, size, -torch.inf)
+        observer.layer(bound, whole_blocks(q, 2, size), whole_blocks(k, 2, size), padded_lse)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return out, lse
+
+
+@_join.register_fake
+def _fake_join(q, k, v, sinks, index, mask, call, parts):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+
+
+def _save_joined(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    *inputs_of_whole, parts = inputs
+    _save(ctx, tuple(inputs_of_whole), (*output, parts[-1]))
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate_joined(ctx, d_out: Tensor | None, *_) -> tuple:
+    """As _differentiate(), with the five parts as an eighth input."""
+    return *_differentiate(ctx, d_out), [None] * 5
+
+
+_join.register_autograd(_differentiate_joined, setup_context=_save_joined)

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_sparse.attention.context_parallel.group import ContextParallel
+
 listening: Any = None
 """The Recording (observe.py) that attention calls are reported to, or None."""
 
 
 @contextlib.contextmanager
 def observed_by(observer: Any) -> Iterator[None]:
-    """Report all attention calls in this context to the observer, and those after it to the one
-    before."""
+    """Report all attention calls in this context to the observer."""
     global listening
     outer, listening = listening, observer
     try:
@@ -76,8 +77,7 @@ Moment = torch.cuda.Event | float
 class TimedCall:
     """The forward of one attention call on this rank, timed from here on."""
 
-    def __init__(self, cp: Any, device: torch.device):
-        """cp: the ContextParallel."""
+    def __init__(self, cp: ContextParallel, device: torch.device):
         self.cp = cp
         self.device = device
         self.intervals: list[tuple[Moment, Moment]] = []
@@ -95,8 +95,9 @@ class TimedCall:
         """The time that the call computed, and the time that it took, with the trades of heads before and
         after it. Waits for the GPU."""
         ends = [self.ended, *(end for _, end in self.trades)]
-        if isinstance(self.ended, torch.cuda.Event):
-            ends[-1].synchronize()
+        last = ends[-1]
+        if isinstance(last, torch.cuda.Event):
+            last.synchronize()
         computed = sum(_milliseconds_between(*interval) for interval in self.intervals)
         trading = sum(_milliseconds_between(*interval) for interval in self.trades)
         return computed, _milliseconds_between(self.began, self.ended) + trading
@@ -111,7 +112,7 @@ def computing() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def trading(cp: Any, device: torch.device, before: bool) -> Iterator[None]:
+def trading(cp: ContextParallel, device: torch.device, before: bool) -> Iterator[None]:
     """Around what a forward does to trade tokens for heads, or heads for tokens (ulysses.py).
 
     before: whether the call that it belongs to is still to come.
@@ -136,6 +137,7 @@ def mark(device: torch.device) -> Moment:
 
 
 def _milliseconds_between(began: Moment, ended: Moment) -> float:
-    if isinstance(began, float):
-        return (ended - began) * 1e3
-    return began.elapsed_time(ended)
+    if isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
+        return began.elapsed_time(ended)
+    assert isinstance(began, float) and isinstance(ended, float)
+    return (ended - began) * 1e3

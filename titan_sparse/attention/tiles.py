@@ -1,20 +1,25 @@
 """mask ∩ pattern for one (query rank, KV chunk), as the tables of blocks that a backend computes on:
-in plain torch, and by kernels (slash_*).
-"""
+in plain torch, and by kernels (slash_*)."""
 
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from titan_sparse.attention.masks.ranges import MaskRanges, token_positions
 from titan_sparse.attention.masks.slice_geometry import within_runs
-from titan_sparse.attention.masks.slice_tiles import tiles_between
-from titan_sparse.attention.masks.visibility import Reach, block_reach, reached, seen_whole
+from titan_sparse.attention.masks.visibility import (
+    Reach,
+    block_reach,
+    reached,
+    seen_whole,
+    tiles_between,
+)
 from titan_sparse.attention.patterns.base import BlockIndex, compact
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.kernels import block_tables
 from titan_sparse.kernels.block_sparse import BlockLists, Tiles
+from titan_sparse.kernels.block_sparse.piece import mapped
 from titan_sparse.kernels.compact import pack
 
 
@@ -60,9 +65,13 @@ def block_tiles(
         slices = ranges.slices.expand(batch, -1, -1)
         of_slices = {"slices": slices, "q_positions": q_positions.int()}
     start, stop = query_ranges(ranges, q_positions, batch)
+
+    def for_all(field: Tensor) -> Tensor:
+        return field.expand(batch, index.heads, *field.shape[2:])
+
     return Tiles(
-        by_query=for_all(by_query, batch, index.heads),
-        by_key=for_all(by_key, batch, index.heads),
+        by_query=mapped(by_query, for_all),
+        by_key=mapped(by_key, for_all),
         start=start,
         stop=stop,
         k_positions=k_positions.int().view(1, 1, -1),
@@ -89,8 +98,7 @@ def vertical_tiles(
 
     # [B, Hq, 1, n]: verticals ascend, so the first and the last one of a block bound it.
     vertical_blocks = verticals.unflatten(-1, (-1, size))[:, :, None]
-    first = vertical_blocks[..., 0]
-    last = vertical_blocks[..., -1]
+    first, last = vertical_blocks[..., 0], vertical_blocks[..., -1]
 
     # [B, Hq, nq, C], and the rest [B, Hq, nq, n].
     covered = index.covers(q_blocks, verticals)
@@ -112,28 +120,20 @@ def vertical_tiles(
 
 
 class SlashQueries(NamedTuple):
-    """The facts about this rank's query blocks that tiles need, the same for every layer.
+    """The facts about this rank's query blocks that tiles need, the same for every layer."""
 
-    spans: int32 [B, nq, 5], reach: int32 [B, nq, 4], as block_tables.slash_lists() takes them.
-    blocks: int32 [nq].
-    start, stop: int32 [B, Sq].
-    """
-
-    spans: Tensor
-    reach: Tensor
-    blocks: Tensor
-    start: Tensor
-    stop: Tensor
+    spans: Tensor  # int32 [B, nq, 5], as block_tables.slash_lists() takes it
+    reach: Tensor  # int32 [B, nq, 4], as block_tables.slash_lists() takes it
+    blocks: Tensor  # int32 [nq]
+    start: Tensor  # int32 [B, Sq]
+    stop: Tensor  # int32 [B, Sq]
 
 
 class SlashKeys(NamedTuple):
-    """The facts about KV blocks that tiles need, the same for every layer.
+    """The facts about KV blocks that tiles need, the same for every layer."""
 
-    blocks: int32 [nk], global. positions: int32 [1, 1, nk * block_size], of their tokens.
-    """
-
-    blocks: Tensor
-    positions: Tensor
+    blocks: Tensor  # int32 [nk], global
+    positions: Tensor  # int32 [1, 1, nk * block_size], of their tokens
 
 
 def slash_keys(k_blocks: Tensor, block_size: int) -> SlashKeys:
@@ -144,10 +144,7 @@ def slash_keys(k_blocks: Tensor, block_size: int) -> SlashKeys:
 def slash_queries(
     ranges: MaskRanges, index: VerticalSlashIndex, q_blocks: Tensor, batch: int
 ) -> SlashQueries:
-    """For this rank's query blocks, global numbers int [nq].
-
-    It depends on the mask, the pattern and the layout only.
-    """
+    """The SlashQueries of global blocks int [nq], from mask, pattern and layout alone."""
     q_positions = token_positions(q_blocks, index.block_size)
     reach = torch.stack(block_reach(ranges, q_positions, index.block_size), dim=-1)  # [Bm, nq, 4]
     start, stop = query_ranges(ranges, q_positions, batch)
@@ -168,13 +165,10 @@ def slash_block_tiles(
     No [blocks, blocks] mask is made and the host does not wait: the bound of the index gives the width
     of the lists.
     """
-    nq = len(queries.blocks)
-    nk = len(keys.blocks)
+    nq, nk = len(queries.blocks), len(keys.blocks)
+    of_queries = (index.slashes, queries.spans, queries.reach, queries.blocks)
     lists = block_tables.slash_lists(
-        index.slashes,
-        queries.spans,
-        queries.reach,
-        queries.blocks,
+        *of_queries,
         keys.blocks,
         index.block_size,
         capacity=list_width(index.most_blocks, nk),
@@ -187,18 +181,11 @@ def slash_vertical_tiles(
     queries: SlashQueries, index: VerticalSlashIndex, transpose: bool
 ) -> Tiles:
     """vertical_tiles() by kernels."""
+    of_queries = (index.slashes, queries.spans, queries.reach, queries.blocks)
     covered, by_query, met = block_tables.vertical_lists(
-        index.slashes,
-        queries.spans,
-        queries.reach,
-        queries.blocks,
-        index.verticals,
-        index.block_size,
-        wants_met=transpose,
+        *of_queries, index.verticals, index.block_size, wants_met=transpose
     )
-    by_key = []
-    if met is not None:
-        by_key = [block_lists(met)]
+    by_key = [] if met is None else [block_lists(met)]
     return _slash_tiles(queries, index, [by_query, *by_key], index.verticals, covered)
 
 
@@ -241,9 +228,8 @@ def block_lists(met: Tensor) -> BlockLists:
 
 
 def list_width(most: int, blocks: int) -> int:
-    """Width of lists of at most `most` out of `blocks`.
+    """Width of lists of at most `most` out of `blocks`: a power of two, or all blocks.
 
-    A power of two, or all blocks where that is less.
     Widths that depend on the data would recompile kernels again and again.
     """
     # At least 32, so that short lists do not come in many widths either.
@@ -251,36 +237,12 @@ def list_width(most: int, blocks: int) -> int:
     return min(blocks, max(32, power_of_two))
 
 
-@overload
-def for_all(lists: BlockLists, batch: int, heads: int) -> BlockLists: ...
-@overload
-def for_all(lists: None, batch: int, heads: int) -> None: ...
-def for_all(lists: BlockLists | None, batch: int, heads: int) -> BlockLists | None:
-    """Lists of B sequences and Hq heads from those of one, where they are alike.
-
-    They share their memory.
-    """
-    if lists is None:
-        return None
-    return BlockLists._make(x if x is None else x.expand(batch, heads, *x.shape[2:]) for x in lists)
-
-
 def query_ranges(ranges: MaskRanges, q_positions: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     """start and stop of this rank's queries, int32 [B, Sq]."""
-    # [Bm, Sq]
-    start = ranges.start[:, q_positions]
-    stop = ranges.stop[:, q_positions]
-    # [B, Sq]
-    start = start.expand(batch, -1).contiguous()
-    stop = stop.expand(batch, -1).contiguous()
-    return start, stop
-
-
-def all_blocks(index: BlockIndex) -> Tensor:
-    """int64 [blocks]: all blocks of the sequence."""
-    # The last block may be cut short.
-    blocks = -(-index.seq_len // index.block_size)
-    return torch.arange(blocks, device=index.verticals.device)
+    # [Bm, Sq] -> [B, Sq]
+    start = ranges.start[:, q_positions].expand(batch, -1)
+    stop = ranges.stop[:, q_positions].expand(batch, -1)
+    return start.contiguous(), stop.contiguous()
 
 
 def _slice_lists(
@@ -299,9 +261,8 @@ def _slice_lists(
     the two blocks of each cut and the slice that cuts them. sequence: int64 [cuts], of each cut;
     None where all sequences have them.
     """
-    batch, heads, lines = whole.shape[:3]
-    shape = (batch, heads, lines)
-
+    shape = whole.shape[:3]
+    batch, heads, lines = shape
     # [full tiles]
     full_line, full_block = whole.flatten(0, 2).nonzero().unbind(-1)
     full_count, [full] = _table(full_line, [full_block], shape)
@@ -326,16 +287,13 @@ def _slice_lists(
     return BlockLists(full_count, full, partial_count, partial, partial_slice)
 
 
-def _table(
-    line: Tensor, values: list[Tensor], shape: tuple[int, int, int]
-) -> tuple[Tensor, list[Tensor]]:
+def _table(line: Tensor, values: list[Tensor], shape: torch.Size) -> tuple[Tensor, list[Tensor]]:
     """Counts int32 [B, H, n] and a table int32 [B, H, n, K] for each of `values`.
 
     A line of a table holds the values with the same line.
     line: int64 [entries], ascending, of B H n. values: int64 [entries] each.
     """
-    batch, heads, lines = shape
-    total = batch * heads * lines
+    total = shape.numel()
     # Entries of each line, [total], and the place of each entry in its line, [entries].
     count = torch.bincount(line, minlength=total)
     place = within_runs(count)
@@ -347,5 +305,5 @@ def _table(
         # [total, K], filled up with 0.
         table = torch.zeros(total, width, dtype=torch.int32, device=line.device)
         table[line, place] = value.int()
-        tables.append(table.view(batch, heads, lines, width))
+        tables.append(table.view(*shape, width))
     return count.int().view(shape), tables

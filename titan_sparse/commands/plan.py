@@ -18,8 +18,7 @@ from pathlib import Path
 
 import torch
 
-from titan_sparse.attention.context_parallel.balanced import DEFAULT_COSTS
-from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
+from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS, DEFAULT_COSTS
 from titan_sparse.attention.context_parallel.schedules import SCHEDULES
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges, SlidingWindow
 from titan_sparse.attention.masks.slices import sliding_window

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-from titan_sparse.attention.context_parallel.balanced import Costs
+from titan_sparse.attention.context_parallel.layouts import Costs
 from titan_sparse.config import Config
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.options.values import show

@@ -10,7 +10,7 @@ step on fake tensors in place of these formulas was no closer to the measured ru
 minute, and knows nothing of the compiler.
 """
 
-from titan_sparse.attention.backends.flash import kv_heads_at_once
+from titan_sparse.attention.backends.flex import kv_heads_at_once
 from titan_sparse.attention.context_parallel.schedules import Moves, head_groups, heads_gathered
 from titan_sparse.estimate.step import StepShape
 from titan_sparse.models.config import adapter_elements, block_adapter_elements

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.context_parallel import balanced, group_cast_plan, layouts, ring_routing
+from titan_sparse.attention.context_parallel import group_cast_plan, layouts, ring_routing
 from titan_sparse.attention.context_parallel.needed_keys import met_blocks, met_chunks
 from titan_sparse.attention.context_parallel.schedules import (
     RING,
@@ -45,7 +45,7 @@ class Setting:
     inter: int
     intra: int
     overlap_stages: tuple[int, int] = (2, 2)
-    balance: balanced.Costs = balanced.DEFAULT_COSTS
+    balance: layouts.Costs = layouts.DEFAULT_COSTS
 
     @property
     def ranks(self) -> int:
@@ -106,7 +106,7 @@ def table_of(
     layout: str,
     ranks: int,
     block_size: int,
-    balance: balanced.Costs = balanced.DEFAULT_COSTS,
+    balance: layouts.Costs = layouts.DEFAULT_COSTS,
 ) -> Tensor:
     """The blocks of each rank under this mask, int64 [ranks, n].
 
@@ -114,7 +114,7 @@ def table_of(
     does not divide.
     """
     if layout == "balanced":
-        return balanced.block_table(ranges, ranks, block_size, balance)
+        return layouts.balanced(ranges, ranks, block_size, balance)
     return layouts.block_ids(layout, ranks, ranges.start.shape[1], block_size)
 
 

@@ -20,7 +20,7 @@ from titan_sparse.attention.patterns import BlockIndex, MoBA, Pattern, VerticalS
 from titan_sparse.config import Attention
 from titan_sparse.evaluation.pictures import new_figure
 from titan_sparse.evaluation.scorer import attention_replaced
-from titan_sparse.kernels.chunks import chosen_keys
+from titan_sparse.kernels.block_sparse import chosen_keys
 from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.models.decoder import Decoder
 

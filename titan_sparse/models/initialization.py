@@ -15,7 +15,6 @@ _STD = 0.02
 _DECAY_RATES = (0.01, 16.0)
 _WRAPPERS = (
     "_checkpoint_wrapped_module.",
-    "_orig_mod.",
     "token_adapter.base_layer.",
     "base_layer.",
 )
@@ -65,7 +64,7 @@ def initialize(
 
 
 def canonical_name(name: str) -> str:
-    """The name without the parts that activation checkpointing, torch.compile and PEFT add."""
+    """The name without the parts that activation checkpointing and PEFT add."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name

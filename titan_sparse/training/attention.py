@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_sparse.attention import ContextParallel, attend, backends
-from titan_sparse.attention.context_parallel.balanced import Costs
+from titan_sparse.attention.context_parallel.layouts import Costs
 from titan_sparse.attention.context_parallel.linear_attention import Move
 from titan_sparse.attention.context_parallel.schedules import choose
 from titan_sparse.attention.linear import gated_delta_net, split_documents

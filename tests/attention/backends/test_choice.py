@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from titan_sparse.attention import attend, backends
-from titan_sparse.attention.backends import cudnn, flash
+from titan_sparse.attention.backends import cudnn, flex
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.config import Attention
 from titan_sparse.kernels import block_sparse
@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 
 
 def _forget() -> None:
-    flash._import_failure.cache_clear()
+    flex._import_failure.cache_clear()
 
 
 @pytest.fixture

@@ -12,9 +12,13 @@ from torch import Tensor
 
 from tests.reference import tiles_of
 from tests.slice_cases import NAMES, SEQ_LEN, mask_and_truth, random_legal
-from titan_sparse.attention.context_parallel import balanced
-from titan_sparse.attention.context_parallel.balanced import Costs, block_table, cut_into_chunks
-from titan_sparse.attention.context_parallel.layouts import block_ids
+from titan_sparse.attention.context_parallel import layouts
+from titan_sparse.attention.context_parallel.layouts import (
+    Costs,
+    balanced,
+    block_ids,
+    cut_into_chunks,
+)
 from titan_sparse.attention.masks.ranges import (
     Causal,
     Documents,
@@ -112,7 +116,7 @@ def _check_cut(
 @pytest.mark.parametrize("mask", RANGES, ids=range(len(RANGES)))
 @pytest.mark.parametrize("size, ranks, most", [(16, 2, 4), (8, 2, 5)])
 def test_work_and_needs_of_ranges(monkeypatch, mask, size, ranks, most):
-    monkeypatch.setattr(balanced, "_CHUNKS_PER_RANK", most)
+    monkeypatch.setattr(layouts, "_CHUNKS_PER_RANK", most)
     _check_cut(mask.rows(SEQ_LEN), mask.dense(SEQ_LEN), size, ranks)
 
 
@@ -128,10 +132,10 @@ def test_work_and_needs_of_slices(name):
 
 
 def _check_table(ranges: MaskRanges, ranks: int, size: int) -> Tensor:
-    table = block_table(ranges, ranks, size)
+    table = balanced(ranges, ranks, size)
     assert torch.equal(table.flatten().sort().values, torch.arange(ranges.start.shape[1] // size))
     assert table.shape[0] == ranks and (table.diff(dim=1) > 0).all()
-    assert torch.equal(table, block_table(ranges, ranks, size))
+    assert torch.equal(table, balanced(ranges, ranks, size))
     return table
 
 
@@ -147,7 +151,7 @@ def _check_table(ranges: MaskRanges, ranks: int, size: int) -> Tensor:
     ids=["causal", "two documents", "eight documents"],
 )
 def test_eight_blocks_on_two_ranks(mask, table):
-    assert block_table(mask.rows(8 * BLOCK), 2, BLOCK).tolist() == table
+    assert balanced(mask.rows(8 * BLOCK), 2, BLOCK).tolist() == table
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -175,14 +179,14 @@ def test_a_table_is_that_of_the_numbers():
     lengths = ragged_lengths(8000, 3)
     alone = Documents(lengths).rows(8192)
     assert torch.equal(
-        block_table(alone, 4, 64),
-        block_table(Documents([lengths]).rows(8192)._replace(causal=False), 4, 64),
+        balanced(alone, 4, 64),
+        balanced(Documents([lengths]).rows(8192)._replace(causal=False), 4, 64),
     )
     twice = Documents([lengths, lengths]).rows(8192)
     for costs in (Costs(), Costs(transfer=100_000)):
-        assert torch.equal(block_table(alone, 4, 64, costs), block_table(twice, 4, 64, costs))
-    other = block_table(Documents([lengths, lengths[::-1]]).rows(8192), 4, 64)
-    assert not torch.equal(other, block_table(alone, 4, 64))
+        assert torch.equal(balanced(alone, 4, 64, costs), balanced(twice, 4, 64, costs))
+    other = balanced(Documents([lengths, lengths[::-1]]).rows(8192), 4, 64)
+    assert not torch.equal(other, balanced(alone, 4, 64))
 
 
 def test_ragged_documents_are_balanced_with_few_bytes(monkeypatch):
@@ -190,9 +194,9 @@ def test_ragged_documents_are_balanced_with_few_bytes(monkeypatch):
     table = _check_table(ranges, 8, BLOCK)
     assert degree(pairs_of_ranks(ranges, table, BLOCK)) < 1.01
     assert degree(pairs_of_ranks(ranges, block_ids("zigzag", 8, MILLION, BLOCK), BLOCK)) > 1.6
-    monkeypatch.setattr(balanced, "_SLACK_PERCENT", 0)
-    monkeypatch.setattr(balanced, "_SLACK_PERCENT_OF_REST", 0)
-    plain = block_table(ranges, 8, BLOCK)  # longest processing time first, and no more
+    monkeypatch.setattr(layouts, "_SLACK_PERCENT", 0)
+    monkeypatch.setattr(layouts, "_SLACK_PERCENT_OF_REST", 0)
+    plain = balanced(ranges, 8, BLOCK)  # longest processing time first, and no more
     assert degree(pairs_of_ranks(ranges, plain, BLOCK)) < 1.01
     assert (
         2 * incoming_blocks(ranges, table, BLOCK).sum()
@@ -217,4 +221,4 @@ def test_costs_are_those_of_the_constants():
 
 def test_a_length_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="pad it to a multiple of 256"):
-        block_table(Causal().rows(300), 4, 64)
+        balanced(Causal().rows(300), 4, 64)

@@ -12,7 +12,7 @@ from tests.attention.dense_twin import let_eager_serve_dense
 from tests.distributed import run_processes
 from tests.fake_step import fake_world
 from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.context_parallel.balanced import Costs
+from titan_sparse.attention.context_parallel.layouts import Costs
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.config import Attention

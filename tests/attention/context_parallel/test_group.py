@@ -85,7 +85,7 @@ def _check_rectangles(axes: tuple[int, int], heads: tuple[int, int]) -> None:
     for layout, schedule in itertools.product(("contiguous", "zigzag"), schedules):
         cp = ContextParallel(mesh, layout, schedule, SEQ_LEN // (2 * mesh.size()))
         computed = cp.size if layout == "zigzag" else cp.rank + 1
-        in_groups = schedule == "all_gather" or len(cp.windows) > 1
+        in_groups = schedule == "all_gather" or cp.rings[0] > 1
         assert check_dense_kernels(cp, heads) == computed * (2 if in_groups else 1), cp.key
 
 

@@ -14,11 +14,10 @@ from titan_sparse.attention.context_parallel.layouts import (
     take_blocks,
 )
 from titan_sparse.attention.context_parallel.schedules import (
+    LOCAL,
     choose,
     circulates_queries,
-    double_ring,
-    local,
-    ring,
+    ring_windows,
 )
 from titan_sparse.config import Attention, resolve_overlap_stages
 from titan_sparse.training.attention import schedule_named
@@ -94,17 +93,17 @@ def test_rings_list_what_the_hops_bring(inter, intra):
     double = _simulate(inter, intra)
     single = _simulate(1, size)
     for rank in range(size):
-        assert double_ring(inter, intra, rank) == double[rank]
-        assert ring(inter, intra, rank) == single[rank]
+        assert ring_windows(inter, intra, rank) == double[rank]
+        assert ring_windows(1, size, rank) == single[rank]
         for windows in (double[rank], single[rank]):
             sources = sum(windows, [])
             assert sources[0] == rank and sorted(sources) == list(range(size))
 
 
 def test_local_serves_one_rank_only():
-    assert local(1, 1, 0) == [[0]]
+    assert LOCAL.step_sources(1, 1) == [[0]]
     with pytest.raises(ValueError, match="ring"):
-        local(1, 2, 0)
+        LOCAL.rings(1, 2)
 
 
 @pytest.mark.parametrize(

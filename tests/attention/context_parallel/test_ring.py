@@ -1,7 +1,5 @@
 """Rings: routes of chunks and of their gradients, walked hop by hop, and what travels with queries."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -11,11 +9,11 @@ from titan_sparse.attention.context_parallel.ring_routing import (
     all_gather_traffic,
     gradient_hops,
     hops_needed,
+    route_of,
     traffic,
     visited_ranks,
 )
-from titan_sparse.attention.context_parallel.ring_transfers import route_of
-from titan_sparse.attention.context_parallel.schedules import DOUBLE_RING
+from titan_sparse.attention.context_parallel.schedules import ring_windows
 
 WORLDS = [(1, 1), (1, 2), (1, 5), (2, 2), (2, 3), (3, 2), (4, 1)]
 
@@ -35,7 +33,7 @@ def _needed(size: int, density: float, seed: int) -> torch.Tensor:
 def test_visited_ranks_are_the_inverse_of_the_schedule(inter, intra):
     visited = visited_ranks(inter, intra)
     for rank in range(inter * intra):
-        for window, steps in enumerate(DOUBLE_RING.windows(inter, intra, rank)):
+        for window, steps in enumerate(ring_windows(inter, intra, rank)):
             assert [visited[source, window, step].item() for step, source in enumerate(steps)] == [
                 rank
             ] * intra
@@ -122,14 +120,13 @@ def test_neighbors_agree_on_every_hop(inter, intra):
     needed = _needed(size, 0.3, size)
     routes = []
     for rank in range(size):
-        cp = SimpleNamespace(windows=DOUBLE_RING.windows(inter, intra, rank), rank=rank)
-        routes.append(route_of(cp, needed))
+        routes.append(route_of(inter, intra, rank, needed))
     hops_of_keys = hops_needed(needed, inter, intra)
     for rank, route in enumerate(routes):
         node, local_rank = divmod(rank, intra)
         next_rank = routes[node * intra + (local_rank + 1) % intra]
         next_node = routes[(rank + intra) % size]
-        for window, sources in enumerate(DOUBLE_RING.windows(inter, intra, rank)):
+        for window, sources in enumerate(ring_windows(inter, intra, rank)):
             for ours, theirs in (
                 (route.outer, next_node.outer),
                 (route.gradient_outer, next_node.gradient_outer),

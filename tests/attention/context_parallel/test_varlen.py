@@ -10,7 +10,7 @@ from tests.attention import dense_twin
 from tests.attention.test_attend import Problem, results_of
 from tests.reference import gradients, structured_qkv
 from titan_sparse.attention import attend
-from titan_sparse.attention.backends import BACKENDS, flash
+from titan_sparse.attention.backends import BACKENDS, flex
 from titan_sparse.attention.backends.base import DenseShape, Queries
 from titan_sparse.attention.context_parallel import dense as packed
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
@@ -94,11 +94,11 @@ def test_equals_attention_over_tiles(name, monkeypatch):
     interface = Interface()
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
     # The backward computes one of two KV heads at a time.
-    monkeypatch.setattr(flash, "ENOUGH_BLOCKS", 1)
+    monkeypatch.setattr(flex, "ENOUGH_BLOCKS", 1)
     monkeypatch.setattr(eager, "SERVES_DENSE", True)
     monkeypatch.setattr(eager, "serves_dense", lambda q, shape: True)
-    monkeypatch.setattr(eager, "dense_forward", flash.dense_forward)
-    monkeypatch.setattr(eager, "dense_backward", flash.dense_backward)
+    monkeypatch.setattr(eager, "dense_forward", flex.Flex().dense_forward)
+    monkeypatch.setattr(eager, "dense_backward", flex.Flex().dense_backward)
     for a, b in zip(results_of(p, **options), want, strict=True):
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
     windows = {"window": 11, "documents in a window": 9, "padded, in a window": 20}
@@ -132,7 +132,7 @@ def test_offsets():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(flash.missing() is not None, reason=str(flash.missing()))
+@pytest.mark.skipif(flex.missing() is not None, reason=str(flex.missing()))
 @pytest.mark.parametrize("name", MASKS)
 def test_on_a_gpu(name, monkeypatch):
     """FlashAttention-4's documents against its block lists, in bf16, both against fp64."""

@@ -14,9 +14,8 @@ from tests.attention.patterns.helpers import MIXED, MOBA, Case, cases_of_masks, 
 from tests.reference import dense_attention, gradients, relative_error, structured_qkv
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
-from titan_sparse.attention.patterns import Dense, MoBA
-from titan_sparse.attention.patterns.moba import gathered
-from titan_sparse.attention.patterns.moba.pattern import _largest
+from titan_sparse.attention.patterns import Dense, MoBA, moba
+from titan_sparse.attention.patterns.moba import _largest
 from titan_sparse.kernels import gathered as kernels
 from titan_sparse.kernels.gathered import launch
 
@@ -130,13 +129,13 @@ def taken(monkeypatch) -> list[str]:
     steps: list[str] = []
 
     def counted(name: str):
-        real = getattr(gathered.GatheredQueries, name)
+        real = getattr(moba.GatheredQueries, name)
 
         def call(*args):
             steps.append(name)
             return real(*args)
 
-        monkeypatch.setattr(gathered.GatheredQueries, name, call)
+        monkeypatch.setattr(moba.GatheredQueries, name, call)
 
     counted("forward")
     counted("backward")
@@ -181,7 +180,7 @@ def test_dense_attention_over_what_was_selected(taken, name):
 
 def test_lists_cut_into_parts(monkeypatch):
     """The queries of a chunk are split over several programs, whose sums are added."""
-    module = sys.modules["titan_sparse.kernels.gathered.backward"]
+    module = sys.modules["titan_sparse.kernels.gathered.kernel"]
     monkeypatch.setattr(module, "list_splits", lambda programs: 3)
     case = GATHERED["packed and padded"]
     _assert_close(_run(case, backend="triton"), _wanted(case), 1e-5)
@@ -260,4 +259,4 @@ def test_layers_with_different_heads_share_a_mask(monkeypatch, heads):
     ],
 )
 def test_masks_that_cut_no_chunk(mask, wanted):
-    assert gathered.shows_the_past(mask.rows(48)) is wanted
+    assert moba.shows_the_past(mask.rows(48)) is wanted

@@ -18,7 +18,7 @@ from torchtitan.models import deepseek_v3, gpt_oss, llama3
 from torchtitan.models.common.attention import VarlenAttention
 
 from titan_sparse.integrations import torchtitan as ours
-from titan_sparse.integrations.torchtitan.core import mask_of_positions
+from titan_sparse.integrations.torchtitan.attention import mask_of_positions
 
 ONE = "one rank:16"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from scripts.study.real_model import standard_library_text, train_tokenizer
-from tests.models.huggingface_reference import save_reference
+from tests.models.helpers import save_reference
 
 
 @pytest.fixture

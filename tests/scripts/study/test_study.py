@@ -81,9 +81,8 @@ def test_report_says_what_was_logged(toy):
     run = found["runs"][SPARSE]
     # Step 1, and every second.
     assert len(run["recall"]) == 3
-    assert run["recall"] == {
-        str(step): line["recall"] for step, line in sparse.items() if "recall" in line
-    }
+    recall = {str(step): line["recall"] for step, line in sparse.items() if "recall" in line}
+    assert run["recall"] == recall
     densities = [line["density"] for line in sparse.values()]
     assert run["mean_density"] == pytest.approx(sum(densities) / len(densities))
     assert run["times_read"] == TOY.steps * TOY.context / found["text"]["train"]["tokens"]
@@ -119,7 +118,7 @@ def test_folders_and_options_that_are_refused(tmp_path, capsys):
     assert "holds a study of the size toy, not short" in error
 
 
-def test_options_hold_for_all_runs(tmp_path, toy_model, capsys):
+def test_options_hold_for_all_runs(tmp_path, toy_model):
     words = ["--short", "--out", str(tmp_path), "--model", str(toy_model)]
     chosen = ["--activation_checkpoint.mode=full", "--training.loss_chunk_tokens", "4096"]
     _, here = study.parse([*words, *chosen])

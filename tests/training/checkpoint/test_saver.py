@@ -1,5 +1,4 @@
-"""Saves in the foreground and on a thread: the same files, durable before they have a name, and
-failures are reported."""
+"""Saves in the foreground and on a thread: durable before they have a name, failures reported."""
 
 import gc
 import logging
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from tests.distributed import forkserver, run_processes
+from tests.distributed import forkserver, on_ranks
 from tests.training.checkpoint.helpers import (
     FullFile,
     Run,
@@ -67,8 +66,7 @@ def test_everything_is_durable_before_it_has_its_name(alone, tmp_path, events):
 
 
 def test_a_step_waits_for_the_copies_only(alone, tmp_path, monkeypatch):
-    """Training continues however slow the disk is, over another group. The next save and going back
-    wait for it."""
+    """Over another group, however slow the disk is. The next save and going back wait for it."""
     save, groups = dcp.save, []
 
     def slow(*args, process_group, **settings):
@@ -161,11 +159,7 @@ def _be_killed(folder: Path, name: str, call: int, mode: str) -> None:
 
 @pytest.mark.parametrize(
     "name, call, mode, whole",
-    [
-        ("_write_bytes", 11, "disabled", 3),
-        ("publish", 4, "async", 3),
-        ("rotate", 4, "disabled", 4),
-    ],
+    [("_write_bytes", 11, "disabled", 3), ("publish", 4, "async", 3), ("rotate", 4, "disabled", 4)],
 )
 def test_killed_inside_a_save(alone, tmp_path, caplog, name, call, mode, whole):
     """At any point there is a whole checkpoint, and going on from it equals never having died."""
@@ -197,7 +191,8 @@ def _fails(work: Callable[[], None], text: str) -> None:
     dist.barrier()
 
 
-def _save_and_read(folder: Path) -> None:
+@on_ranks(2)
+def test_a_problem_of_one_rank_is_the_problem_of_both(tmp_path):
     rank = dist.get_rank()
     done = []
     assert on_first_rank(lambda: done.append(rank) or "the answer") == "the answer"
@@ -205,9 +200,9 @@ def _save_and_read(folder: Path) -> None:
     if rank == 1:
         saver._Files.prepare_global_plan = saver._Files.finish = saver.shutil.rmtree = _refuse
     for mode in MODES:
-        run = Run(folder / mode, async_mode=mode).train(2)
+        run = Run(tmp_path / mode, async_mode=mode).train(2)
         wanted = run.state()
-        assert same(resumed(folder / mode).state(), wanted)
+        assert same(resumed(tmp_path / mode).state(), wanted)
         ranks = {name[:3] for name in names_in(run.folder / "step-2")}
         assert {"__0", "__1"} <= ranks
 
@@ -232,7 +227,7 @@ def _save_and_read(folder: Path) -> None:
     dist.barrier()
 
     # One rank cannot write: both say so, and nothing half-written stays.
-    runs = [Run(folder / f"full {mode}", width=20_000, async_mode=mode) for mode in MODES]
+    runs = [Run(tmp_path / f"full {mode}", width=20_000, async_mode=mode) for mode in MODES]
     for run in runs:
         run.step()
     if rank == 1:
@@ -244,10 +239,6 @@ def _save_and_read(folder: Path) -> None:
             run.checkpointer.close()
         dist.barrier()
         assert names_in(run.folder) == set()
-
-
-def test_a_problem_of_one_rank_is_the_problem_of_both(tmp_path):
-    run_processes(2, _save_and_read, tmp_path)
 
 
 def test_a_disk_too_small_is_refused_before_the_first_step(alone, tmp_path, monkeypatch):

@@ -95,5 +95,7 @@ def _refusal(name: str, case: Case, here: bool = True) -> str | None:
         )
     reason = backend.refusal(case)
     if reason is None and here and case.device_type == "cuda":
-        reason = backend.missing(case)
+        missing = backend.missing(case)
+        if missing is not None:
+            return f'attention.backend = "{name}" cannot run: {missing}; write "triton"'
     return reason

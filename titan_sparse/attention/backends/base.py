@@ -6,22 +6,23 @@ a share of the gathered verticals).
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from titan_sparse.kernels import merge as merge_kernel
 from titan_sparse.kernels.block_sparse import Piece
+
+Gradients = tuple[Tensor, list[tuple[Tensor, Tensor]]]
+"""dq, and (dk, dv) of each piece."""
 
 
 class Partial(NamedTuple):
-    """Attention over the keys met so far.
+    """Attention over the keys met so far."""
 
-    out: [B, Hq, Sq, D]. lse: natural log, [B, Hq, Sq], fp32 (fp64 for fp64).
-    """
-
-    out: Tensor
-    lse: Tensor
+    out: Tensor  # [B, Hq, Sq, D]
+    lse: Tensor  # natural log, [B, Hq, Sq], fp32 (fp64 for fp64)
 
 
 class Queries(NamedTuple):
@@ -40,63 +41,59 @@ class Queries(NamedTuple):
 class DenseShape(NamedTuple):
     """Dense attention that needs no tiles.
 
-    causal: the queries are the last ones of the keys' positions, and each sees its own key and
-    earlier ones. Otherwise all queries see all keys.
-
-    Of packed documents:
-    offsets: int32 [n + 1], where each document begins in the tokens of all sequences, one after the
-    other, and their number. longest: tokens of the longest document, or more. window: keys that a query
-    sees, its own included; None for all. has_documents: False if a sequence is one document, with
-    or without padding.
+    The last four are of packed documents.
     """
 
     causal: bool
+    """The queries are the last ones of the keys' positions, and each sees its own key and earlier
+    ones. Otherwise all queries see all keys."""
     offsets: Tensor | None = None
-    longest: int = 0
-    window: int | None = None
-    has_documents: bool = False
+    """int32 [n + 1], where each document begins in the tokens of all sequences, one after the other,
+    and their number."""
+    longest: int = 0  # tokens of the longest document, or more
+    window: int | None = None  # keys that a query sees, its own included; None for all
+    has_documents: bool = False  # False if a sequence is one document, with or without padding
 
 
 class Case(NamedTuple):
-    """The inputs that a backend has to serve.
-
-    slices: whether the mask has Slices. dynamic: whether the pattern chooses by the inputs, as all
-    but Dense do. is_short: whether it has fewer tokens than short_below().
-    """
+    """The inputs that a backend has to serve."""
 
     device_type: str
     dtype: torch.dtype
     head_dim: int
     block_size: int
-    slices: bool = False
-    dynamic: bool = False
-    is_short: bool = False
+    slices: bool = False  # the mask has Slices
+    dynamic: bool = False  # the pattern chooses by the inputs, as all but Dense do
+    is_short: bool = False  # fewer tokens than short_below()
 
 
-class Served(NamedTuple):
-    """The inputs that a backend computes."""
+def not_served(
+    backend: str,
+    case: Case,
+    devices: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+    block_sizes: Sequence[int],
+    head_dims: Sequence[int],
+) -> str | None:
+    """The reason why a backend that computes these inputs does not compute the case; None if it does."""
+    for what, value, served, instead in (
+        ("device", case.device_type, devices, "eager"),
+        ("dtype", case.dtype, dtypes, "eager"),
+        ("attention.block_size", case.block_size, block_sizes, "auto"),
+        ("head_dim", case.head_dim, head_dims, "auto"),
+    ):
+        if value not in served:
+            return (
+                f'attention.backend = "{backend}" needs {what} {" or ".join(map(str, served))}, '
+                f'not {value}; write "{instead}"'
+            )
+    return None
 
-    device_types: Sequence[str]
-    dtypes: Sequence[torch.dtype]
-    block_sizes: Sequence[int]
-    head_dims: Sequence[int]
 
-    def refusal(self, backend: str, case: Case) -> str | None:
-        for what, value, served, instead in (
-            ("device", case.device_type, self.device_types, "eager"),
-            ("dtype", case.dtype, self.dtypes, "eager"),
-            ("attention.block_size", case.block_size, self.block_sizes, "auto"),
-            ("head_dim", case.head_dim, self.head_dims, "auto"),
-        ):
-            if value not in served:
-                return (
-                    f'attention.backend = "{backend}" needs {what} {" or ".join(map(str, served))}, '
-                    f'not {value}; write "{instead}"'
-                )
-        return None
+Before = TypeVar("Before", Partial, Tensor)
 
 
-class Sum(NamedTuple):
+class Sum(NamedTuple, Generic[Before]):
     """A sum over pieces of keys, to which one more is added.
 
     dtype: of the new sum.
@@ -106,7 +103,43 @@ class Sum(NamedTuple):
     """
 
     dtype: torch.dtype
-    before: Partial | Tensor | None = None
+    before: Before | None = None
+
+
+def merge(
+    total: tuple[Tensor, Tensor] | None, out: Tensor, lse: Tensor, dtype: torch.dtype
+) -> Partial:
+    """Attention over the keys of `total` and of one more piece, whose attention is out and lse.
+
+    total: out [B, H, S, D] and natural-log lse [B, H, S] over other keys, or None for no keys.
+    Returns out in `dtype` and lse in its own dtype. Without a total the piece is returned alone and
+    is not widened: the next merge reads any dtype.
+    """
+    if total is None:
+        return Partial(_first(out, dtype), lse)
+    if out.is_cuda and lse.dtype == torch.float32:
+        return Partial(*merge_kernel.merge(*total, out, lse, dtype))
+    merged, merged_lse = merge_kernel.merge_naive(*total, out, lse)
+    return Partial(merged.to(dtype), merged_lse)
+
+
+def add(total: Tensor | None, piece: Tensor, dtype: torch.dtype) -> Tensor:
+    """total + piece, in `dtype`.
+
+    A total that has `dtype` already may be overwritten with the sum. Without a total the piece is
+    returned alone and is not widened.
+    """
+    if total is None:
+        return _first(piece, dtype)
+    add_piece = merge_kernel.add if piece.is_cuda else merge_kernel.add_naive
+    return add_piece(total, piece, dtype)
+
+
+def _first(piece: Tensor, dtype: torch.dtype) -> Tensor:
+    """A sum of one piece: rounded to `dtype`, or as it is if that is wider."""
+    if dtype.itemsize > piece.dtype.itemsize:
+        return piece
+    return piece.to(dtype)
 
 
 class Backend(ABC):
@@ -128,7 +161,7 @@ class Backend(ABC):
         """The reason why no machine serves such inputs by this backend, one sentence; None if some do."""
 
     def missing(self, case: Case) -> str | None:
-        """The thing that this machine lacks for inputs on a GPU, one sentence; None if nothing."""
+        """The reason why the kernels cannot run here on a GPU, a part of a sentence; None if they can."""
         return None
 
     @abstractmethod
@@ -136,7 +169,7 @@ class Backend(ABC):
         """The name of the kernels, for the banner."""
 
     @abstractmethod
-    def forward(self, q: Tensor, pieces: Sequence[Piece], scale: float, total: Sum) -> Partial:
+    def forward(self, q: Tensor, pieces: list[Piece], scale: float, total: Sum[Partial]) -> Partial:
         """Attention of q [B, Hq, Sq, D] over one piece or two, and over the keys of `total`.
 
         Rows that see nothing: out 0, lse -inf.
@@ -144,8 +177,8 @@ class Backend(ABC):
 
     @abstractmethod
     def backward(
-        self, queries: Queries, pieces: Sequence[Piece], scale: float, total: Sum
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        self, queries: Queries, pieces: list[Piece], scale: float, total: Sum[Tensor]
+    ) -> Gradients:
         """dq with that of `total`, and (dk, dv) of each piece.
 
         The first piece's dk and dv are in the sum's dtype too, or in q's if kernels round to it. The

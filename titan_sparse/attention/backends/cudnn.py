@@ -10,9 +10,15 @@ import functools
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.backends.base import Case, DenseShape, Partial, Queries, Served
+from titan_sparse.attention.backends.base import (
+    Case,
+    DenseShape,
+    Partial,
+    Queries,
+    merge,
+    not_served,
+)
 from titan_sparse.attention.backends.triton import BLOCK_SIZES, Triton
-from titan_sparse.attention.merge import merge
 
 HEAD_DIMS = (*range(16, 129, 16), 256)
 """Those with a backward on Hopper GPUs, as far as the Triton kernels take them too."""
@@ -28,14 +34,11 @@ class Cudnn(Triton):
     GATHERS_QUERIES = False
 
     def refusal(self, case: Case) -> str | None:
-        served = Served(("cuda",), (torch.bfloat16, torch.float16), BLOCK_SIZES, HEAD_DIMS)
-        return served.refusal("cudnn", case)
+        dtypes = (torch.bfloat16, torch.float16)
+        return not_served("cudnn", case, ("cuda",), dtypes, BLOCK_SIZES, HEAD_DIMS)
 
     def missing(self, case: Case) -> str | None:
-        reason = missing() or _failure(case.dtype, case.head_dim)
-        if reason is not None:
-            return f'attention.backend = "cudnn" cannot run: {reason}; write "triton"'
-        return None
+        return missing() or _failure(case.dtype, case.head_dim)
 
     def describe(self) -> str:
         version = torch.backends.cudnn.version()
@@ -56,8 +59,7 @@ class Cudnn(Triton):
             return _square_or_rectangle(q, k, v, shape.causal, scale)
         earlier = _square_or_rectangle(q, k[:, :, :before], v[:, :, :before], False, scale)
         own = _square_or_rectangle(q, k[:, :, before:], v[:, :, before:], True, scale)
-        out, lse = merge(earlier, own.out, own.lse, q.dtype)
-        return Partial(out, lse)
+        return merge(earlier, own.out, own.lse, q.dtype)
 
     def dense_backward(
         self, queries: Queries, k: Tensor, v: Tensor, shape: DenseShape, scale: float

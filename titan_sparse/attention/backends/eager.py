@@ -5,15 +5,22 @@ is not selected, neither in the forward nor in the backward. Arithmetic is fp32,
 inputs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.backends.base import Backend, Case, Partial, Queries, Sum
-from titan_sparse.attention.merge import merge
-from titan_sparse.kernels.block_sparse import Piece, Tiles
-from titan_sparse.kernels.chunks import ChosenChunks, chosen_keys
+from titan_sparse.attention.backends.base import (
+    Backend,
+    Case,
+    Gradients,
+    Partial,
+    Queries,
+    Sum,
+    merge,
+)
+from titan_sparse.kernels.block_sparse import ChosenChunks, Piece, Tiles, chosen_keys
 from titan_sparse.kernels.compact import unpack
 from titan_sparse.kernels.dtypes import accumulation_dtype
 
@@ -30,29 +37,29 @@ class Eager(Backend):
     def describe(self) -> str:
         return "eager: plain PyTorch over the selected KV blocks"
 
-    def forward(self, q: Tensor, pieces: Sequence[Piece], scale: float, total: Sum) -> Partial:
+    def forward(self, q: Tensor, pieces: list[Piece], scale: float, total: Sum[Partial]) -> Partial:
+        *earlier, last = pieces
         before = total.before
-        for piece in pieces[:-1]:
+        for piece in earlier:
             before = merge(before, *_piece_forward(q, piece, scale), accumulation_dtype(q.dtype))
         # Only the last sum is rounded.
-        out, lse = _piece_forward(q, pieces[-1], scale)
+        out, lse = _piece_forward(q, last, scale)
         if before is None:
             return Partial(out.to(total.dtype), lse)
-        return Partial(*merge(before, out, lse, total.dtype))
+        return merge(before, out, lse, total.dtype)
 
     def backward(
-        self, queries: Queries, pieces: Sequence[Piece], scale: float, total: Sum
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        dq = total.before
-        gradients = []
+        self, queries: Queries, pieces: list[Piece], scale: float, total: Sum[Tensor]
+    ) -> Gradients:
+        before = total.before
+        gradients: list[tuple[Tensor, Tensor]] = []
         # The verticals first: they are added in full precision, and the blocks round the sum once.
         for piece in reversed(pieces):
-            piece_dq, dk, dv = _piece_backward(queries, piece, scale)
-            if dq is not None:
-                piece_dq += dq
-            dq = piece_dq
+            dq, dk, dv = _piece_backward(queries, piece, scale)
+            if before is not None:
+                dq += before
+            before = dq
             gradients.insert(0, (dk, dv))
-
         blocks_dk, blocks_dv = gradients[0]
         gradients[0] = (blocks_dk.to(total.dtype), blocks_dv.to(total.dtype))
         return dq.to(total.dtype), gradients
@@ -64,10 +71,10 @@ def _piece_forward(q: Tensor, piece: Piece, scale: float) -> tuple[Tensor, Tenso
     # Query blocks that meet no key keep these values.
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
-    for here, _, _, values, _, scores in _met(q, piece, scale):
-        lse_here = scores.logsumexp(-1)
-        p = (scores - _finite(lse_here[..., None])).exp()
-        out[:, :, here], lse[:, :, here] = p @ values, lse_here
+    for met in _met(q, piece, scale):
+        lse_here = met.scores.logsumexp(-1)
+        p = (met.scores - _finite(lse_here[..., None])).exp()
+        out[:, :, met.place], lse[:, :, met.place] = p @ met.values, lse_here
     return out, lse
 
 
@@ -79,7 +86,6 @@ def _piece_backward(queries: Queries, piece: Piece, scale: float) -> tuple[Tenso
     dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
     dk = torch.zeros(piece.k.shape, dtype=dtype, device=q.device)
     dv = torch.zeros(piece.v.shape, dtype=dtype, device=q.device)
-    # Views
     dk_blocks = _in_blocks(dk, size)
     dv_blocks = _in_blocks(dv, size)
     # [B, Hq, Sq, 1]
@@ -95,13 +101,19 @@ def _piece_backward(queries: Queries, piece: Piece, scale: float) -> tuple[Tenso
     return dq, dk, dv
 
 
-def _met(q: Tensor, piece: Piece, scale: float) -> Iterator[tuple[slice, Tensor, ...]]:
-    """For each block of queries that meets keys: its place, and with n = K * block
+class Met(NamedTuple):
+    """A block of queries and the n = K * block keys that it meets."""
 
-    - its queries [B, Hq, block, D], their keys and values [B, Hq, n, D],
-    - the rows of these keys in the layout of _in_blocks(), int64 [B, Hq, K],
-    - the scores [B, Hq, block, n], -inf for pairs that are not seen.
-    """
+    place: slice  # of the queries
+    q: Tensor  # [B, Hq, block, D]
+    keys: Tensor  # [B, Hq, n, D]
+    values: Tensor  # [B, Hq, n, D]
+    rows: Tensor  # int64 [B, Hq, K], of the keys in the layout of _in_blocks()
+    scores: Tensor  # [B, Hq, block, n], -inf for pairs that are not seen
+
+
+def _met(q: Tensor, piece: Piece, scale: float) -> Iterator[Met]:
+    """Each block of queries that meets keys."""
     tiles = piece.tiles
     size = tiles.block_size
     dtype = accumulation_dtype(q.dtype)
@@ -118,7 +130,7 @@ def _met(q: Tensor, piece: Piece, scale: float) -> Iterator[tuple[slice, Tensor,
         values = v_blocks[rows].to(dtype).flatten(2, 3)
         hidden = ~_visible(tiles, q_block, kv_blocks, is_listed)
         scores = (q_here @ keys.mT * scale).masked_fill(hidden, -torch.inf)
-        yield here, q_here, keys, values, rows, scores
+        yield Met(here, q_here, keys, values, rows, scores)
 
 
 def _listed_kv_blocks(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
@@ -130,10 +142,9 @@ def _listed_kv_blocks(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
     lists = tiles.by_query
     numbers = []
     is_listed = []
-    for all_counts, all_numbers in (
-        (lists.full_count, lists.full),
-        (lists.partial_count, lists.partial),
-    ):
+    full = (lists.full_count, lists.full)
+    partial = (lists.partial_count, lists.partial)
+    for all_counts, all_numbers in (full, partial):
         # [B, Hq, 1]
         count = all_counts[:, :, q_block, None]
         most = int(count.max())
@@ -164,11 +175,10 @@ def _visible(tiles: Tiles, q_block: int, kv_blocks: Tensor, is_listed: Tensor) -
     position = _tokens_of_blocks(all_positions, kv_blocks, size)
 
     queries = slice(q_block * size, (q_block + 1) * size)
-    if tiles.slices is None:
-        # [B, 1, block, 1]
-        start, stop = tiles.start[:, None, queries, None], tiles.stop[:, None, queries, None]
-    else:
-        start, stop = _bounds_in_slices(tiles, q_block)
+    # [B, 1, block, 1], or with slices [B, Hq, block, K * block]
+    start, stop = tiles.start[:, None, queries, None], tiles.stop[:, None, queries, None]
+    if tiles.slices is not None:
+        start, stop = _bounds_in_slices(tiles, tiles.slices, q_block)
     visible = (position[:, :, None] >= start) & (position[:, :, None] < stop)
     visible &= is_listed.repeat_interleave(size, dim=-1)[:, :, None]
 
@@ -184,7 +194,7 @@ def _visible(tiles: Tiles, q_block: int, kv_blocks: Tensor, is_listed: Tensor) -
     return visible
 
 
-def _bounds_in_slices(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
+def _bounds_in_slices(tiles: Tiles, slices: Tensor, q_block: int) -> tuple[Tensor, Tensor]:
     """Bounds of the keys that each query of a block sees in each entry of _listed_kv_blocks().
 
     Two of int64 [B, Hq, block, K * block]. Every key of a full tile is seen; in a partial one the entry's
@@ -196,9 +206,10 @@ def _bounds_in_slices(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
     partial = int(lists.partial_count[:, :, q_block].max())
 
     # Limits of the slice of each partial entry: [B, Hq, 1, K partial]
+    assert lists.partial_slice is not None and tiles.q_positions is not None
     number = lists.partial_slice[:, :, q_block, :partial].long()
     batch = torch.arange(len(number), device=number.device)[:, None, None]
-    limits = tiles.slices[batch, number].long()[:, :, None]
+    limits = slices[batch, number].long()[:, :, None]
     q_start, q_stop, k_start, k_stop, low, high = limits.unbind(-1)
 
     # [B, Hq, block, K partial]
@@ -228,7 +239,6 @@ def _in_blocks(x: Tensor, size: int) -> Tensor:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """lse without -inf, which would give NaN in exp(-inf - lse)."""
+    """lse without the -inf of rows that see nothing, which would give NaN in exp(-inf - lse)."""
     lowest = torch.finfo(lse.dtype).min
-    # Rows that see nothing have -inf.
     return lse.clamp(min=lowest)

@@ -7,7 +7,7 @@ faster on dense rectangles than on tiles gets a rectangle for each rank's keys, 
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -24,18 +24,13 @@ from titan_sparse.kernels.block_sparse.piece import mapped
 
 class AllGather(Transport):
     def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool):
-        self.call = call
-        self.k = k
-        self.v = v
-        self.backward = backward
+        super().__init__(call, q, k, v, backward)
         self.dtype = call.sum_dtype(k)
         self.rectangles = _rectangles(call, q) if call.backend.DENSE_BY_CHUNK else []
         self.scattered: list[list[Pending]] = []
-
-        # Made when the first heads meet verticals, and once for all heads.
-        @functools.cache
-        def of_verticals(by_key: bool) -> Tiles:
-            return call.tiles_of_verticals(len(k), by_key)
+        # Made once for all heads, those of verticals when the first heads meet them.
+        self.tiles = functools.cache(functools.partial(call.tiles_of_rank, len(k), None))
+        vertical_tiles = functools.cache(functools.partial(call.tiles_of_verticals, len(k)))
 
         kv_heads = k.shape[1]
         head_bytes = 2 * call.cp.size * k[:, :1].nbytes
@@ -48,41 +43,32 @@ class AllGather(Transport):
         self.groups = []
         for of_group in self.kv_heads:
             heads = slice(of_group.start * queries_a_head, of_group.stop * queries_a_head)
-
-            def vertical_tiles(by_key: bool, heads: slice = heads) -> Tiles:
-                return _tiles_of_heads(of_verticals(by_key), heads)
-
-            self.groups.append(Group(call, heads, len(self.rectangles) or 1, vertical_tiles))
+            of_verticals = functools.partial(_tiles_of_heads, vertical_tiles, heads)
+            self.groups.append(Group(call, heads, len(self.rectangles) or 1, of_verticals))
 
     def steps(self) -> Iterator[Step]:
         # The first heads are on their way while tables are made, once for all heads.
         following = self._start(0)
         if not self.rectangles:
-            by_key = self.backward and self.call.backend.READS_BY_KEY
             with recorder.computing() if recorder.listening else contextlib.nullcontext():
-                of_all = self.call.tiles_of_rank(len(self.k), None, by_key)
+                self.tiles(self.backward and self.call.backend.READS_BY_KEY)
         for number, group in enumerate(self.groups):
             arriving = following
             if number + 1 < len(self.groups):
                 following = self._start(number + 1)
             k, v = _pair(_one_rank_after_the_other(pending.wait()) for pending in arriving)
-
-            def tiles(_: bool, heads: slice = group.heads) -> Tiles:
-                return _tiles_of_heads(of_all, heads)
-
-            gradients = []
+            tiles = functools.partial(_tiles_of_heads, self.tiles, group.heads)
+            d_kv = []
             if self.backward and self.rectangles:
                 # Keys that no query here sees keep gradients of 0.
-                gradients = [
-                    torch.zeros(x.shape, dtype=self.dtype, device=x.device) for x in (k, v)
-                ]
+                d_kv = [torch.zeros_like(x, dtype=self.dtype) for x in (k, v)]
             for rectangle, keys in self.rectangles or [(None, slice(None))]:
                 step = Step(number, k[:, :, keys], v[:, :, keys], tiles, rectangle)
                 yield step
-                for whole, gradient in zip(gradients, step.d_kv or ()):
-                    whole[:, :, keys] = gradient
+                for whole, part in zip(d_kv, step.d_kv if d_kv else ()):
+                    whole[:, :, keys] = part
             if self.backward:
-                self._scatter(*(gradients or step.d_kv))
+                self._scatter(d_kv or step.d_kv)
 
     def gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         pairs = [_pair(x.wait() for x in of_group) for of_group in self.scattered]
@@ -101,7 +87,7 @@ class AllGather(Transport):
         start = self.call.cp.start_all_gather
         return [start(x, f"{name} {group % 2}") for name, x in sent.items()]
 
-    def _scatter(self, dk: Tensor, dv: Tensor) -> None:
+    def _scatter(self, d_kv: Iterable[Tensor]) -> None:
         """Start to bring the gradients [B, h, ranks * S_local, D] of every rank's keys home.
 
         They are summed in cp.gradient_dtype, or in the dtype of the sums where that is None.
@@ -113,7 +99,7 @@ class AllGather(Transport):
                 pending.wait()
         sent_dtype = self.call.cp.gradient_dtype or self.dtype
         # [B, h, ranks, S_local, D] -> [ranks, B, h, S_local, D]
-        by_rank = [x.unflatten(2, (self.call.cp.size, -1)).movedim(2, 0) for x in (dk, dv)]
+        by_rank = [x.unflatten(2, (self.call.cp.size, -1)).movedim(2, 0) for x in d_kv]
         if self.together:
             # [ranks, 2, B, h, S_local, D]
             by_rank = [torch.stack(by_rank, dim=1)]
@@ -121,11 +107,11 @@ class AllGather(Transport):
         self.scattered.append([start(x.to(sent_dtype).contiguous()) for x in by_rank])
 
 
-def _rectangles(call: AttentionCall, q: Tensor) -> list[tuple[Rectangle, slice]]:
+def _rectangles(call: AttentionCall, q: Tensor) -> list[tuple[Rectangle | None, slice]]:
     """The rectangle of each rank whose keys this rank's queries see, and where those keys are among
     those of all ranks. All queries see some of the first rank's."""
-    found = []
     length = q.shape[2]
+    found: list[tuple[Rectangle | None, slice]] = []
     for source in range(call.cp.size):
         rectangle = rectangle_of(call, q, source)
         if rectangle is not None:
@@ -141,14 +127,18 @@ def _one_rank_after_the_other(gathered: Tensor) -> Tensor:
 def _pair(parts: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
     """Keys and values, or their gradients, from both or from one tensor that holds them."""
     first, *rest = parts
-    return (first, *rest) if rest else tuple(first)
+    k, v = (first, *rest) if rest else first
+    return k, v
 
 
-def _tiles_of_heads(tiles: Tiles, heads: slice) -> Tiles:
+def _tiles_of_heads(make: Callable[[bool], Tiles], heads: slice, by_key: bool) -> Tiles:
+    """make(by_key), for some of the query heads."""
+
     def take(table: Tensor) -> Tensor:
         """Some heads of a table [B, Hq or 1, ...]. A table with one head holds for all of them."""
         return table if table.shape[1] == 1 else table[:, heads]
 
+    tiles = make(by_key)
     chosen = tiles.chosen
     if chosen is not None:
         chosen = chosen._replace(words=take(chosen.words))

@@ -33,12 +33,14 @@ class Pending:
     """
 
     result: Any
-    works: Sequence[dist.Work] = ()
+    works: Sequence[dist.Work | None] = ()
     kept: Any = None
 
     def wait(self) -> Any:
         for work in self.works:
-            work.wait()
+            # None if the collective ran on the stream of compute.
+            if work is not None:
+                work.wait()
         self.works = ()
         self.kept = None
         return self.result
@@ -47,7 +49,7 @@ class Pending:
 class Communicator:
     """The communicators of one context-parallel group, its buffers, and its counters.
 
-    rank, size: of this rank in the group, and ranks of the group.
+    ranks: the global ranks of the group. size: their number. rank: this one's place among them.
     sent: bytes that this rank has sent so far. Keys, values, queries and gradients are counted by
     axis ("inner", "outer", "inner_gradient", "outer_gradient"); "verticals" are the gathered
     verticals and their gradients; "collectives" is everything that makes a rank wait: selection
@@ -56,26 +58,26 @@ class Communicator:
     plain_ring_bytes: what a ring would have sent in which each chunk visits every rank.
     """
 
-    def __init__(self, nodes: list[list[int]], rank: int, has_node_axis: bool, device_type: str):
+    def __init__(self, nodes: list[list[int]], has_node_axis: bool, device_type: str):
         """nodes: global ranks, [inter][intra]. Collective over them.
 
         has_node_axis: inner communicators span a node, outer ones the nodes; else the inner ones
         span all ranks.
         """
-        all_ranks = [r for node in nodes for r in node]
-        self.rank = rank
-        self.size = len(all_ranks)
-        self.sent = Counter()
+        self.ranks = [rank for node in nodes for rank in node]
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(dist.get_rank()) if self.size > 1 else 0
+        self.sent: Counter[str] = Counter()
         self.plain_ring_bytes = 0
         self.memory: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-        node, local_rank = divmod(rank, len(nodes[0]))
-        members = {"inner": all_ranks, "outer": [all_ranks[rank]], "verticals": all_ranks}
+        inner, outer = self.ranks, [self.ranks[self.rank]]
         if has_node_axis:
-            members["inner"] = nodes[node]
-            members["outer"] = [other[local_rank] for other in nodes]
-        members["inner_gradient"] = members["inner"]
-        members["outer_gradient"] = members["outer"]
-        self.groups = {"collectives": _group(all_ranks, "cp")}
+            node, local_rank = divmod(self.rank, len(nodes[0]))
+            inner = nodes[node]
+            outer = [other[local_rank] for other in nodes]
+        members = {"verticals": self.ranks, "inner": inner, "outer": outer}
+        members |= {"inner_gradient": inner, "outer_gradient": outer}
+        self.groups = {"collectives": _group(self.ranks, "cp")}
         for axis, ranks in members.items():
             self.groups[axis] = _group(ranks, f"cp {axis}", transfers=device_type == "cuda")
         # Whoever still holds this object when Python ends: gloo's threads must not meet an
@@ -86,32 +88,19 @@ class Communicator:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over ranks."""
-        x = x.contiguous()
-        if self.size > 1:
-            self.sent["collectives"] += self._bytes_of_sum(x)
-            dist.all_reduce(x, group=self.groups["collectives"])
-        return x
+        return self._sum(x.contiguous(), "collectives").wait()
 
     def all_gather(self, x: Tensor) -> Tensor:
         """x of all ranks: [ranks, *x.shape]."""
         if self.size == 1:
             return x[None]
-        self.sent["collectives"] += x.nbytes * (self.size - 1)
-        # [ranks, ...]
-        out = x.new_empty(self.size, *x.shape)
-        # The collective wants the ranks one after the other along the first dim.
-        _all_gather(out.flatten(0, 1), x.contiguous(), group=self.groups["collectives"])
-        return out
+        return self._gather(x, x.new_empty(self.size, *x.shape), "collectives").wait()
 
-    def all_to_all(self, x: Tensor) -> Tensor:
-        """Send x[r] to rank r: [ranks, ...]. Returns what came, by sender: [ranks, ...]."""
-        if self.size == 1:
-            return x
-        self.sent["collectives"] += x[1:].nbytes
-        # By sender.
+    def all_to_all(self, x: Tensor, axis: str = "collectives") -> Tensor:
+        """Send x[r] to rank r of an axis: [ranks, ...]. Returns what came, by sender: [ranks, ...]."""
+        once_each = [1] * len(x)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(out, x.contiguous(), group=self.groups["collectives"])
-        return out
+        return self.start_exchange(x.contiguous(), once_each, once_each, axis, out).wait()
 
     # Collectives that run beside compute
 
@@ -120,20 +109,11 @@ class Communicator:
 
         x: contiguous keys and values of verticals, or their gradients.
         """
-        if self.size == 1:
-            return Pending(x)
-        self.sent["verticals"] += self._bytes_of_sum(x)
-        # The caller computes until it needs the sum.
-        work = dist.all_reduce(x, group=self.groups["verticals"], async_op=True)
-        return Pending(x, [work])
+        return self._sum(x, "verticals")
 
     def start_all_gather(self, x: Tensor, slot: str) -> Pending:
         """Begin to gather x of all ranks, [ranks, *x.shape], into the buffer `slot`."""
-        self.sent["inner"] += x.nbytes * (self.size - 1)
-        out = self.rows(slot, x[None], self.size)
-        group = self.groups["inner"]
-        work = _all_gather(out.flatten(0, 1), x.contiguous(), group=group, async_op=True)
-        return Pending(out, [work])
+        return self._gather(x, self.rows(slot, x[None], self.size), "inner")
 
     def start_reduce_scatter(self, x: Tensor) -> Pending:
         """Begin to sum x[r] over ranks, on rank r: [ranks, ...] -> [...]."""
@@ -157,13 +137,9 @@ class Communicator:
             return Pending(x)
         rows_kept = sends[dist.get_rank(group)]
         self.sent[axis] += x[rows_kept:].nbytes
-        work = dist.all_to_all_single(out, x, receives, sends, group=group, async_op=True)
+        beside = axis != "collectives"
+        work = dist.all_to_all_single(out, x, receives, sends, group=group, async_op=beside)
         return Pending(out, [work], kept=x)
-
-    def trade(self, x: Tensor) -> Tensor:
-        """Send x[r] to rank r of the node: [ranks, ...]. Returns what came, by sender: [ranks, ...]."""
-        once_each = [1] * len(x)
-        return self.start_exchange(x, once_each, once_each, "inner", torch.empty_like(x)).wait()
 
     def shift(
         self, chunk: list[Tensor], axis: str, slot: str, sends: bool = True, receives: bool = True
@@ -181,13 +157,30 @@ class Communicator:
         received = []
         if receives:
             received = [self.rows(f"{slot} {i}", x, len(x)) for i, x in enumerate(chunk)]
-        operations = []
-        for x in sent:
-            operations.append(dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size))
-        for x in received:
-            operations.append(dist.P2POp(dist.irecv, x, group=group, group_peer=(rank - 1) % size))
+        to_next = [(dist.isend, x, (rank + 1) % size) for x in sent]
+        from_previous = [(dist.irecv, x, (rank - 1) % size) for x in received]
+        operations = [
+            dist.P2POp(operation, x, group=group, group_peer=peer)
+            for operation, x, peer in to_next + from_previous
+        ]
         works = dist.batch_isend_irecv(operations) if operations else []
         return Pending(received, works, kept=sent)
+
+    def _sum(self, x: Tensor, axis: str) -> Pending:
+        if self.size == 1:
+            return Pending(x)
+        # As in NCCL's rings.
+        self.sent[axis] += 2 * x.nbytes * (self.size - 1) // self.size
+        work = dist.all_reduce(x, group=self.groups[axis], async_op=axis != "collectives")
+        return Pending(x, [work])
+
+    def _gather(self, x: Tensor, out: Tensor, axis: str) -> Pending:
+        self.sent[axis] += x.nbytes * (self.size - 1)
+        # The collective wants the ranks one after the other along the first dim.
+        beside = axis != "collectives"
+        into = out.flatten(0, 1)
+        work = _all_gather(into, x.contiguous(), group=self.groups[axis], async_op=beside)
+        return Pending(out, [work])
 
     # Memory and bookkeeping
 
@@ -225,10 +218,6 @@ class Communicator:
         axes = ("inner", "outer", "inner_gradient", "outer_gradient")
         return sum(self.sent[axis] for axis in axes)
 
-    def _bytes_of_sum(self, x: Tensor) -> int:
-        """Bytes that a rank sends to sum x over ranks: 2 (W - 1) / W of its size."""
-        return 2 * x.nbytes * (self.size - 1) // self.size
-
 
 def _group(ranks: list[int], description: str, transfers: bool = False) -> dist.ProcessGroup | None:
     """A communicator for these ranks; None for a single rank.
@@ -239,15 +228,21 @@ def _group(ranks: list[int], description: str, transfers: bool = False) -> dist.
     if len(ranks) == 1:
         return None
     key = (dist.group.WORLD, description, tuple(ranks))
-    group = _GROUPS.get(key)
-    if group is None:
-        options = {}
-        if transfers:
-            nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            options = {"backend": "nccl", "pg_options": nccl}
-        # Only the members take part, so other context-parallel groups may come at another time.
-        group = dist.new_group(
-            ranks, use_local_synchronization=True, group_desc=description, **options
-        )
-        _GROUPS[key] = group
+    known = _GROUPS.get(key)
+    if known is not None:
+        return known
+    backend, options = None, None
+    if transfers:
+        backend = "nccl"
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    # Only the members take part, so other context-parallel groups may come at another time.
+    group = dist.new_group(
+        ranks,
+        backend=backend,
+        pg_options=options,
+        use_local_synchronization=True,
+        group_desc=description,
+    )
+    assert isinstance(group, dist.ProcessGroup)  # This rank is one of its members.
+    _GROUPS[key] = group
     return group

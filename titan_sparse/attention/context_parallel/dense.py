@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from titan_sparse.attention.backends.base import DenseShape, Partial, Queries, Sum
+from titan_sparse.attention.backends.base import DenseShape, Partial, Queries, Sum, merge
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
-from titan_sparse.attention.merge import merge
 
 
 class Rectangle(NamedTuple):
@@ -129,7 +129,7 @@ def find_packing(ranges: MaskRanges, batch: int) -> Rectangle | None:
         return None
     # Where each document begins, and behind them the number of tokens.
     offsets = begins.flatten().nonzero().flatten()
-    offsets = torch.nn.functional.pad(offsets, (0, 1), value=begins.numel()).int()
+    offsets = pad(offsets, (0, 1), value=begins.numel()).int()
     lengths = offsets.diff()
     shape = DenseShape(
         causal=True,
@@ -142,7 +142,7 @@ def find_packing(ranges: MaskRanges, batch: int) -> Rectangle | None:
 
 
 def forward(
-    call: AttentionCall, rectangle: Rectangle, q: Tensor, k: Tensor, v: Tensor, total: Sum
+    call: AttentionCall, rectangle: Rectangle, q: Tensor, k: Tensor, v: Tensor, total: Sum[Partial]
 ) -> Partial:
     """Like a backend's forward(), over one rectangle. total.before is changed in place."""
     # Only these queries see anything of the chunk, and only these keys are seen.
@@ -169,7 +169,12 @@ def forward(
 
 
 def backward(
-    call: AttentionCall, rectangle: Rectangle, queries: Queries, k: Tensor, v: Tensor, total: Sum
+    call: AttentionCall,
+    rectangle: Rectangle,
+    queries: Queries,
+    k: Tensor,
+    v: Tensor,
+    total: Sum[Tensor],
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """dq, and dk and dv, as a backend's backward() gives them."""
     dtype, dq = total
@@ -184,14 +189,13 @@ def backward(
     d_seeing, dk, dv = call.backend.dense_backward(
         seeing, k[:, :, keys], v[:, :, keys], rectangle.shape, call.scale
     )
-    d_kv = (dk.to(dtype), dv.to(dtype))
+    dk, dv = dk.to(dtype), dv.to(dtype)
     unseen = k.shape[2] - rectangle.k_stop
     if unseen > 0:
         # Keys that no query sees get gradients of 0.
-        padding = (0, 0, 0, unseen)
-        d_kv = tuple(torch.nn.functional.pad(x, padding) for x in d_kv)
+        dk, dv = (pad(x, (0, 0, 0, unseen)) for x in (dk, dv))
     if dq is None:
         dq = d_seeing.to(dtype)
     else:
         dq[:, :, q_start:] += d_seeing
-    return dq, d_kv
+    return dq, (dk, dv)

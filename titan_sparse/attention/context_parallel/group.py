@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_sparse.attention.context_parallel import balanced, layouts
+from titan_sparse.attention.context_parallel import layouts
 from titan_sparse.attention.context_parallel.comm import Communicator
 from titan_sparse.attention.context_parallel.schedules import SCHEDULES, Moves, choose
 from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask, token_positions
@@ -27,7 +26,7 @@ class ContextParallel(Communicator):
     """A context-parallel group with its layout and schedule.
 
     inter, intra: nodes, and ranks of a node. schedule: its name; moves: what it sends (Moves).
-    windows: of this rank, as schedules.py has them. key: names this object in custom ops.
+    rings: ranks of the outer ring and of the inner one. key: names this object in custom ops.
     by_heads: with the schedule ulysses between several ranks, what attends to this rank's heads; else
     None.
     What it has sent is counted in `sent` (comm.py).
@@ -43,7 +42,7 @@ class ContextParallel(Communicator):
         gradient_dtype: torch.dtype | None = None,
         overlap_stages: tuple[int, int] = (2, 2),
         route_by: str = "auto",
-        costs: balanced.Costs | None = None,
+        costs: layouts.Costs | None = None,
     ):
         """mesh: axes ("cp_inter", "cp_intra") or ("cp",), one rank a device; None for one process.
         layout: "contiguous", "zigzag", "striped", or "balanced", which follows from a mask
@@ -87,20 +86,18 @@ class ContextParallel(Communicator):
         self.inter = len(nodes)
         self.intra = len(nodes[0])
         record = SCHEDULES.get(schedule) or choose(self.inter, self.intra, backward_circulates)
-        self.ranks = [rank for node in nodes for rank in node]
-        rank = self.ranks.index(dist.get_rank()) if len(self.ranks) > 1 else 0
         self.layout = layout
         self.schedule = record.name
-        # One rank has nothing to move, whatever the schedule.
-        self.moves = record.moves if len(self.ranks) > 1 else Moves.NOTHING
         self.block_size = block_size
         self.backward_circulates = backward_circulates
         self.gradient_dtype = gradient_dtype
         self.overlap_stages = overlap_stages
         self.route_by = route_by
-        self.windows = record.windows(self.inter, self.intra, rank)
-        super().__init__(nodes, rank, record.has_node_axis, device_type)
-        self.costs = costs or balanced.DEFAULT_COSTS
+        self.rings = record.rings(self.inter, self.intra)
+        super().__init__(nodes, record.has_node_axis, device_type)
+        # One rank has nothing to move, whatever the schedule.
+        self.moves = record.moves if self.size > 1 else Moves.NOTHING
+        self.costs = costs or layouts.DEFAULT_COSTS
         if self.depends_on_mask:
             self._refuse_different_costs(device_type)
         self._tables: dict[tuple, Tensor] = {}
@@ -114,7 +111,27 @@ class ContextParallel(Communicator):
 
     def _nodes(self, mesh: DeviceMesh | None, schedule: str) -> list[list[int]]:
         """Global ranks [inter][intra]."""
-        return [[0]] if mesh is None else _ranks_by_node(mesh, schedule)
+        if mesh is None:
+            return [[0]]
+        ranks = mesh.mesh.tolist()
+        names = mesh.mesh_dim_names
+        in_order = mesh.mesh.flatten().tolist()
+        if in_order != sorted(in_order):
+            # Communicators count their members by global rank: in another order neighbors would not
+            # be those of the mesh.
+            raise ValueError(f"ContextParallel needs a mesh with ascending ranks, not {ranks}")
+        if names == ("cp_inter", "cp_intra"):
+            return ranks
+        if names != ("cp",):
+            raise ValueError(
+                f'ContextParallel needs mesh axes ("cp_inter", "cp_intra") or ("cp",), not {names}'
+            )
+        if schedule != "auto" and SCHEDULES[schedule].needs_node_axis:
+            raise ValueError(
+                f'schedule "{schedule}" needs mesh axes ("cp_inter", "cp_intra"); '
+                'write "ring" for ("cp",)'
+            )
+        return [ranks]
 
     @property
     def whole(self) -> "ContextParallel":
@@ -169,7 +186,7 @@ class ContextParallel(Communicator):
         if not self.depends_on_mask:
             return ranges
         # [ranks, n]
-        table = balanced.block_table(ranges, self.size, self.block_size, self.costs)
+        table = layouts.balanced(ranges, self.size, self.block_size, self.costs)
         return ranges._replace(table=table.to(ranges.start.device))
 
     def table(self, ranges: MaskRanges) -> Tensor:
@@ -196,17 +213,15 @@ class ContextParallel(Communicator):
 
         length: tokens of a rank. table: as in shard().
         """
-
-        def order_of(table: Tensor) -> Tensor:
-            first = self.rank // self.intra * self.intra
-            return table[first : first + self.intra].flatten().argsort()
-
-        if table is not None:
-            return order_of(table)
         key = ("order in node", length, device)
-        if key not in self._tables:
-            self._tables[key] = order_of(self.block_table(length * self.size)).to(device)
-        return self._tables[key]
+        if table is None and key in self._tables:
+            return self._tables[key]
+        of_all = self.block_table(length * self.size, device) if table is None else table
+        first = self.rank // self.intra * self.intra
+        order = of_all[first : first + self.intra].flatten().argsort()
+        if table is None:
+            self._tables[key] = order
+        return order
 
     def of_all_heads(self, x: Tensor, dim: int) -> Tensor:
         """x of the heads that this rank computes -> of all heads, along `dim`; x itself but on `by_heads`.
@@ -322,31 +337,13 @@ def one_rank(block_size: int) -> ContextParallel:
 
 
 def context_of(key: str) -> ContextParallel:
-    """The ContextParallel of this key. Raises KeyError if it no longer lives."""
+    """The ContextParallel of this key. Raises RuntimeError if it no longer lives."""
     prefix, _, block_size = key.partition(":")
     if prefix == ONE_RANK:
         return one_rank(int(block_size))
-    return _CONTEXTS[key]
-
-
-def _ranks_by_node(mesh: DeviceMesh, schedule: str) -> list[list[int]]:
-    """Global ranks [inter][intra] of a context-parallel mesh."""
-    names = mesh.mesh_dim_names
-    ranks = mesh.mesh.flatten().tolist()
-    if ranks != sorted(ranks):
-        # Communicators count their members by global rank: in another order neighbors would not be
-        # those of the mesh.
-        raise ValueError(
-            f"ContextParallel needs a mesh with ascending ranks, not {mesh.mesh.tolist()}"
+    context = _CONTEXTS.get(key)
+    if context is None:
+        raise RuntimeError(
+            f'"{key}" is gone: keep the ContextParallel until the last backward through it'
         )
-    if names == ("cp_inter", "cp_intra"):
-        return mesh.mesh.tolist()
-    if names != ("cp",):
-        raise ValueError(
-            f'ContextParallel needs mesh axes ("cp_inter", "cp_intra") or ("cp",), not {names}'
-        )
-    if schedule != "auto" and SCHEDULES[schedule].needs_node_axis:
-        raise ValueError(
-            'schedule "double_ring" needs mesh axes ("cp_inter", "cp_intra"); write "ring" for ("cp",)'
-        )
-    return [mesh.mesh.tolist()]
+    return context

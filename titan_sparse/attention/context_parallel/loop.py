@@ -10,7 +10,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the keys and values of the gathered
     verticals [2, B, Hq, C, D]."""
     vertical_kv = q.new_empty(2, *q.shape[:2], 0, q.shape[3])
-    computation = call.pattern.computation(call, len(q))
+    computation = call.computation(len(q))
     if computation is not None:
         return *computation.forward(q, k, v), vertical_kv
     if call.cp.size > 1:
@@ -39,31 +39,32 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
         vertical_kv = arriving.result
     transport = call.transport(call, q, k, v, backward=False)
     groups = transport.groups
-    out = _memory(groups, q)
-    totals: list[Partial | None] = [None] * len(groups)
+    # The results of several groups of heads are put together here.
+    out = q.new_empty(q.shape) if len(groups) > 1 else None
+    results: dict[int, Partial] = {}
     for step, group, number, is_last in _numbered(transport):
         q_here = q[:, group.heads]
         # In fp32 (fp64 for fp64), because errors of rounding at every step would add up.
         dtype = q.dtype if is_last else accumulation_dtype(q.dtype)
-        total = Sum(dtype, totals[step.group])
+        total = Sum(dtype, results.get(step.group))
         # The last steps meet the verticals.
         share = number + group.vertical_shares(vertical_kv) - group.steps
         if share >= 0 and arriving is not None:
             arriving.wait()
         with recorder.computing() if recorder.listening else contextlib.nullcontext():
             if step.rectangle is not None:
-                total = dense.forward(call, step.rectangle, q_here, step.k, step.v, total)
+                result = dense.forward(call, step.rectangle, q_here, step.k, step.v, total)
             else:
                 pieces = group.pieces(step, False, vertical_kv, share)
-                total = call.backend.forward(q_here, pieces, call.scale, total)
+                result = call.backend.forward(q_here, pieces, call.scale, total)
         if is_last and out is not None:
-            out[:, group.heads] = total.out
-            total = total._replace(out=None)
-        totals[step.group] = total
+            out[:, group.heads] = result.out
+            result = Partial(out[:, group.heads], result.lse)
+        results[step.group] = result
     if out is None:
-        out, lse = totals[0]
+        out, lse = results[0]
     else:
-        lse = torch.cat([total.lse for total in totals], dim=1)
+        lse = torch.cat([results[number].lse for number in range(len(groups))], dim=1)
     if arriving is not None:
         arriving.wait()
     return out, lse, vertical_kv
@@ -73,7 +74,7 @@ def backward(
     call: AttentionCall, queries: Queries, k: Tensor, v: Tensor, vertical_kv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v, in their dtype."""
-    computation = call.pattern.computation(call, len(k))
+    computation = call.computation(len(k))
     if computation is not None:
         return computation.backward(queries, k, v)
     if call.cp.size > 1:
@@ -84,47 +85,40 @@ def backward(
     q = queries.q
     transport = call.transport(call, q, k, v, backward=True)
     groups = transport.groups
-    dq_of_all = _memory(groups, q)
+    dq_of_all = q.new_empty(q.shape) if len(groups) > 1 else None
     # Their exchange begins when all groups have met all verticals.
     shares = sum(group.vertical_shares(vertical_kv) for group in groups)
     d_verticals = verticals.Gradients(call, vertical_kv, missing=shares)
-    dq_of_groups: list[Tensor | None] = [None] * len(groups)
+    dq_of_groups: dict[int, Tensor] = {}
     for step, group, number, is_last in _numbered(transport):
         here = Queries._make(tensor[:, group.heads] for tensor in queries)
-        total = Sum(call.sum_dtype(q), dq_of_groups[step.group])
+        total = Sum(call.sum_dtype(q), dq_of_groups.get(step.group))
         if step.rectangle is not None:
             dq, step.d_kv = dense.backward(call, step.rectangle, here, step.k, step.v, total)
         else:
             # The first steps meet the verticals.
             pieces = group.pieces(step, call.backend.READS_BY_KEY, vertical_kv, share=number)
-            dq, gradients = call.backend.backward(here, pieces, call.scale, total)
-            step.d_kv = gradients[0]
-            for d_kv in gradients[1:]:
-                of_group = group.vertical_shares(vertical_kv)
-                d_verticals.put(d_kv, group.heads, number, of_group)
+            dq, [step.d_kv, *of_verticals] = call.backend.backward(here, pieces, call.scale, total)
+            for d_kv in of_verticals:
+                d_verticals.put(d_kv, group.heads, number, group.vertical_shares(vertical_kv))
         if is_last and dq_of_all is not None:
             dq_of_all[:, group.heads] = dq
             dq = dq_of_all
         dq_of_groups[step.group] = dq
     # If the verticals' gradients are still to be added, dk and dv are not rounded before that.
-    has_verticals = d_verticals.reduced is not None
-    dk, dv = transport.gradients(call.sum_dtype(q) if has_verticals else q.dtype)
-    if has_verticals:
-        d_verticals.add_to((dk, dv))
+    reduced = d_verticals.reduced
+    dk, dv = transport.gradients(q.dtype if reduced is None else call.sum_dtype(q))
+    if reduced is not None:
+        verticals.add_gradients(call, (dk, dv), reduced.wait())
     return dq_of_groups[0].to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
-
-
-def _memory(groups: list["Group"], q: Tensor) -> Tensor | None:
-    """The tensor for the results of several groups of heads; a single group's own is the whole."""
-    return q.new_empty(q.shape) if len(groups) > 1 else None
 
 
 def _numbered(transport: "Transport") -> Iterator[tuple["Step", "Group", int, bool]]:
     """Each step, its group, its number among the group's steps, and whether it is their last."""
-    done = Counter()
+    # By group, how many of its steps came before.
+    done: Counter[int] = Counter()
     for step in transport.steps():
         group = transport.groups[step.group]
-        # How many steps of the group came before.
         number = done[step.group]
         done[step.group] += 1
         yield step, group, number, number + 1 == group.steps
@@ -158,11 +152,10 @@ class Group:
         shares = self.vertical_shares(vertical_kv)
         if not 0 <= share < shares:
             return pieces
-        kv = vertical_kv[:, :, self.heads]
+        k, v = kv = vertical_kv[:, :, self.heads]
         if self.vertical_tiles is not None:
-            return [*pieces, Piece(*kv, self.vertical_tiles(by_key))]
-        batch = kv.shape[1]
-        return [*pieces, self.call.vertical_piece(kv, batch, by_key, share, shares)]
+            return [*pieces, Piece(k, v, self.vertical_tiles(by_key))]
+        return [*pieces, self.call.vertical_piece(kv, len(k), by_key, share, shares)]
 
 
 @dataclass
@@ -176,9 +169,9 @@ class Step:
     group: int
     k: Tensor
     v: Tensor
-    tiles: Callable[[bool], Tiles] | None
+    tiles: Callable[[bool], Tiles]
     rectangle: Rectangle | None = None
-    d_kv: tuple[Tensor, Tensor] | None = None
+    d_kv: tuple[Tensor, Tensor] = field(init=False)
 
 
 class Transport(ABC):
@@ -189,8 +182,12 @@ class Transport(ABC):
 
     groups: list[Group]
 
-    @abstractmethod
-    def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool): ...
+    def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool):
+        self.call = call
+        self.q = q
+        self.k = k
+        self.v = v
+        self.backward = backward
 
     @abstractmethod
     def steps(self) -> Iterator[Step]:
@@ -215,9 +212,9 @@ class OneRank(Transport):
     """Attention on one rank: no transfers, one step over all keys."""
 
     def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, backward: bool):
+        super().__init__(call, q, k, v, backward)
         tiles = functools.partial(call.tiles_of_rank, len(k), 0)
-        has_kernel = call.backend.SERVES_DENSE and not call.pattern.dynamic
-        packing = dense.packing_of(call, q, k) if has_kernel else None
+        packing = dense.packing_of(call, q, k) if call.backend.SERVES_DENSE else None
         self.step = Step(0, k, v, tiles, packing)
         self.groups = [Group(call, slice(None), steps=1)]
 

@@ -15,7 +15,6 @@ from titan_sparse.attention.masks.ranges import (
 )
 from titan_sparse.attention.masks.visibility import block_reach, reached, seen_blocks, seen_chunks
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.tiles import all_blocks
 
 _TILES_AT_ONCE = 1 << 26
 """How many tiles of all heads are looked at together, which bounds the memory."""
@@ -33,11 +32,11 @@ def needed_chunks(call: AttentionCall) -> Tensor:
     table = call.cp.table(call.mask)
 
     def seen_of_mask() -> Tensor:
-        if call.mask.plain and not call.cp.depends_on_mask:
+        mask = call.mask
+        if mask.plain and not call.cp.depends_on_mask:
             # It follows from the length alone, so that the host does not wait for the device.
-            plain = Causal().rows(call.seq_len)
-            return seen_chunks(plain, call.cp.table(plain), call.cp.block_size)
-        return seen_chunks(call.mask, table, call.cp.block_size).cpu()
+            mask = Causal().rows(call.seq_len)
+        return seen_chunks(mask, call.cp.table(mask), call.cp.block_size).cpu()
 
     seen = once_per_mask(call.mask, ("needed", call.cp.key), seen_of_mask)
     if call.cp.route_by == "mask":
@@ -82,7 +81,7 @@ def met_blocks(ranges: MaskRanges, index: BlockIndex, table: Tensor) -> Tensor:
 
     table: int64 [W, n], the query blocks of each rank.
     """
-    keys = all_blocks(index)
+    keys = index.all_blocks()
     size = index.block_size
     batch = index.verticals.shape[0]
     tiles_of_q_block = batch * index.heads * len(keys)

@@ -8,10 +8,13 @@ Ranks are numbered [inter][intra]. A plain ring is inter = 1. In window o a chun
 step t of a window it is t inner hops further.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from titan_sparse.attention.context_parallel.schedules import ring_windows
 
 
 class Hops(NamedTuple):
@@ -25,6 +28,27 @@ class Hops(NamedTuple):
     outer: Tensor
 
 
+class Route(NamedTuple):
+    """The actions of one rank in a ring, by [window][step].
+
+    sources: the rank whose chunk it has. computes: whether it computes on that chunk. inner, outer:
+    whether it sends and receives in a chunk's hop to the next rank, and by [window] in that of the
+    window's first chunk to the next node. gradient_inner, gradient_outer: the same for gradients.
+    After the last window a gradient comes home, to the rank that had the chunk in the first.
+    """
+
+    sources: list[list[int]]
+    computes: list[list[bool]]
+    inner: list[list[list[bool]]]
+    outer: list[list[bool]]
+    gradient_inner: list[list[list[bool]]]
+    gradient_outer: list[list[bool]]
+
+    @property
+    def computing_steps(self) -> int:
+        return sum(sum(window) for window in self.computes)
+
+
 class Traffic(NamedTuple):
     """The amount that each of W ranks sends. int64 [W] in chunks, or [W, stages] in blocks
     (group_cast).
@@ -34,6 +58,34 @@ class Traffic(NamedTuple):
 
     inside: Tensor
     across: Tensor
+
+
+def route_of(inter: int, intra: int, rank: int, needed: Tensor) -> Route:
+    """needed: bool [W, W] on the host, rank r computes on the chunk of rank s."""
+    # The cache of _route() needs values that it can hash.
+    return _route(inter, intra, rank, needed.numpy().tobytes())
+
+
+@functools.lru_cache(maxsize=64)
+def _route(inter: int, intra: int, rank: int, needed_bytes: bytes) -> Route:
+    """Cached: the route is the same for all layers, and computing it takes a hundred small operations
+    of the host."""
+    # [inter, intra]
+    sources = torch.tensor(ring_windows(inter, intra, rank))
+    ranks = inter * intra
+    needed = torch.frombuffer(bytearray(needed_bytes), dtype=torch.bool).view(ranks, ranks)
+    window = torch.arange(inter)
+    place = torch.arange(intra)
+    hops = []
+    for find in (hops_needed, gradient_hops):
+        made = find(needed, inter, intra)
+        # A rank sends what it holds, and receives what it holds next.
+        inner = [made.inner[sources.roll(by, 1), window[:, None], place] for by in (0, -1)]
+        outer = [made.outer[sources[:, 0].roll(by), window] for by in (0, -1)]
+        hops += [torch.stack(inner, -1).tolist(), torch.stack(outer, -1).tolist()]
+    # A rank always computes on its own chunk.
+    computes = needed[rank, sources] | (sources == rank)
+    return Route(sources.tolist(), computes.tolist(), *hops)
 
 
 def visited_ranks(inter: int, intra: int) -> Tensor:

@@ -1,16 +1,8 @@
-"""The table of schedules: in which order keys and values meet the queries, as integers.
-
-A schedule lists, for one rank, windows of steps. A step is the rank whose keys and values are
-computed on. Inside a window they make one inner hop a step; from one window to the next they make
-one outer hop. A plain ring is one window over all ranks.
-"""
+"""The table of schedules: what travels between ranks, how much at once, and in which order."""
 
 import enum
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-
-Windows = list[list[int]]
 
 
 class Moves(enum.Enum):
@@ -20,7 +12,7 @@ class Moves(enum.Enum):
     CHUNKS = enum.auto()
     """A rank's keys and values, from neighbor to neighbor."""
     HEADS = enum.auto()
-    """The keys and values of all ranks, one KV head at a time."""
+    """The keys and values of all ranks, some KV heads at a time."""
     BLOCKS = enum.auto()
     """The blocks that a rank needs, from their owners."""
     TOKENS = enum.auto()
@@ -31,20 +23,26 @@ class Moves(enum.Enum):
 class Schedule:
     """The facts about a schedule that other modules need.
 
-    windows: (inter, intra, rank) -> the windows of that rank, on `inter` nodes of `intra` ranks.
     moves: what travels between ranks.
     has_node_axis: it uses separate communicators inside nodes and between them.
     needs_node_axis: it makes no sense on a mesh without the axes ("cp_inter", "cp_intra").
     """
 
     name: str
-    windows: Callable[[int, int, int], Windows]
     moves: Moves
     has_node_axis: bool = False
     needs_node_axis: bool = False
 
     def rings(self, inter: int, intra: int) -> tuple[int, int]:
-        """Ranks of the outer and of the inner ring."""
+        """Ranks of the outer and of the inner ring, on `inter` nodes of `intra` ranks.
+
+        Raises ValueError for "local" with several ranks, since the rest of the sequence would be
+        ignored.
+        """
+        if self.moves is Moves.NOTHING and inter * intra > 1:
+            raise ValueError(
+                f'schedule "local" cannot serve {inter * intra} context-parallel ranks; write "ring"'
+            )
         if self.needs_node_axis:
             return inter, intra
         if self.moves is Moves.TOKENS:
@@ -53,32 +51,16 @@ class Schedule:
 
     def step_sources(self, inter: int, intra: int) -> list[list[int]]:
         """By rank and step, the rank whose keys and values are computed on."""
-        ranks = range(inter * intra)
-        return [sum(self.windows(inter, intra, rank), []) for rank in ranks]
+        rings = self.rings(inter, intra)
+        return [sum(ring_windows(*rings, rank), []) for rank in range(inter * intra)]
 
 
-def local(inter: int, intra: int, rank: int) -> Windows:
-    """Own keys and values only.
+def ring_windows(inter: int, intra: int, rank: int) -> list[list[int]]:
+    """`inter` windows of `intra` steps, each the rank whose keys and values are computed on.
 
-    Raises ValueError with several ranks, since the rest of the sequence would be ignored.
-    """
-    if inter * intra != 1:
-        raise ValueError(
-            f'schedule "local" cannot serve {inter * intra} context-parallel ranks; write "ring"'
-        )
-    return [[rank]]
-
-
-def ring(inter: int, intra: int, rank: int) -> Windows:
-    """Step t computes on the keys of rank - t: `ring(1, 4, 1)` is `[[1, 0, 3, 2]]`."""
-    return double_ring(1, inter * intra, rank)
-
-
-def double_ring(inter: int, intra: int, rank: int) -> Windows:
-    """`inter` windows of `intra` steps (MTraining, section 4.2).
-
-    Window o works inside the node on the keys that started o nodes back:
-    `double_ring(2, 2, 0)` is `[[0, 1], [2, 3]]`.
+    Inside a window, chunks make one inner hop a step, and from one window to the next one outer hop
+    (MTraining, section 4.2). A plain ring is one window: `ring_windows(1, 4, 1)` is `[[1, 0, 3, 2]]`,
+    and `ring_windows(2, 2, 0)` is `[[0, 1], [2, 3]]`.
     """
     node, local_rank = divmod(rank, intra)
     windows = []
@@ -89,22 +71,17 @@ def double_ring(inter: int, intra: int, rank: int) -> Windows:
     return windows
 
 
-def between_nodes(inter: int, intra: int, rank: int) -> Windows:
-    """A ring whose steps are nodes: `between_nodes(2, 2, 3)` is `[[1, 0]]`."""
-    return ring(1, inter, rank // intra)
+LOCAL = Schedule("local", Moves.NOTHING)
+ALL_GATHER = Schedule("all_gather", Moves.HEADS)
+RING = Schedule("ring", Moves.CHUNKS)
+DOUBLE_RING = Schedule("double_ring", Moves.CHUNKS, has_node_axis=True, needs_node_axis=True)
+GROUP_CAST = Schedule("group_cast", Moves.BLOCKS, has_node_axis=True)
+ULYSSES = Schedule("ulysses", Moves.TOKENS, has_node_axis=True)
 
-
-LOCAL = Schedule("local", local, Moves.NOTHING)
-ALL_GATHER = Schedule("all_gather", ring, Moves.HEADS)
-RING = Schedule("ring", ring, Moves.CHUNKS)
-DOUBLE_RING = Schedule(
-    "double_ring", double_ring, Moves.CHUNKS, has_node_axis=True, needs_node_axis=True
-)
-GROUP_CAST = Schedule("group_cast", ring, Moves.BLOCKS, has_node_axis=True)
-ULYSSES = Schedule("ulysses", between_nodes, Moves.TOKENS, has_node_axis=True)
-
-_ALL_SCHEDULES = (LOCAL, ALL_GATHER, RING, DOUBLE_RING, GROUP_CAST, ULYSSES)
-SCHEDULES = {schedule.name: schedule for schedule in _ALL_SCHEDULES}
+SCHEDULES = {
+    schedule.name: schedule
+    for schedule in (LOCAL, ALL_GATHER, RING, DOUBLE_RING, GROUP_CAST, ULYSSES)
+}
 
 
 def choose(
@@ -121,13 +98,11 @@ def choose(
         return LOCAL
     if needs_few_blocks and backward_circulates == "auto":
         return GROUP_CAST
-    if inter == 1:
-        if backward_circulates == "auto":
-            return ALL_GATHER
-        return RING
-    if intra == 1:
-        return RING
-    return DOUBLE_RING
+    if inter > 1 and intra > 1:
+        return DOUBLE_RING
+    if inter == 1 and backward_circulates == "auto":
+        return ALL_GATHER
+    return RING
 
 
 def circulates_queries(

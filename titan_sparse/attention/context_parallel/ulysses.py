@@ -40,112 +40,79 @@ def own_heads(sinks: Tensor, cp: ContextParallel) -> Tensor:
     return sinks[first : first + count]
 
 
-@torch.library.custom_op("titan_sparse::trade_tokens", mutates_args=())
 def trade_tokens(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, cp: str
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, cp: ContextParallel
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's tokens of all heads for its heads of all tokens of the node, in global order.
 
     q: [B, Hq, S_local, D] -> [B, Hq / ranks, ranks * S_local, D]. k, v: [B, Hkv, S_local, D] -> the
-    KV heads of these query heads. table: int64 [W, n], of the layout "balanced"; else None. cp: its
-    key.
+    KV heads of these query heads. table: int64 [W, n], of the layout "balanced"; else None.
     """
-    if q.numel() == 0:
-        # No batch or no tokens: nothing travels, as nothing is computed (ops.py).
-        return _fake_trade_tokens(q, k, v, table, cp)
-    group = context_of(cp)
-    with recorder.trading(group, q.device, before=True):
-        copies = kv_copies(q.shape[1], k.shape[1], group.intra)
-        group.count_plain_ring(k)
-        q, k, v = _to_heads(group, [q, _repeated(k, copies), _repeated(v, copies)], table)
-        return q, k, v
+    copies = kv_copies(q.shape[1], k.shape[1], cp.intra)
+    q, k, v = _trade([q, k, v], copies, True, table, cp.key)
+    return q, k, v
 
 
-@trade_tokens.register_fake
-def _fake_trade_tokens(q, k, v, table, cp):
-    ranks = context_of(cp).intra
-    copies = kv_copies(q.shape[1], k.shape[1], ranks)
-    heads = (q.shape[1] // ranks, *[k.shape[1] * copies // ranks] * 2)
-    return tuple(_by_token(x, count, x.shape[2] * ranks) for x, count in zip((q, k, v), heads))
-
-
-@torch.library.custom_op("titan_sparse::trade_tokens_backward", mutates_args=())
-def _trade_tokens_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor | None, cp: str, kv_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v [B, Hkv = kv_heads, S_local, D]. Those of copies are summed in fp32."""
-    if dq.numel() == 0:
-        return _fake_trade_tokens_backward(dq, dk, dv, table, cp, kv_heads)
-    group = context_of(cp)
-    dq, dk, dv = _to_tokens(group, [dq, dk, dv], table)
-    copies = dk.shape[1] // kv_heads
-    dk, dv = _sums_of_copies(dk, copies), _sums_of_copies(dv, copies)
-    group.count_plain_ring(dk, backward=True)
-    return dq, dk, dv
-
-
-@_trade_tokens_backward.register_fake
-def _fake_trade_tokens_backward(dq, dk, dv, table, cp, kv_heads):
-    ranks = context_of(cp).intra
-    heads = (dq.shape[1] * ranks, kv_heads, kv_heads)
-    gradients = zip((dq, dk, dv), heads)
-    return tuple(_by_token(x, count, x.shape[2] // ranks) for x, count in gradients)
-
-
-@torch.library.custom_op("titan_sparse::trade_heads", mutates_args=())
-def trade_heads(out: Tensor, table: Tensor | None, cp: str) -> Tensor:
+def trade_heads(out: Tensor, table: Tensor | None, cp: ContextParallel) -> Tensor:
     """[B, H / ranks, ranks * S_local, D] of this rank's heads -> [B, H, S_local, D] of its tokens."""
-    if out.numel() == 0:
-        return _fake_trade_heads(out, table, cp)
+    [of_tokens] = _trade([out], 1, False, table, cp.key)
+    return of_tokens
+
+
+@torch.library.custom_op("titan_sparse::trade", mutates_args=())
+def _trade(
+    tensors: list[Tensor], copies: int, to_heads: bool, table: Tensor | None, cp: str
+) -> list[Tensor]:
+    """Either trade, of one tensor or of q, k and v. Its gradient is the trade back.
+
+    copies: how often each KV head is sent. Coming back, gradients of copies are summed in fp32.
+    """
+    if tensors[0].numel() == 0:
+        # No batch or no tokens: nothing travels, as nothing is computed (ops.py).
+        return _fake_trade(tensors, copies, to_heads, table, cp)
     group = context_of(cp)
-    with recorder.trading(group, out.device, before=False):
-        [of_tokens] = _to_tokens(group, [out], table)
-        return of_tokens
+    # Not in a backward, where nothing is recorded.
+    with recorder.trading(group, tensors[0].device, before=to_heads):
+        q, *kv = tensors
+        if to_heads:
+            found = _to_heads(group, [q, *(_repeated(x, copies) for x in kv)], table)
+        else:
+            q, *kv = _to_tokens(group, tensors, table)
+            kv = [_sums_of_copies(x, copies) for x in kv]
+            found = [q, *kv]
+        if kv:
+            group.count_plain_ring(kv[0], backward=not to_heads)
+        return found
 
 
-@trade_heads.register_fake
-def _fake_trade_heads(out, table, cp):
+@_trade.register_fake
+def _fake_trade(tensors, copies, to_heads, table, cp):
+    """By token in memory: [B, S, H, D], transposed."""
     ranks = context_of(cp).intra
-    return _by_token(out, out.shape[1] * ranks, out.shape[2] // ranks)
+    found = []
+    for number, x in enumerate(tensors):
+        batch, heads, length, dim = x.shape
+        times = 1 if number == 0 else copies
+        if to_heads:
+            heads, length = heads * times // ranks, length * ranks
+        else:
+            heads, length = heads * ranks // times, length // ranks
+        found.append(x.new_empty(batch, length, heads, dim).transpose(1, 2))
+    return found
 
 
-@torch.library.custom_op("titan_sparse::trade_heads_backward", mutates_args=())
-def _trade_heads_backward(d_out: Tensor, table: Tensor | None, cp: str) -> Tensor:
-    if d_out.numel() == 0:
-        return _fake_trade_heads_backward(d_out, table, cp)
-    [of_heads] = _to_heads(context_of(cp), [d_out], table)
-    return of_heads
-
-
-@_trade_heads_backward.register_fake
-def _fake_trade_heads_backward(d_out, table, cp):
-    ranks = context_of(cp).intra
-    return _by_token(d_out, d_out.shape[1] // ranks, d_out.shape[2] * ranks)
-
-
-def _save_tokens(ctx, inputs: tuple, output: tuple) -> None:
-    _, k, _, ctx.table, ctx.key = inputs
-    ctx.kv_heads = k.shape[1]
+def _save(ctx, inputs: tuple, output: list[Tensor]) -> None:
+    _, *ctx.options = inputs
     # Keys hold nothing: until the backward this graph holds it.
-    ctx.cp = context_of(ctx.key)
+    ctx.cp = context_of(ctx.options[-1])
 
 
-def _differentiate_tokens(ctx, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple:
-    backward = torch.ops.titan_sparse.trade_tokens_backward
-    return *backward(dq, dk, dv, ctx.table, ctx.key, ctx.kv_heads), None, None
+def _differentiate(ctx, gradients: list[Tensor]) -> tuple:
+    copies, to_heads, table, cp = ctx.options
+    return _trade(gradients, copies, not to_heads, table, cp), None, None, None, None
 
 
-def _save_heads(ctx, inputs: tuple, output: Tensor) -> None:
-    _, ctx.table, ctx.key = inputs
-    ctx.cp = context_of(ctx.key)
-
-
-def _differentiate_heads(ctx, d_out: Tensor) -> tuple:
-    return torch.ops.titan_sparse.trade_heads_backward(d_out, ctx.table, ctx.key), None, None
-
-
-trade_tokens.register_autograd(_differentiate_tokens, setup_context=_save_tokens)
-trade_heads.register_autograd(_differentiate_heads, setup_context=_save_heads)
+_trade.register_autograd(_differentiate, setup_context=_save)
 
 
 def _to_heads(cp: ContextParallel, tensors: Sequence[Tensor], table: Tensor | None) -> list[Tensor]:
@@ -158,7 +125,9 @@ def _to_heads(cp: ContextParallel, tensors: Sequence[Tensor], table: Tensor | No
         # [B, ranks, h, S_local, D] -> [ranks, B, S_local, h, D]
         part.copy_(x.unflatten(1, (ranks, -1)).permute(1, 0, 3, 2, 4))
     # By the rank that has the tokens: [B, ranks, n, block, heads, D], then [B, ranks * n, ...].
-    blocks = cp.trade(sent).unflatten(2, (-1, cp.block_size)).transpose(0, 1).flatten(1, 2)
+    blocks = (
+        cp.all_to_all(sent, "inner").unflatten(2, (-1, cp.block_size)).transpose(0, 1).flatten(1, 2)
+    )
     order = cp.order_in_node(length, table, sent.device)
     found = []
     for part in blocks.split(counts, dim=3):
@@ -182,7 +151,7 @@ def _to_tokens(
     blocks = by_token.unflatten(1, (-1, cp.block_size)).index_select(1, order.argsort())
     sent = blocks.flatten(1, 2).unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
     found = []
-    for part in cp.trade(sent).split(counts, dim=3):
+    for part in cp.all_to_all(sent, "inner").split(counts, dim=3):
         # By the rank that has the heads: [ranks, B, S_local, h, D] -> [B, S_local, ranks * h, D].
         of_all = part.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()
         found.append(of_all.transpose(1, 2))
@@ -202,8 +171,3 @@ def _sums_of_copies(x: Tensor, copies: int) -> Tensor:
     of_copies = x.transpose(1, 2).unflatten(2, (-1, copies))
     total = of_copies.sum(3, dtype=accumulation_dtype(x.dtype)).to(x.dtype)
     return total.transpose(1, 2)
-
-
-def _by_token(like: Tensor, heads: int, length: int) -> Tensor:
-    """An empty [B, heads, length, D] that is [B, length, heads, D] in memory."""
-    return like.new_empty(like.shape[0], length, heads, like.shape[3]).transpose(1, 2)

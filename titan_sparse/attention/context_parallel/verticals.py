@@ -1,6 +1,6 @@
 """Gather the verticals of an index: send keys and values to every rank, and gradients home.
 
-Both exchanges run during the work on blocks (steps.py).
+Both exchanges run during the work on blocks (loop.py).
 """
 
 from collections.abc import Sequence
@@ -69,12 +69,6 @@ class Gradients:
         self.missing -= 1
         if self.missing == 0:
             self.reduced = self.call.cp.start_all_reduce(self.sums)
-
-    def add_to(self, d_kv: Sequence[Tensor]) -> None:
-        """Add the sum to dk and dv [B, Hkv, S_local, D] of this rank's keys, in place."""
-        if self.reduced is not None:
-            d_verticals = self.reduced.wait()
-            add_gradients(self.call, d_kv, d_verticals)
 
 
 def add_gradients(

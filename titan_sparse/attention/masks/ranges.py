@@ -55,7 +55,7 @@ class MaskRanges(NamedTuple):
 
     start: Tensor
     stop: Tensor
-    document_start: Tensor | None
+    document_start: Tensor | None = None
     causal: bool = True
     plain: bool = False
     slices: Tensor | None = None
@@ -63,6 +63,11 @@ class MaskRanges(NamedTuple):
     offsets: Tensor | None = None
     window: int = 0
     probe_seed: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that this mask has, by name; `start` comes first."""
+        fields = zip(self._fields, self)
+        return {name: x for name, x in fields if isinstance(x, Tensor)}
 
 
 class Mask:
@@ -106,9 +111,8 @@ class Full(Mask):
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         # [1, S]
         start = torch.zeros(1, seq_len, dtype=torch.int32, device=device)
-        # Every query sees all keys.
         stop = torch.full_like(start, seq_len)
-        return MaskRanges(start, stop, document_start=None, causal=False)
+        return MaskRanges(start, stop, causal=False)
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ class Causal(Mask):
         position = torch.arange(seq_len, dtype=torch.int32, device=device)[None]
         if self.valid is None:
             start = torch.zeros_like(position)
-            return MaskRanges(start, position + 1, None, plain=True)
+            return MaskRanges(start, position + 1, plain=True)
         if max(self.valid) > seq_len or min(self.valid) < 0:
             raise ValueError(
                 f"Causal(valid={self.valid}) does not fit a sequence of {seq_len} tokens"
@@ -144,7 +148,7 @@ class Causal(Mask):
         stop = torch.where(real, position + 1, seq_len).int()
         has_no_padding = min(self.valid) == seq_len
         offsets = _offsets([[count] for count in self.valid], seq_len).to(device)
-        return MaskRanges(start, stop, None, plain=has_no_padding, offsets=offsets)
+        return MaskRanges(start, stop, plain=has_no_padding, offsets=offsets)
 
 
 @dataclass(frozen=True)
@@ -168,11 +172,10 @@ class SlidingWindow(Mask):
         # [1, S]
         position = torch.arange(seq_len, dtype=torch.int32, device=device)[None]
         # The first queries have fewer keys before them than the window holds.
-        start = position - self.window + 1
-        start = start.clamp(min=0)
+        start = (position - self.window + 1).clamp(min=0)
         stop = position + 1
         offsets = _offsets([[seq_len]], seq_len).to(device)
-        return MaskRanges(start, stop, None, offsets=offsets, window=self.window)
+        return MaskRanges(start, stop, offsets=offsets, window=self.window)
 
 
 class Documents(Mask):
@@ -188,12 +191,13 @@ class Documents(Mask):
     is_constant = True
 
     def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]]):
-        sequences: list[Any]
-        if len(lengths) > 0 and isinstance(lengths[0], Sequence):
-            sequences = list(lengths)
-        else:
-            sequences = [lengths]
-        self.lengths = tuple(tuple(map(_document_length, row)) for row in sequences)
+        is_of_sequences = len(lengths) > 0 and isinstance(lengths[0], Sequence)
+        sequences: Sequence[Any] = lengths if is_of_sequences else [lengths]
+        refusal = "Documents(lengths): a length is a whole number of tokens, 1 or more, not {!r}"
+        self.lengths = tuple(
+            tuple(at_least_one(length, refusal.format(length)) for length in row)
+            for row in sequences
+        )
 
     def __repr__(self) -> str:
         return f"Documents(lengths={self.lengths})"
@@ -226,13 +230,6 @@ def _offsets(lengths: Sequence[Sequence[int]], seq_len: int) -> Tensor:
     return torch.tensor(begins + [total] * (size + 1 - len(begins)), dtype=torch.int32)
 
 
-def _document_length(length: object) -> int:
-    return at_least_one(
-        length,
-        f"Documents(lengths): a length is a whole number of tokens, 1 or more, not {length!r}",
-    )
-
-
 def _document_starts(lengths: Sequence[int], seq_len: int) -> Tensor:
     """int32 [S]: where each token's document begins, -1 on padding."""
     total = sum(lengths)
@@ -243,8 +240,7 @@ def _document_starts(lengths: Sequence[int], seq_len: int) -> Tensor:
     begins = sizes.cumsum(0, dtype=torch.int32) - sizes
     # [total] -> [S]
     starts = torch.repeat_interleave(begins, sizes)
-    padding = seq_len - total
-    return torch.nn.functional.pad(starts, (0, padding), value=-1)
+    return torch.nn.functional.pad(starts, (0, seq_len - total), value=-1)
 
 
 @dataclass(frozen=True)
@@ -306,13 +302,9 @@ def _offsets_of_both(a: MaskRanges, b: MaskRanges) -> tuple[Tensor | None, int]:
 
 def _intersected_slices(a: MaskRanges, b: MaskRanges) -> MaskRanges:
     batch = max(len(a.start), len(b.start))
-    a_sequences = _slices_of_sequences(a, batch)
-    b_sequences = _slices_of_sequences(b, batch)
-    sequences = []
-    for a_slices, b_slices in zip(a_sequences, b_sequences):
-        # No pair is twice in either, so no pair is twice in both.
-        both = intersected(a_slices, b_slices)
-        sequences.append(tightened(both))
+    pairs = zip(_slices_of_sequences(a, batch), _slices_of_sequences(b, batch))
+    # No pair is twice in either, so no pair is twice in both.
+    sequences = [tightened(intersected(*of_sequence)) for of_sequence in pairs]
     return ranges_of_slices(
         padded_table(sequences),
         seq_len=a.start.shape[1],
@@ -346,8 +338,7 @@ def ranges_of_slices(
     if not torch.compiler.is_compiling():
         torch._dynamo.maybe_mark_dynamic(slices, 1)
     # [Bm, N]
-    q_start = table[..., 0]
-    q_stop = table[..., 1]
+    q_start, q_stop = table[..., 0], table[..., 1]
     # A slice adds 1 at its first query and takes it away behind its last one.
     changes = torch.zeros(len(table), seq_len + 1, dtype=torch.int32)
     changes.scatter_add_(1, q_start.long(), torch.full_like(q_start, 1))
@@ -356,7 +347,7 @@ def ranges_of_slices(
     sees_any = changes[:, :seq_len].cumsum(1, dtype=torch.int32) > 0
     start = torch.where(sees_any, 0, seq_len).int().to(device)
     stop = torch.full_like(start, seq_len)
-    return MaskRanges(start, stop, None, causal=causal, slices=slices)
+    return MaskRanges(start, stop, causal=causal, slices=slices)
 
 
 def at_least_one(value: Any, refusal: str) -> int:
@@ -378,11 +369,9 @@ def token_positions(blocks: Tensor, block_size: int) -> Tensor:
 
     Example with block_size 2: blocks [3, 0, 5] are tokens [6, 7, 0, 1, 10, 11].
     """
-    # [n, 1] and [block_size]
-    first = blocks.long()[:, None] * block_size
     offsets = torch.arange(block_size, device=blocks.device)
     # [n, block_size]
-    positions = first + offsets
+    positions = blocks.long()[:, None] * block_size + offsets
     return positions.flatten()
 
 
@@ -414,7 +403,7 @@ class _Entry(NamedTuple):
     """Cached results for one mask, and what shows whether the mask has changed."""
 
     versions: list[int]
-    others: tuple[Tensor | None, ...]
+    others: list[Tensor]
     results: dict[Hashable, object]
 
 
@@ -427,24 +416,15 @@ def once_per_mask(ranges: MaskRanges, key: Hashable, compute: Callable[[], T]) -
 
     `key` must name everything except `ranges` that the result depends on.
     """
-    others = (
-        ranges.stop,
-        ranges.document_start,
-        ranges.slices,
-        ranges.table,
-        ranges.offsets,
-        ranges.probe_seed,
-    )
-    versions = []
-    for tensor in (ranges.start, *others):
-        # Tensors made under inference_mode have no version, and no code writes to them.
-        if tensor is not None and not tensor.is_inference():
-            versions.append(tensor._version)
-    entry = _entries.get(ranges.start)
-    is_same = entry is not None and all(map(operator.is_, entry.others, others))
+    start, *others = ranges.tensors().values()
+    # Tensors made under inference_mode have no version, and no code writes to them.
+    versions = [x._version for x in (start, *others) if not x.is_inference()]
+    entry = _entries.get(start)
+    is_same = entry is not None and len(entry.others) == len(others)
+    is_same = is_same and all(map(operator.is_, entry.others, others))
     if not is_same or entry.versions != versions:
         entry = _Entry(versions, others, {})
-        _entries[ranges.start] = entry
+        _entries[start] = entry
     if key not in entry.results:
         entry.results[key] = compute()
     return entry.results[key]

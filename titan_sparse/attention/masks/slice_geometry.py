@@ -22,9 +22,8 @@ def within_runs(count: Tensor) -> Tensor:
 
     Example: counts [3, 0, 2] give [0, 1, 2, 0, 1].
     """
-    # Where each run begins: [0, 3, 3].
+    # Where each run begins: [0, 3, 3], and that of each place: [0, 0, 0, 3, 3].
     begin_of_run = count.cumsum(0) - count
-    # Where the run begins that each place belongs to: [0, 0, 0, 3, 3].
     begin = torch.repeat_interleave(begin_of_run, count)
     place = torch.arange(len(begin), device=count.device)
     return place - begin
@@ -84,15 +83,12 @@ def overlap(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def intersected(a: Tensor, b: Tensor) -> Tensor:
     """int64 [N, 6]: what slices of both lists hold, pair by pair."""
-    overlaps = []
-    # A chunk of `a` against all of `b`.
+    overlaps = [a[:0]]
+    # A chunk of `a` against all of `b`: [n, 1, 6] against [m, 6].
     step = max(1, _MAX_PAIRS // max(1, len(b)))
     for chunk in a.split(step):
-        # [n, 1, 6] against [m, 6]
         both, any_pair = overlap(chunk[:, None], b)
         overlaps.append(both[any_pair])
-    if not overlaps:
-        return a[:0]
     return torch.cat(overlaps)
 
 
@@ -103,10 +99,8 @@ def area(slices: Tensor) -> Tensor:
     keys = (k_stop - k_start).clamp(min=0)
     # Count from the slice's own first query and first key.
     offset = k_start - q_start
-    low = low - offset
-    high = high - offset
-    pairs = _pairs_up_to(queries, keys, high)
-    below_low = _pairs_up_to(queries, keys, low - 1)
+    pairs = _pairs_up_to(queries, keys, high - offset)
+    below_low = _pairs_up_to(queries, keys, low - offset - 1)
     return (pairs - below_low).clamp(min=0)
 
 
@@ -123,7 +117,6 @@ def _pairs_up_to(queries: Tensor, keys: Tensor, high: Tensor) -> Tensor:
 def _triangle(side: Tensor) -> Tensor:
     """1 + 2 + ... + side; 0 for a negative side."""
     side = side.clamp(min=0)
-    # With its diagonal.
     return side * (side + 1) // 2
 
 
@@ -178,8 +171,7 @@ def slices_of_ranges(start: Tensor, stop: Tensor) -> Tensor:
 
     Makes one slice for each run of queries whose ends stand still or move on by one.
     """
-    start = start.long()
-    stop = stop.long()
+    start, stop = start.long(), stop.long()
     # [2, S - 1]: 0 where an end stands still, 1 where it moves on by one
     steps = torch.stack([start.diff(), stop.diff()])
     jump = ((steps < 0) | (steps > 1)).any(0)
@@ -205,8 +197,7 @@ def slices_of_ranges(start: Tensor, stop: Tensor) -> Tensor:
         torch.minimum(low[begins], low[last]),
         torch.maximum(high[begins], high[last]),
     ]
-    slices = torch.stack(numbers, dim=-1)
-    return tightened(slices.cpu())
+    return tightened(torch.stack(numbers, dim=-1).cpu())
 
 
 def padded_table(sequences: list[Tensor]) -> Tensor:
@@ -214,10 +205,8 @@ def padded_table(sequences: list[Tensor]) -> Tensor:
 
     N is a power of two, 16 or more, so that few sizes are compiled anew.
     """
-    size = 16
-    for slices in sequences:
-        while size < len(slices):
-            size *= 2
+    most = max(map(len, sequences), default=0)
+    size = max(16, 1 << (most - 1).bit_length())
     table = torch.zeros(len(sequences), size, 6, dtype=torch.int32)
     # high < low: an empty slice
     table[..., 5] = -1

@@ -8,6 +8,7 @@ tokens. The rest of the sequence is padding. For a batch, make one mask for each
 Slices.batch([prefix_lm(...), prefix_lm(...)]).
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -80,18 +81,21 @@ class Slices(Mask):
     @classmethod
     def of_diagonals(cls, numbers: Sequence[Sequence[int]] | Tensor) -> "Slices":
         """From q_start, q_stop, k_start, k_stop, low and high of each slice, [N, 6]."""
-        mask = cls.__new__(cls)
-        # A single sequence.
-        mask._set([torch.as_tensor(numbers, dtype=torch.int64).reshape(-1, 6)])
-        return mask
+        slices = torch.as_tensor(numbers, dtype=torch.int64)
+        return cls._of([slices.reshape(-1, 6)])
 
     @classmethod
     def batch(cls, masks: Sequence["Slices"]) -> "Slices":
         """One mask of its own for each sequence of the batch."""
-        batched = cls.__new__(cls)
         # A mask may be a batch itself.
-        batched._set([slices for mask in masks for slices in mask.sequences])
-        return batched
+        sequences = [slices for mask in masks for slices in mask.sequences]
+        return cls._of(sequences)
+
+    @classmethod
+    def _of(cls, sequences: list[Tensor]) -> "Slices":
+        mask = cls.__new__(cls)
+        mask._set(sequences)
+        return mask
 
     def _set(self, sequences: list[Tensor]) -> None:
         """sequences: int64 [N, 6] for each sequence."""
@@ -171,11 +175,10 @@ def documents(lengths: Sequence[int], causal: bool | Sequence[bool] = True) -> S
             f"documents(): {len(kinds)} values of causal for {len(lengths)} documents; "
             "write one, or one for each"
         )
-    slices = []
-    for (start, stop), is_causal in zip(_spans(lengths), kinds):
-        # A document is a square on the diagonal.
-        slices.append((start, stop, start, stop, CAUSAL if is_causal else FULL))
-    return Slices.of(slices)
+    return Slices.of(
+        (start, stop, start, stop, CAUSAL if is_causal else FULL)
+        for (start, stop), is_causal in zip(_spans(lengths), kinds)
+    )
 
 
 def sliding_window(
@@ -239,12 +242,11 @@ def block_causal(samples: Sequence[Sequence[int]]) -> Slices:
     """
     sample_lengths = [sum(chunks) for chunks in samples]
     slices = []
-    for (sample_start, _), chunks in zip(_spans(sample_lengths), samples):
+    for (first, _), chunks in zip(_spans(sample_lengths), samples):
         for chunk_start, chunk_stop in _spans(chunks):
             # The chunk sees from the sample's beginning to its own end.
-            start = sample_start + chunk_start
-            stop = sample_start + chunk_stop
-            slices.append((start, stop, sample_start, stop, FULL))
+            stop = first + chunk_stop
+            slices.append((first + chunk_start, stop, first, stop, FULL))
     return Slices.of(slices)
 
 
@@ -272,9 +274,4 @@ def _spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """(start, stop) of each item, one after the other. ValueError for a length below 0."""
     if any(length < 0 for length in lengths):
         raise ValueError(f"lengths {list(lengths)}: 0 or more tokens each")
-    spans = []
-    start = 0
-    for length in lengths:
-        spans.append((start, start + length))
-        start += length
-    return spans
+    return list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))

@@ -1,10 +1,9 @@
-"""Patterns, their indices, and the op that selects."""
+"""Patterns and their indices."""
 
 import dataclasses
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +23,23 @@ from titan_sparse.attention.masks.ranges import Mask, MaskRanges, token_position
 from titan_sparse.attention.masks.visibility import block_reach, reached
 from titan_sparse.attention.patterns.flex_mask import flex_block_mask
 from titan_sparse.kernels import compact as compact_kernels
-from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits
+from titan_sparse.kernels.block_sparse import ChosenChunks, Tiles, chosen_bits
 from titan_sparse.options.patterns import DenseOptions, PatternOptions
+
+
+class Computation(Protocol):
+    """A pattern's own way to compute a call of attend()."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out [B, Hq, S, D] and lse [B, Hq, S] of q [B, Hq, S, D] and k, v [B, Hkv, S, D]."""
+
+    def backward(
+        self, queries: tuple[Tensor, Tensor, Tensor, Tensor], k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v, in their dtype.
+
+        queries: q, d_out, out and lse (Queries in attention/backends/base.py).
+        """
 
 
 @dataclass(eq=False)
@@ -63,6 +77,11 @@ class BlockIndex:
     def heads(self) -> int:
         return self.verticals.shape[1]
 
+    def all_blocks(self) -> Tensor:
+        """int64 [blocks]: all blocks of the sequence, of which the last one may be cut short."""
+        blocks = -(-self.seq_len // self.block_size)
+        return torch.arange(blocks, device=self.verticals.device)
+
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         """bool [B or 1, Hq or 1, nq, nk]: which pairs of global blocks (int [nq], int [nk]) are
         computed whole."""
@@ -89,8 +108,7 @@ class BlockIndex:
     def selects_for_all(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         """bool, broadcastable to selects(): pairs of blocks that all queries of the block chose.
 
-        The mask may still hide keys. Only patterns with chosen_chunks() distinguish
-        the queries of a block.
+        The mask may still hide keys. Only patterns with chosen_chunks() distinguish the queries of a block.
         """
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q_blocks.device)
 
@@ -104,6 +122,20 @@ class BlockIndex:
 
         parts: global blocks int64 [n] each. None where all queries of a block compute the same, so
         that the mask and the selected blocks say it.
+        """
+        return None
+
+    def computation(
+        self,
+        ranges: MaskRanges,
+        cp: ContextParallel,
+        scale: float,
+        dense_tiles: Callable[[MaskRanges], Tiles],
+    ) -> Computation | None:
+        """The pattern's own way to compute a call on one rank; None for tiles, which all patterns
+        support. Asked for only where the backend gathers queries.
+
+        dense_tiles: makes the tiles of all pairs of a mask.
         """
         return None
 
@@ -121,11 +153,9 @@ class BlockIndex:
         For tests and pictures.
         """
         device = self.verticals.device
-        blocks = torch.arange(math.ceil(self.seq_len / self.block_size), device=device)
-        in_blocks = self.selects(blocks, blocks)
-        in_blocks = in_blocks.repeat_interleave(self.block_size, 2)
-        in_blocks = in_blocks.repeat_interleave(self.block_size, 3)
-        in_blocks = in_blocks[..., : self.seq_len, : self.seq_len]
+        blocks = self.all_blocks()
+        token_block = torch.arange(self.seq_len, device=device) // self.block_size
+        in_blocks = self.selects(blocks, blocks)[..., token_block, :][..., token_block]
         batch, heads = self.verticals.shape[:2]
         # One place more takes the filling of `verticals`.
         is_vertical = torch.zeros(batch, heads, self.seq_len + 1, dtype=torch.bool, device=device)
@@ -146,7 +176,7 @@ class BlockIndex:
                 f"the mask is for {ranges.start.shape[1]} tokens, the index for {self.seq_len}; write "
                 f"mask.rows({self.seq_len})"
             )
-        blocks = torch.arange(math.ceil(self.seq_len / self.block_size), device=device)
+        blocks = self.all_blocks()
         return flex_block_mask(
             ranges,
             self.block_size,
@@ -162,32 +192,25 @@ class BlockSets(BlockIndex):
     """For every head and query block any set of key blocks, as bits.
 
     That is 32 MiB for 16 heads at 524,288 tokens in blocks of 128.
-
-    words: int32 [B, Hq, blocks, ceil(blocks / 32)]; bit c (kernels/compact.py) of query block a: a
-        meets key block c.
     """
 
     by_head = ("verticals", "words")
     words: Tensor
+    """int32 [B, Hq, blocks, ceil(blocks / 32)]; bit c (kernels/compact.py) of query block a: a meets key
+    block c."""
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
-        # [B, Hq, nq, words]
+        # [B, Hq, nq, words] and [1, 1, nq, nk]
         words = self.words[:, :, q_blocks.long()]
-        # [1, 1, nq, nk]
-        numbers = k_blocks.expand(1, 1, len(q_blocks), -1)
-        return chosen_bits(words, numbers)
+        return chosen_bits(words, k_blocks.expand(1, 1, len(q_blocks), -1))
 
     def tensors(self) -> list[Tensor]:
         return [self.words]
 
 
 def no_verticals(like: Tensor) -> Tensor:
-    """BlockIndex.verticals of a pattern that has none: int32 [B, Hq, 0].
-
-    like: [B, Hq, ...].
-    """
+    """BlockIndex.verticals int32 [B, Hq, 0] of a pattern that has none. like: [B, Hq, ...]."""
     batch, heads = like.shape[:2]
-    # [B, Hq, 0]
     return like.new_empty(batch, heads, 0, dtype=torch.int32)
 
 
@@ -226,11 +249,11 @@ class Pattern(PatternOptions):
     takes_slices: ClassVar[bool] = False
     """True if it also works with masks of Slices, which have no single range of keys a query."""
     gathers_queries: ClassVar[bool] = False
-    """True if computation() gathers queries on one rank, where the backend has kernels for that."""
+    """True if its index has a computation() of its own, on one rank, which gathers queries."""
 
     def __init_subclass__(cls) -> None:
         # A dataclass that compares its fields would lose the hash.
-        cls.__hash__ = Pattern.__hash__
+        cls.__hash__ = Pattern.__hash__  # type: ignore[method-assign]
         name = getattr(cls, "name", None)
         _CLASSES[cls] = sum(getattr(other, "name", None) == name for other in _CLASSES)
 
@@ -246,7 +269,7 @@ class Pattern(PatternOptions):
         defines again."""
         number = _CLASSES[type(self)]
         again = f"#{number + 1}" if number else ""
-        key = f"{self.name}{again}:{dataclasses.asdict(self)}"
+        key = f"{self.name}{again}:{dataclasses.asdict(self)}"  # type: ignore[call-overload]
         # The dataclass is frozen.
         object.__setattr__(self, "key", key)
         PATTERNS_BY_KEY[key] = self
@@ -285,8 +308,7 @@ class Pattern(PatternOptions):
         # The index of a static pattern needs only the mask.
         tensors = []
         if self.dynamic:
-            if scale is None:
-                scale = q.shape[-1] ** -0.5
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
             tensors = self.choose(q.detach(), k.detach(), ranges, context_of(ranks.key), scale)
         return self.index(tensors, ranges, q.shape[0], q.shape[1], ranks.block_size)
 
@@ -315,7 +337,7 @@ class Pattern(PatternOptions):
             observer.selection(cp.sent["collectives"] - sent_before)
         # What activation checkpointing repeats is not counted again.
         if recorder.capped is not None and not recorder.recomputing():
-            index = self.index(tensors, ranges, *q.shape[:2], size)
+            index = self.index(tensors, ranges, q.shape[0], q.shape[1], size)
             if index.capped is not None:
                 # [B, Hq, 3]
                 both = index.capped.all(-1, keepdim=True)
@@ -345,14 +367,6 @@ class Pattern(PatternOptions):
     ) -> BlockIndex:
         """The BlockIndex that select_tensors()'s result stands for."""
         raise NotImplementedError
-
-    def computation(self, call: Any, batch: int) -> Any:
-        """The pattern's own way to compute a call; None for tiles, which all patterns support.
-
-        call: an AttentionCall (attention/call.py) of `batch` sequences. The result has forward(q, k,
-        v), which returns out and lse, and backward(queries, k, v), which returns dq, dk, and dv.
-        """
-        return None
 
 
 _CLASSES: dict[type[Pattern], int] = {}
@@ -386,13 +400,11 @@ class BlockPattern(Pattern):
         blocks = seq_len // block_size
         # A bit for each key block.
         words = -(-blocks // 32)
-        # [B, Hq, blocks, words]
         return [q.new_empty(batch, heads, blocks, words, dtype=torch.int32)]
 
     def index(
         self, tensors: list[Tensor], ranges: MaskRanges, batch: int, heads: int, block_size: int
     ) -> BlockSets:
-        # [B, Hq, blocks, words]
         [words] = tensors
         return BlockSets(ranges.start.shape[1], block_size, no_verticals(words), words)
 
@@ -412,7 +424,6 @@ class DenseIndex(BlockIndex):
     selects_all: ClassVar[bool] = True
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
-        # [1, 1, nq, nk]
         shape = (1, 1, len(q_blocks), len(k_blocks))
         return torch.ones(shape, dtype=torch.bool, device=q_blocks.device)
 
@@ -426,11 +437,9 @@ class Dense(Pattern, DenseOptions):
     def index(
         self, tensors: list[Tensor], ranges: MaskRanges, batch: int, heads: int, block_size: int
     ) -> DenseIndex:
-        seq_len = ranges.start.shape[1]
-        device = ranges.start.device
         # [B, Hq, 0]
-        verticals = torch.empty(batch, heads, 0, dtype=torch.int32, device=device)
-        return DenseIndex(seq_len, block_size, verticals)
+        verticals = ranges.start.new_empty(batch, heads, 0)
+        return DenseIndex(ranges.start.shape[1], block_size, verticals)
 
 
 def check_pattern(pattern: Pattern, ranges: MaskRanges, ranks: Ranks) -> None:

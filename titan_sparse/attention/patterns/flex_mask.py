@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from titan_sparse.attention.inputs import mask_of_whole_blocks
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.visibility import pairs_by_block
-from titan_sparse.kernels.chunks import ChosenChunks
+from titan_sparse.kernels.block_sparse import ChosenChunks
 
 
 def flex_block_mask(

@@ -16,29 +16,21 @@ from titan_sparse.attention.masks.ranges import MaskRanges, once_per_mask
 
 
 class Spans(NamedTuple):
-    """n slots per sequence, int64; unused slots have start = stop = sequence length.
+    """n slots per sequence, int64; unused slots have start = stop = sequence length."""
 
-    start, stop: [B, n], global tokens.
-    first_block, last_block: [B, n].
-    offset: [B, n], where the span's slashes begin in the list of all slashes (see
-        `entries`).
-    dense_from: [B, blocks], the first block that a query block sees whole because of short
-        documents; `blocks` if none.
-    tokens: [B, 1], tokens of the sequence that are not padding.
-    """
-
-    start: Tensor
-    stop: Tensor
-    first_block: Tensor
-    last_block: Tensor
-    offset: Tensor
+    start: Tensor  # [B, n], global tokens
+    stop: Tensor  # [B, n], global tokens
+    first_block: Tensor  # [B, n]
+    last_block: Tensor  # [B, n]
+    offset: Tensor  # [B, n], where the span's slashes begin in the list of all (see `entries`)
     dense_from: Tensor
-    tokens: Tensor
+    """[B, blocks], the first block that a query block sees whole because of short documents;
+    `blocks` if none."""
+    tokens: Tensor  # [B, 1], tokens of the sequence that are not padding
 
     @property
     def diagonals(self) -> Tensor:
         """int64 [B, n]: number of slashes of each span, 0 for an unused slot."""
-        # The blocks that a span touches.
         count = self.last_block - self.first_block + 1
         return torch.where(self.start < self.stop, count, 0)
 
@@ -107,7 +99,6 @@ def share_of_cap(most: int, least: int, spans: Spans) -> Tensor:
 
 def _tokens(ranges: MaskRanges) -> Tensor:
     """int64 [Bm, 1]: tokens that see anything, which padding does not."""
-    # [Bm, S]
     real = ranges.start < ranges.stop
     return real.sum(-1, keepdim=True)
 
@@ -147,19 +138,15 @@ def _dense_from(ranges: MaskRanges, start: Tensor, stop: Tensor, block_size: int
     in_short_document = (ranges.document_start >= 0) & ~in_span
     document_block = ranges.document_start.long() // block_size
     first_block = torch.where(in_short_document, document_block, blocks)
-    # [Bm, blocks, block_size]
-    # The last block may be cut short.
+    # The last block may be cut short: [Bm, blocks, block_size].
     missing = blocks * block_size - seq_len
     first_block = F.pad(first_block, (0, missing), value=blocks)
-    first_block = first_block.view(len(first_block), blocks, block_size)
-    return first_block.amin(-1)
+    return first_block.unflatten(1, (blocks, block_size)).amin(-1)
 
 
 def lookup(values: Tensor, slot: Tensor) -> Tensor:
     """values [B, n] at the slots int64 [B, ...] of the same sequence: shaped like `slot`."""
-    # [B, ...] -> [B, slots looked up]
     flat = slot.flatten(1)
-    # Each sequence has values of its own.
     return values.gather(1, flat).view_as(slot)
 
 
@@ -169,7 +156,6 @@ def span_of_tokens(start: Tensor, stop: Tensor, seq_len: int) -> Tensor:
     # [B, S]; spans are in order, so the first one that ends behind a token is the only candidate.
     position = torch.arange(seq_len, device=start.device)
     position = position.expand(len(start), -1).contiguous()
-    # A token at `stop` lies behind the span.
     slot = torch.searchsorted(stop, position, right=True)
     # The token may still lie before that span.
     slot_start = start.gather(1, slot.clamp(max=n - 1))

@@ -93,13 +93,12 @@ class XAttention(BlockPattern, XAttentionOptions):
         parts = []
         for first in range(0, len(numbers), step):
             part = slice(first, first + step)
-            # Blocks of the future are never chosen, so they are not scored.
-            visible = max(numbers[part]) + 1
             of_part = blocks.part(part)
             tiles = None
             if by_kernels:
                 tiles = kernels.visible_tiles(of_part, key_cells, group, shape)
-            parts.append(Part(part, of_part, visible, tiles))
+            # Blocks of the future are never chosen, so they are not scored.
+            parts.append(Part(part, of_part, max(numbers[part]) + 1, tiles))
         return Scoring(keys, queries, parts)
 
     def _choose(
@@ -111,39 +110,31 @@ class XAttention(BlockPattern, XAttentionOptions):
         that those of one part are held.
         """
         blocks = part.blocks
+        count = keys.shape[1] // block_size
         # Of the sums along antidiagonals.
         scale = scale / self.stride
-        if part.tiles is None:
-            seen = keys[:, : part.visible * block_size]
-            sums = kernels.block_sums_naive(q, seen, blocks, self.stride, scale)
-            choose = kernels.chosen_blocks_naive
-        else:
+        if part.tiles is not None:
             sums = kernels.block_sums(q, keys, blocks, self.stride, scale, part.tiles)
-            choose = kernels.chosen_blocks
-        count = keys.shape[1] // block_size
-        return choose(sums, blocks, self.threshold, part.visible, count)
+            return kernels.chosen_blocks(sums, blocks, self.threshold, part.visible, count)
+        seen = keys[:, : part.visible * block_size]
+        sums = kernels.block_sums_naive(q, seen, blocks, self.stride, scale)
+        return kernels.chosen_blocks_naive(sums, blocks, self.threshold, part.visible, count)
 
 
 class Part(NamedTuple):
-    """Query blocks that are looked at together: where this rank has them, and which they are.
+    """Query blocks that are looked at together."""
 
-    visible: no block of keys of this number or above is seen. tiles: None without kernels.
-    """
-
-    where: slice
+    where: slice  # of this rank's blocks
     blocks: QueryBlocks
-    visible: int
-    tiles: VisibleTiles | None
+    visible: int  # no block of keys of this number or above is seen
+    tiles: VisibleTiles | None  # None without kernels
 
 
 class Scoring(NamedTuple):
-    """The inputs of scoring that depend on mask and layout, the same for every layer.
+    """The inputs of scoring that depend on mask and layout, the same for every layer."""
 
-    keys, queries: bool [B, n_local, block], which of this rank's tokens count in their cell.
-    """
-
-    keys: Tensor
-    queries: Tensor
+    keys: Tensor  # bool [B, n_local, block], which of this rank's tokens count in their cell
+    queries: Tensor  # the same for queries
     parts: list[Part]
 
 

@@ -10,6 +10,7 @@ The functions below are overrides of torchtitan's configuration. Raises ImportEr
 torchtitan is missing or its version is another.
 """
 
+from collections.abc import Callable
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -43,8 +44,8 @@ from titan_sparse.integrations.torchtitan.attention import (
     SPARSE,
     SparseAttention,
     keep_sharded,
+    layout_of,
 )
-from titan_sparse.integrations.torchtitan.core import layout_of
 from titan_sparse.integrations.torchtitan.training import (
     FullACWithAttention,
     MetricsWithAttention,
@@ -55,31 +56,18 @@ from titan_sparse.options.values import one_of
 __all__ = ["dense", "log_attention", "moba", "save_attention", "vertical_slash", "xattention"]
 
 
-@override(target=BaseAttention.Config, description="vertical_slash of titan_sparse")
-def vertical_slash(cfg: BaseAttention.Config, **options: Any) -> BaseAttention.Config:
-    """Attention that computes what vertical_slash selects.
+def _attention_by(pattern: type[patterns.Pattern]) -> Callable[..., BaseAttention.Config]:
+    """The override by which attention computes what a pattern selects."""
 
-    options: those of the pattern, and backend, schedule, block_size, load_balancer of SparseAttention.
-    """
-    return _sparse(cfg, patterns.VerticalSlash, options)
+    def replace(cfg: BaseAttention.Config, **options: Any) -> BaseAttention.Config:
+        """options: those of the pattern, and backend, schedule, block_size, load_balancer of
+        SparseAttention."""
+        return _sparse(cfg, pattern, options)
 
-
-@override(target=BaseAttention.Config, description="xattention of titan_sparse")
-def xattention(cfg: BaseAttention.Config, **options: Any) -> BaseAttention.Config:
-    """As vertical_slash()."""
-    return _sparse(cfg, patterns.XAttention, options)
-
-
-@override(target=BaseAttention.Config, description="moba of titan_sparse")
-def moba(cfg: BaseAttention.Config, **options: Any) -> BaseAttention.Config:
-    """As vertical_slash()."""
-    return _sparse(cfg, patterns.MoBA, options)
-
-
-@override(target=BaseAttention.Config, description="dense attention of titan_sparse")
-def dense(cfg: BaseAttention.Config, **options: Any) -> BaseAttention.Config:
-    """Dense attention by the same kernels and transfers, the baseline of the others."""
-    return _sparse(cfg, patterns.Dense, options)
+    # torchtitan finds it by this name.
+    replace.__name__ = pattern.name
+    description = f"{pattern.name} of titan_sparse"
+    return override(target=BaseAttention.Config, description=description)(replace)
 
 
 def _sparse(
@@ -112,6 +100,13 @@ def _sparse(
     layout_of(ours.load_balancer)
     ours.sharding_config = keep_sharded(inner.sharding_config)
     return derive(cfg, target, inner_attention=ours)
+
+
+vertical_slash = _attention_by(patterns.VerticalSlash)
+xattention = _attention_by(patterns.XAttention)
+moba = _attention_by(patterns.MoBA)
+dense = _attention_by(patterns.Dense)
+"""Dense attention by the same kernels and transfers, the baseline of the others."""
 
 
 @override(target=ActivationCheckpointing.Config, description="keeps attention of titan_sparse")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -14,8 +15,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.tools.logging import logger
 
 from titan_sparse.attention import SAVED_OPS
-from titan_sparse.attention.observe import Recording, recording
-from titan_sparse.integrations.torchtitan.core import averages
+from titan_sparse.attention.observe import Recording, recording, worker_imbalance
 
 _KEPT = [*SAVED_OPS, torch.ops.titan_sparse.document_starts.default]
 
@@ -87,3 +87,35 @@ class MetricsWithAttention(MetricsProcessor):
         extra_metrics = {**(extra_metrics or {}), **named}
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
         logger.info("  ".join(f"{name}: {value:.4f}" for name, value in found.items()))
+
+
+def averages(recorded: Recording, device: torch.device) -> dict[str, float]:
+    """Means over layers, heads, and all ranks of what was recorded. Collective over all processes.
+
+    density: share of allowed pairs that were computed. recall: share of the attention mass that these
+    hold. capped: share of budgets that a cap kept below the recall, where the pattern has budgets.
+    imbalance: pairs of the busiest context-parallel rank over their mean, with several ranks.
+    Raises ValueError if no attention ran.
+    """
+    by_layer = {
+        "density": recorded.density().mean(1) if recorded.visited else [],
+        "recall": [recall.mean() for recall in recorded.recall],
+        "capped": [capped.mean() for capped in recorded.capped],
+        "imbalance": worker_imbalance(recorded.by_rank().work) if recorded.calls else [],
+    }
+    sums = torch.zeros(len(by_layer), 2, dtype=torch.float64, device=device)
+    for row, values in zip(sums, by_layer.values()):
+        for value in values:
+            row += torch.stack([value.to(row), row.new_ones(())])
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    found = {}
+    for name, (total, count) in zip(by_layer, sums.tolist()):
+        if count:
+            found[name] = total / count
+    if "density" not in found:
+        raise ValueError(
+            "titan_sparse computed no attention in this step; add "
+            "titan_sparse.integrations.torchtitan.vertical_slash to --override.imports"
+        )
+    return found

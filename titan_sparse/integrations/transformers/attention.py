@@ -23,18 +23,17 @@ from titan_sparse.integrations.transformers.masks import (
     AttentionSettings,
     LayerMask,
     MaskRule,
-    as_layer_mask,
     read_rule,
     settings_of,
 )
 from titan_sparse.integrations.transformers.refusals import (
     BESIDE_CACHE,
     check_arguments,
-    check_mask,
     check_mixing,
     check_modules,
     check_other_trainers,
     check_rope,
+    checked_mask,
     is_inside_alst,
     not_computed,
     note_mixers,
@@ -98,8 +97,8 @@ def _check_models_given_a_name() -> None:
         if settings is not None:
             check_modules(self, name, settings.ranks)
 
-    PreTrainedModel.post_init = finish_checked
-    PreTrainedModel.set_attn_implementation = change_checked
+    PreTrainedModel.post_init = finish_checked  # type: ignore[method-assign]
+    PreTrainedModel.set_attn_implementation = change_checked  # type: ignore[method-assign]
 
 
 def _names(attn_implementation: str | dict) -> Iterator[str]:
@@ -151,28 +150,28 @@ def make_mask(
         # generate() with a static cache asks us first, and the model asks again.
         return attention_mask
     rule = read_rule(mask_function)
-    kwargs |= {"allow_is_causal_skip": False, "mask_function": mask_function}
-    is_own = isinstance(attention_mask, AttentionMask)
     check_rope(kwargs.get("config"), settings.ranks)
-    if not is_own:
-        _check(attention_mask, rule)
-        if settings.ranks > 1:
-            raise ValueError(
-                "context parallelism reads a mask of whole sequences, without a cache; write "
-                "model(**shard_batch(batch, cp)), or attention_mask=AttentionMask(mask). To generate, "
-                'write register(name="one_rank") and model.set_attn_implementation("one_rank")'
-            )
     # Beside an AttentionMask, no cache means a kv_length of 0. Several tokens may meet an empty static
     # cache: the host waits for the device.
     follows_cache = kv_length > q_length and (q_length == 1 or int(q_offset) > 0)
-    if follows_cache:
-        if is_own:
+    if isinstance(attention_mask, AttentionMask):
+        if follows_cache:
             raise ValueError(BESIDE_CACHE)
-        kwargs |= {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask}
-        return sdpa_mask(q_length=q_length, kv_length=kv_length, **kwargs)
-    if is_own:
         own = attention_mask.mask
         return LayerMask(rule, padding=None, own=own, keys=max(q_length, kv_length))
+    _check(attention_mask, rule)
+    if settings.ranks > 1:
+        raise ValueError(
+            "context parallelism reads a mask of whole sequences, without a cache; write "
+            "model(**shard_batch(batch, cp)), or attention_mask=AttentionMask(mask). To generate, "
+            'write register(name="one_rank") and model.set_attn_implementation("one_rank")'
+        )
+    kwargs |= {"allow_is_causal_skip": False, "mask_function": mask_function}
+    if follows_cache:
+        kwargs |= {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask}
+        dense = sdpa_mask(q_length=q_length, kv_length=kv_length, **kwargs)
+        assert dense is not None  # None would mean causal, which allow_is_causal_skip rules out.
+        return dense
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     last_sees = None
     if padding is not None:
@@ -220,11 +219,10 @@ def attention_forward(
     check_arguments(query, key, value, kwargs)
     if attention_mask is None and is_inside_alst():
         attention_mask = mask_inside_alst(module, kwargs.get("position_ids"), sliding_window, key)
-    check_mask(module, attention_mask, query, key)
-    if isinstance(attention_mask, Tensor):
-        out = attention_beside_cache(module, query, key, value, attention_mask, scaling, s_aux)
+    mask = checked_mask(module, attention_mask, query, key)
+    if isinstance(mask, Tensor):
+        out = attention_beside_cache(module, query, key, value, mask, scaling, s_aux)
         return out, None
-    mask = as_layer_mask(attention_mask, query.shape[2])
     ranges = mask.ranges(kwargs.get("position_ids"), query, settings)
     check_mixing(module, ranges, settings.ranks)
     sees_far = not mask.rule.is_local and sliding_window is None
@@ -250,7 +248,7 @@ def attention_forward(
     )
     out = out.transpose(1, 2)
     has_padding = ranges.document_start is not None or ranges.slices is not None
-    if mask.last_sees is None or not has_padding:
+    if mask.padding is None or mask.last_sees is None or not has_padding:
         return out.contiguous(), None
     last = attention_beside_cache(module, q[:, :, -1:], k, v, mask.last_sees, scaling, s_aux)
     # generate() reads the first answer at the last token, also where that is padding.

@@ -12,7 +12,7 @@ batch, after everything that looks at whole sequences.
 
 import math
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import ParallelismConfig
@@ -20,7 +20,7 @@ from accelerate.state import PartialState
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
@@ -139,7 +139,14 @@ class ContextParallelConfig(ParallelismConfig):
         return self.__dict__ | {"device_mesh": None, "_group": None}
 
 
-class ContextParallelTrainer:
+if TYPE_CHECKING:
+    # It stands before a Trainer, whose attributes it uses.
+    _Trainer = Trainer
+else:
+    _Trainer = object
+
+
+class ContextParallelTrainer(_Trainer):
     """Put it before a Trainer: class LongTrainer(ContextParallelTrainer, Trainer).
 
     Losses, gradients and their norms are those of one process with the whole batch, up to
@@ -153,8 +160,7 @@ class ContextParallelTrainer:
     def __init__(self, *args: Any, **kwargs: Any):
         """As the Trainer. Raises ValueError for what context parallelism would get wrong."""
         super().__init__(*args, **kwargs)
-        check_trainer(self)
-        self.cp = self.args.parallelism_config.group()
+        self.cp = check_trainer(self).group()
         check_model(self.accelerator.unwrap_model(self.model), self.cp)
         self._loss_is_known_to_count = False
 
@@ -170,7 +176,7 @@ class ContextParallelTrainer:
         local = shard_batch(inputs, self.cp)
         labels = shifted_labels(inputs)
         check_same_batch(inputs["input_ids"], labels, self.cp)
-        self._scale_noise(local["input_ids"].shape[1] / inputs["input_ids"].shape[1])
+        self._scale_noise(model, local["input_ids"].shape[1] / inputs["input_ids"].shape[1])
         if num_items_in_batch is None:
             # TRL's evaluation counts no items: each batch has its own mean.
             sequences = self.accelerator.num_processes // self.cp.size
@@ -179,15 +185,16 @@ class ContextParallelTrainer:
             model, local, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
         if not self._loss_is_known_to_count:
-            check_loss(found[0] if return_outputs else found, local["shift_labels"], self.model)
+            loss = found[0] if isinstance(found, tuple) else found
+            check_loss(loss, local["shift_labels"], self.accelerator.unwrap_model(model))
             self._loss_is_known_to_count = True
         return found
 
-    def _scale_noise(self, share: float) -> None:
+    def _scale_noise(self, model: nn.Module, share: float) -> None:
         """Scale NEFTune's noise on `share` of a sequence's tokens to the size that the whole would
         get: its bound is alpha / sqrt(tokens * dims), and it counts the tokens of one rank."""
-        if self.neftune_noise_alpha is not None and self.model.training:
-            embeddings = self.accelerator.unwrap_model(self.model).get_input_embeddings()
+        if self.neftune_noise_alpha is not None and model.training:
+            embeddings = self.accelerator.unwrap_model(model).get_input_embeddings()
             embeddings.neftune_noise_alpha = self.neftune_noise_alpha * math.sqrt(share)
 
     def prediction_step(
@@ -211,9 +218,9 @@ class ContextParallelTrainer:
         self.accelerator.gather_for_metrics = self._gather_for_metrics
         self.gather_function = self._gather_for_metrics
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """As the Trainer's, of this rank's part of the batch: it sums over ranks."""
-        return super().floating_point_ops(inputs) / self.cp.size
+        return super().floating_point_ops(inputs) // self.cp.size
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         before = self.state.num_input_tokens_seen
@@ -267,8 +274,11 @@ _REFUSED = {
 """Attributes of a Trainer that must not be set, and why."""
 
 
-def check_trainer(trainer: Trainer) -> None:
-    """Raises ValueError for options that look at whole sequences where there are only parts."""
+def check_trainer(trainer: Trainer) -> ContextParallelConfig:
+    """The trainer's parallelism_config.
+
+    Raises ValueError for options that look at whole sequences where there are only parts.
+    """
     args = trainer.args
     parallelism = args.parallelism_config
     if not isinstance(parallelism, ContextParallelConfig):
@@ -294,7 +304,7 @@ def check_trainer(trainer: Trainer) -> None:
             'write "random"',
         ),
         (
-            streams and args.accelerator_config.dispatch_batches is not False,
+            streams and getattr(args.accelerator_config, "dispatch_batches", None) is not False,
             "one process deals out an IterableDataset, other sequences to each; "
             'write accelerator_config={"dispatch_batches": False}',
         ),
@@ -306,9 +316,10 @@ def check_trainer(trainer: Trainer) -> None:
     ):
         if is_refused:
             raise ValueError(reason)
+    return parallelism
 
 
-def check_model(model: nn.Module, cp: ContextParallel) -> None:
+def check_model(model: PreTrainedModel, cp: ContextParallel) -> None:
     """Raises ValueError for a model whose attention or loss would ignore the other ranks."""
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
 
 from titan_sparse.attention.context_parallel.group import one_rank
@@ -52,7 +53,8 @@ def keep_documents_apart(model: nn.Module) -> None:
             if not is_linear or "forward" in vars(of_run[0].linear_attn):
                 continue
             for layer in of_run:
-                layer.linear_attn.forward = functools.partial(_forward, layer.linear_attn)
+                linear = layer.get_submodule("linear_attn")
+                vars(linear)["forward"] = functools.partial(_forward, linear)
             of_run[0].register_forward_pre_hook(_to_contiguous, with_kwargs=True)
             of_run[-1].register_forward_hook(_to_layout, with_kwargs=True)
             if _give_masks not in decoder._forward_pre_hooks.values():
@@ -94,7 +96,7 @@ def _to_layout(
 
 @torch.compiler.disable
 def _give_masks(
-    decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]] | None:
     """Resolve the documents of a forward, and give each kind of layer its mask."""
     settings = settings_of(decoder.config._attn_implementation)
@@ -113,14 +115,13 @@ def _give_masks(
         # Those of pictures have no line of their own for text.
         positions = positions[0] if len(positions) == 4 else None
     given = kwargs.get("attention_mask")
+    masks: dict[str, Any] = {"linear_attention": None}
     if isinstance(given, dict):
-        masks = {"linear_attention": None} | given
+        masks |= given
     else:
         inputs = (decoder.config, tokens, given, cache, positions)
-        masks = {
-            "full_attention": create_causal_mask(*inputs),
-            "linear_attention": create_recurrent_attention_mask(*inputs[:4]),
-        }
+        masks["full_attention"] = create_causal_mask(*inputs)
+        masks["linear_attention"] = create_recurrent_attention_mask(*inputs[:4])
     kwargs["attention_mask"] = masks
     if isinstance(masks["full_attention"], Tensor):
         # Tokens that follow cached ones.
@@ -141,13 +142,15 @@ def _give_masks(
         )
     kwargs["use_cache"] = False
     masks["full_attention"] = AttentionMask(ranges)
-    masks["linear_attention"] = _linear_mask(decoder, ranges, tokens, settings)
+    window = decoder.config.linear_conv_kernel_dim
+    masks["linear_attention"] = _linear_mask(window, ranges, tokens, settings)
     return (), kwargs
 
 
 def _linear_mask(
-    decoder: nn.Module, ranges: MaskRanges, tokens: Tensor, settings: AttentionSettings
+    window: int, ranges: MaskRanges, tokens: Tensor, settings: AttentionSettings
 ) -> LinearMask:
+    """window: tokens of the convolution."""
     batch = len(tokens)
     seq_len = tokens.shape[1] * settings.ranks
     lengths = [[seq_len]] * batch
@@ -156,7 +159,6 @@ def _linear_mask(
         starts = ranges.document_start.expand(batch, -1).cpu()
         lengths = [row.unique_consecutive(return_counts=True)[1].tolist() for row in starts]
     cp = one_rank(16) if settings.cp is None else settings.cp
-    window = decoder.config.linear_conv_kernel_dim
     pieces = split_documents(lengths, seq_len, window, cp, tokens.device)
     if cp.size == 1 or cp.layout == "contiguous":
         return LinearMask(pieces, None)

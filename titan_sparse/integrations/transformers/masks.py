@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -99,14 +99,14 @@ _FIELDS = {
 
 def read_rule(mask_function: Callable) -> MaskRule:
     """The rule that a mask function of transformers computes."""
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     is_causal = _read(mask_function, found)
     if not is_causal and "unknown" not in found:
         found["unknown"] = BIDIRECTIONAL
     return MaskRule(**found)
 
 
-def _read(function: Callable, found: dict[str, object]) -> bool:
+def _read(function: Callable, found: dict[str, Any]) -> bool:
     """Adds the fields of MaskRule that `function` sets. Returns whether it is causal."""
     name = getattr(function, "__qualname__", repr(function))
     if getattr(function, "__module__", None) != "transformers.masking_utils":
@@ -169,7 +169,7 @@ class LayerMask(AttentionMask):
     own: Mask | MaskRanges | None
     keys: int
     last_sees: Tensor | None = None
-    _resolved: tuple[object, ...] | None = None
+    _resolved: tuple[Tensor | None, AttentionSettings, MaskRanges] | None = None
 
     @torch.compiler.disable
     def ranges(
@@ -183,7 +183,7 @@ class LayerMask(AttentionMask):
             if known_positions is position_ids and known_settings is settings:
                 return ranges
         if self.own is not None:
-            ranges = self._own_ranges(q, settings.ranks)
+            ranges = self._own_ranges(self.own, q, settings.ranks)
         else:
             # With our own context parallelism, masks come whole, as `own`.
             has_others = dist.is_initialized() and dist.get_world_size() > 1
@@ -193,18 +193,17 @@ class LayerMask(AttentionMask):
         self._resolved = (position_ids, settings, ranges)
         return ranges
 
-    def _own_ranges(self, q: Tensor, ranks: int) -> MaskRanges:
+    def _own_ranges(self, own: Mask | MaskRanges, q: Tensor, ranks: int) -> MaskRanges:
         """The user's mask without what the layer's window hides."""
         if self.rule.chunk is not None:
             raise ValueError(
                 "AttentionMask does not know of chunks; write "
                 'attention_mask={"full_attention": mask, "chunked_attention": its chunks}'
             )
-        if isinstance(self.own, MaskRanges):
-            moved = [x.to(q.device) if isinstance(x, Tensor) else x for x in self.own]
-            ranges = MaskRanges(*moved)
+        if isinstance(own, MaskRanges):
+            ranges = MaskRanges._make(x.to(q.device) if isinstance(x, Tensor) else x for x in own)
         else:
-            ranges = rows_once(self.own, q.shape[2] * ranks, q)
+            ranges = rows_once(own, q.shape[2] * ranks, q)
         if self.rule.window is None:
             return ranges
         window = SlidingWindow(self.rule.window).rows(ranges.start.shape[1], q.device)
@@ -307,8 +306,9 @@ def _real_keys(real: Tensor) -> MaskRanges:
     for row in real.cpu().int():
         # [S + 1]: 1 where a run of real tokens begins, -1 behind its last token
         edges = torch.nn.functional.pad(row, (1, 1)).diff()
-        runs = torch.stack([(edges == 1).nonzero()[:, 0], (edges == -1).nonzero()[:, 0]], dim=1)
-        masks.append(Slices([(0, seq_len)] * len(runs), runs, ["full"] * len(runs)))
+        begins, ends = ((edges == step).nonzero()[:, 0].tolist() for step in (1, -1))
+        count = len(begins)
+        masks.append(Slices([(0, seq_len)] * count, list(zip(begins, ends)), ["full"] * count))
     return Slices.batch(masks).rows(seq_len, real.device)
 
 

@@ -1,13 +1,19 @@
 """Refusals, by name and before anything is computed, of what attend() does not compute."""
 
 import sys
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from titan_sparse.attention.masks import Mask, MaskRanges
 from titan_sparse.integrations.transformers.linear import keep_documents_apart
-from titan_sparse.integrations.transformers.masks import AttentionMask, LayerMask, has_documents
+from titan_sparse.integrations.transformers.masks import (
+    AttentionMask,
+    LayerMask,
+    as_layer_mask,
+    has_documents,
+)
 from titan_sparse.token_wise_modules import calls_interface, chooses_keys, mixers, numbers_tokens
 
 _OTHERS = 'write attn_implementation="eager"'
@@ -80,7 +86,7 @@ def note_mixers(model: PreTrainedModel) -> None:
     mixer = next(mixers(text), None)
     for module in text.modules():
         if calls_interface(module):
-            module.token_mixer = mixer
+            vars(module)["token_mixer"] = mixer
 
 
 def _text_part(model: PreTrainedModel) -> nn.Module:
@@ -113,7 +119,7 @@ def check_mixing(module: nn.Module, ranges: MaskRanges, ranks: int) -> None:
         )
 
 
-def check_arguments(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, object]) -> None:
+def check_arguments(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
     """Raises ValueError for tensors and keywords that attend() does not compute.
 
     query: [B, Hq, Sq, D]. key, value: [B, Hkv, Skv, D]. kwargs: what transformers adds.
@@ -135,10 +141,12 @@ def check_arguments(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str,
         )
 
 
-def check_mask(module: nn.Module, mask: object, query: Tensor, key: Tensor) -> None:
-    """Raises ValueError for a layer's mask that is none of ours, or does not fit what is cached.
+def checked_mask(module: nn.Module, mask: object, query: Tensor, key: Tensor) -> LayerMask | Tensor:
+    """A layer's mask in the form that attention reads. A Tensor is that of tokens that follow cached
+    ones.
 
     mask: what the layer was handed as attention_mask.
+    Raises ValueError for a mask that is none of ours, or does not fit what is cached.
     """
     name = type(module).__name__
     has_more_keys = key.shape[2] != query.shape[2]
@@ -149,22 +157,24 @@ def check_mask(module: nn.Module, mask: object, query: Tensor, key: Tensor) -> N
                 f"the cache holds {key.shape[2]} keys where transformers announced {mask.keys}; "
                 "write use_cache=False"
             )
-    elif isinstance(mask, AttentionMask | Mask | MaskRanges):
+        return mask
+    if isinstance(mask, AttentionMask | Mask | MaskRanges):
         if has_more_keys:
             raise ValueError(BESIDE_CACHE)
-    elif isinstance(mask, Tensor):
+        return as_layer_mask(mask, query.shape[2])
+    if isinstance(mask, Tensor):
         if not has_more_keys:
             raise not_computed(mask)
-    elif not getattr(module, "is_causal", True):
+        return mask
+    if not getattr(module, "is_causal", True):
         raise ValueError(
             f"{name} is bidirectional or cross attention, which is not computed; "
             'write attn_implementation="sdpa" for that part of the model'
         )
-    else:
-        raise ValueError(
-            f"{name} got {type(mask).__name__} for a mask; write register(), which registers masks "
-            "too, and let the model build them"
-        )
+    raise ValueError(
+        f"{name} got {type(mask).__name__} for a mask; write register(), which registers masks too, "
+        "and let the model build them"
+    )
 
 
 def check_other_trainers() -> None:

@@ -33,16 +33,14 @@ class Segments(NamedTuple):
     """The candidates of a choice: n runs of neighbors among the L elements of each of B sequences.
 
     There are N rows of masses.
-    sequence: int32 [N], the sequence of each row.
-    segment: int32 [B, L], the segment of each element, n for none.
-    bounds: int32 [B, n, 5]: the segment's first position, the one behind its last, the least and
-        the most elements chosen, and how many of its first elements are always on. Of the two
-        bounds on the count the most wins. Elements that are always on are chosen in addition.
     """
 
-    sequence: Tensor
-    segment: Tensor
+    sequence: Tensor  # int32 [N], the sequence of each row
+    segment: Tensor  # int32 [B, L], the segment of each element, n for none
     bounds: Tensor
+    """int32 [B, n, 5]: the segment's first position, the one behind its last, the least and the most
+    elements chosen, and how many of its first elements are always on. Of the two bounds on the count
+    the most wins. Elements that are always on are chosen in addition."""
 
 
 def smallest_sets(
@@ -116,18 +114,17 @@ def smallest_sets(
 
 
 class IndependentPlan(NamedTuple):
-    """The choices of a rank: for N = ceil(B Hq / ranks) pairs of a sequence and a head.
-
-    recall: that is asked for. segments: what is chosen from in a row of masses [S + E], in 2 n
-        segments: each span's verticals, then each span's slashes.
-    tile: int64 [N, E U], the tiles that make up each slash, in global order. The one behind the last
-        stands for none.
-    """
+    """The choices of a rank: for N = ceil(B Hq / ranks) pairs of a sequence and a head."""
 
     geometry: ProbeGeometry
     recall: float
+    """That is asked for."""
     segments: Segments
+    """What is chosen from in a row of masses [S + E], in 2 n segments: each span's verticals, then
+    each span's slashes."""
     tile: Tensor
+    """int64 [N, E U], the tiles that make up each slash, in global order. The one behind the last
+    stands for none."""
 
 
 def make_plan(
@@ -140,8 +137,7 @@ def make_plan(
 ) -> IndependentPlan:
     batch, n = spans.start.shape
     device = spans.start.device
-    # [N]: the sequence of each pair. The last ranks may have pairs too many; they choose for the
-    # last one again.
+    # [N]: the sequence of each pair. The last ranks may choose for the last pair again.
     pairs = -(-batch * heads // cp.size)
     pair = torch.arange(pairs, device=device) + cp.rank * pairs
     sequence = pair.clamp(max=batch * heads - 1) // heads
@@ -166,15 +162,10 @@ def make_plan(
     if options.max_slashes:
         most_slashes = share_of_cap(options.max_slashes, options.min_slashes, spans)
     first = seq_len + spans.offset
+    stop = first + spans.diagonals
     kinds = (
         (spans.start, spans.stop, options.min_verticals, most_verticals, options.sinks),
-        (
-            first,
-            first + spans.diagonals,
-            options.min_slashes,
-            most_slashes,
-            options.local_slashes,
-        ),
+        (first, stop, options.min_slashes, most_slashes, options.local_slashes),
     )
     bounds = []
     for begin, stop, least, most, always in kinds:
@@ -222,23 +213,19 @@ def _masses(
     batch, heads = q.shape[:2]
     probe, keys, lse = look(q, k, plan.geometry, cp, scale)
     # Of this rank's keys, for all heads: [B, Hq, n_local, b] and [B, Hq, n_local, T, U].
-    module = kernels if by_kernels(keys) else kernels.naive
+    module = kernels if by_kernels(k) else kernels.naive
     vertical, tiles = module.block_masses(probe, keys, lse)
-
-    # What one head of one sequence holds on this rank.
-    vertical_elements = vertical[0, 0].numel()
-    tile_elements = tiles[0, 0].numel()
 
     # [B Hq, elements]: one exchange for both, padded so that every rank gets equally many pairs.
     pairs = -(-batch * heads // cp.size)
-    pooled = torch.cat([vertical.flatten(2), tiles.flatten(2)], dim=-1)
-    pooled = pooled.flatten(0, 1)
+    pooled = torch.cat([vertical.flatten(2), tiles.flatten(2)], dim=-1).flatten(0, 1)
     pooled = F.pad(pooled, (0, 0, 0, pairs * cp.size - batch * heads))
     # [ranks, N, elements]
     received = cp.all_to_all(pooled.unflatten(0, (cp.size, pairs)))
     # [N, ranks, elements]: now of all ranks' keys, for this rank's pairs.
     by_pair = received.transpose(0, 1)
-    vertical_masses, tile_masses = by_pair.split([vertical_elements, tile_elements], dim=-1)
+    elements = [vertical[0, 0].numel(), tiles[0, 0].numel()]
+    vertical_masses, tile_masses = by_pair.split(elements, dim=-1)
 
     # [N, K, b] and [N, K, T U], in global order.
     vertical_masses = vertical_masses.reshape(pairs, -1, vertical.shape[3])
@@ -252,5 +239,4 @@ def _masses(
     # their order.
     diagonal_tiles = tile_masses.gather(1, plan.tile)
     # [N, E, U] -> [N, E]
-    diagonal_masses = diagonal_tiles.unflatten(1, (-1, probe.groups)).sum(-1)
-    return vertical_masses.flatten(1), diagonal_masses
+    return vertical_masses.flatten(1), diagonal_tiles.unflatten(1, (-1, probe.groups)).sum(-1)

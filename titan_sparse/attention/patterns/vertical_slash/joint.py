@@ -23,48 +23,32 @@ from titan_sparse.attention.patterns.vertical_slash.probe import (
     slash_tiles,
 )
 from titan_sparse.kernels import selection as kernels
-from titan_sparse.kernels.probe import KeyBlocks
 from titan_sparse.kernels.selection import PSEUDO_ROWS, CountBounds, SpanTokens, max_missed_mass
 from titan_sparse.options.patterns import VerticalSlashOptions
 
 
 class JointPlan(NamedTuple):
-    """The inputs of scores and thresholds that depend on mask, rows, and layout.
-
-    geometry: its rows see only the keys whose mass counts in recall.
-    free_start, free_stop: int32 [B, n, P], the keys that each row sees and that are not always
-        selected.
-    is_sink: bool [B, S].
-    span_tokens: where spans begin and end.
-    spans_of_slots: fp32 [B, 1, n, n_local T], 1 where a local block's slot holds a span, else 0.
-    offset: int32 [B, n], where each span's slashes begin.
-    tile, rows: int32 [B, U, E], the rank's tiles that make up each slash, -1 for none, and how
-        many of the probe's rows see each.
-    cost: fp32 [B, E], pairs of the probe's rows on each slash.
-    is_local: bool [B, E], the slashes that are always selected.
-    span_of_entry, span_of_token: int64 [B, E] and [B, S], n for none.
-    max_missed: float64 [B, n], the mass of the probe's rows that the selection may miss.
-    most_verticals, most_slashes: int64 [B, n], the caps, sinks and local slashes not counted; None
-        for no cap.
-    """
+    """The inputs of scores and thresholds that depend on mask, rows, and layout."""
 
     options: VerticalSlashOptions
     geometry: ProbeGeometry
+    """Its rows see only the keys whose mass counts in recall."""
     free_start: Tensor
     free_stop: Tensor
-    is_sink: Tensor
+    """int32 [B, n, P], the keys that each row sees and that are not always selected."""
+    is_sink: Tensor  # bool [B, S]
     span_tokens: SpanTokens
-    spans_of_slots: Tensor
-    offset: Tensor
-    tile: Tensor
-    rows: Tensor
-    cost: Tensor
-    is_local: Tensor
-    span_of_entry: Tensor
-    span_of_token: Tensor
-    max_missed: Tensor
-    most_verticals: Tensor
-    most_slashes: Tensor | None
+    spans_of_slots: Tensor  # fp32 [B, 1, n, n_local T], 1 where a local block's slot holds a span
+    offset: Tensor  # int32 [B, n], where each span's slashes begin
+    tile: Tensor  # int32 [B, U, E], the rank's tiles that make up each slash, -1 for none
+    rows: Tensor  # int32 [B, U, E], how many of the probe's rows see each tile
+    cost: Tensor  # fp32 [B, E], pairs of the probe's rows on each slash
+    is_local: Tensor  # bool [B, E], the slashes that are always selected
+    span_of_entry: Tensor  # int64 [B, E], n for none
+    span_of_token: Tensor  # int64 [B, S], n for none
+    max_missed: Tensor  # float64 [B, n], the mass of the rows that the selection may miss
+    most_verticals: Tensor  # int64 [B, n], sinks not counted
+    most_slashes: Tensor | None  # int64 [B, n], local slashes not counted; None for no cap
 
 
 def make_plan(
@@ -132,21 +116,19 @@ def choose(
     """
     batch, heads = q.shape[:2]
     seq_len = plan.span_of_token.shape[1]
-    found = _histograms(q, k, plan, cp, scale)
-    bins, mass, count = _of_all_ranks(found.bins, found.mass, found.count, cp)
-
-    keys = KeyBlocks(k, plan.geometry.blocks, plan.geometry.slot, cp.block_size)
-    module = kernels if by_kernels(keys) else kernels.naive
+    slash_bins, slash_count, bins, mass, count = _histograms(q, k, plan, cp, scale)
+    bins, mass, count = _of_all_ranks(bins, mass, count, cp)
+    module = kernels if by_kernels(k) else kernels.naive
     bounds = [
         CountBounds(count, plan.options.min_verticals, plan.most_verticals),
-        CountBounds(found.slash_count, plan.options.min_slashes, plan.most_slashes),
+        CountBounds(slash_count, plan.options.min_slashes, plan.most_slashes),
     ]
     chosen = module.head_thresholds(mass, plan.max_missed, *bounds)
     candidates = kernels.Candidates(
         verticals=bins,
         order=plan.geometry.order,
         is_sink=plan.is_sink,
-        slashes=found.slash_bins,
+        slashes=slash_bins,
         span_of_token=plan.span_of_token,
         span_of_entry=plan.span_of_entry,
     )
@@ -155,27 +137,15 @@ def choose(
     return verticals.view(batch, heads, capacity), slashes, chosen.capped
 
 
-class Histograms(NamedTuple):
-    """Bins and histograms over them, of all slashes and of this rank's verticals.
-
-    slash_bins: uint8 [B, Hq, E]. slash_count: number of slashes in each bin, [B, Hq, n, BINS].
-    bins: uint8 [B, Hq, n_local, b], of verticals. mass, count: mass of verticals and slashes in each
-    bin, and number of verticals, [B, Hq, n, BINS].
-    """
-
-    slash_bins: Tensor
-    slash_count: Tensor
-    bins: Tensor
-    mass: Tensor
-    count: Tensor  # type: ignore[assignment]
-
-
 def _histograms(
     q: Tensor, k: Tensor, plan: JointPlan, cp: ContextParallel, scale: float
-) -> Histograms:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Bins of all slashes uint8 [B, Hq, E], and their number in each bin [B, Hq, n, BINS]; then bins
+    uint8 [B, Hq, n_local, b] of this rank's verticals, the mass of verticals and slashes in each bin,
+    and the number of verticals, [B, Hq, n, BINS]."""
     probe, keys, lse = look(q, k, plan.geometry, cp, scale)
     free = probe._replace(start=plan.free_start, stop=plan.free_stop)
-    module = kernels if by_kernels(keys) else kernels.naive
+    module = kernels if by_kernels(k) else kernels.naive
     first, *of_tiles = module.first_scores(free, keys, lse)
     gains = cp.all_reduce(module.slash_gains(*of_tiles, plan.tile, plan.rows))
     of_slashes, slash_bins = module.slash_scores(gains, plan.cost, plan.is_local)
@@ -190,7 +160,7 @@ def _histograms(
     mass, slash_count = module.add_slashes(
         of_verticals, slash_mass, slash_bins, plan.span_of_entry, plan.offset
     )
-    return Histograms(slash_bins, slash_count, final.bins, mass, count)
+    return slash_bins, slash_count, final.bins, mass, count
 
 
 def _of_all_ranks(

@@ -35,19 +35,17 @@ from titan_sparse.options.patterns import VerticalSlashOptions
 
 @dataclass(eq=False)
 class VerticalSlashIndex(BlockIndex):
-    """Slashes (block diagonals) per span and single keys (verticals), for every query head.
-
-    slashes: bool [B, Hq, E]; entry spans.offset[d] + delta is the slash of block pairs at
-        distance delta in span d.
-    most_blocks: bound on the KV blocks that a query block meets.
-    """
+    """Slashes (block diagonals) per span and single keys (verticals), for every query head."""
 
     by_head = ("verticals", "slashes", "capped")
     has_table_kernels: ClassVar[bool] = True
     shortens_rings: ClassVar[bool] = True
     slashes: Tensor
+    """bool [B, Hq, E]; entry spans.offset[d] + delta is the slash of block pairs at distance delta in
+    span d."""
     spans: Spans
     most_blocks: int
+    """Bound on the KV blocks that a query block meets."""
     capped: Tensor  # type: ignore[assignment]
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
@@ -101,11 +99,8 @@ class VerticalSlashIndex(BlockIndex):
         return [self.slashes, self.verticals, self.capped]
 
     def block_spans(self, q_blocks: Tensor) -> Tensor:
-        """int32 [B, nq, 5]: what selects() looks up for each query block.
-
-        In the form that kernels/block_tables.py takes.
-        That is offset (-1 for no span) and first block of the two spans that it touches, then its
-        dense_from.
+        """int32 [B, nq, 5]: what selects() and kernels/block_tables.py look up for each query block:
+        offset (-1 for no span) and first block of the two spans that it touches, then its dense_from.
         """
         spans = self.spans
         slot = spans_of_blocks(spans, q_blocks, self.block_size)
@@ -116,19 +111,14 @@ class VerticalSlashIndex(BlockIndex):
         offset = offset.where(slot >= 0, -1)
         first_block = lookup(spans.first_block, known)
 
-        # [B, nq, 4]
+        # [B, nq, 4] and [B, nq, 1]
         fields = torch.stack([offset, first_block], dim=-1).flatten(2)
-        # [B, nq, 1]
         dense_from = spans.dense_from[:, q_blocks, None]
         return torch.cat([fields, dense_from], dim=-1).int()
 
 
 class VerticalSlash(Pattern, VerticalSlashOptions):
     """Verticals and slashes chosen online from a probe. VerticalSlashOptions has the parameters."""
-
-    def probe_queries(self, block_size: int) -> int:
-        """Number of queries looked at per span."""
-        return self.probe or block_size
 
     def vertical_capacity(self, seq_len: int, block_size: int, packed: bool) -> int:
         """The most verticals that a head can have, rounded up to whole blocks."""
@@ -137,7 +127,6 @@ class VerticalSlash(Pattern, VerticalSlashOptions):
         if packed:
             # Shares of the maximum are rounded up, or up to the minimum.
             most += n * (self.min_verticals + 1)
-        # Whole blocks.
         return -(-min(most, seq_len) // block_size) * block_size
 
     def select_tensors(
@@ -161,7 +150,7 @@ class VerticalSlash(Pattern, VerticalSlashOptions):
     ) -> independent.IndependentPlan | joint.JointPlan:
         spans = find_spans(ranges, batch, self.dense_below, cp.block_size)
         seq_len = ranges.start.shape[1]
-        queries = self.probe_queries(cp.block_size)
+        queries = self.probe or cp.block_size
         if self.probe_rows == "last":
             rows = last_rows(spans, queries, seq_len, cp.block_size)
         else:
@@ -177,7 +166,6 @@ class VerticalSlash(Pattern, VerticalSlashOptions):
         batch, heads = q.shape[:2]
         diagonals = entries(seq_len, block_size, slots(seq_len, self.dense_below, packed))
         capacity = self.vertical_capacity(seq_len, block_size, packed)
-        # As select_tensors() returns them.
         slashes = q.new_empty(batch, heads, diagonals, dtype=torch.bool)
         verticals = q.new_empty(batch, heads, capacity, dtype=torch.int32)
         capped = q.new_empty(batch, heads, 2, dtype=torch.bool)
@@ -192,9 +180,8 @@ class VerticalSlash(Pattern, VerticalSlashOptions):
     ) -> VerticalSlashIndex:
         slashes, verticals, capped = tensors
         seq_len = ranges.start.shape[1]
-        packed = ranges.document_start is not None
         spans = find_spans(ranges, batch, self.dense_below, block_size)
-        most_blocks = self.most_blocks(seq_len, block_size, packed)
+        most_blocks = self.most_blocks(seq_len, block_size, ranges.document_start is not None)
         return VerticalSlashIndex(
             seq_len, block_size, verticals, slashes, spans, most_blocks, capped
         )

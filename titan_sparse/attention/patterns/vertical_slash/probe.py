@@ -19,20 +19,13 @@ _FRACTION_BITS = 16
 
 
 class ProbedRows(NamedTuple):
-    """P rows of each of n spans, in U groups. The rows of a group lie in one block.
+    """P rows of each of n spans, in U groups. The rows of a group lie in one block."""
 
-    position: int64 [B, n, P], global; also valid for rows that do not exist.
-    exists: bool [B, n, P].
-    group: int64 [B, n, P]. Where U = P, row i is group i.
-    group_block: int64 [B, n, U], each group's block, which may lie before the span.
-    group_rows: int64 [B, n, U], how many rows of the group exist.
-    """
-
-    position: Tensor
-    exists: Tensor
-    group: Tensor
-    group_block: Tensor
-    group_rows: Tensor
+    position: Tensor  # int64 [B, n, P], global; also valid for rows that do not exist
+    exists: Tensor  # bool [B, n, P]
+    group: Tensor  # int64 [B, n, P]; where U = P, row i is group i
+    group_block: Tensor  # int64 [B, n, U], each group's block, which may lie before the span
+    group_rows: Tensor  # int64 [B, n, U], how many rows of the group exist
 
 
 def last_rows(spans: Spans, queries: int, seq_len: int, block_size: int) -> ProbedRows:
@@ -46,8 +39,7 @@ def last_rows(spans: Spans, queries: int, seq_len: int, block_size: int) -> Prob
     groups = (queries + block_size - 2) // block_size + 1
     # [B, n, P]. A row before the span's start sees nothing, its position only has to be legal.
     position = spans.stop[..., None] - queries + torch.arange(queries, device=device)
-    used = (spans.start < spans.stop)[..., None]
-    exists = (position >= spans.start[..., None]) & used
+    exists = (position >= spans.start[..., None]) & (spans.start < spans.stop)[..., None]
     position = position.clamp(min=0, max=seq_len - 1)
     group = (spans.last_block[..., None] - position // block_size).clamp(min=0, max=groups - 1)
 
@@ -64,8 +56,7 @@ def spread_rows(
     """P = `queries` rows of each span: its `last` rows, and one of each equal part before them.
 
     Offsets in the parts are drawn from `seed` (int64 scalar, below 2**32), the same on every world
-    size. Each row is a group. A
-    span of P tokens or fewer has all of them looked at.
+    size. Each row is a group. A span of P tokens or fewer has all of them looked at.
     With P = 2, a span of 8 tokens from 4 on has one row of 4 to 7 and one of 8 to 11. With P = 3
     and last = 1, a span of 9 has row 12 too.
     """
@@ -76,14 +67,12 @@ def spread_rows(
 
     # [n, P]: how far into its part each row lies, in 1 / 2**16.
     number = torch.arange(n, device=device)[:, None] * queries + row
-    fraction = _random_bits(number, seed)
+    parts = (row << _FRACTION_BITS) + _random_bits(number, seed)
     # [B, n, P]
-    parts = (row << _FRACTION_BITS) + fraction
     spread = queries - last
     offset = (parts * (length - last)) // (spread << _FRACTION_BITS)
     offset = torch.where(row < spread, offset, length - queries + row)
-    is_short = length <= queries
-    offset = torch.where(is_short, row, offset)
+    offset = torch.where(length <= queries, row, offset)
     exists = offset < length
     position = (spans.start[..., None] + offset).clamp(max=seq_len - 1)
     return ProbedRows(
@@ -108,24 +97,16 @@ class ProbeGeometry(NamedTuple):
     """The inputs of a probe: rows, spans, and layout. They are the same for every layer.
 
     int32 where a kernel reads it.
-    rows: the probe's.
-    blocks: int32 [n_local], the global blocks of this rank.
-    slot: int32 [B, n_local, T], the spans that touch them, -1 for none.
-    run: int32 [B, n, 2], the first local block that touches a span and the one behind the last.
-    order: int64 [ranks * n_local], brings the blocks of all ranks into global order.
-    local: int64 [B, n P], where this rank holds each probe row.
-    mine: bool [B, n P], whether it does.
-    start, stop, row_block, group: int32 [B, n, P], as in Probe.
     """
 
     rows: ProbedRows
-    blocks: Tensor
-    slot: Tensor
-    run: Tensor
-    order: Tensor
-    local: Tensor
-    mine: Tensor
-    start: Tensor
+    blocks: Tensor  # int32 [n_local], the global blocks of this rank
+    slot: Tensor  # int32 [B, n_local, T], the spans that touch them, -1 for none
+    run: Tensor  # int32 [B, n, 2], first local block that touches a span, and the one behind the last
+    order: Tensor  # int64 [ranks * n_local], brings the blocks of all ranks into global order
+    local: Tensor  # int64 [B, n P], where this rank holds each probe row
+    mine: Tensor  # bool [B, n P], whether it does
+    start: Tensor  # int32 [B, n, P], like the next three as in Probe
     stop: Tensor
     row_block: Tensor
     group: Tensor
@@ -165,18 +146,14 @@ def probe_geometry(
 
 
 class SlashTiles(NamedTuple):
-    """The tiles of masses that make up each entry of the list of all spans' slashes.
+    """The tiles of masses that make up each entry of the list of all spans' slashes."""
 
-    span, distance: int64 [B, E], the slash's span (n for none), and its distance in blocks.
-    rows: int64 [B, U, E], how many rows of each group meet a block of keys on the slash.
-    tile: int64 [B, U, E], the tile that they meet there, -1 for none. Tiles are numbered (local
-    block, span touching it, group of rows).
-    """
-
-    span: Tensor
-    distance: Tensor
-    rows: Tensor
+    span: Tensor  # int64 [B, E], the slash's span, n for none
+    distance: Tensor  # int64 [B, E], in blocks
+    rows: Tensor  # int64 [B, U, E], how many rows of each group meet a block of keys on the slash
     tile: Tensor
+    """int64 [B, U, E], the tile that they meet there, -1 for none. Tiles are numbered (local block,
+    span touching it, group of rows)."""
 
 
 def slash_tiles(spans: Spans, geometry: ProbeGeometry, seq_len: int, block_size: int) -> SlashTiles:
@@ -220,7 +197,7 @@ def look(
     """
     probe = _gather_probe(q, geometry, cp, scale)
     keys = KeyBlocks(k, geometry.blocks, geometry.slot, cp.block_size)
-    module = kernels if by_kernels(keys) else kernels.naive
+    module = kernels if by_kernels(k) else kernels.naive
     local_lse = module.span_lse(module.block_lse(probe, keys), keys.slot, geometry.run)
     # [ranks, B, Hq, n, P]
     all_lse = cp.all_gather(local_lse)
@@ -247,12 +224,11 @@ def _gather_probe(q: Tensor, geometry: ProbeGeometry, cp: ContextParallel, scale
     )
 
 
-def by_kernels(keys: KeyBlocks) -> bool:
+def by_kernels(k: Tensor) -> bool:
     """True if Triton's kernels take these keys.
 
     They take no fp64, and of fp32 no more than head_dim 128: a block of larger keys and the probe's
     rows would need 256 KiB of shared memory.
     """
-    k = keys.k
     is_too_large = k.dtype == torch.float32 and k.shape[-1] > 128
     return k.is_cuda and k.dtype != torch.float64 and not is_too_large

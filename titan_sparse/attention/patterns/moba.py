@@ -3,12 +3,16 @@
 Every query chooses chunks of keys for itself. Chunks are counted from the beginning of a document.
 A query sees its own chunk, causally, and those of the earlier chunks whose mean key has the largest
 product with it. A block of queries computes the union of what its queries chose. Inside a tile that
-not all of them chose, each query keeps to its own choice (kernels/chunks.py).
+not all of them chose, each query keeps to its own choice (ChosenChunks).
+
+On one rank, where the backend has kernels for it, the queries of each chunk are gathered instead, and
+tiles of them meet whole chunks. The queries' own chunks, which causality cuts, and short documents go
+by lists of blocks, which follow from the mask alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +20,13 @@ from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.ranges import Mask, MaskRanges, once_per_mask, token_positions
-from titan_sparse.attention.patterns.base import BlockIndex, Pattern, gather_blocks, no_verticals
-from titan_sparse.attention.patterns.moba import gathered
+from titan_sparse.attention.patterns.base import (
+    BlockIndex,
+    Computation,
+    Pattern,
+    gather_blocks,
+    no_verticals,
+)
 from titan_sparse.attention.patterns.spans import (
     Spans,
     document_origin,
@@ -27,7 +36,9 @@ from titan_sparse.attention.patterns.spans import (
     span_of_tokens,
     spans_of_blocks,
 )
-from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits, chosen_keys
+from titan_sparse.kernels import gathered
+from titan_sparse.kernels.block_sparse import ChosenChunks, Piece, Tiles, chosen_bits, chosen_keys
+from titan_sparse.kernels.block_sparse.piece import mapped
 from titan_sparse.kernels.compact import pack, unpack
 from titan_sparse.kernels.dtypes import accumulation_dtype
 from titan_sparse.options.patterns import MoBAOptions
@@ -40,23 +51,23 @@ _COUNTED_ELEMENTS = 1 << 24
 
 @dataclass(eq=False)
 class MoBAIndex(BlockIndex):
-    """Chunks chosen by every query, and by blocks of queries; bits as in kernels/compact.py.
-
-    words: int32 [B, Hq, S, W]; bit c: the query sees chunk c of its document.
-    any_words: int32 [B, Hq, blocks, T, W], the chunks chosen by any query of the block, one set for
-        each of the (at most two) long documents that it touches.
-    all_words: int32 [B, Hq, blocks, W], the chunks chosen by all queries of the block.
-    origin: int32 [B, S], where each query's chunks are counted from.
-    chunk: tokens of a chunk.
-    """
+    """Chunks chosen by every query, and by blocks of queries; bits as in kernels/compact.py."""
 
     by_head = ("verticals", "words", "any_words", "all_words")
     words: Tensor
+    """int32 [B, Hq, S, W]; bit c: the query sees chunk c of its document."""
     any_words: Tensor
+    """int32 [B, Hq, blocks, T, W], the chunks chosen by any query of the block, one set for each of
+    the (at most two) long documents that it touches."""
     all_words: Tensor
+    """int32 [B, Hq, blocks, W], the chunks chosen by all queries of the block."""
     origin: Tensor
+    """int32 [B, S], where each query's chunks are counted from."""
     spans: Spans
     chunk: int
+    """Tokens of a chunk."""
+    top_k: int
+    """The most chunks that a query chose, its own included."""
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         spans = self.spans
@@ -90,9 +101,8 @@ class MoBAIndex(BlockIndex):
     def _touched_bits(
         self, words: Tensor, document_start: Tensor, k_blocks: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The bits of the first and of the last chunk that each key block touches.
+        """The bits of the first and of the last chunk that each key block touches: bool [B, Hq, nq, nk].
 
-        bool [B, Hq, nq, nk] each.
         words: int32 [B, Hq, nq, W]. document_start: [B, nq], where the chunks are counted from.
         """
         # [B, 1, nq, nk], counted from the document's start. A block has no more tokens than a
@@ -114,15 +124,10 @@ class MoBAIndex(BlockIndex):
         position = torch.arange(self.seq_len, device=device)
         # [B, Hq, S, S]
         chosen = chosen_keys(self.chosen_chunks(position), position.view(1, 1, -1))
-
         return chosen & mask.dense(self.seq_len, device)[:, None]
 
     def pairs(self, ranges: MaskRanges, q_blocks: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """float64 [B, Hq, parts]: pairs of tokens computed for these queries, by part of the keys.
-
-        parts: global blocks int64 [n] each, such as the rows of a layout's table. Exact: the chosen
-        chunks are intersected with what the mask shows each query.
-        """
+        # Exact: the chosen chunks are intersected with what the mask shows each query.
         device = q_blocks.device
         chunk_count = self.words.shape[-1] * 32
         batch, heads = self.words.shape[:2]
@@ -152,16 +157,30 @@ class MoBAIndex(BlockIndex):
             total += chosen @ seen
         return total
 
+    def computation(
+        self,
+        ranges: MaskRanges,
+        cp: ContextParallel,
+        scale: float,
+        dense_tiles: Callable[[MaskRanges], Tiles],
+    ) -> Computation | None:
+        """Gathers queries. Where the mask is not plain, the host waits for it, once a batch."""
+        slots = min(self.top_k - 1, (self.seq_len - 1) // self.chunk)
+        if slots == 0 or ranges.slices is not None:
+            return None
+        if not ranges.plain:
+            if not once_per_mask(ranges, "whole chunks", lambda: shows_the_past(ranges)):
+                # A window cuts through chunks.
+                return None
+        key = ("gathered", self.chunk, cp.key, self.words.shape[:2])
+        geometry = once_per_mask(ranges, key, lambda: _find_geometry(self, ranges, cp, dense_tiles))
+        return GatheredQueries(self, geometry, slots, scale)
+
 
 class MoBA(Pattern, MoBAOptions):
     """Each query chooses chunks of keys by their mean key. MoBAOptions has the parameters."""
 
     gathers_queries: ClassVar[bool] = True
-
-    def computation(self, call: Any, batch: int) -> gathered.GatheredQueries | None:
-        """The queries of each chunk are gathered on one rank, where the backend has kernels."""
-        geometry = gathered.geometry_of(self, call, batch)
-        return None if geometry is None else gathered.GatheredQueries(call, geometry)
 
     def select_tensors(
         self, q: Tensor, k: Tensor, ranges: MaskRanges, cp: ContextParallel, scale: float
@@ -170,7 +189,8 @@ class MoBA(Pattern, MoBAOptions):
         batch, heads = q.shape[:2]
         seq_len = ranges.start.shape[1]
         size = cp.block_size
-        chunks = self.chunks_of(ranges, batch, cp)
+        spans = find_spans(ranges, batch, self.chunk_size, size)
+        chunks = _chunks_of(ranges, spans, cp, self.chunk_size)
         # [B, Hkv, n, D]
         means = _mean_keys(k, chunks, cp, self.chunk_size, ranges)
 
@@ -211,9 +231,7 @@ class MoBA(Pattern, MoBAOptions):
 
         # [B, Hkv, G, m, D] @ [B, Hkv, 1, D, n]
         q_by_group = q.unflatten(1, (kv_heads, -1)).to(means.dtype)
-        gate = q_by_group @ means[:, :, None].mT
-        # [B, Hq, m, n]
-        gate = gate.flatten(1, 2)
+        gate = (q_by_group @ means[:, :, None].mT).flatten(1, 2)
 
         # [B, 1, m, n]: the earlier chunks of the query's document.
         number = torch.arange(count, device=q.device)
@@ -229,23 +247,10 @@ class MoBA(Pattern, MoBAOptions):
         is_best = best.gather(3, number) & (chunk < own)
         return is_best | (chunk == own)
 
-    def _spans(self, ranges: MaskRanges, batch: int, block_size: int) -> Spans:
-        """The documents that have a whole chunk."""
-        return find_spans(ranges, batch, self.chunk_size, block_size)
-
-    def chunks_of(self, ranges: MaskRanges, batch: int, cp: ContextParallel) -> "MoBAChunks":
-        """The chunks that the mask's long documents have, for this rank's queries."""
-        spans = self._spans(ranges, batch, cp.block_size)
-        return once_per_mask(
-            ranges,
-            ("moba", self, cp.key, batch),
-            lambda: _find_chunks(ranges, spans, cp, self.chunk_size),
-        )
-
     def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
         batch, heads = q.shape[:2]
         blocks = seq_len // block_size
-        # W: one bit for each chunk of the longest document that fits.
+        # One bit for each chunk of the longest document that fits.
         words = -(-seq_len // (32 * self.chunk_size))
         touching = min(slots(seq_len, self.chunk_size, packed), 2)
         return [
@@ -257,15 +262,17 @@ class MoBA(Pattern, MoBAOptions):
     def index(
         self, tensors: list[Tensor], ranges: MaskRanges, batch: int, heads: int, block_size: int
     ) -> MoBAIndex:
-        origin = once_per_mask(
-            ranges,
-            ("origin", batch),
-            lambda: document_origin(ranges).expand(batch, -1).contiguous(),
-        )
-        spans = self._spans(ranges, batch, block_size)
-        verticals = no_verticals(tensors[0])
+        def find_origin() -> Tensor:
+            return document_origin(ranges).expand(batch, -1).contiguous()
+
+        origin = once_per_mask(ranges, ("origin", batch), find_origin)
+        # The documents that have a whole chunk.
+        spans = find_spans(ranges, batch, self.chunk_size, block_size)
+        words, any_words, all_words = tensors
+        seq_len, verticals = origin.shape[1], no_verticals(words)
+        of_options = self.chunk_size, self.top_k
         return MoBAIndex(
-            origin.shape[1], block_size, verticals, *tensors, origin, spans, self.chunk_size
+            seq_len, block_size, verticals, words, any_words, all_words, origin, spans, *of_options
         )
 
 
@@ -273,26 +280,30 @@ class MoBAChunks(NamedTuple):
     """The inputs of the gate that depend on mask and layout. They are the same for every layer.
 
     The n whole chunks of all long documents are numbered document by document.
-    begin: int64 [B, n], the first token of a chunk; the sequence length for one that does not
-        exist.
-    in_chunk: bool [B, n_local, 2, block], which tokens of this rank's blocks are in each of the two
-        chunks that a block can touch.
-    entry: int64 [B, n, m], of all blocks' two sums those that make up each chunk, 2 for each block.
-    counts: bool [B, n, m], which of these there are.
-    offset: int64 [B, S_local], where the chunks of the document begin that each of this rank's
-        queries is in.
-    own: int64 [B, S_local], the number of each query's own chunk in the document.
-    member: bool [B, n_local, block, T], in which of the long documents that touch the block a query
-        is.
     """
 
     begin: Tensor
+    """int64 [B, n], the first token of a chunk; the sequence length for one that does not exist."""
     in_chunk: Tensor
+    """bool [B, n_local, 2, block], which tokens of this rank's blocks are in each of the two chunks
+    that a block can touch."""
     entry: Tensor
+    """int64 [B, n, m], those of all blocks' two sums that make up each chunk, 2 for each block."""
     counts: Tensor
+    """bool [B, n, m], which of these there are."""
     offset: Tensor
+    """int64 [B, S_local], where the chunks begin of the document that each of this rank's queries is
+    in."""
     own: Tensor
+    """int64 [B, S_local], the number of each query's own chunk in the document."""
     member: Tensor
+    """bool [B, n_local, block, T], in which of the long documents that touch the block a query is."""
+
+
+def _chunks_of(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: int) -> MoBAChunks:
+    """The chunks of `chunk` tokens of the mask's long documents, for this rank's queries."""
+    key = ("moba", chunk, cp.key, len(spans.start))
+    return once_per_mask(ranges, key, lambda: _find_chunks(ranges, spans, cp, chunk))
 
 
 def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: int) -> MoBAChunks:
@@ -305,8 +316,7 @@ def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: i
     chunks_of_span = (spans.stop - spans.start) // chunk
     offset = chunks_of_span.cumsum(-1) - chunks_of_span
     most_chunks = max(1, seq_len // chunk)
-    number = torch.arange(most_chunks, device=device)
-    number = number.expand(batch, -1).contiguous()
+    number = torch.arange(most_chunks, device=device).expand(batch, -1).contiguous()
     span = torch.searchsorted(offset + chunks_of_span, number, right=True)
     exists = span < span_count
     span = span.clamp(max=span_count - 1)
@@ -315,8 +325,7 @@ def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: i
     begin = begin.where(exists, seq_len)
 
     # [B, blocks]: the first chunk that a block touches or that comes after it.
-    block_begin = torch.arange(0, seq_len, size, device=device)
-    block_begin = block_begin.expand(batch, -1).contiguous()
+    block_begin = torch.arange(0, seq_len, size, device=device).expand(batch, -1).contiguous()
     slot = torch.searchsorted(begin + chunk, block_begin, right=True)
     # [B, n_local, 2, block]
     own_blocks = cp.blocks(ranges)
@@ -352,9 +361,8 @@ def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: i
 def _mean_keys(
     k: Tensor, chunks: MoBAChunks, cp: ContextParallel, chunk: int, ranges: MaskRanges
 ) -> Tensor:
-    """Mean key of every whole chunk, [B, Hkv, n, D], from k [B, Hkv, S_local, D].
+    """Mean key of every whole chunk, [B, Hkv, n, D] in fp32 (fp64 for fp64), from k [B, Hkv, S_local, D].
 
-    In fp32 (fp64 for fp64).
     Keys are summed within blocks on the rank that owns them. These sums are added up over blocks in
     global order on every rank, so that the number of ranks does not change the result.
     """
@@ -369,8 +377,7 @@ def _mean_keys(
     block_sums = sums.flatten(2, 3).gather(2, entry)
     # [B, Hkv, n, m, D]
     block_sums = block_sums.unflatten(2, chunks.entry.shape[1:])
-    block_sums = block_sums * chunks.counts[:, None, ..., None]
-    return block_sums.sum(3) / chunk
+    return (block_sums * chunks.counts[:, None, ..., None]).sum(3) / chunk
 
 
 def _largest(gate: Tensor, count: int) -> Tensor:
@@ -390,3 +397,95 @@ def _largest(gate: Tensor, count: int) -> Tensor:
     # [..., 1]: how many of these there is room for.
     left = count - above.sum(-1, keepdim=True)
     return above | (equal & (equal.cumsum(-1) <= left))
+
+
+class Geometry(NamedTuple):
+    """The tables that follow from the mask alone, the same in every layer.
+
+    earlier, offset, begin: as in kernels.gathered.Choices, of the chunks of all documents.
+    """
+
+    tiles: Tiles  # of every query and its own chunk
+    earlier: Tensor
+    offset: Tensor
+    begin: Tensor
+
+
+@dataclass
+class GatheredQueries(Computation):
+    """Computes a call of MoBA whose queries are gathered.
+
+    slots: the most chunks that a query can see in addition to its own.
+    """
+
+    index: MoBAIndex
+    geometry: Geometry
+    slots: int
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return gathered.forward(q, self._plan(k, v))
+
+    def backward(
+        self, queries: tuple[Tensor, Tensor, Tensor, Tensor], k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, d_out, out, lse = queries
+        return gathered.backward(d_out, q, out, lse, self._plan(k, v))
+
+    def _plan(self, k: Tensor, v: Tensor) -> gathered.Plan:
+        tiles, earlier, offset, begin = self.geometry
+        index = self.index
+        choices = gathered.Choices(index.words, earlier, offset, begin, index.chunk, self.slots)
+        return gathered.Plan(own=Piece(k, v, tiles), choices=choices, scale=self.scale)
+
+
+def shows_the_past(ranges: MaskRanges) -> bool:
+    """True if every query sees its whole document up to itself, or nothing. The host waits."""
+    position = torch.arange(ranges.start.shape[1], device=ranges.start.device)
+    from_origin = ranges.start == document_origin(ranges)
+    up_to_itself = ranges.stop == position + 1
+    sees_nothing = ranges.start >= ranges.stop
+    return bool((sees_nothing | (from_origin & up_to_itself)).all())
+
+
+def _find_geometry(
+    index: MoBAIndex,
+    mask: MaskRanges,
+    cp: ContextParallel,
+    dense_tiles: Callable[[MaskRanges], Tiles],
+) -> Geometry:
+    chunk = index.chunk
+    chunks = _chunks_of(mask, index.spans, cp, chunk)
+    # [Bm, S]: keys before a query's own chunk are hidden.
+    position = torch.arange(index.seq_len, dtype=torch.int32, device=mask.start.device)
+    origin = document_origin(mask)
+    own_start = origin + (position - origin) // chunk * chunk
+    sees_any = mask.start < mask.stop
+    start = torch.where(sees_any, own_start, mask.start)
+    own_mask = MaskRanges(start, mask.stop, mask.document_start)
+
+    tiles = dense_tiles(own_mask)
+    # The most KV blocks that a query block meets in the own chunks of its queries: the first
+    # query's chunk begins `chunk` - 1 tokens before it at most.
+    width = -(-(chunk - 1) // index.block_size) + 1
+    by_query = mapped(tiles.by_query, lambda field: _narrowed(field, width))
+    by_key = mapped(tiles.by_key, lambda field: _narrowed(field, width))
+    # Rows that see nothing have no chunks either.
+    earlier = torch.where(sees_any, chunks.own, 0)
+    return Geometry(
+        tiles=tiles._replace(by_query=by_query, by_key=by_key),
+        earlier=earlier.int().contiguous(),
+        offset=chunks.offset.int().contiguous(),
+        begin=chunks.begin.int().contiguous(),
+    )
+
+
+def _narrowed(field: Tensor, width: int) -> Tensor:
+    """A table of `width` entries a row; on a GPU it has room for all blocks. Counts stay."""
+    if field.dim() < 4:
+        return field
+    batch, heads = field.shape[:2]
+    # All heads share their memory, and so may all sequences.
+    sequences = 1 if field.stride(0) == 0 else batch
+    narrow = field[:sequences, :1, :, :width].contiguous()
+    return narrow.expand(batch, heads, -1, -1)

@@ -1,4 +1,4 @@
-"""What every result file of a benchmark says about itself."""
+"""What result files say about themselves, and all runs on several GPUs by one command."""
 
 import argparse
 import datetime
@@ -45,33 +45,24 @@ def test_every_result_says_where_it_comes_from(path):
     assert len(result["command"]) > 10
 
 
-# steps --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    write_texts(folder / "texts", documents=4)
-    train(tiny_config(folder, "one", training__steps=2))
-    dist.destroy_process_group()
-    shutil.copytree(folder / "one", folder / "two")
-    return folder
-
-
 def _record(folder, **recorded):
     [path] = folder.glob("starts/*/start.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | recorded))
 
 
-def test_steps_and_their_origin(runs, tmp_path, capsys):
+def test_steps_and_their_origin(tmp_path, capsys):
+    write_texts(tmp_path / "texts", documents=4)
+    train(tiny_config(tmp_path, "one", training__steps=2))
+    dist.destroy_process_group()
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    runs = [f"a run={tmp_path / 'one'}", f"b={tmp_path / 'two'}"]
     for name, command in (
         ("one", "/usr/bin/python -u /home/me/train.py --training.steps 2"),
         ("two", "python -m titan_sparse.train --training.steps 2"),
     ):
-        _record(runs / name, command=command, git={"commit": 40 * "a", "changed_files": 0})
+        _record(tmp_path / name, command=command, git={"commit": 40 * "a", "changed_files": 0})
     out = tmp_path / "steps.json"
-    words = [f"a run={runs / 'one'}", f"b={runs / 'two'}", "--out", str(out)]
-    assert steps.main(words) == 0, capsys.readouterr().err
+    assert steps.main([*runs, "--out", str(out)]) == 0, capsys.readouterr().err
     found = json.loads(out.read_text())
     assert found["commit"] == 40 * "a" and found["gpu"] == "cpu"
     assert found["versions"]["torch"] == torch.__version__ and found["date"].startswith("20")
@@ -81,11 +72,12 @@ def test_steps_and_their_origin(runs, tmp_path, capsys):
     assert two["command"].endswith("1 -m titan_sparse.train --training.steps 2")
     assert [line["step"] for line in one["steps"]] == [1, 2] and one["gpus"] == 1
 
-    _record(runs / "two", command="python -c x", git={"commit": 40 * "a", "changed_files": 2})
-    [two] = steps.collect([("b", runs / "two")])["runs"].values()
+    _record(tmp_path / "two", command="python -c x", git={"commit": 40 * "a", "changed_files": 2})
+    [two] = steps.collect([("b", tmp_path / "two")])["runs"].values()
     assert two["command"] == "unknown: the run was no program of its own"
-    words = [f"a={runs / 'one'}", f"b={runs / 'two'}", "--out", str(tmp_path / "x.json")]
-    assert steps.main(words) == 2 and "another commit" in capsys.readouterr().err
-    assert steps.main([f"a={tmp_path}", "--out", str(tmp_path / "x.json")]) == 2
+    nothing = tmp_path / "x.json"
+    assert steps.main([*runs, "--out", str(nothing)]) == 2
+    assert "another commit" in capsys.readouterr().err
+    assert steps.main([f"a={tmp_path}", "--out", str(nothing)]) == 2
     assert "no starts/*/start.json" in capsys.readouterr().err
-    assert not (tmp_path / "x.json").exists()
+    assert not nothing.exists()
