@@ -10,12 +10,11 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
-
-from tests.interpreter import patch_languages_once
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the programs that tests start
 torch.set_num_threads(1)
@@ -24,6 +23,45 @@ torch.set_num_threads(1)
 if "GPUS_TO_SHARE" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
     worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     os.environ["CUDA_VISIBLE_DEVICES"] = str(worker % int(os.environ["GPUS_TO_SHARE"]))
+
+
+def patch_languages_once() -> None:
+    """Make Triton's interpreter faster: let only the outermost call of a function patch triton.language.
+
+    The interpreter replaces the builtins of triton.language at every call of every function, also
+    of one that a kernel calls, such as tl.sum. That is most of its time. In an inner call they are
+    replaced already, so nothing is left to do. Does nothing if Triton is missing or differs inside.
+    """
+    try:
+        from triton import language
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    if not hasattr(interpreter, "_LangPatchScope") or not hasattr(interpreter, "_patch_lang"):
+        return
+
+    patch = interpreter._patch_lang
+    patched: set[ModuleType] = set()
+
+    def patch_what_is_left(function: FunctionType):
+        named = [value for value in function.__globals__.values() if isinstance(value, ModuleType)]
+        wanted = {module for module in named if module in (language, language.core)}
+        left = wanted - patched
+        if not left:
+            return interpreter._LangPatchScope()  # with nothing to restore
+        scope = patch(function)
+        restore = scope.restore
+
+        def restore_and_forget() -> None:
+            restore()
+            patched.clear()
+
+        scope.restore = restore_and_forget
+        patched.update(left)
+        return scope
+
+    interpreter._patch_lang = patch_what_is_left
+
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -52,7 +90,6 @@ LONGEST = [
     "tests/attention/test_recomputed.py",
     "tests/test_train.py",
     "tests/test_package.py",
-    "tests/test_extras.py",
     "tests/training/test_validation.py",
 ]
 """Files to begin with. A long one at the end would keep one core waiting for the other."""

@@ -11,14 +11,7 @@ def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """out and lse over bool [B, Hq, S, S]; rows that see nothing give 0 and -inf."""
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
-    group = q.shape[1] // k.shape[1]
-    # [B, Hq, S, D]
-    keys = k.repeat_interleave(group, 1)
-    values = v.repeat_interleave(group, 1)
-    # [B, Hq, S, S]
-    scores = (q @ keys.mT * scale).masked_fill(~seen, -torch.inf)
+    scores, values = _scores_and_values(q, k, v, seen, scale)
     lse = scores.logsumexp(-1)
     finite_lse = lse.clamp(min=-1e300)[..., None]
     probability = torch.where(seen, (scores - finite_lse).exp(), 0)
@@ -29,15 +22,27 @@ def attention_with_sinks(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """dense_attention() with learned sinks [Hq]: a column of the scores that has no value."""
+    scores, values = _scores_and_values(q, k, v, seen, scale)
+    column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+    scores = torch.cat([scores, column], dim=-1)
+    return scores.softmax(-1)[..., :-1] @ values, scores.logsumexp(-1)
+
+
+def _scores_and_values(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """[B, Hq, S, S] and [B, Hq, S, D]"""
     if scale is None:
         scale = q.shape[-1] ** -0.5
     group = q.shape[1] // k.shape[1]
     keys = k.repeat_interleave(group, 1)
-    values = v.repeat_interleave(group, 1)
     scores = (q @ keys.mT * scale).masked_fill(~seen, -torch.inf)
-    column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
-    scores = torch.cat([scores, column], dim=-1)
-    return scores.softmax(-1)[..., :-1] @ values, scores.logsumexp(-1)
+    return scores, v.repeat_interleave(group, 1)
+
+
+def by_token(x: Tensor) -> Tensor:
+    """The same numbers with [B, S, H, D] in memory, as a model's projections give them."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def gradients(function, d_out: Tensor, *inputs: Tensor) -> tuple[Tensor, list[Tensor]]:

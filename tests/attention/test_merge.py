@@ -6,8 +6,8 @@ forward, for dq, and for dk and dv on their way.
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
+from tests.attention.context_parallel.against_one import mesh_of
 from tests.distributed import run_processes
 from tests.reference import dense_attention, gradients, structured_qkv
 from titan_sparse.attention import ContextParallel, attend
@@ -67,11 +67,11 @@ def _inputs() -> tuple[list[Tensor], Tensor]:
 
 
 def _truth(mask, pattern) -> list[Tensor]:
-    (*qkv, d_out) = (x.double() for x in (*_inputs()[0], _inputs()[1]))
-    seen = (
-        pattern.select(*_inputs()[0][:2], mask, block_size=BLOCK).dense(mask).expand(1, 4, -1, -1)
-    )
-    out, grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out, *qkv)
+    qkv, d_out = _inputs()
+    index = pattern.select(*qkv[:2], mask, block_size=BLOCK)
+    seen = index.dense(mask).expand(1, 4, -1, -1)
+    exact = [x.double() for x in (d_out, *qkv)]
+    out, grads = gradients(lambda *x: dense_attention(*x, seen)[0], *exact)
     return [out, *grads]
 
 
@@ -91,12 +91,9 @@ def _check(schedule: str, pattern: str, **options) -> dict[str, list[torch.dtype
     """The dtypes of out and dq after each step."""
     eager = BACKENDS["eager"]
     backend = BACKENDS["eager"] = Rounding()
-    axes = (3, 1) if schedule == "double_ring" else (1, 3)
-    mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
-    mask, cp = (
-        Documents([100, SEQ_LEN - 100]),
-        ContextParallel(mesh, "striped", schedule, BLOCK, **options),
-    )
+    mesh = mesh_of((3, 1) if schedule == "double_ring" else (1, 3))
+    mask = Documents([100, SEQ_LEN - 100])
+    cp = ContextParallel(mesh, "striped", schedule, BLOCK, **options)
     want, alone = _truth(mask, PATTERNS[pattern]), _run(mask, PATTERNS[pattern], None)
     backend.seen |= {"out": [], "dq": []}
     got, sent = _run(mask, PATTERNS[pattern], cp), dict(cp.sent)
@@ -130,10 +127,8 @@ def _check_all() -> None:
         _check("ring", pattern, backward_circulates="q")
         _check("double_ring", pattern)
         assert set(_check("all_gather", pattern)["out"]) == {torch.bfloat16}
-        for link, passes in (
-            (0, 2),
-            (10**9, 3),
-        ):  # all own blocks before the others', or half of them behind
+        # All own blocks before the others', or half of them behind.
+        for link, passes in ((0, 2), (10**9, 3)):
             group_cast_plan.LINK = link
             seen = _check("group_cast", pattern, overlap_stages=(1, 1))
             _check_sums(seen["out"], 2, ("out", pattern))

@@ -1,6 +1,5 @@
-"""attend() inside torch.compile and under selective activation checkpointing."""
+"""attend() inside torch.compile. test_recomputed.py has it under activation checkpointing."""
 
-import functools
 from collections.abc import Callable
 
 import pytest
@@ -8,17 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 from tests.attention.calls import op_arguments, select_arguments
-from tests.reference import structured_qkv
+from tests.reference import by_token, structured_qkv
 from tests.slice_cases import cut_square, random_legal
-from titan_sparse.attention import SAVED_OPS, ContextParallel, attend
-from titan_sparse.attention.context_parallel import loop
+from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
 from titan_sparse.attention.masks.slices import Slices
@@ -144,51 +137,6 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, ranges: MaskRanges, pattern: Patte
     return attend(q, k, v, ranges, pattern, block_size=BLOCK, scale=0.3)
 
 
-def _policy(context, op, *args, **kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _saving(layer: nn.Module) -> Callable:
-    contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
-    return lambda x, ranges: checkpoint(layer, x, ranges, use_reentrant=False, context_fn=contexts)
-
-
-@pytest.fixture
-def calls(monkeypatch) -> dict[str, int]:
-    """Count how often the attention forward and the selection ran."""
-    count = {"forward": 0, "select": 0}
-
-    def counting(name: str, function: Callable) -> Callable:
-        def wrapper(*args):
-            count[name] += 1
-            return function(*args)
-
-        return wrapper
-
-    monkeypatch.setattr(loop, "forward", counting("forward", loop.forward))
-    monkeypatch.setattr(
-        VerticalSlash, "select_tensors", counting("select", VerticalSlash.select_tensors)
-    )
-    return count
-
-
-@pytest.mark.parametrize(
-    "pattern, compiled", [("dense", True), ("vertical_slash", False), ("vertical_slash", True)]
-)
-def test_saved_ops_run_once_a_step(calls, pattern, compiled):
-    layer = Layer(PATTERNS[pattern])
-    ranges = Documents(LENGTHS[1]).rows(SEQ_LEN)
-    want = _step(layer, layer, _input(0), ranges)
-    selections = calls["select"]
-    assert calls["forward"] == 1 and selections == (pattern == "vertical_slash")
-    function = _saving(layer)
-    if compiled:
-        function = torch.compile(function, fullgraph=True, backend="aot_eager")
-    for step in (2, 3):
-        _assert_equal(_step(layer, function, _input(0), ranges), want)
-        assert calls == {"forward": step, "select": step * selections}
-
-
 def test_opcheck():
     """All ops; a part of attention has no gradient of its own."""
     pattern, mask = PATTERNS["vertical_slash"], Documents([[40, 3, 57, 9], [20, 41, 1, 55]])
@@ -211,13 +159,13 @@ def test_opcheck():
     arguments = (torch.ones_like(q), q, k, v, saved, *whole)
     torch.library.opcheck(ops.attend_backward.default, arguments)
     # In memory by token, [B, S, H, D], as models have them: so are the results.
-    qkv = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    qkv = [by_token(x) for x in (q, k, v)]
     torch.library.opcheck(ops.attend_forward.default, (*qkv, None, *whole))
     results = ops.attend_forward(*qkv, None, *whole)
     assert torch.equal(results[0], out) and results[0].stride() == qkv[0].stride()
-    by_token = (torch.ones_like(q), *qkv, [*results], *whole)
-    torch.library.opcheck(ops.attend_backward.default, by_token)
-    gradients = zip(ops.attend_backward(*by_token), ops.attend_backward(*arguments), qkv)
+    backward = (torch.ones_like(q), *qkv, [*results], *whole)
+    torch.library.opcheck(ops.attend_backward.default, backward)
+    gradients = zip(ops.attend_backward(*backward), ops.attend_backward(*arguments), qkv)
     assert all(torch.equal(a, b) and a.stride() == x.stride() for a, b, x in gradients)
     arguments = (torch.ones_like(out), out, lse, sinks.detach())
     torch.library.opcheck(ops.attend_sinks_backward.default, arguments)

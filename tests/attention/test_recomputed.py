@@ -157,9 +157,8 @@ def test_triton_and_its_tables(monkeypatch, pattern, mask):
         "_has_table_kernels",
         lambda call: isinstance(call.index, VerticalSlashIndex),
     )
-    ranges = mask.rows(
-        64
-    )  # whole blocks: what is remembered for a mask must not be that of another part
+    # Whole blocks: what is remembered for a mask must not be that of another part.
+    ranges = mask.rows(64)
     leaves = [x.requires_grad_() for x in structured_qkv(1, 2, 1, 64, 16, dtype=torch.float32)]
     want = _step(_block(ranges, PATTERNS[pattern], 0.0, backend="eager"), leaves)
     got = _step(
@@ -188,21 +187,29 @@ def calls(monkeypatch) -> list[tuple[int, int] | str]:
     return seen
 
 
-def test_only_the_first_part_runs_twice(calls):
-    ranges, leaves = MASKS["documents"].rows(SEQ_LEN), _problem()
-    for share, parts, again in (
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "share, parts, again",
+    [
         (0.0, [(10, 10)], []),
         (0.3, [(7, 10), (3, 3)], [(3, 3)]),
         (1.0, [(10, 10)], [(10, 10)]),
-    ):
-        function = functools.partial(SELECTIVE, _block(ranges, PATTERNS["vertical_slash"], share))
-        if share == 0.3:
+    ],
+)
+def test_only_the_first_part_runs_twice(calls, compiled, share, parts, again):
+    """And what checkpointing saves runs once, in each of two steps."""
+    ranges, leaves = MASKS["documents"].rows(SEQ_LEN), _problem()
+    for pattern, selections in (("vertical_slash", ["select"]), ("dense", [])):
+        function = functools.partial(SELECTIVE, _block(ranges, PATTERNS[pattern], share))
+        if compiled:
+            torch._dynamo.reset()  # its guards don't look at a function's defaults
             function = torch.compile(function, fullgraph=True, backend="aot_eager")
-        calls.clear()
-        out = function(*leaves)
-        assert calls == ["select", *parts], share
-        out.sum().backward()
-        assert calls == ["select", *parts, *again], share
+        for _ in range(2):
+            calls.clear()
+            out = function(*leaves)
+            assert calls == [*selections, *parts]
+            out.sum().backward()
+            assert calls == [*selections, *parts, *again]
 
 
 def _kept_by_hooks(function: Callable, leaves: list[Tensor]) -> int:
@@ -217,17 +224,17 @@ def _kept_by_hooks(function: Callable, leaves: list[Tensor]) -> int:
     return sum(saved.values())
 
 
-@pytest.mark.parametrize("pattern", ["vertical_slash"])
-def test_what_is_kept_shrinks_as_promised(pattern):
+def test_what_is_kept_shrinks_as_promised():
     """It shrinks by out and lse of the rows before the boundary, and at 1 also by the gathered verticals."""
     if torch.__version__ < "2.12":
         pytest.skip(
             "with aot_eager torch 2.11 saves other tensors too; "
             "tests/gpu/test_attend.py measures the memory itself, on 2.11 as well"
         )
+    pattern = PATTERNS["vertical_slash"]
     ranges, leaves, kept = Documents([100, 60]).rows(160), _problem(seq_len=160), {}
     for share in (0.0, 0.3, 1.0):
-        function = functools.partial(SELECTIVE, _block(ranges, PATTERNS[pattern], share))
+        function = functools.partial(SELECTIVE, _block(ranges, pattern, share))
         torch._dynamo.reset()  # its guards don't look at a function's defaults
         function = torch.compile(function, fullgraph=True, backend="aot_eager")
         function(*leaves)  # what is remembered for the mask is not kept for the backward
@@ -239,7 +246,7 @@ def test_what_is_kept_shrinks_as_promised(pattern):
     )
     assert whole == 2 * 4 * 160 * (8 + 1) * 8  # out and lse of both sequences
     assert kept[0.0] - kept[0.3] == 0.3 * whole
-    verticals = PATTERNS[pattern].vertical_capacity(160, BLOCK, packed=True)
+    verticals = pattern.vertical_capacity(160, BLOCK, packed=True)
     assert kept[0.0] - kept[1.0] == whole + 2 * 2 * 4 * verticals * 8 * 8
 
 
@@ -248,11 +255,9 @@ def test_what_is_kept_shrinks_as_promised(pattern):
     [("selective", 0.25), ("plain", 0.0), ("reentrant", 0.5)],
 )
 def test_a_layer_is_counted_once(how, share):
-    leaves, ranges, pattern = (
-        _problem(seq_len=160),
-        MASKS["documents"].rows(160),
-        PATTERNS["vertical_slash"],
-    )
+    leaves = _problem(seq_len=160)
+    ranges = MASKS["documents"].rows(160)
+    pattern = PATTERNS["vertical_slash"]
     with recording(recall_rows=SEQ_LEN) as want:
         for factor in (1, 2):
             _block(ranges, pattern, 0.0)(leaves[0] * factor, *leaves[1:])

@@ -22,6 +22,7 @@ from tests.gpu.errors import (
     problem,
     with_gradients,
 )
+from tests.reference import by_token
 from titan_sparse.attention import attend
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.backends.base import DenseShape, Queries
@@ -97,12 +98,12 @@ def test_layouts(which):
     qkv, d_out = problem((6, 2), 128, 1024, batch=2)
     want, _ = exact(qkv, d_out, causal_pairs(*qkv[:2]))
     bounds = flash_errors(qkv, d_out)
-    by_token = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv]
+    laid_out = [by_token(x) for x in qkv]
     if which == "q":
-        by_token[1:] = qkv[1:]
+        laid_out[1:] = qkv[1:]
     elif which == "k and v":
-        by_token[0] = qkv[0]
-    got, _ = _of_piece(by_token, d_out, CAUSAL)
+        laid_out[0] = qkv[0]
+    got, _ = _of_piece(laid_out, d_out, CAUSAL)
     check(got, want, bounds)
 
 
@@ -110,10 +111,9 @@ def test_layouts(which):
 def test_after_torchs_own_calls(batch):
     """torch caches plans by the layout of q, k and v: here it has one for another layout of d_out."""
     qkv, d_out = problem((6, 2), 128, 1152, batch=batch)
-    by_token = d_out.transpose(1, 2).contiguous().transpose(1, 2)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         run = functools.partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-        with_gradients(run, qkv, by_token)
+        with_gradients(run, qkv, by_token(d_out))
     got = with_gradients(functools.partial(attend, backend="cudnn"), qkv, d_out)
     want, _ = exact(qkv, d_out, causal_pairs(*qkv[:2]))
     check(got, want, flash_errors(qkv, d_out))

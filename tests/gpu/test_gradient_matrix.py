@@ -27,7 +27,7 @@ from tests.gpu.errors import (
     skip_without,
     with_gradients,
 )
-from tests.reference import attention_with_sinks, relative_error
+from tests.reference import attention_with_sinks, by_token, relative_error
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.masks.slices import sliding_window
@@ -72,7 +72,7 @@ class Cell(NamedTuple):
     def inputs(self) -> tuple[list[Tensor], Tensor]:
         inputs, d_out = problem(self.heads, self.dim, self.tokens, dtype=self.dtype)
         # In memory by token, as models have them. Padding, where there is any, lays them out by head.
-        inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+        inputs = [by_token(x) for x in inputs]
         if self.sinks is not None:
             # From one that hardly counts to one that takes most.
             inputs.append(torch.linspace(-3, 9, self.heads[0], device="cuda", dtype=self.sinks))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.reference import relative_error
+from tests.reference import by_token, relative_error
 from tests.slice_cases import random_legal
 from titan_sparse.attention.backends import BACKENDS, base
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
@@ -162,10 +162,6 @@ def test_blocks_and_verticals(name):
     _check(Case(**CASES[name]))
 
 
-def _by_token(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
 @pytest.mark.parametrize("name", ["head_dim 96", "fp16"])
 def test_going_on_from_a_total(name):
     """Adding piece after piece to one total equals both pieces at once.
@@ -188,7 +184,7 @@ def test_going_on_from_a_total(name):
 
     # The last piece may round the sum to the inputs' dtype. Dense kernels leave sums by token.
     so_far = over_blocks()
-    so_far = so_far._replace(out=_by_token(so_far.out))
+    so_far = so_far._replace(out=by_token(so_far.out))
     last = base.Sum(case.q.dtype, so_far)
     other = triton.forward(case.q, [verticals], case.scale, last)
     assert other.out.dtype == case.q.dtype
@@ -200,7 +196,7 @@ def test_going_on_from_a_total(name):
         return triton.backward(queries, [piece], case.scale, base.Sum(torch.float32, d_total))
 
     d_total, [d_blocks] = backward(blocks, None)
-    d_total, [d_verticals] = backward(verticals, _by_token(d_total))
+    d_total, [d_verticals] = backward(verticals, by_token(d_total))
     gradients = [d_total, *d_blocks, *d_verticals]
     for gradient, want in zip(gradients, [dq, *rest], strict=True):
         assert gradient.dtype == torch.float32

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.reference import structured_qkv
+from tests.reference import by_token, structured_qkv
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
@@ -84,12 +84,12 @@ def test_probe(mask, kind, queries):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("by_token", [False, True])
-def test_held_rows(dtype, by_token):
+@pytest.mark.parametrize("lies_by_token", [False, True])
+def test_held_rows(dtype, lies_by_token):
     """Rows of q, which may be a view by token; zeros for rows that the rank does not hold."""
     q = torch.randn(2, 3, 50, 24).to(DEVICE, dtype)
-    if by_token:
-        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    if lies_by_token:
+        q = by_token(q)
     local = torch.randint(0, 50, (2, 19)).to(DEVICE)
     mine = torch.rand(2, 19).to(DEVICE) < 0.7
     q[:, :, 0] = torch.nan

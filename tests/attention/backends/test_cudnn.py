@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.attention import dense_twin
 from tests.attention.test_attend import Problem, results_of
-from tests.reference import structured_qkv
+from tests.reference import by_token, structured_qkv
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.backends.base import DenseShape, Queries
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
@@ -105,11 +105,6 @@ def _assert_close(got: list[Tensor], want: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def _by_token(x: Tensor) -> Tensor:
-    """The same numbers with [B, S, H, D] in memory, as a model's projections give them."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
 @pytest.mark.parametrize("heads", [(6, 2), (3, 3), (5, 1)], ids=str)
 @pytest.mark.parametrize(
     "shape, q_len, k_len, pieces",
@@ -135,9 +130,9 @@ def test_layouts(calls, layout):
     want = _dense(dense_twin, qkv, d_out, CAUSAL)
     q, k, v = qkv
     if layout in ("q", "all"):
-        q = _by_token(q)
+        q = by_token(q)
     if layout == "all":
-        k, v = _by_token(k), _by_token(v)
+        k, v = by_token(k), by_token(v)
     if layout == "part":
         q, k, v = (torch.cat([x, x], dim=2)[:, :, 16:] for x in qkv)
     _assert_close(_dense(cudnn, [q, k, v], d_out, CAUSAL), want)

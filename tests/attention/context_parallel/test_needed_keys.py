@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.attention.collectives import collectives, counts
+from tests.attention.context_parallel.against_one import mesh_of
 from tests.fake_step import fake_world
 from tests.reference import structured_qkv
 from titan_sparse.attention import ContextParallel, attend
@@ -82,7 +82,7 @@ def test_hops_and_work_that_the_index_saves(monkeypatch):
 
     monkeypatch.setattr(eager, "forward", counted)
     with fake_world(RANKS):
-        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+        mesh = mesh_of((RANKS,))
         cp = ContextParallel(mesh, "contiguous", "ring", BLOCK)
         # Each query attends to its own key, so that no distant slash is chosen.
         generator = torch.Generator().manual_seed(0)

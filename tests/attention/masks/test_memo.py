@@ -67,23 +67,53 @@ def test_inference_mode():
     )
 
 
-@pytest.mark.parametrize("by_key", [False, True], ids=["by query", "by query and key"])
-def test_tables_of_a_static_mask_are_made_once(by_key, monkeypatch):
-    """For all layers, forward and backward."""
-    made = []
+@pytest.fixture
+def made(monkeypatch) -> list[bool]:
+    """Whether tables were made by key, each time that some were made."""
+    calls = []
     block_tiles = tiles.block_tiles
 
     def noted(*args):
-        made.append(args[-1])
+        calls.append(args[-1])
         return block_tiles(*args)
 
-    monkeypatch.setattr(eager, "READS_BY_KEY", by_key)
     monkeypatch.setattr(tiles, "block_tiles", noted)
+    return calls
+
+
+@pytest.mark.parametrize("by_key", [False, True], ids=["by query", "by query and key"])
+def test_tables_of_a_static_mask_are_made_once(by_key, made, monkeypatch):
+    """For all layers, forward and backward."""
+    monkeypatch.setattr(eager, "READS_BY_KEY", by_key)
     q, k, v = [x.requires_grad_() for x in structured_qkv(1, 4, 2, 96, 8)]
     ranges = Documents([[50, 46]]).rows(96)
     for _ in range(2):
         attend(q, k, v, ranges, Dense(), backend="eager", block_size=16).sum().backward()
     assert made == [by_key]
+
+
+MASKS = {
+    "causal": Causal,
+    "causal with padding": lambda: Causal(valid=[50, 64]),
+    "full": Full,
+    "window": lambda: SlidingWindow(20),
+    "dilated": lambda: Dilated(40, 2),
+    # Each of these is equal to itself only.
+    "documents in a window": lambda: Documents([40, 24]) & SlidingWindow(20),
+    "slices": lambda: sliding_window([40, 24], 20, sinks=3),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_layers_share_what_is_remembered_for_a_mask(name, made):
+    """A mask in every layer costs as little as one that the user resolved once."""
+    q, k, v = structured_qkv(2, 4, 2, 64, 8)
+    mask = MASKS[name]()
+    kept = {"backend": "eager", "block_size": 16}
+    outs = [attend(q, k, v, mask, **kept) for _ in range(3)]
+    assert len(made) == 1
+    expected = attend(q, k, v, MASKS[name]().rows(64), **kept)
+    assert all(torch.equal(out, expected) for out in outs)
 
 
 class _Lengthening(Mask):
@@ -95,45 +125,6 @@ class _Lengthening(Mask):
         self.stop += 16
         start = torch.zeros(1, seq_len, dtype=torch.int32, device=device)
         return MaskRanges(start, torch.full_like(start, self.stop), None, causal=False)
-
-
-def test_a_mask_that_is_no_value_is_remembered_while_it_is_used(monkeypatch):
-    """Each of these is equal to itself only."""
-    made = []
-    block_tiles = tiles.block_tiles
-    monkeypatch.setattr(tiles, "block_tiles", lambda *args: made.append(1) or block_tiles(*args))
-    q, k, v = structured_qkv(1, 4, 2, 64, 8)
-    for mask in (Documents([40, 24]) & SlidingWindow(20), sliding_window([40, 24], 20, sinks=3)):
-        made.clear()
-        outs = [attend(q, k, v, mask, backend="eager", block_size=16) for _ in range(3)]
-        assert len(made) == 1
-        expected = attend(q, k, v, mask.rows(64), backend="eager", block_size=16)
-        assert all(torch.equal(out, expected) for out in outs)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        Causal,
-        lambda: Causal(valid=[50, 64]),
-        Full,
-        lambda: SlidingWindow(20),
-        lambda: Dilated(40, 2),
-    ],
-    ids=["causal", "causal with padding", "full", "window", "dilated"],
-)
-def test_layers_with_equal_masks_share_what_is_remembered(make, monkeypatch):
-    """attend(mask=Causal()) in every layer costs as little as a mask that the user resolved once."""
-    made = []
-    block_tiles = tiles.block_tiles
-    monkeypatch.setattr(tiles, "block_tiles", lambda *args: made.append(1) or block_tiles(*args))
-    q, k, v = structured_qkv(2, 4, 2, 64, 8)
-    mask = make()
-    kept = {"backend": "eager", "block_size": 16}
-    outs = [attend(q, k, v, mask, **kept) for _ in range(3)]
-    assert len(made) == 1
-    expected = attend(q, k, v, make().rows(64), **kept)
-    assert all(torch.equal(out, expected) for out in outs)
 
 
 def test_equal_masks_of_other_lengths_are_others():

@@ -37,13 +37,7 @@ from titan_sparse.attention.patterns.spans import (
     spans_of_blocks,
 )
 from titan_sparse.kernels import gathered
-from titan_sparse.kernels.block_sparse import (
-    ChosenChunks,
-    Piece,
-    Tiles,
-    chosen_bits,
-    chosen_keys,
-)
+from titan_sparse.kernels.block_sparse import ChosenChunks, Piece, Tiles, chosen_bits, chosen_keys
 from titan_sparse.kernels.block_sparse.piece import mapped
 from titan_sparse.kernels.compact import pack, unpack
 from titan_sparse.kernels.dtypes import accumulation_dtype

@@ -1,8 +1,9 @@
-"""Routes of chunks and of their gradients, walked hop by hop."""
+"""Rings: routes of chunks and of their gradients, walked hop by hop, and what travels with queries."""
 
 import pytest
 import torch
 
+from titan_sparse.attention.context_parallel.ring import _out_with
 from titan_sparse.attention.context_parallel.ring_routing import (
     Hops,
     all_gather_traffic,
@@ -149,3 +150,23 @@ def test_traffic_of_whole_schedules():
     assert gather.across.tolist() == [2] * 6 and (gather.inside + gather.across).tolist() == [5] * 6
     assert all_gather_traffic(4, 4).across.tolist() == [0] * 4
     assert traffic(all_hops(1, 4), 4).across.sum() == 0
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_product_that_travels_with_queries_is_right(dtype, size):
+    """Only the product of out and d_out travels. Any out with that product works."""
+    torch.manual_seed(0)
+    wide = torch.promote_types(dtype, torch.float32)
+    d_out = (torch.randn(2, 3, 50, 24) * size).to(dtype)
+    d_out[:, :, 7] = 0
+    true = torch.randn(2, 3, 50, 24).to(dtype)
+    # fp64 knows the product that fp32 sums.
+    product = (d_out.double() * true.double()).sum(-1)
+    out = _out_with(d_out, product.to(wide))
+    assert out.dtype == dtype and out.isfinite().all()
+    error = (d_out.double() * out.double()).sum(-1) - product
+    # The rounding of the true out would cost as much.
+    bound = torch.finfo(dtype).eps * d_out.double().norm(dim=-1) * true.double().norm(dim=-1)
+    assert (error.abs() <= bound).all()
+    assert (out.double().norm(dim=-1) <= 1.01 * true.double().norm(dim=-1)).all()
