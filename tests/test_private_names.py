@@ -52,6 +52,7 @@ PRIVATE = {
     "torch._inductor.choices.InductorChoices.should_use_persistent_reduction": INDUCTOR,
     "torch._inductor.codegen.simd_kernel_features.DisableReduction": INDUCTOR,
     "torch._inductor.codegen.simd_kernel_features.EnableReduction": INDUCTOR,
+    "torch._inductor.codegen.simd_kernel_features.SIMDKernelFeatures": INDUCTOR,
     "torch._inductor.config": INDUCTOR,
     "torch._inductor.config.emulate_precision_casts": "model.py: rounds as without compile",
     "torch._inductor.config.inductor_choices_class": INDUCTOR,

@@ -99,7 +99,7 @@ def _query_gradient(
 def _query_kernel(
     q, d_out, lse, delta, before, dq, pieces, start, stop, q_len, heads, scale, logit_scale,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    ADD: tl.constexpr,
+    PIECES: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """dq of M queries of one head through the pieces, plus `before` if ADD."""
     # Under causal masks the last query blocks have the most to do: they start first.
@@ -119,7 +119,7 @@ def _query_kernel(
     row_delta = tl.load(delta + row + rows)
 
     total = tl.zeros([M, D], tl.float32)
-    for i in tl.static_range(len(pieces)):
+    for i in tl.static_range(PIECES):
         total = _query_gradient(
             total, q_tile, d_tile, row_lse, row_delta, scale,
             pieces[i], batch, head, heads, q_block, q_len // BLOCK, rows, seen_from, seen_until,
@@ -320,7 +320,8 @@ def query_gradient(
     _query_kernel[q_len // tile[0], heads, batch](
         *queries.rows(), dq if before is None else before, dq, operands,
         queries.start, queries.stop, q_len, heads, queries.scale * LOG2_E, queries.scale,
-        BLOCK=queries.block_size, ADD=before is not None, **options(tile, dim, q.device),
+        BLOCK=queries.block_size, PIECES=len(pieces), ADD=before is not None,
+        **options(tile, dim, q.device),
     )  # fmt: skip
     return dq
 

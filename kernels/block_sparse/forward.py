@@ -64,7 +64,7 @@ def _attend(
 def _forward_kernel(
     q, before, out, lse, pieces, start, stop, q_len, heads, scale,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    CONTINUE: tl.constexpr, LOG2_E: tl.constexpr,
+    PIECES: tl.constexpr, CONTINUE: tl.constexpr, LOG2_E: tl.constexpr,
 ):  # fmt: skip
     """M queries of one head: out and lse over the pieces, and, if CONTINUE, over the keys of
     `before` and lse."""
@@ -91,7 +91,7 @@ def _forward_kernel(
         weight = tl.zeros([M], tl.float32)
         top = tl.full([M], float("-inf"), tl.float32)
 
-    for i in tl.static_range(len(pieces)):
+    for i in tl.static_range(PIECES):
         acc, weight, top = _attend(
             acc, weight, top, q_tile, scale,
             pieces[i], batch, head, heads, q_block, q_len // BLOCK, rows, seen_from, seen_until,
@@ -143,6 +143,6 @@ def forward(
     _forward_kernel[q_len // tile[0], heads, batch](
         rows_of(q), out if before is None else before, out, lse, operands,
         tiles.start, tiles.stop, q_len, heads, scale * LOG2_E,
-        BLOCK=tiles.block_size, CONTINUE=before is not None, LOG2_E=LOG2_E, **launch,
+        BLOCK=tiles.block_size, PIECES=len(pieces), CONTINUE=before is not None, LOG2_E=LOG2_E, **launch,
     )  # fmt: skip
     return out, lse

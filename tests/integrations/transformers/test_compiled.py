@@ -2,6 +2,7 @@
 wrong."""
 
 import inspect
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -66,6 +67,8 @@ def test_a_function_with_attend_is_protected(graphs: list[bool]) -> None:
     found = torch.compile(layer, backend=recorder(graphs), fullgraph=True)(x)
     torch.testing.assert_close(found, wanted)
     assert graphs == [True]
+    # Inductor's caches pickle its settings; what cannot be pickled is never cached.
+    pickle.dumps(inductor.inductor_choices_class)
 
 
 def test_other_models_alone_are_left_as_they_are(graphs: list[bool]) -> None:
