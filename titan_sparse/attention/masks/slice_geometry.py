@@ -205,7 +205,8 @@ def padded_table(sequences: list[Tensor]) -> Tensor:
 
     N is a power of two, 16 or more, so that few sizes are compiled anew.
     """
-    most = max(map(len, sequences), default=0)
+    # A list, because torch.compile cannot trace max() of a map before torch 2.14.
+    most = max([len(slices) for slices in sequences], default=0)
     size = max(16, 1 << (most - 1).bit_length())
     table = torch.zeros(len(sequences), size, 6, dtype=torch.int32)
     # high < low: an empty slice
