@@ -88,7 +88,8 @@ def test_what_is_no_metrics_is_refused(tmp_path, text, reason):
 
 def _sorted(tags: list[str]) -> list[str]:
     """As TensorBoard sorts tags: by letters, with slashes and underscores before them."""
-    return sorted(tags, key=lambda tag: ["/_".find(c) - 2 if c in "/_" else ord(c) for c in tag])
+    first = {"/": -2, "_": -1}
+    return sorted(tags, key=lambda tag: [first.get(letter, ord(letter)) for letter in tag])
 
 
 @on_ranks(2)

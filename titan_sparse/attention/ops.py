@@ -438,7 +438,8 @@ def _join(
 
 @_join.register_fake
 def _fake_join(q, k, v, sinks, index, mask, call, parts):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+    lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+    return q.new_empty(q.shape), lse
 
 
 def _save_joined(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:

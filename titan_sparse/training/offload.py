@@ -97,7 +97,8 @@ class _Saved:
             self.event = block.owner.copier.start(self._in_buffer(), self.on_device)
 
     def _in_buffer(self) -> Tensor:
-        return self.buffer.view(self.like.dtype).as_strided(self.like.shape, self.like.stride())
+        elements = self.buffer.view(self.like.dtype)
+        return elements.as_strided(self.like.shape, self.like.stride())
 
     def free_device(self) -> None:
         """The forward goes on after the copy, and the device's memory may be used again."""
@@ -180,9 +181,11 @@ class _Block:
         return address in self.shared_storages or address in self.parameter_storages
 
     def fetch(self) -> None:
-        for saved in self.saved.values() if not self.fetched else ():
-            saved.fetch()
+        if self.fetched:
+            return
         self.fetched = True
+        for saved in self.saved.values():
+            saved.fetch()
 
 
 class OffloadedBlocks:

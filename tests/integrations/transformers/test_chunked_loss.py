@@ -353,6 +353,7 @@ def with_items(own):
 
 
 def test_a_loss_of_its_own_that_is_the_same_is_computed():
+    # It would raise: chunk_loss() refuses a loss that differs.
     train_a_step(with_loss(with_items(of_mean(lambda loss: loss))))
 
 
