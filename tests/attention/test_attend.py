@@ -1,12 +1,10 @@
 """attend() on one rank against dense masked attention in fp64, with and without learned sinks, and
 invariants of every selection."""
 
-import functools
 import gc
 import sys
 import weakref
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,30 +12,25 @@ from torch import Tensor, nn
 
 from tests.attention.calls import op_arguments
 from tests.attention.dense_twin import let_eager_serve_dense
-from tests.reference import attention_with_sinks, dense_attention, gradients, structured_qkv
+from tests.attention.problems import PATTERNS as ONE_OF_EACH
+from tests.attention.problems import Problem, assert_equal, problem, sink_logits
+from tests.reference import dense_attention, gradients, relative_error
 from titan_sparse.attention import ContextParallel, attend, ops
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.context_parallel.layouts import Costs
-from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
+from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
 from titan_sparse.attention.masks.slices import prefix_lm, sliding_window
 from titan_sparse.attention.observe import recording
-from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+from titan_sparse.attention.patterns import VerticalSlash
 
-SPARSE = VerticalSlash(recall=0.7, sinks=2, local_slashes=1, dense_below=40)
 CAPPED = VerticalSlash(
     recall=0.95, probe=7, sinks=0, max_verticals=21, max_slashes=2, dense_below=32
 )
-PATTERNS = {
-    "dense": Dense(),
-    "sparse": SPARSE,
-    "capped": CAPPED,
-    "xattention": XAttention(stride=4, threshold=0.6, dense_below=48),
-    "moba": MoBA(19, 3),
-}
+PATTERNS = ONE_OF_EACH | {"capped": CAPPED}
 
-# heads, KV heads, tokens, block size
-SHAPES = [(16, 2, 128, 16), (5, 1, 157, 16), (3, 3, 157, 16), (5, 1, 128, 16)]
+# heads, KV heads, tokens
+SHAPES = [(16, 2, 128), (5, 1, 157), (3, 3, 157), (5, 1, 128)]
 
 MASKS = {
     "full": Full(),
@@ -57,65 +50,11 @@ COMBINATIONS = [
     for pattern in PATTERNS
     if mask not in DENSE_ONLY or pattern == "dense"
 ]
-NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 
-class Problem(NamedTuple):
-    inputs: list[Tensor]
-    """q, k, v, and sinks where there are some"""
-    mask: Mask
-    pattern: Pattern
-    block: int
-
-    @property
-    def d_out(self) -> Tensor:
-        generator = torch.Generator().manual_seed(1)
-        return torch.randn(self.inputs[0].shape, dtype=torch.float64, generator=generator)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **options):
-        return attend(
-            q, k, v, self.mask, self.pattern, block_size=self.block, sinks=sinks, **options
-        )
-
-    def aux(self, **options):
-        return self.attend(*self.inputs, return_aux=True, **options)[1]
-
-    def seen(self) -> Tensor:
-        """bool [B, Hq, S, S]: what the mask allows and the pattern selects."""
-        return self.aux().index.dense(self.mask)
-
-
-def sink_logits(heads: int) -> Tensor:
-    """They range from sinks with almost no weight to sinks with almost all of it."""
-    return torch.linspace(-6, 12, heads, dtype=torch.float64)
-
-
-def _problem(
-    shape: tuple[int, int, int, int], mask: str, pattern: Pattern, sinks: bool = False
-) -> Problem:
-    heads, kv_heads, seq_len, block = shape
-    q, k, v = structured_qkv(2, heads, kv_heads, seq_len, 8, seed=heads)
-    more = [sink_logits(heads)] if sinks else []
-    return Problem([q * 0.5, k, v, *more], MASKS[mask], pattern, block)
-
-
-def results_of(p: Problem, **options) -> list[Tensor]:
-    """NAMES, by attend()."""
-    run = functools.partial(p.attend, **options)
-    out, grads = gradients(run, p.d_out.to(p.inputs[0].dtype), *p.inputs)
-    return [out, p.aux(**options).lse, *grads]
-
-
-def wanted_of(p: Problem, seen: Tensor) -> list[Tensor]:
-    reference = dense_attention if len(p.inputs) == 3 else attention_with_sinks
-    out, grads = gradients(lambda *x: reference(*x, seen)[0], p.d_out, *p.inputs)
-    return [out, reference(*p.inputs, seen)[1], *grads]
-
-
-def assert_equal(got: list[Tensor], want: list[Tensor], note: object = None) -> None:
-    for name, a, b in zip(NAMES, got, want):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-9, msg=f"{name}, {note}")
-    assert len(got) == len(want)
+def _problem(shape: tuple[int, int, int], mask: str, pattern: str, sinks: bool = False) -> Problem:
+    *heads, seq_len = shape
+    return problem(heads, MASKS[mask], PATTERNS[pattern], seq_len=seq_len, sinks=sinks)
 
 
 def _gap(a: Tensor, b: Tensor) -> float:
@@ -130,27 +69,27 @@ def _gap(a: Tensor, b: Tensor) -> float:
 )
 def test_attend_is_dense_attention_over_what_was_selected(shape, mask, pattern, sinks):
     """A sink is a column of the scores that has no value."""
-    p = _problem(shape, mask, PATTERNS[pattern], sinks)
-    assert_equal(results_of(p), wanted_of(p, p.seen()))
+    p = _problem(shape, mask, pattern, sinks)
+    assert_equal(p.results(), p.wanted(p.seen()))
 
 
 @pytest.mark.parametrize("mask", ["valid", "documents, window"])
 def test_packed_kernels(monkeypatch, mask):
     """Dense packed documents by kernels that know documents, padding included."""
-    p = _problem(SHAPES[2], mask, Dense(), sinks=True)
-    want = wanted_of(p, p.seen())
+    p = _problem(SHAPES[2], mask, "dense", sinks=True)
+    want = p.wanted(p.seen())
     let_eager_serve_dense(monkeypatch)
     monkeypatch.setattr(BACKENDS["eager"], "forward", None)
-    assert_equal(results_of(p), want)
+    assert_equal(p.results(), want)
 
 
 @pytest.mark.parametrize("mask", ["causal", "valid"])
 def test_a_sink_of_minus_infinity_is_none(mask):
     """Also where a row sees no key either."""
-    p = _problem(SHAPES[2], mask, Dense())
+    p = _problem(SHAPES[2], mask, "dense")
     infinite = torch.full((3,), -torch.inf, dtype=torch.float64)
-    got = results_of(p._replace(inputs=[*p.inputs, infinite]))
-    assert_equal(got, [*results_of(p), torch.zeros_like(infinite)])
+    got = p._replace(inputs=[*p.inputs, infinite]).results()
+    assert_equal(got, p.results() | {"dsinks": torch.zeros_like(infinite)})
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -159,7 +98,7 @@ def test_equals_the_attention_of_gpt_oss(window):
     pytest.importorskip("transformers")
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-    p = _problem((8, 2, 128, 16), "causal", Dense(), sinks=True)
+    p = _problem((8, 2, 128), "causal", "dense", sinks=True)
     if window is not None:
         p = p._replace(mask=Causal() & SlidingWindow(window))
     seen = p.mask.dense(128)[:, None]
@@ -187,26 +126,24 @@ def test_equals_the_attention_of_gpt_oss(window):
     ids=str,
 )
 def test_lower_precision(dtype, sink_dtype, bound):
-    p = _problem(SHAPES[2], "documents", SPARSE, sinks=True)
+    p = _problem(SHAPES[2], "documents", "vertical_slash", sinks=True)
     *qkv, sinks = p.inputs
     low = p._replace(inputs=[*(x.to(dtype) for x in qkv), sinks.to(sink_dtype)])
-    exact = p._replace(inputs=[x.double() for x in low.inputs])
-    dtypes = (dtype, torch.float32, *(x.dtype for x in low.inputs))
-    results = zip(NAMES, results_of(low), wanted_of(exact, low.seen()), dtypes, strict=True)
-    for name, a, b, wanted_dtype in results:
-        assert a.dtype == wanted_dtype, name
-        assert ((a.double() - b).norm() / b.norm()).item() < bound, name
+    found = low.results()
+    for name, want in low.wanted(low.seen()).items():
+        assert found[name].dtype == {"lse": torch.float32, "dsinks": sink_dtype}.get(name, dtype)
+        assert relative_error(found[name], want) < bound, name
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_scale(pattern):
-    p = _problem(SHAPES[2], "causal", PATTERNS[pattern])
+    p = _problem(SHAPES[2], "causal", pattern)
     out, aux = p.attend(*p.inputs, scale=0.2, return_aux=True)
     assert _gap(out, dense_attention(*p.inputs, aux.index.dense(p.mask), scale=0.2)[0]) < 1e-9
 
 
 def test_the_default_block_size_is_128():
-    p = _problem(SHAPES[2], "causal", Dense())
+    p = _problem(SHAPES[2], "causal", "dense")
     out, aux = attend(*p.inputs, return_aux=True)
     assert aux.index.block_size == 128
     assert _gap(out, p.attend(*p.inputs)) < 1e-12
@@ -233,7 +170,7 @@ def _skipping_rows(p: Problem, seen: Tensor, verticals: Tensor, poisoned: int) -
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_what_is_not_selected_is_not_read(mask, pattern):
     """A NaN in a KV block would become 0 * NaN if the block were read and only masked."""
-    p = _problem((4, 2, 157, 16), mask, PATTERNS[pattern])
+    p = _problem((4, 2, 157), mask, pattern)
     q, *kv = p.inputs
     index = p.pattern.select(q, kv[0], p.mask, block_size=p.block)
     seen = index.dense(p.mask)
@@ -264,7 +201,7 @@ def test_what_is_not_selected_is_not_read(mask, pattern):
 def test_statistics_count_what_is_computed(mask, pattern):
     """They are of the keys alone, even with sinks that leave these almost no mass, and of both parts
     where one is computed again."""
-    p = _problem(SHAPES[1], mask, PATTERNS[pattern])
+    p = _problem(SHAPES[1], mask, pattern)
     aux = p.aux()
     seen, visible = aux.index.dense(p.mask), p.mask.dense(157)
     want = seen.sum((0, 2, 3)).double() / 2 / (visible.sum().double() / len(visible))
@@ -284,7 +221,7 @@ def test_statistics_count_what_is_computed(mask, pattern):
 
 
 def test_statistics_of_budgets_and_layers():
-    p = _problem(SHAPES[0], "causal", CAPPED)
+    p = _problem(SHAPES[0], "causal", "capped")
     q, k, v = p.inputs
     with recording() as record:
         first, second = (p.attend(q * factor, k, v, return_aux=True)[1].index for factor in (1, 3))
@@ -324,7 +261,7 @@ REFUSED = [
     ({"mask": Causal(valid=(3, 4, 5))}, "3 sequences"),
     ({"mask": Documents([9, 8])}, "17 tokens"),
     ({"mask": "causal"}, "mask=str is not a mask; write a mask of titan_sparse.attention.masks"),
-    ({"mask": Full(), "pattern": SPARSE, "block_size": 16}, "causal"),
+    ({"mask": Full(), "pattern": CAPPED, "block_size": 16}, "causal"),
     ({"pattern": "dense"}, "pattern=str is not a pattern; write one of"),
     ({"pattern": VerticalSlash(dense_below=15), "block_size": 16}, "dense_below = 16 or more"),
     (

@@ -4,27 +4,20 @@ Nothing is widened or rounded in a pass of its own. Sums stay fp32 until the las
 forward, for dq, and for dk and dv on their way.
 """
 
+import pytest
 import torch
-from torch import Tensor
 
-from tests.attention.context_parallel.against_one import mesh_of
+from tests.attention.context_parallel.against_one import mesh_of, over_ranks
+from tests.attention.problems import PATTERNS, SEQ_LEN, problem
 from tests.distributed import run_processes
-from tests.reference import dense_attention, gradients, structured_qkv
-from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.backends.base import Sum, add, merge
 from titan_sparse.attention.backends.eager import Eager
 from titan_sparse.attention.context_parallel import group_cast_plan
 from titan_sparse.attention.masks.ranges import Documents
-from titan_sparse.attention.patterns import Dense, VerticalSlash
 
-BLOCK, SEQ_LEN = 8, 192
-PATTERNS = {
-    "dense": Dense(),
-    "vertical_slash": VerticalSlash(
-        recall=0.7, sinks=3, local_slashes=1, max_verticals=24, max_slashes=4, dense_below=24
-    ),
-}
+BLOCK = 8
 
 
 class Rounding(Eager):
@@ -61,48 +54,25 @@ class Rounding(Eager):
         return result
 
 
-def _inputs() -> tuple[list[Tensor], Tensor]:
-    qkv = structured_qkv(1, 4, 2, SEQ_LEN, 16, seed=1, dtype=torch.bfloat16)
-    return qkv, torch.randn(qkv[0].shape, generator=torch.Generator().manual_seed(2)).bfloat16()
-
-
-def _truth(mask, pattern) -> list[Tensor]:
-    qkv, d_out = _inputs()
-    index = pattern.select(*qkv[:2], mask, block_size=BLOCK)
-    seen = index.dense(mask).expand(1, 4, -1, -1)
-    exact = [x.double() for x in (d_out, *qkv)]
-    out, grads = gradients(lambda *x: dense_attention(*x, seen)[0], *exact)
-    return [out, *grads]
-
-
-def _run(mask, pattern, cp: ContextParallel | None) -> list[Tensor]:
-    """out, dq, dk, dv of the whole sequence."""
-    qkv, d_out = _inputs()
-    shard, unshard = (cp.shard, cp.unshard) if cp else (lambda x, _: x,) * 2
-    leaves = [shard(x, 2).clone().requires_grad_() for x in qkv]
-    out = attend(
-        *leaves, mask, pattern, cp, backend="eager", **({} if cp else {"block_size": BLOCK})
-    )
-    found = [out.detach(), *torch.autograd.grad(out, leaves, shard(d_out, 2))]
-    return [unshard(x, 2).double() for x in found]
-
-
 def _check(schedule: str, pattern: str, **options) -> dict[str, list[torch.dtype]]:
     """The dtypes of out and dq after each step."""
-    eager = BACKENDS["eager"]
-    backend = BACKENDS["eager"] = Rounding()
+    p = problem((4, 2), Documents([100, SEQ_LEN - 100]), PATTERNS[pattern], BLOCK)
+    p = p._replace(inputs=[x.bfloat16() for x in p.inputs])
+    want = p.wanted(p.seen())
     mesh = mesh_of((3, 1) if schedule == "double_ring" else (1, 3))
-    mask = Documents([100, SEQ_LEN - 100])
     cp = ContextParallel(mesh, "striped", schedule, BLOCK, **options)
-    want, alone = _truth(mask, PATTERNS[pattern]), _run(mask, PATTERNS[pattern], None)
-    backend.seen |= {"out": [], "dq": []}
-    got, sent = _run(mask, PATTERNS[pattern], cp), dict(cp.sent)
-    for name, a, b, c in zip(("out", "dq", "dk", "dv"), got, alone, want, strict=True):
+    backend = Rounding()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(BACKENDS, "eager", backend)
+        alone = p.results()
+        backend.seen = {"out": [], "dq": []}
+        got, sent = over_ranks(p, cp), dict(cp.sent)
+    for name in ("out", "dq", "dk", "dv"):
+        error, bound = ((x[name].double() - want[name]).norm() for x in (got, alone))
         # Each piece is rounded, and once their sum; a sum in bf16 is rounded more often.
-        assert (a - c).norm() < 1.75 * (b - c).norm(), (schedule, options, pattern, name)
-    BACKENDS["eager"] = eager
+        assert error < 1.75 * bound, (schedule, options, pattern, name)
     cp.sent.clear()
-    _run(mask, PATTERNS[pattern], cp)
+    over_ranks(p, cp)
     # Gradients in fp32 on the wire, as of a backend that does not round.
     assert sent == dict(cp.sent), (schedule, options, pattern)
     return backend.seen
@@ -120,7 +90,7 @@ def _check_sums(dtypes: list[torch.dtype], steps: int, case: tuple) -> None:
 
 
 def _check_all() -> None:
-    for pattern in PATTERNS:
+    for pattern in ("dense", "vertical_slash"):
         seen = _check("ring", pattern, backward_circulates="kv")
         for name, dtypes in seen.items():
             _check_sums(dtypes, 3, (name, pattern))

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from tests.attention import dense_twin
-from tests.attention.test_attend import Problem, results_of
-from tests.reference import by_token, structured_qkv
+from tests.attention.problems import assert_equal, problem
+from tests.reference import by_token
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.backends.base import DenseShape, Queries
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
-from titan_sparse.attention.patterns import Dense
 
 cudnn = BACKENDS["cudnn"]
 eager = BACKENDS["eager"]
@@ -168,10 +167,10 @@ MASKS = {
 def test_masks(name, calls):
     """Plain causal attention of any length is one square. All other masks are computed by tiles."""
     mask, tokens, square = MASKS[name]
-    p = Problem(structured_qkv(2, 6, 2, tokens, 8, seed=1), mask, Dense(), 16)
-    got = results_of(p, backend="cudnn")
+    p = problem((6, 2), mask, seq_len=tokens)
+    got = p.results(backend="cudnn")
     computed = set(calls)
-    _assert_close(got, results_of(p, backend="eager"))
+    assert_equal(got, p.results(backend="eager"), tolerance=1e-11)
     expected = {(way, square, square, True) for way in ("forward", "backward")}
     assert computed == (expected if square else set())
 

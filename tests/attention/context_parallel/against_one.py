@@ -3,7 +3,6 @@ what was selected.
 """
 
 import itertools
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,18 +11,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.attention.dense_twin import let_eager_serve_dense
-from tests.attention.test_attend import sink_logits
+from tests.attention.problems import SEQ_LEN, Problem, assert_equal, problem
 from tests.distributed import on_one_rank
-from tests.reference import structured_qkv
-from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel import dense
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices, sliding_window
 from titan_sparse.attention.observe import recording
-from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 
-SEQ_LEN = 192
 MASKS = [
     Causal(),
     Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 35)),
@@ -31,77 +27,38 @@ MASKS = [
     Documents([[SEQ_LEN], [3, 100, 30, 17, 20]]),
     sliding_window([101, 70], 30, sinks=5),
 ]
-PATTERNS = [
-    Dense(),
-    VerticalSlash(recall=0.8, sinks=3, local_slashes=1, max_verticals=30, dense_below=24),
-]
 
 
-class Problem(NamedTuple):
-    """inputs: q, k, v of all tokens, and sinks where there are some."""
-
-    inputs: list[Tensor]
-    d_out: Tensor
-    mask: Mask
-    pattern: Pattern
-
-    def on_one_rank(self, block_size: int) -> dict[str, Tensor]:
-        """Collective."""
-        return on_one_rank(_results, self, None, block_size)
-
-    def over_ranks(self, cp: ContextParallel, recomputed: float = 0.0) -> dict[str, Tensor]:
-        """The same of all tokens, of which each rank computes its blocks."""
-        mask = self.mask
-        table = None
-        if cp.layout == "balanced":
-            mask = cp.balance(mask.rows(SEQ_LEN))
-            table = mask.table
-        *qkv, d_out = (cp.shard(x, 2, table) for x in (*self.inputs[:3], self.d_out))
-        local = Problem([*qkv, *self.inputs[3:]], d_out, mask, self.pattern)
-        found = _results(local, cp, cp.block_size, recomputed)
-        for name in ("out", "lse", "dq", "dk", "dv"):
-            found[name] = cp.unshard(found[name], 2, table)
-        if "dsinks" in found:
-            dist.all_reduce(found["dsinks"])
-        return found
-
-    def check(self, *contexts: ContextParallel, shares: tuple[float, ...] = (0.0,)) -> None:
-        """Each context computes what one rank does, whatever share is computed again. Collective."""
-        wanted = self.on_one_rank(contexts[0].block_size)
-        for cp, recomputed in itertools.product(contexts, shares):
-            if recomputed and not _in_parts(cp, self.mask):
-                continue
-            case = f"{cp.key}, {self.mask}, {self.pattern.key}, {recomputed}"
-            assert_equal(self.over_ranks(cp, recomputed), wanted, case)
+def by_one_rank(p: Problem) -> dict[str, Tensor]:
+    """What one rank finds. Collective."""
+    return on_one_rank(_results, p)
 
 
-def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor], case: str) -> None:
-    assert found.keys() == wanted.keys()
-    for name, want in wanted.items():
-        words = f"{name}, {case}: "
-        # The density of a mask that allows nothing is not a number.
-        torch.testing.assert_close(
-            *(found[name], want),
-            rtol=0,
-            atol=1e-9,
-            equal_nan=name == "density",
-            msg=lambda text, words=words: words + text,
-        )
+def over_ranks(p: Problem, cp: ContextParallel, recomputed: float = 0.0) -> dict[str, Tensor]:
+    """The same of all tokens, of which each rank computes its blocks."""
+    mask = p.mask
+    table = None
+    if cp.layout == "balanced":
+        mask = cp.balance(mask.rows(SEQ_LEN))
+        table = mask.table
+    *qkv, d_out = (cp.shard(x, 2, table) for x in (*p.inputs[:3], p.d_out))
+    local = Problem([*qkv, *p.inputs[3:]], mask, p.pattern, cp.block_size)
+    found = _results(local, d_out, cp=cp, recomputed=recomputed)
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        found[name] = cp.unshard(found[name], 2, table)
+    if "dsinks" in found:
+        dist.all_reduce(found["dsinks"])
+    return found
 
 
-def problem(
-    heads: tuple[int, int],
-    mask: Mask | None = None,
-    pattern: Pattern | None = None,
-    sinks: bool = False,
-    seed: int = 3,
-) -> Problem:
-    """Two sequences in fp64; by default causal and dense."""
-    inputs = structured_qkv(2, *heads, SEQ_LEN, 8, seed)
-    generator = torch.Generator().manual_seed(4)
-    d_out = torch.randn(inputs[0].shape, dtype=torch.float64, generator=generator)
-    more = [sink_logits(heads[0])] if sinks else []
-    return Problem([*inputs, *more], d_out, mask or Causal(), pattern or Dense())
+def check(p: Problem, *contexts: ContextParallel, shares: tuple[float, ...] = (0.0,)) -> None:
+    """Each context computes what one rank does, whatever share is computed again. Collective."""
+    wanted = by_one_rank(p._replace(block=contexts[0].block_size))
+    for cp, recomputed in itertools.product(contexts, shares):
+        if recomputed and not _in_parts(cp, p.mask):
+            continue
+        case = f"{cp.key}, {p.mask}, {p.pattern.key}, {recomputed}"
+        assert_equal(over_ranks(p, cp, recomputed), wanted, case)
 
 
 def _in_parts(cp: ContextParallel, mask: Mask) -> bool:
@@ -111,25 +68,16 @@ def _in_parts(cp: ContextParallel, mask: Mask) -> bool:
     return mask.rows(SEQ_LEN).causal and (has_whole_heads or has_all_parts)
 
 
-def _results(
-    p: Problem, cp: ContextParallel | None, block_size: int, recomputed: float = 0.0
-) -> dict[str, Tensor]:
-    """By name what one attention call gives."""
-    leaves = [x.clone().requires_grad_() for x in p.inputs]
-    options = dict(block_size=block_size, recomputed=recomputed, return_aux=True)
-    sinks = leaves[3] if leaves[3:] else None
+def _results(p: Problem, *d_out: Tensor, **options) -> dict[str, Tensor]:
+    """By name what one attention call gives, and what is recorded of it."""
     with recording(recall_rows=SEQ_LEN) as seen:
-        out, aux = attend(*leaves[:3], p.mask, p.pattern, cp, sinks=sinks, **options)
-    gradients = torch.autograd.grad(out, leaves, p.d_out)
-    if cp is not None:
-        assert len(seen.calls) == len(seen.work) == (2 if recomputed else 1)
+        found = p.results(*d_out, **options)
+    if "cp" in options:
+        assert len(seen.calls) == len(seen.work) == (2 if options["recomputed"] else 1)
         # Work of both parts, summed over the ranks.
-        total = seen.by_rank().work.sum() / leaves[0].shape[0] / leaves[0].shape[1]
+        total = seen.by_rank().work.sum() / p.inputs[0].shape[0] / p.inputs[0].shape[1]
         torch.testing.assert_close(total, seen.visited[0].mean())
-    found = {"out": out.detach(), "lse": aux.lse.detach(), "density": seen.density()}
-    found["recall"] = torch.stack(seen.recall)
-    found |= {f"index {number}": x for number, x in enumerate(aux.index.tensors())}
-    return found | dict(zip(("dq", "dk", "dv", "dsinks"), gradients))
+    return found | {"density": seen.density(), "recall": torch.stack(seen.recall)}
 
 
 def mesh_of(axes: tuple[int, ...]) -> DeviceMesh:
@@ -151,7 +99,7 @@ def ways(axes: tuple[int, ...]) -> list[tuple[str, str, str]]:
 
 
 def check_everything(
-    axes: tuple[int, ...], masks=MASKS, patterns=PATTERNS, heads=(5, 1), every: int = 1, of=None
+    axes: tuple[int, ...], masks, patterns, heads, every: int = 1, of=None
 ) -> None:
     """Compare contexts on a cp mesh with one rank. Collective over its processes.
 
@@ -167,21 +115,21 @@ def check_everything(
         if isinstance(mask, Slices) and pattern.dynamic:
             continue
         p = problem(heads, mask, pattern, sinks=(i + j) % 2 == 1)
-        p.check(*contexts[(i + j * 2) % every :: every], shares=(0.0, 0.4))
+        check(p, *contexts[(i + j * 2) % every :: every], shares=(0.0, 0.4))
 
 
 def check_dense_kernels(cp: ContextParallel, heads: tuple[int, int]) -> int:
     """Compare dense causal attention by a backend with a kernel for it, without tiles where the layout
     allows, with one rank. Returns how many pieces that kernel computed in the backward."""
-    p = problem(heads)
-    wanted = p.on_one_rank(cp.block_size)
+    p = problem(heads, block=cp.block_size)
+    wanted = by_one_rank(p)
     pieces = []
     backward = dense.backward
     with pytest.MonkeyPatch.context() as patch:
         let_eager_serve_dense(patch)
         patch.setattr(BACKENDS["eager"], "DENSE_BY_CHUNK", True)
         patch.setattr(dense, "backward", lambda *args: pieces.append(args) or backward(*args))
-        assert_equal(p.over_ranks(cp), wanted, cp.key)
+        assert_equal(over_ranks(p, cp), wanted, cp.key)
     return len(pieces)
 
 
@@ -189,6 +137,5 @@ def check_groups_beside_each_other(schedule: str) -> None:
     """dp x cp: a context-parallel group that does not begin at global rank 0."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["cp"]
     cp = ContextParallel(mesh, "striped", schedule, 16)
-    full = structured_qkv(1, 4, 2, 64, 8, seed=dist.get_rank() // 2)
-    got = cp.unshard(attend(*[cp.shard(x, 2) for x in full], cp=cp), 2)
-    assert (got - attend(*full, block_size=16)).abs().max() < 1e-12
+    p = problem((4, 2), seed=dist.get_rank() // 2)
+    assert_equal(over_ranks(p, cp), _results(p), cp.key)

@@ -7,20 +7,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.attention.context_parallel.against_one import SEQ_LEN, mesh_of, problem
+from tests.attention.context_parallel.against_one import by_one_rank, mesh_of
 from tests.attention.dense_twin import let_eager_serve_dense
+from tests.attention.problems import PATTERNS, SEQ_LEN, problem
 from tests.distributed import run_processes
 from tests.fake_step import fake_world
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.context_parallel.layouts import Costs
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
-from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.attention.patterns import Dense
 from titan_sparse.config import Attention
 from titan_sparse.training.attention import build_context_parallel
 
 BLOCK = 16
 DOCUMENTS = Documents([[100, 7, 1, 60], [20, 90, 30, 52]])
-PATTERN = VerticalSlash(recall=0.8, sinks=3, local_slashes=1, max_verticals=60, dense_below=32)
+PATTERN = PATTERNS["vertical_slash"]
 
 
 def test_refusals():
@@ -68,7 +69,7 @@ def _check_tables() -> None:
     assert not torch.equal(tables[0], tables[1])
     cases = list(zip(problems, tables, results, strict=True))
     for p, table, (out, leaves, d_out) in reversed(cases):
-        wanted = p.on_one_rank(BLOCK)
+        wanted = by_one_rank(p)
         gradients = torch.autograd.grad(out, leaves, d_out)
         for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
             assert (cp.unshard(gradient, 2, table) - wanted[name]).abs().max() < 1e-9
@@ -77,7 +78,7 @@ def _check_tables() -> None:
     for mask, pattern in ((problems[1].mask & SlidingWindow(30), PATTERN), (Causal(), Dense())):
         p = problem((4, 2), mask, pattern)
         ranges = mask.rows(SEQ_LEN)._replace(table=tables[0])
-        wanted = p.on_one_rank(BLOCK)["out"]
+        wanted = by_one_rank(p)["out"]
         with pytest.MonkeyPatch.context() as patch:
             let_eager_serve_dense(patch)
             local = [cp.shard(x, 2, tables[0]) for x in p.inputs]

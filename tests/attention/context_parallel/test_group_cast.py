@@ -10,12 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.attention.context_parallel.against_one import (
-    SEQ_LEN,
-    assert_equal,
-    mesh_of,
-    problem,
-)
+from tests.attention.context_parallel.against_one import by_one_rank, check, mesh_of, over_ranks
+from tests.attention.problems import PATTERNS, SEQ_LEN, assert_equal, problem
 from tests.distributed import run_processes
 from tests.reference import tiles_of
 from tests.slice_cases import mask_and_truth
@@ -30,14 +26,8 @@ from titan_sparse.attention.context_parallel.group_cast_plan import (
     wanted_blocks,
 )
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS
-from titan_sparse.attention.masks.ranges import (
-    Causal,
-    Documents,
-    Full,
-    Mask,
-    SlidingWindow,
-)
-from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
+from titan_sparse.attention.patterns import Pattern, VerticalSlash
 
 BLOCK = 8
 WORLDS = [(1, 1), (1, 4), (4, 1), (2, 2), (3, 2), (2, 3)]
@@ -155,14 +145,6 @@ MASKS: dict[str, Mask] = {
     "short documents": Documents([24] * 8),
     "full": Full(),
 }
-PATTERNS: dict[str, Pattern] = {
-    "dense": Dense(),
-    "vertical_slash": VerticalSlash(
-        recall=0.7, sinks=3, local_slashes=1, max_verticals=20, max_slashes=4, dense_below=24
-    ),
-    "xattention": XAttention(stride=4, threshold=0.6, dense_below=24),
-    "moba": MoBA(chunk_size=16, top_k=3),
-}
 STAGES = [(2, 3), (3, 2), (1, 1)]
 CASES = [
     ("causal", "dense"),
@@ -182,7 +164,7 @@ def _context(axes: tuple[int, int], layout: str, stages: tuple[int, int]) -> Con
     return ContextParallel(mesh_of(axes), layout, "group_cast", BLOCK, overlap_stages=stages)
 
 
-def _check(cp: ContextParallel, mask: Mask, pattern: Pattern) -> None:
+def _check_blocks(cp: ContextParallel, mask: Mask, pattern: Pattern) -> None:
     p = problem((4, 2), mask, pattern)
     cp.sent.clear()
     stages = []
@@ -194,7 +176,7 @@ def _check(cp: ContextParallel, mask: Mask, pattern: Pattern) -> None:
             stages.append(len(self.plan.stages))
 
         patch.setattr(GroupCast, "__init__", noted)
-        p.check(cp)
+        check(p, cp)
     # The forward's number, then the backward's.
     assert stages == list(cp.overlap_stages)
     index = pattern.select(*p.inputs[:2], mask, block_size=BLOCK)
@@ -231,7 +213,7 @@ def _check_ranks(world: int) -> None:
     """Every other case with one layout and numbers of stages, in rotation."""
     contexts = [_context(MESHES[world], layout, stages) for layout, stages in zip(LAYOUTS, STAGES)]
     for number, (mask, pattern) in enumerate(CASES[world % 2 :: 2]):
-        _check(contexts[number % 3], MASKS[mask], PATTERNS[pattern])
+        _check_blocks(contexts[number % 3], MASKS[mask], PATTERNS[pattern])
     if world == 3:
         _check_calls_with_other_heads()
         _check_layers_with_other_selections()
@@ -244,7 +226,7 @@ def _check_calls_with_other_heads() -> None:
     cp = _context((1, 3), "contiguous", (1, 1))
     ranges = MASKS["window"].rows(SEQ_LEN)
     for kv_heads in (1, 4):
-        problem((4, kv_heads), ranges).check(cp)
+        check(problem((4, kv_heads), ranges), cp)
 
 
 def _check_layers_with_other_selections() -> None:
@@ -255,10 +237,10 @@ def _check_layers_with_other_selections() -> None:
     remote = set()
     for seed in (3, 8):
         p = problem((4, 2), rows, pattern, seed=seed)
-        wanted = p.on_one_rank(16)
+        wanted = by_one_rank(p)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(AttentionCall, "_has_table_kernels", lambda call: True)
-            assert_equal(p.over_ranks(cp), wanted, cp.key)
+            assert_equal(over_ranks(p, cp), wanted, cp.key)
         blocks = torch.arange(SEQ_LEN // 16)
         index = pattern.select(*p.inputs[:2], rows, block_size=16)
         met = index.selects(blocks[8:], blocks[:8])

@@ -10,14 +10,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from tests.attention.collectives import collectives, counts
 from tests.attention.context_parallel.against_one import (
     MASKS,
-    PATTERNS,
-    SEQ_LEN,
     check_dense_kernels,
     check_everything,
     check_groups_beside_each_other,
     mesh_of,
-    problem,
 )
+from tests.attention.problems import PATTERNS, SEQ_LEN, problem
 from tests.distributed import run_processes
 from tests.fake_step import fake_world
 from titan_sparse.attention import ContextParallel, attend
@@ -26,12 +24,9 @@ from titan_sparse.attention.context_parallel.schedules import kv_copies
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.observe import recording
 from titan_sparse.attention.ops import SAVED_OPS
-from titan_sparse.attention.patterns import Dense, MoBA, XAttention
+from titan_sparse.attention.patterns import Dense
 
-BY_BLOCKS = [
-    MoBA(chunk_size=24, top_k=3),
-    XAttention(threshold=0.7, stride=4, dense_below=24),
-]
+VERTICAL = PATTERNS["vertical_slash"]
 PACKED = MASKS[2]
 WAYS = [(layout, "ulysses", "auto") for layout in ALL_LAYOUTS]
 BETWEEN_NODES = [*WAYS, ("zigzag", "ulysses", "q")]
@@ -40,7 +35,7 @@ BETWEEN_NODES = [*WAYS, ("zigzag", "ulysses", "q")]
 
 def _check_values(axes: tuple[int, ...], heads: tuple[int, int]) -> None:
     of = BETWEEN_NODES if len(axes) == 2 else WAYS
-    check_everything(axes, MASKS, [*PATTERNS, *BY_BLOCKS], heads, every=4, of=of)
+    check_everything(axes, MASKS, PATTERNS.values(), heads, every=4, of=of)
 
 
 def _check_rectangles(axes: tuple[int, ...]) -> None:
@@ -63,7 +58,7 @@ def _check_what_is_sent(axes: tuple[int, ...], heads: tuple[int, int]) -> None:
     token = (cp.intra - 1) / cp.intra * batch * length * dim * 8
     traded = token * (2 * heads[0] + 2 * copies * heads[1])
     with collectives() as said:
-        attend(*leaves, Causal(), PATTERNS[1], cp, "eager")
+        attend(*leaves, Causal(), VERTICAL, cp, "eager")
     first = cp.rank // cp.intra * cp.intra
     of_node = [call for call in said if call.ranks == tuple(cp.ranks[first : first + cp.intra])]
     assert counts(of_node) == {"all_to_all": 2}
@@ -72,7 +67,7 @@ def _check_what_is_sent(axes: tuple[int, ...], heads: tuple[int, int]) -> None:
         assert said == of_node and set(cp.sent) == {"inner"}
     cp.sent.clear()
     with recording(thumbnail_cells=4) as seen:
-        out = attend(*leaves, Causal(), PATTERNS[1], cp, "eager")
+        out = attend(*leaves, Causal(), VERTICAL, cp, "eager")
         forward = cp.sent["inner"]
         out.sum().backward()
     if cp.inter == 1:
@@ -101,7 +96,7 @@ def _check_compiled(axes: tuple[int, ...]) -> None:
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     whole_graph = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
-    for pattern, mask in ((Dense(), Causal()), (PATTERNS[1], PACKED)):
+    for pattern, mask in ((Dense(), Causal()), (VERTICAL, PACKED)):
 
         def block(*qkv, mask=mask, pattern=pattern):
             q, k, v = (x.sin() for x in qkv)
@@ -127,8 +122,9 @@ def _check_index(axes: tuple[int, ...]) -> None:
     """return_aux gives the index of all heads, on every rank."""
     cp = ContextParallel(mesh_of(axes), "striped", "ulysses", 16)
     local = [cp.shard(x, 2) for x in problem((4, 2)).inputs]
-    for pattern in (*PATTERNS[1:], *BY_BLOCKS):
-        assert attend(*local, PACKED, pattern, cp, return_aux=True)[1].index.heads == 4
+    for pattern in PATTERNS.values():
+        aux = attend(*local, PACKED, pattern, cp, return_aux=True)[1]
+        assert not pattern.dynamic or aux.index.heads == 4
     assert attend(*(x[:0] for x in local), Causal(), Dense(), cp).shape == local[0][:0].shape
 
 

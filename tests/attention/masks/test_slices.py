@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.attention.test_attend import Problem, assert_equal, results_of, wanted_of
-from tests.reference import structured_qkv, tiles_of
+from tests.attention.problems import assert_equal, problem
+from tests.reference import tiles_of
 from tests.slice_cases import NAMES, SEQ_LEN, counts, mask_and_truth, random_legal
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks import slices
@@ -21,9 +21,8 @@ from titan_sparse.attention.masks.slices import (
     sliding_window,
 )
 from titan_sparse.attention.masks.visibility import tile_weights
-from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.attention.patterns import VerticalSlash
 
-BLOCK = 16
 QKV = torch.zeros(3, 1, 1, 64, 16)
 
 
@@ -148,9 +147,8 @@ def test_refusals(make, words):
 
 def _check_attention(mask: Mask, truth: Tensor) -> None:
     """Two sequences against dense attention over bool [Bm, S, S]."""
-    qkv = structured_qkv(2, 4, 2, truth.shape[-1], 8)
-    p = Problem(qkv, mask, Dense(), BLOCK)
-    assert_equal(results_of(p), wanted_of(p, truth[:, None].expand(2, 4, -1, -1)))
+    p = problem((4, 2), mask, seq_len=truth.shape[-1])
+    assert_equal(p.results(), p.wanted(truth[:, None].expand(2, 4, -1, -1)))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from tests.reference import structured_qkv
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
-from titan_sparse.attention.patterns import MoBA, Pattern, VerticalSlash, XAttention
+from titan_sparse.attention.patterns import Pattern, VerticalSlash
 
 BLOCK = 16
 MIXED = [[70, 9, 61, 17], [5, 48, 47, 49]]
-XATTENTION = XAttention(stride=4, threshold=0.6, dense_below=48)
-MOBA = MoBA(chunk_size=32, top_k=2)
 
 
 def published(**parameters) -> VerticalSlash:
@@ -27,29 +25,26 @@ def published(**parameters) -> VerticalSlash:
 
 
 class Case(NamedTuple):
-    """A selection problem of two sequences.
-
-    documents: their lengths if packed. valid: tokens of each sequence that are not padding, if it
-        is not packed.
-    """
+    """A selection problem of two sequences."""
 
     pattern: Pattern
     mask: Mask
-    documents: list[list[int]] | None = None
-    valid: tuple[int, int] | None = None
     seq_len: int = 157
     heads: tuple[int, int] = (4, 2)
 
+    @property
+    def is_packed(self) -> bool:
+        return self.mask.rows(self.seq_len).document_start is not None
+
     def spans(self, sequence: int) -> list[tuple[int, int]]:
         """(start, stop) of the documents; an unpacked sequence is one."""
-        if self.documents is None:
-            return [(0, self.valid[sequence] if self.valid else self.seq_len)]
-        spans = []
-        start = 0
-        for length in self.documents[sequence % len(self.documents)]:
-            spans.append((start, start + length))
-            start += length
-        return spans
+        ranges = self.mask.rows(self.seq_len)
+        row = sequence % len(ranges.start)
+        tokens = int((ranges.start[row] < ranges.stop[row]).sum())
+        if not self.is_packed:
+            return [(0, tokens)]
+        starts = ranges.document_start[row, :tokens].unique().tolist()
+        return list(zip(starts, [*starts[1:], tokens]))
 
     def inputs(self) -> list[Tensor]:
         """q, k, v in fp64."""
@@ -63,14 +58,14 @@ def cases_of_masks(pattern: Pattern) -> dict[str, Case]:
     """The pattern on every kind of mask that it takes."""
     return {
         "causal": Case(pattern, Causal()),
-        "mha": Case(pattern, Causal(), heads=(3, 3), seq_len=144),
-        "padding": Case(pattern, Causal(valid=(101, 0)), valid=(101, 0)),
+        "mha": Case(pattern, Causal(), 144, (3, 3)),
+        "padding": Case(pattern, Causal(valid=(101, 0))),
         "window": Case(pattern, Causal() & SlidingWindow(45)),
-        "packed": Case(pattern, Documents(MIXED), MIXED),
-        "packed, window": Case(pattern, Documents(MIXED) & SlidingWindow(37), MIXED),
-        "packed, two long in one block": Case(pattern, Documents([55, 50, 52]), [[55, 50, 52]]),
-        "a tail in a block of its own": Case(pattern, Documents([66, 83]), [[66, 83]]),
-        "shorter than a block": Case(pattern, Causal(), seq_len=9),
+        "packed": Case(pattern, Documents(MIXED)),
+        "packed, window": Case(pattern, Documents(MIXED) & SlidingWindow(37)),
+        "packed, two long in one block": Case(pattern, Documents([55, 50, 52])),
+        "a tail in a block of its own": Case(pattern, Documents([66, 83])),
+        "shorter than a block": Case(pattern, Causal(), 9),
     }
 
 

@@ -7,15 +7,16 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 
-from tests.attention.context_parallel.against_one import SEQ_LEN, check_everything
-from tests.attention.patterns.helpers import BLOCK, MOBA, XATTENTION, cases_of_masks
+from tests.attention.context_parallel.against_one import MASKS, check_everything
+from tests.attention.patterns.helpers import BLOCK, cases_of_masks
+from tests.attention.problems import PATTERNS
 from tests.distributed import run_processes
 from tests.reference import structured_qkv
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention, moba, xattention
 from titan_sparse.estimate.indexes import load_indexes, save_indexes
 
-BOTH = [XATTENTION, MOBA]
+BOTH = [PATTERNS["xattention"], PATTERNS["moba"]]
 
 
 @pytest.mark.parametrize("pattern", BOTH, ids=str)
@@ -51,12 +52,8 @@ def test_a_packed_document_selects_as_it_does_alone(pattern):
     ids=str,
 )
 def test_ranks_select_and_compute_as_one_does(axes, every):
-    masks = [
-        Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 35)),
-        Documents([[101, 7, 1, 60], [3, 100, 30, 17, 20]]),
-    ]
-    patterns = [XATTENTION, MoBA(chunk_size=28, top_k=3)]
-    arguments = (axes, masks, patterns, (4, 2), every)
+    masks = [MASKS[1], Documents([[101, 7, 1, 60], [3, 100, 30, 17, 20]])]
+    arguments = (axes, masks, BOTH, (4, 2), every)
     run_processes(torch.Size(axes).numel(), check_everything, *arguments)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention.patterns.helpers import MIXED, MOBA, Case, cases_of_masks, check_selection
+from tests.attention.patterns.helpers import MIXED, Case, cases_of_masks, check_selection
 from tests.reference import dense_attention, gradients, relative_error, structured_qkv
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
@@ -25,12 +25,12 @@ SMALL = 64 if DEVICE == "cuda" else 16
 """The smallest block of the kernels."""
 
 SHORT = [50, 17, 16, 33, 15, 19]
-CASES = cases_of_masks(MOBA) | {
+CASES = cases_of_masks(MoBA(32, 2)) | {
     "own chunk alone": Case(MoBA(32, 1), Causal()),
-    "everything": Case(MoBA(16, 99), Documents(MIXED), MIXED),
-    "chunks beside blocks": Case(MoBA(19, 3), Documents(MIXED), MIXED),
-    "chunks of a block": Case(MoBA(16, 3), Documents(SHORT), [SHORT]),
-    "more than a word of chunks": Case(MoBA(16, 4), Causal(), seq_len=16 * 35, heads=(2, 1)),
+    "everything": Case(MoBA(16, 99), Documents(MIXED)),
+    "chunks beside blocks": Case(MoBA(19, 3), Documents(MIXED)),
+    "chunks of a block": Case(MoBA(16, 3), Documents(SHORT)),
+    "more than a word of chunks": Case(MoBA(16, 4), Causal(), 16 * 35, (2, 1)),
 }
 
 

@@ -12,16 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention.context_parallel.against_one import (
-    MASKS,
-    SEQ_LEN,
-    check_everything,
-    mesh_of,
-    problem,
-)
+from tests.attention.context_parallel.against_one import MASKS, check, check_everything, mesh_of
+from tests.attention.problems import SEQ_LEN, assert_equal, problem
 from tests.distributed import run_processes
 from tests.docs.pages import ROOT, blocks
-from tests.reference import dense_attention, gradients, structured_qkv
+from tests.reference import structured_qkv
 from titan_sparse import attend
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.masks import Causal, Documents, Mask, SlidingWindow
@@ -68,19 +63,12 @@ def _by_hand(q: Tensor, k: Tensor, mask: Mask, most: int) -> Tensor:
     ids=str,
 )
 def test_one_rank_against_brute_force(mask):
-    q, k, v = structured_qkv(2, 4, 2, 128, 8)
+    p = problem((4, 2), mask, example()(most=2), BLOCK, seq_len=128)
+    q, k, _ = p.inputs
     seen = _by_hand(q, k, mask, 2)
     assert 0.2 < seen.sum() / mask.dense(128).expand(2, -1, -1).sum() / 4 < 0.95
-    pattern = example()(most=2)
-    d_out = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(1))
-    got = gradients(
-        lambda q, k, v: attend(q, k, v, mask, pattern, block_size=BLOCK), d_out, q, k, v
-    )
-    want = gradients(lambda q, k, v: dense_attention(q, k, v, seen)[0], d_out, q, k, v)
-    for a, b in zip([got[0], *got[1]], [want[0], *want[1]], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-    index = pattern.select(q, k, mask, block_size=BLOCK)
-    assert torch.equal(index.dense(mask), seen)
+    assert_equal(p.results(), p.wanted(seen))
+    assert torch.equal(p.pattern.select(q, k, mask, block_size=BLOCK).dense(mask), seen)
 
 
 def test_compiled_and_ragged():
@@ -99,7 +87,7 @@ def _check_ranks() -> None:
     # Every schedule and layout by turns, masks, gradients, sinks, and recomputed parts.
     check_everything((2,), MASKS[:4], [pattern], (4, 2), every=3)
     cp = ContextParallel(mesh_of((2,)), block_size=SEQ_LEN // 8)
-    problem((4, 2), Causal(), pattern).check(cp)
+    check(problem((4, 2), Causal(), pattern), cp)
 
 
 def test_two_ranks_are_one():

@@ -6,24 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention.patterns.helpers import (
-    BLOCK,
-    MIXED,
-    XATTENTION,
-    Case,
-    cases_of_masks,
-    check_selection,
-)
+from tests.attention.patterns.helpers import BLOCK, MIXED, Case, cases_of_masks, check_selection
+from tests.attention.problems import PATTERNS
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.patterns import XAttention, xattention
 from titan_sparse.kernels.antidiagonals import fewest
 
 SHORT = [17, 16, 33, 15, 19]
-CASES = cases_of_masks(XATTENTION) | {
+CASES = cases_of_masks(PATTERNS["xattention"]) | {
     "all of the score": Case(XAttention(4, 1.0, 48), Causal()),
-    "little of the score": Case(XAttention(4, 0.05, 48), Documents(MIXED), MIXED),
-    "cells of one": Case(XAttention(1, 0.7, 48), Documents(MIXED), MIXED),
-    "cells of a block": Case(XAttention(16, 0.7, 16), Documents(SHORT), [SHORT]),
+    "little of the score": Case(XAttention(4, 0.05, 48), Documents(MIXED)),
+    "cells of one": Case(XAttention(1, 0.7, 48), Documents(MIXED)),
+    "cells of a block": Case(XAttention(16, 0.7, 16), Documents(SHORT)),
 }
 KERNEL_CASES = ["padding", "packed, window"]
 
@@ -61,7 +55,7 @@ def _chosen_blocks(
     pattern = case.pattern
     first, stop = span
     blocks = range(first // BLOCK, (stop - 1) // BLOCK + 1)
-    if case.documents is not None and stop - first < pattern.dense_below:
+    if case.is_packed and stop - first < pattern.dense_below:
         return {(a, c) for a in blocks for c in blocks if c <= a}
     # A sequence ends with a whole block: what is missing belongs to no document.
     shares = _cell_scores(q, k, start, span, pattern.stride)

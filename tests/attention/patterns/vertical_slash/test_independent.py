@@ -76,7 +76,7 @@ def _cap(most: int, least: int, span: Span, case: Case, tokens: int) -> int:
 
     tokens: of the sequence, padding not counted.
     """
-    if case.documents is None:
+    if not case.is_packed:
         return most
     start, stop = span
     share = -(-most * (stop - start) // tokens)
@@ -89,7 +89,7 @@ def _select_span(q: Tensor, k: Tensor, seen: Tensor, span: Span, case: Case) -> 
     first = start // BLOCK
     last = (stop - 1) // BLOCK
     every = {(i, j) for i in range(first, last + 1) for j in range(first, i + 1)}
-    if case.documents is not None and stop - start < pattern.dense_below:
+    if case.is_packed and stop - start < pattern.dense_below:
         return Selection(set(), every, (False, False))
     verticals, diagonals = _masses(q, k, seen, span, pattern.probe or BLOCK)
     tokens = int(seen.any(-1).sum())
@@ -163,13 +163,11 @@ FEW_SLASHES = published(recall=0.5, sinks=0, local_slashes=1, max_slashes=1, den
 FLOORS = published(recall=0.5, sinks=0, min_verticals=60, min_slashes=6, dense_below=16)
 
 CASES = cases_of_masks(USUAL) | {
-    "one token": Case(USUAL, Causal(), seq_len=1),
-    "probe above sequence": Case(PROBE_ABOVE_SEQUENCE, Causal(), seq_len=50),
-    "nothing but padding": Case(USUAL, Documents([[], [160]]), [[], [160]], seq_len=160),
-    "short documents of more blocks than slashes": Case(
-        FEW_SLASHES, Documents([70, 79]), [[70, 79]]
-    ),
-    "a document from token 2 to the end": Case(USUAL, Documents([2, 155]), [[2, 155]]),
+    "one token": Case(USUAL, Causal(), 1),
+    "probe above sequence": Case(PROBE_ABOVE_SEQUENCE, Causal(), 50),
+    "nothing but padding": Case(USUAL, Documents([[], [160]]), 160),
+    "short documents of more blocks than slashes": Case(FEW_SLASHES, Documents([70, 79])),
+    "a document from token 2 to the end": Case(USUAL, Documents([2, 155])),
     "recall 1": Case(published(recall=1.0, sinks=0, dense_below=16), SlidingWindow(30)),
     "floors take verticals without mass": Case(FLOORS, SlidingWindow(24)),
 }
@@ -207,7 +205,7 @@ def test_selection_is_the_specification_for_any_lengths(
         dense_below=max(probe, BLOCK),
     )
     mask = Documents(documents) if documents else Causal()
-    _check(Case(pattern, mask, [documents] if documents else None, None, seq_len, (2, 1)))
+    _check(Case(pattern, mask, seq_len, (2, 1)))
 
 
 def test_a_cap_is_shared_by_length_and_rounded_up():

@@ -1,0 +1,104 @@
+"""Calls of attend(), and what dense attention gives over the pairs that they select."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.reference import attention_with_sinks, dense_attention, gradients, structured_qkv
+from titan_sparse.attention import attend
+from titan_sparse.attention.masks.ranges import Causal, Mask
+from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+
+SEQ_LEN = 192
+PATTERNS: dict[str, Pattern] = {
+    "dense": Dense(),
+    "vertical_slash": VerticalSlash(
+        recall=0.7, sinks=3, local_slashes=1, max_verticals=40, dense_below=32
+    ),
+    "xattention": XAttention(stride=4, threshold=0.6, dense_below=48),
+    # Chunks end inside of blocks.
+    "moba": MoBA(chunk_size=28, top_k=3),
+}
+"""For blocks of 8 to 24."""
+
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
+
+
+class Problem(NamedTuple):
+    """inputs: q, k, v, and sinks where there are some."""
+
+    inputs: list[Tensor]
+    mask: Mask = Causal()
+    pattern: Pattern = Dense()
+    block: int = 16
+
+    @property
+    def d_out(self) -> Tensor:
+        q = self.inputs[0]
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn(q.shape, dtype=torch.float64, generator=generator).to(q)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **options):
+        options = {"block_size": self.block, "sinks": sinks} | options
+        return attend(q, k, v, self.mask, self.pattern, **options)
+
+    def aux(self, **options):
+        return self.attend(*self.inputs, return_aux=True, **options)[1]
+
+    def seen(self) -> Tensor:
+        """bool [B, Hq, S, S]: what the mask allows and the pattern selects."""
+        q = self.inputs[0]
+        return self.aux().index.dense(self.mask).expand(*q.shape[:3], -1)
+
+    def results(self, d_out: Tensor | None = None, **options) -> dict[str, Tensor]:
+        """NAMES, and the tensors of the index."""
+        leaves = [x.detach().clone().requires_grad_() for x in self.inputs]
+        out, aux = self.attend(*leaves, return_aux=True, **options)
+        d_inputs = torch.autograd.grad(out, leaves, self.d_out if d_out is None else d_out)
+        found = dict(zip(NAMES, (out.detach(), aux.lse.detach(), *d_inputs)))
+        return found | {f"index {number}": x for number, x in enumerate(aux.index.tensors())}
+
+    def wanted(self, seen: Tensor) -> dict[str, Tensor]:
+        """NAMES, by dense attention in fp64 over bool [B, Hq, S, S]."""
+        reference = attention_with_sinks if self.inputs[3:] else dense_attention
+        exact = [x.double() for x in self.inputs]
+        out, grads = gradients(lambda *x: reference(*x, seen)[0], self.d_out.double(), *exact)
+        return dict(zip(NAMES, (out, reference(*exact, seen)[1], *grads)))
+
+
+def problem(
+    heads: tuple[int, int],
+    mask: Mask | None = None,
+    pattern: Pattern | None = None,
+    block: int = 16,
+    *,
+    seq_len: int = SEQ_LEN,
+    sinks: bool = False,
+    seed: int = 3,
+) -> Problem:
+    """Two sequences in fp64; by default causal and dense."""
+    inputs = structured_qkv(2, *heads, seq_len, 8, seed)
+    more = [sink_logits(heads[0])] if sinks else []
+    return Problem([*inputs, *more], mask or Causal(), pattern or Dense(), block)
+
+
+def sink_logits(heads: int) -> Tensor:
+    """They range from sinks with almost no weight to sinks with almost all of it."""
+    return torch.linspace(-6, 12, heads, dtype=torch.float64)
+
+
+def assert_equal(
+    found: dict[str, Tensor], wanted: dict[str, Tensor], case: object = "", tolerance: float = 1e-9
+) -> None:
+    """All that is wanted was found. case: what to say of a difference."""
+    for name, want in wanted.items():
+        words = f"{name}, {case}: "
+        # The density of a mask that allows nothing is not a number.
+        torch.testing.assert_close(
+            *(found[name], want),
+            rtol=0,
+            atol=tolerance,
+            equal_nan=name == "density",
+            msg=lambda text, words=words: words + text,
+        )
