@@ -48,8 +48,9 @@ class Problem(NamedTuple):
 
     def seen(self) -> Tensor:
         """bool [B, Hq, S, S]: what the mask allows and the pattern selects."""
-        q = self.inputs[0]
-        return self.aux().index.dense(self.mask).expand(*q.shape[:3], -1)
+        q, k = self.inputs[:2]
+        index = self.pattern.select(q, k, self.mask, block_size=self.block)
+        return index.dense(self.mask).expand(*q.shape[:3], -1)
 
     def results(self, d_out: Tensor | None = None, **options) -> dict[str, Tensor]:
         """NAMES, and the tensors of the index."""

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as flex
 
-from tests.reference import gradients, relative_error
-from titan_sparse.attention import attend
+from tests.attention.problems import PATTERNS, assert_equal, problem
+from tests.reference import gradients, tiles_of
 from titan_sparse.attention.masks import (
     Causal,
     Documents,
@@ -14,17 +14,8 @@ from titan_sparse.attention.masks import (
     prefix_lm,
     sliding_window,
 )
-from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
+from titan_sparse.attention.patterns import Dense
 
-SPARSE = VerticalSlash(
-    recall=0.5, dense_below=40, sinks=1, max_verticals=6, max_slashes=1, local_slashes=1
-)
-PATTERNS = {
-    "dense": Dense(),
-    "vertical_slash": SPARSE,
-    "xattention": XAttention(stride=4, threshold=0.5, dense_below=40),
-    "moba": MoBA(chunk_size=32, top_k=2),
-}
 MASKS = {
     "causal": Causal(),
     "padding": Causal(valid=(200, 83)),
@@ -40,33 +31,22 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
 
 
-def check(pattern, mask, seq_len=203, heads=4):
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, d_out = (
-        torch.randn(2, h, seq_len, 16, dtype=torch.float64, generator=generator)
-        for h in (heads, 2, 2, heads)
+def check(pattern, mask):
+    p = problem((4, 2), mask, pattern, seq_len=203)
+    block_mask = pattern.select(*p.inputs[:2], mask, block_size=16).block_mask(mask)
+    out, grads = gradients(
+        lambda *x: flex.flex_attention(*x, block_mask=block_mask, enable_gqa=True),
+        *(p.d_out, *p.inputs),
     )
-    index = pattern.select(q, k, mask, block_size=16)
-    block_mask = index.block_mask(mask)
-    want = gradients(
-        lambda *x: attend(*x, mask=mask, pattern=pattern, block_size=16), d_out, q, k, v
-    )
-    got = gradients(
-        lambda *x: flex.flex_attention(*x, block_mask=block_mask, enable_gqa=True), d_out, q, k, v
-    )
-    assert relative_error(got[0], want[0]) < 1e-9
-    for ours, theirs in zip(want[1], got[1], strict=True):
-        assert relative_error(theirs, ours) < 1e-9
+    theirs = dict(zip(("out", "dq", "dk", "dv"), (out, *grads)))
+    assert_equal(p.results(), theirs)
     # The tables hold every pair of blocks that has a pair of tokens, and full ones hold all.
-    pairs = index.dense(mask).expand(2, heads, seq_len, seq_len)
-    blocks = -(-seq_len // 16)
-    padded = torch.zeros(2, heads, blocks * 16, blocks * 16, dtype=torch.bool)
-    padded[..., :seq_len, :seq_len] = pairs
-    tiles = padded.unflatten(3, (blocks, 16)).unflatten(2, (blocks, 16))
-    assert (block_mask.to_dense().bool() >= tiles.any(5).any(3)).all()
+    pairs = torch.nn.functional.pad(p.seen(), (0, 5, 0, 5))
+    tiles = tiles_of(pairs, 16)
+    assert (block_mask.to_dense().bool() >= tiles.any(-1).any(-1)).all()
     tables = (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     full = flex.BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=16).to_dense().bool()
-    assert (full <= tiles.all(5).all(3)).all()
+    assert (full <= tiles.all(-1).all(-1)).all()
     return full, block_mask.to_dense()
 
 

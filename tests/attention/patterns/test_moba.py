@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.attention.patterns.helpers import MIXED, Case, cases_of_masks, check_selection
-from tests.reference import dense_attention, gradients, relative_error, structured_qkv
-from titan_sparse.attention import attend
+from tests.attention.problems import NAMES, Problem
+from tests.reference import relative_error, structured_qkv
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import Dense, MoBA, moba
 from titan_sparse.attention.patterns.moba import _largest
@@ -68,59 +68,47 @@ def test_equal_scores_are_taken_in_order_of_position():
 
 
 class Gathered(NamedTuple):
-    """documents: lengths by sequence; what is left of `seq_len` is padding. is_gathered: whether
-    the kernels over gathered queries compute it."""
-
     pattern: MoBA
-    documents: list[list[int]]
-    mask: Mask | None = None
-    heads: tuple[int, int] = (4, 2)
-    seq_len: int = 256
-    dtype: torch.dtype = torch.float32
-    is_gathered: bool = True
+    mask: Mask = Causal()
+    heads: tuple[int, int] = (1, 1)
+    seq_len: int = 192
+    batch: int = 1
     dim: int = 16
     size: int = SIZE
+    dtype: torch.dtype = torch.float32
 
-    @property
-    def its_mask(self) -> Mask:
-        return self.mask or Documents(self.documents)
-
-    def tensors(self) -> list[Tensor]:
-        heads, kv_heads = self.heads
-        drawn = structured_qkv(len(self.documents), heads, kv_heads, self.seq_len, self.dim, seed=5)
-        d_out = torch.randn(drawn[0].shape, generator=torch.Generator().manual_seed(0))
-        return [x.to(DEVICE, self.dtype) for x in (d_out, *drawn)]
+    def problem(self) -> Problem:
+        drawn = structured_qkv(self.batch, *self.heads, self.seq_len, self.dim, seed=5)
+        inputs = [x.to(DEVICE, self.dtype) for x in drawn]
+        return Problem(inputs, self.mask, self.pattern, self.size)
 
 
 GATHERED = {
-    "ragged, a chunk of no tile": Gathered(MoBA(72, 2), [[157]], Causal(), (1, 1), 157),
-    "group of 3": Gathered(MoBA(64, 2), [[128]], Causal(), (3, 1), 128),
-    "packed and padded": Gathered(MoBA(70, 2), [[175, 75], [64, 63]], heads=(2, 1)),
-    "padding": Gathered(MoBA(64, 3), [[150], [0]], Causal(valid=(150, 0)), (1, 1), 192),
-    "everything": Gathered(MoBA(64, 99), [[192]], Causal(), (1, 1), 192),
-    "fp16, head_dim 96": Gathered(
-        MoBA(64, 3), [[192]], Causal(), (1, 1), 192, dtype=torch.float16, dim=96
+    "ragged, a chunk of no tile": Gathered(MoBA(72, 2), seq_len=157),
+    "group of 3": Gathered(MoBA(64, 2), heads=(3, 1), seq_len=128),
+    "packed and padded": Gathered(
+        MoBA(70, 2), Documents([[175, 75], [64, 63]]), (2, 1), 256, batch=2
     ),
+    "padding": Gathered(MoBA(64, 3), Causal(valid=(150, 0)), batch=2),
+    "everything": Gathered(MoBA(64, 99)),
+    "fp16, head_dim 96": Gathered(MoBA(64, 3), dtype=torch.float16, dim=96),
     "more than a word of chunks": Gathered(
-        MoBA(SMALL, 2), [[34 * SMALL - 3]], heads=(1, 1), seq_len=34 * SMALL, size=SMALL
+        MoBA(SMALL, 2), Documents([34 * SMALL - 3]), seq_len=34 * SMALL, size=SMALL
     ),
-    "window": Gathered(
-        MoBA(64, 3), [[192]], Causal() & SlidingWindow(150), (1, 1), 192, is_gathered=False
-    ),
+}
+BY_BLOCKS = {
+    "window": Gathered(MoBA(64, 3), Causal() & SlidingWindow(150)),
     "chunks beside blocks": Gathered(
         MoBA(SMALL + 3, 2),
-        [[]],
         Documents([5 * SMALL - 5, 9, 6 * SMALL + 4]) & SlidingWindow(5 * SMALL + 10),
         (2, 1),
         12 * SMALL,
-        is_gathered=False,
         size=SMALL,
     ),
-    "own chunk alone, in the second word": Gathered(
-        MoBA(SMALL, 1), [[34 * SMALL]], Causal(), (1, 1), 34 * SMALL, is_gathered=False, size=SMALL
-    ),
-    "one chunk": Gathered(MoBA(128, 4), [[128]], Causal(), (1, 1), 128, is_gathered=False),
+    "own chunk alone, in the second word": Gathered(MoBA(SMALL, 1), seq_len=34 * SMALL, size=SMALL),
+    "one chunk": Gathered(MoBA(128, 4), seq_len=128),
 }
+"""What the kernels over gathered queries leave to others."""
 
 
 @pytest.fixture
@@ -142,71 +130,51 @@ def taken(monkeypatch) -> list[str]:
     return steps
 
 
-def _run(case: Gathered, **options) -> list[Tensor]:
-    """out, lse, dq, dk and dv."""
-    options = dict(mask=case.its_mask, pattern=case.pattern, block_size=case.size) | options
-    d_out, *qkv = case.tensors()
-    leaves = [x.requires_grad_() for x in qkv]
-    out, aux = attend(*leaves, return_aux=True, **options)
-    return [out.detach(), aux.lse, *torch.autograd.grad(out, leaves, d_out)]
-
-
-def _wanted(case: Gathered) -> list[Tensor]:
-    """Dense attention over the pairs that were selected."""
-    d_out, *qkv = case.tensors()
-    index = case.pattern.select(*qkv[:2], case.its_mask, block_size=case.size)
-    seen = index.dense(case.its_mask).expand(len(d_out), case.heads[0], -1, -1).cpu()
-    exact = [x.double().cpu() for x in qkv]
-    out, grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out.double().cpu(), *exact)
-    return [out, dense_attention(*exact, seen)[1], *grads]
-
-
-def _assert_close(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
-    for a, b in zip(got, want, strict=True):
+def _assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
+    for name, b in want.items():
+        a = got[name]
         # Rows that see nothing have an lse of -inf.
-        assert torch.equal(a.cpu().isfinite(), b.cpu().isfinite())
-        assert relative_error(*(x.cpu().nan_to_num(0, neginf=0) for x in (a, b))) < tolerance
+        assert torch.equal(a.isfinite(), b.isfinite())
+        assert relative_error(*(x.nan_to_num(0, neginf=0) for x in (a, b))) < tolerance, name
 
 
-@pytest.mark.parametrize("name", GATHERED)
+@pytest.mark.parametrize("name", [*GATHERED, *BY_BLOCKS])
 def test_dense_attention_over_what_was_selected(taken, name):
-    case = GATHERED[name]
-    tolerance = 2e-3 if case.dtype == torch.float16 else 1e-5
-    want = _wanted(case)
+    p = (GATHERED | BY_BLOCKS)[name].problem()
+    tolerance = 2e-3 if name.startswith("fp16") else 1e-5
+    want = p.wanted(p.seen())
     for backend in ("triton", "eager"):
-        _assert_close(_run(case, backend=backend), want, tolerance)
-    assert taken == (["forward", "backward"] if case.is_gathered else [])
+        _assert_close(p.results(backend=backend), want, tolerance)
+    assert taken == (["forward", "backward"] if name in GATHERED else [])
 
 
 def test_lists_cut_into_parts(monkeypatch):
     """The queries of a chunk are split over several programs, whose sums are added."""
     module = sys.modules["titan_sparse.kernels.gathered.kernel"]
     monkeypatch.setattr(module, "list_splits", lambda programs: 3)
-    case = GATHERED["packed and padded"]
-    _assert_close(_run(case, backend="triton"), _wanted(case), 1e-5)
+    p = GATHERED["packed and padded"].problem()
+    _assert_close(p.results(backend="triton"), p.wanted(p.seen()), 1e-5)
 
 
 def test_logits_far_below_zero():
     """Keys behind a chunk's end have logit 0, far above all others, and must not cause infinities."""
-    case = GATHERED["ragged, a chunk of no tile"]
-    d_out, q, k, v = case.tensors()
-    q, k = 10 + q, -30 + k
-    options = dict(pattern=case.pattern, block_size=SIZE)
-    out, grads = gradients(lambda *x: attend(*x, backend="triton", **options), d_out, q, k, v)
-    want, wanted = gradients(lambda *x: attend(*x, backend="eager", **options), d_out, q, k, v)
-    _assert_close([out, *grads], [want, *wanted], 1e-2)
+    p = GATHERED["ragged, a chunk of no tile"].problem()
+    q, k, v = p.inputs
+    p = p._replace(inputs=[10 + q, -30 + k, v])
+    got, want = (p.results(backend=backend) for backend in ("triton", "eager"))
+    _assert_close(*({name: x[name] for name in NAMES[:5]} for x in (got, want)), 1e-2)
 
 
 def test_other_ways_stay_as_they_are(taken):
     """This covers another backend, another pattern, and a part of the sequence."""
-    case = GATHERED["group of 3"]
-    _run(case, backend="eager")
-    _run(case, backend="triton", pattern=Dense())
+    p = GATHERED["group of 3"].problem()
+    p.results(backend="eager")
+    p._replace(pattern=Dense()).results(backend="triton")
     assert taken == []
     # The two shares go by lists of blocks, the gradient is the whole's.
-    parts = _run(case, backend="triton", recomputed=0.5)
+    parts = p.results(backend="triton", recomputed=0.5)
     assert taken == ["backward"]
-    _assert_close(parts, _wanted(case), 1e-5)
+    _assert_close(parts, p.wanted(p.seen()), 1e-5)
 
 
 def test_any_number_of_heads_at_a_time(monkeypatch):
@@ -214,17 +182,18 @@ def test_any_number_of_heads_at_a_time(monkeypatch):
 
     Results are equal to the bit, except dk and dv, which are sums over heads.
     """
-    case = Gathered(MoBA(64, 2), [[128]], Causal(), seq_len=128)
-    want = _run(case, backend="triton")
+    p = Gathered(MoBA(64, 2), heads=(4, 2), seq_len=128).problem()
+    want = p.results(backend="triton")
     # Bytes that hold two heads of lists, with 3 counts of 1 slot in 2 tiles, and one head of sums.
     monkeypatch.setattr(launch, "_LIST_BYTES", 2 * 8 * (128 + 6))
     monkeypatch.setattr(launch, "_TOTAL_BYTES", 4 * 128 * 16)
     assert len(launch.list_shares((1, 4, 128), 2, 2, 1)) == 2
     assert len(launch.total_shares((1, 2, 128, 16), 1)) == 2
-    got = _run(case, backend="triton")
-    for a, b in zip(got[:3], want[:3], strict=True):
-        assert torch.equal(a, b)
-    _assert_close(got[3:], want[3:], 1e-6)
+    got = p.results(backend="triton")
+    for name in ("out", "lse", "dq"):
+        assert torch.equal(got[name], want[name])
+    for name in ("dk", "dv"):
+        assert relative_error(got[name], want[name]) < 1e-6
 
 
 @pytest.mark.parametrize("heads", [(1, 4), (4, 1)], ids=str)
@@ -241,9 +210,8 @@ def test_layers_with_different_heads_share_a_mask(monkeypatch, heads):
     monkeypatch.setattr(kernels, "forward", forward)
     mask = Causal().rows(128)
     for number in heads:
-        case = Gathered(MoBA(64, 2), [[128]], Causal(), (number, 1), seq_len=128)
-        _, *qkv = case.tensors()
-        attend(*qkv, mask=mask, pattern=case.pattern, block_size=case.size, backend="triton")
+        p = Gathered(MoBA(64, 2), mask, (number, 1), 128).problem()
+        p.attend(*p.inputs, backend="triton")
     assert computed == list(heads)
 
 
