@@ -5,18 +5,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from tests.attention.problems import PATTERNS
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks import Causal, Dilated, Documents, Full, SlidingWindow
 from titan_sparse.attention.observe import recording
-from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
 
-BLOCK, SEQ_LEN = 16, 32
-PATTERNS = {
-    "dense": Dense(),
-    "vertical_slash": VerticalSlash(dense_below=BLOCK),
-    "xattention": XAttention(4, 0.7, BLOCK),
-    "moba": MoBA(BLOCK, 2),
-}
+BLOCK, SEQ_LEN = 16, 64
 MASKS = {
     "causal": Causal(),
     "window": Causal() & SlidingWindow(4),

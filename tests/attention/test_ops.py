@@ -9,22 +9,17 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.attention.calls import op_arguments, select_arguments
+from tests.attention.problems import PATTERNS
 from tests.reference import by_token, structured_qkv
 from tests.slice_cases import cut_square, random_legal
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
 from titan_sparse.attention.masks.slices import Slices
-from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+from titan_sparse.attention.patterns import Pattern
 
 BLOCK, SEQ_LEN, WIDTH = 16, 128, 32
 ONE_RANK = ContextParallel(None, "contiguous", "local", BLOCK)
-PATTERNS = {
-    "dense": Dense(),
-    "vertical_slash": VerticalSlash(recall=0.8, sinks=2, local_slashes=1, dense_below=32),
-    "xattention": XAttention(4, 0.7, 32),
-    "moba": MoBA(16, 2),
-}
 LENGTHS = [[128], [50, 50, 20], [7, 90, 31]]
 DOCUMENTS = [Documents(lengths) for lengths in LENGTHS]
 SLICES = [
@@ -145,7 +140,7 @@ def test_opcheck():
     ops = torch.ops.titan_sparse
     arguments = select_arguments(ranges, pattern, 16, 0.3)
     torch.library.opcheck(ops.select.default, (q, k, *arguments))
-    of_blocks = select_arguments(ranges, XAttention(4, 0.6, 48), 16, 0.3)
+    of_blocks = select_arguments(ranges, PATTERNS["xattention"], 16, 0.3)
     torch.library.opcheck(ops.select.default, (q, k, *of_blocks))
     index = pattern.select(q, k, mask, block_size=BLOCK).tensors()
     cp = one_rank(BLOCK)

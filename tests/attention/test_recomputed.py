@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from tests.attention.problems import PATTERNS
 from tests.fake_step import fake_world
 from tests.reference import attention_bytes, structured_qkv
 from titan_sparse.attention import ContextParallel, attend
@@ -21,19 +22,13 @@ from titan_sparse.attention.context_parallel import loop
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices, sliding_window
 from titan_sparse.attention.observe import recording
-from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.training.model import checkpoint_contexts
 
 BLOCK, SEQ_LEN = 16, 157
 SHARES = (0.25, 0.5, 1.0)
-PATTERNS = {
-    "dense": Dense(),
-    "vertical_slash": VerticalSlash(
-        recall=0.7, sinks=2, local_slashes=1, max_verticals=60, dense_below=40
-    ),
-}
 MASKS = {
     "causal": Causal(),
     "documents": Documents([[45, 3, 90, 17], [157]]),

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.attention.collectives import collectives, counts
+from tests.attention.context_parallel.against_one import mesh_of
 from tests.attention.patterns.helpers import published
 from tests.fake_step import fake_world
 from tests.reference import structured_qkv
@@ -22,13 +23,11 @@ SEQ_LEN = 16 * BLOCK
 KV_HEADS = 2
 VERTICAL = VerticalSlash(recall=0.8, sinks=2, max_verticals=16, min_slashes=16, dense_below=16)
 """All slashes are selected, so that every rank needs every chunk."""
-MESH_AXES = ("cp_inter", "cp_intra")
 PACKED = Documents([150, 106])
 
 
 def _context(axes: tuple[int, int], schedule: str, **options) -> ContextParallel:
-    mesh = init_device_mesh("cpu", axes, mesh_dim_names=MESH_AXES)
-    return ContextParallel(mesh, "striped", schedule, BLOCK, **options)
+    return ContextParallel(mesh_of(axes), "striped", schedule, BLOCK, **options)
 
 
 def _inputs(cp: ContextParallel) -> list[Tensor]:
@@ -75,8 +74,9 @@ def test_collectives_of_a_selection(pattern: Pattern):
 def test_nobody_outside_the_group_is_spoken_to(schedule, pattern):
     """Ranks 0 and 1 of four share a sequence. The others have data of their own."""
     with fake_world(4):
-        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", *MESH_AXES))
-        cp = ContextParallel(mesh[MESH_AXES], "striped", schedule, BLOCK)
+        axes = ("cp_inter", "cp_intra")
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", *axes))
+        cp = ContextParallel(mesh[axes], "striped", schedule, BLOCK)
         q, k, v = _inputs(cp)
         with collectives() as said:
             attend(q, k, v, Causal(), pattern, cp, "eager").sum().backward()

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
+from tests.attention.context_parallel.against_one import mesh_of
 from tests.fake_step import fake_world
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
@@ -86,9 +86,8 @@ def events_of_attention(
     values circulate."""
     ranks = axes[0] * axes[1]
     with fake_world(ranks):
-        mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
         options = {"overlap_stages": overlap_stages, "backward_circulates": "kv"}
-        cp = ContextParallel(mesh, "striped", schedule, BLOCK, **options)
+        cp = ContextParallel(mesh_of(axes), "striped", schedule, BLOCK, **options)
         events = _record(monkeypatch)
         generator = torch.Generator().manual_seed(0)
         seq_len = 4 * BLOCK

@@ -9,15 +9,16 @@ import weakref
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
+from tests.attention.context_parallel.against_one import mesh_of
+from tests.attention.problems import PATTERNS, Problem, problem
 from tests.distributed import run_processes
 from tests.reference import structured_qkv
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
-from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
+from titan_sparse.attention.patterns import Dense, Pattern
 from titan_sparse.config import Attention
 from titan_sparse.training.attention import build_context_parallel
 from titan_sparse.training.faults.process_groups import set_timeout
@@ -29,13 +30,12 @@ SEQ_LEN = 2 * 8 * BLOCK
 LONGEST_DELAY_SECONDS = 0.008
 HANG_SECONDS = 40
 PACKED = Documents([131, 7, 100]) & SlidingWindow(100)
-VERTICAL = VerticalSlash(recall=0.8, sinks=3, local_slashes=1, max_verticals=60, dense_below=48)
+VERTICAL = PATTERNS["vertical_slash"]
 
 
 def _context(axes: tuple[int, int], *arguments, **options) -> ContextParallel:
     """ContextParallel(mesh, *arguments, **options) whose transfers fail instead of hanging."""
-    mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
-    cp = ContextParallel(mesh, *arguments, **options)
+    cp = ContextParallel(mesh_of(axes), *arguments, **options)
     set_timeout(HANG_SECONDS)
     return cp
 
@@ -116,26 +116,16 @@ def _check_delays() -> None:
 class _Call:
     """One attention call whose forward and backward run when the caller chooses."""
 
-    def __init__(
-        self,
-        cp: ContextParallel,
-        seed: int,
-        batch: int,
-        kv_heads: int,
-        head_dim: int,
-        mask: Mask,
-        pattern: Pattern,
-    ):
-        qkv = structured_qkv(batch, 4, kv_heads, SEQ_LEN, head_dim, seed)
-        self.leaves = [cp.shard(x, 2).clone().requires_grad_() for x in qkv]
-        self.options, self.d_out = (mask, pattern, cp, "eager"), cp.shard(qkv[0], 2)
+    def __init__(self, cp: ContextParallel, p: Problem):
+        self.cp, self.p = cp, p
+        self.leaves = [cp.shard(x, 2).clone().requires_grad_() for x in p.inputs]
 
     def forward(self) -> None:
-        self.out = attend(*self.leaves, *self.options)
+        self.out = self.p.attend(*self.leaves, cp=self.cp)
 
     def backward(self) -> list[Tensor]:
-        gradients = torch.autograd.grad(self.out, self.leaves, self.d_out)
-        return [self.out.detach(), *gradients]
+        d_out = self.cp.shard(self.p.d_out, 2)
+        return [self.out.detach(), *torch.autograd.grad(self.out, self.leaves, d_out)]
 
     def alone(self) -> list[Tensor]:
         """Out and gradients, copied because their buffers may be reused."""
@@ -154,11 +144,12 @@ def _check_interleaved() -> None:
         cp = _context((2, 2), "striped", schedule, 2 * BLOCK, circulates)
         # The same shapes twice, so that the buffers are the same, and others; a batch of 1 makes
         # views of them.
-        calls = [
-            _Call(cp, 1, 1, 2, 8, Causal(), VERTICAL),
-            _Call(cp, 2, 1, 2, 8, PACKED, VERTICAL),
-            _Call(cp, 3, 2, 1, 4, Causal(), Dense()),
-        ]
+        shapes = [(1, 4, 2, 8), (1, 4, 2, 8), (2, 4, 1, 4)]
+        cases = [(Causal(), VERTICAL), (PACKED, VERTICAL), (Causal(), Dense())]
+        calls = []
+        for seed, ((batch, *heads, dim), case) in enumerate(zip(shapes, cases)):
+            inputs = structured_qkv(batch, *heads, SEQ_LEN, dim, seed)
+            calls.append(_Call(cp, Problem(inputs, *case, 2 * BLOCK)))
         wanted = [call.alone() for call in calls]
         for call in calls:
             call.forward()
@@ -174,9 +165,9 @@ def _check_no_new_buffers() -> None:
         # By the index, a hop that no step has needed so far has no buffer yet.
         cp = _context((2, 2), "zigzag", schedule, BLOCK, route_by="mask")
         calls = []
-        for number in range(2):
-            mask = Documents([60 + 40 * number, 100]) & SlidingWindow(90)
-            calls.append(_Call(cp, number, 1, 2, 8, mask, VERTICAL))
+        for seed in range(2):
+            mask = Documents([60 + 40 * seed, 100]) & SlidingWindow(90)
+            calls.append(_Call(cp, problem((4, 2), mask, VERTICAL, seq_len=SEQ_LEN, seed=seed)))
         held = []
         for call in calls * 2:
             call.alone()
@@ -195,7 +186,7 @@ def _check_nothing_is_held() -> None:
     for schedule in ("ring", "all_gather", "group_cast", "ulysses"):
         cp = build_context_parallel(
             Attention(schedule=schedule, block_size=BLOCK),
-            init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)),
+            mesh_of((4,)),
         )
         q, k, v = [cp.shard(x, 2).requires_grad_() for x in structured_qkv(1, 4, 2, SEQ_LEN, 8)]
         attend(q, k, v, Causal(), Dense(), cp, "eager").sum().backward()
