@@ -1,5 +1,6 @@
 """Calls of attend(), and what dense attention gives over the pairs that they select."""
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from tests.reference import attention_with_sinks, dense_attention, gradients, structured_qkv
 from titan_sparse.attention import attend
-from titan_sparse.attention.masks.ranges import Causal, Mask
+from titan_sparse.attention.masks import Causal, Dilated, Full, Mask, Slices
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 
 SEQ_LEN = 192
@@ -21,6 +22,17 @@ PATTERNS: dict[str, Pattern] = {
     "moba": MoBA(chunk_size=28, top_k=3),
 }
 """For blocks of 8 to 24."""
+
+
+def combinations(masks: dict[str, Mask], patterns: dict[str, Pattern] = PATTERNS) -> list:
+    """(mask, pattern) by name. Only dense takes a mask that is not causal ranges."""
+    found = []
+    for mask, pattern in itertools.product(masks, patterns):
+        for_dense = isinstance(masks[mask], (Full, Dilated, Slices))
+        if not (for_dense and patterns[pattern].dynamic):
+            found.append((mask, pattern))
+    return found
+
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 

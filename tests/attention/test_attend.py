@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.attention.calls import op_arguments
 from tests.attention.dense_twin import let_eager_serve_dense
 from tests.attention.problems import PATTERNS as ONE_OF_EACH
-from tests.attention.problems import Problem, assert_equal, problem, sink_logits
+from tests.attention.problems import Problem, assert_equal, combinations, problem, sink_logits
 from tests.reference import dense_attention, gradients, relative_error
 from titan_sparse.attention import ContextParallel, attend, ops
 from titan_sparse.attention.backends import BACKENDS
@@ -43,13 +43,7 @@ MASKS = {
     "slices": prefix_lm([60, 50], [9, 20]),
     "slices, window": sliding_window([60, 50], 20, sinks=5),
 }
-DENSE_ONLY = ("full", "slices", "slices, window")
-COMBINATIONS = [
-    (mask, pattern)
-    for mask in MASKS
-    for pattern in PATTERNS
-    if mask not in DENSE_ONLY or pattern == "dense"
-]
+COMBINATIONS = combinations(MASKS, PATTERNS)
 
 
 def _problem(shape: tuple[int, int, int], mask: str, pattern: str, sinks: bool = False) -> Problem:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tests.attention.problems import PATTERNS
+from tests.attention.problems import PATTERNS, combinations
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks import Causal, Dilated, Documents, Full, SlidingWindow
 from titan_sparse.attention.observe import recording
@@ -18,12 +18,7 @@ MASKS = {
     "full": Full(),
     "slices": Dilated(4, 2),
 }
-COMBINATIONS = [
-    (mask, pattern)
-    for mask in MASKS
-    for pattern in PATTERNS
-    if pattern == "dense" or mask not in ("full", "slices")
-]
+COMBINATIONS = combinations(MASKS)
 
 
 def _x(*shape: int, device: str = "cpu") -> Tensor:
