@@ -13,11 +13,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from scripts.study.quality import BLOCK
 from tests.attention.patterns.helpers import published
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 
 FILE = Path(__file__).parent / "data" / "smollm2_heads.safetensors"
 RECALL = 0.9
@@ -39,31 +37,6 @@ class Point(NamedTuple):
     density: float
 
 
-def by_diagonal(x: Tensor) -> Tensor:
-    """[..., Q, S], by block of queries and key, as [..., S, E], by key and slash."""
-    blocks, seq_len = x.shape[-2:]
-    # [S, E]
-    key_block = torch.arange(seq_len, device=x.device)[:, None] // BLOCK
-    q_block = key_block + torch.arange(blocks, device=x.device)
-    exists = q_block < blocks
-    q_block = q_block.clamp(max=blocks - 1).expand(*x.shape[:-2], -1, -1)
-    return x.mT.gather(-1, q_block) * exists
-
-
-class Known(NamedTuple):
-    """Statistics of all rows. masses: [S, S / BLOCK] of each head, by key and slash. pairs: likewise."""
-
-    masses: list[Tensor]
-    pairs: Tensor
-
-    def point(self, kept: list[Tensor]) -> Point:
-        """kept: bool [S, S / BLOCK] of each head, on which slashes a key is computed."""
-        heads = len(self.masses)
-        held = sum(float(mass[chosen].sum()) for mass, chosen in zip(self.masses, kept))
-        computed = sum(float(self.pairs[chosen].sum()) for chosen in kept)
-        return Point(held / (heads * len(self.pairs)), computed / (heads * self.pairs.sum().item()))
-
-
 @pytest.fixture(scope="module")
 def heads() -> tuple[Tensor, Tensor]:
     tensors = load_file(FILE)
@@ -72,19 +45,14 @@ def heads() -> tuple[Tensor, Tensor]:
     return q[None], k[None]
 
 
-def _known(heads: tuple[Tensor, Tensor], sinks: int = 0) -> Known:
-    """sinks: first keys whose mass is left out of each row, before the row is normalized."""
+def _attention(heads: tuple[Tensor, Tensor], sinks: int = 0) -> Tensor:
+    """fp32 [H, S, S]. sinks: first keys that are left out before a row is normalized."""
     q, k = heads
     scores = q[0] @ k[0].mT * q.shape[-1] ** -0.5
-    future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-    scores.masked_fill_(future, -torch.inf)
+    scores.masked_fill_(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
     scores[..., :sinks] = -torch.inf
     # The first rows see nothing but sinks.
-    attention = scores.softmax(-1).nan_to_num_()
-    # [H, S / BLOCK, S], by block of queries
-    by_key = attention.unflatten(1, (-1, BLOCK)).sum(2, dtype=torch.float64)
-    pairs = (~future).unflatten(0, (-1, BLOCK)).sum(1, dtype=torch.float64)
-    return Known(list(by_diagonal(by_key)), by_diagonal(pairs))
+    return scores.softmax(-1).nan_to_num_()
 
 
 def _density_at(recall: float, points: list[Point]) -> float:
@@ -107,32 +75,24 @@ def _pattern(budget: str, recall: float) -> VerticalSlash:
     )
 
 
-def _kept(index: VerticalSlashIndex) -> list[Tensor]:
-    """bool [S, S / BLOCK] of each head."""
-    kept = []
-    for verticals, slashes in zip(index.verticals[0], index.slashes[0]):
-        # The last entry stands for no vertical.
-        is_vertical = torch.zeros(index.seq_len + 1, dtype=torch.bool)
-        is_vertical[verticals.clamp(max=index.seq_len).long()] = True
-        kept.append(is_vertical[:-1, None] | slashes)
-    return kept
-
-
-def _mean_point(heads: tuple[Tensor, Tensor], known: Known, pattern: VerticalSlash) -> Point:
+def _mean_point(heads: tuple[Tensor, Tensor], attention: Tensor, pattern: VerticalSlash) -> Point:
     seeds = SEEDS[:1] if pattern.probe_rows == "last" else SEEDS
     points = []
     for seed in seeds:
         mask = Causal().rows(heads[0].shape[2])._replace(probe_seed=torch.tensor(seed))
         index = pattern.select(*heads, mask)
         assert not index.capped.any()
-        points.append(known.point(_kept(index)))
+        kept = index.dense(Causal())[0]
+        pairs = len(kept) * mask.stop.sum()
+        recall = attention[kept].sum(dtype=torch.float64) / kept[..., 0].numel()
+        points.append((recall, kept.sum() / pairs))
     return Point(*torch.tensor(points, dtype=torch.float64).mean(0).tolist())
 
 
 @pytest.mark.parametrize("budget", MEASURED)
 def test_a_recall_needs_no_more_than_it_did(heads, budget):
-    known = _known(heads)
-    points = [_mean_point(heads, known, _pattern(budget, target)) for target in TARGETS[budget]]
+    attention = _attention(heads)
+    points = [_mean_point(heads, attention, _pattern(budget, target)) for target in TARGETS[budget]]
     density = _density_at(RECALL, points)
     print(f"{budget}: {density:.2%} at recall {RECALL}; {points}")
     assert density <= MOST_RISE * MEASURED[budget]
@@ -143,7 +103,7 @@ def test_a_recall_needs_no_more_than_it_did(heads, budget):
 
 def test_what_lies_behind_the_sinks_is_kept(heads):
     """By default sinks do not count. The recall is the mean over rows of the share of the remaining mass."""
-    behind = _known(heads, sinks=VerticalSlash().sinks)
+    behind = _attention(heads, sinks=VerticalSlash().sinks)
     points = [_mean_point(heads, behind, VerticalSlash(recall=recall)) for recall in (0.85, 0.9)]
     density = _density_at(RECALL, points)
     print(f"{density:.2%} at recall {RECALL} behind the sinks; {points}")
