@@ -12,11 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import torchrun
-from tests.integrations.transformers.trainer_runs import (
-    assert_trains_alike,
-    numbers,
-    read,
-)
+from tests.integrations.transformers.trainer_runs import assert_trains_alike, numbers, read
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -10,14 +10,7 @@ import pytest
 import transformers
 from tokenizers import AddedToken
 
-from tests.data.helpers import (
-    CALL,
-    encode,
-    learned_texts,
-    marked,
-    trl_template,
-    write_tokenizer,
-)
+from tests.data.helpers import CALL, encode, learned_texts, marked, trl_template, write_tokenizer
 from titan_sparse.config import Data
 from titan_sparse.data import chat_template
 from titan_sparse.data.chat_template import ChatTemplate

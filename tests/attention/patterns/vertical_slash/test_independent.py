@@ -12,13 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.attention.patterns.helpers import (
-    BLOCK,
-    Case,
-    cases_of_masks,
-    check_selection,
-    published,
-)
+from tests.attention.patterns.helpers import BLOCK, Case, cases_of_masks, check_selection, published
 from tests.reference import structured_qkv
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns.spans import find_spans, share_of_cap

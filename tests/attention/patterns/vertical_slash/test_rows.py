@@ -12,11 +12,7 @@ from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.spans import Spans, find_spans
-from titan_sparse.attention.patterns.vertical_slash.probe import (
-    ProbedRows,
-    last_rows,
-    spread_rows,
-)
+from titan_sparse.attention.patterns.vertical_slash.probe import ProbedRows, last_rows, spread_rows
 
 BLOCK = 4
 
