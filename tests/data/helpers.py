@@ -1,6 +1,7 @@
 """Texts, chats, templates, tokenizers, shards, and loaders that several tests use."""
 
 import dataclasses
+import gzip
 import importlib.util
 import json
 import re
@@ -32,27 +33,33 @@ PADDING = ByteTokenizer.padding
 LENGTHS = [5, 40, 0, 1, 15, 16, 17, 33, 3, 90]
 
 
-def write_texts(folder: Path, ending: str) -> Path:
-    """TEXTS in a folder of two files, or of one file a document for .txt."""
+def write_texts(folder: Path, ending: str, texts: list[str] = TEXTS) -> str:
+    """A folder of two files, or of one file a document for .txt."""
     folder.mkdir()
-    if ending == ".txt":
-        for i, text in enumerate(TEXTS):
-            (folder / f"{i}.txt").write_text(text, encoding="utf-8")
-        return folder
-    for part, texts in enumerate([TEXTS[:2], TEXTS[2:]]):
-        table = [{"text": text, "number": i} for i, text in enumerate(texts)]
-        write_rows(folder / f"{part}{ending}", table)
-    return folder
+    size = 1 if ending == ".txt" else 2
+    for start in range(0, len(texts), size):
+        part = texts[start : start + size]
+        table = [{"text": text, "number": i} for i, text in enumerate(part)]
+        write_rows(folder / f"{start:02}{ending}", table)
+    return str(folder)
 
 
-def write_rows(path: Path, table: list[dict]) -> None:
-    if path.suffix == ".parquet":
+def zstd(raw: bytes) -> bytes:
+    return pyarrow.compress(raw, "zstd", asbytes=True)
+
+
+def write_rows(path: Path, table: list[dict], ending: str = "") -> None:
+    """Parquet, lines of JSON, or the text of one row, as the path's ending or another one says."""
+    ending = ending or path.suffix
+    if ending == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), path)
         return
     raw = "".join(json.dumps(row) + "\n" for row in table).encode()
-    if path.suffix == ".zst":
-        raw = pyarrow.compress(raw, "zstd", asbytes=True)
-    path.write_bytes(raw)
+    if ending == ".txt":
+        [row] = table
+        raw = row["text"].encode()
+    pack = {".zst": zstd, ".gz": gzip.compress}.get(ending, bytes)
+    path.write_bytes(pack(raw))
 
 
 def train_tokenizer(folder: Path, special: list[str]) -> tokenizers.Tokenizer:

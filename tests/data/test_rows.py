@@ -14,6 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.data.helpers import write_rows, zstd
 from titan_sparse.commands import prepare_data
 from titan_sparse.config import Data
 from titan_sparse.data import documents, rows
@@ -43,10 +44,6 @@ def refusal(path: Path, **options) -> str:
     assert "\n" not in str(raised.value)
     assert str(raised.value).startswith("data.")
     return str(raised.value)
-
-
-def zstd(raw: bytes) -> bytes:
-    return pyarrow.compress(raw, "zstd", asbytes=True)
 
 
 SKIPPED_FRAME = struct.pack("<II", 0x184D2A50, 4) + b"note"
@@ -86,15 +83,10 @@ def test_damaged_files_are_refused(tmp_path):
 @pytest.mark.parametrize("ending", [".txt", ".jsonl"])
 def test_a_file_that_was_written_anew_with_the_same_time_is_read_anew(tmp_path, ending):
     path = tmp_path / f"a{ending}"
-
-    def write(text: str) -> None:
-        path.write_bytes(lines_of([text]) if ending == ".jsonl" else text.encode())
+    for text in ("old text", "new text"):
+        write_rows(path, [{"text": text}])
         os.utime(path, (10**9, 10**9))
-
-    write("old text")
-    assert texts_of(path) == ["old text"]
-    write("new text")
-    assert texts_of(path) == ["new text"]
+        assert texts_of(path) == [text]
 
 
 def test_a_file_that_is_changed_while_it_is_read_is_refused(tmp_path, monkeypatch):
@@ -287,11 +279,7 @@ def test_a_folder_of_markdown_and_code_is_sent_to_prepare_data(tmp_path):
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".parquet"])
 def test_another_column_of_the_same_file_is_not_that_of_the_cache(tmp_path, ending):
     path = tmp_path / f"a{ending}"
-    row = {"text": "one", "body": "two"}
-    if ending == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
-    else:
-        path.write_text(json.dumps(row))
+    write_rows(path, [{"text": "one", "body": "two"}])
     for field, text in (("text", "one"), ("body", "two"), ("text", "one")):
         assert texts_of(path, text_field=field) == [text]
     chats = tmp_path / "chats.jsonl"
@@ -312,13 +300,7 @@ def test_a_link_is_read_by_its_own_ending_and_read_anew_when_it_leads_elsewhere(
     link = tmp_path / f"a{ending}"
     for text in ("one", "two"):
         blob = tmp_path / f"{text}5e7f"
-        if ending == ".parquet":
-            pyarrow.parquet.write_table(pyarrow.table({"text": [text]}), blob)
-        elif ending == ".txt":
-            blob.write_text(text)
-        else:
-            lines = lines_of([text])
-            blob.write_bytes(gzip.compress(lines) if ending.endswith(".gz") else lines)
+        write_rows(blob, [{"text": text}], link.suffix)
         link.unlink(missing_ok=True)
         link.symlink_to(blob)
         assert texts_of(link) == [text]

@@ -23,7 +23,7 @@ from tests.data.helpers import (
     prepared,
     random_documents,
     train_tokenizer,
-    write_rows,
+    write_texts,
 )
 from titan_sparse.config import Data, Refusal
 from titan_sparse.data.documents import TokenizedTexts, open_documents
@@ -95,16 +95,8 @@ def sequences(texts: list[str], data: Data, are_tokens: bool) -> Iterator[tuple]
 
 
 def texts(folder: Path, ending: str = ".jsonl", letter: str = "a") -> str:
-    """A source of raw texts of LENGTHS letters, the same as prepared() makes tokens of."""
-    folder.mkdir(exist_ok=True)
-    documents = lettered_texts(letter)
-    if ending != ".txt":
-        path = folder / f"{letter}{ending}"
-        write_rows(path, [{"text": text} for text in documents])
-        return str(path)
-    for number, text in enumerate(documents):
-        (folder / f"{letter}{number}.txt").write_text(text)
-    return str(folder)
+    """A source of raw texts, the same as prepared() makes tokens of."""
+    return write_texts(folder / f"texts {letter}", ending, lettered_texts(letter))
 
 
 @pytest.mark.parametrize("ending", [".txt", ".jsonl.zst", ".parquet", "tokens"])
@@ -112,7 +104,7 @@ def texts(folder: Path, ending: str = ".jsonl", letter: str = "a") -> str:
 @pytest.mark.parametrize(("shuffle", "shortest"), [(True, 0), (False, 0), (True, 5), (False, 16)])
 def test_the_stream_is_that_of_a_loop_over_the_documents(tmp_path, ending, kind, shuffle, shortest):
     are_tokens = ending == "tokens"
-    source = prepared(tmp_path) if are_tokens else texts(tmp_path / "texts", ending)
+    source = prepared(tmp_path) if are_tokens else texts(tmp_path, ending)
     data = Data(source=source, sequences=kind, shuffle=shuffle, min_document_length=shortest)
     documents = [text for text in lettered_texts("a") if text or not are_tokens]
     expected = list(itertools.islice(sequences(documents, data, are_tokens), 48))
