@@ -11,6 +11,7 @@ from titan_sparse.attention.decode import Cached, attend_cached
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEYS = 50
+ONE_RANK = ContextParallel(None, "contiguous", "local")
 
 
 def _inputs(dtype: torch.dtype, device: str = DEVICE) -> tuple[Tensor, Cached]:
@@ -42,10 +43,6 @@ def _parts(cached: Cached, edges: list[int]) -> list[Cached]:
     return parts
 
 
-def _one_rank() -> ContextParallel:
-    return ContextParallel(None, "contiguous", "local")
-
-
 @pytest.mark.parametrize(
     "dtype, tolerance",
     [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)],
@@ -57,10 +54,10 @@ def test_keys_in_parts_and_chunks(monkeypatch, dtype, tolerance):
     # A part without keys, and one of which nothing is seen.
     blind = cached._replace(seen=torch.zeros_like(cached.seen))
     parts = [blind, *_parts(cached, [13, 13, 30])]
-    out = attend_cached(q, parts, _one_rank())
+    out = attend_cached(q, parts, ONE_RANK)
     assert out.dtype == dtype and out.shape == q.shape
     torch.testing.assert_close(out.double(), _expected(q, cached), atol=tolerance, rtol=tolerance)
-    out = attend_cached(q, parts, _one_rank(), scale=0.7, sinks=sinks)
+    out = attend_cached(q, parts, ONE_RANK, scale=0.7, sinks=sinks)
     expected = _expected(q, cached, 0.7, sinks)
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
@@ -70,7 +67,7 @@ def test_nothing_is_seen():
     q, cached = _inputs(torch.float32)
     blind = cached._replace(seen=torch.zeros_like(cached.seen))
     for parts in ([], [blind]):
-        assert (attend_cached(q, parts, _one_rank()) == 0).all()
+        assert (attend_cached(q, parts, ONE_RANK) == 0).all()
 
 
 def _over_ranks() -> None:

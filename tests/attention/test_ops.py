@@ -39,11 +39,7 @@ class Layer(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.pattern, self.cp = pattern, cp
-        self.q, self.kv, self.out = (
-            nn.Linear(WIDTH, WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-        )
+        self.q, self.kv, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x: Tensor, ranges: MaskRanges) -> Tensor:
         """x [B, S, WIDTH] -> [B, S, WIDTH]"""
@@ -67,11 +63,6 @@ def _step(layer: nn.Module, function: Callable, x: Tensor, ranges: MaskRanges) -
     return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])]
 
 
-def _assert_equal(got: list[Tensor], want: list[Tensor]) -> None:
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "pattern, masks", [*((pattern, DOCUMENTS) for pattern in PATTERNS), ("dense", SLICES)]
 )
@@ -83,7 +74,8 @@ def test_compiled_once_equal_to_eager_for_all_masks(pattern, masks):
     for seed, mask in enumerate(masks):
         ranges = mask.rows(SEQ_LEN)
         want = _step(layer, layer, _input(seed), ranges)
-        _assert_equal(_step(layer, compiled, _input(seed), ranges), want)
+        got = _step(layer, compiled, _input(seed), ranges)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert counter.frame_count == 1, "compiled again for another mask"
 
 
@@ -114,17 +106,15 @@ def test_compiles_for_changing_shapes(pattern, shapes, graphs, dynamic):
 
     compiled = torch.compile(_grouped, fullgraph=True, dynamic=dynamic, backend=backend)
     for batch, seq_len, head_dim in shapes:
-        leaves = []
-        for heads in (4, 2, 2):
-            x = torch.randn(batch, heads, seq_len, head_dim)
-            leaves.append(x.requires_grad_())
+        of_heads = [(batch, heads, seq_len, head_dim) for heads in (4, 2, 2)]
+        leaves = [torch.randn(shape, requires_grad=True) for shape in of_heads]
         ranges = Causal().rows(seq_len)
         results = []
         for function in (_grouped, compiled):
             out = function(*leaves, ranges, PATTERNS[pattern])
             gradients = torch.autograd.grad(out.square().sum(), leaves)
             results.append([out.detach(), *gradients])
-        _assert_equal(results[1], results[0])
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     assert len(calls_with_new_graphs) == graphs
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.reference import structured_qkv
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import Pattern, VerticalSlash
+from titan_sparse.attention.patterns.base import BlockIndex
 
 BLOCK = 16
 MIXED = [[70, 9, 61, 17], [5, 48, 47, 49]]
@@ -71,8 +72,8 @@ def cases_of_masks(pattern: Pattern) -> dict[str, Case]:
 
 def check_selection(
     case: Case, reference: Callable[[Case, Tensor, Tensor, int, Tensor], Tensor]
-) -> None:
-    """The selection matches the specification, head by head.
+) -> BlockIndex:
+    """The selection, which matches the specification, head by head.
 
     reference: takes a case, q and k of a head [S, D], the number of the sequence and the visible
     pairs, bool [S, S]. Returns the pairs to compute, bool [S, S].
@@ -87,3 +88,4 @@ def check_selection(
             k_head = k[b, h // (heads // kv_heads)]
             want = reference(case, q[b, h], k_head, b, seen[b])
             assert torch.equal(dense[b, h], want), (b, h)
+    return index

@@ -120,35 +120,32 @@ def _select(q: Tensor, k: Tensor, seen: Tensor, spans: list[Span], case: Case) -
     return Selection(verticals, pairs, (verticals_capped, slashes_capped))
 
 
-def _specification(case: Case, q: Tensor, k: Tensor, sequence: int, seen: Tensor) -> Tensor:
-    """bool [S, S]: the pairs that are computed."""
-    selection = _select(q, k, seen, case.spans(sequence), case)
-    chosen = torch.zeros_like(seen)
-    for i, j in selection.pairs:
-        chosen[i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK] = True
-    chosen[:, sorted(selection.verticals)] = True
-    return chosen & seen
-
-
 def _check(case: Case) -> None:
-    check_selection(case, _specification)
-    q, k, _ = case.inputs()
-    heads, kv_heads = case.heads
-    index = case.pattern.select(q, k, case.mask, block_size=BLOCK)
-    seen = case.mask.dense(case.seq_len).expand(2, -1, -1)
-    blocks = torch.arange(-(-case.seq_len // BLOCK))
+    wanted: list[Selection] = []
+
+    def specification(case: Case, q: Tensor, k: Tensor, sequence: int, seen: Tensor) -> Tensor:
+        """bool [S, S]: the pairs that are computed."""
+        selection = _select(q, k, seen, case.spans(sequence), case)
+        wanted.append(selection)
+        chosen = torch.zeros_like(seen)
+        for i, j in selection.pairs:
+            chosen[i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK] = True
+        chosen[:, sorted(selection.verticals)] = True
+        return chosen & seen
+
+    index = check_selection(case, specification)
+    blocks = index.all_blocks()
     selected = index.selects(blocks, blocks)
     assert not selected.triu(1).any(), "a block of the future is selected"
     assert selected.sum(-1).max() <= index.most_blocks <= len(blocks)
-    for b in range(2):
-        for h in range(heads):
-            want = _select(q[b, h], k[b, h * kv_heads // heads], seen[b], case.spans(b), case)
-            # Ascending, each once, then filled up past the end.
-            listed = index.verticals[b, h].tolist()
-            count = len(want.verticals)
-            assert listed[:count] == sorted(want.verticals)
-            assert all(position >= case.seq_len for position in listed[count:])
-            assert tuple(index.capped[b, h].tolist()) == want.capped, (b, h)
+    # By sequence and head.
+    found = zip(index.verticals.flatten(0, 1).tolist(), index.capped.flatten(0, 1).tolist())
+    for (listed, capped), want in zip(found, wanted, strict=True):
+        # Ascending, each once, then filled up past the end.
+        count = len(want.verticals)
+        assert listed[:count] == sorted(want.verticals)
+        assert all(position >= case.seq_len for position in listed[count:])
+        assert tuple(capped) == want.capped
 
 
 USUAL = published(recall=0.8, sinks=3, local_slashes=1, dense_below=48)
