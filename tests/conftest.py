@@ -84,7 +84,7 @@ LONGEST = [
     "tests/attention/context_parallel/test_stress.py",
     "tests/attention/context_parallel/test_group.py",
     "tests/kernels/test_block_sparse.py",
-    "tests/attention/context_parallel/test_balanced_processes.py",
+    "tests/attention/context_parallel/test_balanced.py",
     "tests/attention/patterns/test_block_patterns.py",
     "tests/attention/context_parallel/test_group_cast.py",
     "tests/attention/test_recomputed.py",

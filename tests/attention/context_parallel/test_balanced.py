@@ -1,6 +1,5 @@
-"""The layout "balanced" on integers: its view of a mask, its assignment of blocks, the savings, and
-its run time.
-"""
+"""The layout "balanced": its view of a mask, its assignment of blocks, and the savings, on integers;
+and over processes its tables in use, refusals, and costs."""
 
 from pathlib import Path
 
@@ -9,9 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch import distributed as dist
 
+from tests.attention.context_parallel.against_one import by_one_rank, mesh_of
+from tests.attention.dense_twin import let_eager_serve_dense
+from tests.attention.problems import PATTERNS, problem
+from tests.distributed import run_processes
+from tests.fake_step import fake_world
 from tests.reference import tiles_of
 from tests.slice_cases import NAMES, SEQ_LEN, mask_and_truth, random_legal
+from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.context_parallel import layouts
 from titan_sparse.attention.context_parallel.layouts import (
     Costs,
@@ -19,47 +25,34 @@ from titan_sparse.attention.context_parallel.layouts import (
     block_ids,
     cut_into_chunks,
 )
-from titan_sparse.attention.masks.ranges import (
-    Causal,
-    Documents,
-    Full,
-    Mask,
-    MaskRanges,
-    SlidingWindow,
-)
+from titan_sparse.attention.masks import Causal, Documents, Full, Mask, SlidingWindow
+from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.slices import Slices
-from titan_sparse.attention.observe import count_visits
+from titan_sparse.attention.observe import count_visits, worker_imbalance
 from titan_sparse.attention.patterns import Dense
+from titan_sparse.config import Attention
 from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS, load_constants
 from titan_sparse.estimate.indexes import ragged_lengths
+from titan_sparse.training.attention import build_context_parallel
 
 CONSTANTS = Path(__file__).parents[3] / "titan_sparse/estimate/constants_h200.json"
 MILLION, BLOCK = 1 << 20, 128
 
 
-def incoming_blocks(ranges: MaskRanges, table: Tensor, size: int) -> Tensor:
+def incoming_blocks(ranges: MaskRanges, table: Tensor) -> Tensor:
     """int64 [ranks]: the key blocks that each rank's queries see and another rank holds."""
-    start, stop = (x[0].view(-1, size) for x in (ranges.start, ranges.stop))
-    blocks, coming = table.numel(), []
-    for own in table:
-        steps = torch.zeros(blocks + 1, dtype=torch.int64)
-        steps.index_add_(0, start[own].amin(1) // size, torch.ones_like(own))
-        steps.index_add_(0, (stop[own].amax(1) + size - 1) // size, -torch.ones_like(own))
-        seen = steps.cumsum(0)[:-1] > 0
-        seen[own] = False
-        coming.append(seen.sum())
-    return torch.stack(coming)
+    first = ranges.start.view(-1, BLOCK).amin(1) // BLOCK
+    behind = -(-ranges.stop.view(-1, BLOCK).amax(1) // BLOCK)
+    blocks = torch.arange(len(first))
+    seen = (first[:, None] <= blocks) & (blocks < behind[:, None])
+    return seen[table].any(1).scatter(1, table, False).sum(1)
 
 
-def pairs_of_ranks(ranges: MaskRanges, table: Tensor, size: int) -> Tensor:
-    """float64 [ranks]: pairs of tokens that the mask allows the queries of each rank."""
+def imbalance(ranges: MaskRanges, table: Tensor) -> float:
+    """Of the pairs of tokens that the mask allows the queries of each rank."""
     # [blocks], over all sequences
-    by_block = (ranges.stop - ranges.start).view(-1, size).sum(1)
-    return by_block[table].sum(1).double()
-
-
-def degree(work: Tensor) -> float:
-    return (work.max() / work.mean()).item()
+    by_block = (ranges.stop - ranges.start).view(-1, BLOCK).sum(1)
+    return worker_imbalance(by_block[table].sum(1).double())
 
 
 RANGES: list[Mask] = [
@@ -123,12 +116,10 @@ def test_work_and_needs_of_ranges(monkeypatch, mask, size, ranks, most):
 @pytest.mark.parametrize("name", NAMES[::2])
 def test_work_and_needs_of_slices(name):
     mask = mask_and_truth(name)[0]
-    visits = count_visits(
-        Dense().index([], mask.rows(SEQ_LEN), len(mask.rows(SEQ_LEN).start), 1, 16),
-        mask.rows(SEQ_LEN),
-        torch.arange(SEQ_LEN // 16)[:, None],
-    )
-    _check_cut(mask.rows(SEQ_LEN), mask.dense(SEQ_LEN), 16, 3, visits.partial)
+    ranges = mask.rows(SEQ_LEN)
+    index = Dense().index([], ranges, len(ranges.start), 1, 16)
+    visits = count_visits(index, ranges, index.all_blocks()[:, None])
+    _check_cut(ranges, mask.dense(SEQ_LEN), 16, 3, visits.partial)
 
 
 def _check_table(ranges: MaskRanges, ranks: int, size: int) -> Tensor:
@@ -192,17 +183,14 @@ def test_a_table_is_that_of_the_numbers():
 def test_ragged_documents_are_balanced_with_few_bytes(monkeypatch):
     ranges = Documents(ragged_lengths(MILLION, 0)).rows(MILLION)
     table = _check_table(ranges, 8, BLOCK)
-    assert degree(pairs_of_ranks(ranges, table, BLOCK)) < 1.01
-    assert degree(pairs_of_ranks(ranges, block_ids("zigzag", 8, MILLION, BLOCK), BLOCK)) > 1.6
+    assert imbalance(ranges, table) < 1.01
+    assert imbalance(ranges, block_ids("zigzag", 8, MILLION, BLOCK)) > 1.6
     monkeypatch.setattr(layouts, "_SLACK_PERCENT", 0)
     monkeypatch.setattr(layouts, "_SLACK_PERCENT_OF_REST", 0)
     plain = balanced(ranges, 8, BLOCK)  # longest processing time first, and no more
-    assert degree(pairs_of_ranks(ranges, plain, BLOCK)) < 1.01
-    assert (
-        2 * incoming_blocks(ranges, table, BLOCK).sum()
-        < incoming_blocks(ranges, plain, BLOCK).sum()
-    )
-    assert incoming_blocks(ranges, table, BLOCK).max() < incoming_blocks(ranges, plain, BLOCK).min()
+    assert imbalance(ranges, plain) < 1.01
+    coming, of_plain = incoming_blocks(ranges, table), incoming_blocks(ranges, plain)
+    assert 2 * coming.sum() < of_plain.sum() and coming.max() < of_plain.min()
 
 
 def test_costs_are_those_of_the_constants():
@@ -222,3 +210,92 @@ def test_costs_are_those_of_the_constants():
 def test_a_length_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="pad it to a multiple of 256"):
         balanced(Causal().rows(300), 4, 64)
+
+
+# Over processes. test_group.py compares attention in this layout, as in all others.
+
+SIZE = 16
+PACKED = Documents([[100, 7, 1, 60], [20, 90, 30, 52]])
+PATTERN = PATTERNS["vertical_slash"]
+
+
+def test_refusals():
+    """What needs a table, or has one that does not belong there."""
+    with fake_world(2):
+        mesh = mesh_of((2,))
+        cp = ContextParallel(mesh, "balanced", "ring", SIZE)
+        striped = ContextParallel(mesh, "striped", "ring", SIZE)
+        ranges = PACKED.rows(SEQ_LEN)
+        q, k, v = (x[:, :, : SEQ_LEN // cp.size] for x in problem((4, 2)).inputs)
+        balanced = cp.balance(ranges)
+        wrong = balanced._replace(table=balanced.table[:, 1:])
+        for call, words in (
+            (lambda: attend(q, k, v, ranges, cp=cp), "cp.balance"),
+            (lambda: attend(q, k, v, wrong, cp=cp), "cp.balance"),
+            (lambda: cp.shard(q, 2), "cp.balance"),
+            (lambda: attend(q, k, v, balanced, cp=striped), '"striped"'),
+            (lambda: attend(q, k, v, balanced, cp=cp, recomputed=0.5), 'layout "striped"'),
+        ):
+            with pytest.raises(ValueError, match=words):
+                call()
+        assert striped.balance(ranges) is ranges and not striped.depends_on_mask
+
+
+def _check_tables() -> None:
+    """Batches run forward, then backward in the other order. Nothing is compiled anew for another
+    table."""
+    cp = ContextParallel(mesh_of((2,)), "balanced", "ring", SIZE)
+    problems = []
+    for lengths in ([10, 170, 12], [90, 90], [30] * 6):
+        problems.append(problem((4, 2), Documents(lengths), PATTERN))
+    tables, results = [], []
+    layer = torch.compile(
+        lambda q, k, v, ranges: attend(q, k, v, ranges, PATTERN, cp),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    for p in problems:
+        ranges = cp.balance(p.mask.rows(SEQ_LEN))
+        *qkv, d_out = (cp.shard(x, 2, ranges.table) for x in (*p.inputs, p.d_out))
+        leaves = [x.requires_grad_() for x in qkv]
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            results.append((layer(*leaves, ranges), leaves, d_out))
+        tables.append(ranges.table)
+    assert not torch.equal(tables[0], tables[1])
+    cases = list(zip(problems, tables, results, strict=True))
+    for p, table, (out, leaves, d_out) in reversed(cases):
+        wanted = by_one_rank(p)
+        gradients = torch.autograd.grad(out, leaves, d_out)
+        for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+            assert (cp.unshard(gradient, 2, table) - wanted[name]).abs().max() < 1e-9
+    # Masks of other layers share a table. Without holes there are no rectangles in this layout,
+    # whatever the backend serves.
+    for mask, pattern in ((problems[1].mask & SlidingWindow(30), PATTERN), (Causal(), Dense())):
+        p = problem((4, 2), mask, pattern)
+        ranges = mask.rows(SEQ_LEN)._replace(table=tables[0])
+        wanted = by_one_rank(p)["out"]
+        with pytest.MonkeyPatch.context() as patch:
+            let_eager_serve_dense(patch)
+            local = [cp.shard(x, 2, tables[0]) for x in p.inputs]
+            got = cp.unshard(attend(*local, ranges, pattern, cp), 2, tables[0])
+        assert (got - wanted).abs().max() < 1e-9
+
+
+def _check_costs() -> None:
+    """Ranks report an error when their costs differ: here one of two has another file."""
+    mesh = mesh_of((2,))
+    attention = Attention(layout="balanced")
+    cp = build_context_parallel(attention, mesh, Costs(transfer=100_000))
+    assert cp.bytes_sent == 0 and cp.costs.transfer == 100_000
+    transfer = 280 + (dist.get_rank() == 1)
+    with pytest.raises(ValueError, match=r"\[120, 280\], \[120, 281\]"):
+        ContextParallel(mesh, "balanced", costs=Costs(transfer=transfer))
+
+
+def _check_two_ranks() -> None:
+    _check_costs()
+    _check_tables()
+
+
+def test_two_ranks():
+    run_processes(2, _check_two_ranks)
