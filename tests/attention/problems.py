@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 from tests.reference import attention_with_sinks, dense_attention, gradients, structured_qkv
-from titan_sparse.attention import attend
+from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention.inputs import mask_tensors
 from titan_sparse.attention.masks import Causal, Dilated, Full, Mask, Slices
+from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.ops import options_key
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 
 SEQ_LEN = 192
@@ -94,6 +97,22 @@ def problem(
     inputs = structured_qkv(2, *heads, seq_len, 8, seed)
     more = [sink_logits(heads[0])] if sinks else []
     return Problem([*inputs, *more], mask or Causal(), pattern or Dense(), block)
+
+
+def op_arguments(
+    index: list[Tensor],
+    ranges: MaskRanges,
+    pattern: Pattern,
+    cp: ContextParallel,
+    scale: float | None = None,
+    begin: float = 0.0,
+    end: float = 1.0,
+) -> tuple[None, list[Tensor], list[Tensor], str]:
+    """(sinks, index, mask, call), which follow q, k and v in an op of attention; no sinks. The last
+    two follow q and k in the op select. begin, end: as options_key() takes them."""
+    facts, tensors = mask_tensors(ranges)
+    key = options_key(pattern.key, cp.key, facts, scale, "eager", begin, end)
+    return None, index, tensors, key
 
 
 def sink_logits(heads: int) -> Tensor:

@@ -10,10 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.attention.calls import op_arguments
 from tests.attention.dense_twin import let_eager_serve_dense
 from tests.attention.problems import PATTERNS as ONE_OF_EACH
-from tests.attention.problems import Problem, assert_equal, combinations, problem, sink_logits
+from tests.attention.problems import (
+    Problem,
+    assert_equal,
+    combinations,
+    op_arguments,
+    problem,
+    sink_logits,
+)
 from tests.reference import dense_attention, gradients, relative_error
 from titan_sparse.attention import ContextParallel, attend, ops
 from titan_sparse.attention.backends import BACKENDS

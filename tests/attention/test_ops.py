@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.attention.calls import op_arguments, select_arguments
-from tests.attention.problems import PATTERNS
+from tests.attention.problems import PATTERNS, op_arguments
 from tests.reference import by_token, structured_qkv
 from tests.slice_cases import cut_square, random_legal
 from titan_sparse.attention import ContextParallel, attend
@@ -128,12 +127,11 @@ def test_opcheck():
     q, k, v = structured_qkv(2, 4, 2, 125, 8)
     ranges = mask.rows(125)
     ops = torch.ops.titan_sparse
-    arguments = select_arguments(ranges, pattern, 16, 0.3)
-    torch.library.opcheck(ops.select.default, (q, k, *arguments))
-    of_blocks = select_arguments(ranges, PATTERNS["xattention"], 16, 0.3)
-    torch.library.opcheck(ops.select.default, (q, k, *of_blocks))
-    index = pattern.select(q, k, mask, block_size=BLOCK).tensors()
     cp = one_rank(BLOCK)
+    for selecting in (pattern, PATTERNS["xattention"]):
+        arguments = op_arguments([], ranges, selecting, cp, 0.3)[2:]
+        torch.library.opcheck(ops.select.default, (q, k, *arguments))
+    index = pattern.select(q, k, mask, block_size=BLOCK).tensors()
     _, *whole = op_arguments(index, ranges, pattern, cp, 0.3)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     sinks = torch.linspace(-6, 12, 4, dtype=torch.float64).requires_grad_()
