@@ -26,27 +26,21 @@ from titan_sparse.attention.patterns import VerticalSlash
 QKV = torch.zeros(3, 1, 1, 64, 16)
 
 
-def _by_tile(seen: Tensor, size: int) -> Tensor:
-    """Visible pairs of each tile of bool [B, S, S], int64 [B, blocks, blocks]."""
-    # Up to whole blocks.
-    more = -seen.shape[-1] % size
-    padded = torch.nn.functional.pad(seen, (0, more, 0, more))
-    return tiles_of(padded, size).sum((-1, -2))
-
-
-def _check_tiles(mask: Slices, truth: Tensor, size: int) -> None:
-    """Weights of tiles against bool [B, S, S]."""
+def check_tiles(mask: Mask, truth: Tensor, size: int) -> None:
+    """Weights of tiles against bool [B, S, S]: a tile that is covered counts as full, and no other."""
     ranges = mask.rows(truth.shape[-1])
-    visible = _by_tile(truth, size)
-    # In another order than the sequence's.
-    blocks = torch.arange(visible.shape[-1]).flip(0)
-    visible = visible[:, blocks][:, :, blocks]
-    whole, partial, pairs = tile_weights(ranges, blocks, blocks, size)
+    # Up to whole blocks.
+    more = -truth.shape[-1] % size
+    tiles = tiles_of(torch.nn.functional.pad(truth, (0, more, 0, more)), size)
+    # In another order than the sequence's, and not all of them.
+    q_blocks = torch.arange(tiles.shape[1]).flip(0)
+    k_blocks = q_blocks[1:]
+    visible = tiles.sum((-1, -2))[:, q_blocks][:, :, k_blocks]
+    whole, partial, pairs = weights = tile_weights(ranges, q_blocks, k_blocks, size)
+    assert {x.dtype for x in weights} == {torch.int32}
     assert torch.equal(pairs.long(), visible)
     is_covered = visible == size * size
-    assert torch.equal(whole == 1, is_covered), (
-        "a tile that is covered counts as full, and no other"
-    )
+    assert torch.equal(whole == 1, is_covered)
     assert torch.equal(partial > 0, (visible > 0) & ~is_covered)
 
 
@@ -55,19 +49,12 @@ def test_sees_the_definition(name):
     mask, truth = mask_and_truth(name)
     ranges = mask.rows(SEQ_LEN)
     assert torch.equal(mask.dense(SEQ_LEN)[0], truth)
+    for size in (16, 7):
+        check_tiles(mask, truth[None], size)
     assert int(sum(area(x).sum() for x in mask.sequences)) == truth.sum()
     assert torch.equal(ranges.start[0] < ranges.stop[0], truth.any(1))
     assert ranges.causal == (not truth.triu(1).any()) and ranges.slices.dtype == torch.int32
-    assert ranges.slices.shape[1].bit_count() == 1, (
-        "the number of slices is padded to a power of two"
-    )
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_tiles_are_empty_partial_or_full(name):
-    mask, truth = mask_and_truth(name)
-    for size in (16, 7):
-        _check_tiles(mask, truth[None], size)
+    assert ranges.slices.shape[1].bit_count() == 1, "padded to a power of two"
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -76,7 +63,7 @@ def test_random_legal_slices(seed, wanted, size):
     written = random_legal(seed, wanted, 40)
     mask, truth = Slices.of(written), counts(written, 40) > 0
     assert torch.equal(mask.dense(40)[0], truth)
-    _check_tiles(mask, truth[None], size)
+    check_tiles(mask, truth[None], size)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.attention.masks.test_slices import check_tiles
 from tests.reference import tiles_of
 from tests.slice_cases import NAMES, SEQ_LEN, mask_and_truth
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
@@ -18,7 +19,6 @@ from titan_sparse.attention.masks.visibility import (
     seen_blocks,
     seen_chunks,
     seen_whole,
-    tile_weights,
     visible_pairs,
 )
 
@@ -41,7 +41,6 @@ MASKS = RANGES | SLICES
 
 SIZE = 8
 BLOCKS = SEQ_LEN // SIZE
-Q_BLOCKS = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(0))[:19]
 
 
 def _tiles(dense: Tensor) -> Tensor:
@@ -103,14 +102,7 @@ def test_pairs_in_all(name):
 
 @pytest.mark.parametrize("name", RANGES)
 def test_weights_of_tiles(name):
-    k_blocks = torch.arange(BLOCKS).flip(0)[3:]
-    weights = tile_weights(RANGES[name].rows(SEQ_LEN), Q_BLOCKS, k_blocks, SIZE)
-    want = tiles_of(RANGES[name].dense(SEQ_LEN), SIZE).sum((-1, -2))[:, Q_BLOCKS][:, :, k_blocks]
-    assert {values.dtype for values in weights} == {torch.int32}
-    assert torch.equal(weights.pairs.long(), want)
-    of_all = pairs_by_block(RANGES[name].rows(SEQ_LEN), Q_BLOCKS, SIZE)
-    assert torch.equal(of_all[..., k_blocks], weights.pairs)
-    assert torch.equal(weights.whole == 1, want == SIZE * SIZE)
-    in_part = (want > 0) & (want < SIZE * SIZE)
-    assert (weights.partial[in_part] > 0).all()
-    assert (weights.partial[weights.whole == 1] == 0).all()
+    check_tiles(RANGES[name], RANGES[name].dense(SEQ_LEN), SIZE)
+    blocks = torch.arange(BLOCKS).flip(0)[3:]
+    want = tiles_of(RANGES[name].dense(SEQ_LEN), SIZE).sum((-1, -2))[:, blocks]
+    assert torch.equal(pairs_by_block(RANGES[name].rows(SEQ_LEN), blocks, SIZE).long(), want)
