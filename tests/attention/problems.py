@@ -9,12 +9,33 @@ from torch import Tensor
 from tests.reference import attention_with_sinks, dense_attention, gradients, structured_qkv
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.inputs import mask_tensors
-from titan_sparse.attention.masks import Causal, Dilated, Full, Mask, Slices
+from titan_sparse.attention.masks import (
+    Causal,
+    Dilated,
+    Documents,
+    Full,
+    Mask,
+    Slices,
+    SlidingWindow,
+)
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.ops import options_key
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 
 SEQ_LEN = 192
+RANGES: dict[str, Mask] = {
+    "full": Full(),
+    "causal": Causal(),
+    "padded": Causal(valid=(SEQ_LEN - 5, 31)),
+    "nothing at all": Causal(valid=(0,)),
+    "window": SlidingWindow(30),
+    "window of one": SlidingWindow(1),
+    "documents": Documents([[100, 7, 1, 60], [40, 40, 100]]),
+    "single tokens": Documents([1] * 150),
+    "short documents": Documents([24] * 8),
+    "windowed documents": Documents([[SEQ_LEN], [3, 100, 60, 17]]) & SlidingWindow(50),
+}
+"""Masks of up to two sequences of SEQ_LEN tokens, all but those made of slices."""
 PATTERNS: dict[str, Pattern] = {
     "dense": Dense(),
     "vertical_slash": VerticalSlash(

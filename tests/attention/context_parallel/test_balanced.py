@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from tests.attention.context_parallel.against_one import by_one_rank, mesh_of
 from tests.attention.dense_twin import let_eager_serve_dense
-from tests.attention.problems import PATTERNS, problem
+from tests.attention.problems import PATTERNS, RANGES, problem
 from tests.distributed import run_processes
 from tests.fake_step import fake_world
 from tests.reference import tiles_of
@@ -25,7 +25,7 @@ from titan_sparse.attention.context_parallel.layouts import (
     block_ids,
     cut_into_chunks,
 )
-from titan_sparse.attention.masks import Causal, Documents, Full, Mask, SlidingWindow
+from titan_sparse.attention.masks import Causal, Documents, SlidingWindow
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe import count_visits, worker_imbalance
@@ -53,18 +53,6 @@ def imbalance(ranges: MaskRanges, table: Tensor) -> float:
     # [blocks], over all sequences
     by_block = (ranges.stop - ranges.start).view(-1, BLOCK).sum(1)
     return worker_imbalance(by_block[table].sum(1).double())
-
-
-RANGES: list[Mask] = [
-    Causal(),
-    Full(),
-    Documents([[61, 3, 90, 21], [192]]),
-    Documents([100, 50]) & SlidingWindow(37),
-    Causal(valid=(130, 7)),
-    Documents([8] * 20),
-    Documents([1]),
-    SlidingWindow(20),
-]
 
 
 def _check_cut(
@@ -106,9 +94,10 @@ def _check_cut(
             assert got == wanted[number].tolist()
 
 
-@pytest.mark.parametrize("mask", RANGES, ids=range(len(RANGES)))
+@pytest.mark.parametrize("name", RANGES)
 @pytest.mark.parametrize("size, ranks, most", [(16, 2, 4), (8, 2, 5)])
-def test_work_and_needs_of_ranges(monkeypatch, mask, size, ranks, most):
+def test_work_and_needs_of_ranges(monkeypatch, name, size, ranks, most):
+    mask = RANGES[name]
     monkeypatch.setattr(layouts, "_CHUNKS_PER_RANK", most)
     _check_cut(mask.rows(SEQ_LEN), mask.dense(SEQ_LEN), size, ranks)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.attention.context_parallel.against_one import by_one_rank, check, mesh_of, over_ranks
-from tests.attention.problems import PATTERNS, SEQ_LEN, assert_equal, problem
+from tests.attention.problems import PATTERNS, RANGES, SEQ_LEN, assert_equal, problem
 from tests.distributed import run_processes
 from tests.reference import tiles_of
 from tests.slice_cases import mask_and_truth
@@ -26,7 +26,7 @@ from titan_sparse.attention.context_parallel.group_cast_plan import (
     wanted_blocks,
 )
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS
-from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
+from titan_sparse.attention.masks.ranges import Causal, Mask
 from titan_sparse.attention.patterns import Pattern, VerticalSlash
 
 BLOCK = 8
@@ -135,16 +135,7 @@ def test_every_block_reaches_those_who_need_it_once(world, n, stages, density, s
     assert _play(needed, table, *world, stages) == (needed & ~own).sum()
 
 
-MASKS: dict[str, Mask] = {
-    "random 11": mask_and_truth("random 11")[0],
-    "causal": Causal(),
-    "padded": Causal(valid=(SEQ_LEN - 5, 31)),
-    "documents": Documents([[100, 7, 1, 60], [40, 40, 100]]),
-    "window": Causal() & SlidingWindow(30),
-    "windowed documents": Documents([[SEQ_LEN], [3, 100, 60, 17]]) & SlidingWindow(50),
-    "short documents": Documents([24] * 8),
-    "full": Full(),
-}
+MASKS = RANGES | {"random 11": mask_and_truth("random 11")[0]}
 STAGES = [(2, 3), (3, 2), (1, 1)]
 CASES = [
     ("causal", "dense"),

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from tests.attention.masks.test_slices import check_tiles
+from tests.attention.problems import RANGES
 from tests.reference import tiles_of
 from tests.slice_cases import NAMES, SEQ_LEN, mask_and_truth
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
-from titan_sparse.attention.masks import Causal, Dilated, Documents, Full, Mask, SlidingWindow
+from titan_sparse.attention.masks import Dilated, Mask
 from titan_sparse.attention.masks.ranges import token_positions
 from titan_sparse.attention.masks.visibility import (
     block_reach,
@@ -22,20 +23,9 @@ from titan_sparse.attention.masks.visibility import (
     visible_pairs,
 )
 
-RANGES: dict[str, Mask] = {
-    "full": Full(),
-    "causal": Causal(),
-    "padded": Causal(valid=(SEQ_LEN - 5, 31)),
-    "nothing at all": Causal(valid=(0,)),
-    "window": SlidingWindow(30),
-    "window of one": SlidingWindow(1),
-    "documents": Documents([[100, 7, 1, 60], [40, 40, 100]]),
-    "single tokens": Documents([1] * 150),
-    "windowed documents": Documents([[SEQ_LEN], [3, 100, 60, 17]]) & SlidingWindow(50),
-}
 SLICES: dict[str, Mask] = {name: mask_and_truth(name)[0] for name in NAMES[::3]} | {
     "dilated": Dilated(40, 7),
-    "dilated documents": Documents([[100, 7, 1, 60], [40, 40, 100]]) & Dilated(50, 20),
+    "dilated documents": RANGES["documents"] & Dilated(50, 20),
 }
 MASKS = RANGES | SLICES
 
