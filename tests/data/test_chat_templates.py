@@ -123,6 +123,8 @@ OPEN = {
     "plain": template(
         r"'### assistant:\n'", r"'### user:\n' + message.content + '\n\n'", r"'\n\n'"
     ),
+    # A blank alone is a token; before letters it is part of theirs.
+    "a blank": template("'### assistant: '", r"'### user: ' + message.content + '\n\n'", r"'\n\n'"),
 }
 """Templates that write nothing special at the end of an answer."""
 

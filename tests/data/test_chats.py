@@ -14,7 +14,6 @@ from tests.data.helpers import (
     CHAT,
     CHATML,
     GLM,
-    PLAIN,
     TOOL_CHAT,
     TOOLS,
     encode,
@@ -120,11 +119,11 @@ def test_a_template_that_marks_an_answer_without_its_end_still_teaches_it(tmp_pa
         "'' }}{% generation %}{{- message.content }}{% endgeneration %}{{- '<|im_end|>\\n' }}",
     )
     folder = write_tokenizer(tmp_path, template)
-    got = encode(folder, [{"role": "user", "content": "hi"}, ANSWER], loss_on="assistant")
+    got = encode(folder, [CHAT[1], ANSWER], loss_on="assistant")
     # This template marks users too, which makes more blocks than answers: all are what it says.
-    assert learned_texts(got, folder)[-1] == "the answer\n\nis \U0001f600 4<|im_end|>"
+    assert learned_texts(got, folder)[-1] == FOUR
     with pytest.raises(ValueError, match="marks 2 {% generation %} blocks in 1 answers"):
-        encode(folder, [{"role": "user", "content": "hi"}, {**ANSWER, "train": False}])
+        encode(folder, [CHAT[1], {**ANSWER, "train": False}])
 
 
 @pytest.mark.parametrize(
@@ -159,40 +158,6 @@ def test_a_template_that_drops_earlier_reasoning(tmp_path):
         encode(folder, CHAT, chat_template=str(unknown))
 
 
-MARKED = """\
-{%- for message in messages %}
-{{- HEADER }}
-{%- if message.role == 'assistant' %}
-{%- generation %}{{- message.content + END }}{% endgeneration %}{{- BREAK }}
-{%- else %}{{- message.content + END + BREAK }}{% endif %}
-{%- endfor %}"""
-"""CHATML and PLAIN with the answers marked by hand."""
-
-
-@pytest.mark.parametrize("answer", ["\nyes", "\n\n", " yes", "world"])
-@pytest.mark.parametrize(
-    ("template", "header", "end", "line_break"),
-    [
-        (CHATML, "'<|im_start|>' + message.role + '\\n'", "'<|im_end|>'", "'\\n'"),
-        (PLAIN, "'### ' + message.role + ':\\n'", "'\\n\\n'", "''"),
-        # A blank alone is a token; before letters it is part of theirs.
-        (PLAIN.replace(":\\n'", ": '"), "'### ' + message.role + ': '", "'\\n\\n'", "''"),
-    ],
-    ids=["chatml", "plain", "blank"],
-)
-def test_a_token_of_prompt_and_answer(tmp_path, template, header, end, line_break, answer):
-    """transformers and TRL do the same."""
-    folder = write_tokenizer(tmp_path, template, trims=False)
-    user = {"role": "user", "content": "hi"}
-    chat = [user, {"role": "assistant", "content": answer}] * 2
-    by_hand = MARKED.replace("HEADER", header).replace("END", end).replace("BREAK", line_break)
-    wanted = reference(folder, by_hand, chat)
-    got = encode(folder, chat)
-    count = len(wanted["input_ids"])
-    assert got.tokens[:count].tolist() == wanted["input_ids"]
-    assert got.learned[:count].tolist() == [bool(mask) for mask in wanted["assistant_masks"]]
-
-
 def test_a_template_that_closes_every_chat_is_taken(tmp_path):
     """Phi-3 ends every chat with the end-of-document token, which earlier turns do not have."""
     folder = write_tokenizer(tmp_path, trl_template("phi3"))
@@ -209,6 +174,15 @@ def test_every_message_is_learned_if_asked_for(tmp_path):
     assert encode(glm, [CHAT[1], {"role": "assistant", "content": ""}], loss_on="all").learned.all()
 
 
+FOUR, YES = "the answer\n\nis \U0001f600 4<|im_end|>", "yes<|im_end|>"
+
+
+def spoken(folder: str, row: dict | list, loss_on: str) -> list[str]:
+    """What is learned, without blanks and empty thoughts."""
+    found = learned_texts(encode(folder, row, loss_on=loss_on), folder)
+    return [text.replace("<think>\n\n</think>\n\n", "").strip() for text in found]
+
+
 @pytest.mark.parametrize(
     "template", [CHATML, trl_template("qwen3_training")], ids=["derived", "marked"]
 )
@@ -219,16 +193,14 @@ def test_which_messages_are_learned_and_the_flag_of_a_message_wins(tmp_path, tem
         chat = copy.deepcopy(CHAT)
         for number, flag in flags.items():
             chat[int(number[1:])]["train"] = flag
-        found = learned_texts(encode(folder, chat, loss_on=loss_on), folder)
-        return [text.replace("<think>\n\n</think>\n\n", "").strip() for text in found]
+        return spoken(folder, chat, loss_on)
 
-    answer, yes = "the answer\n\nis \U0001f600 4<|im_end|>", "yes<|im_end|>"
-    assert texts("assistant") == [answer, yes] and texts("last_assistant") == [yes]
-    assert texts("assistant", m2=False) == [yes]
-    assert texts("last_assistant", m2=True) == [answer, yes]
+    assert texts("assistant") == [FOUR, YES] and texts("last_assistant") == [YES]
+    assert texts("assistant", m2=False) == [YES]
+    assert texts("last_assistant", m2=True) == [FOUR, YES]
     assert texts("last_assistant", m4=False) == []
-    assert texts("assistant", m1=True) == ["<|im_start|>user\nhello<|im_end|>", answer, yes]
-    assert not any(answer in text for text in texts("all", m2=False))
+    assert texts("assistant", m1=True) == ["<|im_start|>user\nhello<|im_end|>", FOUR, YES]
+    assert not any(FOUR in text for text in texts("all", m2=False))
     assert len(texts("all", m2=False)) == 2
 
 
@@ -262,22 +234,15 @@ def test_answers_in_a_prompt_are_not_learned(tmp_path, template):
     """They are examples, or what was said before. A flag of a message can change that."""
     folder = write_tokenizer(tmp_path, template)
     prompt = [CHAT[1], ANSWER, {"role": "user", "content": "more"}]
-    follows = [CHAT[4], CHAT[1], {"role": "assistant", "content": "the"}]
-
-    def texts(loss_on: str, prompt: list[dict] = prompt) -> list[str]:
-        row = {"prompt": prompt, "completion": follows}
-        found = learned_texts(encode(folder, row, loss_on=loss_on), folder)
-        return [text.replace("<think>\n\n</think>\n\n", "").strip() for text in found]
-
-    yes, last = "yes<|im_end|>", "the<|im_end|>"
-    assert texts("assistant") == [yes, last]
-    assert texts("last_assistant") == [last]
-    (everything,) = texts("all")
+    row = {"prompt": prompt, "completion": [*CHAT[4:], CHAT[1], {**ANSWER, "content": "the"}]}
+    last = "the<|im_end|>"
+    assert spoken(folder, row, "assistant") == [YES, last]
+    assert spoken(folder, row, "last_assistant") == [last]
+    (everything,) = spoken(folder, row, "all")
     assert everything.startswith("<|im_start|>user\nhello")
-    told = [CHAT[1], {**ANSWER, "train": True}, prompt[2]]
-    answer = "the answer\n\nis \U0001f600 4<|im_end|>"
-    assert texts("assistant", told) == [answer, yes, last]
-    assert texts("last_assistant", told) == [answer, last]
+    row["prompt"] = [CHAT[1], {**ANSWER, "train": True}, prompt[2]]
+    assert spoken(folder, row, "assistant") == [FOUR, YES, last]
+    assert spoken(folder, row, "last_assistant") == [FOUR, last]
 
 
 def test_a_template_that_writes_the_date_is_the_same_each_day(tmp_path):
