@@ -29,10 +29,12 @@ RANGES: dict[str, Mask] = {
     "padded": Causal(valid=(SEQ_LEN - 5, 31)),
     "nothing at all": Causal(valid=(0,)),
     "window": SlidingWindow(30),
+    "padded window": Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 70)) & SlidingWindow(65),
     "window of one": SlidingWindow(1),
     "documents": Documents([[100, 7, 1, 60], [40, 40, 100]]),
     "single tokens": Documents([1] * 150),
     "short documents": Documents([24] * 8),
+    "long and short": Documents([[SEQ_LEN], [3, 110, 40, 15, 20]]),
     "windowed documents": Documents([[SEQ_LEN], [3, 100, 60, 17]]) & SlidingWindow(50),
 }
 """Masks of up to two sequences of SEQ_LEN tokens, all but those made of slices."""

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.attention.problems import RANGES, SEQ_LEN
 from tests.reference import structured_qkv
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS
-from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns.spans import find_spans
 from titan_sparse.attention.patterns.xattention import _counted, _query_blocks
 from titan_sparse.kernels import antidiagonals as kernels
@@ -16,16 +16,9 @@ from titan_sparse.kernels.antidiagonals import BlockSums, QueryBlocks, TileShape
 from titan_sparse.kernels.compact import unpack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SIZE, SEQ_LEN = 16, 320
+SIZE = 16
 BLOCKS = SEQ_LEN // SIZE
 SMALL = TileShape(query_cells=32, key_cells=32, depth=16, warps=1, stages=1)
-MASKS = {
-    "causal": Causal(),
-    "padding": Causal(valid=(SEQ_LEN - 5, 0)),
-    "window": Causal(valid=(SEQ_LEN, SEQ_LEN - 70)) & SlidingWindow(70),
-    "documents": Documents([[121, 7, 1, 191], [60, 60, 60, 140]]),
-    "documents, window": Documents([[33, 17, 270], [SEQ_LEN]]) & SlidingWindow(45),
-}
 
 
 class Problem(NamedTuple):
@@ -46,7 +39,7 @@ def problem(
     dtype: torch.dtype = torch.float32,
 ) -> Problem:
     """With several ranks, the blocks of the second one in the striped layout."""
-    ranges = MASKS[mask].rows(SEQ_LEN)
+    ranges = RANGES[mask].rows(SEQ_LEN)
     spans = find_spans(ranges, 2, 48, SIZE)
     own_blocks = torch.arange(BLOCKS)
     if ranks > 1:
@@ -82,12 +75,12 @@ CASES = [
     ("causal", {}),
     ("causal", {"dtype": torch.float16}),
     # Three heads, tiles of which lie beside each other; a head dimension that K does not divide.
-    ("padding", {"group": 3, "dim": 48}),
+    ("padded", {"group": 3, "dim": 48}),
     ("documents", {"ranks": 2}),
-    ("documents, window", {"stride": 8}),
+    ("windowed documents", {"stride": 8}),
     # A cell is a block; and it is a token.
     ("documents", {"stride": 16}),
-    ("window", {"stride": 1, "group": 1}),
+    ("padded window", {"stride": 1, "group": 1}),
 ]
 
 
@@ -116,7 +109,7 @@ def test_weights_that_vanish_beside_the_largest():
 
 @pytest.mark.parametrize(
     "mask, threshold",
-    [("causal", 0.3), ("padding", 0.9), ("documents", 0.9), ("documents, window", 1.0)],
+    [("causal", 0.3), ("padded", 0.9), ("documents", 0.9), ("windowed documents", 1.0)],
 )
 def test_choice(mask, threshold):
     """From sums with several maxima a row."""

@@ -5,23 +5,18 @@ import dataclasses
 import pytest
 import torch
 
+from tests.attention.problems import RANGES, SEQ_LEN
 from tests.reference import structured_qkv
 from titan_sparse.attention import tiles
 from titan_sparse.attention.context_parallel.layouts import block_ids
-from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
+from titan_sparse.attention.masks.ranges import SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.kernels.compact import unpack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SIZE, SEQ_LEN = 16, 288
-MASKS = {
-    "causal": Causal(),
-    # Windows that begin where blocks do, for the first query of a block and for the last.
-    "window": Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 70)) & SlidingWindow(65),
-    "window of whole blocks": SlidingWindow(96),
-    "documents": Documents([[80, 7, 193], [70, 70, 70, 70]]),
-    "long and short": Documents([[SEQ_LEN], [3, 170, 60, 15, 40]]),
-}
+SIZE = 16
+# Windows that begin where blocks do, for the first query of a block, as that of 65, and for the last.
+MASKS = RANGES | {"window of whole blocks": SlidingWindow(96)}
 PATTERNS = [
     VerticalSlash(recall=0.7, sinks=3, max_verticals=60, dense_below=48),
     VerticalSlash(recall=0.5, sinks=0, max_verticals=20, max_slashes=4, dense_below=64),
@@ -52,7 +47,7 @@ SETTINGS = {
     "mask, setting",
     [
         ("causal", "capped"),
-        ("window", "nearly all"),
+        ("padded window", "nearly all"),
         ("window of whole blocks", "nearly all"),
         ("documents", "open"),
         ("long and short", "capped"),
@@ -77,7 +72,7 @@ def test_lists(mask, setting):
     assert by_query.by_key is None
     _same_lists(by_query.by_query, want.by_query)
     # Whole tiles of them, which nobody covers but the diagonals.
-    neighbors = torch.arange(40, 40 + 3 * SIZE, dtype=torch.int32, device=DEVICE)
+    neighbors = torch.arange(8, 8 + 3 * SIZE, dtype=torch.int32, device=DEVICE)
     many = dataclasses.replace(index, verticals=neighbors.expand(2, 2, -1))
     for part in (index, second_block, many):
         got = tiles.slash_vertical_tiles(side, part, True)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.attention.problems import RANGES, SEQ_LEN
 from tests.reference import by_token, structured_qkv
 from titan_sparse.attention.context_parallel.group import one_rank
-from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.spans import Spans, find_spans
 from titan_sparse.attention.patterns.vertical_slash import probe as vertical_slash_probe
@@ -20,13 +20,7 @@ from titan_sparse.kernels import selection
 from titan_sparse.kernels.probe import KeyBlocks, Probe
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SIZE, SEQ_LEN = 16, 256
-MASKS = {
-    "causal": Causal(),
-    "window": Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 70)) & SlidingWindow(70),
-    "documents": Documents([[121, 7, 1, 110], [60, 60, 60, 60]]),
-    "long and short": Documents([[SEQ_LEN], [3, 130, 60, 17, 40]]),
-}
+SIZE = 16
 
 
 class Seen(NamedTuple):
@@ -43,7 +37,7 @@ def look(mask: str, kind: str, queries: int) -> Seen:
     q = q.to(DEVICE)
     k = k.to(DEVICE)
     cp = one_rank(SIZE)
-    ranges = MASKS[mask].rows(SEQ_LEN, DEVICE)
+    ranges = RANGES[mask].rows(SEQ_LEN, DEVICE)
     spans = find_spans(ranges, 2, 48, SIZE)
     if kind == "spread":
         rows = spread_rows(spans, queries, SEQ_LEN, SIZE, seed=3)
@@ -60,8 +54,8 @@ CASES = pytest.mark.parametrize(
         ("causal", "spread", 16),
         ("documents", "last", 24),
         pytest.param("documents", "spread", 13, marks=pytest.mark.slow),
-        pytest.param("window", "last", 9, marks=pytest.mark.slow),
-        pytest.param("window", "spread", 9, marks=pytest.mark.slow),
+        pytest.param("padded window", "last", 9, marks=pytest.mark.slow),
+        pytest.param("padded window", "spread", 9, marks=pytest.mark.slow),
         pytest.param("long and short", "spread", 16, marks=pytest.mark.slow),
     ],
 )
