@@ -3,17 +3,13 @@
 import pytest
 import torch
 
+from tests.attention.problems import RANGES, SEQ_LEN
 from tests.reference import dense_attention, structured_qkv, tiles_of
 from titan_sparse.attention import attend, recorder
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.context_parallel.schedules import SCHEDULES
-from titan_sparse.attention.masks.ranges import (
-    Causal,
-    Documents,
-    Full,
-    SlidingWindow,
-    token_positions,
-)
+from titan_sparse.attention.masks import Causal, Documents, SlidingWindow
+from titan_sparse.attention.masks.ranges import token_positions
 from titan_sparse.attention.observe import (
     Visits,
     by_step,
@@ -25,7 +21,6 @@ from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttenti
 from titan_sparse.attention.recorder import counting_caps
 
 BLOCK = 8
-SEQ_LEN = 24 * BLOCK
 SPARSE = VerticalSlash(
     recall=0.5,
     sinks=3,
@@ -37,11 +32,9 @@ SPARSE = VerticalSlash(
     dense_below=40,
 )
 CASES = {
-    "causal": (Causal(), SPARSE),
-    "padding": (Causal(valid=(SEQ_LEN - 21, 50)), SPARSE),
-    "documents": (Documents([[45, 3, 20, 61, 5, 40], [7, 90, 9, 1, 41]]), SPARSE),
-    "documents and window": (Documents([33, 50, 77, 20]) & SlidingWindow(30), SPARSE),
-    "full": (Full(), Dense()),
+    **{name: (RANGES[name], SPARSE) for name in ("causal", "padded", "documents")},
+    "windowed documents": (RANGES["windowed documents"], SPARSE),
+    "full": (RANGES["full"], Dense()),
     "blocks": (Documents([[70, 9, 61, 17], [5, 48, 47, 49]]), XAttention(4, 0.6, 48)),
     "chunks": (Documents([[70, 9, 61, 17], [5, 48, 47, 49]]), MoBA(19, 3)),
 }
@@ -177,7 +170,7 @@ def test_imbalance_degrees_by_hand():
     assert worker_imbalance(torch.tensor([[6, 2], [0, 0]])).tolist() == [1.5, 1.0]
 
 
-SIZE, TOKENS = 16, 192
+SIZE = 16
 CHOSEN = VerticalSlash(recall=0.8, sinks=3, local_slashes=1, max_verticals=12, dense_below=48)
 PICTURES = {
     "dense": (Dense(), Causal() & SlidingWindow(50)),
@@ -190,13 +183,13 @@ PICTURES = {
 @pytest.mark.parametrize("cells", [5, 100])
 def test_thumbnail_is_the_mask_pooled(name, cells):
     pattern, mask = PICTURES[name]
-    q, k, v = structured_qkv(1, 2, 1, TOKENS, 8)
+    q, k, v = structured_qkv(1, 2, 1, SEQ_LEN, 8)
     with recording(thumbnail_cells=cells) as seen:
         _, aux = attend(q, k, v, mask, pattern, block_size=SIZE, return_aux=True)
-    (got,), size = seen.thumbnails, min(cells, TOKENS // SIZE)
-    cell = torch.arange(TOKENS) // SIZE * size // (TOKENS // SIZE)
+    (got,), size = seen.thumbnails, min(cells, SEQ_LEN // SIZE)
+    cell = torch.arange(SEQ_LEN) // SIZE * size // (SEQ_LEN // SIZE)
     pool = torch.nn.functional.one_hot(cell, size).double()
-    allowed = pool.T @ mask.dense(TOKENS)[0].double() @ pool
+    allowed = pool.T @ mask.dense(SEQ_LEN)[0].double() @ pool
     want = pool.T @ aux.index.dense(mask)[0].double() @ pool / allowed
     assert torch.equal(got.isnan(), (allowed == 0).expand_as(got)) and got.shape == (2, size, size)
     # In a block cut by the mask verticals are not where their average is.
@@ -205,12 +198,12 @@ def test_thumbnail_is_the_mask_pooled(name, cells):
 
 
 def test_counts_of_blocks_and_verticals():
-    q, k, v = structured_qkv(1, 2, 1, TOKENS, 8)
+    q, k, v = structured_qkv(1, 2, 1, SEQ_LEN, 8)
     mask = Documents([[100, 60]])
     with recording() as seen:
         _, aux = attend(q, k, v, mask, CHOSEN, block_size=SIZE, return_aux=True)
         attend(q, k, v, mask, Dense(), block_size=SIZE)
-    verticals = [sorted(set(row.tolist()) - {TOKENS}) for row in aux.index.verticals[0]]
+    verticals = [sorted(set(row.tolist()) - {SEQ_LEN}) for row in aux.index.verticals[0]]
     assert seen.verticals[0].tolist() == [len(row) for row in verticals]
     assert len(seen.verticals) == 1
     aux.index.verticals = aux.index.verticals[..., :0]
