@@ -110,6 +110,63 @@ def test_type_checkers_see_what_is_offered():
     assert names - {None} == set(titan_sparse.__all__)
 
 
+USER = """
+import torch
+from torch import Tensor
+from typing import assert_type
+
+from titan_sparse import ContextParallel, attend, masks, patterns, recording
+from titan_sparse.attention.attend import Auxiliary
+
+q = torch.randn(1, 4, 256, 32)
+mask = masks.Documents([100, 156]) & masks.SlidingWindow(64)
+pattern = patterns.VerticalSlash(recall=0.9, max_verticals=16)
+with recording(recall_rows=8) as seen:
+    out = attend(q, q, q, mask, pattern, block_size=64)
+assert_type(out, Tensor)
+assert_type(out.sum(), Tensor)
+both = attend(q, q, q, return_aux=True)
+assert_type(both, tuple[Tensor, Auxiliary])
+assert_type(both[1].lse, Tensor)
+assert_type(seen.density(), Tensor)
+
+
+def spread(cp: ContextParallel) -> Tensor:
+    local = cp.shard(q, dim=2)
+    return cp.unshard(attend(local, local, local, cp=cp), dim=2)
+"""
+MISTAKES = """
+import torch
+
+from titan_sparse import attend, masks, patterns
+
+q = torch.randn(1, 4, 256, 32)
+attend(q, q, q, mask="causal")
+attend(q, q, q, patern=patterns.Dense())
+patterns.VerticalSlash(recal=0.9)
+masks.Documents(3)
+"""
+
+
+def test_types_of_a_users_file(tmp_path):
+    """What mypy says of it outside of the repository and with the strict rules."""
+    pytest.importorskip("mypy")
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports", "silent", "user.py"]
+    environment = os.environ | {"MYPYPATH": str(ROOT), "MYPY_CACHE_DIR": str(tmp_path / "cache")}
+
+    def checked(source: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "user.py").write_text(source)
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+
+    right = checked(USER)
+    assert right.returncode == 0, right.stdout
+    wrong = checked(MISTAKES)
+    lines = [int(line.split(":")[1]) for line in wrong.stdout.splitlines() if ": error:" in line]
+    assert sorted(set(lines)) == [7, 8, 9, 10], wrong.stdout
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     """A wheel of this checkout, built in a copy of it, so that nothing is left here; no network."""
