@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
+from tests.attention.context_parallel.against_one import mesh_of
 from tests.distributed import run_processes
 from tests.models.transformers_models import delta_rule_in_float64
 from tests.reference import relative_error
@@ -117,48 +117,46 @@ def test_packed_is_each_document_alone(remembers: bool, monkeypatch) -> None:
     assert_equal(found, wanted)
 
 
+def part(whole: Tensor, cp: ContextParallel) -> Tensor:
+    """The tokens of this rank."""
+    return whole.chunk(cp.size, 1)[cp.rank]
+
+
 def alone(module: nn.Module, cp: ContextParallel) -> tuple[list[Tensor], list[Tensor]]:
     """run() of this rank of `cp`, with parameters' gradients summed, and the same of one rank."""
-    own = slice(cp.rank * LENGTH // cp.size, (cp.rank + 1) * LENGTH // cp.size)
     x, weights = inputs(), weights_of_loss()
-    found = run(module, x[:, own], weights[:, own], LENGTHS, cp)
+    found = run(module, part(x, cp), part(weights, cp), LENGTHS, cp)
     found[2:] = [cp.all_reduce(gradient) for gradient in found[2:]]
     wanted = run(module, x, weights, LENGTHS, one_rank(8))
-    wanted[:2] = [tensor[:, own] for tensor in wanted[:2]]
+    wanted[:2] = [part(tensor, cp) for tensor in wanted[:2]]
     return found, wanted
 
 
 def _ranks_agree() -> None:
     linear._torch_rule = delta_rule_in_float64
-    ranks = dist.get_world_size()
-    cp = ContextParallel(init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), block_size=8)
-    own = LENGTH // ranks
+    cp = ContextParallel(mesh_of((dist.get_world_size(),)), block_size=8)
     for remembers in (False, True):
         module = layer(remembers)
         assert_equal(*alone(module, cp))
     # Other documents than the first one's: nothing changes, to the bit.
-    x, weights = inputs()[:, cp.rank * own :][:, :own], weights_of_loss()[:, cp.rank * own :]
-    before = run(module, x, weights[:, :own], LENGTHS, cp)
-    row, begin, end = 0, sum(LENGTHS[0][:3]), sum(LENGTHS[0][:4])
-    places = torch.arange(LENGTH)[cp.rank * own :][:own]
-    inside = (places >= begin) & (places < end)
-    x = x.clone()
-    x[row, inside] += 1
-    after = run(module, x, weights[:, :own], LENGTHS, cp)
-    for tensor, other in zip(before[:2], after[:2]):
-        assert torch.equal(tensor[row, ~inside], other[row, ~inside])
-        assert torch.equal(tensor[1], other[1])
-        assert not inside.any() or not torch.equal(tensor[row, inside], other[row, inside])
+    x, weights = inputs(), part(weights_of_loss(), cp)
+    before = run(module, part(x, cp), weights, LENGTHS, cp)
+    document = slice(sum(LENGTHS[0][:3]), sum(LENGTHS[0][:4]))
+    is_changed = torch.zeros(2, LENGTH, dtype=torch.bool)
+    is_changed[0, document] = True
+    other = torch.where(is_changed[..., None], x + 1, x)
+    after = run(module, part(other, cp), weights, LENGTHS, cp)
+    is_changed = part(is_changed, cp)
+    for a, b in zip(before[:2], after[:2]):
+        assert torch.equal(a[~is_changed], b[~is_changed])
+        assert not is_changed.any() or not torch.equal(a[is_changed], b[is_changed])
     # From the first token of a document to the last rank, and back.
-    x = inputs()[:, cp.rank * own :][:, :own].clone()
-    if cp.rank == 0:
-        x[1, 0] += 1
-    moved = run(module, x, weights[:, :own], LENGTHS, cp)
+    x[1, 0] += 1
+    moved = run(module, part(x, cp), weights, LENGTHS, cp)
     assert (moved[0][1] - before[0][1]).abs().max() > 1e-2
-    last = torch.zeros(2, own, 24, dtype=torch.float64)
-    if cp.rank == ranks - 1:
-        last[1, -1] = 1
-    assert run(module, x, last, LENGTHS, cp)[1][1].abs().max() > 1e-3
+    last = torch.zeros(2, LENGTH, 24, dtype=torch.float64)
+    last[1, -1] = 1
+    assert run(module, part(x, cp), part(last, cp), LENGTHS, cp)[1][1].abs().max() > 1e-3
     _moves_are_inverse(cp)
 
 
@@ -170,7 +168,7 @@ def _moves_are_inverse(cp: ContextParallel) -> None:
     tables = [block_ids(layout, cp.size, LENGTH, 4) for layout in ("striped", "zigzag")]
     for table in (*tables, shuffled):
         move = Move(table, 4, cp, CPU)
-        own = whole.chunk(cp.size, 1)[cp.rank].clone().requires_grad_()
+        own = part(whole, cp).clone().requires_grad_()
         moved = move.to_layout(own)
         wanted = take_blocks(whole, 1, table[cp.rank], 4)
         assert torch.equal(moved, wanted)

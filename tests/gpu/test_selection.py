@@ -8,7 +8,7 @@ from scripts.benchmarks import synthetic
 from tests.attention.patterns.helpers import published
 from tests.gpu.errors import no_waits
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
-from titan_sparse.attention.patterns import VerticalSlash, XAttention, xattention
+from titan_sparse.attention.patterns import Pattern, VerticalSlash, XAttention, xattention
 from titan_sparse.attention.patterns.vertical_slash import independent, joint, probe
 
 USUAL = dict(recall=0.9, sinks=4, count_sinks=True, local_slashes=1, dense_below=256)
@@ -40,11 +40,12 @@ def _generated(
     return drawn.q.to(dtype).cuda(), drawn.k.to(dtype).cuda()
 
 
-def _by_twins(q: Tensor, k: Tensor, pattern: VerticalSlash, mask: Mask):
+def _by_twins(q: Tensor, k: Tensor, pattern: Pattern, mask: Mask):
     """The selection in plain torch, on the same device."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (probe, joint, independent):
             patch.setattr(module, "by_kernels", lambda keys: False)
+        patch.setattr(xattention, "_by_kernels", lambda q, cp, stride: False)
         return pattern.select(q, k, mask)
 
 
@@ -107,15 +108,6 @@ X_MASKS = {
 }
 
 
-def _chosen(q: Tensor, k: Tensor, pattern: XAttention, mask: Mask, by_kernels: bool) -> Tensor:
-    if not by_kernels:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(xattention, "_by_kernels", lambda q, cp, stride: False)
-            return _chosen(q, k, pattern, mask, by_kernels=True)
-    block = torch.arange(X_LEN // 128, device="cuda")
-    return pattern.select(q, k, mask.rows(X_LEN, "cuda")).selects(block, block)
-
-
 @pytest.mark.parametrize(
     "mask, heads, head_dim, stride, threshold, dtype",
     [
@@ -134,7 +126,9 @@ def test_xattentions_kernels_choose_what_the_twins_do(
     """They match except for blocks that rounding moves over the limit, which are worth about as much as others."""
     q, k = _generated(X_LEN, dtype, heads, head_dim)
     pattern = XAttention(stride, threshold, dense_below=256)
-    got, want = (_chosen(q, k, pattern, X_MASKS[mask], by_kernels) for by_kernels in (True, False))
+    blocks = torch.arange(X_LEN // 128, device="cuda")
+    got = pattern.select(q, k, X_MASKS[mask]).selects(blocks, blocks)
+    want = _by_twins(q, k, pattern, X_MASKS[mask]).selects(blocks, blocks)
     share = want.double().mean()
     assert 0.02 < share < 0.45
     assert (got != want).double().mean() < 0.002 * share
