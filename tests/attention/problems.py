@@ -6,7 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.reference import attention_with_sinks, dense_attention, gradients, structured_qkv
+from tests.reference import (
+    attention_with_sinks,
+    dense_attention,
+    gradients,
+    structured_qkv,
+    tiles_of,
+)
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.inputs import mask_tensors
 from titan_sparse.attention.masks import (
@@ -21,6 +27,7 @@ from titan_sparse.attention.masks import (
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.ops import options_key
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+from titan_sparse.attention.patterns.base import BlockIndex
 
 SEQ_LEN = 192
 RANGES: dict[str, Mask] = {
@@ -120,6 +127,14 @@ def problem(
     inputs = structured_qkv(2, *heads, seq_len, 8, seed)
     more = [sink_logits(heads[0])] if sinks else []
     return Problem([*inputs, *more], mask or Causal(), pattern or Dense(), block)
+
+
+def computed_blocks(index: BlockIndex, mask: Mask) -> Tensor:
+    """bool [blocks, blocks]: pairs of which some head of some sequence computes a pair of tokens,
+    verticals left out."""
+    blocks = index.all_blocks()
+    is_seen = tiles_of(mask.dense(index.seq_len), index.block_size).any(-1).any(-1)
+    return (index.selects(blocks, blocks) & is_seen[:, None]).any(1).any(0)
 
 
 def op_arguments(

@@ -11,9 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.attention.context_parallel.against_one import by_one_rank, check, mesh_of, over_ranks
-from tests.attention.problems import PATTERNS, RANGES, SEQ_LEN, assert_equal, problem
+from tests.attention.problems import (
+    PATTERNS,
+    RANGES,
+    SEQ_LEN,
+    assert_equal,
+    computed_blocks,
+    problem,
+)
 from tests.distributed import run_processes
-from tests.reference import tiles_of
 from tests.slice_cases import mask_and_truth
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.call import AttentionCall
@@ -171,19 +177,8 @@ def _check_blocks(cp: ContextParallel, mask: Mask, pattern: Pattern) -> None:
     # The forward's number, then the backward's.
     assert stages == list(cp.overlap_stages)
     index = pattern.select(*p.inputs[:2], mask, block_size=BLOCK)
-    _check_bytes(cp, _needed(cp, index, mask), f"{mask}, {pattern}, {cp.key}, rank {cp.rank}")
-
-
-def _needed(cp: ContextParallel, index, mask: Mask) -> Tensor:
-    """bool [W, blocks]: by the pairs of blocks that are computed, verticals left out."""
-    blocks = torch.arange(SEQ_LEN // BLOCK)
-    # [Bm, 1, blocks, blocks]
-    is_seen = tiles_of(mask.dense(SEQ_LEN), BLOCK).any(-1).any(-1)[:, None]
-    # [B, H, blocks, blocks]
-    is_computed = index.selects(blocks, blocks) & is_seen
-    of_any_head = is_computed.any(1).any(0)
-    table = cp.block_table(SEQ_LEN)
-    return of_any_head[table].any(1)
+    needed = computed_blocks(index, mask)[cp.block_table(SEQ_LEN)].any(1)
+    _check_bytes(cp, needed, f"{mask}, {pattern}, {cp.key}, rank {cp.rank}")
 
 
 def _check_bytes(cp: ContextParallel, needed: Tensor, case: str) -> None:

@@ -1,13 +1,12 @@
 """Which ranks need which chunks, by the mask and by the index, against a check of every pair."""
 
-import itertools
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.attention.collectives import collectives, counts
 from tests.attention.context_parallel.against_one import mesh_of
+from tests.attention.problems import computed_blocks
 from tests.fake_step import fake_world
 from tests.reference import structured_qkv
 from titan_sparse.attention import ContextParallel, attend
@@ -15,10 +14,9 @@ from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel import needed_keys
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.context_parallel.needed_keys import met_chunks
-from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
+from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.masks.visibility import seen_chunks
 from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.attention.patterns.base import BlockIndex
 
 eager = BACKENDS["eager"]
 
@@ -36,28 +34,6 @@ MASKS = {
 }
 
 
-def _met(index: BlockIndex, ranges: MaskRanges, layout: str) -> Tensor:
-    """bool [W, W], pair by pair: some head computes a block of rank s for queries of rank r.
-
-    The mask is looked at in whole blocks: a block is reached if any of its pairs is seen.
-    """
-    table = block_ids(layout, RANKS, SEQ_LEN, BLOCK)
-    blocks = torch.arange(SEQ_LEN // BLOCK)
-    # [blocks, blocks]: of any sequence and head
-    selected = index.selects(blocks, blocks).flatten(0, 1).any(0)
-    met = torch.zeros(RANKS, RANKS, dtype=torch.bool)
-    for rank, source in itertools.product(range(RANKS), repeat=2):
-        for q_block, k_block in itertools.product(table[rank], table[source]):
-            queries = slice(int(q_block) * BLOCK, (int(q_block) + 1) * BLOCK)
-            start = ranges.start[:, queries]
-            stop = ranges.stop[:, queries]
-            first_key = int(k_block) * BLOCK
-            is_seen = (start < first_key + BLOCK) & (stop > first_key) & (start < stop)
-            if is_seen.any() and selected[q_block, k_block]:
-                met[rank, source] = True
-    return met
-
-
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("name", MASKS)
 def test_chunks_that_no_diagonal_meets_are_not_needed(name, layout):
@@ -65,10 +41,10 @@ def test_chunks_that_no_diagonal_meets_are_not_needed(name, layout):
     for seed in range(2):
         ranges = MASKS[name].rows(SEQ_LEN)._replace(probe_seed=torch.tensor(seed))
         index = LOCAL.select(q, k, ranges, block_size=BLOCK)
-        met = _met(index, ranges, layout)
         table = block_ids(layout, RANKS, SEQ_LEN, BLOCK)
         needed = met_chunks(seen_chunks(ranges, table, BLOCK), ranges, index, table, layout)
-        assert torch.equal(needed, met)
+        computed = computed_blocks(index, MASKS[name])
+        assert torch.equal(needed, computed[table].any(1)[:, table].any(-1))
 
 
 def test_hops_and_work_that_the_index_saves(monkeypatch):
