@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.attention.patterns.helpers import probed
 from tests.attention.problems import RANGES, SEQ_LEN
 from tests.reference import by_token, structured_qkv
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.attention.patterns.spans import Spans, find_spans
+from titan_sparse.attention.patterns.spans import Spans
 from titan_sparse.attention.patterns.vertical_slash import probe as vertical_slash_probe
 from titan_sparse.attention.patterns.vertical_slash.joint import make_plan
-from titan_sparse.attention.patterns.vertical_slash.probe import last_rows, spread_rows
 from titan_sparse.kernels import probe as kernels
 from titan_sparse.kernels import selection
 from titan_sparse.kernels.probe import KeyBlocks, Probe
@@ -38,12 +38,7 @@ def look(mask: str, kind: str, queries: int) -> Seen:
     k = k.to(DEVICE)
     cp = one_rank(SIZE)
     ranges = RANGES[mask].rows(SEQ_LEN, DEVICE)
-    spans = find_spans(ranges, 2, 48, SIZE)
-    if kind == "spread":
-        rows = spread_rows(spans, queries, SEQ_LEN, SIZE, seed=3)
-    else:
-        rows = last_rows(spans, queries, SEQ_LEN, SIZE)
-    geometry = vertical_slash_probe.probe_geometry(ranges, spans, rows, cp)
+    spans, geometry = probed(ranges, kind, queries, SIZE, 48, seed=3)
     probe = vertical_slash_probe._gather_probe(q, geometry, cp, 24**-0.5)
     return Seen(spans, geometry, probe, KeyBlocks(k, geometry.blocks, geometry.slot, SIZE))
 

@@ -1,6 +1,5 @@
 """Which ranks need which chunks, by the mask and by the index, against a check of every pair."""
 
-
 import pytest
 import torch
 

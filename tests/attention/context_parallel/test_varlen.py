@@ -116,11 +116,8 @@ def test_what_documents_and_a_window_cannot_say():
 
 def test_offsets():
     found = packed.find_packing(Documents([[50, 1, 40], [96]]).rows(S), 2)
-    assert (
-        found.shape.offsets.tolist() == [0, 50, 51, 91, 96, 192]
-        and found.shape.longest == 96
-        and found.shape.window is None
-    )
+    assert found.shape.offsets.tolist() == [0, 50, 51, 91, 96, 192]
+    assert found.shape.longest == 96 and found.shape.window is None
     assert found.padding.sum() == 5 and found.padding[0, -5:].all()
     # What is known without a wait: the same documents, and empty ones.
     known = packed.known_packing(Documents([[50, 1, 40], [96]]).rows(S), 2)

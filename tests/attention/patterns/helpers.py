@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 
 from tests.reference import structured_qkv
-from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.context_parallel.group import one_rank
+from titan_sparse.attention.masks import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns import Pattern, VerticalSlash
 from titan_sparse.attention.patterns.base import BlockIndex
+from titan_sparse.attention.patterns.spans import Spans, find_spans
+from titan_sparse.attention.patterns.vertical_slash.probe import (
+    ProbeGeometry,
+    last_rows,
+    probe_geometry,
+    spread_rows,
+)
 
 BLOCK = 16
 MIXED = [[70, 9, 61, 17], [5, 48, 47, 49]]
@@ -23,6 +32,19 @@ def published(**parameters) -> VerticalSlash:
         budget="independent", probe_rows="last", sinks=30, count_sinks=True, local_slashes=2
     )
     return VerticalSlash(**paper | parameters)
+
+
+def probed(
+    ranges: MaskRanges, kind: str, queries: int, block: int, dense_below: int, seed: int
+) -> tuple[Spans, ProbeGeometry]:
+    """The spans of two sequences, and their probes: of "spread" or of "last" rows."""
+    seq_len = ranges.start.shape[1]
+    spans = find_spans(ranges, 2, dense_below, block)
+    if kind == "spread":
+        rows = spread_rows(spans, queries, seq_len, block, seed)
+    else:
+        rows = last_rows(spans, queries, seq_len, block)
+    return spans, probe_geometry(ranges, spans, rows, one_rank(block))
 
 
 class Case(NamedTuple):

@@ -9,19 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.attention.patterns.helpers import probed
 from tests.reference import structured_qkv
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.attention.patterns.spans import Spans, find_spans
+from titan_sparse.attention.patterns.spans import Spans
 from titan_sparse.attention.patterns.vertical_slash import joint
 from titan_sparse.attention.patterns.vertical_slash.joint import JointPlan
-from titan_sparse.attention.patterns.vertical_slash.probe import (
-    ProbeGeometry,
-    last_rows,
-    probe_geometry,
-    spread_rows,
-)
+from titan_sparse.attention.patterns.vertical_slash.probe import ProbeGeometry
 from titan_sparse.kernels import selection
 
 BLOCK = 8
@@ -213,12 +209,7 @@ def _made(case: Case) -> Made:
     q, k = _inputs(case)
     cp = one_rank(BLOCK)
     ranges = case.mask.rows(case.seq_len)
-    spans = find_spans(ranges, 2, 16, BLOCK)
-    if case.rows == "spread":
-        rows = spread_rows(spans, case.queries, case.seq_len, BLOCK, seed=5)
-    else:
-        rows = last_rows(spans, case.queries, case.seq_len, BLOCK)
-    geometry = probe_geometry(ranges, spans, rows, cp)
+    spans, geometry = probed(ranges, case.rows, case.queries, BLOCK, 16, seed=5)
     options = VerticalSlash(sinks=case.sinks, local_slashes=case.local, count_sinks=True)
     needed = joint.make_plan(options, spans, geometry, case.seq_len, BLOCK)
     return Made(spans, geometry, needed, *joint._histograms(q, k, needed, cp, SCALE))
