@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.attention.problems import assert_equal, problem
+from tests.attention.problems import RANGES, assert_equal, problem
 from tests.reference import tiles_of
 from tests.slice_cases import NAMES, SEQ_LEN, counts, mask_and_truth, random_legal
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks import slices
-from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
+from titan_sparse.attention.masks.ranges import Causal, Mask
 from titan_sparse.attention.masks.slice_geometry import area, slices_of_ranges
 from titan_sparse.attention.masks.slices import (
     Slices,
@@ -77,27 +77,16 @@ def test_a_pair_covered_twice_is_refused_and_nothing_else(drawn):
             Slices.of(written)
 
 
-ROWS = [
-    Full(),
-    Causal(),
-    Causal(valid=(50,)),
-    SlidingWindow(9),
-    Documents([30, 1, 90]),
-    Documents([30, 1, 90]) & SlidingWindow(7),
-]
-
-
-@pytest.mark.parametrize(
-    "mask", ROWS, ids=["full", "causal", "padded", "window", "documents", "documents and window"]
-)
+@pytest.mark.parametrize("mask", RANGES.values(), ids=RANGES)
 def test_rows_as_slices_and_intersections(mask):
     ranges = mask.rows(SEQ_LEN)
-    same = Slices.of_diagonals(slices_of_ranges(ranges.start[0], ranges.stop[0]))
-    assert torch.equal(same.dense(SEQ_LEN), mask.dense(SEQ_LEN))
+    for start, stop, seen in zip(ranges.start, ranges.stop, mask.dense(SEQ_LEN), strict=True):
+        same = Slices.of_diagonals(slices_of_ranges(start, stop))
+        assert torch.equal(same.dense(SEQ_LEN)[0], seen)
     for name in ("random 7", "causal, more queries"):
         other, truth = mask_and_truth(name)
         for both in (mask & other, other & mask):
-            assert torch.equal(both.dense(SEQ_LEN)[0], mask.dense(SEQ_LEN)[0] & truth)
+            assert torch.equal(both.dense(SEQ_LEN), mask.dense(SEQ_LEN) & truth)
     assert torch.equal(documents([30, 0, 70]).dense(100), documents([30, 70]).dense(100))
     first, second = (Slices.batch([other, Slices.of([])]) & mask).dense(SEQ_LEN)
     assert torch.equal(first, mask.dense(SEQ_LEN)[0] & truth)
