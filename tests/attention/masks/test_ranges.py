@@ -135,7 +135,10 @@ def test_masks_are_made_inside_of_compiled_functions(fresh_compiler):
     q = torch.randn(1, 2, SEQ_LEN, 8)
 
     def attention(q: torch.Tensor) -> torch.Tensor:
-        return sum(attend(q, q, q, mask) for mask in (Dilated(9, 2), SlidingWindow(7)))
+        masks = [Dilated(9, 2), SlidingWindow(7), Documents([]), Documents([9, 20])]
+        # One document alone is of a length that torch would have to read.
+        masks += [Documents([SEQ_LEN]), Documents([20]) & SlidingWindow(7)]
+        return sum(attend(q, q, q, mask) for mask in masks)
 
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q), attention(q))

@@ -238,8 +238,8 @@ def _document_starts(lengths: Sequence[int], seq_len: int) -> Tensor:
     # [documents]
     sizes = torch.tensor(lengths, dtype=torch.int32)
     begins = sizes.cumsum(0, dtype=torch.int32) - sizes
-    # [total] -> [S]
-    starts = torch.repeat_interleave(begins, sizes)
+    # [total] -> [S]. Its length is given, because torch.compile cannot trace one that follows from data.
+    starts = torch.repeat_interleave(begins, sizes, output_size=total)
     return torch.nn.functional.pad(starts, (0, seq_len - total), value=-1)
 
 
