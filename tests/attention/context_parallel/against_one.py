@@ -11,20 +11,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.attention.dense_twin import let_eager_serve_dense
-from tests.attention.problems import SEQ_LEN, Problem, assert_equal, problem
+from tests.attention.problems import RANGES, SEQ_LEN, Problem, assert_equal, problem
 from tests.distributed import on_one_rank
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel import dense
-from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.masks.ranges import Mask
 from titan_sparse.attention.masks.slices import Slices, sliding_window
 from titan_sparse.attention.observe import recording
 
 MASKS = [
-    Causal(),
-    Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 35)),
-    Documents([[101, 7, 1, 60], [45, 45, 45, 45]]) & SlidingWindow(50),
-    Documents([[SEQ_LEN], [3, 100, 30, 17, 20]]),
+    *(RANGES[name] for name in ("causal", "padded", "windowed documents", "long and short")),
     sliding_window([101, 70], 30, sinks=5),
 ]
 

@@ -7,9 +7,9 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 
-from tests.attention.context_parallel.against_one import MASKS, check_everything
+from tests.attention.context_parallel.against_one import check_everything
 from tests.attention.patterns.helpers import BLOCK, cases_of_masks
-from tests.attention.problems import PATTERNS
+from tests.attention.problems import PATTERNS, RANGES
 from tests.distributed import run_processes
 from tests.reference import structured_qkv
 from titan_sparse.attention.masks.ranges import Causal, Documents
@@ -51,7 +51,7 @@ def test_a_packed_document_selects_as_it_does_alone(pattern):
     ids=str,
 )
 def test_ranks_select_and_compute_as_one_does(axes, every):
-    masks = [MASKS[1], Documents([[101, 7, 1, 60], [3, 100, 30, 17, 20]])]
+    masks = [RANGES["padded"], RANGES["documents"]]
     arguments = (axes, masks, BOTH, (4, 2), every)
     run_processes(torch.Size(axes).numel(), check_everything, *arguments)
 
