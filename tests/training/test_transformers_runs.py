@@ -10,14 +10,13 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.distributed import run_processes
-from tests.models.transformers_models import WINDOW, save_model
+from tests.models.transformers_models import WINDOW, read_model, save_model
 from tests.training import reference_loop as by_hand
 from tests.training.wired_run import (
     ALIKE,
     SEQ_LEN,
     assert_alike,
     lines_of,
-    read_model,
     run,
     write_shard,
 )
