@@ -140,6 +140,8 @@ def test_a_run_is_pefts_loop(folder, name):
     first = folder / f"{output}-first/huggingface/step-1"
     base = read_model(folder / case.model)
     model = peft.PeftModel.from_pretrained(base, first, is_trainable=True)
+    about = model.peft_config["default"]
+    assert (about.r, about.lora_alpha) == (3, case.settings.get("lora.alpha", 12))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * case.layers + case.tables
     before = {name: p.detach().clone() for name, p in trained.items()}
