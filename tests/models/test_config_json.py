@@ -300,12 +300,7 @@ def test_fewer_layers_with_random_weights(tmp_path):
 SHAPES = Path(__file__).parents[2] / "train_configs/shapes"
 
 
-def test_shapes_of_published_models():
-    moe = read_transformers_config(str(SHAPES / "qwen3_30b_a3b"))
-    # As its card says: 30.5 B parameters, of which 3.3 B are active, the embedding among them.
-    assert round(moe.number_of_parameters() / 1e9, 1) == 30.5
-    tables = 2 * moe.vocab_size * moe.hidden_size
-    assert round((moe.linear_weights + tables) / 1e9, 1) == 3.4
+def test_the_shape_of_a_published_model():
     native = resolve("debug", initial_hf=str(SHAPES / "qwen3_0_6b"))
     theirs = resolve("debug", initial_hf=str(SHAPES / "qwen3_0_6b"), implementation="transformers")
     assert native == replace(FLAVOURS["qwen3-0.6b"], rope=native.rope)
