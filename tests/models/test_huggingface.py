@@ -81,7 +81,7 @@ def test_loss_and_gradients_are_those_of_transformers(
     settings = {"tie_word_embeddings": tied, "rope_parameters": dict(rope)}
     theirs = save_model(tmp_path / "in", name, **heads, **settings).double()
     ours = decoder(tmp_path / "in", torch.float64)
-    # Both are float32. test_rope.py compares them.
+    # Both are float32. test_decoder.py compares them.
     theirs.model.rotary_emb.inv_freq = ours.inv_freq
     tokens, positions = tokens_and_positions()
     labels = tokens.masked_fill(tokens < 60, -100)
