@@ -10,8 +10,7 @@ import torch
 
 from scripts.docs import numbers
 from tests.distributed import run_program
-from tests.docs.commands import try_command, workspace
-from tests.docs.pages import PAGES, ROOT, blocks, commands_of
+from tests.docs.commands import PAGES, ROOT, blocks, commands_of, try_command, workspace
 from titan_sparse.config import Config, load
 from titan_sparse.config.reading import SECTIONS, walk
 from titan_sparse.models.flavours import FLAVOURS

@@ -41,11 +41,11 @@ CHUNK = 2 * 2 * (512 // 4) * 16 * 2
 """K and V, KV heads, tokens of one of four ranks, D, bytes."""
 
 
-def _plan(schedule: str, inter: int, intra: int, layout: str = "striped", **constants):
+def _plan(schedule: str, inter: int, intra: int, **constants):
     """A dense causal layer of 64 blocks of 8 tokens, four heads, two KV heads."""
     ranges = Causal().rows(64 * 8)
     index = Dense().index([], ranges, 1, 4, 8)
-    setting = Setting(layout, SCHEDULES[schedule], inter, intra)
+    setting = Setting("striped", SCHEDULES[schedule], inter, intra)
     rates = dataclasses.replace(ROUND, **constants)
     return plan_layer(count(index, ranges, KVShape(2, 16, 2, 4), setting), setting, rates)
 
