@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -11,12 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.models.transformers_models import VOCAB
-from titan_sparse.models.config import DecoderConfig
+from titan_sparse.models.config import Adapters, DecoderConfig
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import export_weights, load_weights
 from titan_sparse.models.huggingface_files import files_to_copy
 from titan_sparse.models.initialization import initialize
+from titan_sparse.models.lora import add_adapters
 from titan_sparse.training.checkpoint.reader import read_into
 
 
@@ -31,12 +33,20 @@ def causal(length: int) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
-def build(config: DecoderConfig, seed: int = 0) -> Decoder:
-    """As a trainer does: on meta, then materialised, then initialised."""
+def build(
+    config: DecoderConfig,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    attend: Callable[..., Tensor] = dense_attend,
+    adapters: Adapters | None = None,
+) -> Decoder:
+    """As a trainer does: on meta, then materialized, then initialized."""
     with torch.device("meta"):
-        model = Decoder(config, dense_attend)
-    model = model.double().to_empty(device="cpu")
-    initialize(model, seed, config)
+        model = Decoder(config, attend).to(dtype)
+        if adapters:
+            add_adapters(model, adapters)
+    model = model.to_empty(device="cpu")
+    initialize(model, seed, config, adapters=adapters)
     return model
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models.helpers import dense_attend
+from tests.models.helpers import build
 from tests.models.transformers_models import save_model
 from tests.refusals import refused
 from tests.runs import TINY
@@ -23,23 +23,12 @@ from titan_sparse.models.config import (
 )
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.huggingface_files import weights_digest
-from titan_sparse.models.initialization import initialize
 from titan_sparse.models.lora import add_adapters
 from titan_sparse.models.transformers_config import read_transformers_config
 
 
 def _adapters(targets: str = ALL_LINEAR, init: str = "default", rank: int = 3) -> Adapters:
     return resolve_adapters(TINY, rank, 6, 0.0, targets, init)
-
-
-def _first(adapters: Adapters, dtype: torch.dtype = torch.float32, seed: int = 5) -> Decoder:
-    """A decoder with the adapters that a run begins with."""
-    with torch.device("meta"):
-        model = Decoder(TINY, dense_attend).to(dtype)
-        add_adapters(model, adapters)
-    model = model.to_empty(device="cpu")
-    initialize(model, seed, TINY, adapters=adapters)
-    return model
 
 
 @pytest.mark.parametrize("name", ["qwen2", "phi3", "gemma3", "mixtral", "qwen3_moe", "gpt_oss"])
@@ -66,10 +55,14 @@ def test_every_linear_layer_of_a_family(tmp_path: Path, name: str):
     assert sum(p.numel() for p in trained.values()) == adapter_elements(config, adapters)
 
 
+def _first(init: str = "default", seed: int = 5) -> Decoder:
+    return build(TINY, seed, torch.float32, adapters=_adapters(init=init, rank=16))
+
+
 def test_first_adapters():
     a_of = {}
     for init in ("default", "gaussian"):
-        for name, parameter in _first(_adapters(init=init, rank=16)).named_parameters():
+        for name, parameter in _first(init=init).named_parameters():
             if ".lora_B." in name:
                 assert not parameter.any(), name
             elif ".lora_A." in name:
@@ -82,7 +75,7 @@ def test_first_adapters():
             assert 0.95 * bound < a.abs().max().item() <= bound, name
     # Each layer and each seed has its own.
     name = "layers.{}.mlp.up_proj.lora_A.default.weight"
-    other = _first(_adapters(rank=16), seed=6).get_parameter(name.format(0))
+    other = _first(seed=6).get_parameter(name.format(0))
     for another in (a_of["default", name.format(1)], other):
         assert not torch.equal(a_of["default", name.format(0)], another)
 
@@ -93,7 +86,7 @@ def test_adapters_have_the_dtype_that_peft_gives_them(dtype):
     layer = nn.Sequential(nn.Linear(4, 4, dtype=dtype))
     config = peft.LoraConfig(target_modules=["0"])
     theirs = peft.get_peft_model(layer, config).base_model.model[0].lora_A["default"].weight
-    model = _first(_adapters(), dtype)
+    model = build(TINY, dtype=dtype, adapters=_adapters())
     found = {weight.dtype for name, weight in model.named_parameters() if is_adapter(name)}
     assert found == {theirs.dtype}
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.attention.collectives import collectives, counts
 from tests.fake_step import fake_world
-from tests.models.helpers import causal, dense_attend, sample
+from tests.models.helpers import build, causal, dense_attend, sample
 from tests.runs import TINY, tiny_config
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Documents
@@ -200,9 +200,8 @@ def small_tensors_too(monkeypatch, fresh_compiler) -> None:
 
 def _checkpointed_decoder(backend: object, blocks: OffloadedBlocks | None = None) -> Decoder:
     """fp32, checkpointed and compiled block by block."""
-    call = functools.partial(attend, pattern=PATTERN, block_size=16, backend="eager")
-    model = Decoder(THREE_LAYERS, lambda q, k, v, mask: call(q, k, v, mask))
-    initialize(model, 0, THREE_LAYERS)
+    sparse = functools.partial(attend, pattern=PATTERN, block_size=16, backend="eager")
+    model = build(THREE_LAYERS, dtype=torch.float32, attend=sparse)
     for name, block in model.layers.items():
         model.layers[name] = checkpointed(block, "full")
         model.layers[name].compile(backend=backend, fullgraph=True)

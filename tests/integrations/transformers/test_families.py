@@ -18,6 +18,7 @@ from tests.integrations.transformers.families import (
     one_by_one,
     positions,
     transformers,
+    with_ours,
 )
 from tests.refusals import refused
 from titan_sparse.attention.masks import Causal
@@ -151,15 +152,13 @@ def test_chunked_prefill_beams_and_assisted_generation(cache):
 
 def test_a_cache_that_holds_more_than_it_says_is_refused():
     """transformers' cache of a window of one token drops nothing."""
-    model = device_family("olmo3", sliding_window=1).eval()
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours("olmo3", DEVICE, sliding_window=1).eval()
     with refused("keys where transformers announced 1; write"):
         model.generate(device_tokens(1, 20), max_new_tokens=2, do_sample=False)
 
 
 def test_masks_of_ours_beside_a_cache_are_refused():
-    model = device_family("qwen3").eval()
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours("qwen3", DEVICE).eval()
     cache = model(device_tokens(1, 20), use_cache=True).past_key_values
     for masks in (AttentionMask(Causal()), {"full_attention": Causal()}):
         with refused("write use_cache=False"):
@@ -178,8 +177,7 @@ def test_the_prompt_is_sparse_and_the_answer_dense(cache, attended, monkeypatch)
         return beside_cache(module, query, *args)
 
     monkeypatch.setattr(attention, "attention_beside_cache", decode)
-    model = device_family("llama").eval()
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours("llama", DEVICE).eval()
     options = {"max_new_tokens": 3, "do_sample": False, "disable_compile": True}
     model.generate(device_tokens(1, SEQ_LEN), cache_implementation=cache, **options)
     prompts = [(call.tensors[0].shape[2], call.options["pattern"]) for call in attended]

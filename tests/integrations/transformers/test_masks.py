@@ -13,6 +13,7 @@ from tests.integrations.transformers.families import (
     logits_and_gradients,
     positions,
     tokens,
+    with_ours,
 )
 from titan_sparse import recording
 from titan_sparse.attention.backends import BACKENDS
@@ -137,8 +138,7 @@ SLIDING = {"full_attention": Causal(), "sliding_attention": SlidingWindow(WINDOW
 )
 def test_patterns_are_for_layers_that_see_far(name, changes, inputs, near):
     register(AttentionSettings(pattern=SPARSE, block_size=BLOCK))
-    model = family(name, **changes)
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours(name, **changes)
     with recording() as seen:
         model(tokens(1, 2 * CHUNK), **inputs)
     dense, sparse = (visited.mean().item() for visited in seen.visited)
@@ -155,8 +155,7 @@ CHECKPOINTING = {
 
 @pytest.mark.parametrize("how", CHECKPOINTING)
 def test_activation_checkpointing_changes_nothing(how, monkeypatch):
-    model = family("qwen3")
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours("qwen3")
     inputs = {"input_ids": tokens(1, SEQ_LEN), "position_ids": positions(*LENGTHS)}
     wanted = logits_and_gradients(model, **inputs)
     model.gradient_checkpointing_enable(CHECKPOINTING[how])
@@ -181,8 +180,7 @@ def test_activation_checkpointing_changes_nothing(how, monkeypatch):
 
 def test_autocast_computes_in_its_dtype(attended):
     """Qwen3's norms of queries and keys, with fp32 weights, leave them in fp32."""
-    model = family("qwen3")
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours("qwen3")
     input_ids = tokens(1, SEQ_LEN)
     with torch.autocast("cpu", torch.bfloat16):
         ours = model(input_ids).logits
@@ -196,8 +194,7 @@ def test_autocast_computes_in_its_dtype(attended):
     ("name", "layers"), [("llama", 1), pytest.param("gpt_oss", 2, marks=pytest.mark.slow)]
 )
 def test_a_compiled_model_computes_the_same(name, layers):
-    model = family(name, num_hidden_layers=layers)
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours(name, num_hidden_layers=layers)
     compiled = torch.compile(model, backend="aot_eager")
     for lengths in (LENGTHS, [SEQ_LEN]):
         inputs = {"input_ids": tokens(1, SEQ_LEN), "position_ids": positions(*lengths)}

@@ -15,10 +15,10 @@ from tests.distributed import run_processes
 from tests.integrations.transformers.families import (
     BLOCK,
     assert_close,
-    family,
     positions,
     tokens,
     transformers,
+    with_ours,
 )
 from tests.models.transformers_models import tiny_model
 from titan_sparse import recording
@@ -46,8 +46,7 @@ def density(model: torch.nn.Module) -> float:
 
 
 def test_the_last_settings_of_a_name_hold_and_names_live_beside_each_other():
-    model = family("llama")
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours("llama")
     register(AttentionSettings(pattern=SPARSE, block_size=BLOCK), name="ours_sparse")
     assert density(model) == 1.0
     model.set_attn_implementation("ours_sparse")
@@ -74,8 +73,7 @@ def causal_mask_function(batch, head, query, key):
 
 def run(name: str, changes: dict | None = None, **inputs) -> None:
     """One forward in training mode, with our attention."""
-    model = family(name, **(changes or {})).train()
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours(name, **(changes or {})).train()
     model(**{"input_ids": tokens(1, SEQ_LEN), **inputs})
 
 
@@ -284,8 +282,7 @@ def test_models_of_other_names_behave_as_before(tmp_path):
 def test_the_sequence_parallelism_of_verl_and_ms_swift_is_refused(monkeypatch):
     """As in verl 0.9.1 (verl/utils/ulysses.py) and ms-swift 4.6.0 (swift/sequence_parallel)."""
     register()
-    model = tiny_model("LlamaConfig")
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours("llama")
     tokens = torch.arange(12)[None]
     verl = ModuleType("verl.utils.ulysses")
     monkeypatch.setitem(sys.modules, verl.__name__, verl)
@@ -305,8 +302,7 @@ def test_the_sequence_parallelism_of_verl_and_ms_swift_is_refused(monkeypatch):
 
 def _later_part():
     register()
-    model = tiny_model("LlamaConfig")
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours("llama")
     rank = torch.distributed.get_rank()
     tokens = torch.arange(12)[None]
     if rank == 1:
@@ -322,8 +318,7 @@ def _later_part():
 def test_a_later_part_of_a_sequence_is_refused():
     run_processes(2, _later_part)
     # Alone, a process holds all there is.
-    model = tiny_model("LlamaConfig")
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours("llama")
     tokens = torch.arange(12)[None]
     torch.testing.assert_close(model(tokens, position_ids=tokens + 12).logits, model(tokens).logits)
 

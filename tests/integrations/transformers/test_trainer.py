@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Trainer
 
-from tests.integrations.transformers.families import family, pretended_ranks, tokens
+from tests.integrations.transformers.families import pretended_ranks, tokens, with_ours
 from tests.integrations.transformers.trainer_runs import (
     BLOCK,
     RUNS,
@@ -95,8 +95,7 @@ def ours(name: str = "llama", ranks: int = 1):
     """A model with our attention, and its group, pretended where there are several ranks."""
     cp = ContextParallel(None, block_size=BLOCK) if ranks == 1 else pretended_ranks()
     register(AttentionSettings(cp=None if ranks == 1 else cp))
-    model = family(name)
-    model.set_attn_implementation("titan_sparse")
+    model = with_ours(name)
     check_model(model, cp)
     return model, cp
 
