@@ -1,12 +1,12 @@
 """train_configs/: in every file no query sees another document, the claims of the comments hold."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.demo_model import in_a_folder_with_the_model
 from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
 from titan_sparse.commands import train
 from titan_sparse.config import load, load_and_check
@@ -23,6 +23,34 @@ def test_no_file_lets_a_query_see_another_document():
         assert config.attention.mask in masks, path
 
 
+# The model of demo_chat.toml, as far as a dry run reads it.
+SMOLLM2_135M = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "vocab_size": 49152,
+}
+
+
+@pytest.fixture
+def folder_with_the_model(monkeypatch, tmp_path) -> None:
+    """The current folder: train_configs, and the config.json that scripts.study.real_model writes."""
+    (tmp_path / "train_configs").symlink_to(FOLDER)
+    (tmp_path / "outputs/smollm2").mkdir(parents=True)
+    (tmp_path / "outputs/smollm2/config.json").write_text(json.dumps(SMOLLM2_135M))
+    monkeypatch.chdir(tmp_path)
+
+
 def _claims(path: Path) -> list[tuple[float, str]]:
     """The percentages in the comments of a file, and of what."""
     text = path.read_text().replace("\n# ", " ")
@@ -32,9 +60,8 @@ def _claims(path: Path) -> list[tuple[float, str]]:
 
 
 @pytest.mark.parametrize("path", ALL_FILES, ids=lambda path: path.name)
-def test_a_file_is_accepted_and_its_comments_are_right(monkeypatch, capsys, tmp_path, path):
+def test_a_file_is_accepted_and_its_comments_are_right(folder_with_the_model, capsys, path):
     """A ready one fits into the GPUs that are named in its first lines: H200s, 139.8 GiB."""
-    in_a_folder_with_the_model(monkeypatch, tmp_path)
     words = ["--config", str(path)]
     config, _ = load(words)
     report = ["--dry-run", "--ranks", str(config.parallelism.cp), "--device-memory", "139.8"]

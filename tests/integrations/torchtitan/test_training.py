@@ -9,6 +9,7 @@ import tempfile
 import pytest
 import torch
 
+from tests.data.helpers import train_tokenizer
 from tests.distributed import run_program
 from tests.integrations.torchtitan.program import main
 
@@ -34,9 +35,8 @@ SEED = "--checkpoint.create_seed_checkpoint"
 def runs(tmp_path_factory):
     """train(ranks, model, {name: words}): the logged steps of each run."""
     folder = tmp_path_factory.mktemp("runs")
-    from tests.integrations.torchtitan.configs import write_tokenizer
-
-    write_tokenizer(str(folder / "tokenizer"))
+    (folder / "tokenizer").mkdir()
+    train_tokenizer(folder / "tokenizer", ["<eos>"])
 
     def train(ranks: int, model: str, lines: dict[str, str], fails: bool = False) -> dict:
         common = f"--module {HERE} --config {model} --hf_assets_path {folder}/tokenizer"
