@@ -28,11 +28,8 @@ from titan_sparse.models.huggingface_config import FAMILIES, config_json, read_c
 from titan_sparse.models.transformers_config import TransformersConfig, read_transformers_config
 from titan_sparse.training.trainer import Trainer
 
-SIZES_NEEDED = """
-vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size
-max_position_embeddings
-""".split()
 SIZES = {key: SHAPE[key] for key in SHAPE if key not in ("bos_token_id", "eos_token_id")}
+POSITIVE = [key for key in SIZES if key != "pad_token_id"]
 
 
 def write_config(folder: Path, model_type: str, **settings: Any) -> str:
@@ -158,7 +155,7 @@ REFUSED_BY_OURS = [
     ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),
     ({"transformers_weights": "b.safetensors"}, "transformers_weights"),
     ({"num_key_value_heads": 3}, "heads = 4 must be a multiple of kv_heads = 3"),
-    *[({key: "5"}, f'{key} = "5"') for key in SIZES if key != "pad_token_id"],
+    *[({key: "5"}, f'{key} = "5"') for key in POSITIVE],
     *[({"head_dim": value}, "head_dim") for value in (0, [], 1.5, True, 2**64)],
     *[({"rms_norm_eps": value}, "rms_norm_eps") for value in ("x", 0, math.nan, math.inf)],
     *[({"tie_word_embeddings": value}, "tie_word_embeddings") for value in ("x", 1, [])],
@@ -206,7 +203,7 @@ REFUSED = [
     ("qwen3_5_text", {"hidden_act": "gelu"}, 'hidden_act = "gelu"; only silu'),
     ("deepseek_v3", {"kv_lora_rank": 512}, "has not been tested"),
     ("mamba2", {}, "has not been tested"),
-    *[("phi3", {key: 0}, f"{key} = 0 is not a positive int") for key in SIZES_NEEDED],
+    *[("phi3", {key: 0}, f"{key} = 0 is not a positive int") for key in POSITIVE],
     *[("qwen2", {"rms_norm_eps": 1e-5} | changes, words) for changes, words in REFUSED_BY_OURS],
 ]
 
