@@ -4,6 +4,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import peft
 import pytest
@@ -243,15 +244,14 @@ ROWS = {"lora.trainable_tokens": "a,h,c"}
     "model, settings, moved",
     [("Llama", {}, 14), ("qwen3_moe", {}, 12), ("Llama", ROWS, 16), ("Qwen3", ROWS, 16)],
 )
-def test_merged_weights_are_what_peft_merges(folder, trained, model, settings, moved, monkeypatch):
+def test_merged_weights_are_what_peft_merges(folder, trained, model, settings, moved):
     output = "trained"
     if model != "Llama" or settings:
         output = f"merged-{model}-{len(settings)}"
         train(folder, output, model, {"optimizer.lr": 0.1} | settings)
     out = folder / f"{output}-merged"
     # In the dtype of the run, and without PEFT.
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "peft", None)
+    with patch.dict(sys.modules, peft=None):
         assert export_hf([str(folder / output), str(out), "--merge"]) == 0
     assert {x.dtype for x in load_file(out / "model.safetensors").values()} == {torch.float32}
     found, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -272,12 +272,10 @@ def test_half_precision_is_merged_in_full(folder):
     is read for checking it, and once more for reading it."""
     settings = {"optimizer.lr": 0.1, "training.dtype": "bfloat16"}
     train(folder, "half-merged", "Llama", settings)
-    reads = []
-    plain = reader._check_metadata
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "_check_metadata", lambda found: reads.append(plain(found)))
+    check = reader._check_metadata
+    with patch.object(reader, "_check_metadata", side_effect=check) as checked:
         assert export_hf([str(folder / "half-merged"), str(folder / "half-out"), "--merge"]) == 0
-    assert len(reads) == 2
+    assert checked.call_count == 2
     adapter = folder / f"half-merged/huggingface/step-{STEPS}"
     model = peft.PeftModel.from_pretrained(read_model(folder / "Llama"), adapter)
     expected = model.merge_and_unload().state_dict()

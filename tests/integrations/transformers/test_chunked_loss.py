@@ -1,5 +1,7 @@
 """chunk_loss(): transformers' own loss and gradients, without logits."""
 
+from unittest.mock import Mock
+
 import peft
 import pytest
 import torch
@@ -338,15 +340,12 @@ def test_the_comparison_leaves_no_trace(monkeypatch):
     modes = [module.training for _, module in modules]
     state = torch.get_rng_state()
     chunk_loss(model)
-    calls = []
-    compare = chunked_loss.compare_losses
-    monkeypatch.setattr(
-        chunked_loss, "compare_losses", lambda *args: calls.append(1) or compare(*args)
-    )
+    compare = Mock(side_effect=chunked_loss.compare_losses)
+    monkeypatch.setattr(chunked_loss, "compare_losses", compare)
     for _ in range(3):
         model(device_tokens(1, 5), labels=device_tokens(1, 5))
     assert torch.equal(torch.get_rng_state(), state)
-    assert len(calls) == 1
+    assert compare.call_count == 1
     assert all(a is b for (_, a), (_, b) in zip(model.named_modules(), modules, strict=True))
     assert [module.training for _, module in modules] == modes
     # What the loss may depend on.
@@ -356,7 +355,7 @@ def test_the_comparison_leaves_no_trace(monkeypatch):
     model.train(not model.training)
     with torch.no_grad():
         model(device_tokens(1, 5), labels=device_tokens(1, 5))
-    assert len(calls) == 4
+    assert compare.call_count == 4
     model.loss_function = lambda logits, **others: logits.sum()
     with pytest.raises(ValueError, match="leave chunk_loss"):
         model(device_tokens(1, 5), labels=device_tokens(1, 5))

@@ -2,6 +2,7 @@
 tokens that follow cached ones, whatever the cache and however many."""
 
 import inspect
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -169,20 +170,14 @@ def test_masks_of_ours_beside_a_cache_are_refused():
 def test_the_prompt_is_sparse_and_the_answer_dense(cache, attended, monkeypatch):
     sparse = VerticalSlash(recall=0.5, sinks=1, max_verticals=8, max_slashes=2)
     register(AttentionSettings(pattern=sparse, block_size=DEVICE_BLOCK))
-    decoded = []
-    beside_cache = attention.attention_beside_cache
-
-    def decode(module, query, *args):
-        decoded.append(query.shape[2])
-        return beside_cache(module, query, *args)
-
+    decode = Mock(side_effect=attention.attention_beside_cache)
     monkeypatch.setattr(attention, "attention_beside_cache", decode)
     model = with_ours("llama", DEVICE).eval()
     options = {"max_new_tokens": 3, "do_sample": False, "disable_compile": True}
     model.generate(device_tokens(1, SEQ_LEN), cache_implementation=cache, **options)
     prompts = [(call.tensors[0].shape[2], call.options["pattern"]) for call in attended]
     assert prompts == [(SEQ_LEN, sparse)] * 2
-    assert decoded == [1] * 4
+    assert [call.args[1].shape[2] for call in decode.call_args_list] == [1] * 4
 
 
 def test_turns_of_a_batch_of_chats():
