@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.distributed import run_processes
+from tests.distributed import on_ranks
 from tests.refusals import refused
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.masks import Documents, SlidingWindow
@@ -97,7 +97,8 @@ def test_masks_are_those_of_the_documents():
     assert mask_of_positions(positions, ONE, None).start.max() == 0
 
 
-def _other_order() -> None:
+@on_ranks(2)
+def test_another_order_of_tokens():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     cp = ContextParallel(mesh, "zigzag", block_size=16)
     positions = torch.cat([torch.arange(50), torch.arange(78)])[None]
@@ -109,7 +110,3 @@ def _other_order() -> None:
         mask_of_positions(contiguous, cp.key, None)
     with refused("training.seq_len = 96 .* multiple of 64"):
         mask_of_positions(positions[:, :48], cp.key, None)
-
-
-def test_another_order_of_tokens():
-    run_processes(2, _other_order)
