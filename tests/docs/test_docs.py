@@ -6,7 +6,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 
 from scripts.docs import numbers
 from tests.distributed import run_program
@@ -27,7 +26,6 @@ def _is_distributed(block: str) -> bool:
     "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name
 )
 def test_examples_run(page, tmp_path, monkeypatch):
-    torch.set_num_threads(1)
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     for block in blocks(page, "python"):  # one after the other, as a reader would
@@ -56,7 +54,6 @@ def files(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_commands_run(command, files, monkeypatch):
-    torch.set_num_threads(1)
     monkeypatch.chdir(files)
     try_command(command, files)
 

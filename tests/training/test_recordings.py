@@ -274,7 +274,6 @@ def _check_waiting() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_times_on_a_gpu_need_no_waiting():
     device = torch.device("cuda")
     small, large = (torch.randn(n, n, device=device) for n in (256, 8192))

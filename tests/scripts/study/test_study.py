@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from scripts.benchmarks import plots
 from scripts.study import __main__ as study
@@ -41,7 +40,6 @@ def report_of(out: Path) -> dict:
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory) -> Path:
     """Text; some steps of the dense run, until the time is over; then all of three runs."""
-    torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("study")
     words = ["--toy", "--out", str(out)]
     assert study.main([*words, "--parts", "text"]) == 0
@@ -204,7 +202,6 @@ def test_comparisons_are_differences_on_the_same_data():
 
 def test_equal_time(tmp_path):
     """Methods have the steps that fit into the seconds of the dense ones, and held-out loss on the way."""
-    torch.set_num_threads(1)
     out = tmp_path / "equal"
     words = ["--toy", "--equal-time", "--out", str(out), "--parts", f"text,{DENSE},{SPARSE}"]
     (out / "steps").mkdir(parents=True)
