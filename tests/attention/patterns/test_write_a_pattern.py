@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.attention.context_parallel.against_one import MASKS, check, check_everything, mesh_of
 from tests.attention.problems import RANGES, SEQ_LEN, assert_equal, problem
 from tests.distributed import run_processes
-from tests.docs.pages import ROOT, blocks
+from tests.docs.commands import ROOT, blocks
 from tests.reference import structured_qkv
 from titan_sparse import attend
 from titan_sparse.attention import ContextParallel
