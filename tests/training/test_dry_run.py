@@ -44,6 +44,19 @@ def program(monkeypatch, capsys):
     return run
 
 
+def test_cuda_graphs(program):
+    """As the run that starts so."""
+    status, printed = program(SMALL, "--dry-run --training.seq_len 8192")
+    assert status == 0 and "forward and backward are CUDA graphs from step 3 on" in printed
+    ring = (
+        "--dry-run --ranks 4 --parallelism.cp 4 --parallelism.cp_intra 1 --attention.schedule ring"
+    )
+    status, printed = program(SMALL, ring)
+    assert status == 0 and "not CUDA graphs, since attention.schedule = " in printed
+    status, printed = program(SMALL, f"{ring} --compile.cuda_graphs on")
+    assert status == 2 and printed.count("\n") == 1 and "compile.cuda_graphs" in printed
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_configuration_is_accepted_and_fits(monkeypatch, program, tmp_path, path):
     """The GPUs are those named in its first lines: H200s, 139.8 GiB."""

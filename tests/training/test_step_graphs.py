@@ -18,6 +18,12 @@ from titan_sparse.training.step_graphs import (
 )
 
 S = 1024
+RING = {
+    "parallelism__cp": 2,
+    "attention__mask": "causal_across_documents",
+    "training__seq_len": 320,
+}
+"""Whole sequences, all of which see the same."""
 
 
 @pytest.mark.parametrize(
@@ -33,39 +39,53 @@ S = 1024
             "ulysses",
             'attention.schedule = "ulysses" plans each batch of documents',
         ),
-        (
-            {"parallelism__cp": 2, "attention__mask": "causal", "attention__layout": "zigzag"},
-            "ring",
-            'attention.route_by = "auto"',
-        ),
+        (RING | {"attention__layout": "zigzag"}, "ring", 'attention.route_by = "auto"'),
         ({"parallelism__cp": 2, "attention__layout": "balanced"}, "local", '"balanced"'),
         ({"attention__window_sinks": 4}, "local", "attention.window_sinks"),
+        ({"attention__backend": "eager"}, "local", 'attention.backend = "eager"'),
+        (RING | {"attention__sliding_window": 40}, "ring", "attention.sliding_window"),
+        (RING | {"training__seq_len": 300}, "ring", "training.seq_len is no multiple of 32"),
+        (RING | {"data__sequences": "fixed_and_rest"}, "double_ring", "data gives shorter"),
+        (RING | {"data__format": "messages"}, "ring", "data gives shorter sequences"),
     ],
 )
 def test_what_cannot_be_captured(tmp_path, settings, schedule, said):
     """auto says why, and "on" refuses by the same name. Without the key both take graphs."""
-    config = tiny_config(tmp_path, "run", **settings)
-    has_graphs, line = explain(config, TINY, "cuda", schedule)
+    config = tiny_config(tmp_path, "run", attention__schedule=schedule, **settings)
+    has_graphs, line = explain(config, TINY, "cuda", 2)
     assert not has_graphs and said in line
     config.compile.cuda_graphs = "on"
     with pytest.raises(ValueError, match='is impossible: .*; write "auto"') as refused:
-        explain(config, TINY, "cuda", schedule)
+        explain(config, TINY, "cuda", 2)
     assert said in str(refused.value)
-    plain = tiny_config(tmp_path, "run", compile__cuda_graphs="on")
-    assert explain(plain, TINY, "cuda", "all_gather")[0]
-    assert explain(plain, TINY, "cuda", "ulysses")[0]
+
+
+@pytest.mark.parametrize(
+    "settings, schedules",
+    [
+        ({"parallelism__cp": 2}, ("auto", "all_gather", "ulysses")),
+        # Whole sequences are planned once.
+        (RING, ("auto", "all_gather", "ulysses", "ring", "double_ring")),
+        # One rank has nothing to plan.
+        ({}, ("auto", "all_gather", "ulysses", "ring", "group_cast")),
+    ],
+)
+def test_what_can_be_captured(tmp_path, settings, schedules):
+    config = tiny_config(tmp_path, "run", compile__cuda_graphs="on", **settings)
+    for config.attention.schedule in schedules:
+        assert explain(config, TINY, "cuda", 2)[0]
 
 
 def test_where_auto_takes_them(tmp_path):
     config = tiny_config(tmp_path, "run", training__seq_len=131072)
-    assert explain(config, TINY, "cpu", "local")[1].endswith("since graphs need a GPU, not a CPU")
-    has_graphs, line = explain(config, TINY, "cuda", "local")
+    assert explain(config, TINY, "cpu")[1].endswith("since graphs need a GPU, not a CPU")
+    has_graphs, line = explain(config, TINY, "cuda", 2)
     assert not has_graphs and "131,072 tokens a GPU" in line
     # Half of them, over two ranks.
     config.parallelism.cp = 2
-    assert explain(config, TINY, "cuda", "all_gather")[0]
+    assert explain(config, TINY, "cuda", 2)[0]
     config.compile.cuda_graphs = "off"
-    assert 'compile.cuda_graphs = "off"' in explain(config, TINY, "cuda", "all_gather")[1]
+    assert 'compile.cuda_graphs = "off"' in explain(config, TINY, "cuda", 2)[1]
 
 
 def _batch(mask) -> MicroBatch:
