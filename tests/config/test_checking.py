@@ -167,6 +167,13 @@ def test_impossible_combination(words):
     assert re.search(REFUSED[words], message_of(check_words, words))
 
 
+def test_ulysses_inside_a_node_recomputes_in_any_layout():
+    """A rank has whole sequences of its heads."""
+    config = check_words(ULYSSES + HALF + CP + " --attention.layout zigzag")
+    config.parallelism.cp_intra = 1
+    assert "activation_checkpoint.attention_recompute" in message_of(check, config, 2, 2)
+
+
 @pytest.mark.parametrize(
     "words, world_size, local_world_size, expected",
     [

@@ -92,7 +92,8 @@ def attend(
     recomputed: for activation checkpointing that keeps SAVED_OPS. The share of each sequence, from
     its start, whose out and lse are computed again in the backward rather than kept (BurstEngine's
     sequence-level selective checkpointing), rounded to a block of every rank. A share between 0
-    and 1 needs a causal mask, and one rank or the layout "striped".
+    and 1 needs a causal mask, and one rank, the layout "striped", or the schedule "ulysses" inside
+    of one node.
     sinks: [Hq], fp32 or the dtype of q. A learned logit of each query head that takes part in the
     softmax of every row and has no value (GPT-OSS); -inf for a head without one. `scale` does not
     apply to it. Patterns select, and density and recall count, by the softmax over keys alone. Every

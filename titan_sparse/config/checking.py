@@ -74,7 +74,7 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
         _check_attention(config)
         if config.attention.schedule == "ulysses":
             _check_ulysses(config, model, local_world_size)
-        _check_memory(config)
+        _check_memory(config, local_world_size)
         _check_float8(config)
         if resolve_adapters(model, **vars(config.lora)):
             _check_lora(config)
@@ -254,7 +254,7 @@ def _check_ulysses(config: Config, model: DecoderConfig, local_world_size: int) 
             clash(config, f"attention.{name}", "attention.schedule", why=why)
 
 
-def _check_memory(config: Config) -> None:
+def _check_memory(config: Config, local_world_size: int) -> None:
     training = config.training
     lever = config.activation_checkpoint
     is_on_gpu = training.device != "cpu" and config.attention.backend != "eager"
@@ -270,10 +270,16 @@ def _check_memory(config: Config) -> None:
             "activation_checkpoint.offload = true needs blocks that are compiled; write "
             'compile.enable = true and compile.backend = "inductor"',
         )
-    is_whole = lever.attention_recompute in (0, 1) or config.parallelism.cp == 1
-    if not is_whole and config.attention.layout != "striped":
+    cp = config.parallelism.cp
+    # With ulysses inside a node, a rank has whole sequences of its heads.
+    has_whole_heads = (
+        config.attention.schedule == "ulysses"
+        and resolve_cp_intra(config.parallelism, local_world_size) == cp
+    )
+    needs_striped = lever.attention_recompute not in (0, 1) and cp > 1 and not has_whole_heads
+    if needs_striped and config.attention.layout != "striped":
         clash(config, "attention.layout", "activation_checkpoint.attention_recompute")
-    tokens = training.local_batch_size * training.seq_len // config.parallelism.cp
+    tokens = training.local_batch_size * training.seq_len // cp
     require(
         training.mlp_chunk_tokens <= tokens,
         f"training.mlp_chunk_tokens = {training.mlp_chunk_tokens} is more than the {tokens} tokens "
