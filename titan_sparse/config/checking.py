@@ -283,7 +283,7 @@ def _check_memory(config: Config, local_world_size: int) -> None:
     require(
         training.mlp_chunk_tokens <= tokens,
         f"training.mlp_chunk_tokens = {training.mlp_chunk_tokens} is more than the {tokens} tokens "
-        "of a rank and would do nothing; write 0 or for example 8192",
+        f"of a rank and would do nothing; write 0 or for example {max(1, tokens // 4)}",
     )
 
 
@@ -340,10 +340,14 @@ def _check_run(config: Config) -> None:
     source = "lr_scheduler.total_steps" if scheduler.total_steps else "training.steps"
     if scheduler.warmup_steps > attrgetter(source)(config):
         clash(config, "lr_scheduler.warmup_steps", source, "a smaller one", "is above")
-    last = config.profiling.first_step + config.profiling.steps - 1
-    if config.profiling.enable and last > config.training.steps:
+    profiling, steps = config.profiling, config.training.steps
+    last = profiling.first_step + profiling.steps - 1
+    if profiling.enable and last > steps:
+        instead = f"profiling.first_step = {steps - profiling.steps + 1} or less"
+        if profiling.steps >= steps:
+            instead = f"profiling.first_step = 1 and profiling.steps = {steps} or less"
         why = f"traces up to step {last}, above"
-        clash(config, "profiling.first_step", "training.steps", "a smaller one", why)
+        clash(config, "profiling.first_step", "training.steps", instead, why)
     pictures, every = config.metrics.pictures_every, config.metrics.log_every
     if pictures % every:
         instead = f"metrics.pictures_every = {-(-pictures // every) * every}"
