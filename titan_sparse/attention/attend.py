@@ -11,6 +11,7 @@ from titan_sparse.attention.compiling import switch_wrong_fusions_off
 from titan_sparse.attention.context_parallel import ulysses
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.inputs import (
+    check_scale,
     check_sinks,
     check_tensors,
     constant,
@@ -87,7 +88,7 @@ def attend(
     cp: the ranks that share the sequence. q, k and v are then this rank's blocks of it, and the
     call is collective.
     backend: "auto", or a name of titan_sparse.attention.backends.
-    scale: of the scores; default D ** -0.5.
+    scale: of the scores, above 0; default D ** -0.5.
     block_size: tokens, for cp=None only; default 128.
     recomputed: for activation checkpointing that keeps SAVED_OPS. The share of each sequence, from
     its start, whose out and lse are computed again in the backward rather than kept (BurstEngine's
@@ -119,6 +120,7 @@ def attend(
         check_sinks(sinks, q)
     ranges = resolve_mask(mask, q, ranks)
     if scale is not None:
+        check_scale(scale)
         scale = constant(scale)
     has_slices = ranges.slices is not None
     if pattern.dynamic or has_slices:

@@ -13,6 +13,7 @@ from titan_sparse.attention import recorder
 from titan_sparse.attention.context_parallel.group import ContextParallel, context_of
 from titan_sparse.attention.inputs import (
     Ranks,
+    check_scale,
     check_tensors,
     mask_of_whole_blocks,
     ranks_of,
@@ -309,6 +310,7 @@ class Pattern(PatternOptions):
         tensors = []
         if self.dynamic:
             scale = q.shape[-1] ** -0.5 if scale is None else scale
+            check_scale(scale)
             tensors = self.choose(q.detach(), k.detach(), ranges, context_of(ranks.key), scale)
         return self.index(tensors, ranges, q.shape[0], q.shape[1], ranks.block_size)
 
