@@ -1,11 +1,15 @@
 """When steps become CUDA graphs, and what a graph depends on. tests/gpu/test_step_graphs.py runs them."""
 
 import warnings
+from collections import defaultdict
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from tests.runs import TINY, tiny_config
+from tests.runs import TINY, tiny_config, train, write_texts
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.training.step_graphs import (
@@ -16,6 +20,7 @@ from titan_sparse.training.step_graphs import (
     explain,
     flattened,
 )
+from titan_sparse.training.trainer import Trainer
 
 S = 1024
 RING = {
@@ -112,6 +117,47 @@ def test_documents_share_a_graph():
     tensors, _ = flattened(_batch(Documents([[5]])))
     # Tokens, positions, labels, four of the mask with its offsets, the seed, and the labels' number.
     assert len(tensors) == 9
+
+
+class _Operations(TorchDispatchMode):
+    """Notes each operation of torch, with its numbers and with the shapes of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        # The profiler names ranges, and collectives their process groups.
+        if func.namespace not in ("profiler", "c10d"):
+            leaves = tree_leaves((args, kwargs))
+            self.seen.append((func, *(x.shape if isinstance(x, Tensor) else x for x in leaves)))
+        return func(*args, **kwargs)
+
+
+def test_only_tensors_change_from_step_to_step(tmp_path, monkeypatch):
+    """A replay would go on with all other numbers: those of the step that was captured."""
+    steps = defaultdict(list)
+    forward_backward = Trainer._forward_backward
+
+    def noted(self: Trainer, batch: MicroBatch, records: tuple[int, int] | None) -> Computed:
+        with _Operations() as operations:
+            computed = forward_backward(self, batch, records)
+        # The first step makes the gradients.
+        if self.progress.step > 0:
+            steps[flattened(batch)[1]].append((batch, operations.seen))
+        return computed
+
+    monkeypatch.setattr(Trainer, "_forward_backward", noted)
+    write_texts(tmp_path / "texts")
+    settings = {"metrics__log_every": 10, "training__steps": 7, "training__z_loss": 1e-3}
+    train(tiny_config(tmp_path, "run", **settings))
+    # Those that are not recorded.
+    [batches] = steps.values()
+    batches = batches[:-1]
+    assert len({batch.valid.item() for batch, _ in batches}) > 1
+    for _, seen in batches[1:]:
+        assert seen == batches[0][1] and len(seen) > 100
 
 
 def test_a_step_without_a_graph_adds_to_no_gradient_of_a_graph():
